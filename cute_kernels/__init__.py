@@ -1,6 +1,9 @@
 """Low-precision LLM decode kernels for NVIDIA Hopper, in CuTe DSL."""
 
-from cute_kernels import _own_layouts  # noqa: F401  # first: everything below imports layouts
+from cute_kernels import (
+    _own_layouts,  # noqa: F401  # first: everything below imports layouts
+    _weight_importers,  # noqa: F401  # gives PackedWeight its from_...
+)
 from cute_kernels._version import __version__
 from cute_kernels.attention import decode_attention, merge_states
 from cute_kernels.extend import extend_attention

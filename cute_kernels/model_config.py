@@ -30,7 +30,7 @@ def describe_layers(model: nn.Module) -> dict[str, Any]:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedLinear):
             optional = tuple(
-                each for each in ("zeros", "perm", "input_scale", "bias") if getattr(module, each) is not None
+                each for each in ("zeros", "perm", "input_scale", "bias", "shifts") if getattr(module, each) is not None
             )
             linear.setdefault(_form(module, optional, module.batch_invariant), []).append(name)
         elif isinstance(module, QuantizedMoE):

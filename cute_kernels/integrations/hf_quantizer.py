@@ -29,7 +29,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from cute_kernels.linear.experts import PackedExperts
-from cute_kernels.linear.module import QuantizedLinear, is_conv1d
+from cute_kernels.linear.module import EXTRA_NAMES, QuantizedLinear, is_conv1d
 from cute_kernels.linear.quantize import check_options
 from cute_kernels.linear.weight import TILE_BYTES, TILE_N, PackedWeight, check_format, num_groups, padded_shape
 from cute_kernels.model_config import METHOD, describe_layers, forms_of
@@ -175,7 +175,11 @@ def _empty_linear(dense: Any, form: dict[str, Any]) -> QuantizedLinear:
     tensors = _empty_tensors(shape, form)
     bias = torch.empty(shape[0], dtype=form["dtype"], device="meta") if "bias" in form["tensors"] else None
     weight = PackedWeight(**tensors, bits=form["bits"], group_size=form["group_size"], shape=shape, check_values=False)
-    layer = QuantizedLinear(weight, bias)
+    shifts = None
+    if "shifts" in form["tensors"]:
+        groups = -(-shape[1] // (form["group_size"] or shape[1]))
+        shifts = torch.empty(shape[0], groups, dtype=torch.float32, device="meta")
+    layer = QuantizedLinear(weight, bias, shifts)
     layer.batch_invariant = form["batch_invariant"]
     _expect_format(layer, weight.state_dict()[_FORMAT])
     return layer
@@ -243,7 +247,7 @@ def _check_loaded(name: str, layer: Any) -> None:
     if found != wanted:
         raise ValueError(f"{name}.{_FORMAT}: got {found}, want {wanted}, as config.json says")
     weight = layer.weight
-    tensors = {own: tensor for own, tensor in layer._buffers.items() if own != "bias"}
+    tensors = {own: tensor for own, tensor in layer._buffers.items() if own not in EXTRA_NAMES}
     try:  # once with a look at the values
         type(weight)(**tensors, bits=layer.bits, group_size=layer.group_size, shape=layer.shape)
     except (TypeError, ValueError) as error:

@@ -16,6 +16,7 @@ from cute_kernels.linear import ops
 from cute_kernels.linear.module import QuantizedLinear
 from cute_kernels.linear.quantize import interleave_weights, quantize_weight
 from cute_kernels.linear.reference import linear_reference
+from cute_kernels.linear.slices import slice_inputs, slice_outputs
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.names import Activation
 
@@ -26,6 +27,8 @@ __all__ = [
     "linear_reference",
     "quantize_weight",
     "quantized_linear",
+    "slice_inputs",
+    "slice_outputs",
 ]
 
 

@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from cute_kernels.arguments import check_tensors
 from cute_kernels.linear import ops
 from cute_kernels.linear.quantize import quantize_weight
+from cute_kernels.linear.reference import prepare_input
 from cute_kernels.linear.weight import TENSOR_NAMES, PackedWeight, has_values
+
+EXTRA_NAMES = ("bias", "shifts")  # tensors of a layer that its weight has not
 
 ModelProgress = Callable[[str, int, int], None]
 """Called with a layer's name, how many layers are done and how many there are."""
@@ -39,17 +43,23 @@ def is_conv1d(module: object) -> bool:
 class QuantizedLinear(nn.Module):
     """nn.Linear with a `PackedWeight`: y = (x * input_scale) W^T + bias. For inference: it has no gradient.
 
-    Its state dict has the tensors of `PackedWeight.state_dict`, "format" among them, and "bias". Loading one takes on
-    the number of bits, group size and options of what is loaded; only N and K must be the layer's. Tensors are copied,
-    into those that are there where they fit. A weight that lacks a tensor or does not fit is reported by
+    With ``shifts`` each group of inputs has one number more: W[n, k] = (code - zero) * scale + shift. That is what zero
+    points that are no integers come to, as HQQ and torchao fit them. The kernel multiplies with the first part; sums of
+    x over each group, multiplied with the shifts in fp32, are added before the result is rounded.
+
+    Its state dict has the tensors of `PackedWeight.state_dict`, "format" among them, "bias" and "shifts". Loading one
+    takes on the number of bits, group size and options of what is loaded; only N and K must be the layer's. Tensors are
+    copied, into those that are there where they fit. A weight that lacks a tensor or does not fit is reported by
     `load_state_dict`, and the layer is then as it was.
 
     Args:
         weight: [out_features, in_features].
         bias: [out_features], or None; kept in the dtype of the weight's scales.
+        shifts: floating [out_features, groups of in_features], or None; kept in fp32.
 
     Attributes:
-        batch_invariant: as of `cute_kernels.linear`; False, and may be set. A state dict does not have it.
+        batch_invariant: as of `cute_kernels.linear`; False, and may be set, but for a layer with shifts. A state dict
+            does not have it.
 
     Raises:
         TypeError, ValueError: weight or bias is not as above; the message names it.
@@ -61,19 +71,22 @@ class QuantizedLinear(nn.Module):
     perm: torch.Tensor | None
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
+    shifts: torch.Tensor | None
     shape: tuple[int, int]
     bits: int
     group_size: int | None
     batch_invariant: bool = False
 
-    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, weight: PackedWeight, bias: torch.Tensor | None = None, shifts: torch.Tensor | None = None
+    ) -> None:
         super().__init__()
         if not isinstance(weight, PackedWeight):
             raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
         self.shape = weight.shape
-        for name in (*TENSOR_NAMES, "bias"):
+        for name in (*TENSOR_NAMES, *EXTRA_NAMES):
             self.register_buffer(name, None)
-        self._set(weight, self._checked_bias(bias, weight))
+        self._set(weight, self._checked_bias(bias, weight), _checked_shifts(shifts, weight))
 
     @classmethod
     def from_linear(
@@ -118,9 +131,13 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of x [..., in_features], in x's dtype, which is that of the scales."""
         tensors = self._buffers  # nn.Module takes a detour to them as attributes
-        codes, scales = tensors["codes"], tensors["scales"]
+        codes, scales, shifts = tensors["codes"], tensors["scales"], tensors["shifts"]
         assert codes is not None and scales is not None
-        return ops.apply(
+        if shifts is not None and self.batch_invariant:
+            raise ValueError(
+                "batch_invariant: got True of a layer with shifts, want False: its sums depend on the batch"
+            )
+        y = ops.apply(
             x,
             codes,
             scales,
@@ -131,11 +148,16 @@ class QuantizedLinear(nn.Module):
             group_size=self.group_size,
             shape=self.shape,
             bias=tensors["bias"],
+            out_dtype=None if shifts is None else torch.float32,
             batch_invariant=self.batch_invariant,
         )
+        if shifts is None:
+            return y
+        inputs = prepare_input(x, tensors["perm"], tensors["input_scale"])
+        return _add_shifts(y, inputs, shifts, self.group_size or self.in_features).to(x.dtype)
 
     def extra_repr(self) -> str:
-        has = [name for name in ("zeros", "perm", "input_scale") if getattr(self, name) is not None]
+        has = [name for name in ("zeros", "perm", "input_scale", "shifts") if getattr(self, name) is not None]
         has += ["batch_invariant"] if self.batch_invariant else []
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
@@ -143,10 +165,10 @@ class QuantizedLinear(nn.Module):
             f"{', with ' if has else ''}{', '.join(has)}"
         )
 
-    def _set(self, weight: PackedWeight, bias: torch.Tensor | None) -> None:
+    def _set(self, weight: PackedWeight, bias: torch.Tensor | None, shifts: torch.Tensor | None) -> None:
         for name in TENSOR_NAMES:
             setattr(self, name, getattr(weight, name))
-        self.bias = bias
+        self.bias, self.shifts = bias, shifts
         self.bits, self.group_size = weight.bits, weight.group_size
 
     def _checked_bias(self, bias: torch.Tensor | None, weight: PackedWeight) -> torch.Tensor | None:
@@ -185,7 +207,7 @@ class QuantizedLinear(nn.Module):
         for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        unexpected = sorted(own.keys() - {*TENSOR_NAMES, "format", "bias"})
+        unexpected = sorted(own.keys() - {*TENSOR_NAMES, *EXTRA_NAMES, "format"})
         unexpected_keys.extend(prefix + name for name in unexpected)
         missing = [name for name in ("codes", "scales", "format") if name not in own]
         no_bias = self.bias is not None and "bias" not in own
@@ -198,14 +220,40 @@ class QuantizedLinear(nn.Module):
             weight = PackedWeight.from_state_dict({name: own[name] for name in names if name in own})
             if weight.shape != self.shape:
                 raise ValueError(f"format: got a weight {list(weight.shape)}, want {list(self.shape)}")
-            bias = self._checked_bias(bias, weight)
+            bias, shifts = self._checked_bias(bias, weight), _checked_shifts(own.get("shifts"), weight)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix}{error}")
             return
-        self._take(weight, bias, copy=not local_metadata.get("assign_to_params_buffers", False))
+        self._take(
+            weight, {"bias": bias, "shifts": shifts}, copy=not local_metadata.get("assign_to_params_buffers", False)
+        )
 
-    def _take(self, weight: PackedWeight, bias: torch.Tensor | None, copy: bool) -> None:
+    def _take(self, weight: PackedWeight, extra: dict[str, torch.Tensor | None], copy: bool) -> None:
         """Takes on loaded tensors: copied into those that are here where they fit, which captured graphs then see."""
         device = weight.device if self.codes.is_meta else self.codes.device
-        take_buffers(self, {name: getattr(weight, name) for name in TENSOR_NAMES} | {"bias": bias}, device, copy)
+        take_buffers(self, {name: getattr(weight, name) for name in TENSOR_NAMES} | extra, device, copy)
         self.bits, self.group_size = weight.bits, weight.group_size
+
+
+def _checked_shifts(shifts: torch.Tensor | None, weight: PackedWeight) -> torch.Tensor | None:
+    """The shifts in fp32 where the weight is; TypeError or ValueError if they do not fit it."""
+    if shifts is None:
+        return None
+    check_tensors(shifts=shifts)
+    n, k = weight.shape
+    wanted = [n, -(-k // (weight.group_size or k))]
+    if list(shifts.shape) != wanted or not shifts.is_floating_point():
+        raise ValueError(f"shifts: got {shifts.dtype} {list(shifts.shape)}, want a floating {wanted}")
+    if shifts.is_meta and weight.device.type != "meta":
+        raise ValueError(f"shifts: got a tensor without data (meta), want one on a CPU or on {weight.device}")
+    kept = shifts.to(weight.device, torch.float32).contiguous()
+    if has_values(kept) and not bool(kept.isfinite().all()):
+        raise ValueError("shifts: got values that are not finite, want finite ones")
+    return kept
+
+
+def _add_shifts(y: torch.Tensor, x: torch.Tensor, shifts: torch.Tensor, length: int) -> torch.Tensor:
+    """y [..., N] plus the sums of x [..., K] over groups of ``length``, times shifts [N, G]; all in fp32."""
+    with torch.autocast(y.device.type, enabled=False):
+        inputs = pad(x.float(), (0, -x.shape[-1] % length)).unflatten(-1, (-1, length))
+        return y + inputs.sum(dim=-1) @ shifts.T

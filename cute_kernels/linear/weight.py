@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.compiler import is_compiling
@@ -88,6 +88,14 @@ class PackedWeight:
     perm: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
     check_values: InitVar[bool] = True
+
+    # Importers of other projects' layers, which `cute_kernels._weight_importers` puts here: they call this module.
+    from_awq: ClassVar[Callable[..., PackedWeight]]
+    from_gptq: ClassVar[Callable[..., PackedWeight]]
+    from_compressed_tensors: ClassVar[Callable[..., PackedWeight]]
+    from_hqq: ClassVar[Callable[..., PackedWeight]]
+    from_torchao: ClassVar[Callable[..., PackedWeight]]
+    from_fastertransformer: ClassVar[Callable[..., PackedWeight]]
 
     _is_hf_initialized = True  # what transformers' initialisation of a loaded model asks each `weight` that it finds
 
@@ -208,66 +216,6 @@ class PackedWeight:
         """Codes uint8 [64 * (last - first), K_pad] of N tiles first to last, in packed order."""
         return unpack(hopper.restore(self.codes[first:last], self.bits), self.bits)
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
-    # The importers are built on this module: imported at its top, they would import what is not there yet.
-
-    @classmethod
-    def from_awq(
-        cls, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, **options: Any
-    ) -> PackedWeight:
-        """The weight of an AWQ layer; see `cute_kernels.integrations.checkpoints.awq.from_awq`."""
-        from cute_kernels.integrations.checkpoints import awq
-
-        return awq.from_awq(qweight, qzeros, scales, **options)
-
-    @classmethod
-    def from_gptq(
-        cls,
-        qweight: torch.Tensor,
-        qzeros: torch.Tensor,
-        scales: torch.Tensor,
-        g_idx: torch.Tensor | None = None,
-        **options: Any,
-    ) -> PackedWeight:
-        """The weight of a GPTQ layer; see `cute_kernels.integrations.checkpoints.gptq.from_gptq`."""
-        from cute_kernels.integrations.checkpoints import gptq
-
-        return gptq.from_gptq(qweight, qzeros, scales, g_idx, **options)
-
-    @classmethod
-    def from_compressed_tensors(
-        cls, weight_packed: torch.Tensor, weight_scale: torch.Tensor, **options: Any
-    ) -> PackedWeight:
-        """The weight of a "pack-quantized" layer; see
-        `cute_kernels.integrations.checkpoints.compressed_tensors.from_compressed_tensors`.
-        """
-        from cute_kernels.integrations.checkpoints import compressed_tensors
-
-        return compressed_tensors.from_compressed_tensors(weight_packed, weight_scale, **options)
-
-    @classmethod
-    def from_hqq(cls, W_q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, **options: Any) -> PackedWeight:
-        """The weight of an HQQ layer; see `cute_kernels.integrations.checkpoints.hqq.from_hqq`."""
-        from cute_kernels.integrations.checkpoints import hqq
-
-        return hqq.from_hqq(W_q, scale, zero, **options)
-
-    @classmethod
-    def from_torchao(cls, **tensors: Any) -> PackedWeight:
-        """The weight of a torchao layer; see `cute_kernels.integrations.checkpoints.torchao.from_torchao`."""
-        from cute_kernels.integrations.checkpoints import torchao
-
-        return torchao.from_torchao(**tensors)
-
-    @classmethod
-    def from_fastertransformer(cls, weight: torch.Tensor, scales: torch.Tensor, **options: Any) -> PackedWeight:
-        """A weight preprocessed for FasterTransformer or TensorRT-LLM; see
-        `cute_kernels.integrations.checkpoints.fastertransformer.from_fastertransformer`.
-        """
-        from cute_kernels.integrations.checkpoints import fastertransformer
-
-        return fastertransformer.from_fastertransformer(weight, scales, **options)
-
     # -- places ------------------------------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedWeight:
@@ -289,7 +237,10 @@ class PackedWeight:
         n, k = self.shape
         _check_rank(rank, world_size)
         if n % (TILE_N * world_size):
-            raise ValueError(f"world_size: got {world_size}, want one with N = {n} a multiple of {TILE_N} * world_size")
+            raise ValueError(
+                f"world_size: got {world_size}, want one with N = {n} a multiple of {TILE_N} * world_size; "
+                "cute_kernels.linear.slice_outputs takes any rows"
+            )
         own: dict[str, Any] = {"codes": hopper.shard_n(self.codes, rank, world_size).clone()}
         for name in ("scales", "zeros"):
             tensor = getattr(self, name)
@@ -311,7 +262,8 @@ class PackedWeight:
         multiple = max(K_MULTIPLE, self.group_size or 0)
         if k % (multiple * world_size):
             raise ValueError(
-                f"world_size: got {world_size}, want one with K = {k} a multiple of {multiple} * world_size"
+                f"world_size: got {world_size}, want one with K = {k} a multiple of {multiple} * world_size; "
+                "cute_kernels.linear.slice_inputs cuts inside groups"
             )
         share = k // world_size
         own: dict[str, Any] = {"codes": hopper.shard_k(self.codes, rank, world_size).contiguous()}

@@ -87,6 +87,8 @@ def test_layers_of_several_forms_come_back(tmp_path):
     changed = QuantizedLinear(type(weight)(**fields, bits=4, group_size=32, shape=(192, 128)))  # pyright: ignore
     model.model.layers[0].mlp.up_proj = changed
     assert layer.shape == changed.shape
+    other = model.model.layers[1].mlp.down_proj
+    model.model.layers[1].mlp.down_proj = QuantizedLinear(other.weight, None, torch.randn(128, 1))
     with pytest.warns(UserWarning, match="nothing is quantised"):
         quantize_model(model)  # has nothing left to do
     from cute_kernels.model_config import record_layers
@@ -94,7 +96,9 @@ def test_layers_of_several_forms_come_back(tmp_path):
     record_layers(model)
     model.save_pretrained(tmp_path)
     loaded = load(tmp_path)
-    assert loaded.model.layers[0].mlp.up_proj.perm is not None
+    assert (
+        loaded.model.layers[0].mlp.up_proj.perm is not None and loaded.model.layers[1].mlp.down_proj.shifts is not None
+    )
     assert (
         loaded.model.layers[0].self_attn.q_proj.batch_invariant
         and not loaded.model.layers[0].mlp.down_proj.batch_invariant

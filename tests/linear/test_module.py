@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -260,3 +261,84 @@ def test_a_layer_that_cannot_be_quantised_is_named():
 def test_what_makes_no_layer_is_refused_by_name(call, message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         call()
+
+
+# -- shifts: zero points that are no integers --------------------------------------------------------------------------
+
+
+def shifted(bias: bool = True, k: int = 100, group: int | None = 32, **options) -> tuple[Any, torch.Tensor]:
+    """A layer with shifts, and its W in fp64."""
+    torch.manual_seed(3)
+    weight = known(70, k, 4, group).pack(**options)
+    shifts = 0.02 * torch.randn(70, -(-k // (group or k)))
+    layer = QuantizedLinear(weight, torch.randn(70) if bias else None, shifts)
+    by_input = shifts.double().repeat_interleave(group or k, dim=1)[:, :k]
+    if weight.perm is not None:
+        by_input = torch.empty_like(by_input).index_copy_(1, weight.perm.long(), by_input)
+    return layer, weight.dequantize(torch.float64) + by_input
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("group", [32, 64, None])
+def test_shifts_are_added_to_each_group_of_inputs(dtype, bias, group):
+    layer, w = shifted(bias, group=group)
+    layer = QuantizedLinear(replace(layer.weight, scales=layer.scales.to(dtype)), layer.bias, layer.shifts)
+    for shape in ((3, 100), (2, 3, 100), (0, 100), (100,)):
+        x = numbers(*shape).to(dtype)
+        want = x.double() @ w.T + (0 if layer.bias is None else layer.bias.double())
+        got = layer(x)
+        assert got.shape == want.shape and got.dtype == dtype
+        assert (got.double() - want).norm() <= 4e-3 * want.norm()
+
+
+def test_shifts_of_act_order_and_input_scales_are_of_what_the_kernel_multiplies():
+    scale = (0.5 + torch.rand(100)).to(BF16)
+    layer, w = shifted(perm=torch.randperm(100), input_scale=scale)
+    x = numbers(3, 100)
+    want = (x * scale).double() @ w.T + layer.bias.double()
+    assert (layer(x).double() - want).norm() <= 4e-3 * want.norm()
+
+
+def test_autocast_does_not_round_shifts():
+    layer, _ = shifted(bias=False)
+    x = 1 + 0.01 * numbers(3, 100)  # sums over groups are large, and cancel where shifts do
+    with torch.autocast("cpu", torch.bfloat16):
+        got = layer(x)
+    assert torch.equal(got, layer(x))
+
+
+def test_a_layer_with_shifts_comes_back_through_its_state_dict_and_compiles():
+    layer, _ = shifted()
+    assert "shifts" in layer.state_dict() and "shifts" in repr(layer)
+    other = QuantizedLinear.from_linear(dense_layer(), 8)
+    other.load_state_dict(layer.state_dict())
+    x = numbers(3, 100)
+    assert torch.equal(other(x), layer(x))
+    torch.compiler.reset()
+    with torch.no_grad():
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), layer(x))
+    other.load_state_dict(QuantizedLinear.from_linear(dense_layer(), 8).state_dict())
+    assert other.shifts is None
+
+
+@pytest.mark.parametrize(
+    ("shifts", "message"),
+    [
+        (torch.zeros(70, 3), r"shifts: got torch.float32 \[70, 3\], want a floating \[70, 4\]"),
+        (torch.zeros(70, 4).int(), "shifts: got torch.int32"),
+        (torch.full((70, 4), torch.inf), "shifts: got values that are not finite"),
+        ("none", "shifts: got str"),
+    ],
+)
+def test_shifts_that_do_not_fit_are_refused(shifts, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        QuantizedLinear(known(70, 100, 4, 32).pack(), None, shifts)
+
+
+def test_sums_that_depend_on_the_batch_are_refused_where_they_must_not():
+    layer, _ = shifted()
+    layer.batch_invariant = True
+    with pytest.raises(ValueError, match="^batch_invariant: got True of a layer with shifts"):
+        layer(numbers(3, 100))

@@ -1,4 +1,5 @@
-"""compressed-tensors checkpoints (llm-compressor), format "pack-quantized": codes packed along the inputs."""
+"""compressed-tensors checkpoints (llm-compressor): "pack-quantized", codes packed along the inputs, and
+"int-quantized" or "naive-quantized", a code a byte."""
 
 from __future__ import annotations
 
@@ -59,6 +60,66 @@ def from_compressed_tensors(
     )
 
 
+def from_int_quantized(
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    weight_zero_point: torch.Tensor | None = None,
+    weight_g_idx: torch.Tensor | None = None,
+    *,
+    bits: int = 8,
+    group_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> PackedWeight:
+    """The weight of a layer in "int-quantized" or "naive-quantized": W[n, k] = (q - z) * s, q and z signed.
+
+    Args:
+        weight: int8 [N, K], -8 to 7 of 4 bits.
+        weight_scale: floating [N, G], [N], or [1] for one scale of the whole weight.
+        weight_zero_point: int8 of as many numbers, or None for a symmetric weight.
+        weight_g_idx: int [K], the group of each input, or None for groups in order.
+        bits: 4 or 8.
+        group_size, dtype, device: as for `from_awq`.
+
+    Raises:
+        TypeError, ValueError: a tensor does not fit; the message names it.
+    """
+    fields.check_bits(bits)
+    fields.check_tensor("weight", weight, (torch.int8,), 2, "[N, K]")
+    n, k = weight.shape
+    low = -symmetric_zero(bits)
+    if bits < 8 and bool(((weight < low) | (weight >= -low)).any()):
+        raise ValueError(f"weight: got values outside {low} to {-low - 1}, want {bits}-bit ones")
+    scales = _by_row("weight_scale", weight_scale, (torch.float16, torch.bfloat16, torch.float32), n)
+    groups = scales.shape[1]
+    size = fields.group_size_of(k, groups, group_size)
+    zeros = None
+    if weight_zero_point is not None:
+        given = _by_row("weight_zero_point", weight_zero_point, (torch.int8, torch.int32, torch.int64), n)
+        fields.check_shape("weight_zero_point", given, (n, groups), "one for each scale")
+        zeros = _as_codes(given, bits)
+    return pack_codes(
+        lambda start, stop: (weight[start:stop].to(torch.int16) - low).to(torch.uint8),
+        fields.to_scales("weight_scale", scales, dtype),
+        zeros,
+        bits=bits,
+        group_size=size,
+        shape=(n, k),
+        perm=fields.perm_of("weight_g_idx", weight_g_idx, k, groups, size),
+        device=device,
+    )
+
+
+def _by_row(name: str, values: torch.Tensor, dtypes: tuple[torch.dtype, ...], n: int) -> torch.Tensor:
+    """[N, G] of [N, G], [N] or a single number."""
+    fields.check_tensor(name, values, dtypes, getattr(values, "ndim", 0), "[N, groups]")
+    if values.numel() == 1:
+        return values.reshape(1, 1).expand(n, 1)
+    if values.dim() not in (1, 2) or values.shape[0] != n:
+        raise ValueError(f"{name}: got shape {list(values.shape)}, want [{n}, groups]")
+    return values.reshape(n, -1)
+
+
 def _bits_and_k(weight_packed: torch.Tensor, weight_shape: torch.Tensor | None, bits: int | None) -> tuple[int, int]:
     n, words = weight_packed.shape
     if weight_shape is None:
@@ -91,6 +152,11 @@ def _zeros(weight_zero_point: torch.Tensor, n: int, groups: int, bits: int, one_
     if one:
         weight_zero_point = weight_zero_point.reshape(1, 1).expand(n, 1)
     fields.check_shape("weight_zero_point", weight_zero_point, (n, groups), "one for each scale")
+    return _as_codes(weight_zero_point, bits)
+
+
+def _as_codes(weight_zero_point: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 codes of signed zero points."""
     codes = weight_zero_point.int() + symmetric_zero(bits)
     if bool(((codes < 0) | (codes >= 1 << bits)).any()):
         low = -symmetric_zero(bits)

@@ -80,7 +80,7 @@ def _unwrapped(config: Config) -> Config:
 # -- what goes for one layer -------------------------------------------------------------------------------------------
 
 
-def config_of(config: Config, name: str) -> Config:
+def config_of(config: Config, name: str) -> dict[str, Any]:
     """The configuration of a layer, with what patterns of names say of it.
 
     Those are GPTQModel's "dynamic", AutoRound's "extra_config", and the "config_groups" of compressed-tensors, of

@@ -111,6 +111,13 @@ def to_zeros(name: str, zeros: torch.Tensor, bits: int, tolerance: torch.Tensor 
     return whole.to(torch.uint8)
 
 
+def are_codes(zeros: torch.Tensor, bits: int, tolerance: torch.Tensor | float) -> bool:
+    """Whether floating zero points are integers, up to ``tolerance``, that kernels can subtract from codes."""
+    whole = zeros.round()
+    fits = ((zeros - whole).abs() <= tolerance) & (whole >= 0) & (whole < 1 << bits)
+    return bool(fits.all())
+
+
 def perm_of(name: str, g_idx: torch.Tensor | None, k: int, groups: int, group_size: int | None) -> torch.Tensor | None:
     """The permutation that brings inputs of a group together (stable), or None if they are together already.
 

@@ -12,9 +12,22 @@ import torch
 from torch import nn
 
 from cute_kernels.integrations.checkpoints.configuration import Config, checked, config_of, read_config
+from cute_kernels.integrations.checkpoints.experts import Experts
 from cute_kernels.integrations.checkpoints.headers import Entry, read_headers
-from cute_kernels.integrations.checkpoints.layer_formats import LayerFormat, find_layers, join
+from cute_kernels.integrations.checkpoints.layer_formats import (
+    OWN,
+    LayerFormat,
+    find_layers,
+    is_stacked,
+    join,
+    said_of,
+)
+from cute_kernels.integrations.checkpoints.placement import place_layers
+from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.module import ModelProgress, QuantizedLinear
+from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.moe.blocks import shared_of
+from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE
 
 
 def load_safetensors(
@@ -23,34 +36,37 @@ def load_safetensors(
     config: Config | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-) -> Iterator[tuple[str, QuantizedLinear]]:
+) -> Iterator[tuple[str, QuantizedLinear | QuantizedExperts]]:
     """The quantised layers of a checkpoint, one after the other, each read when it is asked for.
 
-    Formats are AWQ, GPTQ, compressed-tensors, HQQ and state dicts of `QuantizedLinear`. Before the first layer is read,
-    every file is checked to be whole and every layer to have its tensors.
+    Formats are AWQ, GPTQ, AutoRound, compressed-tensors, HQQ, torchao and state dicts of `QuantizedLinear` and
+    `QuantizedMoE`. Before the first layer is read, every file is checked to be whole and every layer to have its
+    tensors, and a layer that is quantised otherwise is an error.
 
     Args:
         path: a safetensors file, or a directory of them with the model's config.json or quantize_config.json.
         config: the quantisation configuration (`quantization_config`), default that of the directory. Of it are used
-            quant_method, bits, group_size, checkpoint_format, version and GPTQModel's dynamic, and of
-            compressed-tensors what all config_groups say of weights; quant_method tells AWQ from GPTQ, which without
-            it the shapes do. sym, desc_act, zero_point, symmetric and actorder are compared with the tensors.
+            quant_method, bits, group_size, checkpoint_format, version, GPTQModel's dynamic, AutoRound's packing_format
+            and extra_config, and the layer's own of compressed-tensors' config_groups; quant_method tells AWQ from
+            GPTQ, which without it the shapes do. sym, desc_act, zero_point, symmetric and actorder are compared with
+            the tensors.
         dtype: of scales and activations, default the checkpoint's, bf16 for fp32.
         device: where the layers are put; packing is done on the CPU.
 
     Yields:
-        (name, layer) in the order of names, with the bias if there is one.
+        (name, layer) in the order of names: a `QuantizedLinear`, with the bias if there is one, or `QuantizedExperts`
+        of a state dict of ours.
 
     Raises:
         FileNotFoundError: there is no such file.
         TypeError, ValueError: a file is cut off, or a tensor is missing, does not fit or is not as the configuration
             says; the message names the tensor.
     """
-    path = _path_of(path)
+    path = path_of(path)
     entries = read_headers(path)
     config = read_config(path) if config is None else checked("config", config)
     layers = find_layers(entries, config)
-    return _read_layers(entries, layers, config, {"dtype": dtype, "device": device})
+    return read_layers(entries, layers, config, {"dtype": dtype, "device": device})
 
 
 def load_quantized_linears(
@@ -62,13 +78,16 @@ def load_quantized_linears(
     device: torch.device | str | None = None,
     progress: ModelProgress | None = None,
 ) -> nn.Module:
-    """Swaps the Linear layers that a checkpoint has quantised for `QuantizedLinear`, in place, all or none of them.
+    """Swaps the layers that a checkpoint has quantised for `QuantizedLinear` and `QuantizedMoE`, all or none of them.
 
-    The model's Linear layers may be on the meta device. What the checkpoint does not quantise is not loaded. A layer
-    that stands in several places of the model is swapped in all of them, whichever the checkpoint names.
+    The model's layers may be on the meta device. What the checkpoint does not quantise is not loaded. A layer that
+    stands in several places of the model is swapped in all of them, whichever the checkpoint names. Experts that a
+    checkpoint has one by one are stacked, if all of a layer are quantised, alike, and `QuantizedMoE.from_block` takes
+    such blocks.
 
     Args:
-        model: has an nn.Linear under each name and of each shape that `load_safetensors` yields.
+        model: has an nn.Linear under each name and of each shape that `load_safetensors` yields, or, as a model of
+            transformers, under what that library renames it to.
         path, config, dtype, device: as for `load_safetensors`.
         progress: called after each layer with its name, the number of layers done and that of all.
 
@@ -81,46 +100,103 @@ def load_quantized_linears(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, want an nn.Module")
-    path = _path_of(path)
+    path = path_of(path)
     entries = read_headers(path)
     config = read_config(path) if config is None else checked("config", config)
     found = find_layers(entries, config)
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for name in found:
-        dense = modules.get(name)
-        if dense is model:
-            raise TypeError(f"model: got the layer itself, {type(model).__name__}, want a module around it")
-        if not isinstance(dense, nn.Linear):
-            raise ValueError(f"{name}: got {type(dense).__name__} in the model, want an nn.Linear")
-        if dense.bias is not None and join(name, "bias") not in entries:
-            raise ValueError(f"{join(name, 'bias')}: got no such tensor, want it: the model's layer has a bias")
-    layers: dict[str, QuantizedLinear] = {}
-    for name, layer in _read_layers(entries, found, config, {"dtype": dtype, "device": device}):
-        dense = modules[name]
-        if layer.shape != (dense.out_features, dense.in_features):
-            wanted = [dense.out_features, dense.in_features]
-            raise ValueError(f"{name}: got a weight {list(layer.shape)}, want {wanted}, that of the model's layer")
-        layers[name] = layer
+    filling = Filling(model, entries, found)
+    for done, (name, layer) in enumerate(
+        read_layers(entries, found, config, {"dtype": dtype, "device": device}), start=1
+    ):
+        filling.take(name, layer)
         if progress is not None:
-            progress(name, len(layers), len(found))
-    swapped = {modules[name]: layer for name, layer in layers.items()}
-    for place, module in modules.items():
-        layer = layers.get(place, swapped.get(module))
-        if layer is not None:
-            parent, _, own = place.rpartition(".")
-            setattr(model.get_submodule(parent), own, layer)
+            progress(name, done, len(found))
+    filling.swap(model)
     return model
 
 
-def _path_of(path: Any) -> Path:
+class Filling:
+    """A model whose layers are being read.
+
+    Args:
+        model: as for `load_quantized_linears`; it is looked at now, and changed by `swap` alone.
+        entries, found: the checkpoint's tensors and its quantised layers.
+    """
+
+    def __init__(self, model: nn.Module, entries: Mapping[str, Entry], found: Mapping[str, LayerFormat]) -> None:
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        stacked = [name for name, form in found.items() if form.name == OWN.name and is_stacked(entries, name)]
+        self.places = place_layers(model, [name for name in found if name not in stacked], stacked)
+        self._sizes: dict[str, tuple[int, int, int]] = {}  # of the experts' down projections
+        for name, place in self.places.items():
+            has_bias = join(name, "bias") in entries
+            dense: Any = self._modules[place.module]
+            if place.role is not None:
+                self._sizes[place.module] = tuple(dense.experts.down_proj.shape)
+            else:
+                if dense.bias is not None and not has_bias:
+                    raise ValueError(f"{join(name, 'bias')}: got no such tensor, want it: the model's layer has a bias")
+            if place.role is not None and has_bias:
+                raise ValueError(f"{join(name, 'bias')}: got a bias of an expert, want none: they are not served")
+        self._made: dict[nn.Module, nn.Module] = {}
+        self._experts: dict[str, Experts | dict[str, PackedExperts]] = {}
+
+    def take(self, name: str, layer: QuantizedLinear | QuantizedExperts) -> None:
+        """Keeps a layer for its place; TypeError or ValueError, which names it, if it does not fit there."""
+        place = self.places[name]
+        module: Any = self._modules[place.module]
+        if place.role is None:
+            assert isinstance(layer, QuantizedLinear)
+            self._check_shape(name, layer.shape, (module.out_features, module.in_features))
+            self._made[module] = layer.train(module.training)
+            return
+        count, hidden, inner = self._sizes[place.module]
+        if isinstance(layer, QuantizedExperts):
+            experts: Any = self._experts.setdefault(place.module, {})
+            wanted = (count, hidden, inner) if place.role == "down" else (count, 2 * inner, hidden)
+            self._check_shape(name, (len(layer.codes), *layer.shape), wanted)
+            experts[place.role] = layer.weight
+            full = experts.keys() == {"gate_up", "down"}
+        else:
+            self._check_shape(name, layer.shape, (hidden, inner) if place.role == "down" else (inner, hidden))
+            if layer.shifts is not None:
+                raise ValueError(f"{name}: got zero points of an expert that are no integers, want integers")
+            experts = self._experts.setdefault(place.module, Experts(count))
+            try:
+                experts.put(place.role, place.expert, layer.weight)
+            except ValueError as error:
+                raise ValueError(f"{name}.{error}") from error
+            full = experts.is_full
+        if full:
+            pair: Any = experts if isinstance(experts, dict) else experts.finish()
+            del self._experts[place.module]
+            made = QuantizedMoE(module.gate, **pair, shared=shared_of(module))
+            self._made[module] = made.train(module.training)
+
+    def swap(self, model: nn.Module) -> None:
+        """Puts the layers in all places of the modules that they stand for."""
+        for place, module in self._modules.items():
+            layer = self._made.get(module)
+            if layer is not None:
+                parent, _, own = place.rpartition(".")
+                setattr(model.get_submodule(parent), own, layer)
+
+    def _check_shape(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        if found != wanted:
+            raise ValueError(f"{name}: got a weight {list(found)}, want {list(wanted)}, that of the model's layer")
+
+
+def path_of(path: Any) -> Path:
+    """The path; TypeError if it is none."""
     if not isinstance(path, (str, PathLike)):
         raise TypeError(f"path: got {type(path).__name__}, want the path of a file or directory")
     return Path(path)
 
 
-def _read_layers(
+def read_layers(
     entries: Mapping[str, Entry], layers: Mapping[str, LayerFormat], config: Config, options: dict[str, Any]
-) -> Iterator[tuple[str, QuantizedLinear]]:
+) -> Iterator[tuple[str, QuantizedLinear | QuantizedExperts]]:
+    """As `load_safetensors`, of layers that were found."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -145,8 +221,16 @@ def _read_layers(
             tensors = {each: read(join(name, each)) for each in own if join(name, each) in entries}
             bias = read(join(name, "bias")) if join(name, "bias") in entries else None
             try:
-                layer = QuantizedLinear(form.convert(tensors, config_of(config, name), **options), bias)
+                converted = form.convert(tensors, config_of(config, name) | said_of(entries, name), **options)
+                layer = _layer_of(converted, bias)
             except (TypeError, ValueError) as error:
                 raise type(error)(join(name, str(error))) from error
             del tensors, bias  # what was read is not kept while the caller works
             yield name, layer
+
+
+def _layer_of(converted: Any, bias: torch.Tensor | None) -> QuantizedLinear | QuantizedExperts:
+    if isinstance(converted, PackedExperts):
+        return QuantizedExperts(converted)
+    weight, shifts = (converted, None) if isinstance(converted, PackedWeight) else converted
+    return QuantizedLinear(weight, bias, shifts)

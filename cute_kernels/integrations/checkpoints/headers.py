@@ -27,7 +27,15 @@ class Entry:
     shape: tuple[int, ...]
 
 
-def read_headers(path: Path) -> dict[str, Entry]:
+class Headers(dict[str, Entry]):
+    """The tensors of files by name, and what the files say beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metadata: dict[str, str] = {}
+
+
+def read_headers(path: Path) -> Headers:
     """The tensors of a file, or of a directory's files, by name: those that its index names, or else all.
 
     Raises:
@@ -40,10 +48,12 @@ def read_headers(path: Path) -> dict[str, Entry]:
     if path.is_dir():
         files = [path / name for name in sorted(set(promised.values()))] or sorted(path.glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"path: got the directory {path} without *.safetensors, want at least one")
-    entries: dict[str, Entry] = {}
+        pickled = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in path.glob(kind))
+        beside = f" but with {pickled[0]}, which runs code when it is read" if pickled else ""
+        raise FileNotFoundError(f"path: got the directory {path} without *.safetensors{beside}, want at least one")
+    entries = Headers()
     for file in files:
-        for name, entry in _read_header(file).items():
+        for name, entry in _read_header(file, entries.metadata).items():
             if name in entries:
                 raise ValueError(f"{name}: got it in {entries[name].file.name} and in {file.name}, want it once")
             entries[name] = entry
@@ -75,7 +85,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def _read_header(file: Path) -> dict[str, Entry]:
+def _read_header(file: Path, metadata: dict[str, str]) -> dict[str, Entry]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
@@ -87,7 +97,9 @@ def _read_header(file: Path) -> dict[str, Entry]:
             raise ValueError(f"{file.name}: got a header that is no JSON, want a safetensors file") from error
     if not isinstance(header, dict):
         raise ValueError(f"{file.name}: got a header that is a JSON {type(header).__name__}, want an object")
-    header.pop("__metadata__", None)
+    said = header.pop("__metadata__", None)
+    if isinstance(said, dict):
+        metadata.update((key, value) for key, value in said.items() if isinstance(value, str))
     for name, entry in header.items():
         if not _describes_a_tensor(entry):
             raise ValueError(

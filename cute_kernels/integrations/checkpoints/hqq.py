@@ -9,11 +9,11 @@ import torch
 from cute_kernels.arguments import check_matrix_shape
 from cute_kernels.integrations.checkpoints import fields
 from cute_kernels.linear.quantize import CodesOf, pack_codes
-from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.linear.weight import PackedWeight, symmetric_zero
 
 REMEDY = (
-    "HQQ fits floating ones unless it is told to round them. `hqq.dequantize` gives the weight, which "
-    "`quantize_weight(..., bits=8)` keeps to within half of its own, finer steps"
+    "HQQ fits floating ones unless it is told to round them. `hqq.layer_from_hqq` and `load_safetensors` keep them as "
+    "they are, as the shifts of a `QuantizedLinear`"
 )
 
 
@@ -56,6 +56,38 @@ def from_hqq(
         shape=(n, k),
         device=device,
     )
+
+
+def layer_from_hqq(
+    W_q: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+    *,
+    shape: Sequence[int],
+    bits: int = 4,
+    group_size: int | None = None,
+    axis: int = 1,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[PackedWeight, torch.Tensor | None]:
+    """An HQQ layer of any zero points: (weight, shifts), as `QuantizedLinear` takes them; arguments as for `from_hqq`.
+
+    Zero points that are codes become the weight's, and shifts is None. Others are split off: W = (q - m) * s + shift
+    with the symmetric zero m and shift = (m - z) * s, fp32 [N, G].
+    """
+    codes_of, groups = _codes(W_q, scale, zero, shape, bits, axis)
+    n, k = shape
+    scales, zeros = fields.to_scales("scale", scale.reshape(n, groups), dtype), zero.float().reshape(n, groups)
+    if not bool(zeros.isfinite().all()):
+        raise ValueError("zero: got values that are not finite, want finite ones")
+    codes = shifts = None
+    if fields.are_codes(zeros, bits, fields.ZERO_TOLERANCE):
+        codes = zeros.round().to(torch.uint8)
+    else:
+        shifts = (symmetric_zero(bits) - zeros) * scales.float()
+    size = fields.group_size_of(k, groups, group_size)
+    weight = pack_codes(codes_of, scales, codes, bits=bits, group_size=size, shape=(n, k), device=device)
+    return weight, None if shifts is None else shifts.to(weight.device)
 
 
 def dequantize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +10,18 @@ from typing import Any
 import torch
 
 from cute_kernels.integrations.checkpoints.awq import from_awq
-from cute_kernels.integrations.checkpoints.compressed_tensors import from_compressed_tensors
+from cute_kernels.integrations.checkpoints.compressed_tensors import from_compressed_tensors, from_int_quantized
 from cute_kernels.integrations.checkpoints.configuration import AUTO_ROUND, COMPRESSED, Config
 from cute_kernels.integrations.checkpoints.gptq import FORMATS, from_gptq
 from cute_kernels.integrations.checkpoints.headers import Entry
-from cute_kernels.integrations.checkpoints.hqq import from_hqq
+from cute_kernels.integrations.checkpoints.hqq import layer_from_hqq
+from cute_kernels.integrations.checkpoints.torchao_tensors import ACTIVATION_PARTS, PARTS, layer_from_torchao
+from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.weight import TENSOR_NAMES, PackedWeight, symmetric_zero
 
 Tensors = dict[str, torch.Tensor]
+Converted = PackedWeight | tuple[PackedWeight, torch.Tensor | None] | PackedExperts
+"""A weight, one and what `QuantizedLinear` calls shifts, or the experts of a layer."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,10 @@ class LayerFormat:
         methods: the configuration's `quant_method` that go with it.
         mark: the tensor whose name tells that a layer is of this format.
         required, optional: the tensors that are read, without "bias".
-        convert: tensors by those names, the configuration of the layer, further options -> weight.
+        convert: tensors by those names, the configuration of the layer, further options -> weight, or weight and
+            shifts.
         ignored: tensors beside them that say nothing of the result.
+        mark_dtype: the dtype that the mark has, in safetensors' letters; None for any.
     """
 
     name: str
@@ -37,8 +44,9 @@ class LayerFormat:
     mark: str
     required: tuple[str, ...]
     optional: tuple[str, ...]
-    convert: Callable[..., PackedWeight]
+    convert: Callable[..., Converted]
     ignored: tuple[str, ...] = ()
+    mark_dtype: str | None = None
 
 
 # -- converters --------------------------------------------------------------------------------------------------------
@@ -83,20 +91,24 @@ def _gptq(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
 
 
 def _compressed_tensors(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
+    stored, make = (
+        ("int-quantized", from_int_quantized) if "weight" in tensors else ("pack-quantized", from_compressed_tensors)
+    )
     _check_no_transforms(config)
     group: Config = config.get("group") or {}
-    stored_as = group.get("format") or config.get("format") or "pack-quantized"
-    if stored_as in ("mixed-precision", "dense"):  # which leave it to the groups
-        stored_as = "pack-quantized"
-    if stored_as != "pack-quantized":
-        raise ValueError(f"format: got {stored_as!r}, want 'pack-quantized'")
+    said_format = group.get("format") or config.get("format") or stored
+    if said_format not in (*COMPRESSED_FORMATS[stored], "mixed-precision", "dense"):  # the last leave it to the groups
+        raise ValueError(f"format: got {said_format!r}, want {' or '.join(map(repr, COMPRESSED_FORMATS[stored]))}")
     said = group.get("weights") or {}
     if not isinstance(said, Mapping):
         raise TypeError(f"weights: got {said!r}, want a mapping")
     if said.get("type", "int") != "int":
         raise ValueError(f"type: got weights of type {said['type']!r}, want 'int'")
-    bits, group_size = said.get("num_bits"), said.get("group_size")
-    weight = from_compressed_tensors(**tensors, bits=bits, group_size=group_size, **options)
+    if said.get("strategy") == "block":
+        raise ValueError("strategy: got 'block', want 'group', 'channel' or 'tensor'")
+    if said.get("num_bits") is not None:
+        options["bits"] = said["num_bits"]
+    weight = make(**tensors, group_size=said.get("group_size"), **options)
     symmetric = said.get("symmetric")
     if symmetric is True:
         _check_symmetric("weight_zero_point", weight, "symmetric is true")
@@ -131,11 +143,30 @@ def _check_order_is_there(name: str, tensors: Tensors, weight: PackedWeight, sai
         raise ValueError(f"{name}: got no such tensor, want it: the configuration says {said}")
 
 
-def _hqq(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
+def _hqq(tensors: Tensors, config: Config, **options: Any) -> Converted:
+    """Each layer says what it is in tensors of its own; what none says is HQQ's default."""
     shape = tensors.pop("shape").tolist()
-    found = {"nbits": 4, "axis": 1} | dict(config)
-    found |= {name: _integer(name, tensors.pop(name)) for name in ("nbits", "axis") if name in tensors}
-    return from_hqq(**tensors, shape=shape, bits=found["nbits"], axis=found["axis"], **options)
+    numbers = ("nbits", "axis", "group_size", "view_as_float", "quant_scale", "quant_zero")
+    found = {"nbits": 4, "axis": 1} | {name: config[name] for name in ("nbits", "axis") if name in config}
+    found |= {name: _integer(name, tensors.pop(name)) for name in numbers if name in tensors}
+    for name in ("view_as_float", "quant_scale", "quant_zero"):
+        if found.get(name):
+            raise ValueError(f"{name}: got {found[name]}, want 0: codes as bytes, scales and zero points as they are")
+    size = found.get("group_size")
+    if size is not None and len(shape) == 2 and size == shape[1]:
+        size = None
+    return layer_from_hqq(**tensors, shape=shape, bits=found["nbits"], axis=found["axis"], group_size=size, **options)
+
+
+def _torchao(tensors: Tensors, config: Config, **options: Any) -> Converted:
+    said = config.get("tensor")
+    if not isinstance(said, Mapping):
+        raise ValueError("weight: got no metadata in the file that says of which class it is, want torchao's")
+    parts = {name.removeprefix(_TORCHAO): tensor for name, tensor in tensors.items()}
+    attributes = said.get("_data")
+    return layer_from_torchao(
+        str(said.get("_type")), parts, attributes if isinstance(attributes, Mapping) else {}, **options
+    )
 
 
 def _integer(name: str, tensor: torch.Tensor) -> int:
@@ -144,11 +175,21 @@ def _integer(name: str, tensor: torch.Tensor) -> int:
     return int(tensor)
 
 
-def _own(tensors: Tensors, _: Config, *, dtype: torch.dtype | None, device: Any) -> PackedWeight:
+def _own(tensors: Tensors, _: Config, *, dtype: torch.dtype | None, device: Any) -> Converted:
+    if tensors["codes"].dim() == 4:
+        experts = PackedExperts.from_state_dict(tensors)
+        _check_dtype(dtype, experts.dtype)
+        return experts if device is None else experts.to(device)
+    shifts = tensors.pop("shifts", None)
     weight = PackedWeight.from_state_dict(tensors)
-    if dtype not in (None, weight.dtype):
-        raise TypeError(f"dtype: got {dtype}, want None or {weight.dtype}, that of the packed weight")
-    return weight if device is None else weight.to(device)
+    _check_dtype(dtype, weight.dtype)
+    weight = weight if device is None else weight.to(device)
+    return weight, shifts
+
+
+def _check_dtype(dtype: torch.dtype | None, own: torch.dtype) -> None:
+    if dtype not in (None, own):
+        raise TypeError(f"dtype: got {dtype}, want None or {own}, that of the packed weight")
 
 
 def _auto_round(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
@@ -167,6 +208,12 @@ def _auto_round(tensors: Tensors, config: Config, **options: Any) -> PackedWeigh
     return _gptq(tensors, {**same, "checkpoint_format": AUTO_ROUND_PACKINGS[packing], "desc_act": False}, **options)
 
 
+COMPRESSED_FORMATS = {
+    "pack-quantized": ("pack-quantized",),
+    "int-quantized": ("int-quantized", "naive-quantized"),
+}
+"""`format` of compressed-tensors that go with packed codes, and with codes of a byte."""
+
 AUTO_ROUND_PACKINGS = {
     "auto_round": "gptq_v2",
     "auto_round:gptqmodel": "gptq_v2",
@@ -182,12 +229,14 @@ AUTO_ROUND_PACKINGS = {
 }
 """AutoRound's packing formats as GPTQ's: with zero points as they are, or less one."""
 
-HQQ_META = (
-    "nbits", "axis", "group_size", "packing", "compute_dtype", "view_as_float", "unpack_view_dtype", "optimize",
-    "round_zero", "channel_wise", "stores_quant_config", "offload_meta", "quant_scale", "quant_zero",
-    "encoded_state_dict",
+_HQQ_NUMBERS = ("nbits", "axis", "group_size", "view_as_float", "quant_scale", "quant_zero")
+_HQQ_META = (
+    "packing", "compute_dtype", "unpack_view_dtype", "optimize", "round_zero", "channel_wise", "stores_quant_config",
+    "offload_meta", "encoded_state_dict",
 )  # fmt: skip
 _WORDS = ("qweight", "qzeros", "scales")
+_OF_ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")  # which stay in 16 bits
+_TORCHAO = "_weight_"
 
 LAYER_FORMATS = (
     LayerFormat("awq", ("awq",), "qweight", _WORDS, (), _awq),
@@ -200,10 +249,31 @@ LAYER_FORMATS = (
         ("weight_packed", "weight_scale"),
         ("weight_shape", "weight_zero_point", "weight_g_idx"),
         _compressed_tensors,
-        ("input_scale", "input_zero_point", "output_scale", "output_zero_point"),  # of activations, which stay 16-bit
+        _OF_ACTIVATIONS,
     ),
-    LayerFormat("hqq", ("hqq",), "W_q", ("W_q", "scale", "zero", "shape"), ("nbits", "axis"), _hqq, HQQ_META),
-    LayerFormat("cute_kernels", ("cute_kernels",), "codes", ("codes", "scales", "format"), TENSOR_NAMES[2:], _own),
+    LayerFormat(
+        "compressed-tensors",
+        COMPRESSED,
+        "weight",
+        ("weight", "weight_scale"),
+        ("weight_zero_point", "weight_g_idx"),
+        _compressed_tensors,
+        _OF_ACTIVATIONS,
+        mark_dtype="I8",
+    ),
+    LayerFormat("hqq", ("hqq",), "W_q", ("W_q", "scale", "zero", "shape"), _HQQ_NUMBERS, _hqq, _HQQ_META),
+    LayerFormat(
+        "torchao",
+        ("torchao",),
+        f"{_TORCHAO}qdata",
+        (f"{_TORCHAO}qdata",),
+        tuple(_TORCHAO + part for part in PARTS[1:]),
+        _torchao,
+        tuple(_TORCHAO + part for part in ACTIVATION_PARTS),
+    ),
+    LayerFormat(
+        "cute_kernels", ("cute_kernels",), "codes", ("codes", "scales", "format"), (*TENSOR_NAMES[2:], "shifts"), _own
+    ),
 )
 OWN = LAYER_FORMATS[-1]
 
@@ -232,14 +302,14 @@ def find_layers(entries: Mapping[str, Entry], config: Config) -> dict[str, Layer
     for key in sorted(entries):
         name, _, own = key.rpartition(".")
         owned.setdefault(name, set()).add(own)
-        if own in marks:
+        if own in marks and _is_marked(entries, name, own):
             form = _format_of(entries, name, own, config)
             for wanted in form.required:
                 if join(name, wanted) not in entries:
                     raise ValueError(f"{join(name, wanted)}: got no such tensor, want it beside {own} ({form.name})")
             layers[name] = form
     for name, form in layers.items():
-        known = {*form.required, *form.optional, *form.ignored, "bias"}
+        known = {*form.required, *form.optional, *form.ignored, "bias", "k_scale", "v_scale"}  # of the cache
         if more := sorted(owned[name] - known):
             raise ValueError(
                 f"{join(name, more[0])}: got a tensor that {form.name} does not have, want none beside a layer's"
@@ -253,11 +323,18 @@ def find_layers(entries: Mapping[str, Entry], config: Config) -> dict[str, Layer
     return layers
 
 
+def _is_marked(entries: Mapping[str, Entry], name: str, mark: str) -> bool:
+    """Whether the tensor marks a layer: a "weight" does only if it is of int8 and has scales of compressed-tensors."""
+    if mark != "weight":
+        return True
+    return entries[join(name, mark)].dtype == "I8" and join(name, "weight_scale") in entries
+
+
 def _check_not_quantised(entries: Mapping[str, Entry], name: str, owned: set[str]) -> None:
     """Raises ValueError for a layer that is quantised in a way nobody reads, rather than pass it over."""
     for form in LAYER_FORMATS:
         rest = [each for each in form.required if each != form.mark]
-        if "weight" not in owned and owned.issuperset(rest):
+        if rest and "weight" not in owned and owned.issuperset(rest):
             raise ValueError(f"{join(name, form.mark)}: got no such tensor, want it beside {' and '.join(rest)}")
     found = sorted(owned & {*FOREIGN})
     stored = entries[join(name, "weight")].dtype if "weight" in owned else ""
@@ -265,7 +342,7 @@ def _check_not_quantised(entries: Mapping[str, Entry], name: str, owned: set[str
         what = join(name, found[0]) if found else f"{join(name, 'weight')} of {stored}"
         raise ValueError(
             f"{what}: got a layer that is quantised in a format that is not read, want one of "
-            f"{', '.join(form.name for form in LAYER_FORMATS)} (docs/checkpoints.md)"
+            f"{', '.join(dict.fromkeys(form.name for form in LAYER_FORMATS))} (docs/checkpoints.md)"
         )
 
 
@@ -277,13 +354,31 @@ def _format_of(entries: Mapping[str, Entry], name: str, mark: str, config: Confi
         return (named or fitting)[0]
     if method is not None:
         names = ", ".join(form.name for form in fitting)
-        raise ValueError(f"quant_method: got {method!r}, want one of {names} for layers with {mark}")
-    if len(fitting) == 1:
+        raise ValueError(
+            f"quant_method: got {method!r}, want one of {names} for layers with {mark} such as {name or 'this'}"
+        )
+    if mark != "qweight":
         return fitting[0]
     # AWQ packs along N, GPTQ along K: only GPTQ's words have as many columns as the scales.
     scales = entries.get(join(name, "scales"))
     along_k = scales is not None and entries[join(name, mark)].shape[-1:] == scales.shape[-1:]
     return next(form for form in fitting if form.name == ("gptq" if along_k else "awq"))
+
+
+def is_stacked(entries: Mapping[str, Entry], name: str) -> bool:
+    """Whether a layer of ours is all experts' weights."""
+    return len(entries[join(name, "codes")].shape) == 4
+
+
+def said_of(entries: Mapping[str, Entry], name: str) -> dict[str, Any]:
+    """What the files' metadata says of a layer's weight, as "tensor": torchao writes it there, in JSON."""
+    text = getattr(entries, "metadata", {}).get(join(name, "weight"))
+    if text is None:
+        return {}
+    try:
+        return {"tensor": json.loads(text)}
+    except ValueError as error:
+        raise ValueError(f"weight: got metadata that is no JSON ({error}), want torchao's") from error
 
 
 def join(name: str, own: str) -> str:

@@ -16,8 +16,8 @@ from layouts.transform import Transform
 TILE_N, STEP_K, LANES = 8, 16, 32
 INNER_STEPS = (2, 4, 8)
 REMEDY = (
-    "torchao's default fits floating ones. `torchao.dequantize` gives the weight, which `quantize_weight(..., bits=8)` "
-    "keeps to within half of its own, finer steps"
+    "torchao's default fits floating ones. `torchao_tensors.layer_from_torchao` and `load_safetensors` keep them as "
+    "they are, as the shifts of a `QuantizedLinear`"
 )
 
 

@@ -126,6 +126,7 @@ def test_biases_devices_and_dtypes(tmp_path):
     bias = torch.randn(72).half()
     path = write(tmp_path, goldens.awq(golden) | {"bias": bias})  # a layer by itself has no prefix
     ((name, layer),) = load_safetensors(path, dtype=torch.float16, device="cpu")
+    assert isinstance(layer, QuantizedLinear)
     assert name == "" and layer.scales.dtype == torch.float16
     assert layer.bias is not None and torch.equal(layer.bias, bias)
 
@@ -266,7 +267,6 @@ def test_no_layer_that_has_lost_a_tensor_is_passed_over(tmp_path, name):
 FOREIGN = {
     "fp8": {"weight": torch.zeros(4, 4).to(torch.float8_e4m3fn)},
     "fp8 with scales": {"weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "weight_scale": torch.ones(4, 1)},
-    "int8": {"weight": torch.zeros(4, 4).char(), "weight_scale": torch.ones(4, 1)},
     "int8 alone": {"weight": torch.zeros(4, 4).char()},
     "fp8 in blocks": {"weight": torch.zeros(4, 4).bfloat16(), "weight_scale_inv": torch.ones(1, 1)},
     "marlin": {"qweight": torch.zeros(4, 4).int(), "g_idx": torch.zeros(4).int()},
@@ -283,6 +283,15 @@ def test_a_layer_of_a_format_that_is_not_read_is_refused_not_passed_over(tmp_pat
         ValueError, match=r"^model\.other\.[a-z_A-Z.]+.*: got .*(format that is not read|no such tensor)"
     ):
         load_safetensors(tmp_path)
+
+
+def test_int8_layers_of_another_method_are_refused_by_name(tmp_path):
+    foreign = {"weight": torch.zeros(4, 4).char(), "weight_scale": torch.ones(4, 1)}
+    tensors = prefixed({NAMES[0]: goldens.awq(golden_layers()[NAMES[0]]), "model.other": foreign})
+    with pytest.raises(
+        ValueError, match="^quant_method: got 'awq', want one of compressed-tensors .* such as model.other"
+    ):
+        load_safetensors(write(tmp_path, tensors, WRITERS["awq"][1]))
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq", "compressed-tensors"])
@@ -619,7 +628,9 @@ def test_directories_without_layers_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"^path: got the directory .* without \*.safetensors"):
         load_safetensors(tmp_path)
     write(tmp_path, {"norm.weight": torch.zeros(4)})
-    with pytest.raises(ValueError, match="^path: got no tensor named W_q, codes, qweight, weight_packed"):
+    with pytest.raises(
+        ValueError, match="^path: got no tensor named W_q, _weight_qdata, codes, qweight, weight, weight_packed"
+    ):
         load_safetensors(tmp_path)
     save_file({"norm.weight": torch.zeros(4)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="^norm.weight: got it in model.safetensors and in other.safetensors"):

@@ -1,0 +1,35 @@
+"""Gives `PackedWeight` the importers of other projects' layers, each imported when it is first called.
+
+The weight knows nothing of what is built on it: importers call it, never the reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from cute_kernels.linear.weight import PackedWeight
+
+_PACKAGE = "cute_kernels.integrations.checkpoints"
+PROJECTS = {
+    "awq": "an AWQ layer",
+    "gptq": "a GPTQ layer",
+    "compressed_tensors": 'a "pack-quantized" layer',
+    "hqq": "an HQQ layer whose zero points are integers",
+    "torchao": "a torchao layer",
+    "fastertransformer": "a layer preprocessed for FasterTransformer or TensorRT-LLM",
+}
+
+
+def _importer(project: str, what: str) -> Callable[..., PackedWeight]:
+    def importer(*tensors: Any, **options: Any) -> PackedWeight:
+        return getattr(import_module(f"{_PACKAGE}.{project}"), f"from_{project}")(*tensors, **options)
+
+    importer.__name__ = importer.__qualname__ = f"from_{project}"
+    importer.__doc__ = f"The weight of {what}; see `{_PACKAGE}.{project}.from_{project}`."
+    return importer
+
+
+for _project, _what in PROJECTS.items():
+    setattr(PackedWeight, f"from_{_project}", staticmethod(_importer(_project, _what)))

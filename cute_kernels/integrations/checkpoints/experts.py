@@ -1,0 +1,88 @@
+"""Stacking the experts of a checkpoint as they are read, one at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels.integrations.checkpoints.placement import DOWN, GATE, UP
+from cute_kernels.linear.experts import PackedExperts
+from cute_kernels.linear.quantize import interleave_weights
+from cute_kernels.linear.weight import PackedWeight, symmetric_zero
+
+
+class Stack:
+    """`PackedExperts` that fill up: what there is of them is there once, beside the expert that comes."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._first: PackedWeight | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._filled = 0
+
+    def put(self, expert: int, weight: PackedWeight) -> None:
+        """Copies an expert's weight into its place.
+
+        Raises:
+            ValueError: it differs from the first one in shape or format, or has an order or scales of its own inputs.
+        """
+        for name in ("perm", "input_scale"):
+            if getattr(weight, name) is not None:
+                raise ValueError(f"{name}: got an expert that has one, want experts without: they share their inputs")
+        if self._first is None:
+            self._first = weight
+            for name in ("codes", "scales"):
+                tensor = getattr(weight, name)
+                self._tensors[name] = tensor.new_empty((self._count, *tensor.shape))
+        for name in ("shape", "bits", "group_size", "dtype", "device"):
+            ours, theirs = getattr(self._first, name), getattr(weight, name)
+            if ours != theirs:
+                raise ValueError(f"{name}: got {theirs}, want {ours}, that of the first expert that was read")
+        if weight.zeros is not None and "zeros" not in self._tensors:
+            middle = symmetric_zero(weight.bits)
+            self._tensors["zeros"] = torch.full_like(self._tensors["scales"], middle, dtype=torch.uint8)
+        for name, tensor in self._tensors.items():
+            own = getattr(weight, name)
+            if own is not None:
+                tensor[expert] = own
+        self._filled += 1
+
+    @property
+    def is_full(self) -> bool:
+        return self._filled == self._count
+
+    def finish(self) -> PackedExperts:
+        """The experts, all of which must have been put."""
+        assert self.is_full and self._first is not None
+        form: dict[str, Any] = {name: getattr(self._first, name) for name in ("bits", "group_size", "shape")}
+        zeros = self._tensors.get("zeros")
+        return PackedExperts(self._tensors["codes"], self._tensors["scales"], zeros, **form, check_values=False)
+
+
+class Experts:
+    """The experts of a layer, whose projections come one by one, in any order."""
+
+    def __init__(self, count: int) -> None:
+        self._stacks = {"gate_up": Stack(count), "down": Stack(count)}
+        self._waiting: dict[int, tuple[str, PackedWeight]] = {}  # a gate or up, until the other one comes
+
+    def put(self, role: str, expert: int, weight: PackedWeight) -> None:
+        """Takes a projection; ValueError as `Stack.put` and `interleave_weights`."""
+        if role == DOWN:
+            self._stacks["down"].put(expert, weight)
+            return
+        other = self._waiting.pop(expert, None)
+        if other is None:
+            self._waiting[expert] = role, weight
+            return
+        parts = {role: weight, other[0]: other[1]}
+        self._stacks["gate_up"].put(expert, interleave_weights(parts[GATE], parts[UP]))
+
+    @property
+    def is_full(self) -> bool:
+        return all(stack.is_full for stack in self._stacks.values())
+
+    def finish(self) -> dict[str, PackedExperts]:
+        """As `QuantizedMoE` takes them: gate_up and down."""
+        return {name: stack.finish() for name, stack in self._stacks.items()}

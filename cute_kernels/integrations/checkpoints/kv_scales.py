@@ -1,0 +1,88 @@
+"""The scales of the KV cache that a checkpoint was calibrated with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cute_kernels.integrations.checkpoints.headers import Entry, read_json
+
+# ModelOpt and compressed-tensors put them on the attention; the latter's first releases on the projections' outputs.
+_KEY = re.compile(
+    r"(?:^|\.)layers\.(\d+)\.(?:[a-z_]+\.)*?(?:attn|attention|self_attn)\."
+    r"(?:(?P<which>[kv])_scale|(?P<projection>[kv])_proj\.(?:[kv]_scale|output_scale)|(?P<both>kv_scale))$"
+)
+_FORMATS = {("float", 8): "e4m3", ("int", 8): "int8"}
+
+
+@dataclass(frozen=True)
+class KvScale:
+    """The scales of a layer's cache: a key is k times what the cache holds of it.
+
+    Args:
+        k, v: fp32, [1] or [kv heads].
+        stored_as: "e4m3" or "int8", what the checkpoint's kv_cache_scheme says, or None if nothing does.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    stored_as: str | None
+
+
+def scale_keys(entries: Mapping[str, Entry]) -> set[str]:
+    """The tensors that are scales of a cache, or of queries and probabilities beside them."""
+    extra = re.compile(r"(?:attn|attention|self_attn)\.(?:[a-z_]*_)?(?:q|prob|k|v|kv)_(?:scale|zero_point)$")
+    return {key for key in entries if _KEY.search(key) or extra.search(key)}
+
+
+def kv_scales_of(entries: Mapping[str, Entry], path: Path) -> dict[int, KvScale]:
+    """The scales by layer; ValueError if a layer has one of two, or a scale that is not positive."""
+    keys: dict[int, dict[str, str]] = {}
+    for key in sorted(entries):
+        found = _KEY.search(key)
+        if found:
+            for which in found["which"] or found["projection"] or "kv":
+                keys.setdefault(int(found[1]), {})[which] = key
+    if not keys:
+        return {}
+    from safetensors import safe_open
+
+    stored_as = _stored_as(path)
+    scales: dict[int, KvScale] = {}
+    for layer, own in sorted(keys.items()):
+        read: dict[str, torch.Tensor] = {}
+        for which in ("k", "v"):
+            if which not in own:
+                raise ValueError(f"{next(iter(own.values()))}: got it without the other of k and v, want both")
+            with safe_open(entries[own[which]].file, framework="pt", device="cpu") as file:
+                tensor = file.get_tensor(own[which]).float().reshape(-1)
+            if not bool(((tensor > 0) & tensor.isfinite()).all()):
+                raise ValueError(f"{own[which]}: got {tensor.tolist()[:4]}, want positive numbers")
+            read[which] = tensor
+        scales[layer] = KvScale(read["k"], read["v"], stored_as)
+    return scales
+
+
+def _stored_as(path: Path) -> str | None:
+    """What kv_cache_scheme says the cache holds."""
+    from cute_kernels.integrations.checkpoints.configuration import read_config
+
+    file = (path if path.is_dir() else path.parent) / "hf_quant_config.json"
+    scheme: Any = None if file.exists() else read_config(path).get("kv_cache_scheme")
+    if file.exists():
+        said = read_json(file).get("quantization")
+        algorithm = said.get("kv_cache_quant_algo") if isinstance(said, Mapping) else None
+        return {"FP8": "e4m3", "INT8": "int8"}.get(str(algorithm).upper())
+    if not isinstance(scheme, Mapping):
+        return None
+    if scheme.get("symmetric", True) is not True:
+        raise ValueError("kv_cache_scheme: got zero points (symmetric is false), want a symmetric scheme")
+    kind: Any = scheme.get("type"), scheme.get("num_bits")
+    if kind not in _FORMATS:
+        raise ValueError(f"kv_cache_scheme: got {kind[1]!r} bits of type {kind[0]!r}, want 8 of 'float' or 'int'")
+    return _FORMATS[kind]

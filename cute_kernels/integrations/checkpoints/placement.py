@@ -1,0 +1,149 @@
+"""Where a checkpoint's layers belong in a model: names as they are, or as transformers renames and merges them.
+
+Checkpoints of mixtures of experts have each expert's projections by themselves, models of transformers 5 have them
+stacked. The library's own table of conversions says which names go where; nothing of a checkpoint is run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from cute_kernels.moe.blocks import is_moe_block, refusal
+
+GATE, UP, DOWN = "gate", "up", "down"
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_MERGES = {"MergeModulelist", "Concatenate"}  # transformers' operations that stack experts, and put ups behind gates
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer belongs.
+
+    Args:
+        module: the qualified name of the nn.Linear that it stands for, or of the mixture of experts that it is part of.
+        role: of an expert `GATE`, `UP` or `DOWN`; "gate_up" or "down" of stacked experts; None of a Linear.
+        expert: which expert, or None.
+    """
+
+    module: str
+    role: str | None = None
+    expert: int | None = None
+
+
+def place_layers(model: nn.Module, names: Iterable[str], stacked: Iterable[str] = ()) -> dict[str, Place]:
+    """The place of each layer of a checkpoint by name.
+
+    Args:
+        model: with nn.Linear layers and mixtures of experts, which may be on the meta device.
+        names: of layers with one weight.
+        stacked: of layers that are all experts' gates and ups, or downs, as state dicts of `QuantizedMoE` have them.
+
+    Raises:
+        TypeError, ValueError: the model has no such layer, or one that cannot be swapped; or an expert is missing. The
+            message names the checkpoint's layer.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    rename = _renamer(model)
+    places: dict[str, Place] = {}
+    for name in names:
+        place = places[name] = _place(modules, rename, name)
+        if modules[place.module] is model:
+            raise TypeError(f"model: got the layer itself, {type(model).__name__}, want a module around it")
+    for name in stacked:
+        block, _, role = name.rpartition(".")
+        if role not in ("gate_up", "down"):
+            raise ValueError(f"{name}: got stacked experts of that name, want gate_up or down in a mixture of experts")
+        places[name] = Place(
+            block if block in modules else rename(f"{block}.experts.gate_up_proj")[0].rpartition(".experts.")[0], role
+        )
+    _check_experts(modules, places)
+    return places
+
+
+def _place(modules: Mapping[str, nn.Module], rename: Any, name: str) -> Place:
+    module = modules.get(name)
+    if isinstance(module, nn.Linear):
+        return Place(name)
+    if module is not None:
+        raise ValueError(f"{name}: got {type(module).__name__} in the model, want an nn.Linear")
+    renamed, converter, source = rename(f"{name}.weight")
+    if converter is None:
+        target = renamed.removesuffix(".weight")
+        found = modules.get(target)
+        if not isinstance(found, nn.Linear):
+            raise ValueError(f"{name}: got {type(found).__name__} in the model, want an nn.Linear")
+        return Place(target)
+    block, _, parameter = renamed.rpartition(".experts.")
+    expert = _EXPERT.search(name)
+    merged = {type(operation).__name__ for operation in converter.operations} <= _MERGES
+    if not block or expert is None or not merged or parameter not in ("gate_up_proj", "down_proj"):
+        raise ValueError(
+            f"{name}: got a layer that becomes part of {renamed}, want an nn.Linear, or an expert's projection"
+        )
+    sources = list(converter.source_patterns)
+    role = DOWN if parameter == "down_proj" else (GATE, UP)[sources.index(source)]
+    return Place(block, role, int(expert[1]))
+
+
+def _renamer(model: Any) -> Any:
+    """(key of a checkpoint) -> (key of the model, the conversion that merges it or None, which of its sources)."""
+
+    def unchanged(key: str) -> tuple[str, Any, Any]:
+        return key, None, None
+
+    if not hasattr(model, "base_model_prefix"):
+        return unchanged
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:
+        return unchanged
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    by_source = {source: each for each in converters for source in each.source_patterns}
+    state = model.state_dict()
+
+    def rename(key: str) -> tuple[str, Any, Any]:
+        renamed, source = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        return renamed, None if source is None else by_source[source], source
+
+    return rename
+
+
+def _check_experts(modules: Mapping[str, nn.Module], places: Mapping[str, Place]) -> None:
+    """Raises ValueError unless each block of experts is one that is served, with each expert's projections once."""
+    blocks: dict[str, dict[tuple[Any, Any], str]] = {}
+    for name, place in places.items():
+        if place.role is None:
+            continue
+        found = blocks.setdefault(place.module, {})
+        key = place.expert, place.role
+        if key in found:
+            raise ValueError(f"{name}: got it and {found[key]} for one place in {place.module}, want one of them")
+        found[key] = name
+    for name, found in blocks.items():
+        block: Any = modules.get(name)
+        first = next(iter(found.values()))
+        if not is_moe_block(block):
+            raise ValueError(
+                f"{first}: got experts for {name}, a {type(block).__name__} of the model, want one that "
+                "QuantizedMoE.from_block takes"
+            )
+        reason = refusal(block)
+        if reason is not None:
+            raise ValueError(f"{first}: got experts for {name}, a {type(block).__name__} that is not served: {reason}")
+        wanted: list[tuple[Any, Any]] = [(None, "gate_up"), (None, "down")]
+        if any(expert is not None for expert, _ in found):
+            count = block.experts.down_proj.shape[0]
+            wanted = [(expert, role) for expert in range(count) for role in (GATE, UP, DOWN)]
+        for key in wanted:
+            if key not in found:
+                raise ValueError(f"{name}.experts: got no {key[1]} of expert {key[0]}, want it: {first} is packed")
+        for key in found.keys() - {*wanted}:
+            raise ValueError(f"{found[key]}: got expert {key[0]}, want those that {name} has")

@@ -1,0 +1,210 @@
+"""torchao's current tensors, as its safetensors files keep them: Int4Tensor, Int4TilePackedTo4dTensor, Int8Tensor,
+IntxUnpackedToInt8Tensor.
+
+A file has the parts of a weight apart, `_weight_qdata` and so on, and says in its metadata, under the weight's name, of
+which class it is and what attributes it has. Nothing of the metadata is run: classes are looked up by name here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from cute_kernels.integrations.checkpoints import fields, torchao
+from cute_kernels.linear.quantize import pack_codes
+from cute_kernels.linear.weight import PackedWeight, symmetric_zero
+
+PARTS = ("qdata", "scale", "zero_point", "scale_and_zero", "act_pre_scale")
+ACTIVATION_PARTS = ("act_quant_scale", "act_quant_zero_point")  # of 8-bit activations, which stay in 16 bits here
+KINDS = ("Int4Tensor", "Int4TilePackedTo4dTensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_Layer = tuple[PackedWeight, torch.Tensor | None]
+
+
+def layer_from_torchao(
+    kind: str,
+    tensors: Mapping[str, torch.Tensor],
+    attributes: Mapping[str, Any],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> _Layer:
+    """A torchao layer: (weight, shifts), as `QuantizedLinear` takes them; shifts is None where zero points are codes.
+
+    Args:
+        kind: the name of the tensor's class, one of `KINDS`.
+        tensors: its parts by their names: qdata; scale and zero_point, or scale_and_zero; maybe act_pre_scale, which
+            inputs are multiplied with.
+        attributes: its attributes by their names, block_size among them; shape for the INT4 ones, target_dtype for
+            IntxUnpackedToInt8Tensor.
+        dtype, device: as for `from_awq`.
+
+    Raises:
+        TypeError, ValueError: a part or attribute is missing or does not fit; the message names it.
+    """
+    makers = {
+        "Int4Tensor": _int4,
+        "Int4TilePackedTo4dTensor": _tile_packed,
+        "Int8Tensor": _int8,
+        "IntxUnpackedToInt8Tensor": _intx,
+    }
+    if kind not in makers:
+        raise ValueError(f"weight: got a {kind} of torchao, want {', '.join(KINDS)}")
+    missing = [
+        name for name in ("qdata", *(("scale",) if kind != KINDS[1] else ("scale_and_zero",))) if name not in tensors
+    ]
+    if missing:
+        raise ValueError(f"{missing[0]}: got no such tensor, want it: it is part of a {kind}")
+    return makers[kind](tensors, attributes, dtype, device)
+
+
+# -- the kinds ---------------------------------------------------------------------------------------------------------
+
+
+def _int4(tensors: Any, attributes: Any, dtype: Any, device: Any) -> _Layer:
+    """W = q * s + z, q signed: int8 [N, K / 2], even k in the low half; scale and zero_point [G, N]."""
+    n, k = _shape_of(attributes)
+    qdata, scale, zero_point = tensors["qdata"], tensors["scale"], tensors.get("zero_point")
+    fields.check_tensor("qdata", qdata, (torch.int8, torch.uint8), 2, "[N, K / 2]")
+    fields.check_shape("qdata", qdata, (n, k // 2), f"two codes a byte of {[n, k]}")
+    groups, size = _grouping(attributes, (n, k))
+    scales = fields.to_scales("scale", _per_group("scale", scale, (groups, n)).T, dtype)
+    stored = qdata.view(torch.uint8)
+    shifts = None if zero_point is None else _per_group("zero_point", zero_point, (groups, n)).float().T
+    return _packed(
+        lambda start, stop: fields.transform.unpack(stored[start:stop].contiguous(), 4) ^ symmetric_zero(4),
+        scales,
+        shifts,
+        (4, size, (n, k)),
+        tensors.get("act_pre_scale"),
+        device,
+    )
+
+
+def _tile_packed(tensors: Any, attributes: Any, dtype: Any, device: Any) -> _Layer:
+    """W = (q - 8) * s + z in tinygemm's tiles; N and K are padded."""
+    n, k = _shape_of(attributes)
+    codes_of, scales, shifts, _ = torchao._tiles(tensors["qdata"], tensors["scale_and_zero"], (n, k))
+    if dtype is None and tensors["scale_and_zero"].dtype != torch.float32:
+        dtype = tensors["scale_and_zero"].dtype
+    _, size = _grouping(attributes, (n, k))
+    form = (4, size, (n, k))
+    rounded = fields.to_scales("scale_and_zero", scales, dtype)
+    return _packed(codes_of, rounded, shifts, form, tensors.get("act_pre_scale"), device)
+
+
+def _int8(tensors: Any, attributes: Any, dtype: Any, device: Any) -> _Layer:
+    return _plain(tensors, attributes, 8, dtype, device)
+
+
+def _intx(tensors: Any, attributes: Any, dtype: Any, device: Any) -> _Layer:
+    """Codes of up to 4 bits are kept in 4, others in 8."""
+    target = attributes.get("target_dtype")
+    name = target.get("_data") if isinstance(target, Mapping) else str(target).removeprefix("torch.")
+    if name not in [f"int{bits}" for bits in range(1, 9)]:
+        raise ValueError(f"target_dtype: got {target!r}, want int1 to int8")
+    return _plain(tensors, attributes, 4 if int(name[3:]) <= 4 else 8, dtype, device)
+
+
+def _plain(tensors: Any, attributes: Any, bits: int, dtype: Any, device: Any) -> _Layer:
+    """W = (q - z) * s of int8 [N, K]; scale and zero_point have a number for each group of a row, or one."""
+    qdata, zero_point = tensors["qdata"], tensors.get("zero_point")
+    fields.check_tensor("qdata", qdata, (torch.int8,), 2, "[N, K]")
+    n, k = qdata.shape
+    low = -symmetric_zero(bits)
+    if bits < 8 and bool(((qdata < low) | (qdata >= -low)).any()):
+        raise ValueError(f"qdata: got codes outside {low} to {-low - 1}, want those of its target_dtype")
+    groups, size = _grouping(attributes, (n, k))
+    scales = fields.to_scales("scale", _by_row("scale", tensors["scale"], n, groups), dtype)
+    shifts = None
+    if zero_point is not None:
+        zeros = _by_row("zero_point", zero_point, n, groups).float()
+        shifts = -zeros * scales.float()
+    return _packed(
+        lambda start, stop: (qdata[start:stop].to(torch.int16) - low).to(torch.uint8),
+        scales,
+        shifts,
+        (bits, size, (n, k)),
+        tensors.get("act_pre_scale"),
+        device,
+    )
+
+
+# -- what they share ---------------------------------------------------------------------------------------------------
+
+
+def _packed(codes_of: Any, scales: Any, shifts: Any, form: Any, input_scale: Any, device: Any) -> _Layer:
+    """W = (q - m) * s + shift with the symmetric zero m; shifts that are whole scales become zero points."""
+    bits, group_size, shape = form
+    zeros = None
+    if shifts is not None:
+        if not bool(shifts.isfinite().all()):
+            raise ValueError("zero_point: got values that are not finite, want finite ones")
+        wide = scales.float()
+        exact = torch.where(wide == 0, 0.0, symmetric_zero(bits) - shifts / wide)
+        if (
+            not bool(((wide == 0) & (shifts != 0)).any())
+            and bool(((exact.round() - symmetric_zero(bits)) * wide == -shifts).all())
+            and fields.are_codes(exact, bits, 0.25)
+        ):
+            zeros, shifts = exact.round().to(torch.uint8), None
+    if input_scale is not None:
+        if input_scale.numel() != shape[1]:
+            raise ValueError(f"act_pre_scale: got shape {list(input_scale.shape)}, want [{shape[1]}]")
+        input_scale = fields.to_scales("act_pre_scale", input_scale.reshape(-1), scales.dtype)
+    weight = pack_codes(
+        codes_of,
+        scales,
+        zeros,
+        bits=bits,
+        group_size=group_size,
+        shape=shape,
+        input_scale=input_scale,
+        device=device,
+    )
+    return weight, None if shifts is None else shifts.to(weight.device)
+
+
+def _shape_of(attributes: Mapping[str, Any]) -> tuple[int, int]:
+    shape = attributes.get("shape")
+    if (
+        not isinstance(shape, (list, tuple))
+        or len(shape) != 2
+        or not all(type(size) is int and size > 0 for size in shape)
+    ):
+        raise ValueError(f"shape: got {shape!r}, want [N, K]")
+    return shape[0], shape[1]
+
+
+def _grouping(attributes: Mapping[str, Any], shape: tuple[int, int]) -> tuple[int, int | None]:
+    """(groups along K, group size or None) of block_size: [1, group], [1, K], or [N, K] for one scale of all."""
+    block: Any = attributes.get("block_size")
+    n, k = shape
+    if (
+        not isinstance(block, (list, tuple))
+        or len(block) != 2
+        or block[0] not in (1, n)
+        or not isinstance(block[1], int)
+    ):
+        raise ValueError(f"block_size: got {block!r}, want [1, group size], [1, {k}] or [{n}, {k}]")
+    if block[1] == k or block[1] == -1:
+        return 1, None
+    if block[0] != 1:
+        raise ValueError(f"block_size: got {list(block)}, want groups of one row, or [{n}, {k}]")
+    return -(-k // block[1]), fields.group_size_of(k, -(-k // block[1]), block[1])
+
+
+def _per_group(name: str, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    fields.check_tensor(name, values, (*_FLOATS, torch.int8), 2, "[groups, N]")
+    fields.check_shape(name, values, shape, "a row for each group, a column for each output")
+    return values
+
+
+def _by_row(name: str, values: torch.Tensor, n: int, groups: int) -> torch.Tensor:
+    """[N, groups] of as many numbers, or of one."""
+    fields.check_tensor(name, values, (*_FLOATS, torch.int8, torch.int32, torch.int64), values.dim(), "any")
+    if values.numel() not in (1, n * groups):
+        raise ValueError(f"{name}: got shape {list(values.shape)}, want {[n, groups]}, or one number")
+    return values.reshape(1, 1).expand(n, groups) if values.numel() == 1 else values.reshape(n, groups)

@@ -1,0 +1,196 @@
+"""Makes the small files in `made`: layers written by the projects' own code, each with the weight that it stands for.
+
+    PYTHONPATH=...: python -m tests.integrations.checkpoints.make_files hqq torchao compressed-tensors auto-round
+
+Each name wants that package (made with hqq 0.2.8, torchao 0.18.0, compressed-tensors 0.20.0, auto-round 0.16.1); tests
+read the files and want none of them. `want` is the project's own dequantising, in fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+MADE = Path(__file__).parent / "made"
+N, K, GROUP = 32, 128, 64
+NAME = "model.layers.0.mlp.up_proj"
+
+
+def dense(seed: int) -> nn.Linear:
+    torch.manual_seed(seed)
+    linear = nn.Linear(K, N, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(0.05 * torch.randn(N, K) + 0.03 * torch.randn(N, 1))  # off centre
+    return linear
+
+
+def write(name: str, tensors: dict[str, Any], want: torch.Tensor, config: dict[str, Any], metadata: Any = None) -> None:
+    directory = MADE / name
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    save_file(tensors, directory / "model.safetensors", metadata=metadata)
+    save_file({"want": want.detach().float().contiguous()}, directory / "want.st")
+    (directory / "config.json").write_text(json.dumps({"quantization_config": config}, indent=1) + "\n")
+
+
+def hqq() -> None:
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer  # pyright: ignore[reportMissingImports]
+
+    for name, bits, options in (
+        ("hqq4", 4, {}),
+        ("hqq4_round_zero", 4, {"round_zero": True}),
+        ("hqq8", 8, {}),
+    ):
+        config = BaseQuantizeConfig(nbits=bits, group_size=GROUP, axis=1)
+        config["weight_quant_params"].update({"optimize": True, "round_zero": bits == 4, **options})
+        if name == "hqq4_round_zero":
+            config["weight_quant_params"]["optimize"] = False
+        layer = HQQLinear(dense(bits), config, compute_dtype=torch.float16, device="cpu")
+        meta = {**layer.meta, "compute_dtype": torch.float32}
+        meta |= {key: meta[key].float() for key in ("scale", "zero")}
+        want = Quantizer.dequantize(layer.W_q.data, meta)
+        state = {f"{NAME}.{key}": tensor for key, tensor in layer.state_dict().items()}
+        write(name, state, want, {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": bits}}})
+
+
+def torchao() -> None:
+    from torchao.prototype.safetensors.safetensors_support import (  # pyright: ignore[reportMissingImports]
+        flatten_tensor_state_dict,
+    )
+    from torchao.quantization import (  # pyright: ignore[reportMissingImports]
+        Int4Tensor,
+        Int8Tensor,
+        IntxUnpackedToInt8Tensor,
+        MappingType,
+        PerGroup,
+        PerRow,
+    )
+
+    asymmetric, symmetric = MappingType.ASYMMETRIC, MappingType.SYMMETRIC
+    w, int4 = dense(1).weight.data.bfloat16(), getattr(torch, "int4")  # noqa: B009 - unknown to type checkers
+    made = {
+        "torchao_int8": Int8Tensor.from_hp(w, PerRow()),
+        "torchao_int8_asymmetric": Int8Tensor.from_hp(w, PerGroup(GROUP), mapping_type=asymmetric),
+        "torchao_intx4": IntxUnpackedToInt8Tensor.from_hp(w, (1, GROUP), int4, mapping_type=asymmetric),
+        "torchao_intx8": IntxUnpackedToInt8Tensor.from_hp(w, (1, K), torch.int8, mapping_type=symmetric),
+    }
+    for name, tensor in made.items():
+        wide = tensor.dequantize(torch.float32) if name.startswith("torchao_int8") else _wide(tensor)
+        state, metadata = flatten_tensor_state_dict({f"{NAME}.weight": tensor})
+        write(name, state, wide, {"quant_method": "torchao"}, metadata)
+    # FBGEMM's quantiser wants a GPU; its convention is W = q * scale + zero_point, even k in the low half of a byte.
+    q = torch.randint(-8, 8, (N, K), dtype=torch.int8)
+    scale, zero = 0.01 * torch.rand(K // GROUP, N).bfloat16(), 0.05 * torch.randn(K // GROUP, N).bfloat16()
+    packed = (q[:, ::2] & 15) | (q[:, 1::2] << 4)
+    tensor = Int4Tensor(packed, scale, zero, [1, GROUP], torch.Size((N, K)))
+    by_group = q.float().unflatten(1, (-1, GROUP))
+    wide = (by_group * scale.T[..., None].float() + zero.T[..., None].float()).flatten(1)
+    state, metadata = flatten_tensor_state_dict({f"{NAME}.weight": tensor})
+    write("torchao_int4", state, wide, {"quant_method": "torchao"}, metadata)
+
+
+def _wide(tensor: Any) -> torch.Tensor:
+    """IntxUnpackedToInt8Tensor's dequantising in fp32."""
+    parts = tensor.qdata, tensor.scale.float(), tensor.zero_point
+    return type(tensor)(*parts, tensor.target_dtype, tensor.block_size, torch.float32, None).dequantize()
+
+
+def compressed_tensors() -> None:
+    from compressed_tensors.compressors.naive_quantized.base import (  # pyright: ignore[reportMissingImports]
+        IntQuantizationCompressor,
+    )
+    from compressed_tensors.compressors.pack_quantized.base import (  # pyright: ignore[reportMissingImports]
+        PackedQuantizationCompressor,
+    )
+    from compressed_tensors.quantization import (  # pyright: ignore[reportMissingImports]
+        QuantizationArgs,
+        QuantizationScheme,
+    )
+
+    packed = PackedQuantizationCompressor, "pack-quantized"
+    cases = {
+        "ct_w4": (*packed, {"num_bits": 4, "group_size": GROUP, "symmetric": False}),
+        "ct_w8": (*packed, {"num_bits": 8, "symmetric": True}),
+        "ct_int_w8": (IntQuantizationCompressor, "int-quantized", {"num_bits": 8, "symmetric": False}),
+        "ct_int_w8_group": (IntQuantizationCompressor, "naive-quantized", {"num_bits": 8, "group_size": GROUP}),
+    }  # fmt: skip
+    for name, (compressor, stored, said) in cases.items():
+        strategy = "group" if "group_size" in said else "channel"
+        scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(strategy=strategy, **said))
+        w, groups = dense(2).weight.data.bfloat16(), K // said.get("group_size", K)
+        grouped, top = w.float().unflatten(1, (groups, -1)), 2 ** (said["num_bits"] - 1)
+        state = {"weight": w}
+        if said.get("symmetric", True):
+            state["weight_scale"] = (grouped.abs().amax(-1) / (top - 1)).bfloat16()
+        else:
+            low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+            state["weight_scale"] = ((high - low) / (2 * top - 1)).bfloat16()
+            zero = (-low / state["weight_scale"].float()).round().clamp(0, 2 * top - 1) - top
+            state["weight_zero_point"] = zero.to(torch.int8)
+        tensors = compressor.compress(state, scheme)
+        wide = {key: t.float() if key == "weight_scale" else t for key, t in tensors.items()}
+        want = compressor.decompress(wide, scheme)["weight"]
+        config = {
+            "quant_method": "compressed-tensors",
+            "format": stored,
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": {**said, "strategy": strategy, "type": "int"}}
+            },
+            "ignore": ["lm_head"],
+        }
+        write(name, {f"{NAME}.{key}": tensor for key, tensor in tensors.items()}, want, config)
+
+
+def auto_round() -> None:
+    from auto_round.export.export_to_awq.utils import WQLinear_GEMM  # pyright: ignore[reportMissingImports]
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp  # pyright: ignore[reportMissingImports]
+
+    linear = dense(3).half()
+    grouped = linear.weight.data.float().unflatten(1, (-1, GROUP))
+    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    for bits in (4, 8):
+        top = 2**bits - 1
+        scale = ((high - low) / top).half()
+        zero = (-low / scale.float()).round().clamp(1, top)
+        codes = (grouped / scale.float()[..., None] + zero[..., None]).round().clamp(0, top)
+        want = ((codes - zero[..., None]) * scale.float()[..., None]).flatten(1)
+        linear.weight.data = want.half()  # so that packing finds these codes again
+        for packing, module in (("auto_round", qlinear_torch), ("auto_round:auto_gptq", qlinear_torch_zp)):
+            layer = module.QuantLinear(bits, GROUP, K, N, False)
+            layer.device = "cpu"
+            layer.pack(linear, scale, zero, None, device="cpu")
+            state = {f"{NAME}.{key}": tensor for key, tensor in layer.state_dict().items()}
+            config = {
+                "quant_method": "auto-round",
+                "packing_format": packing,
+                "bits": 4,
+                "group_size": GROUP,
+                "sym": False,
+            }
+            config["extra_config"] = (
+                {NAME: {"bits": bits}} if packing == "auto_round" else {".*up_proj.*": {"bits": bits}}
+            )
+            write(f"{packing.replace(':', '_')}_{bits}", state, want, config)
+        if bits == 4:
+            layer = WQLinear_GEMM.from_linear(
+                linear, 4, GROUP, scales=scale.T.contiguous(), zeros=zero.T.contiguous(), device="cpu"
+            )
+            state = {f"{NAME}.{key}": tensor for key, tensor in layer.state_dict().items()}
+            config = {
+                "quant_method": "auto-round",
+                "packing_format": "auto_round:auto_awq",
+                "bits": 4,
+                "group_size": GROUP,
+            }
+            write("auto_round_auto_awq_4", state, want, config)
+
+
+if __name__ == "__main__":
+    for package in sys.argv[1:]:
+        {"hqq": hqq, "torchao": torchao, "compressed-tensors": compressed_tensors, "auto-round": auto_round}[package]()
