@@ -101,11 +101,15 @@ def _packed(
         return None
     if q_len > 1 and q_len == columns.count:  # prefill attends to exact keys and values
         return None
+    is_known = pattern is not None and pattern.is_known
+    if pattern is not None and not columns.is_told(pattern.padding):
+        return None
     window = options.get("sliding_window") if mask is None else pattern.window if pattern is not None else None
     if window is not None and not columns.is_left:  # distances between tokens are not those between columns
         return None
     bias = options.get("position_bias")
-    if pattern is None:
+    causal = pattern.causal if pattern is not None and pattern.is_known else False  # any other mask says it all
+    if not is_known:
         bias = additive(mask, torch.float32) if bias is None else bias + additive(mask, bias.dtype)
     if bias is not None:
         if not columns.all_tokens or bias.dim() != 4:
@@ -116,7 +120,7 @@ def _packed(
     return tokens.attend(
         query,
         softmax_scale=scaling,
-        causal=pattern is None or pattern.causal,
+        causal=causal,
         window=window,
         soft_cap=options.get("softcap"),
         sinks=None if sinks is None else sinks.float().reshape(-1),

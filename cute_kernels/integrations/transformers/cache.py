@@ -242,16 +242,27 @@ class DecodeCache(Cache):
         capacity: int = GRANULE,
         scales: Scales | None = None,
     ) -> None:
-        _check_formats(kv_format, scales)
+        check_formats(kv_format, scales)
         if max_seq_len is not None:
             check_count("max_seq_len", max_seq_len, 1)
         check_count("capacity", capacity, 1)
         self.kv_format = kv_format
         self.max_seq_len = max_seq_len
         self.book = _Book(kv_format, max_seq_len, max_seq_len or capacity, scales)
-        layers: list[Any] = []
+        self._take_layers([])
+
+    def _take_layers(self, layers: list[Any]) -> None:
         super().__init__(layer_class_to_replicate=partial(_next_layer, self.book, layers))  # type: ignore[arg-type]
         self.layers = layers
+
+    @classmethod
+    def over(cls, layers: list[Any], book: Any) -> DecodeCache:
+        """An empty cache in the memory of another one, which nobody uses any more: its recorded steps serve again."""
+        cache = cls.__new__(cls)
+        cache.kv_format, cache.max_seq_len, cache.book = book.kv_format, book.max_seq_len, book
+        cache._take_layers(layers)
+        cache.reset()
+        return cache
 
     @property
     def columns(self) -> Columns | None:
@@ -322,7 +333,7 @@ def _widened(rows: torch.Tensor, capacity: int) -> torch.Tensor:
     return wider
 
 
-def _check_formats(kv_format: Any, scales: Scales | None) -> None:
+def check_formats(kv_format: Any, scales: Scales | None) -> None:
     """Raises TypeError or ValueError unless every format is known and has the scales that it wants."""
     for one in kv_format.values() if isinstance(kv_format, Mapping) else (kv_format,):
         for name in format_pair(one):

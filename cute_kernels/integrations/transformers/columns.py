@@ -47,6 +47,8 @@ class Columns:
         self.graphs: dict[Any, Any] = {}
         self._tokens: torch.Tensor | None = None  # bool [batch, the first columns]; what follows are tokens
         self._is_left = True
+        self._is_certain = True
+        self._padding_was_given = False
         self._fresh: torch.Tensor | None = None  # bool [batch, new], None: all are tokens
         self._slots: torch.Tensor | None = None
         self._is_open = False
@@ -66,6 +68,15 @@ class Columns:
         return self._is_left
 
     @property
+    def is_certain(self) -> bool:
+        """Whether it was told of all columns which of them are tokens; what was not is taken for tokens."""
+        return self._is_certain
+
+    def is_told(self, padding: torch.Tensor | None) -> bool:
+        """Whether the pass was settled by the layer whose mask says this; else its mask alone says what is seen."""
+        return padding is None or self._padding_was_given
+
+    @property
     def is_whole(self) -> bool:
         """Whether the new columns are tokens, all of them."""
         return self._fresh is None
@@ -76,7 +87,9 @@ class Columns:
         """A forward pass over ``new`` columns has reached its first layer."""
         self.new = new
         self._is_open = True
-        if not self.static:
+        if self.static:
+            self._fresh = None
+        else:
             self.count += new
 
     def settle(self, padding: Any) -> None:
@@ -107,6 +120,8 @@ class Columns:
     def _take(self, padding: Any) -> torch.Tensor | None:
         """Which of the new columns are tokens, None for all."""
         old = self.count - self.new
+        self._padding_was_given = isinstance(padding, torch.Tensor)
+        self._is_certain = self._is_certain and padding is not UNKNOWN
         if padding is UNKNOWN or (padding is None and self._tokens is None):
             return None
         if padding is None:
@@ -190,7 +205,7 @@ class Columns:
         """Forgets all columns, keeps the memory."""
         self.count = self.new = 0
         self.seq_lens.zero_()
-        self._tokens, self._is_left = None, True
+        self._tokens, self._is_left, self._is_certain = None, True, True
         self._fresh = self._slots = None
         self._is_open = False
 

@@ -42,14 +42,16 @@ def recording(columns: Columns) -> Iterator[None]:
 @dataclass(frozen=True)
 class Pattern:
     """A mask in the kernels' terms: a query at position p sees keys p - window < j <= p, all up to p without window,
-    all whatsoever if not ``causal``; but for columns that ``padding`` says are none.
+    all whatsoever if not ``causal``; but for columns that ``padding`` says are no tokens.
 
     padding: bool [batch, columns], True where a column is a token; None where all are.
+    is_known: whether that is all that the mask says; if not, only the mask says what is seen.
     """
 
     window: int | None = None
     causal: bool = True
     padding: torch.Tensor | None = None
+    is_known: bool = True
 
 
 EVERYTHING = Pattern(causal=False)
@@ -73,8 +75,10 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     if mask is None or torch.compiler.is_compiling():
         return mask
     window = _window(options.get("mask_function", causal_mask_function))
-    if window is not None and _is_aligned(options):
-        setattr(mask, _NOTE, Pattern(window.size, padding=options.get("attention_mask")))
+    if _is_aligned(options):
+        padding = options.get("attention_mask")
+        pattern = Pattern(padding=padding, is_known=False) if window is None else Pattern(window.size, padding=padding)
+        setattr(mask, _NOTE, pattern)
     return mask
 
 
