@@ -245,7 +245,7 @@ def test_weights_are_quantised_and_it_says_so():
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     assert len(layers) == 14 and {(layer.weight.bits, layer.weight.group_size) for layer in layers} == {(8, 64)}
     text = str(summary)
-    assert "LlamaForCausalLM" in text and "14 of them w8g64" in text and "left as they are: lm_head" in text
+    assert "LlamaForCausalLM" in text and "14 of them w8g64" in text and "left: Linear lm_head" in text
     assert generate(model, torch.ones_like(PROMPT)).sequences.shape == (2, PROMPT.shape[1] + NEW)
 
 

@@ -41,7 +41,7 @@ class Acceleration:
 
     Attributes:
         rows: (what, before, after).
-        notes: what was left as it was, and why.
+        notes: what was done to the layers, and which were left and why.
     """
 
     model: str
@@ -55,7 +55,7 @@ class Acceleration:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
         ]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([*lines, *self.notes])
 
 
 def accelerate(
@@ -108,16 +108,14 @@ def accelerate(
     rows.append(("cache", "transformers'", "as before" if kv_format is None else _named(kv_format)))
     graphs = "recorded once, replayed" if cuda_graphs and kv_format is not None else "as before"
     rows.append(("decode step", "launched anew", graphs))
-    notes = []
+    notes: list[str] = []
     if quantisation is None:
         rows.append(("layers", "as loaded", "as before"))
     else:
-        linear = sum(type(module) is nn.Linear for module in model.modules())
-        quantize_model(model, **quantisation, skip=skip)
-        left = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-        rows.append(("layers", f"{linear} Linear", f"{linear - len(left)} of them {weights}"))
-        if left:
-            notes.append(f"left as they are: {', '.join(left[:4])}{' ...' if len(left) > 4 else ''}")
+        report = quantize_model(model, **quantisation, skip=skip).quantization_report
+        total = len(report.quantized) + len(report.left)
+        rows.append(("layers", f"{total} with weights", f"{len(report.quantized)} of them {weights}"))
+        notes = str(report).splitlines()
     summary = Acceleration(type(model).__name__, tuple(rows), tuple(notes))
     _LOG.info("%s", summary)
     return summary

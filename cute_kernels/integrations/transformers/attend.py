@@ -121,10 +121,10 @@ def _packed(
         query,
         softmax_scale=scaling,
         causal=causal,
-        window=window,
-        soft_cap=options.get("softcap"),
+        window_size=window,
+        softcap=options.get("softcap"),
         sinks=None if sinks is None else sinks.float().reshape(-1),
-        bias=bias,
+        attn_bias=bias,
     )
 
 

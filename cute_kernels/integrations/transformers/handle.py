@@ -64,7 +64,7 @@ class CachedTokens:
         if self.columns.static:
             raise NotStaticError("the new token is not appended by the kernel that attends to it")
         k, v = (_token_major(x).flatten(0, 1) for x in (self.new_k, self.new_v))
-        append_kv(k, v, slots=self.columns.slots, **self.layer.operands())
+        append_kv(k, v, slot_mapping=self.columns.slots, **self.layer.operands())
         self.is_appended = True
 
     def attend(self, query: torch.Tensor, **options: Any) -> torch.Tensor:
