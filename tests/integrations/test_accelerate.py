@@ -26,6 +26,9 @@ LEFT_PADDED[0, :5] = 0
 NEW = 12
 
 
+CACHES_LATENTS = hasattr(transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention, "expand_kv")
+
+
 class Traced:
     """Stands for a CUDA graph on a CPU: the operators of one run, replayed. Like a graph's, numbers that the host took
     during that run stay what they were, so a step that is not static gives wrong tokens here, too."""
@@ -92,8 +95,8 @@ def test_generate_chooses_the_tokens_of_eager_attention(name, padded):
     got = generate(model, mask)
     assert isinstance(got.past_key_values, ck.DecodeCache)
     assert_same_choices(got, want)
-    if name == "opt":  # counts its positions on the host
-        assert "value out of a tracing tensor" in (replay.reason or "") and not replay.replays
+    if replay.reason is not None:  # counts its positions on the host, in some releases
+        assert name == "opt" and "value out of a tracing tensor" in replay.reason and not replay.replays
     else:
         static = not (padded and name == "llama 4")  # chunks are a mask of columns, and padding is not cached
         assert (replay.reason, replay.replays) == (None, NEW - 2 if static else 0)
@@ -239,6 +242,27 @@ def test_a_cache_grows_and_keeps_its_tokens():
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("kv_format", ["int8_head", ("int8_channel", "int4_g4"), {0: "bf16", -1: "e4m3_tensor"}])
+def test_scales_come_from_samples(kv_format):
+    model = DECODERS["qwen2"].build(torch.bfloat16)
+    exact = generate(model, LEFT_PADDED)
+    scales = ck.calibrate(
+        model, [{"input_ids": PROMPT, "attention_mask": LEFT_PADDED}, {"input_ids": PROMPT}], kv_format
+    )
+    assert len(scales) == 2
+    ck.accelerate(model, kv_format=kv_format, scales=scales)
+    record_on_cpu(model)
+    got = generate(model, LEFT_PADDED)
+    assert torch.equal(got.logits[0], exact.logits[0])  # prefill is exact
+    for step in (1, 2):
+        ours, theirs = got.logits[step].double(), exact.logits[step].double()
+        assert 0 < (ours - theirs).norm() < 0.15 * theirs.norm()
+    with pytest.raises(ValueError, match="which wants scales beside the cache"):
+        ck.DecodeCache(kv_format)
+    with pytest.raises(ValueError, match="batches: got none"):
+        ck.calibrate(model, [], kv_format)
+
+
 def test_weights_are_quantised_and_it_says_so():
     model = DECODERS["llama"].build(torch.bfloat16)
     summary = ck.accelerate(model, kv_format="int4_g4", weights="w8g64")
@@ -261,8 +285,8 @@ def test_weights_are_quantised_and_it_says_so():
     ],
 )
 def test_what_cannot_be_accelerated_is_refused_and_left_alone(name, options, error, message):
-    if not DECODERS[name].available:
-        pytest.skip("not in this release of transformers")
+    if name in LATENTS and not CACHES_LATENTS:
+        pytest.skip("caches keys and values in this release of transformers")
     model = DECODERS[name].build(torch.bfloat16)
     before = model.config._attn_implementation
     with pytest.raises(error, match=message):

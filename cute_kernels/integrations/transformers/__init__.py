@@ -19,6 +19,7 @@ from __future__ import annotations
 from cute_kernels.integrations.transformers.accelerated import Acceleration, accelerate, register, restore
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import DecodeCache, DecodeCacheLayer
+from cute_kernels.integrations.transformers.calibrate import calibrate
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME, CachedTokens
 from cute_kernels.integrations.transformers.masks import make_mask
 
@@ -30,6 +31,7 @@ __all__ = [
     "DecodeCacheLayer",
     "accelerate",
     "attention",
+    "calibrate",
     "make_mask",
     "register",
     "restore",

@@ -15,7 +15,13 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from cute_kernels.integrations.transformers.attend import attention
-from cute_kernels.integrations.transformers.cache import DecodeCache, FormatOfLayers, Scales, check_formats
+from cute_kernels.integrations.transformers.cache import (
+    DecodeCache,
+    FormatOfLayers,
+    Scales,
+    check_formats,
+    formats_of_layer,
+)
 from cute_kernels.integrations.transformers.columns import GRANULE, Columns
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME
@@ -112,7 +118,7 @@ def accelerate(
     if quantisation is None:
         rows.append(("layers", "as loaded", "as before"))
     else:
-        report = quantize_model(model, **quantisation, skip=skip).quantization_report
+        report: Any = quantize_model(model, **quantisation, skip=skip).quantization_report
         total = len(report.quantized) + len(report.left)
         rows.append(("layers", f"{total} with weights", f"{len(report.quantized)} of them {weights}"))
         notes = str(report).splitlines()
@@ -212,9 +218,10 @@ def _checked_config(model: Any) -> Any:
     """The configuration of the part that generates; TypeError or ValueError for a model that does not."""
     if not isinstance(model, nn.Module) or not hasattr(model, "config") or not hasattr(model, "generate"):
         raise TypeError(f"model: got {type(model).__name__}, want a transformers model that generates")
-    if model.config.is_encoder_decoder:
+    config: Any = model.config
+    if config.is_encoder_decoder:
         raise ValueError(f"model: got {type(model).__name__}, an encoder and a decoder, want a decoder alone")
-    return model.config.get_text_config(decoder=True)
+    return config.get_text_config(decoder=True)
 
 
 def _check_cacheable(model: Any, config: Any, kv_format: Any) -> None:
@@ -233,10 +240,8 @@ def _check_cacheable(model: Any, config: Any, kv_format: Any) -> None:
     if isinstance(head_dim, int) and not hasattr(config, "qk_nope_head_dim") and head_dim not in HEAD_DIMS:
         wanted = ", ".join(map(str, HEAD_DIMS))
         raise ValueError(f"model: got {name} with head_dim {head_dim}, want one of {wanted}, or kv_format=None")
-    if isinstance(kv_format, Mapping):
-        for layer in range(config.num_hidden_layers):
-            if layer not in kv_format and -1 not in kv_format:
-                raise ValueError(f"kv_format: got none for layer {layer}, want one, or one for -1: all others")
+    for layer in range(config.num_hidden_layers):
+        formats_of_layer(kv_format, layer)
 
 
 def _set_attention(model: Any, config: Any) -> None:

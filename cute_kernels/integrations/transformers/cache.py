@@ -18,6 +18,7 @@ from cute_kernels.arguments import check_count
 from cute_kernels.integrations.transformers.columns import GRANULE, Columns
 from cute_kernels.integrations.transformers.handle import CachedTokens
 from cute_kernels.kv_formats import FORMATS, DenseFormat, format_of, format_pair
+from cute_kernels.names import KvFormatName
 
 FormatOfLayers = str | tuple[str, str] | Mapping[int, "str | tuple[str, str]"]
 """A format for all layers, a pair of K's and V's, or one or a pair for each layer by its number (-1: all others)."""
@@ -54,7 +55,7 @@ class DecodeCacheLayer(CacheLayerMixin):
     def __init__(self, book: _Book, index: int) -> None:
         super().__init__()
         self.book = book
-        self.formats = book.formats_of(index)
+        self.formats = formats_of_layer(book.kv_format, index)
         self.scales = book.scales_of(index)
         self.count = 0
 
@@ -177,14 +178,6 @@ class _Book:
         self.scales = scales
         self.columns: Columns | None = None
         self.first: weakref.ref[DecodeCacheLayer] | None = None
-
-    def formats_of(self, index: int) -> tuple[str, str]:
-        if not isinstance(self.kv_format, Mapping):
-            return format_pair(self.kv_format)
-        found = self.kv_format.get(index, self.kv_format.get(-1))
-        if found is None:
-            raise ValueError(f"kv_format: got none for layer {index}, want one, or one for -1: all others")
-        return format_pair(found)
 
     def scales_of(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if self.scales is None:
@@ -320,6 +313,16 @@ class DecodeCache(Cache):
     @property
     def _layers(self) -> list[DecodeCacheLayer]:
         return self.layers  # type: ignore[return-value]
+
+
+def formats_of_layer(kv_format: Any, index: int) -> tuple[KvFormatName, KvFormatName]:
+    """K's and V's of a layer; ValueError if a dict has none for it."""
+    if not isinstance(kv_format, Mapping):
+        return format_pair(kv_format)
+    found = kv_format.get(index, kv_format.get(-1))
+    if found is None:
+        raise ValueError(f"kv_format: got none for layer {index}, want one, or one for -1: all others")
+    return format_pair(found)
 
 
 def _next_layer(book: _Book, layers: list[Any]) -> DecodeCacheLayer:

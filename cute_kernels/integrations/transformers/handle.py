@@ -11,6 +11,7 @@ from cute_kernels.attention import decode_attention
 from cute_kernels.attention.checks import MAX_Q_LEN
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
 from cute_kernels.kv_cache import append_and_decode, append_kv, dequantize_kv
+from cute_kernels.names import KvFormatName
 
 if TYPE_CHECKING:
     from cute_kernels.integrations.transformers.cache import DecodeCacheLayer
@@ -110,7 +111,7 @@ def _token_major(x: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(
-    cache: torch.Tensor, name: str, scale: torch.Tensor | None, like: torch.Tensor, rows: torch.Tensor | None
+    cache: torch.Tensor, name: KvFormatName, scale: torch.Tensor | None, like: torch.Tensor, rows: torch.Tensor | None
 ) -> torch.Tensor:
     """Rows [batch, tokens, num_kv_heads, row] as [batch, num_kv_heads, columns, head_dim] in ``like``'s dtype."""
     numbers = dequantize_kv(cache.contiguous(), kv_format=name, head_dim=like.shape[3], dtype=like.dtype, scale=scale)
