@@ -117,7 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     e2e = commands.add_parser("e2e", help="a served model, with and without the plugin; starts the engine per case")
-    e2e.add_argument("--engine", choices=("vllm",), default="vllm")
+    e2e.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
+    e2e.add_argument("--batch", type=_count, default=16, help="transformers: requests")
+    e2e.add_argument("--context", type=_count, default=8192, help="transformers: tokens of each prompt")
+    e2e.add_argument("--layers", type=_count, default=32, help="transformers: layers of the model")
+    e2e.add_argument("--steps", type=_count, default=40, help="transformers: tokens that are generated")
     e2e.add_argument(
         "--case",
         action="append",
@@ -298,7 +302,7 @@ def _e2e_case(text: str) -> Case:
 def _e2e(options: argparse.Namespace) -> int:
     import torch
 
-    from bench import e2e_vllm
+    from bench import e2e_transformers, e2e_vllm
 
     if not torch.cuda.is_available():
         print("python -m bench e2e serves a model on a GPU; torch sees no CUDA GPU here.", file=sys.stderr)
@@ -308,6 +312,10 @@ def _e2e(options: argparse.Namespace) -> int:
     recorder = _recorder(path, kind="e2e", engine=options.engine, command=sys.argv[1:])
     if recorder is None:
         return 2
+    if options.engine == "transformers":
+        shape = {name: getattr(options, name) for name in ("batch", "context", "layers", "steps")}
+        e2e_transformers.run(recorder, _teller(recorder), **shape)
+        return _finish(recorder, e2e_transformers.text)
     if earlier is not None:
         recorder.data["rows"] = earlier["rows"]
     cases = options.case or [e2e_vllm.case_of(text) for text in e2e_vllm.DEFAULT_CASES]

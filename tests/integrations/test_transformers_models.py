@@ -136,21 +136,23 @@ def test_attention_that_is_not_causal_sees_all_keys(argument):
     assert relative_error(out, want) < 1e-6
 
 
-def test_a_mask_that_the_kernels_cannot_take_is_honoured_over_a_decode_cache():
-    """Any mask that a user gives: here one token sees three others only."""
+@pytest.mark.parametrize("queries", [1, 3])
+def test_any_mask_is_honoured_over_a_decode_cache(queries):
+    """Each query sees other tokens, later ones among them."""
     model = DECODERS["llama"].build(torch.bfloat16)
-    mask = torch.ones(2, 1, 1, 10, dtype=torch.bool)
-    mask[..., 2:8] = False
+    mask = torch.rand(2, 1, queries, 9 + queries, generator=torch.Generator().manual_seed(4)) < 0.5
+    mask[..., 0] = True
     found = []
     for implementation, cache in (
         ("eager", transformers.DynamicCache()),
-        (ATTENTION_NAME, DecodeCache("bf16", 10)),
+        (ATTENTION_NAME, DecodeCache("bf16", 9 + queries)),
     ):
         model.set_attn_implementation(implementation)
         with torch.no_grad():
             model(IDS[:, :9], past_key_values=cache)
             seen = mask if implementation != "eager" else torch.where(mask, 0.0, -1e9).bfloat16()
-            found.append(model(IDS[:, 9:10], attention_mask=seen, past_key_values=cache).logits)
+            ids = IDS[:, 9 : 9 + queries]
+            found.append(model(ids, attention_mask=seen, past_key_values=cache).logits)
     assert relative_error(found[1], found[0]) < 2e-2
 
 

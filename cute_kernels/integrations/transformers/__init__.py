@@ -1,35 +1,38 @@
-"""Hugging Face transformers (5.x): an attention implementation and a KV cache that decode through `decode_attention`.
+"""Hugging Face transformers (5.x): a model that decodes by the kernels, in three lines.
 
-    import cute_kernels.integrations.transformers as integration
+    import cute_kernels.integrations.transformers as ck
 
-    integration.register()
-    model = LlamaForCausalLM(config, ...)
-    model.set_attn_implementation(integration.ATTENTION_NAME)
-    cache = integration.DecodeCache("int4_g4", max_seq_len=8192)
-    model(input_ids, past_key_values=cache)                    # prefill: exact, then quantised into the cache
-    model(next_id, past_key_values=cache)                      # decode: reads the packed rows
+    ck.accelerate(model, kv_format="int4_g4", weights="w4g128")
+    model.generate(**inputs)
 
-`DecodeCache.update` does not return K and V but a handle to the packed rows, which only this attention implementation
-understands. Prefill attends to the K and V it has just computed; only later tokens see the quantised ones.
+`accelerate` puts together what is here for those who want the parts: ``attn_implementation="cute_kernels"``
+(`register`), and `DecodeCache`, whose packed rows only that attention reads. Prefill attends to the keys and values
+that it has just computed; only later tokens see the quantised ones.
 
 The attention implementation takes what transformers' SDPA takes, and computes the same: encoders, cross-attention,
 every mask and every cache of transformers. Read on in `masks` (what a mask says), `attend` (which path a call takes),
-`handle` and `cache`.
+`columns` (which tokens are cached), `cache`, `handle`, `graphs` (a decode step, recorded) and `accelerated`.
 """
 
 from __future__ import annotations
 
-from transformers import AttentionInterface, AttentionMaskInterface
-
+from cute_kernels.integrations.transformers.accelerated import Acceleration, accelerate, register, restore
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import DecodeCache, DecodeCacheLayer
+from cute_kernels.integrations.transformers.calibrate import calibrate
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME, CachedTokens
 from cute_kernels.integrations.transformers.masks import make_mask
 
-__all__ = ["ATTENTION_NAME", "CachedTokens", "DecodeCache", "DecodeCacheLayer", "attention", "make_mask", "register"]
-
-
-def register() -> None:
-    """Makes `attn_implementation="cute_kernels"` known to transformers. Calling it again changes nothing."""
-    AttentionInterface.register(ATTENTION_NAME, attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, make_mask)
+__all__ = [
+    "ATTENTION_NAME",
+    "Acceleration",
+    "CachedTokens",
+    "DecodeCache",
+    "DecodeCacheLayer",
+    "accelerate",
+    "attention",
+    "calibrate",
+    "make_mask",
+    "register",
+    "restore",
+]

@@ -4,21 +4,22 @@
 |---|---|---|
 | tensors: no cache, or any of transformers' | plain or masked, causal or not, dropout | transformers' SDPA |
 | | soft cap, sinks | the model's own eager function, which defines them |
-| a `DecodeCache`'s handle | up to 16 queries, causal over all tokens, window, soft cap, sinks | `decode_attention` |
+| a `DecodeCache`'s handle | up to 16 queries: padding, window, soft cap, sinks, any mask | `append_and_decode` |
 | | anything else | as tensors: older tokens dequantised, new ones exact |
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-import cute_kernels
-from cute_kernels.attention.checks import MAX_Q_LEN
+from cute_kernels.integrations.transformers.columns import UNKNOWN
 from cute_kernels.integrations.transformers.handle import CachedTokens
 from cute_kernels.integrations.transformers.masks import EVERYTHING, Pattern, additive, causal_mask, pattern_of
 
@@ -73,9 +74,12 @@ def attention(
         assert isinstance(value, torch.Tensor)
         _check_window(options.get("sliding_window"), attention_mask, key.shape[2])
         return _dense(module, query, key, value, attention_mask, scaling, dropout, causal, options)
-    if (out := _packed(query, key, attention_mask, scaling, dropout, causal, options)) is not None:
+    pattern = pattern_of(attention_mask) if attention_mask is not None else Pattern(causal=causal)
+    key.settle(pattern.padding if pattern is not None else UNKNOWN)
+    if (out := _packed(query, key, attention_mask, pattern, scaling, dropout, options)) is not None:
         return out, None
     k, v = key.dense()
+    key.append()
     q_len, keys = query.shape[2], k.shape[2]
     if attention_mask is None and causal and 1 < q_len < keys:
         attention_mask = causal_mask(q_len, keys, query.device)
@@ -86,37 +90,41 @@ def _packed(
     query: torch.Tensor,
     tokens: CachedTokens,
     mask: torch.Tensor | None,
+    pattern: Pattern | None,
     scaling: float | None,
     dropout: float,
-    causal: bool,
     options: dict[str, Any],
 ) -> torch.Tensor | None:
-    """`decode_attention` over the packed rows, None for a call that it does not compute."""
-    pattern = pattern_of(mask) if mask is not None else Pattern(causal=causal)
-    q_len = query.shape[2]
-    if pattern is None or dropout or q_len > MAX_Q_LEN:
+    """Attention over the packed rows, None for a call that the kernels do not compute."""
+    columns, q_len = tokens.columns, query.shape[2]
+    if dropout or not tokens.can_attend or options.get("sinks") is not None:
         return None
-    if mask is not None and tuple(mask.shape[2:]) != (q_len, tokens.length):
+    if q_len > 1 and q_len == columns.count:  # prefill attends to exact keys and values
         return None
-    if q_len > 1 and q_len == tokens.length:  # prefill attends to exact keys and values
+    is_known = pattern is not None and pattern.is_known
+    if pattern is not None and not columns.is_told(pattern.padding):
         return None
-    if options.get("position_bias") is not None or options.get("sinks") is not None:
+    window = options.get("sliding_window") if mask is None else pattern.window if pattern is not None else None
+    if window is not None and not columns.is_left:  # distances between tokens are not those between columns
         return None
-    window = pattern.window
-    if mask is None and options.get("sliding_window") is not None:
-        window = options["sliding_window"]
+    bias = options.get("position_bias")
+    causal = pattern.causal if pattern is not None and pattern.is_known else False  # any other mask says it all
+    if not is_known:
+        bias = additive(mask, torch.float32) if bias is None else bias + additive(mask, bias.dtype)
+    if bias is not None:
+        if not columns.all_tokens or bias.dim() != 4:
+            return None
+        # [batch, heads, q_len, columns] as the kernels have it, over all the rows that there is room for.
+        bias = F.pad(bias.float(), (0, columns.capacity - bias.shape[3]), value=-math.inf).transpose(1, 2)
     sinks = options.get("s_aux")
-    return cute_kernels.decode_attention(
-        query.transpose(1, 2).contiguous(),
-        tokens.k_rows,
-        tokens.v_rows,
-        tokens.seq_lens,
-        kv_format=tokens.kv_format,
+    return tokens.attend(
+        query,
         softmax_scale=scaling,
-        causal=pattern.causal,
+        causal=causal,
         window_size=window,
         softcap=options.get("softcap"),
         sinks=None if sinks is None else sinks.float().reshape(-1),
+        attn_bias=bias,
     )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +15,15 @@ from packaging.version import Version
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from cute_kernels.arguments import check_count
+from cute_kernels.integrations.transformers.columns import GRANULE, Columns
 from cute_kernels.integrations.transformers.handle import CachedTokens
-from cute_kernels.kv_formats import FORMATS, format_of
+from cute_kernels.kv_formats import FORMATS, DenseFormat, format_of, format_pair
+from cute_kernels.names import KvFormatName
+
+FormatOfLayers = str | tuple[str, str] | Mapping[int, "str | tuple[str, str]"]
+"""A format for all layers, a pair of K's and V's, or one or a pair for each layer by its number (-1: all others)."""
+Scales = Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
+"""K's and V's scale of each layer, for formats whose scale lies beside the cache."""
 
 _ZERO_IS_A_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 _POSITIVE_IS_A_LENGTH = Version(Version(transformers.__version__).base_version) < Version("5.18")
@@ -36,90 +46,113 @@ def tokens_to_forget(count: int, length: int) -> int:
 
 
 class DecodeCacheLayer(CacheLayerMixin):
-    """One layer's K and V as packed rows, allocated once for `max_seq_len` tokens."""
+    """One layer's K and V as packed rows [batch, capacity, num_kv_heads, row]; see `DecodeCache`."""
 
     is_sliding = False
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, kv_format: str, max_seq_len: int) -> None:
+    def __init__(self, book: _Book, index: int) -> None:
         super().__init__()
-        self.form = format_of(kv_format)
-        self.max_seq_len = max_seq_len
-        self.length = 0
+        self.book = book
+        self.formats = formats_of_layer(book.kv_format, index)
+        self.scales = book.scales_of(index)
+        self.count = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates the rows. key_states, value_states: [batch, num_kv_heads, tokens, head_dim]; V may have another
         head_dim."""
-        batch, num_kv_heads, _, _ = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
-        if self.form.cache_dtype.is_floating_point and self.form.cache_dtype != self.dtype:
-            raise TypeError(f"kv_format: got {self.form.name!r}, want the format of the model's {self.dtype}")
+        for name in self.formats:
+            form = format_of(name)
+            if isinstance(form, DenseFormat) and form.dtype != self.dtype:
+                raise TypeError(f"kv_format: got {name!r}, want the format of the model's {self.dtype}")
+        columns = self.book.columns_for(key_states.shape[0], key_states.shape[2], self.device)
         self.keys, self.values = (
             torch.zeros(
-                (batch, self.max_seq_len, num_kv_heads, self.form.row_elements(states.shape[3])),
-                dtype=self.form.cache_dtype,
+                (columns.batch, columns.capacity, states.shape[1], form.row_elements(states.shape[3])),
+                dtype=form.cache_dtype,
                 device=self.device,
             )
-            for states in (key_states, value_states)
+            for states, form in zip((key_states, value_states), map(format_of, self.formats), strict=True)
         )
-        self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self.is_initialized = True
 
+    @property
+    def columns(self) -> Columns:
+        """What all layers share."""
+        assert self.book.columns is not None
+        return self.book.columns
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K's and V's."""
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def operands(self) -> dict[str, Any]:
+        """What the kernels' calls want to know of the cache."""
+        (k, v), (k_scale, v_scale) = self.rows, self.scales
+        return {"k_cache": k, "v_cache": v, "kv_format": self.formats, "k_scale": k_scale, "v_scale": v_scale}
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Appends tokens [batch, num_kv_heads, tokens, head_dim]; returns the handle twice, in place of K and V."""
+        """Takes tokens [batch, num_kv_heads, tokens, head_dim]; returns a handle twice, in place of K and V.
+
+        Raises ValueError for more tokens than the cache may hold, before anything has changed.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        end = self.length + key_states.shape[2]
-        if end > self.max_seq_len:
-            raise ValueError(f"key_states: got token {end}, want at most the cache's max_seq_len {self.max_seq_len}")
-        assert self.keys is not None and self.values is not None
-        for rows, states in ((self.keys, key_states), (self.values, value_states)):
-            rows[:, self.length : end] = self._pack(states.transpose(1, 2))
-        self.length = end
-        self.seq_lens.fill_(end)
-        handle = CachedTokens(self.form.name, self.keys, self.values, self.seq_lens, end, key_states, value_states)
+        columns, new = self.columns, key_states.shape[2]
+        if key_states.shape[0] != columns.batch:
+            raise ValueError(f"key_states: got a batch of {key_states.shape[0]}, want {columns.batch}, the cache's")
+        if columns.static:
+            if self.book.is_first(self):
+                columns.begin(new)
+        else:
+            if self.count == columns.count:  # no layer of this pass has been here before
+                self.book.make_room(columns.count + new)
+                self.book.first = weakref.ref(self)
+                columns.begin(new)
+            self.count += new
+            self._grow()
+        handle = CachedTokens(self, columns, key_states, value_states)
         return handle, handle
 
-    def _pack(self, values: torch.Tensor) -> torch.Tensor:
-        """[batch, tokens, num_kv_heads, head_dim] to rows."""
-        return self.form.quantize(values)
+    def _grow(self) -> None:
+        """As many rows as the other layers have."""
+        k, v = self.rows
+        if k.shape[1] < self.columns.capacity:
+            self.keys, self.values = (_widened(rows, self.columns.capacity) for rows in (k, v))
 
-    def reset(self) -> None:
-        """Forgets all tokens, keeps the memory."""
-        self.length = 0
-        if self.is_initialized:
-            self.seq_lens.zero_()
+    def take(self, requests: torch.Tensor) -> None:
+        """Request b becomes what request requests[b] was; within the allocation if the batch stays as large."""
+        if not self.is_initialized:
+            return
+        for name, rows in zip(("keys", "values"), self.rows, strict=True):
+            if len(requests) == rows.shape[0]:
+                rows[:, : self.count] = rows[:, : self.count].index_select(0, requests)
+            else:
+                setattr(self, name, rows.index_select(0, requests))
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the newest tokens: -n for n of them, as transformers calls it (see `tokens_to_forget`)."""
-        self.length -= tokens_to_forget(tokens_to_remove, self.length)
-        if self.is_initialized:
-            self.seq_lens.fill_(self.length)
+    def get_seq_length(self) -> Any:
+        """Columns of each request in the cache; on the device while a step is recorded."""
+        if self.is_initialized and self.columns.static:
+            return self.columns.before
+        return self.count
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Request b becomes what request beam_idx[b] was; the rows are copied within the allocation."""
-        if self.length:
-            assert self.keys is not None and self.values is not None
-            for rows in (self.keys, self.values):
-                rows[:, : self.length] = rows[:, : self.length].index_select(0, beam_idx.to(rows.device))
+    def get_max_length(self) -> int:
+        """Columns that there may be; -1 for no limit."""
+        return -1 if self.book.max_seq_len is None else self.book.max_seq_len
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each request `repeats` times, side by side."""
-        check_count("repeats", repeats, 1)
-        if self.is_initialized:
-            self._take(torch.arange(self.seq_lens.shape[0], device=self.device).repeat_interleave(repeats))
+    get_max_cache_shape = get_max_length  # as older releases call it
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the requests that ``indices`` names, a tensor of numbers or a boolean mask, in its order."""
-        if self.is_initialized:
-            requests = torch.arange(self.seq_lens.shape[0], device=self.device)
-            self._take(requests[torch.as_tensor(indices, device=self.device)])
-
-    def _take(self, requests: torch.Tensor) -> None:
-        assert self.keys is not None and self.values is not None
-        self.keys, self.values = self.keys.index_select(0, requests), self.values.index_select(0, requests)
-        self.seq_lens = self.seq_lens.index_select(0, requests)
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
+        """Keys that ``query_length`` new tokens see, and at which one they begin: what transformers sizes a mask by.
+        Older releases give the new tokens' positions instead of their number."""
+        if self.is_initialized and self.columns.static:
+            return self.columns.capacity, 0
+        count = query_length.shape[0] if isinstance(query_length, torch.Tensor) else query_length
+        return self.count + count, 0
 
     def offload(self) -> None:
         """Refused: the rows are read by kernels on their own device."""
@@ -127,58 +160,188 @@ class DecodeCacheLayer(CacheLayerMixin):
 
     prefetch = offload
 
-    def get_seq_length(self) -> int:
-        """Tokens of each request in the cache."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """Tokens of a request that there is room for."""
-        return self.max_seq_len
-
-    def get_max_cache_shape(self) -> int:
-        """`get_max_length` as older releases call it."""
-        return self.max_seq_len
-
-    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """Keys that ``query_length`` new tokens see, and at which one they begin: what transformers sizes a mask by.
-        Older releases give the new tokens' positions instead of their number."""
-        count = query_length.shape[0] if isinstance(query_length, torch.Tensor) else query_length
-        return self.length + count, 0
-
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows that hold tokens (not of the whole allocation)."""
-        if self.keys is None or self.values is None or not self.length:
+        """Bytes of the rows of columns that there are (not of the whole allocation)."""
+        if not self.is_initialized:
             return 0
-        return sum(rows[:, : self.length].numel() * rows.element_size() for rows in (self.keys, self.values))
+        return sum(rows[:, : self.count].numel() * rows.element_size() for rows in self.rows)
+
+
+class _Book:
+    """What the layers of a cache have in common. It holds no layer and no cache: those are freed by being forgotten."""
+
+    def __init__(self, kv_format: Any, max_seq_len: int | None, capacity: int, scales: Scales | None) -> None:
+        self.kv_format = kv_format
+        self.max_seq_len = max_seq_len
+        self.capacity = capacity
+        self.scales = scales
+        self.columns: Columns | None = None
+        self.first: weakref.ref[DecodeCacheLayer] | None = None
+
+    def scales_of(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if self.scales is None:
+            return None, None
+        if index >= len(self.scales):
+            raise ValueError(f"scales: got those of {len(self.scales)} layers, want layer {index}'s, too")
+        return self.scales[index]
+
+    def is_first(self, layer: DecodeCacheLayer) -> bool:
+        """Whether a layer is the first of a pass."""
+        return self.first is not None and self.first() is layer
+
+    def columns_for(self, batch: int, new: int, device: torch.device) -> Columns:
+        """The shared state, made for the first layer's tokens."""
+        if self.columns is None:
+            self.columns = Columns(batch, max(self.capacity, 1), device)
+        return self.columns
+
+    def make_room(self, columns: int) -> None:
+        """Raises ValueError for more columns than there may be; else sees to it that the capacity suffices."""
+        if self.max_seq_len is not None and columns > self.max_seq_len:
+            raise ValueError(
+                f"key_states: got token {columns}, want at most the cache's max_seq_len {self.max_seq_len}"
+            )
+        assert self.columns is not None
+        if columns <= self.columns.capacity:
+            return
+        wanted = -(-max(columns, 3 * self.columns.capacity // 2) // GRANULE) * GRANULE
+        self.columns.capacity = wanted if self.max_seq_len is None else min(wanted, self.max_seq_len)
+        self.columns.graphs.clear()
 
 
 class DecodeCache(Cache):
-    """A cache of `DecodeCacheLayer`s, as many as the model has layers.
+    """A cache of packed rows, as many layers as the model has, read by `attn_implementation="cute_kernels"` alone.
+
+    Padding is not held: a request's rows are its tokens. Columns, padding included, are what transformers counts.
 
     Args:
-        kv_format: any whose scales, if it has some, are in its rows: the model's own dtype, "int4_g4" and other INT4
-            formats, "e5m2", "int8_token_head", "e4m3_token_head", "int8_g4" and the like.
-        max_seq_len: tokens that each request may reach; allocated on first use.
+        kv_format: a format's name, a pair (K's, V's), or a dict of these by the layer's number, -1 for all others:
+            ``{0: "bf16", 1: "bf16", -1: "int4_g4"}``.
+        max_seq_len: columns that each request may reach; allocated on first use. None: no limit, it grows by halves.
+        capacity: columns to begin with, without ``max_seq_len``.
+        scales: for formats whose scale lies beside the cache: each layer's (K's, V's) as `append_kv` takes them, None
+            for one that has none (see `calibrate`).
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
     """
 
-    def __init__(self, kv_format: str, max_seq_len: int) -> None:
-        # Refused here, not in the first forward pass.
-        if format_of(kv_format).given_scale:
-            wanted = ", ".join(name for name, form in FORMATS.items() if not form.given_scale)
-            raise ValueError(f"kv_format: got {kv_format!r}, which wants scales beside the cache, want one of {wanted}")
-        check_count("max_seq_len", max_seq_len, 1)
+    def __init__(
+        self,
+        kv_format: FormatOfLayers,
+        max_seq_len: int | None = None,
+        *,
+        capacity: int = GRANULE,
+        scales: Scales | None = None,
+    ) -> None:
+        check_formats(kv_format, scales)
+        if max_seq_len is not None:
+            check_count("max_seq_len", max_seq_len, 1)
+        check_count("capacity", capacity, 1)
         self.kv_format = kv_format
         self.max_seq_len = max_seq_len
-        super().__init__(layer_class_to_replicate=self._make_layer)  # type: ignore[arg-type]
+        self.book = _Book(kv_format, max_seq_len, max_seq_len or capacity, scales)
+        self._take_layers([])
 
-    def _make_layer(self) -> DecodeCacheLayer:
-        return DecodeCacheLayer(self.kv_format, self.max_seq_len)
+    def _take_layers(self, layers: list[Any]) -> None:
+        super().__init__(layer_class_to_replicate=partial(_next_layer, self.book, layers))  # type: ignore[arg-type]
+        self.layers = layers
+
+    @classmethod
+    def over(cls, layers: list[Any], book: Any) -> DecodeCache:
+        """An empty cache in the memory of another one, which nobody uses any more: its recorded steps serve again."""
+        cache = cls.__new__(cls)
+        cache.kv_format, cache.max_seq_len, cache.book = book.kv_format, book.max_seq_len, book
+        cache._take_layers(layers)
+        cache.reset()
+        return cache
+
+    @property
+    def columns(self) -> Columns | None:
+        """What the layers share; None before the first pass."""
+        return self.book.columns
+
+    def reset(self) -> None:
+        """Forgets all tokens, keeps the memory."""
+        for layer in self._layers:
+            layer.count = 0
+        if self.columns is not None:
+            self.columns.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest columns: -n for n of them, as transformers calls it (see `tokens_to_forget`)."""
+        forgotten = tokens_to_forget(tokens_to_remove, 0 if self.columns is None else self.columns.count)
+        if forgotten and self.columns is not None:
+            self.columns.forget(forgotten)
+            for layer in self._layers:
+                layer.count -= forgotten
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Request b becomes what request beam_idx[b] was; the rows are copied within the allocation."""
+        self._select(lambda requests: requests[beam_idx.to(requests.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each request `repeats` times, side by side."""
+        check_count("repeats", repeats, 1)
+        self._select(lambda requests: requests.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the requests that ``indices`` names, a tensor of numbers or a boolean mask, in its order."""
+        self._select(lambda requests: requests[torch.as_tensor(indices, device=requests.device)])
+
+    def advance(self) -> None:
+        """A replay of a recorded step has added one token to each request."""
+        assert self.columns is not None
+        self.columns.advance()
+        for layer in self._layers:
+            layer.count += 1
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers' rows that hold tokens."""
-        return sum(layer.num_bytes for layer in self.layers if isinstance(layer, DecodeCacheLayer))
+        """Bytes of all layers' rows of columns that there are."""
+        return sum(layer.num_bytes for layer in self._layers)
+
+    def _select(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.columns is None:
+            return
+        requests = choose(torch.arange(self.columns.batch, device=self.columns.seq_lens.device))
+        for layer in self._layers:
+            layer.take(requests)
+        self.columns.select(requests)
+
+    @property
+    def _layers(self) -> list[DecodeCacheLayer]:
+        return self.layers  # type: ignore[return-value]
+
+
+def formats_of_layer(kv_format: Any, index: int) -> tuple[KvFormatName, KvFormatName]:
+    """K's and V's of a layer; ValueError if a dict has none for it."""
+    if not isinstance(kv_format, Mapping):
+        return format_pair(kv_format)
+    found = kv_format.get(index, kv_format.get(-1))
+    if found is None:
+        raise ValueError(f"kv_format: got none for layer {index}, want one, or one for -1: all others")
+    return format_pair(found)
+
+
+def _next_layer(book: _Book, layers: list[Any]) -> DecodeCacheLayer:
+    """The layer after those that there are: transformers makes them in order, as the first pass reaches them."""
+    return DecodeCacheLayer(book, len(layers))
+
+
+def _widened(rows: torch.Tensor, capacity: int) -> torch.Tensor:
+    wider = rows.new_zeros((rows.shape[0], capacity, *rows.shape[2:]))
+    wider[:, : rows.shape[1]] = rows
+    return wider
+
+
+def check_formats(kv_format: Any, scales: Scales | None) -> None:
+    """Raises TypeError or ValueError unless every format is known and has the scales that it wants."""
+    for one in kv_format.values() if isinstance(kv_format, Mapping) else (kv_format,):
+        for name in format_pair(one):
+            if format_of(name).given_scale is not None and scales is None:
+                wanted = ", ".join(name for name, form in FORMATS.items() if not form.given_scale)
+                raise ValueError(
+                    f"kv_format: got {name!r}, which wants scales beside the cache, want scales, or one of {wanted}"
+                )

@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cute_kernels.kv_formats import format_of
+from cute_kernels.attention import decode_attention
+from cute_kernels.attention.checks import MAX_Q_LEN
+from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
+from cute_kernels.kv_cache import append_and_decode, append_kv, dequantize_kv
+from cute_kernels.names import KvFormatName
+
+if TYPE_CHECKING:
+    from cute_kernels.integrations.transformers.cache import DecodeCacheLayer
 
 ATTENTION_NAME = "cute_kernels"
 
 
-@dataclass(frozen=True)
 class CachedTokens:
     """What attention needs of one layer's cache, passed where transformers passes K and V.
 
-    k_rows, v_rows: [batch, max_seq_len, num_kv_heads, row] in `kv_format`; the first `length` tokens are written.
-    seq_lens: int32 [batch], all equal to `length`. new_k, new_v: [batch, num_kv_heads, new tokens, head_dim], the
-    tokens just added, before quantisation.
+    The new tokens are not in the cache yet: attention appends them, since it knows the mask, and in the same launch
+    where it can. A layer that reads another one's keys gets the same handle again, whose tokens are appended then.
+
+    Attributes:
+        layer: the rows, their formats and scales.
+        columns: what all layers share.
+        new_k, new_v: [batch, num_kv_heads, new columns, head_dim], before quantisation.
     """
 
-    kv_format: Any  # a KvFormatName
-    k_rows: torch.Tensor
-    v_rows: torch.Tensor
-    seq_lens: torch.Tensor
-    length: int
-    new_k: torch.Tensor
-    new_v: torch.Tensor
+    def __init__(self, layer: DecodeCacheLayer, columns: Columns, new_k: torch.Tensor, new_v: torch.Tensor) -> None:
+        self.layer = layer
+        self.columns = columns
+        self.new_k = new_k
+        self.new_v = new_v
+        self.is_appended = False
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name}: {_why_not()}")
@@ -37,17 +45,80 @@ class CachedTokens:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AttributeError(f"{getattr(function, '__name__', function)}: {_why_not()}")
 
+    @property
+    def new(self) -> int:
+        """Columns of this pass."""
+        return self.new_k.shape[2]
+
+    def settle(self, padding: Any) -> None:
+        """`Columns.settle`, of the pass that this handle is of."""
+        try:
+            self.columns.settle(padding)
+        except ValueError:
+            self.layer.count -= self.new  # the first layer: none else has taken anything yet
+            raise
+
+    def append(self) -> None:
+        """Writes the new tokens into the cache; padding is not written."""
+        if self.is_appended:
+            return
+        if self.columns.static:
+            raise NotStaticError("the new token is not appended by the kernel that attends to it")
+        k, v = (_token_major(x).flatten(0, 1) for x in (self.new_k, self.new_v))
+        append_kv(k, v, slot_mapping=self.columns.slots, **self.layer.operands())
+        self.is_appended = True
+
+    def attend(self, query: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Appends if need be, and attends to all tokens: `decode_attention`. query: [batch, num_q_heads, new columns,
+        head_dim], at most 16 columns, each of them a token. Returns [batch, new columns, num_q_heads, head_dim]."""
+        lens, operands = self.columns.seq_lens, self.layer.operands()
+        k_cache, v_cache = operands.pop("k_cache"), operands.pop("v_cache")
+        if self.is_appended:
+            return decode_attention(query.transpose(1, 2).contiguous(), k_cache, v_cache, lens, **operands, **options)
+        q, k, v = (_token_major(x) for x in (query, self.new_k, self.new_v))
+        self.is_appended = True
+        return append_and_decode(q, k, v, k_cache, v_cache, lens, **operands, **options)
+
+    @property
+    def can_attend(self) -> bool:
+        """Whether `attend` takes this pass."""
+        return self.columns.is_whole and self.new <= MAX_Q_LEN
+
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [batch, num_kv_heads, length, head_dim] of all tokens: older ones dequantised, new ones exact."""
-        past = self.length - self.new_k.shape[2]
-        if not past:
+        """K and V [batch, num_kv_heads, columns, head_dim] of all columns: older ones dequantised, new ones exact."""
+        if self.columns.static:
+            raise NotStaticError("attention reads all keys as tensors, whose number changes")
+        if self.new == self.columns.count:
             return self.new_k, self.new_v
-        form = format_of(self.kv_format)
+        old = self.columns.count - self.new
+        rows = self.columns.older_rows()
+        parts = zip(self.layer.rows, self.layer.formats, self.layer.scales, (self.new_k, self.new_v), strict=True)
         k, v = (
-            torch.cat((form.dequantize(rows[:, :past], new.shape[3], new.dtype).transpose(1, 2), new), dim=2)
-            for rows, new in ((self.k_rows, self.new_k), (self.v_rows, self.new_v))
+            torch.cat((_numbers(cache[:, :old], name, scale, new, rows), new), dim=2)
+            for cache, name, scale, new in parts
         )
         return k, v
+
+
+def _token_major(x: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, columns, head_dim] as [batch, columns, heads, head_dim] in an order that the kernels read: heads
+    side by side, columns evenly spaced. A copy only where it is not so."""
+    x = x.transpose(1, 2)
+    batch, columns, heads, head_dim = x.shape
+    side_by_side = x.stride(3) == 1 and (heads == 1 or x.stride(2) == head_dim)
+    evenly = batch == 1 or columns == 1 or x.stride(0) == columns * x.stride(1)
+    return x if side_by_side and evenly else x.contiguous()
+
+
+def _numbers(
+    cache: torch.Tensor, name: KvFormatName, scale: torch.Tensor | None, like: torch.Tensor, rows: torch.Tensor | None
+) -> torch.Tensor:
+    """Rows [batch, tokens, num_kv_heads, row] as [batch, num_kv_heads, columns, head_dim] in ``like``'s dtype."""
+    numbers = dequantize_kv(cache.contiguous(), kv_format=name, head_dim=like.shape[3], dtype=like.dtype, scale=scale)
+    found = numbers.transpose(1, 2)
+    if rows is None:
+        return found
+    return found.gather(2, rows[:, None, :, None].expand(-1, found.shape[1], -1, found.shape[3]))
 
 
 def _why_not() -> str:

@@ -8,23 +8,50 @@ the note; the kernels are then not used. So a pattern that is not recognised cos
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
+from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
+
 _NOTE = "_cute_kernels_pattern"
+_recorded = threading.local()
+
+
+def recorded_columns() -> Columns | None:
+    """Those of the cache whose decode step this thread is recording, None outside of it."""
+    return getattr(_recorded, "columns", None)
+
+
+@contextmanager
+def recording(columns: Columns) -> Iterator[None]:
+    """Within it a decode step over these columns is recorded: no mask is made whose size changes."""
+    _recorded.columns = columns
+    try:
+        with columns.recording():
+            yield
+    finally:
+        _recorded.columns = None
 
 
 @dataclass(frozen=True)
 class Pattern:
     """A mask in the kernels' terms: a query at position p sees keys p - window < j <= p, all up to p without window,
-    all whatsoever if not ``causal``; and every column of transformers' keys is one written token."""
+    all whatsoever if not ``causal``; but for columns that ``padding`` says are no tokens.
+
+    padding: bool [batch, columns], True where a column is a token; None where all are.
+    is_known: whether that is all that the mask says; if not, only the mask says what is seen.
+    """
 
     window: int | None = None
     causal: bool = True
+    padding: torch.Tensor | None = None
+    is_known: bool = True
 
 
 EVERYTHING = Pattern(causal=False)
@@ -36,6 +63,8 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     Returns bool [batch, 1, q_len, keys], True where a query sees a key, with a note that `pattern_of` reads; or None
     where SDPA needs no mask, causal or not as the attention module is.
     """
+    if (columns := recorded_columns()) is not None:
+        return _mask_of_recorded_step(columns, options)
     mask = sdpa_mask(*args, **options)
     if mask is None and options.get("allow_is_bidirectional_skip"):
         # Without a mask a module may be causal: it is asked, not the configuration that made the model bidirectional.
@@ -46,8 +75,31 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     if mask is None or torch.compiler.is_compiling():
         return mask
     window = _window(options.get("mask_function", causal_mask_function))
-    if window is not None and _is_aligned(options) and _is_full(options.get("attention_mask"), mask.shape[3]):
-        setattr(mask, _NOTE, Pattern(window.size))
+    if _is_aligned(options):
+        padding = options.get("attention_mask")
+        pattern = Pattern(padding=padding, is_known=False) if window is None else Pattern(window.size, padding=padding)
+        setattr(mask, _NOTE, pattern)
+    return mask
+
+
+def _mask_of_recorded_step(columns: Columns, options: dict[str, Any]) -> torch.Tensor | None:
+    """As `make_mask` for one new token, when all that depends on the step is read on the device."""
+    batch, capacity = columns.batch, columns.capacity
+    device = columns.seq_lens.device
+    window = _window(options.get("mask_function", causal_mask_function))
+    if window is None:
+        if not columns.all_tokens:
+            raise NotStaticError("a mask that is no window, over a padded batch")
+        mask = sdpa_mask(**{**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+        assert mask is not None
+        return mask & (torch.arange(capacity, device=device) <= columns.before)
+    if window.size is None:
+        return None
+    if not columns.is_left:
+        raise NotStaticError("a window over a batch with padding between tokens")
+    # Only the note is read. No key can be taken from a mask without columns: whoever tries is told by an error.
+    mask = torch.empty(batch, 1, 1, 0, dtype=torch.bool, device=device)
+    setattr(mask, _NOTE, Pattern(window.size))
     return mask
 
 
@@ -117,8 +169,3 @@ def _q_len(options: dict[str, Any]) -> int:
     """Older releases give the queries' positions instead of their number."""
     positions = options.get("cache_position")
     return options["q_length"] if positions is None else positions.shape[0]
-
-
-def _is_full(padding: torch.Tensor | None, keys: int) -> bool:
-    """Whether a padding mask [batch, tokens] hides none of the keys."""
-    return padding is None or (padding.shape[-1] == keys and bool(padding.all()))

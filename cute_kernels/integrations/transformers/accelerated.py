@@ -1,0 +1,272 @@
+"""A whole model made to decode by the kernels: attention, cache, layers, and its steps as CUDA graphs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from cute_kernels.integrations.transformers.attend import attention
+from cute_kernels.integrations.transformers.cache import (
+    DecodeCache,
+    FormatOfLayers,
+    Scales,
+    check_formats,
+    formats_of_layer,
+)
+from cute_kernels.integrations.transformers.columns import GRANULE, Columns
+from cute_kernels.integrations.transformers.graphs import StepReplay
+from cute_kernels.integrations.transformers.handle import ATTENTION_NAME
+from cute_kernels.integrations.transformers.masks import make_mask
+from cute_kernels.kv_formats import HEAD_DIMS, format_of, format_pair
+from cute_kernels.models import quantize_model
+
+_LOG = logging.getLogger(__name__)
+_CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_WEIGHTS = re.compile(r"w(4|8)g(32|64|128|256|channel)(z?)")
+_STATE = "_cute_kernels"
+
+
+def register() -> None:
+    """Makes `attn_implementation="cute_kernels"` known to transformers. Calling it again changes nothing."""
+    AttentionInterface.register(ATTENTION_NAME, attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, make_mask)
+
+
+@dataclass(frozen=True)
+class Acceleration:
+    """What `accelerate` did to a model; prints as a table.
+
+    Attributes:
+        rows: (what, before, after).
+        notes: what was done to the layers, and which were left and why.
+    """
+
+    model: str
+    rows: tuple[tuple[str, str, str], ...]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        table = [(self.model, "before", "after"), *self.rows]
+        widths = [max(len(row[column]) for row in table) for column in range(3)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([*lines, *self.notes])
+
+
+def accelerate(
+    model: nn.Module,
+    *,
+    kv_format: FormatOfLayers | None = "int4_g4",
+    weights: str | None = None,
+    skip: Sequence[str] = ("lm_head",),
+    scales: Scales | None = None,
+    max_seq_len: int | None = None,
+    cuda_graphs: bool = True,
+) -> Acceleration:
+    """Makes a transformers model decode by the kernels; ``model.generate(**inputs)`` stays as it is.
+
+    Attention becomes ``attn_implementation="cute_kernels"``. `generate` keeps its keys and values in a `DecodeCache`
+    unless it is given another cache, or asked for none. On a GPU a decode step is recorded as a CUDA graph and
+    replayed. Calling it again changes formats, and quantises weights that are not yet.
+
+    Args:
+        model: a `PreTrainedModel` that generates, in bf16 or fp16, on the device where it runs.
+        kv_format: of the cache, as `DecodeCache` takes it; None leaves caches to transformers.
+        weights: of the Linear layers and experts: "w4g128", "w8g128", "w4g64z" ...: bits, group size ("gchannel": one
+            scale per row), z for zero points. None leaves them as they are.
+        skip: layers that stay as they are, as `quantize_model` takes them.
+        scales: for formats whose scale lies beside the cache, as `DecodeCache` takes them.
+        max_seq_len: columns that a request may reach; None: no limit.
+        cuda_graphs: whether decode steps are recorded.
+
+    Returns:
+        What was done, which is logged as well.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or the model cannot decode by the kernels; the message says why,
+            and nothing has been changed.
+    """
+    config = _checked_config(model)
+    if kv_format is not None:
+        check_formats(kv_format, scales)
+        _check_cacheable(model, config, kv_format)
+    quantisation = None if weights is None else _weight_options(weights)
+    before = config._attn_implementation
+    register()
+    _set_attention(model, config)
+    rows = [("attention", str(before), ATTENTION_NAME)]
+    old = getattr(model, _STATE, None)
+    if isinstance(old, _State):
+        old.remove()
+    state = _State(model, kv_format, scales, max_seq_len, cuda_graphs)
+    state.install()
+    rows.append(("cache", "transformers'", "as before" if kv_format is None else _named(kv_format)))
+    graphs = "recorded once, replayed" if cuda_graphs and kv_format is not None else "as before"
+    rows.append(("decode step", "launched anew", graphs))
+    notes: list[str] = []
+    if quantisation is None:
+        rows.append(("layers", "as loaded", "as before"))
+    else:
+        report: Any = quantize_model(model, **quantisation, skip=skip).quantization_report
+        total = len(report.quantized) + len(report.left)
+        rows.append(("layers", f"{total} with weights", f"{len(report.quantized)} of them {weights}"))
+        notes = str(report).splitlines()
+    summary = Acceleration(type(model).__name__, tuple(rows), tuple(notes))
+    _LOG.info("%s", summary)
+    return summary
+
+
+def restore(model: nn.Module) -> None:
+    """Gives a model its own ``generate`` and ``forward`` back; quantised layers and the attention stay."""
+    state = getattr(model, _STATE, None)
+    if isinstance(state, _State):
+        state.remove()
+
+
+class _State:
+    """What an accelerated model has besides: its own methods, and memory for caches that `generate` has let go of."""
+
+    def __init__(
+        self, model: Any, kv_format: Any, scales: Scales | None, max_seq_len: int | None, cuda_graphs: bool
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.kv_format, self.scales, self.max_seq_len = kv_format, scales, max_seq_len
+        self.generate = model.generate
+        self.replay = StepReplay(model.forward) if cuda_graphs and kv_format is not None else None
+        self.spare: list[tuple[list[Any], Any]] = []
+
+    def install(self) -> None:
+        """Puts the model's methods in place."""
+        model: Any = self.model()
+        setattr(model, _STATE, self)
+        if self.kv_format is None:
+            return
+        if self.replay is not None:
+            model.forward = self.replay
+
+        @functools.wraps(self.generate)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            if self._wants_cache(kwargs):
+                kwargs["past_key_values"] = self.cache_for(*_sizes(model, args, kwargs))
+            if self.replay is None:
+                return self.generate(*args, **kwargs)
+            with self.replay.trusting_masks():
+                return self.generate(*args, **kwargs)
+
+        model.generate = generate
+
+    def remove(self) -> None:
+        """Takes them away again."""
+        model: Any = self.model()
+        for name in ("generate", "forward", _STATE):
+            model.__dict__.pop(name, None)
+
+    def _wants_cache(self, options: Mapping[str, Any]) -> bool:
+        if options.get("past_key_values") is not None:
+            return False
+        config = options.get("generation_config") or getattr(self.model(), "generation_config", None)
+
+        def asked(name: str) -> Any:
+            return options.get(name, getattr(config, name, None))
+
+        return asked("use_cache") is not False and asked("cache_implementation") in (None, "dynamic")
+
+    def cache_for(self, batch: int, columns: int) -> DecodeCache:
+        """An empty cache, in the memory of one that nobody holds any more if that is large enough."""
+        columns = -(-columns // GRANULE) * GRANULE
+        found = self.spare.copy()
+        self.spare.clear()
+        for layers, book in found:
+            held: Columns | None = book.columns
+            if held is not None and held.batch == batch and held.capacity >= columns:
+                cache = DecodeCache.over(layers, book)
+                break
+        else:
+            del found  # before new memory is taken
+            cache = DecodeCache(self.kv_format, self.max_seq_len, capacity=columns, scales=self.scales)
+        weakref.finalize(cache, self.spare.append, (cache.layers, cache.book)).atexit = False
+        return cache
+
+
+def _sizes(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[int, int]:
+    """(requests, columns) that a call of `generate` comes to: where it is off, the cache grows."""
+    config = options.get("generation_config") or model.generation_config
+
+    def asked(name: str, default: int) -> int:
+        return options.get(name) or getattr(config, name, None) or default
+
+    given = [options.get(name) for name in ("input_ids", "inputs", "inputs_embeds")] + list(args[:1])
+    prompt = next((x for x in given if isinstance(x, torch.Tensor)), None)
+    batch, length = (1, 1) if prompt is None else prompt.shape[:2]
+    batch *= max(asked("num_beams", 1), asked("num_return_sequences", 1))
+    new = asked("max_new_tokens", 0)
+    return batch, length + new if new else max(asked("max_length", 0), length + 20)
+
+
+def _checked_config(model: Any) -> Any:
+    """The configuration of the part that generates; TypeError or ValueError for a model that does not."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "config") or not hasattr(model, "generate"):
+        raise TypeError(f"model: got {type(model).__name__}, want a transformers model that generates")
+    config: Any = model.config
+    if config.is_encoder_decoder:
+        raise ValueError(f"model: got {type(model).__name__}, an encoder and a decoder, want a decoder alone")
+    return config.get_text_config(decoder=True)
+
+
+def _check_cacheable(model: Any, config: Any, kv_format: Any) -> None:
+    """Raises TypeError or ValueError, naming the model, unless its keys and values fit a cache of this format."""
+    name = type(model).__name__
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"model: got {name} in {model.dtype}, want torch.bfloat16 or torch.float16")
+    others = set(getattr(config, "layer_types", None) or ()) - _CACHED_LAYERS
+    if others:
+        raise ValueError(f"model: got {name} with layers of {', '.join(sorted(others))}, want kv_format=None for it")
+    latents = [type(module).__name__ for module in model.modules() if hasattr(module, "expand_kv")]
+    if latents:
+        raise ValueError(f"model: got {name}, whose {latents[0]} caches latents, want kv_format=None for it")
+    heads = getattr(config, "num_attention_heads", None)
+    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+    if isinstance(head_dim, int) and not hasattr(config, "qk_nope_head_dim") and head_dim not in HEAD_DIMS:
+        wanted = ", ".join(map(str, HEAD_DIMS))
+        raise ValueError(f"model: got {name} with head_dim {head_dim}, want one of {wanted}, or kv_format=None")
+    for layer in range(config.num_hidden_layers):
+        formats_of_layer(kv_format, layer)
+
+
+def _set_attention(model: Any, config: Any) -> None:
+    """Raises ValueError, with the attention as it was, for a model that takes no other."""
+    model.set_attn_implementation(ATTENTION_NAME)
+    if config._attn_implementation != ATTENTION_NAME:
+        raise ValueError(
+            f"model: got {type(model).__name__}, which offers no choice of attention, want a model that calls "
+            "transformers' AttentionInterface"
+        )
+
+
+def _weight_options(weights: Any) -> dict[str, Any]:
+    """What "w4g128" says, as `quantize_model` takes it."""
+    match = _WEIGHTS.fullmatch(weights) if isinstance(weights, str) else None
+    if match is None:
+        raise ValueError(f"weights: got {weights!r}, want one such as 'w4g128', 'w8gchannel' or 'w4g64z'")
+    size = None if match[2] == "channel" else int(match[2])
+    return {"bits": int(match[1]), "group_size": size, "zero_point": bool(match[3])}
+
+
+def _named(kv_format: Any) -> str:
+    """A format as the summary prints it."""
+    if isinstance(kv_format, Mapping):
+        named = {layer: _named(one) for layer, one in kv_format.items()}
+        return ", ".join(f"{'others' if layer == -1 else f'layer {layer}'}: {one}" for layer, one in named.items())
+    k, v = (format_of(name).name for name in format_pair(kv_format))
+    return k if k == v else f"K {k}, V {v}"

@@ -1,0 +1,221 @@
+"""Which of transformers' columns are in a cache, and where: what the layers of one cache share.
+
+transformers counts padding as tokens: a batch is a rectangle of columns, and a mask says which of them are tokens. The
+cache holds tokens only. Token t of a request is row t, whatever stands between it and the one before; the request's
+length is all that attention needs to know. So ragged batches cost nothing, and padding is never seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+UNKNOWN = object()
+"""Padding that nobody told: the mask says what is seen, but not which columns are tokens. All are taken for tokens."""
+GRANULE = 256
+"""Tokens by whose multiples a cache grows."""
+
+
+class NotStaticError(RuntimeError):
+    """A decode step cannot be recorded: it takes a path that depends on the step."""
+
+
+class Columns:
+    """The columns of a batch.
+
+    Attributes:
+        count: columns in the cache, those of the pass under way among them.
+        new: columns of the pass under way, or of the last one.
+        capacity: rows of each request that the layers have room for.
+        seq_lens: int32 [batch]: tokens of each request, in the same place as long as the batch is the same.
+        static: whether a decode step is being recorded: the host's numbers stand still then, and what they say is
+            read on the device.
+        before: int64 []: columns before the step, for models that ask in a recorded one.
+        graphs: recorded steps, by what they were called with.
+    """
+
+    def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
+        self.count = 0
+        self.new = 0
+        self.capacity = capacity
+        self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.before = torch.zeros((), dtype=torch.int64, device=device)
+        self.static = False
+        self.graphs: dict[Any, Any] = {}
+        self._tokens: torch.Tensor | None = None  # bool [batch, the first columns]; what follows are tokens
+        self._is_left = True
+        self._is_certain = True
+        self._padding_was_given = False
+        self._fresh: torch.Tensor | None = None  # bool [batch, new], None: all are tokens
+        self._slots: torch.Tensor | None = None
+        self._is_open = False
+
+    @property
+    def batch(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def all_tokens(self) -> bool:
+        """Whether there is no padding at all."""
+        return self._tokens is None
+
+    @property
+    def is_left(self) -> bool:
+        """Whether all padding is in front of a request: distances between tokens are those between columns then."""
+        return self._is_left
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it was told of all columns which of them are tokens; what was not is taken for tokens."""
+        return self._is_certain
+
+    def is_told(self, padding: torch.Tensor | None) -> bool:
+        """Whether the pass was settled by the layer whose mask says this; else its mask alone says what is seen."""
+        return padding is None or self._padding_was_given
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the new columns are tokens, all of them."""
+        return self._fresh is None
+
+    # -- a pass -------------------------------------------------------------------------------------------------------
+
+    def begin(self, new: int) -> None:
+        """A forward pass over ``new`` columns has reached its first layer."""
+        self.new = new
+        self._is_open = True
+        if self.static:
+            self._fresh = None
+        else:
+            self.count += new
+
+    def settle(self, padding: Any) -> None:
+        """Takes in what the pass's mask says; called by every layer, and the first call counts.
+
+        padding: bool [batch, count], True where a column is a token; None where all are; or `UNKNOWN`.
+
+        Raises ValueError, and forgets the pass, if that is another mask than the one that older columns came with.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._slots = None
+        if self.static:
+            self.seq_lens.add_(self.new)
+            return
+        try:
+            fresh = self._take(padding)
+        except ValueError:
+            self.count -= self.new
+            raise
+        self._fresh = fresh
+        if fresh is None:
+            self.seq_lens.add_(self.new)
+        else:
+            self.seq_lens.add_(fresh.sum(1, dtype=torch.int32))
+
+    def _take(self, padding: Any) -> torch.Tensor | None:
+        """Which of the new columns are tokens, None for all."""
+        old = self.count - self.new
+        self._padding_was_given = isinstance(padding, torch.Tensor)
+        self._is_certain = self._is_certain and padding is not UNKNOWN
+        if padding is UNKNOWN or (padding is None and self._tokens is None):
+            return None
+        if padding is None:
+            raise ValueError("attention_mask: got None, want the mask of all columns: the cache holds a padded batch")
+        if tuple(padding.shape) != (self.batch, self.count):
+            raise ValueError(f"attention_mask: got shape {list(padding.shape)}, want {[self.batch, self.count]}")
+        padding = padding.to(device=self.seq_lens.device, dtype=torch.bool)
+        self.check_older(padding[:, :old])
+        if bool(padding.all()):
+            return None
+        self._tokens = padding
+        self._is_left = bool((padding[:, 1:] >= padding[:, :-1]).all())
+        fresh = padding[:, old:]
+        return None if bool(fresh.all()) else fresh
+
+    def check_older(self, older: torch.Tensor) -> None:
+        """Raises ValueError unless ``older`` is the mask that these columns came with. Waits for the device."""
+        if not torch.equal(older.to(torch.bool), self.tokens(older.shape[1])):
+            raise ValueError(
+                f"attention_mask: got another mask of the first {older.shape[1]} columns, want the one that their keys "
+                "were cached with"
+            )
+
+    def tokens(self, columns: int) -> torch.Tensor:
+        """bool [batch, columns]: which of the first ones are tokens."""
+        everything = torch.ones(self.batch, columns, dtype=torch.bool, device=self.seq_lens.device)
+        if self._tokens is not None:
+            known = min(columns, self._tokens.shape[1])
+            everything[:, :known] = self._tokens[:, :known]
+        return everything
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 [batch * new]: where each new column goes, request * capacity + row; -1 for padding."""
+        if self._slots is None:
+            device = self.seq_lens.device
+            ends = self.seq_lens.long()[:, None]
+            starts = torch.arange(self.batch, device=device)[:, None] * self.capacity
+            if self._fresh is None:
+                rows = ends - self.new + torch.arange(self.new, device=device)
+                self._slots = (starts + rows).flatten()
+            else:
+                rows = ends - self._fresh.sum(1, keepdim=True) + self._fresh.cumsum(1) - 1
+                self._slots = torch.where(self._fresh, starts + rows, -1).flatten()
+        return self._slots
+
+    def older_rows(self) -> torch.Tensor | None:
+        """int64 [batch, older columns]: the row of each, any row for padding; None where rows are columns."""
+        old = self.count - self.new
+        return None if self._tokens is None else (self.tokens(old).cumsum(1) - 1).clamp_(min=0)
+
+    # -- a recorded step ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within it a pass over one column is recorded or replayed: only what is on the device changes."""
+        self.static = True
+        try:
+            yield
+        finally:
+            self.static = False
+            self._is_open = False
+
+    def advance(self) -> None:
+        """A replay has added one token to each request; the device knows."""
+        self.count += 1
+        self.new = 1
+        self._fresh = self._slots = None
+
+    # -- the batch ----------------------------------------------------------------------------------------------------
+
+    def forget(self, columns: int) -> None:
+        """Forgets the newest columns."""
+        kept = self.count - columns
+        self.seq_lens.sub_(self.tokens(self.count)[:, kept:].sum(1, dtype=torch.int32))
+        if self._tokens is not None:
+            self._tokens = self._tokens[:, :kept]
+        self.count = kept
+
+    def reset(self) -> None:
+        """Forgets all columns, keeps the memory."""
+        self.count = self.new = 0
+        self.seq_lens.zero_()
+        self._tokens, self._is_left, self._is_certain = None, True, True
+        self._fresh = self._slots = None
+        self._is_open = False
+
+    def select(self, requests: torch.Tensor) -> None:
+        """Request b becomes what request requests[b] was; in place if the batch stays as large."""
+        chosen = self.seq_lens.index_select(0, requests)
+        if self._tokens is not None:
+            self._tokens = self._tokens.index_select(0, requests)
+        if chosen.shape == self.seq_lens.shape:
+            self.seq_lens.copy_(chosen)
+        else:
+            self.seq_lens = chosen
+            self.graphs.clear()

@@ -1,0 +1,212 @@
+"""A model's decode step as a CUDA graph: recorded once, replayed by the same call of ``forward``.
+
+A step over a `DecodeCache` is static: it reads one token of each request and the cache's lengths, both on the device.
+What transformers does besides on the host, a few hundred launches, is recorded with it. The caller sees the same
+``forward``: same arguments, same outputs, which are its own to keep.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from cute_kernels.integrations.transformers.cache import DecodeCache
+from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
+from cute_kernels.integrations.transformers.masks import recording
+
+_LOG = logging.getLogger(__name__)
+_PLAIN = (type(None), bool, int, float, str)
+_CACHE = object()
+"""Stands in recorded outputs for the caller's cache, which must not live as long as its memory's recordings."""
+
+
+class Recorded(Protocol):
+    """A recorded function of no arguments."""
+
+    def replay(self) -> Any: ...
+
+
+class CudaGraph:
+    """A function as a CUDA graph. ``outputs`` is what it returned; a replay fills it again."""
+
+    def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.graph(self.graph):
+            self.outputs = function()
+
+    def replay(self) -> Any:
+        """Runs it; returns the outputs, which the next replay overwrites."""
+        self.graph.replay()
+        return self.outputs
+
+
+@dataclass
+class _Step:
+    """One recorded step: where its inputs are, and the graph."""
+
+    inputs: dict[str, torch.Tensor]
+    recorded: Recorded
+
+
+class StepReplay:
+    """``forward`` of a model, whose decode steps are replayed.
+
+    Args:
+        forward: the model's own.
+        record: how a step is recorded; CUDA graphs, if none is given, and then nothing on a CPU.
+
+    Attributes:
+        reason: why steps are not recorded, once one could not be.
+        replays: steps that were replayed.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], record: Callable[[Callable[[], Any], torch.device], Recorded] | None = None
+    ) -> None:
+        self.forward = forward
+        self.record = record
+        self.reason: str | None = None
+        self.replays = 0
+        self._names = tuple(inspect.signature(forward).parameters)
+        self._trusts_masks = False
+        functools.update_wrapper(self, forward)
+
+    @contextmanager
+    def trusting_masks(self) -> Any:
+        """Within `generate`, which appends a column of ones at every step, the mask's older columns are not compared:
+        that would wait for the device."""
+        before, self._trusts_masks = self._trusts_masks, True
+        try:
+            yield
+        finally:
+            self._trusts_masks = before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``forward``."""
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        cache = given.get("past_key_values")
+        if not isinstance(cache, DecodeCache) or not self._is_step(cache, given):
+            return self.forward(*args, **kwargs)
+        assert cache.columns is not None
+        columns = cache.columns
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        mask = tensors.pop("attention_mask", None)
+        if mask is not None and not self._trusts_masks:
+            columns.check_older(mask[:, : columns.count])
+            if not bool(mask[:, columns.count :].all()):
+                return self.forward(*args, **kwargs)
+        others = {name: value for name, value in given.items() if name not in tensors and name != "attention_mask"}
+        key = _key(tensors, others)
+        step: Any = columns.graphs.get(key)
+        if step is None:  # the first of its kind runs as usual: what it needs is then compiled and allocated
+            columns.graphs[key] = "met"
+            return self.forward(*args, **kwargs)
+        if step == "met":
+            step = columns.graphs[key] = self._record(columns, tensors, others)
+        if step == "as usual":
+            return self.forward(*args, **kwargs)
+        return self._replay(step, cache, tensors)
+
+    def _is_step(self, cache: DecodeCache, given: Mapping[str, Any]) -> bool:
+        """Whether a call is a decode step that can be recorded."""
+        columns, ids = cache.columns, given.get("input_ids")
+        if self.reason is not None or columns is None or columns.static or not columns.count or not columns.is_certain:
+            return False
+        if not isinstance(ids, torch.Tensor) or tuple(ids.shape) != (columns.batch, 1):
+            return False
+        if self.record is None and (not ids.is_cuda or torch.cuda.is_current_stream_capturing()):
+            return False
+        # Without positions a model takes them from the host's numbers, or from the mask.
+        if not isinstance(given.get("position_ids"), torch.Tensor) or columns.count >= columns.capacity:
+            return False
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or given.get("use_cache") is False:
+            return False
+        mask = given.get("attention_mask")
+        if mask is None:
+            if not columns.all_tokens:
+                return False
+        elif not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (columns.batch, columns.count + 1):
+            return False
+        known = (torch.Tensor, DecodeCache, *_PLAIN)
+        return all(isinstance(value, known) for value in given.values())
+
+    def _record(self, columns: Columns, tensors: dict[str, torch.Tensor], others: dict[str, Any]) -> _Step | str:
+        """The recorded step, or "as usual" if it cannot be recorded."""
+        inputs = {name: value.clone() for name, value in tensors.items()}
+
+        def step() -> Any:
+            with recording(columns):
+                outputs = self.forward(**inputs, **others, attention_mask=None)
+            return _mapped(outputs, lambda value: _CACHE if isinstance(value, DecodeCache) else value)
+
+        lens, device = columns.seq_lens.clone(), columns.seq_lens.device
+        columns.before.fill_(columns.count)
+        try:
+            _run_aside(step, device)
+            columns.seq_lens.copy_(lens)  # the row that it wrote is written again by the replay
+            recorded = (self.record or CudaGraph)(step, device)
+            columns.seq_lens.copy_(lens)
+        except NotStaticError as error:  # of this batch
+            columns.seq_lens.copy_(lens)
+            _LOG.info("decode steps of this batch run without a CUDA graph: %s", error)
+            return "as usual"
+        except Exception as error:
+            columns.seq_lens.copy_(lens)
+            self.reason = f"{type(error).__name__}: {error}"
+            _LOG.warning("decode steps run without a CUDA graph: %s", self.reason)
+            return "as usual"
+        return _Step(inputs, recorded)
+
+    def _replay(self, step: _Step, cache: DecodeCache, tensors: dict[str, torch.Tensor]) -> Any:
+        assert cache.columns is not None
+        for name, value in tensors.items():
+            step.inputs[name].copy_(value)
+        cache.columns.before.fill_(cache.columns.count)
+        outputs = step.recorded.replay()
+        cache.advance()
+        self.replays += 1
+        return _own(outputs, cache)
+
+
+def _key(tensors: Mapping[str, torch.Tensor], others: Mapping[str, Any]) -> Any:
+    """What decides a recording."""
+    shapes = tuple((name, x.shape, x.dtype, x.device) for name, x in sorted(tensors.items()))
+    plain = tuple((name, value) for name, value in sorted(others.items()) if not isinstance(value, DecodeCache))
+    return shapes, plain
+
+
+def _run_aside(function: Callable[[], Any], device: torch.device) -> None:
+    """Runs a function once as it will be recorded, on a stream of its own, as recording wants it."""
+    if device.type != "cuda":
+        function()
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _own(outputs: Any, cache: DecodeCache) -> Any:
+    """Outputs that no replay overwrites, with the caller's cache in them."""
+
+    def own(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) else cache if value is _CACHE else value
+
+    return _mapped(outputs, own)
+
+
+def _mapped(outputs: Any, function: Callable[[Any], Any]) -> Any:
+    """A model's outputs, each one's function in its place."""
+    if isinstance(outputs, Mapping):
+        return type(outputs)(**{name: _mapped(value, function) for name, value in outputs.items()})
+    if isinstance(outputs, (tuple, list)):
+        return type(outputs)(_mapped(value, function) for value in outputs)
+    return function(outputs)

@@ -1,0 +1,98 @@
+"""transformers models on a GPU: `accelerate` replays CUDA graphs of their steps, and they choose the same tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import cute_kernels.integrations.transformers as ck
+from cute_kernels.integrations.transformers.graphs import StepReplay
+from tests.integrations.architectures import DECODERS, VOCABULARY
+
+pytestmark = [pytest.mark.gpu]
+
+CUDA = "cuda"
+PROMPT = torch.randint(3, VOCABULARY, (3, 50), generator=torch.Generator().manual_seed(3))
+LEFT_PADDED = torch.ones_like(PROMPT)
+LEFT_PADDED[0, :17] = 0
+NEW = 40
+NAMES = ("llama", "mistral, window", "gemma 2", "gemma 3", "gpt-oss", "qwen3", "qwen3-moe", "llama 4", "phi-3")
+
+
+def build(name: str) -> Any:
+    return DECODERS[name].build(torch.bfloat16).to(CUDA)
+
+
+@torch.no_grad()
+def generate(model: Any, mask: torch.Tensor, **options: Any) -> Any:
+    options = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "pad_token_id": 0, **options}
+    options["return_dict_in_generate"] = True
+    return model.generate(input_ids=PROMPT.to(CUDA), attention_mask=mask.to(CUDA), **options)
+
+
+def assert_same_choices(got: Any, want: Any, tolerance: float = 4e-2) -> None:
+    """The same greedy tokens, until two were as good but for rounding; the same logits up to there."""
+    for request in range(got.sequences.shape[0]):
+        for step, (ours, theirs) in enumerate(zip(got.logits, want.logits, strict=True)):
+            ours, theirs = ours[request].double(), theirs[request].double()
+            assert (ours - theirs).norm() <= tolerance * theirs.norm(), f"request {request}, step {step}"
+            place = PROMPT.shape[1] + step
+            if got.sequences[request, place] != want.sequences[request, place]:
+                top = theirs.topk(2).values
+                assert top[0] - top[1] < 0.1 * theirs.std()
+                break
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("name", NAMES)
+def test_generate_replays_graphs_and_chooses_the_tokens_of_eager_attention(name, padded):
+    model = build(name)
+    mask = LEFT_PADDED if padded else torch.ones_like(PROMPT)
+    model.set_attn_implementation("eager")
+    want = generate(model, mask)
+    ck.accelerate(model, kv_format="bf16")
+    got = generate(model, mask)
+    assert_same_choices(got, want)
+    replay = model.forward
+    assert isinstance(replay, StepReplay)
+    static = not (padded and name == "llama 4")
+    assert (replay.reason, replay.replays) == (None, NEW - 2 if static else 0)
+
+
+@pytest.mark.parametrize("kv_format", ["int4_g4", ("int8_token_head", "int4_g4"), {0: "bf16", -1: "int4_g4"}])
+def test_quantised_caches_give_what_their_steps_give_unrecorded(kv_format):
+    found = []
+    for graphs in (False, True):
+        model = build("qwen3")
+        ck.accelerate(model, kv_format=kv_format, cuda_graphs=graphs)
+        found.append(generate(model, LEFT_PADDED))
+    assert_same_choices(found[1], found[0], tolerance=1e-2)
+
+
+def test_the_next_call_replays_the_same_graph():
+    model = build("llama")
+    ck.accelerate(model, kv_format="int4_g4", weights="w4g64")
+    first = generate(model, LEFT_PADDED).sequences
+    replay = model.forward
+    assert isinstance(replay, StepReplay) and replay.replays == NEW - 2
+    again = generate(model, LEFT_PADDED).sequences
+    assert replay.replays == 2 * NEW - 3 and torch.equal(first, again)
+
+
+def test_beams_and_assisted_steps():
+    model = build("llama")
+    model.generation_config.eos_token_id = VOCABULARY  # one that is never made
+    for options in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 4}):
+        ids = PROMPT[:1].to(CUDA)
+        found = []
+        for accelerated in (False, True):
+            if accelerated:
+                ck.accelerate(model, kv_format="bf16")
+            found.append(model.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0, **options))
+            ck.restore(model)
+            model.set_attn_implementation("sdpa")
+        assert (found[0] == found[1]).float().mean() > 0.8  # ties between tokens apart
