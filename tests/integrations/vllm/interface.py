@@ -456,6 +456,84 @@ def requests_without_new_tokens_are_passed_over() -> None:
     assert metadata.pieces[0].tokens == slice(1, 21)
 
 
+EXPERTS = (
+    ("ct", 4, 32, False, torch.bfloat16),
+    ("ct", 8, 0, False, torch.bfloat16),
+    ("ct", 4, 32, True, torch.float16),
+    ("gptq", 4, 32, False, torch.float16),
+    ("gptq", 8, 32, False, torch.bfloat16),
+    ("awq", 4, 32, True, torch.float16),
+)
+"""Checkpoint, bits, group size, whether there are zero points, dtype."""
+
+
+def served_experts(form: Any) -> Any:
+    """(the layer, its experts) of a checkpoint that is packed."""
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+
+    from cute_kernels.integrations.vllm import moe
+    from tests.integrations.vllm import layers
+
+    experts = layers.make_experts(form, "cpu")
+    source = moe.SOURCES[
+        {"ct": "CompressedTensorsWNA16MarlinMoEMethod"}.get(form.checkpoint, f"Auto{form.checkpoint.upper()}MoEMethod")
+    ]
+    moe.current_platform = hopper()
+    reason = moe.reason_against(experts.method, experts.layer, source)
+    assert reason is None, reason
+    with (
+        mock.patch.object(all2all_utils, "maybe_make_prepare_finalize", lambda **_: None),
+        mock.patch.object(moe.modular_kernel, "FusedMoEKernel", lambda hand_out, made: made),
+    ):
+        moe.process(experts.method, experts.layer, source)
+    return experts, experts.method.moe_kernel
+
+
+@check
+def experts_of_every_checkpoint_give_what_it_says() -> None:
+    from tests.integrations.vllm import layers
+
+    generator = torch.Generator().manual_seed(2)
+    for checkpoint, bits, group_size, zero_point, dtype in EXPERTS:
+        form = layers.Checkpoint(checkpoint, bits, group_size, zero_point, dtype=dtype, n=96, k=128)
+        layer, experts = served_experts(form)
+        x = torch.randn(7, form.k, generator=generator).to(dtype)
+        ids = torch.rand(7, 5, generator=generator).argsort(1)[:, :2].int()
+        weights = torch.rand(7, 2, generator=generator)
+        for expert_map in (None, torch.tensor([-1, 0, 1, -1, 2], dtype=torch.int32)):
+            output = torch.full_like(x, torch.nan)
+            rest = [None, None, torch.empty(0), torch.empty(0), None, False]
+            experts.apply(output, x, None, None, weights, ids, layer.layer.activation, 5, expert_map, *rest)
+            own = ids if expert_map is None else expert_map[ids.long()]
+            expected = layer.expected(x, own, weights)
+            error = float((output.double() - expected).abs().max() / expected.abs().max())
+            assert error < (2**-6 if dtype == torch.bfloat16 else 2**-9), (str(form), error)
+        assert layer.layer.w13_weight.dtype == torch.uint8
+
+
+@check
+def other_experts_are_left_to_vllm_with_a_reason() -> None:
+    from cute_kernels.integrations.vllm import moe
+    from tests.integrations.vllm import layers
+
+    moe.current_platform = hopper()
+    source = moe.SOURCES["CompressedTensorsWNA16MarlinMoEMethod"]
+
+    def reason(form: Any, **changes: Any) -> str:
+        experts = layers.make_experts(form, "cpu")
+        for name, value in changes.items():
+            setattr(experts.layer, name, value)
+        return str(moe.reason_against(experts.method, experts.layer, source))
+
+    usual = {"checkpoint": "ct", "group_size": 32, "n": 96, "k": 128}
+    assert reason(layers.Checkpoint(**usual)) == "None"
+    assert "act-order" in reason(layers.Checkpoint(**usual, act_order=True))
+    assert "experts of 80 features" in reason(layers.Checkpoint(**{**usual, "n": 80, "group_size": 0}))
+    assert "the activation" in reason(layers.Checkpoint(**usual), activation=SimpleNamespace(value="gelu"))
+    assert "biases or limits" in reason(layers.Checkpoint(**usual), w13_bias=torch.zeros(1))
+    assert "weights on the input" in reason(layers.Checkpoint(**usual), apply_router_weight_on_input=True)
+
+
 def main(folder: str) -> None:
     stubs.install()
     sys.path.insert(0, folder)
