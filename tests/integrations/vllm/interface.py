@@ -163,26 +163,40 @@ def pages_have_the_bytes_that_vllm_counts() -> None:
         cache_spec,
     )
 
-    for kv_cache_dtype in ("fp8", "fp8_e4m3", "int8_per_token_head", "fp8_per_token_head", "auto"):
+    for kv_cache_dtype, own in (
+        ("fp8", ""),
+        ("fp8_e4m3", ""),
+        ("int8_per_token_head", ""),
+        ("fp8_per_token_head", ""),
+        ("auto", "int4_g4"),
+        ("auto", "bf16"),
+        ("bfloat16", "int8_token_head,int4_g4"),
+    ):
+        os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = own
         for head_size in (64, 128, 256):
-            dtype = torch.bfloat16 if kv_cache_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[kv_cache_dtype]
+            dtype = torch.bfloat16 if own else STR_DTYPE_TO_TORCH_DTYPE[kv_cache_dtype]
             quant = get_kv_quant_mode(kv_cache_dtype)
             spec: Any = FullAttentionSpec(
                 block_size=64, num_kv_heads=8, head_size=head_size, dtype=dtype, kv_quant_mode=quant
             )
             from cute_kernels.integrations.vllm import kv_formats
 
-            impl = mock.Mock(spec=CuteKernelsAttentionImpl, form=kv_formats.format_for(kv_cache_dtype))
+            formats = kv_formats.formats_for(kv_cache_dtype)
+            impl = mock.Mock(spec=CuteKernelsAttentionImpl, formats=formats)
             spec = cache_spec(SimpleNamespace(impl=impl, kv_cache_dtype=kv_cache_dtype, head_size=head_size), spec)
             shape = CuteKernelsAttentionBackend.get_kv_cache_shape(5, 64, 8, spec.head_size, kv_cache_dtype)
-            bytes_of = torch.empty(shape, dtype=spec.dtype, device="meta").nbytes
-            assert bytes_of == 5 * spec.page_size_bytes, (kv_cache_dtype, head_size, shape)
             cache = torch.zeros(shape, dtype=spec.dtype)
-            k_cache, v_cache = kv_formats.Pages(impl.form, head_size).views(cache)
-            row = impl.form.row_elements(head_size)
-            assert k_cache.shape == v_cache.shape == (5, 64, 8, row) and k_cache.dtype == impl.form.cache_dtype
+            assert cache.nbytes == 5 * spec.page_size_bytes, (kv_cache_dtype, head_size, shape)
+            apart = torch.zeros(5, shape[1] + 256, dtype=spec.dtype)[:, : shape[1]]  # pages with room between them
+            for pages in (cache, apart):
+                for view, form in zip(
+                    kv_formats.views(pages, formats, head_size, 8), (formats.k, formats.v), strict=True
+                ):
+                    assert view.shape == (5, 64, 8, form.row_elements(head_size)), (kv_cache_dtype, view.shape)
+                    assert view.dtype == form.cache_dtype and view.stride(0) * view.itemsize == pages.stride(0)
             block = CuteKernelsAttentionBackend.get_kv_cache_block_dim(64, 8, spec.head_size, kv_cache_dtype)
-            assert shape[block] == 5
+            assert block == 0 and CuteKernelsAttentionBackend.indexes_kv_by_block_stride()
+    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
 
 
 def selected(**changes: Any) -> dict[str, Any]:
@@ -375,15 +389,15 @@ def causal_attention(
 
 def serve_steps(kv_cache_dtype: str, window: int | None, speculative: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(what the backend gave, what attention over everything gives), of all tokens of some requests' steps."""
-    from cute_kernels.integrations.vllm import attention
+    from cute_kernels.integrations.vllm import attention, kv_formats
 
     heads, kv_heads, dim, page = 4, 2, 64, 16
     generator = torch.Generator().manual_seed(0)
     impl = attention.CuteKernelsAttentionImpl(heads, dim, 0.125, kv_heads, None, window, kv_cache_dtype=kv_cache_dtype)
     impl.process_weights_after_loading(torch.float16)
-    row = impl.form.row_bytes(dim) if kv_cache_dtype == "auto" else impl.form.row_elements(dim)
     requests, pages = 4, 8
-    cache = torch.zeros((2, requests * pages, page, kv_heads, row), dtype=torch.uint8)
+    size = kv_formats.page_bytes(impl.formats, dim, page, kv_heads)
+    cache = torch.zeros(requests * pages, size + 64, dtype=torch.uint8)[:, :size]  # pages with room between them
     layer = SimpleNamespace(_k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.015))
     q, k, v = (
         torch.randn(requests, pages * page, count, dim, generator=generator).half()
@@ -441,6 +455,7 @@ def steps_of_mixed_requests_give_attention_over_everything() -> None:
         ("fp8", "", None, 0, 0.15),
         ("fp8_per_token_head", "", 24, 3, 0.15),
         ("auto", "int4_g4", None, 0, 0.5),
+        ("auto", "int8_token_head,int4", None, 0, 0.5),
     ):
         os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = form
         given, expected = serve_steps(kv_cache_dtype, window, speculative)
