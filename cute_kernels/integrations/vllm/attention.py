@@ -5,8 +5,8 @@ not take, vLLM goes on to its own. A layer's step has up to three parts:
 
     decoding            requests with one new token, or all with as many (speculative): append and attention in one call
     first chunks        FlashAttention on the new K and V as they are, which are appended as well
-    continued prompts   up to 16 new tokens: decode attention; more: the request's rows are dequantised for
-                        FlashAttention (chunked prefill, prefix hits)
+    continued prompts   few new tokens: decode attention; more: the request's rows are dequantised for FlashAttention
+                        (chunked prefill, prefix hits)
 """
 
 # vLLM is not installed where types are checked.
@@ -199,7 +199,7 @@ class CuteKernelsAttentionImpl(AttentionImpl):
             new = (key[tokens], value[tokens])
             if self.kv_sharing_target_layer_name is None:
                 call.append(*new, tokens)
-            if piece.q_len:
+            if piece.chunks:
                 call.short_extends(piece, query[tokens], output[tokens])
             elif piece.context is None:
                 call.first_chunks(piece, query[tokens], *new, output[tokens])
@@ -257,14 +257,14 @@ class _LayerCall:
         self._flash(query, key, value, output, piece.starts, piece.longest, piece.starts, piece.longest)
 
     def short_extends(self, piece: Piece, query: torch.Tensor, output: torch.Tensor) -> None:
+        assert piece.seq_lens is not None
         shape = (-1, piece.q_len)
-        metadata, requests = self.metadata, piece.requests
         decode_attention(
             query.unflatten(0, shape).contiguous(),
             self.k_cache,
             self.v_cache,
-            metadata.seq_lens[requests],
-            block_table=metadata.block_table[requests],
+            piece.seq_lens,
+            block_table=piece.block_table,
             out=output.unflatten(0, shape),
             **self._options,
         )
@@ -273,7 +273,7 @@ class _LayerCall:
         formats, head_size = self.impl.formats, self.impl.head_size
         k, v = (
             dequantize_kv(
-                cache[context.pages, context.places],
+                gather(cache, context),
                 kv_format=form.name,
                 head_dim=head_size,
                 dtype=query.dtype,
@@ -314,6 +314,18 @@ class _LayerCall:
             fa_version=impl.flash_version,
             s_aux=impl.sinks,
         )
+
+
+WIDE = torch.complex128  # 16 bytes, whatever they mean
+
+
+def gather(cache: torch.Tensor, context: Context) -> torch.Tensor:
+    """The rows [tokens, num_kv_heads, row] of a cache's tokens, 16 bytes at a time where they are whole 16 bytes."""
+    _, _, heads, row = cache.shape
+    if heads * row * cache.element_size() % WIDE.itemsize:
+        return cache[context.pages, context.places]
+    wide = cache.flatten(2).view(WIDE)
+    return wide[context.pages, context.places].view(cache.dtype).unflatten(1, (heads, row))
 
 
 # -- the seam ---------------------------------------------------------------------------------------------------------

@@ -330,6 +330,7 @@ def every_token_of_a_step_is_served_once() -> None:
     for new, lengths, speculative in (
         ([1, 1, 1], [9, 1, 600], 0),
         ([1, 1, 5, 5, 16, 17, 40, 3, 30], [9, 70, 105, 66, 400, 300, 41, 3, 30], 0),
+        ([1, 64, 64, 128, 144, 37], [9, 70, 105, 366, 400, 300], 0),
         ([7, 200], [7, 200], 0),
         ([40, 3, 50], [41, 3, 90], 0),
         ([4, 4, 4], [9, 44, 8], 3),
@@ -347,9 +348,15 @@ def every_token_of_a_step_is_served_once() -> None:
             own = range(piece.requests.start, piece.requests.stop)
             assert (piece.starts[1:] - piece.starts[:-1]).tolist() == [new[i] for i in own]
             assert piece.longest == max(new[i] for i in own)
-            assert (piece.q_len > 0) == all(new[i] <= 16 and lengths[i] > new[i] for i in own)
+            if piece.chunks:
+                assert all(new[i] == piece.chunks * piece.q_len and lengths[i] > new[i] for i in own)
+                assert piece.q_len <= 16 and piece.chunks <= 8
+                ends = [lengths[i] - part * piece.q_len for i in own for part in reversed(range(piece.chunks))]
+                assert piece.seq_lens.tolist() == ends
+                rows = [common.block_table_tensor[i] for i in own for _ in range(piece.chunks)]
+                assert torch.equal(piece.block_table, torch.stack(rows))
             if piece.context is None:
-                assert piece.q_len or all(lengths[i] == new[i] for i in own)
+                assert piece.chunks or all(lengths[i] == new[i] for i in own)
                 continue
             slots = piece.context.pages * 16 + piece.context.places
             bounds = piece.context.starts.tolist()
@@ -413,6 +420,7 @@ def serve_steps(kv_cache_dtype: str, window: int | None, speculative: int = 0) -
         ((0, 1), (1, 20), (2, 40)),
         ((0, 1), (1, 1), (2, 3), (3, 1)),
         ((0, 1), (1, 1), (2, 1), (3, 33)),
+        ((1, 20), (2, 20), (3, 37)),
         ((1, 4), (2, 4), (3, 4)),
         ((0, 1), (1, 1), (2, 1), (3, 1)),
     ):
