@@ -21,6 +21,7 @@ WANTED = (
     "openai",
     "openai_harmony",
     "prometheus_client",
+    "pybase64",
     "requests",
     "urllib3",
     "zmq",
