@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -31,9 +32,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from cute_kernels import append_and_decode, append_kv, decode_attention, dequantize_kv
 from cute_kernels.attention.checks import head_dim_of_row
-from cute_kernels.integrations.vllm import environment, kv_formats
-from cute_kernels.integrations.vllm.attention_metadata import Context, Metadata, MetadataBuilder, Piece
+from cute_kernels.integrations.vllm import attention_kernels, environment, kv_formats, prepare
+from cute_kernels.integrations.vllm.attention_metadata import Context, Metadata, MetadataBuilder, Piece, decodes_of
 from cute_kernels.integrations.vllm.versions import Interface
+from cute_kernels.runtime.native import compiler_version
 
 logger = logging.getLogger("vllm.cute_kernels")
 
@@ -115,6 +117,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         formats = kv_formats.formats_for(kv_cache_dtype)
         reason = kv_formats.reason_against(formats, named["head_size"], named["dtype"])
         reasons += [reason] if reason else []
+        reasons += [] if reasons else _missing_kernels(formats, named)
         if not reasons:
             return []
         words = f"a {formats} cache (--kv-cache-dtype {kv_cache_dtype}): {'; '.join(reasons)}"
@@ -137,6 +140,28 @@ def _reasons_of_engine() -> list[str]:
         "fast prefill of shared caches": bool(config.cache_config.kv_sharing_fast_prefill),
     }
     return [f"{what} not supported" for what, is_so in wrong.items() if is_so]
+
+
+def _missing_kernels(formats: kv_formats.Formats, named: dict[str, Any]) -> list[str]:
+    """What is said of kernels that are in no bundle where they cannot be compiled; nothing elsewhere."""
+    config = get_current_vllm_config_or_none()
+    if compiler_version() is not None or config is None or config.model_config is None:
+        return []
+    model, parallel = config.model_config, config.parallel_config
+    layer = SimpleNamespace(
+        formats=formats,
+        head_size=named["head_size"],
+        num_heads=model.get_num_attention_heads(parallel),
+        num_kv_heads=model.get_num_kv_heads(parallel),
+        sliding_window=1 if named.get("has_sliding_window") else None,
+        soft_cap=getattr(model.hf_text_config, "attn_logit_softcapping", None),
+        sinks=named.get("has_sink") or None,
+    )
+    page_size = named.get("block_size") or PREFERRED_BLOCK
+    device = torch.device("cuda", torch.cuda.current_device())
+    specs = attention_kernels.specs([layer], decodes_of(config, page_size), device)
+    reason = prepare.why_not_ready(device, specs)
+    return [] if reason is None else [reason]
 
 
 class CuteKernelsAttentionImpl(AttentionImpl):

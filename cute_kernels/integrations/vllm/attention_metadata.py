@@ -101,14 +101,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self.page_size = kv_cache_spec.block_size
         layers = vllm_config.compilation_config.static_forward_context
         impls = [layers[name].impl for name in layer_names]
-        decodes = Decodes(
-            batches=decode_batches(vllm_config),
-            q_len=self.reorder_batch_threshold,
-            max_seq_len=vllm_config.model_config.max_model_len,
-            page_size=self.page_size,
-            dtype=vllm_config.model_config.dtype,
-        )
-        prepare.load(device, attention_kernels.specs(impls, decodes, device))
+        prepare.load(device, attention_kernels.specs(impls, decodes_of(vllm_config, self.page_size), device))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -174,6 +167,19 @@ def decode_batches(vllm_config: Any) -> tuple[int, ...]:
     captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
     most = vllm_config.scheduler_config.max_num_seqs
     return tuple(sorted({1, most, *(size for size in captured if size <= most)}))
+
+
+def decodes_of(vllm_config: Any, page_size: int) -> Decodes:
+    """The decoding steps of an engine."""
+    speculation = vllm_config.speculative_config
+    tokens = 0 if speculation is None else speculation.num_speculative_tokens or 0
+    return Decodes(
+        batches=decode_batches(vllm_config),
+        q_len=min(1 + tokens, MAX_Q_LEN),
+        max_seq_len=vllm_config.model_config.max_model_len,
+        page_size=page_size,
+        dtype=vllm_config.model_config.dtype,
+    )
 
 
 NOTHING, BEGINS, SHORT, LONG = "nothing", "begins", "short", "long"

@@ -55,7 +55,8 @@ def set_up() -> None:
     torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
     linear.current_platform = kernels.current_platform = hopper()
     linear._num_sms = lambda index: 132
-    prepare.why_not_ready = lambda *_: None
+    prepare.original_linear_reason = prepare.linear_reason
+    prepare.linear_reason = lambda *_: None
     prepare.load_noted = lambda device: None
 
 
@@ -477,6 +478,62 @@ def requests_without_new_tokens_are_passed_over() -> None:
     metadata = builder().build(0, step([1, 20, 0], [9, 20, 0]))
     assert metadata.num_decodes == 1 and len(metadata.pieces) == 1
     assert metadata.pieces[0].tokens == slice(1, 21)
+
+
+@check
+def without_the_compiler_layers_are_left_to_vllm_and_kernels_are_listed() -> None:
+    import tempfile
+    from pathlib import Path
+
+    from vllm.scalar_type import scalar_types
+
+    from cute_kernels.integrations.vllm import attention, prepare
+    from cute_kernels.integrations.vllm.linear import CuteKernelsLinearKernel, MPLinearLayerConfig
+    from cute_kernels.runtime import wanted
+
+    shape = (4096, 6144)
+    layer = MPLinearLayerConfig(shape, shape, scalar_types.uint4b8, torch.bfloat16, 128, False, False)
+    model = SimpleNamespace(
+        get_num_attention_heads=lambda parallel: 32,
+        get_num_kv_heads=lambda parallel: 8,
+        hf_text_config=SimpleNamespace(),
+        max_model_len=8192,
+        dtype=torch.bfloat16,
+        rswa_window=None,
+    )
+    engine = SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False),
+        speculative_config=None,
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 8]),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.multiple(
+            prepare,
+            compiler_version=lambda: None,
+            linear_reason=prepare.original_linear_reason,
+            arch_of=lambda index: "sm_90a",
+            default_directory=lambda: Path(folder),
+            default_cache=lambda: SimpleNamespace(has=lambda spec, arch: False),
+        ),
+        mock.patch.multiple(attention, compiler_version=lambda: None, get_current_vllm_config_or_none=lambda: engine),
+        mock.patch.object(torch.cuda, "get_device_name", lambda index: "NVIDIA H200"),
+        mock.patch.object(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)
+        ),
+    ):
+        able, reason = CuteKernelsLinearKernel.can_implement(layer)
+        assert not able and "kernels are in no bundle. Build one where the compiler is" in str(reason), reason
+        path = Path(folder) / prepare.WANTED
+        linear = wanted.read(path, "sm_90a")
+        assert linear and all(spec.family == "linear" for spec in linear)
+        reasons = attention.CuteKernelsAttentionBackend.validate_configuration(**selected())
+        assert any("kernels are in no bundle" in each for each in reasons), reasons
+        both = wanted.read(path, "sm_90a")
+        assert {spec.family for spec in both} >= {"linear", "attention", "kv_cache"}, {spec.family for spec in both}
 
 
 EXPERTS = (
