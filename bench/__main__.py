@@ -412,13 +412,14 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _table(options: argparse.Namespace) -> int:
-    from bench import accuracy_report, linear, mla, moe, report
+    from bench import accuracy_report, e2e_vllm, linear, mla, moe, report
 
     of_kind = {
         "linear": (linear.markdown, report.MARK_LINEAR),
         "mla": (mla.markdown, report.MARK_MLA),
         "moe": (moe.markdown, report.MARK_MOE),
         "accuracy": (accuracy_report.markdown, accuracy_report.MARK),
+        "e2e": (e2e_vllm.markdown, e2e_vllm.MARK),
     }
     record = options.result
     of_suite = partial(report.markdown, suite=options.suite), report.mark(options.suite)

@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.environment import ROOT
+from bench.environment import ROOT, environment
 from bench.record import Recorder
+from bench.report import in_markdown
 
 NEW_TOKENS = 64
 ENTRY_POINT = "[vllm.general_plugins]\ncute_kernels = cute_kernels.integrations.vllm:register\n"
@@ -191,6 +192,42 @@ def text(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+MARK = "<!-- bench:e2e -->"
+MODEL_NAMES = {
+    "llama3-8b": "Llama-3-8B",
+    "llama2-70b-shard8": "Llama-2-70B, one of 8 GPUs",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+}
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The table of a record: of each model and batch every case, vLLM's own first, and how much faster the others are
+    than the best of those."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in sorted(record["rows"], key=lambda row: (row["plugin"] != "off", row["tpot_ms"])):
+        groups.setdefault((row["model"], row["batch"]), []).append(row)
+    lines = []
+    for (model, batch), rows in sorted(
+        groups.items(), key=lambda group: (list(MODELS).index(group[0][0]), group[0][1])
+    ):
+        own = min((row["tpot_ms"] for row in rows if row["plugin"] == "off"), default=None)
+        for row in rows:
+            served = {"off": "vLLM", "on": "plugin"}.get(row["plugin"], f"plugin, {row['plugin']} alone")
+            weights = {"w4": "W4", "w8": "W8"}.get(row["weights"], row["weights"])
+            gain = "" if own is None or row["plugin"] == "off" else f"{own / row['tpot_ms']:.2f}"
+            cells = [MODEL_NAMES[model], str(batch), served, f"{weights}, {row['kv_format'] or row['kv']}"]
+            fit = f"{row['tokens_that_fit'] / 1e6:.2f} M"
+            lines.append([*cells, f"{row['tpot_ms']:.2f}", f"{row['tokens_per_s']:.0f}", gain, fit])
+    head = ("model", "requests", "served by", "weights, KV", "ms per token", "tokens/s", "times vLLM's best", "fit")
+    rows = record["rows"]
+    versions = ", ".join(sorted({row["vllm"] for row in rows}))
+    about = (
+        f"vLLM {versions}, random weights, prompts of {rows[0]['context']} tokens, CUDA graphs on; "
+        "fit: tokens that the cache has room for."
+    )
+    return in_markdown(record, head, lines, about)
+
+
 # -- in the engine's process ------------------------------------------------------------------------------------------
 
 
@@ -272,6 +309,7 @@ def measure(case: Case, folder: Path) -> list[dict[str, Any]]:
                 "tokens_that_fit": cache.num_gpu_blocks * cache.block_size,
                 "start_s": start_s,
                 "vllm": vllm.__version__,
+                "commit": environment()["commit"],
                 "gpu": torch.cuda.get_device_name(),
             }
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cute_kernels import __version__, families
 from cute_kernels.integrations.vllm import doctor as vllm_doctor
-from cute_kernels.runtime import aot, aot_build, doctor
+from cute_kernels.runtime import aot, aot_build, doctor, wanted
 from cute_kernels.runtime.cache import Progress, default_cache
 from cute_kernels.runtime.device import SUPPORTED_ARCHS, UnsupportedGPUError
 from cute_kernels.runtime.native import CompilerMissingError, LinkerMissingError
@@ -63,7 +63,8 @@ def run_aot_list(arguments: argparse.Namespace) -> int:
 
 
 def run_aot_build(arguments: argparse.Namespace) -> int:
-    specs = chosen_specs(arguments.only)
+    specs = [spec for path in arguments.list or () for spec in wanted.read(path, arguments.arch)]
+    specs = list(dict.fromkeys(specs)) or chosen_specs(arguments.only)
     if not specs:
         return 2
     start = time.perf_counter()
@@ -133,6 +134,13 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         metavar="PATTERN",
         help="kernels whose family:symbol matches, such as 'attention:*d128*' (may be repeated; default: all)",
+    )
+    build.add_argument(
+        "--list",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="instead, the kernels of a list that a program without the compiler has written (may be repeated)",
     )
     build.add_argument("--jobs", type=job_count, help="worker processes (default: by cores and free memory)")
     build.set_defaults(run=run_aot_build)

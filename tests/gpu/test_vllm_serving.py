@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.e2e_vllm import Case, environment_of
 
@@ -23,12 +25,18 @@ TOKENS = 12288  # that the cache has room for
 
 
 @functools.cache
-def served(folder: Path, plugin: str, kv: str = "auto", kv_format: str = "", chunk: int = 512) -> dict[str, Any]:
-    """What an engine gave, with a cache of TOKENS and prompts prefilled ``chunk`` tokens at a time."""
-    place = folder / f"{plugin}-{kv}-{kv_format}-{chunk}".replace(",", "+")
+def served(
+    folder: Path, plugin: str, kv: str = "auto", kv_format: str = "", chunk: int = 512, engine: str = "{}"
+) -> dict[str, Any]:
+    """What an engine gave, with a cache of TOKENS and prompts prefilled ``chunk`` tokens at a time.
+
+    engine: more of its arguments, as JSON.
+    """
+    name = f"{plugin}-{kv}-{kv_format}-{chunk}-{hashlib.sha256(engine.encode()).hexdigest()[:6]}"
+    place = folder / name.replace(",", "+")
     place.mkdir()
     case = Case("llama3-8b", "bf16", kv, plugin, kv_format)
-    scenario = {"kv": kv, "tokens": TOKENS, "block_size": 16, "chunk": chunk}
+    scenario = {"kv": kv, "tokens": TOKENS, "block_size": 16, "chunk": chunk, "engine": json.loads(engine)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu.serve_vllm", json.dumps(scenario), str(place / "result.json")],
         cwd=ROOT,
@@ -121,3 +129,24 @@ def test_a_smaller_cache_differs_by_what_its_format_loses(
     found = difference(served(folder, "on", kv, kv_format), served(folder, "off"))
     print(kv, kv_format, found)
     assert_as_close(found, own, factor)
+
+
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def test_speculation_changes_no_token(folder: Path, own: Difference):
+    """Drafts that are verified several tokens at a time give what one token at a time does."""
+    theirs = served(folder, "off")
+    ours = served(folder, "on", "auto", "fp16", engine=json.dumps({"speculative_config": SPECULATION}))
+    found = difference(ours, theirs)
+    print("speculation:", found)
+    assert_as_close(found, own, 2.0)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_what_one_does(folder: Path, own: Difference):
+    found = difference(
+        served(folder, "on", "auto", "fp16", engine=json.dumps({"tensor_parallel_size": 2})), served(folder, "off")
+    )
+    print("two GPUs:", found)
+    assert_as_close(found, own, 3.0)

@@ -5,8 +5,8 @@ not take, vLLM goes on to its own. A layer's step has up to three parts:
 
     decoding            requests with one new token, or all with as many (speculative): append and attention in one call
     first chunks        FlashAttention on the new K and V as they are, which are appended as well
-    continued prompts   up to 16 new tokens: decode attention; more: the request's rows are dequantised for
-                        FlashAttention (chunked prefill, prefix hits)
+    continued prompts   few new tokens: decode attention; more: the request's rows are dequantised for FlashAttention
+                        (chunked prefill, prefix hits)
 """
 
 # vLLM is not installed where types are checked.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -30,9 +31,11 @@ from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from cute_kernels import append_and_decode, append_kv, decode_attention, dequantize_kv
-from cute_kernels.integrations.vllm import environment, kv_formats
-from cute_kernels.integrations.vllm.attention_metadata import Context, Metadata, MetadataBuilder, Piece
+from cute_kernels.attention.checks import head_dim_of_row
+from cute_kernels.integrations.vllm import attention_kernels, environment, kv_formats, prepare
+from cute_kernels.integrations.vllm.attention_metadata import Context, Metadata, MetadataBuilder, Piece, decodes_of
 from cute_kernels.integrations.vllm.versions import Interface
+from cute_kernels.runtime.native import compiler_version
 
 logger = logging.getLogger("vllm.cute_kernels")
 
@@ -69,12 +72,15 @@ class CuteKernelsAttentionBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        # Of formats of this package the specification's "head size" is the row's bytes already (`cache_spec`).
-        if kv_formats.is_own(cache_dtype_str):
-            row = head_size
-        else:
-            row = kv_formats.format_for(cache_dtype_str).row_elements(head_size)
-        return kv_formats.shape_of(num_blocks, block_size, num_kv_heads, row)
+        """[num_blocks, page], in bytes of whatever dtype vLLM allocates; `kv_formats.views` sees K and V in it."""
+        formats = kv_formats.formats_for(cache_dtype_str)
+        if kv_formats.is_own(cache_dtype_str):  # then the "head size" is the bytes of K's row already (`cache_spec`)
+            head_size = head_dim_of_row(formats.k, head_size // formats.k.cache_dtype.itemsize)
+        return num_blocks, kv_formats.page_bytes(formats, head_size, block_size, num_kv_heads)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        return (1, 0, 2) if include_num_layers_dimension else (0, 1)
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
@@ -108,12 +114,13 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         if not cls.supports_kv_cache_dtype(kv_cache_dtype):
             return reasons
         reasons += _reasons_of_engine()
-        form = kv_formats.format_for(kv_cache_dtype)
-        reason = kv_formats.reason_against(form, named["head_size"], named["dtype"])
+        formats = kv_formats.formats_for(kv_cache_dtype)
+        reason = kv_formats.reason_against(formats, named["head_size"], named["dtype"])
         reasons += [reason] if reason else []
+        reasons += [] if reasons else _missing_kernels(formats, named)
         if not reasons:
             return []
-        words = f"a {form.name} cache (--kv-cache-dtype {kv_cache_dtype}): {'; '.join(reasons)}"
+        words = f"a {formats} cache (--kv-cache-dtype {kv_cache_dtype}): {'; '.join(reasons)}"
         if kv_formats.is_own(kv_cache_dtype) and named.get("attn_type") == AttentionType.DECODER:
             raise ValueError(f"{environment.KV_FORMAT}={environment.wanted_kv_format()}: cannot serve {words}")
         _say_once(f"cute-kernels: attention over {words}; it is left to vLLM")
@@ -128,12 +135,33 @@ def _reasons_of_engine() -> list[str]:
     model = config.model_config
     wrong = {
         "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
-        "a model with state-space layers": model is not None and model.is_hybrid,
         "reference sliding windows": getattr(model, "rswa_window", None) is not None,
         "layers with caches of another dtype": bool(config.cache_config.kv_cache_dtype_skip_layers),
         "fast prefill of shared caches": bool(config.cache_config.kv_sharing_fast_prefill),
     }
     return [f"{what} not supported" for what, is_so in wrong.items() if is_so]
+
+
+def _missing_kernels(formats: kv_formats.Formats, named: dict[str, Any]) -> list[str]:
+    """What is said of kernels that are in no bundle where they cannot be compiled; nothing elsewhere."""
+    config = get_current_vllm_config_or_none()
+    if compiler_version() is not None or config is None or config.model_config is None:
+        return []
+    model, parallel = config.model_config, config.parallel_config
+    layer = SimpleNamespace(
+        formats=formats,
+        head_size=named["head_size"],
+        num_heads=model.get_num_attention_heads(parallel),
+        num_kv_heads=model.get_num_kv_heads(parallel),
+        sliding_window=1 if named.get("has_sliding_window") else None,
+        soft_cap=getattr(model.hf_text_config, "attn_logit_softcapping", None),
+        sinks=named.get("has_sink") or None,
+    )
+    page_size = named.get("block_size") or PREFERRED_BLOCK
+    device = torch.device("cuda", torch.cuda.current_device())
+    specs = attention_kernels.specs([layer], decodes_of(config, page_size), device)
+    reason = prepare.why_not_ready(device, specs)
+    return [] if reason is None else [reason]
 
 
 class CuteKernelsAttentionImpl(AttentionImpl):
@@ -163,8 +191,7 @@ class CuteKernelsAttentionImpl(AttentionImpl):
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks, self.sink_logits = sinks, None
-        self.form = kv_formats.format_for(kv_cache_dtype)
-        self.pages = kv_formats.Pages(self.form, head_size)
+        self.formats = kv_formats.formats_for(kv_cache_dtype)
         self.flash_version = fa_utils.get_flash_attn_version(head_size=head_size)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -197,7 +224,7 @@ class CuteKernelsAttentionImpl(AttentionImpl):
             new = (key[tokens], value[tokens])
             if self.kv_sharing_target_layer_name is None:
                 call.append(*new, tokens)
-            if piece.q_len:
+            if piece.chunks:
                 call.short_extends(piece, query[tokens], output[tokens])
             elif piece.context is None:
                 call.first_chunks(piece, query[tokens], *new, output[tokens])
@@ -211,11 +238,10 @@ class _LayerCall:
 
     def __init__(self, impl: CuteKernelsAttentionImpl, layer: Any, kv_cache: torch.Tensor, metadata: Metadata) -> None:
         self.impl, self.metadata = impl, metadata
-        self.k_cache, self.v_cache = impl.pages.views(kv_cache)
-        given = impl.form.given_scale is not None
+        self.k_cache, self.v_cache = kv_formats.views(kv_cache, impl.formats, impl.head_size, impl.num_kv_heads)
         self.scales: dict[str, Any] = {
-            "k_scale": layer._k_scale if given else None,
-            "v_scale": layer._v_scale if given else None,
+            "k_scale": None if impl.formats.k.given_scale is None else layer._k_scale,
+            "v_scale": None if impl.formats.v.given_scale is None else layer._v_scale,
         }
 
     @property
@@ -223,7 +249,7 @@ class _LayerCall:
         """What `decode_attention` and `append_and_decode` are given for every request."""
         impl = self.impl
         return {
-            "kv_format": impl.form.name,
+            "kv_format": impl.formats.name,
             "softmax_scale": impl.scale,
             "window_size": impl.sliding_window,
             "softcap": impl.soft_cap,
@@ -247,7 +273,7 @@ class _LayerCall:
 
     def append(self, key: torch.Tensor, value: torch.Tensor, tokens: slice) -> None:
         slots = self.metadata.slot_mapping[tokens]
-        form = self.impl.form.name
+        form = self.impl.formats.name
         append_kv(key, value, self.k_cache, self.v_cache, kv_format=form, slot_mapping=slots, **self.scales)
 
     def first_chunks(
@@ -256,25 +282,32 @@ class _LayerCall:
         self._flash(query, key, value, output, piece.starts, piece.longest, piece.starts, piece.longest)
 
     def short_extends(self, piece: Piece, query: torch.Tensor, output: torch.Tensor) -> None:
+        assert piece.seq_lens is not None
         shape = (-1, piece.q_len)
-        metadata, requests = self.metadata, piece.requests
         decode_attention(
             query.unflatten(0, shape).contiguous(),
             self.k_cache,
             self.v_cache,
-            metadata.seq_lens[requests],
-            block_table=metadata.block_table[requests],
+            piece.seq_lens,
+            block_table=piece.block_table,
             out=output.unflatten(0, shape),
             **self._options,
         )
 
     def extends(self, piece: Piece, context: Context, query: torch.Tensor, output: torch.Tensor) -> None:
-        form, head_size = self.impl.form.name, self.impl.head_size
+        formats, head_size = self.impl.formats, self.impl.head_size
         k, v = (
             dequantize_kv(
-                cache[context.pages, context.places], kv_format=form, head_dim=head_size, dtype=query.dtype, scale=scale
+                gather(cache, context),
+                kv_format=form.name,
+                head_dim=head_size,
+                dtype=query.dtype,
+                scale=scale,
             )
-            for cache, scale in ((self.k_cache, self.scales["k_scale"]), (self.v_cache, self.scales["v_scale"]))
+            for cache, form, scale in (
+                (self.k_cache, formats.k, self.scales["k_scale"]),
+                (self.v_cache, formats.v, self.scales["v_scale"]),
+            )
         )
         self._flash(query, k, v, output, piece.starts, piece.longest, context.starts, context.longest)
 
@@ -308,6 +341,18 @@ class _LayerCall:
         )
 
 
+WIDE = torch.complex128  # 16 bytes, whatever they mean
+
+
+def gather(cache: torch.Tensor, context: Context) -> torch.Tensor:
+    """The rows [tokens, num_kv_heads, row] of a cache's tokens, 16 bytes at a time where they are whole 16 bytes."""
+    _, _, heads, row = cache.shape
+    if heads * row * cache.element_size() % WIDE.itemsize:
+        return cache[context.pages, context.places]
+    wide = cache.flatten(2).view(WIDE)
+    return wide[context.pages, context.places].view(cache.dtype).unflatten(1, (heads, row))
+
+
 # -- the seam ---------------------------------------------------------------------------------------------------------
 
 
@@ -317,13 +362,13 @@ def replace(interface: Interface) -> str:
     path = f"{CuteKernelsAttentionBackend.__module__}.{CuteKernelsAttentionBackend.__qualname__}"
     if custom.is_overridden() and custom.get_path() != path:
         raise ImportError(f"the CUSTOM attention backend is {custom.get_path()} already")
-    own = kv_formats.own_format()  # a wrong name is said now
+    own = kv_formats.own_formats()  # a wrong name is said now
     register_backend(custom, path)
     _ask_first(*interface.backend_priorities)
     if own is not None:
         _count_bytes(*interface.attention_layer)
     dtypes = ", ".join(kv_formats.BY_DTYPE)
-    more = f", and every {own.name} cache" if own is not None else ""
+    more = f", and every {own} cache" if own is not None else ""
     return f"attention with --kv-cache-dtype {dtypes}{more} runs here"
 
 
@@ -363,15 +408,17 @@ def is_ours(layer: Any) -> bool:
 
 
 def cache_spec(layer: Any, spec: Any) -> Any:
-    """A layer's cache specification; of a format that vLLM does not know, with a row's bytes for its head size."""
+    """A layer's cache specification; of formats that vLLM does not know, with the bytes of rows for head sizes."""
     import dataclasses
 
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     if not kv_formats.is_own(layer.kv_cache_dtype):
         return spec
-    row = layer.impl.form.row_bytes(layer.head_size)
-    return dataclasses.replace(spec, head_size=row, head_size_v=row, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NONE)
+    k_row, v_row = kv_formats.row_bytes(layer.impl.formats, layer.head_size)
+    return dataclasses.replace(
+        spec, head_size=k_row, head_size_v=v_row, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NONE
+    )
 
 
 _said: set[str] = set()

@@ -43,11 +43,10 @@ def specs(impls: Iterable[Any], decodes: Decodes, device: torch.device) -> list[
 
 
 def _specs_of(impl: Any, decodes: Decodes, num_sms: int) -> Iterator[KernelSpec]:
-    form, dtype = impl.form.name, Q_DTYPES[decodes.dtype]
-    append = AppendConfig(form, form, dtype, impl.head_size, impl.head_size)
-    yield AppendSpec(append)
-    yield AppendSpec(AppendConfig(form, form, dtype, impl.head_size, impl.head_size, leads=True))
-    yield BulkSpec(BulkConfig("dequantize", form, dtype, impl.head_size))
+    forms, dtype = (impl.formats.k.name, impl.formats.v.name), Q_DTYPES[decodes.dtype]
+    yield AppendSpec(AppendConfig(*forms, dtype, impl.head_size, impl.head_size))
+    yield AppendSpec(AppendConfig(*forms, dtype, impl.head_size, impl.head_size, leads=True))
+    yield from (BulkSpec(BulkConfig("dequantize", form, dtype, impl.head_size)) for form in forms)
     pages = -(-decodes.max_seq_len // decodes.page_size)
     for q_len, batches, after_append in (
         (1, decodes.batches, True),
@@ -63,8 +62,8 @@ def _specs_of(impl: Any, decodes: Decodes, num_sms: int) -> Iterator[KernelSpec]
                 num_kv_heads=impl.num_kv_heads,
                 head_dim=impl.head_size,
                 v_head_dim=impl.head_size,
-                k_format=form,
-                v_format=form,
+                k_format=forms[0],
+                v_format=forms[1],
                 q_dtype=dtype,
                 q_len=q_len,
                 page_tokens=max(size for size in PAGE_TOKENS if decodes.page_size % size == 0),

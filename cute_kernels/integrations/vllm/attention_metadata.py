@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +22,7 @@ from cute_kernels.attention.checks import MAX_Q_LEN
 from cute_kernels.integrations.vllm import attention_kernels, prepare
 from cute_kernels.integrations.vllm.attention_kernels import Decodes
 
+MAX_PARTS = 8  # of a request: each reads its cache; dequantising costs as much as seven that do
 MAX_CONTEXT = 1 << 16  # tokens that are dequantised at a time, or one request's if that has more
 
 
@@ -47,7 +48,9 @@ class Piece:
         requests, tokens: which of the step's.
         starts: int32 [requests + 1], of their new tokens among the piece's.
         longest: new tokens of a request.
-        q_len: new tokens of every request where decode attention serves them; else 0.
+        chunks: where decode attention serves the requests, in how many parts of q_len tokens each; else 0.
+        q_len: new tokens of a part, of which each is a request of its own to decode attention.
+        seq_lens, block_table: of the parts.
         context: of requests that continue by more than that; None for the others.
     """
 
@@ -55,8 +58,11 @@ class Piece:
     tokens: slice
     starts: torch.Tensor
     longest: int
-    context: Context | None = None
+    chunks: int = 0
     q_len: int = 0
+    seq_lens: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    context: Context | None = None
 
 
 @dataclass
@@ -95,14 +101,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self.page_size = kv_cache_spec.block_size
         layers = vllm_config.compilation_config.static_forward_context
         impls = [layers[name].impl for name in layer_names]
-        decodes = Decodes(
-            batches=decode_batches(vllm_config),
-            q_len=self.reorder_batch_threshold,
-            max_seq_len=vllm_config.model_config.max_model_len,
-            page_size=self.page_size,
-            dtype=vllm_config.model_config.dtype,
-        )
-        prepare.load(device, attention_kernels.specs(impls, decodes, device))
+        prepare.load(device, attention_kernels.specs(impls, decodes_of(vllm_config, self.page_size), device))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -140,14 +139,15 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         begin, end = requests.start, requests.stop
         new = [starts[i + 1] - starts[i] for i in range(begin, end)]
         kind = kind_of(starts, lengths, begin)
-        return Piece(
+        piece = Piece(
             requests=requests,
             tokens=slice(starts[begin], starts[end]),
             starts=common.query_start_loc[begin : end + 1] - starts[begin],
             longest=max(new),
-            context=None if kind in (BEGINS, SHORT) else self._context(common, lengths[begin:end], requests),
-            q_len=new[0] if kind == SHORT else 0,
         )
+        if kind == LONG:
+            return replace(piece, context=self._context(common, lengths[begin:end], requests))
+        return _in_parts(piece, common) if kind == SHORT else piece
 
     def _context(self, common: CommonAttentionMetadata, lengths: list[int], requests: slice) -> Context:
         table = common.block_table_tensor[requests]
@@ -169,6 +169,19 @@ def decode_batches(vllm_config: Any) -> tuple[int, ...]:
     return tuple(sorted({1, most, *(size for size in captured if size <= most)}))
 
 
+def decodes_of(vllm_config: Any, page_size: int) -> Decodes:
+    """The decoding steps of an engine."""
+    speculation = vllm_config.speculative_config
+    tokens = 0 if speculation is None else speculation.num_speculative_tokens or 0
+    return Decodes(
+        batches=decode_batches(vllm_config),
+        q_len=min(1 + tokens, MAX_Q_LEN),
+        max_seq_len=vllm_config.model_config.max_model_len,
+        page_size=page_size,
+        dtype=vllm_config.model_config.dtype,
+    )
+
+
 NOTHING, BEGINS, SHORT, LONG = "nothing", "begins", "short", "long"
 
 
@@ -179,7 +192,24 @@ def kind_of(starts: list[int], lengths: list[int], request: int) -> str:
         return NOTHING
     if lengths[request] == new:
         return BEGINS
-    return SHORT if new <= MAX_Q_LEN else LONG
+    return SHORT if part_of(new) * MAX_PARTS >= new else LONG
+
+
+def part_of(new: int) -> int:
+    """Into parts of how many tokens so many new ones are cut for decode attention."""
+    return max(size for size in range(1, MAX_Q_LEN + 1) if new % size == 0)
+
+
+def _in_parts(piece: Piece, common: CommonAttentionMetadata) -> Piece:
+    """The piece of requests with as many new tokens each, for decode attention: parts are requests that end sooner."""
+    q_len = part_of(piece.longest)
+    chunks = piece.longest // q_len
+    lengths, table = common.seq_lens[piece.requests], common.block_table_tensor[piece.requests]
+    if chunks > 1:
+        after = torch.arange((chunks - 1) * q_len, -1, -q_len, dtype=torch.int32, device=lengths.device)
+        lengths = (lengths[:, None] - after).flatten()
+        table = table.repeat_interleave(chunks, dim=0)
+    return replace(piece, chunks=chunks, q_len=q_len, seq_lens=lengths, block_table=table)
 
 
 def piece_end(starts: list[int], lengths: list[int], begin: int, end: int) -> int:

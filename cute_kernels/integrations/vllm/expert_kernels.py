@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from cute_kernels.linear.experts import ExpertsForm
-from cute_kernels.linear.wgmma.compile import DigitRowsSpec
-from cute_kernels.linear.wgmma.config import DigitRowsConfig
-from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RoutingSpec, RunSpec
+from cute_kernels.linear.wgmma.compile import LimbRowsSpec
+from cute_kernels.linear.wgmma.config import LimbRowsConfig
+from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RangeSpec, RoutingSpec
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.launch import DTYPE_NAMES
 from cute_kernels.moe.plan import layout_of, problem_of
-from cute_kernels.moe.runs.schedule import RunLayout
+from cute_kernels.moe.ranges.schedule import RangeLayout
 from cute_kernels.moe.tuned import GroupedLayout, assigned
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime.spec import KernelSpec
@@ -38,7 +38,7 @@ def _specs_of(
     layouts = [layout_of(count, form, invariant) for form in forms]
     few = None if invariant else assigned(count, [problem_of(count, form) for form in forms], layouts)
     if few is not None:
-        yield from (RunSpec(layout.config) for layout in few)
+        yield from (RangeSpec(layout.config) for layout in few)
         yield CombineSpec(CombineConfig(name, "fp32", ID_BITS))
         return
     for layout in layouts:
@@ -51,9 +51,9 @@ def _specs_of(
 def _product_specs(layout: GroupedLayout) -> Iterator[KernelSpec]:
     if isinstance(layout, GroupedTiles):
         yield GroupedWgmmaSpec(layout.config)
-        if layout.config.digits:
-            yield DigitRowsSpec(DigitRowsConfig(layout.config.dtype))
-    elif isinstance(layout, RunLayout):
-        yield RunSpec(layout.config)
+        if layout.config.limbs:
+            yield LimbRowsSpec(LimbRowsConfig(layout.config.dtype))
+    elif isinstance(layout, RangeLayout):
+        yield RangeSpec(layout.config)
     else:
         yield GroupedSpec(layout.config)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from cute_kernels.integrations.vllm import environment
-from cute_kernels.kv_formats import FORMATS, HEAD_DIMS, DenseFormat, KvFormat, format_of
+from cute_kernels.kv_formats import ALIASES, FORMATS, HEAD_DIMS, DenseFormat, KvFormat, format_of
 
 BY_DTYPE = {
     "fp8": "e4m3_tensor",
@@ -25,29 +25,46 @@ def served_dtypes() -> list[str]:
     return [*OWN, *BY_DTYPE] if environment.wanted_kv_format() else list(BY_DTYPE)
 
 
-def own_format() -> KvFormat | None:
-    """The format that the environment asks for.
+@dataclass(frozen=True)
+class Formats:
+    """K's and V's format. ``name``: what calls are given."""
+
+    k: KvFormat
+    v: KvFormat
+
+    @property
+    def name(self) -> str | tuple[str, str]:
+        return self.k.name if self.k is self.v else (self.k.name, self.v.name)
+
+    def __str__(self) -> str:
+        return self.k.name if self.k is self.v else f"{self.k.name},{self.v.name}"
+
+
+def own_formats() -> Formats | None:
+    """The formats that the environment asks for, one for both of K and V or two with a comma between them.
 
     Raises:
         ValueError: there is none of that name, or it wants scales that vLLM has no place for.
     """
-    name = environment.wanted_kv_format()
-    if name is None:
+    text = environment.wanted_kv_format()
+    if text is None:
         return None
-    form = FORMATS.get(name)
-    if form is None or form.given_scale not in (None, "tensor"):
-        known = ", ".join(name for name, form in FORMATS.items() if form.given_scale in (None, "tensor"))
-        raise ValueError(f"{environment.KV_FORMAT}: got {name!r}, want one of {known}")
-    return form
+    names = [name.strip() for name in text.split(",")]
+    known = {name: form for name, form in FORMATS.items() if form.given_scale in (None, "tensor")}
+    known |= {alias: known[name] for alias, name in ALIASES.items() if name in known}
+    if len(names) > 2 or not all(name in known for name in names):
+        raise ValueError(f"{environment.KV_FORMAT}: got {text!r}, want one or two (K's, V's) of {', '.join(known)}")
+    return Formats(known[names[0]], known[names[-1]])
 
 
-def format_for(kv_cache_dtype: str) -> KvFormat:
-    """The format of a layer whose cache dtype vLLM calls ``kv_cache_dtype``."""
+def formats_for(kv_cache_dtype: str) -> Formats:
+    """The formats of a layer whose cache dtype vLLM calls ``kv_cache_dtype``."""
     if kv_cache_dtype in BY_DTYPE:
-        return format_of(BY_DTYPE[kv_cache_dtype])
-    form = own_format()
-    assert form is not None  # other dtypes are not chosen without
-    return form
+        form = format_of(BY_DTYPE[kv_cache_dtype])
+        return Formats(form, form)
+    formats = own_formats()
+    assert formats is not None  # other dtypes are not chosen without
+    return formats
 
 
 def is_own(kv_cache_dtype: str) -> bool:
@@ -55,30 +72,39 @@ def is_own(kv_cache_dtype: str) -> bool:
     return kv_cache_dtype not in BY_DTYPE
 
 
-def reason_against(form: KvFormat, head_size: int, dtype: torch.dtype) -> str | None:
-    """Why rows of a format do not serve a layer; None if they do."""
+def reason_against(formats: Formats, head_size: int, dtype: torch.dtype) -> str | None:
+    """Why rows of these formats do not serve a layer; None if they do."""
     if head_size not in HEAD_DIMS:
         return f"head size {head_size}; supported: {', '.join(map(str, HEAD_DIMS))}"
-    if isinstance(form, DenseFormat) and form.dtype != dtype:
-        return f"a {form.name} cache with queries in {dtype}"
+    for form in (formats.k, formats.v):
+        if isinstance(form, DenseFormat) and form.dtype != dtype:
+            return f"a {form.name} cache with queries in {dtype}"
     return None
 
 
-@dataclass(frozen=True)
-class Pages:
-    """The shape of a layer's cache: [2, num_blocks, block_size, num_kv_heads, row bytes], K's pages, then V's."""
-
-    form: KvFormat
-    head_size: int
-
-    def views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(K's cache, V's cache), each [num_blocks, block_size, num_kv_heads, row] in a dtype of the format."""
-        dtype = self.form.cache_dtype
-        as_rows = kv_cache if kv_cache.dtype == dtype else kv_cache.view(torch.uint8).view(dtype)
-        k_cache, v_cache = as_rows.unbind(0)
-        return k_cache, v_cache
+def row_bytes(formats: Formats, head_size: int) -> tuple[int, int]:
+    """Bytes of a row of K and of V: one token of one KV head."""
+    return formats.k.row_bytes(head_size), formats.v.row_bytes(head_size)
 
 
-def shape_of(num_blocks: int, block_size: int, num_kv_heads: int, row_elements: int) -> tuple[int, ...]:
-    """The shape that vLLM gives a layer's pages; row_elements in the dtype that it allocates."""
-    return 2, num_blocks, block_size, num_kv_heads, row_elements
+def page_bytes(formats: Formats, head_size: int, block_size: int, num_kv_heads: int) -> int:
+    """Bytes of a page: K's rows [block_size, num_kv_heads, row], then V's."""
+    return block_size * num_kv_heads * sum(row_bytes(formats, head_size))
+
+
+def views(
+    kv_cache: torch.Tensor, formats: Formats, head_size: int, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(K's cache, V's cache), each [num_blocks, block_size, num_kv_heads, row] in a dtype of its format.
+
+    kv_cache: [num_blocks, page], as vLLM has a layer's pages; pages may lie apart.
+    """
+    content = kv_cache.view(torch.uint8)
+    rows = row_bytes(formats, head_size)
+    block_size = content.shape[1] // (num_kv_heads * sum(rows))
+    parts = content.split([block_size * num_kv_heads * row for row in rows], dim=1)
+    k_cache, v_cache = (
+        part.view(form.cache_dtype).unflatten(1, (block_size, num_kv_heads, -1))
+        for part, form in zip(parts, (formats.k, formats.v), strict=True)
+    )
+    return k_cache, v_cache

@@ -102,7 +102,7 @@ class CuteKernelsLinearKernel(MPLinearKernel):
         except ValueError as reason:
             return False, str(reason)
         index = torch.cuda.current_device()
-        reason = prepare.why_not_ready(form.problem(_num_sms(index)), prepare.engine_rows().all(), index)
+        reason = prepare.linear_reason(form.problem(_num_sms(index)), prepare.engine_rows(), index)
         return reason is None, reason
 
     def __init__(self, c: MPLinearLayerConfig, *names: Any, **more_names: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,12 @@ from vllm.platforms import current_platform
 from cute_kernels import fused_moe
 from cute_kernels.integrations.vllm import expert_kernels, expert_weights, prepare
 from cute_kernels.integrations.vllm.versions import Interface
-from cute_kernels.linear.experts import PackedExperts
+from cute_kernels.linear.experts import ExpertsForm, PackedExperts
 from cute_kernels.linear.plan import DTYPES
-from cute_kernels.linear.weight import GROUP_SIZES, TILE_N
+from cute_kernels.linear.weight import GROUP_SIZES, TILE_N, padded_shape
 from cute_kernels.moe.checks import MAX_TOKENS
-from cute_kernels.runtime.native import compiler_remedy, compiler_version
+from cute_kernels.runtime.native import compiler_version
+from cute_kernels.runtime.spec import KernelSpec
 
 logger = logging.getLogger("vllm.cute_kernels")
 
@@ -201,9 +202,32 @@ def reason_against(method: Any, layer: Any, source: Source) -> str | None:
         "LoRA": bool(method.moe.is_lora_enabled),
     }
     found = [what for what, is_so in wrong.items() if is_so]
-    if not found and compiler_version() is None:
-        found = [f"kernels that no bundle is searched for yet; {compiler_remedy()}"]
-    return f"{', '.join(found)} not supported" if found else None
+    if found:
+        return f"{', '.join(found)} not supported"
+    return prepare.why_not_ready(words.device, _kernels_of(method, layer, source)) if words.is_cuda else None
+
+
+def _kernels_of(method: Any, layer: Any, source: Source) -> Iterator[KernelSpec]:
+    """The kernels that a layer will ask for once it is packed; looked for where they cannot be compiled alone."""
+    if compiler_version() is not None:
+        return
+    bits, group_size, zero_point, _ = source.form(method)
+    forms = []
+    for name in ("w13", "w2"):
+        scales = getattr(layer, source.scales.format(name))
+        experts, _, n = scales.shape
+        words = getattr(layer, source.words.format(name))
+        k = words.shape[1] * (1 if source.pack is expert_weights.from_awq else 32 // bits)
+        size = 0 if group_size == -1 else group_size
+        k_pad = padded_shape((n, k), size or None)[1]
+        index = prepare.index_of(scales.device)
+        forms.append(ExpertsForm(experts, n, k, k_pad, bits, size, zero_point, scales.dtype, index))
+    yield from expert_kernels.specs(*_asked(method, *forms), bool(envs.VLLM_BATCH_INVARIANT))
+
+
+def _asked(method: Any, gate_up: ExpertsForm, down: ExpertsForm) -> tuple[Any, ...]:
+    tokens = tuple(count for count in prepare.engine_rows().all() if count <= MAX_TOKENS)
+    return gate_up, down, method.moe.experts_per_token, tokens, gate_up.dtype
 
 
 def process(method: Any, layer: Any, source: Source) -> None:
@@ -228,7 +252,7 @@ def process(method: Any, layer: Any, source: Source) -> None:
             _set(layer, source.zeros.format(name), packed[name].zeros)
     layer.w13_weight = getattr(layer, source.words.format("w13"))
     layer.w2_weight = getattr(layer, source.words.format("w2"))
-    _load_kernels(method, layer, packed["w13"], packed["w2"])
+    _load_kernels(method, packed["w13"], packed["w2"])
     method.moe_quant_config = method.get_fused_moe_quant_config(layer)
     method.experts_cls = CuteKernelsExperts
     from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
@@ -250,15 +274,14 @@ def _set(layer: Any, name: str, tensor: torch.Tensor | None) -> None:
     layer.register_parameter(name, parameter)
 
 
-def _load_kernels(method: Any, layer: Any, gate_up: PackedExperts, down: PackedExperts) -> None:
+def _load_kernels(method: Any, gate_up: PackedExperts, down: PackedExperts) -> None:
     """Makes the layer's kernels ready; layers of one form share them, and those of a model are nearly always alike."""
     if not gate_up.codes.is_cuda:
         return
-    tokens = [count for count in prepare.engine_rows().all() if count <= MAX_TOKENS]
-    wanted = (gate_up.form, down.form, method.moe.experts_per_token, tuple(tokens), gate_up.dtype)
-    if wanted not in _loaded:
-        _loaded.add(wanted)
-        prepare.load(gate_up.device, expert_kernels.specs(*wanted, bool(envs.VLLM_BATCH_INVARIANT)))
+    asked = _asked(method, gate_up.form, down.form)
+    if asked not in _loaded:
+        _loaded.add(asked)
+        prepare.load(gate_up.device, expert_kernels.specs(*asked, bool(envs.VLLM_BATCH_INVARIANT)))
 
 
 _loaded: set[Any] = set()

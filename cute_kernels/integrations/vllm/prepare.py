@@ -9,6 +9,7 @@ say here what they are; the first one whose weights are processed has all of the
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Iterable
@@ -19,14 +20,20 @@ import torch
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.tuned import chosen
+from cute_kernels.runtime import wanted
+from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
 from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.native import compiler_remedy, compiler_version
 from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.runtime.store import default_directory
 from cute_kernels.runtime.workspace import POOL
 
 GRID = ((1024, 128), (4096, 512), (1 << 20, 2048))
 """Numbers of rows beyond captured ones that kernels are made ready for: up to so many, in such steps."""
+
+WANTED = "wanted_by_vllm.json"
+"""In the directory of the kernel cache: kernels that were asked for, are in no bundle, and cannot be compiled here."""
 
 logger = logging.getLogger("vllm.cute_kernels")
 
@@ -90,14 +97,14 @@ def load(device: torch.device, specs: Iterable[KernelSpec]) -> None:
     """Loads kernels, and compiles those that are nowhere yet, many at a time; says so once for all of them."""
     index = index_of(device)
     arch = arch_of(index)
-    wanted = list(dict.fromkeys(specs))
-    missing = [spec for spec in wanted if not default_cache().has(spec, arch)]
+    asked = list(dict.fromkeys(specs))
+    missing = [spec for spec in asked if not default_cache().has(spec, arch)]
     start = time.perf_counter()
     POOL.prepare(index)
     if missing:
-        logger.info("cute-kernels: compiling %d of %d kernels, once for this machine", len(missing), len(wanted))
-    default_cache().load_many(wanted, arch)
-    logger.info("cute-kernels: %d kernels ready after %.1f s", len(wanted), time.perf_counter() - start)
+        logger.info("cute-kernels: compiling %d of %d kernels, once for this machine", len(missing), len(asked))
+    default_cache().load_many(asked, arch)
+    logger.info("cute-kernels: %d kernels ready after %.1f s", len(asked), time.perf_counter() - start)
 
 
 def index_of(device: torch.device) -> int:
@@ -110,13 +117,35 @@ def specs_for(problem: Problem, m: int, gpu: str) -> list[KernelSpec]:
     return specs_of(chosen(replace(problem, m=m), gpu).config)
 
 
-def why_not_ready(problem: Problem, rows: Iterable[int], device_index: int) -> str | None:
-    """What keeps a layer's kernels from being ready before the first capture; None where nothing does."""
+def why_not_ready(device: torch.device, specs: Iterable[KernelSpec]) -> str | None:
+    """What keeps kernels from being ready before the first capture; None where nothing does.
+
+    Those that are in no bundle, where they cannot be compiled, are put on a list that a bundle can be built from.
+    """
     if compiler_version() is not None:
         return None
-    gpu, arch = torch.cuda.get_device_name(device_index), arch_of(device_index)
-    for m in rows:
-        for spec in specs_for(problem, m, gpu):
-            if not default_cache().has(spec, arch):
-                return f"no bundle has {spec}, for {m} rows; {compiler_remedy()}"
-    return None
+    arch = arch_of(index_of(device))
+    missing = [spec for spec in dict.fromkeys(specs) if not default_cache().has(spec, arch)]
+    if not missing:
+        return None
+    path = default_directory() / WANTED
+    try:
+        wanted.write(path, missing, arch)
+    except OSError as error:
+        return (
+            f"{len(missing)} kernels are in no bundle, and their list cannot be written ({error}); {compiler_remedy()}"
+        )
+    return (
+        f"{len(missing)} kernels are in no bundle. Build one where the compiler is: "
+        f"cute-kernels aot build --arch {arch} --list {path} -o DIR, and set {BUNDLES_VARIABLE}=DIR"
+    )
+
+
+@functools.cache
+def linear_reason(problem: Problem, rows: RowCounts, device_index: int) -> str | None:
+    """`why_not_ready` of a linear layer, found once for all that are alike."""
+    if compiler_version() is not None:
+        return None
+    gpu = torch.cuda.get_device_name(device_index)
+    specs = [spec for m in rows.all() for spec in specs_for(problem, m, gpu)]
+    return why_not_ready(torch.device("cuda", device_index), specs)

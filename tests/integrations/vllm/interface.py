@@ -55,7 +55,8 @@ def set_up() -> None:
     torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
     linear.current_platform = kernels.current_platform = hopper()
     linear._num_sms = lambda index: 132
-    prepare.why_not_ready = lambda *_: None
+    prepare.original_linear_reason = prepare.linear_reason
+    prepare.linear_reason = lambda *_: None
     prepare.load_noted = lambda device: None
 
 
@@ -163,26 +164,40 @@ def pages_have_the_bytes_that_vllm_counts() -> None:
         cache_spec,
     )
 
-    for kv_cache_dtype in ("fp8", "fp8_e4m3", "int8_per_token_head", "fp8_per_token_head", "auto"):
+    for kv_cache_dtype, own in (
+        ("fp8", ""),
+        ("fp8_e4m3", ""),
+        ("int8_per_token_head", ""),
+        ("fp8_per_token_head", ""),
+        ("auto", "int4_g4"),
+        ("auto", "bf16"),
+        ("bfloat16", "int8_token_head,int4_g4"),
+    ):
+        os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = own
         for head_size in (64, 128, 256):
-            dtype = torch.bfloat16 if kv_cache_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[kv_cache_dtype]
+            dtype = torch.bfloat16 if own else STR_DTYPE_TO_TORCH_DTYPE[kv_cache_dtype]
             quant = get_kv_quant_mode(kv_cache_dtype)
             spec: Any = FullAttentionSpec(
                 block_size=64, num_kv_heads=8, head_size=head_size, dtype=dtype, kv_quant_mode=quant
             )
             from cute_kernels.integrations.vllm import kv_formats
 
-            impl = mock.Mock(spec=CuteKernelsAttentionImpl, form=kv_formats.format_for(kv_cache_dtype))
+            formats = kv_formats.formats_for(kv_cache_dtype)
+            impl = mock.Mock(spec=CuteKernelsAttentionImpl, formats=formats)
             spec = cache_spec(SimpleNamespace(impl=impl, kv_cache_dtype=kv_cache_dtype, head_size=head_size), spec)
             shape = CuteKernelsAttentionBackend.get_kv_cache_shape(5, 64, 8, spec.head_size, kv_cache_dtype)
-            bytes_of = torch.empty(shape, dtype=spec.dtype, device="meta").nbytes
-            assert bytes_of == 5 * spec.page_size_bytes, (kv_cache_dtype, head_size, shape)
             cache = torch.zeros(shape, dtype=spec.dtype)
-            k_cache, v_cache = kv_formats.Pages(impl.form, head_size).views(cache)
-            row = impl.form.row_elements(head_size)
-            assert k_cache.shape == v_cache.shape == (5, 64, 8, row) and k_cache.dtype == impl.form.cache_dtype
+            assert cache.nbytes == 5 * spec.page_size_bytes, (kv_cache_dtype, head_size, shape)
+            apart = torch.zeros(5, shape[1] + 256, dtype=spec.dtype)[:, : shape[1]]  # pages with room between them
+            for pages in (cache, apart):
+                for view, form in zip(
+                    kv_formats.views(pages, formats, head_size, 8), (formats.k, formats.v), strict=True
+                ):
+                    assert view.shape == (5, 64, 8, form.row_elements(head_size)), (kv_cache_dtype, view.shape)
+                    assert view.dtype == form.cache_dtype and view.stride(0) * view.itemsize == pages.stride(0)
             block = CuteKernelsAttentionBackend.get_kv_cache_block_dim(64, 8, spec.head_size, kv_cache_dtype)
-            assert shape[block] == 5
+            assert block == 0 and CuteKernelsAttentionBackend.indexes_kv_by_block_stride()
+    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
 
 
 def selected(**changes: Any) -> dict[str, Any]:
@@ -316,6 +331,7 @@ def every_token_of_a_step_is_served_once() -> None:
     for new, lengths, speculative in (
         ([1, 1, 1], [9, 1, 600], 0),
         ([1, 1, 5, 5, 16, 17, 40, 3, 30], [9, 70, 105, 66, 400, 300, 41, 3, 30], 0),
+        ([1, 64, 64, 128, 144, 37], [9, 70, 105, 366, 400, 300], 0),
         ([7, 200], [7, 200], 0),
         ([40, 3, 50], [41, 3, 90], 0),
         ([4, 4, 4], [9, 44, 8], 3),
@@ -333,9 +349,15 @@ def every_token_of_a_step_is_served_once() -> None:
             own = range(piece.requests.start, piece.requests.stop)
             assert (piece.starts[1:] - piece.starts[:-1]).tolist() == [new[i] for i in own]
             assert piece.longest == max(new[i] for i in own)
-            assert (piece.q_len > 0) == all(new[i] <= 16 and lengths[i] > new[i] for i in own)
+            if piece.chunks:
+                assert all(new[i] == piece.chunks * piece.q_len and lengths[i] > new[i] for i in own)
+                assert piece.q_len <= 16 and piece.chunks <= 8
+                ends = [lengths[i] - part * piece.q_len for i in own for part in reversed(range(piece.chunks))]
+                assert piece.seq_lens.tolist() == ends
+                rows = [common.block_table_tensor[i] for i in own for _ in range(piece.chunks)]
+                assert torch.equal(piece.block_table, torch.stack(rows))
             if piece.context is None:
-                assert piece.q_len or all(lengths[i] == new[i] for i in own)
+                assert piece.chunks or all(lengths[i] == new[i] for i in own)
                 continue
             slots = piece.context.pages * 16 + piece.context.places
             bounds = piece.context.starts.tolist()
@@ -375,15 +397,15 @@ def causal_attention(
 
 def serve_steps(kv_cache_dtype: str, window: int | None, speculative: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(what the backend gave, what attention over everything gives), of all tokens of some requests' steps."""
-    from cute_kernels.integrations.vllm import attention
+    from cute_kernels.integrations.vllm import attention, kv_formats
 
     heads, kv_heads, dim, page = 4, 2, 64, 16
     generator = torch.Generator().manual_seed(0)
     impl = attention.CuteKernelsAttentionImpl(heads, dim, 0.125, kv_heads, None, window, kv_cache_dtype=kv_cache_dtype)
     impl.process_weights_after_loading(torch.float16)
-    row = impl.form.row_bytes(dim) if kv_cache_dtype == "auto" else impl.form.row_elements(dim)
     requests, pages = 4, 8
-    cache = torch.zeros((2, requests * pages, page, kv_heads, row), dtype=torch.uint8)
+    size = kv_formats.page_bytes(impl.formats, dim, page, kv_heads)
+    cache = torch.zeros(requests * pages, size + 64, dtype=torch.uint8)[:, :size]  # pages with room between them
     layer = SimpleNamespace(_k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.015))
     q, k, v = (
         torch.randn(requests, pages * page, count, dim, generator=generator).half()
@@ -399,6 +421,7 @@ def serve_steps(kv_cache_dtype: str, window: int | None, speculative: int = 0) -
         ((0, 1), (1, 20), (2, 40)),
         ((0, 1), (1, 1), (2, 3), (3, 1)),
         ((0, 1), (1, 1), (2, 1), (3, 33)),
+        ((1, 20), (2, 20), (3, 37)),
         ((1, 4), (2, 4), (3, 4)),
         ((0, 1), (1, 1), (2, 1), (3, 1)),
     ):
@@ -441,6 +464,7 @@ def steps_of_mixed_requests_give_attention_over_everything() -> None:
         ("fp8", "", None, 0, 0.15),
         ("fp8_per_token_head", "", 24, 3, 0.15),
         ("auto", "int4_g4", None, 0, 0.5),
+        ("auto", "int8_token_head,int4", None, 0, 0.5),
     ):
         os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = form
         given, expected = serve_steps(kv_cache_dtype, window, speculative)
@@ -454,6 +478,140 @@ def requests_without_new_tokens_are_passed_over() -> None:
     metadata = builder().build(0, step([1, 20, 0], [9, 20, 0]))
     assert metadata.num_decodes == 1 and len(metadata.pieces) == 1
     assert metadata.pieces[0].tokens == slice(1, 21)
+
+
+@check
+def without_the_compiler_layers_are_left_to_vllm_and_kernels_are_listed() -> None:
+    import tempfile
+    from pathlib import Path
+
+    from vllm.scalar_type import scalar_types
+
+    from cute_kernels.integrations.vllm import attention, prepare
+    from cute_kernels.integrations.vllm.linear import CuteKernelsLinearKernel, MPLinearLayerConfig
+    from cute_kernels.runtime import wanted
+
+    shape = (4096, 6144)
+    layer = MPLinearLayerConfig(shape, shape, scalar_types.uint4b8, torch.bfloat16, 128, False, False)
+    model = SimpleNamespace(
+        get_num_attention_heads=lambda parallel: 32,
+        get_num_kv_heads=lambda parallel: 8,
+        hf_text_config=SimpleNamespace(),
+        max_model_len=8192,
+        dtype=torch.bfloat16,
+        rswa_window=None,
+    )
+    engine = SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False),
+        speculative_config=None,
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 8]),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.multiple(
+            prepare,
+            compiler_version=lambda: None,
+            linear_reason=prepare.original_linear_reason,
+            arch_of=lambda index: "sm_90a",
+            default_directory=lambda: Path(folder),
+            default_cache=lambda: SimpleNamespace(has=lambda spec, arch: False),
+        ),
+        mock.patch.multiple(attention, compiler_version=lambda: None, get_current_vllm_config_or_none=lambda: engine),
+        mock.patch.object(torch.cuda, "get_device_name", lambda index: "NVIDIA H200"),
+        mock.patch.object(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)
+        ),
+    ):
+        able, reason = CuteKernelsLinearKernel.can_implement(layer)
+        assert not able and "kernels are in no bundle. Build one where the compiler is" in str(reason), reason
+        path = Path(folder) / prepare.WANTED
+        linear = wanted.read(path, "sm_90a")
+        assert linear and all(spec.family == "linear" for spec in linear)
+        reasons = attention.CuteKernelsAttentionBackend.validate_configuration(**selected())
+        assert any("kernels are in no bundle" in each for each in reasons), reasons
+        both = wanted.read(path, "sm_90a")
+        assert {spec.family for spec in both} >= {"linear", "attention", "kv_cache"}, {spec.family for spec in both}
+
+
+EXPERTS = (
+    ("ct", 4, 32, False, torch.bfloat16),
+    ("ct", 8, 0, False, torch.bfloat16),
+    ("ct", 4, 32, True, torch.float16),
+    ("gptq", 4, 32, False, torch.float16),
+    ("gptq", 8, 32, False, torch.bfloat16),
+    ("awq", 4, 32, True, torch.float16),
+)
+"""Checkpoint, bits, group size, whether there are zero points, dtype."""
+
+
+def served_experts(form: Any) -> Any:
+    """(the layer, its experts) of a checkpoint that is packed."""
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+
+    from cute_kernels.integrations.vllm import moe
+    from tests.integrations.vllm import layers
+
+    experts = layers.make_experts(form, "cpu")
+    source = moe.SOURCES[
+        {"ct": "CompressedTensorsWNA16MarlinMoEMethod"}.get(form.checkpoint, f"Auto{form.checkpoint.upper()}MoEMethod")
+    ]
+    moe.current_platform = hopper()
+    reason = moe.reason_against(experts.method, experts.layer, source)
+    assert reason is None, reason
+    with (
+        mock.patch.object(all2all_utils, "maybe_make_prepare_finalize", lambda **_: None),
+        mock.patch.object(moe.modular_kernel, "FusedMoEKernel", lambda hand_out, made: made),
+    ):
+        moe.process(experts.method, experts.layer, source)
+    return experts, experts.method.moe_kernel
+
+
+@check
+def experts_of_every_checkpoint_give_what_it_says() -> None:
+    from tests.integrations.vllm import layers
+
+    generator = torch.Generator().manual_seed(2)
+    for checkpoint, bits, group_size, zero_point, dtype in EXPERTS:
+        form = layers.Checkpoint(checkpoint, bits, group_size, zero_point, dtype=dtype, n=96, k=128)
+        layer, experts = served_experts(form)
+        x = torch.randn(7, form.k, generator=generator).to(dtype)
+        ids = torch.rand(7, 5, generator=generator).argsort(1)[:, :2].int()
+        weights = torch.rand(7, 2, generator=generator)
+        for expert_map in (None, torch.tensor([-1, 0, 1, -1, 2], dtype=torch.int32)):
+            output = torch.full_like(x, torch.nan)
+            rest = [None, None, torch.empty(0), torch.empty(0), None, False]
+            experts.apply(output, x, None, None, weights, ids, layer.layer.activation, 5, expert_map, *rest)
+            own = ids if expert_map is None else expert_map[ids.long()]
+            expected = layer.expected(x, own, weights)
+            error = float((output.double() - expected).abs().max() / expected.abs().max())
+            assert error < (2**-6 if dtype == torch.bfloat16 else 2**-9), (str(form), error)
+        assert layer.layer.w13_weight.dtype == torch.uint8
+
+
+@check
+def other_experts_are_left_to_vllm_with_a_reason() -> None:
+    from cute_kernels.integrations.vllm import moe
+    from tests.integrations.vllm import layers
+
+    moe.current_platform = hopper()
+    source = moe.SOURCES["CompressedTensorsWNA16MarlinMoEMethod"]
+
+    def reason(form: Any, **changes: Any) -> str:
+        experts = layers.make_experts(form, "cpu")
+        for name, value in changes.items():
+            setattr(experts.layer, name, value)
+        return str(moe.reason_against(experts.method, experts.layer, source))
+
+    usual = {"checkpoint": "ct", "group_size": 32, "n": 96, "k": 128}
+    assert reason(layers.Checkpoint(**usual)) == "None"
+    assert "act-order" in reason(layers.Checkpoint(**usual, act_order=True))
+    assert "experts of 80 features" in reason(layers.Checkpoint(**{**usual, "n": 80, "group_size": 0}))
+    assert "the activation" in reason(layers.Checkpoint(**usual), activation=SimpleNamespace(value="gelu"))
+    assert "biases or limits" in reason(layers.Checkpoint(**usual), w13_bias=torch.zeros(1))
+    assert "weights on the input" in reason(layers.Checkpoint(**usual), apply_router_weight_on_input=True)
 
 
 def main(folder: str) -> None:

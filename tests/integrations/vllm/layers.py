@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -161,3 +162,82 @@ def words(codes: torch.Tensor, bits: int, order: tuple[int, ...]) -> torch.Tenso
     total = sum(parts[..., column] << (bits * place) for place, column in enumerate(order))
     assert isinstance(total, torch.Tensor)
     return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A layer of experts as a method of vLLM has it once its checkpoint is loaded, and what its weights stand for.
+
+    gate_up: fp64 [E, 2 I, K], gate's rows first. down: fp64 [E, K, I].
+    """
+
+    method: Any
+    layer: torch.nn.Module
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+    def expected(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """fp64 [tokens, K]; ids that are -1 add nothing."""
+        total = torch.zeros(len(x), self.down.shape[1], dtype=torch.float64, device=x.device)
+        for token in range(len(x)):
+            for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+                if expert >= 0:
+                    gate, up = (self.gate_up[expert].to(x.device) @ x[token].double()).chunk(2)
+                    hidden = torch.nn.functional.silu(gate) * up
+                    total[token] += weight * (self.down[expert].to(x.device) @ hidden)
+        return total
+
+
+def make_experts(form: Checkpoint, device: str, num_experts: int = 5, seed: int = 0) -> Experts:
+    """A layer of num_experts; form.n: features of an expert, form.k: of the model."""
+    generator = torch.Generator().manual_seed(seed)
+    layer = torch.nn.Module()
+    order = AWQ_ORDER if form.checkpoint == "awq" else tuple(range(32 // form.bits))
+    dense = []
+    names = {
+        "ct": ("{}_weight_packed", "{}_weight_scale", "{}_weight_zero_point"),
+        "gptq": ("{}_qweight", "{}_scales", "{}_qzeros"),
+        "awq": ("{}_qweight", "{}_scales", "{}_qzeros"),
+    }[form.checkpoint]
+    for name, (n, k) in {"w13": (2 * form.n, form.k), "w2": (form.k, form.n)}.items():
+        length, top = form.group_size or k, 1 << form.bits
+        codes = torch.randint(0, top, (num_experts, n, k), generator=generator)
+        zeros = torch.randint(0, top, (num_experts, n, k // length), generator=generator)
+        if not form.zero_point:
+            zeros = torch.full_like(zeros, top // 2)
+        scales = (torch.rand(zeros.shape, generator=generator) * 0.01 + 0.001).to(form.dtype)
+        group_of = torch.arange(k) // length
+        dense.append((codes - zeros[..., group_of]).double() * scales.double()[..., group_of])
+        if form.checkpoint == "awq":
+            packed = words(codes.transpose(1, 2), form.bits, order)
+        else:
+            packed = words(codes, form.bits, order).transpose(1, 2)
+        tensors = [packed, scales.transpose(1, 2), words(zeros.transpose(1, 2), form.bits, order)]
+        for text, tensor in zip(names, tensors, strict=True):
+            parameter = torch.nn.Parameter(tensor.contiguous().to(device), requires_grad=False)
+            layer.register_parameter(text.format(name), parameter)
+    layer.activation = SimpleNamespace(value="silu")  # type: ignore[assignment]
+    layer.apply_router_weight_on_input = False  # type: ignore[assignment]
+    layer._expert_routing_tables = lambda: None  # type: ignore[assignment]
+    return Experts(_expert_method(form), layer, *dense)
+
+
+def _expert_method(form: Checkpoint) -> Any:
+    parallel = SimpleNamespace(use_all2all_kernels=False, enable_eplb=False)
+    config = SimpleNamespace(
+        quant_type=SimpleNamespace(size_bits=form.bits),
+        weight_bits=form.bits,
+        group_size=form.group_size or -1,
+        desc_act=form.act_order,
+        zero_point=form.zero_point,
+    )
+    return SimpleNamespace(
+        num_bits=form.bits,
+        group_size=form.group_size or -1,
+        symmetric=not form.zero_point,
+        actorder="group" if form.act_order else None,
+        quant_config=config,
+        wna16_backend=SimpleNamespace(value="MARLIN"),
+        moe=SimpleNamespace(moe_parallel_config=parallel, is_lora_enabled=False, experts_per_token=2),
+        get_fused_moe_quant_config=lambda layer: SimpleNamespace(),
+    )

@@ -16,20 +16,29 @@ WANTED = (
     "cbor2",
     "cloudpickle",
     "compressed_tensors",
+    "cpuinfo",
     "einops",
     "msgspec",
     "openai",
     "openai_harmony",
     "prometheus_client",
+    "pybase64",
     "requests",
     "urllib3",
+    "uvloop",
     "zmq",
 )
 """What vLLM imports on the way to its linear layers and attention backends and this project does not need."""
 
 
 class _Named(type):
-    """A class whose attributes are their names, for enumerations."""
+    """A class whose attributes are their names, for enumerations; it takes whatever options a class may have."""
+
+    def __new__(cls, name: str, bases: Any, body: Any, **_: Any) -> Any:
+        return super().__new__(cls, name, bases, body)
+
+    def __init__(cls, name: str, bases: Any, body: Any, **_: Any) -> None:
+        super().__init__(name, bases, body)
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -47,6 +56,7 @@ class _Module(types.ModuleType):
             raise AttributeError(name)
         body = {"__module__": self.__name__, "__init__": lambda self, *a, **k: None}
         body["__class_getitem__"] = classmethod(lambda cls, item: cls)
+        body["__init_subclass__"] = classmethod(lambda cls, **_: None)
         value = _Named(name, (), body)
         setattr(self, name, value)
         return value

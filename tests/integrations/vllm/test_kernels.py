@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.integrations.vllm import attention_kernels, prepare
+from cute_kernels.integrations.vllm import attention_kernels, expert_kernels, prepare
+from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_formats import format_of
+from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.schedule import Problem
 
 
@@ -23,7 +25,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("window", [None, 1024, 1 << 20])
 def test_attention_of_every_batch_and_every_continuation_is_ready(window: int | None):
     impl = SimpleNamespace(
-        form=format_of("int8_token_head"),
+        formats=Formats(format_of("int8_token_head"), format_of("int4_g4")),
         head_size=128,
         num_heads=32,
         num_kv_heads=8,
@@ -64,3 +66,15 @@ def test_layers_are_loaded_once_and_all_together(monkeypatch: pytest.MonkeyPatch
     prepare.load_noted(torch.device("cuda", 0))
     prepare.load_noted(torch.device("cuda", 0))
     assert len(loaded) == 1 and len(loaded[0]) >= 4
+
+
+@pytest.mark.usefixtures("h200")
+def test_experts_of_few_and_of_many_tokens_are_ready(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    # A device that no other test has: layouts are kept by it.
+    gate_up = ExpertsForm(128, 1536, 2048, 2048, 4, 128, False, torch.bfloat16, 63)
+    down = ExpertsForm(128, 2048, 768, 768, 4, 128, False, torch.bfloat16, 63)
+    specs = expert_kernels.specs(gate_up, down, 8, (1, 32, 4096), torch.bfloat16, False)
+    kinds = {type(spec).__name__ for spec in specs}
+    assert {"RangeSpec", "GroupedWgmmaSpec", "RoutingSpec", "CombineSpec"} <= kinds
+    assert len(specs) == len(set(specs))

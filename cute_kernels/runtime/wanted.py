@@ -1,0 +1,94 @@
+"""Lists of kernels as JSON: what a program without the compiler asks for, to be built where there is one.
+
+    {"format": 1, "arch": "sm_90a", "kernels": [{"spec": "cute_kernels.linear.compile:LinearSpec", "config": {...}}]}
+
+A configuration is rebuilt field by field by its dataclass's types; only specs of this package are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import tempfile
+import types
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from cute_kernels.runtime.spec import KernelSpec
+
+FORMAT = 1
+PACKAGE = "cute_kernels."
+
+
+def write(path: Path, specs: Iterable[KernelSpec], arch: str) -> None:
+    """Writes a list, or adds to one that is there for the same architecture. Raises OSError."""
+    kernels = {json.dumps(record_of(spec), sort_keys=True) for spec in specs}
+    try:
+        content = json.loads(path.read_text())
+        if (content["format"], content["arch"]) == (FORMAT, arch):
+            kernels |= {json.dumps(record, sort_keys=True) for record in content["kernels"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # there is none yet, or one that is of no use
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"format": FORMAT, "arch": arch, "kernels": [json.loads(text) for text in sorted(kernels)]}
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+    os.replace(file.name, path)
+
+
+def read(path: Path, arch: str) -> list[KernelSpec]:
+    """The kernels of a list. Raises OSError, or ValueError naming what is wrong with it."""
+    try:
+        content = json.loads(path.read_text())
+        if content["format"] != FORMAT:
+            raise ValueError(f"got format {content['format']!r}, want {FORMAT}")
+        if content["arch"] != arch:
+            raise ValueError(f"got kernels for {content['arch']!r}, want {arch!r}")
+        return [spec_of(record) for record in content["kernels"]]
+    except (KeyError, TypeError, ValueError, AttributeError, ImportError) as error:
+        raise ValueError(f"{path}: got no list of kernels ({error})") from error
+
+
+def record_of(spec: KernelSpec) -> dict[str, Any]:
+    """A spec as JSON."""
+    return {"spec": f"{type(spec).__module__}:{type(spec).__qualname__}", "config": json.loads(spec.config_json())}
+
+
+def spec_of(record: dict[str, Any]) -> KernelSpec:
+    """The spec of :func:`record_of`; ValueError or TypeError if there is none."""
+    module, _, name = record["spec"].partition(":")
+    if not module.startswith(PACKAGE):
+        raise ValueError(f"got the spec {record['spec']!r}, want one of {PACKAGE[:-1]}")
+    spec_class = getattr(importlib.import_module(module), name)
+    if not (isinstance(spec_class, type) and issubclass(spec_class, KernelSpec)):
+        raise ValueError(f"got {record['spec']!r}, want a KernelSpec")
+    return spec_class(_rebuilt(typing.get_type_hints(spec_class)["config"], record["config"]))  # type: ignore[call-arg]
+
+
+def _rebuilt(wanted: Any, value: Any) -> Any:
+    """A JSON value as a field of the type ``wanted``: a dataclass, a tuple, one of a union, or the value itself."""
+    if isinstance(wanted, type) and dataclasses.is_dataclass(wanted):
+        hints = typing.get_type_hints(wanted)
+        return wanted(**{name: _rebuilt(hints[name], each) for name, each in value.items()})
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        fitting = [each for each in arguments if _fits(each, value)]
+        return _rebuilt(fitting[0], value) if fitting else value
+    if isinstance(value, list):
+        each = arguments[0] if arguments else Any
+        return tuple(_rebuilt(each, item) for item in value)
+    return value
+
+
+def _fits(wanted: Any, value: Any) -> bool:
+    """Whether a dataclass has exactly the fields of a JSON object."""
+    is_class = isinstance(wanted, type) and dataclasses.is_dataclass(wanted)
+    if isinstance(value, dict):
+        return is_class and {field.name for field in dataclasses.fields(wanted)} == value.keys()
+    return not is_class and wanted is not types.NoneType

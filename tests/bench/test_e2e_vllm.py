@@ -1,0 +1,116 @@
+"""The benchmark of a served model: cases, what is run again, what the table says. No engine is started."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import e2e_vllm
+from bench.__main__ import main as command
+from bench.record import SCHEMA, Recorder
+
+
+def row(case: str, batch: int, tpot_ms: float) -> dict[str, Any]:
+    parsed = e2e_vllm.case_of(case)
+    return {
+        **{name: getattr(parsed, name) for name in ("model", "weights", "kv", "plugin", "kv_format", "context")},
+        "case": parsed.name,
+        "batch": batch,
+        "tpot_ms": tpot_ms,
+        "tokens_per_s": batch / tpot_ms * 1e3,
+        "ttft_s": 0.2,
+        "ttft_hit_s": 0.01,
+        "tokens_that_fit": 1_900_000,
+        "start_s": 60.0,
+        "vllm": "0.26.0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "plugin", "kv_format", "batches"),
+    [
+        ("llama3-8b:w4:fp8:off", "off", "", (1, 32)),
+        ("llama3-8b:w4:auto:on:int4_g4@64", "on", "int4_g4", (64,)),
+        ("qwen3-30b-a3b:w4:fp8:linear+moe@1,2", "linear,moe", "", (1, 2)),
+    ],
+)
+def test_cases_have_names(text: str, plugin: str, kv_format: str, batches: tuple[int, ...]):
+    case = e2e_vllm.case_of(text)
+    assert (case.plugin, case.kv_format, case.batches) == (plugin, kv_format, batches)
+    assert e2e_vllm.case_of(case.name).name == case.name
+
+
+@pytest.mark.parametrize("text", ["", "gpt2:w4:fp8:on", "llama3-8b:w3:fp8:on", "llama3-8b:w4:fp8"])
+def test_what_is_no_case_is_refused(text: str):
+    with pytest.raises(ValueError, match="want MODEL:WEIGHTS:KV:PLUGIN"):
+        e2e_vllm.case_of(text)
+    with pytest.raises(SystemExit, match="2"):
+        command(["e2e", "--case", text])
+
+
+def test_recorded_cases_are_not_run_again_and_failures_do_not_end_the_run(tmp_path: Path, monkeypatch):
+    recorder = Recorder(tmp_path / "record.json", kind="e2e")
+    recorder.add_row(row("llama3-8b:w4:fp8:off", 1, 4.0))
+    ran: list[str] = []
+
+    def measure(case: e2e_vllm.Case, limit_s: int) -> list[dict[str, Any]]:
+        ran.append(case.name)
+        if case.plugin == "linear":
+            raise RuntimeError("the engine's process ended with status 1")
+        return [row(case.name, 1, 2.0)]
+
+    monkeypatch.setattr(e2e_vllm, "measure_apart", measure)
+    cases = [e2e_vllm.case_of(f"llama3-8b:w4:fp8:{plugin}") for plugin in ("off", "linear", "on")]
+    e2e_vllm.run(recorder, cases, say=lambda line: None)
+    assert ran == ["llama3-8b:w4:fp8:linear", "llama3-8b:w4:fp8:on"]
+    data = json.loads((tmp_path / "record.json").read_text())
+    assert [each["case"] for each in data["rows"]] == ["llama3-8b:w4:fp8:off", "llama3-8b:w4:fp8:on"]
+    assert [each["what"] for each in data["failures"]] == ["llama3-8b:w4:fp8:linear"]
+
+
+def test_the_plugin_is_found_as_an_installed_one_is(tmp_path: Path):
+    case = e2e_vllm.case_of("llama3-8b:w4:fp8:off")
+    environment = e2e_vllm.environment_of(case, tmp_path)
+    assert environment["CUTE_KERNELS_VLLM"] == "0"
+    packages = environment["PYTHONPATH"].split(os.pathsep)[0]
+    (found,) = distributions(path=[packages])
+    (entry,) = found.entry_points.select(group="vllm.general_plugins")
+    assert entry.value == "cute_kernels.integrations.vllm:register"
+    from cute_kernels.integrations.vllm import register
+
+    assert entry.load() is register
+
+
+def test_a_model_has_the_configuration_of_its_case(tmp_path: Path):
+    for weights in e2e_vllm.WEIGHTS:
+        folder = e2e_vllm.model_folder(e2e_vllm.case_of(f"llama3-8b:{weights}:fp8:on"), tmp_path)
+        config = json.loads((folder / "config.json").read_text())
+        assert config["max_position_embeddings"] >= 8192 + 256
+        quantised = config.get("quantization_config")
+        assert (quantised is None) == (weights == "bf16")
+        if quantised is not None:
+            assert quantised["config_groups"]["group_0"]["weights"]["num_bits"] == int(weights[1:])
+
+
+def test_the_table_compares_with_the_best_of_vllm(tmp_path: Path, capsys):
+    environment = {"gpu": "NVIDIA H200", "driver": "1", "versions": {"torch": "2.11"}, "commit": "abc", "date": "2026"}
+    rows = [
+        row("llama3-8b:w4:auto:on:int4_g4", 32, 5.0),
+        row("llama3-8b:w4:fp8:off", 32, 10.0),
+        row("llama3-8b:w4:auto:off", 32, 12.0),
+        row("llama3-8b:w4:fp8:linear", 32, 8.0),
+    ]
+    record = {"schema": SCHEMA, "kind": "e2e", "environment": environment, "rows": rows, "failures": []}
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record))
+    assert command(["table", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("| Llama-3-8B | 32 | vLLM | W4, fp8 | 10.00 | 3200 |  |")
+    assert any("plugin | W4, int4_g4 | 5.00 | 6400 | 2.00 |" in line for line in lines)
+    assert any("plugin, linear alone | W4, fp8 | 8.00 | 4000 | 1.25 |" in line for line in lines)
+    assert "plugin" in e2e_vllm.text(record) or "on" in e2e_vllm.text(record)
