@@ -83,7 +83,7 @@ class DecodeKernel:
         fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode``;
         workspace: fp32 [batch, num_splits, q_len, num_q_heads, 3/2 v_head_dim] (unnormalised values, then for every 4
         their maximum in powers of 2 and their sum), every word EMPTY before and after. Bit 1 of ``mode``: write and
-        leave the partial results of all splits.
+        leave the partial results of all splits. Bits from 8 on: log2 of the CTAs that the GPU holds at a time.
         k_scale, v_scale: fp32 scales of formats that are given one, ``*_scale_stride`` elements from a KV
         head's to the next one's (0: one for all); those of a head's columns lie together, aligned to 16 bytes.
         """
