@@ -16,8 +16,8 @@ from cute_kernels import append_and_decode, fused_moe
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.kv_cache import Rope, step_ops
 from cute_kernels.linear import linear
-from cute_kernels.mla import launch as mla_launch
 from cute_kernels.mla import mla_decode, sparse_mla_decode
+from cute_kernels.mla import plan as mla_plan
 from cute_kernels.runtime.workspace import POOL
 from tests.attention.cases import make_call
 from tests.gpu import moe_forms
@@ -106,7 +106,7 @@ def few_sms(monkeypatch):
 
 def forget() -> None:
     forget_plans()
-    mla_launch._plan.cache_clear()
+    mla_plan._plan.cache_clear()
     for plans in (attention_ops._plans, step_ops._plans):
         plans.clear()
 
