@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bench.suites import Bench
 
 SUITES = ("main", "shapes", "cache", "ladder")
+OPTION_BATCHES = (1, 32)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         "--formats", nargs="+", choices=list(kv_formats.FORMATS), default=list(workloads.FORMATS), metavar="FORMAT"
     )
     decode.add_argument("--batches", nargs="+", type=_count, metavar="B", help="batches of the main table")
+    decode.add_argument("--options", action="store_true", help="options beside the plain call, instead of a suite")
     decode.add_argument("--quick", action="store_true", help="fewer batches, shapes and floor kernels")
     decode.add_argument("--no-peers", action="store_true")
     decode.add_argument("--samples", type=_count, default=16, help="timed calls per figure")
@@ -49,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     append.add_argument("--suite", choices=("decode", "prefill", "all"), default="all")
     append.add_argument("--formats", nargs="+", choices=list(kv_formats.FORMATS), metavar="FORMAT")
     append.add_argument("--batches", nargs="+", type=_count, metavar="B", help="batches of decode")
+    append.add_argument("--options", action="store_true", help="options beside the plain call, instead of a suite")
     append.add_argument("--no-peers", action="store_true")
     append.add_argument("--samples", type=_count, default=16, help="timed calls per figure")
     append.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
@@ -202,6 +205,11 @@ def _decode(options: argparse.Namespace) -> int:
         return 2
     from bench import report, suites
 
+    if options.options:
+        from bench import options as timed
+
+        timed.run_decode(bench, options.batches or OPTION_BATCHES, options.formats)
+        return _finish(bench.recorder, timed.text)
     chosen = SUITES if options.suite == "all" else (options.suite,)
     peers = not options.no_peers
     suites.run_host_cost(bench)
@@ -228,6 +236,11 @@ def _append(options: argparse.Namespace) -> int:
 
     chosen = ("decode", "prefill") if options.suite == "all" else (options.suite,)
     shapes = append.shapes(chosen, tuple(options.batches or append.BATCHES))
+    if options.options:
+        from bench import options as timed
+
+        timed.run_append(bench, shapes, options.formats or workloads.FORMATS)
+        return _finish(bench.recorder, timed.text)
     append.run(bench, shapes, options.formats or append.FORMATS, not options.no_peers)
     return _finish(bench.recorder, append.text)
 

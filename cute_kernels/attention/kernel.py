@@ -83,7 +83,7 @@ class DecodeKernel:
         fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode``;
         workspace: fp32 [batch, num_splits, q_len, num_q_heads, 3/2 v_head_dim] (unnormalised values, then for every 4
         their maximum in powers of 2 and their sum), every word EMPTY before and after. Bit 1 of ``mode``: write and
-        leave the partial results of all splits.
+        leave the partial results of all splits. Bits from 8 on: log2 of the CTAs that the GPU holds at a time.
         k_scale, v_scale: fp32 scales of formats that are given one, ``*_scale_stride`` elements from a KV
         head's to the next one's (0: one for all); those of a head's columns lie together, aligned to 16 bytes.
         """
@@ -388,13 +388,17 @@ class DecodeKernel:
         empty = cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
         state = self.open_state(cta, work, query)
+        slice_offset = cta.roles.slice_index * config.slice_tokens
+        self.ask_bias(state, token + slice_offset)
         while token < work.length:
             self.await_tile(cta, work, token, stage, phase)
             masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
-            first_token = token + cta.roles.slice_index * config.slice_tokens
+            first_token = token + slice_offset
             addresses = self.copier.stage_addresses(cta.tiles, stage)
             for block in cutlass.range_constexpr(config.blocks_per_slice):
-                self.attend(state, addresses, block, masked, first_token + block * BLOCK_TOKENS)
+                last = block == config.blocks_per_slice - 1
+                next_token = first_token + (stride if last else (block + 1) * BLOCK_TOKENS)
+                self.attend(state, addresses, block, masked, first_token + block * BLOCK_TOKENS, next_token)
             # Every other time round the ring: often enough, and without a counter of its own; not at the first tile.
             if (stage == config.num_stages - 1) & (phase == 1):
                 self.value_reader.recentre(state.values)
@@ -458,11 +462,21 @@ class DecodeKernel:
         sync_attending(config)
         return address
 
+    def tokens_of(self, state, first_token):
+        """Positions of the keys whose scores a lane has of a block."""
+        return [first_token + block_token(self.config.token_bits, state.keys.g, j) for j in range(4)]
+
     @cute.jit
-    def attend(self, state, addresses, block: int, masked, first_token: Int32):
+    def ask_bias(self, state, first_token):
+        """Asks for the bias of the next block, which begins with ``first_token``: it comes from memory meanwhile."""
+        if const_expr(self.config.features.bias is not None):
+            self.logits.ask_bias(state.logits, self.tokens_of(state, first_token))
+
+    @cute.jit
+    def attend(self, state, addresses, block: int, masked, first_token: Int32, next_token: Int32):
         """Logits, online softmax and P V of one block of 32 tokens of a slice.
 
-        masked: whether some query does not see some key of the tile.
+        masked: whether some query does not see some key of the tile. next_token: the first of the warp's next block.
         """
         columns = self.config.columns
         value_offset = self.value_reader.block_offset(block)
@@ -472,8 +486,9 @@ class DecodeKernel:
         for j in cutlass.range_constexpr(4):
             for column in cutlass.range_constexpr(columns):
                 s[columns * j + column] = scores[j][column]
-        tokens = [first_token + block_token(self.config.token_bits, state.keys.g, j) for j in range(4)]
+        tokens = self.tokens_of(state, first_token)
         scale = self.logits.apply(state.logits, s, state.keys.score_scale, tokens, masked)
+        self.ask_bias(state, next_token)
         self.update_maximum(state, s, scale, headers)
         probabilities = []
         for j in cutlass.range_constexpr(4):

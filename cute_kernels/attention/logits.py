@@ -16,6 +16,7 @@ from cute_kernels.attention.readers.common import load_float
 from cute_kernels.device import ptx
 
 BIAS_BYTES = {"fp32": 4, "bf16": 2}
+BLOCK_ROWS = 4  # of scores that a lane has of a block
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,22 @@ class Logits:
 
     def open(self, values: FeatureValues, work, roles, t):
         """What a warp keeps of a unit: per column its query's slope and position, or where its bias begins, if needed
-        for every score. roles, t: which queries are the lane's."""
+        for every score, and the bias of the next block. roles, t: which queries are the lane's."""
         state = _LogitState()
         state.values, state.length, state.q_len = values, work.length, work.place.shape.q_len
         state.place, state.roles, state.t = work.place, roles, t
         if const_expr(self.features.alibi):
             state.positions = self.positions(state)
         state.slopes, state.bias_rows = [], []
+        if const_expr(self.features.bias is not None):
+            state.bias = cute.make_rmem_tensor(BLOCK_ROWS * self.columns, Float32)
         for column in self.query_columns(state):
             if const_expr(self.features.alibi):
                 slope = load_float(values.alibi_slopes + Int64(column.head) * 4)
                 state.slopes.append(slope * ptx.LOG2_E)
+            if const_expr(self.features.sinks):
+                # Wanted at the end, in a chain of other waits: it is in the L1 cache by then.
+                ptx.prefetch_line(values.sinks + Int64(column.head) * 4)
             if const_expr(self.features.bias is not None):
                 strides = values.bias_strides
                 offset = Int64(work.request) * strides[0] + Int64(column.place) * strides[1]
@@ -102,7 +108,7 @@ class Logits:
             for j in cutlass.range_constexpr(len(tokens)):
                 for column in cutlass.range_constexpr(self.columns):
                     place = self.columns * j + column
-                    s[place] = self.transform(state, column, s[place] * score_scale, tokens[j])
+                    s[place] = self.transform(state, j, column, s[place] * score_scale, tokens[j])
         if masked:
             self.hide(state, s, tokens)
         return Float32(1.0) if const_expr(self.transforms) else score_scale
@@ -116,8 +122,8 @@ class Logits:
                 if self.is_hidden(state, positions[column], tokens[j]):
                     s[self.columns * j + column] = Float32(-Float32.inf)
 
-    def transform(self, state, column: int, x, token):
-        """Soft cap, then ALiBi, then bias."""
+    def transform(self, state, j: int, column: int, x, token):
+        """Soft cap, then ALiBi, then bias, of a lane's row j."""
         if const_expr(self.features.soft_cap):
             # cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)): finite at both ends.
             cap = state.values.soft_cap * ptx.LOG2_E
@@ -126,8 +132,14 @@ class Logits:
         if const_expr(self.features.alibi):
             x = ptx.fma(Float32(token - state.positions[column]), state.slopes[column], x)
         if const_expr(self.features.bias is not None):
-            x = ptx.fma(self.load_bias(state, column, token), Float32(ptx.LOG2_E), x)
+            x = ptx.fma(state.bias[self.columns * j + column], Float32(ptx.LOG2_E), x)
         return x
+
+    def ask_bias(self, state, tokens):
+        """Starts loading the bias of a block's keys at positions ``tokens``."""
+        for j, token in enumerate(tokens):
+            for column in range(self.columns):
+                state.bias[self.columns * j + column] = self.load_bias(state, column, token)
 
     def load_bias(self, state, column: int, token):
         """The bias of a key; of the last one for tokens past the request's end, which are hidden."""
@@ -146,6 +158,7 @@ class Logits:
 
 class _LogitState:
     values: Any
+    bias: Any = None
     length: Any
     q_len: Any
     place: Any

@@ -7,7 +7,8 @@ combined output it is one store and one load. (The idea of data that announces i
 
 EMPTY is a NaN that no arithmetic yields: the hardware's own NaN is 0x7fffffff. A combiner waits for CTAs of lower
 index, and for other combiners of its row, which have stored their results before they wait. CTAs of a grid start in
-the order of their index, so whatever a combiner waits for has started, or is among fewer CTAs than an SM holds.
+the order of their index, so whatever a combiner waits for has started, or is among fewer CTAs than the GPU holds:
+docs/design/forward_progress.md.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.barriers import sync_attending
-from cute_kernels.attention.config import BLOCK_QUERIES, KEEP_PARTIALS, MERGE_PAD, PAIR_BYTES, WRITE_LSE, DecodeConfig
+from cute_kernels.attention.config import (
+    BLOCK_QUERIES,
+    KEEP_PARTIALS,
+    MERGE_PAD,
+    PAIR_BYTES,
+    PLACES_SHIFT,
+    WRITE_LSE,
+    DecodeConfig,
+)
 from cute_kernels.attention.readers.common import load_float
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import lane_sum
@@ -82,7 +91,7 @@ class Merger:
     def finish_split(self, work, results, address, tid):
         """Stores the parts that other CTAs combine, then combines this CTA's share of the row if it has one."""
         split, active = work.part, work.num_parts
-        combiners_log2 = self.combiners_log2(active)
+        combiners_log2 = cutlass.min(self.combiners_log2(active), results.mode >> PLACES_SHIFT)
         rank = split - (active - (1 << combiners_log2))
         count = self.num_vectors >> combiners_log2
         first = rank * count  # negative for CTAs that combine nothing

@@ -11,7 +11,7 @@ import torch
 from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CacheOperand
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.attention.config import KEEP_PARTIALS, PAGE_TOKENS, WRITE_LSE, DecodeConfig
+from cute_kernels.attention.config import KEEP_PARTIALS, PAGE_TOKENS, PLACES_SHIFT, WRITE_LSE, DecodeConfig
 from cute_kernels.attention.schedule import Problem, Schedule, head_blocks, make_schedule
 from cute_kernels.attention.tiles import has_headers
 from cute_kernels.runtime.cache import load
@@ -33,6 +33,7 @@ class Plan:
         new_out, new_lse: what results that the caller gives no tensor for are made of.
         k_view, v_view: dtypes that the function takes the caches as, None for their own.
         num_words: of workspace, 0 if there is nothing to combine.
+        mode: what a call's mode has beside what the call asks for.
         k_scale_stride, v_scale_stride: of given scales, elements from head to head.
         takes_features: whether the function takes the arguments of features, which the rest is for.
         numbers: max_pages, entries from a row of the block table to the next, window, soft cap.
@@ -48,6 +49,7 @@ class Plan:
     k_view: torch.dtype | None = None
     v_view: torch.dtype | None = None
     num_words: int = 0
+    mode: int = 0
     k_scale_stride: int = 0
     v_scale_stride: int = 0
     takes_features: bool = False
@@ -78,10 +80,10 @@ class Plan:
                 return self.launch(q, k_cache, v_cache, seq_lens, out, softmax_scale, options, return_lse, partials)
         if out is None:
             out = empty_strided(*self.new_out)
-        lse, lse_address, mode = None, 0, 0
+        lse, lse_address, mode = None, 0, self.mode
         if return_lse:
             lse = empty_strided(*self.new_lse)
-            lse_address, mode = lse.data_ptr(), WRITE_LSE
+            lse_address, mode = lse.data_ptr(), mode | WRITE_LSE
         workspace = 0
         if partials is not None:
             workspace, mode = partials.data_ptr(), mode | KEEP_PARTIALS
@@ -149,21 +151,29 @@ def make_plan(
         k_view=byte_view(call.k.cache),
         v_view=byte_view(call.v.cache),
         num_words=workspace_words(schedule, problem),
+        mode=places_log2(schedule.config, problem.num_sms) << PLACES_SHIFT,
         k_scale_stride=_head_stride(call.k.scale),
         v_scale_stride=_head_stride(call.v.scale),
         takes_features=schedule.config.has_features,
-        numbers=(*((0, 0) if table is None else _columns(table)), call.window or 0, call.soft_cap or 1.0),
+        numbers=(*_columns(table), call.window or 0, call.soft_cap or 1.0),
         bias_strides=call.bias.strides if call.bias is not None else (0, 0, 0, 0),
     )
 
 
-def _columns(table: torch.Tensor) -> tuple[int, int]:
+def _columns(table: torch.Tensor | None) -> tuple[int, int]:
     """Columns of a block table, and entries from one row to the next."""
+    if table is None:
+        return 0, 0
     return table.shape[1], table.stride(0) if table.shape[0] > 1 else table.shape[1]
 
 
 def _head_stride(scale) -> int:
     return 0 if scale is None else scale.head_stride
+
+
+def places_log2(config: DecodeConfig, num_sms: int) -> int:
+    """log2 of the CTAs that a GPU holds at a time, rounded down: so many combiners of a row may wait for each other."""
+    return (num_sms * config.ctas_per_sm).bit_length() - 1
 
 
 def workspace_words(schedule: Schedule, problem: Problem) -> int:

@@ -160,7 +160,7 @@ class WarpgroupKernel(DecodeKernel):
                 self.give_back(cta, empty, before)
             masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
             first_token = token + cta.roles.slice_index * config.slice_tokens
-            self.attend(state, self.copier.stage_addresses(cta.tiles, stage), 0, masked, first_token)
+            self.attend(state, self.copier.stage_addresses(cta.tiles, stage), 0, masked, first_token, token + stride)
             # Every other time round the ring: often enough, and without a counter of its own; not at the first tile.
             if (stage == config.num_stages - 1) & (phase == 1):
                 self.value_reader.recentre(state.values)
@@ -184,7 +184,7 @@ class WarpgroupKernel(DecodeKernel):
         self.value_reader.start_products(state.values, address, wgmma.descriptor(place))
 
     @cute.jit
-    def attend(self, state, addresses, block: int, masked, first_token: Int32):
+    def attend(self, state, addresses, block: int, masked, first_token: Int32, next_token: Int32):
         """Logits and online softmax of the 128 tokens of a warpgroup; arguments as the base class has them.
 
         Passes the turn. When it returns, no products are running, and probabilities are where all warps see them.

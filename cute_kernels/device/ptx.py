@@ -420,6 +420,13 @@ def store_global(address: Int64, values: Sequence, *, offset: int = 0, loc=None,
 
 
 @dsl_user_op
+def prefetch_line(address: Int64, *, loc=None, ip=None) -> None:
+    """Asks for the line of global memory around an address, into the SM's L1 cache."""
+    value = Int64(address).ir_value(loc=loc, ip=ip)
+    llvm.inline_asm(None, [value], "prefetch.global.L1 [$0];", "l", has_side_effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def load_relaxed(address: Int64, num_words: int, *, offset: int = 0, loc=None, ip=None) -> list[Uint32]:
     """2 or 4 words of global memory, ``offset`` bytes on, each as some CTA of the GPU has last written it."""
     u32 = Uint32.mlir_type

@@ -16,6 +16,7 @@ from typing import Any
 from cute_kernels.runtime import native
 from cute_kernels.runtime.sources import source_state
 from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.runtime.trust import distrust
 
 DIRECTORY_VARIABLE = "CUTE_KERNELS_AOT_DIR"
 FORMAT = 2
@@ -74,19 +75,30 @@ def mismatches(manifest: dict[str, Any]) -> list[str]:
 def open_bundle(directory: Path) -> Bundle:
     """Opens the bundle in `directory` without the compiler and without a GPU.
 
-    Raises BundleError if it is damaged or does not fit this installation (see `mismatches`), and
-    native.RuntimeLibraryError if the DSL's runtime library is missing.
+    Raises BundleError if it is damaged, does not fit this installation (see `mismatches`), or lies where others could
+    have put it (see `trust`), and native.RuntimeLibraryError if the DSL's runtime library is missing.
     """
     directory = Path(directory)
     manifest = read_manifest(directory)
+    library = directory / manifest["library"]["name"]
+    _check_trust(directory, directory / MANIFEST, library)
     problems = mismatches(manifest)
     if problems:
         advice = f"rebuild it here: python -m cute_kernels aot build --arch {manifest['arch']} -o {directory}"
         raise BundleError(f"the bundle in {directory} does not fit this installation: {'; '.join(problems)}. {advice}")
-    library = directory / manifest["library"]["name"]
     if not library.is_file() or sha256_of(library) != manifest["library"]["sha256"]:
         raise BundleError(f"{library} is missing or not the file that {MANIFEST} describes; rebuild the bundle")
     return Bundle(directory, manifest, native.open_library(library))
+
+
+def _check_trust(directory: Path, *contents: Path) -> None:
+    for path in (directory, *contents):
+        reason = distrust(path) if path.exists() else None
+        if reason is not None:
+            raise BundleError(
+                f"the bundle in {directory} is not loaded, as others could put code there: {reason}; want it to be "
+                "yours alone to write (chmod -R go-w)"
+            )
 
 
 class Bundle:

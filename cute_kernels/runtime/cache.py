@@ -215,7 +215,13 @@ class KernelCache:
 
     def _is_writable(self) -> bool:
         try:
-            self.store.root.mkdir(parents=True, exist_ok=True)
+            refusal = self.store.refusal
+            if refusal is not None:
+                self._warn_once(
+                    f"kernel cache {self.store.root} is not used, as others could put code there: {refusal}; want a "
+                    "directory that is yours alone to write (chmod go-w); kernels stay in memory"
+                )
+                return False
             with tempfile.TemporaryFile(dir=self.store.root):
                 return True
         except OSError as error:

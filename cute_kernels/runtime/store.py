@@ -6,13 +6,15 @@
     <root>/locks/<key>.lock                     held by the process that compiles the entry
     <root>/quarantine/                          entries that were damaged, kept for inspection
 
-An entry is written beside its place and renamed into it, so readers need no lock.
+An entry is written beside its place and renamed into it, so readers need no lock. Nothing is read from where others
+could write it (:mod:`cute_kernels.runtime.trust`), and nothing is made there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -29,9 +31,11 @@ from cute_kernels.runtime import native
 from cute_kernels.runtime.artifact import Artifact, launches_from_json
 from cute_kernels.runtime.sources import source_state
 from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.runtime.trust import distrust
 
 DIRECTORY_VARIABLE = "CUTE_KERNELS_CACHE_DIR"
 FORMAT = 1
+PRIVATE = 0o755  # of what is made: for others to read
 
 # Settings of the DSL that change what it generates.
 COMPILE_VARIABLES = tuple(
@@ -97,13 +101,19 @@ class DiskStore:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    @functools.cached_property
+    def refusal(self) -> str | None:
+        """Why the directory is not used, None if it is; it is made if there is none. Raises OSError if it cannot be."""
+        self.root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        return distrust(self.root)
+
     def folder(self, key: Key) -> Path:
         return self.root / key.family / key.name
 
     def read(self, key: Key) -> Entry | None:
         """The entry of `key`; None if there is none. A damaged one is moved to quarantine, with a warning."""
         folder = self.folder(key)
-        if not folder.is_dir():
+        if not folder.is_dir() or self.refusal is not None:
             return None
         try:
             return self._read(folder, key)
@@ -113,6 +123,10 @@ class DiskStore:
             return None
 
     def _read(self, folder: Path, key: Key) -> Entry:
+        for path in (folder, *folder.iterdir()):
+            reason = distrust(path)
+            if reason is not None:
+                raise ValueError(reason)
         record = json.loads((folder / "entry.json").read_text())
         if record["key"] != json.loads(key.content):
             raise ValueError("entry.json belongs to another key")
@@ -126,11 +140,13 @@ class DiskStore:
     def write(self, key: Key, artifact: Artifact) -> Entry:
         """Stores `artifact`, linked where the machine has a linker, and returns its entry."""
         folder = self.folder(key)
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
         try:
             self._fill(scratch, key, artifact)
-            scratch.chmod(0o755)
+            for path in scratch.iterdir():
+                path.chmod(path.stat().st_mode & PRIVATE | 0o644)
+            scratch.chmod(PRIVATE)
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(folder)
             scratch.rename(folder)

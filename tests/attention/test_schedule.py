@@ -53,7 +53,7 @@ def problems(draw, formats=tuple(ALL_FORMATS), mixed: bool = True) -> Problem:
         v_format=names[1],
         q_dtype=dense.pop() if dense else draw(st.sampled_from(["bf16", "fp16"])),
         aligned=draw(st.booleans()),
-        num_sms=draw(st.sampled_from([132, 114, 78])),
+        num_sms=draw(st.sampled_from([132, 114, 78, 16])),
     )
 
 

@@ -207,7 +207,7 @@ class Rig:
         kernel = SimpleNamespace(**vars(self.kernel), logits=SimpleNamespace(transforms=changed, apply=apply))
         for name in METHODS:
             setattr(kernel, name, plain(name).__get__(kernel))
-        kernel.attend(state, ADDRESSES, 0, False, Int32(BLOCK_TOKENS * index))
+        kernel.attend(state, ADDRESSES, 0, False, Int32(BLOCK_TOKENS * index), Int32(0))
 
     def run(self, biases: Sequence[np.ndarray], recentre: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """(outputs, log2 of the sum of exponentials) after as many tiles as there are biases."""

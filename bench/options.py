@@ -1,0 +1,210 @@
+"""Options of decode attention and append beside the plain call, so that none can be slow unseen.
+
+All calls of a shape are CUDA graphs that are timed in turn, one sample of each after the other, several times over:
+what slows the GPU down for a while meets all alike. A figure is the median over the runs of an option's median less the
+plain one's. The bar of an option is its own bytes at the rate of `BYTES_PER_US` and 3 % of the plain call; of what only
+changes where things lie, 1 % or 0.3 us.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bench import entry
+from bench.append import AppendShape, bind, make_call
+from bench.report import aligned, closing, number
+from bench.suites import Bench
+from bench.timing import capture, time_cold_in_turn
+from bench.workloads import DecodeInputs, DecodeShape, make_inputs
+from cute_kernels.kv_cache.call import AppendCall
+
+RUNS = 5
+BYTES_PER_US = 4.6e6  # what streaming kernels reach on an H200
+OPTION_SHARE, PLACE_SHARE, PLACE_US = 0.03, 0.01, 0.3
+WIDE_TOKENS = 131072  # what an engine's block tables have columns for
+PAGE_SIZE = 16
+CAP = 30.0
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is timed beside a plain call.
+
+    Attributes:
+        call: the same work with the option.
+        own_bytes: that the option has to read.
+        places_only: whether it changes nothing but where things lie.
+        plain: name of the call that it is compared with.
+    """
+
+    call: Call
+    own_bytes: int = 0
+    places_only: bool = False
+    plain: str = "plain"
+
+    def allowed_us(self, plain_us: float) -> float:
+        """More than the plain call, at most."""
+        share = max(PLACE_SHARE * plain_us, PLACE_US) if self.places_only else OPTION_SHARE * plain_us
+        return self.own_bytes / BYTES_PER_US + share
+
+
+def decode_shapes(batches: Iterable[int]) -> list[DecodeShape]:
+    """Of Llama-3-8B's heads, 8k tokens a request in pages."""
+    return [DecodeShape(batch, num_q_heads=32, num_kv_heads=8, page_size=PAGE_SIZE) for batch in batches]
+
+
+def decode_options(inputs: DecodeInputs) -> dict[str, Option]:
+    """By name; "plain" and what others are compared with have no bytes of their own."""
+    shape, device = inputs.shape, inputs.q.device
+    tokens = inputs.options["block_table"].shape[1] * shape.page_size
+    half = replace(inputs, seq_lens=inputs.seq_lens // 2)
+
+    def with_(changed: DecodeInputs = inputs, **options: Any) -> Call:
+        return entry.bind(changed, **options)
+
+    def bias(dtype: torch.dtype, heads: int) -> Option:
+        values = torch.randn(shape.batch, 1, heads, tokens, device=device).to(dtype)
+        return Option(with_(attn_bias=values), own_bytes=values.nbytes)
+
+    heads = torch.arange(1, shape.num_q_heads + 1, device=device)
+    return {
+        "plain": Option(with_()),
+        "half the tokens": Option(with_(half)),
+        "attn_bias fp32": bias(torch.float32, shape.num_q_heads),
+        "attn_bias bf16": bias(torch.bfloat16, shape.num_q_heads),
+        "attn_bias fp32 for all heads": bias(torch.float32, 1),
+        "softcap": Option(with_(softcap=CAP)),
+        "alibi_slopes": Option(with_(alibi_slopes=2.0 ** (-8.0 * heads / shape.num_q_heads))),
+        "sinks": Option(with_(sinks=torch.randn(shape.num_q_heads, device=device))),
+        "window of half the tokens": Option(with_(window_size=shape.seq_len // 2), plain="half the tokens"),
+        "block table for 128k": Option(with_(block_table=_wide(inputs, apart=False)), places_only=True),
+        "part of such a table": Option(with_(block_table=_wide(inputs, apart=True)), places_only=True),
+        "K and V in one tensor": Option(with_(_in_one_tensor(inputs)), places_only=True),
+        "q of a fused projection": Option(with_(replace(inputs, q=_fused(inputs.q))), places_only=True),
+        "lse": Option(with_(return_lse=True)),
+    }
+
+
+def _wide(inputs: DecodeInputs, apart: bool) -> torch.Tensor:
+    """The block table with columns for `WIDE_TOKENS`; ``apart``: the columns that are used, of such a table."""
+    table = inputs.options["block_table"]
+    wide = torch.full(
+        (table.shape[0], WIDE_TOKENS // inputs.shape.page_size), -1, dtype=torch.int32, device=table.device
+    )
+    wide[:, : table.shape[1]] = table
+    return wide[:, : table.shape[1]] if apart else wide
+
+
+def _in_one_tensor(inputs: DecodeInputs) -> DecodeInputs:
+    both = torch.stack((inputs.k_cache, inputs.v_cache), dim=1)
+    return replace(inputs, k_cache=both[:, 0], v_cache=both[:, 1])
+
+
+def _fused(q: torch.Tensor) -> torch.Tensor:
+    """The same queries as a part of rows that hold K and V, too."""
+    rows = torch.zeros(*q.shape[:2], q.shape[2] * 3 // 2, q.shape[3], dtype=q.dtype, device=q.device)
+    rows[:, :, : q.shape[2]] = q
+    return rows[:, :, : q.shape[2]]
+
+
+def append_options(shape: AppendShape, kv_format: str, device: str = "cuda") -> dict[str, Option]:
+    call = make_call(shape, kv_format, device)
+    assert call.q is not None
+    dtype, size = call.k.dtype, call.k.shape[2]
+
+    def ones(count: int) -> torch.Tensor:
+        return torch.ones(count, dtype=dtype, device=device)
+
+    biases = {"q_bias": ones(call.num_q_heads * size), "k_bias": ones(call.num_kv_heads * size)}
+    biases["v_bias"] = ones(call.num_kv_heads * size)
+    norms = {"q_norm": ones(size), "k_norm": ones(size)}
+    both = torch.zeros(call.num_pages, 2, *call.k_cache.shape[1:], dtype=call.k_cache.dtype, device=device)
+    assert call.seq_lens is not None and call.block_table is not None
+    table, last = call.block_table, call.seq_lens.long() - 1
+    found = {
+        "plain": Option(bind(call)),
+        "qkv_bias": Option(bind(call._replace(**biases)), own_bytes=sum(x.nbytes for x in biases.values())),
+        "q_norm and k_norm": Option(bind(call._replace(**norms))),
+        "bias and norms": Option(bind(call._replace(**biases, **norms))),
+        "no rope": Option(bind(call._replace(rope=None))),
+        "new q_out": Option(bind(call._replace(q_out=None))),
+        "K and V in one tensor": Option(bind(call._replace(k_cache=both[:, 0], v_cache=both[:, 1])), places_only=True),
+        "q, k and v apart": Option(
+            bind(call._replace(q=call.q.contiguous(), k=call.k.contiguous(), v=call.v.contiguous())), places_only=True
+        ),
+    }
+    if shape.suite == "decode":
+        page, row = last // call.page_size, last % call.page_size
+        slots = table.gather(1, page[:, None])[:, 0].long() * call.page_size + row
+        positions = {"slot_mapping": slots, "block_table": None, "seq_lens": None, "position_ids": last}
+        found["slots and positions"] = Option(bind(_with(call, positions)), own_bytes=2 * slots.nbytes)
+    return found
+
+
+def _with(call: AppendCall, changes: Mapping[str, Any]) -> AppendCall:
+    return call._replace(**changes)
+
+
+def measure(bench: Bench, options: Mapping[str, Option]) -> dict[str, dict[str, Any]]:
+    """By name: median us, what it takes more than what it is compared with, and how much that may be."""
+    graphs = {name: capture(option.call) for name, option in options.items()}
+    runs = []
+    for _ in range(RUNS):
+        times = time_cold_in_turn(graphs, bench.flush, bench.protocol)
+        runs.append({name: timing.median_us for name, timing in times.items()})
+    found = {}
+    for name, option in options.items():
+        plain = statistics.median(run[option.plain] for run in runs)
+        more = statistics.median(run[name] - run[option.plain] for run in runs)
+        allowed = option.allowed_us(plain)
+        us = statistics.median(run[name] for run in runs)
+        found[name] = {"us": us, "more_us": more, "allowed_us": allowed, "met": more <= allowed, "than": option.plain}
+    return found
+
+
+def run_decode(bench: Bench, batches: Iterable[int], formats: Iterable[str]) -> None:
+    """A row for each shape and format under the record's key "options"."""
+    formats = tuple(formats)
+
+    def work(shape: DecodeShape, kv_format: str) -> dict[str, dict[str, Any]]:
+        return measure(bench, decode_options(make_inputs(shape, kv_format)))
+
+    _run(bench, [(shape, name) for shape in decode_shapes(batches) for name in formats], work)
+
+
+def run_append(bench: Bench, chosen: Iterable[AppendShape], formats: Iterable[str]) -> None:
+    formats = tuple(formats)
+
+    def work(shape: AppendShape, kv_format: str) -> dict[str, dict[str, Any]]:
+        return measure(bench, append_options(shape, kv_format))
+
+    _run(bench, [(shape, name) for shape in chosen for name in formats], work)
+
+
+def _run(bench: Bench, cases: Iterable[tuple[Any, str]], work: Callable[[Any, str], dict[str, Any]]) -> None:
+    rows: list[dict[str, Any]] = []
+
+    def one(shape: Any, kv_format: str) -> None:
+        rows.append({"name": shape.name, "kv_format": kv_format, "options": work(shape, kv_format)})
+        bench.recorder.set("options", rows)
+
+    for shape, kv_format in cases:
+        bench.attempt(f"options: {kv_format} {shape.name}", lambda s=shape, f=kv_format: one(s, f))
+
+
+def text(record: dict[str, Any]) -> str:
+    """The run as an aligned table."""
+    cells = [["format", "shape", "option", "us", "more", "at most", ""]]
+    for row in record.get("options", []):
+        for name, option in row["options"].items():
+            times = [number(option[key], 2) for key in ("us", "more_us", "allowed_us")]
+            judged = "" if name in ("plain", option["than"]) else "ok" if option["met"] else "NOT MET"
+            cells.append([row["kv_format"], row["name"], name, *times, judged])
+    return "\n".join([f"{record['environment']['gpu']}", "", *aligned(cells), *closing(record)])

@@ -1,0 +1,34 @@
+"""Whether what lies in a directory may be loaded as code: not where others could have put it there.
+
+A library that a process loads does what it likes with that process's rights. So a kernel cache or a bundle counts only
+if nobody but its user, root, and whoever installed this package can write it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+
+def distrust(path: Path) -> str | None:
+    """Why nothing may be loaded from a file or directory, for people; None if it may. OSError if there is none.
+
+    It belongs to the process's user, to root, or to the owner of this package. It is writable by no group but the
+    user's own, and not by everybody. Nor is any directory above it, but for those like /tmp, where everybody may write
+    and nobody may take away what is another's (the sticky bit).
+    """
+    path = path.resolve()
+    status = path.stat()
+    trusted = {0, os.geteuid(), Path(__file__).stat().st_uid}
+    if status.st_uid not in trusted:
+        return f"{path} belongs to user {status.st_uid}, not to {os.geteuid()} or root"
+    for place in (path, *path.parents):
+        status = place.stat()
+        if place != path and status.st_mode & stat.S_ISVTX:
+            continue
+        if status.st_mode & stat.S_IWOTH:
+            return f"{place} can be written by everybody (mode {stat.S_IMODE(status.st_mode):04o})"
+        if status.st_mode & stat.S_IWGRP and status.st_gid not in (0, os.getegid()):
+            return f"{place} can be written by group {status.st_gid} (mode {stat.S_IMODE(status.st_mode):04o})"
+    return None

@@ -1,0 +1,87 @@
+"""Options beside the plain call: that they are what their names say, and how they are judged; with a made-up clock."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench import options, report
+from bench.append import AppendShape
+from bench.options import Option
+from bench.timing import Timing
+from bench.workloads import DecodeShape, make_inputs
+
+SHAPE = DecodeShape(2, seq_len=64, num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
+
+
+@pytest.fixture
+def inputs():
+    return make_inputs(SHAPE, "int4_g4", device="cpu")
+
+
+def test_what_only_lies_elsewhere_gives_the_same(inputs):
+    found = options.decode_options(inputs)
+    plain = found["plain"].call()
+    assert isinstance(plain, torch.Tensor)
+    places = [name for name, option in found.items() if option.places_only]
+    assert len(places) == 4
+    for name in places:
+        assert torch.equal(found[name].call(), plain), name  # type: ignore[arg-type]
+
+
+def test_every_other_option_changes_the_result_and_runs(inputs):
+    found = options.decode_options(inputs)
+    plain = found["plain"].call()
+    for name, option in found.items():
+        result = option.call()
+        if name not in ("plain", "lse") and not option.places_only:
+            assert not torch.equal(result, plain), name  # type: ignore[arg-type]
+
+
+def test_a_bias_brings_bytes_of_its_own(inputs):
+    found = options.decode_options(inputs)
+    assert found["attn_bias fp32"].own_bytes == 2 * found["attn_bias bf16"].own_bytes == 2 * 4 * 64 * 4
+    assert found["attn_bias fp32 for all heads"].own_bytes == 2 * 64 * 4
+
+
+@pytest.mark.parametrize("suite", ["decode", "prefill"])
+def test_appends_with_options_run(suite, monkeypatch):
+    from bench import append
+
+    monkeypatch.setattr(append, "PREFILL_REQUESTS", 2)
+    found = options.append_options(AppendShape(suite, 4, 4, 2), "int4_g4", "cpu")
+    assert ("slots and positions" in found) == (suite == "decode")
+    plain = found["plain"].call().clone()  # type: ignore[attr-defined]
+    for name, option in found.items():
+        same = torch.equal(option.call(), plain)  # type: ignore[arg-type]
+        assert same == (name not in ("qkv_bias", "q_norm and k_norm", "bias and norms", "no rope")), name
+
+
+def test_an_option_may_take_its_bytes_and_a_share():
+    assert Option(lambda: None, own_bytes=46_000_000).allowed_us(100.0) == pytest.approx(13.0)
+    place = Option(lambda: None, places_only=True)
+    assert (place.allowed_us(10.0), place.allowed_us(100.0)) == (pytest.approx(0.3), pytest.approx(1.0))
+
+
+def test_options_are_compared_within_a_run(monkeypatch):
+    """The clock drifts by a tenth from run to run; the option always takes 2 us more than what it belongs to."""
+    drift = iter((10.0, 11.0, 12.1, 13.3, 14.6))
+
+    def clock(calls, flush, protocol):
+        base = next(drift)
+        times = {"plain": base, "half": base / 2, "slow": base + 2.0, "window": base / 2 + 0.1}
+        return {name: Timing(times[name], 0.0, 0.0, 1) for name in calls}
+
+    monkeypatch.setattr(options, "time_cold_in_turn", clock)
+    monkeypatch.setattr(options, "capture", lambda call: call)
+    bench = type("Bench", (), {"flush": None, "protocol": None})
+    work = Option(lambda: None)
+    found = options.measure(
+        bench,  # type: ignore[arg-type]
+        {"plain": work, "half": work, "slow": work, "window": Option(lambda: None, plain="half")},
+    )
+    assert found["slow"]["more_us"] == pytest.approx(2.0) and not found["slow"]["met"]
+    assert found["window"]["more_us"] == pytest.approx(0.1) and found["window"]["met"]
+    record = {"environment": {"gpu": "Test"}, "options": [{"name": "x", "kv_format": "bf16", "options": found}]}
+    text = options.text(record | {"failures": [], "bars": []})
+    assert text.count("NOT MET") == 1 and report.number(12.1, 2) in text

@@ -1,0 +1,231 @@
+"""What serving for hours brings: captures again and again, threads, GPUs with few SMs, streams that hold SMs."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import append_and_decode, fused_moe
+from cute_kernels.attention import ops as attention_ops
+from cute_kernels.kv_cache import Rope, step_ops
+from cute_kernels.linear import linear
+from cute_kernels.mla import mla_decode, sparse_mla_decode
+from cute_kernels.mla import plan as mla_plan
+from cute_kernels.runtime.workspace import POOL
+from tests.attention.cases import make_call
+from tests.gpu import moe_forms
+from tests.gpu.specs import forget_plans
+from tests.kv_cache.cases import Shape
+from tests.kv_cache.steps import make_step
+from tests.linear.cases import known
+from tests.mla import cases as mla_cases
+
+pytestmark = pytest.mark.gpu
+
+CUDA = "cuda"
+FEW_SMS = 16  # of the smallest slice of an H100
+Work = Callable[[], torch.Tensor]
+
+
+def attention(kv_format: str, lengths: tuple[int, ...], **options: Any) -> Work:
+    given = {name: options.pop(name) for name in ("num_splits",) if name in options}
+    call = make_call(kv_format, lengths, device=CUDA, **options)
+    return lambda: call.run(**given)
+
+
+def step() -> Work:
+    """Of an append and the attention that depends on it; again and again the same tokens."""
+    shape = Shape("int4_g4", rope=Rope(128), num_q_heads=32, num_kv_heads=8, page_size=16)
+    given = make_step(shape, (3000, 17, 1000, 1), 1, CUDA)
+    return lambda: append_and_decode(**given)
+
+
+def product(rows: int) -> Work:
+    weight = known(1024, 4096, 4, 128, False, torch.bfloat16, 0).pack().to(CUDA)
+    x = torch.randn(rows, 4096, device=CUDA).bfloat16()
+    return lambda: linear(x, weight)
+
+
+def experts(tokens: int) -> Work:
+    form = moe_forms.FORMS["w4"]
+    layer, given = moe_forms.layer(form), moe_forms.call(form, tokens)
+    return lambda: fused_moe(given[0], *layer, *given[1:])
+
+
+def mla(sparse: bool) -> Work:
+    if sparse:
+        call: Any = mla_cases.make_sparse(
+            "mla_fp8", batch=1, q_len=1, num_heads=64, topk=2048, num_pages=80, page_size=64, deviation=0.1
+        )
+        call = mla_cases.moved(call, CUDA)
+        return lambda: sparse_mla_decode(*call.tensors, kv_format=call.kv_format, **call.options)
+    dense: Any = mla_cases.make_dense("mla_bf16", [5000, 300, 2000], num_heads=64, page_size=64, deviation=0.1)
+    dense = mla_cases.moved(dense, CUDA)
+    return lambda: mla_decode(*dense.tensors, kv_format=dense.kv_format)
+
+
+CUT: dict[str, Callable[[], Work]] = {
+    "one row, every head combines": lambda: attention("int4_g4", (16000,), num_kv_heads=8, group=4),
+    "one row, more parts than SMs": lambda: attention("int4_g4", (16000,), num_kv_heads=8, group=4, num_splits=64),
+    "pages, lengths differ": lambda: attention("int4_g1", (9000, 3, 700, 64), num_kv_heads=1, page_size=64),
+    "many heads, lengths differ": lambda: attention("bf16", (9000, 40, 100), num_kv_heads=32, group=1, page_size=64),
+    "append and attention": step,
+    "product of 1 row": lambda: product(1),
+    "product of 200 rows": lambda: product(200),
+    "experts": lambda: experts(16),
+    "MLA": lambda: mla(False),
+    "sparse MLA": lambda: mla(True),
+}
+
+
+# -- few SMs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_sms(monkeypatch):
+    """Every family plans for a GPU of `FEW_SMS` SMs."""
+    real = torch.cuda.get_device_properties
+
+    def properties(device: Any = None) -> Any:
+        found = real(device)
+        names = [name for name in dir(found) if not name.startswith("_")]
+        return SimpleNamespace(**{name: getattr(found, name) for name in names} | {"multi_processor_count": FEW_SMS})
+
+    forget()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    yield
+    forget()
+
+
+def forget() -> None:
+    forget_plans()
+    mla_plan._plan.cache_clear()
+    for plans in (attention_ops._plans, step_ops._plans):
+        plans.clear()
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_launch_ends_though_few_sms_are_free(name, few_sms):
+    """All but `FEW_SMS` are held, so that most CTAs begin when others have ended; nothing hangs, and no bit changes."""
+    from tests.gpu.holder import ends_meanwhile, held
+
+    work, stream = CUT[name](), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        wanted = work().clone()
+        results = [work() for _ in range(3)]  # memory is there before SMs are held: allocating would wait for them
+    torch.cuda.synchronize()
+    del results
+    with held(_num_sms() - FEW_SMS):
+        with torch.cuda.stream(stream):
+            results = [work() for _ in range(3)]
+        ended = ends_meanwhile(stream)
+    torch.cuda.synchronize()
+    assert ended, "a CTA waits for another one that has no SM"
+    assert all(torch.equal(result, wanted) for result in results)
+
+
+def _num_sms() -> int:
+    """As the driver says, whatever plans believe."""
+    from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]
+
+    attribute = runtime.cudaDeviceAttr.cudaDevAttrMultiProcessorCount
+    return int(runtime.cudaDeviceGetAttribute(attribute, torch.cuda.current_device())[1])
+
+
+# -- captures ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_thousand_captures_leave_memory_as_it_was():
+    """Each graph is replayed and dropped; every tenth is kept for a while, replayed, and checked."""
+    works = [CUT["pages, lengths differ"](), product(1), attention("bf16", (3000, 50), num_splits=7)]
+    wanted = [work() for work in works]
+    torch.cuda.synchronize()
+    kept: list[tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]] = []
+    marks = []
+    for i in range(1000):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = [work() for work in works]
+        graph.replay()
+        if i % 10 == 0:
+            kept = [*kept[-3:], (graph, outputs)]
+            for old, found in kept:
+                old.replay()
+                assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        del graph, outputs
+        if i in (200, 999):
+            gc.collect()
+            torch.cuda.synchronize()
+            free, _ = torch.cuda.mem_get_info()
+            marks.append((free, torch.cuda.memory_allocated(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+    assert marks[1][1] <= marks[0][1], "memory that torch has given out"
+    assert marks[0][0] - marks[1][0] <= 64 << 20, "memory of the GPU"
+    assert marks[1][2] - marks[0][2] <= 64 << 10, "KiB of the host"
+    assert len(POOL._pieces) <= 8 * len(works)
+
+
+def test_captures_without_a_launch_before_them_are_not_held(monkeypatch):
+    """The graph fills its own memory, and torch frees it with the graph."""
+    from cute_kernels.attention import plan
+    from cute_kernels.runtime.workspace import WorkspacePool
+
+    work = attention("bf16", (3000, 50), num_splits=7)
+    wanted = work()
+    pool = WorkspacePool()
+    monkeypatch.setattr(plan, "POOL", pool)
+    marks = []
+    for i in range(60):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = work()
+        for _ in range(2):
+            out.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(out, wanted)
+        del graph, out
+        if i in (20, 59):
+            torch.cuda.synchronize()
+            marks.append(torch.cuda.memory_allocated())
+    assert marks[1] <= marks[0] and not pool._pieces
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one_stream", [True, False], ids=["of one stream", "of a stream each"])
+def test_threads_do_not_disturb_each_other(one_stream):
+    """Eight threads, as those of two engines: plans are made, scratch grows, and every result is that of one thread."""
+    makers = [CUT[name] for name in ("pages, lengths differ", "append and attention", "product of 1 row", "MLA")]
+    makers.append(lambda: attention("int4_g1", (4000,) * 40, num_kv_heads=1, num_splits=3))
+    works = [make() for make in makers]
+    wanted = [work().clone() for work in works]
+    torch.cuda.synchronize()
+    forget()
+    POOL._by_stream.clear()
+    shared, failures = torch.cuda.Stream(), []
+    start = threading.Barrier(8)
+
+    def serve(number: int) -> None:
+        stream = shared if one_stream else torch.cuda.Stream()
+        start.wait()
+        with torch.cuda.stream(stream):
+            for turn in range(40):
+                which = (number + turn) % len(works)  # a step writes what is there already
+                found = works[which]()
+                if not torch.equal(found, wanted[which]):
+                    failures.append((number, turn, which))
+        stream.synchronize()
+
+    threads = [threading.Thread(target=serve, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures and not any(thread.is_alive() for thread in threads)
