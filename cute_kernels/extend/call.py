@@ -169,8 +169,10 @@ def check_device_values(call: ExtendCall) -> None:
                 f"do not fall, at most {total}, the queries of q"
             )
     for request in range(call.batch):
-        own = slice(ends[request], ends[request + 1])
+        own = call._request(request, slice(ends[request], ends[request + 1]))
+        if not own.q_len:  # nobody looks at its pages
+            own = replace(own, block_table=None)
         try:
-            attention_call.check_device_values(call._request(request, own))
+            attention_call.check_device_values(own)
         except ValueError as error:
             raise ValueError(str(error).replace("request 0", f"request {request}")) from None

@@ -172,6 +172,8 @@ class ExtendConfig:
             return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
         if self.producer_warps not in (4, 8):
             return f"producer_warps {self.producer_warps} is not 4 or 8"
+        if self.producer_warps == 8 and self.head_dim > 128:
+            return f"8 producer_warps leave too few registers for head_dim {self.head_dim}"
         if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
         if self.features.bias is not None:

@@ -10,7 +10,7 @@ from cute_kernels.extend.config import TILE_ROWS, ExtendConfig, is_coded
 from cute_kernels.kv_formats import format_of
 
 TILE_TOKENS = {64: 128, 128: 128, 256: 64}  # of a head_dim: accumulators of scores and of values fit a thread
-DECODE_WARPS = 8
+DECODE_WARPS = {64: 8, 128: 8, 256: 4}  # with 8 a thread begins with 128 registers: too few for 128 sums
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def choose(problem: Problem) -> ExtendConfig:
         q_dtype=problem.q_dtype,
         head_dim=problem.head_dim,
         tile_tokens=TILE_TOKENS[problem.head_dim],
-        producer_warps=DECODE_WARPS if is_coded(format_of(problem.k_format)) else 4,
+        producer_warps=DECODE_WARPS[problem.head_dim] if is_coded(format_of(problem.k_format)) else 4,
         page_tokens=problem.page_tokens,
         features=problem.features,
     )

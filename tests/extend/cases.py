@@ -15,6 +15,7 @@ from cute_kernels.kv_formats import DenseFormat, format_of
 from tests.attention import cases as decode_cases
 from tests.attention.cases import LSE_TOLERANCE, TOLERANCE, UNMAPPED
 
+INT4_LSE_TOLERANCE = 1e-3  # of scores of some 5: keys are rounded to fp16
 FORMATS = ("bf16", "fp16", "int8_token_head", "int8_tensor", "e4m3_token_head", "e4m3_tensor", "e4m3_head", "e5m2")
 FORMATS += ("int4_g1", "int4_g4")
 
@@ -158,5 +159,7 @@ def assert_close(call: Call, out: torch.Tensor, lse: torch.Tensor | None = None)
         excess = (lse.double() - want_lse).abs()[~empty]
         assert not torch.isnan(excess).any(), "LSE is NaN"
         off = float(excess.max()) if excess.numel() else 0.0
-        assert off <= LSE_TOLERANCE, f"LSE is off by {off:.2e}"
+        names = (call.kv_format,) if isinstance(call.kv_format, str) else call.kv_format
+        rounded = names[0].startswith("int4") and call.q.is_cuda
+        assert off <= (INT4_LSE_TOLERANCE if rounded else LSE_TOLERANCE), f"LSE is off by {off:.2e}"
     return worst
