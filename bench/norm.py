@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench.floor import GRANULE_BYTES
-from bench.report import aligned, number
+from bench.report import OURS, aligned, in_markdown, number
 from bench.suites import Bench, WrongOutput
 from bench.timing import time_cold, time_cold_in_turn, time_graph_cold
 from cute_kernels import rms_norm
@@ -121,3 +121,23 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             number(us["ours"]["median_us"] - row["floor_us"], 2),
         ])  # fmt: skip
     return ["", *aligned(cells)]
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The record as a Markdown table. Raises ValueError if it has no norms."""
+    rows = record.get("norm", [])
+    if not rows:
+        raise ValueError("record: got no measured norm, want some")
+    head = ["rows x columns", "residual", "MB", "floor, us", f"{OURS}, us", "torch, us", "times as long"]
+    lines = []
+    for row in rows:
+        shape, us = row["shape"], {name: time["median_us"] for name, time in row["us"].items()}
+        cells = [
+            f"{shape['rows']} x {shape['n']}",
+            "added" if shape["residual"] else "",
+            number(row["bytes"] * 1e-6, 2),
+        ]
+        cells += [number(row["floor_us"]), f"**{number(us['ours'])}**", number(us["torch"])]
+        lines.append([*cells, number(us["torch"] / us["ours"], 2)])
+    about = f"median of {record.get('samples')} calls with a cold L2; an empty launch takes {rows[0]['empty_launch_us']:.1f} us."
+    return in_markdown(record, head, lines, about)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bench import accuracy_report, linear, mla, moe, report
+from bench import accuracy_report, linear, mla, moe, norm, report
 from bench import record as records
 from bench.environment import ROOT
 from bench.report import MARK_END, OURS, Record, filled, number
@@ -247,6 +247,7 @@ FULL: tuple[tuple[str, str, str, Callable[[Record], str]], ...] = (
     ("Linear layers, H100", "linear_h100", "The same.", linear.markdown),
     ("Mixtures of experts, H200", "moe", "4-bit weights, beside torch and Marlin.", moe.markdown),
     ("Mixtures of experts, H100", "moe_h100", "The same.", moe.markdown),
+    ("Norms", "norm", "RMSNorm in bf16, alone and of a sum, beside torch's operators.", norm.markdown),
     ("What formats cost in accuracy", "accuracy", "A small model's perplexity.", accuracy_report.markdown),
 )
 FIGURES = {
