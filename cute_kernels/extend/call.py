@@ -14,6 +14,7 @@ from cute_kernels.attention import checks
 from cute_kernels.attention.call import AttentionCall, CacheOperand
 from cute_kernels.attention.features import Features
 from cute_kernels.extend.config import HEAD_DIMS, cannot_read, is_coded
+from cute_kernels.names import CacheLayout
 
 MAX_ROWS = 2**31 - 2**16  # queries times heads: rounded up to whole work tiles, they fit 32 bits
 
@@ -75,7 +76,7 @@ def make_call(
     cu_seqlens_q: torch.Tensor,
     kv_format: Any,
     block_table: torch.Tensor | None = None,
-    cache_layout: str = "NHD",
+    cache_layout: CacheLayout = "NHD",
     softmax_scale: float | None = None,
     causal: bool = True,
     window_size: int | None = None,

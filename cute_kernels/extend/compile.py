@@ -25,8 +25,8 @@ class ExtendSpec(KernelSpec):
 
     def source_roots(self) -> tuple[Path, ...]:
         attention_room = Path(attention.__file__).resolve().parent
-        numbers16 = Path(mla.__file__).resolve().parent / "numbers16.py"
-        files = [attention_room / "config.py", attention_room / "features.py", attention_room / "tiles.py", numbers16]
+        elements = Path(mla.__file__).resolve().parent / "elements.py"
+        files = [attention_room / "config.py", attention_room / "features.py", attention_room / "tiles.py", elements]
         return *super().source_roots(), Path(kv_formats.__file__).resolve(), *files
 
     def compile(self, arch: str) -> Any:

@@ -32,7 +32,7 @@ from cute_kernels.extend.memory import KEYS, VALUES
 from cute_kernels.extend.queries import WARP_ROWS, QueryLoader, query_row
 from cute_kernels.extend.softmax import LOWEST, ROW_LANES, Rows, Softmax, load_float, rescale, row_of
 from cute_kernels.extend.work import END, Work, Worker
-from cute_kernels.mla.numbers16 import of_name
+from cute_kernels.mla.elements import of_name
 from cute_kernels.sm90 import WARP_THREADS
 
 FIRST_WARPGROUP = 1  # named barriers: of each warpgroup, then of their turns

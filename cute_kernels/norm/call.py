@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ class NormCall(NamedTuple):
     residual_out: torch.Tensor | None
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """x, weight and those of the others that are given, by name."""
         names = ("x", "weight", "bias", "residual", "out", "residual_out")
         return {name: value for name in names if (value := getattr(self, name)) is not None or name in names[:2]}

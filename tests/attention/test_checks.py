@@ -250,7 +250,7 @@ def test_what_is_wrong_is_said_before_anything_is_written():
 
 def test_blocks_and_tokens_lie_where_kernels_can_reach_them():
     for strides in ((2**40, 160, 80, 1), (2**40 - 16, 2**31, 80, 1)):
-        given = {name: x.to("meta") for name, x in arguments().items() if isinstance(x, torch.Tensor)}
+        given: dict[str, Any] = {name: x.to("meta") for name, x in arguments().items() if isinstance(x, torch.Tensor)}
         given["k_cache"] = torch.empty_strided((3, 12, 2, 80), strides, dtype=torch.uint8, device="meta")
         with pytest.raises(ValueError, match=r"k_cache: got .* blocks less than 2\*\*40 bytes apart, .* than 2\*\*31"):
             make_call(**given, kv_format="int4_g4")

@@ -186,11 +186,12 @@ def test_results_are_new_and_contiguous(launches):
 
 def test_the_kernel_reads_a_wider_table_where_it_is(launches):
     """It gets the columns that a request has, and how far apart the rows lie."""
-    given = arguments(page_size=16)
+    given: dict[str, Any] = arguments(page_size=16)
     table = given["block_table"]
     columns = table.shape[1]
     for part in (table, apart(table), table.new_full((2, columns + 5), -1)[:, 3:-2]):
-        decode_attention(**given | {"block_table": part.copy_(table)})
+        arguments_now: dict[str, Any] = given | {"block_table": part.copy_(table)}
+        decode_attention(**arguments_now)
         assert launches[-1].arguments[16:19] == (part.data_ptr(), columns, part.stride(0))
 
 

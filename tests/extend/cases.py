@@ -29,7 +29,7 @@ class Call:
     v_cache: torch.Tensor
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
-    kv_format: str | tuple[str, str]
+    kv_format: Any
     options: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ CALL = make_call("bf16", [3, 2], [9, 12], head_dim=64, page_size=16)
 
 
 def run(**changed):
-    tensors = {
+    tensors: dict[str, Any] = {
         "q": CALL.q,
         "k_cache": CALL.k_cache,
         "v_cache": CALL.v_cache,

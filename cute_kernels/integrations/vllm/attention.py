@@ -273,7 +273,7 @@ class _LayerCall:
 
     def append(self, key: torch.Tensor, value: torch.Tensor, tokens: slice) -> None:
         slots = self.metadata.slot_mapping[tokens]
-        form = self.impl.formats.name
+        form: Any = self.impl.formats.name
         append_kv(key, value, self.k_cache, self.v_cache, kv_format=form, slot_mapping=slots, **self.scales)
 
     def first_chunks(
@@ -299,7 +299,7 @@ class _LayerCall:
         k, v = (
             dequantize_kv(
                 gather(cache, context),
-                kv_format=form.name,
+                kv_format=form.name,  # pyright: ignore[reportArgumentType]
                 head_dim=head_size,
                 dtype=query.dtype,
                 scale=scale,
