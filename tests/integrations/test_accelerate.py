@@ -102,6 +102,20 @@ def test_generate_chooses_the_tokens_of_eager_attention(name, padded):
         assert (replay.reason, replay.replays) == (None, NEW - 2 if static else 0)
 
 
+@pytest.mark.parametrize(("name", "static"), [("llama", True), ("mistral, window", False)])
+def test_padding_between_tokens_is_honoured_by_recorded_steps(name, static):
+    """A window counts columns there, the cache's rows are tokens: such a batch's steps run as usual."""
+    model = DECODERS[name].build(torch.bfloat16)
+    mask = LEFT_PADDED.clone()
+    mask[1, 7:9] = 0
+    model.set_attn_implementation("eager")
+    want = generate(model, mask)
+    ck.accelerate(model, kv_format="bf16")
+    replay = record_on_cpu(model)
+    assert_same_choices(generate(model, mask), want)
+    assert (replay.reason, replay.replays) == (None, NEW - 2 if static else 0)
+
+
 @pytest.mark.parametrize("kv_format", ["int4_g4", ("int8_token_head", "int4_g4"), {0: "bf16", -1: "int4_g4"}])
 def test_quantised_caches_give_what_their_steps_give_unrecorded(kv_format):
     found = []
