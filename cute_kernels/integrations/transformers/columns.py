@@ -72,6 +72,11 @@ class Columns:
         """Whether it was told of all columns which of them are tokens; what was not is taken for tokens."""
         return self._is_certain
 
+    @property
+    def fresh(self) -> torch.Tensor | None:
+        """bool [batch, new]: which of the new columns are tokens; None where all are."""
+        return self._fresh
+
     def is_told(self, padding: torch.Tensor | None) -> bool:
         """Whether the pass was settled by the layer whose mask says this; else its mask alone says what is seen."""
         return padding is None or self._padding_was_given
