@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import cute_kernels.integrations.transformers as ck
 from cute_kernels import QuantizedLinear
 from cute_kernels.integrations.transformers.graphs import StepReplay
+from cute_kernels.integrations.transformers.norms import replace_norms, restore_norms
 from cute_kernels.kv_cache import step_ops
 from tests.integrations.architectures import DECODERS, VOCABULARY
 from tests.integrations.test_transformers_models import LATENTS, OWN_ATTENTION
@@ -254,6 +255,54 @@ def test_a_cache_grows_and_keeps_its_tokens():
             model(PROMPT, past_key_values=cache)
             found.append(torch.cat([model(PROMPT[:, i : i + 1], past_key_values=cache).logits for i in range(9)], 1))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("name", "norms"),
+    [
+        ("llama", 5),
+        ("qwen3", 9),
+        ("gemma 2", 9),
+        ("gemma 3", 13),
+        ("gpt-oss", 5),
+        ("olmo 2", 9),
+        ("cohere 2", 0),
+        ("gpt-2", 0),
+    ],
+)
+def test_rms_norms_are_replaced_where_their_code_is_known(name, norms):
+    if not DECODERS[name].available:
+        pytest.skip("not in this release of transformers")
+    model = DECODERS[name].build(torch.bfloat16)
+    modules = [module for module in model.modules() if type(module).__name__.endswith("Norm")]
+    torch.manual_seed(0)
+    for module in modules:
+        torch.nn.init.normal_(module.weight)
+    inputs = [torch.randn(3, 2, module.weight.shape[0]).bfloat16() * 30 for module in modules]
+    want = [module(x) for module, x in zip(modules, inputs, strict=True)]
+    assert replace_norms(model) == norms
+    for module, x, y in zip(modules, inputs, want, strict=True):
+        got = module(x).double()
+        assert (got - y.double()).norm() <= 4e-3 * y.double().norm() and got.dtype == torch.float64
+    restore_norms(model)
+    assert not any("forward" in vars(module) for module in modules)
+
+
+def test_a_norm_of_other_code_stays():
+    class Other(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+            self.variance_epsilon = 1e-6
+
+        def forward(self, hidden_states):
+            input_dtype = hidden_states.dtype
+            hidden_states = hidden_states.to(torch.float32)
+            variance = hidden_states.pow(4).mean(-1, keepdim=True)
+            hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+            return self.weight * hidden_states.to(input_dtype)
+
+    assert replace_norms(Other()) == 0
 
 
 @pytest.mark.parametrize("kv_format", ["int8_head", ("int8_channel", "int4_g4"), {0: "bf16", -1: "e4m3_tensor"}])
