@@ -155,6 +155,32 @@ def test_the_next_call_finds_the_memory_and_the_recorded_step():
     assert torch.equal(again.sequences, sequences) and torch.equal(other.sequences, sequences)
 
 
+@pytest.mark.parametrize("change", ["a weight", "a layer", "a hook"])
+def test_a_changed_model_is_recorded_anew(change):
+    """A recording reads the weights that there were: others are never read from there."""
+    model = DECODERS["llama"].build(torch.bfloat16)
+    ck.accelerate(model, kv_format="bf16")
+    replay = record_on_cpu(model)
+    ones = torch.ones_like(PROMPT)
+    first = generate(model, ones).sequences
+    gc.collect()
+    layer = model.model.layers[1].self_attn
+    weight = layer.o_proj.weight.detach() * -3
+    if change == "a weight":
+        layer.o_proj.weight = torch.nn.Parameter(weight)
+    elif change == "a layer":
+        layer.o_proj = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+        layer.o_proj.weight.data.copy_(weight)
+    else:
+        layer.o_proj.register_forward_hook(lambda module, args, output: -3 * output)
+    got = generate(model, ones)
+    ck.restore(model)
+    want = generate(model, ones, past_key_values=ck.DecodeCache("bf16"))
+    assert replay.replays == 2 * (NEW - 2)
+    assert not torch.equal(got.sequences, first)
+    assert_same_choices(got, want)
+
+
 def test_a_second_turn_goes_on_with_the_cache():
     model = DECODERS["mistral, window"].build(torch.bfloat16)
     ck.accelerate(model, kv_format="bf16")

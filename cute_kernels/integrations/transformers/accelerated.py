@@ -165,7 +165,7 @@ class _State:
                 kwargs["past_key_values"] = self.cache_for(*_sizes(model, args, kwargs))
             if self.replay is None:
                 return self.generate(*args, **kwargs)
-            with self.replay.trusting_masks():
+            with self.replay.within_generate():
                 return self.generate(*args, **kwargs)
 
         model.generate = generate
