@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import cute_kernels.integrations.transformers as ck
 from cute_kernels import QuantizedLinear
 from cute_kernels.integrations.transformers.graphs import StepReplay
+from cute_kernels.integrations.transformers.norms import replace_norms, restore_norms
 from cute_kernels.kv_cache import step_ops
 from tests.integrations.architectures import DECODERS, VOCABULARY
 from tests.integrations.test_transformers_models import LATENTS, OWN_ATTENTION
@@ -102,6 +103,20 @@ def test_generate_chooses_the_tokens_of_eager_attention(name, padded):
         assert (replay.reason, replay.replays) == (None, NEW - 2 if static else 0)
 
 
+@pytest.mark.parametrize(("name", "static"), [("llama", True), ("mistral, window", False)])
+def test_padding_between_tokens_is_honoured_by_recorded_steps(name, static):
+    """A window counts columns there, the cache's rows are tokens: such a batch's steps run as usual."""
+    model = DECODERS[name].build(torch.bfloat16)
+    mask = LEFT_PADDED.clone()
+    mask[1, 7:9] = 0
+    model.set_attn_implementation("eager")
+    want = generate(model, mask)
+    ck.accelerate(model, kv_format="bf16")
+    replay = record_on_cpu(model)
+    assert_same_choices(generate(model, mask), want)
+    assert (replay.reason, replay.replays) == (None, NEW - 2 if static else 0)
+
+
 @pytest.mark.parametrize("kv_format", ["int4_g4", ("int8_token_head", "int4_g4"), {0: "bf16", -1: "int4_g4"}])
 def test_quantised_caches_give_what_their_steps_give_unrecorded(kv_format):
     found = []
@@ -138,6 +153,32 @@ def test_the_next_call_finds_the_memory_and_the_recorded_step():
     assert again.past_key_values.layers[0].keys is rows
     assert (Traced.count, replay.replays) == (2, 3 * (NEW - 2) + 1)
     assert torch.equal(again.sequences, sequences) and torch.equal(other.sequences, sequences)
+
+
+@pytest.mark.parametrize("change", ["a weight", "a layer", "a hook"])
+def test_a_changed_model_is_recorded_anew(change):
+    """A recording reads the weights that there were: others are never read from there."""
+    model = DECODERS["llama"].build(torch.bfloat16)
+    ck.accelerate(model, kv_format="bf16")
+    replay = record_on_cpu(model)
+    ones = torch.ones_like(PROMPT)
+    first = generate(model, ones).sequences
+    gc.collect()
+    layer = model.model.layers[1].self_attn
+    weight = layer.o_proj.weight.detach() * -3
+    if change == "a weight":
+        layer.o_proj.weight = torch.nn.Parameter(weight)
+    elif change == "a layer":
+        layer.o_proj = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+        layer.o_proj.weight.data.copy_(weight)
+    else:
+        layer.o_proj.register_forward_hook(lambda module, args, output: -3 * output)
+    got = generate(model, ones)
+    ck.restore(model)
+    want = generate(model, ones, past_key_values=ck.DecodeCache("bf16"))
+    assert replay.replays == 2 * (NEW - 2)
+    assert not torch.equal(got.sequences, first)
+    assert_same_choices(got, want)
 
 
 def test_a_second_turn_goes_on_with_the_cache():
@@ -240,6 +281,54 @@ def test_a_cache_grows_and_keeps_its_tokens():
             model(PROMPT, past_key_values=cache)
             found.append(torch.cat([model(PROMPT[:, i : i + 1], past_key_values=cache).logits for i in range(9)], 1))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("name", "norms"),
+    [
+        ("llama", 5),
+        ("qwen3", 9),
+        ("gemma 2", 9),
+        ("gemma 3", 13),
+        ("gpt-oss", 5),
+        ("olmo 2", 9),
+        ("cohere 2", 0),
+        ("gpt-2", 0),
+    ],
+)
+def test_rms_norms_are_replaced_where_their_code_is_known(name, norms):
+    if not DECODERS[name].available:
+        pytest.skip("not in this release of transformers")
+    model = DECODERS[name].build(torch.bfloat16)
+    modules = [module for module in model.modules() if type(module).__name__.endswith("Norm")]
+    torch.manual_seed(0)
+    for module in modules:
+        torch.nn.init.normal_(module.weight)
+    inputs = [torch.randn(3, 2, module.weight.shape[0]).bfloat16() * 30 for module in modules]
+    want = [module(x) for module, x in zip(modules, inputs, strict=True)]
+    assert replace_norms(model) == norms
+    for module, x, y in zip(modules, inputs, want, strict=True):
+        got = module(x).double()
+        assert (got - y.double()).norm() <= 4e-3 * y.double().norm() and got.dtype == torch.float64
+    restore_norms(model)
+    assert not any("forward" in vars(module) for module in modules)
+
+
+def test_a_norm_of_other_code_stays():
+    class Other(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+            self.variance_epsilon = 1e-6
+
+        def forward(self, hidden_states):
+            input_dtype = hidden_states.dtype
+            hidden_states = hidden_states.to(torch.float32)
+            variance = hidden_states.pow(4).mean(-1, keepdim=True)
+            hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+            return self.weight * hidden_states.to(input_dtype)
+
+    assert replace_norms(Other()) == 0
 
 
 @pytest.mark.parametrize("kv_format", ["int8_head", ("int8_channel", "int4_g4"), {0: "bf16", -1: "e4m3_tensor"}])

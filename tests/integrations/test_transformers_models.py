@@ -125,6 +125,22 @@ def test_decoders_run_through_a_decode_cache_or_say_what_they_do(name, architect
     assert relative_error(got, want) < 2e-2
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral, window", "gemma 2", "gpt-oss", "llama 4"])
+def test_padding_between_tokens_is_never_seen(name):
+    """In front of the first turn, at its end, and within the second one, of several tokens."""
+    mask = torch.ones_like(IDS)
+    mask[0, [0, 1, 13, 14]] = 0
+    mask[1, [9, 10, 11]] = 0
+    model = DECODERS[name].build(torch.bfloat16)
+    model.set_attn_implementation("eager")
+    want = in_one(model, mask)
+    model.set_attn_implementation(ATTENTION_NAME)
+    cache = DecodeCache("bf16", sum(CHUNKS))
+    assert relative_error(in_chunks(model, cache, mask), want) < 2e-2
+    assert cache.columns is not None and cache.get_seq_length() == sum(CHUNKS)
+    assert cache.columns.seq_lens.tolist() == mask.sum(1).tolist()
+
+
 @pytest.mark.parametrize("argument", [True, False], ids=["argument", "attribute"])
 def test_attention_that_is_not_causal_sees_all_keys(argument):
     module = torch.nn.Module()

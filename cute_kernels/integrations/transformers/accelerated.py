@@ -26,6 +26,7 @@ from cute_kernels.integrations.transformers.columns import GRANULE, Columns
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME
 from cute_kernels.integrations.transformers.masks import make_mask
+from cute_kernels.integrations.transformers.norms import replace_norms, restore_norms
 from cute_kernels.kv_formats import HEAD_DIMS, format_of, format_pair
 from cute_kernels.models import quantize_model
 
@@ -77,8 +78,8 @@ def accelerate(
     """Makes a transformers model decode by the kernels; ``model.generate(**inputs)`` stays as it is.
 
     Attention becomes ``attn_implementation="cute_kernels"``. `generate` keeps its keys and values in a `DecodeCache`
-    unless it is given another cache, or asked for none. On a GPU a decode step is recorded as a CUDA graph and
-    replayed. Calling it again changes formats, and quantises weights that are not yet.
+    unless it is given another cache, or asked for none. RMS norms are one launch each. On a GPU a decode step is
+    recorded as a CUDA graph and replayed. Calling it again changes formats, and quantises weights that are not yet.
 
     Args:
         model: a `PreTrainedModel` that generates, in bf16 or fp16, on the device where it runs.
@@ -112,6 +113,8 @@ def accelerate(
     state = _State(model, kv_format, scales, max_seq_len, cuda_graphs)
     state.install()
     rows.append(("cache", "transformers'", "as before" if kv_format is None else _named(kv_format)))
+    norms = replace_norms(model)
+    rows.append(("RMS norms", "several launches", f"one launch each of {norms}" if norms else "as before"))
     graphs = "recorded once, replayed" if cuda_graphs and kv_format is not None else "as before"
     rows.append(("decode step", "launched anew", graphs))
     notes: list[str] = []
@@ -128,7 +131,8 @@ def accelerate(
 
 
 def restore(model: nn.Module) -> None:
-    """Gives a model its own ``generate`` and ``forward`` back; quantised layers and the attention stay."""
+    """Gives a model its own ``generate``, ``forward`` and norms back; quantised layers and the attention stay."""
+    restore_norms(model)
     state = getattr(model, _STATE, None)
     if isinstance(state, _State):
         state.remove()
@@ -161,7 +165,7 @@ class _State:
                 kwargs["past_key_values"] = self.cache_for(*_sizes(model, args, kwargs))
             if self.replay is None:
                 return self.generate(*args, **kwargs)
-            with self.replay.trusting_masks():
+            with self.replay.within_generate():
                 return self.generate(*args, **kwargs)
 
         model.generate = generate

@@ -5,6 +5,7 @@
 | tensors: no cache, or any of transformers' | plain or masked, causal or not, dropout | transformers' SDPA |
 | | soft cap, sinks | the model's own eager function, which defines them |
 | a `DecodeCache`'s handle | up to 16 queries: padding, window, soft cap, sinks, any mask | `append_and_decode` |
+| | more, or padding among them: causal, window, soft cap, sinks | `extend_attention`, SDPA for a plain first turn |
 | | anything else | as tensors: older tokens dequantised, new ones exact |
 """
 
@@ -19,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from cute_kernels.integrations.transformers.columns import UNKNOWN
+from cute_kernels.integrations.transformers.columns import UNKNOWN, Columns
 from cute_kernels.integrations.transformers.handle import CachedTokens
 from cute_kernels.integrations.transformers.masks import EVERYTHING, Pattern, additive, causal_mask, pattern_of
+from cute_kernels.integrations.transformers.turns import can_extend, extend
 
 EAGER_OPTIONS = ("softcap", "s_aux", "sinks")
 """What SDPA does not compute and a model's own eager function does."""
@@ -95,37 +97,46 @@ def _packed(
     dropout: float,
     options: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Attention over the packed rows, None for a call that the kernels do not compute."""
+    """Attention over the packed rows, None for a call that the kernels do not compute: a path for each that they do."""
     columns, q_len = tokens.columns, query.shape[2]
-    if dropout or not tokens.can_attend or options.get("sinks") is not None:
-        return None
-    if q_len > 1 and q_len == columns.count:  # prefill attends to exact keys and values
+    if dropout or options.get("sinks") is not None or (pattern is not None and not columns.is_told(pattern.padding)):
         return None
     is_known = pattern is not None and pattern.is_known
-    if pattern is not None and not columns.is_told(pattern.padding):
-        return None
     window = options.get("sliding_window") if mask is None else pattern.window if pattern is not None else None
     if window is not None and not columns.is_left:  # distances between tokens are not those between columns
         return None
-    bias = options.get("position_bias")
-    causal = pattern.causal if pattern is not None and pattern.is_known else False  # any other mask says it all
-    if not is_known:
-        bias = additive(mask, torch.float32) if bias is None else bias + additive(mask, bias.dtype)
-    if bias is not None:
-        if not columns.all_tokens or bias.dim() != 4:
-            return None
-        # [batch, heads, q_len, columns] as the kernels have it, over all the rows that there is room for.
-        bias = F.pad(bias.float(), (0, columns.capacity - bias.shape[3]), value=-math.inf).transpose(1, 2)
-    sinks = options.get("s_aux")
-    return tokens.attend(
-        query,
-        softmax_scale=scaling,
-        causal=causal,
-        window_size=window,
-        softcap=options.get("softcap"),
-        sinks=None if sinks is None else sinks.float().reshape(-1),
-        attn_bias=bias,
-    )
+    sinks, softcap = options.get("s_aux"), options.get("softcap")
+    asked: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "causal": pattern.causal if pattern is not None and is_known else False,  # any other mask says it all
+        "window_size": window,
+        "softcap": softcap,
+        "sinks": None if sinks is None else sinks.float().reshape(-1),
+    }
+    is_first = q_len == columns.count and q_len > 1  # it attends to exact keys and values
+    bias = _bias(options.get("position_bias"), None if is_known else mask, columns)
+    if tokens.can_attend and not is_first and (bias is None or bias.dim() == 4):
+        return tokens.attend(query, attn_bias=bias, **asked)
+    is_plain = is_first and mask is None and softcap is None and sinks is None
+    if is_plain or bias is not None or not can_extend(tokens):
+        return None
+    return extend(tokens, query, **asked)
+
+
+_IMPOSSIBLE = torch.empty(0)
+"""In place of a bias: one over columns, where the cache holds tokens only."""
+
+
+def _bias(bias: torch.Tensor | None, mask: torch.Tensor | None, columns: Columns) -> torch.Tensor | None:
+    """What is added to the scores, as the kernels have it: fp32 [batch, q_len, heads, capacity]; None for nothing."""
+    if mask is not None:
+        added = additive(mask, torch.float32 if bias is None else bias.dtype)
+        bias = added if bias is None else bias + added
+    if bias is None:
+        return None
+    if not columns.all_tokens or bias.dim() != 4:
+        return _IMPOSSIBLE
+    return F.pad(bias.float(), (0, columns.capacity - bias.shape[3]), value=-math.inf).transpose(1, 2)
 
 
 def _dense(

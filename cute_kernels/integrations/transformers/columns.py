@@ -35,6 +35,7 @@ class Columns:
             read on the device.
         before: int64 []: columns before the step, for models that ask in a recorded one.
         graphs: recorded steps, by what they were called with.
+        epoch: stands for the model that they are of, as it stood; another state of it has another one.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
@@ -45,6 +46,7 @@ class Columns:
         self.before = torch.zeros((), dtype=torch.int64, device=device)
         self.static = False
         self.graphs: dict[Any, Any] = {}
+        self.epoch: object = None
         self._tokens: torch.Tensor | None = None  # bool [batch, the first columns]; what follows are tokens
         self._is_left = True
         self._is_certain = True
@@ -71,6 +73,11 @@ class Columns:
     def is_certain(self) -> bool:
         """Whether it was told of all columns which of them are tokens; what was not is taken for tokens."""
         return self._is_certain
+
+    @property
+    def fresh(self) -> torch.Tensor | None:
+        """bool [batch, new]: which of the new columns are tokens; None where all are."""
+        return self._fresh
 
     def is_told(self, padding: torch.Tensor | None) -> bool:
         """Whether the pass was settled by the layer whose mask says this; else its mask alone says what is seen."""

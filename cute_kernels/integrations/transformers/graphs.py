@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from cute_kernels.integrations.transformers.cache import DecodeCache
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
@@ -75,18 +76,27 @@ class StepReplay:
         self.reason: str | None = None
         self.replays = 0
         self._names = tuple(inspect.signature(forward).parameters)
-        self._trusts_masks = False
+        self._is_within = False
+        self._state: Any = None
+        self._epoch = object()
         functools.update_wrapper(self, forward)
 
     @contextmanager
-    def trusting_masks(self) -> Any:
-        """Within `generate`, which appends a column of ones at every step, the mask's older columns are not compared:
-        that would wait for the device."""
-        before, self._trusts_masks = self._trusts_masks, True
+    def within_generate(self) -> Any:
+        """What every call compares is compared once: the model, and the mask's older columns, which would wait for the
+        device. `generate` changes neither; it appends a column of ones at every step."""
+        self._look_at_model()
+        before, self._is_within = self._is_within, True
         try:
             yield
         finally:
-            self._trusts_masks = before
+            self._is_within = before
+
+    def _look_at_model(self) -> None:
+        """Recordings are of a model as it stands: another weight, layer or hook makes another state."""
+        found = state_of(self.forward.__self__)  # type: ignore[attr-defined]
+        if found != self._state:
+            self._state, self._epoch = found, object()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As ``forward``."""
@@ -96,9 +106,14 @@ class StepReplay:
             return self.forward(*args, **kwargs)
         assert cache.columns is not None
         columns = cache.columns
+        if not self._is_within:
+            self._look_at_model()
+        if columns.epoch is not self._epoch:
+            columns.graphs.clear()
+            columns.epoch = self._epoch
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         mask = tensors.pop("attention_mask", None)
-        if mask is not None and not self._trusts_masks:
+        if mask is not None and not self._is_within:
             columns.check_older(mask[:, : columns.count])
             if not bool(mask[:, columns.count :].all()):
                 return self.forward(*args, **kwargs)
@@ -173,6 +188,19 @@ class StepReplay:
         cache.advance()
         self.replays += 1
         return _own(outputs, cache)
+
+
+def state_of(model: nn.Module) -> Any:
+    """What a recorded step takes for given: the layers, where their weights are, their modes, their hooks' number."""
+    return tuple(
+        (
+            id(module),
+            module.training,
+            len(module._forward_hooks) + len(module._forward_pre_hooks),
+            tuple(x.data_ptr() for x in (*module._parameters.values(), *module._buffers.values()) if x is not None),
+        )
+        for module in model.modules()
+    )
 
 
 def _key(tensors: Mapping[str, torch.Tensor], others: Mapping[str, Any]) -> Any:

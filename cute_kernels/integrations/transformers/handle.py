@@ -64,7 +64,7 @@ class CachedTokens:
             return
         if self.columns.static:
             raise NotStaticError("the new token is not appended by the kernel that attends to it")
-        k, v = (_token_major(x).flatten(0, 1) for x in (self.new_k, self.new_v))
+        k, v = (token_major(x).flatten(0, 1) for x in (self.new_k, self.new_v))
         append_kv(k, v, slot_mapping=self.columns.slots, **self.layer.operands())
         self.is_appended = True
 
@@ -75,7 +75,7 @@ class CachedTokens:
         k_cache, v_cache = operands.pop("k_cache"), operands.pop("v_cache")
         if self.is_appended:
             return decode_attention(query.transpose(1, 2).contiguous(), k_cache, v_cache, lens, **operands, **options)
-        q, k, v = (_token_major(x) for x in (query, self.new_k, self.new_v))
+        q, k, v = (token_major(x) for x in (query, self.new_k, self.new_v))
         self.is_appended = True
         return append_and_decode(q, k, v, k_cache, v_cache, lens, **operands, **options)
 
@@ -100,7 +100,7 @@ class CachedTokens:
         return k, v
 
 
-def _token_major(x: torch.Tensor) -> torch.Tensor:
+def token_major(x: torch.Tensor) -> torch.Tensor:
     """[batch, heads, columns, head_dim] as [batch, columns, heads, head_dim] in an order that the kernels read: heads
     side by side, columns evenly spaced. A copy only where it is not so."""
     x = x.transpose(1, 2)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
@@ -113,6 +113,10 @@ def causal_mask(q_len: int, keys: int, device: torch.device) -> torch.Tensor:
     return torch.ones(1, 1, q_len, keys, dtype=torch.bool, device=device).tril(keys - q_len)
 
 
+@overload
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
+@overload
+def additive(mask: None, dtype: torch.dtype) -> None: ...
 def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """A boolean mask as transformers' eager attention adds it to the scores; others as they are."""
     if mask is None or mask.dtype != torch.bool:
