@@ -342,7 +342,7 @@ def _check_not_quantised(entries: Mapping[str, Entry], name: str, owned: set[str
         what = join(name, found[0]) if found else f"{join(name, 'weight')} of {stored}"
         raise ValueError(
             f"{what}: got a layer that is quantised in a format that is not read, want one of "
-            f"{', '.join(dict.fromkeys(form.name for form in LAYER_FORMATS))} (docs/checkpoints.md)"
+            f"{', '.join(dict.fromkeys(form.name for form in LAYER_FORMATS))} (docs/tasks/checkpoints.md)"
         )
 
 

@@ -299,7 +299,8 @@ class _Routed(nn.Module):
         from cute_kernels.moe import fused_moe
 
         layer: Any = self.layer
-        return fused_moe(hidden_states, layer.gate_up.weight, layer.down.weight, top_k_index, top_k_weights)
+        experts = layer.gate_up.weight, layer.down.weight
+        return fused_moe(hidden_states, *experts, topk_weights=top_k_weights, topk_ids=top_k_index)
 
 
 @torch.no_grad()
