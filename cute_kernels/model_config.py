@@ -49,7 +49,8 @@ def describe_layers(model: nn.Module) -> dict[str, Any]:
 def record_layers(model: Any) -> str | None:
     """Puts `describe_layers` into a transformers model's configuration; what hinders that, or None.
 
-    A model without such a configuration is left alone: its state dict says all that there is to say.
+    A model without such a configuration is left alone: its state dict says all that there is to say. A quantised
+    output layer is tied to the embedding no more, and the configuration says so.
     """
     config: Any = getattr(model, "config", None)
     if not (hasattr(config, "to_dict") and hasattr(config, "save_pretrained")):
@@ -62,6 +63,11 @@ def record_layers(model: Any) -> str | None:
             "say which layers are quantised here, keep the state dict instead"
         )
     config.quantization_config = describe_layers(model)
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if isinstance(output, QuantizedLinear):  # a weight of its own now, whatever it was tied to
+        for each in {id(each): each for each in (config, config.get_text_config())}.values():
+            if getattr(each, "tie_word_embeddings", False):
+                each.tie_word_embeddings = False
     return None
 
 
