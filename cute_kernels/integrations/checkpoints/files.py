@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from os import PathLike
@@ -105,12 +106,11 @@ def load_quantized_linears(
     config = read_config(path) if config is None else checked("config", config)
     found = find_layers(entries, config)
     filling = Filling(model, entries, found)
-    for done, (name, layer) in enumerate(
-        read_layers(entries, found, config, {"dtype": dtype, "device": device}), start=1
-    ):
+    layers = read_layers(entries, filling.found, config, {"dtype": dtype, "device": device})
+    for done, (name, layer) in enumerate(layers, start=1):
         filling.take(name, layer)
         if progress is not None:
-            progress(name, done, len(found))
+            progress(name, done, len(filling.found))
     filling.swap(model)
     return model
 
@@ -121,10 +121,21 @@ class Filling:
     Args:
         model: as for `load_quantized_linears`; it is looked at now, and changed by `swap` alone.
         entries, found: the checkpoint's tensors and its quantised layers.
+
+    Attributes:
+        found: those of the layers that the model has a use for. transformers' models say which they have none for, such
+            as the layers of DeepSeek-V3 that predict further tokens.
     """
 
     def __init__(self, model: nn.Module, entries: Mapping[str, Entry], found: Mapping[str, LayerFormat]) -> None:
         self._modules = dict(model.named_modules(remove_duplicate=False))
+        unused = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        found = {
+            name: form
+            for name, form in found.items()
+            if not any(pattern.search(join(name, form.mark)) for pattern in unused)
+        }
+        self.found = found
         stacked = [name for name, form in found.items() if form.name == OWN.name and is_stacked(entries, name)]
         self.places = place_layers(model, [name for name in found if name not in stacked], stacked)
         self._sizes: dict[str, tuple[int, int, int]] = {}  # of the experts' down projections

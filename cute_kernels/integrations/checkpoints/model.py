@@ -170,11 +170,12 @@ class _Task:
     def fill(self, model: nn.Module) -> None:
         assert self._filling is not None
         options = {"dtype": self.dtype, "device": self.device}
-        layers = read_layers(self.entries, self.found, self.config, options)
+        found = self._filling.found
+        layers = read_layers(self.entries, found, self.config, options)
         for done, (name, layer) in enumerate(layers, start=1):
             self._filling.take(name, layer)
             if self.progress is not None:
-                self.progress(name, done, len(self.found))
+                self.progress(name, done, len(found))
         self._filling.swap(model)
         for name, block in self._blocks.items():
             made: Any = model.get_submodule(name)

@@ -52,7 +52,7 @@ def place_layers(model: nn.Module, names: Iterable[str], stacked: Iterable[str] 
     places: dict[str, Place] = {}
     for name in names:
         place = places[name] = _place(modules, rename, name)
-        if modules[place.module] is model:
+        if modules.get(place.module) is model:
             raise TypeError(f"model: got the layer itself, {type(model).__name__}, want a module around it")
     for name in stacked:
         block, _, role = name.rpartition(".")

@@ -151,6 +151,29 @@ def test_experts_of_a_checkpoint_go_into_a_model_that_is_there(tmp_path):
     assert sum(isinstance(module, QuantizedMoE) for module in model.modules()) == 2
 
 
+def test_layers_that_the_model_says_it_has_no_use_for_are_left(tmp_path):
+    """DeepSeek-V3's checkpoints have a layer more, which predicts a token further on."""
+    tensors, dense = write(tmp_path / "packed", blocks.deepseek_model(), "awq")
+    assert any("layers\\.61" in pattern for pattern in blocks.deepseek_model()._keys_to_ignore_on_load_unexpected)
+    more = {key.replace("layers.1.", "layers.61."): t.clone() for key, t in tensors.items() if "layers.1." in key}
+    save_file(tensors | more, tmp_path / "packed" / "model.safetensors")
+    assert error(load_model(tmp_path / "packed"), reference(tmp_path / "dense", dense)) < 0.02
+    more = {key.replace("layers.1.", "layers.7."): t.clone() for key, t in tensors.items() if "layers.1." in key}
+    save_file(tensors | more, tmp_path / "packed" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"^model\.layers\.7\..*: got (NoneType in the model|experts for)"):
+        load_model(tmp_path / "packed")
+
+
+def test_a_checkpoint_in_several_files_is_read_through_its_index(tmp_path):
+    tensors, dense = write(tmp_path / "packed", blocks.mixtral_model(), "gptq")
+    (tmp_path / "packed" / "model.safetensors").unlink()
+    where = {key: f"model-{i % 3}.safetensors" for i, key in enumerate(sorted(tensors))}
+    for file in {*where.values()}:
+        save_file({key: t for key, t in tensors.items() if where[key] == file}, tmp_path / "packed" / file)
+    (tmp_path / "packed" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    assert error(load_model(tmp_path / "packed"), reference(tmp_path / "dense", dense)) < 0.02
+
+
 def test_tied_embeddings_stay_tied(tmp_path):
     write(tmp_path / "packed", llama(tied=True), "awq")
     model = load_model(tmp_path / "packed")
