@@ -13,14 +13,14 @@ from torch import nn
 
 from cute_kernels.linear.module import QuantizedLinear
 from cute_kernels.linear.weight import FORMAT_VERSION, SCALE_DTYPES
-from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE
+from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
 
 METHOD = "cute_kernels"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALE_DTYPES}
 
 
 def describe_layers(model: nn.Module) -> dict[str, Any]:
-    """The "quantization_config" of a model: its `QuantizedLinear` and the pairs of experts of its `QuantizedMoE`.
+    """The "quantization_config" of a model: its `QuantizedLinear` and the pairs of experts of its mixtures.
 
     "linear" and "experts" are lists of forms (bits, group_size, dtype, the optional tensors that are there,
     batch_invariant), each with the names of the layers that have it.
@@ -33,7 +33,7 @@ def describe_layers(model: nn.Module) -> dict[str, Any]:
                 each for each in ("zeros", "perm", "input_scale", "bias", "shifts") if getattr(module, each) is not None
             )
             linear.setdefault(_form(module, optional, module.batch_invariant), []).append(name)
-        elif isinstance(module, QuantizedMoE):
+        elif isinstance(module, (QuantizedMoE, QuantizedRoutedExperts)):
             for own in ("gate_up", "down"):
                 part: QuantizedExperts = getattr(module, own)
                 optional = ("zeros",) if part.zeros is not None else ()

@@ -54,10 +54,10 @@ def dense(make: Any, path: Path) -> Any:
     return load(path / "dense", dtype=BF16)
 
 
-MAKERS = (llama, lambda: llama(tied=True), gpt2, *blocks.MODELS)
+MAKERS = (llama, lambda: llama(tied=True), gpt2, *blocks.MODELS, blocks.minimax_model)
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=["llama", "tied", "gpt2", "mixtral", "qwen3", "deepseek"])
+@pytest.mark.parametrize("make", MAKERS, ids=["llama", "tied", "gpt2", "mixtral", "qwen3", "deepseek", "minimax"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_saved_model_comes_back_bit_for_bit(tmp_path, make, sharded):
     path = tmp_path / "packed"

@@ -28,7 +28,7 @@ from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.module import ModelProgress, QuantizedLinear
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.moe.blocks import shared_of
-from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE
+from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
 
 
 def load_safetensors(
@@ -143,7 +143,7 @@ class Filling:
             has_bias = join(name, "bias") in entries
             dense: Any = self._modules[place.module]
             if place.role is not None:
-                self._sizes[place.module] = tuple(dense.experts.down_proj.shape)
+                self._sizes[place.module] = tuple(getattr(dense, "experts", dense).down_proj.shape)
             else:
                 if dense.bias is not None and not has_bias:
                     raise ValueError(f"{join(name, 'bias')}: got no such tensor, want it: the model's layer has a bias")
@@ -181,7 +181,9 @@ class Filling:
         if full:
             pair: Any = experts if isinstance(experts, dict) else experts.finish()
             del self._experts[place.module]
-            made = QuantizedMoE(module.gate, **pair, shared=shared_of(module))
+            made: Any = QuantizedRoutedExperts(**pair)
+            if hasattr(module, "experts"):
+                made = QuantizedMoE(module.gate, **pair, shared=shared_of(module))
             self._made[module] = made.train(module.training)
 
     def swap(self, model: nn.Module) -> None:

@@ -159,7 +159,7 @@ class _Task:
         self._filling = Filling(model, self.entries, self.found)
         for place in self._filling.places.values():
             module = model.get_submodule(place.module)
-            if place.role is None:
+            if place.role is None or not hasattr(module, "experts"):
                 parent, _, own = place.module.rpartition(".")
                 setattr(model.get_submodule(parent), own, _Room())
             elif place.module not in self._blocks:

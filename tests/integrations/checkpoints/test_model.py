@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model
 from cute_kernels.integrations.checkpoints import load_model, load_quantized_linears, load_safetensors, read_kv_scales
+from cute_kernels.moe.module import QuantizedRoutedExperts
 from tests.integrations.checkpoints import goldens
 from tests.moe import blocks
 
@@ -53,6 +54,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "mixtral": blocks.mixtral_model,
     "qwen3": blocks.qwen3_model,
     "deepseek": blocks.deepseek_model,
+    "minimax": blocks.minimax_model,
 }
 
 
@@ -109,14 +111,15 @@ def test_a_directory_becomes_the_model_that_its_formula_describes(tmp_path, kind
     want = reference(tmp_path / "dense", dense)
     assert error(model, want) < 0.02
     kinds = {type(module) for module in model.modules()}
-    assert (QuantizedMoE in kinds) == (kind != "llama") and QuantizedLinear in kinds
+    assert (QuantizedMoE in kinds) == (kind in ("mixtral", "qwen3", "deepseek")) and QuantizedLinear in kinds
+    assert (QuantizedRoutedExperts in kinds) == (kind == "minimax")
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     assert linears == ["lm_head"] and not model.training
     assert [done for _, done, _ in told] == list(range(1, len(told) + 1)) and told[-1][2] == len(told)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek", "minimax"])
 def test_what_was_loaded_is_saved_and_loaded_as_ours(tmp_path, kind):
     write(tmp_path / "packed", MAKERS[kind](), "gptq")
     model = load_model(tmp_path / "packed")
