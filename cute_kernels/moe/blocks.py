@@ -22,6 +22,7 @@ _PROBE_TOKENS = 2
 _PROBE_TOLERANCE = 0.05  # relative; what another meaning would change is far more, what rounding to bf16 does far less
 _MAGNITUDES = (0.5, 4.0, 30.0, 500.0, 1e4)  # of the largest gate or up; published clamps are at 7 to 16
 _SMALL_EXPERTS, _SMALL_INNER, _SMALL_HIDDEN = 4, 16, 32  # of experts that are tried in small
+_BLOCK_MAGNITUDE = 60.0  # the one, beside that of random tokens, for whole blocks: theirs are large weights
 _FP16_MAGNITUDE = 100.0  # its square, what the second product takes, is still a number in fp16
 
 
@@ -169,12 +170,11 @@ def _probe_refusal(block: nn.Module) -> str | None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_PROBE_TOKENS, w.shape[2], generator=generator).to(w.device, w.dtype)
     x = torch.cat((x, -x))
-    top = _FP16_MAGNITUDE if w.dtype == torch.float16 else _MAGNITUDES[-1]
     training = block.training
     block.eval()
     try:
         size = max(functional.linear(x, w[e]).abs().max().item() for e in range(min(len(w), 8)))
-        for magnitude in (size, *(each for each in _MAGNITUDES if each <= top)):
+        for magnitude in (size, _BLOCK_MAGNITUDE):
             inputs = x * (magnitude / size) if size else x
             found, router = block(inputs[None].clone()), block.gate(inputs)  # pyright: ignore[reportCallIssue]
             if not _agree(block, inputs, found, router):
