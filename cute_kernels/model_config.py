@@ -13,14 +13,14 @@ from torch import nn
 
 from cute_kernels.linear.module import QuantizedLinear
 from cute_kernels.linear.weight import FORMAT_VERSION, SCALE_DTYPES
-from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE
+from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
 
 METHOD = "cute_kernels"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALE_DTYPES}
 
 
 def describe_layers(model: nn.Module) -> dict[str, Any]:
-    """The "quantization_config" of a model: its `QuantizedLinear` and the pairs of experts of its `QuantizedMoE`.
+    """The "quantization_config" of a model: its `QuantizedLinear` and the pairs of experts of its mixtures.
 
     "linear" and "experts" are lists of forms (bits, group_size, dtype, the optional tensors that are there,
     batch_invariant), each with the names of the layers that have it.
@@ -33,7 +33,7 @@ def describe_layers(model: nn.Module) -> dict[str, Any]:
                 each for each in ("zeros", "perm", "input_scale", "bias", "shifts") if getattr(module, each) is not None
             )
             linear.setdefault(_form(module, optional, module.batch_invariant), []).append(name)
-        elif isinstance(module, QuantizedMoE):
+        elif isinstance(module, (QuantizedMoE, QuantizedRoutedExperts)):
             for own in ("gate_up", "down"):
                 part: QuantizedExperts = getattr(module, own)
                 optional = ("zeros",) if part.zeros is not None else ()
@@ -49,7 +49,8 @@ def describe_layers(model: nn.Module) -> dict[str, Any]:
 def record_layers(model: Any) -> str | None:
     """Puts `describe_layers` into a transformers model's configuration; what hinders that, or None.
 
-    A model without such a configuration is left alone: its state dict says all that there is to say.
+    A model without such a configuration is left alone: its state dict says all that there is to say. A quantised
+    output layer is tied to the embedding no more, and the configuration says so.
     """
     config: Any = getattr(model, "config", None)
     if not (hasattr(config, "to_dict") and hasattr(config, "save_pretrained")):
@@ -62,6 +63,11 @@ def record_layers(model: Any) -> str | None:
             "say which layers are quantised here, keep the state dict instead"
         )
     config.quantization_config = describe_layers(model)
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if isinstance(output, QuantizedLinear):  # a weight of its own now, whatever it was tied to
+        for each in {id(each): each for each in (config, config.get_text_config())}.values():
+            if getattr(each, "tie_word_embeddings", False):
+                each.tie_word_embeddings = False
     return None
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from cute_kernels.linear.module import QuantizedLinear, is_conv1d
 from cute_kernels.model_report import ReportedLayer
-from cute_kernels.moe.blocks import is_moe_block, refusal
+from cute_kernels.moe.blocks import experts_refusal, is_experts, is_moe_block, refusal
 from cute_kernels.moe.module import QuantizedExperts
 
 FORWARD_HOOKS = (
@@ -46,25 +46,30 @@ def survey(model: nn.Module, skip: Sequence[str]) -> Survey:
     routers = _routers(model)
     places: dict[nn.Module, list[str]] = {}
     left: dict[nn.Module, ReportedLayer] = {}
-    experts_reasons: dict[nn.Module, tuple[str, bool]] = {}
+    served: set[nn.Module] = set()  # experts of blocks that are swapped, then of those that skip names
+    skipped: set[nn.Module] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         if module in places:
             if not _is_skipped(name, skip):
                 places[module].append(name)
             continue
         if is_moe_block(module):
-            skipped = _is_skipped(name, skip)
-            reason = "skip says so" if skipped else refusal(module) or _hooks_reason(module, module.experts)  # pyright: ignore[reportArgumentType]
-            if reason is None:
+            experts = module.get_submodule("experts")
+            if _is_skipped(name, skip):
+                skipped.add(experts)
+            elif refusal(module) is None and _hooks_reason(module, experts) is None:
                 places[module] = [name]
-                experts_reasons[module.get_submodule("experts")] = "", False
-            else:
-                experts_reasons[module.get_submodule("experts")] = reason, not skipped
+                served.add(experts)
             continue
-        if module in experts_reasons:
-            reason, counts = experts_reasons[module]
-            if reason:
-                left[module] = _left(name, module, reason, counts)
+        if module in served:
+            continue
+        if is_experts(module):  # of a block that is not served as a whole
+            if module in skipped or _is_skipped(name, skip):
+                left[module] = _left(name, module, "skip says so", False)
+            elif (reason := experts_refusal(module) or _hooks_reason(module)) is not None:
+                left[module] = _left(name, module, reason, True)
+            else:
+                places[module] = [name]
             continue
         if not is_dense(module):
             if module not in left and (entry := _other(name, module, routers, skip)) is not None:
@@ -155,8 +160,8 @@ def _other(name: str, module: nn.Module, routers: set[nn.Module], skip: Sequence
     if is_named and any(tensor.dim() == 3 for tensor in module.parameters(recurse=False)):
         names = ", ".join(key for key, _ in module.named_parameters(recurse=False))
         reason = (
-            f"experts with {names} in a block that QuantizedMoE.from_block does not know: it wants a router 'gate' and "
-            "'experts' with gate_up_proj [E, 2 I, hidden] and down_proj [E, hidden, I] with SiLU and nothing else"
+            f"experts with {names}, of a kind that is not served: want gate_up_proj [E, 2 I, hidden] and down_proj "
+            "[E, hidden, I] with SiLU and nothing else"
         )
         return _left(name, module, reason, True)
     return _left(name, module, "not an nn.Linear", True)

@@ -16,8 +16,8 @@ from cute_kernels.linear.quantize import check_options
 from cute_kernels.model_config import record_layers
 from cute_kernels.model_layers import is_dense, survey, take_hooks, weight_bytes
 from cute_kernels.model_report import QuantizationReport, ReportedLayer
-from cute_kernels.moe.blocks import is_moe_block
-from cute_kernels.moe.module import QuantizedMoE
+from cute_kernels.moe.blocks import is_experts, is_moe_block
+from cute_kernels.moe.module import QuantizedMoE, QuantizedRoutedExperts
 
 _log = logging.getLogger(__name__)
 
@@ -39,9 +39,9 @@ def quantize_model(
     That is done in place, one after the other; each layer's weight is freed before the next one is quantised, if
     nothing else holds it. A layer that stands in several places is quantised once. GPT-2's Conv1D is a Linear, too.
     Forward hooks of a layer go on. Subclasses of nn.Linear stay as they are, since their forward is their own. So do
-    layers whose weight or hooks a quantised layer cannot take over, and mixtures of experts that
-    `QuantizedMoE.from_block` does not know. Routers stay as they are; the Linear layers of shared experts are layers
-    like any other.
+    layers whose weight or hooks a quantised layer cannot take over, and experts that mean something else. Of a mixture
+    of experts that does more than `QuantizedMoE` the experts alone are swapped, for `QuantizedRoutedExperts`. Routers
+    stay as they are; the Linear layers of shared experts are layers like any other.
 
     ``model.quantization_report`` says what was done, what stayed and why
     (`cute_kernels.model_report.QuantizationReport`); print it for a table. A UserWarning says if nothing was quantised,
@@ -82,7 +82,11 @@ def quantize_model(
     while found.places:
         module = next(iter(found.places))
         names = found.places.pop(module)
-        make: Any = QuantizedLinear.from_linear if is_dense(module) else QuantizedMoE._from_known_block
+        make: Any = QuantizedMoE._from_known_block
+        if is_dense(module):
+            make = QuantizedLinear.from_linear
+        elif is_experts(module):
+            make = QuantizedRoutedExperts.from_experts
         try:
             layer = make(module, bits, group_size, zero_point, dtype, device=device)
         except (TypeError, ValueError) as error:
@@ -105,7 +109,7 @@ def _reported(name: str, swapped: Any, layer: Any) -> ReportedLayer:
     if isinstance(layer, QuantizedLinear):
         return ReportedLayer(name, kind, weight_bytes(swapped), layer.weight.nbytes)
     packed = layer.gate_up.weight.nbytes + layer.down.weight.nbytes
-    return ReportedLayer(name, kind, weight_bytes(swapped.experts), packed)
+    return ReportedLayer(name, kind, weight_bytes(getattr(swapped, "experts", swapped)), packed)
 
 
 def _tell(model: Any, report: QuantizationReport) -> None:

@@ -11,6 +11,7 @@ import transformers as tf
 from torch import nn
 
 from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model
+from cute_kernels.moe.module import QuantizedRoutedExperts
 from tests.moe import blocks
 
 BF16 = torch.bfloat16
@@ -107,7 +108,7 @@ def test_a_clamp_that_only_the_forward_knows_is_refused(bound):
     block.experts.bound = 1e9
     QuantizedMoE.from_block(block)
     block.experts.bound = bound
-    with pytest.raises(ValueError, match=r"for gates and ups up to .* it computes something else than its experts"):
+    with pytest.raises(ValueError, match=r"for gates and ups of about .* its experts compute something else than"):
         QuantizedMoE.from_block(block)
 
 
@@ -120,8 +121,44 @@ def test_a_hash_router_is_refused_by_name_and_left_by_quantize_model():
         quantize_model(model, group_size=32)
     assert model.mlp is block and isinstance(model.proj, QuantizedLinear)
     assert isinstance(block.shared_experts.up_proj, QuantizedLinear)
-    assert "takes hidden_states, input_ids" in reasons(model)["mlp.experts"]
+    assert "gated activation gives" in reasons(model)["mlp.experts"]
     assert "router" in reasons(model)["mlp.gate"]
+
+
+def test_experts_in_a_block_that_does_more_are_swapped_alone():
+    """A router of input ids, and a factor on what the experts say: the block's own forward goes on around them."""
+    x, ids = torch.randn(1, 6, 64).to(BF16), torch.randint(0, 50, (1, 6))
+    hashed, scaled = deepseek_v4("hash_moe"), step3p7(None)
+    hashed.experts.limit, scaled.routed_scaling_factor = float("inf"), 2.5
+    for block, inputs in ((hashed, (x, ids)), (scaled, (x,))):
+        with pytest.raises(ValueError, match="block: got a .* that is not served"):
+            QuantizedMoE.from_block(block)
+        model: Any = nn.ModuleDict({"mlp": block})
+        with torch.no_grad():
+            want = block(*inputs)
+            quantize_model(model, bits=8, group_size=32)
+            got = block(*inputs)
+        assert model.mlp is block and isinstance(block.experts, QuantizedRoutedExperts)
+        assert (got - want).float().norm() < 0.03 * want.float().norm()
+        assert "mlp.experts" in [layer.name for layer in model.quantization_report.quantized]
+
+
+def test_minimax_m2_is_quantised_but_for_its_router():
+    model, dense = minimax(), minimax()
+    quantize_model(model, bits=8, group_size=32)
+    assert isinstance(model.model.layers[0].mlp.experts, QuantizedRoutedExperts)
+    assert set(reasons(model)) == {"model.embed_tokens", "lm_head", "model.layers.0.mlp.gate"}
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        got, want = model(ids).logits.float(), dense(ids).logits.float()
+    assert (got - want).norm() < 0.05 * want.norm()
+
+
+def test_experts_of_another_meaning_are_refused_by_themselves():
+    with pytest.raises(TypeError, match="experts: got Linear, want gate_up_proj"):
+        QuantizedRoutedExperts.from_experts(nn.Linear(3, 4))
+    with pytest.raises(ValueError, match="experts: got DeepseekV4Experts that are not served: .* gated activation"):
+        QuantizedRoutedExperts.from_experts(deepseek_v4("moe").experts)
 
 
 # -- whole models ------------------------------------------------------------------------------------------------------
@@ -140,7 +177,7 @@ def llama4() -> Any:
     return filled(tf.Llama4ForCausalLM(config))
 
 
-@pytest.mark.parametrize("make", [gpt_oss, minimax, llama4], ids=["gpt_oss", "minimax", "llama4"])
+@pytest.mark.parametrize("make", [gpt_oss, llama4], ids=["gpt_oss", "llama4"])
 def test_experts_that_stay_in_16_bits_are_warned_of_by_name(make):
     model = make()
     with pytest.warns(UserWarning, match=r"most of the weights, .*Experts model\.layers\.0\.[a-z_]+\.experts"):

@@ -35,8 +35,8 @@ from cute_kernels.linear.weight import TILE_BYTES, TILE_N, PackedWeight, check_f
 from cute_kernels.model_config import METHOD, describe_layers, forms_of
 from cute_kernels.model_layers import is_dense
 from cute_kernels.models import quantize_model
-from cute_kernels.moe.blocks import is_moe_block, refusal, shared_of
-from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE
+from cute_kernels.moe.blocks import experts_refusal, is_experts, is_moe_block, refusal, shared_of
+from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
 from layouts.weights import hopper
 
 _OPTIONS = ("bits", "group_size", "zero_point", "skip", "batch_invariant")
@@ -185,13 +185,19 @@ def _empty_linear(dense: Any, form: dict[str, Any]) -> QuantizedLinear:
     return layer
 
 
-def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE:
-    if not is_moe_block(block) or (reason := refusal(block)) is not None:
+def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE | QuantizedRoutedExperts:
+    """Of a block that `QuantizedMoE` takes, or of experts by themselves."""
+    alone = is_experts(block)
+    if not alone and not is_moe_block(block):
+        raise TypeError(f"got {type(block).__name__} in the model, want a mixture of experts that is served")
+    reason = experts_refusal(block) if alone else refusal(block)
+    if reason is not None:
         raise TypeError(f"got a {type(block).__name__} in the model that is not served: {reason}")
     if pair.keys() != {"gate_up", "down"}:
         raise ValueError(f"got {', '.join(sorted(pair))}, want gate_up and down")
     experts = {}
-    for own, dense in (("gate_up", block.experts.gate_up_proj), ("down", block.experts.down_proj)):
+    weights = block if alone else block.experts
+    for own, dense in (("gate_up", weights.gate_up_proj), ("down", weights.down_proj)):
         form, (count, n, k) = pair[own], dense.shape
         tensors = {
             name: None if tensor is None else tensor.new_empty((count, *tensor.shape))
@@ -200,7 +206,8 @@ def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE:
         }
         options: Any = {"bits": form["bits"], "group_size": form["group_size"], "shape": (n, k)}
         experts[own] = PackedExperts(**tensors, **options, check_values=False)
-    layer = QuantizedMoE(block.gate, **experts, shared=shared_of(block))
+    layer: Any = QuantizedRoutedExperts(**experts) if alone else None
+    layer = layer or QuantizedMoE(block.gate, **experts, shared=shared_of(block))
     layer.batch_invariant = pair["down"]["batch_invariant"]
     for own, weight in experts.items():
         _expect_format(getattr(layer, own), weight.state_dict()[_FORMAT])

@@ -12,13 +12,14 @@ import torch
 
 from cute_kernels.linear.experts import PackedExperts, interleave_experts, quantize_experts, stack_experts
 from cute_kernels.moe import ops
-from cute_kernels.moe.module import QuantizedMoE
+from cute_kernels.moe.module import QuantizedMoE, QuantizedRoutedExperts
 from cute_kernels.moe.reference import fused_moe_reference, grouped_linear_reference
 from cute_kernels.names import Activation, GatedActivation
 
 __all__ = [
     "PackedExperts",
     "QuantizedMoE",
+    "QuantizedRoutedExperts",
     "fused_moe",
     "fused_moe_reference",
     "grouped_linear",

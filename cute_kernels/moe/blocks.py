@@ -7,6 +7,7 @@ see what its forward does besides.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -20,7 +21,22 @@ SHARED_GATE = "shared_expert_gate"  # what its result is multiplied with, after 
 _PROBE_TOKENS = 2
 _PROBE_TOLERANCE = 0.05  # relative; what another meaning would change is far more, what rounding to bf16 does far less
 _MAGNITUDES = (0.5, 4.0, 30.0, 500.0, 1e4)  # of the largest gate or up; published clamps are at 7 to 16
+_SMALL_EXPERTS, _SMALL_INNER, _SMALL_HIDDEN = 4, 16, 32  # of experts that are tried in small
+_BLOCK_MAGNITUDE = 60.0  # the one, beside that of random tokens, for whole blocks: theirs are large weights
 _FP16_MAGNITUDE = 100.0  # its square, what the second product takes, is still a number in fp16
+
+
+def is_experts(module: Any) -> bool:
+    """Whether it is a module with the weights, and no others, that `QuantizedRoutedExperts.from_experts` takes."""
+    if not isinstance(module, nn.Module) or {name for name, _ in module.named_children()} - {"act_fn"}:
+        return False
+    weights = dict(module.named_parameters())
+    if weights.keys() != {"gate_up_proj", "down_proj"} or any(True for _ in module.buffers()):
+        return False
+    if any(weight.dim() != 3 for weight in weights.values()):
+        return False
+    count, rows, hidden = weights["gate_up_proj"].shape
+    return weights["down_proj"].shape == (count, hidden, rows // 2) and _is_silu(getattr(module, "act_fn", None))
 
 
 def is_moe_block(module: Any) -> bool:
@@ -32,12 +48,7 @@ def is_moe_block(module: Any) -> bool:
     others = children.keys() - {"gate", "experts", *SHARED_NAMES, SHARED_GATE}
     if own or others or not {"gate", "experts"} <= children.keys() or all(name in children for name in SHARED_NAMES):
         return False
-    experts: Any = children["experts"]
-    weights = dict(experts.named_parameters())
-    if weights.keys() != {"gate_up_proj", "down_proj"} or any(weight.dim() != 3 for weight in weights.values()):
-        return False
-    count, rows, hidden = weights["gate_up_proj"].shape
-    return weights["down_proj"].shape == (count, hidden, rows // 2) and _is_silu(getattr(experts, "act_fn", None))
+    return is_experts(children["experts"])
 
 
 def shared_of(block: nn.Module) -> dict[str, nn.Module]:
@@ -56,12 +67,56 @@ def with_shared(module: nn.Module, shared: str, x: torch.Tensor, y: torch.Tensor
 def refusal(block: nn.Module) -> str | None:
     """Why a block with the parts of one (`is_moe_block`) cannot be served, or None if it can.
 
-    Of a block on the meta device its code is looked at alone.
+    Of a block on the meta device its experts are tried in small, and its router by what it asks for.
     """
-    reason = _router_refusal(block) or _activation_refusal(block.get_submodule("experts"))
+    reason = _router_refusal(block) or experts_refusal(block.get_submodule("experts"))
     if reason is None and not any(tensor.is_meta for tensor in block.parameters()):
         reason = _probe_refusal(block)
     return reason
+
+
+def experts_refusal(experts: nn.Module) -> str | None:
+    """Why experts with the weights of some (`is_experts`) cannot be served, or None if they can.
+
+    They are tried in small, with weights of their own: what is asked is what their code does.
+    """
+    reason = _activation_refusal(experts)
+    if reason is not None:
+        return reason
+    try:
+        return _small_probe_refusal(experts)
+    except Exception as error:  # whatever another library's code raises
+        return f"its experts cannot be tried with hidden states, ids and weights ({type(error).__name__}: {error})"
+
+
+@torch.no_grad()
+def _small_probe_refusal(experts: Any) -> str | None:
+    """Why tokens do not come out of experts as sums of gated SiLU, weighted as they are told, or None."""
+    count, rows, hidden = experts.gate_up_proj.shape
+    sizes = {"num": (count, _SMALL_EXPERTS), "inter": (rows // 2, _SMALL_INNER), "hidden": (hidden, _SMALL_HIDDEN)}
+    tried = copy.copy(experts)
+    tried.__dict__ = dict(experts.__dict__)
+    for word, (size, small) in sizes.items():  # in the names of attributes that hold them
+        tried.__dict__.update({name: small for name, value in vars(experts).items() if word in name and value == size})
+    dtype = experts.gate_up_proj.dtype
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+    with torch.device("cpu"):
+        gate_up = (random(_SMALL_EXPERTS, 2 * _SMALL_INNER, _SMALL_HIDDEN) / _SMALL_HIDDEN**0.5).to(dtype)
+        down = (random(_SMALL_EXPERTS, _SMALL_HIDDEN, _SMALL_INNER) / _SMALL_INNER**0.5).to(dtype)
+        tried._parameters = {"gate_up_proj": nn.Parameter(gate_up), "down_proj": nn.Parameter(down)}
+        x, ids = random(2, _SMALL_HIDDEN).to(dtype), torch.tensor([[0, 2], [3, 0], [1, 3], [2, 1]])
+        x, shares = torch.cat((x, -x)), torch.tensor([[0.7, 0.3], [1.0, 0.5], [0.2, 0.1], [0.6, 0.4]])
+        for magnitude in (each for each in _MAGNITUDES if dtype != torch.float16 or each <= _FP16_MAGNITUDE):
+            inputs = x * magnitude
+            found, wanted = tried(inputs, ids, shares.to(dtype)), _routed(gate_up, down, inputs, shares.to(dtype), ids)
+            off = (found.reshape(x.shape).float() - wanted).norm(dim=1) > _PROBE_TOLERANCE * wanted.norm(dim=1)
+            if bool(off.any()):
+                return f"for gates and ups of about {magnitude:.3g} its experts compute something else than gated SiLU"
+    return None
 
 
 def _router_refusal(block: nn.Module) -> str | None:
@@ -115,12 +170,11 @@ def _probe_refusal(block: nn.Module) -> str | None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_PROBE_TOKENS, w.shape[2], generator=generator).to(w.device, w.dtype)
     x = torch.cat((x, -x))
-    top = _FP16_MAGNITUDE if w.dtype == torch.float16 else _MAGNITUDES[-1]
     training = block.training
     block.eval()
     try:
         size = max(functional.linear(x, w[e]).abs().max().item() for e in range(min(len(w), 8)))
-        for magnitude in (size, *(each for each in _MAGNITUDES if each <= top)):
+        for magnitude in (size, _BLOCK_MAGNITUDE):
             inputs = x * (magnitude / size) if size else x
             found, router = block(inputs[None].clone()), block.gate(inputs)  # pyright: ignore[reportCallIssue]
             if not _agree(block, inputs, found, router):
@@ -141,17 +195,25 @@ def _agree(block: nn.Module, x: torch.Tensor, found: Any, router: Any) -> bool:
     shapes_fit = isinstance(found, torch.Tensor) and found.numel() == x.numel()
     if not (shapes_fit and isinstance(router, tuple) and len(router) == 3 and router[1].shape == router[2].shape):
         return False
-    y = torch.zeros_like(x, dtype=torch.float32)
-    for token, (shares, ids) in enumerate(zip(router[1].tolist(), router[2].tolist(), strict=True)):
-        for share, e in zip(shares, ids, strict=True):
-            gate, up = functional.linear(x[token], experts.gate_up_proj[e]).float().chunk(2)
-            y[token] += share * (experts.down_proj[e] @ (functional.silu(gate) * up).to(x.dtype)).float()
+    y = _routed(experts.gate_up_proj, experts.down_proj, x, *router[1:])
     shared = next(iter(shared_of(block).keys() & {*SHARED_NAMES}), None)
     wanted = (y if shared is None else with_shared(block, shared, x, y)).float()
     off = (found.reshape(x.shape).float() - wanted).norm(dim=1) > _PROBE_TOLERANCE * wanted.norm(dim=1)
     if not bool(wanted.isfinite().all()):
         return _has_bad_weights(block)  # the weights are to blame, which quantising says by name
     return not bool(off.any())
+
+
+def _routed(
+    gate_up: torch.Tensor, down: torch.Tensor, x: torch.Tensor, shares: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """fp32 [tokens, hidden]: what experts of those weights make of x, by the router's shares and ids."""
+    y = torch.zeros_like(x, dtype=torch.float32)
+    for token, (own, chosen) in enumerate(zip(shares.tolist(), ids.tolist(), strict=True)):
+        for share, e in zip(own, chosen, strict=True):
+            gate, up = functional.linear(x[token], gate_up[e]).float().chunk(2)
+            y[token] += share * (down[e] @ (functional.silu(gate) * up).to(x.dtype)).float()
+    return y
 
 
 def _has_bad_weights(block: nn.Module) -> bool:

@@ -11,7 +11,16 @@ from torch.compiler import is_compiling
 from cute_kernels.linear.experts import PackedExperts, quantize_experts
 from cute_kernels.linear.module import take_buffers
 from cute_kernels.moe import ops
-from cute_kernels.moe.blocks import SHARED_GATE, SHARED_NAMES, is_moe_block, refusal, shared_of, with_shared
+from cute_kernels.moe.blocks import (
+    SHARED_GATE,
+    SHARED_NAMES,
+    experts_refusal,
+    is_experts,
+    is_moe_block,
+    refusal,
+    shared_of,
+    with_shared,
+)
 from cute_kernels.moe.checks import check_experts, check_pair
 
 TENSOR_NAMES = ("codes", "scales", "zeros")
@@ -208,6 +217,71 @@ class QuantizedMoE(nn.Module):
         if self._shared is not None:
             y = with_shared(self, self._shared, x, y)
         return y if flat else y.view_as(hidden_states)
+
+
+class QuantizedRoutedExperts(nn.Module):
+    """The experts of a block that keeps its own forward: its router, its scaling, its shared experts.
+
+    For blocks that `QuantizedMoE.from_block` does not take, such as MiniMax-M2's, around experts that it would.
+
+    Args:
+        gate_up, down: as `cute_kernels.fused_moe` takes them.
+
+    Attributes:
+        batch_invariant: as of `QuantizedMoE`.
+    """
+
+    gate_up: QuantizedExperts
+    down: QuantizedExperts
+    batch_invariant: bool = False
+
+    def __init__(self, gate_up: PackedExperts, down: PackedExperts) -> None:
+        super().__init__()
+        check_experts("gate_up", gate_up)
+        check_experts("down", down)
+        check_pair(gate_up, down)
+        self.gate_up, self.down = QuantizedExperts(gate_up), QuantizedExperts(down)
+
+    @classmethod
+    def from_experts(
+        cls,
+        experts: Any,
+        bits: int = 4,
+        group_size: int | None = 128,
+        zero_point: bool = False,
+        dtype: torch.dtype | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> QuantizedRoutedExperts:
+        """The experts with their weights quantised; other arguments as for `quantize_weight`.
+
+        ``experts`` is a module with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj`` [E, hidden, I],
+        which is called with hidden states, ids and weights.
+
+        Raises:
+            TypeError, ValueError: as `QuantizedMoE.from_block`.
+        """
+        if not is_experts(experts):
+            raise TypeError(
+                f"experts: got {type(experts).__name__}, want gate_up_proj [E, 2 I, hidden] and down_proj "
+                "[E, hidden, I] with SiLU and nothing else"
+            )
+        reason = experts_refusal(experts)
+        if reason is not None:
+            raise ValueError(f"experts: got {type(experts).__name__} that are not served: {reason}")
+        gate_up = quantize_experts(
+            experts.gate_up_proj.detach(), bits, group_size, zero_point, dtype, device=device, halves_in_turn=True
+        )
+        down = quantize_experts(experts.down_proj.detach(), bits, group_size, zero_point, dtype, device=device)
+        return cls(gate_up, down).train(experts.training)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[tokens, hidden] of hidden_states [tokens, hidden], and of ids and weights [tokens, topk]."""
+        modules: Any = self._modules
+        experts, options = (modules["gate_up"].weight, modules["down"].weight), (None, self.batch_invariant, None)
+        return ops.apply_moe(hidden_states, *experts, top_k_index, top_k_weights, "swiglu", *options)
 
 
 def _checked_shared(shared: Any) -> dict[str, nn.Module]:

@@ -54,10 +54,10 @@ def dense(make: Any, path: Path) -> Any:
     return load(path / "dense", dtype=BF16)
 
 
-MAKERS = (llama, lambda: llama(tied=True), gpt2, *blocks.MODELS)
+MAKERS = (llama, lambda: llama(tied=True), gpt2, *blocks.MODELS, blocks.minimax_model)
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=["llama", "tied", "gpt2", "mixtral", "qwen3", "deepseek"])
+@pytest.mark.parametrize("make", MAKERS, ids=["llama", "tied", "gpt2", "mixtral", "qwen3", "deepseek", "minimax"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_saved_model_comes_back_bit_for_bit(tmp_path, make, sharded):
     path = tmp_path / "packed"
@@ -105,6 +105,32 @@ def test_layers_of_several_forms_come_back(tmp_path):
     )
     with torch.no_grad():
         assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_a_quantised_output_layer_is_tied_no_more(tmp_path):
+    model: Any = quantize_model(dense(lambda: llama(tied=True), tmp_path), group_size=32, skip=())
+    model.save_pretrained(tmp_path / "packed")
+    loaded = load(tmp_path / "packed")
+    assert isinstance(loaded.lm_head, QuantizedLinear) and not loaded.config.tie_word_embeddings
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_a_vision_language_model_comes_back(tmp_path):
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    options: Any = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**options, image_size=32, patch_size=8, projection_dim=64)
+    config = LlavaConfig(
+        vision_config=vision, text_config=LlamaConfig(**options, vocab_size=128), image_token_index=100
+    )
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "dense")
+    model: Any = LlavaForConditionalGeneration.from_pretrained(tmp_path / "dense", dtype=BF16)
+    quantize_model(model, group_size=32)
+    model.save_pretrained(tmp_path / "packed")
+    loaded: Any = LlavaForConditionalGeneration.from_pretrained(tmp_path / "packed")
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS[:1]).logits, model(IDS[:1]).logits)
 
 
 def test_a_dense_model_is_quantised_while_it_is_loaded(tmp_path):

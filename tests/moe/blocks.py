@@ -9,6 +9,8 @@ from torch import nn
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3MoeConfig,
@@ -58,6 +60,11 @@ def deepseek_model(seed: int = 0) -> Any:
         "v_head_dim": 16,
     }
     return _filled(DeepseekV3ForCausalLM(DeepseekV3Config(**{**COMMON, "num_key_value_heads": 4}, **options)), seed)
+
+
+def minimax_model(seed: int = 0) -> Any:
+    """Its block gives the router a bias of its own: the experts alone are swapped."""
+    return _filled(MiniMaxM2ForCausalLM(MiniMaxM2Config(**COMMON, num_local_experts=EXPERTS, head_dim=16)), seed)
 
 
 def mixtral(seed: int = 0) -> Any:

@@ -51,7 +51,7 @@ def read_config(path: Path) -> Config:
     for name, owner in _FOREIGN_FILES.items():
         if (directory / name).exists():
             raise ValueError(
-                f"{name}: got a checkpoint of {owner}, want one of a format that is read (docs/checkpoints.md)"
+                f"{name}: got a checkpoint of {owner}, want one of a format that is read (docs/tasks/checkpoints.md)"
             )
     return {}
 

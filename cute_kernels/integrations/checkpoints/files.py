@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from os import PathLike
@@ -27,7 +28,7 @@ from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.module import ModelProgress, QuantizedLinear
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.moe.blocks import shared_of
-from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE
+from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
 
 
 def load_safetensors(
@@ -105,12 +106,11 @@ def load_quantized_linears(
     config = read_config(path) if config is None else checked("config", config)
     found = find_layers(entries, config)
     filling = Filling(model, entries, found)
-    for done, (name, layer) in enumerate(
-        read_layers(entries, found, config, {"dtype": dtype, "device": device}), start=1
-    ):
+    layers = read_layers(entries, filling.found, config, {"dtype": dtype, "device": device})
+    for done, (name, layer) in enumerate(layers, start=1):
         filling.take(name, layer)
         if progress is not None:
-            progress(name, done, len(found))
+            progress(name, done, len(filling.found))
     filling.swap(model)
     return model
 
@@ -121,10 +121,21 @@ class Filling:
     Args:
         model: as for `load_quantized_linears`; it is looked at now, and changed by `swap` alone.
         entries, found: the checkpoint's tensors and its quantised layers.
+
+    Attributes:
+        found: those of the layers that the model has a use for. transformers' models say which they have none for, such
+            as the layers of DeepSeek-V3 that predict further tokens.
     """
 
     def __init__(self, model: nn.Module, entries: Mapping[str, Entry], found: Mapping[str, LayerFormat]) -> None:
         self._modules = dict(model.named_modules(remove_duplicate=False))
+        unused = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        found = {
+            name: form
+            for name, form in found.items()
+            if not any(pattern.search(join(name, form.mark)) for pattern in unused)
+        }
+        self.found = found
         stacked = [name for name, form in found.items() if form.name == OWN.name and is_stacked(entries, name)]
         self.places = place_layers(model, [name for name in found if name not in stacked], stacked)
         self._sizes: dict[str, tuple[int, int, int]] = {}  # of the experts' down projections
@@ -132,7 +143,7 @@ class Filling:
             has_bias = join(name, "bias") in entries
             dense: Any = self._modules[place.module]
             if place.role is not None:
-                self._sizes[place.module] = tuple(dense.experts.down_proj.shape)
+                self._sizes[place.module] = tuple(getattr(dense, "experts", dense).down_proj.shape)
             else:
                 if dense.bias is not None and not has_bias:
                     raise ValueError(f"{join(name, 'bias')}: got no such tensor, want it: the model's layer has a bias")
@@ -170,7 +181,9 @@ class Filling:
         if full:
             pair: Any = experts if isinstance(experts, dict) else experts.finish()
             del self._experts[place.module]
-            made = QuantizedMoE(module.gate, **pair, shared=shared_of(module))
+            made: Any = QuantizedRoutedExperts(**pair)
+            if hasattr(module, "experts"):
+                made = QuantizedMoE(module.gate, **pair, shared=shared_of(module))
             self._made[module] = made.train(module.training)
 
     def swap(self, model: nn.Module) -> None:

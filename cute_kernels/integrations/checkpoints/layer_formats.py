@@ -55,7 +55,7 @@ class LayerFormat:
 def _awq(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
     if config.get("bits", config.get("w_bit", 4)) != 4:
         raise ValueError(f"bits: got {config.get('bits', config.get('w_bit'))}, want 4 for AWQ")
-    version = config.get("version") or config.get("format") or "gemm"
+    version = config.get("version") or config.get("format") or config.get("checkpoint_format") or "gemm"
     if not isinstance(version, str) or version.lower() != "gemm":  # AutoAWQ's first versions wrote "GEMM"
         raise ValueError(f"version: got {version!r}, want 'gemm', how AutoAWQ packs by default")
     weight = from_awq(**tensors, group_size=config.get("group_size", config.get("q_group_size")), **options)
@@ -65,7 +65,10 @@ def _awq(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
 
 
 def _gptq(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
-    stored_as = config.get("checkpoint_format") or config.get("format")
+    stored_as, also = (config.get(key) for key in ("checkpoint_format", "format"))
+    if stored_as and also and stored_as != also:
+        raise ValueError(f"checkpoint_format: got {stored_as!r} and {also!r} as format, want one of them")
+    stored_as = stored_as or also
     bits, group_size = config.get("bits", 4), config.get("group_size")
     weight = from_gptq(
         **tensors, bits=bits, group_size=group_size, checkpoint_format=stored_as or FORMATS[0], **options
@@ -283,6 +286,7 @@ FOREIGN = (
     "bitmask", "compressed", "trellis", "codebooks", "Qidxs",
 )  # fmt: skip
 """Tensors of quantised layers, of formats that are read and of others."""
+_FOREIGN_PARTS = ("weight:", "_weight_")  # how torchao's files name the parts of a weight, before and now
 FOREIGN_DTYPES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "U16", "I16", "U32", "I32")  # of a "weight"
 
 
@@ -336,13 +340,13 @@ def _check_not_quantised(entries: Mapping[str, Entry], name: str, owned: set[str
         rest = [each for each in form.required if each != form.mark]
         if rest and "weight" not in owned and owned.issuperset(rest):
             raise ValueError(f"{join(name, form.mark)}: got no such tensor, want it beside {' and '.join(rest)}")
-    found = sorted(owned & {*FOREIGN})
+    found = sorted(own for own in owned if own in FOREIGN or own.startswith(_FOREIGN_PARTS))
     stored = entries[join(name, "weight")].dtype if "weight" in owned else ""
     if found or stored in FOREIGN_DTYPES:
         what = join(name, found[0]) if found else f"{join(name, 'weight')} of {stored}"
         raise ValueError(
             f"{what}: got a layer that is quantised in a format that is not read, want one of "
-            f"{', '.join(dict.fromkeys(form.name for form in LAYER_FORMATS))} (docs/checkpoints.md)"
+            f"{', '.join(dict.fromkeys(form.name for form in LAYER_FORMATS))} (docs/tasks/checkpoints.md)"
         )
 
 

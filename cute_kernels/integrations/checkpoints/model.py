@@ -159,7 +159,7 @@ class _Task:
         self._filling = Filling(model, self.entries, self.found)
         for place in self._filling.places.values():
             module = model.get_submodule(place.module)
-            if place.role is None:
+            if place.role is None or not hasattr(module, "experts"):
                 parent, _, own = place.module.rpartition(".")
                 setattr(model.get_submodule(parent), own, _Room())
             elif place.module not in self._blocks:
@@ -170,11 +170,12 @@ class _Task:
     def fill(self, model: nn.Module) -> None:
         assert self._filling is not None
         options = {"dtype": self.dtype, "device": self.device}
-        layers = read_layers(self.entries, self.found, self.config, options)
+        found = self._filling.found
+        layers = read_layers(self.entries, found, self.config, options)
         for done, (name, layer) in enumerate(layers, start=1):
             self._filling.take(name, layer)
             if self.progress is not None:
-                self.progress(name, done, len(self.found))
+                self.progress(name, done, len(found))
         self._filling.swap(model)
         for name, block in self._blocks.items():
             made: Any = model.get_submodule(name)
@@ -299,7 +300,8 @@ class _Routed(nn.Module):
         from cute_kernels.moe import fused_moe
 
         layer: Any = self.layer
-        return fused_moe(hidden_states, layer.gate_up.weight, layer.down.weight, top_k_index, top_k_weights)
+        experts = layer.gate_up.weight, layer.down.weight
+        return fused_moe(hidden_states, *experts, topk_weights=top_k_weights, topk_ids=top_k_index)
 
 
 @torch.no_grad()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from cute_kernels.moe.blocks import is_moe_block, refusal
+from cute_kernels.moe.blocks import experts_refusal, is_experts, is_moe_block, refusal
 
 GATE, UP, DOWN = "gate", "up", "down"
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -25,7 +25,8 @@ class Place:
     """Where a layer belongs.
 
     Args:
-        module: the qualified name of the nn.Linear that it stands for, or of the mixture of experts that it is part of.
+        module: the qualified name of the nn.Linear that it stands for, or of the mixture of experts that it is part of;
+            of a mixture that is not served as a whole, of its experts.
         role: of an expert `GATE`, `UP` or `DOWN`; "gate_up" or "down" of stacked experts; None of a Linear.
         expert: which expert, or None.
     """
@@ -52,7 +53,7 @@ def place_layers(model: nn.Module, names: Iterable[str], stacked: Iterable[str] 
     places: dict[str, Place] = {}
     for name in names:
         place = places[name] = _place(modules, rename, name)
-        if modules[place.module] is model:
+        if modules.get(place.module) is model:
             raise TypeError(f"model: got the layer itself, {type(model).__name__}, want a module around it")
     for name in stacked:
         block, _, role = name.rpartition(".")
@@ -61,8 +62,18 @@ def place_layers(model: nn.Module, names: Iterable[str], stacked: Iterable[str] 
         places[name] = Place(
             block if block in modules else rename(f"{block}.experts.gate_up_proj")[0].rpartition(".experts.")[0], role
         )
+    places = {name: _narrowed(modules, place) for name, place in places.items()}
     _check_experts(modules, places)
     return places
+
+
+def _narrowed(modules: Mapping[str, nn.Module], place: Place) -> Place:
+    """The place, at the experts alone where their block does more than is served."""
+    block = modules.get(place.module)
+    experts = modules.get(f"{place.module}.experts")
+    if place.role is None or not is_experts(experts) or (is_moe_block(block) and refusal(block) is None):  # pyright: ignore[reportArgumentType]
+        return place
+    return replace(place, module=f"{place.module}.experts")
 
 
 def _place(modules: Mapping[str, nn.Module], rename: Any, name: str) -> Place:
@@ -130,17 +141,18 @@ def _check_experts(modules: Mapping[str, nn.Module], places: Mapping[str, Place]
     for name, found in blocks.items():
         block: Any = modules.get(name)
         first = next(iter(found.values()))
-        if not is_moe_block(block):
+        alone = is_experts(block)
+        if not alone and not is_moe_block(block):
             raise ValueError(
                 f"{first}: got experts for {name}, a {type(block).__name__} of the model, want one that "
                 "QuantizedMoE.from_block takes"
             )
-        reason = refusal(block)
+        reason = experts_refusal(block) if alone else refusal(block)
         if reason is not None:
             raise ValueError(f"{first}: got experts for {name}, a {type(block).__name__} that is not served: {reason}")
         wanted: list[tuple[Any, Any]] = [(None, "gate_up"), (None, "down")]
         if any(expert is not None for expert, _ in found):
-            count = block.experts.down_proj.shape[0]
+            count = (block if alone else block.experts).down_proj.shape[0]
             wanted = [(expert, role) for expert in range(count) for role in (GATE, UP, DOWN)]
         for key in wanted:
             if key not in found:

@@ -271,6 +271,8 @@ FOREIGN = {
     "fp8 in blocks": {"weight": torch.zeros(4, 4).bfloat16(), "weight_scale_inv": torch.ones(1, 1)},
     "marlin": {"qweight": torch.zeros(4, 4).int(), "g_idx": torch.zeros(4).int()},
     "bitsandbytes": {"weight": torch.zeros(8, 1).byte(), "weight.absmax": torch.ones(1)},
+    "torchao of another class": {"_weight_scale": torch.ones(4, 1)},
+    "torchao's first names": {"weight:qdata": torch.zeros(4, 4).char(), "weight:scale": torch.ones(4, 1)},
     "LLM.int8": {"weight": torch.zeros(4, 4).char(), "SCB": torch.ones(4)},
 }
 
@@ -642,6 +644,11 @@ def test_directories_without_layers_are_refused(tmp_path):
     [
         ({"quant_method": "fp8"}, "quant_method: got 'fp8', want one of awq, gptq, auto-round for layers with qweight"),
         ({"quant_method": "awq", "version": "gemv"}, f"{NAMES[0]}.version: got 'gemv', want 'gemm'"),
+        ({"quant_method": "awq", "checkpoint_format": "gemv"}, f"{NAMES[0]}.version: got 'gemv', want 'gemm'"),
+        (
+            {"quant_method": "gptq", "checkpoint_format": "gptq", "format": "gptq_v2"},
+            f"{NAMES[0]}.checkpoint_format: got 'gptq' and 'gptq_v2' as format",
+        ),
         ({"quant_method": "awq", "bits": 8}, f"{NAMES[0]}.bits: got 8, want 4 for AWQ"),
     ],
 )

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model
 from cute_kernels.integrations.checkpoints import load_model, load_quantized_linears, load_safetensors, read_kv_scales
+from cute_kernels.moe.module import QuantizedRoutedExperts
 from tests.integrations.checkpoints import goldens
 from tests.moe import blocks
 
@@ -53,6 +54,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "mixtral": blocks.mixtral_model,
     "qwen3": blocks.qwen3_model,
     "deepseek": blocks.deepseek_model,
+    "minimax": blocks.minimax_model,
 }
 
 
@@ -109,14 +111,15 @@ def test_a_directory_becomes_the_model_that_its_formula_describes(tmp_path, kind
     want = reference(tmp_path / "dense", dense)
     assert error(model, want) < 0.02
     kinds = {type(module) for module in model.modules()}
-    assert (QuantizedMoE in kinds) == (kind != "llama") and QuantizedLinear in kinds
+    assert (QuantizedMoE in kinds) == (kind in ("mixtral", "qwen3", "deepseek")) and QuantizedLinear in kinds
+    assert (QuantizedRoutedExperts in kinds) == (kind == "minimax")
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     assert linears == ["lm_head"] and not model.training
     assert [done for _, done, _ in told] == list(range(1, len(told) + 1)) and told[-1][2] == len(told)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek", "minimax"])
 def test_what_was_loaded_is_saved_and_loaded_as_ours(tmp_path, kind):
     write(tmp_path / "packed", MAKERS[kind](), "gptq")
     model = load_model(tmp_path / "packed")
@@ -149,6 +152,29 @@ def test_experts_of_a_checkpoint_go_into_a_model_that_is_there(tmp_path):
     load_quantized_linears(model, tmp_path / "packed")
     assert error(model, want) < 0.02
     assert sum(isinstance(module, QuantizedMoE) for module in model.modules()) == 2
+
+
+def test_layers_that_the_model_says_it_has_no_use_for_are_left(tmp_path):
+    """DeepSeek-V3's checkpoints have a layer more, which predicts a token further on."""
+    tensors, dense = write(tmp_path / "packed", blocks.deepseek_model(), "awq")
+    assert any("layers\\.61" in pattern for pattern in blocks.deepseek_model()._keys_to_ignore_on_load_unexpected)
+    more = {key.replace("layers.1.", "layers.61."): t.clone() for key, t in tensors.items() if "layers.1." in key}
+    save_file(tensors | more, tmp_path / "packed" / "model.safetensors")
+    assert error(load_model(tmp_path / "packed"), reference(tmp_path / "dense", dense)) < 0.02
+    more = {key.replace("layers.1.", "layers.7."): t.clone() for key, t in tensors.items() if "layers.1." in key}
+    save_file(tensors | more, tmp_path / "packed" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"^model\.layers\.7\..*: got (NoneType in the model|experts for)"):
+        load_model(tmp_path / "packed")
+
+
+def test_a_checkpoint_in_several_files_is_read_through_its_index(tmp_path):
+    tensors, dense = write(tmp_path / "packed", blocks.mixtral_model(), "gptq")
+    (tmp_path / "packed" / "model.safetensors").unlink()
+    where = {key: f"model-{i % 3}.safetensors" for i, key in enumerate(sorted(tensors))}
+    for file in {*where.values()}:
+        save_file({key: t for key, t in tensors.items() if where[key] == file}, tmp_path / "packed" / file)
+    (tmp_path / "packed" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    assert error(load_model(tmp_path / "packed"), reference(tmp_path / "dense", dense)) < 0.02
 
 
 def test_tied_embeddings_stay_tied(tmp_path):
