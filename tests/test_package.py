@@ -55,3 +55,11 @@ def test_extras_are_those_that_the_pages_name():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     named = {name for page in pages for name in re.findall(r"cute-kernels\[(\w+)\]", page.read_text())}
     assert named <= extras.keys()
+
+
+def test_what_make_quick_runs_is_there():
+    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    (listed,) = re.findall(r"^QUICK = (.*)$", text, re.MULTILINE)
+    names = listed.split()
+    assert len(names) == len(set(names)) > 20
+    assert all((ROOT / name).exists() for name in names), [name for name in names if not (ROOT / name).exists()]

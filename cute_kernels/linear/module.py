@@ -58,7 +58,7 @@ class QuantizedLinear(nn.Module):
         shifts: floating [out_features, groups of in_features], or None; kept in fp32.
 
     Attributes:
-        batch_invariant: as of `cute_kernels.linear`; False, and may be set, but for a layer with shifts. A state dict
+        batch_invariant: as of `cute_kernels.quantized_linear`; False, and may be set, but for a layer with shifts. A state dict
             does not have it.
 
     Raises:
