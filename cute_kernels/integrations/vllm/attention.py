@@ -34,6 +34,7 @@ from cute_kernels import append_and_decode, append_kv, decode_attention, dequant
 from cute_kernels.attention.checks import head_dim_of_row
 from cute_kernels.integrations.vllm import attention_kernels, environment, kv_formats, prepare
 from cute_kernels.integrations.vllm.attention_metadata import Context, Metadata, MetadataBuilder, Piece, decodes_of
+from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.runtime.native import compiler_version
 
@@ -192,6 +193,7 @@ class CuteKernelsAttentionImpl(AttentionImpl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks, self.sink_logits = sinks, None
         self.formats = kv_formats.formats_for(kv_cache_dtype)
+        note_served(f"attention {self.formats} {head_size}")
         self.flash_version = fa_utils.get_flash_attn_version(head_size=head_size)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:

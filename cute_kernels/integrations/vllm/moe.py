@@ -24,6 +24,7 @@ from vllm.platforms import current_platform
 
 from cute_kernels import fused_moe
 from cute_kernels.integrations.vllm import expert_kernels, expert_weights, prepare
+from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.linear.experts import ExpertsForm, PackedExperts
 from cute_kernels.linear.plan import DTYPES
@@ -252,6 +253,7 @@ def process(method: Any, layer: Any, source: Source) -> None:
             _set(layer, source.zeros.format(name), packed[name].zeros)
     layer.w13_weight = getattr(layer, source.words.format("w13"))
     layer.w2_weight = getattr(layer, source.words.format("w2"))
+    note_served(f"moe {packed['w13'].form[:-1]} {packed['w2'].form[:-1]}")
     _load_kernels(method, packed["w13"], packed["w2"])
     method.moe_quant_config = method.get_fused_moe_quant_config(layer)
     method.experts_cls = CuteKernelsExperts

@@ -86,8 +86,22 @@ def registering_again_changes_nothing() -> None:
 def the_compile_cache_tells_plugins_apart() -> None:
     from vllm import envs
 
-    factors = envs.compile_factors()
-    assert "linear" in str(factors["CUTE_KERNELS_VLLM_PLUGIN"]), factors
+    from cute_kernels.integrations.vllm import plugin
+    from tests.integrations.vllm import layers
+
+    def factor() -> str:
+        return str(envs.compile_factors()["CUTE_KERNELS_VLLM_PLUGIN"])
+
+    plugin._served.clear()
+    before = factor()
+    assert "attention,linear,moe" in before, before
+    # Whether a layer is served may change from one start to the next, with the bundles that are there.
+    layers.make(layers.Checkpoint("ct", 4, 128), "cpu")
+    one = factor()
+    layers.make(layers.Checkpoint("ct", 4, 128), "cpu")
+    assert factor() == one != before
+    layers.make(layers.Checkpoint("gptq", 4, 128, n=64), "cpu")
+    assert factor() not in (one, before)
 
 
 @check
