@@ -275,7 +275,7 @@ class _LayerCall:
 
     def append(self, key: torch.Tensor, value: torch.Tensor, tokens: slice) -> None:
         slots = self.metadata.slot_mapping[tokens]
-        form: Any = self.impl.formats.name
+        form = self.impl.formats.name
         append_kv(key, value, self.k_cache, self.v_cache, kv_format=form, slot_mapping=slots, **self.scales)
 
     def first_chunks(
@@ -298,17 +298,11 @@ class _LayerCall:
 
     def extends(self, piece: Piece, context: Context, query: torch.Tensor, output: torch.Tensor) -> None:
         formats, head_size = self.impl.formats, self.impl.head_size
+        names: tuple[Any, Any] = (formats.k.name, formats.v.name)
         k, v = (
-            dequantize_kv(
-                gather(cache, context),
-                kv_format=form.name,  # pyright: ignore[reportArgumentType]
-                head_dim=head_size,
-                dtype=query.dtype,
-                scale=scale,
-            )
-            for cache, form, scale in (
-                (self.k_cache, formats.k, self.scales["k_scale"]),
-                (self.v_cache, formats.v, self.scales["v_scale"]),
+            dequantize_kv(gather(cache, context), kv_format=name, head_dim=head_size, dtype=query.dtype, scale=scale)
+            for cache, name, scale in zip(
+                (self.k_cache, self.v_cache), names, (self.scales["k_scale"], self.scales["v_scale"]), strict=True
             )
         )
         self._flash(query, k, v, output, piece.starts, piece.longest, context.starts, context.longest)

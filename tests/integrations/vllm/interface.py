@@ -451,9 +451,9 @@ def serve_steps(kv_cache_dtype: str, window: int | None, speculative: int = 0) -
         ]
         slots = [int(table[request, position // page]) * page + position % page for request, position in places]
         common.slot_mapping = torch.tensor(slots)
-        tokens = [torch.stack([x[request, position] for request, position in places]) for x in (q, k, v)]
+        new_q, new_k, new_v = (torch.stack([x[request, position] for request, position in places]) for x in (q, k, v))
         output = torch.full((len(places), heads, dim), torch.nan, dtype=torch.float16)
-        impl.forward(layer, *tokens, cache, make.build(0, common), output)
+        impl.forward(layer, new_q, new_k, new_v, cache, make.build(0, common), output)
         given.append(output)
         left = -1 if window is None else window - 1
         for (request, count), length in zip(batch, lengths, strict=True):
