@@ -17,6 +17,9 @@ from cute_kernels.runtime.elf import dynamic_symbols
 from cute_kernels.runtime.sources import source_state
 from cute_kernels.runtime.spec import KernelSpec
 
+ERRORS = Path(__file__).with_name("errors_of_older_runtimes.c")
+"""Linked into bundles where there is a C compiler; without, they want a runtime library of 4.8 or later."""
+
 
 def build(
     specs: Iterable[KernelSpec],
@@ -43,7 +46,8 @@ def build(
         for path, artifact in zip(objects, artifacts, strict=True):
             path.write_bytes(artifact.object_code)
         library = Path(scratch) / LIBRARY
-        native.link(objects, library)
+        errors = Path(scratch) / "errors.o"
+        native.link([*objects, *([errors] if native.compile_c(ERRORS, errors) else [])], library)
         kernels = {
             spec.symbol: {
                 "family": spec.family,

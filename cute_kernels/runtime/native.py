@@ -37,6 +37,8 @@ LINKERS = (
     ("ld.lld", ("-shared",)),
 )
 
+C_COMPILERS = ("cc", "gcc", "clang")
+
 # Marks of the x86-64 microarchitecture levels in /proc/cpuinfo (System V psABI), highest first.
 _X86_LEVELS = (
     (4, {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
@@ -226,6 +228,23 @@ def find_linker() -> list[str] | None:
         if path:
             return [path, *options]
     return None
+
+
+def compile_c(source: Path, output: Path) -> bool:
+    """Compiles a C file that needs no library into an object; False without a C compiler.
+
+    Raises RuntimeError with the compiler's words if it fails.
+    """
+    compiler = next((path for name in C_COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        return False
+    options = ["-c", "-O2", "-fPIC", "-ffreestanding", "-fno-stack-protector"]
+    done = subprocess.run(
+        [compiler, *options, "-o", str(output), str(source)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{compiler} failed to compile {source.name}: {done.stderr.strip()[-2000:]}")
+    return True
 
 
 def link(objects: list[Path], output: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from cute_kernels.runtime import BundleError, KernelCache, LinkerMissingError, aot, aot_build, native
+from cute_kernels.runtime.elf import dynamic_symbols
 from tests.runtime.conftest import ARCH
 from tests.runtime.tiny import TinyConfig, TinySpec, tiny_specs
 
@@ -129,6 +132,33 @@ def test_a_bundle_of_another_compiler_opens_where_all_that_it_calls_is_there(bun
     assert "TVMFFIEnvGetStream" in aot.read_manifest(bundle)["wanted"]
     alter(bundle, versions={"nvidia-cutlass-dsl": version, "apache-tvm-ffi": "0.1.9"})
     assert aot.open_bundle(bundle).get(SPECS[0], ARCH) is not None
+
+
+def test_a_bundle_brings_how_errors_are_raised_where_the_runtime_library_lacks_it(built: Path):
+    name = "CuteDSLRT_TVMFFISetRaisedCudaError"
+    assert name not in aot.read_manifest(built)["wanted"]
+    assert name in dynamic_symbols(built / aot.LIBRARY).exported
+    said: list[tuple[bytes, list[bytes]]] = []
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.POINTER(ctypes.c_char_p), ctypes.c_int)
+    def set_raised(kind, parts, count):
+        said.append((kind, [parts[i] for i in range(count)]))
+
+    # A library by itself: in a bundle that is loaded the runtime library's own function would come first.
+    with tempfile.TemporaryDirectory() as folder:
+        errors, library = Path(folder) / "errors.o", Path(folder) / "errors.so"
+        assert native.compile_c(aot_build.ERRORS, errors)
+        native.link([errors], library)
+        raise_error = getattr(ctypes.CDLL(str(library)), name)
+        for code in (0, 1, 719, -4):
+            raise_error(set_raised, code)
+    assert said == [(b"CUDADialectError", [b"CUDA Error Code: ", text]) for text in (b"1", b"719", b"-4")]
+
+
+def test_a_bundle_without_it_wants_it(tmp_path: Path, warm_cache: KernelCache, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "C_COMPILERS", ())
+    manifest = aot_build.build(SPECS[:1], ARCH, tmp_path, cache=warm_cache)
+    assert "CuteDSLRT_TVMFFISetRaisedCudaError" in manifest["wanted"]
 
 
 def test_a_bundle_for_a_newer_driver_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch):

@@ -54,9 +54,9 @@ def from_awq(
         input_scale = fields.to_scales("input_scale", input_scale, scales.dtype)
 
     return pack_codes(
-        lambda start, stop: _columns(qweight[:, start // _PER_WORD : stop // _PER_WORD]).T,
+        lambda start, stop: columns(qweight[:, start // _PER_WORD : stop // _PER_WORD]).T,
         scales.T,
-        _columns(qzeros).T,
+        columns(qzeros).T,
         bits=4,
         group_size=fields.group_size_of(k, groups, group_size),
         shape=(n, k),
@@ -65,7 +65,7 @@ def from_awq(
     )
 
 
-def _columns(words: torch.Tensor) -> torch.Tensor:
+def columns(words: torch.Tensor) -> torch.Tensor:
     """uint8 codes [rows, 8 * W] of int32 words [rows, W], columns in order."""
     nibble_of = [COLUMN_ORDER.index(column) for column in range(_PER_WORD)]
     return fields.unpack_words(words, 4).unflatten(-1, (-1, _PER_WORD))[..., nibble_of].flatten(-2)

@@ -34,6 +34,7 @@ from cute_kernels import append_and_decode, append_kv, decode_attention, dequant
 from cute_kernels.attention.checks import head_dim_of_row
 from cute_kernels.integrations.vllm import attention_kernels, environment, kv_formats, prepare
 from cute_kernels.integrations.vllm.attention_metadata import Context, Metadata, MetadataBuilder, Piece, decodes_of
+from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.runtime.native import compiler_version
 
@@ -192,6 +193,7 @@ class CuteKernelsAttentionImpl(AttentionImpl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks, self.sink_logits = sinks, None
         self.formats = kv_formats.formats_for(kv_cache_dtype)
+        note_served(f"attention {self.formats} {head_size}")
         self.flash_version = fa_utils.get_flash_attn_version(head_size=head_size)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -273,7 +275,7 @@ class _LayerCall:
 
     def append(self, key: torch.Tensor, value: torch.Tensor, tokens: slice) -> None:
         slots = self.metadata.slot_mapping[tokens]
-        form: Any = self.impl.formats.name
+        form = self.impl.formats.name
         append_kv(key, value, self.k_cache, self.v_cache, kv_format=form, slot_mapping=slots, **self.scales)
 
     def first_chunks(
@@ -296,17 +298,11 @@ class _LayerCall:
 
     def extends(self, piece: Piece, context: Context, query: torch.Tensor, output: torch.Tensor) -> None:
         formats, head_size = self.impl.formats, self.impl.head_size
+        names: tuple[Any, Any] = (formats.k.name, formats.v.name)
         k, v = (
-            dequantize_kv(
-                gather(cache, context),
-                kv_format=form.name,  # pyright: ignore[reportArgumentType]
-                head_dim=head_size,
-                dtype=query.dtype,
-                scale=scale,
-            )
-            for cache, form, scale in (
-                (self.k_cache, formats.k, self.scales["k_scale"]),
-                (self.v_cache, formats.v, self.scales["v_scale"]),
+            dequantize_kv(gather(cache, context), kv_format=name, head_dim=head_size, dtype=query.dtype, scale=scale)
+            for cache, name, scale in zip(
+                (self.k_cache, self.v_cache), names, (self.scales["k_scale"], self.scales["v_scale"]), strict=True
             )
         )
         self._flash(query, k, v, output, piece.starts, piece.longest, context.starts, context.longest)

@@ -66,12 +66,12 @@ def from_awq(
 ) -> PackedExperts:
     """Experts of AWQ layers: words int32 [E, K, N / 8], zeros int32 [E, G, N / 8], both in AWQ's order of columns."""
     order = gate_and_up_in_turn if gated else _as_it_is
-    codes = order(awq._columns(words).transpose(1, 2)).flatten(0, 1)
+    codes = order(awq.columns(words).transpose(1, 2)).flatten(0, 1)
     return _pack(
         lambda start, stop: codes[start:stop],
         (len(words), scales.shape[2], words.shape[1]),
         order(scales.transpose(1, 2)),
-        order(awq._columns(zeros).transpose(1, 2)),
+        order(awq.columns(zeros).transpose(1, 2)),
         bits=bits,
         group_size=group_size,
         dtype=dtype,

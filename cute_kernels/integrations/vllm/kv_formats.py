@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ class Formats:
     v: KvFormat
 
     @property
-    def name(self) -> str | tuple[str, str]:
+    def name(self) -> Any:
         return self.k.name if self.k is self.v else (self.k.name, self.v.name)
 
     def __str__(self) -> str:

@@ -25,6 +25,7 @@ from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
 from cute_kernels.integrations.vllm import prepare
+from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.linear import PackedWeight
 from cute_kernels.linear.plan import DTYPES
@@ -109,6 +110,7 @@ class CuteKernelsLinearKernel(MPLinearKernel):
         super().__init__(c, *names, **more_names)
         self.form = form_of(c)
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        note_served(f"linear {self.form}")
         prepare.note(self.form.problem(_num_sms(torch.cuda.current_device())), prepare.engine_rows())
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:

@@ -10,6 +10,7 @@ experts are these. What is not served keeps vLLM's experts, and one line says wh
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from vllm.platforms import current_platform
 
 from cute_kernels import fused_moe
 from cute_kernels.integrations.vllm import expert_kernels, expert_weights, prepare
+from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.linear.experts import ExpertsForm, PackedExperts
 from cute_kernels.linear.plan import DTYPES
@@ -222,12 +224,19 @@ def _kernels_of(method: Any, layer: Any, source: Source) -> Iterator[KernelSpec]
         k_pad = padded_shape((n, k), size or None)[1]
         index = prepare.index_of(scales.device)
         forms.append(ExpertsForm(experts, n, k, k_pad, bits, size, zero_point, scales.dtype, index))
-    yield from expert_kernels.specs(*_asked(method, *forms), bool(envs.VLLM_BATCH_INVARIANT))
+    yield from _asked(method, forms[0], forms[1])
 
 
-def _asked(method: Any, gate_up: ExpertsForm, down: ExpertsForm) -> tuple[Any, ...]:
+@functools.cache
+def _specs(gate_up: ExpertsForm, down: ExpertsForm, topk: int, tokens: tuple[int, ...]) -> tuple[KernelSpec, ...]:
+    invariant = bool(envs.VLLM_BATCH_INVARIANT)
+    return tuple(expert_kernels.specs(gate_up, down, topk, tokens, gate_up.dtype, invariant))
+
+
+def _asked(method: Any, gate_up: ExpertsForm, down: ExpertsForm) -> tuple[KernelSpec, ...]:
+    """The kernels of a layer; layers of one form share them, and those of a model are nearly always alike."""
     tokens = tuple(count for count in prepare.engine_rows().all() if count <= MAX_TOKENS)
-    return gate_up, down, method.moe.experts_per_token, tokens, gate_up.dtype
+    return _specs(gate_up, down, method.moe.experts_per_token, tokens)
 
 
 def process(method: Any, layer: Any, source: Source) -> None:
@@ -252,6 +261,7 @@ def process(method: Any, layer: Any, source: Source) -> None:
             _set(layer, source.zeros.format(name), packed[name].zeros)
     layer.w13_weight = getattr(layer, source.words.format("w13"))
     layer.w2_weight = getattr(layer, source.words.format("w2"))
+    note_served(f"moe {packed['w13'].form[:-1]} {packed['w2'].form[:-1]}")
     _load_kernels(method, packed["w13"], packed["w2"])
     method.moe_quant_config = method.get_fused_moe_quant_config(layer)
     method.experts_cls = CuteKernelsExperts
@@ -275,16 +285,16 @@ def _set(layer: Any, name: str, tensor: torch.Tensor | None) -> None:
 
 
 def _load_kernels(method: Any, gate_up: PackedExperts, down: PackedExperts) -> None:
-    """Makes the layer's kernels ready; layers of one form share them, and those of a model are nearly always alike."""
+    """Makes a layer's kernels ready, unless a layer like it has done so."""
     if not gate_up.codes.is_cuda:
         return
     asked = _asked(method, gate_up.form, down.form)
     if asked not in _loaded:
         _loaded.add(asked)
-        prepare.load(gate_up.device, expert_kernels.specs(*asked, bool(envs.VLLM_BATCH_INVARIANT)))
+        prepare.load(gate_up.device, asked)
 
 
-_loaded: set[Any] = set()
+_loaded: set[tuple[KernelSpec, ...]] = set()
 _said: set[str] = set()
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 from dataclasses import dataclass
@@ -27,6 +28,22 @@ class Replacement:
 
 
 _outcomes: dict[str, Replacement] = {}
+_served: set[str] = set()
+
+
+def note_served(what: str) -> None:
+    """Remembers what of a model these kernels serve: graphs that vLLM keeps depend on it.
+
+    Which kernels are asked is settled by `register`, but whether they take a layer also depends on bundles that are
+    there today and were not yesterday.
+    """
+    _served.add(what)
+
+
+def fingerprint() -> str:
+    """The version, the seams that are replaced, and what of this process's models is served."""
+    replaced = ",".join(sorted(seam for seam, outcome in _outcomes.items() if outcome.reason is None))
+    return f"{__version__}:{replaced}:{hashlib.sha256(repr(sorted(_served)).encode()).hexdigest()[:16]}"
 
 
 def register() -> None:
@@ -71,8 +88,7 @@ def _mark_compile_cache() -> None:
     """Makes what is replaced a factor of vLLM's compile cache, whose key knows the environment but no plugin."""
     from vllm import envs
 
-    replaced = ",".join(sorted(seam for seam, outcome in _outcomes.items() if outcome.reason is None))
-    envs.environment_variables[FINGERPRINT] = lambda: f"{__version__}:{replaced}"
+    envs.environment_variables[FINGERPRINT] = fingerprint  # asked for when a graph is looked up: layers are there then
 
 
 def _log(seams: list[str]) -> None:

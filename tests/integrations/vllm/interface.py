@@ -86,8 +86,22 @@ def registering_again_changes_nothing() -> None:
 def the_compile_cache_tells_plugins_apart() -> None:
     from vllm import envs
 
-    factors = envs.compile_factors()
-    assert "linear" in str(factors["CUTE_KERNELS_VLLM_PLUGIN"]), factors
+    from cute_kernels.integrations.vllm import plugin
+    from tests.integrations.vllm import layers
+
+    def factor() -> str:
+        return str(envs.compile_factors()["CUTE_KERNELS_VLLM_PLUGIN"])
+
+    plugin._served.clear()
+    before = factor()
+    assert "attention,linear,moe" in before, before
+    # Whether a layer is served may change from one start to the next, with the bundles that are there.
+    layers.make(layers.Checkpoint("ct", 4, 128), "cpu")
+    one = factor()
+    layers.make(layers.Checkpoint("ct", 4, 128), "cpu")
+    assert factor() == one != before
+    layers.make(layers.Checkpoint("gptq", 4, 128, n=64), "cpu")
+    assert factor() not in (one, before)
 
 
 @check
@@ -437,9 +451,9 @@ def serve_steps(kv_cache_dtype: str, window: int | None, speculative: int = 0) -
         ]
         slots = [int(table[request, position // page]) * page + position % page for request, position in places]
         common.slot_mapping = torch.tensor(slots)
-        tokens = [torch.stack([x[request, position] for request, position in places]) for x in (q, k, v)]
+        new_q, new_k, new_v = (torch.stack([x[request, position] for request, position in places]) for x in (q, k, v))
         output = torch.full((len(places), heads, dim), torch.nan, dtype=torch.float16)
-        impl.forward(layer, *tokens, cache, make.build(0, common), output)
+        impl.forward(layer, new_q, new_k, new_v, cache, make.build(0, common), output)
         given.append(output)
         left = -1 if window is None else window - 1
         for (request, count), length in zip(batch, lengths, strict=True):
@@ -536,57 +550,17 @@ def without_the_compiler_layers_are_left_to_vllm_and_kernels_are_listed() -> Non
         assert {spec.family for spec in both} >= {"linear", "attention", "kv_cache"}, {spec.family for spec in both}
 
 
-EXPERTS = (
-    ("ct", 4, 32, False, torch.bfloat16),
-    ("ct", 8, 0, False, torch.bfloat16),
-    ("ct", 4, 32, True, torch.float16),
-    ("gptq", 4, 32, False, torch.float16),
-    ("gptq", 8, 32, False, torch.bfloat16),
-    ("awq", 4, 32, True, torch.float16),
-)
-"""Checkpoint, bits, group size, whether there are zero points, dtype."""
-
-
-def served_experts(form: Any) -> Any:
-    """(the layer, its experts) of a checkpoint that is packed."""
-    from vllm.model_executor.layers.fused_moe import all2all_utils
-
+@check
+def experts_of_every_checkpoint_give_what_it_says() -> None:
     from cute_kernels.integrations.vllm import moe
     from tests.integrations.vllm import layers
 
-    experts = layers.make_experts(form, "cpu")
-    source = moe.SOURCES[
-        {"ct": "CompressedTensorsWNA16MarlinMoEMethod"}.get(form.checkpoint, f"Auto{form.checkpoint.upper()}MoEMethod")
-    ]
     moe.current_platform = hopper()
-    reason = moe.reason_against(experts.method, experts.layer, source)
-    assert reason is None, reason
-    with (
-        mock.patch.object(all2all_utils, "maybe_make_prepare_finalize", lambda **_: None),
-        mock.patch.object(moe.modular_kernel, "FusedMoEKernel", lambda hand_out, made: made),
-    ):
-        moe.process(experts.method, experts.layer, source)
-    return experts, experts.method.moe_kernel
-
-
-@check
-def experts_of_every_checkpoint_give_what_it_says() -> None:
-    from tests.integrations.vllm import layers
-
-    generator = torch.Generator().manual_seed(2)
-    for checkpoint, bits, group_size, zero_point, dtype in EXPERTS:
+    for checkpoint, bits, group_size, zero_point, dtype in layers.EXPERTS:
         form = layers.Checkpoint(checkpoint, bits, group_size, zero_point, dtype=dtype, n=96, k=128)
-        layer, experts = served_experts(form)
-        x = torch.randn(7, form.k, generator=generator).to(dtype)
-        ids = torch.rand(7, 5, generator=generator).argsort(1)[:, :2].int()
-        weights = torch.rand(7, 2, generator=generator)
+        layer, made = layers.serve_experts(form, "cpu")
         for expert_map in (None, torch.tensor([-1, 0, 1, -1, 2], dtype=torch.int32)):
-            output = torch.full_like(x, torch.nan)
-            rest = [None, None, torch.empty(0), torch.empty(0), None, False]
-            experts.apply(output, x, None, None, weights, ids, layer.layer.activation, 5, expert_map, *rest)
-            own = ids if expert_map is None else expert_map[ids.long()]
-            expected = layer.expected(x, own, weights)
-            error = float((output.double() - expected).abs().max() / expected.abs().max())
+            error = layers.error_of_experts(layer, made, 7, dtype, expert_map)
             assert error < (2**-6 if dtype == torch.bfloat16 else 2**-9), (str(form), error)
         assert layer.layer.w13_weight.dtype == torch.uint8
 

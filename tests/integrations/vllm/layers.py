@@ -241,3 +241,53 @@ def _expert_method(form: Checkpoint) -> Any:
         moe=SimpleNamespace(moe_parallel_config=parallel, is_lora_enabled=False, experts_per_token=2),
         get_fused_moe_quant_config=lambda layer: SimpleNamespace(),
     )
+
+
+EXPERTS = (
+    ("ct", 4, 32, False, torch.bfloat16),
+    ("ct", 8, 0, False, torch.bfloat16),
+    ("ct", 4, 32, True, torch.float16),
+    ("gptq", 4, 32, False, torch.float16),
+    ("gptq", 8, 32, False, torch.bfloat16),
+    ("awq", 4, 32, True, torch.float16),
+)
+"""Checkpoint, bits, group size, whether there are zero points, dtype."""
+
+EXPERT_METHODS = {
+    "ct": "CompressedTensorsWNA16MarlinMoEMethod",
+    "gptq": "AutoGPTQMoEMethod",
+    "awq": "AutoAWQMoEMethod",
+}
+"""vLLM's names for the methods of experts, by kind of checkpoint."""
+
+
+def serve_experts(form: Checkpoint, device: str) -> tuple[Experts, Any]:
+    """(a layer, the plugin's experts) once its weights are packed, without the part that hands tokens out."""
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+
+    from cute_kernels.integrations.vllm import moe
+
+    layer = make_experts(form, device)
+    source = moe.SOURCES[EXPERT_METHODS[form.checkpoint]]
+    reason = moe.reason_against(layer.method, layer.layer, source)
+    assert reason is None, reason
+    no_hand_out = mock.patch.object(all2all_utils, "maybe_make_prepare_finalize", lambda **_: None)
+    with no_hand_out, mock.patch.object(moe.modular_kernel, "FusedMoEKernel", lambda hand_out, made: made):
+        moe.process(layer.method, layer.layer, source)
+    return layer, layer.method.moe_kernel
+
+
+def error_of_experts(layer: Experts, made: Any, tokens: int, dtype: torch.dtype, expert_map: Any = None) -> float:
+    """By how much a step's result is off, relative to the largest."""
+    device = layer.layer.w13_weight.device
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(tokens, layer.down.shape[1], generator=generator).to(dtype)
+    ids = torch.rand(tokens, len(layer.down), generator=generator).argsort(1)[:, :2].int()
+    weights = torch.rand(tokens, 2, generator=generator)
+    output = torch.full_like(x, torch.nan, device=device)
+    own = None if expert_map is None else expert_map.to(device)
+    rest = (None, None, torch.empty(0), torch.empty(0), None, False)
+    activation = layer.layer.activation
+    made.apply(output, x.to(device), None, None, weights.to(device), ids.to(device), activation, 5, own, *rest)
+    expected = layer.expected(x, ids if expert_map is None else expert_map[ids.long()], weights)
+    return float((output.cpu().double() - expected).abs().max() / expected.abs().max())

@@ -1,4 +1,4 @@
-"""Layers that vLLM makes run on these kernels, and give what their checkpoints say; needs vLLM."""
+"""Layers, also of experts, that vLLM makes run on these kernels, and give what their checkpoints say; needs vLLM."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ ROWS = (1, 5, 40)
 @pytest.fixture(autouse=True)
 def plugin(monkeypatch: pytest.MonkeyPatch):
     """The plugin, with kernels made ready for the rows of these tests alone."""
-    monkeypatch.setenv("CUTE_KERNELS_VLLM", "linear")
+    monkeypatch.setenv("CUTE_KERNELS_VLLM", "linear,moe")
     from cute_kernels.integrations.vllm import prepare, register
 
     register()
@@ -40,3 +40,13 @@ def test_a_layer_is_one_operator_to_torch_compile():
     for rows in (1, 5):
         x = torch.randn(rows, form.k, dtype=form.dtype, device="cuda")
         assert torch.equal(compiled(x), layer.apply(x))
+
+
+@pytest.mark.parametrize(("checkpoint", "bits", "group_size", "zero_point", "dtype"), layers.EXPERTS)
+def test_experts_of_vllm_give_what_their_checkpoint_says(checkpoint, bits, group_size, zero_point, dtype):
+    form = layers.Checkpoint(checkpoint, bits, group_size, zero_point, dtype=dtype, n=96, k=128)
+    layer, made = layers.serve_experts(form, "cuda")
+    for tokens in ROWS:
+        for expert_map in (None, torch.tensor([-1, 0, 1, -1, 2], dtype=torch.int32)):
+            error = layers.error_of_experts(layer, made, tokens, dtype, expert_map)
+            assert error < (2**-6 if dtype == torch.bfloat16 else 2**-9)
