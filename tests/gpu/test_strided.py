@@ -169,7 +169,7 @@ def test_an_append_writes_rows_and_nothing_beside_them(kv_format, dim, layout, n
     for call in (dense, strided):
         given = call._asdict()
         given["kv_format"] = (given.pop("k_format"), given.pop("v_format"))
-        given["bias"] = tuple(given.pop(name) for name in ("q_bias", "k_bias", "v_bias"))
+        given["qkv_bias"] = tuple(given.pop(name) for name in ("q_bias", "k_bias", "v_bias"))
         outs.append(append_kv(**given))
     assert torch.equal(*outs)
     for got, want in zip(caches, (dense.k_cache, dense.v_cache), strict=True):
