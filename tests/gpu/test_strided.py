@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from cute_kernels.kv_cache.config import BulkConfig
 from cute_kernels.runtime import arch_of, load_many
 from tests.attention import cases
 from tests.attention.cases import Call, assert_close
+from tests.extend import cases as extend_cases
 from tests.gpu.specs import append_specs, decode_spec, step_specs
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.cases import make_call as make_append
@@ -27,6 +29,7 @@ LENGTHS = (0, 1, 33, 513, 1200, 64)
 FORMATS = ("bf16", "int4_g1", "int4_g4", "int8_token_head", ("e4m3_tensor", "int4_g2"))
 GAPS = {"blocks": 1, "tokens (heads in HND)": 2, "rows": 3}
 PAGES = {"contiguous": None, "paged": 16}
+EXTENDED = ("bf16", "int4_g4", "int8_token_head")
 BULK = ("bf16", "int4_g4", "int8_token_head")
 APPENDED = ("bf16", "int4_g1", "int4_g4", "int8_token_head", "e4m3_tensor")
 STEPS = [
@@ -203,6 +206,18 @@ def test_bulk_kernels_read_and_write_blocks_with_gaps(kv_format):
     dequantize_kv(room, kv_format=kv_format, head_dim=128, out=back)
     assert torch.equal(back, dequantize_kv(rows, kv_format=kv_format, head_dim=128))
     assert bool((beside.view(torch.uint8) == 0xFF).all()) and bool(between.isnan().all())
+
+
+@pytest.mark.parametrize("dim", GAPS.values(), ids=GAPS)
+@pytest.mark.parametrize("kv_format", EXTENDED)
+def test_extend_attention_reads_the_same_caches(kv_format, dim):
+    for page_size, layout in ((None, "NHD"), (16, "NHD"), (16, "HND")):
+        call = extend_cases.make_call(
+            kv_format, (100, 7, 1), (150, 7, 70), num_kv_heads=2, page_size=page_size, cache_layout=layout, device=CUDA
+        )
+        caches = [among_others(cache, dim)[0] for cache in (call.k_cache, call.v_cache)]
+        strided = replace(call, k_cache=caches[0], v_cache=caches[1])
+        assert torch.equal(strided.run(), call.run())
 
 
 def test_a_dense_call_is_not_mistaken_for_a_strided_one():
