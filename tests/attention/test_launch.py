@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cute_kernels.attention import decode_attention, ops, plan
+from cute_kernels.attention.config import PLACES_SHIFT
 from cute_kernels.runtime import native
 from tests.attention.cases import ALL_FORMATS, make_call
 from tests.tensors import among_others, apart, fused, offset, padded, side_by_side
@@ -201,6 +202,18 @@ def test_strided_caches_and_queries_are_read_where_they_are(launches):
         run(launches, given)
         for tensor, got in zip((given[x] for x in ("q", *CACHES)), launches[-1].arguments, strict=False):
             assert (got.data_ptr(), got.stride()) == (tensor.data_ptr(), tensor.stride()), name
+
+
+@pytest.mark.parametrize(("num_sms", "bits"), [(132, 7), (114, 6), (16, 4), (1, 0)])
+def test_no_more_combiners_wait_for_each_other_than_the_gpu_has_places(num_sms, bits, launches, monkeypatch):
+    """The mode of a launch says how many those are: log2 of the SMs times the CTAs of one."""
+    monkeypatch.setattr(plan, "_num_sms", lambda device: num_sms)
+    ops._plans.clear()
+    decode_attention(**arguments() | {"num_splits": 8})
+    per_sm = int(launches[-1].symbol.partition("_r")[2].partition("c")[2][0])
+    places = num_sms * per_sm
+    assert 2**bits <= num_sms < 2 ** (bits + 1)
+    assert launches[-1].arguments[13] >> PLACES_SHIFT == places.bit_length() - 1
 
 
 @pytest.mark.parametrize("kv_format", ALL_FORMATS)
