@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels import kv_formats
+from cute_kernels.attention.checks import WORD
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.merge_states import merge_specs
@@ -98,23 +99,26 @@ def fake_arguments(config: DecodeConfig, memory: Any) -> list[Any]:
         order = tuple(reversed(range(len(shape))))
         return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, memspace=memory)
 
-    def strided(dtype, shape, free, align):
-        """The first ``free`` dimensions have any strides that keep rows aligned, the others follow from the shape."""
-        strides = [cute.sym_int64(divisibility=align * 8 // dtype.width) for _ in range(free)]
-        dense = [math.prod(shape[i + 1 :]) for i in range(free, len(shape))]
+    def strided(dtype, shape, units, align):
+        """The first dimensions have any strides that are multiples of ``units`` bytes, others follow from the shape."""
+        strides = [cute.sym_int64(divisibility=unit * 8 // dtype.width) for unit in units]
+        dense = [math.prod(shape[i + 1 :]) for i in range(len(units), len(shape))]
         return make_fake_tensor(dtype, shape, stride=(*strides, *dense), assumed_align=align, memspace=memory)
+
+    # Blocks begin where copies may; of rows that carry their scales most do not, and the plan knows which copies fit.
+    units = {"tma": (16, 16, 16), "bulk": (16, WORD, WORD), "word": (WORD, WORD, WORD)}
 
     batch, q_len, q_heads, blocks, outer, inner = (cute.sym_int() for _ in range(6))
     caches = [
         strided(
             float_type.get(form.name, cutlass.Uint8),
             (blocks, outer, inner, form.row_elements(head_dim)),
-            3,
-            4 if copy == "word" else 16,
+            units[copy],
+            units[copy][0],
         )
         for form, head_dim, copy in zip(config.formats, config.head_dims, config.copies, strict=True)
     ]
-    q = strided(float_type[config.q_dtype], (batch, q_len, q_heads, config.head_dim), 2, 16)
+    q = strided(float_type[config.q_dtype], (batch, q_len, q_heads, config.head_dim), (16, 16), 16)
     out = tensor(float_type[config.q_dtype], (batch, q_len, q_heads, config.v_head_dim), 16)
     arguments = [q, *caches, tensor(cutlass.Int32, (batch,), 4), out]
     arguments += [cutlass.Int64(0)] * 4 + [cutlass.Int32(0)] * 2 + [cutlass.Float32(1.0)] + [cutlass.Int32(0)] * 2

@@ -32,6 +32,11 @@ MAX_CUT_BATCH = 4096  # every CTA looks at all lengths
 UNEVEN_COST = 0.02  # of the time of one part, where lengths may differ
 SMALL_TILE_COST = 0.02  # of the time of streaming, where four CTAs with small INT4 tiles share an SM
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
+# Of block tables that may be wider than any request is long: up to here they are taken to say how long requests are.
+KNOWN_TOKENS = 16384
+# Else requests are taken to be as long as these, so often relative to each other, or as the table is wide.
+LIKELY_TOKENS = {4096: 1.0, 8192: 1.0, 16384: 1.0, 32768: 0.5}
+LONGEST_WEIGHT = 0.5
 MAX_WARPS = 16
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
 TARGET_WARPS = 8
@@ -143,17 +148,38 @@ def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
     configs = candidate_configs(problem)
     if num_splits is not None:
         return Schedule(configs[0], num_splits, head_blocks(problem, configs[0]))
-    options = [
-        (estimate_us(problem, config, splits), splits, index)
-        for index, config in enumerate(configs)
-        for splits in split_options(problem, config)
-    ]
-    _, splits, index = min(options)
+    options = [(config, splits) for config in configs for splits in split_options(problem, config)]
+    costs = expected_costs(problem, options)
+    _, splits, index = min(
+        (cost, option[1], configs.index(option[0])) for cost, option in zip(costs, options, strict=True)
+    )
     config = configs[index]
     blocks = head_blocks(problem, config)
     cut_by_length = config.units and 1 < problem.batch <= MAX_CUT_BATCH
     more = rows_beyond(problem, config, splits, blocks) if cut_by_length else 0
     return Schedule(config, splits, blocks, more, max(1, problem.num_sms * config.ctas_per_sm // blocks))
+
+
+def expected_costs(problem: Problem, options: list[tuple[DecodeConfig, int]]) -> list[float]:
+    """What each of some (configuration, splits) is expected to take; comparable with each other alone.
+
+    Microseconds where it is known what lengths there may be. A block table as wide as an engine's longest request says
+    nothing: what is best for 128k tokens takes up to 1.3 times as long as need be for 8k. There it is the weighted
+    mean, over `LIKELY_TOKENS` and the longest, of times relative to the best option's.
+    """
+    if not problem.features.paged or problem.max_seq_len <= KNOWN_TOKENS:
+        return [estimate_us(problem, *option) for option in options]
+    lengths = {tokens: weight for tokens, weight in LIKELY_TOKENS.items() if tokens < problem.max_seq_len}
+    costs = [0.0] * len(options)
+    for tokens, weight in (lengths | {problem.max_seq_len: LONGEST_WEIGHT}).items():
+        actual = replace(problem, max_seq_len=tokens)
+        times = [
+            estimate_us(actual, config, min(splits, max(1, -(-tokens // config.tile_tokens))))
+            for config, splits in options
+        ]
+        best = min(times)
+        costs = [cost + weight * time / best for cost, time in zip(costs, times, strict=True)]
+    return costs
 
 
 def head_blocks(problem: Problem, config: DecodeConfig) -> int:

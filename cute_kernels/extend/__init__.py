@@ -110,9 +110,10 @@ def extend_attention(
     Args:
         q: bf16 or fp16 [total_q, num_q_heads, head_dim], the queries of all requests one after the other; head_dim 64,
             128 or 256.
-        k_cache, v_cache: rows in ``kv_format``, contiguous. Without a block table [batch, max_seq_len, num_kv_heads,
-            row], with one [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256.
-            num_kv_heads divides num_q_heads, and query head h reads KV head h // (num_q_heads // num_kv_heads).
+        k_cache, v_cache: rows in ``kv_format``. Without a block table [batch, max_seq_len, num_kv_heads, row], with one
+            [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. Strides are free as those
+            of `decode_attention` are: K and V may be views of one tensor. num_kv_heads divides num_q_heads,
+            and query head h reads KV head h // (num_q_heads // num_kv_heads).
         seq_lens: int32 [batch]: how many tokens of each request are in the cache, the queries' own among them.
         cu_seqlens_q: int32 [batch + 1], from 0 on: request b has queries cu_seqlens_q[b] to cu_seqlens_q[b + 1], and
             may have none. It is read on the device, as seq_lens is: one captured CUDA graph serves changing lengths.

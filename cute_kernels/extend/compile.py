@@ -46,7 +46,7 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
     import cutlass
     import cutlass.cute as cute
     from cutlass import Float32, Int32, Int64
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
     from cute_kernels.extend.kernel import ExtendKernel
 
@@ -59,14 +59,13 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
 
     total_q, q_heads, blocks, outer, inner, batch, ends = (cute.sym_int() for _ in range(7))
     queries = [tensor(float_type[config.q_dtype], (total_q, q_heads, config.head_dim), 16) for _ in range(2)]
-    caches = [
-        tensor(
-            float_type.get(form.name, cutlass.Uint8),
-            (blocks, outer, inner, form.row_elements(config.head_dim)),
-            4 if config.coded else 16,
-        )
-        for form in config.formats
-    ]
+    unit = 4 if config.coded else 16  # bytes, that rows begin on multiples of
+    caches = []
+    for form in config.formats:
+        element = float_type.get(form.name, cutlass.Uint8)
+        shape = (blocks, outer, inner, form.row_elements(config.head_dim))
+        strides = (*(cute.sym_int64(divisibility=unit * 8 // element.width) for _ in range(3)), 1)
+        caches.append(make_fake_tensor(element, shape, stride=strides, assumed_align=unit))
     lengths = [tensor(cutlass.Int32, (count,), 4) for count in (ends, batch)]
     scales = [*[Int64(0)] * 4, Int32(0), Int32(0), Float32(1.0)]
     features = [Int64(0), Int32(0), Int32(0), Float32(1.0), Int64(0), Int64(0), Int32(1)]

@@ -85,10 +85,7 @@ class ExtendKernel:
             num_tiles=num_slots * kv_heads,
             window=window,
         )
-        rows = [
-            Rows.of(tensor, form.row_bytes(config.head_dim), config.features.head_major)
-            for tensor, form in zip((k_cache, v_cache), config.formats, strict=True)
-        ]
+        rows = [Rows.of(tensor, config.features.head_major) for tensor in (k_cache, v_cache)]
         pages = Pages(block_table, max_pages, cache[0], Divisor.of(tokens))
         source = Source(*rows, pages, self.producer.make_maps(k_cache, v_cache))
         addresses = ptx.address(q), ptx.address(out), lse

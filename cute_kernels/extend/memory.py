@@ -108,15 +108,13 @@ class Rows:
     head_bytes: Any
 
     @staticmethod
-    def of(cache: cute.Tensor, row_bytes: int, head_major: bool) -> Rows:
-        """On the host; cache: 4 dimensions without gaps."""
-        shape: Any = cache.shape
-        block_bytes = Int64(shape[1]) * (shape[2] * row_bytes)
-        inner = Int64(shape[2]) * row_bytes
+    def of(cache: cute.Tensor, head_major: bool) -> Rows:
+        """On the host; cache: 4 dimensions, all strides free but that of a row's elements."""
+        size = cache.element_type.width // 8
+        block_bytes, outer, inner = (Int64(stride) * size for stride in cache.stride[:3])
         base = cache.iterator.toint()
-        if head_major:
-            return Rows(base, block_bytes, Int32(row_bytes), inner)
-        return Rows(base, block_bytes, Int32(inner), Int64(row_bytes))
+        token_bytes, head_bytes = (inner, outer) if head_major else (outer, inner)
+        return Rows(base, block_bytes, Int32(token_bytes), head_bytes)
 
     def address(self, block, place, head):
         """Of a head's row of the token at a place in a block."""

@@ -139,10 +139,11 @@ def quantize_kv(
     """Numbers to cache rows, bit for bit those of :mod:`cute_kernels.kv_formats`.
 
     Args:
-        x: bf16, fp16 or fp32 [..., num_kv_heads, head_dim], contiguous; head_dim 64, 80, 96, 128, 192 or 256.
+        x: bf16, fp16 or fp32 [..., num_kv_heads, head_dim]; head_dim 64, 80, 96, 128, 192 or 256. Contiguous, or in
+            blocks that are evenly spaced and dense in themselves, such as a part of a fused projection.
         kv_format: a name in :data:`cute_kernels.kv_formats.FORMATS`.
         scale: fp32, for formats with a scale beside the cache, as for :func:`append_kv`.
-        out: where to write the rows, contiguous.
+        out: where to write the rows, contiguous or in such blocks: the pages of ``kv[:, 0]``.
 
     Returns:
         Rows [..., num_kv_heads, row] in the format's dtype: out, or a new tensor.
@@ -168,12 +169,12 @@ def dequantize_kv(
     """Cache rows to numbers: computed in fp32 and rounded once to ``dtype``.
 
     Args:
-        rows: [..., num_kv_heads, row] in ``kv_format``, contiguous.
+        rows: [..., num_kv_heads, row] in ``kv_format``, contiguous or in blocks as :func:`quantize_kv` takes them.
         kv_format: a name in :data:`cute_kernels.kv_formats.FORMATS`.
         head_dim: columns of a row.
         dtype: bf16, fp16 or fp32.
         scale: fp32, for formats with a scale beside the cache, as for :func:`append_kv`.
-        out: where to write the numbers, contiguous.
+        out: where to write the numbers, contiguous or in such blocks.
 
     Returns:
         [..., num_kv_heads, head_dim] in ``dtype``: out, or a new tensor.

@@ -4,6 +4,7 @@ A team of lanes takes rows that lie a CTA's teams apart, so that what a CTA read
 for all its rows before it works on the first.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -14,6 +15,27 @@ from cute_kernels.device import ptx
 from cute_kernels.device.rows import Elements, make_row
 from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import BulkConfig
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """Rows in blocks that begin ``stride`` bytes apart and hold ``inner`` dense rows each; run-time values.
+
+    divisor: `divisor_of` inner, None where all rows are one block.
+    """
+
+    base: Any
+    row_bytes: int
+    inner: Any = None
+    stride: Any = None
+    divisor: Any = None
+
+    def address(self, row):
+        if self.divisor is None:
+            return self.base + Int64(row) * self.row_bytes
+        block = divide_by(Int64(row), self.divisor)
+        within = row - block.to(Int32) * self.inner
+        return self.base + block * self.stride + Int64(within) * self.row_bytes
 
 
 class BulkKernel:
@@ -43,18 +65,69 @@ class BulkKernel:
         numbers: [num_rows, head_dim], contiguous. Addresses: rows [num_rows, row], contiguous; scale fp32 for formats
         that are given one, of head ``row % num_heads``. head_divisor: `divisor_of` num_heads.
         """
-        config = self.config
         shape: Any = numbers.shape
         num_rows = shape[0]
-        self.kernel(ptx.address(numbers), rows, scale, num_rows, num_heads, head_divisor).launch(
-            grid=(cute.ceil_div(num_rows, config.teams * config.rows_in_flight), 1, 1),
-            block=(config.num_threads, 1, 1),
-            preferred_smem_carveout=0,  # all of it for L1
-            stream=stream,
-        )
+        work = self.kernel(ptx.address(numbers), rows, scale, num_rows, num_heads, head_divisor)
+        work.launch(**self.grid(num_rows), stream=stream)
+
+    @cute.jit
+    def strided(
+        self,
+        numbers: cute.Tensor,
+        rows: Int64,
+        scale: Int64,
+        num_heads: Int32,
+        head_divisor: Int64,
+        num_rows: Int32,
+        number_rows: Int32,
+        number_stride: Int64,
+        number_divisor: Int64,
+        cache_rows: Int32,
+        cache_stride: Int64,
+        cache_divisor: Int64,
+        stream,
+    ):
+        """As :meth:`__call__`, for numbers and rows in blocks: dense rows of one, bytes between two, and `divisor_of`
+        these rows. ``numbers`` are the first of num_rows rows alone."""
+        blocks = (number_rows, number_stride, number_divisor, cache_rows, cache_stride, cache_divisor)
+        work = self.strided_kernel(ptx.address(numbers), rows, scale, num_rows, num_heads, head_divisor, *blocks)
+        work.launch(**self.grid(num_rows), stream=stream)
+
+    def grid(self, num_rows) -> dict[str, Any]:
+        config = self.config
+        return {
+            "grid": (cute.ceil_div(num_rows, config.teams * config.rows_in_flight), 1, 1),
+            "block": (config.num_threads, 1, 1),
+            "preferred_smem_carveout": 0,  # all of it for L1
+        }
 
     @cute.kernel
     def kernel(self, numbers: Int64, rows: Int64, scale: Int64, num_rows: Int32, num_heads: Int32, head_divisor: Int64):
+        of_numbers, of_rows = RowBlocks(numbers, self.elements.row_bytes), RowBlocks(rows, self.row_bytes)
+        self.work(of_numbers, of_rows, scale, num_rows, num_heads, head_divisor)
+
+    @cute.kernel
+    def strided_kernel(
+        self,
+        numbers: Int64,
+        rows: Int64,
+        scale: Int64,
+        num_rows: Int32,
+        num_heads: Int32,
+        head_divisor: Int64,
+        number_rows: Int32,
+        number_stride: Int64,
+        number_divisor: Int64,
+        cache_rows: Int32,
+        cache_stride: Int64,
+        cache_divisor: Int64,
+    ):
+        of_numbers = RowBlocks(numbers, self.elements.row_bytes, number_rows, number_stride, number_divisor)
+        of_rows = RowBlocks(rows, self.row_bytes, cache_rows, cache_stride, cache_divisor)
+        self.work(of_numbers, of_rows, scale, num_rows, num_heads, head_divisor)
+
+    @cute.jit
+    def work(self, numbers, rows, scale: Int64, num_rows: Int32, num_heads: Int32, head_divisor: Int64):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -74,11 +147,10 @@ class BulkKernel:
             if const_expr(config.direction == "quantize"):
                 for i, value in enumerate(self.elements.unpack(raw)):
                     values[i] = value
-                address = rows + Int64(row) * self.row_bytes
                 given = load_given(self.cache_row, scale, head, lane)
                 encoded = encode_row(self.cache_row, values, given)
                 if row < num_rows:
-                    store_row(self.cache_row, encoded, address, lane)
+                    store_row(self.cache_row, encoded, rows.address(row), lane)
             else:
                 self.restore(raw, numbers, row, scale, head, row < num_rows, lane)
             for i in cutlass.range_constexpr((config.rows_in_flight - 1) * self.row_words):
@@ -87,9 +159,9 @@ class BulkKernel:
     def fetch(self, raw, u: int, source, row, lane):
         """Asks for a row's numbers, or its codes and the word of the lane's group."""
         if self.config.direction == "quantize":
-            words = self.elements.piece.load(source + Int64(row) * self.elements.row_bytes, lane)
+            words = self.elements.piece.load(source.address(row), lane)
         else:
-            address = source + Int64(row) * self.row_bytes
+            address = source.address(row)
             words = self.cache_row.codes.load(address, lane)
             if self.cache_row.has_header:
                 words = [*words, self.cache_row.load_header(address, lane)]
@@ -104,5 +176,4 @@ class BulkKernel:
         if valid:
             given = load_given(self.cache_row, scale, head, lane)
             values = self.cache_row.decode(words, header, given)
-            address = numbers + Int64(row) * self.elements.row_bytes
-            self.elements.piece.store(address, lane, self.elements.pack(values))
+            self.elements.piece.store(numbers.address(row), lane, self.elements.pack(values))

@@ -87,8 +87,38 @@ def _check_rows(
 def _check_memory(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want it contiguous")
+    if name == "scale":
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want it contiguous")
+    elif row_blocks(tensor) is None:
+        raise ValueError(
+            f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want rows contiguous, in blocks of "
+            "dense rows that are evenly spaced"
+        )
+
+
+def row_blocks(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Rows of the last dimension that are dense together, and elements from one such block to the next.
+
+    None unless one such pair of numbers says where all rows are. Of a contiguous tensor all rows are one block.
+    """
+    *outer, (size, stride) = zip(tensor.shape, tensor.stride(), strict=True)
+    if not tensor.numel():
+        return max(tensor.numel(), 1), 0
+    if stride != 1 and size > 1:
+        return None
+    inner = 1
+    outer = [(count, step) for count, step in outer if count > 1]
+    while outer and outer[-1][1] == inner * size:
+        inner *= outer.pop()[0]
+    if not outer:
+        return inner, inner * size
+    block = expected = outer[-1][1]
+    for count, step in reversed(outer):
+        if step != expected or step < inner * size:
+            return None
+        expected *= count
+    return inner, block
 
 
 def _checked_out(
@@ -174,19 +204,27 @@ def _launch(
     if not x.numel():
         return
     num_heads, head_dim = x.shape[-2:]
-    numbers = x.view(-1, head_dim)
-    if numbers.shape[0] > MAX_ROWS:
-        raise ValueError(f"{names[0]}: got {numbers.shape[0]} rows, want at most {MAX_ROWS}")
-    config = BulkConfig(direction, kv_format, DTYPES[x.dtype], head_dim)
+    num_rows = x.numel() // head_dim
+    if num_rows > MAX_ROWS:
+        raise ValueError(f"{names[0]}: got {num_rows} rows, want at most {MAX_ROWS}")
+    strided = not (x.is_contiguous() and rows.is_contiguous())
+    config = BulkConfig(direction, kv_format, DTYPES[x.dtype], head_dim, strided=strided)
+    numbers, blocks = x, []
     for name, tensor, form in ((names[0], x, None), (names[1], rows, kv_format)):
         unit = 16 if form is None else row_alignment(form, head_dim, config.lanes)
-        if tensor.data_ptr() % unit:
-            raise ValueError(f"{name}: got a tensor that does not start on a multiple of {unit} bytes, want it to")
+        inner, stride = row_blocks(tensor) or (1, 0)
+        for what, place in (("start", tensor.data_ptr()), ("have blocks", stride * tensor.element_size())):
+            if place % unit and (what == "start" or inner < num_rows):
+                raise ValueError(f"{name}: got a tensor that does not {what} on multiples of {unit} bytes, want it to")
+        blocks += [inner, stride * tensor.element_size(), divisor_of(inner)]
     index = x.get_device()
     function = load(BulkSpec(config), arch_of(index))
     with torch.cuda.device(index):
-        address = 0 if scale is None else scale.data_ptr()
-        function(numbers, rows.data_ptr(), address, num_heads, divisor_of(num_heads))
+        given = (rows.data_ptr(), 0 if scale is None else scale.data_ptr(), num_heads, divisor_of(num_heads))
+        if strided:
+            function(numbers.as_strided((1, head_dim), (head_dim, 1)), *given, num_rows, *blocks)
+        else:
+            function(numbers.view(-1, head_dim), *given)
 
 
 # -- the operators ----------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class AppendSpec(_RowSpec):
 
 @dataclass(frozen=True, eq=False)
 class BulkSpec(_RowSpec):
-    """One bulk kernel; the function takes what :meth:`BulkKernel.__call__` describes, without the stream."""
+    """One bulk kernel; the function takes what `BulkKernel.__call__`, or `strided`, describes, without the stream."""
 
     config: BulkConfig
 
@@ -152,12 +152,14 @@ def compile_bulk(config: BulkConfig, arch: str, *options: str) -> Any:
     kernel = BulkKernel(config)
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
     shape, align = (cute.sym_int(), config.head_dim), kernel.elements.piece.unit
+    blocks = [cutlass.Int32(1), cutlass.Int64(0), cutlass.Int64(0)]
     return cute.compile(
-        kernel,
+        kernel.strided if config.strided else kernel,
         make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=align),
         *[cutlass.Int64(0)] * 2,
         cutlass.Int32(1),
         cutlass.Int64(0),
+        *([cutlass.Int32(1), *blocks, *blocks] if config.strided else ()),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),
     )

@@ -175,6 +175,7 @@ class BulkConfig:
         head_dim: columns of a row.
         num_warps: warps of a CTA.
         rows_in_flight: rows that a team loads before it works on the first.
+        strided: whether rows lie in blocks with gaps between them.
     """
 
     direction: str
@@ -183,6 +184,7 @@ class BulkConfig:
     head_dim: int
     num_warps: int = 4
     rows_in_flight: int = 4
+    strided: bool = False
 
     @property
     def format(self) -> KvFormat:
@@ -204,9 +206,8 @@ class BulkConfig:
     @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
-        return (
-            f"{self.direction}_{self.kv_format}_{self.dtype}_d{self.head_dim}_w{self.num_warps}r{self.rows_in_flight}"
-        )
+        shape = f"w{self.num_warps}r{self.rows_in_flight}" + "_strided" * self.strided
+        return f"{self.direction}_{self.kv_format}_{self.dtype}_d{self.head_dim}_{shape}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from cute_kernels.attention import decode_attention, ops, plan
+from cute_kernels.attention.config import PLACES_SHIFT
 from cute_kernels.runtime import native
-from tests.attention.cases import make_call
-from tests.tensors import apart, fused, offset, padded, side_by_side
+from tests.attention.cases import ALL_FORMATS, make_call
+from tests.tensors import among_others, apart, fused, offset, padded, side_by_side
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
@@ -201,6 +202,37 @@ def test_strided_caches_and_queries_are_read_where_they_are(launches):
         run(launches, given)
         for tensor, got in zip((given[x] for x in ("q", *CACHES)), launches[-1].arguments, strict=False):
             assert (got.data_ptr(), got.stride()) == (tensor.data_ptr(), tensor.stride()), name
+
+
+@pytest.mark.parametrize(("num_sms", "bits"), [(132, 7), (114, 6), (16, 4), (1, 0)])
+def test_no_more_combiners_wait_for_each_other_than_the_gpu_has_places(num_sms, bits, launches, monkeypatch):
+    """The mode of a launch says how many those are: log2 of the SMs times the CTAs of one."""
+    monkeypatch.setattr(plan, "_num_sms", lambda device: num_sms)
+    ops._plans.clear()
+    decode_attention(**arguments() | {"num_splits": 8})
+    per_sm = int(launches[-1].symbol.partition("_r")[2].partition("c")[2][0])
+    places = num_sms * per_sm
+    assert 2**bits <= num_sms < 2 ** (bits + 1)
+    assert launches[-1].arguments[13] >> PLACES_SHIFT == places.bit_length() - 1
+
+
+@pytest.mark.parametrize("kv_format", ALL_FORMATS)
+@pytest.mark.parametrize("cache_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("num_kv_heads", [1, 3, 8])
+def test_every_format_is_launched_for(kv_format, cache_layout, num_kv_heads, launches):
+    """Rows of 68 or 132 bytes begin on words: the compiled function must not ask for more than the copies do."""
+    dtype = kv_format if kv_format in ("bf16", "fp16") else "bf16"
+    for page_size in (None, 16):
+        call = make_call(
+            kv_format, (64, 5), num_kv_heads=num_kv_heads, group=2, page_size=page_size, q_dtype=dtype,
+            cache_layout=cache_layout, blank=True,
+        )  # fmt: skip
+        for dim in (None, 1, 2, 3):
+            caches = [call.k_cache, call.v_cache]
+            if dim is not None:
+                caches = [among_others(cache, dim)[0] for cache in caches]
+            given = dict(zip(("q", "k_cache", "v_cache", "seq_lens"), (call.q, *caches, call.seq_lens), strict=True))
+            assert isinstance(run(launches, given | {"kv_format": kv_format} | call.options), list)
 
 
 def test_strides_of_single_requests_and_tokens_do_not_matter(launches):

@@ -14,6 +14,7 @@ from cute_kernels.attention.schedule import (
     candidate_configs,
     cut_rows,
     estimate_us,
+    expected_costs,
     make_schedule,
     split_options,
 )
@@ -107,10 +108,32 @@ def test_splits_are_bounded(problem: Problem):
 @given(problems())
 def test_the_choice_is_the_cheapest_by_the_model(problem: Problem):
     chosen = make_schedule(problem)
-    cost = estimate_us(problem, chosen.config, chosen.num_splits)
-    for config in candidate_configs(problem):
-        for splits in split_options(problem, config):
-            assert cost <= estimate_us(problem, config, splits)
+    options = [(config, splits) for config in candidate_configs(problem) for splits in split_options(problem, config)]
+    costs = dict(zip(options, expected_costs(problem, options), strict=True))
+    assert costs[chosen.config, chosen.num_splits] == min(costs.values())
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "int4_g4", "int8_token_head"])
+@pytest.mark.parametrize(("heads", "batch"), [(8, 1), (8, 8), (8, 64), (1, 1), (1, 32), (1, 128)])
+def test_a_table_for_128k_tokens_does_not_make_requests_of_8k_slow(kv_format, heads, batch):
+    """By the model, within a tenth of what is best where 8k are known; and long requests within three tenths."""
+
+    def problem(tokens: int) -> Problem:
+        features = Features(paged=True)
+        return Problem.uniform(
+            batch, tokens, 4 * heads, heads, 128, kv_format, "bf16", page_tokens=16, features=features
+        )
+
+    chosen = make_schedule(problem(131072))
+    for tokens, most in ((4096, 1.16), (8192, 1.1), (16384, 1.16), (131072, 1.3)):
+        actual, best = problem(tokens), make_schedule(problem(tokens), None)
+        if tokens == 131072:
+            options = [(c, n) for c in candidate_configs(actual) for n in split_options(actual, c)]
+            least = min(estimate_us(actual, *option) for option in options)
+        else:
+            least = estimate_us(actual, best.config, best.num_splits)
+        splits = min(chosen.num_splits, -(-tokens // chosen.config.tile_tokens))
+        assert estimate_us(actual, chosen.config, splits) <= most * least, tokens
 
 
 @settings(max_examples=200, deadline=None)

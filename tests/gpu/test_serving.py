@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels import append_and_decode, fused_moe
+from cute_kernels import append_and_decode, fused_moe, quantized_linear
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.kv_cache import Rope, step_ops
-from cute_kernels.linear import linear
 from cute_kernels.mla import mla_decode, sparse_mla_decode
 from cute_kernels.mla import plan as mla_plan
 from cute_kernels.runtime.workspace import POOL
@@ -50,13 +49,13 @@ def step() -> Work:
 def product(rows: int) -> Work:
     weight = known(1024, 4096, 4, 128, False, torch.bfloat16, 0).pack().to(CUDA)
     x = torch.randn(rows, 4096, device=CUDA).bfloat16()
-    return lambda: linear(x, weight)
+    return lambda: quantized_linear(x, weight)
 
 
 def experts(tokens: int) -> Work:
     form = moe_forms.FORMS["w4"]
-    layer, given = moe_forms.layer(form), moe_forms.call(form, tokens)
-    return lambda: fused_moe(given[0], *layer, *given[1:])
+    layer, (x, ids, shares) = moe_forms.layer(form), moe_forms.call(form, tokens)
+    return lambda: fused_moe(x, *layer, shares, ids)
 
 
 def mla(sparse: bool) -> Work:
@@ -68,7 +67,8 @@ def mla(sparse: bool) -> Work:
         return lambda: sparse_mla_decode(*call.tensors, kv_format=call.kv_format, **call.options)
     dense: Any = mla_cases.make_dense("mla_bf16", [5000, 300, 2000], num_heads=64, page_size=64, deviation=0.1)
     dense = mla_cases.moved(dense, CUDA)
-    return lambda: mla_decode(*dense.tensors, kv_format=dense.kv_format)
+    tensors = {name: getattr(dense, name) for name in ("q", "cache", "seq_lens", "block_table")}
+    return lambda: mla_decode(**tensors, kv_format=dense.kv_format)
 
 
 CUT: dict[str, Callable[[], Work]] = {

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from cute_kernels import append_and_decode, append_kv
-from cute_kernels.kv_cache import Rope
+from cute_kernels.kv_cache import Rope, dequantize_kv, quantize_kv
+from cute_kernels.kv_cache.compile import BulkSpec
+from cute_kernels.kv_cache.config import BulkConfig
 from cute_kernels.runtime import arch_of, load_many
 from tests.attention import cases
 from tests.attention.cases import Call, assert_close
+from tests.extend import cases as extend_cases
 from tests.gpu.specs import append_specs, decode_spec, step_specs
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.cases import make_call as make_append
@@ -25,6 +29,8 @@ LENGTHS = (0, 1, 33, 513, 1200, 64)
 FORMATS = ("bf16", "int4_g1", "int4_g4", "int8_token_head", ("e4m3_tensor", "int4_g2"))
 GAPS = {"blocks": 1, "tokens (heads in HND)": 2, "rows": 3}
 PAGES = {"contiguous": None, "paged": 16}
+EXTENDED = ("bf16", "int4_g4", "int8_token_head")
+BULK = ("bf16", "int4_g4", "int8_token_head")
 APPENDED = ("bf16", "int4_g1", "int4_g4", "int8_token_head", "e4m3_tensor")
 STEPS = [
     Shape(kv_format, rope=Rope(128), num_q_heads=16, num_kv_heads=4, place=place, page_size=16, layout=layout)
@@ -60,6 +66,12 @@ def specs() -> list[Any]:
         if case[2] == 16 and case[1] == (2, 1) and case[0] != "bf16":
             found.append(decode_spec(Call(dense.q, dense.k_cache, padded(dense.v_cache, 4), *rest(dense))))
     found += append_specs(Shape(name, new=new, rope=Rope(128)) for name in APPENDED for new in ((1,), (2,)))
+    found += [
+        BulkSpec(BulkConfig(direction, name, "bf16", 128, strided=strided))
+        for direction in ("quantize", "dequantize")
+        for name in BULK
+        for strided in (True, False)
+    ]
     for shape in STEPS:
         for q_len in (1, 3):
             given = make_step(shape, (5, 300, 33, 1025), q_len, blank=True)
@@ -160,7 +172,7 @@ def test_an_append_writes_rows_and_nothing_beside_them(kv_format, dim, layout, n
     for call in (dense, strided):
         given = call._asdict()
         given["kv_format"] = (given.pop("k_format"), given.pop("v_format"))
-        given["bias"] = tuple(given.pop(name) for name in ("q_bias", "k_bias", "v_bias"))
+        given["qkv_bias"] = tuple(given.pop(name) for name in ("q_bias", "k_bias", "v_bias"))
         outs.append(append_kv(**given))
     assert torch.equal(*outs)
     for got, want in zip(caches, (dense.k_cache, dense.v_cache), strict=True):
@@ -181,6 +193,31 @@ def test_a_step_over_caches_with_gaps_is_that_over_dense_ones(shape, q_len):
     for got, want in zip(caches, (step["k_cache"], step["v_cache"]), strict=True):
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
     assert all(bool((x.view(torch.uint8) == 0xFF).all()) for x in beside)
+
+
+@pytest.mark.parametrize("kv_format", BULK)
+def test_bulk_kernels_read_and_write_blocks_with_gaps(kv_format):
+    x = torch.randn(7, 5, 2, 128, device=CUDA).bfloat16()
+    rows = quantize_kv(x, kv_format=kv_format)
+    (numbers, _), (room, beside) = among_others(x, 2), among_others(rows, 1)
+    quantize_kv(numbers, kv_format=kv_format, out=room)
+    assert torch.equal(room.view(torch.uint8), rows.view(torch.uint8))
+    back, between = among_others(torch.zeros_like(x), 2)
+    dequantize_kv(room, kv_format=kv_format, head_dim=128, out=back)
+    assert torch.equal(back, dequantize_kv(rows, kv_format=kv_format, head_dim=128))
+    assert bool((beside.view(torch.uint8) == 0xFF).all()) and bool(between.isnan().all())
+
+
+@pytest.mark.parametrize("dim", GAPS.values(), ids=GAPS)
+@pytest.mark.parametrize("kv_format", EXTENDED)
+def test_extend_attention_reads_the_same_caches(kv_format, dim):
+    for page_size, layout in ((None, "NHD"), (16, "NHD"), (16, "HND")):
+        call = extend_cases.make_call(
+            kv_format, (100, 7, 1), (150, 7, 70), num_kv_heads=2, page_size=page_size, cache_layout=layout, device=CUDA
+        )
+        caches = [among_others(cache, dim)[0] for cache in (call.k_cache, call.v_cache)]
+        strided = replace(call, k_cache=caches[0], v_cache=caches[1])
+        assert torch.equal(strided.run(), call.run())
 
 
 def test_a_dense_call_is_not_mistaken_for_a_strided_one():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.kv_cache import ops
+from cute_kernels.kv_cache.bulk_ops import row_blocks
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.config import HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS, BulkConfig, divisor_of
 from tests.kv_cache.lanes import Float32, Gpu, Int32, Int64
@@ -145,20 +146,21 @@ def simulate_bulk(
     from cute_kernels.kv_cache import bulk
 
     gpu = _make_gpu(monkeypatch)
-    simulated: Any = _unwrapped(bulk.BulkKernel, "kernel", "restore")(config)
+    simulated: Any = _unwrapped(bulk.BulkKernel, "kernel", "strided_kernel", "work", "restore")(config)
     num_heads = numbers.shape[-2]
     num_rows = numbers.numel() // config.head_dim
     at_numbers, at_rows, at_scale = gpu.put(numbers), gpu.put(rows), gpu.put(scale)
     for block in range(-(-num_rows // (config.teams * config.rows_in_flight))):
         for warp in range(config.num_warps):
             gpu.block, gpu.warp = (block, 0, 0), warp
-            simulated.kernel(
-                Int64(at_numbers),
-                Int64(at_rows),
-                Int64(at_scale),
-                Int32(num_rows),
-                Int32(num_heads),
-                Int64(divisor_of(num_heads)),
-            )
+            given = [Int64(at_numbers), Int64(at_rows), Int64(at_scale)]
+            given += [Int32(num_rows), Int32(num_heads), Int64(divisor_of(num_heads))]
+            if config.strided:
+                for tensor in (numbers, rows):
+                    inner, stride = row_blocks(tensor) or (0, 0)
+                    given += [Int32(inner), Int64(stride * tensor.element_size()), Int64(divisor_of(inner))]
+                simulated.strided_kernel(*given)
+            else:
+                simulated.kernel(*given)
     gpu.get(at_numbers, numbers)
     gpu.get(at_rows, rows)

@@ -11,6 +11,7 @@ from cute_kernels.kv_cache import dequantize_kv, quantize_kv
 from cute_kernels.kv_cache.reference import shaped_scale
 from cute_kernels.kv_formats import format_of
 from tests.kv_cache.cases import ALL_FORMATS, DTYPES
+from tests.tensors import among_others
 
 every_format = pytest.mark.parametrize("kv_format", ALL_FORMATS)
 
@@ -50,12 +51,23 @@ def test_out_is_written_and_returned(kv_format):
         assert torch.equal(room, dequantize_kv(rows, kv_format=kv_format, head_dim=96, scale=scale))
 
 
+@every_format
+def test_blocks_with_gaps_are_read_and_written_between_them(kv_format):
+    x, scale = inputs(kv_format)
+    rows = quantize_kv(x, kv_format=kv_format, scale=scale)
+    room, beside = among_others(rows, 1)
+    assert quantize_kv(among_others(x, 2)[0], kv_format=kv_format, scale=scale, out=room) is room
+    assert torch.equal(room.view(torch.uint8), rows.view(torch.uint8)) and (beside.view(torch.uint8) == 0xFF).all()
+    back = dequantize_kv(room, kv_format=kv_format, head_dim=96, scale=scale)
+    assert torch.equal(back, dequantize_kv(rows, kv_format=kv_format, head_dim=96, scale=scale))
+
+
 BAD_QUANTIZE: dict[str, tuple[dict[str, Any], str]] = {
     "a list": ({"x": [1.0]}, "x: got list, want a torch.Tensor"),
     "integers": ({"x": torch.zeros(4, 64).int()}, "x: got dtype torch.int32, want one of torch.bfloat16"),
     "one row": ({"x": torch.zeros(64)}, r"x: got shape \[64\], want \[..., num_kv_heads, head_dim\]"),
     "head_dim 60": ({"x": torch.zeros(4, 60)}, "x: got head_dim 60, want one of 64, 80"),
-    "gaps": ({"x": torch.zeros(4, 128)[:, ::2]}, "x: got strides .* want it contiguous"),
+    "gaps": ({"x": torch.zeros(4, 128)[:, ::2]}, "x: got strides .* want rows contiguous, in blocks of dense rows"),
     "unknown format": ({"kv_format": "int3"}, "kv_format: got 'int3', want one of"),
     "a scale too many": ({"scale": torch.ones(())}, "scale: got a tensor, want None: int4_g4 has no scale"),
     "no scale": ({"kv_format": "int8_head"}, r"scale: got None, want a float32 tensor of shape \[4\] or \[4, 1\]"),

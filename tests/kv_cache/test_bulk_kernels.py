@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from cute_kernels.kv_cache.bulk_ops import row_blocks
 from cute_kernels.kv_cache.config import BulkConfig, row_alignment, team_lanes
 from cute_kernels.kv_cache.reference import quantize, shaped_scale
 from cute_kernels.kv_formats import HEAD_DIMS, format_of
@@ -13,6 +16,7 @@ from tests.kv_cache.awkward import awkward, same_bits, scales_for
 from tests.kv_cache.cases import ALL_FORMATS, DTYPES
 from tests.kv_cache.lanes import Float32, Gpu
 from tests.kv_cache.simulate import simulate_bulk
+from tests.tensors import among_others
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -52,6 +56,38 @@ def test_rows_become_the_formats_numbers(kv_format, head_dim, dtype, monkeypatch
     numbers = torch.zeros_like(x, dtype=DTYPES[dtype])
     simulate_bulk(BulkConfig("dequantize", kv_format, dtype, head_dim), numbers, rows, scale, monkeypatch)
     assert same_bits(numbers, form.dequantize(rows, head_dim, DTYPES[dtype], shaped_scale(form, scale)))
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "int4_g4", "int8_channel"])
+def test_pages_apart_and_numbers_of_a_fused_projection(kv_format, monkeypatch):
+    """Both ways; what lies between blocks is neither read nor written."""
+    form, shape = format_of(kv_format), (4, 4, 2, 64)
+    x = (3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).bfloat16()
+    scale = scales_for(kv_format, 2, 64)[0]
+    numbers, _ = among_others(x, 2)  # heads of a token lie together
+    want = quantize(form, x, scale).view(form.cache_dtype)
+    rows, beside = among_others(torch.zeros_like(want), 1)  # pages apart
+    config = BulkConfig("quantize", kv_format, "bf16", 64, strided=True)
+    simulate_bulk(config, numbers, rows, scale, monkeypatch)
+    assert same_bits(rows, want) and bool((beside.view(torch.uint8) == 0xFF).all())
+    back, beside = among_others(torch.zeros_like(x), 2)
+    simulate_bulk(replace(config, direction="dequantize"), back, rows, scale, monkeypatch)
+    assert same_bits(back, form.dequantize(want, 64, torch.bfloat16, shaped_scale(form, scale)))
+    assert bool(beside.isnan().all())
+
+
+def test_where_rows_lie_in_two_numbers():
+    """Dense rows of a block, and elements from one to the next; None where that is not all."""
+    x = torch.zeros(3, 5, 2, 64)
+    assert row_blocks(x) == (30, 30 * 64) and row_blocks(x[:1]) == (10, 640)
+    assert (
+        row_blocks(x[:, :4]) == (8, 640) and row_blocks(x[:, :, :1]) == (1, 128) and row_blocks(x[:, 2:3]) == (2, 640)
+    )
+    assert row_blocks(x[:2, :, :1]) == (1, 128) and row_blocks(x[:0]) is not None
+    assert (
+        row_blocks(x[:, :4, :1]) is None and row_blocks(x[..., ::2]) is None and row_blocks(x.transpose(1, 2)) is None
+    )
+    assert row_blocks(x[:1].expand(3, 5, 2, 64)) is None and row_blocks(x[::2]) == (10, 1280)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
