@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -269,11 +267,13 @@ def test_configurations_fit_and_say_why_not():
 
 
 @pytest.mark.parametrize("parts", [1, 3, 7])
-def test_parts_cover_every_block_once(monkeypatch, parts):
+def test_parts_cover_every_block_once(run_on, parts):
     pytest.importorskip("cutlass")
     from cute_kernels.mla import work
+    from simulator import PlainThread
 
-    monkeypatch.setattr(work, "cutlass", SimpleNamespace(min=min))
+    run_on(PlainThread())
+
     for num_blocks in range(30):
         shares = [range(*work.WorkTile.share(num_blocks, parts, part)) for part in range(parts)]
         assert [block for share in shares for block in share] == list(range(num_blocks))
