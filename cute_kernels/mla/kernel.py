@@ -31,28 +31,32 @@ from cute_kernels.mla.mainloops.delayed_pv import DelayedPV
 from cute_kernels.mla.mainloops.pipeline import NoNextQueries
 from cute_kernels.mla.mainloops.serial import Serial
 from cute_kernels.mla.mainloops.stepped import Stepped
+from cute_kernels.mla.policies import CooperativeTiles, Copies, Crossover, SplitCrossover, SplitTiles, TmaTiles
 from cute_kernels.mla.shared_memory import allocate, init_barriers
 from cute_kernels.mla.work_tiles import Counts, PartTiles, WorkTiles
 
 
 def make_load(config: MlaConfig) -> CopyLoad | Fp8Load | SplitFp8Load | TmaTileLoad:
     """What fills tiles."""
-    if config.tma_tiles:
+    load = config.tiles.load
+    if isinstance(load, TmaTiles):
         return TmaTileLoad(config)
-    if config.copies:
+    if isinstance(load, Copies):
         return CopyLoad(config)
-    if config.delays_pv:
+    if isinstance(load, SplitCrossover):
         return SplitFp8Load(config)
-    if config.crossover:
+    if isinstance(load, Crossover):
         return Fp8Load(config, CrossoverTiles(config, drains=not config.cooperative))
     return Fp8Load(config, OwnTiles(config))
 
 
 def make_consumers(config: MlaConfig) -> PersistentConsumers | PartConsumers:
     """What multiplies, in the order that the configuration says."""
-    if config.cooperative:
+    if isinstance(config.tiles, CooperativeTiles):
         return PartConsumers(Stepped(config, NoNextQueries()))
-    return PersistentConsumers({"plain": Serial, "stepped": Stepped, "delayed_pv": DelayedPV}[config.order](config))
+    if isinstance(config.tiles, SplitTiles):
+        return PersistentConsumers(DelayedPV(config))
+    return PersistentConsumers(Stepped(config) if config.tiles.mainloop == "stepped" else Serial(config))
 
 
 class MlaKernel:

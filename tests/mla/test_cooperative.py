@@ -30,6 +30,7 @@ from cute_kernels.mla.config import (
 from cute_kernels.mla.mainloops import stepped, weights
 from cute_kernels.mla.mainloops.pipeline import NoNextQueries
 from cute_kernels.mla.mainloops.softmax import LOWEST, row_of
+from cute_kernels.mla.policies import CooperativeTiles, Crossover
 from cute_kernels.mla.schedule import cooperative_heads
 from cute_kernels.mla.work import LaunchShape
 from simulator import LANES, Int32, Meanings, PlainThread, Warp
@@ -203,6 +204,5 @@ def test_no_barrier_can_be_left_out(left_out):
 
 def test_which_configurations_may_add_up_together():
     assert CONFIG.can_implement() is None and CONFIG.name.endswith("_cooperative")
-    model1 = replace(CONFIG, form="mla_model1", head_dim=512, scales="ue8m0")
-    for other in (replace(CONFIG, crossover=False), replace(CONFIG, order="plain"), model1):
-        assert "cooperative" in (other.can_implement() or "")
+    model1 = replace(CONFIG, form="mla_model1", head_dim=512, tiles=CooperativeTiles(Crossover("ue8m0")))
+    assert "cooperative" in (model1.can_implement() or "")

@@ -11,12 +11,13 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.mla.config import NUM_STAGES, WARPGROUP_WARPS, MlaConfig
 from cute_kernels.mla.mainloops import delayed_pv, pipeline, weights
+from cute_kernels.mla.policies import SplitCrossover, SplitTiles, TmaTiles
 from tests.mla import orders, test_stepped
 
 CONFIGS = [
-    MlaConfig("paged", "mla_bf16", order="delayed_pv"),
-    MlaConfig("paged", "mla_bf16", order="delayed_pv", eager=True),
-    MlaConfig("sparse", "mla_fp8", crossover=True, order="delayed_pv", eager=True),
+    MlaConfig("paged", "mla_bf16", tiles=SplitTiles(TmaTiles())),
+    MlaConfig("paged", "mla_bf16", tiles=SplitTiles(TmaTiles(eager=True))),
+    MlaConfig(tiles=SplitTiles(SplitCrossover())),
 ]
 
 

@@ -15,13 +15,14 @@ pytest.importorskip("cutlass")
 from cute_kernels.mla import work_tiles
 from cute_kernels.mla.config import MlaConfig
 from cute_kernels.mla.loads import entries
+from cute_kernels.mla.policies import Crossover, Decode, WholeTiles
 from simulator import Meanings, PlainThread
 
 LANES = 32
 CONFIGS = [
-    MlaConfig(prefetch=prefetch, crossover=crossover, producer_warps=warps)
+    MlaConfig(tiles=WholeTiles(load))
     for prefetch in (0, 2, 3, 4, 5)
-    for crossover, warps in ((False, 4), (True, 4), (False, 8))
+    for load in (Decode(prefetch=prefetch), Crossover(prefetch=prefetch), Decode(prefetch=prefetch, warps=8))
 ]
 SHARES = [[(0, 25)], [(3, 28)], [(0, 7), (2, 9), (0, 1)], [(0, 0), (4, 5), (6, 6), (0, 0), (0, 3), (1, 2), (9, 9)]]
 """Blocks [begin, end) of every share."""

@@ -24,6 +24,7 @@ from cute_kernels.mla.config import (
 )
 from cute_kernels.mla.kernel import make_load
 from cute_kernels.mla.loads import dequantize, destination, entries, gather, locate
+from cute_kernels.mla.policies import Copies, Crossover, Decode, SplitCrossover, SplitTiles, WholeTiles
 from layouts import banks
 from layouts.kv.mla import MlaFp8, MlaModel1
 from simulator import LANES, Int32, Meanings, PlainThread, Uint32, Warp, running
@@ -138,7 +139,7 @@ def test_fp8_tile(run_on, scales, exponents, producer_warps):
     machine = Warp(np.full(TILE_BYTES, 0xFF, np.uint8), memory)
     run_on(machine)
     indices = some_indices(1)
-    config = MlaConfig(scales=scales, producer_warps=producer_warps)
+    config = MlaConfig(tiles=WholeTiles(Decode(scales, warps=producer_warps)))
     fill_tile(config, machine, pages_of(0, stride, 656, PAGE_SIZE), indices)
     exists = (indices >= 0) & (indices < len(tokens))
     exact = FORM.dequantize(tokens[np.where(exists, indices, 0)], torch.float64).numpy() * exists[:, None]
@@ -161,7 +162,7 @@ def test_model1_tile(run_on, scales, exponents, producer_warps):
     """Latent columns, then RoPE columns, which are part of the value; scales from behind the data of a page."""
     tokens = model1_tokens(NUM_TOKENS, exponents)
     memory, stride = paged(tokens)
-    config = MlaConfig(form="mla_model1", head_dim=512, scales=scales, producer_warps=producer_warps)
+    config = MlaConfig("sparse", "mla_model1", 512, WholeTiles(Decode(scales, warps=producer_warps)))
     machine = Warp(np.full(config.tile_bytes, 0xFF, np.uint8), memory)
     run_on(machine)
     indices = some_indices(4)
@@ -184,9 +185,8 @@ def test_model1_tile(run_on, scales, exponents, producer_warps):
 @pytest.mark.parametrize("order", ["stepped", "delayed_pv"])
 def test_each_of_two_ctas_decodes_half_of_both_tiles(run_on, form, order):
     width, scales = {"mla_fp8": (576, "fp32"), "mla_model1": (512, "ue8m0")}[form]
-    config = MlaConfig(
-        form=form, head_dim=width, scales=scales, crossover=True, order=order, eager=order == "delayed_pv"
-    )
+    whole = WholeTiles(Crossover(scales), "stepped")
+    config = MlaConfig("sparse", form, width, whole if order == "stepped" else SplitTiles(SplitCrossover(scales)))
     assert config.can_implement() is None
     split = form == "mla_model1"
     exponents = range(-5, 20)  # of scales that contain 2**120 and of such that do not
@@ -241,9 +241,9 @@ def write_in_parts(load, token, tiles, place) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        MlaConfig(form="mla_bf16", fence="reader"),
-        MlaConfig(form="mla_fp16", fence="reader"),
-        MlaConfig(form="mla_bf16", head_dim=512, fence="reader"),
+        MlaConfig(form="mla_bf16", tiles=WholeTiles(Copies())),
+        MlaConfig(form="mla_fp16", tiles=WholeTiles(Copies())),
+        MlaConfig("sparse", "mla_bf16", 512, WholeTiles(Copies())),
     ],
     ids=lambda config: config.name,
 )
@@ -317,7 +317,7 @@ def bounded(limit: int):
 @pytest.mark.parametrize("start", range(0, 128, 16))
 @pytest.mark.parametrize("producer_warps", PRODUCER_WARPS)
 def test_every_line_of_a_token_is_prefetched(run_on, form, head_dim, start, producer_warps):
-    config = MlaConfig(form=form, head_dim=head_dim, prefetch=4, producer_warps=producer_warps)
+    config = MlaConfig("sparse", form, head_dim, WholeTiles(Decode(prefetch=4, warps=producer_warps)))
     prefetcher = entries.Entries.of(config)
     run_on(PlainThread())
     offsets = [offset for sharer in range(32 // prefetcher.rows) for offset in prefetcher.lines(sharer)]

@@ -17,6 +17,7 @@ from cute_kernels.device import wgmma_tiles
 from cute_kernels.mla.config import BLOCK_TOKENS, MlaConfig
 from cute_kernels.mla.layout import SLAB_COLUMNS
 from cute_kernels.mla.loads import tma_tiles
+from cute_kernels.mla.policies import SplitTiles, TmaTiles
 from simulator import LANES, Int32, Meanings, PlainThread, Warp
 from tests.mla.test_gather import pages_of, read_words
 from tests.mla.test_tiles import place_of
@@ -26,7 +27,7 @@ POISON = 0x7FFF
 
 
 def config_of(cluster: int, head_dim: int = 576) -> MlaConfig:
-    return MlaConfig("paged", "mla_bf16", head_dim, crossover=cluster > 1, prefetch=cluster - 1, order="delayed_pv")
+    return MlaConfig("paged", "mla_bf16", head_dim, SplitTiles(TmaTiles(cluster > 1, cluster - 1)))
 
 
 def tokens_of(head_dim: int) -> np.ndarray:
