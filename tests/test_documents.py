@@ -17,12 +17,16 @@ from tools import formats
 ROOT = Path(__file__).resolve().parent.parent
 ROOT_PAGES = ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY", "examples/README")
 DOCUMENTS = sorted([*(ROOT / f"{name}.md" for name in ROOT_PAGES), *(ROOT / "docs").rglob("*.md")])
-PAGES = ("api", "kv_cache", "layouts", "linear", "mla", "moe", "quickstart", "runtime")
+PAGES = ("api", "kv_cache", "layouts", "linear", "mla", "moe", "quickstart", "runtime", "simulator")
 TASKS = ("checkpoints", "engine", "layouts", "transformers")
 PORTS = ("fbgemm", "flashattention", "flashmla", "vllm")
 FOLDERS = {"docs": PAGES, "docs/tasks": TASKS, "docs/port": PORTS}
 RUN = ("README.md", *(f"{folder}/{page}.md" for folder, pages in FOLDERS.items() for page in pages))
-NEEDS = {"docs/tasks/transformers.md": "transformers", "docs/tasks/checkpoints.md": "safetensors"}
+NEEDS = {
+    "docs/simulator.md": "cutlass",
+    "docs/tasks/transformers.md": "transformers",
+    "docs/tasks/checkpoints.md": "safetensors",
+}
 BLOCK = re.compile(r"^```python(?P<where>[ \w]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)(?P<target>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

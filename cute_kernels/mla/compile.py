@@ -30,8 +30,8 @@ class _MlaFamily(KernelSpec):
 
 @dataclass(frozen=True, eq=False)
 class MlaSpec(_MlaFamily):
-    """Decode: the function takes what :meth:`MlaKernel.sparse` or :meth:`MlaKernel.paged` describes, on torch's current
-    stream."""
+    """Decode: the function takes what :meth:`DecodeEntry.sparse` or :meth:`DecodeEntry.paged` describes, on torch's
+    current stream."""
 
     config: MlaConfig | FewHeadsConfig
 
@@ -70,6 +70,7 @@ def compile_mla(config: MlaConfig | FewHeadsConfig, arch: str, *options: str) ->
     from cutlass import Float32, Int32, Int64
     from cutlass.cute.runtime import make_fake_stream
 
+    from cute_kernels.mla.entry import DecodeEntry
     from cute_kernels.mla.few_heads.kernel import FewHeadsKernel
     from cute_kernels.mla.kernel import MlaKernel
 
@@ -80,8 +81,9 @@ def compile_mla(config: MlaConfig | FewHeadsConfig, arch: str, *options: str) ->
     chosen = [*pages, Int32(0), Int64(0), Int32(0), Int64(0)]
     table = [Int32(0), Int64(0), Int32(0), Int32(0), Int64(0), Int32(0)]
     kernel = FewHeadsKernel(config) if isinstance(config, FewHeadsConfig) else MlaKernel(config)
+    entry = DecodeEntry(kernel)
     return cute.compile(
-        kernel.sparse if config.tokens == "sparse" else kernel.paged,
+        entry.sparse if config.tokens == "sparse" else entry.paged,
         *results,
         *cut,
         *([*chosen, *chosen] if config.tokens == "sparse" else [*pages, *table]),

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from cute_kernels.mla.formats import FORMATS, V_DIM, format_of
 from cute_kernels.mla.layout import SLAB_COLUMNS, VALUE_SLABS, TokenLayout, layout_of
+from cute_kernels.mla.policies import (
+    MAINLOOPS,
+    PRODUCER_WARPS,
+    WHOLE,
+    CooperativeTiles,
+    Copies,
+    Crossover,
+    Decode,
+    SplitCrossover,
+    SplitTiles,
+    Tiles,
+    TmaTiles,
+    WholeTiles,
+)
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 
 HEAD_DIM = 576  # columns of the wider keys
@@ -17,7 +31,6 @@ GROUP_TOKENS = 8  # that a producer warp fetches at a time: rows of a swizzle at
 WARPGROUP_WARPS = 4
 CONSUMER_WARPS = 2 * WARPGROUP_WARPS  # scores and left half of the output; right half
 CONSUMER_THREADS = CONSUMER_WARPS * WARP_THREADS
-PRODUCER_WARPS = (4, 8)  # that a CTA may have besides
 NUM_STAGES = 2
 WEIGHT_BYTES = BLOCK_HEADS * BLOCK_TOKENS * 2
 ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
@@ -32,24 +45,18 @@ PART_WORDS, PART_FLAGS = BLOCK_HEADS * (V_HEAD_DIM // PIECE_COLUMNS) * PART_ROW_
 COOPERATIVE_PARTS = range(4, 33)  # how many parts that may be: not more readers than CTAs, a lane each
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by producer warps; in the end a CTA has at most as many in sum
-OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (208, 160, 136), (200, 168, 72)
-TMA_REGISTERS, SPLIT_REGISTERS = (256, 184, 64), (240, 176, 88)
 HELD_STEPS, CROSSOVER_HELD_STEPS = 5, {"mla_fp8": 8, "mla_model1": 5}  # with one more, ptxas spills
 TOKENS = ("sparse", "paged")
 SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
-FENCES = ("writer", "reader")
-ORDERS = ("plain", "stepped", "delayed_pv")
-MAX_PREFETCH = 16
 # A word for each of a block's tokens that says where it lies, and one for each 8 of them, a producer warp's mark.
 ENTRY_BLOCK_BYTES = (BLOCK_TOKENS + BLOCK_TOKENS // GROUP_TOKENS) * 4
-WHOLE = 16  # pieces of a stretch that has all of a lane's
 MAX_PARTS = 64  # of a row
 SERVED_PREFETCH = 2  # blocks, of chosen tokens
 CROSSOVER_CHUNK = 3
-# Where a CTA decodes all tokens of a block: what is not the default of `SERVED_STRETCH`. Whole contexts of 656-byte
+# Where a CTA decodes all tokens of a block: what is not the default of `SERVED_CHUNK`. Whole contexts of 656-byte
 # tokens: with chunks of 5, ptxas keeps two words in local memory.
 SERVED_CHUNK = 5
-SERVED_DEQUANTIZE = {
+SERVED_DECODE: dict[tuple[str, str], dict[str, Any]] = {
     ("sparse", "mla_fp8"): {"chunk": 2, "fence": "reader"},
     ("paged", "mla_fp8"): {"chunk": 4},
 }
@@ -85,54 +92,63 @@ class MlaConfig:
     tokens: "sparse": those that indices name; "paged": the first ones of every request, by its pages.
     form: name of the cache's format.
     head_dim: columns of a key, one of the format's.
-    scales: of FP8 caches: "fp32" or "ue8m0" take any scale a cache may hold; "power_of_2" only powers of 2 up to 2**7.
-    fence: who makes stores of a tile visible to wgmma: those that write it, before they say so, or those that multiply
-        it, after they have heard. Copies that nobody waits for leave it to the latter.
-    crossover: two CTAs with different heads of a row bring half of the tokens each: they decode them and send them to
-        each other, or have them copied to both. The number of blocks of 64 heads of a row must be even.
-    prefetch: how many blocks ahead tokens of FP8 caches are brought into L2, 0 for not at all; in order "delayed_pv" 0,
-        or 1 of 16-bit tokens.
-    stretch: of FP8 caches: after how many pieces of 16 bytes at the latest the loads that
-        take their place are issued; WHOLE: when the compiler wants.
-    gather_warps: that bring tokens, 4 or 8 (of FP8 caches, a CTA by itself): one or two on every scheduler of an SM.
-    order: of a block: "plain": weights, then products with values; "stepped": 16 tokens at a time, which takes four
-        producer warps; "delayed_pv": likewise, and the right half of the values a block behind, for tiles that come in
-        two parts: FP8 tokens with crossover, or 16-bit tokens that a tensor map brings, of which every 64 lie side by
-        side in a page.
-    eager: in order "delayed_pv", whether the right half of a block is added as soon as the left one is, which gives its
-        part of a tile back early: where tiles are what is waited for, and not the tensor cores. FP8 tokens want it.
-    together: the CTAs of a launch, all there at once, have a part of a row each and add up the parts themselves; by
-        crossover in order "stepped", where one power of 2 is enough for a half of a row.
+    tiles: how tiles are filled and multiplied, and partial results combined: see :mod:`.policies`. With two CTAs to a
+        tile the number of blocks of 64 heads of a row must be even.
     """
 
     tokens: str = "sparse"
     form: str = "mla_fp8"
     head_dim: int = HEAD_DIM
-    scales: str = "fp32"
-    fence: str = "writer"
-    crossover: bool = False
-    prefetch: int = 0
-    chunk: int = WHOLE
-    producer_warps: int = PRODUCER_WARPS[0]
-    order: str = "plain"
-    eager: bool = False
-    cooperative: bool = False
+    tiles: Tiles = WholeTiles(Decode())  # noqa: RUF009 (frozen)
 
     @property
     def name(self) -> str:
         """C identifier of the variant."""
-        fp8 = f"_{self.scales}_{self.fence}" if self.form in SCALES else ""
-        width = f"_d{self.head_dim}" if self.copies and self.head_dim != HEAD_DIM else ""
-        crossover = "_crossover" * self.crossover
-        ahead = f"_prefetch{self.prefetch}" if self.prefetch else ""
-        chunk = f"_chunk{self.chunk}" if not self.copies and self.chunk < WHOLE else ""
-        warps = f"_warps{self.producer_warps}" if self.producer_warps != PRODUCER_WARPS[0] else ""
-        order = (
-            (f"_{self.order}" if self.order != "plain" else "")
-            + "_eager" * self.eager
-            + "_cooperative" * self.cooperative
-        )
+        load, tiles = self.tiles.load, self.tiles
+        fp8 = f"_{load.scales}_{load.fence}" if load.fp8 else ""
+        width = f"_d{self.head_dim}" if not load.fp8 and self.head_dim != HEAD_DIM else ""
+        crossover = "_crossover" * load.pair
+        ahead = f"_prefetch{load.prefetch}" if load.prefetch else ""
+        chunk = f"_chunk{load.chunk}" if load.fp8 and load.chunk < WHOLE else ""
+        warps = f"_warps{load.warps}" if load.warps != PRODUCER_WARPS[0] else ""
+        mainloop = f"_{tiles.mainloop}" if tiles.mainloop != MAINLOOPS[0] else ""
+        order = mainloop + "_eager" * tiles.eager + "_cooperative" * tiles.cooperative
         return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{chunk}{warps}{order}"
+
+    # -- what device code asks of the policies -------------------------------------------------------------------------
+
+    @property
+    def scales(self) -> str:
+        return self.tiles.load.scales
+
+    @property
+    def fence(self) -> str:
+        return self.tiles.load.fence
+
+    @property
+    def crossover(self) -> bool:
+        """Whether two CTAs with different heads of a row bring half of its tokens each."""
+        return self.tiles.load.pair
+
+    @property
+    def prefetch(self) -> int:
+        return self.tiles.load.prefetch
+
+    @property
+    def chunk(self) -> int:
+        return self.tiles.load.chunk
+
+    @property
+    def producer_warps(self) -> int:
+        return self.tiles.load.warps
+
+    @property
+    def eager(self) -> bool:
+        return self.tiles.eager
+
+    @property
+    def cooperative(self) -> bool:
+        return self.tiles.cooperative
 
     @property
     def layout(self) -> TokenLayout:
@@ -170,12 +186,12 @@ class MlaConfig:
     @property
     def tma_tiles(self) -> bool:
         """Whether a tensor map brings tiles."""
-        return self.delays_pv and self.copies
+        return isinstance(self.tiles.load, TmaTiles)
 
     @property
     def delays_pv(self) -> bool:
         """Whether the right half of the values is a block behind."""
-        return self.order == "delayed_pv"
+        return isinstance(self.tiles, SplitTiles)
 
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
@@ -209,7 +225,7 @@ class MlaConfig:
     @property
     def copies(self) -> bool:
         """Whether tiles are copies of the cache's bytes."""
-        return self.form not in SCALES
+        return not self.tiles.load.fp8
 
     @property
     def tile_bytes(self) -> int:
@@ -224,20 +240,12 @@ class MlaConfig:
     @property
     def full_arrivals(self) -> int:
         """How many times a barrier of a tile is arrived at when the tile is full."""
-        if self.tma_tiles:
-            return 1
-        return self.producer_warps * (WARP_THREADS + 1 if self.copies else 1)
+        return self.tiles.load.full_arrivals
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Registers of a thread: with the scores, with the right half of the output, gathering."""
-        if self.tma_tiles:
-            return TMA_REGISTERS
-        if self.producer_warps != PRODUCER_WARPS[0]:
-            return EIGHT_WARPS_REGISTERS
-        if self.delays_pv:
-            return SPLIT_REGISTERS
-        return CROSSOVER_REGISTERS if self.crossover else OWN_REGISTERS
+        """Registers of a thread: with the scores, with the right half of the output, producing."""
+        return self.tiles.load.registers
 
     @property
     def launch_registers(self) -> int:
@@ -268,68 +276,25 @@ class MlaConfig:
 
     def can_implement(self) -> str | None:
         """Why the configuration cannot be compiled, or None."""
-        choices = {
-            "tokens": TOKENS,
-            "form": tuple(FORMATS),
-            "fence": FENCES,
-            "order": ORDERS,
-            "producer_warps": PRODUCER_WARPS,
-        }
-        for name, wanted in choices.items():
+        for name, wanted in {"tokens": TOKENS, "form": tuple(FORMATS)}.items():
             if getattr(self, name) not in wanted:
                 return f"{name} is {getattr(self, name)!r}; want one of {wanted}"
-        head_dims = format_of(self.form).head_dims
+        head_dims, load = format_of(self.form).head_dims, self.tiles.load
         if self.head_dim not in head_dims:
             return f"head_dim is {self.head_dim}; {self.form} has {head_dims}"
         scales = SCALES.get(self.form)
-        if scales is not None and self.scales not in scales:
-            return f"scales is {self.scales!r}; want one of {scales} for {self.form}"
-        if self.cooperative and not (self.crossover and self.order == "stepped" and self.partials == SCALED_PARTIALS):
-            return (
-                f"cooperative is True; want crossover, order 'stepped' and a format whose parts are {SCALED_PARTIALS}"
-            )
-        if self.delays_pv:
-            return self._lagging_reason()
-        if self.eager:
-            return f"eager is True; order {self.order!r} has no half that lags"
-        if self.order == "stepped" and self.producer_warps != PRODUCER_WARPS[0]:
-            return f"order is {self.order!r}; with {self.producer_warps} producer warps products want 'plain'"
-        if self.copies and self.fence != "reader":
-            return f"fence is {self.fence!r}; tiles that are copied want 'reader'"
-        if self.copies and self.crossover:
-            return "crossover is True; tiles that are copied are each CTA's own"
-        if (self.copies or self.crossover) and self.producer_warps != PRODUCER_WARPS[0]:
-            return (
-                f"producer_warps is {self.producer_warps}; tiles that are copied or exchanged want {PRODUCER_WARPS[0]}"
-            )
-        if self.crossover and self.fence != "writer":
-            return f"fence is {self.fence!r}; crossover wants 'writer'"
-        if self.copies and self.prefetch:
-            return f"prefetch is {self.prefetch}; tiles that are copied are their own, as early as there is room"
-        if self.prefetch == 1 or not 0 <= self.prefetch <= MAX_PREFETCH:
-            return f"prefetch is {self.prefetch}; want 0 or 2 to {MAX_PREFETCH} blocks"
-        if not 1 <= self.chunk <= WHOLE:
-            return f"chunk is {self.chunk}; want 1 to {WHOLE} pieces"
-        if self.smem_bytes > MAX_SHARED_BYTES:
+        if load.fp8 != (scales is not None):
+            return f"load is {load.kind!r}; want one of {'16-bit' if scales is None else 'FP8'} tokens for {self.form}"
+        if scales is not None and load.scales not in scales:
+            return f"scales is {load.scales!r}; want one of {scales} for {self.form}"
+        if isinstance(load, TmaTiles) and self.tokens != "paged":
+            return f"load is {load.kind!r}; {self.tokens} tokens do not lie side by side"
+        if self.tiles.cooperative and self.partials != SCALED_PARTIALS:
+            return f"tiles are cooperative; want a format whose parts are {SCALED_PARTIALS}"
+        reason = self.tiles.reason()
+        if reason is None and self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
-        return None
-
-    def _lagging_reason(self) -> str | None:
-        """As `can_implement`, of order "delayed_pv"."""
-        if self.copies and self.tokens != "paged":
-            return f"order is {self.order!r}; {self.tokens} tokens of {self.form} want another, see ORDERS"
-        if not self.copies and not self.crossover:
-            return f"order is {self.order!r}; tokens that a CTA decodes by itself want another, see ORDERS"
-        wanted = {"fence": "writer", "producer_warps": PRODUCER_WARPS[0], "chunk": WHOLE}
-        for name, value in wanted.items():
-            if getattr(self, name) != value:
-                return f"{name} is {getattr(self, name)!r}; order {self.order!r} wants {value!r}"
-        if not self.copies and not self.eager:
-            return f"eager is False; order {self.order!r} wants True of {self.form}"
-        most = 1 if self.copies else 0
-        if not 0 <= self.prefetch <= most:
-            return f"prefetch is {self.prefetch}; order {self.order!r} wants at most {most} of {self.form}"
-        return None
+        return reason
 
 
 COMBINE_SLOTS = (1, 8)
@@ -398,24 +363,30 @@ def served_config(
     multiplying: `multiplies`. boxed: `comes_boxed`. eager: with crossover or boxes, whether shares are long and tiles
     are what is waited for, see `.schedule`. together: whether CTAs add up the parts of rows themselves."""
     head_dim = head_dim or format_of(form).head_dims[0]
+    tiles = _served_tiles(tokens, form, crossover, mma_bound, tma_tiles, eager, cooperative)
+    return MlaConfig(tokens, form, head_dim, tiles)
+
+
+def _served_tiles(
+    tokens: str, form: str, crossover: bool, mma_bound: bool, tma_tiles: bool, eager: bool, cooperative: bool
+) -> Tiles:
     if tma_tiles:
         # As measured: pairs gain by prefetching, CTAs by themselves lose.
-        served = MlaConfig(tokens, form, head_dim, prefetch=int(crossover), order="delayed_pv")
-        return replace(served, crossover=crossover, eager=eager)
+        return SplitTiles(TmaTiles(crossover, int(crossover), eager))
     if form not in SCALES:
-        return MlaConfig(tokens, form, head_dim, fence="reader", order=ORDERS[mma_bound])
-    served = MlaConfig(tokens, form, head_dim, SCALES[form][0])
+        return WholeTiles(Copies(), MAINLOOPS[mma_bound])
+    scales = SCALES[form][0]
+    if crossover and eager:
+        return SplitTiles(SplitCrossover(scales))
+    if crossover:
+        load = Crossover(scales, chunk=CROSSOVER_CHUNK)
+        return CooperativeTiles(load) if cooperative else WholeTiles(load, "stepped")
     # As measured: chosen tokens of FP8 gain by prefetching, but not where two CTAs share them, and registers have those
     # of a whole block; whole contexts lose half of their rate by it. Two producer warps on a scheduler gain where one
     # CTA decodes all tokens of a block.
-    if crossover and eager:
-        return replace(served, crossover=True, order="delayed_pv", eager=True)
-    if crossover:
-        return replace(served, crossover=True, chunk=CROSSOVER_CHUNK, order="stepped", cooperative=cooperative)
-    served = replace(
-        served, producer_warps=PRODUCER_WARPS[1], **SERVED_DEQUANTIZE.get((tokens, form), {"chunk": SERVED_CHUNK})
-    )
-    return replace(served, prefetch=SERVED_PREFETCH if tokens == "sparse" else 0)
+    options: dict[str, Any] = {"chunk": SERVED_CHUNK, **SERVED_DECODE.get((tokens, form), {})}
+    prefetch = SERVED_PREFETCH if tokens == "sparse" else 0
+    return WholeTiles(Decode(scales, prefetch=prefetch, warps=PRODUCER_WARPS[1], **options))
 
 
 SHIPPED: tuple[tuple[Any, ...], ...] = (

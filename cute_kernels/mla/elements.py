@@ -24,7 +24,15 @@ class ElementType:
     pack: Callable[..., Any]
 
 
-BF16, FP16 = ElementType(BFloat16, ptx.pack_bf16x2), ElementType(Float16, ptx.pack_f16x2)
+def _pack_bf16(low: Any, high: Any) -> Any:
+    return ptx.pack_bf16x2(low, high)
+
+
+def _pack_fp16(low: Any, high: Any) -> Any:
+    return ptx.pack_f16x2(low, high)
+
+
+BF16, FP16 = ElementType(BFloat16, _pack_bf16), ElementType(Float16, _pack_fp16)
 
 
 def of_name(dtype: str) -> ElementType:

@@ -67,7 +67,7 @@ class MlaPlan:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) on the current stream of q's device, which is the current one.
 
-        tokens: the arguments of :meth:`MlaKernel.sparse` or :meth:`MlaKernel.paged` behind flags.
+        tokens: the arguments of :meth:`DecodeEntry.sparse` or :meth:`DecodeEntry.paged` behind flags.
         """
         shape = q.shape[:3]
         if out is None:

@@ -14,6 +14,7 @@ from cute_kernels.mla.compile import MlaSpec, combine_specs
 from cute_kernels.mla.config import MlaConfig, served_config
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
 from cute_kernels.mla.plan import NO_CACHE, make_plan
+from cute_kernels.mla.policies import Copies, Crossover, Decode, SplitCrossover, SplitTiles, TmaTiles, WholeTiles
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
 from cute_kernels.mla.schedule import STREAM_K, Workload
 from cute_kernels.sm90 import NUM_SMS
@@ -35,44 +36,51 @@ CLUSTERS = [
     FewHeadsConfig("sparse", 8, 4, cluster=8),
 ]
 PAGED_CLUSTER = FewHeadsConfig("paged", 8, 4, cluster=8)
+
+
+def own(*arguments: Any, **fields: Any) -> MlaConfig:
+    """Chosen 656-byte tokens that every CTA decodes by itself, in the plain order."""
+    return MlaConfig(tiles=WholeTiles(Decode(*arguments, **fields)))
+
+
 SPARSE: list[MlaConfig | FewHeadsConfig] = [
-    MlaConfig(),
-    MlaConfig(fence="reader"),
-    MlaConfig(prefetch=2, chunk=3),
-    MlaConfig(prefetch=7, fence="reader"),
-    MlaConfig(producer_warps=8),
-    MlaConfig(prefetch=2, chunk=5, producer_warps=8),
-    MlaConfig(scales="power_of_2"),
-    MlaConfig(scales="power_of_2", prefetch=4, fence="reader"),
-    MlaConfig(crossover=True),
-    MlaConfig(crossover=True, prefetch=4),
-    MlaConfig(crossover=True, chunk=3, order="stepped"),
-    MlaConfig(order="stepped"),
-    MlaConfig(crossover=True, prefetch=4, chunk=3),
-    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, chunk=3, order="stepped"),
-    MlaConfig(crossover=True, order="delayed_pv", eager=True),
-    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, order="delayed_pv", eager=True),
-    MlaConfig(prefetch=2, chunk=2, producer_warps=8, fence="reader"),
-    MlaConfig(form="mla_model1", head_dim=512, scales="power_of_2", prefetch=4),
-    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", prefetch=2, chunk=5, producer_warps=8),
-    MlaConfig(form="mla_bf16", fence="reader"),
-    MlaConfig(form="mla_bf16", fence="reader", order="stepped"),
+    own(),
+    own(fence="reader"),
+    own(prefetch=2, chunk=3),
+    own(prefetch=7, fence="reader"),
+    own(warps=8),
+    own(prefetch=2, chunk=5, warps=8),
+    own("power_of_2"),
+    own("power_of_2", prefetch=4, fence="reader"),
+    MlaConfig(tiles=WholeTiles(Crossover())),
+    MlaConfig(tiles=WholeTiles(Crossover(prefetch=4))),
+    MlaConfig(tiles=WholeTiles(Crossover(chunk=3), "stepped")),
+    MlaConfig(tiles=WholeTiles(Decode(), "stepped")),
+    MlaConfig(tiles=WholeTiles(Crossover(prefetch=4, chunk=3))),
+    MlaConfig("sparse", "mla_model1", 512, WholeTiles(Crossover("ue8m0", chunk=3), "stepped")),
+    MlaConfig(tiles=SplitTiles(SplitCrossover())),
+    MlaConfig("sparse", "mla_model1", 512, SplitTiles(SplitCrossover("ue8m0"))),
+    own(prefetch=2, chunk=2, warps=8, fence="reader"),
+    MlaConfig("sparse", "mla_model1", 512, WholeTiles(Decode("power_of_2", prefetch=4))),
+    MlaConfig("sparse", "mla_model1", 512, WholeTiles(Decode("ue8m0", prefetch=2, chunk=5, warps=8))),
+    MlaConfig(form="mla_bf16", tiles=WholeTiles(Copies())),
+    MlaConfig(form="mla_bf16", tiles=WholeTiles(Copies(), "stepped")),
     *FEW_HEADS,
 ]
 WIDE = [config for config in SPARSE if isinstance(config, MlaConfig)]
 PAGED: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig("paged"),
-    MlaConfig("paged", chunk=5, producer_warps=8),
-    MlaConfig("paged", "mla_bf16", fence="reader"),
-    MlaConfig("paged", "mla_bf16", fence="reader", order="stepped"),
+    MlaConfig("paged", tiles=WholeTiles(Decode(chunk=5, warps=8))),
+    MlaConfig("paged", "mla_bf16", tiles=WholeTiles(Copies())),
+    MlaConfig("paged", "mla_bf16", tiles=WholeTiles(Copies(), "stepped")),
     *(FewHeadsConfig("paged", heads, 3) for heads in (8, 16, 32)),
 ]
 BOXED = [
-    MlaConfig("paged", "mla_bf16", order="delayed_pv"),
-    MlaConfig("paged", "mla_bf16", order="delayed_pv", eager=True),
-    MlaConfig("paged", "mla_bf16", order="delayed_pv", crossover=True, prefetch=1),
+    MlaConfig("paged", "mla_bf16", tiles=SplitTiles(TmaTiles())),
+    MlaConfig("paged", "mla_bf16", tiles=SplitTiles(TmaTiles(eager=True))),
+    MlaConfig("paged", "mla_bf16", tiles=SplitTiles(TmaTiles(pair=True, prefetch=1))),
 ]
-WHOLE_CROSSOVER = MlaConfig("paged", crossover=True, order="delayed_pv", eager=True)
+WHOLE_CROSSOVER = MlaConfig("paged", tiles=SplitTiles(SplitCrossover()))
 COOPERATIVE = served_config("sparse", "mla_fp8", crossover=True, cooperative=True)
 WHOLE_CONTEXTS = [config for config in PAGED if isinstance(config, MlaConfig)]
 

@@ -1,81 +1,36 @@
 """A CTA whose warps are threads of which one goes on at a time, for the orders of a block: products, tiles and barriers
-are models that know who still reads what."""
+are models that know who still reads what; the mainloops' own code runs on them."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
-import random
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+from cute_kernels.device import wgmma, wgmma_tiles
+from cute_kernels.mla.combine.consumers import PersistentConsumers
 from cute_kernels.mla.config import CONSUMER_WARPS, NUM_STAGES, WARPGROUP_WARPS, MlaConfig
-from cute_kernels.mla.mainloops import products
+from cute_kernels.mla.mainloops import products, softmax, softmax_steps
+from cute_kernels.mla.mainloops.weights import STEPS
+from simulator import Meanings, PlainThread, Scheduler, running
 
 WARP_THREADS = 32
 PRODUCER = CONSUMER_WARPS
-METHODS = ("first", "second", "score_tile", "value_tile", "ask_next_queries", "end_first", "end_second")
-"""Of an order, what the models run as it is."""
 SHARES = [[0], [1], [9], [3, 2], [1, 1, 1, 1], [0, 0, 0], [0, 2, 0, 0, 3, 0], [2, 1, 3], [1, 0, 1]]
-"""Blocks of the shares of a CTA."""
+"""Blocks of the work tiles of a CTA."""
+SEATS = {
+    "pipeline": ("await_queries", "await_tile", "release"),
+    "products": ("score", "add_values", "weight_fragment", "weight_tile"),
+    "weights": ("weigh", "publish", "mask", "common_flags", "pack_step", "place", "publish_step"),
+}
+"""Whose methods a model has: parts of a mainloop."""
 
 
-class Scheduler:
-    """Threads of which one runs at a time; at every step the next is drawn among those that can go on."""
-
-    def __init__(self, seed: int):
-        self.random = random.Random(seed)
-        self.turn = threading.Condition()
-        self.waiting: dict[int, Any] = {}
-        self.running: int | None = None
-        self.error: BaseException | None = None
-
-    def run(self, bodies: list) -> None:
-        threads = [threading.Thread(target=self._body, args=(i, body), daemon=True) for i, body in enumerate(bodies)]
-        self.waiting = {i: lambda: True for i in range(len(bodies))}
-        with self.turn:
-            self._next()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        if self.error is not None:
-            raise self.error
-
-    def until(self, condition, who: int) -> None:
-        """Lets others go on until ``condition`` holds."""
-        with self.turn:
-            self.waiting[who] = condition
-            self._next()
-            self._resume(who)
-
-    def _body(self, who: int, body) -> None:
-        try:
-            with self.turn:
-                self._resume(who)
-            body()
-        except BaseException as error:
-            self.error = self.error or error
-        with self.turn:
-            if self.error is None:
-                self._next()
-            self.turn.notify_all()
-
-    def _resume(self, who: int) -> None:
-        self.turn.wait_for(lambda: self.running == who or self.error is not None)
-        if self.error is not None:
-            raise SystemExit
-        del self.waiting[who]
-
-    def _next(self) -> None:
-        able = [who for who, condition in self.waiting.items() if condition()]
-        self.running = self.random.choice(able) if able else None
-        if not able and self.waiting:
-            self.error = self.error or AssertionError(f"deadlock: {sorted(self.waiting)} wait for each other")
-        self.turn.notify_all()
+def _nothing(*_: Any) -> None:
+    """Numbers that orders do not depend on."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +66,15 @@ class WorkTiles:
 
 
 class Machine:
-    """A CTA: tiles with what they hold, barriers, and the products that have been issued and not waited for."""
+    """A CTA, as a backend of the simulator: tiles with what they hold, barriers, and the products that have been issued
+    and not waited for."""
 
-    def __init__(self, seed: int, config: MlaConfig, shares: list[int]):
+    def __init__(
+        self, seed: int, config: MlaConfig, shares: list[int], left_out: int | None = None, fenced: bool = True
+    ):
+        """left_out: a named barrier that nobody waits at; fenced: whether fences make stores visible to products."""
         self.scheduler, self.config, self.shares = Scheduler(seed), config, shares
+        self.left_out, self.fenced = left_out, fenced
         self.local = threading.local()
         self.named: dict[int, list[int]] = {}
         self.generations: dict[int, int] = {}
@@ -135,6 +95,47 @@ class Machine:
     @property
     def warp(self) -> int:
         return self.local.warp
+
+    def meanings(self) -> Meanings:
+        """What runs in place of barriers and products; `step` lets other warps go on."""
+        arch = {
+            "barrier": lambda barrier_id, number_of_threads: self._meet(self.sync, barrier_id, number_of_threads),
+            "barrier_arrive": lambda barrier_id, number_of_threads: self._meet(
+                self.arrive, barrier_id, number_of_threads
+            ),
+            "fence_proxy": lambda kind, space: self.fence() if self.fenced else self.step(),
+            "shuffle_sync_bfly": lambda value, offset: value,
+        }
+        tiles = {
+            "begin": lambda: None,
+            "commit": self.commit,
+            "wait": self.wait,
+            "make_sums": lambda columns: [0.0] * (columns // 2),
+        }
+        modules = {
+            wgmma_tiles: tiles,
+            wgmma: {"wait_all": self.wait_all},
+            products.Rows: {"make": staticmethod(self.rows)},
+            softmax: {"rescale": self.rescale},
+            softmax_steps: {"begin": self.rescale, "weigh_step": _nothing, "add_totals": _nothing},
+        }
+        plain = PlainThread(modules).meanings()
+        return replace(plain, arch={**plain.arch, **arch}, cute={"make_rmem_tensor": lambda *_: [0.0, 0.0]})
+
+    def _meet(self, barrier: Any, barrier_id: int, number_of_threads: int) -> None:
+        self.step() if barrier_id == self.left_out else barrier(barrier_id, number_of_threads)
+
+    def rows(self) -> SimpleNamespace:
+        """Registers of a warp."""
+        numbers = {name: [0.0, 0.0] for name in ("maxima", "totals")}
+        return SimpleNamespace(acc=None, scores=[0.0] * softmax.NUM_SCORES, packed=[None] * STEPS, **numbers)
+
+    def rescale(self, *_: Any) -> None:
+        assert not self.reads(self.warp, "accumulators"), "accumulators are multiplied while they are added to"
+
+    def wait_all(self, values: list) -> list:
+        self.wait()
+        return values
 
     def step(self, condition=lambda: True) -> None:
         self.scheduler.until(condition, self.warp)
@@ -192,27 +193,56 @@ class Machine:
                 self.full[place] = turn + 1
 
 
+class RowValues:
+    """Factors that one warpgroup publishes for the other."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.published = dict.fromkeys(range(WARPGROUP_WARPS), 0)
+        self.loaded = dict.fromkeys(range(WARPGROUP_WARPS), 0)
+
+    def publish(self, values, memory, warp, lane) -> None:
+        self.machine.step()
+        assert self.published[warp] == self.loaded[warp], "factors replace those that nobody has read"
+        self.published[warp] += 1
+
+    store = publish
+
+    def load(self, memory, warp, lane) -> Any:
+        self.machine.step()
+        self.loaded[warp] += 1
+        assert self.loaded[warp] == self.published[warp], "factors of another block"
+        return [1.0, 1.0]
+
+
 class Played:
-    """What all orders do with a :class:`Machine` instead of products and memory; goes before the order's class."""
+    """What all mainloops do with a :class:`Machine` instead of products and memory."""
 
     additions = 1  # to a warp's accumulators, of a block
 
     def __init__(self, machine: Machine):
-        super().__init__(machine.config)  # pyright: ignore[reportCallIssue]
         self.machine, self.acc = machine, {warp: [] for warp in range(CONSUMER_WARPS)}
-        self.published = dict.fromkeys(range(WARPGROUP_WARPS), 0)
-        self.loaded = dict.fromkeys(range(WARPGROUP_WARPS), 0)
-        self.writer: Any = SimpleNamespace(finish_rows=lambda *_: [1.0, 1.0], write=lambda *_: machine.step())
-        self.loader: Any = SimpleNamespace(ask=lambda queries, memory, row, head_block: machine.ask(row))
+
+    def seat(self, mainloop: Any) -> Any:
+        """Puts the model's methods in place of the mainloop's parts; returns the mainloop, whose own code stays."""
+        for part, names in SEATS.items():
+            for name in names:
+                if hasattr(self, name):
+                    setattr(getattr(mainloop, part), name, getattr(self, name))
+        machine = self.machine
+        mainloop.weights.row_values = RowValues(machine)
+        mainloop.epilogue.writer = SimpleNamespace(finish_rows=lambda *_: [1.0, 1.0], write=lambda *_: machine.step())
+        mainloop.next_queries.loader = SimpleNamespace(ask=lambda queries, memory, row, head_block: machine.ask(row))
+        return mainloop
 
     @property
     def block(self) -> int:
-        """The one that a warp is at, of all shares: it has added all of those before."""
+        """The one that a warp is at, of all work tiles: it has added all of those before."""
         return len(self.acc[self.machine.warp]) // self.additions
 
     @property
     def share(self) -> int:
-        """The one of the block that a warp is at."""
+        """The work tile of the block that a warp is at."""
         return next(i for i, end in enumerate(itertools.accumulate(self.machine.shares)) if self.block < end)
 
     def under_way(self, place: Any) -> bool:
@@ -234,21 +264,11 @@ class Played:
         self.machine.issue({stage, "scores", "queries"})
         self.machine.commit()
 
-    def publish_rows(self, values, memory, warp, lane) -> None:
-        self.machine.step()
-        assert self.published[warp] == self.loaded[warp], "factors replace those that nobody has read"
-        self.published[warp] += 1
-
-    publish_factors = publish_rows
-
-    def load_rows(self, memory, warp, lane) -> Any:
-        self.machine.step()
-        self.loaded[warp] += 1
-        assert self.loaded[warp] == self.published[warp], "factors of another block"
-        return [1.0, 1.0]
-
     def weight_fragment(self, packed) -> Any:
         return packed
+
+    def weight_tile(self, memory) -> Any:
+        return "weights"
 
     def release(self, memory, stage, lane) -> None:
         self.machine.step()
@@ -257,52 +277,21 @@ class Played:
         self.machine.empty[stage] = self.machine.empty.get(stage, 0) + self.machine.config.cluster
 
 
-def run_body(model: Any, methods: tuple[str, ...]) -> None:
-    """Lets a model's class have the order's own code for these methods, as plain Python."""
-    for method in methods:
-        setattr(model, method, inspect.unwrap(getattr(model, method)))
-
-
-def play(monkeypatch, order: Any, model: Any, left_out: int | None = None, fenced: bool = True) -> None:
-    """One CTA from its first to its last share.
-
-    order: the module, or modules, whose class ``model`` is. left_out: a named barrier that nobody waits at; fenced:
-    whether fences make stores visible to products.
-    """
-    machine = model.machine
-
-    def barrier(barrier_id: int, number_of_threads: int) -> None:
-        machine.step() if barrier_id == left_out else machine.sync(barrier_id, number_of_threads)
-
-    def barrier_arrive(barrier_id: int, number_of_threads: int) -> None:
-        machine.step() if barrier_id == left_out else machine.arrive(barrier_id, number_of_threads)
-
-    def fence_proxy(kind: str, space: str) -> None:
-        machine.fence() if fenced else machine.step()
-
-    arch = SimpleNamespace(barrier=barrier, barrier_arrive=barrier_arrive, fence_proxy=fence_proxy)
-    cute = SimpleNamespace(arch=arch, make_rmem_tensor=lambda *_: [0.0, 0.0])
-    ranges = SimpleNamespace(range=lambda a, b, step, unroll: range(a, b, step), range_constexpr=range)
-    tiles = SimpleNamespace(begin=lambda: None, commit=machine.commit, wait=machine.wait, tile=lambda *_: "weights")
-    tiles.make_sums = lambda columns: [0.0] * (columns // 2)
-    common = {"cute": cute}
-    own = {
-        "cutlass": ranges,
-        "wgmma_tiles": tiles,
-        "Rows": SimpleNamespace(make=model.no_rows),
-        "advance": lambda stage, phase, stages: ((stage + 1) % stages, phase ^ (stage + 1 == stages)),
-    }
-    shared = {"Int32": int, "lane_sum": lambda value, offsets: value}
-    modules = order if isinstance(order, tuple) else (order,)
-    for module, values in (*((module, common | own) for module in modules), (products, common | shared)):
-        for name, value in values.items():
-            monkeypatch.setattr(module, name, value)
+def play(machine: Machine, consumers: Any) -> None:
+    """One CTA from its first to its last work tile. consumers: `PersistentConsumers`, or who has their methods."""
     memory = SimpleNamespace(queries=0, weight_pointer=SimpleNamespace(toint=lambda: 0))
 
     def run_warp(warp: int) -> None:
         machine.local.warp = warp
-        run = model.second if warp >= WARPGROUP_WARPS else model.first
+        run = consumers.values if warp >= WARPGROUP_WARPS else consumers.scores
         run(WorkTiles(machine.shares, machine), None, memory, 1.0, warp % WARPGROUP_WARPS, 0)
 
     bodies = [functools.partial(run_warp, warp) for warp in range(CONSUMER_WARPS)]
-    machine.scheduler.run([*bodies, functools.partial(machine.produce, sum(machine.shares))])
+    machine.ask(0)
+    with running(machine):
+        machine.scheduler.run([*bodies, functools.partial(machine.produce, sum(machine.shares))])
+
+
+def play_persistent(machine: Machine, mainloop: Any) -> None:
+    """As :func:`play`, by a mainloop whose model is seated."""
+    play(machine, PersistentConsumers(mainloop))

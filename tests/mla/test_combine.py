@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,17 +14,9 @@ pytest.importorskip("cutlass")
 from cute_kernels.mla import work
 from cute_kernels.mla.combine import second_launch
 from cute_kernels.mla.config import MAX_PARTS, PARTIALS, V_HEAD_DIM, CombineConfig
-from cute_kernels.mla.elements import ElementType
 from cute_kernels.mla.mainloops.softmax import LOWEST
-from tests.attention.warp import LANES, Float32, Int32, bf16_bits, bf16_values
-from tests.mla.warp import MlaWarp
-
-
-class Machine(MlaWarp):
-    """A warp that divides."""
-
-    def reciprocal(self, x: Any) -> Any:
-        return Float32(1 / np.float64(x))
+from simulator import LANES, Float32, Int32, Meanings, Warp
+from simulator.registers import bf16_bits, bf16_values
 
 
 def run(kernel: Any, shape: Any, results: Any, sinks: np.ndarray, row_bits: int) -> Any:
@@ -37,11 +30,11 @@ def run(kernel: Any, shape: Any, results: Any, sinks: np.ndarray, row_bits: int)
         for slot, quarter in np.ndindex(slots, second_launch.ROW_THREADS // 32):
             row, column = first_row + (slot & (rows - 1)), LANES + 32 * quarter
             place = Int32(row), int(row < num_rows), slot >> row_bits, groups, column
-            found.append((slot, row, column, add_parts(kernel, results, shape, *place)))
+            found.append((slot, row, column, kernel.add_parts(results, shape, *place)))
         for first in (False, True):
             for slot, row, column, (acc, maximum, total) in found:
                 if slots > 1 and (slot < rows) == first:
-                    add_groups(kernel, acc, groups, rows, slot, column)
+                    kernel.add_groups(acc, groups, rows, slot, column)
                 if first and slot < rows and row < num_rows:
                     denominator = total + np.exp2(sinks[row] * np.float64(Float32(1.4426950408889634)) - maximum)
                     words, lse[row], top[row] = (
@@ -51,25 +44,24 @@ def run(kernel: Any, shape: Any, results: Any, sinks: np.ndarray, row_bits: int)
     return bf16_values(out.view(np.uint16)), lse, top
 
 
-add_parts: Any = vars(second_launch.CombineKernel)["add_parts"].__wrapped__
-add_groups: Any = vars(second_launch.CombineKernel)["add_groups"].__wrapped__
+class CombiningWarp(Warp):
+    """A warp whose shared memory is all of a CTA's, from address 0."""
 
-
-def install(machine: Machine, monkeypatch) -> None:
-    machine.install(monkeypatch, second_launch, work)
-    arch = second_launch.cute.arch
-    arch.lane_idx, arch.sync_warp, arch.sync_threads = lambda: LANES, lambda: None, lambda: None
-    arch.griddepcontrol_wait = lambda: None
-    memory = SimpleNamespace(allocate=lambda *_, **__: SimpleNamespace(toint=lambda: 0))
-    monkeypatch.setattr(second_launch.cutlass, "utils", SimpleNamespace(SmemAllocator=lambda: memory), raising=False)
-    monkeypatch.setattr(second_launch.cutlass, "range", lambda *bounds, unroll: range(*bounds), raising=False)
-    monkeypatch.setattr(second_launch.cutlass, "Uint32", np.uint32, raising=False)
+    def meanings(self) -> Meanings:
+        known = super().meanings()
+        memory = SimpleNamespace(allocate=lambda *_, **__: SimpleNamespace(toint=lambda: 0))
+        utils = SimpleNamespace(SmemAllocator=lambda: memory)
+        return replace(
+            known,
+            arch={**known.arch, "sync_threads": lambda: None},
+            cutlass={**known.cutlass, "utils": utils},
+        )
 
 
 @pytest.mark.parametrize("partials", PARTIALS)
 @pytest.mark.parametrize("num_parts", [2, 11, MAX_PARTS])
 @pytest.mark.parametrize(("slots", "row_bits"), [(1, 0), (8, 0), (8, 2)])
-def test_parts_of_all_rows_are_added_up(monkeypatch, slots, row_bits, num_parts, partials):
+def test_parts_of_all_rows_are_added_up(run_on, slots, row_bits, num_parts, partials):
     """Parts without keys have no values: what lies there is NaN. A sink takes its share."""
     num_heads, generator = 5, np.random.default_rng(num_parts)
     values = generator.standard_normal((num_heads, num_parts, V_HEAD_DIM)).astype(np.float32)
@@ -87,10 +79,9 @@ def test_parts_of_all_rows_are_added_up(monkeypatch, slots, row_bits, num_parts,
         values = stored * np.repeat(np.moveaxis(units, 0, -1), V_HEAD_DIM // 2, axis=-1)
         numbers += [*np.where(empty, np.nan, units).astype(np.float32)]
     memory = np.concatenate([x.reshape(-1).view(np.uint8) for x in (stored, np.stack(numbers, axis=-1))])
-    machine = Machine(np.zeros(8 * V_HEAD_DIM * 4, np.uint8), memory)
-    install(machine, monkeypatch)
+    machine = CombiningWarp(np.zeros(8 * V_HEAD_DIM * 4, np.uint8), memory)
+    run_on(machine)
     kernel: Any = second_launch.CombineKernel(CombineConfig(slots=slots, partials=partials))
-    kernel.numbers = ElementType(None, machine.pack_bf16x2)
     shape = SimpleNamespace(rows=1, num_heads=num_heads, num_parts=num_parts)
     out, lse, top = run(kernel, shape, work.Results(0, 0, 0, 0, 0), sinks, row_bits)
 

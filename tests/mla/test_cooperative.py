@@ -3,11 +3,10 @@ keeps to its barriers. GPUs are played in Python."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.mla import work_tiles
-from cute_kernels.mla.combine import cooperative, output, together
+from cute_kernels.mla.combine import cooperative, one_launch, output
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
     COOPERATIVE_PARTS,
@@ -25,19 +24,20 @@ from cute_kernels.mla.config import (
     PART_WORDS,
     PIECE_COLUMNS,
     V_HEAD_DIM,
+    MlaConfig,
     served_config,
 )
-from cute_kernels.mla.mainloops import stepped
+from cute_kernels.mla.mainloops import stepped, weights
+from cute_kernels.mla.mainloops.pipeline import NoNextQueries
 from cute_kernels.mla.mainloops.softmax import LOWEST, row_of
+from cute_kernels.mla.policies import CooperativeTiles, Crossover
 from cute_kernels.mla.schedule import cooperative_heads
 from cute_kernels.mla.work import LaunchShape
-from tests.attention.warp import LANES, Int32
-from tests.mla import test_stepped
-from tests.mla.test_output import Bits, accumulators, assert_no_conflicts
-from tests.mla.test_work_tiles import python_numbers
+from simulator import LANES, Int32, Meanings, PlainThread, Warp
+from tests.mla import orders, test_stepped
+from tests.mla.test_output import accumulators, assert_no_conflicts
 
 CONFIG = served_config("sparse", "mla_fp8", crossover=True, cooperative=True)
-add_parts: Any = vars(cooperative.CooperativeCombine)["add_parts"].__wrapped__
 
 
 def parts_of(num_parts: int, part: int, row: int = 0, head_block: int = 0) -> cooperative.PartPlaces:
@@ -50,17 +50,9 @@ def parts_of(num_parts: int, part: int, row: int = 0, head_block: int = 0) -> co
     )
 
 
-def plain_numbers(monkeypatch) -> None:
-    """Addresses and numbers of CTAs are Python's."""
-    for name in ("Int32", "Int64"):
-        monkeypatch.setattr(cooperative, name, int)
-    select = SimpleNamespace(select_=lambda which, a, b: a if which else b, min=min, max=max)
-    monkeypatch.setattr(cooperative, "cutlass", select)
-
-
 @pytest.mark.parametrize("num_parts", COOPERATIVE_PARTS)
-def test_every_piece_of_a_part_has_its_own_place(monkeypatch, num_parts):
-    plain_numbers(monkeypatch)
+def test_every_piece_of_a_part_has_its_own_place(run_on, num_parts):
+    run_on(PlainThread())
     places: list[tuple[int, int]] = []
     flags: list[int] = []
     for row, head_block in np.ndindex(2, 2):
@@ -80,7 +72,7 @@ def test_every_piece_of_a_part_has_its_own_place(monkeypatch, num_parts):
 
 
 @pytest.mark.parametrize("num_parts", [4, 7, 8, 11, 16, 32])
-def test_parts_are_added_up(monkeypatch, num_parts):
+def test_parts_are_added_up(run_on, num_parts):
     """What warps stage and send, by heads, is what readers fetch and add, in fp16 times powers of 2."""
     generator = np.random.default_rng(num_parts)
     values = generator.standard_normal((num_parts, BLOCK_HEADS, V_HEAD_DIM)).astype(np.float32)
@@ -92,13 +84,13 @@ def test_parts_are_added_up(monkeypatch, num_parts):
     values[empty], maxima[empty], totals[empty] = 0.0, LOWEST, 0.0
 
     memory = np.zeros(num_parts * PART_WORDS * 4, np.uint8)
-    plain_numbers(monkeypatch)
+    run_on(PlainThread())
     placed = parts_of(num_parts, 0)
     size, columns = placed.piece_bytes, PIECE_COLUMNS
     places = {which: placed.place(*which) for which in np.ndindex(placed.readers, num_parts, cooperative.PIECES)}
     rows = np.zeros(16 * PART_ROW_BYTES, np.uint8)
-    machine = Bits(rows, np.zeros(16, np.uint8))
-    machine.install(monkeypatch, output, cooperative)
+    machine = Warp(rows, np.zeros(16, np.uint8))
+    run_on(machine)
     for part, piece, warp in np.ndindex(num_parts, cooperative.PIECES, 4):
         own = accumulators(values[part, :, piece * columns :][:, :columns], warp)
         scales = [output.scale_of_some([own[i] for i in range(len(own)) if row_of(i) == below]) for below in range(2)]
@@ -114,22 +106,21 @@ def test_parts_are_added_up(monkeypatch, num_parts):
             memory[places[warp * readers + lane, part, piece] :][:size] = rows[lane * size :][:size]
     assert_no_conflicts(machine)
 
-    monkeypatch.setattr(cooperative.cutlass, "range", lambda count, unroll: range(count), raising=False)
-    weights = np.where(empty, 0.0, np.exp2(np.float64(maxima) - np.float64(maxima).max(0)))
-    wanted = (weights[..., None] * np.float64(values)).sum(0)
-    wanted_totals = (weights * totals).sum(0)
+    worth = np.where(empty, 0.0, np.exp2(np.float64(maxima) - np.float64(maxima).max(0)))
+    wanted = (worth[..., None] * np.float64(values)).sum(0)
+    wanted_totals = (worth * totals).sum(0)
     for reader, head in np.ndindex(placed.readers, placed.each):
         machine.shared_memory = memory[places[reader, 0, 0] :][: num_parts * cooperative.PIECES * size].copy()
         left = Int32(head * PART_ROW_BYTES)
-        acc, maximum, total = add_parts(cooperative.CooperativeCombine(CONFIG), placed, left, LANES)
+        acc, maximum, total = cooperative.CooperativeCombine(CONFIG).add_parts(placed, left, LANES)
         row = reader * placed.each + head
         assert np.all(maximum == maxima[:, row].max())
         assert np.allclose(total, wanted_totals[row], rtol=1e-5)
         for piece, i in np.ndindex(cooperative.PIECES, cooperative.LANE_COLUMNS):
             found = np.asarray(acc[cooperative.LANE_COLUMNS * piece + i])
             columns = piece * PIECE_COLUMNS + cooperative.LANE_COLUMNS * LANES + i
-            limit = 2.0**-11 * (weights[:, row, None] * np.abs(np.float64(values[:, row]))).sum(0)[columns]
-            limit = 1.01 * limit + 1e-6 * (weights[:, row, None] * np.abs(np.float64(values[:, row]))).max()
+            limit = 2.0**-11 * (worth[:, row, None] * np.abs(np.float64(values[:, row]))).sum(0)[columns]
+            limit = 1.01 * limit + 1e-6 * (worth[:, row, None] * np.abs(np.float64(values[:, row]))).max()
             assert (np.abs(found - wanted[row, columns]) <= limit + 2.0**-120).all()
 
 
@@ -141,8 +132,8 @@ class Locator:
 
 
 @pytest.mark.parametrize(("rows", "num_heads", "num_parts"), [(1, 128, 4), (7, 128, 5), (3, 250, 9), (20, 128, 16)])
-def test_ctas_have_the_parts_of_a_launch_without_a_line(monkeypatch, rows, num_heads, num_parts):
-    python_numbers(monkeypatch)
+def test_ctas_have_the_parts_of_a_launch_without_a_line(run_on, rows, num_heads, num_parts):
+    run_on(PlainThread())
     head_blocks = -(-num_heads // BLOCK_HEADS)
     shape = LaunchShape(rows, 1, num_heads, num_heads, num_parts, 0, 0.0)
     num_ctas = rows * head_blocks * num_parts
@@ -162,7 +153,7 @@ def test_tiles_are_given_back_in_turn():
     """(stage, phase) behind so many tiles, as the ring of those that gather has it."""
     stage, phase = 0, 1
     for block in range(9):
-        assert together.ring_place(block) == (stage, phase)
+        assert one_launch.pipeline_place(block) == (stage, phase)
         stage, phase = advance(stage, phase)
 
 
@@ -171,50 +162,47 @@ def advance(stage: int, phase: int) -> tuple[int, int]:
     return stage % NUM_STAGES, phase ^ (stage == NUM_STAGES)
 
 
-class PartModel(test_stepped.Model, together.CooperativeStepped):
-    """The order of one part with products and memory of a machine."""
+class PartMachine(orders.Machine):
+    """A machine that sees parts leave."""
 
-    playing: ClassVar[Any]  # the machine, and the warps that have left their part
-    left: ClassVar[list[int]]
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.left: list[int] = []
 
-    def __init__(self, machine: Any):
-        super().__init__(machine)
-        PartModel.playing, PartModel.left = machine, []
+    def meanings(self) -> Meanings:
+        known = super().meanings()
+        return replace(known, modules={**known.modules, one_launch: {"publish_part": self.publish_part}})
+
+    def publish_part(self, work_tiles, acc, stats, memory, warp, lane, half) -> None:
+        self.step()
+        assert not self.readers("queries"), "parts go where queries are read"
+        assert not self.reads(self.warp, "accumulators"), "accumulators are not there"
+        self.left.append(self.warp)
 
 
-for method in ("first", "second", "ask_next_queries"):
-    setattr(PartModel, method, inspect.unwrap(getattr(together.CooperativeStepped, method)))
-
-
-def play(monkeypatch, seed: int, blocks: int, left_out: int | None = None) -> None:
-    def publish_part(work_tiles, acc, stats, memory, warp, lane, half) -> None:
-        machine = PartModel.playing
-        machine.step()
-        assert not machine.readers("queries"), "parts go where queries are read"
-        assert not machine.reads(machine.warp, "accumulators"), "accumulators are not there"
-        PartModel.left.append(machine.warp)
-
-    for name, value in (("publish_part", publish_part), ("Int32", int), ("Float32", float)):
-        monkeypatch.setattr(together, name, value)
-    test_stepped.play(monkeypatch, seed, [blocks], left_out, model_class=PartModel, modules=(stepped, together))
-    assert sorted(PartModel.left) == list(range(8))
+def play(seed: int, blocks: int, left_out: int | None = None) -> None:
+    machine = PartMachine(seed, MlaConfig(), [blocks], left_out)
+    model = test_stepped.Model(machine)
+    mainloop = model.seat(stepped.Stepped(machine.config, NoNextQueries()))
+    orders.play(machine, one_launch.PartConsumers(mainloop))
+    test_stepped.assert_all_added(model)
+    assert sorted(machine.left) == list(range(8))
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 2, 9])
-def test_nobody_waits_for_ever_and_parts_are_left_when_they_are_there(monkeypatch, blocks):
+def test_nobody_waits_for_ever_and_parts_are_left_when_they_are_there(blocks):
     for seed in range(15):
-        play(monkeypatch, seed, blocks)
+        play(seed, blocks)
 
 
-@pytest.mark.parametrize("left_out", [*stepped.WEIGHTS_READY, stepped.WEIGHTS_FREE])
-def test_no_barrier_can_be_left_out(monkeypatch, left_out):
+@pytest.mark.parametrize("left_out", [*weights.WEIGHTS_READY, weights.WEIGHTS_FREE])
+def test_no_barrier_can_be_left_out(left_out):
     with pytest.raises(AssertionError):
         for seed in range(15):
-            play(monkeypatch, seed, 5, left_out)
+            play(seed, 5, left_out)
 
 
 def test_which_configurations_may_add_up_together():
     assert CONFIG.can_implement() is None and CONFIG.name.endswith("_cooperative")
-    model1 = replace(CONFIG, form="mla_model1", head_dim=512, scales="ue8m0")
-    for other in (replace(CONFIG, crossover=False), replace(CONFIG, order="plain"), model1):
-        assert "cooperative" in (other.can_implement() or "")
+    model1 = replace(CONFIG, form="mla_model1", head_dim=512, tiles=CooperativeTiles(Crossover("ue8m0")))
+    assert "cooperative" in (model1.can_implement() or "")

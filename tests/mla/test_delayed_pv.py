@@ -1,9 +1,8 @@
-"""The order with the right half a block behind, warp by warp under random schedules, as :mod:`.test_stepped` plays the
-order in steps: here tiles come and go in two parts, and weights go through registers."""
+"""The mainloop with the right half a block behind, warp by warp under random schedules, as :mod:`.test_stepped` plays
+the stepped one: here tiles come and go in two parts, and weights go through registers."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,28 +10,28 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.mla.config import NUM_STAGES, WARPGROUP_WARPS, MlaConfig
-from cute_kernels.mla.mainloops import delayed_pv, products, softmax, stepped
-from tests.mla import orders
-from tests.mla.test_stepped import Model as SteppedModel
+from cute_kernels.mla.mainloops import delayed_pv, pipeline, weights
+from cute_kernels.mla.policies import SplitCrossover, SplitTiles, TmaTiles
+from tests.mla import orders, test_stepped
 
 CONFIGS = [
-    MlaConfig("paged", "mla_bf16", order="delayed_pv"),
-    MlaConfig("paged", "mla_bf16", order="delayed_pv", eager=True),
-    MlaConfig("sparse", "mla_fp8", crossover=True, order="delayed_pv", eager=True),
+    MlaConfig("paged", "mla_bf16", tiles=SplitTiles(TmaTiles())),
+    MlaConfig("paged", "mla_bf16", tiles=SplitTiles(TmaTiles(eager=True))),
+    MlaConfig(tiles=SplitTiles(SplitCrossover())),
 ]
 
 
-class Model(delayed_pv.DelayedPV, SteppedModel):
-    """The order with products and memory of a machine."""
+class Model(test_stepped.Model):
+    """Products and memory of a machine."""
 
     def __init__(self, machine: orders.Machine):
-        SteppedModel.__init__(self, machine)
+        super().__init__(machine)
         self.taken: dict[tuple[int, int], int] = {}  # of each warp and step: whose weights were loaded last
 
-    def no_rows(self) -> SimpleNamespace:
-        rows = SteppedModel.no_rows(self)
-        rows.scores = [0.0] * softmax.NUM_SCORES
-        return rows
+    def seat(self, mainloop: Any) -> Any:
+        for name in ("hold_queries", "score_slab", "load_fragment"):
+            setattr(mainloop, name, getattr(self, name))
+        return super().seat(mainloop)
 
     def hold_queries(self, memory, warp, lane) -> list:
         return []
@@ -46,7 +45,7 @@ class Model(delayed_pv.DelayedPV, SteppedModel):
         self.machine.step(lambda: self.machine.full.get(place, 0) > turn)
 
     def score_slab(self, scores, held, memory, stage, slab: int, steps: range | None = None) -> None:
-        place = 2 * stage + int(slab in self.config.layout.parts[delayed_pv.RIGHT])
+        place = 2 * stage + int(slab in self.machine.config.layout.parts[delayed_pv.RIGHT])
         assert self.machine.holds[place] == self.block
         assert self.machine.holds["queries"] == self.share
         self.machine.issue({place, "scores", "queries"})
@@ -72,63 +71,44 @@ class Model(delayed_pv.DelayedPV, SteppedModel):
             self.taken[warp, step] = self.block
 
     def weight_fragment(self, packed) -> Any:
-        return packed if self.machine.warp < WARPGROUP_WARPS else [self.block] * stepped.STEPS
+        return packed if self.machine.warp < WARPGROUP_WARPS else [self.block] * weights.STEPS
 
-    def add_values(self, acc, weights, memory, stage, half: int, steps: range | None = None) -> None:
+    def add_values(self, acc, fragment, memory, stage, half: int, steps: range | None = None) -> None:
         machine, block = self.machine, self.block
-        for step in steps or range(stepped.STEPS):
-            assert weights[step] == block
+        for step in steps or range(weights.STEPS):
+            assert fragment[step] == block
             assert machine.holds[2 * stage + half] == block
             machine.issue({2 * stage + half, "accumulators", "packed" if half else ("packed", step)})
             self.acc[machine.warp].append((block, step))
 
 
-orders.run_body(Model, (*orders.METHODS, "weigh_block", "weigh_and_add"))
-
-
-def play(monkeypatch, config: MlaConfig, seed: int, shares: list[int], left_out: int | None = None) -> None:
-    """One CTA from its first to its last share. left_out: a named barrier that nobody waits at."""
-    machine = orders.Machine(seed, config, shares)
-    machine.ask(0)
+def play(config: MlaConfig, seed: int, shares: list[int], left_out: int | None = None) -> None:
+    """One CTA from its first to its last work tile. left_out: a named barrier that nobody waits at."""
+    machine = orders.Machine(seed, config, shares, left_out)
     model = Model(machine)
-    for module in (stepped, delayed_pv):
-        for name, value in (("Float32", float), ("const_expr", lambda value: value), ("Uint32", int)):
-            monkeypatch.setattr(module, name, value, raising=False)
-
-    def wait_all(values: list) -> list:
-        machine.wait()
-        return values
-
-    monkeypatch.setattr(delayed_pv, "wgmma", SimpleNamespace(wait_all=wait_all))
-    monkeypatch.setattr(stepped.ptx, "pinned", lambda value: value)
-    monkeypatch.setattr(stepped.softmax_steps, "begin", model.rescale)
-    monkeypatch.setattr(stepped.softmax, "rescale", model.rescale)
-    for name in ("weigh_step", "add_totals"):
-        monkeypatch.setattr(stepped.softmax_steps, name, lambda *_: None)
-    orders.play(monkeypatch, (stepped, delayed_pv), model, left_out)
-    wanted = [(block, step) for block in range(sum(shares)) for step in range(stepped.STEPS)]
-    assert all(steps == wanted for steps in model.acc.values())
+    orders.play_persistent(machine, model.seat(delayed_pv.DelayedPV(config)))
+    test_stepped.assert_all_added(model)
     assert not any(machine.named.values())
 
 
 @pytest.mark.parametrize("shares", orders.SHARES, ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_nobody_waits_for_ever_and_nothing_is_read_early(monkeypatch, config, shares):
+def test_nobody_waits_for_ever_and_nothing_is_read_early(config, shares):
     for seed in range(8):
-        play(monkeypatch, config, seed, shares)
+        play(config, seed, shares)
 
 
-@pytest.mark.parametrize("left_out", [*stepped.WEIGHTS_READY, stepped.WEIGHTS_FREE])
+@pytest.mark.parametrize("left_out", [*weights.WEIGHTS_READY, weights.WEIGHTS_FREE])
 @pytest.mark.parametrize("config", CONFIGS[:2], ids=lambda config: config.name)
-def test_no_barrier_can_be_left_out(monkeypatch, config, left_out):
+def test_no_barrier_can_be_left_out(config, left_out):
     """The model finds what the barriers are for."""
     with pytest.raises(AssertionError):
         for seed in range(15):
-            play(monkeypatch, config, seed, [5, 3], left_out)
+            play(config, seed, [5, 3], left_out)
 
 
 @pytest.mark.parametrize("shares", [[3, 2], [0, 0, 0]], ids=str)
-def test_queries_cannot_be_asked_for_by_one_warp_alone(monkeypatch, shares):
+def test_queries_cannot_be_asked_for_by_one_warp_alone(shares):
     with pytest.raises(AssertionError):
         for seed in range(15):
-            play(monkeypatch, CONFIGS[0], seed, shares, products.QUERIES_READ)
+            play(CONFIGS[0], seed, shares, pipeline.QUERIES_READ)

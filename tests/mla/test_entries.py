@@ -4,7 +4,7 @@ after something else is."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +15,15 @@ pytest.importorskip("cutlass")
 from cute_kernels.mla import work_tiles
 from cute_kernels.mla.config import MlaConfig
 from cute_kernels.mla.loads import entries
+from cute_kernels.mla.policies import Crossover, Decode, WholeTiles
+from simulator import Meanings, PlainThread
 
 LANES = 32
 CONFIGS = [
-    MlaConfig(prefetch=prefetch, crossover=crossover, producer_warps=warps)
+    MlaConfig(tiles=WholeTiles(load))
     for prefetch in (0, 2, 3, 4, 5)
-    for crossover, warps in ((False, 4), (True, 4), (False, 8))
+    for load in (Decode(prefetch=prefetch), Crossover(prefetch=prefetch), Decode(prefetch=prefetch, warps=8))
 ]
-METHODS = ("prefetch_first", "step", "request")
 SHARES = [[(0, 25)], [(3, 28)], [(0, 7), (2, 9), (0, 1)], [(0, 0), (4, 5), (6, 6), (0, 0), (0, 3), (1, 2), (9, 9)]]
 """Blocks [begin, end) of every share."""
 
@@ -82,6 +83,16 @@ class Machine:
     asked: set[tuple[int, int, int]] = field(default_factory=set)
     queries: list[int] = field(default_factory=list)
 
+    def meanings(self) -> Meanings:
+        known = PlainThread({entries.Entries: {"lines": lambda *_: [0]}}).meanings()
+        arch = {
+            "cp_async_commit_group": lambda: None,
+            "cp_async_wait_group": self.wait,
+            "sync_warp": lambda: None,
+        }
+        cute = {"make_rmem_tensor": lambda count, _: State([0] * count)}
+        return replace(known, instructions=self, arch=arch, cute=cute)
+
     def wait(self, _) -> None:
         for step, place, entry in self.copies:
             if step < self.step:
@@ -137,28 +148,11 @@ class Place:
         return self
 
 
-def install(monkeypatch, machine: Machine) -> None:
-    arch = SimpleNamespace(cp_async_commit_group=lambda: None, cp_async_wait_group=machine.wait, sync_warp=lambda: None)
-    ranges = SimpleNamespace(range_constexpr=range, range=lambda count, unroll: range(count), select_=None)
-    monkeypatch.setattr(entries, "cute", SimpleNamespace(arch=arch))
-    monkeypatch.setattr(entries, "cutlass", ranges)
-    monkeypatch.setattr(work_tiles, "cute", SimpleNamespace(make_rmem_tensor=lambda count, _: State([0] * count)))
-    for module in (entries, work_tiles):
-        monkeypatch.setattr(module, "Int32", int)
-        monkeypatch.setattr(module, "const_expr", lambda value: value)
-    for name in ("ptx", "numbers"):
-        monkeypatch.setattr(entries, name, machine)
-    monkeypatch.setattr(entries.Entries, "lines", lambda *_: [0])
-    for name in METHODS:
-        monkeypatch.setattr(entries.Entries, name, getattr(entries.Entries, name).__wrapped__)
-    monkeypatch.setattr(work_tiles.Cursor, "advance", work_tiles.Cursor.advance.__wrapped__)
-
-
 @pytest.mark.parametrize("shares", SHARES, ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_entries_are_there_when_they_are_read(monkeypatch, config, shares):
+def test_entries_are_there_when_they_are_read(run_on, config, shares):
     machine = Machine()
-    install(monkeypatch, machine)
+    run_on(machine)
     made: Any = entries.Entries.of(config)
     ring: Any = entries.Entries(**(vars(made) | {"locator": machine}))
     all_tiles: Any = WorkTiles(shares)
@@ -181,7 +175,7 @@ def test_entries_are_there_when_they_are_read(monkeypatch, config, shares):
     lanes(lambda lane, cursor: ring.prefetch_first(None, memory, first_row, lane))
     number = 0
     while number < cursors[0].found:
-        # As `Dequantizing` reads: other groups of this block, the first ones of the next.
+        # As `Fp8Load` reads: other groups of this block, the first ones of the next.
         for row in range(first_row, first_row + ring.rows):
             for later in (number, number + 1):
                 token = ring.token(None, memory, later, first_row, row)

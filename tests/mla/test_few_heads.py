@@ -11,10 +11,8 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import division
-from cute_kernels.mla import work
 from cute_kernels.mla.config import BLOCK_TOKENS, HEAD_DIM
-from cute_kernels.mla.few_heads import cluster_combine, producer, queries, score_loop, shared_memory, value_loop
+from cute_kernels.mla.few_heads import cluster_combine, producer, queries, score_loop, value_loop
 from cute_kernels.mla.few_heads.config import (
     LATENT_STEPS,
     MATRIX_BYTES,
@@ -28,14 +26,13 @@ from cute_kernels.mla.few_heads.config import (
     WARP_TOKENS,
     FewHeadsConfig,
 )
-from cute_kernels.mla.loads import locate
 from cute_kernels.mla.mainloops.softmax import RESCALE_SLACK
 from cute_kernels.sm90 import MAX_SHARED_BYTES
 from layouts import banks
 from layouts.kv.mla import MlaFp8
-from tests.attention.warp import LANES, Float32, Int32, Int64, Registers, Uint32, bf16_bits, bf16_values, halves
+from simulator import LANES, Float32, Int32, Int64, Registers, Warp
+from simulator.registers import bf16_bits, bf16_values, halves
 from tests.mla.test_gather import NUM_PAGES, PAGE_SIZE, fp8_tokens, paged, pages_of, some_indices, sparse_source
-from tests.mla.warp import MlaWarp
 
 FORM = MlaFp8()
 HEADS = (8, 16, 32)
@@ -44,55 +41,9 @@ QUERIES, QUERY_SCALES, WEIGHTS, END = STAGE_BYTES, 90_000, 91_136, 91_136 + NUM_
 MEMORY = SimpleNamespace(ring=0, queries=QUERIES, query_scales=QUERY_SCALES, weights=WEIGHTS)
 
 
-class FewHeadsWarp(MlaWarp):
-    """With the instructions that this kernel has and others have not."""
-
-    def install(self, monkeypatch, *modules) -> None:
-        super().install(monkeypatch, *modules)
-        monkeypatch.setattr(self, "shuffle", lambda value, lane: value[np.broadcast_to(np.asarray(lane), (32,)) % 32])
-
-    def copy_async_if(self, condition, destination, source, num_bytes) -> None:
-        wanted = np.flatnonzero(condition)
-        for target, place, count in zip(destination[wanted], source[wanted], num_bytes[wanted], strict=True):
-            assert target % 16 == 0 and count in (0, 16)
-            self.shared_memory[target : target + 16] = 0
-            if count:
-                self.reads.append((int(place), 16))
-                self.shared_memory[target : target + 16] = self.global_memory[place : place + 16]
-
-    def store_matrix_x4(self, address, offset: int, words, *, transpose: bool) -> None:
-        assert not transpose
-        rows = (np.asarray(address, np.int64) + offset).reshape(4, 8)
-        assert not (rows % 16).any()
-        for matrix, word in zip(rows, words, strict=True):
-            for half in range(2):
-                places = matrix[LANES // 4] // 2 + 2 * (LANES % 4) + half
-                self.shared_memory.view(np.uint16)[places] = halves(word)[:, half]
-
-    def address_in(self, address, rank) -> Any:
-        return address + rank * CLUSTER_STRIDE
-
-    def store_in_cluster(self, address, offset: int, values) -> None:
-        self.store_shared(address, offset, values)
-
-    def load_in_cluster(self, address, num_words: int) -> list[Any]:
-        return self.load_shared_vector(address, 0, num_words)
-
-    def bits(self, x) -> Any:
-        return Float32(x).view(np.uint32)
-
-    def from_bits(self, x) -> Any:
-        return Uint32(x).view(np.float32)
-
-    def fmin(self, a, b) -> Any:
-        return np.fmin(Float32(a), Float32(b))
-
-
-def machine_with(monkeypatch, global_memory: np.ndarray) -> FewHeadsWarp:
-    machine = FewHeadsWarp(np.full(END, 0xFF, np.uint8), global_memory)
-    machine.install(
-        monkeypatch, value_loop, producer, division, cluster_combine, locate, shared_memory, queries, score_loop, work
-    )
+def machine_with(run_on, global_memory: np.ndarray) -> Warp:
+    machine = Warp(np.full(END, 0xFF, np.uint8), global_memory, cluster_stride=CLUSTER_STRIDE)
+    run_on(machine)
     return machine
 
 
@@ -103,7 +54,7 @@ def lanes_of(warp: int) -> tuple[Any, Any]:
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
-def copy_block(machine: FewHeadsWarp, stride: int, indices: np.ndarray) -> None:
+def copy_block(machine: Warp, stride: int, indices: np.ndarray) -> None:
     """One block of tokens into the first stage."""
     copier = producer.Producer(FewHeadsConfig())
     source = sparse_source(pages_of(Int64(0), stride, ROW_BYTES, PAGE_SIZE), NUM_PAGES * PAGE_SIZE)
@@ -114,10 +65,10 @@ def copy_block(machine: FewHeadsWarp, stride: int, indices: np.ndarray) -> None:
         copier.copy_rows(token, Int32(warp * WARP_TOKENS * ROW_BYTES), Int32(LANES))
 
 
-def test_rows_are_copied_as_they_are_and_nothing_else_is_read(monkeypatch):
+def test_rows_are_copied_as_they_are_and_nothing_else_is_read(run_on):
     tokens = fp8_tokens(NUM_PAGES * PAGE_SIZE, any_scale=True)
     bytes_, stride = paged(tokens)
-    machine = machine_with(monkeypatch, bytes_)
+    machine = machine_with(run_on, bytes_)
     indices = some_indices(4)
     copy_block(machine, stride, indices)
     exists = (indices >= 0) & (indices < len(tokens))
@@ -140,7 +91,7 @@ def some_queries(heads: int, seed: int) -> torch.Tensor:
     return found.bfloat16()
 
 
-def publish(machine: FewHeadsWarp, config: FewHeadsConfig, num_heads: int) -> None:
+def publish(machine: Warp, config: FewHeadsConfig, num_heads: int) -> None:
     """What the value warps do with queries at the beginning of global memory."""
     shape = SimpleNamespace(num_heads=num_heads)
     share = SimpleNamespace(first_head=0, shape=shape, query_row=lambda head: head)
@@ -169,13 +120,13 @@ def state_of(scorer, scales: list[Any]) -> score_loop.State:
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_scores(monkeypatch, heads):
+def test_scores(run_on, heads):
     """Of 16 tokens of every warp, to the fp32 rounding of acc; heads that do not exist score 0."""
     tokens, config = fp8_tokens(BLOCK_TOKENS, any_scale=True, seed=5), FewHeadsConfig(heads=heads, stages=3)
     q = some_queries(heads, 6)
     missing = 3
     memory_of_q = np.concatenate([q.view(torch.int16).numpy().view(np.uint8).reshape(-1), np.full(4096, 255, np.uint8)])
-    machine = machine_with(monkeypatch, memory_of_q)
+    machine = machine_with(run_on, memory_of_q)
     machine.shared_memory[:STAGE_BYTES] = stage_of(tokens)
     publish(machine, config, heads - missing)
     scorer = score_loop.ScoreLoop(config)
@@ -199,10 +150,10 @@ def test_scores(monkeypatch, heads):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_values(monkeypatch, heads):
+def test_values(run_on, heads):
     """Weights as the score warps store them, times values as the value warps read them, times the factors."""
     tokens, config = fp8_tokens(BLOCK_TOKENS, any_scale=True, seed=7), FewHeadsConfig(heads=heads, stages=3)
-    machine = machine_with(monkeypatch, np.zeros(16, np.uint8))
+    machine = machine_with(run_on, np.zeros(16, np.uint8))
     machine.shared_memory[:STAGE_BYTES] = stage_of(tokens)
     generator = np.random.default_rng(8)
     weights = (generator.random((BLOCK_TOKENS, heads)) * 2.0 ** generator.integers(-6, 8, (1, heads))).astype(
@@ -251,10 +202,10 @@ def scales_of(tokens: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("slack", [RESCALE_SLACK, 0.0])
-def test_references_follow_and_weights_stay_within_fp16(monkeypatch, slack):
+def test_references_follow_and_weights_stay_within_fp16(run_on, slack):
     """Blocks of growing scores and scales, a warp at a time: acc under old references shrink by the factors. Without
     slack references are the greatest scores."""
-    machine = machine_with(monkeypatch, np.zeros(16, np.uint8))
+    machine = machine_with(run_on, np.zeros(16, np.uint8))
     config = FewHeadsConfig(heads=8)
     scorer: Any = score_loop.ScoreLoop(config)
     generator = np.random.default_rng(9)
@@ -307,8 +258,8 @@ def test_references_follow_and_weights_stay_within_fp16(monkeypatch, slack):
                 assert np.allclose(state.totals[c], sum(np.exp2(x - state.maxima[c]) for x in logits), rtol=1e-5)
 
 
-def test_powers_of_2(monkeypatch):
-    machine_with(monkeypatch, np.zeros(16, np.uint8))
+def test_powers_of_2(run_on):
+    machine_with(run_on, np.zeros(16, np.uint8))
     for value in (score_loop.MIN_LIMIT, 2.0**-7 - 2.0**-30, 1.0, 1.0000001, 1.5, 2.0, 3.0e5, score_loop.MAX_LIMIT):
         above = score_loop.power_above(Float32(value))
         assert (np.asarray(above) == 2.0 ** np.ceil(np.log2(np.float64(np.float32(value))))).all()
@@ -320,10 +271,10 @@ def test_powers_of_2(monkeypatch):
 
 @pytest.mark.parametrize("cluster", [2, 4, 8])
 @pytest.mark.parametrize("heads", HEADS)
-def test_sums_of_a_cluster_meet(monkeypatch, heads, cluster):
+def test_sums_of_a_cluster_meet(run_on, heads, cluster):
     """Every CTA stores its acc where their columns are added up; all columns are, once."""
     config = FewHeadsConfig(heads=heads, stages=3, cluster=cluster)
-    machine = machine_with(monkeypatch, np.zeros(16, np.uint8))
+    machine = machine_with(run_on, np.zeros(16, np.uint8))
     machine.shared_memory = np.full(cluster * CLUSTER_STRIDE, 0xFF, np.uint8)
     adder = value_loop.ValueLoop(config)
     values = np.random.default_rng(10).standard_normal((cluster, heads, 512)).astype(np.float32)
@@ -350,8 +301,8 @@ def test_sums_of_a_cluster_meet(monkeypatch, heads, cluster):
             assert np.array_equal(found, bf16_values(bf16_bits(wanted)))
 
 
-def test_a_cluster_knows_its_maximum_and_total(monkeypatch):
-    machine = machine_with(monkeypatch, np.zeros(16, np.uint8))
+def test_a_cluster_knows_its_maximum_and_total(run_on):
+    machine = machine_with(run_on, np.zeros(16, np.uint8))
     machine.shared_memory = np.zeros(4 * CLUSTER_STRIDE, np.uint8)
     combine = cluster_combine.ClusterCombine(FewHeadsConfig(heads=32, stages=3, cluster=4))
     maxima = np.array([3.0, score_loop.LOWEST, -5.0, 4.5], np.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +23,13 @@ from cute_kernels.mla.config import (
     MlaConfig,
 )
 from cute_kernels.mla.kernel import make_load
-from cute_kernels.mla.loads import crossover, dequantize, entries, gather, locate
+from cute_kernels.mla.loads import dequantize, destination, entries, gather, locate
+from cute_kernels.mla.policies import Copies, Crossover, Decode, SplitCrossover, SplitTiles, WholeTiles
 from layouts import banks
 from layouts.kv.mla import MlaFp8, MlaModel1
-from tests.attention.warp import LANES, Int32, Registers, Uint32, bf16_values
+from simulator import LANES, Int32, Meanings, PlainThread, Uint32, Warp, running
+from simulator.registers import bf16_values
 from tests.mla.test_tiles import place_of
-from tests.mla.warp import MlaWarp
 
 FORM, MODEL1 = MlaFp8(), MlaModel1()
 TILE_BYTES = MlaConfig().tile_bytes
@@ -92,9 +93,8 @@ def sparse_source(pages, num_tokens: int) -> locate.SparseSource:
     return locate.SparseSource(chosen, nothing)
 
 
-def fill_tile(monkeypatch, config: MlaConfig, machine: MlaWarp, pages, indices: np.ndarray) -> None:
+def fill_tile(config: MlaConfig, machine: Warp, pages, indices: np.ndarray) -> None:
     """What all producer warps do for one block whose indices are given; the last loads ask for nothing."""
-    machine.install(monkeypatch, gather, dequantize, division, locate)
     load: Any = make_load(config)
     source = sparse_source(pages, NUM_PAGES * PAGE_SIZE)
     work, locator = SimpleNamespace(main_blocks=1), locate.SparseLocator()
@@ -112,13 +112,13 @@ def fill_tile(monkeypatch, config: MlaConfig, machine: MlaWarp, pages, indices: 
 
 def write_all(load, token, tile, place) -> None:
     """One group of one block, whole tokens; what would be asked for next is nothing."""
-    words = Registers(4 * load.num_loads, Uint32)
-    scales = Registers(load.scale_words, Uint32)
-    for i in range(load.num_loads):
-        load.load_piece(words, token, place, i)
-    load.load_scales(scales, token)
+    decoder = load.decoder
+    words, scales = decoder.registers()
+    for i in range(decoder.num_loads):
+        decoder.load_piece(words, token, place, i)
+    decoder.load_scales(scales, token)
     nothing = locate.Token(token.address, Int32(0), token.behind)
-    type(load).write_group.__wrapped__(load, words, scales, nothing, tile, place)
+    decoder.write_group(words, scales, nothing, tile, place)
 
 
 def some_indices(seed: int) -> np.ndarray:
@@ -133,13 +133,14 @@ def some_indices(seed: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("scales", "exponents"), [("fp32", range(-14, 7)), ("fp32", range(-30, 100)), ("power_of_2", range(-14, 7))]
 )
-def test_fp8_tile(monkeypatch, scales, exponents, producer_warps):
+def test_fp8_tile(run_on, scales, exponents, producer_warps):
     tokens = fp8_tokens(NUM_PAGES * PAGE_SIZE, any_scale=scales == "fp32", exponents=exponents)
     memory, stride = paged(tokens)
-    machine = MlaWarp(np.full(TILE_BYTES, 0xFF, np.uint8), memory)
+    machine = Warp(np.full(TILE_BYTES, 0xFF, np.uint8), memory)
+    run_on(machine)
     indices = some_indices(1)
-    config = MlaConfig(scales=scales, producer_warps=producer_warps)
-    fill_tile(monkeypatch, config, machine, pages_of(0, stride, 656, PAGE_SIZE), indices)
+    config = MlaConfig(tiles=WholeTiles(Decode(scales, warps=producer_warps)))
+    fill_tile(config, machine, pages_of(0, stride, 656, PAGE_SIZE), indices)
     exists = (indices >= 0) & (indices < len(tokens))
     exact = FORM.dequantize(tokens[np.where(exists, indices, 0)], torch.float64).numpy() * exists[:, None]
     found = read_tile(machine.shared_memory).astype(np.float64)
@@ -157,14 +158,15 @@ def test_fp8_tile(monkeypatch, scales, exponents, producer_warps):
 
 @pytest.mark.parametrize("producer_warps", PRODUCER_WARPS)
 @pytest.mark.parametrize(("scales", "exponents"), [("ue8m0", range(-126, 119)), ("power_of_2", range(-14, 8))])
-def test_model1_tile(monkeypatch, scales, exponents, producer_warps):
+def test_model1_tile(run_on, scales, exponents, producer_warps):
     """Latent columns, then RoPE columns, which are part of the value; scales from behind the data of a page."""
     tokens = model1_tokens(NUM_TOKENS, exponents)
     memory, stride = paged(tokens)
-    config = MlaConfig(form="mla_model1", head_dim=512, scales=scales, producer_warps=producer_warps)
-    machine = MlaWarp(np.full(config.tile_bytes, 0xFF, np.uint8), memory)
+    config = MlaConfig("sparse", "mla_model1", 512, WholeTiles(Decode(scales, warps=producer_warps)))
+    machine = Warp(np.full(config.tile_bytes, 0xFF, np.uint8), memory)
+    run_on(machine)
     indices = some_indices(4)
-    fill_tile(monkeypatch, config, machine, pages_of(0, stride, MODEL1.DATA_BYTES, PAGE_SIZE), indices)
+    fill_tile(config, machine, pages_of(0, stride, MODEL1.DATA_BYTES, PAGE_SIZE), indices)
     exists = (indices >= 0) & (indices < len(tokens))
     exact = MODEL1.dequantize(tokens[np.where(exists, indices, 0)], torch.float64).numpy() * exists[:, None]
     # Products among bf16's subnormals are rounded, as bf16 rounds them.
@@ -181,11 +183,10 @@ def test_model1_tile(monkeypatch, scales, exponents, producer_warps):
 
 @pytest.mark.parametrize("form", ["mla_fp8", "mla_model1"])
 @pytest.mark.parametrize("order", ["stepped", "delayed_pv"])
-def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form, order):
+def test_each_of_two_ctas_decodes_half_of_both_tiles(run_on, form, order):
     width, scales = {"mla_fp8": (576, "fp32"), "mla_model1": (512, "ue8m0")}[form]
-    config = MlaConfig(
-        form=form, head_dim=width, scales=scales, crossover=True, order=order, eager=order == "delayed_pv"
-    )
+    whole = WholeTiles(Crossover(scales), "stepped")
+    config = MlaConfig("sparse", form, width, whole if order == "stepped" else SplitTiles(SplitCrossover(scales)))
     assert config.can_implement() is None
     split = form == "mla_model1"
     exponents = range(-5, 20)  # of scales that contain 2**120 and of such that do not
@@ -193,27 +194,23 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form, order):
         (MODEL1, model1_tokens(NUM_TOKENS, exponents)) if split else (FORM, fp8_tokens(NUM_TOKENS, False, exponents))
     )
     memory, stride = paged(tokens)
-    machine = MlaWarp(np.full(2 * config.tile_bytes, 0xFF, np.uint8), memory)
-    machine.install(monkeypatch, gather, dequantize, division, locate, crossover)
-    monkeypatch.setattr(machine, "pinned", lambda value: value, raising=False)
+    machine = Warp(np.full(2 * config.tile_bytes, 0xFF, np.uint8), memory)
+    run_on(machine)
     load: Any = make_load(config)
     token_stride = MODEL1.DATA_BYTES if split else quantiser.row_bytes
     source = sparse_source(pages_of(0, stride, token_stride, PAGE_SIZE), NUM_PAGES * PAGE_SIZE)
     indices = some_indices(3)
-    for name in ("fence_proxy", "sync_warp"):
-        monkeypatch.setattr(gather.cute.arch, name, lambda *_, **__: None, raising=False)
-    monkeypatch.setattr(gather.cute.arch, "elect_one", nullcontext, raising=False)
     for rank in range(2):
-        monkeypatch.setattr(gather.cute.arch, "block_idx_in_cluster", lambda rank=rank: rank, raising=False)
+        machine.rank = rank
         for warp in range(PRODUCER_WARPS[0]):
-            place = gather.LanePlaces.of(load.first_row(warp), LANES)
+            place = gather.LanePlaces.of(load.tiles.first_row(warp), LANES)
             token = locate.SparseLocator().locate(
                 SimpleNamespace(main_blocks=1), source, Int32(indices[place.row]), Int32(0), place.row
             )
-            start, rows = rank * config.tile_bytes, load.first_row(warp) * 128
+            start, rows = rank * config.tile_bytes, load.tiles.first_row(warp) * 128
             distance = (1 - 2 * rank) * config.tile_bytes
             tiles = [
-                crossover.SharedTile(Int32(start), start + rows, distance, (1 - rank, part))
+                destination.SharedTile(Int32(start), start + rows, distance, (1 - rank, part))
                 for part in range(config.tile_parts)
             ]
             if order == "delayed_pv":
@@ -232,42 +229,42 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form, order):
 
 def write_in_parts(load, token, tiles, place) -> None:
     """As :func:`write_all`, a part at a time; between them a lane asks for its next token, which is nothing."""
-    words = Registers(4 * load.num_loads, Uint32)
-    scales = Registers(load.scale_words, Uint32)
+    words, scales = load.decoder.registers()
     load.load_token(words, scales, token, place)
-    factors, codes = load.factors(scales), load.taken(words)
+    factors, codes = load.decoder.factors(scales), load.taken(words)
     for part, tile in enumerate(tiles):
         load.write_part(codes, factors, tile, place, part)
-        load.send(tile, part)
+        load.tiles.send(tile, part)
         load.load_token(words, scales, locate.Token(token.address, Int32(0), token.behind), place)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        MlaConfig(form="mla_bf16", fence="reader"),
-        MlaConfig(form="mla_fp16", fence="reader"),
-        MlaConfig(form="mla_bf16", head_dim=512, fence="reader"),
+        MlaConfig(form="mla_bf16", tiles=WholeTiles(Copies())),
+        MlaConfig(form="mla_fp16", tiles=WholeTiles(Copies())),
+        MlaConfig("sparse", "mla_bf16", 512, WholeTiles(Copies())),
     ],
     ids=lambda config: config.name,
 )
-def test_tile_of_copies(monkeypatch, config):
+def test_tile_of_copies(run_on, config):
     width = config.head_dim
     tokens = torch.randint(0, 2**15, (NUM_TOKENS, width), generator=torch.Generator().manual_seed(0)).to(torch.int16)
     memory, stride = paged(tokens.view(torch.uint8))
-    machine = MlaWarp(np.full(config.tile_bytes, 0xFF, np.uint8), memory)
+    machine = Warp(np.full(config.tile_bytes, 0xFF, np.uint8), memory)
+    run_on(machine)
     indices = some_indices(2)
-    fill_tile(monkeypatch, config, machine, pages_of(0, stride, 2 * width, PAGE_SIZE), indices)
+    fill_tile(config, machine, pages_of(0, stride, 2 * width, PAGE_SIZE), indices)
     exists = (indices >= 0) & (indices < len(tokens))
     wanted = tokens[np.where(exists, indices, 0)].numpy() * exists[:, None]
     assert np.array_equal(read_words(machine.shared_memory), wanted)
 
 
 @pytest.mark.parametrize(("scales", "exponents"), [("fp32", range(-120, 110)), ("power_of_2", range(-14, 8))])
-def test_every_code_times_every_scale(monkeypatch, scales, exponents):
+def test_every_code_times_every_scale(run_on, scales, exponents):
     """All codes, subnormal ones included, with powers of 2; those from 2**7 on do not contain 2**120."""
-    machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
-    machine.install(monkeypatch, dequantize)
+    machine = Warp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
+    run_on(machine)
     codes = np.array([code for code in range(256) if code & 0x7F != 0x7F] + [0, 0], np.uint8)
     wanted = torch.from_numpy(codes).view(torch.float8_e4m3fn).double().numpy().reshape(-1, 4)
     dequantizer = dequantize.Dequantizer(scales, 4)
@@ -290,16 +287,20 @@ def test_every_code_times_every_scale(monkeypatch, scales, exponents):
 @example(641, 2**31 - 1)
 def test_division_by_a_multiplication_is_exact(value, number):
     """What the host finds, with Python's integers in the place of the compiler's, held to 32 and 64 bits."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(division, "cutlass", SimpleNamespace(select_=lambda which, a, b: a if which else b))
-        patch.setattr(division, "Uint32", bounded(2**32))
-        patch.setattr(division, "Int32", bounded(2**31))
-        patch.setattr(division, "Int64", bounded(2**63))
-        patch.setattr(division, "numbers", SimpleNamespace(multiply_high_u32=lambda a, b: a * b >> 32))
+    with running(Integers()):
         divisor = division.Divisor.of(value)
         assert divisor == divisor_of(value)
         for near in {number, number - number % value, max(number - number % value - 1, 0)}:
             assert (2 * near) < 2**32 and divisor.divide(near) == divmod(near, value)
+
+
+class Integers(PlainThread):
+    """Integers that must fit their types."""
+
+    def meanings(self) -> Meanings:
+        limits = {"Uint32": 2**32, "Int32": 2**31, "Int64": 2**63}
+        scalars = {name: bounded(limit) for name, limit in limits.items()}
+        return replace(super().meanings(), scalars=scalars)
 
 
 def bounded(limit: int):
@@ -315,10 +316,10 @@ def bounded(limit: int):
 @pytest.mark.parametrize(("form", "head_dim"), [("mla_fp8", 576), ("mla_model1", 512)])
 @pytest.mark.parametrize("start", range(0, 128, 16))
 @pytest.mark.parametrize("producer_warps", PRODUCER_WARPS)
-def test_every_line_of_a_token_is_prefetched(monkeypatch, form, head_dim, start, producer_warps):
-    config = MlaConfig(form=form, head_dim=head_dim, prefetch=4, producer_warps=producer_warps)
+def test_every_line_of_a_token_is_prefetched(run_on, form, head_dim, start, producer_warps):
+    config = MlaConfig("sparse", form, head_dim, WholeTiles(Decode(prefetch=4, warps=producer_warps)))
     prefetcher = entries.Entries.of(config)
-    monkeypatch.setattr(entries, "cutlass", SimpleNamespace(min=min))
+    run_on(PlainThread())
     offsets = [offset for sharer in range(32 // prefetcher.rows) for offset in prefetcher.lines(sharer)]
     assert {(start + offset) // 128 for offset in offsets} == {
         (start + byte) // 128 for byte in range(prefetcher.token_bytes)

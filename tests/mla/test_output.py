@@ -14,11 +14,11 @@ from cute_kernels.device import wgmma_tiles
 from cute_kernels.mla.combine import output
 from cute_kernels.mla.config import BLOCK_TOKENS, PARTIALS, WEIGHT_BYTES, MlaConfig
 from cute_kernels.mla.elements import ElementType
-from cute_kernels.mla.mainloops import products, softmax
+from cute_kernels.mla.mainloops import serial, softmax
 from layouts import banks
-from tests.attention.warp import LANES, Float32, Int32, Uint32, bf16_bits, bf16_values
+from simulator import LANES, Float32, Int32, Warp
+from simulator.registers import bf16_bits, bf16_values
 from tests.mla.test_tiles import place_of
-from tests.mla.warp import MlaWarp
 
 
 def accumulators(values: np.ndarray, warp: int) -> list:
@@ -30,29 +30,29 @@ def accumulators(values: np.ndarray, warp: int) -> list:
     return found
 
 
-def assert_no_conflicts(machine: MlaWarp) -> None:
+def assert_no_conflicts(machine: Warp) -> None:
     for access in machine.accesses:
         assert banks.wavefronts(access.addresses, access.width, access.kind) == max(1, access.width // 4)
 
 
-def test_weights_lie_as_the_second_warpgroup_reads_them(monkeypatch):
-    machine = MlaWarp(np.zeros(WEIGHT_BYTES, np.uint8), np.zeros(16, np.uint8))
-    machine.install(monkeypatch, products, softmax)
+def test_weights_lie_as_the_second_warpgroup_reads_them(run_on):
+    machine = Warp(np.zeros(WEIGHT_BYTES, np.uint8), np.zeros(16, np.uint8))
+    run_on(machine)
     weights = np.random.default_rng(0).random((64, BLOCK_TOKENS)).astype(np.float32)
     for warp in range(4):
         scores = accumulators(weights, warp)
         packed = [machine.pack_bf16x2(scores[i], scores[i + 1]) for i in range(0, len(scores), 2)]
-        products.Products(MlaConfig()).publish_weights(packed, Int32(0), Int32(warp), Int32(LANES))
+        serial.Serial(MlaConfig()).weights.publish(packed, Int32(0), Int32(warp), Int32(LANES))
     words = machine.shared_memory.view(np.uint16)
     for row, column in np.ndindex(weights.shape):
         assert words[place_of(row, column) // 2] == bf16_bits(weights[row, column])
     assert_no_conflicts(machine)
 
 
-def test_output_is_written_by_whole_sectors(monkeypatch):
+def test_output_is_written_by_whole_sectors(run_on):
     """Four lanes of a row trade words until each has 16 bytes side by side: nothing is staged."""
-    machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
-    machine.install(monkeypatch, output)
+    machine = Warp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
+    run_on(machine)
     writer = output.Writer(ElementType(None, machine.pack_bf16x2), PARTIALS["fp16"])
     acc = np.random.default_rng(1).standard_normal((64, 2 * output.HALF)).astype(np.float32)
     factors = [Float32(2.0), Float32(0.5)]
@@ -71,21 +71,11 @@ def test_output_is_written_by_whole_sectors(monkeypatch):
     assert np.array_equal(bf16_values(memory), bf16_values(bf16_bits(scaled)))
 
 
-class Bits(MlaWarp):
-    """A warp that sees the bits of numbers."""
-
-    def bits(self, x):
-        return Uint32(np.asarray(x, np.float32).view(np.uint32))
-
-    def from_bits(self, x):
-        return Float32(np.asarray(x, np.uint32).view(np.float32))
-
-
 @pytest.mark.parametrize("size", [0.0, 1e-40, 1e-30, 1.0, 1e30, 3e38])
-def test_partial_results_are_fp16_of_any_size(monkeypatch, size):
+def test_partial_results_are_fp16_of_any_size(run_on, size):
     """A power of 2 brings the greatest of a row's half below 2**15; what is far smaller than all fp16 becomes 0."""
-    machine = Bits(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
-    machine.install(monkeypatch, output)
+    machine = Warp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
+    run_on(machine)
     writer = output.Writer(ElementType(None, machine.pack_bf16x2), PARTIALS["fp16"])
     acc = np.random.default_rng(3).uniform(-size, size, (64, output.HALF)).astype(np.float32)
     found = np.full((64, output.HALF), np.nan)
@@ -122,13 +112,12 @@ def assert_softmax_of(blocks, maxima, totals, acc, exact: bool) -> None:
 
 
 @pytest.mark.parametrize("slack", [softmax.RESCALE_SLACK, 0.0])
-def test_softmax_over_blocks(monkeypatch, slack):
+def test_softmax_over_blocks(run_on, slack):
     """Weights, accumulators and factors of several blocks add up to the softmax, whatever the lazy maximum does.
 
     A maximum that may not fall behind is the greatest score."""
-    machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
-    machine.install(monkeypatch, softmax)
-    monkeypatch.setattr(softmax, "lane_max", lambda value, offsets: row_max(value))
+    machine = Warp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
+    run_on(machine)
     generator = np.random.default_rng(2)
     blocks = [generator.standard_normal((64, BLOCK_TOKENS)) * 20 * growth for growth in (1, 0.1, 3, 3, 8)]
     blocks[0][5], blocks[1][5] = -np.inf, -np.inf
@@ -145,7 +134,3 @@ def test_softmax_over_blocks(monkeypatch, slack):
             acc[row][:] = acc[row] * factors[row] + own
             assert max(scores[i].max() for i in range(softmax.NUM_SCORES)) <= 2.0**slack * 1.01
     assert_softmax_of(blocks, maxima, totals, acc, exact=not slack)
-
-
-def row_max(value):
-    return Float32(np.repeat(np.asarray(value).reshape(8, 4).max(1), 4))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +16,7 @@ from cute_kernels.mla.config import (
     served_config,
 )
 from cute_kernels.mla.few_heads.config import FewHeadsConfig, shipped_few_heads
+from cute_kernels.mla.policies import CooperativeTiles, Copies, Crossover, Decode, SplitTiles, TmaTiles, WholeTiles
 from cute_kernels.mla.schedule import (
     COOPERATIVE,
     COPIES,
@@ -149,7 +148,7 @@ def test_16_bit_tokens_of_several_blocks_of_heads_go_in_steps():
     for tokens in ("sparse", "paged"):
         for heads, order in ((16, "plain"), (64, "plain"), (65, "stepped"), (128, "stepped")):
             config, _ = choose(tokens, "mla_bf16", 576, Workload(4096, heads, 2048))
-            assert isinstance(config, MlaConfig) and config.order == order and config.can_implement() is None
+            assert isinstance(config, MlaConfig) and config.tiles.mainloop == order and config.can_implement() is None
 
 
 @given(SHAPES, st.sampled_from(("sparse", "paged")))
@@ -236,44 +235,43 @@ def test_rows_for_all_teams_are_a_line():
 
 def test_configurations_fit_and_say_why_not():
     assert MlaConfig().can_implement() is None
+    assert MlaConfig("paged", "mla_bf16", tiles=SplitTiles(TmaTiles(pair=True, prefetch=1))).can_implement() is None
     for config, word in (
-        (MlaConfig(form="mla_bf16"), "fence"),
-        (MlaConfig(form="mla_bf16", fence="reader", crossover=True), "crossover"),
-        (MlaConfig(prefetch=17), "prefetch"),
-        (MlaConfig(form="mla_bf16", fence="reader", prefetch=2), "prefetch"),
-        (MlaConfig(prefetch=16), "shared memory"),
-        (MlaConfig(chunk=0), "chunk"),
-        (MlaConfig(crossover=True, fence="reader"), "fence"),
+        (MlaConfig(form="mla_bf16"), "load"),
+        (MlaConfig(form="mla_bf16", tiles=WholeTiles(Crossover())), "load"),
+        (MlaConfig(tiles=WholeTiles(Copies())), "load"),
+        (MlaConfig("paged", tiles=SplitTiles(TmaTiles())), "load"),
+        (MlaConfig("sparse", "mla_bf16", tiles=SplitTiles(TmaTiles())), "side by side"),
+        (MlaConfig("paged", "mla_bf16", tiles=SplitTiles(TmaTiles(prefetch=2))), "prefetch"),
+        (MlaConfig(tiles=WholeTiles(Decode(prefetch=17))), "prefetch"),
+        (MlaConfig(tiles=WholeTiles(Crossover(prefetch=1))), "prefetch"),
+        (MlaConfig(tiles=WholeTiles(Decode(prefetch=16))), "shared memory"),
+        (MlaConfig(tiles=WholeTiles(Decode(chunk=0))), "chunk"),
+        (MlaConfig(tiles=WholeTiles(Decode(fence="none"))), "fence"),
+        (MlaConfig(tiles=WholeTiles(Decode(warps=5))), "warps"),
+        (MlaConfig(tiles=WholeTiles(Decode(warps=8), "stepped")), "mainloop"),
+        (MlaConfig(tiles=WholeTiles(Decode(), "delayed_pv")), "mainloop"),
         (MlaConfig(form="int4"), "form"),
         (MlaConfig(tokens="all"), "tokens"),
-        (MlaConfig(scales="fp16"), "scales"),
-        (MlaConfig(scales="ue8m0"), "scales"),
-        (MlaConfig(form="mla_model1", scales="ue8m0"), "head_dim"),
+        (MlaConfig(tiles=WholeTiles(Decode("fp16"))), "scales"),
+        (MlaConfig(tiles=WholeTiles(Decode("ue8m0"))), "scales"),
+        (MlaConfig(form="mla_model1", tiles=WholeTiles(Decode("ue8m0"))), "head_dim"),
         (MlaConfig(form="mla_model1", head_dim=512), "scales"),
-        (MlaConfig(form="mla_bf16", head_dim=448, fence="reader"), "head_dim"),
-        (MlaConfig(order="delayed_pv"), "order"),
-        (MlaConfig("paged", order="delayed_pv"), "order"),
-        (MlaConfig("sparse", "mla_bf16", fence="reader", order="delayed_pv"), "order"),
-        (MlaConfig(order="delayed_pv", crossover=True, eager=True, chunk=3), "chunk"),
-        (MlaConfig(order="delayed_pv", crossover=True, eager=True, fence="reader"), "fence"),
-        (MlaConfig(order="delayed_pv", crossover=True, eager=True, prefetch=2), "prefetch"),
-        (MlaConfig(order="delayed_pv", crossover=True), "eager"),
-        (MlaConfig(order="stepped", crossover=True, eager=True), "eager"),
-        (MlaConfig("paged", "mla_bf16", fence="reader", order="delayed_pv"), "fence"),
-        (MlaConfig("paged", "mla_bf16", order="delayed_pv", prefetch=2), "prefetch"),
-        (MlaConfig("paged", "mla_bf16", order="delayed_pv", producer_warps=8), "producer_warps"),
-        (MlaConfig("paged", "mla_bf16"), "fence"),
+        (MlaConfig(form="mla_bf16", head_dim=448, tiles=WholeTiles(Copies())), "head_dim"),
+        (MlaConfig("sparse", "mla_model1", 512, CooperativeTiles(Crossover("ue8m0"))), "cooperative"),
     ):
         reason = config.can_implement()
         assert reason is not None and word in reason
 
 
 @pytest.mark.parametrize("parts", [1, 3, 7])
-def test_parts_cover_every_block_once(monkeypatch, parts):
+def test_parts_cover_every_block_once(run_on, parts):
     pytest.importorskip("cutlass")
     from cute_kernels.mla import work
+    from simulator import PlainThread
 
-    monkeypatch.setattr(work, "cutlass", SimpleNamespace(min=min))
+    run_on(PlainThread())
+
     for num_blocks in range(30):
         shares = [range(*work.WorkTile.share(num_blocks, parts, part)) for part in range(parts)]
         assert [block for share in shares for block in share] == list(range(num_blocks))

@@ -6,7 +6,6 @@ The warpgroups' own code runs on the machine of :mod:`.orders`.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +13,12 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.mla.config import WARPGROUP_WARPS, MlaConfig
-from cute_kernels.mla.mainloops import products, serial
+from cute_kernels.mla.mainloops import pipeline, serial, weights
 from tests.mla import orders
 
 
-class Model(orders.Played, serial.Serial):
-    """The order with products and memory of a machine."""
-
-    def no_rows(self) -> SimpleNamespace:
-        return SimpleNamespace(acc=None, scores=None, packed=None, maxima=[0.0, 0.0], totals=[0.0, 0.0])
+class Model(orders.Played):
+    """Products and memory of a machine."""
 
     def weigh(self, rows: Any, work, memory, stage, block, scale, warp, lane):
         assert not self.under_way("scores"), "scores are not there"
@@ -30,7 +26,7 @@ class Model(orders.Played, serial.Serial):
         rows.packed = self.block
         return [1.0, 1.0]
 
-    def publish_weights(self, packed, tile, warp, lane) -> None:
+    def publish(self, packed, tile, warp, lane) -> None:
         self.machine.step()
         assert not self.machine.readers("weights"), "weights replace those that are read"
         block, warps = self.machine.holds.get("weights", (None, set()))
@@ -49,37 +45,32 @@ class Model(orders.Played, serial.Serial):
         self.acc[machine.warp].append(self.block)
 
 
-orders.run_body(Model, orders.METHODS)
-
-
-def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None) -> None:
-    """One CTA from its first to its last share. left_out: a named barrier that nobody waits at."""
-    machine = orders.Machine(seed, MlaConfig(), shares)
-    machine.ask(0)
+def play(seed: int, shares: list[int], left_out: int | None = None) -> None:
+    """One CTA from its first to its last work tile. left_out: a named barrier that nobody waits at."""
+    machine = orders.Machine(seed, MlaConfig(), shares, left_out)
     model = Model(machine)
-    monkeypatch.setattr(serial.softmax, "rescale", lambda *_: None)
-    orders.play(monkeypatch, serial, model, left_out)
+    orders.play_persistent(machine, model.seat(serial.Serial(machine.config)))
     assert all(blocks == list(range(sum(shares))) for blocks in model.acc.values())
-    assert not machine.named.get(serial.WEIGHTS_READY)
+    assert not machine.named.get(weights.WEIGHTS_READY[0])
 
 
 @pytest.mark.parametrize("shares", orders.SHARES, ids=str)
-def test_nobody_waits_for_ever_and_nothing_is_read_early(monkeypatch, shares):
+def test_nobody_waits_for_ever_and_nothing_is_read_early(shares):
     for seed in range(15):
-        play(monkeypatch, seed, shares)
+        play(seed, shares)
 
 
-@pytest.mark.parametrize("left_out", [serial.WEIGHTS_READY, serial.WEIGHTS_FREE])
-def test_neither_barrier_can_be_left_out(monkeypatch, left_out):
+@pytest.mark.parametrize("left_out", [weights.WEIGHTS_READY[0], weights.WEIGHTS_FREE])
+def test_neither_barrier_can_be_left_out(left_out):
     """The model finds what the barriers are for."""
     with pytest.raises(AssertionError):
         for seed in range(15):
-            play(monkeypatch, seed, [5, 3], left_out)
+            play(seed, [5, 3], left_out)
 
 
 @pytest.mark.parametrize("shares", [[3, 2], [0, 0, 0]], ids=str)
-def test_queries_cannot_be_asked_for_by_one_warp_alone(monkeypatch, shares):
+def test_queries_cannot_be_asked_for_by_one_warp_alone(shares):
     """The model finds it if a warp asks when it has its own last scores, or, without any, its own queries."""
     with pytest.raises(AssertionError):
         for seed in range(15):
-            play(monkeypatch, seed, shares, products.QUERIES_READ)
+            play(seed, shares, pipeline.QUERIES_READ)

@@ -1,11 +1,10 @@
-"""The order of steps, warp by warp under random schedules, as :mod:`.test_serial` plays the plain one.
+"""The stepped mainloop, warp by warp under random schedules, as :mod:`.test_serial` plays the serial one.
 
 Products may be under way while weights are made and stored; stores are visible to products behind a fence only.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,18 +12,14 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.mla.config import WARPGROUP_WARPS, MlaConfig
-from cute_kernels.mla.mainloops import products, stepped
+from cute_kernels.mla.mainloops import pipeline, stepped, weights
 from tests.mla import orders
 
 
-class Model(orders.Played, stepped.Stepped):
-    """The order with products and memory of a machine."""
+class Model(orders.Played):
+    """Products and memory of a machine."""
 
-    additions = stepped.STEPS
-
-    def no_rows(self) -> SimpleNamespace:
-        numbers = {name: [0.0, 0.0] for name in ("maxima", "totals")}
-        return SimpleNamespace(acc=None, scores=None, packed=[None] * stepped.STEPS, **numbers)
+    additions = weights.STEPS
 
     def common_flags(self, memory, stage) -> int:
         assert self.machine.holds[stage] == self.block
@@ -34,14 +29,11 @@ class Model(orders.Played, stepped.Stepped):
         assert not self.under_way("scores"), "scores are not there"
         assert self.machine.holds[stage] == work.before + block == self.block
 
-    def rescale(self, *_) -> None:
-        assert not self.under_way("accumulators"), "accumulators are multiplied while they are added to"
-
     def pack_step(self, rows: Any, step: int) -> None:
         assert not self.under_way(("packed", step)), "weights replace those that are read"
         rows.packed[step] = self.block
 
-    def weight_place(self, memory, warp, lane) -> int:
+    def place(self, memory, warp, lane) -> int:
         return warp
 
     def publish_step(self, packed, warp, step: int) -> None:
@@ -68,58 +60,44 @@ class Model(orders.Played, stepped.Stepped):
             self.acc[machine.warp].append((block, step))
 
 
-orders.run_body(Model, (*orders.METHODS, "first_block", "second_block", "weigh_and_add"))
-
-
-def play(
-    monkeypatch,
-    seed: int,
-    shares: list[int],
-    left_out: int | None = None,
-    fenced: bool = True,
-    model_class: type[Model] = Model,
-    modules: Any = stepped,
-) -> None:
-    """One CTA from its first to its last share. left_out: a named barrier that nobody waits at; fenced: whether stores
-    become visible to products."""
-    machine = orders.Machine(seed, MlaConfig(), shares)
-    machine.ask(0)
-    model = model_class(machine)
-    for name, value in (("Float32", float), ("const_expr", lambda value: value)):
-        monkeypatch.setattr(stepped, name, value)
-    monkeypatch.setattr(stepped.ptx, "pinned", lambda value: value)
-    monkeypatch.setattr(stepped.softmax_steps, "begin", model.rescale)
-    monkeypatch.setattr(stepped.softmax, "rescale", model.rescale)
-    for name in ("weigh_step", "add_totals"):
-        monkeypatch.setattr(stepped.softmax_steps, name, lambda *_: None)
-    orders.play(monkeypatch, modules, model, left_out, fenced)
-    wanted = [(block, step) for block in range(sum(shares)) for step in range(stepped.STEPS)]
+def assert_all_added(model: orders.Played) -> None:
+    """That every warp has added every step of every block, in order."""
+    wanted = [(block, step) for block in range(sum(model.machine.shares)) for step in range(weights.STEPS)]
     assert all(steps == wanted for steps in model.acc.values())
-    assert not any(machine.named.get(barrier_id) for barrier_id in stepped.WEIGHTS_READY)
+
+
+def play(seed: int, shares: list[int], left_out: int | None = None, fenced: bool = True) -> None:
+    """One CTA from its first to its last work tile. left_out: a named barrier that nobody waits at; fenced: whether
+    stores become visible to products."""
+    machine = orders.Machine(seed, MlaConfig(), shares, left_out, fenced)
+    model = Model(machine)
+    orders.play_persistent(machine, model.seat(stepped.Stepped(machine.config)))
+    assert_all_added(model)
+    assert not any(machine.named.get(barrier_id) for barrier_id in weights.WEIGHTS_READY)
 
 
 @pytest.mark.parametrize("shares", orders.SHARES, ids=str)
-def test_nobody_waits_for_ever_and_nothing_is_read_early(monkeypatch, shares):
+def test_nobody_waits_for_ever_and_nothing_is_read_early(shares):
     for seed in range(15):
-        play(monkeypatch, seed, shares)
+        play(seed, shares)
 
 
-@pytest.mark.parametrize("left_out", [*stepped.WEIGHTS_READY, stepped.WEIGHTS_FREE])
-def test_no_barrier_can_be_left_out(monkeypatch, left_out):
+@pytest.mark.parametrize("left_out", [*weights.WEIGHTS_READY, weights.WEIGHTS_FREE])
+def test_no_barrier_can_be_left_out(left_out):
     """The model finds what the barriers are for."""
     with pytest.raises(AssertionError):
         for seed in range(15):
-            play(monkeypatch, seed, [5, 3], left_out)
+            play(seed, [5, 3], left_out)
 
 
-def test_the_fence_cannot_be_left_out(monkeypatch):
+def test_the_fence_cannot_be_left_out():
     with pytest.raises(AssertionError, match="weights are not there"):
-        play(monkeypatch, 0, [1], fenced=False)
+        play(0, [1], fenced=False)
 
 
 @pytest.mark.parametrize("shares", [[3, 2], [0, 0, 0]], ids=str)
-def test_queries_cannot_be_asked_for_by_one_warp_alone(monkeypatch, shares):
+def test_queries_cannot_be_asked_for_by_one_warp_alone(shares):
     """The model finds it if a warp asks when it has its own last scores, or, without any, its own queries."""
     with pytest.raises(AssertionError):
         for seed in range(15):
-            play(monkeypatch, seed, shares, products.QUERIES_READ)
+            play(seed, shares, pipeline.QUERIES_READ)

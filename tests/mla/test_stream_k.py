@@ -3,8 +3,8 @@ CTA that has the rest of the row."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +13,12 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import division
 from cute_kernels.mla import stream_k, work_tiles
 from cute_kernels.mla.config import BLOCK_HEADS, FLAG_WORDS, STATE_WORDS
-from cute_kernels.mla.loads import locate
 from cute_kernels.mla.work import LaunchShape
 from cute_kernels.sm90 import EMPTY_WORD
-from tests.attention.warp import LANES, Int32
+from simulator import LANES, Int32, Meanings, PlainThread, Warp
 from tests.mla.test_gather import divisor_of
-from tests.mla.warp import MlaWarp
 
 
 class Locator:
@@ -37,25 +34,8 @@ def blocks_of(tokens: int) -> int:
     return -(-(tokens - extra) // 64) + -(-extra // 64)
 
 
-def machine(monkeypatch) -> None:
-    """Puts NumPy's lanes in place of the GPU's."""
-    MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8)).install(monkeypatch, division, work_tiles, stream_k, locate)
-    monkeypatch.setattr(stream_k.cutlass, "range", lambda count, unroll: range(int(np.max(count))), raising=False)
-    monkeypatch.setattr(stream_k.cutlass, "range_constexpr", range, raising=False)
-    monkeypatch.setattr(work_tiles.cutlass, "range", stream_k.cutlass.range, raising=False)
-    monkeypatch.setattr(work_tiles, "_first", inspect.unwrap(work_tiles._first))
-    monkeypatch.setattr(work_tiles.cute.arch, "make_warp_uniform", uniform, raising=False)
-    for owner, names in (
-        (stream_k.StreamK, ("work_range", "request_units")),
-        (stream_k.PartialExchange, ("publish", "resume")),
-    ):
-        for name in names:
-            monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
-
-
-def uniform(value: Any) -> Any:
-    assert (value == value[0]).all(), "lanes of a warp differ"
-    return value
+def warp() -> Warp:
+    return Warp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
 
 
 def shares_of(lengths: np.ndarray, request_rows: int, num_heads: int, teams: int) -> list[list[Any]]:
@@ -100,8 +80,8 @@ def whole_rows(lengths: np.ndarray, request_rows: int, teams: int) -> int:
     ],
 )
 @pytest.mark.parametrize("kind", ["equal", "any", "empty", "one", "turns"])
-def test_every_block_once(monkeypatch, requests, request_rows, num_heads, teams, kind):
-    machine(monkeypatch)
+def test_every_block_once(run_on, requests, request_rows, num_heads, teams, kind):
+    run_on(warp())
     random = np.random.default_rng(requests + teams)
     lengths = {
         "equal": np.full(requests, 2048),
@@ -137,12 +117,17 @@ def test_every_block_once(monkeypatch, requests, request_rows, num_heads, teams,
     assert len(seen) == head_blocks * sum(1 + blocks_of(int(n)) for n in lengths) * request_rows
 
 
-class SharedMemory:
+class GlobalMemory(PlainThread):
     """Global memory by words, for one lane at a time: names and arguments of `ptx` and `numbers`."""
 
     def __init__(self, num_words: int):
+        super().__init__()
         self.words: list[Any] = [EMPTY_WORD] * num_words
         self.released: set[int] = set()
+
+    def meanings(self) -> Meanings:
+        arch = {"sync_warp": lambda: None, "vote_any_sync": bool}
+        return replace(super().meanings(), arch=arch)
 
     def store_global(self, address: int, values: list[Any], offset: int = 0) -> None:
         assert (address + offset) % (4 * len(values)) == 0
@@ -163,17 +148,11 @@ class SharedMemory:
 
 
 @pytest.mark.parametrize("num_heads", [64, 17, 100])
-def test_states_come_back_to_their_lanes(monkeypatch, num_heads):
+def test_states_come_back_to_their_lanes(run_on, num_heads):
     """Every lane of a warp that has heads finds its own registers in the other CTA; flags are as they were then."""
-    machine(monkeypatch)
     flags, first_head = 4 * 3 * STATE_WORDS, 64 * (num_heads > 64)
-    memory = SharedMemory(3 * (STATE_WORDS + FLAG_WORDS))
-    for name in ("ptx", "numbers"):
-        monkeypatch.setattr(stream_k, name, memory)
-    for name, value in (("Int32", int), ("Int64", int), ("Uint32", int), ("const_expr", bool)):
-        monkeypatch.setattr(stream_k, name, value)
-    arch = SimpleNamespace(sync_warp=lambda: None, vote_any_sync=bool)
-    monkeypatch.setattr(stream_k, "cute", SimpleNamespace(arch=arch))
+    memory = GlobalMemory(3 * (STATE_WORDS + FLAG_WORDS))
+    run_on(memory)
     work = SimpleNamespace(first_head=first_head, shape=SimpleNamespace(num_heads=num_heads))
     places = list(itertools.product(range(2), range(4), reversed(range(32))))  # lane 0, which has the flag, last
     numbers = itertools.count()

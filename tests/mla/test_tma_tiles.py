@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,21 +13,21 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import division
+from cute_kernels.device import wgmma_tiles
 from cute_kernels.mla.config import BLOCK_TOKENS, MlaConfig
 from cute_kernels.mla.layout import SLAB_COLUMNS
-from cute_kernels.mla.loads import gather, locate, tma_tiles
-from tests.attention.warp import LANES, Int32
+from cute_kernels.mla.loads import tma_tiles
+from cute_kernels.mla.policies import SplitTiles, TmaTiles
+from simulator import LANES, Int32, Meanings, PlainThread, Warp
 from tests.mla.test_gather import pages_of, read_words
 from tests.mla.test_tiles import place_of
-from tests.mla.warp import MlaWarp
 
 PAGE_SIZE, NUM_PAGES = 192, 3
 POISON = 0x7FFF
 
 
 def config_of(cluster: int, head_dim: int = 576) -> MlaConfig:
-    return MlaConfig("paged", "mla_bf16", head_dim, crossover=cluster > 1, prefetch=cluster - 1, order="delayed_pv")
+    return MlaConfig("paged", "mla_bf16", head_dim, SplitTiles(TmaTiles(cluster > 1, cluster - 1)))
 
 
 def tokens_of(head_dim: int) -> np.ndarray:
@@ -46,32 +46,35 @@ class Origin:
         return self.box, where[1:]
 
 
-class Maps:
+class Maps(PlainThread):
     """A tensor map and the shared memory of a cluster's CTAs: copies are done when they are asked for."""
 
-    def __init__(self, monkeypatch, config: MlaConfig, tokens: np.ndarray):
+    def __init__(self, config: MlaConfig, tokens: np.ndarray):
+        super().__init__()
         self.config, self.tokens, self.rank = config, tokens, 0
         self.tiles = np.full((config.cluster, 2, BLOCK_TOKENS, config.head_dim), POISON, np.uint16)
         self.arrived = np.zeros((config.cluster, 4), int)  # bytes, on the barriers of parts
         self.expected = np.zeros((config.cluster, 4), int)
-        arch = SimpleNamespace(
-            elect_one=nullcontext,
-            mbarrier_arrive_and_expect_tx=self.expect,
-            block_idx_in_cluster=lambda: self.rank,
-        )
-        cute = SimpleNamespace(
-            arch=arch,
-            local_tile=lambda view, box, _: box,
-            group_modes=lambda x, first, end: x,
-            make_layout=lambda size: size,
-            copy=self.copy,
-        )
-        monkeypatch.setattr(tma_tiles, "cute", cute)
-        monkeypatch.setattr(tma_tiles, "cpasync", SimpleNamespace(tma_partition=self.partition))
-        monkeypatch.setattr(tma_tiles, "const_expr", bool)
-        for name in ("Int32", "Uint32", "Int16"):
-            monkeypatch.setattr(tma_tiles, name, int)
-        monkeypatch.setattr(tma_tiles.wgmma_tiles, "tile", lambda place, rows, columns, dtype: (place, rows, columns))
+
+    def meanings(self) -> Meanings:
+        known = super().meanings()
+        arch = {
+            "elect_one": nullcontext,
+            "mbarrier_arrive_and_expect_tx": self.expect,
+            "block_idx_in_cluster": lambda: self.rank,
+        }
+        cute = {
+            "local_tile": lambda view, box, _: box,
+            "group_modes": lambda x, first, end: x,
+            "make_layout": lambda size: size,
+            "copy": self.copy,
+        }
+        modules = {
+            tma_tiles.cpasync: {"tma_partition": self.partition},
+            wgmma_tiles: {"tile": lambda place, rows, columns, dtype: (place, rows, columns)},
+        }
+        scalars = {**known.scalars, "Int16": int}
+        return replace(known, arch=arch, cute=cute, scalars=scalars, modules=modules)
 
     def expect(self, barrier: int, count: int) -> None:
         self.expected[self.rank, barrier] += count
@@ -97,17 +100,17 @@ class Maps:
 
 @pytest.mark.parametrize("head_dim", [576, 512])
 @pytest.mark.parametrize("cluster", [1, 2])
-def test_tma_tiles_of_all_ctas_are_the_tile_of_each(monkeypatch, cluster, head_dim):
+def test_tma_tiles_of_all_ctas_are_the_tile_of_each(run_on, cluster, head_dim):
     config, tokens = config_of(cluster, head_dim), tokens_of(head_dim)
-    maps = Maps(monkeypatch, config, tokens)
+    maps = Maps(config, tokens)
+    run_on(maps)
     memory = SimpleNamespace(full=0, tile_pointer=0)
     page_size = SimpleNamespace(divide=lambda number: divmod(number, PAGE_SIZE))
     source = SimpleNamespace(pages=SimpleNamespace(page_size=page_size), view=None, copy=None)
-    ask = inspect.unwrap(tma_tiles.TmaTileLoad.ask)
     stage, page, block = 1, 2, 5
     for maps.rank in range(cluster):
         for part in range(2):
-            ask(tma_tiles.TmaTileLoad(config), source, memory, stage, page, block, part)
+            tma_tiles.TmaTileLoad(config).ask(source, memory, stage, page, block, part)
     first = block * BLOCK_TOKENS % PAGE_SIZE
     for cta in range(cluster):
         assert np.array_equal(maps.tiles[cta, stage], tokens[page, first : first + BLOCK_TOKENS])
@@ -118,23 +121,19 @@ def test_tma_tiles_of_all_ctas_are_the_tile_of_each(monkeypatch, cluster, head_d
 
 @pytest.mark.parametrize("head_dim", [576, 512])
 @pytest.mark.parametrize("count", [1, 7, 8, 37, 63])
-def test_rows_of_a_block_that_is_not_whole(monkeypatch, count, head_dim):
+def test_rows_of_a_block_that_is_not_whole(run_on, count, head_dim):
     """The others are zeros, and not read."""
     config, tokens = config_of(1, head_dim), tokens_of(head_dim)
     page, block = 1, 2
     memory = tokens.reshape(-1).view(np.uint8).copy()
-    machine = MlaWarp(np.full(2 * config.tile_bytes, 0xFF, np.uint8), memory)
-    machine.install(monkeypatch, tma_tiles, division, gather, locate)
-    monkeypatch.setattr(tma_tiles.cutlass, "range", lambda count, unroll: range(count), raising=False)
-    for name in ("cp_async_commit_group", "cp_async_wait_group", "fence_proxy", "sync_warp"):
-        monkeypatch.setattr(tma_tiles.cute.arch, name, lambda *_, **__: None, raising=False)
+    machine = Warp(np.full(2 * config.tile_bytes, 0xFF, np.uint8), memory)
+    run_on(machine)
     pages = pages_of(0, PAGE_SIZE * head_dim * 2, head_dim * 2, PAGE_SIZE)
     source: Any = SimpleNamespace(pages=pages, num_pages=NUM_PAGES)
     place = SimpleNamespace(tiles=Int32(0))
-    copy = inspect.unwrap(tma_tiles.TmaTileLoad.copy_rows)
     for part in range(2):
-        copy(
-            tma_tiles.TmaTileLoad(config), source, place, Int32(1), Int32(page), Int32(block), count, Int32(LANES), part
+        tma_tiles.TmaTileLoad(config).copy_rows(
+            source, place, Int32(1), Int32(page), Int32(block), count, Int32(LANES), part
         )
     wanted = np.zeros((BLOCK_TOKENS, head_dim), np.uint16)
     wanted[:count] = tokens[page, block * BLOCK_TOKENS :][:count]

@@ -3,20 +3,17 @@ of the same row. Of a line :mod:`.test_stream_k` has the same."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import division
-from cute_kernels.mla import stream_k, work, work_tiles
+from cute_kernels.mla import work, work_tiles
 from cute_kernels.mla.config import BLOCK_HEADS
-from cute_kernels.mla.loads import locate
 from cute_kernels.mla.work import LaunchShape
+from simulator import PlainThread
 
 
 class Locator:
@@ -26,24 +23,11 @@ class Locator:
         return 70 * request, 30 * request
 
 
-def python_numbers(monkeypatch) -> None:
-    """Shares are found with Python's numbers."""
-    select = SimpleNamespace(select_=lambda which, a, b: a if which else b, min=min, max=max)
-    monkeypatch.setattr(work_tiles, "_first", inspect.unwrap(work_tiles._first))
-    arch = SimpleNamespace(make_warp_uniform=lambda value: value)
-    monkeypatch.setattr(work_tiles, "cute", SimpleNamespace(arch=arch))
-    for module in (division, locate, work_tiles, work, stream_k):
-        for name in ("Int32", "Int64", "Uint32"):
-            monkeypatch.setattr(module, name, int, raising=False)
-        monkeypatch.setattr(module, "cutlass", select, raising=False)
-    monkeypatch.setattr(division, "numbers", SimpleNamespace(multiply_high_u32=lambda a, b: a * b >> 32))
-
-
 @pytest.mark.parametrize(
     ("rows", "request_rows", "num_heads", "parts"), [(1, 1, 64, 1), (6, 2, 128, 3), (12, 3, 300, 2), (7, 1, 128, 7)]
 )
-def test_every_share_once(monkeypatch, rows, request_rows, num_heads, parts):
-    python_numbers(monkeypatch)
+def test_every_share_once(run_on, rows, request_rows, num_heads, parts):
+    run_on(PlainThread())
     head_blocks = -(-num_heads // BLOCK_HEADS)
     shape = LaunchShape(rows, request_rows, num_heads, num_heads, parts, 0, 0.0)
     num_ctas = rows * head_blocks * parts

@@ -27,13 +27,12 @@ from cute_kernels.mla.few_heads.producer import Producer
 from cute_kernels.mla.few_heads.score_loop import ScoreLoop
 from cute_kernels.mla.few_heads.shared_memory import allocate, init_barriers
 from cute_kernels.mla.few_heads.value_loop import ValueLoop
-from cute_kernels.mla.kernel import MlaKernel
 from cute_kernels.mla.loads.locate import count_blocks, make_locator
 from cute_kernels.mla.work import WorkTile
 
 
-class FewHeadsKernel(MlaKernel):
-    """One compiled variant; :class:`FewHeadsConfig` says which. Entries are those of :class:`MlaKernel`."""
+class FewHeadsKernel:
+    """One compiled variant; :class:`FewHeadsConfig` says which. :class:`.entry.DecodeEntry` is its host side."""
 
     def __init__(self, config: FewHeadsConfig):
         self.config = config

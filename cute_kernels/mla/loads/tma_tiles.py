@@ -20,6 +20,7 @@ from cute_kernels.device.ring import advance
 from cute_kernels.mla.barriers import await_barriers
 from cute_kernels.mla.config import BLOCK_TOKENS, GROUP_TOKENS, NUM_STAGES, MlaConfig
 from cute_kernels.mla.elements import of_name
+from cute_kernels.mla.loads.destination import drain
 from cute_kernels.mla.loads.gather import GROUP_BYTES, SLAB_BYTES, LanePlaces, leads
 from cute_kernels.mla.loads.locate import PagedSource, make_locator
 from cute_kernels.mla.loads.queries import QueryLoader
@@ -103,15 +104,7 @@ class TmaTileLoad:
             stage, phase = advance(stage, phase, NUM_STAGES)
             number = number + 1
         if const_expr(self.config.cluster > 1):
-            self.finish(memory, stage, phase)
-
-    def finish(self, memory, stage, phase) -> None:
-        """Waits until both CTAs have given back all tiles: then the other has what this one asked for, and its last
-        arrival is here, so that this one may leave."""
-        for _ in range(NUM_STAGES):
-            for part in range(len(self.parts)):
-                cute.arch.mbarrier_wait(memory.empty + (self.config.tile_parts * stage + part), phase)
-            stage, phase = advance(stage, phase, NUM_STAGES)
+            drain(self.config, memory, stage, phase)
 
     def rank(self):
         """Of the CTA in its cluster."""

@@ -17,11 +17,13 @@ from cutlass import Float32, Uint32, const_expr
 
 from cute_kernels.device import ptx, wgmma, wgmma_tiles
 from cute_kernels.device.ring import advance
-from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, CONSUMER_THREADS, NUM_STAGES
+from cute_kernels.mla.combine.epilogue import Epilogue
+from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, CONSUMER_THREADS, NUM_STAGES, MlaConfig
 from cute_kernels.mla.loads.gather import SLAB_BYTES
 from cute_kernels.mla.mainloops import softmax, softmax_steps
-from cute_kernels.mla.mainloops.products import HALF_ACC, Rows
-from cute_kernels.mla.mainloops.stepped import PART_STEPS, WEIGHTS_FREE, WEIGHTS_READY, Stepped
+from cute_kernels.mla.mainloops.pipeline import NextQueries, TilePipeline
+from cute_kernels.mla.mainloops.products import HALF_ACC, Products, Rows
+from cute_kernels.mla.mainloops.weights import PART_STEPS, WEIGHTS_FREE, WEIGHTS_READY, SteppedWeights
 
 START_RIGHT = 6  # named barrier of both warpgroups: the right half of the block before may be added
 LEFT, RIGHT = 0, 1  # parts of a tile
@@ -30,47 +32,56 @@ TAIL_STEPS = 4  # of the last slab of scores: the right half's products are let 
 SLAB_STEPS = wgmma_tiles.SLAB_COLUMNS // 16
 
 
-class DelayedPV(Stepped):
+class DelayedPV:
     """See the module."""
+
+    def __init__(self, config: MlaConfig):
+        self.config = config
+        self.pipeline = TilePipeline(config)
+        self.products = Products(config, self.pipeline)
+        # No product reads the weights from shared memory, so there is no fence.
+        self.weights = SteppedWeights(config, self.products, fenced=False)
+        self.next_queries = NextQueries(config)
+        self.epilogue = Epilogue(config, self.weights)
 
     @cute.jit
     def score_tile(self, work, work_tiles, results, memory, softmax_scale, warp, lane, stage, phase):
         scale = ptx.pinned(softmax_scale * ptx.LOG2_E)
-        places = ptx.pinned(self.weight_place(memory, warp, lane))
+        places = ptx.pinned(self.weights.place(memory, warp, lane))
         rows = Rows.make()
         factors = cute.make_rmem_tensor(2, Float32)  # by which a block shrinks earlier accumulators
         held = self.hold_queries(memory, warp, lane)
         if work.resumes:
             work_tiles.exchange.resume(work, rows.acc, (rows.maxima, rows.totals), warp, lane, 0)
-        self.ask_next_queries(work.begin >= work.end, work, work_tiles, memory, warp)
+        self.next_queries.ask(work.begin >= work.end, work, work_tiles, memory, warp)
         if work.begin < work.end:
             self.score_first(rows, held, memory, stage, phase)
-            self.ask_next_queries(work.begin + 1 == work.end, work, work_tiles, memory, warp)
+            self.next_queries.ask(work.begin + 1 == work.end, work, work_tiles, memory, warp)
         # The last block is apart: scores behind a branch would be waited for before it ends.
         for block in cutlass.range(work.begin, work.end - 1, 1, unroll=1):
             self.weigh_block(rows, factors, work, memory, places, stage, block, scale, warp, lane)
             following = advance(stage, phase, NUM_STAGES)
             self.score_next(rows, held, memory, stage, *following, lane)
-            self.ask_next_queries(block + 2 == work.end, work, work_tiles, memory, warp)
+            self.next_queries.ask(block + 2 == work.end, work, work_tiles, memory, warp)
             stage, phase = following
         if work.begin < work.end:
             self.weigh_block(rows, factors, work, memory, places, stage, work.end - 1, scale, warp, lane)
             self.start_right_half()
             wgmma_tiles.wait()
-            self.release(memory, self.place(stage, LEFT), lane)
+            self.pipeline.release(memory, self.place(stage, LEFT), lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
         cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
-        self.end_first(rows, work, work_tiles, results, memory, scale, warp, lane)
+        self.epilogue.end_scores(rows, work, work_tiles, results, memory, scale, warp, lane)
         return stage, phase
 
     @cute.jit
     def weigh_block(self, rows, factors, work, memory, places, stage, block, scale, warp, lane):
         """From a block's scores to its left half's products, which are under way then."""
-        flags = self.common_flags(memory, stage)
-        self.mask(rows.scores, flags, work, memory, stage, block, warp, lane)
+        flags = self.weights.common_flags(memory, stage)
+        self.weights.mask(rows.scores, flags, work, memory, stage, block, warp, lane)
         softmax_steps.begin(rows, factors, scale, work.shape.slack, HALF_ACC)
         # Places of steps are an xor from the first: made anew for every block, they take no registers of the loop.
-        self.weigh_and_add(rows, factors, work, memory, ptx.pinned(places), stage, scale, warp, lane)
+        self.weights.weigh_and_add(rows, factors, work, memory, ptx.pinned(places), stage, scale, warp, lane)
         softmax_steps.add_totals(rows, factors)
 
     @cute.jit
@@ -80,24 +91,24 @@ class DelayedPV(Stepped):
         if work.resumes:
             work_tiles.exchange.resume(work, acc, (), warp, lane, 1)
         packed = cute.make_rmem_tensor(BLOCK_TOKENS // 4, Uint32)
-        places = ptx.pinned(self.weight_place(memory, warp, lane))
+        places = ptx.pinned(self.weights.place(memory, warp, lane))
         for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
             for part in cutlass.range_constexpr(len(WEIGHTS_READY)):
-                self.await_weights(part)
+                self.weights.await_part(part)
                 if const_expr(part == 0):
-                    factors = self.load_rows(memory, warp, lane)
+                    factors = self.weights.row_values.load(memory, warp, lane)
                 self.load_fragment(packed, places, range(part * PART_STEPS, (part + 1) * PART_STEPS))
             softmax.rescale(acc, factors, HALF_ACC)
-            self.await_tile(memory, self.place(stage, RIGHT), phase)
+            self.pipeline.await_tile(memory, self.place(stage, RIGHT), phase)
             cute.arch.barrier(barrier_id=START_RIGHT, number_of_threads=CONSUMER_THREADS)
-            self.add_values(acc, self.weight_fragment(packed), memory, stage, 1)
+            self.products.add_values(acc, self.products.weight_fragment(packed), memory, stage, 1)
             wgmma_tiles.commit()
             # Behind the barrier, so that the first warpgroup does not come to it twice before this one.
             cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
             wgmma_tiles.wait()
-            self.release(memory, self.place(stage, RIGHT), lane)
+            self.pipeline.release(memory, self.place(stage, RIGHT), lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
-        self.end_second(acc, work, work_tiles, results, memory, warp, lane)
+        self.epilogue.end_values(acc, work, work_tiles, results, memory, warp, lane)
         return stage, phase
 
     # -- scores -------------------------------------------------------------------------------------------------------
@@ -122,7 +133,7 @@ class DelayedPV(Stepped):
             self.begin_scores(scores, held, memory, next_stage, next_phase)
             wgmma_tiles.commit()
         wgmma_tiles.wait(0 if eager else 1)
-        self.release(memory, self.place(stage, LEFT), lane)
+        self.pipeline.release(memory, self.place(stage, LEFT), lane)
         if const_expr(eager):
             self.start_right_half()
             self.begin_scores(scores, held, memory, next_stage, next_phase)
@@ -134,7 +145,7 @@ class DelayedPV(Stepped):
 
     def begin_scores(self, scores, held, memory, stage, phase) -> None:
         """Issues the first products of a block's scores, to be committed."""
-        self.await_tile(memory, self.place(stage, LEFT), phase)
+        self.pipeline.await_tile(memory, self.place(stage, LEFT), phase)
         wgmma_tiles.begin()
         for slab in self.config.layout.parts[LEFT][:HEAD_SLABS]:
             self.score_slab(scores, held, memory, stage, slab)
@@ -145,7 +156,7 @@ class DelayedPV(Stepped):
         wgmma_tiles.begin()
         for slab in left[HEAD_SLABS:]:
             self.score_slab(scores, held, memory, stage, slab)
-        self.await_tile(memory, self.place(stage, RIGHT), phase)
+        self.pipeline.await_tile(memory, self.place(stage, RIGHT), phase)
         for slab in right[:-1]:
             self.score_slab(scores, held, memory, stage, slab)
         if TAIL_STEPS < SLAB_STEPS:
@@ -165,9 +176,9 @@ class DelayedPV(Stepped):
         """Issues scores += queries times keys, of 64 columns."""
         steps = steps or range(SLAB_STEPS)
         place = memory.tile_pointer + (stage * self.config.tile_bytes + slab * SLAB_BYTES)
-        keys = wgmma_tiles.tile(place, BLOCK_TOKENS, wgmma_tiles.SLAB_COLUMNS, self.numbers.type)
+        keys = wgmma_tiles.tile(place, BLOCK_TOKENS, wgmma_tiles.SLAB_COLUMNS, self.products.elements.type)
         place = memory.query_pointer + slab * SLAB_BYTES
-        queries = wgmma_tiles.tile(place, BLOCK_HEADS, wgmma_tiles.SLAB_COLUMNS, self.numbers.type)
+        queries = wgmma_tiles.tile(place, BLOCK_HEADS, wgmma_tiles.SLAB_COLUMNS, self.products.elements.type)
         number = len(self.held_steps(slab))
         first = slab == self.config.layout.parts[LEFT][0]
         for a, part in ((held.get(slab), steps[:number]), (queries, steps[number:])):
@@ -189,7 +200,7 @@ class DelayedPV(Stepped):
             if steps:
                 words = cute.make_rmem_tensor(4 * SLAB_STEPS, Uint32)
                 self.load_fragment(words, memory.queries + slab * SLAB_BYTES + place, steps)
-                held[slab] = self.weight_fragment(words)
+                held[slab] = self.products.weight_fragment(words)
         return held
 
     def load_fragment(self, words, place, steps: range) -> None:
@@ -204,11 +215,6 @@ class DelayedPV(Stepped):
     def start_right_half(self) -> None:
         """Lets the second warpgroup add the right half of the block before."""
         cute.arch.barrier_arrive(barrier_id=START_RIGHT, number_of_threads=CONSUMER_THREADS)
-
-    def await_weights(self, part: int) -> None:
-        """Waits for a part of a block's weights, or for the factors of the end. No product reads them from shared
-        memory, so there is no fence."""
-        cute.arch.barrier(barrier_id=WEIGHTS_READY[part], number_of_threads=CONSUMER_THREADS)
 
     def place(self, stage, part: int):
         """The number of a part of a tile among all barriers of them, for `await_tile` and `release`."""

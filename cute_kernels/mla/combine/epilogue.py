@@ -1,0 +1,54 @@
+"""The end of a work tile: results, or the partial result of a row that another CTA ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+
+from cute_kernels.device.lanes import lane_sum
+from cute_kernels.mla.combine.output import Writer
+from cute_kernels.mla.config import PARTIALS, MlaConfig
+from cute_kernels.mla.elements import of_name
+from cute_kernels.mla.mainloops import softmax
+
+
+class Epilogue:
+    """Both consumer warpgroups behind a work tile's last block.
+
+    weights: how the first warpgroup tells the second one that it may end, `WholeWeights` or `SteppedWeights`.
+    """
+
+    def __init__(self, config: MlaConfig, weights: Any):
+        self.weights = weights
+        self.writer = Writer(of_name(config.layout.dtype), PARTIALS[config.partials])
+
+    @cute.jit
+    def end_scores(self, rows, work, work_tiles, results, memory, scale, warp, lane):
+        """The first warpgroup, when the second one has read all that was published."""
+        if work.publishes:
+            self.weights.hand_over_end()
+            work_tiles.exchange.publish(work, rows.acc, (rows.maxima, rows.totals), warp, lane, 0)
+        else:
+            end_rows(rows, scale)
+            factors = self.writer.finish_rows(work, results, rows.maxima, rows.totals, warp, lane)
+            self.weights.row_values.publish(factors, memory, warp, lane)
+            self.weights.hand_over_end()
+            self.writer.write(work, results, rows.acc, factors, warp, lane, 0)
+
+    @cute.jit
+    def end_values(self, acc, work, work_tiles, results, memory, warp, lane):
+        """The second warpgroup."""
+        self.weights.await_end()
+        if work.publishes:
+            work_tiles.exchange.publish(work, acc, (), warp, lane, 1)
+        else:
+            factors = self.weights.row_values.load(memory, warp, lane)
+            self.writer.write(work, results, acc, factors, warp, lane, 1)
+
+
+def end_rows(rows, scale) -> None:
+    """Behind a work tile's last block: totals over the four lanes of a row, maxima in powers of 2."""
+    for row in range(2):
+        rows.totals[row] = lane_sum(rows.totals[row], softmax.ROW_LANES)
+        rows.maxima[row] = rows.maxima[row] * scale

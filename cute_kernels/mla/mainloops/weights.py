@@ -1,0 +1,175 @@
+"""From scores to weights, and how the first consumer warpgroup hands them and the rows' factors to the second."""
+
+from __future__ import annotations
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32, const_expr
+
+from cute_kernels.device import ptx, wgmma_tiles
+from cute_kernels.device.lanes import in_pairs
+from cute_kernels.mla.config import BLOCK_TOKENS, CONSUMER_THREADS, FLAG_BYTES, MlaConfig
+from cute_kernels.mla.mainloops import softmax, softmax_steps
+from cute_kernels.mla.mainloops.products import Products, Rows
+
+WEIGHTS_READY, WEIGHTS_FREE = (2, 4), 3  # named barriers of both warpgroups; ready: of each part of a block's tokens
+STEPS = BLOCK_TOKENS // softmax_steps.STEP_TOKENS
+PART_STEPS = STEPS // len(WEIGHTS_READY)
+
+
+class RowValues:
+    """A number a row that one warpgroup tells the other."""
+
+    @cute.jit
+    def publish(self, values, memory, warp, lane):
+        """Stores a number for each of a thread's two rows, the same in all four lanes of a row."""
+        if lane % 4 == 0:
+            self.store(values, memory, warp, lane)
+
+    def store(self, values, memory, warp, lane) -> None:
+        """As :meth:`publish`, by all lanes: products may be under way, which a branch might hold up."""
+        place = self.place(memory, warp, lane)
+        ptx.store_shared(place, 0, [values[0]])
+        ptx.store_shared(place, 32, [values[1]])
+
+    def load(self, memory, warp, lane) -> list[Float32]:
+        """What the other warpgroup has stored for a thread's two rows."""
+        place = self.place(memory, warp, lane)
+        return [ptx.load_shared(place, offset).bitcast(Float32) for offset in (0, 32)]
+
+    def place(self, memory, warp, lane):
+        return memory.row_values + (warp * 16 + lane // 4) * 4
+
+
+def load_flags(memory, stage):
+    """Which of a block's tokens exist: a word of 8 bits for every 8."""
+    place = memory.flags + stage * FLAG_BYTES
+    return [*ptx.load_shared_vector(place, 0, 4), *ptx.load_shared_vector(place, 16, 4)]
+
+
+class WholeWeights:
+    """All of a block's weights at once, for :mod:`.mainloops.serial`."""
+
+    def __init__(self, config: MlaConfig, products: Products):
+        self.config, self.elements = config, products.elements
+        self.row_values = RowValues()
+
+    @cute.jit
+    def weigh(self, rows: Rows, work, memory, stage, block, scale, warp, lane):
+        """Weights of a block's tokens, packed, from their scores; the factors by which earlier accumulators shrink."""
+        if const_expr(self.config.tokens == "sparse"):
+            softmax.mask(rows.scores, load_flags(memory, stage), lane)
+        else:
+            softmax.mask_end(rows.scores, work, block, warp, lane)
+        factors = softmax.raise_maxima(rows.scores, rows.maxima, scale, work.shape.slack)
+        softmax.exponentiate(rows.scores, rows.maxima, rows.totals, factors, scale, rows.packed, self.elements.pack)
+        return factors
+
+    def publish(self, packed, tile, warp, lane) -> None:
+        """Stores a thread's weights as the K-major tile [64 heads, 64 tokens] of the other warpgroup."""
+        row = warp * 16 + lane // 4
+        for i in range(0, softmax.NUM_SCORES, 2):
+            below, column = wgmma_tiles.sum_place(i)
+            place = wgmma_tiles.piece_offset(row, column // 8) + below * wgmma_tiles.ROW_BYTES + lane % 4 * 4
+            ptx.store_shared(tile + place, 0, [packed[i // 2]])
+
+    def hand_over(self) -> None:
+        """Lets the second warpgroup begin with the weights and factors that were published last."""
+        cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY[0], number_of_threads=CONSUMER_THREADS)
+
+    def hand_over_end(self) -> None:
+        """Lets it end a work tile, by the factors published last."""
+        self.hand_over()
+
+    def await_end(self) -> None:
+        """Waits until the second warpgroup may end a work tile: before, it must not go on to the next one, where it
+        says that weights are free."""
+        cute.arch.barrier(barrier_id=WEIGHTS_READY[0], number_of_threads=CONSUMER_THREADS)
+
+
+class SteppedWeights:
+    """A block's weights 16 tokens at a time, handed over in two parts.
+
+    fenced: whether the second warpgroup's products read them from shared memory. The fence that makes stores visible to
+    products is the second warpgroup's, which has time for it: in the first one it would hold up the next weights.
+    """
+
+    def __init__(self, config: MlaConfig, products: Products, fenced: bool):
+        self.config, self.products, self.fenced = config, products, fenced
+        self.elements = products.elements
+        self.row_values = RowValues()
+
+    @cute.jit
+    def weigh_and_add(self, rows, factors, work, memory, places, stage, scale, warp, lane):
+        """A block's weights, handed over in parts, and the left half's products with its values, which are under way
+        then."""
+        for step in cutlass.range_constexpr(STEPS):
+            if const_expr(step > 0):
+                # Slack is never negative. The compiler would make all weights before the second product, but not in
+                # front of a branch.
+                if work.shape.slack >= 0.0:
+                    softmax_steps.weigh_step(rows.scores, rows.maxima, scale, step)
+            self.pack_step(rows, step)
+            fragment = self.products.weight_fragment(rows.packed)
+            self.products.add_values(rows.acc, fragment, memory, stage, 0, range(step, step + 1))
+            if const_expr(step == 0):
+                cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
+                self.row_values.store(factors, memory, warp, lane)
+            self.publish_step(rows.packed, places, step)
+            part, behind = divmod(step + 1, PART_STEPS)
+            if const_expr(behind == 0):
+                self.hand_over(part - 1)
+        wgmma_tiles.commit()
+
+    def pack_step(self, rows: Rows, step: int) -> None:
+        """Packs a thread's weights of the ``step``-th 16 tokens."""
+        for i in softmax_steps.step_scores(step)[::2]:
+            rows.packed[i // 2] = self.elements.pack(rows.scores[i], rows.scores[i + 1])
+
+    # -- tokens that do not exist -------------------------------------------------------------------------------------
+
+    @cute.jit
+    def mask(self, scores, flags, work, memory, stage, block, warp, lane):
+        """Scores of a block's tokens that do not exist become -inf. flags: what :meth:`common_flags` gives."""
+        if const_expr(self.config.tokens == "sparse"):
+            if flags != softmax.ALL_FLAGS:
+                softmax.hide(scores, load_flags(memory, stage), lane)
+        else:
+            softmax.mask_end(scores, work, block, warp, lane)
+
+    def common_flags(self, memory, stage):
+        """The flags that all of a block's eights of tokens have, where tokens are chosen."""
+        if self.config.tokens == "sparse":
+            return in_pairs(operator.and_, load_flags(memory, stage))
+        return Uint32(0)
+
+    # -- what the first warpgroup tells the second --------------------------------------------------------------------
+
+    def place(self, memory, warp, lane):
+        """Where a lane's first piece of weights goes in the K-major tile [64 heads, 64 tokens]."""
+        return memory.weight_pointer.toint() + wgmma_tiles.piece_offset(warp * 16 + lane % 16, lane // 16)
+
+    def publish_step(self, packed, place, step: int) -> None:
+        """Stores a thread's weights of 16 tokens, two pieces of a row, whose places the swizzle gives by an xor."""
+        words = [packed[4 * step + i] for i in range(4)]
+        ptx.store_matrix_x4(place ^ (2 * wgmma_tiles.PIECE_BYTES * step), 0, words, transpose=False)
+
+    def hand_over(self, part: int) -> None:
+        """Lets the second warpgroup begin with what was published last: factors with part 0, weights with each."""
+        cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY[part], number_of_threads=CONSUMER_THREADS)
+
+    def hand_over_end(self) -> None:
+        """Lets it end a work tile, by the factors published last."""
+        self.hand_over(0)
+
+    def await_part(self, part: int) -> None:
+        """Waits for a part of a block's weights, or for the factors of the end."""
+        cute.arch.barrier(barrier_id=WEIGHTS_READY[part], number_of_threads=CONSUMER_THREADS)
+        if self.fenced:
+            cute.arch.fence_proxy("async.shared", space="cta")
+
+    def await_end(self) -> None:
+        """Waits until the second warpgroup may end a work tile."""
+        self.await_part(0)

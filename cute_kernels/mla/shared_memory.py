@@ -1,0 +1,67 @@
+"""Shared memory of the kernel for 64 heads: what lies in it, in which order, and its mbarriers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+
+from cute_kernels.mla.config import FLAG_BYTES, NUM_STAGES, ROW_VALUE_BYTES, WEIGHT_BYTES, MlaConfig
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Addresses, pointers where tensors are made of them, barriers.
+
+    A tile, or each part of one that comes and goes by itself, has two mbarriers: ``full`` (producers arrive, and bytes
+    of asynchronous copies are counted) and ``empty`` (consumer warps arrive, those of both CTAs of a pair).
+    """
+
+    tile_pointer: Any
+    tiles: Any
+    query_pointer: Any
+    queries: Any
+    weight_pointer: Any
+    row_values: Any  # a number a row, fp32 [64]
+    flags: Any
+    entries: Any  # of FP8 caches: indices or page numbers of the next blocks, int32 [blocks, 64]
+    full: Any
+    empty: Any
+    queries_full: Any
+
+
+def allocate(config: MlaConfig) -> SharedMemory:
+    """In device code."""
+    smem = cutlass.utils.SmemAllocator()
+    tiles = smem.allocate(NUM_STAGES * config.tile_bytes, byte_alignment=1024)
+    queries = smem.allocate(config.query_bytes, byte_alignment=1024)
+    weights = smem.allocate(WEIGHT_BYTES, byte_alignment=1024)
+    row_values = smem.allocate(ROW_VALUE_BYTES, byte_alignment=16)
+    flags = smem.allocate(NUM_STAGES * FLAG_BYTES, byte_alignment=16)
+    entries = smem.allocate(max(config.entry_bytes, 4), byte_alignment=16)
+    num_parts = NUM_STAGES * config.tile_parts
+    full = smem.allocate_array(cutlass.Int64, 2 * num_parts + 1)
+    return SharedMemory(
+        tile_pointer=tiles,
+        tiles=tiles.toint(),
+        query_pointer=queries,
+        queries=queries.toint(),
+        weight_pointer=weights,
+        row_values=row_values.toint(),
+        flags=flags.toint(),
+        entries=entries.toint(),
+        full=full,
+        empty=full + num_parts,
+        queries_full=full + 2 * num_parts,
+    )
+
+
+def init_barriers(config: MlaConfig, memory: SharedMemory) -> None:
+    """By one thread, before anybody else goes on."""
+    for i in range(NUM_STAGES * config.tile_parts):
+        cute.arch.mbarrier_init(memory.full + i, config.full_arrivals)
+        cute.arch.mbarrier_init(memory.empty + i, config.empty_arrivals)
+    cute.arch.mbarrier_init(memory.queries_full, 1)
+    cute.arch.mbarrier_init_fence()

@@ -1,0 +1,140 @@
+"""Which Python stands for which instruction, and the one place where it is put in place of the compiler's.
+
+Device code reaches the GPU by five ways, and :class:`Meanings` has a table for each: functions of
+`cute_kernels.device.ptx` and `cute_kernels.device.numbers`; `cutlass.cute.arch`; `cutlass.cute`; `cutlass`; and scalar
+types, which modules import by name. Functions under `@cute.jit` and `@cute.kernel` become the Python functions that the
+compiler would take apart. An instruction without a meaning raises :class:`MissingInstruction` when it is reached.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Protocol
+
+PACKAGE = "cute_kernels"
+SCALARS = ("Int16", "Int32", "Int64", "Uint16", "Uint32", "Uint64", "Float16", "BFloat16", "Float32", "const_expr")
+
+
+class MissingInstruction(NotImplementedError):
+    """The backend has no meaning for an instruction."""
+
+
+@dataclass(frozen=True)
+class Meanings:
+    """What a backend puts in place, by name.
+
+    Attributes:
+        instructions: has methods with the names and arguments of `device.ptx` and `device.numbers`.
+        arch, cute, cutlass: attributes of `cutlass.cute.arch`, `cutlass.cute` and `cutlass`; others stay.
+        scalars: of `SCALARS`; others stay.
+        modules: attributes of other modules, or classes: models of what is not to be run.
+    """
+
+    instructions: Any
+    arch: Mapping[str, Any] = field(default_factory=dict)
+    cute: Mapping[str, Any] = field(default_factory=dict)
+    cutlass: Mapping[str, Any] = field(default_factory=dict)
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    modules: Mapping[Any, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """A machine that kernels can run on."""
+
+    def meanings(self) -> Meanings:
+        """What it puts in place of the GPU."""
+        ...
+
+
+@contextmanager
+def running(backend: Backend) -> Iterator[None]:
+    """Device code that is called in this block runs on ``backend``; not for two threads with different ones.
+
+    Modules that are imported inside the block for the first time keep the compiler's meanings of scalar types.
+    """
+    saved: list[tuple[Any, str, Any]] = []
+    try:
+        for owner, name, value in patches(backend.meanings()):
+            saved.append((owner, name, vars(owner).get(name, _ABSENT)))
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in reversed(saved):
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+_ABSENT = object()
+
+
+def patches(meanings: Meanings) -> list[tuple[Any, str, Any]]:
+    """(module or class, name, value) of all that :func:`running` sets; later ones win."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from cute_kernels.device import numbers, ptx
+
+    found: list[tuple[Any, str, Any]] = []
+    for module in (ptx, numbers):
+        for name in _instructions(module):
+            value = getattr(meanings.instructions, name, None)
+            found.append((module, name, value if value is not None else _missing(module, name)))
+    for owner, values in ((cute.arch, meanings.arch), (cute, meanings.cute), (cutlass, meanings.cutlass)):
+        found += [(owner, name, value) for name, value in values.items()]
+    replaced = {id(getattr(cutlass, name)): value for name, value in meanings.scalars.items()}
+    found += [(cutlass, name, value) for name, value in meanings.scalars.items()]
+    compiled, scalars = _sites(frozenset(name for name in sys.modules if name.split(".")[0] == PACKAGE))
+    found += [(owner, name, function) for owner, name, function in compiled]
+    found += [(module, name, replaced[key]) for module, name, key in scalars if key in replaced]
+    for owner, values in meanings.modules.items():
+        found += [(owner, name, value) for name, value in values.items()]
+    return found
+
+
+@functools.cache
+def _instructions(module: ModuleType) -> list[str]:
+    """The public functions of a module of wrappers."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__
+    ]
+
+
+def _missing(module: ModuleType, name: str) -> Callable[..., Any]:
+    def missing(*_: Any, **__: Any) -> Any:
+        raise MissingInstruction(f"{module.__name__}.{name}: this backend has no meaning for it")
+
+    return missing
+
+
+@functools.lru_cache(maxsize=8)
+def _sites(names: frozenset[str]) -> tuple[list[tuple[Any, str, Any]], list[tuple[ModuleType, str, int]]]:
+    """Among loaded modules: (owner, name, plain function) of all that is compiled, and (module, name, identity) of
+    every scalar type that a module has imported by name."""
+    import cutlass
+
+    identities = {id(getattr(cutlass, name)) for name in SCALARS}
+    compiled: list[tuple[Any, str, Any]] = []
+    scalars: list[tuple[ModuleType, str, int]] = []
+    for module_name in sorted(names):
+        module = sys.modules[module_name]
+        for name, value in list(vars(module).items()):
+            if id(value) in identities:
+                scalars.append((module, name, id(value)))
+            elif _is_compiled(value):
+                compiled.append((module, name, value.__wrapped__))
+            elif isinstance(value, type) and value.__module__ == module_name:
+                compiled += [(value, own, f.__wrapped__) for own, f in vars(value).items() if _is_compiled(f)]
+    return compiled, scalars
+
+
+def _is_compiled(value: Any) -> bool:
+    return hasattr(getattr(value, "__wrapped__", None), "_decorator_kind")

@@ -1,0 +1,114 @@
+"""A register of a warp: an array of 32 lanes; scalar types are casts to one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+LANES = np.arange(32, dtype=np.int32)
+ROW, COLUMN = LANES // 4, LANES % 4  # g and t: a lane's place in MMA fragments
+Lanes = Any  # what instructions take and give: a `Register`, which type checkers lose sight of in arithmetic
+
+
+class Register(np.ndarray):
+    """A value per lane. A branch must be taken by all lanes or by none."""
+
+    def bitcast(self, scalar: Scalar) -> Lanes:
+        return self.view(scalar.dtype)
+
+    def to(self, scalar: Scalar) -> Lanes:
+        return scalar(self)
+
+    def __bool__(self) -> bool:
+        taken = np.asarray(self)
+        assert taken.all() or not taken.any(), "a branch that diverges"
+        return bool(taken.all())
+
+    def __index__(self) -> int:
+        values = np.asarray(self)
+        assert (values == values.flat[0]).all(), "lanes differ where one number is wanted"
+        return int(values.flat[0])
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """Stands for a DSL scalar type: a cast to 32 lanes of it."""
+
+    dtype: Any
+
+    def __call__(self, value: Any) -> Lanes:
+        return np.broadcast_to(np.asarray(value), (32,)).astype(self.dtype).view(Register)
+
+
+Int32, Int64, Uint32, Float32 = (Scalar(dtype) for dtype in (np.int32, np.int64, np.uint32, np.float32))
+
+
+class Registers(list):
+    """A register tensor: `cute.make_rmem_tensor(n, dtype)`."""
+
+    def __init__(self, count: int, dtype: Scalar):
+        super().__init__(dtype(0) for _ in range(count))
+        self.dtype = dtype
+
+    def fill(self, value: float) -> None:
+        self[:] = [self.dtype(value) for _ in self]
+
+
+def select(condition: Any, chosen: Any, other: Any) -> Lanes:
+    """`cutlass.select_`, by lane."""
+    return np.where(condition, chosen, other).view(Register)
+
+
+def uniform(value: Any) -> Any:
+    """A value that is the same in all lanes; `cute.arch.make_warp_uniform`."""
+    values = np.asarray(value)
+    assert (values == values.flat[0]).all(), "lanes of a warp differ"
+    return value
+
+
+def lanes_range(*bounds: Any, unroll: int = 1) -> range:
+    """`cutlass.range` of bounds that are the same in all lanes."""
+    return range(*(int(np.asarray(uniform(bound)).flat[0]) for bound in bounds))
+
+
+# -- pairs of 16 bits in a word ----------------------------------------------------------------------------------------
+
+
+def halves(word: Any) -> np.ndarray:
+    """The two 16-bit halves of each lane's word, low first: uint16 [32, 2]."""
+    return np.ascontiguousarray(np.asarray(word, np.uint32)).view(np.uint16).reshape(32, 2)
+
+
+def from_halves(pair: np.ndarray) -> Lanes:
+    """Words of 16-bit halves [32, 2]."""
+    return np.ascontiguousarray(pair, dtype=np.uint16).view(np.uint32).reshape(32).view(Register)
+
+
+def bf16_bits(x: np.ndarray) -> np.ndarray:
+    """fp32 rounded to nearest-even bf16, as uint16 (no NaN)."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def bf16_values(bits: np.ndarray) -> np.ndarray:
+    """bf16 as fp32."""
+    return (np.asarray(bits, np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def elements(word: Any, dtype: str) -> np.ndarray:
+    """A lane's packed pair as fp64 [32, 2]; ``dtype`` is "f16" or "bf16"."""
+    pair = halves(word)
+    values = pair.view(np.float16) if dtype == "f16" else bf16_values(pair)
+    return values.astype(np.float64)
+
+
+def nearest_bf16(values: np.ndarray) -> np.ndarray:
+    """fp64 to nearest-even bf16 in one rounding, as uint16: fp32 keeps what decides a tie, by rounding to odd."""
+    near = values.astype(np.float32)
+    inexact = near.astype(np.float64) != values
+    away = np.abs(near.astype(np.float64)) > np.abs(values)
+    truncated = np.where(away, np.nextafter(near, np.float32(0)), near)
+    odd = (truncated.view(np.uint32) | inexact.astype(np.uint32)).view(np.float32)
+    return bf16_bits(odd)
