@@ -17,7 +17,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.linear.config import SCALE_BYTES, ZERO_BYTES
@@ -28,7 +28,7 @@ from cute_kernels.linear.wgmma.places import DensePlaces
 from cute_kernels.linear.wgmma.reading import Channel, StageReader, nothing
 from cute_kernels.linear.wgmma.reduction import WorkspaceReduction
 from cute_kernels.linear.wgmma.register_mainloop import MMA_DTYPE
-from cute_kernels.linear.wgmma.tiles import Shape, dense_grid, dense_scheduler, dense_sizes
+from cute_kernels.linear.wgmma.tiles import Shape, dense_grid, dense_scheduler
 from cute_kernels.linear.work import Operands
 from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import STEP_K, TILE_BYTES
@@ -100,8 +100,15 @@ class PortableKernel:
         together.
         """
         config = self.config
-        sizes = dense_sizes(config, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind)
-        shape = Shape(*sizes, grid=dense_grid(config, sizes[0], num_tiles, whole, splits))
+        m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
+        scale_groups = Int32(1)
+        if const_expr(config.group_size):
+            scale_groups = k_blocks * config.block_k // config.group_size
+        split_k_blocks = cute.ceil_div(k_blocks, splits)
+        grid = dense_grid(config, m, num_tiles, whole, splits)
+        shape = Shape(
+            m, n, k, num_tiles, k_blocks, scale_groups, whole, splits, split_k_blocks, activation, out_kind, grid
+        )
         operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
         self.compute_work_tile(operands, shape).launch(
             grid=(num_ctas, 1, 1),
