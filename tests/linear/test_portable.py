@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable
@@ -26,7 +27,8 @@ from cute_kernels.linear.portable.schedule import make_portable_schedule, portab
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import epilogue, reading, tiles
-from cute_kernels.linear.wgmma import kernel as wgmma_kernel
+from cute_kernels.linear.wgmma import places as tile_places
+from cute_kernels.linear.wgmma.tiles import dense_scheduler
 from layouts import banks
 from tests.attention import warp as machine
 from tests.linear import measured_portable, plain_work_tiles
@@ -99,9 +101,10 @@ class Launch:
         self.operands = SimpleNamespace(**places)
         self.shared = np.full(MAX_SHARED_BYTES, POISON, np.uint8)
         self.gpu = PortableWarp(self.shared, np.concatenate(pieces))
-        modules = kernel, wgmma_kernel, reading, decode, portable_decode, epilogue, linear_epilogue
+        modules = kernel, tile_places, tiles, reading, decode, portable_decode, epilogue, linear_epilogue
         self.gpu.install(monkeypatch, *modules)
         self.subject = kernel.PortableKernel(config)
+        self.epilogue = epilogue.TileEpilogue(config)
         stages = config.num_stages
         x_start = stages * config.code_stage_bytes
         scales = x_start + stages * config.x_stage_bytes
@@ -130,15 +133,15 @@ class Launch:
         config, subject = self.config, self.subject
         begin, end = (int(np.asarray(value).flat[0]) for value in (work_tile.begin, work_tile.end))
         registers = [machine.Registers(config.thread_acc, machine.Float32) for _ in range(4)]
-        places = [subject.lane_places(self.shape, warp, machine.LANES) for warp in range(4)]
-        channels = [subject.load_channel(self.operands, self.shape, work_tile, 0, place) for place in places]
+        places = [subject.stages.lane(self.shape, warp, machine.LANES, subject.masks) for warp in range(4)]
+        channels = [subject.channel.load(self.operands, self.shape, work_tile, 0, place) for place in places]
         for k_block in range(begin, end):
             stage = (k_block - begin) % config.num_stages
             self.copy(work_tile, k_block, stage)
             for acc, place, channel in zip(registers, places, channels, strict=True):
                 subject.multiply_stage(acc, self.stages, stage, place, channel, machine.LANES)
         for acc, channel in zip(registers, channels, strict=True):
-            subject.scale_acc(acc, list(acc), channel)
+            subject.channel.scale(acc, list(acc), channel)
         return self.staged(registers)
 
     def staged(self, registers) -> np.ndarray:
@@ -148,7 +151,7 @@ class Launch:
         for tile in range(config.n_tiles):
             for warp, acc in enumerate(registers):
                 store = epilogue.Store(0, 0, warp * 32 + machine.LANES, warp, machine.LANES)
-                self.subject.epilogue.stage_acc(store, acc, tile * config.tile_m // 2, config.tile_m)
+                self.epilogue.stage_acc(store, acc, tile * config.tile_m // 2, config.tile_m)
             part = self.shared[: config.tile_m * config.staging_pitch].view(np.float32)
             found[:, tile * 64 : (tile + 1) * 64] = part.reshape(config.tile_m, -1)[:, :64]
         return found
@@ -156,11 +159,11 @@ class Launch:
     def product(self) -> np.ndarray:
         """[m, n]: all work tiles, the parts of K of a tile added up."""
         config, shape = self.config, self.shape
-        scheduler = self.subject.tile_scheduler.__func__
+        scheduler = functools.partial(dense_scheduler, config)
         out = np.zeros((-(-shape.m // config.tile_m) * config.tile_m, shape.num_tiles * 64 + 64))
-        count = int(np.asarray(scheduler(self.subject, shape, 0, 1).count).flat[0])
+        count = int(np.asarray(scheduler(shape, 0, 1).count).flat[0])
         for cta in range(count):
-            work_tile = scheduler(self.subject, shape, cta, count).work_tile(cta)
+            work_tile = scheduler(shape, cta, count).work_tile(cta)
             block, token = (int(np.asarray(v).flat[0]) for v in (work_tile.block, work_tile.m_tile))
             rows = slice(token * config.tile_m, (token + 1) * config.tile_m)
             out[rows, block * config.block_rows : (block + 1) * config.block_rows] += self.work_tile(work_tile)
@@ -244,12 +247,12 @@ class Pipeline(Launch):
         with self.moved:
             self.wait_for_turn()
         acc = machine.Registers(self.config.thread_acc, machine.Float32)
-        place = subject.lane_places(self.shape, warp, machine.LANES)
-        channel = subject.load_channel(self.operands, self.shape, work_tile, 0, place)
+        place = subject.stages.lane(self.shape, warp, machine.LANES, subject.masks)
+        channel = subject.channel.load(self.operands, self.shape, work_tile, 0, place)
         loop = kernel.PortableKernel.multiply_all.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
         tid = warp * 32 + machine.LANES
         loop(subject, acc, self.operands, self.shape, self.stages, work_tile, place, channel, tid, machine.LANES)
-        subject.scale_acc(acc, list(acc), channel)
+        subject.channel.scale(acc, list(acc), channel)
         results[warp] = acc
         with self.moved:
             self.finished.add(warp)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.wgmma import copies
+from cute_kernels.linear.wgmma import loads, places
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import tile_schedules
 from layouts.weights.hopper import TILE_BYTES
@@ -29,20 +29,23 @@ CONFIGS = {
 def test_runs_lie_within_their_tiles(config: WgmmaConfig, k_blocks: int, num_tiles: int, monkeypatch):
     """Of blocks and parts of K of all kinds; tiles behind the last one are that one again."""
     asked: list[tuple[bool, int, int]] = []
-    monkeypatch.setattr(copies, "Int32", int)
-    monkeypatch.setattr(copies, "product", lambda a, b: a * b)
-    monkeypatch.setattr(copies, "cutlass", SimpleNamespace(select_=lambda this, a, b: a if this else b, min=min))
-    monkeypatch.setattr(copies, "numbers", SimpleNamespace(prefetch_bulk_if=lambda *run: asked.append(run)))
-    subject: Any = copies.ProducerWarps()
-    subject.config = config
+    monkeypatch.setattr(loads, "Int32", int)
+    monkeypatch.setattr(loads, "product", lambda a, b: a * b)
+    for module in (loads, places):
+        monkeypatch.setattr(module, "cutlass", SimpleNamespace(select_=lambda this, a, b: a if this else b, min=min))
+    monkeypatch.setattr(loads, "numbers", SimpleNamespace(prefetch_bulk_if=lambda *run: asked.append(run)))
     shape: Any = SimpleNamespace(k_blocks=k_blocks, num_tiles=num_tiles)
     tile_bytes = k_blocks * config.k_block_tiles * TILE_BYTES
     for block in range(-(-num_tiles // config.block_tiles)):
         for begin in {0, -(-k_blocks // 2)} - {k_blocks}:
             work_tile = SimpleNamespace(block=block, begin=begin)
             asked.clear()
-            subject.prefetch_k_blocks(
-                SimpleNamespace(codes=0), shape, SimpleNamespace(first=0, work_tile=lambda _, i=work_tile: i)
+            loads.prefetch_k_blocks(
+                config,
+                places.DensePlaces(config),
+                SimpleNamespace(codes=0),
+                shape,
+                SimpleNamespace(first=0, work_tile=lambda _, i=work_tile: i),
             )
             assert len(asked) == config.block_tiles
             for i, (there, address, size) in enumerate(asked):

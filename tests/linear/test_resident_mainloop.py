@@ -19,7 +19,6 @@ from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import (
-    kernel,
     limbs,
     limbs_ahead,
     reading,
@@ -78,14 +77,15 @@ CONFIGS = [
 CONFIGS += [replace(CONFIGS[-1], publishes_early=True), replace(CONFIGS[-3], publishes_early=True)]
 CONFIGS += [replace(CONFIGS[7], publishes_early=True, resident_k_blocks=10), replace(CONFIGS[7], publishes_early=True)]
 JITTED: list[tuple[Any, str]] = [
-    (resident_mainloop.ResidentMainloop, name)
-    for name in ("multiply", "multiply_chunk", "multiply_each", "multiply_ahead")
+    (owner, "multiply")
+    for owner in (
+        resident_mainloop.ResidentMainloop,
+        resident_mainloop.EachKBlock,
+        resident_mainloop.KBlocksAhead,
+        resident_early.TileByTile,
+    )
 ]
-JITTED += [(resident_early.EarlyMainloop, "multiply_each"), (resident_early.EarlyMainloop, "publish_last")]
-
-
-def kernel_of(config: ResidentConfig) -> resident_kernel.ResidentKernel:
-    return (resident_early.EarlyKernel if config.publishes_early else resident_kernel.ResidentKernel)(config)
+JITTED += [(resident_early.TileByTile, "publish_last")]
 
 
 class Cta:
@@ -124,7 +124,7 @@ class Cta:
         for start, size in ((CODES, self.config.code_stage_bytes), (SCALES, self.config.scale_stage_bytes)):
             self.shared[start + stage * size : start + (stage + 1) * size] = 0x7F
 
-    def bring_k_blocks(self, place: Any, first: int, begin: int, end: int) -> None:
+    def bring(self, place: Any, first: int, begin: int, end: int) -> None:
         """What is asked for is what is made next, in that place."""
         assert begin < end and self.asked is None
         tile_m = self.config.tile_m
@@ -132,7 +132,7 @@ class Cta:
         self.shared[x : x + (end - begin) * 2 * tile_m * 128] = 0x7F
         self.asked = x, x_scales, begin, end
 
-    def make_k_blocks(self, place: Any, memory: Any, first: int, stop: int, x_phase: int) -> None:
+    def make(self, place: Any, memory: Any, first: int, stop: int, x_phase: int) -> None:
         """Puts limbs where a TMA tile would lie, within what there is room for."""
         assert self.asked is not None and x_phase == len(self.made) % 2
         x, x_scales, begin, end = self.asked
@@ -175,23 +175,23 @@ class EarlyCta(Cta):
         self.put(count % STAGES, self.begin + count, [tile for tile in tiles if tile < self.config.block_tiles])
         self.came, self.waited = self.came + 1, count + 1
 
-    def publish_first(self, memory: Any, store: Any, rank: int, first_tile: int, acc: Any) -> None:
+    def publish(self, memory: Any, store: Any, rank: int, first_tile: int, acc: Any) -> None:
         assert rank == self.rank and first_tile == store.warpgroup * self.config.n_tiles
         self.sent.append(np.array([np.asarray(value, np.float64) for value in acc]))
 
 
 def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp: int, work_tile: WorkTile, monkeypatch):
     """A warp's accumulators of a work tile, and the CTA behind them."""
-    subject: Any = kernel_of(config)
+    subject: Any = resident_kernel.ResidentKernel(config).consumers
     if config.publishes_early:
         cta = EarlyCta(config, weight, x, work_tile)
-        subject.cluster_reduction.publish_first = cta.publish_first
+        subject.reduction.publish = cta.publish
     else:
-        cta = Cta(config, weight, x, work_tile.begin, int(subject.k_rank(warp // 4)))
+        cta = Cta(config, weight, x, work_tile.begin, int(subject.stages.k_rank(warp // 4)))
     gpu = WarpgroupWarp(cta.shared, np.zeros(0, np.uint8))
     for module in (resident_mainloop, resident_early):
         monkeypatch.setattr(module, "Uint32", machine.Uint32, raising=False)
-    modules = (kernel, reading, decode, limbs, limbs_ahead, resident_mainloop, resident_early)
+    modules = (reading, decode, limbs, limbs_ahead, resident_mainloop, resident_early)
     gpu.install(monkeypatch, *modules)
     for module in (limbs_ahead, resident_mainloop, resident_early):
         arch = module.cute.arch
@@ -201,28 +201,24 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
     monkeypatch.setattr(resident_mainloop.cutlass, "select_", lambda which, a, b: a if which else b, raising=False)
     for module in (resident_mainloop, resident_early):
         monkeypatch.setattr(module, "Int32", int)
-    monkeypatch.setattr(resident_kernel, "Int32", int)
-    monkeypatch.setattr(kernel, "Int32", int)
+    monkeypatch.setattr(reading, "Int32", int)
     monkeypatch.setattr(ring.cutlass, "select_", lambda which, a, b: a if which else b, raising=False)
-    monkeypatch.setattr(kernel, "advance", lambda at, phase, n: ((at + 1) % n, phase ^ (at + 1 == n)))
-    monkeypatch.setattr(resident_mainloop, "const_expr", lambda value: value)
+    monkeypatch.setattr(reading, "advance", lambda at, phase, n: ((at + 1) % n, phase ^ (at + 1 == n)))
     for owner, name in JITTED:
         monkeypatch.setattr(owner, name, getattr(vars(owner)[name], "__wrapped__", vars(owner)[name]))
     monkeypatch.setattr(
         resident_mainloop, "replace", lambda one, **changes: SimpleNamespace(**{**vars(one), **changes})
     )
-    subject.release, subject.make_k_blocks, subject.meet = cta.release, cta.make_k_blocks, cta.meet
-    subject.bring_k_blocks = cta.bring_k_blocks
+    subject.stages.release, subject.mainloop.limbs = cta.release, cta
     memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, full=0, x_barrier=X_BARRIER)
     fits = work_tile.end - work_tile.begin <= config.resident_k_blocks
     if fits:
-        cta.bring_k_blocks(None, 0, work_tile.begin, work_tile.end)
-        cta.make_k_blocks(None, memory, work_tile.begin, work_tile.end, 0)
-    shape = SimpleNamespace(m=len(x), x=0, fits=int(fits))
-    place = subject.lane_places(shape, warp, machine.LANES)
+        cta.bring(None, 0, work_tile.begin, work_tile.end)
+        cta.make(None, memory, work_tile.begin, work_tile.end, 0)
+    place = replace(subject.lane(SimpleNamespace(m=len(x)), warp, machine.LANES), fits=int(fits))
     acc = machine.Registers(config.thread_acc, machine.Float32)
     state = (cta.k_rank, 0, 0)
-    subject.limbs.multiply(acc, memory, work_tile, place, state, True, cta.tile_m)
+    subject.mainloop.multiply(acc, memory, work_tile, place, [], state, True, cta.tile_m)
     return np.array([np.asarray(value, np.float64) for value in acc]), cta, fits
 
 
@@ -246,7 +242,7 @@ def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, monke
     x = torch.randn(rows, K, generator=generator).bfloat16()
     exact = (x.double() @ weight.dequantize(torch.float64).T).numpy()
     total = np.zeros((rows, config.block_rows))
-    subject: Any = kernel_of(config)
+    subject: Any = resident_kernel.ResidentKernel(config).consumers
     k_blocks: list[int] = []
     for work_tile in parts_of(config, config.block_rows):
         for group in range(config.warpgroups):
@@ -263,11 +259,11 @@ def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, monke
                 k_blocks.append(cta.waited)
                 places = range(config.n_tiles)
                 if config.publishes_early:
-                    places = [subject.cluster_reduction.place(i, work_tile.split) for i in places]
+                    places = [subject.reduction.order.place(i, work_tile.split) for i in places]
                     leaving = config.n_tiles // 2 * cta.tile_m // 2
                     assert len(cta.sent) == 1
                     np.testing.assert_array_equal(cta.sent[0][:leaving], found[:leaving])
-                tiles = [subject.first_tile(group) + place for place in places]
+                tiles = [subject.stages.first_tile(group) + place for place in places]
                 for (tile, block_tile), i in product(enumerate(tiles), range(cta.tile_m // 2)):
                     if block_tile >= config.block_tiles:
                         continue

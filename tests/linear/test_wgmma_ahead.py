@@ -98,11 +98,11 @@ class Stages:
             ):
                 run = part.contiguous().view(torch.uint8).numpy().reshape(-1)
                 self.shared[start + tile * run.size : start + (tile + 1) * run.size] = run
-        subject = GroupedLimbKernel(config)  # whose limbs come in parts
+        subject = GroupedLimbKernel(config).activations  # whose limbs come in parts
         for limb in range(2):
             for part in range(self.present):
                 rows = self.found[part * config.part_m : (part + 1) * config.part_m, k_block, limb]
-                at_part, at_tma_tile = subject.tma_tile_place(stage, part, limb, self.present)
+                at_part, at_tma_tile = subject.place(stage, part, limb, self.present)
                 place = X + at_tma_tile * config.tma_tile_bytes + at_part * 2 * TMA_TILE_K * config.part_m
                 put_tma_tile(self.shared, place, rows.copy().view(np.uint16))
         self.shared[x_scales : x_scales + 4 * self.found.shape[0]] = self.scales[k_block].view(np.uint8)
@@ -125,13 +125,13 @@ def sums_of(config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, warp: in
     )
     for name, method in PLAIN.items():
         monkeypatch.setattr(limbs_ahead.AheadMainloop, name, method)
-    subject = kernel.WgmmaKernel(config)
-    subject.release = state.release  # type: ignore[method-assign]
+    subject: Any = kernel.WgmmaKernel(config).consumers
+    subject.stages.release = state.release
     memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, full=0)
     work_tile = SimpleNamespace(begin=begin, end=state.end, m_tile=0)
-    place = subject.lane_places(SimpleNamespace(m=config.tile_m), warp, machine.LANES)
+    place = subject.lane(SimpleNamespace(m=config.tile_m), warp, machine.LANES)
     acc = machine.Registers(config.thread_acc, machine.Float32)
-    stage, phase, _ = subject.limbs.multiply(acc, memory, work_tile, place, (0, 0, 0), True, len(x))
+    stage, phase, _ = subject.mainloop.multiply(acc, memory, work_tile, place, [], (0, 0, 0), True, len(x))
     assert state.filled == state.given_back == state.end - begin
     assert (stage, phase) == (state.filled % STAGES, state.filled // STAGES % 2)
     return np.array([np.asarray(value, np.float64) for value in acc])

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.wgmma import epilogue, tiles
+from cute_kernels.linear.wgmma import epilogue, places, reduction, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import tile_schedules
 from cute_kernels.linear.wgmma.stages import with_stages
@@ -49,12 +49,12 @@ def test_each_cta_has_all_of_k_of_its_share_of_the_tokens(config: WgmmaConfig, m
     assert config.can_implement() is None
     cluster, warps = config.cluster, config.consumer_warps
     gpu = ClusterWarp(np.full(cluster * CTA_BYTES, 0xFF, np.uint8), np.zeros(0, np.uint8))  # NaN where nothing is
-    gpu.install(monkeypatch, epilogue)
-    subject = epilogue.TileEpilogue(config)
+    gpu.install(monkeypatch, reduction)
+    subject = reduction.RowExchange(config, epilogue.TileEpilogue(config), places.DensePlaces(config))
     generator = np.random.default_rng(0)
     parts = generator.integers(-100, 100, (cluster, warps, config.thread_acc, 32))
     acc = [[[machine.Float32(value) for value in warp] for warp in cta] for cta in parts]
-    places = [
+    starts = [
         [subject.shares_place(store_of(config, warp), STAGES) for warp in range(warps)]
     ] * cluster  # the same in all CTAs
     for rank in range(cluster):
@@ -62,12 +62,12 @@ def test_each_cta_has_all_of_k_of_its_share_of_the_tokens(config: WgmmaConfig, m
         for warp in range(warps):
             for share in range(cluster):
                 if share != rank:
-                    subject.publish_share(places[rank][warp], acc[rank][warp], share)
+                    subject.publish_share(starts[rank][warp], acc[rank][warp], share)
             subject.keep_share(acc[rank][warp], rank)
     own = config.own_m // 2
     for rank in range(cluster):
         for warp in range(warps):
-            subject.load_shares(places[rank][warp], acc[rank][warp], rank)
+            subject.load_shares(starts[rank][warp], acc[rank][warp], rank)
             found = np.stack([np.asarray(value) for value in acc[rank][warp][:own]])
             assert np.array_equal(found, parts[:, warp, rank * own : (rank + 1) * own].sum(0))
     written = [place % CTA_BYTES for access in gpu.accesses for place in access.addresses]

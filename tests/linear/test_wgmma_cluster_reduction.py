@@ -13,10 +13,11 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.wgmma import cluster_reduction, epilogue, kernel, resident_early
+from cute_kernels.linear.wgmma import cluster_reduction, epilogue, kernel, places, resident_early
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.linear.wgmma.resident_kernel import CHUNK_BARRIER, START_BARRIER
+from cute_kernels.linear.wgmma.resident_kernel import START_BARRIER
+from cute_kernels.linear.wgmma.resident_rows import CHUNK_BARRIER
 from cute_kernels.linear.wgmma.schedule import schedule_of
 from tests.attention import warp as machine
 from tests.attention.warp import Float32, Lanes, Uint32
@@ -130,10 +131,10 @@ def in_plain_python(config: WgmmaConfig, cluster: Cluster, monkeypatch) -> clust
     stand_ins |= {"cute": SimpleNamespace(arch=arch), "const_expr": lambda value: value}
     for name, value in stand_ins.items():
         monkeypatch.setattr(cluster_reduction, name, value)
-    for name in ("reduce_k_warpgroups", "load_partials"):
-        jitted = getattr(cluster_reduction.ClusterReduction, name)
-        monkeypatch.setattr(cluster_reduction.ClusterReduction, name, getattr(jitted, "__wrapped__", jitted))
-    return kernel.WgmmaKernel(config).cluster_reduction
+    for owner, name in ((cluster_reduction.InterleavedReduction, "reduce"), (cluster_reduction.Partials, "load")):
+        jitted = getattr(owner, name)
+        monkeypatch.setattr(owner, name, getattr(jitted, "__wrapped__", jitted))
+    return cluster_reduction.ClusterReduction(config, epilogue.TileEpilogue(config), places.DensePlaces(config))
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, *TURNING, *RESIDENT], ids=lambda config: config.name)
@@ -154,7 +155,7 @@ def test_every_tile_is_added_up_by_one_warpgroup(config: WgmmaConfig, monkeypatc
     own: list[tuple[int, int, int, int]] = []  # (CTA, warp, tile, number in its warpgroup) that store
     for (rank, warp), acc in before.items():
         first_tile = warp // 4 % groups * config.n_tiles
-        for i in (i for i in range(config.n_tiles) if subject.exists(first_tile + i, i)):
+        for i in (i for i in range(config.n_tiles) if subject.partials.exists(first_tile + i, i)):
             which = first_tile + i, warp % 4
             exact[which] = exact.get(which, 0) + np.array(acc[i * count : (i + 1) * count])
             if (first_tile + i) % config.cluster == rank and warp // 4 // groups == 0:
@@ -165,22 +166,23 @@ def test_every_tile_is_added_up_by_one_warpgroup(config: WgmmaConfig, monkeypatc
         for (rank, warp), acc in every.items():
             cluster.rank = rank
             one = in_plain_python(config, cluster, monkeypatch)
-            setattr(one, "add" if phase == "publish_locally" else "publish_locally", lambda *args: None)
+            part: Any = one.interleaved if phase == "add" else one.partials  # what the other phase does
+            setattr(part, "add" if phase == "publish_locally" else "publish_locally", lambda *args: None)
             k_rank, first_tile = warp // 4 // groups, warp // 4 % groups * config.n_tiles
-            one.reduce_k_warpgroups(memory, store_of(warp), rank, k_rank, acc, first_tile)
+            one.interleaved.reduce(memory, store_of(warp), rank, k_rank, acc, first_tile)
     if config.k_warpgroups > 1:
         threads = config.k_warpgroups * 128
         assert set(cluster.met) == {(cluster_reduction.JOIN + group, threads) for group in range(groups)}
     for (rank, warp), acc in every.items():
         cluster.rank = rank
         first_tile = warp // 4 % groups * config.n_tiles
-        for i in (i for i in range(config.n_tiles) if subject.exists(first_tile + i, i)):
+        for i in (i for i in range(config.n_tiles) if subject.partials.exists(first_tile + i, i)):
             if (first_tile + i) % config.cluster != rank and warp // 4 // groups == config.k_warpgroups - 1:
-                subject.publish(memory, store_of(warp), rank, first_tile + i, acc, i)
+                subject.partials.publish(memory, store_of(warp), rank, first_tile + i, acc, i)
     assert set(cluster.arrived.values()) == {(config.cluster - 1) * config.partial_bytes}
     for rank, warp, tile, i in own:
         cluster.rank = rank
-        subject.load_partials(memory, store_of(warp), tile, every[rank, warp], i)
+        subject.partials.load(memory, store_of(warp), tile, every[rank, warp], i)
         assert cluster.arrived[cluster.waited[-1] + RANK_BYTES * rank] == (config.cluster - 1) * config.partial_bytes
         found = np.array([np.asarray(value) for value in every[rank, warp]])[i * count : (i + 1) * count]
         np.testing.assert_allclose(found, exact[tile, warp % 4], rtol=0, atol=2e-6)
@@ -201,8 +203,10 @@ def test_what_leaves_early_is_added_up_by_the_other_cta(config: ResidentConfig, 
     cluster = Cluster(np.full(config.cluster * RANK_BYTES, 0xFF, np.uint8))
     in_plain_python(config, cluster, monkeypatch)
     stored: list[int] = []
-    subject: Any = resident_early.EarlyKernel(config).cluster_reduction
-    for name in ("publish_first", "finish"):
+    order = resident_early.TileOrder(config)
+    store_tile: Any = epilogue.TileEpilogue(config)
+    subject: Any = resident_early.EarlyReduction(config, store_tile, places.DensePlaces(config), order)
+    for name in ("publish", "finish"):
         plain = getattr(vars(resident_early.EarlyReduction)[name], "__wrapped__")  # noqa: B009
         monkeypatch.setattr(resident_early.EarlyReduction, name, plain)
     monkeypatch.setattr(resident_early, "cutlass", SimpleNamespace(range_constexpr=range))
@@ -214,12 +218,12 @@ def test_what_leaves_early_is_added_up_by_the_other_cta(config: ResidentConfig, 
     for (rank, warp), acc in every.items():
         acc[:] = [Float32(value) for value in generator.normal(size=(config.thread_acc, 32))]
         for i in range(config.n_tiles):
-            tile = warp // 4 * config.n_tiles + subject.place(i, rank)
+            tile = warp // 4 * config.n_tiles + order.place(i, rank)
             values = np.array([np.asarray(value, np.float64) for value in acc[i * count : (i + 1) * count]])
             exact[tile, warp % 4] = exact.get((tile, warp % 4), 0) + values
     for (rank, warp), acc in every.items():
         cluster.rank = rank
-        subject.publish_first(memory, store_of(warp), rank, warp // 4 * config.n_tiles, acc)
+        subject.publish(memory, store_of(warp), rank, warp // 4 * config.n_tiles, acc)
     assert set(cluster.arrived.values()) == {config.partial_bytes}
     assert len(cluster.arrived) == config.block_tiles, "a barrier for each tile"
 
@@ -230,10 +234,11 @@ def test_what_leaves_early_is_added_up_by_the_other_cta(config: ResidentConfig, 
         np.testing.assert_allclose(found, exact[tile, row_warp], rtol=0, atol=2e-6)
         assert cluster.arrived[cluster.waited[-1] + RANK_BYTES * cluster.rank] == config.partial_bytes
 
-    subject.epilogue.run = store
+    store_tile.run = store
     for (rank, warp), acc in every.items():
         cluster.rank, work_tile = rank, SimpleNamespace(split=rank)
-        subject.corner = lambda shape, work_tile, tile, row_warp=warp % 4: (tile, row_warp)
+        corner: Any = lambda config, places, shape, work_tile, tile, row_warp=warp % 4: (tile, row_warp)  # noqa: E731
+        monkeypatch.setattr(resident_early, "corner_of", corner)
         subject.finish(None, None, memory, store_of(warp), work_tile, acc, warp // 4 * config.n_tiles, 0)
     assert sorted(stored) == sorted(4 * list(range(config.block_tiles)))
 
@@ -242,8 +247,8 @@ def test_tiles_that_come_one_by_one_have_barriers_of_their_own():
     for config in EARLY:
         config = replace(config, num_stages=3)
         memory: Any = SimpleNamespace(full=0, x_barrier=2 * config.num_stages + config.partial_slots)
-        kernel_of_it = resident_early.EarlyKernel(config)
-        found = [kernel_of_it.tile_barrier(memory, s, i) for s in range(3) for i in range(config.n_tiles)]
+        order = resident_early.TileOrder(config)
+        found = [order.barrier(memory, s, i) for s in range(3) for i in range(config.n_tiles)]
         own = set(range(config.num_stages, memory.x_barrier + 1))  # of empty stages, of parts, of x
         assert len(set(found)) == len(found) and not own & set(found)
         assert sorted({*found, *own}) == list(range(config.num_barriers))
@@ -255,7 +260,8 @@ def test_every_tile_is_copied_before_those_that_stay(config: ResidentConfig, ran
     """A k block's bytes, each once, counted on the barrier of their tile; first those of tiles that leave."""
     copies: list[tuple[int, ...]] = []  # target, source, bytes, barrier
     expected: dict[int, int] = {}
-    subject: Any = resident_early.EarlyKernel(config)
+    order = resident_early.TileOrder(config)
+    subject: Any = resident_early.OrderedLoads(config, places.DensePlaces(config), order)
     arch = SimpleNamespace(mbarrier_arrive_and_expect_tx=lambda barrier, size: expected.update({barrier.address: size}))
     monkeypatch.setattr(resident_early, "cute", SimpleNamespace(arch=arch))
     monkeypatch.setattr(resident_early, "Int32", int)
@@ -264,7 +270,7 @@ def test_every_tile_is_copied_before_those_that_stay(config: ResidentConfig, ran
     codes, scales, stage, k_block = 1 << 16, 1 << 18, 2, 5
     memory = SimpleNamespace(codes=codes, scales=scales, full=Barrier(0), x_barrier=Barrier(1 << 10))
     begins = [(tile << 20, (tile << 20) + (1 << 19)) for tile in range(config.block_tiles)]
-    subject.copy_stage(memory, stage, k_block, subject.in_order(begins, rank))
+    subject.copy_stage(memory, stage, k_block, order.in_order(begins, rank))
     counted: Counter[int] = Counter()
     order = []
     for target, source, size, barrier in copies:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.wgmma import copies, kernel, tiles
+from cute_kernels.linear.wgmma import places, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule, schedule_of
 from cute_kernels.linear.wgmma.stages import with_stages
@@ -22,13 +22,13 @@ ALONG_K = WgmmaConfig(4, "bf16", 128, splits_k=True)
 
 @pytest.fixture(autouse=True)
 def plain_integers(monkeypatch):
-    plain_work_tiles.install(monkeypatch, kernel, copies)
+    plain_work_tiles.install(monkeypatch, places)
 
 
-def tile_scheduler(subject: kernel.WgmmaKernel, schedule: TileSchedule, m: int, cta: int) -> tiles.TileScheduler:
+def tile_scheduler(schedule: TileSchedule, m: int, cta: int) -> tiles.TileScheduler:
     """Those of a CTA, as the kernel finds them."""
     shape = plain_work_tiles.shape_of(schedule, m=m)
-    return subject.tile_scheduler(shape, cta, schedule.num_ctas)  # type: ignore
+    return tiles.dense_scheduler(schedule.config, shape, cta, schedule.num_ctas)  # type: ignore
 
 
 @pytest.mark.parametrize("config, splits", [(ROWS, 2), (ALONG_K, 2), (ALONG_K, 3)])
@@ -42,11 +42,11 @@ def test_every_row_meets_every_weight_once(m, n, num_sms, multicast, config, spl
     problem = Problem(m, n, 2048, 2048, 4, "bf16", 128, num_sms=num_sms)
     schedule = schedule_of(problem, config, splits)
     assert schedule is not None and schedule.whole and schedule.num_tiles_cut
-    subject = kernel.WgmmaKernel(config)
+    subject = places.DensePlaces(config)
     done = np.zeros((m, schedule.blocks * multicast, schedule.k_blocks), np.int8)
     slots: dict[tuple[int, int], int] = {}
     for first in range(0, schedule.num_ctas, multicast):
-        every = [tile_scheduler(subject, schedule, m, first + rank) for rank in range(multicast)]
+        every = [tile_scheduler(schedule, m, first + rank) for rank in range(multicast)]
         assert len({(scheduler.first, scheduler.count, scheduler.stride) for scheduler in every}) == 1
         for index in range(every[0].first, every[0].count, every[0].stride):
             found = [scheduler.work_tile(index) for scheduler in every]
@@ -58,7 +58,7 @@ def test_every_row_meets_every_weight_once(m, n, num_sms, multicast, config, spl
             ((begin, end), k_block, last_k_block) = ranges.pop()
             for rank, (scheduler, work_tile) in enumerate(zip(every, found, strict=True)):
                 assert work_tile.block % multicast == rank and 0 <= k_block < last_k_block
-                present = subject.parts_of(scheduler.shape, work_tile)
+                present = places.parts_of(config, subject, scheduler.shape, work_tile)
                 assert 1 <= present <= config.row_parts
                 done[begin : min(end, begin + present * config.part_m), work_tile.block, k_block:last_k_block] += 1
                 if config.cuts_rows and work_tile.splits > 1:

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.device import ring
-from cute_kernels.linear.wgmma import kernel
+from cute_kernels.linear.wgmma import reading, register_mainloop
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 
 DSMEM = WgmmaConfig(
@@ -24,42 +24,43 @@ def stepping(monkeypatch) -> list[tuple[int, int]]:
     """The kernel's loops in plain Python, and what they wait for: (stage, parity)."""
     waited: list[tuple[int, int]] = []
     wait = SimpleNamespace(mbarrier_wait=lambda stage, phase: waited.append((stage, phase)))
-    monkeypatch.setattr(kernel, "cute", SimpleNamespace(arch=wait))
+    monkeypatch.setattr(register_mainloop, "cute", SimpleNamespace(arch=wait))
     loops = SimpleNamespace(
         range=lambda begin, end, step, unroll: range(begin, end, step), select_=lambda which, a, b: a if which else b
     )
-    monkeypatch.setattr(kernel, "cutlass", loops)
+    monkeypatch.setattr(register_mainloop, "cutlass", loops)
     monkeypatch.setattr(ring, "cutlass", loops)
-    monkeypatch.setattr(kernel, "Int32", int)
+    monkeypatch.setattr(reading, "Int32", int)
     return waited
 
 
 @pytest.mark.parametrize("begin, k_blocks", [(0, 1), (3, 2), (0, 7), (8, 31), (5, 64)])
-@pytest.mark.parametrize("k_warpgroups, stages", [(2, 4), (2, 6), (3, 6), (3, 12), (4, 8), (4, 12)])
+@pytest.mark.parametrize("k_warpgroups, num_stages", [(2, 4), (2, 6), (3, 6), (3, 12), (4, 8), (4, 12)])
 def test_every_k_block_is_multiplied_once_and_given_back_once(
-    begin: int, k_blocks: int, k_warpgroups: int, stages: int, stepping
+    begin: int, k_blocks: int, k_warpgroups: int, num_stages: int, stepping
 ):
-    config = replace(DSMEM, k_warpgroups=k_warpgroups, warpgroups=k_warpgroups, num_stages=stages)
+    config = replace(DSMEM, k_warpgroups=k_warpgroups, warpgroups=k_warpgroups, num_stages=num_stages)
     taken: list[int] = []
     for group in range(k_warpgroups):
-        subject: Any = kernel.WgmmaKernel(config)
+        stages = reading.StageReader(config)
+        subject: Any = register_mainloop.RegisterMainloop(config, stages, None, masks_by_lane=True)  # type: ignore
         log: list[tuple[int, int, bool]] = []
         subject.multiply_k_block = lambda acc, memory, stage, place, channel, last, teller, tile_m, log=log: log.append(
             (stage, last, bool(teller))
         )
-        k_rank = subject.k_rank(group)
+        k_rank = stages.k_rank(group)
         work_tile = SimpleNamespace(begin=begin, end=begin + k_blocks)
         place, memory = SimpleNamespace(k_rank=k_rank), SimpleNamespace(full=0)
-        multiply = kernel.WgmmaKernel.multiply_each.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+        multiply = register_mainloop.RegisterMainloop.multiply.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
         stepping.clear()
         state = (k_rank, 0, 0)
         _, _, last = multiply(subject, None, memory, work_tile, place, [], state, True, config.tile_m)
         own = range(k_rank, k_blocks, k_warpgroups)
-        assert stepping == [(k_block % stages, k_block // stages % 2) for k_block in own]
-        assert [at for at, _, _ in log] == [k_block % stages for k_block in own]
+        assert stepping == [(k_block % num_stages, k_block // num_stages % 2) for k_block in own]
+        assert [at for at, _, _ in log] == [k_block % num_stages for k_block in own]
         # Each k block's stage is given back under the products of the next one of the turn, the last one's behind all.
-        assert [at for _, at, told in log if told] == [k_block % stages for k_block in own[:-1]]
-        assert last == own[-1] % stages if own else not log
+        assert [at for _, at, told in log if told] == [k_block % num_stages for k_block in own[:-1]]
+        assert last == own[-1] % num_stages if own else not log
         taken += [begin + k_block for k_block in own]
     assert sorted(taken) == list(range(begin, begin + k_blocks))
 

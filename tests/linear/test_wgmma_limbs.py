@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ from cute_kernels.linear import decode
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import epilogue, kernel, limbs, reading
-from cute_kernels.linear.wgmma.config import TMA_TILE_K, X_SCALE_ALIGNMENT, WgmmaConfig
-from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel
+from cute_kernels.linear.wgmma.config import TMA_TILE_K, WgmmaConfig
+from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel, x_scale_shift
 from layouts import banks
 from tests.attention import warp as machine
 from tests.linear.limbs import limbs_of
@@ -57,12 +58,12 @@ def load_stage(
             place = start + STAGE * stage_bytes + tile * run.size
             shared[place : place + run.size] = run
     found, scales = limbs_of(x)
-    subject = GroupedLimbKernel(config)  # whose limbs come in parts
+    subject = GroupedLimbKernel(config).activations  # whose limbs come in parts
     part_bytes = 2 * TMA_TILE_K * config.part_m
     for limb in range(2):
         for part in range(present):
             rows = found[part * config.part_m : (part + 1) * config.part_m, 0, limb]
-            at_part, at_tma_tile = subject.tma_tile_place(STAGE, part, limb, present)
+            at_part, at_tma_tile = subject.place(STAGE, part, limb, present)
             place = X + at_tma_tile * config.tma_tile_bytes + at_part * part_bytes
             put_tma_tile(shared, place, rows.copy().view(np.uint16))
     place = X_SCALES + STAGE * config.x_scale_stage_bytes + 4 * shift
@@ -80,18 +81,19 @@ class Machine:
         self.gpu = WarpgroupWarp(self.shared, np.zeros(0, np.uint8))
         self.gpu.install(monkeypatch, kernel, reading, decode, epilogue, linear_epilogue, limbs)
         limbs.cute.arch.lane_idx = lambda: machine.LANES
-        self.subject = kernel.WgmmaKernel(config)
-        self.subject.x_scale_shift = lambda work_tile: machine.Int32(work_tile.token % X_SCALE_ALIGNMENT)  # type: ignore
+        self.subject: Any = kernel.WgmmaKernel(config)
+        self.consumers: Any = self.subject.consumers
+        self.consumers.mainloop.reader.x_scale_shift = lambda work_tile: machine.Int32(x_scale_shift(work_tile))
         self.work_tile = SimpleNamespace(token=shift)
 
     def acc(self, warp: int, k_blocks: int = 1) -> machine.Registers:
-        config, subject = self.config, self.subject
+        config, consumers = self.config, self.consumers
         memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES)
         acc = machine.Registers(config.thread_acc, machine.Float32)
-        place = subject.lane_places(SimpleNamespace(m=config.tile_m), warp, machine.LANES)
-        x_place = subject.limbs.x_scale_place(self.work_tile)
+        place = consumers.lane(SimpleNamespace(m=config.tile_m), warp, machine.LANES)
+        x_place = consumers.mainloop.reader.x_scale_place(self.work_tile)
         for _ in range(k_blocks):
-            subject.limbs.multiply_k_block(acc, memory, STAGE, place, x_place, self.tile_m)
+            consumers.mainloop.multiply_k_block(acc, memory, STAGE, place, x_place, self.tile_m)
         return acc
 
     def stage(self, packed: bool) -> np.ndarray:

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.wgmma import kernel, memory, tiles
+from cute_kernels.linear.wgmma import memory, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, schedule_of
 from tests.linear import plain_work_tiles
@@ -38,7 +38,7 @@ def test_what_cannot_be_shared_is_refused(options, reason):
 def tile_scheduler(schedule: TileSchedule, m: int, cta: int) -> tiles.TileScheduler:
     """Those of a CTA, as the kernel finds them."""
     shape = plain_work_tiles.shape_of(schedule, m=m)
-    return kernel.WgmmaKernel(schedule.config).tile_scheduler(shape, cta, schedule.num_ctas)  # type: ignore
+    return tiles.dense_scheduler(schedule.config, shape, cta, schedule.num_ctas)  # type: ignore
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def tile_scheduler(schedule: TileSchedule, m: int, cta: int) -> tiles.TileSchedu
 def test_sharers_have_neighbouring_blocks_of_the_same_rows_all_the_time(m, n, k, num_sms, monkeypatch):
     """They take the same number of work tiles, each with one token tile, so that nobody waits for who has come to an
     end."""
-    plain_work_tiles.install(monkeypatch, kernel)
+    plain_work_tiles.install(monkeypatch)
     problem = Problem(m, n, k, k, 4, "bf16", 128, num_sms=num_sms)
     schedule = schedule_of(problem, replace(SHARED, num_stages=5))
     assert schedule is not None and schedule.num_ctas <= num_sms and schedule.num_ctas % 2 == 0
@@ -75,7 +75,7 @@ def test_each_stage_is_given_back_to_all_that_fill_it(monkeypatch):
     )
     monkeypatch.setattr(memory, "cute", SimpleNamespace(arch=arch))
     config = replace(SHARED, num_stages=3)
-    kernel.WgmmaKernel(config).init_barriers(SimpleNamespace(full=0, empty=3))  # type: ignore
+    memory.init_barriers(config, SimpleNamespace(full=0, empty=3))  # type: ignore
     assert dict(counts) == {**dict.fromkeys(range(3), 2), **dict.fromkeys(range(3, 6), 2 * config.consumer_warps)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear import decode
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import epilogue, kernel, reading, synchronous, tma_store
+from cute_kernels.linear.wgmma import epilogue, kernel, places, reading, register_mainloop, synchronous, tma_store
 from cute_kernels.linear.wgmma.config import STORE_BUFFERS, STORE_BYTES, STORE_M, TMA_TILE_K, WgmmaConfig
 from layouts import banks
 from layouts.weights import hopper
@@ -107,26 +108,28 @@ class Machine:
         scales = weight.scales.view(torch.uint8).numpy().reshape(-1)
         zeros = weight.zeros.numpy().reshape(-1) if weight.zeros is not None else np.zeros(0, np.uint8)
         self.gpu = WarpgroupWarp(self.shared, np.concatenate([scales, zeros]))
-        self.gpu.install(monkeypatch, kernel, reading, decode, epilogue, linear_epilogue, synchronous, tma_store)
+        modules = (places, reading, register_mainloop, decode, epilogue, linear_epilogue, synchronous, tma_store)
+        self.gpu.install(monkeypatch, *modules)
         self.operands = SimpleNamespace(scales=0, zeros=scales.size)
         self.subject = kernel.WgmmaKernel(config)
-        self.subject.release = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
+        self.consumers: Any = self.subject.consumers
+        self.consumers.stages.release = lambda *_: None
 
     def acc(self, warp: int, k_blocks: int = 1) -> machine.Registers:
-        config, subject = self.config, self.subject
+        config, consumers = self.config, self.consumers
         memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, zeros=ZEROS)
         acc = machine.Registers(config.thread_acc, machine.Float32)
         shape = SimpleNamespace(m=config.tile_m, num_tiles=config.block_tiles)
-        place = subject.lane_places(shape, warp, machine.LANES)
+        place = consumers.lane(shape, warp, machine.LANES)
         first_tile, work_tile = warp // 4 * config.n_tiles, SimpleNamespace(block=0)
-        channel = subject.load_channel(self.operands, shape, work_tile, first_tile, place)
+        channel = consumers.channel.load(self.operands, shape, work_tile, first_tile, place)
         for _ in range(k_blocks):
             if config.synchronous:
-                rows = subject.synchronous.rows(machine.LANES)
-                subject.synchronous.multiply_k_block(acc, memory, STAGE, place, rows, channel, config.tile_m)
+                rows = consumers.mainloop.rows(machine.LANES)
+                consumers.mainloop.multiply_k_block(acc, memory, STAGE, place, rows, channel, config.tile_m)
             else:
-                subject.multiply_k_block(acc, memory, STAGE, place, channel, None, None, config.tile_m)
-        subject.scale_acc(acc, list(acc), channel)
+                consumers.mainloop.multiply_k_block(acc, memory, STAGE, place, channel, None, None, config.tile_m)
+        consumers.channel.scale(acc, list(acc), channel)
         return acc
 
     def stage(self, packed: bool) -> np.ndarray:

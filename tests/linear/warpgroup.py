@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.attention.warp import COLUMN, ROW, Access, Float32, Int32, Lanes, elements, halves
+from tests.attention.warp import COLUMN, ROW, Access, Float32, Int32, Lanes, Uint32, elements, halves
 from tests.linear.warp import LinearWarp
 
 SWIZZLE_BYTES = 1024  # eight rows of 128 bytes, among which pieces of 16 bytes change places
@@ -45,7 +45,7 @@ class WarpgroupWarp(LinearWarp):
                 # Descriptors are plain integer arithmetic and stay as they are.
                 for name in ("fence", "commit", "wait", "mma", "multiply_bytes", "wait_for_dots"):
                     monkeypatch.setattr(module.wgmma, name, getattr(self, name))
-                monkeypatch.setattr(module.wgmma, "Uint32", module.Uint32)
+                monkeypatch.setattr(module.wgmma, "Uint32", Uint32)
 
     def mul_f16x2(self, a: Lanes, b: Lanes) -> Lanes:
         return self.pack_f16x2(*(elements(a, "f16") * elements(b, "f16")).T)

@@ -24,7 +24,7 @@ from cute_kernels.linear import kernel as linear_kernel
 from cute_kernels.linear.config import BF16, FP32
 from cute_kernels.linear.experts import PackedExperts, stack_experts
 from cute_kernels.linear.plan import ACTIVATIONS
-from cute_kernels.linear.wgmma import copies, limbs
+from cute_kernels.linear.wgmma import limbs, loads
 from cute_kernels.moe import work as moe_work
 from cute_kernels.moe.ranges import assigned, assignments, finder
 from cute_kernels.moe.ranges import kernel as ranges_kernel
@@ -40,7 +40,7 @@ from tests.linear.cases import known
 from tests.moe.machine import Machine, unwrapped
 
 MODULES = (
-    ring, linear_kernel, epilogue, copies, limbs, moe_work, finder, assignments, ranges_kernel, assigned, ranges_work
+    ring, linear_kernel, epilogue, loads, limbs, moe_work, finder, assignments, ranges_kernel, assigned, ranges_work
 )  # fmt: skip
 CONFIG = RangeConfig(
     4, "bf16", 128, k_warps=2, chunk_k_blocks=1, num_stages=4, num_buffers=2, epilogue_warps=1, use_pdl=True

@@ -13,7 +13,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.device.division import Divisor
 from cute_kernels.linear.wgmma.config import M_TILE_BAND
-from cute_kernels.linear.wgmma.kernel import WgmmaKernel
+from cute_kernels.linear.wgmma.consumers import in_loop_of
 from cute_kernels.linear.wgmma.schedule import CLOCKS_PER_US, START_CLOCKS
 from cute_kernels.moe import tuned
 from cute_kernels.moe.ranges.schedule import MODELLED_ROWS, RangeLayout
@@ -257,11 +257,11 @@ def test_limbs_are_of_weights_without_zero_points_in_large_groups():
 
 @pytest.mark.parametrize("layout", layouts(problem(1024, 8)), ids=lambda layout: layout.config.name)
 def test_a_tile_is_multiplied_by_the_narrowest_loop_that_takes_its_rows(layout):
-    config, kernel = layout.config, WgmmaKernel(layout.config)
+    config = layout.config
     for present in range(1, config.row_parts + 1):
         enough = [count for count in config.loop_parts if count >= present]
         # As `multiply_parts` asks, one loop after the other; the last takes what is left.
-        taken = next((one for one in config.loop_parts[:-1] if kernel.in_loop_of(present, one)), config.row_parts)
+        taken = next((one for one in config.loop_parts[:-1] if in_loop_of(config, present, one)), config.row_parts)
         assert taken == min(enough)
     assert config.loop_parts[-1] == config.row_parts and len(config.loop_parts) <= (6 if config.limbs else 4)
 

@@ -17,15 +17,18 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.linear.config import SCALE_BYTES, ZERO_BYTES
 from cute_kernels.linear.portable.config import VECTOR_BYTES, PortableConfig
 from cute_kernels.linear.portable.decode import PortableDecoder
 from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
-from cute_kernels.linear.wgmma.kernel import MMA_DTYPE, WgmmaKernel
-from cute_kernels.linear.wgmma.tiles import Shape
+from cute_kernels.linear.wgmma.places import DensePlaces
+from cute_kernels.linear.wgmma.reading import Channel, StageReader, nothing
+from cute_kernels.linear.wgmma.reduction import WorkspaceReduction
+from cute_kernels.linear.wgmma.register_mainloop import MMA_DTYPE
+from cute_kernels.linear.wgmma.tiles import Shape, dense_grid, dense_scheduler
 from cute_kernels.linear.work import Operands
 from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import STEP_K, TILE_BYTES
@@ -42,28 +45,33 @@ class Stages:
     staging: Any  # of the results; over the pipeline, when it is no longer read
 
 
-class PortableEpilogue(TileEpilogue):
-    """Every kind of output by way of fp32 in shared memory: stmatrix, which turns 16-bit results, is sm_90's."""
+class PortableStore:
+    """Every kind of output by way of fp32 in shared memory: stmatrix, which transposes 16-bit results, is sm_90's."""
+
+    def __init__(self, config: PortableConfig):
+        self.config, self.epilogue = config, TileEpilogue(config)
 
     @cute.jit
     def run(self, operands, shape, store: Store, corner, acc, first: int):
         for chunk in cutlass.range_constexpr(len(self.config.chunks)):
-            self.store_any(operands, shape, store, corner, acc, first, chunk)
+            self.epilogue.store_any(operands, shape, store, corner, acc, first, chunk)
+
+    def finish(self) -> None:
+        """Nothing: the thread's own stores are all there is."""
 
 
-class PortableKernel(WgmmaKernel):
+class PortableKernel:
     """One compiled variant; :class:`PortableConfig` says which."""
 
-    config: PortableConfig  # pyright: ignore[reportIncompatibleVariableOverride]
-    decoder: PortableDecoder
-
     def __init__(self, config: PortableConfig):
-        super().__init__(config)
+        self.config, self.places = config, DensePlaces(config)
         self.decoder = PortableDecoder(config.bits, config.dtype)
-        self.epilogue = PortableEpilogue(config)
+        self.stages = StageReader(config, self.decoder)
+        self.channel = Channel(config, self.stages, self.places)
+        self.reduction = WorkspaceReduction(config, PortableStore(config), self.places)
 
-    def nothing(self, shape, lane):
-        return Uint32(shape.m >> 31)
+    def masks(self, shape, lane):
+        return self.decoder.masks(nothing(shape, lane))
 
     @cute.jit
     def __call__(
@@ -86,7 +94,7 @@ class PortableKernel(WgmmaKernel):
         out_kind: Int32,
         stream,
     ):
-        """Launches a CTA for each of the ``num_ctas`` work tiles; arguments as of `WgmmaKernel.__call__`.
+        """Launches a CTA for each of the ``num_ctas`` work tiles; arguments as of `cute_kernels.linear.wgmma.kernel`.
 
         A CTA waits for parts of K of CTAs before it only, and CTAs start in order: they need not fit on the GPU
         together.
@@ -97,7 +105,7 @@ class PortableKernel(WgmmaKernel):
         if const_expr(config.group_size):
             scale_groups = k_blocks * config.block_k // config.group_size
         split_k_blocks = cute.ceil_div(k_blocks, splits)
-        grid = self.tile_grid(m, num_tiles, whole, splits)
+        grid = dense_grid(config, m, num_tiles, whole, splits)
         shape = Shape(
             m, n, k, num_tiles, k_blocks, scale_groups, whole, splits, split_k_blocks, activation, out_kind, grid
         )
@@ -118,18 +126,15 @@ class PortableKernel(WgmmaKernel):
         lane = cute.arch.lane_idx()
         tid = warp * WARP_THREADS + lane
         stages = self.allocate_stages()
-        work_tile = self.tile_scheduler(shape, cta, num_ctas).work_tile(cta)
-        place = self.lane_places(shape, warp, lane)
-        channel = self.load_channel(operands, shape, work_tile, 0, place)
+        work_tile = dense_scheduler(config, shape, cta, num_ctas).work_tile(cta)
+        place = self.stages.lane(shape, warp, lane, self.masks)
+        channel = self.channel.load(operands, shape, work_tile, 0, place)
         acc = cute.make_rmem_tensor(config.thread_acc, Float32)
         acc.fill(0.0)
         self.multiply_all(acc, operands, shape, stages, work_tile, place, channel, tid, lane)
-        self.scale_acc(acc, [acc[i] for i in range(config.thread_acc)], channel)
+        self.channel.scale(acc, [acc[i] for i in range(config.thread_acc)], channel)
         store = Store(staging=stages.staging, warpgroup=Int32(0), tid=tid, row_warp=warp, lane=lane)
-        self.epilogue.combine(operands, store, work_tile, acc)
-        if work_tile.split == work_tile.splits - 1:
-            for i in cutlass.range_constexpr(config.n_tiles):
-                self.epilogue.run(operands, shape, store, self.corner(shape, work_tile, i), acc, i * config.tile_m // 2)
+        self.reduction.finish(operands, shape, None, store, work_tile, acc, 0, 0)
 
     def allocate_stages(self) -> Stages:
         config = self.config
@@ -158,7 +163,7 @@ class PortableKernel(WgmmaKernel):
         k_block_bytes = config.k_block_tiles * TILE_BYTES
         target = stages.codes + stage * config.code_stage_bytes + tid * VECTOR_BYTES
         for i in range(config.n_tiles):
-            tile = self.weight_tile(shape, work_tile, i)
+            tile = self.places.weight_tile(shape, work_tile, i)
             source = operands.codes + (Int64(tile) * shape.k_blocks + k_block) * k_block_bytes + tid * VECTOR_BYTES
             for part in range(0, k_block_bytes, TILE_BYTES):
                 numbers.copy_async(target + (i * k_block_bytes + part), source + part, Int32(VECTOR_BYTES))
@@ -193,7 +198,7 @@ class PortableKernel(WgmmaKernel):
         """Where the ``tid``-th vector of a k block's scales, or zero points, lies among those of the weight, bytes."""
         config = self.config
         vectors = config.k_block_groups * group_bytes // VECTOR_BYTES  # of a tile
-        tile = self.weight_tile(shape, work_tile, tid // vectors)
+        tile = self.places.weight_tile(shape, work_tile, tid // vectors)
         group = Int64(tile) * shape.scale_groups + k_block * config.block_k // config.group_size
         return group * group_bytes + tid % vectors * VECTOR_BYTES
 
@@ -227,8 +232,8 @@ class PortableKernel(WgmmaKernel):
         """Adds the products of a stage."""
         config = self.config
         codes = stages.codes + stage * config.code_stage_bytes + place.code_offset
-        words = self.load_codes(codes)
-        groups = [self.load_groups(stages, stage, place, i) for i in range(config.n_tiles)]
+        words = self.stages.load_codes(codes)
+        groups = [self.stages.load_groups(stages, stage, place, i) for i in range(config.n_tiles)]
         # ldmatrix takes the rows of 8 tokens, for two k16 steps.
         x = stages.x + stage * config.x_stage_bytes + lane % 8 * config.x_pitch + lane // 8 * VECTOR_BYTES
         tile_acc = config.tile_m // 2
@@ -250,7 +255,7 @@ class PortableKernel(WgmmaKernel):
             acc[i] = totals[i]
 
     def fragment(self, words, step: int, groups, masks) -> list[Any]:
-        """As `WgmmaKernel.fragment`."""
+        """As `RegisterMainloop.fragment`."""
         config, decoder = self.config, self.decoder
         scales, offsets = groups[step * STEP_K // config.group_size if config.group_size else 0]
         registers = decoder.fragment(words[step // decoder.steps], step % decoder.steps, offsets, masks)

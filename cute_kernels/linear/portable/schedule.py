@@ -3,7 +3,7 @@ GPU.
 
 The GPU may be any, so time is counted in k blocks of 64 inputs of a tile of 128 features, with what a work tile costs
 beside its k blocks, and full rounds of the CTAs that run at a time are all that is aimed at. The constants are fitted
-to times of an H200 (tests/linear/measured_portable.py).
+to times of an H200 (tests/facts/linear_portable.json).
 """
 
 from __future__ import annotations

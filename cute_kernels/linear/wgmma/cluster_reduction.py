@@ -12,7 +12,6 @@ is one part of a CTA, as 16 bytes of a thread at a time are some hundred clocks 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -21,40 +20,19 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.linear.wgmma.config import WARPGROUP_THREADS, WgmmaConfig
-from cute_kernels.linear.wgmma.epilogue import Corner, TileEpilogue
+from cute_kernels.linear.wgmma.epilogue import TileEpilogue
+from cute_kernels.linear.wgmma.places import Places, corner_of
 
-JOIN = 9  # number of the first barrier of warpgroups that take turns, behind those of kernels and their epilogues
+JOIN = 9  # number of the first barrier of warpgroups that interleave k blocks, behind those of kernels and epilogues
 VECTOR_WORDS = 4
 VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next
 
 
-class ClusterReduction:
-    """The end of a work tile of a configuration of limbs with clusters."""
+class Partials:
+    """Partial sums of tiles of 64 features in the shared memory of the CTA of a cluster that stores them."""
 
-    def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, corner: Callable[..., Corner]):
-        """corner: of (shape, work tile, tile of the block): where it belongs in the output."""
-        self.config, self.epilogue, self.corner = config, epilogue, corner
-
-    @cute.jit
-    def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
-        """Joins the accumulators of all turns, sends those of tiles that others store, adds up and stores the CTA's
-        own.
-
-        k_rank: whose k blocks the accumulators are of. Every CTA of the cluster has its barriers.
-        """
-        config, rank = self.config, work_tile.split
-        if const_expr(config.k_warpgroups > 1):
-            self.reduce_k_warpgroups(memory, store, rank, k_rank, acc, first_tile)
-        for i in cutlass.range_constexpr(config.n_tiles):
-            tile = first_tile + i
-            if self.exists(tile, i) & (self.owner(tile) != rank) & (k_rank == config.k_warpgroups - 1):
-                self.publish(memory, store, rank, tile, acc, i)
-        for i in cutlass.range_constexpr(config.n_tiles):
-            tile = first_tile + i
-            if self.exists(tile, i) & (self.owner(tile) == rank) & (k_rank == 0):
-                self.load_partials(memory, store, tile, acc, i)
-                corner = self.corner(shape, work_tile, tile)
-                self.epilogue.run(operands, shape, store, corner, acc, i * (config.tile_m // 2))
+    def __init__(self, config: WgmmaConfig):
+        self.config = config
 
     def exists(self, tile, i: int) -> Any:
         """Whether a tile, the ``i``-th of its warpgroup, is one of the block, of which the last one may have fewer."""
@@ -77,52 +55,13 @@ class ClusterReduction:
             for j, (value, word) in enumerate(zip(vector, words, strict=True)):
                 acc[first + VECTOR_WORDS * number + j] = value + word.bitcast(Float32)
 
-    # -- of the turns of a CTA ----------------------------------------------------------------------------------------
-
-    @cute.jit
-    def reduce_k_warpgroups(self, memory, store, rank, k_rank, acc, first_tile):
-        """Adds up the accumulators of all turns: of the CTA's own tiles in the first turn's warpgroup, which stores
-        them; of others in the last turn's, which has the last k block, so that no part is sent twice."""
-        config = self.config
-        for i in cutlass.range_constexpr(config.n_tiles):
-            tile = first_tile + i
-            if self.exists(tile, i) & (self.reducing_k_rank(tile, rank) != k_rank):
-                self.publish_locally(memory, store, rank, k_rank, tile, acc, i)
-        groups = config.warpgroups // config.k_warpgroups
-        threads = config.k_warpgroups * WARPGROUP_THREADS
-        cute.arch.barrier(barrier_id=JOIN + store.warpgroup % groups, number_of_threads=threads)
-        for i in cutlass.range_constexpr(config.n_tiles):
-            tile = first_tile + i
-            if self.exists(tile, i) & (self.reducing_k_rank(tile, rank) == k_rank):
-                for number in cutlass.range_constexpr(config.k_warpgroups - 1):
-                    self.add(acc, i, self.local_partial_address(memory, store, tile, number))
-
-    def reducing_k_rank(self, tile, rank) -> Any:
-        """Whose warpgroup joins the accumulators of a tile."""
-        return cutlass.select_(self.owner(tile) == rank, Int32(0), Int32(self.config.k_warpgroups - 1))
-
-    def local_partial_address(self, memory, store, tile, number) -> Any:
-        """Where a thread leaves the ``number``-th part of a tile for the warpgroup that joins them."""
-        config = self.config
-        place = tile * (config.k_warpgroups - 1) + number
-        return memory.partials + config.received_bytes + place * config.partial_bytes + store.tid * 16
-
-    def publish_locally(self, memory, store, rank, k_rank, tile, acc, i: int) -> None:
-        """Leaves a thread's accumulators of a tile to the warpgroup that joins them."""
-        before = cutlass.select_(self.reducing_k_rank(tile, rank) < k_rank, Int32(1), Int32(0))
-        place = self.local_partial_address(memory, store, tile, k_rank - before)
-        for number, vector in enumerate(self.vectors(acc, i)):
-            ptx.store_shared(place, number * VECTOR_STRIDE, vector)
-
-    # -- of the CTAs of a cluster -------------------------------------------------------------------------------------
-
     def partial_address(self, memory, store, tile, number) -> Any:
-        """Where a thread sends a tile's ``number``-th part, in the memory of the CTA that stores the tile."""
+        """Where a thread publishes a tile's ``number``-th part, in the memory of the CTA that stores the tile."""
         place = tile // self.config.cluster * (self.config.cluster - 1) + number
         return memory.partials + place * self.config.partial_bytes + store.tid * 16
 
     def publish(self, memory, store, rank, tile, acc, i: int) -> None:
-        """Sends a thread's accumulators of a tile to the CTA that stores it."""
+        """Publishes a thread's accumulators of a tile to the CTA that stores it."""
         owner = Int32(self.owner(tile))
         number = rank - cutlass.select_(owner < rank, Int32(1), Int32(0))
         barrier = Int32((memory.partial_barriers + tile // self.config.cluster).toint())
@@ -133,8 +72,88 @@ class ClusterReduction:
             numbers.store_async(target + place * VECTOR_STRIDE, words, there)
 
     @cute.jit
-    def load_partials(self, memory, store, tile, acc, i: int):
+    def load(self, memory, store, tile, acc, i: int):
         """Adds the parts of the other CTAs to those of a tile, in their order, once all have come."""
         cute.arch.mbarrier_wait(memory.partial_barriers + tile // self.config.cluster, 0)
         for number in cutlass.range_constexpr(self.config.cluster - 1):
             self.add(acc, i, self.partial_address(memory, store, tile, number))
+
+
+class InterleavedReduction:
+    """Partial sums of warpgroups that interleave the k blocks of a tile, through their CTA's own shared memory."""
+
+    def __init__(self, config: WgmmaConfig, partials: Partials):
+        self.config, self.partials = config, partials
+
+    @cute.jit
+    def reduce(self, memory, store, rank, k_rank, acc, first_tile):
+        """Adds up the accumulators of all warpgroups of a tile: of the CTA's own tiles in the first one, which stores
+        them; of others in the last one, which has the last k block, so that no partial is published twice."""
+        config = self.config
+        for i in cutlass.range_constexpr(config.n_tiles):
+            tile = first_tile + i
+            if self.partials.exists(tile, i) & (self.reducing_k_rank(tile, rank) != k_rank):
+                self.publish_locally(memory, store, rank, k_rank, tile, acc, i)
+        groups = config.warpgroups // config.k_warpgroups
+        threads = config.k_warpgroups * WARPGROUP_THREADS
+        cute.arch.barrier(barrier_id=JOIN + store.warpgroup % groups, number_of_threads=threads)
+        for i in cutlass.range_constexpr(config.n_tiles):
+            tile = first_tile + i
+            if self.partials.exists(tile, i) & (self.reducing_k_rank(tile, rank) == k_rank):
+                for number in cutlass.range_constexpr(config.k_warpgroups - 1):
+                    self.partials.add(acc, i, self.local_partial_address(memory, store, tile, number))
+
+    def reducing_k_rank(self, tile, rank) -> Any:
+        """Rank of the warpgroup that adds up the accumulators of a tile."""
+        return cutlass.select_(self.partials.owner(tile) == rank, Int32(0), Int32(self.config.k_warpgroups - 1))
+
+    def local_partial_address(self, memory, store, tile, number) -> Any:
+        """Where a thread publishes the ``number``-th part of a tile for the warpgroup that adds them up."""
+        config = self.config
+        place = tile * (config.k_warpgroups - 1) + number
+        return memory.partials + config.received_bytes + place * config.partial_bytes + store.tid * 16
+
+    def publish_locally(self, memory, store, rank, k_rank, tile, acc, i: int) -> None:
+        """Publishes a thread's accumulators of a tile to the warpgroup that adds them up."""
+        before = cutlass.select_(self.reducing_k_rank(tile, rank) < k_rank, Int32(1), Int32(0))
+        place = self.local_partial_address(memory, store, tile, k_rank - before)
+        for number, vector in enumerate(self.partials.vectors(acc, i)):
+            ptx.store_shared(place, number * VECTOR_STRIDE, vector)
+
+
+class ClusterReduction:
+    """Parts of K in the shared memory of a cluster, tile by tile: each tile of 64 features has a CTA that stores it."""
+
+    def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, places: Places):
+        self.config, self.epilogue, self.places = config, epilogue, places
+        self.partials = Partials(config)
+        self.interleaved = InterleavedReduction(config, self.partials)
+
+    def begin(self) -> None:
+        """Before anything is published all CTAs of the cluster have their barriers."""
+        cute.arch.cluster_wait()
+
+    @cute.jit
+    def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
+        """Adds up the parts of the CTA's warpgroups, publishes tiles that others store, loads and stores its own."""
+        config, rank = self.config, work_tile.split
+        if const_expr(config.k_warpgroups > 1):
+            self.interleaved.reduce(memory, store, rank, k_rank, acc, first_tile)
+        for i in cutlass.range_constexpr(config.n_tiles):
+            tile = first_tile + i
+            if (
+                self.partials.exists(tile, i)
+                & (self.partials.owner(tile) != rank)
+                & (k_rank == config.k_warpgroups - 1)
+            ):
+                self.partials.publish(memory, store, rank, tile, acc, i)
+        for i in cutlass.range_constexpr(config.n_tiles):
+            tile = first_tile + i
+            if self.partials.exists(tile, i) & (self.partials.owner(tile) == rank) & (k_rank == 0):
+                self.partials.load(memory, store, tile, acc, i)
+                corner = corner_of(config, self.places, shape, work_tile, tile)
+                self.epilogue.run(operands, shape, store, corner, acc, i * (config.tile_m // 2))
+
+    def end(self) -> None:
+        """Waits for the store."""
+        self.epilogue.finish()

@@ -12,11 +12,16 @@ from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_k
 
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
 KERNEL_MODULES = (
-    "tma_store", "cluster_reduction", "compile", "config", "copies", "limb_blocks", "limb_kernel", "limb_rows",
-    "limbs", "limbs_ahead", "epilogue", "few_rows", "kernel", "memory", "reading", "synchronous", "tiles",
+    "cluster_reduction", "compile", "config", "consumers", "epilogue", "few_rows", "kernel", "limb_blocks",
+    "limb_kernel", "limb_rows", "limbs", "limbs_ahead", "loads", "memory", "places", "reading", "reduction",
+    "register_mainloop", "synchronous", "tiles", "tma_store",
 )  # fmt: skip
-RESIDENT_MODULES = ("resident_config", "resident_early", "resident_kernel", "resident_rows", "resident_mainloop")
-LIMB_MODULES = ("config", "copies", "limb_rows", "limbs", "reading", "resident_config", "resident_rows", "tiles")
+RESIDENT_MODULES = (
+    "resident_config", "resident_early", "resident_kernel", "resident_loads", "resident_mainloop", "resident_rows",
+)  # fmt: skip
+LIMB_MODULES = (
+    "config", "limb_rows", "limbs", "loads", "places", "reading", "resident_config", "resident_rows", "tiles",
+)  # fmt: skip
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
 NUM_LIMB_INTEGERS = NUM_INTEGERS + 1  # where x comes in limbs
 ROWS_COUNTS = (4, 3)  # addresses and integers of the launch that makes them,
@@ -132,10 +137,8 @@ def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
 
 def compile_resident(config: ResidentConfig, arch: str, *options: str) -> Any:
     """As `compile_wgmma`."""
-    from cute_kernels.linear.wgmma.resident_early import EarlyKernel
     from cute_kernels.linear.wgmma.resident_kernel import ResidentKernel
 
     check_config(config)
     counts = (NUM_ADDRESSES, NUM_INTEGERS)
-    kernel = (EarlyKernel if config.publishes_early else ResidentKernel)(config)
-    return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)
+    return compile_matrix_kernel(ResidentKernel(config), config.dtype, counts, arch, *options)

@@ -14,8 +14,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_kernels.linear.wgmma.kernel import WgmmaKernel
-from cute_kernels.linear.wgmma.tiles import Shape, WorkTile
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.tiles import Shape, WorkTile, dense_grid, dense_scheduler, dense_sizes
 from cute_kernels.linear.work import RECIPROCAL_BITS
 
 
@@ -53,17 +53,17 @@ class FewRowsTileScheduler:
         )
 
 
-class FewRowsKernel(WgmmaKernel):
-    """The part that kernels of few rows in limbs share."""
+def few_rows_sizes(config: WgmmaConfig, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind) -> Any:
+    """The fields of a `FewRowsShape`."""
+    reciprocal = ((Int64(1) << RECIPROCAL_BITS) + (splits - 1)) // splits
+    dense = dense_sizes(config, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind)
+    return *dense, dense_grid(config, dense[0], num_tiles, whole, splits), reciprocal
 
-    def sizes(self, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind) -> Any:
-        """The fields of a `FewRowsShape`."""
-        reciprocal = ((Int64(1) << RECIPROCAL_BITS) + (splits - 1)) // splits
-        return *super().sizes(x, n, num_tiles, k_blocks, whole, splits, activation, out_kind), reciprocal
 
-    def tile_scheduler(self, shape: Any, cta, num_ctas) -> Any:
-        if self.config.dsmem_reduction:
-            return super().tile_scheduler(shape, cta, num_ctas)
-        blocks = cute.ceil_div(shape.num_tiles, self.config.block_tiles)
-        count = shape.whole + (blocks - shape.whole) * shape.splits
-        return FewRowsTileScheduler(shape=shape, first=cta, stride=num_ctas, count=count)
+def few_rows_scheduler(config: WgmmaConfig, shape: Any, cta, num_ctas) -> Any:
+    """The work tiles of a CTA of a product of one tile of rows of x."""
+    if config.dsmem_reduction:
+        return dense_scheduler(config, shape, cta, num_ctas)
+    blocks = cute.ceil_div(shape.num_tiles, config.block_tiles)
+    count = shape.whole + (blocks - shape.whole) * shape.splits
+    return FewRowsTileScheduler(shape=shape, first=cta, stride=num_ctas, count=count)

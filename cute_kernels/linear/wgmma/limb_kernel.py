@@ -11,10 +11,15 @@ from cutlass import Int32, Int64
 
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.wgmma.config import ROW_SCALE_BYTES
-from cute_kernels.linear.wgmma.copies import product
-from cute_kernels.linear.wgmma.few_rows import FewRowsKernel, FewRowsShape
+from cute_kernels.linear.wgmma.config import ROW_SCALE_BYTES, WgmmaConfig
+from cute_kernels.linear.wgmma.consumers import Consumers
+from cute_kernels.linear.wgmma.epilogue import TileEpilogue
+from cute_kernels.linear.wgmma.few_rows import FewRowsShape, few_rows_scheduler, few_rows_sizes
+from cute_kernels.linear.wgmma.kernel import TileRoles, launch_options, make_mainloop, make_reduction
 from cute_kernels.linear.wgmma.limb_rows import GROUP_BYTES
+from cute_kernels.linear.wgmma.loads import WeightLoads, product
+from cute_kernels.linear.wgmma.places import DensePlaces
+from cute_kernels.linear.wgmma.reading import StageReader
 from cute_kernels.linear.work import Operands
 
 
@@ -26,13 +31,50 @@ class LimbBlocksShape(FewRowsShape):
     block_rows: Any  # of so many rows
 
 
-class LimbWgmmaKernel(FewRowsKernel):
-    """One compiled variant; its configuration says ``limbs``."""
+class LimbBlockLoads:
+    """Limbs of x in blocks, and their scales, by bulk copies: see `.loads.ActivationLoads`."""
 
-    use_pdl = True
+    def __init__(self, config: WgmmaConfig):
+        self.config = config
 
     @cute.jit
-    def __call__(  # type: ignore[override]
+    def copy(self, shape, memory, scheduler, copy_x, x_view):
+        """Brings the limbs of every k block, and their scales; one warp."""
+        config = self.config
+        limb_bytes, scale_bytes = shape.block_rows * GROUP_BYTES, shape.block_rows * ROW_SCALE_BYTES
+        scales = shape.limbs + product(shape.k_blocks, limb_bytes)  # behind all blocks
+        # The launch before made them. All else it had waited for itself, before it let this one begin.
+        cute.arch.griddepcontrol_wait()
+        stage, phase = Int32(0), Int32(1)
+        for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
+            work_tile = scheduler.work_tile(index)
+            for k_block in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
+                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                with cute.arch.elect_one():
+                    barrier = memory.full + stage
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, limb_bytes + scale_bytes)
+                    address = Int32(barrier.toint())
+                    x = memory.x_address + stage * config.x_stage_bytes
+                    x_scales = memory.x_scales + stage * config.x_scale_stage_bytes
+                    ptx.bulk_copy_to_shared(x, shape.limbs + product(k_block, limb_bytes), limb_bytes, address)
+                    ptx.bulk_copy_to_shared(x_scales, scales + product(k_block, scale_bytes), scale_bytes, address)
+                stage, phase = advance(stage, phase, config.num_stages)
+
+
+class LimbWgmmaKernel:
+    """One compiled variant; its configuration says ``limbs``."""
+
+    def __init__(self, config: WgmmaConfig):
+        self.config = config
+        places, stages = DensePlaces(config), StageReader(config)
+        mainloop = make_mainloop(config, stages, places)
+        reduction = make_reduction(config, TileEpilogue(config), places)
+        self.consumers = Consumers(config, stages, places, mainloop, reduction)
+        weights = WeightLoads(config, places, asks_first=True)
+        self.roles = TileRoles(config, places, weights, LimbBlockLoads(config), self.consumers)
+
+    @cute.jit
+    def __call__(
         self,
         x: cute.Tensor,
         codes: Int64,
@@ -57,30 +99,18 @@ class LimbWgmmaKernel(FewRowsKernel):
         rows, as many as are multiplied (`limb_launch.block_rows`), that `LimbBlocksKernel` makes. It may begin before
         the launch before it, which makes limbs, has ended.
         """
-        sizes = self.sizes(x, n, num_tiles, k_blocks, whole, splits, activation, out_kind)
+        sizes = few_rows_sizes(self.config, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind)
         shape = LimbBlocksShape(*sizes, limbs=limbs, block_rows=block_rows)
         operands = Operands(Int64(0), codes, scales, Int64(0), bias, residual, out, workspace)
-        self.kernel(operands, shape, None, None).launch(**self.launch_options(num_ctas, stream))
+        self.kernel(operands, shape).launch(**launch_options(self.config, num_ctas, stream, use_pdl=True))
 
-    @cute.jit
-    def copy_activations(self, shape, memory, scheduler, copy_x, x_view):
-        """Brings the limbs of every k block, and their scales; one warp."""
-        config = self.config
-        limb_bytes, scale_bytes = shape.block_rows * GROUP_BYTES, shape.block_rows * ROW_SCALE_BYTES
-        scales = shape.limbs + product(shape.k_blocks, limb_bytes)  # behind all blocks
-        # The launch before made them. All else it had waited for itself, before it let this one begin.
-        cute.arch.griddepcontrol_wait()
-        stage, phase = Int32(0), Int32(1)
-        for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
-            work_tile = scheduler.work_tile(index)
-            for k_block in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
-                cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                with cute.arch.elect_one():
-                    barrier = memory.full + stage
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, limb_bytes + scale_bytes)
-                    address = Int32(barrier.toint())
-                    x = memory.x_address + stage * config.x_stage_bytes
-                    x_scales = memory.x_scales + stage * config.x_scale_stage_bytes
-                    ptx.bulk_copy_to_shared(x, shape.limbs + product(k_block, limb_bytes), limb_bytes, address)
-                    ptx.bulk_copy_to_shared(x_scales, scales + product(k_block, scale_bytes), scale_bytes, address)
-                stage, phase = advance(stage, phase, config.num_stages)
+    @cute.kernel
+    def kernel(self, operands, shape):
+        cta, _, _ = cute.arch.block_idx()
+        num_ctas, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        memory = self.roles.allocate()
+        scheduler = few_rows_scheduler(self.config, shape, cta, num_ctas)
+        self.roles.begin(operands, shape, memory, scheduler, warp, lane)
+        self.roles.take(operands, shape, memory, scheduler, None, None, warp, lane)

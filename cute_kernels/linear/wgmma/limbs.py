@@ -17,19 +17,19 @@ and QServe's W4A8; here activations keep 16 bits, which costs no more MMAs than 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.wgmma.config import LIMB_GROUP
-from cute_kernels.linear.wgmma.reading import ConsumerWarps
+from cute_kernels.linear.wgmma.config import LIMB_GROUP, WgmmaConfig
+from cute_kernels.linear.wgmma.reading import StageReader, nothing
 from layouts.weights.hopper import STEP_K, TILE_N
 
 MMA_K = 2 * STEP_K
@@ -37,6 +37,8 @@ K_BLOCK_STEPS = LIMB_GROUP // STEP_K
 LIMB_BASE = 256
 SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
 TOGETHER_TILE_M = 40  # for which a thread has registers for the products of two tiles at a time
+
+Shift = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -131,38 +133,27 @@ class LimbProducts:
             acc[first + i] = ptx.fma(value, scales[i // 2 % 2], acc[first + i])
 
 
-class LimbMainloop(LimbProducts):
-    """What a consumer warpgroup does with the k blocks of a work tile, for a configuration that says ``limbs``."""
+class LimbReader:
+    """What consumer warps read of a stage, or of resident k blocks, whose x is in limbs.
 
-    def __init__(self, kernel: ConsumerWarps):
-        super().__init__(kernel.config.n_tiles, kernel.config.tile_m, kernel.decoder.steps)
-        self.kernel = kernel
-        self.config = kernel.config
+    Args:
+        x_scale_shift: of a work tile, how many scales of x lie between the last multiple of 16 bytes and its first one;
+            None where there are none.
+        in_pairs: whether a thread's two scales of eight rows are one load: a tile's first row is a multiple of eight.
+    """
 
-    @cute.jit
-    def multiply(self, acc, memory, work_tile, place, state, teller, tile_m: int):
-        """As `WgmmaKernel.multiply_k_blocks`; waits for all MMAs of a k block, and gives back every stage itself."""
-        stage, phase, last = state
-        x_place = self.x_scale_place(work_tile)
-        for _ in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
-            cute.arch.mbarrier_wait(memory.full + stage, phase)
-            self.multiply_k_block(acc, memory, stage, place, x_place, tile_m)
-            cute.arch.sync_warp()
-            self.kernel.release(memory, stage, teller)
-            last = stage
-            stage, phase = advance(stage, phase, self.config.num_stages)
-        return stage, phase, last
+    def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None, *, in_pairs: bool):
+        self.config, self.stages = config, stages
+        self.x_scale_shift, self.in_pairs = x_scale_shift or no_shift, in_pairs
 
-    def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int):
-        """Adds a k block's products."""
-        words, scales, x_scales = self.load(memory, stage, place, x_place, tile_m)
-        self.multiply_words(acc, words, scales, x_scales, self.descriptor(memory, stage), place.masks, tile_m)
+    def load_codes(self, memory, stage, place) -> list[list[Any]]:
+        """As `StageReader.load_codes`, of a stage."""
+        return self.stages.load_codes(memory.codes + stage * self.config.code_stage_bytes + place.code_offset)
 
     def load(self, memory, stage, place, x_place, tile_m: int) -> tuple[Any, Any, Any]:
-        """A stage's codes and scales of the thread's rows, [tile], and the scales of its tokens."""
-        config = self.config
-        words = self.kernel.load_codes(memory.codes + stage * config.code_stage_bytes + place.code_offset)
-        scales = [self.load_scales(memory, stage, place, i) for i in range(config.n_tiles)]
+        """A stage's codes and scales of the thread's rows, [tile], and the scales of its rows of x."""
+        words = self.load_codes(memory, stage, place)
+        scales = [self.load_scales(memory, stage, place, i) for i in range(self.config.n_tiles)]
         return words, scales, self.load_x_scales(memory, stage, x_place, tile_m)
 
     def descriptor(self, memory, stage):
@@ -173,17 +164,59 @@ class LimbMainloop(LimbProducts):
         """Scales of the thread's two rows of a tile, fp32."""
         row = (place.row // TILE_N + tile) * TILE_N + place.row % TILE_N
         address = memory.scales + stage * self.config.scale_stage_bytes + row * 2
-        return [self.kernel.to_float(ptx.load_shared_part(address, 16 * half, 2)) for half in range(2)]
+        return [self.stages.to_float(ptx.load_shared_part(address, 16 * half, 2)) for half in range(2)]
 
     def x_scale_place(self, work_tile):
-        """Bytes from a stage's scales of x to that of the thread's first token."""
-        return (self.kernel.x_scale_shift(work_tile) + cute.arch.lane_idx() % 4 * 2) * 4
+        """Bytes from a stage's scales of x to that of the thread's first row."""
+        return (self.x_scale_shift(work_tile) + cute.arch.lane_idx() % 4 * 2) * 4
 
     def load_x_scales(self, memory, stage, x_place, tile_m: int) -> list[Any]:
-        """Scales of x of the thread's tokens, two of every eight."""
+        """Scales of the thread's rows of x, two of every eight."""
         address = memory.x_scales + stage * self.config.x_scale_stage_bytes + x_place
+        if self.in_pairs:
+            pairs = [ptx.load_shared_vector(address, 4 * 8 * block, 2) for block in range(tile_m // 8)]
+            return [word.bitcast(Float32) for pair in pairs for word in pair]
         return [
             ptx.load_shared(address, 4 * (8 * block + i)).bitcast(Float32)
             for block in range(tile_m // 8)
             for i in range(2)
         ]
+
+
+def no_shift(work_tile):
+    return Int32(0)
+
+
+class LimbMainloop:
+    """MMAs of int8 limbs, stage by stage: decodes a k block, multiplies it, waits for it."""
+
+    def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None = None):
+        self.config, self.stages = config, stages
+        self.reader = LimbReader(config, stages, x_scale_shift, in_pairs=False)
+        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps)
+
+    def masks(self, shape, lane):
+        return self.products.masks(nothing(shape, lane))
+
+    @cute.jit
+    def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
+        """As `RegisterMainloop.multiply`; waits for all MMAs of a k block, and releases every stage itself."""
+        stage, phase, last = state
+        x_place = self.reader.x_scale_place(work_tile)
+        for _ in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
+            cute.arch.mbarrier_wait(memory.full + stage, phase)
+            self.multiply_k_block(acc, memory, stage, place, x_place, tile_m)
+            cute.arch.sync_warp()
+            self.stages.release(memory, stage, teller)
+            last = stage
+            stage, phase = advance(stage, phase, self.config.num_stages)
+        return stage, phase, last
+
+    def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int):
+        """Adds a k block's products."""
+        words, scales, x_scales = self.reader.load(memory, stage, place, x_place, tile_m)
+        x = self.reader.descriptor(memory, stage)
+        self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m)
+
+    def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None:
+        """Nothing: accumulators are finished and scaled."""

@@ -19,9 +19,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from cute_kernels.device import ptx, wgmma
+from cute_kernels.device import wgmma
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.wgmma.limbs import LimbMainloop
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.limbs import LimbProducts, LimbReader, Shift
+from cute_kernels.linear.wgmma.reading import StageReader, nothing
 
 STAGE_WORDS = 8  # of a thread's codes of a tile,
 CHUNK_WORDS = 4  # that are loaded at a time
@@ -39,30 +41,13 @@ class Between:
     x_scales: Any  # and x's
 
 
-class AheadMainloop(LimbMainloop):
-    """What a consumer warpgroup does with the k blocks of a work tile, for a configuration that says ``ahead``."""
+class AheadSteps:
+    """The steps of a mainloop that decodes one k block ahead."""
 
-    @cute.jit
-    def multiply(self, acc, memory, work_tile, place, state, teller, tile_m: int):
-        """As `WgmmaKernel.multiply_k_blocks`; waits for all MMAs, and gives back every stage itself."""
-        stage, phase, last = state
-        x_place = self.x_scale_place(work_tile)
-        between = self.nothing_yet(tile_m)
-        cute.arch.mbarrier_wait(memory.full + stage, phase)
-        self.take(memory, stage, place, between)
-        for k_block in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
-            started, scales, x_scales = self.multiply_but_last(acc, memory, stage, place, x_place, between, tile_m)
-            last = stage
-            stage, phase = advance(stage, phase, self.config.num_stages)
-            if k_block + 1 < work_tile.end:
-                cute.arch.mbarrier_wait(memory.full + stage, phase)
-            # Behind the work tile's last k block these are bytes of some other, and not used.
-            self.take(memory, stage, place, between)
-            self.keep(between, wgmma.wait_for_dots(started, 0), scales, x_scales)
-            cute.arch.sync_warp()
-            self.kernel.release(memory, last, teller)
-        self.add_kept(acc, between)
-        return stage, phase, last
+    def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None = None):
+        self.config = config
+        self.reader = LimbReader(config, stages, x_scale_shift, in_pairs=True)
+        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps)
 
     def multiply_but_last(
         self, acc, memory, stage, place, x_place, between: Between, tile_m: int
@@ -72,14 +57,14 @@ class AheadMainloop(LimbMainloop):
 
         Returns the accumulators of the MMAs that are still running, the scales of their rows and those of x.
         """
-        tiles, x = self.config.n_tiles, self.descriptor(memory, stage)
-        started = self.start(self.of(between.operands), x, tile_m)
+        tiles, x = self.config.n_tiles, self.reader.descriptor(memory, stage)
+        started = self.products.start(self.of(between.operands), x, tile_m)
         self.add_kept(acc, between)
-        scales = [self.load_scales(memory, stage, place, i) for i in range(tiles)]
-        x_scales = self.load_x_scales(memory, stage, x_place, tile_m)
+        scales = [self.reader.load_scales(memory, stage, place, i) for i in range(tiles)]
+        x_scales = self.reader.load_x_scales(memory, stage, x_place, tile_m)
         for i in range(1, tiles):
-            following = self.start(self.operands(self.words_of(between, i), place.masks), x, tile_m)
-            self.add(acc, i - 1, self.join(wgmma.wait_for_dots(started, 1)), scales[i - 1], x_scales)
+            following = self.products.start(self.products.operands(self.words_of(between, i), place.masks), x, tile_m)
+            self.products.add(acc, i - 1, self.products.join(wgmma.wait_for_dots(started, 1)), scales[i - 1], x_scales)
             started = following
         return started, scales[-1], x_scales
 
@@ -99,9 +84,9 @@ class AheadMainloop(LimbMainloop):
 
     def take(self, memory, stage, place, between: Between) -> None:
         """Loads a stage's codes, and decodes those of the first tile."""
-        found = self.kernel.load_codes(memory.codes + stage * self.config.code_stage_bytes + place.code_offset)
+        found = self.reader.load_codes(memory, stage, place)
         self.put(between.words, [word for tile in found for chunk in tile for word in chunk])
-        self.put(between.operands, self.operands(found[0], place.masks))
+        self.put(between.operands, self.products.operands(found[0], place.masks))
 
     def words_of(self, between: Between, tile: int) -> list[list[Any]]:
         """[chunk of a tile's codes] words that were loaded."""
@@ -110,20 +95,14 @@ class AheadMainloop(LimbMainloop):
 
     def keep(self, between: Between, dots, scales, x_scales) -> None:
         """Keeps the products of a k block's last tile."""
-        self.put(between.products, self.join(dots))
+        self.put(between.products, self.products.join(dots))
         self.put(between.scales, scales)
         self.put(between.x_scales, x_scales)
 
     def add_kept(self, acc, between: Between) -> None:
         """Adds the products that were kept to the accumulators of the last tile."""
         kept = (self.of(between.products), self.of(between.scales), self.of(between.x_scales))
-        self.add(acc, self.config.n_tiles - 1, *kept)
-
-    def load_x_scales(self, memory, stage, x_place, tile_m: int) -> list[Any]:
-        # A dense tile's first row is at a multiple of eight, so a thread's two scales of eight are at one of 8 bytes.
-        address = memory.x_scales + stage * self.config.x_scale_stage_bytes + x_place
-        pairs = [ptx.load_shared_vector(address, 4 * 8 * block, 2) for block in range(tile_m // 8)]
-        return [word.bitcast(Float32) for pair in pairs for word in pair]
+        self.products.add(acc, self.config.n_tiles - 1, *kept)
 
     @staticmethod
     def of(registers) -> list[Any]:
@@ -135,3 +114,41 @@ class AheadMainloop(LimbMainloop):
         """Puts values into a tensor of registers."""
         for i, value in enumerate(values):
             registers[i] = value
+
+
+class AheadMainloop:
+    """MMAs of int8 limbs, stage by stage, one k block decoded ahead."""
+
+    def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None = None):
+        self.config, self.stages = config, stages
+        self.steps = AheadSteps(config, stages, x_scale_shift)
+
+    def masks(self, shape, lane):
+        return self.steps.products.masks(nothing(shape, lane))
+
+    @cute.jit
+    def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
+        """As `RegisterMainloop.multiply`; waits for all MMAs, and releases every stage itself."""
+        stage, phase, last = state
+        x_place = self.steps.reader.x_scale_place(work_tile)
+        between = self.steps.nothing_yet(tile_m)
+        cute.arch.mbarrier_wait(memory.full + stage, phase)
+        self.steps.take(memory, stage, place, between)
+        for k_block in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
+            started, scales, x_scales = self.steps.multiply_but_last(
+                acc, memory, stage, place, x_place, between, tile_m
+            )
+            last = stage
+            stage, phase = advance(stage, phase, self.config.num_stages)
+            if k_block + 1 < work_tile.end:
+                cute.arch.mbarrier_wait(memory.full + stage, phase)
+            # Behind the work tile's last k block these are bytes of some other, and not used.
+            self.steps.take(memory, stage, place, between)
+            self.steps.keep(between, wgmma.wait_for_dots(started, 0), scales, x_scales)
+            cute.arch.sync_warp()
+            self.stages.release(memory, last, teller)
+        self.steps.add_kept(acc, between)
+        return stage, phase, last
+
+    def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None:
+        """Nothing: accumulators are finished and scaled."""

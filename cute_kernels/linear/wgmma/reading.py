@@ -1,17 +1,23 @@
-"""What consumer warps read of a stage, codes, scales and zero points of their rows, and how they give it back."""
+"""What consumer warps read of a stage, codes, scales and zero points of their rows, and how they release it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.ring import advance, advance_by
 from cute_kernels.linear.decode import Decoder, SubnormalDecoder
-from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
+from cute_kernels.linear.wgmma.places import Places
+from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import TILE_BYTES, TILE_N
+
+FRAGMENT_BYTES = 16  # of a thread, in a tile
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,10 @@ class Lane:
     code_offset: Any  # of its 16 bytes in the first tile of its warpgroup
     row: Any  # its first row in the first tile of its warpgroup, among the block's
     masks: Any  # of the decoder
-    k_rank: Any  # of k blocks that is its warpgroup's
+    k_rank: Any  # of its warpgroup, among those that interleave k blocks
+    warp: Any
+    lane: Any
+    fits: Any = None  # of resident limbs: whether all of x that the CTA needs is made at once
 
 
 def make_decoder(config: WgmmaConfig) -> Decoder:
@@ -31,17 +40,55 @@ def make_decoder(config: WgmmaConfig) -> Decoder:
     return Decoder(config.bits, config.dtype)
 
 
-class ConsumerWarps:
-    """The part of a kernel that k blocks of every kind read by: see :mod:`.synchronous`, :mod:`.limbs`."""
+class StageReader:
+    """How the consumer warps of a configuration read stages: every mainloop has one.
 
-    config: WgmmaConfig
-    decoder: Decoder
-    mma_dtype: str
+    Attributes:
+        decoder: makes numbers of codes.
+    """
 
-    if TYPE_CHECKING:
+    def __init__(self, config: WgmmaConfig, decoder: Decoder | None = None):
+        self.config = config
+        self.decoder = decoder or make_decoder(config)
 
-        def x_scale_shift(self, work_tile) -> Any:
-            """See `ProducerWarps.x_scale_shift`."""
+    # -- places -------------------------------------------------------------------------------------------------------
+
+    def lane(self, shape, warp, lane, masks: Callable[[Any, Any], Any]) -> Lane:
+        """A thread's places. masks: of a mainloop, of (shape, lane)."""
+        config = self.config
+        group, row_warp = warp // WARPGROUP_WARPS, warp % WARPGROUP_WARPS
+        first_tile = self.first_tile(group)
+        return Lane(
+            code_offset=first_tile * (config.k_block_tiles * TILE_BYTES)
+            + row_warp * (WARP_THREADS * FRAGMENT_BYTES)
+            + lane * FRAGMENT_BYTES,
+            row=first_tile * TILE_N + row_warp * 16 + lane // 4,
+            masks=masks(shape, lane),
+            k_rank=self.k_rank(group),
+            warp=warp,
+            lane=lane,
+        )
+
+    def first_tile(self, group):
+        """The first tile of a warpgroup, among the block's."""
+        if self.config.k_warpgroups > 1:
+            group = group % (self.config.warpgroups // self.config.k_warpgroups)
+        return group * self.config.n_tiles
+
+    def k_rank(self, group):
+        """A warpgroup's number among those that interleave the k blocks of its tiles."""
+        if self.config.k_warpgroups == 1:
+            return Int32(0)
+        return Int32(group // (self.config.warpgroups // self.config.k_warpgroups))
+
+    # -- stages -------------------------------------------------------------------------------------------------------
+
+    def next_stage(self, stage, phase):
+        """The stage of a warpgroup's next k block, and the parity of its barrier."""
+        config = self.config
+        if config.k_warpgroups == 1:
+            return advance(stage, phase, config.num_stages)
+        return advance_by(config.k_warpgroups, stage, phase, config.num_stages)
 
     @cute.jit
     def release(self, memory, stage, teller):
@@ -93,3 +140,47 @@ class ConsumerWarps:
     def to_float(self, word):
         """The low 16 bits of a word, of the configuration's dtype."""
         return ptx.bf16x2_low_to_float(word) if self.config.dtype == "bf16" else ptx.half2_low_to_float(word)
+
+
+def nothing_by_lane(shape, lane):
+    """0 that the compiler does not know, and takes for different in each lane.
+
+    A mask made of what all lanes share may be kept in a uniform register, which LOP3 cannot read beside a constant:
+    each would be a copy and a LOP3.
+    """
+    return Uint32((shape.m + lane) >> 31)
+
+
+def nothing(shape, lane):
+    """The same, of which the compiler knows that all lanes share it: where masks are kept in registers anyway."""
+    return Uint32(shape.m >> 31)
+
+
+class Channel:
+    """Scales and zero points that hold for all of K: those of weights without groups, which meet the accumulators."""
+
+    def __init__(self, config: WgmmaConfig, stages: StageReader, places: Places):
+        self.config, self.stages, self.places = config, stages, places
+
+    def load(self, operands, shape, work_tile, first_tile, place: Lane) -> list[Any]:
+        """[tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
+        config, decoder = self.config, self.stages.decoder
+        channel = []
+        if not config.group_size:
+            for i in range(config.n_tiles):
+                tile = self.places.weight_tile(shape, work_tile, first_tile + i)
+                row = Int64(tile) * TILE_N + place.row % TILE_N
+                words = [numbers.load_global_part(operands.scales + row * 2, 16 * half, 2) for half in range(2)]
+                points = [decoder.symmetric_zero] * 2
+                if config.zero_point:
+                    points = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
+                channel.append(([self.stages.to_float(word) for word in words], decoder.row_numbers(None, points)))
+        return channel
+
+    def scale(self, acc, finished, channel):
+        """Keeps the finished accumulators, times the scales of their rows where those hold for all of K."""
+        tile_acc, decoder = self.config.tile_m // 2, self.stages.decoder
+        for i, value in enumerate(finished):
+            if channel:
+                value = value * channel[i // tile_acc][0][i // 2 % 2]
+            acc[i] = value * decoder.unit if decoder.scales_weights else value

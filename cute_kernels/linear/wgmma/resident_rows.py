@@ -23,6 +23,8 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.linear.wgmma.config import LIMB_GROUP, ROW_LIMB_BYTES, TMA_TILE_K, WGMMA_N_STEP, LimbRowsConfig
 from cute_kernels.linear.wgmma.limb_rows import MAGIC, LimbRowsKernel
+from cute_kernels.linear.wgmma.reading import Lane
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.sm90 import WARP_THREADS
 
 GROUP_LANES = 4  # that have 128 inputs of a row
@@ -37,6 +39,7 @@ PIECE_BITS = PIECE_INPUTS.bit_length() - 1
 GROUP_PIECES = LIMB_GROUP // PIECE_INPUTS
 STEP_WORDS = LANE_BLOCKS * BLOCK_PIECES * PIECE_BYTES // 4
 K_BLOCK_TMA_TILES = LIMB_GROUP // TMA_TILE_K
+CHUNK_BARRIER = 14  # of the consumer warps, between chunks of K
 ROW_BYTES = LIMB_GROUP  # of limbs; and of x, of half of a group
 MAGNITUDES = 0x7FFF7FFF
 # Added before the limbs are taken apart, so that the upper one is rounded; the lower one's first bit is turned by it.
@@ -234,3 +237,54 @@ class ResidentRows:
             address = start + (block ^ (row & (WGMMA_N_STEP - 1))) * PIECE_BYTES
             ptx.store_shared(address, 0, words[:4])
             ptx.store_shared(address + tile_m * ROW_BYTES, 0, words[4:])
+
+
+class ResidentLimbs:
+    """The limbs of x that a CTA of a `.resident_kernel.ResidentKernel` keeps: who asks for x, and who makes them.
+
+    All of it is done by the consumer warps, between two uses of the room for limbs.
+    """
+
+    def __init__(self, config: ResidentConfig):
+        self.config = config
+        self.rows = ResidentRows(config)
+        self.source: Any = None
+
+    def attach(self, operands, shape, memory, copy_x, x_view) -> None:
+        """Says where x is, once for a kernel: no dynamic condition can carry what describes copies."""
+        self.source = self.rows.source(operands, shape, memory, copy_x, x_view)
+
+    @cute.jit
+    def make_first(self, shape, memory, scheduler, warp, lane):
+        """Makes limbs of the CTA's part of K, if there is room for them. Returns whether there is."""
+        work_tile = scheduler.work_tile(scheduler.first)
+        begin, end = work_tile.begin, work_tile.end
+        fits = cutlass.select_(end - begin <= self.config.resident_k_blocks, Int32(1), Int32(0))
+        if const_expr(not self.config.loads):
+            if warp == 0:
+                if lane == 0:
+                    cute.arch.mbarrier_init(memory.x_barrier, self.config.consumer_warps)
+                    cute.arch.mbarrier_init_fence()
+            self.meet()
+        if fits != 0:
+            if const_expr(not self.config.loads):
+                self.rows.bring(self.source, Int32(0), begin, end, warp)
+                cute.arch.mbarrier_wait(memory.x_barrier, 0)
+            self.rows.make(self.source, memory, begin, end, warp, lane)
+        return fits
+
+    def bring(self, place: Lane, first, begin, end):
+        """Asks for x of k blocks [begin, end), as the ``first`` of those there is room for."""
+        if const_expr(not self.config.loads):
+            self.rows.bring(self.source, first, begin, end, place.warp)
+
+    def make(self, place: Lane, memory, begin, end, x_phase):
+        """Makes limbs of k blocks [begin, end), once x has come."""
+        if const_expr(not self.config.loads):
+            cute.arch.mbarrier_wait(memory.x_barrier, x_phase)
+        self.rows.make(self.source, memory, begin, end, place.warp, place.lane)
+
+    def meet(self):
+        """Waits for all consumer warps."""
+        threads = self.config.consumer_warps * WARP_THREADS
+        cute.arch.barrier(barrier_id=CHUNK_BARRIER, number_of_threads=threads)

@@ -68,7 +68,7 @@ RESIDENT_SHAPES = {
 }
 RESIDENT_CLUSTER = 2
 SPARE_BYTES = 2048  # of shared memory, for alignment
-# An H200's, fitted to measured times (tests/linear/measured.py).
+# An H200's, fitted to measured times (tests/facts/linear.json).
 RESIDENT_START_CLOCKS = 3300  # beyond a launch's: until limbs are made, and the way out of the last work tile
 RESIDENT_ROW_CLOCKS = 100  # of that, for each row beyond eight
 RESIDENT_TILE_CLOCKS = {

@@ -3,7 +3,7 @@
 Every CTA takes a tile in each round; the tiles of a last, incomplete round are cut along K or along rows of x. What an
 work tile takes is the slowest of four: the tensor cores, decoding, the memory's rate for weights, the filling in of
 rows that x does not have. Small tiles waste decoding, large ones the last round; see `efficiency`. The rates are an
-H200's, fitted to measured times (tests/linear/measured.py, docs/design/weight_only_linear.md).
+H200's, fitted to measured times (tests/facts/linear.json, docs/design/weight_only_linear.md).
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from cutlass import Float32
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import MMA_N
-from cute_kernels.linear.wgmma.config import TMA_TILE_K, WGMMA_N_STEP
-from cute_kernels.linear.wgmma.reading import ConsumerWarps
+from cute_kernels.linear.wgmma.config import TMA_TILE_K, WGMMA_N_STEP, WgmmaConfig
+from cute_kernels.linear.wgmma.reading import Channel, StageReader, nothing, nothing_by_lane
+from cute_kernels.linear.wgmma.register_mainloop import MMA_DTYPE
 from layouts.weights.hopper import STEP_K
 
 ROW_BYTES = 2 * TMA_TILE_K  # of a TMA tile of activations
@@ -26,22 +27,25 @@ PIECE_BYTES = 16  # that swizzling moves: 8 inputs
 
 
 class SynchronousMainloop:
-    """What a consumer warp does with the k blocks of a work tile, for a configuration that says ``synchronous``."""
+    """MMAs of single warps (mma.sync), which wait for no other warp; scales meet the accumulators of a group."""
 
-    def __init__(self, kernel: ConsumerWarps):
-        self.kernel = kernel
-        self.config = kernel.config
+    def __init__(self, config: WgmmaConfig, stages: StageReader, channel: Channel, *, masks_by_lane: bool):
+        self.config, self.stages, self.channel = config, stages, channel
+        self.nothing = nothing_by_lane if masks_by_lane else nothing
+
+    def masks(self, shape, lane):
+        return self.stages.decoder.masks(self.nothing(shape, lane))
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, teller, tile_m: int):
-        """As `WgmmaKernel.multiply_k_blocks`; gives back every stage itself."""
+        """As `RegisterMainloop.multiply`; releases every stage itself."""
         stage, phase, last = state
         rows = self.rows(cute.arch.lane_idx())
         for _ in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
             cute.arch.mbarrier_wait(memory.full + stage, phase)
             self.multiply_k_block(acc, memory, stage, place, rows, channel, tile_m)
             cute.arch.sync_warp()
-            self.kernel.release(memory, stage, teller)
+            self.stages.release(memory, stage, teller)
             last = stage
             stage, phase = advance(stage, phase, self.config.num_stages)
         return stage, phase, last
@@ -60,12 +64,12 @@ class SynchronousMainloop:
 
     def multiply_k_block(self, acc, memory, stage, place, rows, channel, tile_m: int):
         """Adds W X^T of a k block to ``acc``: [tile of the warpgroup][tokens / 2]."""
-        config, kernel = self.config, self.kernel
-        decoder = kernel.decoder
+        config, stages = self.config, self.stages
+        decoder = stages.decoder
         blocks, tile_acc = tile_m // MMA_N, config.tile_m // 2
         codes = memory.codes + stage * config.code_stage_bytes + place.code_offset
-        words = kernel.load_codes(codes)
-        numbers = [kernel.load_numbers(memory, stage, place, i) for i in range(config.n_tiles)]
+        words = stages.load_codes(codes)
+        numbers = [stages.load_numbers(memory, stage, place, i) for i in range(config.n_tiles)]
         x = memory.x_address + stage * config.x_stage_bytes
         places = [x + row for row in rows]
         steps = config.k_block_steps // max(config.k_block_groups, 1)
@@ -84,7 +88,7 @@ class SynchronousMainloop:
                     a = decoder.fragment(words[i][step // decoder.steps], step % decoder.steps, offsets, place.masks)
                     for block in range(blocks):
                         operand = b[block // 2][block % 2 * 2 : block % 2 * 2 + 2]
-                        parts[i][block] = ptx.mma_m16n8k16(parts[i][block], a, operand, dtype=kernel.mma_dtype)
+                        parts[i][block] = ptx.mma_m16n8k16(parts[i][block], a, operand, dtype=MMA_DTYPE[config.dtype])
             for i in range(config.n_tiles):
                 for block in range(blocks):
                     for j in range(4):
@@ -94,3 +98,7 @@ class SynchronousMainloop:
                             acc[at] = ptx.fma(parts[i][block][j], scale, acc[at])
                         else:
                             acc[at] = acc[at] + parts[i][block][j]
+
+    def finish(self, acc, memory, work_tile, place, channel, last, teller) -> None:
+        """Applies scales that hold for all of K."""
+        self.channel.scale(acc, [acc[i] for i in range(self.config.thread_acc)], channel)

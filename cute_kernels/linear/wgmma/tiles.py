@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Int32
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
 
 from cute_kernels.device.division import Divisor
 from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
@@ -165,10 +166,29 @@ class ClusterTileScheduler:
         return WorkTile(block, m_tile, begin, end, split, Int32(self.cluster), Int32(tile))
 
 
-def parts_with(config: WgmmaConfig, rows):
-    """Of the parts of a tile, how many have some of its ``rows``, at least 1; there may be more than the tile takes."""
-    if config.row_parts == 1:
-        return Int32(1)
-    bits = config.part_m.bit_length() - 1
-    present = cutlass.min((rows + (config.part_m - 1)) >> bits, config.row_parts)
-    return cutlass.max(present, 1) if config.cuts_rows else present
+def dense_sizes(config: WgmmaConfig, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind) -> tuple[Any, ...]:
+    """The fields of a `Shape` but its grid."""
+    m, k = x.shape
+    scale_groups = k_blocks * config.block_k // config.group_size if config.group_size else Int32(1)
+    split_k_blocks = (k_blocks + splits - 1) // splits
+    return m, n, k, num_tiles, k_blocks, scale_groups, whole, splits, split_k_blocks, activation, out_kind
+
+
+def dense_grid(config: WgmmaConfig, m, num_tiles, whole, splits) -> TileGrid | None:
+    """How tiles are counted, where not by blocks of output features alone."""
+    if config.one_m_tile:
+        return None
+    blocks = cute.ceil_div(num_tiles, config.block_tiles * config.multicast)
+    return TileGrid.of(blocks, cute.ceil_div(m, config.tile_m), whole, splits)
+
+
+def dense_scheduler(config: WgmmaConfig, shape: Shape, cta, num_ctas) -> TileScheduler | ClusterTileScheduler:
+    """The work tiles of a CTA of a dense product."""
+    rank = 0
+    if const_expr(config.cluster > 1):
+        return ClusterTileScheduler(shape, cta, config.cluster)
+    if const_expr(config.multicast > 1):
+        bits = config.multicast.bit_length() - 1
+        cta, rank, num_ctas = cta >> bits, cta & (config.multicast - 1), num_ctas >> bits
+    cuts = config.splits_k or config.cuts_rows
+    return TileScheduler(shape, cta, num_ctas, config.multicast, rank, cuts, config.cuts_rows)

@@ -28,8 +28,8 @@ from cute_kernels.device.ring import advance, advance_by
 from cute_kernels.linear.config import MMA_N, ROW_WARPS
 from cute_kernels.linear.kernel import FRAGMENT_BYTES, Lane, LinearKernel
 from cute_kernels.linear.wgmma.config import ROW_LIMB_BYTES, ROW_SCALE_BYTES
-from cute_kernels.linear.wgmma.copies import product
 from cute_kernels.linear.wgmma.limbs import LimbProducts, Part
+from cute_kernels.linear.wgmma.loads import product
 from cute_kernels.linear.wgmma.resident_rows import PIECE_BITS, ResidentRows, Source
 from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.moe.ranges.finder import Entry, ExpertFinder, load_places

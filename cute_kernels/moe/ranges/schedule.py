@@ -46,7 +46,7 @@ SHAPES = (
 )
 MODELLED_ROWS = ROWS[0]
 PARTS = (2, 4)  # of K, where it has no room whole
-# An H200's, fitted to measured times (tests/moe/measured.py).
+# An H200's, fitted to measured times (tests/facts/moe.json).
 START_US = 7.2  # of a launch, until the first weights have come, and of the way out
 BLOCK_US = 0.08  # of a block, beyond the memory's time for it
 LEAST_SHARE = 0.5  # of the time of a round of blocks, however few CTAs have one more

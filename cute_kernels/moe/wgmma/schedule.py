@@ -2,7 +2,7 @@
 
 How many rows each expert gets is known on the device only, so the host weighs tiles by how many of them an expert takes
 on average if rows fall to experts at random: small tiles waste the tensor cores, large ones their last rows. The time
-of a tile is that of `cute_kernels.linear.wgmma.schedule`. Rates are an H200's, fitted to tests/moe/measured.py.
+of a tile is that of `cute_kernels.linear.wgmma.schedule`. Rates are an H200's, fitted to tests/facts/moe.json.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def tile_config(problem: GroupedProblem, shape: Shape) -> WgmmaConfig | None:
 
 
 def scaled_as_decoded(config: WgmmaConfig) -> bool:
-    """Whether weights are those of which the tables in tests/moe/measured.py hold for such decoding."""
+    """Whether weights are those of which the tables in tests/facts/moe.json hold for such decoding."""
     return config.scales_codes and config.bits == SCALED_BITS and not config.zero_point
 
 
