@@ -68,7 +68,8 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
         for form in config.formats
     ]
     lengths = [tensor(cutlass.Int32, (count,), 4) for count in (ends, batch)]
-    scales = [*[Int64(0)] * 4, Int32(0), Int32(0), Float32(1.0)]
+    results = [*[Int64(0)] * 4, Int32(0)]
+    scales = [Int64(0), Int64(0), Int32(0), Int32(0), Float32(1.0)]
     features = [Int64(0), Int32(0), Int32(0), Float32(1.0), Int64(0), Int64(0), Int32(1)]
     return cute.compile(
         ExtendKernel(config),
@@ -76,6 +77,7 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
         *caches,
         *lengths,
         queries[1],
+        *results,
         *scales,
         *features,
         make_fake_stream(use_tvm_ffi_env_stream=True),

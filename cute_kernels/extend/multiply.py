@@ -55,13 +55,16 @@ class Features:
 class Operands:
     """What a launch gives consumers; addresses and numbers.
 
-    q, out: [total_q, num_q_heads, head_dim]; lse: fp32 [total_q, num_q_heads] or 0; k_scale, v_scale: fp32 of formats
+    q, out: [total_q, num_q_heads, head_dim]; lse: fp32 [total_q, num_q_heads] or 0; other_out, other_lse: alike, what
+    the result is merged with, if it is; k_scale, v_scale: fp32 of formats
     that are given one, ``*_scale_stride`` elements from a KV head's to the next one's.
     """
 
     q: Any
     out: Any
     lse: Any
+    other_out: Any
+    other_lse: Any
     k_scale: Any
     v_scale: Any
     k_scale_stride: Any
@@ -219,7 +222,7 @@ class Consumer:
         """Probabilities of a block from its scores; the factors by which earlier sums shrink."""
         masked = self.worker.is_masked(shape, work, span, block)
         key_scales, value_scales = memory.scales_of(KEYS, stage), memory.scales_of(VALUES, stage)
-        self.softmax.take(values, rows, features, block, masked, work.kv_len, key_scales, lane)
+        self.softmax.take(values, rows, features, block, masked, work.kv_stop, key_scales, lane)
         if const_expr(self.config.token_scales[0]):
             self.release(memory, KEYS, stage, lane)
         if const_expr(self.config.token_scales[1]):
@@ -250,7 +253,7 @@ class Consumer:
         for i in range(2):
             row = warp * WARP_ROWS + lane // 4 + 8 * i
             _, place, head = query_row(shape, work, work.first_row + group * WARPGROUP_ROWS + row)
-            positions.append(work.kv_len - work.q_len + place)
+            positions.append(work.before + place)
             own = scale
             if const_expr(self.config.converts_queries):
                 own = scale * ptx.load_shared(query_scales + row * 4, 0).bitcast(Float32)
@@ -276,12 +279,19 @@ class Consumer:
             number, _, head = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
             total = lane_sum(rows.totals[i], ROW_LANES)
             reference = rows.references[i]
+            more = None
+            if const_expr(config.merges):
+                reference, total, own, more = self.merge(operands, number, reference, total, lane)
             denominator = total
             if const_expr(config.features.sinks):
                 sink = load_float(features.sinks + Int64(head) * 4)
                 denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -reference))
             nothing = total == 0.0
-            factor = cutlass.select_(nothing, Float32(0.0), ptx.reciprocal(denominator) * unit)
+            factor = cutlass.select_(nothing, Float32(0.0), ptx.reciprocal(denominator))
+            if const_expr(config.merges):
+                more = [value * factor for value in more]
+                factor = factor * own
+            factor = factor * unit
             if operands.lse != 0:
                 if exists & (lane % 4 == 0):
                     lse = (reference + ptx.log2(total)) * ptx.LN_2
@@ -290,10 +300,28 @@ class Consumer:
             address = operands.out + Int64(number) * (config.head_dim * ELEMENT_BYTES) + Int64(lane % 4 * 16)
             pairs = [j for j in range(0, config.head_dim // 2, 2) if row_of(j) == i]
             for first in cutlass.range_constexpr(0, len(pairs), 4):
-                words = [self.results.pack(sums[j] * factor, sums[j + 1] * factor) for j in pairs[first : first + 4]]
+                values = [sums[j + k] * factor for j in pairs[first : first + 4] for k in range(2)]
+                if const_expr(config.merges):
+                    values = [a + b for a, b in zip(values, more[2 * first : 2 * first + 8], strict=True)]
+                words = [self.results.pack(values[k], values[k + 1]) for k in range(0, 8, 2)]
                 piece = transpose_quad(words, lane)
                 if exists:
                     ptx.store_global(address, piece, offset=first * 16)
+
+    def merge(self, operands, number, reference, total, lane) -> tuple[Any, ...]:
+        """(reference, total) of a row together with the other launch's, what its own sums are to be multiplied with,
+        and the other's values times their weight, of the thread's columns in order."""
+        other = load_float(operands.other_lse + Int64(number) * 4) * ptx.LOG2_E
+        common = ptx.fmax(reference, other)
+        own, weight = ptx.exp2(reference - common), ptx.exp2(other - common)
+        row_bytes = self.config.head_dim * ELEMENT_BYTES
+        address = operands.other_out + Int64(number) * row_bytes + Int64(lane % 4 * 4)
+        words = [ptx.load_global_words(address, offset, 1, constant=False)[0] for offset in range(0, row_bytes, 16)]
+        halves = {
+            "bf16": (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float),
+            "fp16": (ptx.half2_low_to_float, ptx.half2_high_to_float),
+        }[self.config.q_dtype]
+        return common, ptx.fma(total, own, weight), own, [half(word) * weight for word in words for half in halves]
 
     # -- barriers -----------------------------------------------------------------------------------------------------
 

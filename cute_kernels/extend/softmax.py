@@ -73,7 +73,7 @@ class Softmax:
         return found
 
     @cute.jit
-    def take(self, scores, rows: Rows, features, block: Int32, masked, kv_len: Int32, key_scales: Int32, lane: Int32):
+    def take(self, scores, rows: Rows, features, block: Int32, masked, kv_stop: Int32, key_scales: Int32, lane: Int32):
         """Scores times what their keys' rows are scaled with, capped and biased, then masked."""
         if const_expr(self.token_scales[0]):
             scales = self.load_scales(key_scales, lane)
@@ -85,9 +85,9 @@ class Softmax:
                 scores[i] = self.transform(scores[i], rows, features, token + sum_place(i)[1], row_of(i))
         if masked:
             for row in cutlass.range_constexpr(2):
-                stop = kv_len - token
+                stop = kv_stop - token
                 if const_expr(self.features.causal):
-                    stop = rows.positions[row] + 1 - token
+                    stop = cutlass.min(rows.positions[row] + 1, kv_stop) - token
                 start = rows.positions[row] - features.window - token
                 for i in cutlass.range_constexpr(self.count):
                     if const_expr(row_of(i) == row):
