@@ -35,6 +35,8 @@ class ExtendOptions(TypedDict, total=False):
     alibi_slopes: torch.Tensor | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
+    new_k: torch.Tensor | None
+    new_v: torch.Tensor | None
     out: torch.Tensor | None
 
 

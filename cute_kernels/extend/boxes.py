@@ -14,8 +14,8 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device import numbers, wgmma_tiles
 from cute_kernels.device.ring import advance
 from cute_kernels.extend.config import SLAB_COLUMNS, ExtendConfig
+from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.memory import KEYS, VALUES
-from cute_kernels.mla.elements import of_name
 from cute_kernels.sm90 import WARP_THREADS
 
 

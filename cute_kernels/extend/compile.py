@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels import attention, kv_formats, mla
+from cute_kernels import attention, kv_formats
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
@@ -25,8 +25,7 @@ class ExtendSpec(KernelSpec):
 
     def source_roots(self) -> tuple[Path, ...]:
         attention_room = Path(attention.__file__).resolve().parent
-        elements = Path(mla.__file__).resolve().parent / "elements.py"
-        files = [attention_room / "config.py", attention_room / "features.py", attention_room / "tiles.py", elements]
+        files = [attention_room / "config.py", attention_room / "features.py", attention_room / "tiles.py"]
         return *super().source_roots(), Path(kv_formats.__file__).resolve(), *files
 
     def compile(self, arch: str) -> Any:
@@ -46,7 +45,7 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
     import cutlass
     import cutlass.cute as cute
     from cutlass import Float32, Int32, Int64
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
     from cute_kernels.extend.kernel import ExtendKernel
 
@@ -59,14 +58,14 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
 
     total_q, q_heads, blocks, outer, inner, batch, ends = (cute.sym_int() for _ in range(7))
     queries = [tensor(float_type[config.q_dtype], (total_q, q_heads, config.head_dim), 16) for _ in range(2)]
-    caches = [
-        tensor(
-            float_type.get(form.name, cutlass.Uint8),
-            (blocks, outer, inner, form.row_elements(config.head_dim)),
-            4 if config.coded else 16,
-        )
-        for form in config.formats
-    ]
+
+    def cache(form):
+        """Rows are aligned and without gaps."""
+        dtype, align = float_type.get(form.name, cutlass.Uint8), 4 if config.coded else 16
+        strides = [cute.sym_int64(divisibility=align * 8 // dtype.width) for _ in range(3)]
+        shape = (blocks, outer, inner, form.row_elements(config.head_dim))
+        return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=align)
+
     lengths = [tensor(cutlass.Int32, (count,), 4) for count in (ends, batch)]
     results = [*[Int64(0)] * 4, Int32(0)]
     scales = [Int64(0), Int64(0), Int32(0), Int32(0), Float32(1.0)]
@@ -74,7 +73,7 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
     return cute.compile(
         ExtendKernel(config),
         queries[0],
-        *caches,
+        *map(cache, config.formats),
         *lengths,
         queries[1],
         *results,

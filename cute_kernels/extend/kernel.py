@@ -20,7 +20,7 @@ from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.ring import advance
 from cute_kernels.extend.boxes import BoxProducer
-from cute_kernels.extend.config import MMA_WARPS, TILE_ROWS, WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
+from cute_kernels.extend.config import ELEMENT_BYTES, MMA_WARPS, TILE_ROWS, WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
 from cute_kernels.extend.decode import RowProducer
 from cute_kernels.extend.memory import Memory, Pages, Rows, Source
 from cute_kernels.extend.multiply import Consumer, Features, Operands
@@ -92,8 +92,8 @@ class ExtendKernel:
             window=window,
         )
         rows = [
-            Rows.of(tensor, form.row_bytes(config.head_dim), config.features.head_major)
-            for tensor, form in zip((k_cache, v_cache), config.formats, strict=True)
+            Rows.of(tensor, 1 if config.coded else ELEMENT_BYTES, config.features.head_major)
+            for tensor in (k_cache, v_cache)
         ]
         pages = Pages(block_table, max_pages, cache[0], Divisor.of(tokens))
         source = Source(*rows, pages, self.producer.make_maps(k_cache, v_cache))

@@ -108,15 +108,12 @@ class Rows:
     head_bytes: Any
 
     @staticmethod
-    def of(cache: cute.Tensor, row_bytes: int, head_major: bool) -> Rows:
-        """On the host; cache: 4 dimensions without gaps."""
-        shape: Any = cache.shape
-        block_bytes = Int64(shape[1]) * (shape[2] * row_bytes)
-        inner = Int64(shape[2]) * row_bytes
-        base = cache.iterator.toint()
-        if head_major:
-            return Rows(base, block_bytes, Int32(row_bytes), inner)
-        return Rows(base, block_bytes, Int32(inner), Int64(row_bytes))
+    def of(cache: cute.Tensor, element_bytes: int, head_major: bool) -> Rows:
+        """On the host; cache: 4 dimensions, rows without gaps."""
+        strides: Any = cache.stride
+        block, outer, inner = (Int64(stride) * element_bytes for stride in strides[:3])
+        token, head = (inner, outer) if head_major else (outer, inner)
+        return Rows(cache.iterator.toint(), block, token.to(Int32), head)
 
     def address(self, block, place, head):
         """Of a head's row of the token at a place in a block."""

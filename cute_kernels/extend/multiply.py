@@ -28,11 +28,11 @@ from cute_kernels.extend.config import (
     WORK_SLOTS,
     ExtendConfig,
 )
+from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.memory import KEYS, VALUES
 from cute_kernels.extend.queries import WARP_ROWS, QueryLoader, query_row
 from cute_kernels.extend.softmax import LOWEST, ROW_LANES, Rows, Softmax, load_float, rescale, row_of
 from cute_kernels.extend.work import END, Work, Worker
-from cute_kernels.mla.elements import of_name
 from cute_kernels.sm90 import WARP_THREADS
 
 FIRST_WARPGROUP = 1  # named barriers: of each warpgroup, then of their turns
@@ -77,7 +77,7 @@ class Consumer:
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        self.numbers = of_name(config.operand_type)
+        self.operands = of_name(config.operand_type)
         self.results = of_name(config.q_dtype)
         self.loader, self.softmax, self.worker = QueryLoader(config), Softmax(config), Worker(config)
         self.given = tuple(form.given_scale is not None for form in config.formats)
@@ -179,9 +179,9 @@ class Consumer:
         cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
         config = self.config
         place = memory.tile_pointer + memory.tile(KEYS, stage)
-        keys = wgmma_tiles.tile(place, config.tile_tokens, config.head_dim, self.numbers.type)
+        keys = wgmma_tiles.tile(place, config.tile_tokens, config.head_dim, self.operands.type)
         place = memory.query_pointer + group * config.query_bytes
-        queries = wgmma_tiles.tile(place, WARPGROUP_ROWS, config.head_dim, self.numbers.type)
+        queries = wgmma_tiles.tile(place, WARPGROUP_ROWS, config.head_dim, self.operands.type)
         wgmma_tiles.begin()
         wgmma_tiles.multiply(scores, queries, keys, config.tile_tokens, zero=True)
         wgmma_tiles.commit()
@@ -191,9 +191,9 @@ class Consumer:
         cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
         config = self.config
         place = memory.tile_pointer + memory.tile(VALUES, stage)
-        values = wgmma_tiles.transposed_tile(place, config.tile_tokens, config.head_dim, self.numbers.type)
+        values = wgmma_tiles.transposed_tile(place, config.tile_tokens, config.head_dim, self.operands.type)
         layout = cute.make_layout(((2, 2, 2), 1, config.tile_tokens // 16))
-        weights = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=self.numbers.type), layout)
+        weights = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=self.operands.type), layout)
         wgmma_tiles.begin()
         wgmma_tiles.multiply(sums, weights, values, config.head_dim, b_transposed=True)
 
@@ -230,7 +230,7 @@ class Consumer:
         return self.softmax.weigh(values, rows, value_scales)
 
     def pack(self, values, packed, memory, stage, lane) -> None:
-        self.softmax.pack(values, packed, memory.scales_of(VALUES, stage), lane, self.numbers.pack)
+        self.softmax.pack(values, packed, memory.scales_of(VALUES, stage), lane, self.operands.pack)
 
     @cute.jit
     def release(self, memory, operand: cutlass.Constexpr, stage: Int32, lane: Int32):
@@ -317,11 +317,12 @@ class Consumer:
         row_bytes = self.config.head_dim * ELEMENT_BYTES
         address = operands.other_out + Int64(number) * row_bytes + Int64(lane % 4 * 4)
         words = [ptx.load_global_words(address, offset, 1, constant=False)[0] for offset in range(0, row_bytes, 16)]
-        halves = {
-            "bf16": (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float),
-            "fp16": (ptx.half2_low_to_float, ptx.half2_high_to_float),
-        }[self.config.q_dtype]
-        return common, ptx.fma(total, own, weight), own, [half(word) * weight for word in words for half in halves]
+        return (
+            common,
+            ptx.fma(total, own, weight),
+            own,
+            [half(word) * weight for word in words for half in self.results.halves],
+        )
 
     # -- barriers -----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.attention.call import CacheOperand
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.config import PAGE_TOKENS
 from cute_kernels.attention.plan import address_of
@@ -21,6 +22,7 @@ from cute_kernels.runtime.memory import blank, byte_view, empty_strided
 from cute_kernels.runtime.plans import ALIGNMENT
 from cute_kernels.runtime.workspace import POOL
 
+MAX_TOKEN_STRIDE = 2**23  # bytes: those of a tile fit 32 bits
 COUNTER_WORDS = 4  # of workspace, of which one counts work tiles
 
 
@@ -197,9 +199,20 @@ def check_alignment(call: ExtendCall) -> None:
         tensors["out"] = call.out, ALIGNMENT
     if call.new is not None:
         tensors |= {"new_k": (call.new[0], ALIGNMENT), "new_v": (call.new[1], ALIGNMENT)}
+    for name, operand in (("k_cache", call.base.k), ("v_cache", call.base.v)):
+        _check_strides(name, operand, wanted)
     for name, (tensor, alignment) in tensors.items():
         if tensor.data_ptr() % alignment:
             raise ValueError(
                 f"{name}: got a tensor that starts {tensor.data_ptr() % alignment} bytes past a multiple of "
                 f"{alignment}, want it aligned to {alignment} bytes"
             )
+
+
+def _check_strides(name: str, operand: CacheOperand, alignment: int) -> None:
+    """Raises ValueError unless the rows of a cache are aligned, and its tokens near enough."""
+    strides = operand.block_stride, operand.token_stride, operand.head_stride
+    if any(stride % alignment for stride in strides):
+        raise ValueError(f"{name}: got rows {strides} bytes apart, want multiples of {alignment}")
+    if operand.token_stride >= MAX_TOKEN_STRIDE:
+        raise ValueError(f"{name}: got tokens {operand.token_stride} bytes apart, want less than {MAX_TOKEN_STRIDE}")
