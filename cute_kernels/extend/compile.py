@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels import attention, kv_formats
+from cute_kernels.attention.features import Features
 from cute_kernels.extend.config import ExtendConfig
+from cute_kernels.extend.schedule import Problem, choose
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
+
+SHIPPED_FORMATS = ("bf16", "int8_token_head", "e4m3_token_head", "e4m3_tensor", "int4_g1", "int4_g4")
+CAUSAL_PAGES = Features(causal=True, paged=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +38,11 @@ class ExtendSpec(KernelSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What bundles hold and the gates compile. Others compile on demand."""
-    return []
+    """What bundles hold and the gates compile: causal calls over pages of 64 tokens. Others compile on demand."""
+    problems = [Problem(128, name, name, "bf16", 64, CAUSAL_PAGES) for name in SHIPPED_FORMATS]
+    problems += [Problem(64, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)]
+    problems += [Problem(128, "bf16", "bf16", "bf16", 16, CAUSAL_PAGES)]
+    return [ExtendSpec(choose(problem)) for problem in problems]
 
 
 def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:

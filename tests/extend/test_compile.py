@@ -1,0 +1,49 @@
+"""Every kind of kernel compiles without a GPU, as what it was designed to be: no spills, products side by side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.extend.compile import CAUSAL_PAGES, ExtendSpec
+from cute_kernels.extend.schedule import Problem, choose, choose_newer
+from cute_kernels.runtime import default_cache
+from cute_kernels.runtime.resources import resource_report
+
+FEATURES = Features(causal=True, window=True, soft_cap=True, sinks=True, alibi=True, paged=True)
+CONFIGS = {
+    "bf16": choose(Problem(128, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)),
+    "features": choose(Problem(128, "bf16", "bf16", "bf16", 16, FEATURES)),
+    "int8": choose(Problem(128, "int8_token_head", "int8_token_head", "bf16", 64, CAUSAL_PAGES)),
+    "int4": choose(Problem(128, "int4_g4", "int4_g4", "bf16", 64, CAUSAL_PAGES)),
+    "contiguous": choose(Problem(64, "e4m3_tensor", "e4m3_tensor", "fp16", 0, PLAIN)),
+}
+CONFIGS["new tokens"] = choose_newer(CONFIGS["bf16"])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_compiles_to_what_it_was_designed_to_be(name):
+    config = CONFIGS[name]
+    artifact = default_cache().artifact(ExtendSpec(config), "sm_90a")
+    (report,) = resource_report(artifact)
+    assert report.spill_store_bytes == report.stack_bytes == 0
+    assert report.threads in (None, config.num_threads)
+    steps = config.head_dim // 16, config.tile_tokens // 16
+    assert report.opcodes["HGMMA"] == 2 * sum(steps), "the first block's, the loop's and the last block's products"
+    # Fences and waits of groups: one for each product would mean that ptxas puts them one after the other.
+    assert report.opcodes["WARPGROUP"] <= 12
+
+
+def test_what_a_configuration_says_is_what_it_is_told_apart_by():
+    config = CONFIGS["bf16"]
+    changed = [
+        replace(config, producer_warps=8),
+        replace(config, page_tokens=16),
+        replace(config, ping_pong=False),
+        replace(config, merges=True),
+        replace(config, features=FEATURES),
+        CONFIGS["new tokens"],
+    ]
+    assert len({config.name, *(other.name for other in changed)}) == len(changed) + 1
