@@ -129,7 +129,7 @@ def make_call(
         raise ValueError(f"kv_format: got {kv_format!r}, want K and V both of 16 bits or both of codes")
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
     checks.check_place("cu_seqlens_q", cu_seqlens_q, q.device)
-    _check_query(q)
+    check_query(q)
     if seq_lens.dim() != 1:
         raise ValueError(f"seq_lens: got shape {shape_of(seq_lens)}, want [batch]")
     batch = seq_lens.shape[0]
@@ -195,7 +195,8 @@ def check_out(out: Any, q: torch.Tensor) -> None:
         raise ValueError(f"out: got shape {shape_of(out)}, want {shape_of(q)}, that of q")
 
 
-def _check_query(q: torch.Tensor) -> None:
+def check_query(q: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless q is what the kernels take."""
     checks.check_contiguous("q", q)
     if q.dim() != 3:
         raise ValueError(f"q: got {q.dim()} dimensions, want 3: [total_q, num_q_heads, head_dim]")

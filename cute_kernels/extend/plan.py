@@ -141,8 +141,8 @@ class Plan:
 def make_plan(call: ExtendCall, config: ExtendConfig | None = None) -> Plan:
     """The plan of a checked call; ``config`` instead of what the schedule would choose."""
     config, *others = configs_of(call, config)
-    newer = _make_plan(call, others[0], None) if others else None
-    return _make_plan(call, config, newer)
+    newer = make_plan_of(call, others[0]) if others else None
+    return make_plan_of(call, config, newer)
 
 
 def configs_of(call: ExtendCall, config: ExtendConfig | None = None) -> list[ExtendConfig]:
@@ -154,7 +154,8 @@ def configs_of(call: ExtendCall, config: ExtendConfig | None = None) -> list[Ext
     return [older, choose_newer(config)]
 
 
-def _make_plan(call: ExtendCall, config: ExtendConfig, newer: Plan | None) -> Plan:
+def make_plan_of(call: ExtendCall, config: ExtendConfig, newer: Plan | None = None) -> Plan:
+    """The plan of a launch of ``config``; newer: that of a launch that merges what this one makes."""
     base, coded = call.base, config.coded
     table, device = base.block_table, call.q.device
     return Plan(
