@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cute_kernels import decode_attention
+from cute_kernels.compat.flash_attn import flash_attn_varlen_func
 from cute_kernels.extend import ops
 from cute_kernels.extend.call import make_call as check_call
 from cute_kernels.extend.compile import ExtendSpec
@@ -209,3 +210,31 @@ def test_every_configuration_that_can_be_tried_is_right():
         out = torch.full_like(call.q, torch.nan)
         ops.bind_config(replace(config, **changed), *call.tensors, out=out, **call.keywords)()
         assert_close(call, out)
+
+
+@pytest.mark.parametrize("causal, window", [(True, (-1, -1)), (False, (-1, -1)), (True, (40, 0))])
+def test_flash_attention_s_ragged_calls_are_what_a_cpu_says(causal, window):
+    q_lens, k_lens = (130, 0, 5, 300), (700, 20, 5, 333)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(total, heads, 128, generator=generator).bfloat16()
+        for total, heads in ((sum(q_lens), 8), (sum(k_lens), 2), (sum(k_lens), 2))
+    )
+    ends = [torch.tensor([0, *lens]).cumsum(0).to(torch.int32) for lens in (q_lens, k_lens)]
+    arguments = [q, k, v, *ends]
+    options = {"max_seqlen_q": 300, "max_seqlen_k": 700, "causal": causal, "window_size": window}
+    want = flash_attn_varlen_func(*arguments, **options)
+    out = flash_attn_varlen_func(*(x.cuda() for x in arguments), **options).cpu()
+    difference = (out - want).float()
+    assert not out.isnan().any() and difference.norm() <= 4e-3 * want.float().norm()
+
+
+def test_caches_with_gaps():
+    """K and V side by side in one tensor, as engines store them."""
+    for name in ("bf16", "int8_token_head", "int4_g4"):
+        call = variant(name)
+        both = torch.stack((call.k_cache, call.v_cache), 1)
+        k, v = both.unbind(1)
+        assert not k.is_contiguous()
+        apart = Call(call.q, k, v, call.seq_lens, call.cu_seqlens_q, call.kv_format, call.options)
+        assert torch.equal(apart.run(), call.run())
