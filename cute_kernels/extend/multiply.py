@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from cute_kernels.device import ptx, wgmma, wgmma_tiles
+from cute_kernels.device import numbers, ptx, wgmma, wgmma_tiles
 from cute_kernels.device.lanes import lane_sum, transpose_quad
 from cute_kernels.device.ring import advance
 from cute_kernels.extend.config import (
@@ -156,7 +156,9 @@ class Consumer:
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
         self.score(scores, memory, group, stage, phase)
         values = self.finish_scores(scores, memory, stage, lane, 0)
-        self.weigh(shape, features, work, span, rows, values, memory, lane, span.end - 1, stage, phase)
+        factors = cute.make_rmem_tensor(2, Float32)
+        factors.fill(0.0)
+        self.weigh(shape, features, work, span, rows, values, factors, memory, lane, span.end - 1, stage, phase)
         self.pack(values, packed, memory, stage, lane)
 
     def go_on(self, shape, features, work, span, rows, sums, packed, memory, group, lane, block, stage, phase) -> None:
@@ -169,7 +171,9 @@ class Consumer:
         wgmma_tiles.commit()
         self.pass_turn(group)
         values = self.finish_scores(scores, memory, next_stage, lane, 1)
-        factors = self.weigh(shape, features, work, span, rows, values, memory, lane, block, next_stage, next_phase)
+        factors = cute.make_rmem_tensor(2, Float32)
+        factors.fill(1.0)
+        self.weigh(shape, features, work, span, rows, values, factors, memory, lane, block, next_stage, next_phase)
         self.finish_values(sums, memory, stage, lane)
         rescale(sums, factors, self.config.head_dim // 2)
         self.pack(values, packed, memory, next_stage, lane)
@@ -218,8 +222,13 @@ class Consumer:
             sums[i] = found[i]
         self.release(memory, VALUES, stage, lane)
 
-    def weigh(self, shape, features, work, span, rows, values, memory, lane, block, stage, phase) -> list[Any]:
-        """Probabilities of a block from its scores; the factors by which earlier sums shrink."""
+    @cute.jit
+    def weigh(self, shape, features, work, span, rows, values, factors, memory, lane, block, stage, phase):
+        """Probabilities of a block from its scores, and the factors by which earlier sums shrink.
+
+        ptxas puts the wait for products that run meanwhile before all that does not need them and stands in the same
+        basic block: a branch that is always taken, which no compiler knows, keeps the softmax before it.
+        """
         masked = self.worker.is_masked(shape, work, span, block)
         key_scales, value_scales = memory.scales_of(KEYS, stage), memory.scales_of(VALUES, stage)
         self.softmax.take(values, rows, features, block, masked, work.kv_stop, key_scales, lane)
@@ -227,7 +236,8 @@ class Consumer:
             self.release(memory, KEYS, stage, lane)
         if const_expr(self.config.token_scales[1]):
             cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
-        return self.softmax.weigh(values, rows, value_scales)
+        if numbers.active_lanes() != 0:
+            self.softmax.weigh(values, rows, factors, value_scales)
 
     def pack(self, values, packed, memory, stage, lane) -> None:
         self.softmax.pack(values, packed, memory.scales_of(VALUES, stage), lane, self.operands.pack)

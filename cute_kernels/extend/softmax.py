@@ -122,9 +122,9 @@ class Softmax:
             tops += [word.bitcast(Float32) for word in words]
         return ptx.log2(ptx.fmax(in_pairs(ptx.fmax, tops), Float32(MIN_SCALE)))
 
-    def weigh(self, scores, rows: Rows, value_scales) -> list[Any]:
-        """Scores become probabilities; the factors by which earlier sums shrink. Adds totals."""
-        factors, more = [], self.log_scale(value_scales)
+    def weigh(self, scores, rows: Rows, factors, value_scales) -> None:
+        """Scores become probabilities; factors, rmem fp32 [2], those by which earlier sums shrink. Adds totals."""
+        more = self.log_scale(value_scales)
         for row in range(2):
             factor = self.factor(rows, row)
             top = lane_max(in_pairs(ptx.fmax, self.own(scores, row)), ROW_LANES)
@@ -132,7 +132,7 @@ class Softmax:
             highest = ptx.fma(top, factor, more)
             reference = cutlass.select_(highest - before > RESCALE_SLACK, highest, before)
             rows.references[row] = reference
-            factors.append(ptx.exp2(before - reference))
+            factors[row] = ptx.exp2(before - reference)
         for row in range(2):
             factor, shift = self.factor(rows, row), -rows.references[row]
             parts = [Float32(0.0), Float32(0.0)]
@@ -141,7 +141,6 @@ class Softmax:
                     scores[i] = ptx.exp2(ptx.fma(scores[i], factor, shift))
                     parts[i // 4 % 2] = parts[i // 4 % 2] + scores[i]
             rows.totals[row] = ptx.fma(rows.totals[row], factors[row], parts[0] + parts[1])
-        return factors
 
     def pack(self, scores, packed, value_scales, lane, pack) -> None:
         """Probabilities times their values' scales, the A operand of the next product."""
