@@ -103,6 +103,12 @@ def _parser() -> argparse.ArgumentParser:
     norm.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     norm.set_defaults(run=_norm)
 
+    extend = commands.add_parser("extend", help="attention of many new tokens over pages beside FlashAttention-3")
+    extend.add_argument("--formats", nargs="+", choices=list(kv_formats.FORMATS), metavar="FORMAT")
+    extend.add_argument("--samples", type=_count, default=16, help="timed calls per figure")
+    extend.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
+    extend.set_defaults(run=_extend)
+
     accuracy = commands.add_parser("accuracy", help="what each KV cache format costs in accuracy; no GPU needed")
     accuracy.add_argument(
         "--minutes", type=_minutes, help="training of the small model; default: 2.5 on CUDA, 1 on a CPU"
@@ -300,6 +306,16 @@ def _norm(options: argparse.Namespace) -> int:
 
     norm.run(bench)
     return _finish(bench.recorder, norm.text)
+
+
+def _extend(options: argparse.Namespace) -> int:
+    bench = _gpu_bench("extend", options)
+    if bench is None:
+        return 2
+    from bench import extend
+
+    extend.run(bench, formats=options.formats or extend.FORMATS)
+    return _finish(bench.recorder, extend.text)
 
 
 def _e2e_case(text: str) -> Case:

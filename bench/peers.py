@@ -189,7 +189,7 @@ def _fa3_library() -> Path | None:
     return found[0] if found else None
 
 
-def _fa3_missing() -> str | None:
+def fa3_missing() -> str | None:
     library = _fa3_library()
     if library is None:
         return "not installed: no vllm package, and no vllm/vllm_flash_attn/_vllm_fa3_C*.so under $PEERS_DIR"
@@ -311,7 +311,7 @@ PEERS = (
         Peer(f"SDPA {name}", ("bf16", "fp16"), lambda: None, _sdpa_variants(name))
         for name in ("cudnn", "flash", "efficient")
     ),
-    Peer("FlashAttention-3", ("bf16", "fp16"), _fa3_missing, _fa3_variants),
+    Peer("FlashAttention-3", ("bf16", "fp16"), fa3_missing, _fa3_variants),
     Peer("FlashInfer", ("bf16", "fp16"), _module_missing("flashinfer"), _flashinfer_variants),
     Peer(
         "FBGEMM",

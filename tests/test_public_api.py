@@ -15,6 +15,7 @@ MODULES = (
     "cute_kernels",
     "cute_kernels.attention",
     "cute_kernels.compat.fbgemm",
+    "cute_kernels.compat.flash_attn",
     "cute_kernels.compat.flash_mla",
     "cute_kernels.integrations.checkpoints",
     "cute_kernels.extend",

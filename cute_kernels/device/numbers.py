@@ -224,14 +224,6 @@ def load_global_if(
 
 
 @dsl_user_op
-def load_word_below(index: Int32, limit: Int32, address: Int64, offset: int = 0, *, loc=None, ip=None) -> Uint32:
-    """One word of read-only global memory where 0 <= ``index`` < ``limit``, else zero and no access."""
-    asm = f"{{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; @p ld.global.nc.u32 $0, [$3 + {offset}]; }}"
-    values = [x.ir_value(loc=loc, ip=ip) for x in (Int32(index), Int32(limit), Int64(address))]
-    return Uint32(llvm.inline_asm(Uint32.mlir_type, values, asm, "=&r,r,r,l", has_side_effects=True, loc=loc, ip=ip))
-
-
-@dsl_user_op
 def copy_async(destination: Int32, source: Int64, num_bytes: Int32, *, loc=None, ip=None) -> None:
     """cp.async of 16 bytes, global -> shared, past L1: ``num_bytes`` are read, the rest are zeros."""
     operands = [Int32(destination), Int64(source), Int32(num_bytes)]

@@ -35,6 +35,8 @@ class ExtendOptions(TypedDict, total=False):
     alibi_slopes: torch.Tensor | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
+    new_k: torch.Tensor | None
+    new_v: torch.Tensor | None
     out: torch.Tensor | None
 
 
@@ -98,6 +100,8 @@ def extend_attention(
     alibi_slopes: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    new_k: torch.Tensor | None = None,
+    new_v: torch.Tensor | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -134,6 +138,9 @@ def extend_attention(
         alibi_slopes: fp32 [num_q_heads], added as alibi_slopes[h] * (j - p).
         k_scale, v_scale: fp32, for formats whose scale lies beside the cache: [] or [1] ("..._tensor"), [num_kv_heads]
             or [num_kv_heads, 1] ("..._head").
+        new_k, new_v: K and V of the queries' own tokens, exact: [total_q, num_kv_heads, head_dim] in q's dtype,
+            contiguous. Given, a request's last q_len tokens are these, and the cache is read for the seq_lens[b] -
+            q_len before them alone, of which there may be none. A second launch merges both parts.
         return_lse: also return the log-sum-exp of the scores, without the sinks.
         out: where to write the result, contiguous.
 
@@ -163,6 +170,8 @@ def extend_attention(
         "alibi_slopes": alibi_slopes,
         "k_scale": k_scale,
         "v_scale": v_scale,
+        "new_k": new_k,
+        "new_v": new_v,
     }
     path = ops.path_of(q, k_cache, v_cache, seq_lens, cu_seqlens_q, options)
     result, lse = path(q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, softmax_scale, return_lse, out, options)

@@ -14,8 +14,8 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device import numbers, wgmma_tiles
 from cute_kernels.device.ring import advance
 from cute_kernels.extend.config import SLAB_COLUMNS, ExtendConfig
+from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.memory import KEYS, VALUES
-from cute_kernels.mla.elements import of_name
 from cute_kernels.sm90 import WARP_THREADS
 
 
@@ -50,7 +50,7 @@ class BoxProducer:
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
             first = block * config.tile_tokens
-            whole = (first >= first_valid) & (first + config.tile_tokens <= work.kv_len)
+            whole = (first >= first_valid) & (first + config.tile_tokens <= work.kv_stop)
             next_found, next_place = self.locate(source, work, cutlass.max(block - 1, span.begin), lane)
             for operand in cutlass.range_constexpr(2):
                 number = memory.barrier(operand, stage)
@@ -68,7 +68,9 @@ class BoxProducer:
     def locate(self, source, work, block, lane):
         """(block of the cache, place in it) of a lane's box of a block of tokens."""
         token = block * self.config.tile_tokens + lane % self.num_boxes * self.box_rows
-        token = cutlass.select_(token < work.kv_len, token, Int32(0))
+        token = cutlass.select_(token < work.kv_stop, token, Int32(0))
+        if const_expr(self.config.ragged):
+            return Int32(0), work.kv_start + token
         return source.pages.locate(self.config.page_tokens > 0, work.request, token)
 
     @cute.jit
@@ -78,6 +80,9 @@ class BoxProducer:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.tile_bytes)
         atom, view = source.maps[operand]
+        if const_expr(self.config.ragged):
+            view = cute.domain_offset((work.kv_start, 0, 0, 0), view)
+            place = place - work.kv_start
         boxes = cute.local_tile(view, self.box, (None, None, None, None))
         tile = memory.tile_pointer + memory.tile(operand, stage)
         for box in cutlass.range_constexpr(self.num_boxes):
@@ -118,7 +123,7 @@ class BoxProducer:
             box = row // self.box_rows
             where = cute.arch.shuffle_sync(found, box)
             start = cute.arch.shuffle_sync(place, box)
-            exists = (first + row >= first_valid) & (first + row < work.kv_len)
+            exists = (first + row >= first_valid) & (first + row < work.kv_stop)
             token = cutlass.select_(exists, start + row % self.box_rows, Int32(0))
             size = cutlass.select_(exists, Int32(wgmma_tiles.PIECE_BYTES), Int32(0))
             address = rows.address(where, token, work.head) + Int64(piece * wgmma_tiles.PIECE_BYTES)

@@ -14,6 +14,7 @@ from cute_kernels.attention import checks
 from cute_kernels.attention.call import AttentionCall, CacheOperand
 from cute_kernels.attention.features import Features
 from cute_kernels.extend.config import HEAD_DIMS, cannot_read, is_coded
+from cute_kernels.kv_formats import format_of
 from cute_kernels.names import CacheLayout
 
 MAX_ROWS = 2**31 - 2**16  # queries times heads: rounded up to whole work tiles, they fit 32 bits
@@ -27,12 +28,15 @@ class ExtendCall:
         q: [total_q, num_q_heads, head_dim], contiguous.
         cu_seqlens_q: int32 [batch + 1]: request b has the queries from the b-th to the one before the (b + 1)-th.
         base: everything else, as a call of decode attention has it; its q is there for its shape alone.
+        new: K and V of the queries' own tokens, [total_q, num_kv_heads, head_dim] in q's dtype, contiguous; None where
+            they come from the cache.
         out: where the result goes, contiguous, as q; None for a new one.
     """
 
     q: torch.Tensor
     cu_seqlens_q: torch.Tensor
     base: AttentionCall
+    new: tuple[torch.Tensor, torch.Tensor] | None
     out: torch.Tensor | None
 
     @property
@@ -62,6 +66,29 @@ class ExtendCall:
             base, q=self.q[own].unsqueeze(0), k=k, v=v, seq_lens=base.seq_lens[part], block_table=table, out=None
         )
 
+    def new_tokens(self, own: slice) -> AttentionCall:
+        """The call of one request over its own queries' tokens alone, which are not in the cache."""
+        assert self.new is not None
+        base, count = self.base, own.stop - own.start
+        form = format_of(checks.Q_DTYPES[self.q.dtype])
+        k, v = (
+            replace(operand, cache=rows[own].unsqueeze(0), form=form, scale=None)
+            for operand, rows in zip((base.k, base.v), self.new, strict=True)
+        )
+        lengths = torch.tensor([count], dtype=torch.int32, device=self.q.device)
+        return replace(
+            base,
+            q=self.q[own].unsqueeze(0),
+            k=k,
+            v=v,
+            seq_lens=lengths,
+            block_table=None,
+            head_major=False,
+            max_seq_len=count,
+            page_size=count,
+            num_blocks=1,
+        )
+
 
 def _part(operand: CacheOperand, part: slice) -> CacheOperand:
     return replace(operand, cache=operand.cache[part])
@@ -85,6 +112,8 @@ def make_call(
     alibi_slopes: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    new_k: torch.Tensor | None = None,
+    new_v: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> ExtendCall:
     """Checks everything that can be said without waiting for a device; arguments as `extend_attention` has them.
@@ -100,7 +129,7 @@ def make_call(
         raise ValueError(f"kv_format: got {kv_format!r}, want K and V both of 16 bits or both of codes")
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
     checks.check_place("cu_seqlens_q", cu_seqlens_q, q.device)
-    _check_query(q)
+    check_query(q)
     if seq_lens.dim() != 1:
         raise ValueError(f"seq_lens: got shape {shape_of(seq_lens)}, want [batch]")
     batch = seq_lens.shape[0]
@@ -130,7 +159,31 @@ def make_call(
         check_out(out, q)
         checks.check_place("out", out, q.device)
         checks.check_contiguous("out", out)
-    return ExtendCall(q, cu_seqlens_q, base, out)
+    new = _check_new(new_k, new_v, q, base.num_kv_heads)
+    if new is not None:
+        base = replace(base, window=window_size)  # new tokens come on top of what the cache has room for
+    return ExtendCall(q, cu_seqlens_q, base, new, out)
+
+
+def _check_new(
+    new_k: torch.Tensor | None, new_v: torch.Tensor | None, q: torch.Tensor, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """K and V of the queries' own tokens, checked; None without."""
+    if new_k is None and new_v is None:
+        return None
+    if new_k is None or new_v is None:
+        name = "new_k" if new_k is None else "new_v"
+        raise ValueError(f"{name}: got None, want a tensor, as the other of new_k and new_v is one")
+    for name, tensor in (("new_k", new_k), ("new_v", new_v)):
+        check_tensors(**{name: tensor})
+        checks.check_place(name, tensor, q.device)
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, want {q.dtype}, that of q")
+        wanted = [q.shape[0], num_kv_heads, q.shape[2]]
+        if shape_of(tensor) != wanted:
+            raise ValueError(f"{name}: got shape {shape_of(tensor)}, want {wanted}: a row for each query and KV head")
+        checks.check_contiguous(name, tensor)
+    return new_k, new_v
 
 
 def check_out(out: Any, q: torch.Tensor) -> None:
@@ -142,7 +195,8 @@ def check_out(out: Any, q: torch.Tensor) -> None:
         raise ValueError(f"out: got shape {shape_of(out)}, want {shape_of(q)}, that of q")
 
 
-def _check_query(q: torch.Tensor) -> None:
+def check_query(q: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless q is what the kernels take."""
     checks.check_contiguous("q", q)
     if q.dim() != 3:
         raise ValueError(f"q: got {q.dim()} dimensions, want 3: [total_q, num_q_heads, head_dim]")
@@ -173,6 +227,14 @@ def check_device_values(call: ExtendCall) -> None:
         own = call._request(request, slice(ends[request], ends[request + 1]))
         if not own.q_len:  # nobody looks at its pages
             own = replace(own, block_table=None)
+        elif call.new is not None:
+            length = int(own.seq_lens[0])
+            if length < own.q_len:
+                raise ValueError(
+                    f"seq_lens: got {length} for request {request}, want at least {own.q_len}, its new tokens"
+                )
+            # The cache holds what lies before the queries; no query of the cache's own is behind that.
+            own = replace(own, seq_lens=own.seq_lens - own.q_len, q=own.q[:, :0])
         try:
             attention_call.check_device_values(own)
         except ValueError as error:

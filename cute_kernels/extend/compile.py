@@ -6,9 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels import attention, kv_formats, mla
+from cute_kernels import attention, kv_formats
+from cute_kernels.attention.features import Features
 from cute_kernels.extend.config import ExtendConfig
+from cute_kernels.extend.schedule import Problem, choose
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
+
+SHIPPED_FORMATS = ("bf16", "int8_token_head", "e4m3_token_head", "e4m3_tensor", "int4_g1", "int4_g4")
+CAUSAL_PAGES = Features(causal=True, paged=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +30,7 @@ class ExtendSpec(KernelSpec):
 
     def source_roots(self) -> tuple[Path, ...]:
         attention_room = Path(attention.__file__).resolve().parent
-        elements = Path(mla.__file__).resolve().parent / "elements.py"
-        files = [attention_room / "config.py", attention_room / "features.py", attention_room / "tiles.py", elements]
+        files = [attention_room / "config.py", attention_room / "features.py", attention_room / "tiles.py"]
         return *super().source_roots(), Path(kv_formats.__file__).resolve(), *files
 
     def compile(self, arch: str) -> Any:
@@ -34,8 +38,11 @@ class ExtendSpec(KernelSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What bundles hold and the gates compile. Others compile on demand."""
-    return []
+    """What bundles hold and the gates compile: causal calls over pages of 64 tokens. Others compile on demand."""
+    problems = [Problem(128, name, name, "bf16", 64, CAUSAL_PAGES) for name in SHIPPED_FORMATS]
+    problems += [Problem(64, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)]
+    problems += [Problem(128, "bf16", "bf16", "bf16", 16, CAUSAL_PAGES)]
+    return [ExtendSpec(choose(problem)) for problem in problems]
 
 
 def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
@@ -59,22 +66,25 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
 
     total_q, q_heads, blocks, outer, inner, batch, ends = (cute.sym_int() for _ in range(7))
     queries = [tensor(float_type[config.q_dtype], (total_q, q_heads, config.head_dim), 16) for _ in range(2)]
-    unit = 4 if config.coded else 16  # bytes, that rows begin on multiples of
-    caches = []
-    for form in config.formats:
-        element = float_type.get(form.name, cutlass.Uint8)
+
+    def cache(form):
+        """Rows are aligned and without gaps."""
+        dtype, align = float_type.get(form.name, cutlass.Uint8), 4 if config.coded else 16
+        strides = [cute.sym_int64(divisibility=align * 8 // dtype.width) for _ in range(3)]
         shape = (blocks, outer, inner, form.row_elements(config.head_dim))
-        strides = (*(cute.sym_int64(divisibility=unit * 8 // element.width) for _ in range(3)), 1)
-        caches.append(make_fake_tensor(element, shape, stride=strides, assumed_align=unit))
+        return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=align)
+
     lengths = [tensor(cutlass.Int32, (count,), 4) for count in (ends, batch)]
-    scales = [*[Int64(0)] * 4, Int32(0), Int32(0), Float32(1.0)]
+    results = [*[Int64(0)] * 4, Int32(0)]
+    scales = [Int64(0), Int64(0), Int32(0), Int32(0), Float32(1.0)]
     features = [Int64(0), Int32(0), Int32(0), Float32(1.0), Int64(0), Int64(0), Int32(1)]
     return cute.compile(
         ExtendKernel(config),
         queries[0],
-        *caches,
+        *map(cache, config.formats),
         *lengths,
         queries[1],
+        *results,
         *scales,
         *features,
         make_fake_stream(use_tvm_ffi_env_stream=True),

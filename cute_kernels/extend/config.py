@@ -62,6 +62,8 @@ class ExtendConfig:
         producer_warps: 4 or 8.
         page_tokens: tokens that certainly lie together in a paged cache, a power of two; 0 for contiguous caches.
         features: what of attention it computes beyond softmax(q K^T) V.
+        ragged: whether K and V are those of all requests one after the other, as the queries are; of 16 bits.
+        merges: whether the result is merged with that of another launch over other keys.
         ping_pong: whether the consumers take turns issuing their products.
     """
 
@@ -74,6 +76,8 @@ class ExtendConfig:
     producer_warps: int = 4
     page_tokens: int = 0
     features: Features = PLAIN
+    ragged: bool = False
+    merges: bool = False
     ping_pong: bool = True
 
     @property
@@ -150,6 +154,7 @@ class ExtendConfig:
         shape = f"d{self.head_dim}_t{self.tile_tokens}r{self.num_stages}p{self.producer_warps}"
         layout = f"_p{self.page_tokens}" if self.page_tokens else ""
         layout += f"_{self.features.name}" if self.features.name else ""
+        layout += ("_ragged" if self.ragged else "") + ("_merges" if self.merges else "")
         layout += "" if self.ping_pong else "_free"
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
 
@@ -176,6 +181,8 @@ class ExtendConfig:
             return f"8 producer_warps leave too few registers for head_dim {self.head_dim}"
         if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
+        if self.ragged and (self.coded or self.page_tokens or self.features.head_major):
+            return "ragged keys lie in 16 bits, without pages, token by token"
         if self.features.bias is not None:
             return "there is no additive bias"
         if self.smem_bytes > MAX_SHARED_BYTES:

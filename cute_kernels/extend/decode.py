@@ -17,10 +17,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from cute_kernels.device import numbers, ptx, wgmma_tiles
+from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.lanes import lane_max
 from cute_kernels.device.ring import advance
 from cute_kernels.extend.config import SLAB_COLUMNS, ExtendConfig, has_token_scale
+from cute_kernels.extend.loads import load_word_below
 from cute_kernels.extend.memory import KEYS, VALUES
 from cute_kernels.kv_formats import ByteFormat, Int4Format
 from cute_kernels.sm90 import WARP_THREADS
@@ -120,8 +121,8 @@ class CodedRows:
         below = lane // self.row_words if const_expr(self.row_words < WARP_THREADS) else Int32(0)
         word = lane % self.row_words if const_expr(self.row_words < WARP_THREADS) else lane
         low = cutlass.max(first_valid - first, 0)
-        count = cutlass.max(work.kv_len - first - low, 0)
-        last = cutlass.max(work.kv_len - 1, 0)
+        count = cutlass.max(work.kv_stop - first - low, 0)
+        last = cutlass.max(work.kv_stop - 1, 0)
         bases = []
         for run in cutlass.range_constexpr(self.warp_rows // self.run_rows):
             token = first + run * self.run_rows
@@ -134,16 +135,16 @@ class CodedRows:
             run, part = row // self.run_rows, k * WARP_THREADS % self.row_words
             row_address = bases[run] + ((row % self.run_rows) + below) * rows.token_bytes
             index = (below - low) + row
-            held.words[k] = numbers.load_word_below(index, count, row_address + 4 * word, self.header_bytes + 4 * part)
+            held.words[k] = load_word_below(index, count, row_address + 4 * word, self.header_bytes + 4 * part)
             if const_expr(self.has_headers):
                 group = (word + part) // self.group_words
-                held.headers[k] = numbers.load_word_below(index, count, row_address + 4 * group)
+                held.headers[k] = load_word_below(index, count, row_address + 4 * group)
         if const_expr(self.token_scale):
             row = lane % self.warp_rows
             base = bases[0]
             for run in cutlass.range_constexpr(1, len(bases)):
                 base = cutlass.select_(row >= run * self.run_rows, bases[run], base)
-            held.scale[0] = numbers.load_word_below(row - low, count, base + (row % self.run_rows) * rows.token_bytes)
+            held.scale[0] = load_word_below(row - low, count, base + (row % self.run_rows) * rows.token_bytes)
 
     @cute.jit
     def store(self, held: Held, memory, stage: Int32, warp: Int32, lane: Int32):

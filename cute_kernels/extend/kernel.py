@@ -20,11 +20,11 @@ from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.ring import advance
 from cute_kernels.extend.boxes import BoxProducer
-from cute_kernels.extend.config import MMA_WARPS, TILE_ROWS, WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
+from cute_kernels.extend.config import ELEMENT_BYTES, MMA_WARPS, TILE_ROWS, WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
 from cute_kernels.extend.decode import RowProducer
 from cute_kernels.extend.memory import Memory, Pages, Rows, Source
 from cute_kernels.extend.multiply import Consumer, Features, Operands
-from cute_kernels.extend.work import END, Shape, Work, Worker
+from cute_kernels.extend.work import END, Lengths, Shape, Work, Worker
 
 
 class ExtendKernel:
@@ -45,7 +45,10 @@ class ExtendKernel:
         seq_lens: cute.Tensor,
         out: cute.Tensor,
         lse: Int64,
+        other_out: Int64,
+        other_lse: Int64,
         counter: Int64,
+        prefix_only: Int32,
         k_scale: Int64,
         v_scale: Int64,
         k_scale_stride: Int32,
@@ -64,13 +67,16 @@ class ExtendKernel:
 
         q, out: [total_q, num_q_heads, head_dim]; caches: [blocks, tokens, num_kv_heads, row], or [blocks, num_kv_heads,
         tokens, row] if they are head-major; a block is a page with ``block_table`` (address of int32 [batch,
-        max_pages]), else a request. cu_seqlens int32 [batch + 1], seq_lens int32 [batch]. Addresses: lse fp32 [total_q,
-        num_q_heads] or 0; counter: a word, EMPTY before and after; k_scale, v_scale, sinks, alibi_slopes fp32.
+        max_pages]), else a request, or all tokens if they are ragged. cu_seqlens int32 [batch + 1], seq_lens int32
+        [batch] (ragged: where each request's keys begin, [batch + 1]). Addresses: lse fp32 [total_q, num_q_heads] or 0;
+        other_out, other_lse: as out and lse, to be merged with; counter: a word, EMPTY before and after; k_scale,
+        v_scale, sinks, alibi_slopes fp32. prefix_only: 1 to leave out the queries' own tokens, else 0.
         """
         config = self.config
         shapes: Any = (q.shape, k_cache.shape)
         (total_q, num_q_heads, _), cache = shapes
-        batch = seq_lens.shape[0]
+        ends: Any = cu_seqlens.shape
+        batch = ends[0] - 1
         tokens, kv_heads = (cache[2], cache[1]) if config.features.head_major else (cache[1], cache[2])
         group = num_q_heads // kv_heads
         num_slots = total_q * group // TILE_ROWS + batch
@@ -85,13 +91,16 @@ class ExtendKernel:
             num_tiles=num_slots * kv_heads,
             window=window,
         )
-        rows = [Rows.of(tensor, config.features.head_major) for tensor in (k_cache, v_cache)]
+        rows = [
+            Rows.of(tensor, 1 if config.coded else ELEMENT_BYTES, config.features.head_major)
+            for tensor in (k_cache, v_cache)
+        ]
         pages = Pages(block_table, max_pages, cache[0], Divisor.of(tokens))
         source = Source(*rows, pages, self.producer.make_maps(k_cache, v_cache))
-        addresses = ptx.address(q), ptx.address(out), lse
+        addresses = ptx.address(q), ptx.address(out), lse, other_out, other_lse
         operands = Operands(*addresses, k_scale, v_scale, k_scale_stride, v_scale_stride, softmax_scale)
         features = Features(window, soft_cap, sinks, alibi_slopes)
-        lengths = ptx.address(cu_seqlens), ptx.address(seq_lens), counter
+        lengths = Lengths(ptx.address(cu_seqlens), ptx.address(seq_lens), counter, prefix_only)
         self.kernel(shape, source, operands, features, lengths).launch(
             grid=(num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
@@ -131,7 +140,7 @@ class ExtendKernel:
                 running = Int32(0)
             else:
                 if warp == 0:
-                    tile = self.worker.draw(shape, lengths[2], lane)
+                    tile = self.worker.draw(shape, lengths.counter, lane)
                 span = self.worker.span(shape, work)
                 first_valid = self.worker.first_valid(shape, work)
                 stage, phase = self.producer.fill(source, work, span, first_valid, memory, warp, lane, stage, phase)
@@ -139,24 +148,23 @@ class ExtendKernel:
     @cute.jit
     def publish(self, shape, lengths, memory, tile: Int32, slot: Int32, phase: Int32, lane: Int32):
         """Tells the CTA of the work tile ``tile``, or of the next drawn one that exists; its number."""
-        cu_seqlens, seq_lens, counter = lengths
         found = Int32(0)
         request, head, first_row, num_rows = Int32(END), Int32(0), Int32(0), Int32(0)
-        q_start, q_len, kv_len = Int32(0), Int32(0), Int32(0)
+        q_start, before, kv_start, kv_stop = Int32(0), Int32(0), Int32(0), Int32(0)
         while found == 0:
             if tile >= shape.num_tiles:
                 request, found = Int32(END), Int32(1)
             else:
-                request, head, first_row, num_rows, q_start, q_len, kv_len = self.worker.find(
-                    shape, cu_seqlens, seq_lens, tile, lane
+                request, head, first_row, num_rows, q_start, before, kv_start, kv_stop = self.worker.find(
+                    shape, lengths, tile, lane
                 )
                 if (first_row >= 0) & (first_row < num_rows):
                     found = Int32(1)
                 else:
-                    tile = self.worker.draw(shape, counter, lane)
+                    tile = self.worker.draw(shape, lengths.counter, lane)
         cute.arch.mbarrier_wait(memory.work_empty + slot, phase)
         if lane == 0:
-            words = Work(request, head, first_row, num_rows, q_start, q_len, kv_len).words()
+            words = Work(request, head, first_row, num_rows, q_start, before, kv_start, kv_stop).words()
             address = memory.slots + slot * 32
             ptx.store_shared(address, 0, words[:4])
             ptx.store_shared(address, 16, words[4:])

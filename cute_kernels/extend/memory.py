@@ -108,13 +108,12 @@ class Rows:
     head_bytes: Any
 
     @staticmethod
-    def of(cache: cute.Tensor, head_major: bool) -> Rows:
-        """On the host; cache: 4 dimensions, all strides free but that of a row's elements."""
-        size = cache.element_type.width // 8
-        block_bytes, outer, inner = (Int64(stride) * size for stride in cache.stride[:3])
-        base = cache.iterator.toint()
-        token_bytes, head_bytes = (inner, outer) if head_major else (outer, inner)
-        return Rows(base, block_bytes, Int32(token_bytes), head_bytes)
+    def of(cache: cute.Tensor, element_bytes: int, head_major: bool) -> Rows:
+        """On the host; cache: 4 dimensions, rows without gaps."""
+        strides: Any = cache.stride
+        block, outer, inner = (Int64(stride) * element_bytes for stride in strides[:3])
+        token, head = (inner, outer) if head_major else (outer, inner)
+        return Rows(cache.iterator.toint(), block, token.to(Int32), head)
 
     def address(self, block, place, head):
         """Of a head's row of the token at a place in a block."""

@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from cute_kernels.device import ptx, wgmma, wgmma_tiles
+from cute_kernels.device import numbers, ptx, wgmma, wgmma_tiles
 from cute_kernels.device.lanes import lane_sum, transpose_quad
 from cute_kernels.device.ring import advance
 from cute_kernels.extend.config import (
@@ -28,11 +28,11 @@ from cute_kernels.extend.config import (
     WORK_SLOTS,
     ExtendConfig,
 )
+from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.memory import KEYS, VALUES
 from cute_kernels.extend.queries import WARP_ROWS, QueryLoader, query_row
 from cute_kernels.extend.softmax import LOWEST, ROW_LANES, Rows, Softmax, load_float, rescale, row_of
 from cute_kernels.extend.work import END, Work, Worker
-from cute_kernels.mla.elements import of_name
 from cute_kernels.sm90 import WARP_THREADS
 
 FIRST_WARPGROUP = 1  # named barriers: of each warpgroup, then of their turns
@@ -55,13 +55,16 @@ class Features:
 class Operands:
     """What a launch gives consumers; addresses and numbers.
 
-    q, out: [total_q, num_q_heads, head_dim]; lse: fp32 [total_q, num_q_heads] or 0; k_scale, v_scale: fp32 of formats
+    q, out: [total_q, num_q_heads, head_dim]; lse: fp32 [total_q, num_q_heads] or 0; other_out, other_lse: alike, what
+    the result is merged with, if it is; k_scale, v_scale: fp32 of formats
     that are given one, ``*_scale_stride`` elements from a KV head's to the next one's.
     """
 
     q: Any
     out: Any
     lse: Any
+    other_out: Any
+    other_lse: Any
     k_scale: Any
     v_scale: Any
     k_scale_stride: Any
@@ -74,7 +77,7 @@ class Consumer:
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        self.numbers = of_name(config.operand_type)
+        self.operands = of_name(config.operand_type)
         self.results = of_name(config.q_dtype)
         self.loader, self.softmax, self.worker = QueryLoader(config), Softmax(config), Worker(config)
         self.given = tuple(form.given_scale is not None for form in config.formats)
@@ -153,7 +156,9 @@ class Consumer:
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
         self.score(scores, memory, group, stage, phase)
         values = self.finish_scores(scores, memory, stage, lane, 0)
-        self.weigh(shape, features, work, span, rows, values, memory, lane, span.end - 1, stage, phase)
+        factors = cute.make_rmem_tensor(2, Float32)
+        factors.fill(0.0)
+        self.weigh(shape, features, work, span, rows, values, factors, memory, lane, span.end - 1, stage, phase)
         self.pack(values, packed, memory, stage, lane)
 
     def go_on(self, shape, features, work, span, rows, sums, packed, memory, group, lane, block, stage, phase) -> None:
@@ -166,7 +171,9 @@ class Consumer:
         wgmma_tiles.commit()
         self.pass_turn(group)
         values = self.finish_scores(scores, memory, next_stage, lane, 1)
-        factors = self.weigh(shape, features, work, span, rows, values, memory, lane, block, next_stage, next_phase)
+        factors = cute.make_rmem_tensor(2, Float32)
+        factors.fill(1.0)
+        self.weigh(shape, features, work, span, rows, values, factors, memory, lane, block, next_stage, next_phase)
         self.finish_values(sums, memory, stage, lane)
         rescale(sums, factors, self.config.head_dim // 2)
         self.pack(values, packed, memory, next_stage, lane)
@@ -176,9 +183,9 @@ class Consumer:
         cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
         config = self.config
         place = memory.tile_pointer + memory.tile(KEYS, stage)
-        keys = wgmma_tiles.tile(place, config.tile_tokens, config.head_dim, self.numbers.type)
+        keys = wgmma_tiles.tile(place, config.tile_tokens, config.head_dim, self.operands.type)
         place = memory.query_pointer + group * config.query_bytes
-        queries = wgmma_tiles.tile(place, WARPGROUP_ROWS, config.head_dim, self.numbers.type)
+        queries = wgmma_tiles.tile(place, WARPGROUP_ROWS, config.head_dim, self.operands.type)
         wgmma_tiles.begin()
         wgmma_tiles.multiply(scores, queries, keys, config.tile_tokens, zero=True)
         wgmma_tiles.commit()
@@ -188,9 +195,9 @@ class Consumer:
         cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
         config = self.config
         place = memory.tile_pointer + memory.tile(VALUES, stage)
-        values = wgmma_tiles.transposed_tile(place, config.tile_tokens, config.head_dim, self.numbers.type)
+        values = wgmma_tiles.transposed_tile(place, config.tile_tokens, config.head_dim, self.operands.type)
         layout = cute.make_layout(((2, 2, 2), 1, config.tile_tokens // 16))
-        weights = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=self.numbers.type), layout)
+        weights = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=self.operands.type), layout)
         wgmma_tiles.begin()
         wgmma_tiles.multiply(sums, weights, values, config.head_dim, b_transposed=True)
 
@@ -215,19 +222,25 @@ class Consumer:
             sums[i] = found[i]
         self.release(memory, VALUES, stage, lane)
 
-    def weigh(self, shape, features, work, span, rows, values, memory, lane, block, stage, phase) -> list[Any]:
-        """Probabilities of a block from its scores; the factors by which earlier sums shrink."""
+    @cute.jit
+    def weigh(self, shape, features, work, span, rows, values, factors, memory, lane, block, stage, phase):
+        """Probabilities of a block from its scores, and the factors by which earlier sums shrink.
+
+        ptxas puts the wait for products that run meanwhile before all that does not need them and stands in the same
+        basic block: a branch that is always taken, which no compiler knows, keeps the softmax before it.
+        """
         masked = self.worker.is_masked(shape, work, span, block)
         key_scales, value_scales = memory.scales_of(KEYS, stage), memory.scales_of(VALUES, stage)
-        self.softmax.take(values, rows, features, block, masked, work.kv_len, key_scales, lane)
+        self.softmax.take(values, rows, features, block, masked, work.kv_stop, key_scales, lane)
         if const_expr(self.config.token_scales[0]):
             self.release(memory, KEYS, stage, lane)
         if const_expr(self.config.token_scales[1]):
             cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
-        return self.softmax.weigh(values, rows, value_scales)
+        if numbers.active_lanes() != 0:
+            self.softmax.weigh(values, rows, factors, value_scales)
 
     def pack(self, values, packed, memory, stage, lane) -> None:
-        self.softmax.pack(values, packed, memory.scales_of(VALUES, stage), lane, self.numbers.pack)
+        self.softmax.pack(values, packed, memory.scales_of(VALUES, stage), lane, self.operands.pack)
 
     @cute.jit
     def release(self, memory, operand: cutlass.Constexpr, stage: Int32, lane: Int32):
@@ -250,7 +263,7 @@ class Consumer:
         for i in range(2):
             row = warp * WARP_ROWS + lane // 4 + 8 * i
             _, place, head = query_row(shape, work, work.first_row + group * WARPGROUP_ROWS + row)
-            positions.append(work.kv_len - work.q_len + place)
+            positions.append(work.before + place)
             own = scale
             if const_expr(self.config.converts_queries):
                 own = scale * ptx.load_shared(query_scales + row * 4, 0).bitcast(Float32)
@@ -276,12 +289,19 @@ class Consumer:
             number, _, head = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
             total = lane_sum(rows.totals[i], ROW_LANES)
             reference = rows.references[i]
+            more = None
+            if const_expr(config.merges):
+                reference, total, own, more = self.merge(operands, number, reference, total, lane)
             denominator = total
             if const_expr(config.features.sinks):
                 sink = load_float(features.sinks + Int64(head) * 4)
                 denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -reference))
             nothing = total == 0.0
-            factor = cutlass.select_(nothing, Float32(0.0), ptx.reciprocal(denominator) * unit)
+            factor = cutlass.select_(nothing, Float32(0.0), ptx.reciprocal(denominator))
+            if const_expr(config.merges):
+                more = [value * factor for value in more]
+                factor = factor * own
+            factor = factor * unit
             if operands.lse != 0:
                 if exists & (lane % 4 == 0):
                     lse = (reference + ptx.log2(total)) * ptx.LN_2
@@ -290,10 +310,29 @@ class Consumer:
             address = operands.out + Int64(number) * (config.head_dim * ELEMENT_BYTES) + Int64(lane % 4 * 16)
             pairs = [j for j in range(0, config.head_dim // 2, 2) if row_of(j) == i]
             for first in cutlass.range_constexpr(0, len(pairs), 4):
-                words = [self.results.pack(sums[j] * factor, sums[j + 1] * factor) for j in pairs[first : first + 4]]
+                values = [sums[j + k] * factor for j in pairs[first : first + 4] for k in range(2)]
+                if const_expr(config.merges):
+                    values = [a + b for a, b in zip(values, more[2 * first : 2 * first + 8], strict=True)]
+                words = [self.results.pack(values[k], values[k + 1]) for k in range(0, 8, 2)]
                 piece = transpose_quad(words, lane)
                 if exists:
                     ptx.store_global(address, piece, offset=first * 16)
+
+    def merge(self, operands, number, reference, total, lane) -> tuple[Any, ...]:
+        """(reference, total) of a row together with the other launch's, what its own sums are to be multiplied with,
+        and the other's values times their weight, of the thread's columns in order."""
+        other = load_float(operands.other_lse + Int64(number) * 4) * ptx.LOG2_E
+        common = ptx.fmax(reference, other)
+        own, weight = ptx.exp2(reference - common), ptx.exp2(other - common)
+        row_bytes = self.config.head_dim * ELEMENT_BYTES
+        address = operands.other_out + Int64(number) * row_bytes + Int64(lane % 4 * 4)
+        words = [ptx.load_global_words(address, offset, 1, constant=False)[0] for offset in range(0, row_bytes, 16)]
+        return (
+            common,
+            ptx.fma(total, own, weight),
+            own,
+            [half(word) * weight for word in words for half in self.results.halves],
+        )
 
     # -- barriers -----------------------------------------------------------------------------------------------------
 

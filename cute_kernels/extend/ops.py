@@ -26,6 +26,8 @@ DEFAULTS: dict[str, Any] = {
     "alibi_slopes": None,
     "k_scale": None,
     "v_scale": None,
+    "new_k": None,
+    "new_v": None,
 }
 """Complete options, in the order that every complete set of options has."""
 
@@ -57,7 +59,7 @@ def launch(
             q.data_ptr() % ALIGNMENT,
             *(identity(tensor) for tensor in (k_cache, v_cache, seq_lens, cu_seqlens_q)),
             kv_format,
-            *(identity(value) if isinstance(value, torch.Tensor) else value for value in options.values()),
+            *(_key_of(name, value) for name, value in options.items()),
         )
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # an argument of a kind that none may be: the checks say which
@@ -65,10 +67,12 @@ def launch(
         raise
     if softmax_scale is not None:
         check_positive("softmax_scale", softmax_scale)
-    if plan is None or DEBUG or q.shape[0] * q.shape[1] > MAX_ROWS:
+    new_k, new_v = options["new_k"], options["new_v"]
+    uneven = new_k is not None and not q.shape[0] == new_k.shape[0] == new_v.shape[0]
+    if plan is None or DEBUG or uneven or q.shape[0] * q.shape[1] > MAX_ROWS:
         call = _checked(*arguments)
         if plan is None:
-            if not (k_cache.numel() and call.base.max_seq_len and call.batch):
+            if not call.batch or (call.new is None and not (k_cache.numel() and call.base.max_seq_len)):
                 return _without_tokens(call)
             plan = keep(_plans, key, make_plan(call))
     if not q.shape[0]:
@@ -78,6 +82,14 @@ def launch(
     except (TypeError, ValueError, RuntimeError):
         _checked(*arguments)
         raise
+
+
+def _key_of(name: str, value: Any) -> Any:
+    """What of an option decides a plan; of new tokens not how many there are, which q's rows say."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape, stride, *others = identity(value)
+    return (shape[1:], stride, *others) if name in ("new_k", "new_v") else (shape, stride, *others)
 
 
 def _checked(q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, out, options) -> ExtendCall:
@@ -151,7 +163,7 @@ _library.define(
     "extend_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor cu_seqlens_q, str k_format, "
     "str v_format, *, float? softmax_scale=None, Tensor? block_table=None, str cache_layout='NHD', bool causal=True, "
     "int? window_size=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? k_scale=None, "
-    "Tensor? v_scale=None) -> (Tensor, Tensor)",
+    "Tensor? v_scale=None, Tensor? new_k=None, Tensor? new_v=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from cute_kernels.attention.call import CacheOperand
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.config import PAGE_TOKENS
 from cute_kernels.attention.plan import address_of
 from cute_kernels.extend.call import ExtendCall
 from cute_kernels.extend.compile import ExtendSpec
 from cute_kernels.extend.config import ExtendConfig
-from cute_kernels.extend.schedule import Problem, choose, count_tiles
+from cute_kernels.extend.schedule import Problem, choose, choose_newer, count_tiles
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.memory import blank, byte_view, empty_strided
 from cute_kernels.runtime.plans import ALIGNMENT
 from cute_kernels.runtime.workspace import POOL
 
+MAX_TOKEN_STRIDE = 2**23  # bytes: those of a tile fit 32 bits
 COUNTER_WORDS = 4  # of workspace, of which one counts work tiles
 
 
@@ -35,6 +37,8 @@ class Plan:
         k_view, v_view: dtypes that the function takes the caches as, None for their own.
         copies_table: whether the rows of the block table lie apart: the kernels know of none that do.
         numbers: max_pages, window, soft cap.
+        has_cache: whether the cache has room for a token.
+        newer: the plan of the launch over the queries' own tokens, where these are not in the cache.
     """
 
     function: Callable[..., Any]
@@ -50,6 +54,8 @@ class Plan:
     v_scale_stride: int
     copies_table: bool
     numbers: tuple[int, int, float]
+    has_cache: bool = True
+    newer: Plan | None = None
 
     def launch(
         self,
@@ -68,23 +74,57 @@ class Plan:
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
                 return self.launch(q, k_cache, v_cache, seq_lens, cu_seqlens_q, out, softmax_scale, return_lse, options)
-        total_q, num_q_heads, head_dim = q.shape
         if out is None:
-            out = empty_strided(*blank((total_q, num_q_heads, head_dim), q.dtype))
-        lse = empty_strided(*blank((total_q, num_q_heads), torch.float32)) if return_lse else None
-        table = options["block_table"]
-        if self.copies_table:
+            out = empty_strided(*blank(tuple(q.shape), q.dtype))
+        lse = self._new_lse(q) if return_lse else None
+        if self.newer is None:
+            self.call(q, k_cache, v_cache, cu_seqlens_q, seq_lens, out, lse, softmax_scale, options)
+            return out, lse
+        older = empty_strided(*blank(tuple(q.shape), q.dtype)), self._new_lse(q)
+        if self.has_cache:
+            self.call(q, k_cache, v_cache, cu_seqlens_q, seq_lens, *older, softmax_scale, options, prefix_only=1)
+        else:
+            older = older[0].zero_(), older[1].fill_(-torch.inf)
+        k, v = (rows.unsqueeze(0) for rows in (options["new_k"], options["new_v"]))
+        self.newer.call(q, k, v, cu_seqlens_q, cu_seqlens_q, out, lse, softmax_scale, options, other=older)
+        return out, lse
+
+    def _new_lse(self, q: torch.Tensor) -> torch.Tensor:
+        return empty_strided(*blank(tuple(q.shape[:2]), torch.float32))
+
+    def call(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        lengths: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        softmax_scale: float | None,
+        options: dict[str, Any],
+        *,
+        prefix_only: int = 0,
+        other: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    ) -> None:
+        """One launch; lengths: what :meth:`ExtendKernel.__call__` has as seq_lens. other: (out, lse) of another launch
+        that the result is merged with."""
+        config, index = self.config, self.device_index
+        table = options["block_table"] if config.page_tokens else None
+        if self.copies_table and table is not None:
             table = table.contiguous()  # may be freed before it is read: its memory is reused in the stream's order
-        num_tiles = count_tiles(total_q, self.batch, num_q_heads, self.num_kv_heads)
+        num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], self.num_kv_heads)
         self.function(
             q,
             k_cache if self.k_view is None else k_cache.view(self.k_view),
             v_cache if self.v_view is None else v_cache.view(self.v_view),
             cu_seqlens_q,
-            seq_lens,
+            lengths,
             out,
             address_of(lse),
+            *map(address_of, other),
             POOL.get(index, torch._C._cuda_getCurrentRawStream(index), COUNTER_WORDS),
+            prefix_only,
             address_of(options["k_scale"]),
             address_of(options["v_scale"]),
             self.k_scale_stride,
@@ -96,13 +136,27 @@ class Plan:
             address_of(options["alibi_slopes"]),
             min(num_tiles, self.num_sms),
         )
-        return out, lse
 
 
 def make_plan(call: ExtendCall, config: ExtendConfig | None = None) -> Plan:
     """The plan of a checked call; ``config`` instead of what the schedule would choose."""
-    base = call.base
+    config, *others = configs_of(call, config)
+    newer = make_plan_of(call, others[0]) if others else None
+    return make_plan_of(call, config, newer)
+
+
+def configs_of(call: ExtendCall, config: ExtendConfig | None = None) -> list[ExtendConfig]:
+    """Of a call's launches: over the cache, and over the queries' own tokens if they come beside it."""
     config = choose(problem_of(call)) if config is None else config
+    if call.new is None:
+        return [config]
+    older = replace(config, features=replace(config.features, sinks=False))  # they count once
+    return [older, choose_newer(config)]
+
+
+def make_plan_of(call: ExtendCall, config: ExtendConfig, newer: Plan | None = None) -> Plan:
+    """The plan of a launch of ``config``; newer: that of a launch that merges what this one makes."""
+    base, coded = call.base, config.coded
     table, device = base.block_table, call.q.device
     return Plan(
         function=load(ExtendSpec(config), arch_of(device.index)),
@@ -112,12 +166,14 @@ def make_plan(call: ExtendCall, config: ExtendConfig | None = None) -> Plan:
         batch=call.batch,
         num_kv_heads=base.num_kv_heads,
         softmax_scale=base.softmax_scale,
-        k_view=byte_view(base.k.cache),
-        v_view=byte_view(base.v.cache),
+        k_view=byte_view(base.k.cache) if coded else None,
+        v_view=byte_view(base.v.cache) if coded else None,
         k_scale_stride=0 if base.k.scale is None else base.k.scale.head_stride,
         v_scale_stride=0 if base.v.scale is None else base.v.scale.head_stride,
         copies_table=table is not None and not table.is_contiguous(),
         numbers=(0 if table is None else table.shape[1], base.window or 0, base.soft_cap or 1.0),
+        has_cache=base.k.cache.numel() > 0 and base.max_seq_len > 0,
+        newer=newer,
     )
 
 
@@ -142,9 +198,22 @@ def check_alignment(call: ExtendCall) -> None:
     tensors = {"q": (call.q, ALIGNMENT), "k_cache": (call.base.k.cache, wanted), "v_cache": (call.base.v.cache, wanted)}
     if call.out is not None:
         tensors["out"] = call.out, ALIGNMENT
+    if call.new is not None:
+        tensors |= {"new_k": (call.new[0], ALIGNMENT), "new_v": (call.new[1], ALIGNMENT)}
+    for name, operand in (("k_cache", call.base.k), ("v_cache", call.base.v)):
+        _check_strides(name, operand, wanted)
     for name, (tensor, alignment) in tensors.items():
         if tensor.data_ptr() % alignment:
             raise ValueError(
                 f"{name}: got a tensor that starts {tensor.data_ptr() % alignment} bytes past a multiple of "
                 f"{alignment}, want it aligned to {alignment} bytes"
             )
+
+
+def _check_strides(name: str, operand: CacheOperand, alignment: int) -> None:
+    """Raises ValueError unless the rows of a cache are aligned, and its tokens near enough."""
+    strides = operand.block_stride, operand.token_stride, operand.head_stride
+    if any(stride % alignment for stride in strides):
+        raise ValueError(f"{name}: got rows {strides} bytes apart, want multiples of {alignment}")
+    if operand.token_stride >= MAX_TOKEN_STRIDE:
+        raise ValueError(f"{name}: got tokens {operand.token_stride} bytes apart, want less than {MAX_TOKEN_STRIDE}")

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from cute_kernels.attention.call import AttentionCall
+from cute_kernels.attention.reference import apply_sinks, attend, merge_states_reference
 from cute_kernels.attention.reference import attention_of as attention_of_request
 from cute_kernels.extend.call import ExtendCall, check_device_values, make_call
 
@@ -45,6 +47,21 @@ def attention_of(call: ExtendCall, compute_dtype: torch.dtype = torch.float32) -
     out = call.q.new_zeros(call.q.shape, dtype=compute_dtype)
     lse = call.q.new_full(call.q.shape[:2], -torch.inf, dtype=compute_dtype)
     for own, request in call.requests():
-        result, own_lse = attention_of_request(request, compute_dtype)
+        if call.new is None:
+            result, own_lse = attention_of_request(request, compute_dtype)
+        else:
+            result, own_lse = _attention_with_new_tokens(call, own, request, compute_dtype)
         out[own], lse[own] = result[0], own_lse[0]
     return out, lse
+
+
+def _attention_with_new_tokens(
+    call: ExtendCall, own: slice, request: AttentionCall, compute_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of one request whose own queries' tokens are not in the cache."""
+    new = call.new_tokens(own)
+    older, newer = request.seq_lens.to(torch.int64) - request.q_len, new.seq_lens.to(torch.int64)
+    zero = torch.zeros_like(older)
+    parts = [attend(request, zero, older, compute_dtype), attend(new, zero, newer, compute_dtype)]
+    out, lse = merge_states_reference(*(x for part in parts for x in (part.out, part.lse)), compute_dtype=compute_dtype)
+    return apply_sinks(out, lse, request.sinks), lse

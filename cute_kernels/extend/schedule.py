@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.tiles import kernel_format
@@ -42,6 +42,20 @@ def choose(problem: Problem) -> ExtendConfig:
         producer_warps=DECODE_WARPS[problem.head_dim] if is_coded(format_of(problem.k_format)) else 4,
         page_tokens=problem.page_tokens,
         features=problem.features,
+    )
+
+
+def choose_newer(config: ExtendConfig) -> ExtendConfig:
+    """What serves the queries' own tokens in 16 bits, and merges with what ``config`` makes of those in the cache."""
+    return ExtendConfig(
+        k_format=config.q_dtype,
+        v_format=config.q_dtype,
+        q_dtype=config.q_dtype,
+        head_dim=config.head_dim,
+        tile_tokens=TILE_TOKENS[config.head_dim],
+        features=replace(config.features, paged=False, head_major=False),
+        ragged=True,
+        merges=True,
     )
 
 

@@ -73,7 +73,7 @@ class Softmax:
         return found
 
     @cute.jit
-    def take(self, scores, rows: Rows, features, block: Int32, masked, kv_len: Int32, key_scales: Int32, lane: Int32):
+    def take(self, scores, rows: Rows, features, block: Int32, masked, kv_stop: Int32, key_scales: Int32, lane: Int32):
         """Scores times what their keys' rows are scaled with, capped and biased, then masked."""
         if const_expr(self.token_scales[0]):
             scales = self.load_scales(key_scales, lane)
@@ -85,9 +85,9 @@ class Softmax:
                 scores[i] = self.transform(scores[i], rows, features, token + sum_place(i)[1], row_of(i))
         if masked:
             for row in cutlass.range_constexpr(2):
-                stop = kv_len - token
+                stop = kv_stop - token
                 if const_expr(self.features.causal):
-                    stop = rows.positions[row] + 1 - token
+                    stop = cutlass.min(rows.positions[row] + 1, kv_stop) - token
                 start = rows.positions[row] - features.window - token
                 for i in cutlass.range_constexpr(self.count):
                     if const_expr(row_of(i) == row):
@@ -122,9 +122,9 @@ class Softmax:
             tops += [word.bitcast(Float32) for word in words]
         return ptx.log2(ptx.fmax(in_pairs(ptx.fmax, tops), Float32(MIN_SCALE)))
 
-    def weigh(self, scores, rows: Rows, value_scales) -> list[Any]:
-        """Scores become probabilities; the factors by which earlier sums shrink. Adds totals."""
-        factors, more = [], self.log_scale(value_scales)
+    def weigh(self, scores, rows: Rows, factors, value_scales) -> None:
+        """Scores become probabilities; factors, rmem fp32 [2], those by which earlier sums shrink. Adds totals."""
+        more = self.log_scale(value_scales)
         for row in range(2):
             factor = self.factor(rows, row)
             top = lane_max(in_pairs(ptx.fmax, self.own(scores, row)), ROW_LANES)
@@ -132,7 +132,7 @@ class Softmax:
             highest = ptx.fma(top, factor, more)
             reference = cutlass.select_(highest - before > RESCALE_SLACK, highest, before)
             rows.references[row] = reference
-            factors.append(ptx.exp2(before - reference))
+            factors[row] = ptx.exp2(before - reference)
         for row in range(2):
             factor, shift = self.factor(rows, row), -rows.references[row]
             parts = [Float32(0.0), Float32(0.0)]
@@ -141,7 +141,6 @@ class Softmax:
                     scores[i] = ptx.exp2(ptx.fma(scores[i], factor, shift))
                     parts[i // 4 % 2] = parts[i // 4 % 2] + scores[i]
             rows.totals[row] = ptx.fma(rows.totals[row], factors[row], parts[0] + parts[1])
-        return factors
 
     def pack(self, scores, packed, value_scales, lane, pack) -> None:
         """Probabilities times their values' scales, the A operand of the next product."""

@@ -54,10 +54,12 @@ class Work:
     Attributes:
         request: END behind the last work tile.
         head: KV head.
-        first_row: of its rows among the request's: row = position * group + head of the group.
+        first_row: of its rows among the request's: row = query * group + head of the group.
         num_rows: of the request.
-        q_start, q_len: queries of the request.
-        kv_len: tokens of the request.
+        q_start: the request's first query.
+        before: its position: so many tokens come before it; negative if there are more queries than tokens.
+        kv_start, kv_stop: keys of the request are tokens 0 to kv_stop, of which the first lies kv_start tokens behind
+            the beginning of the caches if these are ragged.
     """
 
     request: Any
@@ -65,18 +67,33 @@ class Work:
     first_row: Any
     num_rows: Any
     q_start: Any
-    q_len: Any
-    kv_len: Any
+    before: Any
+    kv_start: Any
+    kv_stop: Any
 
     def words(self) -> list[Uint32]:
         """As they are told to consumers."""
-        values = (self.request, self.head, self.first_row, self.num_rows, self.q_start, self.q_len, self.kv_len)
-        return [Uint32(value) for value in (*values, self.kv_len)]
+        places = (self.request, self.head, self.first_row, self.num_rows)
+        return [Uint32(value) for value in (*places, self.q_start, self.before, self.kv_start, self.kv_stop)]
 
     @staticmethod
     def of_words(words) -> Work:
         """Every warp's own numbers, alike in all lanes."""
-        return Work(*(cute.arch.make_warp_uniform(Int32(word)) for word in words[:7]))
+        return Work(*(cute.arch.make_warp_uniform(Int32(word)) for word in words))
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long things are; addresses of int32.
+
+    cu_seqlens_q: [batch + 1]. seq_lens: [batch], or, of ragged keys, where each request's begin, [batch + 1]. counter:
+    of work tiles. prefix_only: 1 if a request's last tokens, its queries' own, are left to another launch, else 0.
+    """
+
+    cu_seqlens_q: Any
+    seq_lens: Any
+    counter: Any
+    prefix_only: Any
 
 
 @dataclass(frozen=True)
@@ -98,7 +115,7 @@ class Worker:
     """Finds work tiles and what they see, for a configuration."""
 
     def __init__(self, config: ExtendConfig):
-        self.tokens = config.tile_tokens
+        self.tokens, self.ragged = config.tile_tokens, config.ragged
         self.features = config.features
 
     def slot_of(self, shape: Shape, cu_seqlens, request):
@@ -110,8 +127,9 @@ class Worker:
         return Int32(ptx.load_global_words(address + Int64(index) * 4, 0, 1)[0])
 
     @cute.jit
-    def find(self, shape: Shape, cu_seqlens: Int64, seq_lens: Int64, tile: Int32, lane: Int32):
-        """The work tile of a number, as words of `Work`; num_rows is at most first_row where there is none."""
+    def find(self, shape: Shape, lengths: Lengths, tile: Int32, lane: Int32):
+        """The work tile of a number, as what `Work` has; num_rows is at most first_row where there is none."""
+        cu_seqlens = lengths.cu_seqlens_q
         rank, head = shape.kv_heads.divide_int(tile)
         slot = shape.num_slots - 1 - rank
         low, size = Int32(0), shape.batch
@@ -127,10 +145,18 @@ class Worker:
             size = cutlass.min(step, size - found)
         q_start = cutlass.min(cutlass.max(self.load(cu_seqlens, low), 0), shape.total_q)
         q_end = cutlass.min(cutlass.max(self.load(cu_seqlens, low + 1), q_start), shape.total_q)
-        kv_len = cutlass.min(cutlass.max(self.load(seq_lens, low), 0), shape.max_seq_len)
         first_row = (slot - (q_start * shape.group.value // TILE_ROWS + low)) * TILE_ROWS
         rows = (q_end - q_start) * shape.group.value
-        return low, head, first_row, rows, q_start, q_end - q_start, kv_len
+        kv_start, kv_len = Int32(0), self.load(lengths.seq_lens, low)
+        if const_expr(self.ragged):
+            kv_start = cutlass.min(cutlass.max(kv_len, 0), shape.max_seq_len)
+            kv_len = cutlass.min(self.load(lengths.seq_lens, low + 1), shape.max_seq_len) - kv_start
+        # The queries' own tokens need no room in the cache where they are left to another launch.
+        most = shape.max_seq_len + cutlass.select_(lengths.prefix_only != 0, q_end - q_start, Int32(0))
+        kv_len = cutlass.min(cutlass.max(kv_len, 0), most)
+        before = kv_len - (q_end - q_start)
+        kv_stop = cutlass.select_(lengths.prefix_only != 0, cutlass.max(before, 0), kv_len)
+        return low, head, first_row, rows, q_start, before, kv_start, kv_stop
 
     @cute.jit
     def draw(self, shape: Shape, counter: Int64, lane: Int32):
@@ -146,27 +172,26 @@ class Worker:
         """Which keys a work tile sees."""
         first, _ = shape.group.divide_int(work.first_row)
         last, _ = shape.group.divide_int(cutlass.min(work.first_row + TILE_ROWS, work.num_rows) - 1)
-        before = work.kv_len - work.q_len  # position of the request's first query
-        first_position, last_position = before + first, before + last
-        stop, start = work.kv_len, Int32(0)
+        first_position, last_position = work.before + first, work.before + last
+        stop, start = work.kv_stop, Int32(0)
         if const_expr(self.features.causal):
-            stop = cutlass.max(last_position + 1, 0)
+            stop = cutlass.min(cutlass.max(last_position + 1, 0), stop)
         if const_expr(self.features.window):
             start = cutlass.max(first_position - shape.window + 1, 0)
-        begin, end = start // self.tokens, (stop + (self.tokens - 1)) // self.tokens
-        return Span(first_position, last_position, begin, end)
+        end = (stop + (self.tokens - 1)) // self.tokens
+        return Span(first_position, last_position, cutlass.min(start // self.tokens, end), end)
 
     def is_masked(self, shape: Shape, work: Work, span: Span, block):
         """Whether some query does not see some key of a block."""
-        stop = span.first_position + 1 if self.features.causal else work.kv_len
+        stop = cutlass.min(span.first_position + 1, work.kv_stop) if self.features.causal else work.kv_stop
         masked = (block + 1) * self.tokens > stop
         if self.features.window:
             masked = masked | (block * self.tokens <= span.last_position - shape.window)
         return masked
 
     def first_valid(self, shape: Shape, work: Work):
-        """The first token that some query of the request sees; what lies before, and from kv_len on, may be
+        """The first token that some query of the request sees; what lies before, and from kv_stop on, may be
         anything."""
         if not self.features.window:
             return Int32(0)
-        return cutlass.max(work.kv_len - work.q_len - shape.window + 1, 0)
+        return cutlass.max(work.before - shape.window + 1, 0)

@@ -73,12 +73,14 @@ def make_call(
     softcap: float | None = None,
     sinks: bool = False,
     alibi: bool = False,
+    new: bool = False,
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> Call:
     """Standard normal q, k, v, made on the device; what no query sees is poisoned, as decode attention's calls are.
 
-    q_lens: queries of each request. Others: as `tests.attention.cases.make_call`.
+    q_lens: queries of each request. new: whether their own tokens come beside the cache, in which they are poison.
+    Others: as `tests.attention.cases.make_call`.
     """
     base = decode_cases.make_call(
         kv_format,
@@ -107,6 +109,10 @@ def make_call(
     shape = (sum(q_lens), num_kv_heads * group, head_dim)
     q = torch.randn(shape, generator=generator, device=device).to(base.q.dtype)
     ends = torch.tensor([0, *q_lens]).cumsum(0).to(device=device, dtype=torch.int32)
+    if new:
+        for name in ("new_k", "new_v"):
+            rows = torch.randn((len(q), num_kv_heads, head_dim), generator=generator, device=device)
+            options[name] = rows.to(q.dtype)
     call = Call(q, base.k_cache, base.v_cache, base.seq_lens, ends, kv_format, options)
     poison_unseen(call, q_lens)
     return call
@@ -122,6 +128,8 @@ def poison_unseen(call: Call, q_lens: Sequence[int]) -> None:
     for request, (q_len, length) in enumerate(zip(q_lens, call.seq_lens.tolist(), strict=True)):
         first = 0 if window is None else max(0, length - q_len - window + 1)
         first = length if q_len == 0 else first
+        length -= q_len if "new_k" in call.options else 0
+        first = min(first, length)
         if table is None:
             seen[request, first:length] = True
             continue

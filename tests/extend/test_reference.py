@@ -118,3 +118,39 @@ def test_zero_scores_show_the_mask():
             rows = v[table[request, 0]][max(0, position - 8) : position + 1].double().mean(0)
             want = rows.repeat_interleave(call.q.shape[1] // rows.shape[0], 0)
             torch.testing.assert_close(out[query], want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": 7}, {"softcap": 3.0, "sinks": True, "alibi": True}], ids=str)
+def test_new_tokens_beside_the_cache_count_as_if_they_were_in_it(options):
+    """An exact cache, so that only the place of the newest tokens differs."""
+    call = make_call("bf16", [13, 0, 12, 6], [70, 5, 12, 9], head_dim=64, page_size=16, new=True, **options)
+    (k, v), table = call.caches, call.options["block_table"].clone()
+    ends, page_size = call.cu_seqlens_q.tolist(), k.shape[1]
+    caches = [torch.cat((cache, cache.new_zeros(20, *cache.shape[1:]))) for cache in (k, v)]
+    free = iter(range(len(k), len(k) + 20))
+    for request, (start, stop) in enumerate(itertools.pairwise(ends)):
+        length = int(call.seq_lens[request])
+        for i, position in enumerate(range(length - (stop - start), length)):
+            if not 0 <= table[request, position // page_size] < len(k) + 20:
+                table[request, position // page_size] = next(free)
+            page = int(table[request, position // page_size])
+            for cache, name in zip(caches, ("new_k", "new_v"), strict=True):
+                cache[page, position % page_size] = call.options[name][start + i]
+    others = {name: value for name, value in call.options.items() if not name.startswith("new")}
+    within = Call(
+        call.q,
+        *caches,
+        call.seq_lens,
+        call.cu_seqlens_q,
+        "bf16",
+        others | {"block_table": table},
+    )
+    for mine, wanted in zip(call.reference(), within.reference(), strict=True):
+        torch.testing.assert_close(mine, wanted, atol=1e-9, rtol=1e-9)
+
+
+def test_new_tokens_need_no_room_in_the_cache():
+    call = make_call("int8_token_head", [5, 3], [5, 3], head_dim=64, page_size=16, new=True)
+    empty = {"block_table": call.options["block_table"][:, :0]}
+    alone = Call(*call.tensors, call.cu_seqlens_q, call.kv_format, call.options | empty)
+    assert torch.equal(alone.run(), call.run())

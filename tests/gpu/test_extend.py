@@ -6,15 +6,17 @@ All that no query of a request sees is poisoned: NaN rows, table entries that ar
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from cute_kernels import decode_attention
+from cute_kernels.compat.flash_attn import flash_attn_varlen_func
 from cute_kernels.extend import ops
 from cute_kernels.extend.call import make_call as check_call
 from cute_kernels.extend.compile import ExtendSpec
-from cute_kernels.extend.plan import problem_of
+from cute_kernels.extend.plan import configs_of, problem_of
 from cute_kernels.extend.schedule import choose
 from cute_kernels.runtime.spec import KernelSpec
 from tests.extend.cases import FORMATS, Call, assert_close, make_call
@@ -50,19 +52,28 @@ VARIANTS: dict[str, tuple[object, dict]] = {
     "all features, codes": ("int8_token_head", {"window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True}),
     "fp16 queries, bytes": ("int8_token_head", {"q_dtype": "fp16"}),
     "fp16 queries, int4": ("int4_g4", {"q_dtype": "fp16"}),
+    "new tokens": ("bf16", {"new": True}),
+    "new tokens, codes": ("int8_token_head", {"new": True}),
+    "new tokens, all features": (
+        "int4_g4",
+        {"new": True, "window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True},
+    ),
+    "new tokens, contiguous, fp16": ("fp16", {"new": True, "page_size": None}),
     "a pair": (("int8_token_head", "int4_g4"), {}),
 }
 
 
 def variant(name: str, q_lens=Q_LENS, lengths=LENGTHS, device: str = CUDA, seed: int = 0) -> Call:
     kv_format, options = VARIANTS[name]
+    if "new" in options:  # all of them are there
+        lengths = [max(pair) for pair in zip(q_lens, lengths, strict=True)]
     return make_call(kv_format, q_lens, lengths, device=device, seed=seed, **options)
 
 
 def specs() -> list[KernelSpec]:
     """For tests.gpu.prepare."""
     calls = [variant(name, [1], [1], device="cpu") for name in VARIANTS]
-    configs = [choose(problem_of(check_call(*call.tensors, **call.keywords))) for call in calls]
+    configs = [config for call in calls for config in configs_of(check_call(*call.tensors, **call.keywords))]
     return [ExtendSpec(config) for config in dict.fromkeys(configs)]
 
 
@@ -83,7 +94,7 @@ def test_it_is_attention(name):
     assert torch.equal(out, again), "equal inputs give bitwise equal outputs"
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8_token_head", "int4_g4", "window, codes"])
+@pytest.mark.parametrize("name", ["bf16", "int8_token_head", "int4_g4", "window, codes", "new tokens, codes"])
 def test_random_batches(name):
     generator = random.Random(name)
     for seed in range(8):
@@ -195,9 +206,35 @@ def test_ends_and_lengths_that_cannot_be_do_no_harm():
 def test_every_configuration_that_can_be_tried_is_right():
     call = variant("int4_g1")
     config = choose(problem_of(check_call(*call.tensors, **call.keywords)))
-    from dataclasses import replace
-
     for changed in ({"ping_pong": False}, {"producer_warps": 4}):
         out = torch.full_like(call.q, torch.nan)
         ops.bind_config(replace(config, **changed), *call.tensors, out=out, **call.keywords)()
         assert_close(call, out)
+
+
+@pytest.mark.parametrize("causal, window", [(True, (-1, -1)), (False, (-1, -1)), (True, (40, 0))])
+def test_flash_attention_s_ragged_calls_are_what_a_cpu_says(causal, window):
+    q_lens, k_lens = (130, 0, 5, 300), (700, 20, 5, 333)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(total, heads, 128, generator=generator).bfloat16()
+        for total, heads in ((sum(q_lens), 8), (sum(k_lens), 2), (sum(k_lens), 2))
+    )
+    ends = [torch.tensor([0, *lens]).cumsum(0).to(torch.int32) for lens in (q_lens, k_lens)]
+    arguments = [q, k, v, *ends]
+    options = {"max_seqlen_q": 300, "max_seqlen_k": 700, "causal": causal, "window_size": window}
+    want = flash_attn_varlen_func(*arguments, **options)
+    out = flash_attn_varlen_func(*(x.cuda() for x in arguments), **options).cpu()
+    difference = (out - want).float()
+    assert not out.isnan().any() and difference.norm() <= 4e-3 * want.float().norm()
+
+
+def test_caches_with_gaps():
+    """K and V side by side in one tensor, as engines store them."""
+    for name in ("bf16", "int8_token_head", "int4_g4"):
+        call = variant(name)
+        both = torch.stack((call.k_cache, call.v_cache), 1)
+        k, v = both.unbind(1)
+        assert not k.is_contiguous()
+        apart = Call(call.q, k, v, call.seq_lens, call.cu_seqlens_q, call.kv_format, call.options)
+        assert torch.equal(apart.run(), call.run())

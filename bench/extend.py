@@ -1,0 +1,204 @@
+"""Benchmark of extend attention: chunks of a prefill over pages in every format, beside FlashAttention-3 in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench.peers import fa3_missing
+from bench.report import aligned, number
+from bench.suites import TOLERANCE, Bench, WrongOutput
+from bench.timing import time_cold_in_turn
+from cute_kernels import extend_attention
+from cute_kernels.extend.reference import extend_attention_reference
+from cute_kernels.kv_formats import DenseFormat, format_of
+
+FORMATS = ("bf16", "int8_token_head", "e4m3_token_head", "e4m3_tensor", "int4_g1", "int4_g4")
+HEAD_DIM, PAGE_SIZE = 128, 64
+TENSOR_SCALE = 4.5 / 448  # of standard normal numbers in E4M3
+CHECKED_QUERIES = 64  # of the last request
+PIECE_PAGES = 512  # that are quantised at a time
+
+
+@dataclass(frozen=True)
+class ExtendShape:
+    """``batch`` requests with q_len new queries each over seq_len tokens."""
+
+    batch: int
+    q_len: int
+    seq_len: int
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+
+    @property
+    def name(self) -> str:
+        return f"{self.batch} x {self.q_len} over {self.seq_len}, {self.num_q_heads}/{self.num_kv_heads}"
+
+    @property
+    def flops(self) -> int:
+        """Of both products for the keys that queries see."""
+        seen = self.q_len * self.seq_len - self.q_len * (self.q_len - 1) // 2
+        return 4 * HEAD_DIM * self.num_q_heads * self.batch * seen
+
+
+SHAPES = (
+    ExtendShape(1, 16384, 16384),
+    ExtendShape(1, 16384, 16384, 64),
+    ExtendShape(4, 4096, 4096),
+    ExtendShape(1, 2048, 32768),
+    ExtendShape(1, 512, 16384),
+    ExtendShape(32, 32, 8192),
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One shape's tensors: bf16 pages in random order, and what finds them."""
+
+    shape: ExtendShape
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    lengths: torch.Tensor
+    ends: torch.Tensor
+    table: torch.Tensor
+
+    @staticmethod
+    def of(shape: ExtendShape) -> Inputs:
+        generator = torch.Generator("cuda").manual_seed(0)
+        pages = -(-shape.seq_len // PAGE_SIZE)
+
+        def random(*size: int) -> torch.Tensor:
+            return torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+        cache = (shape.batch * pages, PAGE_SIZE, shape.num_kv_heads, HEAD_DIM)
+        order = torch.randperm(shape.batch * pages, generator=generator, device="cuda", dtype=torch.int32)
+        return Inputs(
+            shape,
+            random(shape.batch * shape.q_len, shape.num_q_heads, HEAD_DIM),
+            random(*cache),
+            random(*cache),
+            torch.full((shape.batch,), shape.seq_len, dtype=torch.int32, device="cuda"),
+            torch.arange(shape.batch + 1, dtype=torch.int32, device="cuda") * shape.q_len,
+            order.view(shape.batch, pages),
+        )
+
+    def call(self, kv_format: str) -> tuple[Callable[[], torch.Tensor], dict[str, Any]]:
+        """(our call, its arguments) over caches in a format."""
+        form, scales = format_of(kv_format), {}
+        caches = [self.k, self.v]
+        if not isinstance(form, DenseFormat):
+            scale = torch.tensor(TENSOR_SCALE, device="cuda") if form.given_scale == "tensor" else None
+            scales = {} if scale is None else {"k_scale": scale, "v_scale": scale}
+            caches = [
+                torch.cat([form.quantize(piece.float(), scale) for piece in cache.split(PIECE_PAGES)])
+                for cache in caches
+            ]
+        arguments: dict[str, Any] = {
+            "q": self.q,
+            "k_cache": caches[0],
+            "v_cache": caches[1],
+            "seq_lens": self.lengths,
+            "cu_seqlens_q": self.ends,
+            "kv_format": kv_format,
+            "block_table": self.table,
+            **scales,
+        }
+        out = torch.empty_like(self.q)
+        return partial(extend_attention, **arguments, out=out), arguments
+
+    def fa3(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """FlashAttention-3's calls over the same bf16 pages: cut as it likes, and not cut."""
+        op = torch.ops._vllm_fa3_C.fwd
+        values: dict[str, Any] = {
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+            "cu_seqlens_q": self.ends,
+            "seqused_k": self.lengths,
+            "page_table": self.table,
+            "max_seqlen_q": self.shape.q_len,
+            "max_seqlen_k": self.shape.seq_len,
+            "softmax_scale": HEAD_DIM**-0.5,
+            "is_causal": True,
+            "window_size_left": -1,
+            "window_size_right": -1,
+            "softcap": 0.0,
+            "is_rotary_interleaved": True,
+            "sm_margin": 0,
+            "cp_world_size": 1,
+            "cp_rank": 0,
+        }
+        for name, splits in (("FA3", 0), ("FA3, one split", 1)):
+            ordered = [
+                (values | {"num_splits": splits}).get(argument.name) for argument in op.default._schema.arguments
+            ]
+            yield name, partial(op, *ordered)
+
+
+def run(bench: Bench, shapes: Sequence[ExtendShape] = SHAPES, formats: Sequence[str] = FORMATS) -> None:
+    """One row per shape under the record's key "extend"."""
+    rows: list[dict[str, Any]] = []
+
+    def work(shape: ExtendShape) -> None:
+        rows.append(_measure(bench, Inputs.of(shape), formats))
+        bench.recorder.set("extend", rows)
+
+    for shape in shapes:
+        bench.attempt(shape.name, partial(work, shape))
+
+
+def _measure(bench: Bench, inputs: Inputs, formats: Sequence[str]) -> dict[str, Any]:
+    calls: dict[str, Callable[[], Any]] = {}
+    errors: dict[str, float] = {}
+    for name in formats:
+        calls[name], arguments = inputs.call(name)
+        errors[name] = _error(calls[name](), arguments)
+        if not errors[name] <= TOLERANCE:
+            raise WrongOutput(f"{name}: relative error {errors[name]:.2e} to fp64, at most {TOLERANCE:g}")
+    missing = fa3_missing()
+    if missing is None:
+        calls |= dict(inputs.fa3())
+    times = time_cold_in_turn(calls, bench.flush, bench.protocol)
+    return {
+        "name": inputs.shape.name,
+        "shape": asdict(inputs.shape),
+        "flops": inputs.shape.flops,
+        "errors": errors,
+        "us": {name: time.as_dict() for name, time in times.items()},
+        "missing": {} if missing is None else {"FA3": missing},
+    }
+
+
+def _error(out: torch.Tensor, arguments: dict[str, Any]) -> float:
+    """Relative to fp64, of the last queries of the last request: those see most."""
+    count = min(CHECKED_QUERIES, out.shape[0] // (arguments["cu_seqlens_q"].numel() - 1))
+    part = {
+        "q": arguments["q"][-count:],
+        "seq_lens": arguments["seq_lens"][-1:],
+        "cu_seqlens_q": torch.tensor([0, count], dtype=torch.int32, device=out.device),
+        "block_table": arguments["block_table"][-1:],
+    }
+    want, _ = extend_attention_reference(**(arguments | part), compute_dtype=torch.float64)
+    return float((out[-count:].double() - want).norm() / want.norm())
+
+
+def text(data: dict[str, Any]) -> str:
+    """The record as a table."""
+    return "\n".join(table(data.get("extend", [])))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """TFLOPS of each call, by shape, as aligned lines; none without rows."""
+    if not rows:
+        return []
+    names = list(dict.fromkeys(name for row in rows for name in row["us"]))
+    cells = [["TFLOPS", *names]]
+    for row in rows:
+        rates = [row["flops"] * 1e-6 / row["us"][name]["median_us"] if name in row["us"] else None for name in names]
+        cells.append([row["name"], *(number(rate) for rate in rates)])
+    return ["", *aligned(cells)]

@@ -1,0 +1,197 @@
+"""FlashAttention's calls over ragged tensors and caches (Dao-AILab/flash-attention 2) on this package's kernels.
+
+Names, order and defaults are FlashAttention's, so that ``from cute_kernels.compat.flash_attn import ...`` is all that a
+caller changes. Both calls are forward alone, in bf16 and fp16. How the meanings map:
+
+| FlashAttention | here |
+|---|---|
+| k, v with a block table | pages of `extend_attention` |
+| k, v without one | K and V of all requests one after the other |
+| causal, window_size (left, right) | a window with right = 0 is causal; with causal right counts as 0 |
+| alibi_slopes | those of causal calls, fp32 [num_heads] |
+| lse [batch, num_heads, seqlen_q] | the transpose of lse [batch, seqlen_q, num_heads], as there |
+
+Refused, by their names: dropout, attention probabilities, slopes per request or without causal, windows that see later
+keys, new K and V to be appended (`cute_kernels.append_kv` does), rotary embedding, cache_batch_idx, cache_leftpad.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.attention.checks import Q_DTYPES
+from cute_kernels.compat.names import renamed
+from cute_kernels.extend import extend_attention
+from cute_kernels.extend.ragged import ragged_attention
+
+__all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of ragged queries; see the module.
+
+    Args:
+        q: [total_q, num_heads, head_dim].
+        k, v: [total_k, num_heads_k, head_dim], or pages [num_pages, page_size, num_heads_k, head_dim].
+        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1]: where requests begin, in q and in what they have of k and v.
+        max_seqlen_q, max_seqlen_k: not needed here.
+        dropout_p: 0.
+        softmax_scale: default head_dim ** -0.5.
+        causal: whether a query, its request's last tokens being the queries, sees no later key.
+        window_size: (left, right): keys before and after a query's own that it sees; -1 for all.
+        softcap: 0 for none.
+        alibi_slopes: fp32 [num_heads].
+        deterministic: results always are.
+        return_attn_probs: False.
+        block_table: int32 [batch, max_pages], of pages.
+
+    Returns out [total_q, num_heads, head_dim] in q's dtype.
+
+    Raises TypeError and ValueError, naming the argument, what came and what is wanted.
+    """
+    _refuse(dropout_p=(dropout_p, 0.0), return_attn_probs=(return_attn_probs, False))
+    options = _options(causal, window_size, softcap, alibi_slopes)
+    names = {"k_cache": "k", "v_cache": "v", "seq_lens": "cu_seqlens_k"}
+    try:
+        if block_table is None:
+            return ragged_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale, **options)[0]
+        check_tensors(q=q, cu_seqlens_k=cu_seqlens_k)
+        return extend_attention(
+            q,
+            k,
+            v,
+            cu_seqlens_k.diff(),
+            cu_seqlens_q=cu_seqlens_q,
+            kv_format=_format_of(q),
+            block_table=block_table,
+            softmax_scale=softmax_scale,
+            **options,
+        )
+    except (TypeError, ValueError) as error:
+        raise renamed(error, names) from None
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the newest tokens over caches; see the module.
+
+    Args:
+        q: [batch, seqlen_q, num_heads, head_dim].
+        k_cache, v_cache: [batch, seqlen_cache, num_heads_k, head_dim], or pages with a block table.
+        k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad: None.
+        cache_seqlens: int32 [batch], or an int for all: tokens in the cache, the queries' own among them; None for all
+            that there is room for.
+        block_table: int32 [batch, max_pages], of pages.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as for :func:`flash_attn_varlen_func`.
+        rotary_interleaved: there is no rotary embedding.
+        num_splits: chosen here.
+        return_softmax_lse: also return the log-sum-exp, fp32 [batch, num_heads, seqlen_q].
+
+    Returns out [batch, seqlen_q, num_heads, head_dim] in q's dtype, and the log-sum-exp if it is asked for.
+
+    Raises TypeError and ValueError, naming the argument, what came and what is wanted.
+    """
+    missing = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    missing |= {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
+    _refuse(**{name: (value, None) for name, value in missing.items()})
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    if q.dim() != 4:
+        raise ValueError(f"q: got {q.dim()} dimensions, want 4: [batch, seqlen_q, num_heads, head_dim]")
+    batch, seqlen_q = q.shape[:2]
+    if cache_seqlens is None or isinstance(cache_seqlens, int):
+        room = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
+        length = room if cache_seqlens is None else cache_seqlens
+        cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
+    names = {"cu_seqlens_q": "q", "seq_lens": "cache_seqlens"}
+    try:
+        out, lse = extend_attention(
+            q.reshape(batch * seqlen_q, *q.shape[2:]),
+            k_cache,
+            v_cache,
+            cache_seqlens,
+            cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q,
+            kv_format=_format_of(q),
+            block_table=block_table,
+            softmax_scale=softmax_scale,
+            return_lse=True,
+            **_options(causal, window_size, softcap, alibi_slopes),
+        )
+    except (TypeError, ValueError) as error:
+        raise renamed(error, names) from None
+    out = out.view(q.shape)
+    return (out, lse.view(q.shape[:3]).transpose(1, 2)) if return_softmax_lse else out
+
+
+def _format_of(q: torch.Tensor) -> str:
+    if q.dtype not in Q_DTYPES:
+        raise TypeError(f"q: got dtype {q.dtype}, want torch.bfloat16 or torch.float16")
+    return Q_DTYPES[q.dtype]
+
+
+def _refuse(**given: tuple[Any, Any]) -> None:
+    """Raises ValueError for an argument that has no meaning here; given: (what came, what alone is taken)."""
+    for name, (value, wanted) in given.items():
+        if (value is not None) if wanted is None else value != wanted:
+            came = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
+            raise ValueError(f"{name}: got {came}, want {wanted}: it is not supported")
+
+
+def _options(
+    causal: bool, window_size: tuple[int, int], softcap: float, alibi_slopes: torch.Tensor | None
+) -> dict[str, Any]:
+    """Ours of FlashAttention's."""
+    left, right = window_size
+    if causal:
+        right = 0
+    if right == -1 and left != -1:
+        raise ValueError(f"window_size: got {tuple(window_size)!r} without causal, want (left, 0) or (-1, -1)")
+    if alibi_slopes is not None:
+        if right != 0:
+            raise ValueError("alibi_slopes: got a tensor without causal, want None or causal=True")
+        if alibi_slopes.dim() != 1:
+            raise ValueError(f"alibi_slopes: got shape {shape_of(alibi_slopes)}, want [num_heads]")
+    return {
+        "causal": causal,
+        "window_size": None if (left, right) in ((-1, -1), (-1, 0)) and causal == (right == 0) else (left, right),
+        "softcap": softcap or None,
+        "alibi_slopes": alibi_slopes,
+    }

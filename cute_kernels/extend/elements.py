@@ -1,0 +1,34 @@
+"""The two kinds of 16-bit numbers that operands and results are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import BFloat16, Float16
+
+from cute_kernels.device import ptx
+
+
+@dataclass(frozen=True)
+class Elements:
+    """One of them.
+
+    Attributes:
+        type: of tensors.
+        pack: two fp32, rounded to nearest, into a word, the first in the lower half.
+        halves: a word's lower and upper number as fp32.
+    """
+
+    type: Any
+    pack: Callable[..., Any]
+    halves: tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def of_name(dtype: str) -> Elements:
+    """Of "bf16" or "fp16"."""
+    return {
+        "bf16": Elements(BFloat16, ptx.pack_bf16x2, (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float)),
+        "fp16": Elements(Float16, ptx.pack_f16x2, (ptx.half2_low_to_float, ptx.half2_high_to_float)),
+    }[dtype]

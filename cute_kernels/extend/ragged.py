@@ -1,0 +1,123 @@
+"""Attention over ragged K and V of 16 bits, without a cache: those of all requests one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.attention import call as attention_call
+from cute_kernels.attention import checks
+from cute_kernels.extend import ops
+from cute_kernels.extend.call import ExtendCall, check_query
+from cute_kernels.extend.plan import Plan, check_alignment, make_plan_of, problem_of
+from cute_kernels.extend.schedule import choose, choose_newer
+from cute_kernels.runtime.plans import identity, keep
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def ragged_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) as :func:`cute_kernels.extend_attention` of the same options has them.
+
+    Args:
+        q: bf16 or fp16 [total_q, num_q_heads, head_dim]; k, v: [total_k, num_kv_heads, head_dim], alike.
+        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], from 0 on: where requests begin. A request's queries are its
+            last tokens.
+        options: causal, window_size, softcap, sinks, alibi_slopes.
+
+    Raises TypeError and ValueError, naming the argument, as `extend_attention`.
+    """
+    check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    complete = ops.DEFAULTS | options
+    if not q.is_cuda:
+        return _reference(_checked(q, k, v, cu_seqlens_q, cu_seqlens_k, complete), k, v, cu_seqlens_k, softmax_scale)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    values = (identity(value) if isinstance(value, torch.Tensor) else value for value in complete.values())
+    key = (*map(identity, tensors), *values)
+    plan = _plans.get(key)
+    if plan is None:
+        call = _checked(*tensors, complete)
+        check_alignment(call)
+        if not (q.shape[0] and k.shape[0] and call.batch):
+            return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+        config = replace(choose_newer(choose(problem_of(call))), merges=False)
+        plan = keep(_plans, key, make_plan_of(call, config))
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    with torch.cuda.device(q.device):
+        plan.call(q, k.unsqueeze(0), v.unsqueeze(0), cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, complete)
+    return out, lse
+
+
+def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> ExtendCall:
+    """The call as one over a contiguous cache, that of a single request, all of K and V."""
+    check_query(q)
+    if cu_seqlens_k.dim() != 1 or cu_seqlens_k.shape[0] < 1:
+        raise ValueError(f"cu_seqlens_k: got shape {shape_of(cu_seqlens_k)}, want [batch + 1]")
+    batch = cu_seqlens_k.shape[0] - 1
+    for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        checks.check_place(name, ends, q.device)
+        checks.check_vector(name, ends, torch.int32, batch + 1, "the batch and one")
+    for name, rows in (("k", k), ("v", v)):
+        if rows.dim() != 3:
+            raise ValueError(f"{name}: got {rows.dim()} dimensions, want 3: [total_k, num_kv_heads, head_dim]")
+        if rows.dtype != q.dtype:
+            raise TypeError(f"{name}: got dtype {rows.dtype}, want {q.dtype}, that of q")
+        if rows.shape[2] != q.shape[2] or rows.shape != k.shape:
+            raise ValueError(f"{name}: got shape {shape_of(rows)}, want {[*k.shape[:2], q.shape[2]]}, k's and q's")
+        checks.check_contiguous(name, rows)
+    wanted = ("causal", "window_size", "softcap", "sinks", "alibi_slopes")
+    base = attention_call.make_call(
+        q.new_empty((1, 1, *q.shape[1:])),
+        k.unsqueeze(0),
+        v.unsqueeze(0),
+        cu_seqlens_k[:1],
+        kv_format=checks.Q_DTYPES[q.dtype],
+        **{name: options[name] for name in wanted},
+    )
+    base = replace(base, q=q.new_empty((batch, 1, *q.shape[1:])), seq_lens=cu_seqlens_k[1:])
+    return ExtendCall(q, cu_seqlens_q, base, None, None)
+
+
+def _reference(call: ExtendCall, k, v, cu_seqlens_k, softmax_scale) -> tuple[torch.Tensor, torch.Tensor]:
+    """Request by request, each over its own K and V."""
+    base, out = call.base, torch.zeros_like(call.q)
+    lse = call.q.new_full(call.q.shape[:2], -torch.inf, dtype=torch.float32)
+    ends = call.cu_seqlens_q.tolist()
+    for request, (start, stop) in enumerate(itertools.pairwise(cu_seqlens_k.tolist())):
+        own = slice(ends[request], ends[request + 1])
+        if own.start >= own.stop:
+            continue
+        options = ops.DEFAULTS | {
+            "causal": base.causal,
+            "window_size": base.window,
+            "softcap": base.soft_cap,
+            "sinks": base.sinks,
+            "alibi_slopes": base.alibi_slopes,
+        }
+        count = torch.tensor([own.stop - own.start], dtype=torch.int32)
+        out[own], lse[own] = ops.reference(
+            call.q[own],
+            k[None, start:stop],
+            v[None, start:stop],
+            torch.tensor([stop - start], dtype=torch.int32),
+            torch.cat((torch.zeros_like(count), count)),
+            base.k.form.name,
+            softmax_scale,
+            True,
+            None,
+            options,
+        )
+    return out, lse

@@ -1,0 +1,111 @@
+"""FlashAttention's calls mean what they mean there: against torch's own attention, request by request."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from cute_kernels.compat.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+HEADS, KV_HEADS, DIM = 4, 2, 64
+TOLERANCE = {"atol": 2e-2, "rtol": 2e-2}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def ends(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """One request by torch, fp64; seen: bool [queries, keys]."""
+    group = HEADS // KV_HEADS
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * DIM**-0.5
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).nan_to_num(0.0)
+    return (weights @ v.repeat_interleave(group, 0)).transpose(0, 1)
+
+
+def seen_by(queries: int, keys: int, causal: bool, window: tuple[int, int]) -> torch.Tensor:
+    """FlashAttention's own rule."""
+    left, right = window
+    at = torch.arange(queries)[:, None] + keys - queries
+    key = torch.arange(keys)
+    right = 0 if causal else right
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    if right >= 0:
+        seen &= key <= at + right
+    if left >= 0:
+        seen &= key >= at - left
+    return seen
+
+
+@pytest.mark.parametrize(
+    "causal, window",
+    [(True, (-1, -1)), (False, (-1, -1)), (True, (3, 0)), (True, (3, -1)), (False, (3, 0)), (False, (-1, 0))],
+)
+@pytest.mark.parametrize("paged", [False, True])
+def test_ragged_calls(causal, window, paged):
+    q_lens, k_lens = (5, 0, 7, 2), (9, 4, 7, 20)
+    q, k, v = random(14, HEADS, DIM), random(40, KV_HEADS, DIM, seed=1), random(40, KV_HEADS, DIM, seed=2)
+    cu_q, cu_k = ends(*q_lens), ends(*k_lens)
+    keys, values, table = k, v, None
+    if paged:
+        table = torch.tensor([[0, 9], [1, 9], [2, 9], [3, 4]], dtype=torch.int32)
+        keys, values = (random(5, 16, KV_HEADS, DIM, seed=3) for _ in range(2))
+        for request, (start, stop) in enumerate(itertools.pairwise(cu_k.tolist())):
+            for i, token in enumerate(range(start, stop)):
+                keys[table[request, i // 16], i % 16] = k[token]
+                values[table[request, i // 16], i % 16] = v[token]
+    out = flash_attn_varlen_func(
+        q, keys, values, cu_q, cu_k, 7, 20, causal=causal, window_size=window, block_table=table
+    )
+    pairs = itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist())
+    for (start, stop), (k_start, k_stop) in zip(*pairs, strict=True):
+        own, seen = slice(k_start, k_stop), seen_by(stop - start, k_stop - k_start, causal, window)
+        want = attention(q[start:stop], k[own], v[own], seen)
+        torch.testing.assert_close(out[start:stop].double(), want, **TOLERANCE)
+
+
+@pytest.mark.parametrize("lengths", [None, 11, torch.tensor([11, 3], dtype=torch.int32)])
+def test_calls_over_a_cache(lengths):
+    q = random(2, 3, HEADS, DIM)
+    k, v = random(2, 12, KV_HEADS, DIM, seed=1), random(2, 12, KV_HEADS, DIM, seed=2)
+    out, lse = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, return_softmax_lse=True)
+    assert (out.shape, lse.shape) == (q.shape, (2, HEADS, 3))
+    counts = [12, 12] if lengths is None else [11, 11] if isinstance(lengths, int) else lengths.tolist()
+    for request, count in enumerate(counts):
+        want = attention(q[request], k[request, :count], v[request, :count], seen_by(3, count, True, (-1, -1)))
+        torch.testing.assert_close(out[request].double(), want, **TOLERANCE)
+
+
+REFUSED = {
+    "dropout_p": ({"dropout_p": 0.1}, "dropout_p: got 0.1, want 0.0"),
+    "return_attn_probs": ({"return_attn_probs": True}, "return_attn_probs: got True, want False"),
+    "window_size": ({"window_size": (3, 2)}, r"window_size: got \(3, 2\)"),
+    "an open window": ({"window_size": (3, -1)}, r"window_size: got \(3, -1\) without causal"),
+    "alibi_slopes": ({"alibi_slopes": torch.ones(HEADS)}, "alibi_slopes: got a tensor without causal"),
+    "slopes of requests": ({"alibi_slopes": torch.ones(1, HEADS), "causal": True}, "alibi_slopes: got shape"),
+    "k": ({"k": random(4, KV_HEADS, 32)}, "k: got shape|v: got shape"),
+    "cu_seqlens_k": ({"cu_seqlens_k": ends(4, 1)}, "cu_seqlens_q: got shape"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_there_is_named(case):
+    changed, message = REFUSED[case]
+    k = random(4, KV_HEADS, DIM)
+    arguments = {"q": random(3, HEADS, DIM), "k": k, "v": k, "cu_seqlens_q": ends(3), "cu_seqlens_k": ends(4)}
+    with pytest.raises(ValueError, match=message):
+        flash_attn_varlen_func(**(arguments | {"max_seqlen_q": 3, "max_seqlen_k": 4} | changed))
+
+
+@pytest.mark.parametrize("name", ["k", "v", "rotary_cos", "cache_batch_idx", "cache_leftpad"])
+def test_what_a_cache_call_does_not_take_is_named(name):
+    k = random(1, 12, KV_HEADS, DIM)
+    with pytest.raises(ValueError, match=f"{name}: got a Tensor, want None"):
+        flash_attn_with_kvcache(random(1, 3, HEADS, DIM), k, k, **{name: torch.ones(1)})

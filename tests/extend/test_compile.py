@@ -1,0 +1,78 @@
+"""Every kind of kernel compiles without a GPU, as what it was designed to be: no spills, products side by side."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.extend.compile import CAUSAL_PAGES, ExtendSpec
+from cute_kernels.extend.schedule import Problem, choose, choose_newer
+from cute_kernels.runtime import default_cache
+from cute_kernels.runtime.resources import ToolMissingError, cubins_in, find_tool, resource_report
+
+FEATURES = Features(causal=True, window=True, soft_cap=True, sinks=True, alibi=True, paged=True)
+CONFIGS = {
+    "bf16": choose(Problem(128, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)),
+    "features": choose(Problem(128, "bf16", "bf16", "bf16", 16, FEATURES)),
+    "int8": choose(Problem(128, "int8_token_head", "int8_token_head", "bf16", 64, CAUSAL_PAGES)),
+    "int4": choose(Problem(128, "int4_g4", "int4_g4", "bf16", 64, CAUSAL_PAGES)),
+    "contiguous": choose(Problem(64, "e4m3_tensor", "e4m3_tensor", "fp16", 0, PLAIN)),
+}
+CONFIGS["new tokens"] = choose_newer(CONFIGS["bf16"])
+
+
+@pytest.fixture(scope="module")
+def artifacts():
+    """By name."""
+    try:
+        find_tool("nvdisasm")
+    except ToolMissingError as error:
+        pytest.skip(str(error))
+    # In processes of their own: tracing leaves functions changed that other tests run as plain Python.
+    compiled = default_cache().artifacts([ExtendSpec(config) for config in CONFIGS.values()], "sm_90a")
+    return dict(zip(CONFIGS, compiled, strict=True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_compiles_to_what_it_was_designed_to_be(name, artifacts):
+    config, artifact = CONFIGS[name], artifacts[name]
+    (report,) = resource_report(artifact)
+    # With every feature at once ptxas keeps one word of the epilogue's in local memory.
+    assert report.spill_store_bytes <= (4 if config.features == FEATURES else 0)
+    assert report.threads in (None, config.num_threads)
+    steps = config.head_dim // 16, config.tile_tokens // 16
+    assert report.opcodes["HGMMA"] == 2 * sum(steps), "the first block's, the loop's and the last block's products"
+    # Fences and waits of groups: one for each product would mean that ptxas puts them one after the other.
+    assert report.opcodes["WARPGROUP"] <= 12
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_block_s_softmax_runs_while_the_values_of_the_block_before_are_multiplied(name, artifacts, tmp_path: Path):
+    """In the loop: scores and values issued, a wait for scores, all powers of 2, then the wait for values."""
+    config, (image,) = CONFIGS[name], cubins_in(artifacts[name].object_code)
+    (tmp_path / "kernel.cubin").write_bytes(image)
+    command = [find_tool("nvdisasm"), "-c", str(tmp_path / "kernel.cubin")]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    first = max(i for i, line in enumerate(code) if "WARPGROUP.DEPBAR.LE gsb0, 0x1" in line)
+    second = next(i for i in range(first, len(code)) if "WARPGROUP.DEPBAR.LE gsb0, 0x0" in code[i])
+    powers = sum("MUFU.EX2" in line for line in code[first:second])
+    assert powers >= config.tile_tokens // 2
+
+
+def test_what_a_configuration_says_is_what_it_is_told_apart_by():
+    config = CONFIGS["bf16"]
+    changed = [
+        replace(config, producer_warps=8),
+        replace(config, page_tokens=16),
+        replace(config, ping_pong=False),
+        replace(config, merges=True),
+        replace(config, features=FEATURES),
+        CONFIGS["new tokens"],
+    ]
+    assert len({config.name, *(other.name for other in changed)}) == len(changed) + 1
