@@ -139,5 +139,5 @@ def markdown(record: dict[str, Any]) -> str:
         ]
         cells += [number(row["floor_us"]), f"**{number(us['ours'])}**", number(us["torch"])]
         lines.append([*cells, number(us["torch"] / us["ours"], 2)])
-    about = f"median of {record.get('samples')} calls with a cold L2; an empty launch takes {rows[0]['empty_launch_us']:.1f} us."
-    return in_markdown(record, head, lines, about)
+    empty = f"an empty launch takes {number(rows[0]['empty_launch_us'])} us"
+    return in_markdown(record, head, lines, f"median of {record.get('samples')} calls with a cold L2; {empty}.")

@@ -1,7 +1,7 @@
 """A Hugging Face model decodes with 4-bit weights and an INT4 KV cache: an import, a call, and `generate` as it is.
 
-    pip install "cute-kernels[transformers]"
-    python examples/transformers_model.py
+pip install "cute-kernels[transformers]"
+python examples/transformers_model.py
 """
 
 import torch

@@ -58,8 +58,8 @@ class QuantizedLinear(nn.Module):
         shifts: floating [out_features, groups of in_features], or None; kept in fp32.
 
     Attributes:
-        batch_invariant: as of `cute_kernels.quantized_linear`; False, and may be set, but for a layer with shifts. A state dict
-            does not have it.
+        batch_invariant: as of `cute_kernels.quantized_linear`; False, and may be set, but for a layer with shifts. A
+            state dict does not have it.
 
     Raises:
         TypeError, ValueError: weight or bias is not as above; the message names it.

@@ -8,7 +8,7 @@ from bench.extend import HEAD_DIM, ExtendShape, text
 def test_flops_are_those_of_keys_that_queries_see():
     shape = ExtendShape(2, 3, 5, num_q_heads=4, num_kv_heads=2)
     seen = sum(1 for query in range(3) for key in range(5) if key <= 2 + query)
-    assert shape.flops == 2 * 4 * seen * (2 * HEAD_DIM) * 2  # requests, heads, both products, a multiplication and a sum
+    assert shape.flops == 2 * 4 * seen * (2 * HEAD_DIM) * 2  # requests, heads, products, multiplication and sum
 
 
 def test_the_table_has_tflops_of_every_call():
