@@ -385,6 +385,10 @@ def test_what_cannot_be_accelerated_is_refused_and_left_alone(name, options, err
 
 
 def test_models_of_other_kinds_are_refused():
+    spread = DECODERS["llama"].build(torch.bfloat16)
+    spread.lm_head.to("meta")
+    with pytest.raises(ValueError, match="got LlamaForCausalLM on cpu, meta, want it on one device"):
+        ck.accelerate(spread)
     with pytest.raises(TypeError, match="model: got Linear, want a transformers model"):
         ck.accelerate(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"model: got LlamaForCausalLM in torch\.float32"):
