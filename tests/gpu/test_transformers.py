@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels.integrations.transformers.graphs import StepReplay
+from cute_kernels.integrations.transformers.norms import replace_norms
 from tests.integrations.architectures import DECODERS, VOCABULARY
 
 pytestmark = [pytest.mark.gpu]
@@ -70,6 +71,7 @@ def test_generate_replays_graphs_and_chooses_the_tokens_of_eager_attention(name,
     model = build(name)
     mask = LEFT_PADDED if padded else torch.ones_like(PROMPT)
     model.set_attn_implementation("eager")
+    replace_norms(model)
     want = generate(model, mask)
     ck.accelerate(model, kv_format="bf16")
     got = generate(model, mask)
