@@ -152,7 +152,7 @@ def decode(model: Any, tokens: torch.Tensor, cache: Any, steps: int) -> Run:
     prompt, fed = tokens[:, :-steps], tokens[:, -steps:].split(1, dim=1)
     model(prompt, past_key_values=cache, logits_to_keep=1)
     model(fed[0], past_key_values=cache)  # compiles whatever a step needs, outside the clock
-    cache.crop(1)
+    cache.crop(-1)
     outputs.clear()
     _synchronize()
     begin = time.perf_counter()
@@ -205,7 +205,7 @@ def print_summary(runs: dict[str, Run], scale: Scale) -> bool:
         q, call = last_layer_call(run, scale)
         layer = run.cache.layers[-1]
         want, _ = decode_attention_reference(
-            q, layer.keys, layer.values, layer.seq_lens, kv_format=label, compute_dtype=torch.float64
+            q, layer.keys, layer.values, layer.columns.seq_lens, kv_format=label, compute_dtype=torch.float64
         )
         error = _error(call(), want)
         agrees &= error <= TOLERANCE
@@ -244,7 +244,7 @@ def last_layer_call(run: Run, scale: Scale) -> tuple[torch.Tensor, Callable[[], 
 
     def call() -> torch.Tensor:
         return cute_kernels.decode_attention(
-            q, layer.keys, layer.values, layer.seq_lens, kv_format=layer.form.name, out=out
+            q, layer.keys, layer.values, layer.columns.seq_lens, kv_format=layer.formats, out=out
         )
 
     return q, call

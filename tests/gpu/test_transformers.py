@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels.integrations.transformers.graphs import StepReplay
+from cute_kernels.integrations.transformers.norms import replace_norms
 from tests.integrations.architectures import DECODERS, VOCABULARY
 
 pytestmark = [pytest.mark.gpu]
@@ -23,8 +24,8 @@ NEW = 40
 NAMES = ("llama", "mistral, window", "gemma 2", "gemma 3", "gpt-oss", "qwen3", "qwen3-moe", "llama 4", "phi-3")
 
 
-MIXTURES = ("gpt-oss", "qwen3-moe", "llama 4")
-"""Random routers have ties, and a token that takes another expert is another token."""
+MIXTURES = ("llama 4",)
+"""One expert of several: random routers have ties, and a token that takes another expert is another token."""
 
 
 def build(name: str) -> Any:
@@ -70,6 +71,7 @@ def test_generate_replays_graphs_and_chooses_the_tokens_of_eager_attention(name,
     model = build(name)
     mask = LEFT_PADDED if padded else torch.ones_like(PROMPT)
     model.set_attn_implementation("eager")
+    replace_norms(model)
     want = generate(model, mask)
     ck.accelerate(model, kv_format="bf16")
     got = generate(model, mask)

@@ -84,7 +84,7 @@ def _text(name: str, config: Any = "", model: Any = "", **options: Any) -> Archi
     return Architecture(model or f"{name}ForCausalLM", config or f"{name}Config", {**_SMALL, **options})
 
 
-_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_MOE = {"num_experts_per_tok": 4, "moe_intermediate_size": 64}  # all of them: random routers have ties
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
 
 DECODERS: dict[str, Architecture] = {
@@ -117,7 +117,7 @@ DECODERS: dict[str, Architecture] = {
         {"vocab_size": VOCABULARY, "n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 256, "eos_token_id": None},
     ),
     "opt": _text("OPT", hidden_size=256, ffn_dim=96, word_embed_proj_dim=256),
-    "mixtral": _text("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "mixtral": _text("Mixtral", num_local_experts=4, num_experts_per_tok=4),
     "qwen3-moe": _text("Qwen3Moe", num_experts=4, decoder_sparse_step=1, **_MOE),
     "falcon": Architecture(
         "FalconForCausalLM", "FalconConfig", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}

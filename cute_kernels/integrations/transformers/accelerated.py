@@ -233,6 +233,9 @@ def _check_cacheable(model: Any, config: Any, kv_format: Any) -> None:
     name = type(model).__name__
     if model.dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"model: got {name} in {model.dtype}, want torch.bfloat16 or torch.float16")
+    devices = {str(weight.device) for weight in model.parameters()}
+    if len(devices) > 1:
+        raise ValueError(f"model: got {name} on {', '.join(sorted(devices))}, want it on one device")
     others = set(getattr(config, "layer_types", None) or ()) - _CACHED_LAYERS
     if others:
         raise ValueError(f"model: got {name} with layers of {', '.join(sorted(others))}, want kv_format=None for it")

@@ -27,9 +27,10 @@ MAX_COLUMNS = 16384
 
 
 def replace_norms(model: nn.Module) -> int:
-    """Gives every norm that is known, in bf16 or fp16, the kernel's ``forward``; returns how many."""
+    """Gives every norm that is known, in bf16 or fp16, the kernel's ``forward``; returns how many there are now."""
     count = 0
     for module in model.modules():
+        count += _is_replaced(module)
         found = _norm_of(module)
         if found is not None:
             eps, offset = found
@@ -41,9 +42,13 @@ def replace_norms(model: nn.Module) -> int:
 def restore_norms(model: nn.Module) -> None:
     """Takes them away again."""
     for module in model.modules():
-        own = vars(module).get("forward")
-        if isinstance(own, partial) and own.func is _forward:
+        if _is_replaced(module):
             del module.forward
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    own = vars(module).get("forward")
+    return isinstance(own, partial) and own.func is _forward
 
 
 def _forward(module: Any, eps: float, offset: float, hidden_states: torch.Tensor) -> torch.Tensor:
