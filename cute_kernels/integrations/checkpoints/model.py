@@ -24,7 +24,7 @@ from cute_kernels.integrations.checkpoints.layer_formats import OWN, LayerFormat
 from cute_kernels.linear.module import ModelProgress
 from cute_kernels.linear.weight import SCALE_DTYPES
 from cute_kernels.model_config import METHOD, record_layers
-from cute_kernels.moe.module import QuantizedMoE
+from cute_kernels.moe.module import QuantizedMoE, QuantizedRoutedExperts
 
 IMPORT_METHOD = "cute_kernels_import"  # what transformers knows the loading of other projects' checkpoints by
 _TOKENS = 3  # of a check that a block of experts means what it did
@@ -181,7 +181,11 @@ class _Task:
             made: Any = model.get_submodule(name)
             if self.device is not None:
                 made.to(self.device)
-            _check_block(name, block, made)
+            experts = QuantizedRoutedExperts(made.gate_up.weight, made.down.weight).train(made.training)
+            block.experts = experts
+            if not _is_the_same(block, made):  # a block that does more keeps its own forward, around the experts
+                parent, _, own = name.rpartition(".")
+                setattr(model.get_submodule(parent), own, block)
 
 
 def _load(model_class: Any, settings: Any, task: _Task, ignored: set[str], options: dict[str, Any]) -> Any:
@@ -287,43 +291,25 @@ def _quantizer_class() -> Any:
 # -- blocks of experts -------------------------------------------------------------------------------------------------
 
 
-class _Routed(nn.Module):
-    """A layer's experts as a block of transformers calls them."""
-
-    def __init__(self, layer: QuantizedMoE) -> None:
-        super().__init__()
-        object.__setattr__(self, "layer", layer)  # not a submodule: the layer is the block's, not the experts'
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        from cute_kernels.moe import fused_moe
-
-        layer: Any = self.layer
-        experts = layer.gate_up.weight, layer.down.weight
-        return fused_moe(hidden_states, *experts, topk_weights=top_k_weights, topk_ids=top_k_index)
-
-
 @torch.no_grad()
-def _check_block(name: str, block: Any, layer: QuantizedMoE) -> None:
-    """Raises ValueError unless the block's own forward, around the packed experts, gives what the layer gives.
+def _is_the_same(block: nn.Module, layer: QuantizedMoE) -> bool:
+    """Whether the block's own forward, around the packed experts, gives what the layer gives.
 
     A skeleton has no weights to try (`cute_kernels.moe.blocks.refusal`); what a block does besides its experts, such as
-    scaling them, shows here.
+    scaling what they say, shows here.
     """
     weight = layer.down.weight
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_TOKENS, weight.out_features, generator=generator).to(weight.device, weight.dtype)
-    block.experts = _Routed(layer)
+    training = block.training
     block.eval()
     try:
         found, want = block(x[None].clone()), layer(x)
-    except Exception as error:  # whatever another library's code raises
-        raise ValueError(
-            f"{name}: got a {type(block).__name__} that is not served ({type(error).__name__}: {error})"
-        ) from error
+    except Exception:  # whatever another library's code raises: of a router that says other things than the layer takes
+        return False
+    finally:
+        block.train(training)
     if not isinstance(found, torch.Tensor) or found.numel() != want.numel():
-        raise ValueError(f"{name}: got a {type(block).__name__} that is not served: it returns more than hidden states")
+        return False
     off = (found.reshape(want.shape).float() - want.float()).norm(dim=1)
-    if bool((off > 0.02 * want.float().norm(dim=1)).any()):
-        raise ValueError(f"{name}: got a {type(block).__name__} that is not served: it does more than route and add up")
+    return bool((off <= 0.02 * want.float().norm(dim=1)).all())

@@ -111,8 +111,11 @@ def test_a_directory_becomes_the_model_that_its_formula_describes(tmp_path, kind
     want = reference(tmp_path / "dense", dense)
     assert error(model, want) < 0.02
     kinds = {type(module) for module in model.modules()}
-    assert (QuantizedMoE in kinds) == (kind in ("mixtral", "qwen3", "deepseek")) and QuantizedLinear in kinds
-    assert (QuantizedRoutedExperts in kinds) == (kind == "minimax")
+    swapped = kinds & {QuantizedMoE, QuantizedRoutedExperts}
+    assert bool(swapped) == (kind != "llama") and QuantizedLinear in kinds
+    # DeepSeek-V3's block routes by itself in transformers 5.0, as MiniMax-M2's does.
+    assert kind not in ("mixtral", "qwen3") or swapped == {QuantizedMoE}
+    assert kind != "minimax" or swapped == {QuantizedRoutedExperts}
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     assert linears == ["lm_head"] and not model.training
@@ -157,7 +160,10 @@ def test_experts_of_a_checkpoint_go_into_a_model_that_is_there(tmp_path):
 def test_layers_that_the_model_says_it_has_no_use_for_are_left(tmp_path):
     """DeepSeek-V3's checkpoints have a layer more, which predicts a token further on."""
     tensors, dense = write(tmp_path / "packed", blocks.deepseek_model(), "awq")
-    assert any("layers\\.61" in pattern for pattern in blocks.deepseek_model()._keys_to_ignore_on_load_unexpected)
+    if not any(
+        "layers\\.61" in pattern for pattern in blocks.deepseek_model()._keys_to_ignore_on_load_unexpected or ()
+    ):
+        pytest.skip("this transformers does not say so")
     more = {key.replace("layers.1.", "layers.61."): t.clone() for key, t in tensors.items() if "layers.1." in key}
     save_file(tensors | more, tmp_path / "packed" / "model.safetensors")
     assert error(load_model(tmp_path / "packed"), reference(tmp_path / "dense", dense)) < 0.02
@@ -270,18 +276,19 @@ def test_pickled_weights_are_refused(tmp_path):
         load_model(tmp_path)
 
 
-def test_a_block_that_does_more_than_route_is_refused(tmp_path, monkeypatch):
+def test_a_block_that_does_more_than_route_keeps_its_forward(tmp_path, monkeypatch):
     from transformers.models.mixtral import modeling_mixtral
 
-    write(tmp_path / "packed", blocks.mixtral_model(), "awq")
+    _, dense = write(tmp_path / "packed", blocks.mixtral_model(), "awq")
     original = modeling_mixtral.MixtralSparseMoeBlock.forward
     monkeypatch.setattr(
         modeling_mixtral.MixtralSparseMoeBlock, "forward", lambda self, hidden_states: 2 * original(self, hidden_states)
     )
-    with pytest.raises(
-        ValueError, match=r"^model\.layers\.0\.mlp: got a MixtralSparseMoeBlock that is not served: it does"
-    ):
-        load_model(tmp_path / "packed")
+    model = load_model(tmp_path / "packed")
+    kinds = [type(layer.mlp).__name__ for layer in model.model.layers]
+    assert kinds == ["MixtralSparseMoeBlock"] * 2
+    assert all(isinstance(layer.mlp.experts, QuantizedRoutedExperts) for layer in model.model.layers)
+    assert error(model, reference(tmp_path / "dense", dense)) < 0.02
 
 
 # -- scales of the KV cache --------------------------------------------------------------------------------------------
