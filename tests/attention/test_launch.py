@@ -209,7 +209,8 @@ def test_no_more_combiners_wait_for_each_other_than_the_gpu_has_places(num_sms, 
     """The mode of a launch says how many those are: log2 of the SMs times the CTAs of one."""
     monkeypatch.setattr(plan, "_num_sms", lambda device: num_sms)
     ops._plans.clear()
-    decode_attention(**arguments() | {"num_splits": 8})
+    given: Arguments = arguments() | {"num_splits": 8}
+    decode_attention(**given)
     per_sm = int(launches[-1].symbol.partition("_r")[2].partition("c")[2][0])
     places = num_sms * per_sm
     assert 2**bits <= num_sms < 2 ** (bits + 1)
