@@ -34,7 +34,7 @@ CONSUMER_THREADS = CONSUMER_WARPS * WARP_THREADS
 NUM_STAGES = 2
 WEIGHT_BYTES = BLOCK_HEADS * BLOCK_TOKENS * 2
 ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
-# What a warp puts down where a row is cut: a lane's 128 accumulators, maxima and totals; and what a CTA does, in words.
+# What a warp publishes where a row is cut: a lane's 128 accumulators, maxima and totals; and what a CTA does, in words.
 STATE_BYTES = WARP_THREADS * (V_HEAD_DIM // 4 + 4) * 4
 STATE_WORDS, FLAG_WORDS = CONSUMER_WARPS * STATE_BYTES // 4, CONSUMER_WARPS
 # What a CTA leaves where CTAs add up parts together: of a row's pieces fp16 values and four numbers each; and a
@@ -333,7 +333,7 @@ class CombineConfig:
 
 def fits_crossover(tokens: str, form: str, num_heads: int, tma_tiles: bool = False) -> bool:
     """Whether calls with so many heads a row may be served by crossover, CTAs in pairs: chosen tokens that are decoded,
-    whole contexts of 656-byte tokens, or boxed ones, see `comes_boxed`."""
+    whole contexts of 656-byte tokens, or those of TMA tiles, see `fits_tma_tiles`."""
     wanted = tma_tiles or form == "mla_fp8" or (tokens == "sparse" and form in SCALES)
     return wanted and -(-num_heads // BLOCK_HEADS) % 2 == 0
 
@@ -359,9 +359,12 @@ def served_config(
     eager: bool = False,
     cooperative: bool = False,
 ) -> MlaConfig:
-    """The variant that calls are served by. head_dim: default the format's only or wider one. crossover: `crosses`.
-    multiplying: `multiplies`. boxed: `comes_boxed`. eager: with crossover or boxes, whether shares are long and tiles
-    are what is waited for, see `.schedule`. together: whether CTAs add up the parts of rows themselves."""
+    """The variant that calls are served by.
+
+    head_dim: default the format's only or wider one. crossover: `fits_crossover`. mma_bound: `is_mma_bound`. tma_tiles:
+    `fits_tma_tiles`. eager: with crossover or TMA tiles, whether work tiles are long and tiles are what is waited for,
+    see `.schedule`. cooperative: whether CTAs combine the parts of rows themselves.
+    """
     head_dim = head_dim or format_of(form).head_dims[0]
     tiles = _served_tiles(tokens, form, crossover, mma_bound, tma_tiles, eager, cooperative)
     return MlaConfig(tokens, form, head_dim, tiles)

@@ -51,17 +51,17 @@ class DecodeEntry:
         extra_topk_length: Int64,
         stream,
     ):
-        """Launches over (queries x blocks of 64 heads, parts), ``num_ctas`` in all, or over stream-K of all queries,
-        in equal stretches, if num_parts is 0: see :mod:`.stream_k`; num_ctas is a multiple of the blocks of heads then.
+        """Launches over (queries x blocks of 64 heads, parts), ``num_ctas`` in all, or over work ranges of all queries,
+        in equal work ranges, if num_parts is 0: see :mod:`.stream_k`; num_ctas is a multiple of the blocks of heads
+        then.
 
         q: bf16 or fp16 [batch, q_len, num_heads, head_dim]. Addresses: out [batch, q_len, num_heads, 512] in q's dtype;
         lse fp32 [batch, q_len, num_heads]; max_logits likewise or 0; sinks fp32 [num_heads] or 0; partials: see
-        `Results`, used if num_parts > 1, when out, lse and max_logits are the combining kernel's to write; on stream-K
-        that and flags are the words and the flags of `States`; cache: pages ``page_stride`` bytes apart, of page_size
-        tokens ``token_stride`` bytes apart (their data, if pages are split), multiples of 16; num_tokens: indices below
-        it exist, at most 2**31 - 1; indices int32 [batch, q_len, topk]; topk_length int32 [batch] or 0. The same for
-        the extra cache; extra_topk is 0 without one (page_size is then 1).
-        """
+        `Results`, used if num_parts > 1, when out, lse and max_logits are the combining kernel's to write; under
+        stream-K that and flags are the words and the flags of `PartialExchange`; cache: pages ``page_stride`` bytes
+        apart, of page_size tokens ``token_stride`` bytes apart (their data, if pages are split), multiples of 16;
+        num_tokens: indices below it exist, at most 2**31 - 1; indices int32 [batch, q_len, topk]; topk_length int32
+        [batch] or 0. The same for the extra cache; extra_topk is 0 without one (page_size is then 1)."""
         sizes: Any = q.shape
         batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
         # Who asks for the greatest scores gets running maxima that are.
@@ -99,7 +99,7 @@ class DecodeEntry:
         causal: Int32,
         stream,
     ):
-        """Launches over (requests x blocks of 64 of their queries' heads, parts), or over stream-K of all requests.
+        """Launches over (requests x blocks of 64 of their queries' heads, parts), or over work ranges of all requests.
 
         As :meth:`sparse`, with tokens 0 to seq_lens[b] of a request: addresses of table int32 [batch, max_pages], rows
         ``table_stride`` elements apart, and seq_lens int32 [batch]. causal: 1 if query i of q_len sees the tokens up to

@@ -41,9 +41,9 @@ class MlaPlan:
     """What of a launch stays the same from call to call.
 
     Attributes:
-        num_parts: of a row; STREAM_K if all rows are one line, cut evenly.
+        num_parts: of a row; STREAM_K for work ranges over all rows.
         num_ctas: of the launch.
-        part_words: words of all partial results, or of what is put down on stream-K; 0 if rows are not cut.
+        part_words: words of all partial results, or of what stream-K publishes; 0 if rows are not cut.
         flag_words: workspace words of stream-K, or of parts that are added up together, else 0.
         combine_row_bits: as the combining function takes it.
     """
@@ -182,8 +182,8 @@ def _plan(
 
 
 def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, shape: Workload, num_parts: int) -> MlaPlan:
-    """The plan of a launch that cuts each row into ``num_parts``, its cluster's if the parts of a row are one, or the
-    line of all of them evenly (STREAM_K)."""
+    """The plan of a launch that cuts each row into ``num_parts``, its cluster's if the parts of a row are one, or
+    all of them into work ranges (STREAM_K)."""
     function = load(MlaSpec(config), arch)
     few = isinstance(config, FewHeadsConfig)
     cluster = config.cluster if few else 1

@@ -32,11 +32,11 @@ from cute_kernels.sm90 import NUM_SMS
 COMBINE_US = 6.8  # what a second launch costs besides reading
 PARTIAL_BYTES_PER_US = 4.4e6  # written, then read
 HEAD_WRITTEN_US, HEAD_ADDED_US = 0.0004, 0.025  # of a part: one of all, one of a CTA's, where CTAs add up together
-STREAM_K = 0  # in place of a number of parts: all rows are one line, of which every team of CTAs has an equal stretch
+STREAM_K = 0  # in place of a number of parts: every team of CTAs has an equal work range over all rows
 MAX_STREAM_K_REQUESTS = 4096  # every warp adds up their lengths
 ROW_US = 2.0  # of a team, from one row of stream-K to the next
 CUT_US = 8.0  # of a team: to put a row down and to take one up
-MULTICAST_BLOCKS = 16  # of a share, for which it is worth it that two CTAs bring their boxes together
+MULTICAST_BLOCKS = 16  # of a work tile, from which on TMA multicast to a pair of CTAs is worth it
 EAGER_BLOCKS = 16  # of a CTA, for which crossover with the right half a block behind is worth its longer program
 CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
 
@@ -80,7 +80,7 @@ class Workload:
     """What decides the cut: rows that share their tokens, heads of a row, its tokens with those of an extra cache, if
     it has as many as there may be.
 
-    boxed: a tensor map brings the tokens, see `.config.comes_boxed`.
+    tma_tiles: TMA brings the tokens, see `.config.fits_tma_tiles`.
     """
 
     num_rows: int
@@ -115,8 +115,8 @@ class Workload:
 
     @property
     def has_stream_k(self) -> bool:
-        """Whether rows may be one line: a team has not less than a row, else it would wait for the one before; and to
-        add up their lengths must not take long."""
+        """Whether stream-K may serve them: a team has not less than a row, else it would wait for the one before; and
+        to add up their lengths must not take long."""
         return 0 < self.teams <= self.num_rows <= MAX_STREAM_K_REQUESTS
 
 
@@ -168,9 +168,9 @@ def fits_cooperative(shape: Workload, num_parts: int) -> bool:
 
 
 def count_ctas(shape: Workload, num_parts: int) -> int:
-    """CTAs of a launch of the kernel for 64 heads: one for every share, or all teams on stream-K.
+    """CTAs of a launch of the kernel for 64 heads: one for every work tile, or all teams under stream-K.
 
-    Raises ValueError if there is no line.
+    Raises ValueError if stream-K does not fit.
     """
     if num_parts == STREAM_K:
         if not shape.has_stream_k:

@@ -1,14 +1,14 @@
-"""All rows one after the other as a line of blocks, of which every team of CTAs has an equal stretch.
+"""Stream-K: the blocks of all rows, one row after the other, are cut into equal work ranges, one for each team of CTAs.
 
-A team has a CTA for each block of 64 heads: they go along the same tokens together. Its stretch is the end of a row,
-whole rows, and the beginning of another one, whatever the lengths of rows (the idea is that of stream-K, Osama et al.
-2023). What is cut is not added up in the end: the team with the end of a row has it first, puts its accumulators,
-maxima and totals down in memory, and the one with the beginning has it last, and takes them up in place of zeros. So it
-takes one launch, no partial result is scaled, and the order of additions depends on lengths alone. Rows of equal length
-stay whole where teams that have one more of them than others cost less than cuts.
+A team has a CTA for each block of 64 heads: its CTAs go along the same tokens together. A work range is the end of a
+row, whole rows, and the beginning of another row, whatever the lengths of rows (Osama et al. 2023). Where a row is cut,
+nothing is added up in the end. The team with the end of the row computes it first and publishes its accumulators,
+maxima and totals. The team with the beginning computes it last, and resumes from them in place of zeros. So one launch
+is enough, no partial result is scaled, and the order of additions depends on lengths alone. Rows of equal length stay
+whole where that costs less than cuts: some teams then have one row more than others.
 
-Nobody waits for ever: stretches are dealt from the end of stream-K, so that a CTA waits for one of a lower number,
-which the hardware starts before it.
+Every launch ends: work ranges are dealt from the last one on, so that a CTA waits for a CTA of a lower number, which
+the hardware starts before it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
 
 CUT_UNITS, CUT_SHARE = 2, 80  # what cuts cost a team: so many units, and a share of all
 ALL_LANES = (1, 2, 4, 8, 16)
-PUBLISHED = 0  # a flag's value when there is something to take up; EMPTY_WORD otherwise
+PUBLISHED = 0  # a flag's value when there is something to load; EMPTY_WORD otherwise
 LANE_BYTES = 16
 VECTOR_BYTES = WARP_THREADS * LANE_BYTES
 ACC = V_HEAD_DIM // 4  # of a thread
@@ -42,13 +42,13 @@ WARP_HEADS = BLOCK_HEADS // WARPGROUP_WARPS
 
 
 def units_of(blocks):
-    """What a row of so many blocks takes of stream-K: one without any has to be written, too."""
+    """What a row of so many blocks takes of the work ranges: one without any has to be written, too."""
     return cutlass.max(blocks, Int32(1))
 
 
 @dataclass(frozen=True)
 class StreamK:
-    """The line of a launch; run-time values.
+    """The work ranges of a launch; run-time values.
 
     request_rows: rows of a request, which are equally long. teams: a `Divisor`.
     """
@@ -61,7 +61,7 @@ class StreamK:
 
     @cute.jit
     def work_range(self, team, lane):
-        """(row, unit of it, units in all) where a team's stretch begins; all lanes of a warp ask for the same.
+        """(row, unit of it, units in all) where a team's work range begins; all lanes of a warp ask for the same.
 
         A lane adds up the units of its share of the requests, then looks among them for the one with the beginning.
         Nothing is unrolled: with a cold cache, instructions that run once take longer to come than to run.
@@ -113,20 +113,21 @@ class StreamK:
 
 @dataclass(frozen=True)
 class PartialExchange:
-    """Where rows are put down and taken up; addresses of a launch, and numbers of CTAs.
+    """Where partial results are published and loaded; addresses of a launch, and numbers of CTAs.
 
     Every warp for itself: a lane's registers come back to the same lane of the same warp of another CTA, 16 bytes at a
-    time. A flag is `EMPTY_WORD` between launches: who has taken up puts it back.
+    time. A flag is `EMPTY_WORD` between launches: who has loaded puts it back.
     """
 
     words: Any  # fp32 [CTAs, STATE_WORDS]
     flags: Any  # int32 [CTAs, FLAG_WORDS]
     own: Any
-    following: Any  # the CTA with the next stretch and the same heads
+    following: Any  # the CTA with the next work range and the same heads
 
     @cute.jit
     def publish(self, work, acc, stats, warp, lane, half: cutlass.Constexpr):
-        """Leaves a thread's accumulators, and its maxima and totals if it has them (stats: else ()), to be taken up."""
+        """Leaves a thread's accumulators, and its maxima and totals if it has them (stats: else ()), for the CTA that
+        resumes."""
         if work.first_head + warp * WARP_HEADS < work.shape.num_heads:
             number = self.own * CONSUMER_WARPS + (half * WARPGROUP_WARPS + warp)
             place = self.words + Int64(number) * STATE_BYTES + lane * LANE_BYTES
@@ -141,7 +142,7 @@ class PartialExchange:
 
     @cute.jit
     def resume(self, work, acc, stats, warp, lane, half: cutlass.Constexpr):
-        """Waits for what the same warp of the following CTA has put down; goes on with it."""
+        """Waits for what the same warp of the following CTA has published, and loads it."""
         if work.first_head + warp * WARP_HEADS < work.shape.num_heads:
             number = self.following * CONSUMER_WARPS + (half * WARPGROUP_WARPS + warp)
             flag = self.flags + Int64(number) * 4

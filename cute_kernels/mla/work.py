@@ -23,7 +23,7 @@ class LaunchShape:
     request_rows: Any  # rows of a request
     num_heads: Any  # of a row
     query_heads: Any  # of a query
-    num_parts: Any  # into which each row is cut; 0 if all of them are one line, cut evenly: see `line`
+    num_parts: Any  # into which each row is cut; 0: work ranges over all of them, see `stream_k`
     causal: Any  # 1 if later queries of a row see more tokens, else 0
     slack: Any  # fp32: by how many powers of 2 running maxima may fall behind
 
@@ -41,7 +41,7 @@ class Results:
 
 @dataclass(frozen=True)
 class WorkTile:
-    """A CTA's share; blocks [begin, end) of the row, those of the extra cache behind ``main_blocks`` others."""
+    """A work tile; blocks [begin, end) of the row, those of the extra cache behind ``main_blocks`` others."""
 
     shape: Any
     row: Any
@@ -52,7 +52,7 @@ class WorkTile:
     length: Any  # tokens, those of the extra cache not counted
     main_blocks: Any
     extra_length: Any
-    left: Any = None  # of what the CTA has on stream-K, behind this share
+    left: Any = None  # of the CTA's work range, behind this work tile
     publishes: Any = None  # whether an earlier part of the row is another CTA's, which ends the row
     resumes: Any = None  # whether a later part of the row is another CTA's, which began it
 

@@ -1,7 +1,7 @@
-"""What a CTA takes one after the other: shares of the launch, and of each its blocks of tokens.
+"""What a CTA computes one after the other: work tiles of the launch, and of each its blocks of tokens.
 
-A CTA stays for several shares, so that its ring of tiles never runs dry: what gathers goes on with the blocks of the
-next share right behind those of this one, and finds them by a cursor of its own.
+A CTA stays for several work tiles, so that its pipeline never runs dry: producers go on with the blocks of the next
+work tile right behind those of this one, and find them by a cursor of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEFT, BLOCK, FOUND, ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH = range(8)
 class Counts:
     """Numbers of a launch in a form that others are divided by; found on the host."""
 
-    of_part: Divisor  # shares of the first parts of all rows
+    of_part: Divisor  # work tiles of the first parts of all rows
     head_blocks: Divisor  # of a row
     request_rows: Divisor
     cuts: Divisor  # parts of a row, or teams on stream-K
@@ -41,13 +41,12 @@ class Counts:
 
 @dataclass(frozen=True)
 class WorkTiles:
-    """The shares of a CTA; run-time values.
+    """The work tiles of a CTA; run-time values.
 
-    A share is a part of a row for 64 of its heads. If rows are cut into parts (one is the row), a CTA has one share.
-    Blocks of heads come first, so that the CTAs of a cluster, whose numbers follow each other, have shares of the same
-    row and part; then rows, then parts. On stream-K a CTA has a stretch of it, ``left`` units from the ``start``-th of
-    ``row`` on, over rows that follow each other.
-    """
+    A work tile is a part of a row for 64 of its heads. If rows are cut into parts (one is the row), a CTA has one work
+    tile. Blocks of heads come first, so that the CTAs of a cluster, whose numbers follow each other, have work tiles of
+    the same row and part; then rows, then parts. Under stream-K a CTA has a work range, ``left`` units from the
+    ``start``-th of ``row`` on, over rows that follow each other."""
 
     shape: LaunchShape
     source: Any
@@ -56,7 +55,7 @@ class WorkTiles:
     counts: Counts
     exchange: PartialExchange
     head_block: Any
-    row: Any  # of the first share
+    row: Any  # of the first work tile
     start: Any  # its part, or its first unit
     left: Any  # more than 0
 
@@ -64,7 +63,7 @@ class WorkTiles:
 
     @staticmethod
     def of(shape: LaunchShape, source, queries, locator, counts: Counts, words, flags, cta, lane) -> WorkTiles:
-        """The shares of the ``cta``-th CTA. words, flags: addresses of what `States` describes."""
+        """Those of the ``cta``-th CTA. words, flags: addresses of what `PartialExchange` describes."""
         team, head_block = (Int32(number) for number in counts.head_blocks.divide(Uint32(cta)))
         exchange = PartialExchange(words, flags, cta, cta - counts.head_blocks.value)
         first = _first(shape, source, locator, counts, cta, team, lane)
@@ -72,7 +71,7 @@ class WorkTiles:
         return WorkTiles(shape, source, queries, locator, counts, exchange, head_block, row, start, left)
 
     def work(self, row, start, left) -> WorkTile:
-        """The share of a row that begins with ``start``, ``left`` units before the end of what the CTA has."""
+        """The work tile of a row that begins with ``start``, ``left`` units before the end of what the CTA has."""
         shape = self.shape
         length, main_blocks, num_blocks, extra_length = self.measure(row)
         is_stream_k = shape.num_parts == 0
@@ -89,7 +88,7 @@ class WorkTiles:
         )  # fmt: skip
 
     def next_tile(self, row, left) -> WorkTile:
-        """The share of a row behind another share, as far as a cursor wants to know it: on stream-K."""
+        """The work tile behind another one, as far as a cursor wants to know it: under stream-K."""
         length, main_blocks, num_blocks, extra_length = self.measure(row)
         first_head, end = self.head_block * BLOCK_HEADS, cutlass.min(left, num_blocks)
         left = left - cutlass.min(left, units_of(num_blocks))
@@ -116,7 +115,7 @@ class PartTiles(WorkTiles):
         return PartTiles(shape, source, queries, locator, counts, exchange, head_block, row, Int32(part), Int32(1))
 
     def work(self, row, start, left) -> WorkTile:
-        """The share."""
+        """The work tile."""
         length, main_blocks, num_blocks, extra_length = self.measure(row)
         part_size, _ = self.counts.cuts.divide(Uint32(num_blocks + self.shape.num_parts - 1))
         begin, end = WorkTile.cut(num_blocks, Int32(part_size), start)
@@ -128,7 +127,7 @@ class PartTiles(WorkTiles):
 
 @cute.jit
 def _first(shape, source, locator, counts, cta, team, lane):
-    """(row, start, left) of a CTA's first share."""
+    """(row, start, left) of a CTA's first work tile."""
     row, start, left = Int32(0), Int32(0), Int32(1)
     if shape.num_parts == 0:
         requests, _ = counts.request_rows.divide(Uint32(shape.rows))
@@ -143,11 +142,11 @@ def _first(shape, source, locator, counts, cta, team, lane):
 
 @dataclass(frozen=True)
 class Cursor:
-    """A block among those of all of a CTA's shares, in order; the same in all lanes of a warp."""
+    """A block among those of all of a CTA's work tiles, in order; the same in all lanes of a warp."""
 
     work_tiles: WorkTiles
     loader: Any
-    leads: Any  # 1 in the thread that has the queries of later shares brought into L2, else 0
+    leads: Any  # 1 in the thread that has the queries of later work tiles brought into L2, else 0
     state: Any  # rmem int32 [8]
 
     @staticmethod
@@ -172,7 +171,7 @@ class Cursor:
 
     @property
     def work(self) -> WorkTile:
-        """The share, as far as locators want to know it."""
+        """The work tile, as far as locators want to know it."""
         row, end, length, main_blocks, extra = (
             Int32(self.state[i]) for i in (ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH)
         )
@@ -180,7 +179,7 @@ class Cursor:
 
     @cute.jit
     def advance(self):
-        """Goes on to the next block. Behind the last one there is none: its number is not below the share's end."""
+        """Goes on to the next block. Behind the last one there is none: its number is not below the work tile's end."""
         state = self.state
         state[BLOCK] = state[BLOCK] + 1
         if const_expr(self.work_tiles.has_stream_k):
@@ -192,7 +191,7 @@ class Cursor:
             state[FOUND] = state[FOUND] + 1
 
     def begin(self, work: WorkTile) -> None:
-        """Goes to the first block of a share."""
+        """Goes to the first block of a work tile."""
         kept = (LEFT, work.left), (BLOCK, work.begin), (END, work.end), (ROW, work.row), (LENGTH, work.length)
         for i, value in (*kept, (MAIN_BLOCKS, work.main_blocks), (EXTRA_LENGTH, work.extra_length)):
             self.state[i] = value

@@ -1,6 +1,6 @@
 """Writing caches of multi-head latent attention: append with RoPE, and quantisation in bulk.
 
-Read on in `reference` (what they mean), `call`, `config`, `kernel`, `compile`, `ops`; what a token is says
+Read on in `reference` (what they mean), `call`, `config`, `kernel`, `compile`, `plan`, `ops`; what a token is says
 :mod:`cute_kernels.mla.formats`.
 """
 

@@ -2,67 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cute_kernels.arguments import DEBUG, check_tensors, needs_dispatch, shape_of
-from cute_kernels.kv_cache.config import divisor_of
 from cute_kernels.kv_cache.rope import rope_of
 from cute_kernels.mla.formats import MlaFormat, format_of
 from cute_kernels.mla.problem import CacheShape
 from cute_kernels.mla_cache.call import (
     BULK_DTYPES,
-    DTYPES,
     MAX_TOKENS,
     AppendCall,
     check_append,
     check_append_values,
 )
-from cute_kernels.mla_cache.compile import WriteSpec
-from cute_kernels.mla_cache.config import WIDE_POSITIONS, WriteConfig
+from cute_kernels.mla_cache.plan import AppendMlaPlan, bulk_config, function_of, make_plan, place_arguments
 from cute_kernels.mla_cache.reference import append_mla_reference
-from cute_kernels.runtime.cache import load
-from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.plans import identity, keep
 from layouts.kv.mla import ROPE_DIM
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What of an append stays the same between calls of the same shapes, strides, dtypes, device and options.
-
-    Attributes:
-        function: the compiled kernel.
-        shape: of the cache.
-        phase_steps: of the angles, kept alive; None without RoPE.
-        numbers: what follows the addresses in the function's arguments.
-    """
-
-    function: Callable[..., Any]
-    device_index: int
-    shape: CacheShape
-    phase_steps: torch.Tensor | None
-    numbers: tuple[int | float, ...]
-
-    def launch(self, call: AppendCall) -> None:
-        """Launches on the current stream of the plan's device."""
-        steps, positions = self.phase_steps, call.position_ids
-        with torch.cuda.device(self.device_index):
-            self.function(
-                call.latent,
-                call.k_rope,
-                call.cache.data_ptr(),
-                call.slot_mapping.data_ptr(),
-                0 if positions is None else positions.data_ptr(),
-                0 if steps is None else steps.data_ptr(),
-                *self.numbers,
-            )
-
-
-_plans: dict[tuple[Any, ...], Plan] = {}
+_plans: dict[tuple[Any, ...], AppendMlaPlan] = {}
 
 
 # -- append ------------------------------------------------------------------------------------------------------------
@@ -102,56 +62,10 @@ def _launch_append(call: AppendCall) -> None:
         shape = check_append(call)
         if not (call.num_tokens and shape.num_slots):
             return
-        plan = keep(_plans, key, _make_plan(call, shape))
+        plan = keep(_plans, key, make_plan(call, shape))
     if DEBUG:
         check_append_values(call, plan.shape)
     plan.launch(call)
-
-
-def config_of(call: AppendCall) -> WriteConfig:
-    """The kernel that an append uses."""
-    style = "none" if call.rope is None else call.rope.style
-    return WriteConfig(call.kv_format, call.head_dim, DTYPES[call.latent.dtype], style)
-
-
-def _make_plan(call: AppendCall, shape: CacheShape) -> Plan:
-    """The plan of a checked call that has tokens."""
-    config, device = config_of(call), call.latent.device
-    _check_alignment(config, shape, latent=call.latent, k_rope=call.k_rope, cache=call.cache)
-    positions = call.position_ids
-    return Plan(
-        function=load(WriteSpec(config), arch_of(device.index)),
-        device_index=device.index,
-        shape=shape,
-        phase_steps=None if call.rope is None else call.rope.phase_steps(device),
-        numbers=(
-            *place_arguments(shape),
-            1.0 if call.rope is None else call.rope.attention_factor,
-            WIDE_POSITIONS if positions is not None and positions.dtype == torch.int64 else 0,
-        ),
-    )
-
-
-def place_arguments(shape: CacheShape) -> tuple[int, ...]:
-    """num_slots, page_size, page_divisor, page_stride and token_stride of the kernel's arguments."""
-    divisor = divisor_of(shape.page_size)
-    return shape.num_slots, shape.page_size, divisor, shape.page_stride, shape.token_stride
-
-
-def _check_alignment(config: WriteConfig, shape: CacheShape, **tensors: torch.Tensor) -> None:
-    """Raises ValueError for what the kernel's vectors could not address."""
-    for name, tensor in tensors.items():
-        unit = config.unit if name in ("latent", "cache") else 2 * tensor.element_size()
-        if tensor.data_ptr() % unit:
-            raise ValueError(f"{name}: got a tensor that does not start on a multiple of {unit} bytes, want it to")
-        if name != "cache" and tensor.shape[0] > 1 and tensor.stride(0) * tensor.element_size() % unit:
-            raise ValueError(f"{name}: got strides {tensor.stride()}, want tokens on multiples of {unit} bytes")
-    strides = {"pages": (shape.num_pages, shape.page_stride)}
-    if not shape.form.split_pages:
-        strides["tokens"] = (shape.page_size, shape.token_stride)
-    for what, (count, stride) in strides.items():
-        if count > 1 and stride % config.unit:
-            raise ValueError(f"cache: got {what} {stride} bytes apart, want a multiple of {config.unit} bytes")
 
 
 # -- quantise ----------------------------------------------------------------------------------------------------------
@@ -204,13 +118,6 @@ def _bytes_copied(out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def bulk_config(x: torch.Tensor, kv_format: str) -> WriteConfig:
-    """The kernel that quantises x [..., head_dim]."""
-    form = format_of(kv_format)
-    row = form.row_bytes(x.shape[-1])
-    return WriteConfig(kv_format, x.shape[-1], BULK_DTYPES[x.dtype], placed=False, unit=16 if row % 16 == 0 else 8)
-
-
 def _launch_quantize(x: torch.Tensor, kv_format: str, out: torch.Tensor | None = None) -> torch.Tensor:
     form = _check_numbers(x, kv_format)
     if out is None:
@@ -229,7 +136,7 @@ def _launch_quantize(x: torch.Tensor, kv_format: str, out: torch.Tensor | None =
         if tensor.data_ptr() % unit:
             raise ValueError(f"{name}: got a tensor that does not start on a multiple of {unit} bytes, want it to")
     index = x.get_device()
-    function = load(WriteSpec(config), arch_of(index))
+    function = function_of(config, index)
     with torch.cuda.device(index):
         function(latent, k_rope, rows.data_ptr(), 0, 0, 0, *place_arguments(shape), 1.0, 0)
     return rows

@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels.kv_cache.rope import Rope, YarnScaling
 from cute_kernels.mla.formats import format_of
-from cute_kernels.mla_cache import append_mla, ops, quantize_mla_kv
+from cute_kernels.mla_cache import append_mla, plan, quantize_mla_kv
 from cute_kernels.mla_cache.call import AppendCall
 from cute_kernels.mla_cache.compile import WriteSpec
 from cute_kernels.mla_cache.config import WriteConfig
@@ -32,7 +32,7 @@ def specs() -> list[WriteSpec]:
         for rope in ("none", "half", "interleaved")
     ]
     configs += [
-        ops.bulk_config(torch.empty(0, head_dim, dtype=dtype), name)
+        plan.bulk_config(torch.empty(0, head_dim, dtype=dtype), name)
         for name, head_dim in TOKENS
         for dtype in DTYPES.values()
     ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_kernels.mla.problem import CacheShape
-from cute_kernels.mla_cache import ops
+from cute_kernels.mla_cache import plan
 from cute_kernels.mla_cache.call import AppendCall, check_append
 from cute_kernels.mla_cache.config import WIDE_POSITIONS, WriteConfig
 from layouts.kv.mla import ROPE_DIM
@@ -23,7 +23,7 @@ def simulate_append(call: AppendCall, monkeypatch: pytest.MonkeyPatch) -> None:
     positions, rope = call.position_ids, call.rope
     numbers = (1.0 if rope is None else rope.attention_factor, positions is not None and positions.dtype == torch.int64)
     _run(
-        ops.config_of(call),
+        plan.config_of(call),
         shape,
         (latent, k_rope, call.latent.stride(0), call.k_rope.stride(0), call.num_tokens, call.latent.element_size()),
         (cache, gpu.put(call.slot_mapping), gpu.put(positions), gpu.put(None if rope is None else rope.phase_steps())),
@@ -36,7 +36,7 @@ def simulate_append(call: AppendCall, monkeypatch: pytest.MonkeyPatch) -> None:
 def simulate_quantize(x: torch.Tensor, kv_format: str, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches the kernel that `quantize_mla_kv` would of x [n, head_dim], and writes rows [n, row]."""
     gpu = _make_gpu(monkeypatch)
-    config = ops.bulk_config(x, kv_format)
+    config = plan.bulk_config(x, kv_format)
     row_bytes = config.form.row_bytes(x.shape[1])
     shape = CacheShape(config.form, x.shape[0], 1, row_bytes, row_bytes)
     numbers, cache, width = gpu.put(x), gpu.put(rows), x.element_size()
@@ -72,7 +72,7 @@ def _run(
     cache, slots, positions, steps = addresses
     strides = (Int64(latent_stride * width), Int64(rope_stride * width))
     given = kernel.Source(Int64(latent), Int64(k_rope), *strides, Int32(tokens))
-    num_slots, page_size, divisor, page_stride, token_stride = ops.place_arguments(shape)
+    num_slots, page_size, divisor, page_stride, token_stride = plan.place_arguments(shape)
     place = kernel.Place(
         Int64(cache),
         Int64(slots),

@@ -12,7 +12,7 @@ import cute_kernels
 from cute_kernels.kv_cache.config import divisor_of
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.mla.formats import format_of
-from cute_kernels.mla_cache import append_mla, ops, quantize_mla_kv
+from cute_kernels.mla_cache import append_mla, ops, plan, quantize_mla_kv
 from cute_kernels.mla_cache.call import AppendCall
 from tests.mla_cache.cases import ROPES, TOKENS, assert_appended, awkward, bytes_of, make_call
 
@@ -175,8 +175,8 @@ def launches(monkeypatch):
     def load(spec: Any, arch: str) -> Callable[..., None]:
         return lambda *arguments: found.append((spec.config, *arguments))
 
-    monkeypatch.setattr(ops, "load", load)
-    monkeypatch.setattr(ops, "arch_of", lambda index: "sm_90a")
+    monkeypatch.setattr(plan, "load", load)
+    monkeypatch.setattr(plan, "arch_of", lambda index: "sm_90a")
     monkeypatch.setattr(ops, "_plans", {})
     monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
     return found

@@ -86,7 +86,7 @@ class Writer:
 
     @cute.jit
     def store(self, work, results, acc, factors, warp, lane, half: cutlass.Constexpr):
-        """Results from registers alone, since shared memory is the next share's already: four lanes of a row trade
+        """Results from registers alone, since shared memory is the next work tile's already: four lanes of a row trade
         words until each has 16 bytes side by side, and write 64 bytes together."""
         for below in cutlass.range_constexpr(2):
             head = warp * WARP_ROWS + lane // 4 + 8 * below

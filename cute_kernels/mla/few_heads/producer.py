@@ -33,7 +33,7 @@ class Producer:
 
     @cute.jit
     def run(self, work, source, memory, warp, lane):
-        """Fills a stage for every block of the CTA's share. warp: 0 to 3."""
+        """Fills a stage for every block of the CTA's work tile. warp: 0 to 3."""
         row = warp * WARP_TOKENS + lane % WARP_TOKENS
         entries = cute.make_rmem_tensor(self.config.ahead, Int32)
         for i in cutlass.range_constexpr(self.config.ahead):

@@ -79,7 +79,8 @@ class ScoreLoop:
 
     @cute.jit
     def run(self, work, results, memory, softmax_scale, warp, lane):
-        """Weights of every block of the CTA's share, then what accumulators are to be multiplied with. warp: 0 to 3."""
+        """Weights of every block of the CTA's work tile, then what accumulators are to be multiplied with. warp: 0 to
+        3."""
         cute.arch.barrier(barrier_id=QUERIES_READY, number_of_threads=CONSUMER_THREADS)
         state = self.make_state(memory, softmax_scale * ptx.LOG2_E, lane)
         scores = cute.make_rmem_tensor(2 * self.columns, Float32)

@@ -48,7 +48,7 @@ class ValueLoop:
 
     @cute.jit
     def run(self, q, work, results, memory, warp, lane):
-        """Prepares the queries, then adds up every block of the CTA's share. warp: 0 to 7."""
+        """Prepares the queries, then adds up every block of the CTA's work tile. warp: 0 to 7."""
         self.queries.publish(self.queries.load(q, work, warp, lane), memory, warp, lane)
         cute.arch.barrier_arrive(barrier_id=QUERIES_READY, number_of_threads=CONSUMER_THREADS)
         acc = cute.make_rmem_tensor(CHUNKS * self.config.head_blocks * 4, Float32)

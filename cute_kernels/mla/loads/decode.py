@@ -74,7 +74,7 @@ class TokenDecoder:
         but for those of :meth:`load_last`.
 
         The compiler puts loads off to the end of a basic block, since only the next block wants them: branches that are
-        always taken keep them in their stretch.
+        always taken keep them in their chunk.
         """
         factors = self.factors(scales)
         for chunk in cutlass.range_constexpr(0, self.num_loads, self.config.chunk):
@@ -87,7 +87,7 @@ class TokenDecoder:
         self.tiles.send(tile)
 
     def load_last(self, words, scales, token, place) -> None:
-        """Asks for the scales of ``token`` and the pieces whose place the last stretch had: behind the fence, which
+        """Asks for the scales of ``token`` and the pieces whose place the last chunk had: behind the fence, which
         would wait for them, and so by loads that the compiler leaves there."""
         self.load_scales(scales, token, constant=False)
         for i in range(self.last_chunk, self.num_loads):
@@ -98,11 +98,11 @@ class TokenDecoder:
         return self.dequantizer.factors(scales, self.layout.num_scales)
 
     def pieces_from(self, first: int) -> range:
-        """Those of a lane's pieces that are written in the stretch that begins with its ``first``."""
+        """Those of a lane's pieces that are written in the chunk that begins with its ``first``."""
         return range(first, min(first + self.config.chunk, self.num_loads))
 
     def write_chunk(self, words, factors: Factors, tile, place, first: int, token: Token | None) -> None:
-        """Decodes and stores a stretch, and asks for the pieces of ``token`` in their place, if there is one."""
+        """Decodes and stores a chunk, and asks for the pieces of ``token`` in their place, if there is one."""
         codes = self.layout.code_slabs
         for i in self.pieces_from(first):
             if i < codes:

@@ -35,7 +35,7 @@ class Fp8Load:
 
     @cute.jit
     def run(self, work_tiles, source, memory, warp, lane):
-        """Fills a tile for every block of the CTA's shares."""
+        """Fills a tile for every block of the CTA's work tiles."""
         first_row, place, link = places_of(self.tiles, memory, warp, lane)
         cursor = Cursor.before(work_tiles, self.loader, leads(warp, lane))
         words, scales = self.decoder.registers()
@@ -90,7 +90,7 @@ class SplitFp8Load:
 
     @cute.jit
     def run(self, work_tiles, source, memory, warp, lane):
-        """Fills a tile for every block of the CTA's shares."""
+        """Fills a tile for every block of the CTA's work tiles."""
         first_row, place, link = places_of(self.tiles, memory, warp, lane)
         cursor = Cursor.before(work_tiles, self.loader, leads(warp, lane))
         words, scales = self.decoder.registers()

@@ -69,7 +69,7 @@ class CopyLoad:
 
     @cute.jit
     def run(self, work_tiles, source, memory, warp, lane):
-        """Fills a tile for every block of the CTA's shares."""
+        """Fills a tile for every block of the CTA's work tiles."""
         groups = self.config.warp_groups
         place = LanePlaces.of(warp * (groups * GROUP_TOKENS), lane)
         entries = cute.make_rmem_tensor(groups, Int32)

@@ -60,7 +60,7 @@ class QueryLoader:
             cute.copy(queries.copy, source[None, head_block, slab, row], place, tma_bar_ptr=memory.queries_full)
 
     def prefetch(self, queries, work, condition) -> None:
-        """Asks for a share's queries in L2, if condition is not 0."""
+        """Asks for a work tile's queries in L2, if condition is not 0."""
         count = cutlass.min(work.shape.num_heads - work.first_head, Int32(BLOCK_HEADS))
         address = queries.address + Int64(work.query_row(0)) * (self.width * 2)
         numbers.prefetch_bulk_if(condition, address, count * (self.width * 2))

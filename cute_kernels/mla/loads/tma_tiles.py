@@ -1,4 +1,4 @@
-"""Tiles of 16-bit tokens by boxes of a tensor map, where every 64 tokens lie side by side in a page.
+"""Tiles of 16-bit tokens by TMA, where every 64 tokens lie side by side in a page.
 
 One thread asks for them. A tile comes and goes in two parts, each with its own barriers: the left half of the value
 with the columns behind it, and the right half, which :mod:`.mainloops.delayed_pv` reads a block later. Two CTAs of a
@@ -72,7 +72,7 @@ class TmaTileLoad:
 
     @cute.jit
     def run(self, work_tiles, source, memory, warp, lane):
-        """Fills a tile for every block of the CTA's shares."""
+        """Fills a tile for every block of the CTA's work tiles."""
         if warp == 0:
             self.fill(work_tiles, source, memory, lane)
         elif const_expr(self.config.crossover):
