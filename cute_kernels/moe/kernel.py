@@ -1,9 +1,9 @@
 """Grouped weight-only GEMM, one launch: the rows of each expert times its weight, routing read on the device.
 
-The kernel is :class:`cute_kernels.linear.kernel.LinearKernel`; what differs is where things are. Before the roles begin
-one warp reads where the experts' rows begin, counts entries (:mod:`.work`) by a scan over its lanes, and writes those
-that the CTA takes part in to a table in shared memory. Rows of x are gathered by index as they are copied, and results
-are stored in the order of the places, so that a second GEMM reads them as they lie.
+The roles are those of :class:`cute_kernels.linear.kernel.StreamRoles`; what differs is where things are. Before they
+begin one warp reads where the experts' rows begin, counts entries (:mod:`.work`) by a scan over its lanes, and writes
+those that the CTA takes part in to a table in shared memory. Rows of x are gathered by index as they are copied, and
+results are stored in the order of the places, so that a second GEMM reads them as they lie.
 
 Activations of an entry stay while the CTA takes its blocks. Those of the next one come along with its first weights:
 into the other of two slots, or, where there is room for one only, when the last weights of the entry before have been
@@ -21,19 +21,78 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.kernel import LinearKernel
+from cute_kernels.linear.config import LinearConfig
+from cute_kernels.linear.kernel import StreamRoles, init_barriers
 from cute_kernels.moe.schedule import MAX_EXPERTS, TABLE_BYTES, TABLE_ENTRY_BYTES
 from cute_kernels.moe.work import GroupedOperands, GroupedShape, GroupedWork, reciprocal
 from cute_kernels.sm90 import WARP_THREADS
 
 
-class GroupedKernel(LinearKernel):
-    """One compiled variant; `cute_kernels.linear.config.LinearConfig` says which."""
+class EntryLoads:
+    """An entry's rows of x by index, slice by slice: see `cute_kernels.linear.kernel.ActivationLoads`."""
 
-    table_bytes = TABLE_BYTES
+    def __init__(self, config: LinearConfig):
+        self.config = config
 
     @cute.jit
-    def __call__(  # type: ignore[override]
+    def copy(self, operands, memory, work, lane):
+        """Brings an entry's slice of K along with the first weights that meet it, a lane for each row.
+
+        A run begins with the first k blocks of a block and goes on with whole ones: what is there of an entry are
+        always its k blocks up to ``reached``, but for the last block of the run, which may begin later and has no
+        successor.
+        """
+        config = self.config
+        k_block_bytes = 2 * config.block_k
+        row_bytes = (
+            work.shape.k * 2 - work.first_k_block * k_block_bytes
+        )  # from the slice on; x ends before the padded K
+        stage, phase = Int32(0), Int32(1)
+        used_stage, used_phase = Int32(0), Int32(1)  # a wait for the chunk before; at first there is none
+        entry, reached, row = Int32(-1), Int32(0), Int64(0)
+        for index in cutlass.range(work.num_segments, unroll=1):
+            segment = work.segment(index)
+            if segment.entry != entry:
+                entry, reached = segment.entry, Int32(0)
+                row = self.source_row(operands, segment, lane)
+                if (lane == 0) & (work.shape.x_slots == 1):
+                    cute.arch.mbarrier_wait(memory.empty + used_stage, used_phase)
+            target = memory.x + (work.x_start(segment, memory.x_slot_bytes) + lane * memory.x_pitch)
+            source = operands.x + (row * work.shape.k + work.first_k_block * config.block_k) * 2
+            for k_block in cutlass.range(segment.begin, segment.end, config.chunk_k_blocks, unroll=1):
+                end = cutlass.min(k_block + config.chunk_k_blocks, segment.end)
+                first = cutlass.max(k_block, reached) * k_block_bytes
+                size = cutlass.max(cutlass.min(end * k_block_bytes, row_bytes) - first, 0)
+                barrier = memory.full + stage
+                if lane == 0:  # alone: with nothing to bring, a lane that looks later could find the phase gone by
+                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size * segment.rows)
+                cute.arch.sync_warp()
+                if (lane < segment.rows) & (size > 0):
+                    ptx.bulk_copy_to_shared(target + first, source + first, size, Int32(barrier.toint()))
+                used_stage, used_phase = stage, phase ^ 1
+                stage, phase = advance(stage, phase, config.num_stages)
+            reached = cutlass.max(reached, segment.end)
+
+    @cute.jit
+    def source_row(self, operands, segment, lane):
+        """The row of x of the lane's place."""
+        place = segment.first_row + cutlass.min(lane, segment.rows - 1)
+        row = place
+        if operands.rows != 0:
+            row = Int32(ptx.load_global_words(operands.rows + Int64(place) * 4, 0, 1, constant=False)[0])
+        return Int64(row)
+
+
+class GroupedKernel:
+    """One compiled variant; `cute_kernels.linear.config.LinearConfig` says which."""
+
+    def __init__(self, config: LinearConfig):
+        self.config = config
+        self.roles = StreamRoles(config, EntryLoads(config), TABLE_BYTES)
+
+    @cute.jit
+    def __call__(
         self,
         x: cute.Tensor,
         codes: Int64,
@@ -120,7 +179,7 @@ class GroupedKernel(LinearKernel):
         slice_index, group, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        memory = self.allocate(shape)
+        memory = self.roles.allocate(shape)
         if const_expr(config.use_pdl):
             if shape.waits != 0:
                 cute.arch.griddepcontrol_wait()
@@ -128,11 +187,11 @@ class GroupedKernel(LinearKernel):
         ends = self.load_ends(operands, shape, thread)
         if warp == config.consumer_warps:
             if lane == 0:
-                self.init_barriers(memory)
+                init_barriers(config, memory)
         else:
             # What is beyond K does not depend on how entries are dealt out.
             work = GroupedWork.of_entries(shape, group, slice_index, memory.table)
-            self.clear_tail(memory, work, thread)
+            self.roles.clear_tail(memory, work, thread)
         count, before = self.count_entries(shape, ends, lane)
         if lane == WARP_THREADS - 1:
             ptx.store_shared(memory.staging + warp * 4, 0, [Uint32(before + count)])  # which nobody else needs yet
@@ -142,7 +201,7 @@ class GroupedKernel(LinearKernel):
         own = GroupedWork.of_entries(shape.cut(num_entries), group, slice_index, memory.table)
         self.list_entries(own, ends, thread, earlier + before - shape.first_entry)
         cute.arch.sync_threads()
-        self.take_roles(operands, memory, own, warp, lane)
+        self.roles.take(operands, memory, own, warp, lane)
 
     @property
     def thread_experts(self) -> int:
@@ -193,52 +252,3 @@ class GroupedKernel(LinearKernel):
                 address = work.table + (entry + j) * TABLE_ENTRY_BYTES
                 ptx.store_shared(address, 0, [Uint32(value) for value in values])
             entry = entry + entries
-
-    @cute.jit
-    def copy_activations(self, operands, memory, work, lane):
-        """Brings an entry's slice of K along with the first weights that meet it, a lane for each row.
-
-        A run begins with the first k blocks of a block and goes on with whole ones: what is there of an entry are
-        always its k blocks up to ``reached``, but for the last block of the run, which may begin later and has no
-        successor.
-        """
-        config = self.config
-        k_block_bytes = 2 * config.block_k
-        row_bytes = (
-            work.shape.k * 2 - work.first_k_block * k_block_bytes
-        )  # from the slice on; x ends before the padded K
-        stage, phase = Int32(0), Int32(1)
-        used_stage, used_phase = Int32(0), Int32(1)  # a wait for the chunk before; at first there is none
-        entry, reached, row = Int32(-1), Int32(0), Int64(0)
-        for index in cutlass.range(work.num_segments, unroll=1):
-            segment = work.segment(index)
-            if segment.entry != entry:
-                entry, reached = segment.entry, Int32(0)
-                row = self.source_row(operands, segment, lane)
-                if (lane == 0) & (work.shape.x_slots == 1):
-                    cute.arch.mbarrier_wait(memory.empty + used_stage, used_phase)
-            target = memory.x + (work.x_start(segment, memory.x_slot_bytes) + lane * memory.x_pitch)
-            source = operands.x + (row * work.shape.k + work.first_k_block * config.block_k) * 2
-            for k_block in cutlass.range(segment.begin, segment.end, config.chunk_k_blocks, unroll=1):
-                end = cutlass.min(k_block + config.chunk_k_blocks, segment.end)
-                first = cutlass.max(k_block, reached) * k_block_bytes
-                size = cutlass.max(cutlass.min(end * k_block_bytes, row_bytes) - first, 0)
-                barrier = memory.full + stage
-                if lane == 0:  # alone: with nothing to bring, a lane that looks later could find the phase gone by
-                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size * segment.rows)
-                cute.arch.sync_warp()
-                if (lane < segment.rows) & (size > 0):
-                    ptx.bulk_copy_to_shared(target + first, source + first, size, Int32(barrier.toint()))
-                used_stage, used_phase = stage, phase ^ 1
-                stage, phase = advance(stage, phase, config.num_stages)
-            reached = cutlass.max(reached, segment.end)
-
-    @cute.jit
-    def source_row(self, operands, segment, lane):
-        """The row of x of the lane's place."""
-        place = segment.first_row + cutlass.min(lane, segment.rows - 1)
-        row = place
-        if operands.rows != 0:
-            row = Int32(ptx.load_global_words(operands.rows + Int64(place) * 4, 0, 1, constant=False)[0])
-        return Int64(row)

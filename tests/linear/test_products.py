@@ -84,7 +84,7 @@ def run_warps(config: LinearConfig, weight: PackedWeight, x: torch.Tensor, monke
     zeros = weight.zeros.numpy().reshape(-1) if weight.zeros is not None else np.zeros(0, np.uint8)
     gpu = LinearWarp(shared, np.concatenate([scales, zeros]))
     gpu.install(monkeypatch, kernel, decode)
-    subject = kernel.LinearKernel(config)
+    subject = kernel.LinearKernel(config).roles
     memory = SimpleNamespace(x=X_START, x_pitch=pitch, staging=STAGING_START)
     work = SimpleNamespace(shape=SimpleNamespace(m=m, num_tiles=config.n_tiles), tile=lambda segment, i, n_tiles: i)
     operands = SimpleNamespace(scales=0, zeros=scales.size)
@@ -94,7 +94,7 @@ def run_warps(config: LinearConfig, weight: PackedWeight, x: torch.Tensor, monke
         channel = subject.load_channel(operands, work, None, place)
         for k_block in range(place.k_warp, k_blocks, config.k_warps):
             subject.multiply_k_block(acc, machine.Int32(0), k_block, k_block * 2 * config.block_k, place, channel)
-        subject.stage_acc(acc, memory, 0, place, channel)
+        kernel.stage_acc(config, acc, memory, 0, place, channel)
     staged = shared.view(np.float32)[STAGING_START // 4 :][: config.buffer_bytes // 4]
     staged = staged.reshape(config.k_warps, config.tile_m, -1)[:, :m, : config.block_rows]
     return staged.sum(0, dtype=np.float64), gpu.accesses

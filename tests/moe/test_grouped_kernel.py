@@ -26,6 +26,7 @@ from cute_kernels.moe import work as moe_work
 from cute_kernels.moe.reference import grouped_linear_reference
 from cute_kernels.moe.schedule import (
     MOST_DIVIDED,
+    TABLE_BYTES,
     GroupedProblem,
     GroupedSchedule,
     make_schedule,
@@ -45,7 +46,7 @@ CONFIG = LinearConfig(
 
 
 def multiply(self, operands, memory, work, warp, lane) -> None:
-    """Stands for `LinearKernel.multiply`: waits and tells as it does; the first warp computes all rows."""
+    """Stands for `StreamRoles.multiply`: waits and tells as it does; the first warp computes all rows."""
     config = self.config
     arch = moe_kernel.cute.arch
     if lane:
@@ -99,13 +100,12 @@ def weights(shared: np.ndarray, stage: int, tile: int, k_block: int, config: Lin
 
 
 def make_kernel(machine: Machine, config: LinearConfig) -> Any:
-    kind = unwrapped(moe_kernel.GroupedKernel, "sum_warps", "list_entries", "copy_activations", "source_row")
-    base = linear_kernel.LinearKernel
-    for name in ("take_roles", "clear_tail", "copy_weights"):
-        setattr(kind, name, getattr(base, name).__wrapped__)
+    kernel: Any = unwrapped(moe_kernel.GroupedKernel, "sum_warps", "list_entries")(config)
+    activations = unwrapped(moe_kernel.EntryLoads, "copy", "source_row")(config)
+    kind = unwrapped(linear_kernel.StreamRoles, "take", "clear_tail", "copy_weights")
     kind.multiply = multiply  # type: ignore[attr-defined]
-    kernel = kind(config)
-    kernel.machine = machine
+    kernel.roles = kind(config, activations, TABLE_BYTES)
+    kernel.roles.machine = machine
     names = (
         "run",
         "release",
@@ -117,7 +117,7 @@ def make_kernel(machine: Machine, config: LinearConfig) -> Any:
         "store",
         "store_elements",
     )
-    kernel.epilogue = unwrapped(epilogue.Epilogue, *names)(config)
+    kernel.roles.epilogue = unwrapped(epilogue.Epilogue, *names)(config)
     return kernel
 
 

@@ -29,9 +29,9 @@ from cute_kernels.moe import work as moe_work
 from cute_kernels.moe.ranges import assigned, assignments, finder
 from cute_kernels.moe.ranges import kernel as ranges_kernel
 from cute_kernels.moe.ranges import work as ranges_work
-from cute_kernels.moe.ranges.assigned import AssignedRangeKernel
+from cute_kernels.moe.ranges.assigned import AssignedRangeKernel, AssignedRouting
 from cute_kernels.moe.ranges.config import RangeConfig
-from cute_kernels.moe.ranges.kernel import EntryRows, RangeKernel
+from cute_kernels.moe.ranges.kernel import EntryRows, RangeKernel, RangeRoles, SortedRouting
 from cute_kernels.moe.ranges.schedule import row_factor
 from cute_kernels.moe.reference import grouped_linear_reference, route_reference
 from layouts.transform import unpack
@@ -129,8 +129,7 @@ class Launch:
         self.makers: Counter = Counter()
         self.readers: Counter = Counter()
         names = (
-            "row_at",
-            "entry_row",
+            "run",
             "copy_blocks",
             "make_limbs",
             "multiply_blocks",
@@ -138,11 +137,15 @@ class Launch:
             "store_blocks",
         )
         self.kind = AssignedRangeKernel if config.lane_assignments else RangeKernel
-        self.kernel = unwrapped(self.kind, *names)(config)
-        self.kernel.rows = Rows(self)
-        self.kernel.copy_k_blocks, self.kernel.multiply_k_blocks = self.copy_k_blocks, self.multiply_k_blocks
+        self.kernel: Any = self.kind(config)
+        routing = unwrapped(AssignedRouting, "entry_row") if config.lane_assignments else None
+        routing = routing or unwrapped(SortedRouting, "row_at", "entry_row")
+        roles: Any = unwrapped(RangeRoles, *names)(config, routing(config))
+        self.kernel.roles = self.roles = roles
+        roles.rows = Rows(self)
+        roles.copy_k_blocks, roles.multiply_k_blocks = self.copy_k_blocks, self.multiply_k_blocks
         stores = ("release", "load_extras", "store", "store_elements")
-        self.kernel.epilogue = unwrapped(epilogue.Epilogue, *stores)(config)
+        roles.epilogue = unwrapped(epilogue.Epilogue, *stores)(config)
 
     def begin_entry(self) -> None:
         """A thread's next entry, in a slot of limbs that no warp reads any more."""
@@ -162,7 +165,7 @@ class Launch:
         if self.machine.lane == 0:
             assert self.read[place] == self.filled[place] * 4, "a stage is filled that is still read"
             self.filled[place] += 1
-        RangeKernel.copy_k_blocks(self.kernel, memory, begins, k_block, stage)
+        RangeRoles.copy_k_blocks(self.roles, memory, begins, k_block, stage)
 
     def multiply_k_blocks(self, acc, base, x_offset, place) -> None:
         """Adds what the tensor cores would to the accumulators of one thread."""

@@ -20,7 +20,7 @@ from cute_kernels.linear.wgmma import limb_rows, limbs, resident_rows
 from cute_kernels.linear.wgmma.resident_rows import ROW_BYTES, STEP_ROWS
 from cute_kernels.moe.ranges import kernel as ranges_kernel
 from cute_kernels.moe.ranges.config import RangeConfig
-from cute_kernels.moe.ranges.kernel import EntrySource, RangeKernel, scale_offset
+from cute_kernels.moe.ranges.kernel import EntrySource, RangeRoles, SortedRouting, scale_offset
 from layouts import banks
 from tests.attention import warp as machine
 from tests.attention.warp import LANES, Int32, Warp
@@ -51,17 +51,17 @@ class Cta:
         self.k_blocks = -(-k // 128)
         room = 2 * self.k_blocks * (config.k_block_limb_bytes + config.k_block_x_scale_bytes)
         self.config = replace(config, x_bytes=room)
-        self.subject = RangeKernel(self.config)
+        self.subject = RangeRoles(self.config, SortedRouting(self.config))
         self.shared = np.full(6 << 17, 0xFF, np.uint8)  # NaN, whatever it is read as
         self.monkeypatch = monkeypatch
         self.shape = SimpleNamespace(k_blocks=self.k_blocks, x_slots=2, n=64, k=k)
-        slot_bytes = self.subject.x_slot_bytes(self.shape, 0)
+        slot_bytes = self.k_blocks * config.k_block_limb_bytes
         self.memory = SimpleNamespace(state=STAGES, x=X, staging=STAGING, x_slot_bytes=slot_bytes)
         self.start = int(self.subject.x_start(self.shape, self.memory, slot))
         assert X + room <= STAGES and self.config.num_stages * self.config.stage_bytes <= STAGING - STAGES
 
     def make_limbs(self, x: torch.Tensor, index: list[int]) -> None:
-        """Limbs of rows of x by index, as `RangeKernel.make_limbs` has them made, each step of each warp."""
+        """Limbs of rows of x by index, as `RangeRoles.make_limbs` has them made, each step of each warp."""
         gpu = Warp(self.shared, np.zeros(0, np.uint8))
         gpu.install(self.monkeypatch, limb_rows, resident_rows, ranges_kernel)
         inputs = x.contiguous().view(torch.int16).numpy().reshape(-1)
@@ -100,7 +100,7 @@ class Cta:
                 base = STAGES + stage * config.stage_bytes
                 self.bring(weight, k_block, base)
                 self.subject.multiply_k_blocks(acc, base, k_block * config.k_block_limb_bytes + self.start, place)
-            self.subject.stage_acc(acc, self.memory, 0, place, [])
+            linear_kernel.stage_acc(config, acc, self.memory, 0, place, [])
         found = np.zeros((config.tile_m, config.block_rows))
         for part in range(config.k_warps):
             first = STAGING + part * config.slice_bytes

@@ -1,6 +1,6 @@
 """Grouped weight-only GEMM of few rows an expert, among assignments as a router leaves them.
 
-:class:`cute_kernels.moe.ranges.kernel.RangeKernel`, whose warps find their entries by :mod:`.assignments`: a layer of
+`cute_kernels.moe.ranges.kernel.RangeRoles`, whose warps find their entries by :mod:`.assignments`: a layer of
 few assignments needs no launch that sorts them.
 """
 
@@ -14,16 +14,56 @@ from cutlass import Int32, Int64
 
 from cute_kernels.device import ptx
 from cute_kernels.moe.ranges.assignments import AssignmentFinder, load_expert
-from cute_kernels.moe.ranges.kernel import RangeKernel
+from cute_kernels.moe.ranges.config import RangeConfig
+from cute_kernels.moe.ranges.kernel import RangeRoles, launch_options, range_sizes
 from cute_kernels.moe.ranges.work import AssignedShape, RangeOperands
 from cute_kernels.sm90 import WARP_THREADS
 
 
-class AssignedRangeKernel(RangeKernel):
-    """One compiled variant; :class:`.config.RangeConfig` says which."""
+class AssignedRouting:
+    """Assignments as a router leaves them: see `.kernel.Routing`."""
+
+    def __init__(self, config: RangeConfig):
+        self.config = config
+
+    def load(self, operands, shape, lane) -> Any:
+        return [
+            load_expert(operands.offsets, i * WARP_THREADS + lane, shape.places, shape.id_words, shape.num_experts)
+            for i in range(self.config.lane_assignments)
+        ]
+
+    def find(self, shape, known, lane) -> tuple[Any, Any]:
+        return AssignmentFinder.of(known, shape.num_experts, lane, self.config.tile_m), None
+
+    def with_parts(self, shape, entries) -> Any:
+        return entries << shape.part_bits
+
+    def entry_of(self, shape, number) -> Any:
+        return number >> shape.part_bits
+
+    def first_k_block(self, shape, number) -> Any:
+        return shape.part(number) * shape.k_blocks
+
+    def tile_k_blocks(self, shape) -> Any:
+        return shape.k_blocks << shape.part_bits
+
+    def result_place(self, shape, number, place) -> Any:
+        return shape.part(number) * shape.places + place
 
     @cute.jit
-    def __call__(  # type: ignore[override]
+    def entry_row(self, operands, shape, entry, known, lane):
+        return shape.row(entry.place(cutlass.min(lane, entry.rows - 1)))
+
+
+class AssignedRangeKernel:
+    """One compiled variant; :class:`.config.RangeConfig` says which."""
+
+    def __init__(self, config: RangeConfig):
+        self.config = config
+        self.roles = RangeRoles(config, AssignedRouting(config))
+
+    @cute.jit
+    def __call__(
         self,
         x: cute.Tensor,
         codes: Int64,
@@ -53,37 +93,13 @@ class AssignedRangeKernel(RangeKernel):
         2**part_bits equal parts of K, each of which has a result of its own, out [2**part_bits, count, ..]: without
         bias or activation, for whoever adds them up.
         """
-        sizes = self.sizes(
-            x, n, num_tiles, k_blocks, num_ctas, num_experts, count, x_slots, waits, activation, out_kind
+        sizes = range_sizes(
+            self.config, x, n, num_tiles, k_blocks, num_ctas, num_experts, count, x_slots, waits, activation, out_kind
         )
         operands = RangeOperands(ptx.address(x), codes, scales, bias, Int64(0), out, ids, Int64(0))
         shape = AssignedShape(*sizes, id_words=id_words, row_factor=row_factor, part_bits=part_bits)
-        self.kernel(operands, shape).launch(**self.launch_options(num_ctas, stream))
+        self.kernel(operands, shape).launch(**launch_options(self.config, num_ctas, stream))
 
-    def load_routing(self, operands, shape, lane) -> Any:
-        return [
-            load_expert(operands.offsets, i * WARP_THREADS + lane, shape.places, shape.id_words, shape.num_experts)
-            for i in range(self.config.lane_assignments)
-        ]
-
-    def find_entries(self, shape, routing, lane) -> tuple[Any, Any]:
-        return AssignmentFinder.of(routing, shape.num_experts, lane, self.config.tile_m), None
-
-    def with_parts(self, shape, entries) -> Any:
-        return entries << shape.part_bits
-
-    def entry_of(self, shape, number) -> Any:
-        return number >> shape.part_bits
-
-    def first_k_block(self, shape, number) -> Any:
-        return shape.part(number) * shape.k_blocks
-
-    def tile_k_blocks(self, shape) -> Any:
-        return shape.k_blocks << shape.part_bits
-
-    def result_place(self, shape, number, place) -> Any:
-        return shape.part(number) * shape.places + place
-
-    @cute.jit
-    def entry_row(self, operands, shape, entry, known, lane):
-        return shape.row(entry.place(cutlass.min(lane, entry.rows - 1)))
+    @cute.kernel
+    def kernel(self, operands, shape):
+        self.roles.run(operands, shape)

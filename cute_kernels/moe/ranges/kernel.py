@@ -17,7 +17,7 @@ of a block meet in the staging buffer.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -26,7 +26,9 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.ring import advance, advance_by
 from cute_kernels.linear.config import MMA_N, ROW_WARPS
-from cute_kernels.linear.kernel import FRAGMENT_BYTES, Lane, LinearKernel
+from cute_kernels.linear.decode import Decoder
+from cute_kernels.linear.epilogue import Epilogue
+from cute_kernels.linear.kernel import FRAGMENT_BYTES, Lane, allocate, init_barriers, stage_acc, to_float
 from cute_kernels.linear.wgmma.config import ROW_LIMB_BYTES, ROW_SCALE_BYTES
 from cute_kernels.linear.wgmma.limbs import LimbProducts, Part
 from cute_kernels.linear.wgmma.loads import product
@@ -100,106 +102,59 @@ class EntryRows(ResidentRows):
         return cute.arch.shuffle_sync(x.index, row)
 
 
-class RangeKernel(LinearKernel):
-    """One compiled variant; :class:`.config.RangeConfig` says which."""
+class Routing(Protocol):
+    """How warps find which rows of x an expert multiplies; numbers count entries, and for each of them parts of K."""
 
-    config: RangeConfig
+    def load(self, operands, shape, lane) -> Any:
+        """What a lane knows of the routing, for `find`."""
+        ...
+
+    def find(self, shape, known, lane) -> tuple[Any, Any]:
+        """What finds entries, and what a lane knows of the rows of x, for `entry_row`."""
+        ...
+
+    def with_parts(self, shape, entries) -> Any:
+        """What blocks are of, of so many entries."""
+        ...
+
+    def entry_of(self, shape, number) -> Any:
+        """The entry of a number of `with_parts`."""
+        ...
+
+    def first_k_block(self, shape, number) -> Any:
+        """The first k block that a number of `with_parts` is multiplied with."""
+        ...
+
+    def tile_k_blocks(self, shape) -> Any:
+        """K blocks of the padded K."""
+        ...
+
+    def result_place(self, shape, number, place) -> Any:
+        """The row of the results of a place, of a number of `with_parts`."""
+        ...
+
+    def entry_row(self, operands, shape, entry, known, lane) -> Any:
+        """The row of x of the lane's row of an entry, or of its last one; known: of `find`."""
+        ...
+
+
+class SortedRouting:
+    """Assignments sorted by expert: offsets of experts, and the row of x of each place. See `Routing`."""
 
     def __init__(self, config: RangeConfig):
-        super().__init__(config)
-        self.rows = EntryRows(LimbRoom(config))
-        self.products = LimbProducts(config.n_tiles, config.tile_m, self.decoder.steps)
+        self.config = config
 
-    @cute.jit
-    def __call__(  # type: ignore[override]
-        self,
-        x: cute.Tensor,
-        codes: Int64,
-        scales: Int64,
-        bias: Int64,
-        out: Int64,
-        offsets: Int64,
-        rows: Int64,
-        n: Int32,
-        num_tiles: Int32,
-        k_blocks: Int32,
-        num_ctas: Int32,
-        num_experts: Int32,
-        places: Int32,
-        x_slots: Int32,
-        waits: Int32,
-        activation: Int32,
-        out_kind: Int32,
-        stream,
-    ):
-        """Launches ``num_ctas`` CTAs.
-
-        x: [.., k], k a multiple of 8. Addresses as in :class:`RangeOperands`, codes uint8 [experts, num_tiles, k blocks
-        * unit_tiles, 2048]. k_blocks: padded K / unit_k, a multiple of the k blocks of a chunk, of which there is room
-        for x_slots times as many. places: rows of the result, at least 1. waits: 0 if offsets and rows are older than
-        the kernel before this one, which has waited for them before it let this one begin; else 1.
-        """
-        sizes = self.sizes(
-            x, n, num_tiles, k_blocks, num_ctas, num_experts, places, x_slots, waits, activation, out_kind
-        )
-        operands = RangeOperands(ptx.address(x), codes, scales, bias, Int64(0), out, offsets, rows)
-        self.kernel(operands, LaunchShape(*sizes)).launch(**self.launch_options(num_ctas, stream))
-
-    def sizes(  # type: ignore[override]
-        self, x, n, num_tiles, k_blocks, num_ctas, num_experts, places, x_slots, waits, activation, out_kind
-    ) -> Any:
-        """The fields of a `LaunchShape`."""
-        num_blocks = cute.ceil_div(num_tiles, self.config.n_tiles)
-        blocks, ctas = reciprocal(num_blocks), reciprocal(num_ctas)
-        work_range = num_tiles, k_blocks, num_blocks, blocks, num_ctas, ctas, num_experts, places, x_slots, waits
-        return n, x.shape[1], *work_range, activation, out_kind
-
-    def launch_options(self, num_ctas, stream) -> dict[str, Any]:
-        sizes = {"grid": (num_ctas, 1, 1), "block": (self.config.num_threads, 1, 1), "min_blocks_per_mp": 1}
-        return sizes | {"use_pdl": self.config.use_pdl, "stream": stream}
-
-    @cute.kernel
-    def kernel(self, operands, shape):
-        config = self.config
-        cta, _, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        memory = self.allocate(shape)
-        if const_expr(config.use_pdl):
-            if shape.waits != 0:
-                cute.arch.griddepcontrol_wait()
-        routing = self.load_routing(operands, shape, lane)
-        if warp == config.consumer_warps:
-            if lane == 0:
-                self.init_barriers(memory)
-            cute.arch.sync_warp()
-            cute.arch.barrier_arrive(barrier_id=CONSUMERS, number_of_threads=self.with_producer(config.consumer_warps))
-            cute.arch.barrier_arrive(barrier_id=EPILOGUE, number_of_threads=self.with_producer(config.epilogue_warps))
-        finder, row = self.find_entries(shape, routing, lane)
-        work_range = BlockRange.of(shape, self.with_parts(shape, finder.total), cta)
-        if warp == config.consumer_warps:
-            self.copy_blocks(operands, memory, work_range, finder)
-        elif warp < config.consumer_warps:
-            self.multiply_blocks(operands, memory, work_range, finder, row, warp, lane)
-        else:
-            tid = (warp - (config.consumer_warps + 1)) * WARP_THREADS + lane
-            self.store_blocks(operands, memory, work_range, finder, tid, lane)
-
-    def with_producer(self, warps: int) -> int:
-        """Threads of so many warps and of the copying one."""
-        return (warps + self.config.producer_warps) * WARP_THREADS
-
-    def load_routing(self, operands, shape, lane) -> Any:
-        """What a lane knows of the routing, for `find_entries`.
+    def load(self, operands, shape, lane) -> Any:
+        """What a lane knows of the routing, for `find`.
 
         Of few places the row of each, which is not known to be of use before offsets have come.
         """
         places = load_places(operands.offsets, shape.num_experts, self.config.expert_rounds, lane)
         return places, self.row_at(operands, cutlass.min(lane, shape.places - 1))
 
-    def find_entries(self, shape, routing, lane) -> tuple[Any, Any]:
+    def find(self, shape, known, lane) -> tuple[Any, Any]:
         """What finds entries, and what a lane knows of the rows of x, for `entry_row`."""
-        places, row = routing
+        places, row = known
         return ExpertFinder.of(places, lane, self.config.tile_m), row
 
     def with_parts(self, shape, entries) -> Any:
@@ -231,12 +186,6 @@ class RangeKernel(LinearKernel):
             row = self.row_at(operands, place)
         return row
 
-    def x_pitch(self, shape) -> Any:
-        return Int32(0)
-
-    def x_slot_bytes(self, shape, pitch) -> Any:
-        return shape.k_blocks * self.config.k_block_limb_bytes
-
     @cute.jit
     def row_at(self, operands, place):
         """The row of x of a place."""
@@ -245,7 +194,48 @@ class RangeKernel(LinearKernel):
             row = Int32(ptx.load_global_words(operands.rows + Int64(place) * 4, 0, 1, constant=False)[0])
         return row
 
-    # -- copies -------------------------------------------------------------------------------------------------------
+
+class RangeRoles:
+    """What the warps of a CTA do: one loads weights, warps make limbs and multiply, warps store."""
+
+    def __init__(self, config: RangeConfig, routing: Routing):
+        self.config, self.routing = config, routing
+        self.word_steps = Decoder(config.bits, config.dtype).steps
+        self.rows = EntryRows(LimbRoom(config))
+        self.products = LimbProducts(config.n_tiles, config.tile_m, self.word_steps)
+        self.epilogue = Epilogue(config)
+
+    @cute.jit
+    def run(self, operands, shape):
+        """The whole of a CTA's work."""
+        config = self.config
+        cta, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        memory = allocate(config, Int32(0), shape.k_blocks * config.k_block_limb_bytes)
+        if const_expr(config.use_pdl):
+            if shape.waits != 0:
+                cute.arch.griddepcontrol_wait()
+        known = self.routing.load(operands, shape, lane)
+        if warp == config.consumer_warps:
+            if lane == 0:
+                init_barriers(config, memory)
+            cute.arch.sync_warp()
+            cute.arch.barrier_arrive(barrier_id=CONSUMERS, number_of_threads=self.with_producer(config.consumer_warps))
+            cute.arch.barrier_arrive(barrier_id=EPILOGUE, number_of_threads=self.with_producer(config.epilogue_warps))
+        finder, row = self.routing.find(shape, known, lane)
+        work_range = BlockRange.of(shape, self.routing.with_parts(shape, finder.total), cta)
+        if warp == config.consumer_warps:
+            self.copy_blocks(operands, memory, work_range, finder)
+        elif warp < config.consumer_warps:
+            self.multiply_blocks(operands, memory, work_range, finder, row, warp, lane)
+        else:
+            tid = (warp - (config.consumer_warps + 1)) * WARP_THREADS + lane
+            self.store_blocks(operands, memory, work_range, finder, tid, lane)
+
+    def with_producer(self, warps: int) -> int:
+        """Threads of so many warps and of the copying one."""
+        return (warps + self.config.producer_warps) * WARP_THREADS
 
     @cute.jit
     def copy_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder):
@@ -254,8 +244,8 @@ class RangeKernel(LinearKernel):
         stage, phase = Int32(0), Int32(1)
         for index in cutlass.range(work_range.count, unroll=1):
             number, block = work_range.block(index)
-            expert = finder.find(self.entry_of(shape, number)).expert
-            begins = self.weight_begins(operands, shape, expert, block, self.first_k_block(shape, number))
+            expert = finder.find(self.routing.entry_of(shape, number)).expert
+            begins = self.weight_begins(operands, shape, expert, block, self.routing.first_k_block(shape, number))
             for k_block in cutlass.range(0, shape.k_blocks, config.chunk_k_blocks, unroll=1):
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)
                 with cute.arch.elect_one():
@@ -272,7 +262,7 @@ class RangeKernel(LinearKernel):
             for i in range(config.n_tiles)
         ]
         # There are fewer k blocks than fit into 32 bits: each is some kilobytes.
-        k_blocks = [Uint32(tile) * Uint32(self.tile_k_blocks(shape)) + Uint32(first_k_block) for tile in tiles]
+        k_blocks = [Uint32(tile) * Uint32(self.routing.tile_k_blocks(shape)) + Uint32(first_k_block) for tile in tiles]
         sizes = config.k_block_bytes, config.k_block_scale_bytes
         return [
             (operands.codes + product(k_block, sizes[0]), operands.scales + product(k_block, sizes[1]))
@@ -295,8 +285,6 @@ class RangeKernel(LinearKernel):
                     address,
                 )
 
-    # -- limbs -------------------------------------------------------------------------------------------------------
-
     def x_start(self, shape, memory, slot) -> Any:
         """Where the limbs of a slot are, bytes behind the first."""
         return (slot & (shape.x_slots - 1)) * memory.x_slot_bytes
@@ -308,11 +296,11 @@ class RangeKernel(LinearKernel):
     @cute.jit
     def make_limbs(self, operands, shape, memory, entry: Entry, begin, known, start, warp, lane):
         """Makes the limbs of an entry's rows from k block ``begin`` on, ``start`` bytes behind the first; known: of
-        `find_entries`.
+        `Routing.find`.
 
         Where no warp reads any more: all have met since they did. If there is one slot only, all meet before as well.
         """
-        row = self.entry_row(operands, shape, entry, known, lane)
+        row = self.routing.entry_row(operands, shape, entry, known, lane)
         if shape.x_slots == 1:
             self.meet()
         places = LimbPlaces(memory.x + start, self.limb_scales(shape, memory) + scale_offset(start))
@@ -324,8 +312,6 @@ class RangeKernel(LinearKernel):
         """Waits for all consumer warps."""
         threads = self.config.consumer_warps * WARP_THREADS
         cute.arch.barrier(barrier_id=MEETING, number_of_threads=threads)
-
-    # -- products -----------------------------------------------------------------------------------------------------
 
     def limb_lane(self, shape, memory, warp, lane) -> LimbLane:
         row_warp, g = warp % ROW_WARPS, lane // 4
@@ -358,14 +344,17 @@ class RangeKernel(LinearKernel):
             number, _ = work_range.block(index)
             if number != last:
                 start = self.x_start(shape, memory, slot)
-                entry, begin = finder.find(self.entry_of(shape, number)), self.first_k_block(shape, number)
+                entry, begin = (
+                    finder.find(self.routing.entry_of(shape, number)),
+                    self.routing.first_k_block(shape, number),
+                )
                 self.make_limbs(operands, shape, memory, entry, begin, row, start, warp, lane)
                 slot = slot + 1
             last = number
             acc.fill(0.0)
             stage, phase, turn = self.multiply_block(acc, shape, memory, place, start, (stage, phase, turn), lane)
             cute.arch.mbarrier_wait(memory.drained + buffer, drained_phase)
-            self.stage_acc(acc, memory, buffer, place, [])
+            stage_acc(config, acc, memory, buffer, place, [])
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(memory.staged + buffer)
@@ -411,7 +400,7 @@ class RangeKernel(LinearKernel):
         address = base + place.code_offset
         words = [ptx.load_shared_vector(address, offset + i * TILE_BYTES, 4) for i in range(config.k_block_tiles)]
         row, offset = base + place.scale_offset * 2, config.scale_offset + number * config.k_block_scale_bytes
-        return words, [self.to_float(ptx.load_shared_part(row, offset + 16 * half, 2)) for half in range(2)]
+        return words, [to_float(config.dtype, ptx.load_shared_part(row, offset + 16 * half, 2)) for half in range(2)]
 
     def load_limbs(self, place: LimbLane, x_offset, k_block: int) -> tuple[Any, Any]:
         """(scales of x, descriptor) of the ``k_block``-th k block from ``x_offset`` on."""
@@ -423,8 +412,6 @@ class RangeKernel(LinearKernel):
         x = wgmma.descriptor(cute.arch.make_warp_uniform(Int32(place.x + x_offset)))
         scales = [word.bitcast(Float32) for pair in pairs for word in pair]
         return scales, wgmma.advanced(x, k_block * config.k_block_limb_bytes)
-
-    # -- results ------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def store_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder, tid, lane):
@@ -442,7 +429,7 @@ class RangeKernel(LinearKernel):
         for turn in cutlass.range(turns, unroll=1):
             rehearsing = turn == 0
             number, block = work_range.block(cutlass.max(turn - 1, 0))
-            entry = finder.find(self.entry_of(shape, number))
+            entry = finder.find(self.routing.entry_of(shape, number))
             source = memory.staging + buffer * config.buffer_bytes
             if not rehearsing:
                 cute.arch.mbarrier_wait(memory.staged + buffer, phase)
@@ -450,7 +437,7 @@ class RangeKernel(LinearKernel):
                 tid, entry.rows * self.epilogue.row_vectors, self.epilogue.num_threads, unroll=1
             ):
                 place = entry.place(vector // self.epilogue.row_vectors)
-                result = self.result_place(shape, number, place)
+                result = self.routing.result_place(shape, number, place)
                 target = self.epilogue.target_in(shape, block, result, vector, entry.expert * shape.n)
                 target = replace(target, count=cutlass.select_(rehearsing, Int32(0), target.count))
                 self.epilogue.load_extras(operands, shape, target, extras)
@@ -461,6 +448,79 @@ class RangeKernel(LinearKernel):
             if not rehearsing:
                 self.epilogue.release(memory, buffer, lane)
                 buffer, phase = advance(buffer, phase, config.num_buffers)
+
+
+def range_sizes(
+    config: RangeConfig,
+    x,
+    n,
+    num_tiles,
+    k_blocks,
+    num_ctas,
+    num_experts,
+    places,
+    x_slots,
+    waits,
+    activation,
+    out_kind,
+) -> Any:
+    """The fields of a `LaunchShape`."""
+    num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
+    blocks, ctas = reciprocal(num_blocks), reciprocal(num_ctas)
+    work_range = num_tiles, k_blocks, num_blocks, blocks, num_ctas, ctas, num_experts, places, x_slots, waits
+    return n, x.shape[1], *work_range, activation, out_kind
+
+
+def launch_options(config: RangeConfig, num_ctas, stream) -> dict[str, Any]:
+    sizes = {"grid": (num_ctas, 1, 1), "block": (config.num_threads, 1, 1), "min_blocks_per_mp": 1}
+    return sizes | {"use_pdl": config.use_pdl, "stream": stream}
+
+
+class RangeKernel:
+    """One compiled variant; :class:`.config.RangeConfig` says which."""
+
+    def __init__(self, config: RangeConfig):
+        self.config = config
+        self.roles = RangeRoles(config, SortedRouting(config))
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        codes: Int64,
+        scales: Int64,
+        bias: Int64,
+        out: Int64,
+        offsets: Int64,
+        rows: Int64,
+        n: Int32,
+        num_tiles: Int32,
+        k_blocks: Int32,
+        num_ctas: Int32,
+        num_experts: Int32,
+        places: Int32,
+        x_slots: Int32,
+        waits: Int32,
+        activation: Int32,
+        out_kind: Int32,
+        stream,
+    ):
+        """Launches ``num_ctas`` CTAs.
+
+        x: [.., k], k a multiple of 8. Addresses as in :class:`RangeOperands`, codes uint8 [experts, num_tiles, k blocks
+        * unit_tiles, 2048]. k_blocks: padded K / unit_k, a multiple of the k blocks of a chunk, of which there is room
+        for x_slots times as many. places: rows of the result, at least 1. waits: 0 if offsets and rows are older than
+        the kernel before this one, which has waited for them before it let this one begin; else 1.
+        """
+        sizes = range_sizes(
+            self.config, x, n, num_tiles, k_blocks, num_ctas, num_experts, places, x_slots, waits, activation, out_kind
+        )
+        operands = RangeOperands(ptx.address(x), codes, scales, bias, Int64(0), out, offsets, rows)
+        self.kernel(operands, LaunchShape(*sizes)).launch(**launch_options(self.config, num_ctas, stream))
+
+    @cute.kernel
+    def kernel(self, operands, shape):
+        self.roles.run(operands, shape)
 
 
 def scale_offset(x_offset) -> Any:
