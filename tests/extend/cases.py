@@ -17,7 +17,7 @@ from tests.attention.cases import LSE_TOLERANCE, TOLERANCE, UNMAPPED
 
 INT4_LSE_TOLERANCE = 1e-3  # of scores of some 5: keys are rounded to fp16
 FORMATS = ("bf16", "fp16", "int8_token_head", "int8_tensor", "e4m3_token_head", "e4m3_tensor", "e4m3_head", "e5m2")
-FORMATS += ("int4_g1", "int4_g4")
+FORMATS += ("int4_g1", "int4_g2", "int4_g4", "int4_g8")
 
 
 @dataclass(frozen=True)
