@@ -72,8 +72,8 @@ def spec_of(record: dict[str, Any]) -> KernelSpec:
 def _rebuilt(wanted: Any, value: Any) -> Any:
     """A JSON value as a field of the type ``wanted``: a dataclass, a tuple, one of a union, or the value itself."""
     if isinstance(wanted, type) and dataclasses.is_dataclass(wanted):
-        hints = typing.get_type_hints(wanted)
-        return wanted(**{name: _rebuilt(hints[name], each) for name, each in value.items()})
+        hints, marks = typing.get_type_hints(wanted), _marks(wanted)
+        return wanted(**{name: _rebuilt(hints[name], each) for name, each in value.items() if name not in marks})
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if origin in (typing.Union, types.UnionType):
         if value is None:
@@ -87,8 +87,15 @@ def _rebuilt(wanted: Any, value: Any) -> Any:
 
 
 def _fits(wanted: Any, value: Any) -> bool:
-    """Whether a dataclass has exactly the fields of a JSON object."""
+    """Whether a dataclass has exactly the fields of a JSON object, and those that tell it from others their values."""
     is_class = isinstance(wanted, type) and dataclasses.is_dataclass(wanted)
     if isinstance(value, dict):
-        return is_class and {field.name for field in dataclasses.fields(wanted)} == value.keys()
+        if not is_class or {field.name for field in dataclasses.fields(wanted)} != value.keys():
+            return False
+        return all(value[name] == mark for name, mark in _marks(wanted).items())
     return not is_class and wanted is not types.NoneType
+
+
+def _marks(wanted: Any) -> dict[str, Any]:
+    """Fields of a dataclass that are no arguments, and their values: what it is, among others of the same fields."""
+    return {field.name: field.default for field in dataclasses.fields(wanted) if not field.init}
