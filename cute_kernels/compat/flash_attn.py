@@ -161,7 +161,7 @@ def flash_attn_with_kvcache(
     return (out, lse.view(q.shape[:3]).transpose(1, 2)) if return_softmax_lse else out
 
 
-def _format_of(q: torch.Tensor) -> str:
+def _format_of(q: torch.Tensor) -> Any:
     if q.dtype not in Q_DTYPES:
         raise TypeError(f"q: got dtype {q.dtype}, want torch.bfloat16 or torch.float16")
     return Q_DTYPES[q.dtype]

@@ -91,12 +91,12 @@ class ExtendKernel:
             num_tiles=num_slots * kv_heads,
             window=window,
         )
-        rows = [
+        keys, values = (
             Rows.of(tensor, 1 if config.coded else ELEMENT_BYTES, config.features.head_major)
             for tensor in (k_cache, v_cache)
-        ]
+        )
         pages = Pages(block_table, max_pages, cache[0], Divisor.of(tokens))
-        source = Source(*rows, pages, self.producer.make_maps(k_cache, v_cache))
+        source = Source(keys, values, pages, self.producer.make_maps(k_cache, v_cache))
         addresses = ptx.address(q), ptx.address(out), lse, other_out, other_lse
         operands = Operands(*addresses, k_scale, v_scale, k_scale_stride, v_scale_stride, softmax_scale)
         features = Features(window, soft_cap, sinks, alibi_slopes)

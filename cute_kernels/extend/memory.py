@@ -113,7 +113,8 @@ class Rows:
         strides: Any = cache.stride
         block, outer, inner = (Int64(stride) * element_bytes for stride in strides[:3])
         token, head = (inner, outer) if head_major else (outer, inner)
-        return Rows(cache.iterator.toint(), block, token.to(Int32), head)
+        first: Any = cache.iterator
+        return Rows(first.toint(), block, token.to(Int32), head)
 
     def address(self, block, place, head):
         """Of a head's row of the token at a place in a block."""

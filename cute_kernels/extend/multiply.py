@@ -289,7 +289,7 @@ class Consumer:
             number, _, head = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
             total = lane_sum(rows.totals[i], ROW_LANES)
             reference = rows.references[i]
-            more = None
+            more: Any = None
             if const_expr(config.merges):
                 reference, total, own, more = self.merge(operands, number, reference, total, lane)
             denominator = total

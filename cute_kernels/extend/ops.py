@@ -88,7 +88,8 @@ def _key_of(name: str, value: Any) -> Any:
     """What of an option decides a plan; of new tokens not how many there are, which q's rows say."""
     if not isinstance(value, torch.Tensor):
         return value
-    shape, stride, *others = identity(value)
+    parts: Any = identity(value)
+    shape, stride, *others = parts
     return (shape[1:], stride, *others) if name in ("new_k", "new_v") else (shape, stride, *others)
 
 

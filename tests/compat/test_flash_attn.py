@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from cute_kernels.compat.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
-TOLERANCE = {"atol": 2e-2, "rtol": 2e-2}
+TOLERANCE: dict[str, Any] = {"atol": 2e-2, "rtol": 2e-2}
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -108,4 +109,5 @@ def test_what_is_not_there_is_named(case):
 def test_what_a_cache_call_does_not_take_is_named(name):
     k = random(1, 12, KV_HEADS, DIM)
     with pytest.raises(ValueError, match=f"{name}: got a Tensor, want None"):
-        flash_attn_with_kvcache(random(1, 3, HEADS, DIM), k, k, **{name: torch.ones(1)})
+        given: dict[str, Any] = {name: torch.ones(1)}
+        flash_attn_with_kvcache(random(1, 3, HEADS, DIM), k, k, **given)

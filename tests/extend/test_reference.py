@@ -137,14 +137,8 @@ def test_new_tokens_beside_the_cache_count_as_if_they_were_in_it(options):
             for cache, name in zip(caches, ("new_k", "new_v"), strict=True):
                 cache[page, position % page_size] = call.options[name][start + i]
     others = {name: value for name, value in call.options.items() if not name.startswith("new")}
-    within = Call(
-        call.q,
-        *caches,
-        call.seq_lens,
-        call.cu_seqlens_q,
-        "bf16",
-        others | {"block_table": table},
-    )
+    k, v = caches
+    within = Call(call.q, k, v, call.seq_lens, call.cu_seqlens_q, "bf16", others | {"block_table": table})
     for mine, wanted in zip(call.reference(), within.reference(), strict=True):
         torch.testing.assert_close(mine, wanted, atol=1e-9, rtol=1e-9)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ CUDA = "cuda"
 # Work tiles of 128 rows, blocks of 128 keys: ends of all kinds, requests without queries, keys, or either.
 Q_LENS, LENGTHS = [130, 0, 1, 64, 257, 3, 0], [700, 5, 129, 64, 300, 0, 0]
 
-VARIANTS: dict[str, tuple[object, dict]] = {
+VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     **{f"{name}": (name, {}) for name in FORMATS},
     "pages of 16": ("bf16", {"page_size": 16}),
     "pages of 16, codes": ("int8_token_head", {"page_size": 16}),
@@ -221,10 +222,15 @@ def test_flash_attention_s_ragged_calls_are_what_a_cpu_says(causal, window):
         for total, heads in ((sum(q_lens), 8), (sum(k_lens), 2), (sum(k_lens), 2))
     )
     ends = [torch.tensor([0, *lens]).cumsum(0).to(torch.int32) for lens in (q_lens, k_lens)]
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        queries, keys, values, cu_q, cu_k = tensors
+        return flash_attn_varlen_func(
+            queries, keys, values, cu_q, cu_k, 300, 700, causal=causal, window_size=window
+        ).cpu()
+
     arguments = [q, k, v, *ends]
-    options = {"max_seqlen_q": 300, "max_seqlen_k": 700, "causal": causal, "window_size": window}
-    want = flash_attn_varlen_func(*arguments, **options)
-    out = flash_attn_varlen_func(*(x.cuda() for x in arguments), **options).cpu()
+    want, out = call(*arguments), call(*(x.cuda() for x in arguments))
     difference = (out - want).float()
     assert not out.isnan().any() and difference.norm() <= 4e-3 * want.float().norm()
 
