@@ -13,7 +13,7 @@ from cute_kernels.attention import call as attention_call
 from cute_kernels.attention import checks
 from cute_kernels.attention.call import AttentionCall, CacheOperand
 from cute_kernels.attention.features import Features
-from cute_kernels.extend.config import HEAD_DIMS, cannot_read, is_coded
+from cute_kernels.extend.config import CODED_HEAD_DIMS, HEAD_DIMS, cannot_read, is_coded
 from cute_kernels.kv_formats import format_of
 from cute_kernels.names import CacheLayout
 
@@ -130,6 +130,11 @@ def make_call(
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
     checks.check_place("cu_seqlens_q", cu_seqlens_q, q.device)
     check_query(q)
+    if is_coded(forms[0]) and q.shape[2] not in CODED_HEAD_DIMS:
+        wanted = " or ".join(map(str, CODED_HEAD_DIMS))
+        raise ValueError(
+            f"q: got head_dim {q.shape[2]} over a cache in {kv_format!r}, want {wanted}, or 16-bit formats"
+        )
     if seq_lens.dim() != 1:
         raise ValueError(f"seq_lens: got shape {shape_of(seq_lens)}, want [batch]")
     batch = seq_lens.shape[0]

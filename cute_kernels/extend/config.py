@@ -22,6 +22,7 @@ WORK_SLOTS = 2
 WORK_BYTES = 32  # of a slot: 8 words
 INT4_UNIT = 2.0  # INT4 tiles hold half of the values: fp16 has room for all that quantising makes
 HEAD_DIMS = (64, 128, 256)
+CODED_HEAD_DIMS = (64, 128)  # of caches of codes: with 256 a launch over bytes did not end on an H200
 GRANULARITIES = ("tensor", "head", "token_head")  # of scales of bytes; E5M2 has none
 # Registers of a thread after setmaxnreg: producers, consumers. By what producers do, and how many warps they are.
 REGISTERS = {("dense", 4): (40, 232), ("bytes", 4): (96, 208), ("int4", 4): (104, 200)}
@@ -175,6 +176,8 @@ class ExtendConfig:
             return f"K in {self.k_format} and V in {self.v_format}: one of 16 bits, the other of codes"
         if self.head_dim not in HEAD_DIMS:
             return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        if self.coded and self.head_dim not in CODED_HEAD_DIMS:
+            return f"head_dim {self.head_dim} of codes is not one of {', '.join(map(str, CODED_HEAD_DIMS))}"
         if self.producer_warps not in (4, 8):
             return f"producer_warps {self.producer_warps} is not 4 or 8"
         if self.producer_warps == 8 and self.head_dim > 128:

@@ -89,3 +89,10 @@ def test_the_operator_is_what_torch_wants():
     options = {name: value for name, value in CALL.keywords.items() if name not in ("cu_seqlens_q", "kv_format")}
     arguments = (*CALL.tensors, CALL.cu_seqlens_q, "bf16", "bf16")
     torch.library.opcheck(torch.ops.cute_kernels.extend_attention.default, arguments, options)
+
+
+@pytest.mark.parametrize("kv_format", ["int8_token_head", "int4_g4"])
+def test_codes_of_256_columns_are_refused(kv_format):
+    call = make_call(kv_format, [3, 2], [9, 12], head_dim=256, page_size=16)
+    with pytest.raises(ValueError, match=f"q: got head_dim 256 over a cache in .*{kv_format}.*want 64 or 128"):
+        call.run()

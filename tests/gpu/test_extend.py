@@ -43,8 +43,6 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "head_dim 64, bytes": ("int8_token_head", {"head_dim": 64}),
     "head_dim 64, int4": ("int4_g4", {"head_dim": 64}),
     "head_dim 256": ("bf16", {"head_dim": 256}),
-    "head_dim 256, bytes": ("int8_token_head", {"head_dim": 256}),
-    "head_dim 256, int4": ("int4_g4", {"head_dim": 256}),
     "all keys": ("bf16", {"causal": False}),
     "all keys, codes": ("int8_token_head", {"causal": False}),
     "window": ("bf16", {"window_size": 100}),
