@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench.record import Recorder
-from bench.report import aligned, number
+from bench.report import aligned, in_markdown, number
 
 LLAMA_3_8B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -141,3 +141,23 @@ def text(data: dict[str, Any]) -> str:
         cells = [number(row["step_ms"]), number(rate), number(first["step_ms"] / row["step_ms"])]
         rows.append([row["name"], *cells, number(row["memory_gb"]), f"{same:.0%}"])
     return "\n".join(aligned(rows))
+
+
+MARK = "<!-- bench:e2e-transformers -->"
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The record as a Markdown table. Raises ValueError if nothing was measured."""
+    rows = record.get("rows", [])
+    if not rows:
+        raise ValueError("record: got no measured case, want some")
+    lines = []
+    for row in rows:
+        rate, times = 1e3 * row["batch"] / row["step_ms"], rows[0]["step_ms"] / row["step_ms"]
+        cells = [f"**{number(row['step_ms'])}**", number(rate, 0), number(times), number(row["memory_gb"])]
+        lines.append([row["name"], *cells])
+    first, versions = rows[0], record["environment"]["versions"]
+    shape = f"{first['batch']} requests of {first['context']} tokens, Llama-3-8B's shape, {first['layers']} layers"
+    graphs = 'steps are recorded as CUDA graphs where "eager" does not say otherwise'
+    about = f"transformers {versions['transformers']}; {shape}, random weights; {graphs}."
+    return in_markdown(record, ["`generate` with", "ms a step", "tokens/s", "times", "GB"], lines, about)

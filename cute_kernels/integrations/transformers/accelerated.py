@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from cute_kernels.integrations import hf_quantizer
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import (
     DecodeCache,
@@ -37,7 +38,11 @@ _STATE = "_cute_kernels"
 
 
 def register() -> None:
-    """Makes `attn_implementation="cute_kernels"` known to transformers. Calling it again changes nothing."""
+    """Makes `attn_implementation="cute_kernels"` and models saved after `quantize_model` known to transformers.
+
+    Calling it again changes nothing.
+    """
+    hf_quantizer.register()
     AttentionInterface.register(ATTENTION_NAME, attention)
     AttentionMaskInterface.register(ATTENTION_NAME, make_mask)
 
