@@ -279,7 +279,7 @@ def serve_experts(form: Checkpoint, device: str) -> tuple[Experts, Any]:
 
 def error_of_experts(layer: Experts, made: Any, tokens: int, dtype: torch.dtype, expert_map: Any = None) -> float:
     """By how much a step's result is off, relative to the largest."""
-    device = layer.layer.w13_weight.device
+    device = torch.device(layer.layer.w13_weight.device)  # pyright: ignore[reportArgumentType]
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(tokens, layer.down.shape[1], generator=generator).to(dtype)
     ids = torch.rand(tokens, len(layer.down), generator=generator).argsort(1)[:, :2].int()
