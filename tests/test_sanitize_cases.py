@@ -60,7 +60,7 @@ def test_references_pass(case: Case):
 
 
 @pytest.mark.parametrize("wrong", [0.02, float("nan")])
-@pytest.mark.parametrize("case, name", [(SMALL["linear"], "linear"), (SMALL["layer"], "fused_moe")])
+@pytest.mark.parametrize("case, name", [(SMALL["linear"], "quantized_linear"), (SMALL["layer"], "fused_moe")])
 def test_a_wrong_result_is_seen(case: Case, name: str, wrong: float, monkeypatch):
     right = getattr(sanitize_cases, name)
 
