@@ -365,7 +365,9 @@ class DecodeKernel:
         for block in range(self.config.blocks_per_warp):
             row = cutlass.min(roles.first_row + block * BLOCK_QUERIES + lane // 4, shape.group * shape.q_len - 1)
             query, head = place.query_of(self.config, roles.head, row)
-            addresses.append(q.address(self.config, request, query, head))
+            address = q.address(self.config, request, query, head)
+            # Held as one number until the append has ended: its parts would take registers that there are not.
+            addresses.append(ptx.pinned(address) if self.config.after_append else address)
         return addresses
 
     # -- attending warps --------------------------------------------------------------------------------------------
