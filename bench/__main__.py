@@ -125,6 +125,26 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--prompt", type=_text_file, help="text file; default: this repository's own texts")
     demo.set_defaults(run=_demo)
 
+    _add_e2e(commands)
+
+    plot = commands.add_parser("plot", help="figures from a recorded run")
+    plot.add_argument("result", type=_record)
+    plot.add_argument("--folder", type=Path, default=records.ROOT / "docs" / "figures")
+    plot.set_defaults(run=_plot)
+
+    table = commands.add_parser("table", help="Markdown table from a recorded run")
+    table.add_argument("result", type=_record)
+    table.add_argument("--suite", default="main")
+    table.add_argument("--readme", type=Path, help="write it between this file's marks, <!-- bench:... -->, instead")
+    table.set_defaults(run=_table)
+
+    pages = commands.add_parser("pages", help="the README's tables and docs/performance.md, from bench/results")
+    pages.set_defaults(run=_pages)
+    return parser
+
+
+def _add_e2e(commands: Any) -> None:
+    """The command for whole models."""
     e2e = commands.add_parser("e2e", help="a served model, with and without the plugin; starts the engine per case")
     e2e.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     e2e.add_argument("--batch", type=_count, default=16, help="transformers: requests")
@@ -141,21 +161,6 @@ def _parser() -> argparse.ArgumentParser:
     e2e.add_argument("--limit", type=_count, default=300, help="seconds that a case may take")
     e2e.add_argument("--json", type=Path, help="the record; one that is there is gone on with")
     e2e.set_defaults(run=_e2e)
-
-    plot = commands.add_parser("plot", help="figures from a recorded run")
-    plot.add_argument("result", type=_record)
-    plot.add_argument("--folder", type=Path, default=records.ROOT / "docs" / "figures")
-    plot.set_defaults(run=_plot)
-
-    table = commands.add_parser("table", help="Markdown table from a recorded run")
-    table.add_argument("result", type=_record)
-    table.add_argument("--suite", default="main")
-    table.add_argument("--readme", type=Path, help="write it between this file's marks, <!-- bench:... -->, instead")
-    table.set_defaults(run=_table)
-
-    pages = commands.add_parser("pages", help="the README's tables and docs/performance.md, from bench/results")
-    pages.set_defaults(run=_pages)
-    return parser
 
 
 def _pages(_: argparse.Namespace) -> int:
