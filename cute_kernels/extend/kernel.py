@@ -1,7 +1,7 @@
 """Extend attention: many new queries over paged caches, one launch; warp-specialised, persistent.
 
 Shape of the work: a CTA takes work tiles of 128 rows (positions x heads of a KV head's group) as they come
-(:mod:`.work`). Producer warps fill tiles of 128 keys and of 128 values in shared memory, by tensor maps (:mod:`.boxes`)
+(:mod:`.work`). Producer warps fill tiles of 128 keys and of 128 values in shared memory, by TMA (:mod:`.tma_tiles`)
 or by decoding rows of codes once for all 128 rows of queries (:mod:`.decode`). Two consumer warpgroups multiply
 (:mod:`.multiply`).
 Every work tile is one CTA's, in a fixed order of blocks: equal inputs give bitwise equal outputs.
@@ -19,11 +19,11 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.ring import advance
-from cute_kernels.extend.boxes import BoxProducer
 from cute_kernels.extend.config import ELEMENT_BYTES, MMA_WARPS, TILE_ROWS, WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
 from cute_kernels.extend.decode import RowProducer
 from cute_kernels.extend.memory import Memory, Pages, Rows, Source
 from cute_kernels.extend.multiply import Consumer, Features, Operands
+from cute_kernels.extend.tma_tiles import TmaTileProducer
 from cute_kernels.extend.work import END, Lengths, Shape, Work, Worker
 
 
@@ -32,7 +32,7 @@ class ExtendKernel:
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        self.producer: Any = RowProducer(config) if config.coded else BoxProducer(config)
+        self.producer: Any = RowProducer(config) if config.coded else TmaTileProducer(config)
         self.consumer, self.worker = Consumer(config), Worker(config)
 
     @cute.jit

@@ -148,7 +148,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Source:
-    """The caches of a launch; run-time values. maps: tensor maps of 16-bit caches, see `boxes`, else None."""
+    """The caches of a launch; run-time values. maps: tensor maps of 16-bit caches, see `tma_tiles`, else None."""
 
     keys: Rows
     values: Rows

@@ -1,4 +1,4 @@
-"""The producer of 16-bit caches: boxes of a tensor map, rows of 128 bytes in the 128-byte swizzle; nothing to decode.
+"""The producer of 16-bit caches: TMA tiles, rows of 128 bytes in the 128-byte swizzle; nothing to decode.
 
 Where a block reaches beyond the tokens that a request has (and some query sees), its rows are copied one by one and the
 others are zeros: what lies there may be anything, and NaN times a probability of 0 is NaN.
@@ -19,15 +19,15 @@ from cute_kernels.extend.memory import KEYS, VALUES
 from cute_kernels.sm90 import WARP_THREADS
 
 
-class BoxProducer:
+class TmaTileProducer:
     """The one producer warp of a 16-bit cache."""
 
     def __init__(self, config: ExtendConfig):
         self.config = config
         self.type = of_name(config.q_dtype).type
-        self.box_rows = min(config.page_tokens or config.tile_tokens, config.tile_tokens)
-        self.num_boxes = config.tile_tokens // self.box_rows
-        self.box = (self.box_rows, SLAB_COLUMNS)
+        self.tma_rows = min(config.page_tokens or config.tile_tokens, config.tile_tokens)
+        self.num_tma_tiles = config.tile_tokens // self.tma_rows
+        self.tma_shape = (self.tma_rows, SLAB_COLUMNS)
         self.num_slabs = config.head_dim // SLAB_COLUMNS
         self.row_pieces = config.head_dim // 8
         self.step_rows = WARP_THREADS // self.row_pieces  # of a row-by-row copy
@@ -39,8 +39,8 @@ class BoxProducer:
     def _make_map(self, cache: cute.Tensor):
         modes = [2, 3, 1, 0] if self.config.features.head_major else [1, 3, 2, 0]
         view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=modes))
-        place = wgmma_tiles.tile_layout(*self.box, self.type)
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, place, self.box)
+        place = wgmma_tiles.tile_layout(*self.tma_shape, self.type)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, place, self.tma_shape)
 
     @cute.jit
     def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
@@ -56,7 +56,7 @@ class BoxProducer:
                 number = memory.barrier(operand, stage)
                 cute.arch.mbarrier_wait(memory.empty + number, phase)
                 if whole:
-                    self.copy_boxes(source, work, memory, operand, stage, found, place)
+                    self.copy_tma_tiles(source, work, memory, operand, stage, found, place)
                 else:
                     self.copy_rows(source, work, memory, operand, stage, first, first_valid, found, place, lane)
                     if lane == 0:
@@ -66,15 +66,17 @@ class BoxProducer:
         return stage, phase
 
     def locate(self, source, work, block, lane):
-        """(block of the cache, place in it) of a lane's box of a block of tokens."""
-        token = block * self.config.tile_tokens + lane % self.num_boxes * self.box_rows
+        """(block of the cache, place in it) of a lane's TMA tile of a block of tokens."""
+        token = block * self.config.tile_tokens + lane % self.num_tma_tiles * self.tma_rows
         token = cutlass.select_(token < work.kv_stop, token, Int32(0))
         if const_expr(self.config.ragged):
             return Int32(0), work.kv_start + token
         return source.pages.locate(self.config.page_tokens > 0, work.request, token)
 
     @cute.jit
-    def copy_boxes(self, source, work, memory, operand: cutlass.Constexpr, stage: Int32, found: Int32, place: Int32):
+    def copy_tma_tiles(
+        self, source, work, memory, operand: cutlass.Constexpr, stage: Int32, found: Int32, place: Int32
+    ):
         """Asks for a whole tile."""
         barrier = memory.full + memory.barrier(operand, stage)
         with cute.arch.elect_one():
@@ -83,19 +85,19 @@ class BoxProducer:
         if const_expr(self.config.ragged):
             view = cute.domain_offset((work.kv_start, 0, 0, 0), view)
             place = place - work.kv_start
-        boxes = cute.local_tile(view, self.box, (None, None, None, None))
+        tma_tiles = cute.local_tile(view, self.tma_shape, (None, None, None, None))
         tile = memory.tile_pointer + memory.tile(operand, stage)
-        for box in cutlass.range_constexpr(self.num_boxes):
-            where = cute.arch.shuffle_sync(found, box)
-            row = cute.arch.shuffle_sync(place, box) // self.box_rows
+        for part in cutlass.range_constexpr(self.num_tma_tiles):
+            where = cute.arch.shuffle_sync(found, part)
+            row = cute.arch.shuffle_sync(place, part) // self.tma_rows
             for slab in cutlass.range_constexpr(self.num_slabs):
-                offset = slab * self.config.slab_bytes + box * self.box_rows * wgmma_tiles.ROW_BYTES
+                offset = slab * self.config.slab_bytes + part * self.tma_rows * wgmma_tiles.ROW_BYTES
                 target, origin = cpasync.tma_partition(
                     atom,
                     0,
                     cute.make_layout(1),
-                    cute.group_modes(wgmma_tiles.tile(tile + offset, *self.box, self.type), 0, 2),
-                    cute.group_modes(boxes, 0, 2),
+                    cute.group_modes(wgmma_tiles.tile(tile + offset, *self.tma_shape, self.type), 0, 2),
+                    cute.group_modes(tma_tiles, 0, 2),
                 )
                 cute.copy(atom, origin[None, row, slab, work.head, where], target, tma_bar_ptr=barrier)
 
@@ -120,11 +122,11 @@ class BoxProducer:
         tile = memory.tiles + memory.tile(operand, stage) + slab * self.config.slab_bytes
         for step in cutlass.range(0, self.config.tile_tokens, self.step_rows, unroll=4):
             row = step + below
-            box = row // self.box_rows
-            where = cute.arch.shuffle_sync(found, box)
-            start = cute.arch.shuffle_sync(place, box)
+            part = row // self.tma_rows
+            where = cute.arch.shuffle_sync(found, part)
+            start = cute.arch.shuffle_sync(place, part)
             exists = (first + row >= first_valid) & (first + row < work.kv_stop)
-            token = cutlass.select_(exists, start + row % self.box_rows, Int32(0))
+            token = cutlass.select_(exists, start + row % self.tma_rows, Int32(0))
             size = cutlass.select_(exists, Int32(wgmma_tiles.PIECE_BYTES), Int32(0))
             address = rows.address(where, token, work.head) + Int64(piece * wgmma_tiles.PIECE_BYTES)
             numbers.copy_async(tile + wgmma_tiles.piece_offset(row, piece % 8), address, size)
@@ -134,4 +136,4 @@ class BoxProducer:
         cute.arch.sync_warp()
 
 
-assert (KEYS, VALUES) == (0, 1) and const_expr is not None
+assert (KEYS, VALUES) == (0, 1)  # the order of the tensor maps
