@@ -51,10 +51,13 @@ PLANS = (
 
 
 def by_module() -> dict[str, Callable[[], list[Any]]]:
-    """The `specs` functions of the test modules of this folder, by module name."""
+    """The `specs` functions of the test modules of this folder, by module name; of those whose packages are here."""
     found = {}
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
-        module = importlib.import_module(f"{__package__}.{path.stem}")
+        try:
+            module = importlib.import_module(f"{__package__}.{path.stem}")
+        except pytest.skip.Exception:  # an engine's tests, where the engine is not installed
+            continue
         if hasattr(module, "specs"):
             found[path.stem] = module.specs
     return found
