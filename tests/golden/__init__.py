@@ -2,11 +2,14 @@
 
 `resources.json` beside this file is the reviewed truth: registers, stack, spills, shared memory and key instructions
 of each kernel of each shipped configuration. A change in it is a change in the kernels and is looked at as such.
+It also names the compiler, and the sources by their digest: what those compile to is known. So tests compile a sample
+of the kernels whose sources are the same, and all others.
 `portable.json` has the same of some portable kernels, by architecture.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -20,11 +23,14 @@ from cute_kernels.linear.portable.schedule import example_configs
 from cute_kernels.runtime import KernelCache, KernelSpec, native
 from cute_kernels.runtime.cache import ProgressCallback
 from cute_kernels.runtime.resources import KernelResources, resource_report, short_name
+from cute_kernels.runtime.sources import source_state
 
 ARCH = "sm_90a"
 PATH = Path(__file__).parent / "resources.json"
 PORTABLE_ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100")
 PORTABLE_PATH = Path(__file__).parent / "portable.json"
+SAMPLED = 8
+ALL = "GOLDEN_ALL"  # set: tests compile every kernel
 COMMAND = "make golden (or: python -m tests.golden.update)"
 
 Entry = list[dict[str, Any]]
@@ -66,6 +72,31 @@ def _reviewed_instructions() -> Callable[[KernelSpec], float]:
     return lambda spec: sizes.get(spec.symbol, float("inf"))
 
 
+def known_sources(specs: Iterable[KernelSpec]) -> list[str]:
+    """The digests of the sources of `specs`, one for each set of sources."""
+    return sorted({source_state(spec).digest for spec in specs})
+
+
+def to_compile(specs: Iterable[KernelSpec], reviewed: dict[str, Any]) -> list[KernelSpec]:
+    """Those of `specs` that tests measure: all that may differ from `reviewed`, and one in SAMPLED of the others.
+
+    reviewed: the content of a file. Which are sampled follows from their sources, so every process takes the same.
+    """
+    known = (
+        set(reviewed.get("sources", ())) if reviewed["toolchain"] == toolchain() and not os.environ.get(ALL) else set()
+    )
+    return [spec for spec in specs if _sampled(spec) or not _is_known(spec, reviewed, known)]
+
+
+def _is_known(spec: KernelSpec, reviewed: dict[str, Any], known: set[str]) -> bool:
+    return spec.symbol in reviewed["kernels"] and source_state(spec).digest in known
+
+
+def _sampled(spec: KernelSpec) -> bool:
+    name = f"{spec.symbol} {source_state(spec).digest}"
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % SAMPLED == 0
+
+
 def write_portable(measured: dict[str, dict[str, Entry]], path: Path = PORTABLE_PATH) -> None:
     """measured: by architecture and symbol."""
     content = {"toolchain": toolchain(), "kernels": measured}
@@ -82,8 +113,9 @@ def read(path: Path = PATH) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def write(measured: dict[str, Entry], path: Path = PATH) -> None:
-    content = {"arch": ARCH, "toolchain": toolchain(), "kernels": measured}
+def write(measured: dict[str, Entry], sources: list[str], path: Path = PATH) -> None:
+    """sources: :func:`known_sources` of what was measured."""
+    content = {"arch": ARCH, "toolchain": toolchain(), "sources": sources, "kernels": measured}
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 

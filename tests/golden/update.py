@@ -20,7 +20,7 @@ def main() -> None:
         else:
             for line in golden.differences(before[symbol], measured[symbol]):
                 print(f"~ {symbol}: {line}")
-    golden.write(measured)
+    golden.write(measured, golden.known_sources(specs))
     update_portable()
     print(f"{golden.PATH}: {len(measured)} configurations; review the diff before committing it")
 
