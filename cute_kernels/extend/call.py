@@ -13,7 +13,7 @@ from cute_kernels.attention import call as attention_call
 from cute_kernels.attention import checks
 from cute_kernels.attention.call import AttentionCall, CacheOperand
 from cute_kernels.attention.features import Features
-from cute_kernels.extend.config import CODED_HEAD_DIMS, HEAD_DIMS, cannot_read, is_coded
+from cute_kernels.extend.config import CODED_HEAD_DIMS, HEAD_DIMS, cannot_read
 from cute_kernels.kv_formats import format_of
 from cute_kernels.names import CacheLayout
 
@@ -125,12 +125,12 @@ def make_call(
     for form in forms:
         if (reason := cannot_read(form)) is not None:
             raise ValueError(f"kv_format: got {kv_format!r}, want formats that extend attention reads: {reason}")
-    if is_coded(forms[0]) != is_coded(forms[1]):
+    if forms[0].is_coded != forms[1].is_coded:
         raise ValueError(f"kv_format: got {kv_format!r}, want K and V both of 16 bits or both of codes")
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
     checks.check_place("cu_seqlens_q", cu_seqlens_q, q.device)
     check_query(q)
-    if is_coded(forms[0]) and q.shape[2] not in CODED_HEAD_DIMS:
+    if forms[0].is_coded and q.shape[2] not in CODED_HEAD_DIMS:
         wanted = " or ".join(map(str, CODED_HEAD_DIMS))
         raise ValueError(
             f"q: got head_dim {q.shape[2]} over a cache in {kv_format!r}, want {wanted}, or 16-bit formats"

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels import attention, kv_formats
+from cute_kernels import attention
 from cute_kernels.attention.features import Features
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.schedule import Problem, choose
+from cute_kernels.kv_formats import modules_of, sources_of
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
 SHIPPED_FORMATS = ("bf16", "int8_token_head", "e4m3_token_head", "e4m3_tensor", "int4_g1", "int4_g4")
@@ -31,7 +32,10 @@ class ExtendSpec(KernelSpec):
     def source_roots(self) -> tuple[Path, ...]:
         attention_room = Path(attention.__file__).resolve().parent
         files = [attention_room / "config.py", attention_room / "features.py", attention_room / "tiles.py"]
-        return *super().source_roots(), Path(kv_formats.__file__).resolve(), *files
+        return *super().source_roots(), *sources_of(self.config.k_format, self.config.v_format), *files
+
+    def modules(self) -> tuple[str, ...]:
+        return modules_of(self.config.k_format, self.config.v_format)
 
     def compile(self, arch: str) -> Any:
         return compile_extend(self.config, arch)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cute_kernels.attention.config import PAGE_TOKENS
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.tiles import kernel_format
-from cute_kernels.kv_formats import ByteFormat, DenseFormat, Int4Format, KvFormat, format_of
+from cute_kernels.kv_formats import GROUP_UNIT, KvFormat, format_of
 from cute_kernels.sm90 import MAX_SHARED_BYTES, WARP_THREADS
 
 MMA_WARPGROUPS = 2  # consumers: 64 rows of queries each
@@ -20,28 +20,21 @@ SLAB_COLUMNS = 64  # of an operand in the 128-byte swizzle
 ELEMENT_BYTES = 2  # of operands
 WORK_SLOTS = 2
 WORK_BYTES = 32  # of a slot: 8 words
-INT4_UNIT = 2.0  # INT4 tiles hold half of the values: fp16 has room for all that quantising makes
 HEAD_DIMS = (64, 128, 256)
 CODED_HEAD_DIMS = (64, 128)  # of caches of codes: with 256 a launch over bytes did not end on an H200
-GRANULARITIES = ("tensor", "head", "token_head")  # of scales of bytes; E5M2 has none
 # Registers of a thread after setmaxnreg: producers, consumers. By what producers do, and how many warps they are.
 REGISTERS = {("dense", 4): (40, 232), ("bytes", 4): (96, 208), ("int4", 4): (104, 200)}
 REGISTERS |= {("bytes", 8): (56, 200), ("int4", 8): (64, 192)}
 
 
-def is_coded(form: KvFormat) -> bool:
-    """Whether rows are codes that producers decode."""
-    return not isinstance(form, DenseFormat)
-
-
 def has_token_scale(form: KvFormat) -> bool:
     """Whether every row has an fp32 scale that stays out of the tile and meets scores or probabilities instead."""
-    return isinstance(form, ByteFormat) and form.granularity == "token_head"
+    return form.extend is not None and form.extend.scales == "row"
 
 
 def cannot_read(form: KvFormat) -> str | None:
     """Why the kernel cannot read rows of a format, or None."""
-    if isinstance(form, ByteFormat) and form.granularity not in (None, *GRANULARITIES):
+    if form.is_coded and form.extend is None:
         return f"{form.name} caches are not among those that extend attention reads"
     return None
 
@@ -88,7 +81,7 @@ class ExtendConfig:
 
     @property
     def coded(self) -> bool:
-        return is_coded(self.formats[0])
+        return self.formats[0].is_coded
 
     @property
     def operand_type(self) -> str:
@@ -108,7 +101,7 @@ class ExtendConfig:
     @property
     def units(self) -> tuple[float, float]:
         """What K's and V's tiles are to be multiplied with to be numbers."""
-        k_unit, v_unit = (INT4_UNIT if isinstance(form, Int4Format) else 1.0 for form in self.formats)
+        k_unit, v_unit = (1.0 if form.extend is None else form.extend.unit for form in self.formats)
         return k_unit, v_unit
 
     @property
@@ -118,10 +111,10 @@ class ExtendConfig:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a producer's and of a consumer's thread."""
-        kind = "dense"
-        if self.coded:
-            kind = "int4" if any(isinstance(form, Int4Format) for form in self.formats) else "bytes"
-        return REGISTERS[kind, self.producer_warps if self.coded else 4]
+        if not self.coded:
+            return REGISTERS["dense", 4]
+        kinds = {form.extend.registers for form in self.formats if form.extend is not None}
+        return REGISTERS["int4" if "int4" in kinds else "bytes", self.producer_warps]
 
     @property
     def tile_bytes(self) -> int:
@@ -168,11 +161,11 @@ class ExtendConfig:
                 return reason
             if kernel_format(name) != name:
                 return f"{name} caches are read by the kernel for {kernel_format(name)}"
-            if isinstance(form, DenseFormat) and name != self.q_dtype:
+            if not form.is_coded and name != self.q_dtype:
                 return f"q_dtype {self.q_dtype!r} is not that of a {name} cache"
-            if isinstance(form, Int4Format) and self.head_dim // form.num_groups % 8:
-                return f"groups of {self.head_dim // form.num_groups} columns are no multiple of 8"
-        if is_coded(self.formats[0]) != is_coded(self.formats[1]):
+            if form.has_header and self.head_dim // form.num_groups % GROUP_UNIT:
+                return f"groups of {self.head_dim // form.num_groups} columns are no multiple of {GROUP_UNIT}"
+        if self.formats[0].is_coded != self.formats[1].is_coded:
             return f"K in {self.k_format} and V in {self.v_format}: one of 16 bits, the other of codes"
         if self.head_dim not in HEAD_DIMS:
             return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"

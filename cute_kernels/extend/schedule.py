@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.tiles import kernel_format
-from cute_kernels.extend.config import TILE_ROWS, ExtendConfig, is_coded
+from cute_kernels.extend.config import TILE_ROWS, ExtendConfig
 from cute_kernels.kv_formats import format_of
 
 TILE_TOKENS = {64: 128, 128: 128, 256: 64}  # of a head_dim: accumulators of scores and of values fit a thread
@@ -39,7 +39,7 @@ def choose(problem: Problem) -> ExtendConfig:
         q_dtype=problem.q_dtype,
         head_dim=problem.head_dim,
         tile_tokens=TILE_TOKENS[problem.head_dim],
-        producer_warps=DECODE_WARPS[problem.head_dim] if is_coded(format_of(problem.k_format)) else 4,
+        producer_warps=DECODE_WARPS[problem.head_dim] if format_of(problem.k_format).is_coded else 4,
         page_tokens=problem.page_tokens,
         features=problem.features,
     )

@@ -107,6 +107,10 @@ class KernelSpec(ABC):
             raise TypeError(f"{type(self).__qualname__} must be defined in a file to be cached, not in {module}")
         return (Path(str(module.__file__)).resolve().parent,)
 
+    def modules(self) -> tuple[str, ...]:
+        """Modules outside this package that a process must have imported to compile the kernel; none as a rule."""
+        return ()
+
     def config_json(self) -> str:
         """The configuration as canonical JSON (sorted keys): its identity on disk and in bundles.
 

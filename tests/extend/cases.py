@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.extend import extend_attention
 from cute_kernels.extend.reference import extend_attention_reference
-from cute_kernels.kv_formats import DenseFormat, format_of
+from cute_kernels.kv_formats import format_of
 from tests.attention import cases as decode_cases
 from tests.attention.cases import LSE_TOLERANCE, TOLERANCE, UNMAPPED
 
@@ -142,7 +142,7 @@ def poison_unseen(call: Call, q_lens: Sequence[int]) -> None:
     for cache, name in zip((k, v), names, strict=True):
         form = format_of(name)
         nan_bytes = form.given_scale is None or not name.startswith("int8")
-        cache[~seen] = torch.nan if isinstance(form, DenseFormat) else 0xFF if nan_bytes else 0x81
+        cache[~seen] = torch.nan if not form.is_coded else 0xFF if nan_bytes else 0x81
 
 
 def assert_close(call: Call, out: torch.Tensor, lse: torch.Tensor | None = None) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cute_kernels.kv_cache import page
-from tests.kv_cache.lanes import Int32, Int64
+from simulator import Int32, Int64
 
 TABLE = 0x1000  # where the block table's memory begins
 

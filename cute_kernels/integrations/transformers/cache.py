@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from cute_kernels.arguments import check_count
 from cute_kernels.integrations.transformers.columns import GRANULE, Columns
 from cute_kernels.integrations.transformers.handle import CachedTokens
-from cute_kernels.kv_formats import FORMATS, DenseFormat, format_of, format_pair
+from cute_kernels.kv_formats import FORMATS, format_of, format_pair
 from cute_kernels.names import KvFormatName
 
 FormatOfLayers = str | tuple[str, str] | Mapping[int, "str | tuple[str, str]"]
@@ -65,7 +65,7 @@ class DecodeCacheLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         for name in self.formats:
             form = format_of(name)
-            if isinstance(form, DenseFormat) and form.dtype != self.dtype:
+            if not form.fits(self.dtype):
                 raise TypeError(f"kv_format: got {name!r}, want the format of the model's {self.dtype}")
         columns = self.book.columns_for(key_states.shape[0], key_states.shape[2], self.device)
         self.keys, self.values = (
