@@ -20,7 +20,7 @@ from cute_kernels.attention import decode_attention
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.schedule import Problem, candidate_configs
 from cute_kernels.attention.tiles import cannot_read
-from cute_kernels.kv_cache import append_kv, dequantize_kv, quantize_kv
+from cute_kernels.kv_cache import KVCache, append_kv, dequantize_kv, quantize_kv
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
 from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, row_alignment, team_lanes
 from cute_kernels.kv_cache.plan import config_of
@@ -35,6 +35,7 @@ from tests.attention.rig import SOFTMAX_SCALE, Operand, make_rig, random_probabi
 from tests.kv_cache.awkward import awkward, same_bits, scales_for
 from tests.kv_cache.cases import Shape, assert_appended, clone_caches, make_call
 from tests.kv_cache.simulate import simulate_append, simulate_bulk
+from tests.kv_cache.steps import assert_same, make_step, run, run_separately, with_own_cache
 from tests.kv_cache.test_append_cpu import arguments
 
 needs_dsl = pytest.mark.skipif(native.dsl_version() is None, reason="the kernels are written in nvidia-cutlass-dsl")
@@ -163,6 +164,24 @@ class KvFormatTests:
     def test_attention_over_a_cache_is_attention_over_its_values(self, form: KvFormat, head_dim: int):
         _check_attention(form, head_dim, "cpu")
 
+    def test_a_step_is_append_and_then_attention(self, form: KvFormat, head_dim: int):
+        _check_step(form, head_dim, "cpu")
+
+    def test_a_cache_object_gives_back_what_it_was_given(self, form: KvFormat, head_dim: int):
+        dtype = Q_DTYPE if form.is_coded else form.cache_dtype
+        cache = KVCache(1, 4, 16, 2, head_dim, kv_format=_name(form), dtype=dtype)
+        scale = scales_for(form.name, 2, head_dim)[0]
+        if scale is not None:
+            cache.set_scales(0, k_scale=scale, v_scale=scale)
+        k, v = (
+            torch.randn(21, 2, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (1, 2)
+        )
+        cache.allocate("a", 21)
+        cache.append(0, cache.make_batch(1).update(["a"], 21), k, v)
+        for found, x in zip(cache.read(0, "a", torch.float32), (k, v), strict=True):
+            rows = quantize(form, x.float(), scale).view(form.cache_dtype)
+            assert torch.equal(found, form.dequantize(rows, head_dim, torch.float32, shaped_scale(form, scale)))
+
     def test_bulk_calls_are_the_reference(self, form: KvFormat, head_dim: int):
         _check_bulk(form, head_dim, "cpu")
 
@@ -189,6 +208,10 @@ class KvFormatTests:
     @pytest.mark.gpu
     def test_attention_on_a_gpu_is_attention_over_the_values(self, form: KvFormat, head_dim: int):
         _check_attention(form, head_dim, "cuda", tokens=3000)
+
+    @pytest.mark.gpu
+    def test_a_step_on_a_gpu_is_append_and_then_attention(self, form: KvFormat, head_dim: int):
+        _check_step(form, head_dim, "cuda")
 
     @pytest.mark.gpu
     def test_bulk_calls_on_a_gpu_are_the_reference(self, form: KvFormat, head_dim: int):
@@ -231,6 +254,22 @@ def _check_attention(form: KvFormat, head_dim: int, device: str, tokens: int = 1
     out = decode_attention(q, k_rows, v_rows, lengths, kv_format=form.name, **options)
     errors = relative_errors(out, attention(q, keys, values, lengths))
     assert float(errors.square().mean().sqrt()) <= TOLERANCE
+
+
+def _check_step(form: KvFormat, head_dim: int, device: str) -> None:
+    dtype = "fp16" if form.name == "fp16" else "bf16"
+    shape = Shape(form.name, dtype, num_q_heads=4, num_kv_heads=2, head_dim=head_dim, rope=Rope(head_dim))
+    step = make_step(shape, (40, 3, 77), device=device)
+    own, other = with_own_cache(step), with_own_cache(step)
+    (out, lse), (want, want_lse) = run(own), run_separately(other)
+    assert_same(own, other)
+    torch.testing.assert_close(out, want, atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=1e-3)
+
+
+def _name(form: KvFormat) -> Any:
+    """What calls take; type checkers know the names of those that ship."""
+    return form.name
 
 
 def _check_bulk(form: KvFormat, head_dim: int, device: str) -> None:
