@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_tensors, is_one_of, needs_dispatch, shape_of
+from cute_kernels.arguments import check_tensors, is_one_of, shape_of
 from cute_kernels.kv_cache.call import check_given_scale
 from cute_kernels.kv_cache.compile import BulkSpec
 from cute_kernels.kv_cache.config import BulkConfig, divisor_of, row_alignment
@@ -14,6 +14,7 @@ from cute_kernels.kv_cache.reference import shaped_scale
 from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.operator import Operator, route
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 MAX_ROWS = 2**31 - 2**16  # rounded up to whole CTAs, they fit 32 bits
@@ -21,10 +22,15 @@ MAX_ROWS = 2**31 - 2**16  # rounded up to whole CTAs, they fit 32 bits
 
 def quantize(x: Any, kv_format: str, scale: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
     """See `cute_kernels.kv_cache.quantize_kv`."""
-    if needs_dispatch(x=x):
-        result = torch.ops.cute_kernels.quantize_kv(x, kv_format, scale)
-        return result if out is None else _checked_out(out, result.shape, (result.dtype,), x.device).copy_(result)
-    return _launch_quantize(x, kv_format, scale, out) if x.is_cuda else _quantize_here(x, kv_format, scale, out)
+    path = route(cuda=_launch_quantize, cpu=_quantize_here, operator=_quantize_through_operator, x=x)
+    return path(x, kv_format, scale, out)
+
+
+def _quantize_through_operator(
+    x: torch.Tensor, kv_format: str, scale: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    result = _quantize_operator(x, kv_format, scale)
+    return result if out is None else _checked_out(out, result.shape, (result.dtype,), x.device).copy_(result)
 
 
 def dequantize(
@@ -36,11 +42,20 @@ def dequantize(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `cute_kernels.kv_cache.dequantize_kv`."""
-    if needs_dispatch(rows=rows):
-        result = torch.ops.cute_kernels.dequantize_kv(rows, kv_format, head_dim, dtype, scale)
-        return result if out is None else _checked_out(out, result.shape, (dtype,), rows.device).copy_(result)
-    work = _launch_dequantize if rows.is_cuda else _dequantize_here
-    return work(rows, kv_format, head_dim, dtype, scale, out)
+    path = route(cuda=_launch_dequantize, cpu=_dequantize_here, operator=_dequantize_through_operator, rows=rows)
+    return path(rows, kv_format, head_dim, dtype, scale, out)
+
+
+def _dequantize_through_operator(
+    rows: torch.Tensor,
+    kv_format: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    result = _dequantize_operator(rows, kv_format, head_dim, dtype, scale)
+    return result if out is None else _checked_out(out, result.shape, (dtype,), rows.device).copy_(result)
 
 
 def _check_numbers(x: torch.Tensor, kv_format: str, scale: torch.Tensor | None) -> KvFormat:
@@ -229,13 +244,6 @@ def _launch(
 
 # -- the operators ----------------------------------------------------------------------------------------------------
 
-_library = torch.library.Library("cute_kernels", "FRAGMENT")
-_library.define("quantize_kv(Tensor x, str kv_format, Tensor? scale) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define(
-    "dequantize_kv(Tensor rows, str kv_format, int head_dim, ScalarType dtype, Tensor? scale) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
 
 def _quantize_on_meta(x, kv_format, scale):
     form = format_of(kv_format)
@@ -246,9 +254,15 @@ def _dequantize_on_meta(rows, kv_format, head_dim, dtype, scale):
     return rows.new_empty((*rows.shape[:-1], head_dim), dtype=dtype)
 
 
-_library.impl("quantize_kv", _quantize_here, "CPU")
-_library.impl("quantize_kv", _launch_quantize, "CUDA")
-torch.library.register_fake("cute_kernels::quantize_kv", _quantize_on_meta, lib=_library)
-_library.impl("dequantize_kv", _dequantize_here, "CPU")
-_library.impl("dequantize_kv", _launch_dequantize, "CUDA")
-torch.library.register_fake("cute_kernels::dequantize_kv", _dequantize_on_meta, lib=_library)
+_quantize_operator = Operator(
+    "quantize_kv(Tensor x, str kv_format, Tensor? scale) -> Tensor",
+    cpu=_quantize_here,
+    cuda=_launch_quantize,
+    meta=_quantize_on_meta,
+)
+_dequantize_operator = Operator(
+    "dequantize_kv(Tensor rows, str kv_format, int head_dim, ScalarType dtype, Tensor? scale) -> Tensor",
+    cpu=_dequantize_here,
+    cuda=_launch_dequantize,
+    meta=_dequantize_on_meta,
+)

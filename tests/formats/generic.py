@@ -251,7 +251,7 @@ def _check_attention(form: KvFormat, head_dim: int, device: str, tokens: int = 1
         for request, length in enumerate(lengths.tolist()):
             rows.view(torch.uint8)[request, length:] = 0xFF
     options: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
-    out = decode_attention(q, k_rows, v_rows, lengths, kv_format=form.name, **options)
+    out = decode_attention(q, k_rows, v_rows, lengths, kv_format=_name(form), **options)
     errors = relative_errors(out, attention(q, keys, values, lengths))
     assert float(errors.square().mean().sqrt()) <= TOLERANCE
 

@@ -172,10 +172,11 @@ def test_head_dims_without_whole_runs_are_refused_by_name():
 
     rows, _, _ = random_cache(SIX_BITS, (1, 16, 2, 64), 0)
     q, length = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16), torch.tensor([16], dtype=torch.int32)
+    options: Any = {"kv_format": "int6_token_head"}
     with pytest.raises(
         ValueError, match=r"groups of 64 columns \(int6_token_head at head_dim 64\) are no multiple of 128"
     ):
-        decode_attention(q, rows, rows, length, kv_format="int6_token_head")  # pyright: ignore[reportArgumentType]
+        decode_attention(q, rows, rows, length, **options)
 
 
 def test_a_family_that_cannot_read_it_refuses_it_by_name():
