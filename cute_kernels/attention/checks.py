@@ -69,7 +69,7 @@ def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
         raise TypeError(f"q: got dtype {q.dtype}, want torch.bfloat16 or torch.float16")
     for form in forms:
         if not form.fits(q.dtype):
-            raise TypeError(f"q: got dtype {q.dtype}, want {form.dtype}, that of a {form.name} cache")
+            raise TypeError(f"q: got dtype {q.dtype}, want {form.cache_dtype}, that of a {form.name} cache")
     batch, q_len, num_q_heads, head_dim = q.shape
     if not 1 <= q_len <= MAX_Q_LEN:
         raise ValueError(f"q: got q_len {q_len}, want 1 to {MAX_Q_LEN}")

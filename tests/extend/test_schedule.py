@@ -7,7 +7,7 @@ import random
 import pytest
 
 from cute_kernels.attention.features import Features
-from cute_kernels.extend.config import CODED_HEAD_DIMS, HEAD_DIMS, TILE_ROWS, ExtendConfig, is_coded
+from cute_kernels.extend.config import CODED_HEAD_DIMS, HEAD_DIMS, TILE_ROWS, ExtendConfig
 from cute_kernels.extend.schedule import Problem, choose, count_tiles
 from cute_kernels.kv_formats import format_of
 from tests.extend.cases import FORMATS
@@ -40,7 +40,7 @@ def test_every_work_tile_has_one_slot(group):
 def test_every_format_has_a_kernel(kv_format, head_dim):
     q_dtype = "fp16" if kv_format == "fp16" else "bf16"
     config = choose(Problem(head_dim, kv_format, kv_format, q_dtype, 64, Features(causal=True, paged=True)))
-    served = head_dim in (CODED_HEAD_DIMS if is_coded(format_of(kv_format)) else HEAD_DIMS)
+    served = head_dim in (CODED_HEAD_DIMS if format_of(kv_format).is_coded else HEAD_DIMS)
     assert (config.can_implement() is None) == served
     assert config.name.isidentifier()
 
