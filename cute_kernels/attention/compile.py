@@ -34,7 +34,7 @@ class DecodeSpec(KernelSpec):
     family: ClassVar[str] = "attention"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:

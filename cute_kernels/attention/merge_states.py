@@ -33,7 +33,7 @@ class MergeStatesSpec(KernelSpec):
     family: ClassVar[str] = "attention"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def compile(self, arch: str) -> Any:

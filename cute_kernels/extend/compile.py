@@ -26,7 +26,7 @@ class ExtendSpec(KernelSpec):
     family: ClassVar[str] = "extend"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:

@@ -17,7 +17,7 @@ class _RowSpec(KernelSpec):
     family: ClassVar[str] = "kv_cache"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:

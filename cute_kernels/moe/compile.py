@@ -39,7 +39,7 @@ class GroupedSpec(KernelSpec):
     family: ClassVar[str] = "moe"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return f"grouped_{self.config.name}"
 
     def source_roots(self) -> tuple[Path, ...]:
@@ -57,7 +57,7 @@ class GroupedWgmmaSpec(KernelSpec):
     family: ClassVar[str] = "moe"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return f"grouped_{self.config.name}"
 
     def source_roots(self) -> tuple[Path, ...]:
@@ -92,7 +92,7 @@ class GatherSpec(KernelSpec):
     family: ClassVar[str] = "moe"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
@@ -113,7 +113,7 @@ class RoutingSpec(KernelSpec):
     family: ClassVar[str] = "moe"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
@@ -131,7 +131,7 @@ class CombineSpec(KernelSpec):
     family: ClassVar[str] = "moe"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:

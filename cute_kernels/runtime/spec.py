@@ -91,9 +91,13 @@ class KernelSpec(ABC):
         Returns the object that `cute.compile` returned. Must not need a GPU.
         """
 
-    @functools.cached_property
+    @property
     def symbol(self) -> str:
         """C identifier of the kernel, unique per configuration. Override it to make it readable."""
+        return self._digest_symbol
+
+    @functools.cached_property
+    def _digest_symbol(self) -> str:
         digest = hashlib.sha256(self.config_json().encode()).hexdigest()
         return f"{self.family}_{digest[:16]}"
 

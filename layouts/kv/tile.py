@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 BLOCK_TOKENS = 32
 WORD_BYTES = 4
@@ -301,7 +301,7 @@ def plan_tiles(keys: KeyTile, values: ValueTile) -> tuple[KeyTile, ValueTile]:
     Fewest wavefronts first, then fewest copies, then least memory. Raises ValueError if a tile has rows that lanes
     cannot read.
     """
-    return _plan_tiles(keys, values)  # type: ignore[return-value]
+    return cast("tuple[KeyTile, ValueTile]", _plan_tiles(keys, values))
 
 
 @lru_cache(maxsize=1024)
@@ -325,7 +325,7 @@ def _plan_tiles(keys: Tile, values: Tile) -> tuple[Tile, Tile]:
 def _in_order(tile: TileT, order: TokenBits) -> TileT:
     """The tile with this token order, and of raw rows the best copies for it."""
     if not isinstance(tile, RowTile):
-        return replace(tile, token_bits=order)  # type: ignore[type-var]
+        return cast("TileT", replace(cast("Any", tile), token_bits=order))
     best: tuple[int, RowTile] | None = None
     for copy_tokens, padding in tile.copies():
         found = replace(tile, token_bits=order, copy_tokens=copy_tokens, padding_words=padding)
@@ -335,7 +335,7 @@ def _in_order(tile: TileT, order: TokenBits) -> TileT:
         if cost == tile.fewest_wavefronts:
             break
     assert best is not None, f"no copy brings rows of {tile.token_words} words"
-    return best[1]  # type: ignore[return-value]
+    return cast("TileT", best[1])
 
 
 def _most_words_per_bank(words: set[int]) -> int:

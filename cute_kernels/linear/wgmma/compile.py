@@ -46,7 +46,7 @@ class WgmmaSpec(KernelSpec):
     family: ClassVar[str] = "linear"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
@@ -81,7 +81,7 @@ class LimbRowsSpec(KernelSpec):
     family: ClassVar[str] = "linear"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
