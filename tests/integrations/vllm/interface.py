@@ -241,7 +241,14 @@ def attention_takes_what_it_serves_and_no_more() -> None:
 
     from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend as Backend
 
-    for changes in ({}, {"has_sink": True}, {"has_sliding_window": True}, {"block_size": 128}, {"head_size": 256}):
+    for changes in (
+        {},
+        {"has_sink": True},
+        {"has_sliding_window": True},
+        {"block_size": 128},
+        {"head_size": 256},
+        {"use_batch_invariant": True},
+    ):
         assert Backend.validate_configuration(**selected(**changes)) == [], changes
     for kv in ("fp8_e4m3", "int8_per_token_head", "fp8_per_token_head", "auto"):
         assert Backend.validate_configuration(**selected(kv_cache_dtype=kv)) == [], kv
@@ -254,7 +261,8 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"use_mla": True},
         {"use_mm_prefix": True},
         {"use_non_causal": True},
-        {"use_batch_invariant": True},
+        {"use_batch_invariant": True, "kv_cache_dtype": "int8_per_token_head"},
+        {"use_batch_invariant": True, "head_size": 256},
         {"use_kv_connector": True},
         {"use_per_head_quant_scales": True},
         {"attn_type": "encoder_only"},
@@ -318,7 +326,8 @@ def step(new: list[int], lengths: list[int], pages: int = 40, page_size: int = 1
     )
 
 
-def builder(speculative: int = 0) -> Any:
+def builder(speculative: int = 0, **caches: Any) -> Any:
+    """caches: fields of `attention_metadata.Caches` unlike a small model's on an H200."""
     from cute_kernels.integrations.vllm import attention_metadata
 
     speculation = SimpleNamespace(num_speculative_tokens=speculative, parallel_drafting=False) if speculative else None
@@ -333,55 +342,104 @@ def builder(speculative: int = 0) -> Any:
     with (
         mock.patch.object(attention_metadata.prepare, "load"),
         mock.patch.object(attention_metadata.attention_kernels, "specs", lambda *_: []),
+        mock.patch.object(
+            attention_metadata,
+            "caches_of",
+            lambda *_: attention_metadata.Caches(
+                **{"num_heads": 4, "num_kv_heads": 2, "num_sms": 132, "extend": True} | caches
+            ),
+        ),
     ):
         return attention_metadata.MetadataBuilder(SimpleNamespace(block_size=16), [], config, torch.device("cpu"))
 
 
-@check
-def every_token_of_a_step_is_served_once() -> None:
+STEPS = (
+    # New tokens of each request, tokens after the step, speculated ones. What decodes comes first, then what continues,
+    # then what begins; but pieces do not rely on it.
+    ([1, 1, 1], [9, 1, 600], 0),
+    ([1, 1, 5, 5, 16, 17, 40, 3, 30], [9, 70, 105, 66, 400, 300, 41, 3, 30], 0),
+    ([1, 64, 64, 128, 144, 37], [9, 70, 105, 366, 400, 300], 0),
+    ([7, 200], [7, 200], 0),
+    ([40, 0, 3, 50], [41, 3, 3, 90], 0),
+    ([4, 4, 4], [9, 44, 8], 3),
+    ([4, 4, 1, 300], [9, 44, 8, 300], 3),
+    ([1, 1], [9, 44], 3),
+    ([17, 17, 17], [300, 400, 1 << 16], 0),
+)
+
+
+def check_parts(piece: Any, new: list[int], lengths: list[int], table: torch.Tensor) -> None:
+    """Parts of a request are requests of their own that end sooner."""
+    chunks = piece.longest // piece.q_len
+    own = range(piece.requests.start, piece.requests.stop)
+    assert all(new[i] == chunks * piece.q_len for i in own)
+    assert piece.q_len <= 16 and chunks <= 8
+    ends = [lengths[i] - part * piece.q_len for i in own for part in reversed(range(chunks))]
+    assert piece.seq_lens.tolist() == ends
+    assert torch.equal(piece.block_table, torch.stack([table[i] for i in own for _ in range(chunks)]))
+
+
+def check_context(piece: Any, new: list[int], lengths: list[int], common: Any) -> None:
+    """The tokens of a request are found in the order of their positions, the newest where they are appended."""
     from cute_kernels.integrations.vllm.attention_metadata import MAX_CONTEXT
 
-    # What decodes comes first, then what continues, then what begins; but pieces do not rely on it.
-    for new, lengths, speculative in (
-        ([1, 1, 1], [9, 1, 600], 0),
-        ([1, 1, 5, 5, 16, 17, 40, 3, 30], [9, 70, 105, 66, 400, 300, 41, 3, 30], 0),
-        ([1, 64, 64, 128, 144, 37], [9, 70, 105, 366, 400, 300], 0),
-        ([7, 200], [7, 200], 0),
-        ([40, 3, 50], [41, 3, 90], 0),
-        ([4, 4, 4], [9, 44, 8], 3),
-        ([4, 4, 1, 300], [9, 44, 8, 300], 3),
-        ([1, 1], [9, 44], 3),
-        ([17, 17, 17], [300, 400, MAX_CONTEXT], 0),
+    slots = piece.context.pages * 16 + piece.context.places
+    bounds = piece.context.starts.tolist()
+    own = range(piece.requests.start, piece.requests.stop)
+    for place, i in enumerate(own):
+        rows = slots[bounds[place] : bounds[place + 1]]
+        assert rows.numel() == lengths[i] and rows.unique().numel() == lengths[i]
+        start = int(common.query_start_loc[i])
+        assert torch.equal(rows[-new[i] :], common.slot_mapping[start : start + new[i]])
+    assert len(own) == 1 or bounds[-1] <= MAX_CONTEXT
+
+
+@check
+def every_token_of_a_step_is_served_once() -> None:
+    from cute_kernels.integrations.vllm.attention_metadata import Way
+
+    for extend, invariant in ((True, False), (False, False), (True, True)):
+        ways = set()
+        for new, lengths, speculative in STEPS:
+            common = step(new, lengths, -(-max(lengths) // 16))
+            metadata = builder(speculative, extend=extend, invariant=invariant).build(0, common)
+            served = list(range(metadata.num_decode_tokens))
+            assert all(count == metadata.decode_len for count in new[: metadata.num_decodes])
+            for piece in metadata.pieces:
+                ways.add(piece.way)
+                served += range(piece.tokens.start, piece.tokens.stop)
+                own = range(piece.requests.start, piece.requests.stop)
+                assert (piece.starts[1:] - piece.starts[:-1]).tolist() == [new[i] for i in own]
+                assert piece.longest == max(new[i] for i in own)
+                assert all((lengths[i] == new[i]) == (piece.way is Way.FLASH) for i in own) or invariant
+                if piece.way is Way.PARTS:
+                    check_parts(piece, new, lengths, common.block_table_tensor)
+                elif piece.way is Way.GATHER:
+                    check_context(piece, new, lengths, common)
+                elif piece.way is Way.EXTEND:
+                    assert piece.seq_lens.tolist() == [lengths[i] for i in own]
+                    assert torch.equal(piece.block_table, common.block_table_tensor[piece.requests])
+            assert served == list(range(sum(new))), (new, served)
+        expected = {Way.EXTEND} if invariant else {Way.FLASH, Way.PARTS, Way.EXTEND if extend else Way.GATHER}
+        assert ways == expected, (extend, invariant, ways)
+
+
+@check
+def prompts_that_go_on_are_one_launch() -> None:
+    """However many tokens each has; few of them over long contexts go to decode attention, which splits those."""
+    from cute_kernels.integrations.vllm.attention_metadata import Way
+
+    large = {"num_heads": 32, "num_kv_heads": 8}
+    for new, expected in (
+        ([64] * 32, Way.EXTEND),
+        ([16, 17, 300, 5, 1], Way.EXTEND),
+        ([4096], Way.EXTEND),
+        ([16], Way.PARTS),
+        ([16, 16], Way.PARTS),
+        ([16, 15], Way.EXTEND),
     ):
-        pages = -(-max(lengths) // 16)
-        common = step(new, lengths, pages)
-        metadata = builder(speculative).build(0, common)
-        served = list(range(metadata.num_decode_tokens))
-        assert all(count == metadata.decode_len for count in new[: metadata.num_decodes])
-        for piece in metadata.pieces:
-            served += range(piece.tokens.start, piece.tokens.stop)
-            own = range(piece.requests.start, piece.requests.stop)
-            assert (piece.starts[1:] - piece.starts[:-1]).tolist() == [new[i] for i in own]
-            assert piece.longest == max(new[i] for i in own)
-            if piece.chunks:
-                assert all(new[i] == piece.chunks * piece.q_len and lengths[i] > new[i] for i in own)
-                assert piece.q_len <= 16 and piece.chunks <= 8
-                ends = [lengths[i] - part * piece.q_len for i in own for part in reversed(range(piece.chunks))]
-                assert piece.seq_lens.tolist() == ends
-                rows = [common.block_table_tensor[i] for i in own for _ in range(piece.chunks)]
-                assert torch.equal(piece.block_table, torch.stack(rows))
-            if piece.context is None:
-                assert piece.chunks or all(lengths[i] == new[i] for i in own)
-                continue
-            slots = piece.context.pages * 16 + piece.context.places
-            bounds = piece.context.starts.tolist()
-            for place, i in enumerate(own):
-                rows = slots[bounds[place] : bounds[place + 1]]
-                assert rows.numel() == lengths[i] and rows.unique().numel() == lengths[i]
-                start = int(common.query_start_loc[i])
-                assert torch.equal(rows[-new[i] :], common.slot_mapping[start : start + new[i]])
-            assert len(own) == 1 or bounds[-1] <= MAX_CONTEXT
-        assert served == list(range(sum(new))), (new, served)
+        made = builder(**large).build(0, step(new, [count + 400 for count in new], -(-max(new) // 16) + 25))
+        assert [piece.way for piece in made.pieces] == [expected], (new, made.pieces)
 
 
 def flash_attention(**given: Any) -> None:
@@ -409,7 +467,9 @@ def causal_attention(
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
 
 
-def serve_steps(kv_cache_dtype: str, window: int | None, speculative: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def serve_steps(
+    kv_cache_dtype: str, window: int | None, speculative: int = 0, **caches: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(what the backend gave, what attention over everything gives), of all tokens of some requests' steps."""
     from cute_kernels.integrations.vllm import attention, kv_formats
 
@@ -428,7 +488,8 @@ def serve_steps(kv_cache_dtype: str, window: int | None, speculative: int = 0) -
     table = torch.randperm(requests * pages, generator=generator).view(requests, pages).int()
     given, expected = [], []
     done = [0] * requests
-    make = builder(speculative)
+    impl.invariant = caches.get("invariant", False)
+    make = builder(speculative, **caches)
     # Requests in the order of a batch, each with its new tokens.
     for batch in (
         ((0, 30), (1, 5)),
@@ -470,20 +531,22 @@ def steps_of_mixed_requests_give_attention_over_everything() -> None:
     fa_utils.flash_attn_varlen_func = flash_attention
     fa_utils.get_flash_attn_version = lambda **_: 3
     # Errors: what rounding to the cache's format costs.
-    for kv_cache_dtype, form, window, speculative, bound in (
-        ("auto", "fp16", None, 0, 2e-3),
-        ("auto", "fp16", 24, 0, 2e-3),
-        ("auto", "fp16", None, 3, 2e-3),
-        ("int8_per_token_head", "", None, 0, 0.03),
-        ("fp8", "", None, 0, 0.15),
-        ("fp8_per_token_head", "", 24, 3, 0.15),
-        ("auto", "int4_g4", None, 0, 0.5),
-        ("auto", "int8_token_head,int4", None, 0, 0.5),
+    for kv_cache_dtype, form, window, speculative, bound, caches in (
+        ("auto", "fp16", None, 0, 2e-3, {}),
+        ("auto", "fp16", None, 0, 2e-3, {"num_sms": 1}),  # then nothing goes in parts
+        ("auto", "fp16", 24, 0, 2e-3, {}),
+        ("auto", "fp16", None, 3, 2e-3, {"invariant": True}),
+        ("auto", "fp16", 24, 3, 2e-3, {"extend": False}),
+        ("int8_per_token_head", "", None, 0, 0.03, {}),
+        ("fp8", "", None, 0, 0.15, {"num_sms": 1}),
+        ("fp8_per_token_head", "", 24, 3, 0.15, {}),
+        ("auto", "int4_g4", None, 0, 0.5, {"num_sms": 1}),
+        ("auto", "int8_token_head,int4", None, 0, 0.5, {"extend": False}),
     ):
         os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = form
-        given, expected = serve_steps(kv_cache_dtype, window, speculative)
+        given, expected = serve_steps(kv_cache_dtype, window, speculative, **caches)
         error = float((given.double() - expected).abs().max())
-        assert error < bound, (kv_cache_dtype, form, window, speculative, error)
+        assert error < bound, (kv_cache_dtype, form, window, speculative, caches, error)
     os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
 
 
