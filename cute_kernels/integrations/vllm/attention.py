@@ -207,7 +207,7 @@ class CuteKernelsAttentionImpl(AttentionImpl):
         self.sliding_window, self.soft_cap = sliding_window, logits_soft_cap or None
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sinks, self.sink_logits = sinks, None
+        self.sinks, self.sink_logits, self.flash_sinks = sinks, None, None
         self.formats = kv_formats.formats_for(kv_cache_dtype)
         note_served(f"attention {self.formats} {head_size}")
         self.invariant = is_invariant()
@@ -216,6 +216,7 @@ class CuteKernelsAttentionImpl(AttentionImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         if self.sinks is not None:
             self.sink_logits = self.sinks.detach().float().contiguous()
+            self.flash_sinks = self.sinks.detach().to(torch.bfloat16)  # FlashAttention-3 takes no others
 
     def forward(
         self,
@@ -369,7 +370,7 @@ class _LayerCall:
             window_size=[-1, -1] if impl.sliding_window is None else [impl.sliding_window - 1, 0],
             softcap=impl.soft_cap or 0.0,
             fa_version=impl.flash_version,
-            s_aux=impl.sinks,
+            s_aux=impl.flash_sinks,
         )
 
 
