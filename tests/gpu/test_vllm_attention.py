@@ -13,7 +13,7 @@ from tests.integrations.vllm.steps import BATCHES, Layer, serve_steps
 pytestmark = pytest.mark.gpu
 pytest.importorskip("vllm")
 
-ALL_EXTEND = {"num_sms": 1}  # nothing goes in parts
+ALL_EXTEND = {"num_sms": 1}  # of prompts that go on hardly any goes in parts
 LAYERS = (
     Layer("auto", "fp16"),
     Layer("auto", "fp16", caches=ALL_EXTEND),

@@ -275,13 +275,18 @@ def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) 
 
 
 def fits_parts(starts: list[int], begin: int, end: int, caches: Caches) -> bool:
-    """Whether decode attention serves some requests sooner than extend attention: with few work tiles, which that does
-    not split, and tokens that are cut alike."""
+    """Whether decode attention in parts serves some requests sooner than extend attention.
+
+    It does where it has fewer units of work, a part for a KV head, than extend attention has work tiles, or than there
+    are SMs: tiles, unlike parts, are not split. Over 8192 tokens in FP8, 32 and 8 heads, on an H100 (us, parts, tiles):
+    1 x 64 new ones 35, 126; 32 x 16 217, 405; 4 x 128 212, 132; 32 x 64 826, 649.
+    """
     new, requests = starts[begin + 1] - starts[begin], end - begin
     if caches.invariant or any(starts[i + 1] - starts[i] != new for i in range(begin, end)):
         return False
+    parts = new // part_of(new)
     tiles = count_tiles(new * requests, requests, caches.num_heads, caches.num_kv_heads)
-    return part_of(new) * MAX_PARTS >= new and 2 * tiles <= caches.num_sms
+    return parts <= MAX_PARTS and parts * requests * caches.num_kv_heads <= max(caches.num_sms, tiles)
 
 
 def part_of(new: int) -> int:

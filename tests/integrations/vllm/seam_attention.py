@@ -229,11 +229,13 @@ def prompts_that_go_on_are_one_launch() -> None:
     large: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8}
     for new, expected in (
         ([64] * 32, Way.EXTEND),
+        ([128] * 4, Way.EXTEND),
         ([16, 17, 300, 5, 1], Way.EXTEND),
         ([4096], Way.EXTEND),
-        ([16], Way.PARTS),
-        ([16, 16], Way.PARTS),
         ([16, 15], Way.EXTEND),
+        ([16], Way.PARTS),
+        ([64], Way.PARTS),
+        ([16] * 32, Way.PARTS),
     ):
         made = builder(**large).build(0, step(new, [count + 400 for count in new], -(-max(new) // 16) + 25))
         assert [piece.way for piece in made.pieces] == [expected], (new, made.pieces)
@@ -247,7 +249,7 @@ def steps_of_mixed_requests_give_attention_over_everything() -> None:
     fa_utils.get_flash_attn_version = lambda **_: 3
     # Errors: what rounding to the cache's format costs.
     small: dict[str, Any] = {"heads": 4, "dim": 64}
-    one_sm = {"num_sms": 1}  # then nothing goes in parts
+    one_sm = {"num_sms": 1}  # then hardly anything goes in parts
     for layer, bound in (
         (Layer("auto", "fp16", **small), 2e-3),
         (Layer("auto", "fp16", caches=one_sm, **small), 2e-3),
