@@ -68,8 +68,13 @@ def specs(impls: Iterable[Any], decodes: Decodes, device: torch.device) -> list[
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     found: dict[KernelSpec, None] = {}
     for impl in impls:
-        found.update(dict.fromkeys(_specs_of(impl, decodes, num_sms)))
+        found.update(dict.fromkeys(specs_of(impl, decodes, num_sms)))
     return list(found)
+
+
+def specs_of(impl: Any, decodes: Decodes, num_sms: int) -> list[KernelSpec]:
+    """The kernels of one layer on a GPU of so many SMs."""
+    return list(dict.fromkeys(_specs_of(impl, decodes, num_sms)))
 
 
 def _specs_of(impl: Any, decodes: Decodes, num_sms: int) -> Iterator[KernelSpec]:
