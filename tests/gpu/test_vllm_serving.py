@@ -169,7 +169,7 @@ def test_tokens_are_those_of_vllms_own_attention(
 ):
     ours = served(name)
     assert ours["attention"] == [OURS]
-    assert ours["replaced"] == [["linear", None], ["attention", None], ["moe", None]]
+    assert ours["replaced"] == [["linear", None], ["attention", None], ["moe", None], ["mla", None]]
     found = difference(ours, served(theirs))
     print(f"{name}:", found)
     assert_as_close(found, own, factor)

@@ -17,10 +17,10 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.integrations.vllm import seam_attention, seam_linear, seam_moe, seam_plugin, stubs
+from tests.integrations.vllm import seam_attention, seam_linear, seam_mla, seam_moe, seam_plugin, stubs
 from tests.integrations.vllm.checks import CHECKS, hopper
 
-SEAMS = (seam_plugin, seam_linear, seam_attention, seam_moe)
+SEAMS = (seam_plugin, seam_linear, seam_attention, seam_moe, seam_mla)
 """Modules that put their checks on the list."""
 
 
