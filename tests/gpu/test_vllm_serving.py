@@ -47,7 +47,11 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "int4": Scenario(kv_format="int4_g4"),
         "int4-cut": Scenario(kv_format="int4_g4", chunk=384),
     },
-    "two": {"fp16": Scenario(kv_format="fp16", engine={"tensor_parallel_size": 2})},
+    "two": {
+        "theirs": Scenario(),
+        "theirs-cut": Scenario(chunk=384),
+        "fp16": Scenario(kv_format="fp16", engine={"tensor_parallel_size": 2}),
+    },
 }
 ENVIRONMENTS = {"": {}, "invariant": {"VLLM_BATCH_INVARIANT": "1"}, "two": {}}
 
@@ -205,7 +209,8 @@ def test_a_tokens_result_does_not_depend_on_how_prompts_are_cut(served: Served, 
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_give_what_one_does(served: Served, own: Difference):
-    found = difference(served("fp16", "two"), served("theirs"))
-    print("two GPUs:", found)
+def test_two_gpus_give_what_one_does(served: Served):
+    theirs = served("theirs", "two")
+    own, found = difference(served("theirs-cut", "two"), theirs), difference(served("fp16", "two"), theirs)
+    print("vLLM against itself:", own, "\ntwo GPUs:", found)
     assert_as_close(found, own, 3.0)
