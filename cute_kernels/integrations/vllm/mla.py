@@ -28,13 +28,14 @@ from cute_kernels.integrations.vllm.attention_metadata import decode_batches
 from cute_kernels.integrations.vllm.mla_kernels import HEAD_DIM, V_DIM, Decodes
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
+from cute_kernels.names import MlaFormatName
 
 logger = logging.getLogger("vllm.cute_kernels")
 
 PAGE_SIZE = 64  # of FlashMLA's backends
 MAX_Q_LEN = 16  # of `mla_decode`
 MAX_HEADS = 128
-FORMATS = {torch.bfloat16: "mla_bf16", torch.float16: "mla_fp16"}
+FORMATS: dict[torch.dtype, MlaFormatName] = {torch.bfloat16: "mla_bf16", torch.float16: "mla_fp16"}
 """Of caches in 16 bits, by their dtype."""
 SCALED = "mla_fp8"  # DeepSeek-V3.2's tokens of 656 bytes, vLLM's fp8_ds_mla
 

@@ -1,7 +1,8 @@
-"""Checks the plugin against vLLM's Python, without a GPU: `python -m tests.integrations.vllm.interface FOLDER`.
+"""Checks the plugin against vLLM's Python, without a GPU: `python -m tests.integrations.vllm.interface FOLDER [any]`.
 
 FOLDER holds the package vllm, as tools/fetch_vllm.py leaves it. A process of its own, as it stands in for what vLLM
-needs and is not here. Prints a JSON object: of each check "ok" or what went wrong.
+needs and is not here. Prints a JSON object: of each check "ok" or what went wrong. "any": a version that is not
+supported is tried as if it were.
 """
 
 # vLLM is not installed where types are checked.
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 
 import torch
 
+from cute_kernels.integrations.vllm import versions
 from tests.integrations.vllm import seam_attention, seam_linear, seam_mla, seam_moe, seam_plugin, stubs
 from tests.integrations.vllm.checks import CHECKS, hopper
 
@@ -41,9 +43,12 @@ def set_up() -> None:
     prepare.load_noted = lambda device: None
 
 
-def main(folder: str) -> None:
+def main(folder: str, which: str = "") -> None:
     stubs.install()
     sys.path.insert(0, folder)
+    if which == "any":
+        tried = versions.INTERFACES[max(versions.INTERFACES)]
+        versions.interface_of = lambda version: tried
     outcomes: dict[str, str] = {}
     try:
         set_up()
@@ -60,4 +65,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

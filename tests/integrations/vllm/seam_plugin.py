@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 from tests.integrations.vllm.checks import check
 
 
@@ -50,3 +52,19 @@ def the_compile_cache_tells_plugins_apart() -> None:
     assert factor() == one != before
     layers.make(layers.Checkpoint("gptq", 4, 128, n=64), "cpu")
     assert factor() not in (one, before)
+
+
+@check
+def other_versions_and_seams_that_do_not_fit_are_left_to_vllm_with_a_line() -> None:
+    from cute_kernels.integrations.vllm import plugin, versions
+
+    with mock.patch.object(versions, "interface_of", lambda version: None):
+        left = plugin._replace("linear")
+    assert left.what == "" and "is not supported; supported: 0.26" in str(left.reason), left
+    moved = versions.Interface("moved", linear_kernels=("vllm.model_executor.kernels.moved", "_POSSIBLE_KERNELS"))
+    with mock.patch.object(versions, "interface_of", lambda version: moved):
+        left = plugin._replace("linear")
+    assert left.what == "" and "it does not fit vLLM" in str(left.reason), left
+    with mock.patch.dict(plugin._outcomes, {"linear": left}), mock.patch.object(plugin, "_logger") as logger:
+        plugin._log(["linear"])
+    assert logger().warning.call_count == 1 and not logger().info.called
