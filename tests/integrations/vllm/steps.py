@@ -125,6 +125,7 @@ class Layer:
     kv_heads: int = 2
     dim: int = 128
     page: int = 16
+    pages: int = 8  # of a request
 
     def __str__(self) -> str:
         marks = [f"window {self.window}"] if self.window else []
@@ -185,7 +186,7 @@ def serve_steps(
 
     generator = torch.Generator().manual_seed(0)
     impl, (heads, kv_heads, dim, page) = served.make(device), (served.heads, served.kv_heads, served.dim, served.page)
-    requests, pages = 4, 8
+    requests, pages = 4, served.pages
     size = kv_formats.page_bytes(impl.formats, dim, page, kv_heads)
     # Pages with room between them.
     cache = torch.zeros(requests * pages, size + 64, dtype=torch.uint8, device=device)[:, :size]

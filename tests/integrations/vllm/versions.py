@@ -1,8 +1,9 @@
 """How far the plugin fits other versions of vLLM: `python -m tests.integrations.vllm.versions [VERSION ...]`.
 
 Fetches their Python (tools/fetch_vllm.py), runs every seam's checks as if the version were supported, and prints a
-table: checks that pass, of all. What does not fit follows it. Supported is what `cute_kernels.integrations.vllm.versions`
-names, which takes a GPU to find out: in any other version everything is left to vLLM, with a line.
+table: checks that pass, of all. What does not fit follows it. Supported is what
+`cute_kernels.integrations.vllm.versions` names, which takes a GPU to find out: in any other version everything is left
+to vLLM, with a line.
 """
 
 from __future__ import annotations
