@@ -24,6 +24,7 @@ from cute_kernels.integrations.transformers.cache import (
     formats_of_layer,
 )
 from cute_kernels.integrations.transformers.columns import GRANULE, Columns
+from cute_kernels.integrations.transformers.fuse import Fused, fuse, restore_blocks
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME
 from cute_kernels.integrations.transformers.masks import make_mask
@@ -79,6 +80,7 @@ def accelerate(
     scales: Scales | None = None,
     max_seq_len: int | None = None,
     cuda_graphs: bool = True,
+    fuse_blocks: bool = True,
 ) -> Acceleration:
     """Makes a transformers model decode by the kernels; ``model.generate(**inputs)`` stays as it is.
 
@@ -95,6 +97,8 @@ def accelerate(
         scales: for formats whose scale lies beside the cache, as `DecodeCache` takes them.
         max_seq_len: columns that a request may reach; None: no limit.
         cuda_graphs: whether decode steps are recorded.
+        fuse_blocks: whether blocks of known models run in fewer launches: projections of one input as one, rotation in
+            the append, SwiGLU in its product, sums in norms. Each is compared with the model's own code on noise first.
 
     Returns:
         What was done, which is logged as well.
@@ -111,6 +115,7 @@ def accelerate(
     before = config._attn_implementation
     register()
     _set_attention(model, config)
+    restore_blocks(model)
     rows = [("attention", str(before), ATTENTION_NAME)]
     old = getattr(model, _STATE, None)
     if isinstance(old, _State):
@@ -130,13 +135,17 @@ def accelerate(
         total = len(report.quantized) + len(report.left)
         rows.append(("layers", f"{total} with weights", f"{len(report.quantized)} of them {weights}"))
         notes = str(report).splitlines()
+    fused = fuse(model, kv_format, scales) if fuse_blocks else Fused()
+    rows.append(("blocks", "an operator a launch", f"fused: {fused}" if str(fused) else "as before"))
+    notes += [f"left: {reason}" for reason in fused.reasons]
     summary = Acceleration(type(model).__name__, tuple(rows), tuple(notes))
     _LOG.info("%s", summary)
     return summary
 
 
 def restore(model: nn.Module) -> None:
-    """Gives a model its own ``generate``, ``forward`` and norms back; quantised layers and the attention stay."""
+    """Gives a model its own ``generate``, ``forward``, blocks and norms back; weights and the attention stay."""
+    restore_blocks(model)
     restore_norms(model)
     state = getattr(model, _STATE, None)
     if isinstance(state, _State):
