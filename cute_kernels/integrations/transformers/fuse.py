@@ -93,9 +93,9 @@ class _Stack:
         self.fused.attention += _installed(AttentionBlock(attention, known, rope), results, self.fused)
 
     def _fuse_mlp(self, layer: Any) -> None:
-        mlp: Any = getattr(layer, "mlp", None)
+        mlp = getattr(layer, "mlp", None)
         known = None if mlp is None else recognise(mlp, patterns.MLPS)
-        if known is None or any(has_hooks(getattr(mlp, name)) for name in known.projections):
+        if mlp is None or known is None or any(has_hooks(getattr(mlp, name)) for name in known.projections):
             return
         block = MlpBlock(mlp, known)
         if block.pair is not None:

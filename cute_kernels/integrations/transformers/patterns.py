@@ -91,7 +91,12 @@ LAYERS = (
     KnownLayer("gemma2", "Gemma2DecoderLayer", **_SANDWICH),
     KnownLayer("gemma3", "Gemma3DecoderLayer", **_SANDWICH),
 )
-ROTARIES = (Known("llama", "LlamaRotaryEmbedding"), Known("gemma3", "Gemma3RotaryEmbedding"))
+ROTARIES = (
+    Known("llama", "LlamaRotaryEmbedding"),
+    Known("qwen2", "Qwen2RotaryEmbedding"),
+    Known("gemma2", "Gemma2RotaryEmbedding"),
+    Known("gemma3", "Gemma3RotaryEmbedding"),
+)
 """Rotate by the positions that they are given, one number for each token."""
 MODELS = tuple(
     Known(file, name)
