@@ -7,6 +7,8 @@
 | a `DecodeCache`'s handle | up to 16 queries: padding, window, soft cap, sinks, any mask | `append_and_decode` |
 | | more, or padding among them: causal, window, soft cap, sinks | `extend_attention`, SDPA for a plain first turn |
 | | anything else | as tensors: older tokens dequantised, new ones exact |
+| a handle of latents | up to 16 queries: padding | `mla_decode` |
+| | anything else | as tensors, of latents expanded |
 """
 
 from __future__ import annotations
@@ -125,8 +127,7 @@ def _is_first_turn(tokens: CachedTokens) -> bool:
 
 def _attends(tokens: CachedTokens, asked: dict[str, Any]) -> bool:
     """Whether `append_and_decode` serves a call."""
-    bias = asked["attn_bias"]
-    return tokens.can_attend and not _is_first_turn(tokens) and (bias is None or bias.dim() == 4)
+    return tokens.can_attend and not _is_first_turn(tokens) and tokens.serves(asked)
 
 
 def _extends(tokens: CachedTokens, mask: torch.Tensor | None, asked: dict[str, Any]) -> bool:

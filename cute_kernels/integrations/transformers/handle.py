@@ -105,6 +105,10 @@ class CachedTokens:
         prologue = {} if self.prologue is None else self.prologue.options
         return append_and_decode(q, k, v, k_cache, v_cache, lens, **operands, **prologue, **options)
 
+    def serves(self, asked: dict[str, Any]) -> bool:
+        """Whether `attend` takes these options; an additive bias is [batch, q_len, heads, capacity]."""
+        return asked["attn_bias"] is None or asked["attn_bias"].dim() == 4
+
     @property
     def can_attend(self) -> bool:
         """Whether `attend` takes this pass."""
