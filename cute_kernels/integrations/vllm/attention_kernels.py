@@ -19,7 +19,6 @@ from cute_kernels.extend.config import HEAD_DIMS, ExtendConfig, has_token_scale
 from cute_kernels.extend.schedule import choose
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
 from cute_kernels.kv_cache.config import AppendConfig, BulkConfig
-from cute_kernels.kv_formats import DenseFormat
 from cute_kernels.runtime.spec import KernelSpec
 
 
@@ -58,7 +57,7 @@ def why_not_invariant(formats: Any, head_size: int) -> str | None:
 
 
 def _extend_config(formats: Any, head_size: int, q_dtype: str, page_size: int, features: Features) -> ExtendConfig:
-    dense = formats.k.name if isinstance(formats.k, DenseFormat) else q_dtype  # a cache of 16 bits is in q's dtype
+    dense = formats.k.name if not formats.k.is_coded else q_dtype  # a cache of 16 bits is in q's dtype
     page_tokens = max(size for size in PAGE_TOKENS if page_size % size == 0)
     return choose(extend.Problem(head_size, formats.k.name, formats.v.name, dense, page_tokens, features))
 
