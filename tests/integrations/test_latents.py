@@ -13,8 +13,7 @@ import cute_kernels.integrations.transformers as ck
 from cute_kernels import QuantizedLinear
 from cute_kernels.integrations.transformers import latents
 from cute_kernels.integrations.transformers.norms import replace_norms
-from cute_kernels.mla import ops as mla_ops
-from cute_kernels.mla_cache import ops as append_ops
+from cute_kernels.runtime import operator
 from tests.integrations.architectures import DECODERS, VOCABULARY
 from tests.integrations.test_accelerate import CACHES_LATENTS, assert_same_choices, generate, record_on_cpu
 
@@ -68,8 +67,7 @@ def test_latents_decode_to_what_the_model_computes(dtype, kv_format, most, padde
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_generate_replays_steps_over_latents(padded, monkeypatch):
-    for ops in (mla_ops, append_ops):  # as operators, which can be traced
-        monkeypatch.setattr(ops, "needs_dispatch", lambda **tensors: True)
+    monkeypatch.setattr(operator, "needs_dispatch", lambda **tensors: True)  # as operators, which can be traced
     model = built()
     mask = PROMPT_MASK if padded else torch.ones_like(PROMPT_MASK)
     model.set_attn_implementation("eager")

@@ -257,7 +257,8 @@ class DecodeCache(Cache):
 
     Args:
         kv_format: a format's name, a pair (K's, V's), or a dict of these by the layer's number, -1 for all others:
-            ``{0: "bf16", 1: "bf16", -1: "int4_g4"}``. For models that cache latents "mla_bf16", "mla_fp16" or "mla_fp8".
+            ``{0: "bf16", 1: "bf16", -1: "int4_g4"}``. Models that
+            cache latents have "mla_bf16", "mla_fp16" or "mla_fp8".
         max_seq_len: columns that each request may reach; allocated on first use. None: no limit, it grows by halves.
         capacity: columns to begin with, without ``max_seq_len``.
         scales: for formats whose scale lies beside the cache: each layer's (K's, V's) as `append_kv` takes them, None
