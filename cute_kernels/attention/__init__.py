@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["decode_attention", "decode_attention_splits", "merge_states"]
 
 
+class DecodeOptions(CallOptions, total=False):
+    """What a plain call leaves alone."""
+
+    tree_mask: torch.Tensor | None
+
+
 @overload
 def decode_attention(
     q: torch.Tensor,
@@ -38,7 +44,7 @@ def decode_attention(
     num_splits: int | None = ...,
     return_lse: Literal[False] = ...,
     out: torch.Tensor | None = ...,
-    **options: Unpack[CallOptions],
+    **options: Unpack[DecodeOptions],
 ) -> torch.Tensor: ...
 
 
@@ -54,7 +60,7 @@ def decode_attention(
     num_splits: int | None = ...,
     return_lse: Literal[True],
     out: torch.Tensor | None = ...,
-    **options: Unpack[CallOptions],
+    **options: Unpack[DecodeOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -70,7 +76,7 @@ def decode_attention(
     num_splits: int | None = ...,
     return_lse: bool = ...,
     out: torch.Tensor | None = ...,
-    **options: Unpack[CallOptions],
+    **options: Unpack[DecodeOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -93,6 +99,7 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
@@ -136,6 +143,8 @@ def decode_attention(
         alibi_slopes: fp32 [num_q_heads], added as alibi_slopes[h] * (j - p).
         attn_bias: fp32 or bf16, broadcastable to [batch, q_len, num_q_heads, max_seq_len] (max_pages * page_size with a
             block table), added to the scores; -inf masks.
+        tree_mask: int32 [batch, q_len, words], which of a request's queries' own tokens each query sees, as
+            :func:`cute_kernels.extend_attention` has it, which serves such calls: what it does not take is refused.
         num_splits: into how many parts each request's tokens are cut. Default: chosen for the shapes (see
             :mod:`cute_kernels.attention.schedule`). If given, a request's result does not depend on the rest of the
             batch.
@@ -167,6 +176,34 @@ def decode_attention(
         )
     if type(kv_format) is not str:
         kv_format = format_pair(kv_format)
+    if tree_mask is not None:
+        from cute_kernels.extend.tree import attend_to_trees  # whose kernel is built on this room
+
+        if attn_bias is not None:
+            raise ValueError(
+                "attn_bias: got a tensor beside a tree_mask, want None: the mask of a tree is all there is"
+            )
+        result, lse = attend_to_trees(
+            q,
+            k_cache,
+            v_cache,
+            seq_lens,
+            tree_mask,
+            kv_format=kv_format,
+            block_table=block_table,
+            cache_layout=cache_layout,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            num_splits=num_splits,
+            out=out,
+        )
+        return (result, lse) if return_lse else result
     options = options_of(
         block_table, cache_layout, k_scale, v_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias
     )  # fmt: skip

@@ -92,8 +92,9 @@ class CodedRows:
         self.token_scale = has_token_scale(form)
         self.row_bytes = form.row_bytes(config.head_dim)
         self.header_bytes = form.header_bytes
-        self.row_words = config.head_dim // self.word_codes
-        self.group_words = self.row_words // form.num_groups
+        self.row_words = config.columns // self.word_codes  # in the tile; those that the cache does not have are zeros
+        self.real_words = config.head_dim // self.word_codes
+        self.group_words = self.real_words // form.num_groups
         self.warp_rows = config.tile_tokens // config.producer_warps
         self.load_rows = max(WARP_THREADS // self.row_words, 1)
         self.num_loads = self.warp_rows * self.row_words // WARP_THREADS
@@ -127,11 +128,13 @@ class CodedRows:
             row = k * WARP_THREADS // self.row_words
             run, part = row // self.run_rows, k * WARP_THREADS % self.row_words
             row_address = bases[run] + ((row % self.run_rows) + below) * rows.token_bytes
-            index = (below - low) + row
-            held.words[k] = load_word_below(index, count, row_address + 4 * word, self.header_bytes + 4 * part)
+            index, limit = (below - low) + row, count
+            if const_expr(self.real_words < self.row_words):
+                limit = cutlass.select_(word + part < self.real_words, count, Int32(0))
+            held.words[k] = load_word_below(index, limit, row_address + 4 * word, self.header_bytes + 4 * part)
             if const_expr(self.has_headers):
                 group = (word + part) // self.group_words
-                held.headers[k] = load_word_below(index, count, row_address + 4 * group)
+                held.headers[k] = load_word_below(index, limit, row_address + 4 * group)
         if const_expr(self.token_scale):
             row = lane % self.warp_rows
             base = bases[0]

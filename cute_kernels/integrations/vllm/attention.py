@@ -314,6 +314,7 @@ class _LayerCall:
             piece.seq_lens,
             cu_seqlens_q=piece.starts,
             block_table=piece.block_table,
+            num_splits=1 if self.impl.invariant else None,
             out=output,
             **self._options,
         )

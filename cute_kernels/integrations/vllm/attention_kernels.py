@@ -16,6 +16,7 @@ from cute_kernels.attention.schedule import Problem, make_schedule
 from cute_kernels.extend import schedule as extend
 from cute_kernels.extend.compile import ExtendSpec
 from cute_kernels.extend.config import HEAD_DIMS, ExtendConfig, has_token_scale
+from cute_kernels.extend.plan import combine_spec
 from cute_kernels.extend.schedule import choose
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
 from cute_kernels.kv_cache.config import AppendConfig, BulkConfig
@@ -83,7 +84,10 @@ def _specs_of(impl: Any, decodes: Decodes, num_sms: int) -> Iterator[KernelSpec]
     pages = -(-decodes.max_seq_len // decodes.page_size)
     if can_extend(impl.formats, impl.head_size):
         features = replace(_features(impl, 1, pages * decodes.page_size), causal=True)
-        yield ExtendSpec(_extend_config(impl.formats, impl.head_size, dtype, decodes.page_size, features))
+        config = _extend_config(impl.formats, impl.head_size, dtype, decodes.page_size, features)
+        yield ExtendSpec(config)
+        if not decodes.invariant:
+            yield combine_spec(config)
     else:
         yield from (BulkSpec(BulkConfig("dequantize", form, dtype, impl.head_size)) for form in forms)
     if decodes.invariant:
