@@ -132,7 +132,7 @@ def _timed(forward: Callable[..., Any], host_s: list[float]) -> Callable[..., An
 
 def _graph_ms(cache: Any) -> float | None:
     """Time of a recorded step alone; None if there is none. The cache's tokens are not to be used any more."""
-    columns = getattr(cache, "columns", None)
+    columns: Any = getattr(cache, "columns", None)
     steps = [step for step in getattr(columns, "graphs", {}).values() if not isinstance(step, str)]
     if not steps or columns.capacity - columns.count <= REPLAYS:
         return None
@@ -166,7 +166,7 @@ def run(
             ck.restore(model)
             model.set_attn_implementation("sdpa")
         else:
-            options = {"cuda_graphs": case.cuda_graphs, "fuse_blocks": case.fuse_blocks}
+            options: Any = {"cuda_graphs": case.cuda_graphs, "fuse_blocks": case.fuse_blocks}
             weights = None if any(row["weights"] for row in rows) else case.weights  # quantised once
             ck.accelerate(model, kv_format=case.kv_format, weights=weights, **options)
         shape = {"batch": batch, "context": context, "layers": layers}

@@ -88,6 +88,7 @@ def test_steps_are_absorbed_and_other_passes_are_expanded(monkeypatch):
     )
     model = built()
     ck.accelerate(model, kv_format="mla_bf16")
+    calls.clear()
     logits_of(model, ck.DecodeCache("mla_bf16"), torch.ones_like(IDS))
     assert calls == [size for size in (1, 1, 3, 1, 11) for _ in range(2)]
     calls.clear()

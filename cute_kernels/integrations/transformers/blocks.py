@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from cute_kernels.attention.checks import MAX_Q_LEN
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import DecodeCache
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME, Prologue
@@ -55,7 +56,7 @@ class Block:
 
 
 class AttentionBlock(Block):
-    """Attention over a `DecodeCache`.
+    """Attention of a step, up to 16 tokens of each request, over a `DecodeCache`.
 
     Args:
         module: an attention that ``known`` says.
@@ -118,6 +119,9 @@ class AttentionBlock(Block):
         if not isinstance(cache, DecodeCache) or self.module.config._attn_implementation != ATTENTION_NAME:
             return False
         if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2 or x.dim() != 3:
+            return False
+        # Of more tokens than a step has, the parts are as fast one by one, and each is freed once it is rotated.
+        if x.shape[1] > MAX_Q_LEN:
             return False
         if position_ids.shape[1] != x.shape[1] or position_ids.shape[0] not in (1, x.shape[0]):
             return False

@@ -25,7 +25,6 @@ from cute_kernels.integrations.transformers.latents import (
     format_of_latents,
 )
 from cute_kernels.kv_formats import FORMATS, format_of, format_pair
-from cute_kernels.names import KvFormatName
 
 FormatOfLayers = str | tuple[str, str] | Mapping[int, "str | tuple[str, str]"]
 """A format for all layers, a pair of K's and V's, or one or a pair for each layer by its number (-1: all others)."""
@@ -257,8 +256,7 @@ class DecodeCache(Cache):
 
     Args:
         kv_format: a format's name, a pair (K's, V's), or a dict of these by the layer's number, -1 for all others:
-            ``{0: "bf16", 1: "bf16", -1: "int4_g4"}``. Models that
-            cache latents have "mla_bf16", "mla_fp16" or "mla_fp8".
+            ``{0: "bf16", 1: "bf16", -1: "int4_g4"}``. Of latents: "mla_bf16", "mla_fp16" or "mla_fp8".
         max_seq_len: columns that each request may reach; allocated on first use. None: no limit, it grows by halves.
         capacity: columns to begin with, without ``max_seq_len``.
         scales: for formats whose scale lies beside the cache: each layer's (K's, V's) as `append_kv` takes them, None
@@ -356,7 +354,7 @@ class DecodeCache(Cache):
         return self.layers  # type: ignore[return-value]
 
 
-def formats_of_layer(kv_format: Any, index: int) -> tuple[KvFormatName, KvFormatName]:
+def formats_of_layer(kv_format: Any, index: int) -> tuple[Any, Any]:
     """K's and V's of a layer; ValueError if a dict has none for it. A format of latents is both."""
     if kv_format in LATENT_FORMATS:
         return kv_format, kv_format

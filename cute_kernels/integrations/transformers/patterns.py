@@ -113,6 +113,7 @@ MODELS = tuple(
         ("gemma2", "Gemma2Model"),
         ("gemma3", "Gemma3TextModel"),
         ("granite", "GraniteModel"),
+        ("deepseek_v3", "DeepseekV3Model"),
     )
 )
 """Run ``layers`` one after the other, each on what the one before returned, then ``norm``; and give each of them the
