@@ -14,7 +14,7 @@ from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
-KERNEL_MODULES = ("compile", "config", "decode", "epilogue", "kernel", "work")
+KERNEL_MODULES = ("compile", "config", "epilogue", "kernel", "work")
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
 
 
@@ -36,7 +36,7 @@ class LinearSpec(KernelSpec):
     def source_roots(self) -> tuple[Path, ...]:
         """The modules that say what the kernel is, not all of the room: the others change nothing that is compiled."""
         folder = Path(__file__).resolve().parent
-        return tuple(folder / f"{name}.py" for name in KERNEL_MODULES)
+        return *(folder / f"{name}.py" for name in KERNEL_MODULES), *self.config.format.sources()
 
     def compile(self, arch: str) -> Any:
         return compile_linear(self.config, arch)

@@ -9,8 +9,9 @@ from torch.nn import functional
 
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, Plan, plan_of
 from cute_kernels.linear.reference import out_features
-from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.weight import check_presence
 from cute_kernels.runtime.memory import Blank, blank, empty_strided
+from cute_kernels.weight_formats import WeightFormat
 
 VECTOR_BYTES = 16  # what bulk copies of activations are aligned to
 
@@ -69,9 +70,7 @@ class KeptLaunch:
 
 def keep_launch(
     x: torch.Tensor,
-    has_zeros: bool,
-    bits: int,
-    group_size: int | None,
+    form: WeightFormat,
     shape: tuple[int, int],
     activation: str | None,
     out_dtype: torch.dtype,
@@ -84,8 +83,7 @@ def keep_launch(
     (n, k), m = shape, x.numel() // shape[1]
     if m == 0 or not _is_aligned(x):
         return None
-    k_pad = padded_shape(shape, group_size)[1]
-    plan = plan_of(m, n, k, k_pad, bits, x.dtype, group_size or 0, has_zeros, x.get_device(), batch_invariant)
+    plan = plan_of(m, n, k, form, x.dtype, x.get_device(), batch_invariant)
     return KeptLaunch(
         plan=plan,
         matrix=None if x.dim() == 2 else (m, k),
@@ -101,8 +99,7 @@ def launch(
     zeros: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    bits: int,
-    group_size: int,
+    form: WeightFormat,
     n: int,
     k: int,
     activation: str | None,
@@ -114,10 +111,10 @@ def launch(
     """activation(x W^T + bias) + residual, [M, N] or [M, N / 2], on the current stream.
 
     Args:
-        x: contiguous [M, K] in the scales' dtype, M >= 1, scaled and in packed order already.
+        x: contiguous [M, K] in a dtype of the format, M >= 1, scaled and in packed order already.
         codes, scales, zeros: as in `cute_kernels.linear.PackedWeight`; n and k its shape.
         bias: [N] in x's dtype. residual: contiguous [M, columns of the result] in out_dtype.
-        group_size: 0 for one scale per row.
+        form: of the weight, with zeros just where it has some.
         batch_invariant: whether no row may depend on how many others there are.
         out: contiguous, in out_dtype, or None.
         portable: whether to take the kernel for other GPUs on a Hopper too.
@@ -125,17 +122,13 @@ def launch(
     index = x.get_device()
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
-            return launch(
-                x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype,
-                batch_invariant, out, portable,
-            )  # fmt: skip
+            options = activation, out_dtype, batch_invariant, out, portable
+            return launch(x, codes, scales, zeros, bias, residual, form, n, k, *options)
     if out is None:
         out = torch.empty((x.shape[0], out_features(n, activation)), dtype=out_dtype, device=x.device)
     x = _aligned(x)
-    k_pad = padded_shape((n, k), group_size or None)[1]
-    plan = plan_of(
-        x.shape[0], n, k, k_pad, bits, x.dtype, group_size, zeros is not None, index, batch_invariant, portable
-    )
+    check_presence(zeros, form)
+    plan = plan_of(x.shape[0], n, k, form, x.dtype, index, batch_invariant, portable)
     addresses = (
         codes.data_ptr(),
         scales.data_ptr(),

@@ -13,15 +13,17 @@ from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
 from cute_kernels.linear.portable.config import PortableConfig
 from cute_kernels.linear.portable.schedule import make_portable_schedule
+from cute_kernels.linear.quantize import DTYPES
 from cute_kernels.linear.schedule import Problem, Schedule
 from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.limb_launch import limb_product
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported, portable_arch_of
 from cute_kernels.runtime.workspace import POOL
+from cute_kernels.weight_formats import WeightFormat
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ACTIVATIONS = {None: NO_ACTIVATION, "silu": SILU, "gelu": GELU, "swiglu": SWIGLU}
 OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
@@ -69,11 +71,8 @@ def plan_of(
     m: int,
     n: int,
     k: int,
-    k_pad: int,
-    bits: int,
+    form: WeightFormat,
     dtype: torch.dtype,
-    group_size: int,
-    zero_point: bool,
     device: int,
     batch_invariant: bool = False,
     portable: bool = False,
@@ -86,11 +85,9 @@ def plan_of(
         m=m,
         n=n,
         k=k,
-        k_pad=k_pad,
-        bits=bits,
+        k_pad=padded_shape((n, k), form.group_size)[1],
+        format=form,
         dtype=DTYPES[dtype],
-        group_size=group_size,
-        zero_point=zero_point,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
         batch_invariant=batch_invariant,
     )

@@ -17,6 +17,7 @@ from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.moe.wgmma.schedule import TABLE_WARPS, candidate_configs
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
+from cute_kernels.weight_formats import integers
 
 NUM_ADDRESSES, NUM_INTEGERS = 8, 15  # of a grouped product of few rows, after x,
 NUM_RANGE_ADDRESSES, NUM_RANGE_INTEGERS = 6, 10  # of one in limbs that its CTAs make,
@@ -150,7 +151,7 @@ def shipped_specs() -> list[KernelSpec]:
     for experts, topk, hidden, inner in MODELS:
         for tokens in TOKENS:
             count, products = tokens * topk, ((2 * inner, hidden), (hidden, inner))
-            problems = [GroupedProblem(count, experts, n, k, k, 4, "bf16", 128) for n, k in products]
+            problems = [GroupedProblem(count, experts, n, k, k, integers(4), "bf16") for n, k in products]
             layouts = [tuned.modelled(problem) for problem in problems]
             specs |= dict.fromkeys(layer_specs(count, problems, layouts))
         specs |= {GroupedWgmmaSpec(config): None for config in candidate_configs(problems[0])}

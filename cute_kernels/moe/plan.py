@@ -180,10 +180,8 @@ def problem_of(places: int, form: ExpertsForm, batch_invariant: bool = False) ->
         n=form.n,
         k=form.k,
         k_pad=form.k_pad,
-        bits=form.bits,
+        format=form.format,
         dtype=DTYPES[form.dtype],
-        group_size=form.group_size,
-        zero_point=form.has_zeros,
         num_sms=torch.cuda.get_device_properties(form.device_index).multi_processor_count,
         batch_invariant=batch_invariant,
     )

@@ -20,6 +20,7 @@ from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.weight_formats import integers
 from tests.gpu.specs import GPU
 from tests.linear.cases import Known, known, problem_of
 
@@ -78,8 +79,7 @@ def run(weight: PackedWeight, x: torch.Tensor, **options) -> torch.Tensor:
         weight.zeros,
         weight.perm,
         weight.input_scale,
-        bits=weight.bits,
-        group_size=weight.group_size,
+        format=weight.format,
         shape=weight.shape,
         **options,
     )
@@ -92,7 +92,7 @@ def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tens
 def is_rounded(problem: Problem) -> bool:
     """Whether W is rounded to the dtype of x: in tiles of decoded weights, where a scale is not a whole row's."""
     config = chosen(problem, GPU).config
-    return problem.group_size > 0 and isinstance(config, WgmmaConfig) and not config.limbs
+    return problem.format.group_size > 0 and isinstance(config, WgmmaConfig) and not config.limbs
 
 
 def exact_product(x: torch.Tensor, reference: Known) -> torch.Tensor:
@@ -227,7 +227,7 @@ def test_every_cut_gives_the_same_numbers_each_time(n, k, m):
     weight = reference.pack().to(CUDA)
     x = activations(m, k, torch.bfloat16)
     exact = x.double() @ reference.dense.to(CUDA).T
-    problem = Problem(m, n, k, k, 4, "bf16", 128)
+    problem = Problem(m, n, k, k, integers(4), "bf16")
     config = make_schedule(problem).config
     addresses = (weight.codes.data_ptr(), weight.scales.data_ptr(), 0, 0, 0)
     for schedule in schedules(problem, config):
@@ -292,7 +292,7 @@ def test_weights_beyond_two_to_the_31_elements():
     codes = torch.zeros(n // 64, k // 64, 2048, dtype=torch.uint8, device=CUDA)
     scales = torch.zeros(n // 64, k // 128, 64, dtype=torch.bfloat16, device=CUDA)
     codes[-1:], scales[-1:] = tail.codes, tail.scales
-    weight = PackedWeight(codes, scales, None, 4, 128, (n, k))
+    weight = PackedWeight(codes, scales, None, integers(4), (n, k))
     x = activations(2, k, torch.bfloat16)
     found = run(weight, x)
     assert_near(found[:, -64:], x.double() @ last.dense.to(CUDA).T, TOLERANCE[torch.bfloat16])

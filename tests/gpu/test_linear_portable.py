@@ -49,7 +49,7 @@ def run(weight: PackedWeight, x: torch.Tensor, bias=None, residual=None, activat
     out_dtype = out_dtype or x.dtype
     out = torch.full((x.shape[0], out_features(n, activation)), torch.nan, dtype=out_dtype, device=CUDA)
     return launch(
-        x, weight.codes, weight.scales, weight.zeros, bias, residual, weight.bits, weight.group_size or 0, n, k,
+        x, weight.codes, weight.scales, weight.zeros, bias, residual, weight.format, n, k,
         activation, out_dtype, options.get("batch_invariant", False), out, portable=True,
     )  # fmt: skip
 

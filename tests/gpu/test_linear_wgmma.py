@@ -21,6 +21,7 @@ from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.schedule import BETWEEN_SHAPES, TileSchedule, make_tile_schedule, tile_schedules
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import POOL
+from cute_kernels.weight_formats import integers
 from tests.gpu.test_linear import (
     CUDA,
     TOLERANCE,
@@ -253,7 +254,7 @@ def test_limbs_of_large_blocks_are_right_in_every_layer(n, k, m):
     generator = torch.Generator(CUDA).manual_seed(n)
     codes = torch.randint(0, 256, (n // 64, k // 64, 2048), dtype=torch.uint8, device=CUDA, generator=generator)
     scales = 0.005 + 0.01 * torch.rand(n // 64, k // 128, 64, device=CUDA, generator=generator)
-    weight = PackedWeight(codes, scales.bfloat16(), None, 4, 128, (n, k))
+    weight = PackedWeight(codes, scales.bfloat16(), None, integers(4), (n, k))
     x = activations(m, k, torch.bfloat16)
     exact = (x.double() @ weight.dequantize(torch.float32).double().T).cpu()
     schedules = resident(problem_of(m, n, k))

@@ -49,6 +49,7 @@ from cute_kernels.moe.wgmma.schedule import GroupedTiles, layouts
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.tuned import Choice, TunedTable
+from cute_kernels.weight_formats import integers
 from tests.linear.cases import known
 
 pytestmark = pytest.mark.gpu
@@ -104,7 +105,8 @@ RUN_SIZES = ((1000, 1000), (72, 384), (200, 3584))
 def problem(
     places: int, experts: int, n: int, k: int, bits=4, dtype=torch.bfloat16, group: int | None = 128, zero=False
 ):
-    return GroupedProblem(places, experts, n, k, padded_shape((n, k), group)[1], bits, DTYPES[dtype], group or 0, zero)
+    k_pad = padded_shape((n, k), group)[1]
+    return GroupedProblem(places, experts, n, k, k_pad, integers(bits, group, zero), DTYPES[dtype])
 
 
 def specs() -> list[KernelSpec]:
@@ -427,7 +429,7 @@ def weights_of(count: int, n: int, k: int, dtype: torch.dtype) -> tuple[PackedEx
     """(``count`` experts on the GPU, those of DISTINCT ones in turn; fp64 [DISTINCT, n, k])."""
     one = experts_of(DISTINCT, n, k, dtype=dtype)
     turn = torch.arange(count) % DISTINCT
-    every = PackedExperts(one.codes[turn], one.scales[turn], None, 4, 128, (n, k), check_values=False)
+    every = PackedExperts(one.codes[turn], one.scales[turn], None, one.format, (n, k), check_values=False)
     return every.to(CUDA), one.dequantize(torch.float64).to(CUDA)
 
 

@@ -13,8 +13,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import ring
-from cute_kernels.linear import decode
+from cute_kernels.device import packed_math, ring
 from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
@@ -30,6 +29,7 @@ from cute_kernels.linear.wgmma.config import ROW_SCALE_BYTES, TMA_TILE_K, WGMMA_
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.schedule import schedule_of
 from cute_kernels.linear.wgmma.tiles import WorkTile
+from cute_kernels.weight_formats import integer_decode, integers
 from tests.attention import warp as machine
 from tests.linear.limbs import limbs_of
 from tests.linear.warpgroup import WarpgroupWarp, put_tma_tile
@@ -39,9 +39,8 @@ X, X_SCALES, CODES, SCALES = 0, 1 << 17, 1 << 18, 1 << 19
 X_BARRIER = 100
 CONFIGS = [
     ResidentConfig(
-        4,
+        integers(4),
         "bf16",
-        128,
         tile_m=tile_m,
         block_k=128,
         num_stages=STAGES,
@@ -191,7 +190,7 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
     gpu = WarpgroupWarp(cta.shared, np.zeros(0, np.uint8))
     for module in (resident_mainloop, resident_early):
         monkeypatch.setattr(module, "Uint32", machine.Uint32, raising=False)
-    modules = (reading, decode, limbs, limbs_ahead, resident_mainloop, resident_early)
+    modules = (reading, integer_decode, packed_math, limbs, limbs_ahead, resident_mainloop, resident_early)
     gpu.install(monkeypatch, *modules)
     for module in (limbs_ahead, resident_mainloop, resident_early):
         arch = module.cute.arch
@@ -224,7 +223,7 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
 
 def parts_of(config: ResidentConfig, n: int) -> list[WorkTile]:
     """The parts of K of the first block."""
-    problem = Problem(config.tile_m, n, K, K, 4, "bf16", 128)
+    problem = Problem(config.tile_m, n, K, K, integers(4), "bf16")
     schedule = schedule_of(problem, config, config.cluster)
     assert schedule is not None
     cuts = [
@@ -281,9 +280,9 @@ def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, monke
 def test_only_what_can_be_resident_is_taken():
     config = CONFIGS[1]
     for change in (
-        {"bits": 8},
-        {"zero_point": True},
-        {"group_size": 64},
+        {"format": integers(8)},
+        {"format": integers(4, zero_points=True)},
+        {"format": integers(4, 64)},
         {"tile_m": 32},
         {"row_parts": 2},
         {"k_warpgroups": 3},

@@ -15,13 +15,14 @@ from cute_kernels.linear.wgmma import limb_rows, resident_rows
 from cute_kernels.linear.wgmma.config import LIMB_GROUP, TMA_TILE_K, WGMMA_N_STEP
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_rows import K_BLOCK_TMA_TILES
+from cute_kernels.weight_formats import integers
 from layouts import banks
 from tests.attention.warp import LANES, Int32, Uint32, Warp, elements, from_halves, halves
 from tests.linear.limbs import GROUP, limbs_of
 from tests.linear.warpgroup import put_tma_tile
 
 X, X_SCALES = 1 << 10, 1 << 18
-CONFIG = ResidentConfig(4, "bf16", 128, tile_m=16, block_k=128, warpgroups=4, limbs=True)
+CONFIG = ResidentConfig(integers(4), "bf16", tile_m=16, block_k=128, warpgroups=4, limbs=True)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -13,13 +13,14 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear import decode
+from cute_kernels.device import packed_math
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import epilogue, kernel, limbs, limbs_ahead, reading
 from cute_kernels.linear.wgmma.config import LIMB_GROUP, TMA_TILE_K, WgmmaConfig
 from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel
+from cute_kernels.weight_formats import integer_decode, integers
 from tests.attention import warp as machine
 from tests.linear.limbs import limbs_of
 from tests.linear.test_wgmma_limbs import X_SCALES
@@ -29,9 +30,8 @@ from tests.linear.warpgroup import WarpgroupWarp, put_tma_tile
 STAGES = 3
 CONFIGS = [
     WgmmaConfig(
-        4,
+        integers(4, group),
         "bf16",
-        group,
         tile_m=tile_m,
         row_parts=tile_m // 8,
         n_tiles=tiles,
@@ -113,7 +113,9 @@ def sums_of(config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, warp: in
     shared = np.zeros(1 << 18, np.uint8)
     state = Stages(shared, config, weight, x, begin)
     gpu = WarpgroupWarp(shared, np.zeros(0, np.uint8))
-    gpu.install(monkeypatch, kernel, reading, decode, epilogue, linear_epilogue, limbs, limbs_ahead)
+    gpu.install(
+        monkeypatch, kernel, reading, integer_decode, packed_math, epilogue, linear_epilogue, limbs, limbs_ahead
+    )
     arch = limbs_ahead.cute.arch
     arch.lane_idx, arch.sync_warp, arch.mbarrier_wait = lambda: machine.LANES, lambda: None, state.wait
     monkeypatch.setattr(limbs_ahead.cute, "size", len, raising=False)

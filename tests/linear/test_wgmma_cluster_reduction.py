@@ -19,6 +19,7 @@ from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_kernel import START_BARRIER
 from cute_kernels.linear.wgmma.resident_rows import CHUNK_BARRIER
 from cute_kernels.linear.wgmma.schedule import schedule_of
+from cute_kernels.weight_formats import integers
 from tests.attention import warp as machine
 from tests.attention.warp import Float32, Lanes, Uint32
 
@@ -86,7 +87,7 @@ class Cluster:
 
 def dsmem(bits: int, tile_m: int, cluster: int, **choices) -> WgmmaConfig:
     config = WgmmaConfig(
-        bits, "bf16", 128, tile_m=tile_m, block_k=128, splits_k=True, cluster=cluster, dsmem_reduction=True
+        integers(bits), "bf16", tile_m=tile_m, block_k=128, splits_k=True, cluster=cluster, dsmem_reduction=True
     )
     return replace(config, row_parts=min(tile_m // 8, 4), **{"num_stages": 2, **choices})
 
@@ -108,7 +109,16 @@ TURNING = [
     dsmem(4, 16, 3, n_tiles=1, warpgroups=1, k_warpgroups=1),
 ]
 SPARED = ResidentConfig(
-    4, "bf16", 128, tile_m=8, block_k=128, warpgroups=4, n_tiles=2, spare=1, cluster=2, dsmem_reduction=True, limbs=True
+    integers(4),
+    "bf16",
+    tile_m=8,
+    block_k=128,
+    warpgroups=4,
+    n_tiles=2,
+    spare=1,
+    cluster=2,
+    dsmem_reduction=True,
+    limbs=True,
 )
 RESIDENT = [
     SPARED,
@@ -307,7 +317,7 @@ def test_memory_of_parts_is_counted():
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_a_cluster_has_the_parts_of_one_tile(config: WgmmaConfig):
     for n, k in ((4096, 4096), (2048, 1024), (1000, 8192)):
-        schedule = schedule_of(Problem(16, n, k, k, 4, "bf16", 128), config, config.cluster)
+        schedule = schedule_of(Problem(16, n, k, k, integers(4), "bf16"), config, config.cluster)
         if schedule is not None:
             assert schedule.num_ctas == schedule.blocks * config.cluster <= 132
             assert schedule.workspace_words == 0 and schedule.whole == 0

@@ -14,10 +14,11 @@ from cute_kernels.linear.wgmma import places, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule, schedule_of
 from cute_kernels.linear.wgmma.stages import with_stages
+from cute_kernels.weight_formats import integers
 from tests.linear import plain_work_tiles
 
-ROWS = WgmmaConfig(4, "bf16", 128, row_parts=2, cuts_rows=True)
-ALONG_K = WgmmaConfig(4, "bf16", 128, splits_k=True)
+ROWS = WgmmaConfig(integers(4), "bf16", row_parts=2, cuts_rows=True)
+ALONG_K = WgmmaConfig(integers(4), "bf16", splits_k=True)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def tile_scheduler(schedule: TileSchedule, m: int, cta: int) -> tiles.TileSchedu
 def test_every_row_meets_every_weight_once(m, n, num_sms, multicast, config, splits):
     config = with_stages(replace(config, multicast=multicast))
     assert config.can_implement() is None
-    problem = Problem(m, n, 2048, 2048, 4, "bf16", 128, num_sms=num_sms)
+    problem = Problem(m, n, 2048, 2048, integers(4), "bf16", num_sms=num_sms)
     schedule = schedule_of(problem, config, splits)
     assert schedule is not None and schedule.whole and schedule.num_tiles_cut
     subject = places.DensePlaces(config)
@@ -105,10 +106,12 @@ def test_rows_are_cut_only_where_a_last_round_is_left():
     """A product of fewer tiles than SMs has smaller tiles, of longer k blocks; one of whole rounds has nothing to
     cut."""
     for m, n in ((512, 4096), (256, 4096)):
-        assert schedule_of(Problem(m, n, 4096, 4096, 4, "bf16", 128), with_stages(ROWS), 2) is None
-    assert schedule_of(Problem(256, 132 * 128, 4096, 4096, 4, "bf16", 128), with_stages(ROWS), 2) is None
-    assert schedule_of(Problem(512, 28672, 4096, 4096, 4, "bf16", 128), with_stages(ROWS), 1) is None
+        assert schedule_of(Problem(m, n, 4096, 4096, integers(4), "bf16"), with_stages(ROWS), 2) is None
+    assert schedule_of(Problem(256, 132 * 128, 4096, 4096, integers(4), "bf16"), with_stages(ROWS), 2) is None
+    assert schedule_of(Problem(512, 28672, 4096, 4096, integers(4), "bf16"), with_stages(ROWS), 1) is None
     assert (
-        schedule_of(Problem(512, 28672, 4096, 4096, 4, "bf16", 128), with_stages(replace(ALONG_K, splits_k=False)), 2)
+        schedule_of(
+            Problem(512, 28672, 4096, 4096, integers(4), "bf16"), with_stages(replace(ALONG_K, splits_k=False)), 2
+        )
         is None
     )

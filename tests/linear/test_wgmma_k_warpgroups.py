@@ -13,9 +13,18 @@ pytest.importorskip("cutlass")
 from cute_kernels.device import ring
 from cute_kernels.linear.wgmma import reading, register_mainloop
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.weight_formats import integers
 
 DSMEM = WgmmaConfig(
-    4, "bf16", 128, tile_m=16, block_k=128, num_stages=6, splits_k=True, cluster=2, dsmem_reduction=True, k_warpgroups=2
+    integers(4),
+    "bf16",
+    tile_m=16,
+    block_k=128,
+    num_stages=6,
+    splits_k=True,
+    cluster=2,
+    dsmem_reduction=True,
+    k_warpgroups=2,
 )
 
 

@@ -33,6 +33,7 @@ from cute_kernels.moe.wgmma.schedule import (
 )
 from cute_kernels.runtime.tuned import choice_of
 from cute_kernels.sm90 import MAX_SHARED_BYTES
+from cute_kernels.weight_formats import integers
 from tests.linear import plain_work_tiles
 from tests.moe import measured
 from tests.moe.machine import Machine
@@ -126,7 +127,7 @@ def test_no_cta_gets_every_short_tile(rows, blocks, num_ctas, monkeypatch):
 
 
 def problem(places: int, experts: int, n=4096, k=2048, bits=4, group=128, zero=False) -> GroupedProblem:
-    return GroupedProblem(places, experts, n, k, k, bits, "bf16", group, zero)
+    return GroupedProblem(places, experts, n, k, k, integers(bits, group, zero), "bf16")
 
 
 @pytest.mark.parametrize("bits, group", [(4, 128), (4, 32), (8, 0), (8, 64)])
@@ -193,7 +194,7 @@ def test_the_chosen_tile_is_nearly_the_fastest_measured(case):
 def test_the_chosen_size_of_a_large_tile_is_nearly_the_fastest_measured(bits, model, tokens, product):
     """Within 5 %."""
     times = measured.SIZES[bits, model, tokens, product]
-    grouped = replace(measured_problem((model, tokens, product), zero=False), bits=bits)
+    grouped = replace(measured_problem((model, tokens, product), zero=False), format=integers(bits))
     expected = {one.config.tile_m: estimate_clocks(grouped, one) for one in layouts(grouped) if not one.config.limbs}
     assert times[min(times, key=lambda size: expected[size])] <= 1.05 * min(times.values())
 

@@ -34,12 +34,13 @@ from cute_kernels.moe.tuned import (
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.tuned import own_path
+from cute_kernels.weight_formats import integers
 from tests.tuned_tables import GPU, choice, no_tables, table
 
 
 def grouped(places: int, experts: int, n: int, k: int, bits=4, dtype="bf16", group_size=128, zero=False):
     k_pad = padded_shape((n, k), group_size or None)[1]
-    return GroupedProblem(places, experts, n, k, k_pad, bits, dtype, group_size, zero)
+    return GroupedProblem(places, experts, n, k, k_pad, integers(bits, group_size, zero), dtype)
 
 
 PROBLEMS = [
@@ -155,7 +156,7 @@ def test_plans_are_of_what_a_table_chooses(monkeypatch, kind):
         forget()
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
         p = problem
-        form = ExpertsForm(p.num_experts, p.n, p.k, p.k_pad, 4, 128, False, torch.bfloat16, 0)
+        form = ExpertsForm(p.num_experts, p.n, p.k, p.k_pad, integers(4), torch.bfloat16, 0)
         return plan.plan_of(places, form)
 
     assert made(problem.places, GPU).function.config == wanted.schedule.config

@@ -10,7 +10,7 @@ from cute_kernels.linear.portable.config import PortableConfig
 from cute_kernels.linear.wgmma.compile import NUM_ADDRESSES, NUM_INTEGERS, WgmmaSpec
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
-KERNEL_MODULES = ("compile", "config", "decode", "kernel")
+KERNEL_MODULES = ("compile", "config", "kernel")
 
 
 @dataclass(frozen=True, eq=False)

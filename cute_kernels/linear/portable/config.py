@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_kernels.linear.config import GROUP_SIZES, X_PAD
+from cute_kernels.linear.config import X_PAD
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import TILE_N
@@ -65,15 +65,13 @@ class PortableConfig(WgmmaConfig):
     @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
-        weight = f"w{self.bits}{self.dtype}_g{self.group_size or 'channel'}{'z' if self.zero_point else ''}"
+        weight = self.format.symbol_name(self.dtype)
         return f"linear_portable_{weight}_m{self.tile_m}n{TILE_N * self.n_tiles}r{self.num_stages}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
         choices = {
-            "bits": (4, 8),
-            "dtype": ("bf16", "fp16"),
-            "group_size": GROUP_SIZES,
+            "dtype": self.format.dtypes,
             "tile_m": TILE_M_SIZES,
             "row_parts": (1,),
             "n_tiles": (1, 2),

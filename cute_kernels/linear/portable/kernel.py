@@ -20,9 +20,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.linear.config import SCALE_BYTES, ZERO_BYTES
+from cute_kernels.device.packed_math import PortableMath
 from cute_kernels.linear.portable.config import VECTOR_BYTES, PortableConfig
-from cute_kernels.linear.portable.decode import PortableDecoder
 from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.linear.wgmma.places import DensePlaces
 from cute_kernels.linear.wgmma.reading import Channel, StageReader, nothing
@@ -65,7 +64,8 @@ class PortableKernel:
 
     def __init__(self, config: PortableConfig):
         self.config, self.places = config, DensePlaces(config)
-        self.decoder = PortableDecoder(config.bits, config.dtype)
+        self.math = PortableMath(config.dtype)
+        self.decoder = config.format.decoder(config.dtype, self.math)
         self.stages = StageReader(config, self.decoder)
         self.channel = Channel(config, self.stages, self.places)
         self.reduction = WorkspaceReduction(config, PortableStore(config), self.places)
@@ -151,8 +151,8 @@ class PortableKernel:
         self.copy_codes(operands, shape, stages, work_tile, k_block, stage, tid)
         self.copy_x(operands, shape, stages, work_tile, k_block, stage, tid)
         config = self.config
-        parts = [(operands.scales, stages.scales, config.scale_stage_bytes, SCALE_BYTES)]
-        parts += [(operands.zeros, stages.zeros, config.zero_stage_bytes, ZERO_BYTES)]
+        parts = [(operands.scales, stages.scales, config.scale_stage_bytes, config.format.group_scale_bytes)]
+        parts += [(operands.zeros, stages.zeros, config.zero_stage_bytes, config.format.group_zero_bytes)]
         for source, target, stage_bytes, group_bytes in parts:
             if stage_bytes:
                 self.copy_groups(source, target + stage * stage_bytes, group_bytes, shape, work_tile, k_block, tid)
@@ -261,4 +261,4 @@ class PortableKernel:
         registers = decoder.fragment(words[step // decoder.steps], step % decoder.steps, offsets, masks)
         if not config.group_size:
             return registers
-        return [decoder.scaled(register, scales[i % 2]) for i, register in enumerate(registers)]
+        return [self.math.multiply(register, scales[i % 2]) for i, register in enumerate(registers)]

@@ -10,7 +10,7 @@ from cute_kernels.linear.wgmma.config import LimbBlocksConfig, LimbRowsConfig, W
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
-SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
+SHARED_MODULES = ("config", "epilogue", "work")  # of the room
 KERNEL_MODULES = (
     "cluster_reduction", "compile", "config", "consumers", "epilogue", "few_rows", "kernel", "limb_blocks",
     "limb_kernel", "limb_rows", "limbs", "limbs_ahead", "loads", "memory", "places", "reading", "reduction",
@@ -53,7 +53,8 @@ class WgmmaSpec(KernelSpec):
         """The modules that say what the kernel is, not all of the room: the others change nothing that is compiled."""
         folder = Path(__file__).resolve().parent
         shared = tuple(folder.parent / f"{name}.py" for name in SHARED_MODULES)
-        return shared + tuple(folder / f"{name}.py" for name in KERNEL_MODULES)
+        own = tuple(folder / f"{name}.py" for name in KERNEL_MODULES)
+        return *shared, *own, *self.config.format.sources()
 
     def compile(self, arch: str) -> Any:
         return compile_wgmma(self.config, arch)

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from math import gcd
 from typing import Any
 
-from cute_kernels.linear.config import GROUP_SIZES, SCALE_BYTES, ZERO_BYTES
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
+from cute_kernels.weight_formats import WeightFormat
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N, tile_k
 
 WARPGROUP_WARPS = 4
@@ -61,10 +61,8 @@ class WgmmaConfig:
     pipeline holds the codes, scales and activations of a *k block* of ``block_k`` inputs.
 
     Attributes:
-        bits: of a code, 4 or 8.
-        dtype: "bf16" or "fp16", of activations and scales.
-        group_size: inputs that share a scale; 0 for one scale per output feature.
-        zero_point: whether each group has an integer zero point; if not, it is half the range of codes.
+        format: of the weight.
+        dtype: of activations, "bf16" or "fp16".
         tile_m: rows of x of a tile, the N of the MMAs.
         row_parts: equal parts of those rows. Each comes in TMA tiles of its own; parts behind the last row that there
             is are neither brought nor multiplied.
@@ -92,10 +90,8 @@ class WgmmaConfig:
         ahead: whether, of limbs, the next k block is decoded while this one is multiplied. See `.limbs_ahead`.
     """
 
-    bits: int
+    format: WeightFormat
     dtype: str
-    group_size: int
-    zero_point: bool = False
     tile_m: int = 256
     row_parts: int = 1
     n_tiles: int = 1
@@ -117,12 +113,17 @@ class WgmmaConfig:
     ahead: bool = False
 
     @property
+    def group_size(self) -> int:
+        """Inputs that share a scale; 0 for one scale per output feature."""
+        return self.format.group_size
+
+    @property
     def scales_codes(self) -> bool:
-        """Whether codes are scaled by the instruction that decodes them: `cute_kernels.linear.decode.SubnormalDecoder`.
+        """Whether codes are scaled by the instruction that decodes them: `WeightFormat.scaling_decoder`.
 
         If not, scales meet weights in a product of their own, or the accumulators of a group.
         """
-        return self.dtype == "bf16" and not (self.synchronous or self.limbs)
+        return self.format.scales_codes(self.dtype) and not (self.synchronous or self.limbs)
 
     @property
     def makes_limbs_before(self) -> bool:
@@ -132,7 +133,7 @@ class WgmmaConfig:
     @property
     def tile_k(self) -> int:
         """Inputs of a tile of codes."""
-        return tile_k(self.bits)
+        return tile_k(self.format.bits)
 
     @property
     def block_tiles(self) -> int:
@@ -165,7 +166,7 @@ class WgmmaConfig:
         """K blocks of each of a block's tiles whose codes are asked into L2 before the CTA makes its barriers."""
         if not self.dsmem_reduction or self.limbs or self.tile_m > PREFETCHED_TILE_M:
             return 0
-        return PREFETCHED_K_BLOCKS.get((self.bits, self.block_tiles), 0)
+        return PREFETCHED_K_BLOCKS.get((self.format.bits, self.block_tiles), 0)
 
     @property
     def consumer_warps(self) -> int:
@@ -286,11 +287,11 @@ class WgmmaConfig:
 
     @property
     def scale_stage_bytes(self) -> int:
-        return self.block_tiles * self.k_block_groups * SCALE_BYTES
+        return self.block_tiles * self.k_block_groups * self.format.group_scale_bytes
 
     @property
     def zero_stage_bytes(self) -> int:
-        return self.block_tiles * self.k_block_groups * ZERO_BYTES if self.zero_point else 0
+        return self.block_tiles * self.k_block_groups * self.format.group_zero_bytes
 
     @property
     def weight_stage_bytes(self) -> int:
@@ -357,7 +358,7 @@ class WgmmaConfig:
     @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
-        weight = f"w{self.bits}{self.dtype}_g{self.group_size or 'channel'}{'z' if self.zero_point else ''}"
+        weight = self.format.symbol_name(self.dtype)
         parts = f"p{self.row_parts}" if self.row_parts > 1 else ""
         shape = f"m{self.tile_m}{parts}n{TILE_N * self.n_tiles}x{self.warpgroups}k{self.block_k}"
         split = "_split" if self.splits_k else "_rows" if self.cuts_rows else ""
@@ -378,9 +379,7 @@ class WgmmaConfig:
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
         choices = {
-            "bits": (4, 8),
-            "dtype": DTYPES,
-            "group_size": GROUP_SIZES,
+            "dtype": self.format.dtypes,
             "tile_m": TILE_M_SIZES,
             "row_parts": tuple(range(1, 9)),
             "n_tiles": (1, 2),
@@ -418,8 +417,8 @@ class WgmmaConfig:
         if self.synchronous and self.tile_m * self.warpgroups > SYNCHRONOUS_TILE_M:
             most = SYNCHRONOUS_TILE_M // self.warpgroups
             return f"{self.tile_m} tokens are more than the {most} of {self.warpgroups} synchronous warpgroups"
-        if self.limbs and (self.bits != 4 or self.zero_point or self.block_k != LIMB_GROUP):
-            return f"limbs want 4 bits without zero points and k blocks of {LIMB_GROUP} inputs"
+        if self.limbs and not (self.format.takes_limbs and self.block_k == LIMB_GROUP):
+            return f"limbs want 4-bit integers without zero points and k blocks of {LIMB_GROUP} inputs"
         if self.limbs and (self.group_size < LIMB_GROUP or self.synchronous):
             return f"limbs want groups of at least {LIMB_GROUP} inputs and MMAs of warpgroups"
         if self.limbs and self.row_parts > MOST_LOOPS:

@@ -163,8 +163,12 @@ class LimbReader:
     def load_scales(self, memory, stage, place, tile: int) -> list[Any]:
         """Scales of the thread's two rows of a tile, fp32."""
         row = (place.row // TILE_N + tile) * TILE_N + place.row % TILE_N
-        address = memory.scales + stage * self.config.scale_stage_bytes + row * 2
-        return [self.stages.to_float(ptx.load_shared_part(address, 16 * half, 2)) for half in range(2)]
+        size = self.config.format.scale_bytes
+        address = memory.scales + stage * self.config.scale_stage_bytes + row * size
+        return [
+            self.stages.to_float(self.stages.decoder.scale_word(ptx.load_shared_part(address, 8 * size * half, size)))
+            for half in range(2)
+        ]
 
     def x_scale_place(self, work_tile):
         """Bytes from a stage's scales of x to that of the thread's first row."""

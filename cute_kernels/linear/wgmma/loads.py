@@ -11,7 +11,6 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.config import SCALE_BYTES, ZERO_BYTES
 from cute_kernels.linear.wgmma.config import TMA_TILE_K, X_SCALE_ALIGNMENT, WgmmaConfig
 from cute_kernels.linear.wgmma.places import Places, parts_of
 from layouts.weights.hopper import TILE_BYTES
@@ -167,8 +166,8 @@ class WeightLoads:
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.weight_stage_bytes)
         address = Int32(barrier.toint())
         tile_bytes = config.k_block_tiles * TILE_BYTES
-        group_bytes = config.k_block_groups * SCALE_BYTES
-        zero_bytes = config.k_block_groups * ZERO_BYTES
+        group_bytes = config.k_block_groups * config.format.group_scale_bytes
+        zero_bytes = config.k_block_groups * config.format.group_zero_bytes
         for i in range(config.block_tiles):
             tile = self.places.weight_tile(shape, work_tile, i)
             ptx.bulk_copy_to_shared(
@@ -181,14 +180,14 @@ class WeightLoads:
                 group = product(tile, shape.scale_groups) + first_group(config, k_block)
                 ptx.bulk_copy_to_shared(
                     memory.scales + stage * config.scale_stage_bytes + i * group_bytes,
-                    operands.scales + group * SCALE_BYTES,
+                    operands.scales + group * config.format.group_scale_bytes,
                     Int32(group_bytes),
                     address,
                 )
-                if config.zero_point:
+                if config.format.has_zeros:
                     ptx.bulk_copy_to_shared(
                         memory.zeros + stage * config.zero_stage_bytes + i * zero_bytes,
-                        operands.zeros + group * ZERO_BYTES,
+                        operands.zeros + group * config.format.group_zero_bytes,
                         Int32(zero_bytes),
                         address,
                     )

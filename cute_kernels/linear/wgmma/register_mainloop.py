@@ -12,7 +12,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
-from cute_kernels.device import ptx, wgmma
+from cute_kernels.device import wgmma
+from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.linear.wgmma.config import TMA_TILE_K, WgmmaConfig
 from cute_kernels.linear.wgmma.reading import Channel, Lane, StageReader, nothing, nothing_by_lane
 from layouts.weights.hopper import STEP_K
@@ -29,6 +30,7 @@ class RegisterMainloop:
 
     def __init__(self, config: WgmmaConfig, stages: StageReader, channel: Channel, *, masks_by_lane: bool):
         self.config, self.stages, self.channel = config, stages, channel
+        self.math = HopperMath(config.dtype)
         self.nothing = nothing_by_lane if masks_by_lane else nothing
 
     def masks(self, shape, lane):
@@ -93,8 +95,7 @@ class RegisterMainloop:
         registers = decoder.fragment(words[step // decoder.steps], step % decoder.steps, rows, masks)
         if decoder.scales_weights or not config.group_size:
             return registers
-        multiply = ptx.mul_bf16x2 if config.dtype == "bf16" else ptx.mul_f16x2
-        return [multiply(register, scales[i % 2]) for i, register in enumerate(registers)]
+        return [self.math.multiply(register, scales[i % 2]) for i, register in enumerate(registers)]
 
     def finish(self, acc, memory, work_tile, place: Lane, channel, last, teller) -> None:
         """Waits for the last MMAs, releases their stage, and applies scales that hold for all of K."""

@@ -109,7 +109,6 @@ class ResidentConfig(WgmmaConfig):
 
     def can_implement(self) -> str | None:
         choices = {
-            "bits": (4,),
             "dtype": DTYPES,
             "tile_m": RESIDENT_TILE_M,
             "row_parts": (1,),
@@ -121,7 +120,6 @@ class ResidentConfig(WgmmaConfig):
             "k_warpgroups": K_WARPGROUPS,
             "multicast": (1,),
             "limbs": (True,),
-            "zero_point": (False,),
             "synchronous": (False,),
             "bulk_stores": (False,),
             "cuts_rows": (False,),
@@ -131,6 +129,8 @@ class ResidentConfig(WgmmaConfig):
             found = getattr(self, field)
             if found not in wanted:
                 return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
+        if not self.format.takes_limbs:
+            return f"limbs want 4-bit integers without zero points, not {self.format.key}"
         if not self.group_size or self.group_size % LIMB_GROUP:
             return f"limbs want groups of a multiple of {LIMB_GROUP} inputs, not {self.group_size}"
         if problem := self.k_warpgroups_problem():

@@ -23,6 +23,7 @@ from cute_kernels.linear.wgmma.resident_schedule import (
     resident_start_clocks,
 )
 from cute_kernels.linear.wgmma.stages import MAX_STAGES, with_stages
+from cute_kernels.weight_formats import integers
 
 CLOCKS_PER_US = 1650.0
 MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
@@ -155,14 +156,14 @@ DSMEM_SHAPES = {
         DsmemShape(16, 1, 2, 3, 3, 3),
     ),
 }
-# Formats in which all of them ship: (bits, dtype, group_size, zero_point).
+# Formats, and dtypes of activations, in which all of them ship.
 DSMEM_FORMS = (
-    (4, "bf16", 128, False),
-    (4, "bf16", 128, True),
-    (4, "fp16", 128, False),
-    (4, "fp16", 128, True),
-    (8, "bf16", 128, False),
-    (8, "fp16", 128, False),
+    (integers(4), "bf16"),
+    (integers(4, zero_points=True), "bf16"),
+    (integers(4), "fp16"),
+    (integers(4, zero_points=True), "fp16"),
+    (integers(8), "bf16"),
+    (integers(8), "fp16"),
 )
 DSMEM_BLOCK_K, DSMEM_CLUSTER, DSMEM_STAGES = 128, 2, 12
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
@@ -355,16 +356,16 @@ def k_block_clocks(problem: Problem, schedule: TileSchedule) -> float:
 
 def decode_clocks(config: WgmmaConfig) -> tuple[float, float]:
     """Clocks that decoding takes for each k16 step of a tile: however few tokens there are, and for each of them."""
-    decode, token = DECODE_CLOCKS[config.bits], DECODE_ROW_CLOCKS
+    decode, token = DECODE_CLOCKS[config.format.bits], DECODE_ROW_CLOCKS
     if config.scales_codes:
         decode, token = SCALED_CLOCKS, SCALED_ROW_CLOCKS
-    elif config.k_warpgroups > 1 and config.bits == 4:
+    elif config.k_warpgroups > 1 and config.format.bits == 4:
         decode, token = K_WARPGROUP_CLOCKS + (0 if config.group_size else ROW_SCALE_CLOCKS), K_WARPGROUP_ROW_CLOCKS
-    if config.zero_point:
+    if config.format.has_zeros:
         decode += SCALED_ZERO_CLOCKS if config.scales_codes else ZERO_CLOCKS
     if config.k_block_groups > 1:
         decode += SMALL_GROUP_CLOCKS
-    return decode, token
+    return decode * config.format.decode_cost, token
 
 
 def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
@@ -386,7 +387,7 @@ def tile_configs(problem: Problem, shapes: Iterable[tuple[int, int, int, int, in
             warpgroups=warpgroups,
             block_k=block_k if problem.k_pad % block_k == 0 else 64,
             in_flight=groups_in_flight(problem, tile_m, block_k) if cluster == 1 else 1,
-            chunk=SHORT_CHUNK if tile_m == 128 and (problem.bits == 8 or cluster > 1) else CHUNK_M,
+            chunk=SHORT_CHUNK if tile_m == 128 and (problem.format.bits == 8 or cluster > 1) else CHUNK_M,
             splits_k=True,
             cluster=cluster,
         )
@@ -424,7 +425,7 @@ def dsmem_configs(problem: Problem) -> list[WgmmaConfig]:
             warpgroups=k_warpgroups_of(problem, shape),
             k_warpgroups=k_warpgroups_of(problem, shape),
         )
-        for shape in DSMEM_SHAPES[problem.bits]
+        for shape in DSMEM_SHAPES[problem.format.bits]
         if shape.tile_m >= problem.m and (shape.tile_m == SHAPES[-1][0] or problem.m > shape.tile_m // 2)
     )
     return implementable(configs, {1: DSMEM_STAGES, 2: DSMEM_STAGES})
@@ -432,16 +433,16 @@ def dsmem_configs(problem: Problem) -> list[WgmmaConfig]:
 
 def k_warpgroups_of(problem: Problem, shape: DsmemShape) -> int:
     """How many warpgroups take k blocks of such a tile in turn."""
-    if problem.zero_point:
+    if problem.format.has_zeros:
         return shape.zero_k_warpgroups
-    return shape.group_k_warpgroups if 0 < problem.group_size < DSMEM_BLOCK_K else shape.k_warpgroups
+    return shape.group_k_warpgroups if 0 < problem.format.group_size < DSMEM_BLOCK_K else shape.k_warpgroups
 
 
 def groups_in_flight(problem: Problem, tile_m: int, block_k: int) -> int:
     """How many groups of MMAs of a tile without a cluster run while the next one is decoded, as measured."""
     if not 64 <= tile_m <= 128 or problem.k_pad % block_k:
         return 1
-    return 1 if tile_m > 64 and (problem.bits, problem.dtype) == (8, "bf16") else 2
+    return 1 if tile_m > 64 and (problem.format.bits, problem.dtype) == (8, "bf16") else 2
 
 
 def limb_configs(problem: Problem) -> list[WgmmaConfig]:
@@ -477,19 +478,20 @@ def shipped_configs() -> list[WgmmaConfig]:
     formats = [("bf16", group_size) for group_size in (0, 32, 64, 128)] + [("fp16", 0), ("fp16", 128)]
     codes = ((4, False), (4, True), (8, False))
     for (bits, zero_point), (dtype, group_size) in product(codes, formats):
-        problem = Problem(8192, 8192, 8192, 8192, bits, dtype, group_size, zero_point)
+        problem = Problem(8192, 8192, 8192, 8192, integers(bits, group_size, zero_point), dtype)
         found = tile_configs(problem, SHAPES)
         if (dtype, group_size, zero_point) == ("bf16", 128, False):
             configs |= dict.fromkeys([*found, *tile_configs(problem, BETWEEN_SHAPES + NARROW_SHAPES)])
         else:
             configs |= dict.fromkeys((found[0], found[-1]))
     for form in DSMEM_FORMS:
-        for shape in DSMEM_SHAPES[form[0]]:
+        for shape in DSMEM_SHAPES[form[0].bits]:
             configs |= dict.fromkeys(dsmem_configs(Problem(shape.tile_m, 8192, 8192, 8192, *form)))
     for dtype, m in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M)):
-        configs |= dict.fromkeys(resident_configs(Problem(m, 4096, 4096, 4096, 4, dtype, 128)))
+        configs |= dict.fromkeys(resident_configs(Problem(m, 4096, 4096, 4096, integers(4), dtype)))
     for dtype, (tile_m, *_) in product(("bf16", "fp16"), LIMB_SHAPES):
-        configs |= dict.fromkeys(limb_configs(Problem(min(tile_m, MOST_LIMB_ROWS), 8192, 8192, 8192, 4, dtype, 128)))
+        problem = Problem(min(tile_m, MOST_LIMB_ROWS), 8192, 8192, 8192, integers(4), dtype)
+        configs |= dict.fromkeys(limb_configs(problem))
     return list(configs)
 
 

@@ -70,8 +70,6 @@ class RangeConfig(LinearConfig):
 
     def can_implement(self) -> str | None:
         choices = {
-            "bits": (4,),
-            "zero_point": (False,),
             "group_size": (BLOCK_K,),
             "block_k": (BLOCK_K,),
             "tile_m": ROWS,
@@ -83,6 +81,8 @@ class RangeConfig(LinearConfig):
             found = getattr(self, field)
             if found not in wanted:
                 return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
+        if not self.format.takes_limbs:
+            return f"limbs want 4-bit integers without zero points, not {self.format.key}"
         if self.num_stages % self.k_warps:
             # By its parity a use of a stage would be taken for the next but one.
             return f"num_stages {self.num_stages} is no multiple of the {self.k_warps} warpgroups that take turns"

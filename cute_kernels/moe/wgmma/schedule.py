@@ -161,7 +161,7 @@ def tile_config(problem: GroupedProblem, shape: Shape) -> WgmmaConfig | None:
 
 def scaled_as_decoded(config: WgmmaConfig) -> bool:
     """Whether weights are those of which the tables in tests/facts/moe.json hold for such decoding."""
-    return config.scales_codes and config.bits == SCALED_BITS and not config.zero_point
+    return config.scales_codes and config.format.bits == SCALED_BITS and not config.format.has_zeros
 
 
 def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]:
@@ -183,17 +183,18 @@ def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]
 
 def work_tile_clocks(layout: GroupedTiles, tile_m: int, tiles: float) -> float:
     """Clocks of a tile of which ``tile_m`` are computed, in an expert of so many tiles."""
-    config = layout.config
+    config, cost = layout.config, layout.config.format.decode_cost
     fragments = config.block_tiles * config.k_block_steps
     if config.limbs:
         tensor = 0.0
         decoding = K_BLOCK_CLOCKS + fragments * (LIMB_CLOCKS + LIMB_ROW_CLOCKS * tile_m)
     elif config.synchronous:
         tensor = 0.0
-        decoding = K_BLOCK_CLOCKS + fragments * (SYNCHRONOUS_CLOCKS[config.bits] + SYNCHRONOUS_ROW_CLOCKS * tile_m)
+        clocks = SYNCHRONOUS_CLOCKS[config.format.bits] * cost
+        decoding = K_BLOCK_CLOCKS + fragments * (clocks + SYNCHRONOUS_ROW_CLOCKS * tile_m)
     else:
         tensor = fragments * (tile_m / 2 + MMA_CLOCKS) * WIDE_COST.get(config.tile_m, 1.0)
-        clocks, token_clocks = DECODE_CLOCKS[config.bits], DECODE_ROW_CLOCKS
+        clocks, token_clocks = DECODE_CLOCKS[config.format.bits] * cost, DECODE_ROW_CLOCKS
         if scaled_as_decoded(config):
             clocks, token_clocks = SCALED_CLOCKS, SCALED_ROW_CLOCKS
         decoding = K_BLOCK_CLOCKS + fragments * (clocks + token_clocks * tile_m)
