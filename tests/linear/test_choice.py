@@ -14,6 +14,7 @@ from cute_kernels.linear.portable.config import PortableConfig
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime import device
+from cute_kernels.weight_formats import integers
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
 
 
 def planned(m: int, **options):
-    return plan.plan_of(m, 4096, 4096, 4096, 4, torch.bfloat16, 128, False, 0, **options)
+    return plan.plan_of(m, 4096, 4096, integers(4), torch.bfloat16, 0, **options)
 
 
 def test_hopper_takes_its_own_kernels(gpu):
