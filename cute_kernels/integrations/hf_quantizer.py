@@ -207,7 +207,7 @@ def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE | Qu
     weights = block if alone else block.experts
     for own, dense in (("gate_up", weights.gate_up_proj), ("down", weights.down_proj)):
         form, (count, n, k) = pair[own], dense.shape
-        tensors = {
+        tensors: dict[str, Any] = {
             name: None if tensor is None else tensor.new_empty((count, *tensor.shape))
             for name, tensor in _empty_tensors((n, k), form).items()
             if name in ("codes", "scales", "zeros")

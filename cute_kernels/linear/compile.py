@@ -11,7 +11,7 @@ from cute_kernels.linear import tuned
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma import schedule as many_rows
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.policies import PortableMmaSync, ResidentLimbs
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 KERNEL_MODULES = ("compile", "config", "epilogue", "kernel", "work")
@@ -50,14 +50,14 @@ def shipped_specs() -> list[KernelSpec]:
 
 def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
     """The kernel of a configuration of the kernel for few rows, of that for many, or of the portable one."""
-    from cute_kernels.linear.portable.compile import PortableConfig, PortableSpec
+    from cute_kernels.linear.portable.compile import PortableSpec
     from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
 
     if isinstance(config, LinearConfig):
         return LinearSpec(config)
-    if isinstance(config, ResidentConfig):
+    if isinstance(config.mainloop, ResidentLimbs):
         return ResidentSpec(config)
-    return PortableSpec(config) if isinstance(config, PortableConfig) else WgmmaSpec(config)
+    return PortableSpec(config) if isinstance(config.mainloop, PortableMmaSync) else WgmmaSpec(config)
 
 
 def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:

@@ -11,13 +11,13 @@ import torch
 
 from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
-from cute_kernels.linear.portable.config import PortableConfig
 from cute_kernels.linear.portable.schedule import make_portable_schedule
 from cute_kernels.linear.quantize import DTYPES
 from cute_kernels.linear.schedule import Problem, Schedule
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.limb_launch import limb_product
+from cute_kernels.linear.wgmma.policies import PortableMmaSync
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported, portable_arch_of
@@ -111,7 +111,7 @@ def make_plan(schedule: Schedule | TileSchedule, m: int, device_index: int) -> P
 
 def make_tile_plan(schedule: TileSchedule, m: int, device_index: int) -> Plan:
     """The plan of a given schedule of the kernel for many rows, or of the portable one, for products of ``m`` rows."""
-    is_portable = isinstance(schedule.config, PortableConfig)
+    is_portable = isinstance(schedule.config.mainloop, PortableMmaSync)
     arch = (portable_arch_of if is_portable else arch_of)(device_index)
     function = load(spec_of(schedule.config), arch)
     if not is_portable and schedule.config.makes_limbs_before:

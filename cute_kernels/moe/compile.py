@@ -219,7 +219,7 @@ def compile_grouped_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
     from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel, GroupedWgmmaKernel
 
     check_config(config)
-    if config.splits_k:
+    if config.reduction.splits_k:
         raise ValueError(f"config: got parts of K, want none in a grouped product ({config})")
     if config.consumer_warps < TABLE_WARPS:
         raise ValueError(

@@ -55,7 +55,9 @@ class WeightFormat(ABC):
     decode_cost: ClassVar[float] = 1.0
 
     if TYPE_CHECKING:
-        key: str
+
+        @property
+        def key(self) -> str: ...  # an attribute of each object: calls look it up
 
     def __post_init__(self) -> None:
         for name in (self.codes_name, self.scales_name):

@@ -18,7 +18,7 @@ from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.policies import ResidentLimbs
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.weight_formats import integers
 from tests.gpu.specs import GPU
@@ -171,7 +171,8 @@ def test_epilogues(activation, out_dtype, n, k, m):
 @pytest.mark.parametrize("n, k, m", [(14_336, 1024, 6), (24_576, 512, 12)])
 def test_epilogues_of_ctas_that_make_limbs_of_large_blocks(activation, n, k, m):
     reference = known(n, k, group_size=128)
-    assert isinstance(chosen(reference.problem(m), GPU).config, ResidentConfig)
+    config = chosen(reference.problem(m), GPU).config
+    assert isinstance(config, WgmmaConfig) and isinstance(config.mainloop, ResidentLimbs)
     check_epilogues(reference, m, activation, torch.bfloat16)
 
 

@@ -15,6 +15,7 @@ from cute_kernels.linear.portable.schedule import make_portable_schedule, portab
 from cute_kernels.linear.reference import linear_reference, out_features
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.linear.wgmma.policies import PortableMmaSync
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.test_linear import CUDA, FORMATS, TOLERANCE, activations, assert_near, every_format
 from tests.linear.cases import Known, known, problem_of
@@ -31,7 +32,7 @@ SHAPES = [  # (m, n, k) of the tests below that take 4-bit bf16 weights in group
 
 def portable_config(problem: Problem) -> PortableConfig:
     config = make_portable_schedule(problem).config
-    assert isinstance(config, PortableConfig)
+    assert isinstance(config.mainloop, PortableMmaSync)
     return config
 
 

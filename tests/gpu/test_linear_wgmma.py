@@ -17,7 +17,7 @@ from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.policies import ResidentLimbs
 from cute_kernels.linear.wgmma.schedule import BETWEEN_SHAPES, TileSchedule, make_tile_schedule, tile_schedules
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import POOL
@@ -96,7 +96,7 @@ def in_limbs(case: Problem) -> list[TileSchedule]:
 
 def resident(case: Problem) -> list[TileSchedule]:
     """Schedules whose CTAs make limbs of x, of a wave that most SMs have a part of."""
-    found = [schedule for schedule in in_limbs(case) if isinstance(schedule.config, ResidentConfig)]
+    found = [schedule for schedule in in_limbs(case) if isinstance(schedule.config.mainloop, ResidentLimbs)]
     return [schedule for schedule in found if schedule.num_ctas > 66]
 
 
@@ -142,7 +142,7 @@ def test_any_number_of_rows(n, k):
 
 def in_large_tiles(case: Problem) -> list[TileSchedule]:
     """Schedules of tiles that TMA stores."""
-    return [schedule for schedule in tile_schedules(case) if schedule.config.bulk_stores]
+    return [schedule for schedule in tile_schedules(case) if schedule.config.store.by_tma]
 
 
 def between(case: Problem) -> list[TileSchedule]:
@@ -205,7 +205,7 @@ def test_large_tiles_are_stored_whole_and_nothing_beside_them(m, n, k):
     columns = packed.dequantize(torch.bfloat16)[:, inputs].T
     schedules = in_large_tiles(problem_of(m, n, k))
     assert any(one.config.multicast > 1 for one in schedules)
-    assert any(one.config.cuts_rows for one in schedules) == (n > 1000)
+    assert any(one.config.reduction.cuts_rows for one in schedules) == (n > 1000)
     memory = torch.empty(m * n + 2 * MARGIN, device=CUDA, dtype=torch.bfloat16)
     out = memory[MARGIN : MARGIN + m * n].view(m, n)
     for schedule, rows in product(schedules, (x, one_hot.to(CUDA))):

@@ -16,6 +16,7 @@ from cute_kernels.linear.plan import ACTIVATIONS, DTYPES
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.compile import LimbRowsSpec
 from cute_kernels.linear.wgmma.config import LimbRowsConfig
+from cute_kernels.linear.wgmma.policies import MmaSync
 from cute_kernels.moe import fused_moe, grouped_linear, ops, plan
 from cute_kernels.moe.compile import (
     CombineSpec,
@@ -146,7 +147,7 @@ def layer_problems(tokens: int, zero: bool) -> list[GroupedProblem]:
 def tiles_of_few_rows(bits: int, dtype: torch.dtype, group: int | None, zero: bool) -> list[GroupedTiles]:
     """Synchronous tiles, and those whose activations come in limbs, for a product of SHAPES[0]."""
     every = layouts(problem(sum(FEW_ROWS), len(FEW_ROWS), *SHAPES[0], bits, dtype, group, zero))
-    return [layout for layout in every if layout.config.synchronous or layout.config.limbs]
+    return [layout for layout in every if isinstance(layout.config.mainloop, MmaSync) or layout.config.limbs]
 
 
 RUN_CASES = [(counts, RUN_SIZES[0], torch.bfloat16) for counts in RUN_COUNTS.values()]

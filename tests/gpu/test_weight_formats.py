@@ -20,6 +20,7 @@ from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import PackedWeight, padded_shape
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import MmaSync
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.weight_formats import IntegerFormat, WeightFormat, registered_formats
 from tests.gpu.specs import GPU, products_needed_by
@@ -71,7 +72,11 @@ def seen(weight: PackedWeight, problem: Problem) -> torch.Tensor:
     """W in fp64 as the tensor cores see it: rounded in tiles of warpgroups, where scales are groups' own."""
     config = chosen(problem, GPU).config
     exact = weight.dequantize(torch.float64)
-    rounds = weight.group_size and isinstance(config, WgmmaConfig) and not (config.limbs or config.synchronous)
+    rounds = (
+        weight.group_size
+        and isinstance(config, WgmmaConfig)
+        and not (config.limbs or isinstance(config.mainloop, MmaSync))
+    )
     return exact.to(weight.dtype).double() if rounds else exact
 
 

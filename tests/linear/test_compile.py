@@ -10,8 +10,19 @@ from cute_kernels.linear.compile import KERNEL_MODULES, LinearSpec, compile_line
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
-from cute_kernels.linear.wgmma.config import STORE_M, WgmmaConfig
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import (
+    STORE_M,
+    EarlyDsmem,
+    RegisterWgmma,
+    ResidentLimbs,
+    RowCuts,
+    RowExchange,
+    StagedStore,
+    TmaStore,
+    WorkspaceSplitK,
+    dsmem,
+)
 from cute_kernels.linear.wgmma.schedule import BETWEEN_SHAPES, DSMEM_FORMS, candidate_configs, dsmem_configs
 from cute_kernels.runtime import KernelSpec, default_cache, native
 from cute_kernels.runtime.artifact import Artifact
@@ -61,24 +72,41 @@ def test_the_cache_knows_the_modules_that_kernels_are_made_of():
     assert all(path.is_file() for path in LinearSpec(CONFIGS[0]).source_roots())
 
 
-STORED = WgmmaConfig(integers(4), "bf16", num_stages=5, splits_k=True, multicast=2, bulk_stores=True)
-IN_ROWS = WgmmaConfig(integers(8), "bf16", row_parts=2, num_stages=4, cuts_rows=True, bulk_stores=True)
+STORED = WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2, reduction=WorkspaceSplitK(), store=TmaStore())
+IN_ROWS = WgmmaConfig(integers(8), "bf16", row_parts=2, num_stages=4, reduction=RowCuts(), store=TmaStore())
 WGMMA_CONFIGS = [
     WgmmaConfig(integers(4), "bf16", num_stages=5),
     WgmmaConfig(integers(4, 32, True), "bf16", num_stages=5),
     WgmmaConfig(integers(4, 128, True), "fp16", tile_m=128, n_tiles=2, num_stages=6),
     WgmmaConfig(integers(8, 64, True), "bf16", tile_m=128, n_tiles=2, num_stages=5),
-    WgmmaConfig(integers(4, 0, True), "bf16", tile_m=64, n_tiles=2, block_k=128, num_stages=4, splits_k=True),
-    WgmmaConfig(integers(8, 256), "fp16", tile_m=128, block_k=128, num_stages=3, splits_k=True),
     WgmmaConfig(
-        integers(4, 128, True), "bf16", tile_m=32, n_tiles=2, warpgroups=3, block_k=128, num_stages=6, splits_k=True
+        integers(4, 0, True), "bf16", tile_m=64, n_tiles=2, block_k=128, num_stages=4, reduction=WorkspaceSplitK()
     ),
-    WgmmaConfig(integers(4), "bf16", num_stages=5, splits_k=True, cluster=2),
-    WgmmaConfig(integers(8), "bf16", tile_m=128, block_k=128, num_stages=3, splits_k=True, cluster=2),
+    WgmmaConfig(integers(8, 256), "fp16", tile_m=128, block_k=128, num_stages=3, reduction=WorkspaceSplitK()),
+    WgmmaConfig(
+        integers(4, 128, True),
+        "bf16",
+        tile_m=32,
+        n_tiles=2,
+        warpgroups=3,
+        block_k=128,
+        num_stages=6,
+        reduction=WorkspaceSplitK(),
+    ),
+    WgmmaConfig(integers(4), "bf16", num_stages=5, reduction=RowExchange()),
+    WgmmaConfig(integers(8), "bf16", tile_m=128, block_k=128, num_stages=3, reduction=RowExchange()),
     WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2),
     STORED,
 ]
-EVEN = WgmmaConfig(integers(8), "bf16", tile_m=128, block_k=128, in_flight=2, num_stages=3, splits_k=True)
+EVEN = WgmmaConfig(
+    integers(8),
+    "bf16",
+    tile_m=128,
+    block_k=128,
+    num_stages=3,
+    mainloop=RegisterWgmma(in_flight=2),
+    reduction=WorkspaceSplitK(),
+)
 WGMMA_CONFIGS += [EVEN, replace(EVEN, format=integers(4), tile_m=64, num_stages=7)]
 BETWEEN = {shape[0] for shape in BETWEEN_SHAPES}
 WGMMA_CONFIGS += [  # tiles for numbers of rows in between, in formats of more and of less decoding
@@ -87,7 +115,15 @@ WGMMA_CONFIGS += [  # tiles for numbers of rows in between, in formats of more a
     for config in candidate_configs(Problem(8192, 8192, 8192, 8192, *form))
     if config.tile_m in BETWEEN and config.can_implement() is None and not config.limbs
 ]
-SQUARE = WgmmaConfig(integers(4), "bf16", tile_m=128, block_k=128, in_flight=2, num_stages=4, splits_k=True)
+SQUARE = WgmmaConfig(
+    integers(4),
+    "bf16",
+    tile_m=128,
+    block_k=128,
+    num_stages=4,
+    mainloop=RegisterWgmma(in_flight=2),
+    reduction=WorkspaceSplitK(),
+)
 INTERLEAVED = {  # tiles whose warpgroups take turns: what ships, and other formats
     config: None
     for form in (
@@ -102,7 +138,7 @@ INTERLEAVED = {  # tiles whose warpgroups take turns: what ships, and other form
 }
 OPCODES = {
     SQUARE: {"LOP3": 4, "SHF": 1, "HFMA2": 4},
-    replace(SQUARE, format=integers(8), chunk=32): {"LOP3": 2, "PRMT": 2, "HFMA2": 4},
+    replace(SQUARE, format=integers(8), store=StagedStore(32)): {"LOP3": 2, "PRMT": 2, "HFMA2": 4},
     replace(SQUARE, format=integers(4, zero_points=True)): {"LOP3": 4, "SHF": 1, "HADD2": 4, "HMUL2": 4},
 }
 
@@ -129,7 +165,7 @@ def test_warpgroup_mmas_run_side_by_side_with_decoding(config: WgmmaConfig):
     spec = WgmmaSpec(config)
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
-    groups = config.k_block_steps // config.group_steps
+    groups = config.k_block_steps // config.mainloop.group_steps
     assert kernel["opcodes"]["HGMMA"] == config.k_block_steps * config.n_tiles
     assert kernel["opcodes"]["WARPGROUP"] == 2 * groups + 1
 
@@ -140,7 +176,7 @@ def test_mmas_run_side_by_side_where_warpgroups_take_turns(config: WgmmaConfig):
     spec = WgmmaSpec(config)
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
-    loops, groups = len(config.loop_parts), config.k_block_steps // config.group_steps
+    loops, groups = len(config.loop_parts), config.k_block_steps // config.mainloop.group_steps
     assert kernel["opcodes"]["HGMMA"] == config.k_block_steps * config.n_tiles * loops
     assert kernel["opcodes"]["WARPGROUP"] == 2 * groups * loops + 1
 
@@ -189,20 +225,15 @@ PREFETCHING = [
     config for config in dsmem_configs(Problem(16, 4096, 4096, 4096, integers(4), "bf16")) if config.prefetched_k_blocks
 ]
 PREFETCHING_RESIDENT = [
-    ResidentConfig(
+    WgmmaConfig(
         integers(4),
         "bf16",
         tile_m=8,
         warpgroups=warpgroups,
-        k_warpgroups=k_warpgroups,
         block_k=128,
         num_stages=6,
-        limbs=True,
-        cluster=2,
-        dsmem_reduction=True,
-        splits_k=True,
-        resident_k_blocks=16,
-        loads=loads,
+        mainloop=ResidentLimbs(16, loads=loads),
+        reduction=dsmem(2, k_warpgroups),
     )
     for warpgroups, k_warpgroups, loads in ((2, 2, True), (4, 2, False), (4, 1, True))
 ]
@@ -246,19 +277,15 @@ def test_boxes_of_results_are_stored_by_tma(config: WgmmaConfig, tmp_path):
 
 def test_a_tile_is_read_before_the_mmas_of_the_one_before_it(tmp_path):
     """Where tiles of a k block come one by one: what is read later waits in one queue with those MMAs' operands."""
-    config = ResidentConfig(
+    config = WgmmaConfig(
         integers(4),
         "bf16",
         tile_m=16,
         n_tiles=4,
         block_k=128,
         num_stages=4,
-        limbs=True,
-        cluster=2,
-        dsmem_reduction=True,
-        resident_k_blocks=16,
-        spare=1,
-        publishes_early=True,
+        mainloop=ResidentLimbs(16, spare=1),
+        reduction=EarlyDsmem(),
     )
     loop = machine_code.main_loop(machine_code.instructions(compiled_apart(ResidentSpec(config)).object_code, tmp_path))
     read, ahead = 0, []

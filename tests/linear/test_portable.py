@@ -20,12 +20,13 @@ pytest.importorskip("cutlass")
 from cute_kernels.device import packed_math
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.portable import kernel
-from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, PortableConfig
+from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, PortableConfig, portable_config
 from cute_kernels.linear.portable.schedule import make_portable_schedule, portable_schedules
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import epilogue, reading, tiles
 from cute_kernels.linear.wgmma import places as tile_places
+from cute_kernels.linear.wgmma.policies import PortableMmaSync
 from cute_kernels.linear.wgmma.tiles import dense_scheduler
 from cute_kernels.weight_formats import integer_decode, integers
 from layouts import banks
@@ -38,15 +39,15 @@ from tests.linear.warpgroup import WarpgroupWarp
 POISON = 0xFF  # a NaN in either dtype
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CONFIGS = [
-    PortableConfig(integers(bits, group_size, zero_point), dtype, tile_m=16, num_stages=3)
+    portable_config(integers(bits, group_size, zero_point), dtype, tile_m=16, num_stages=3)
     for bits in (4, 8)
     for dtype in ("bf16", "fp16")
     for group_size in (0, 32, 64, 128, 256)
     for zero_point in (False, True)
 ] + [
-    PortableConfig(integers(4), "bf16", num_stages=3),
-    PortableConfig(integers(4, 32, True), "bf16", tile_m=32, n_tiles=1, num_stages=2),
-    PortableConfig(integers(8, 64, True), "fp16", tile_m=32, num_stages=2),
+    portable_config(integers(4), "bf16", num_stages=3),
+    portable_config(integers(4, 32, True), "bf16", tile_m=32, n_tiles=1, num_stages=2),
+    portable_config(integers(8, 64, True), "fp16", tile_m=32, num_stages=2),
 ]
 SOME = [CONFIGS[7], CONFIGS[19], *CONFIGS[-3:]]
 
@@ -327,7 +328,7 @@ def test_every_problem_has_a_schedule_that_fits(problem: Problem, m: int):
     problem = replace(problem, m=m)
     schedule = make_portable_schedule(problem)
     config = schedule.config
-    assert isinstance(config, PortableConfig) and config.can_implement() is None
+    assert isinstance(config.mainloop, PortableMmaSync) and config.can_implement() is None
     assert 2 * config.smem_bytes <= MAX_SHARED_BYTES
     assert schedule.k_blocks * config.block_k == problem.k_pad
     assert schedule.num_ctas == schedule.num_work_tiles
@@ -354,7 +355,7 @@ def test_choices_are_near_the_fastest_that_was_measured():
 @pytest.mark.parametrize("m", [1, 32, 64])
 def test_tiles_of_64_and_of_128_features_are_candidates(m: int):
     found = {schedule.config for schedule in portable_schedules(Problem(m, 4096, 4096, 4096, integers(4), "bf16"))}
-    assert {config.n_tiles for config in found if isinstance(config, PortableConfig)} == {1, 2}
+    assert {config.n_tiles for config in found if isinstance(config.mainloop, PortableMmaSync)} == {1, 2}
     assert all(config.can_implement() is None for config in found)
 
 
@@ -370,4 +371,4 @@ def test_tiles_of_64_and_of_128_features_are_candidates(m: int):
     ],
 )
 def test_what_cannot_be_compiled_is_said(fields: dict, reason: str):
-    assert reason in (replace(PortableConfig(integers(4), "bf16"), **fields).can_implement() or "")
+    assert reason in (replace(portable_config(integers(4), "bf16"), **fields).can_implement() or "")

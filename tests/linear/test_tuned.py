@@ -15,7 +15,7 @@ from cute_kernels.linear.compile import shipped_specs, spec_of
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.tuned import candidates, chosen, find, key_of, modelled, problem_of, worth_measuring
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.policies import ResidentLimbs
 from cute_kernels.moe import tuned as of_experts
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.tuned import Choice, TableError, TunedTable, own_path
@@ -95,7 +95,11 @@ def test_a_table_does_not_hold_back_sixteen_rows_whose_limbs_stay():
         case = Problem(m, 28672, 4096, 4096, integers(4), "bf16")
         entry = shipped.entries.get(key_of(case))
         schedule = modelled(case) if entry is None else find(case, entry)
-        assert schedule is not None and isinstance(schedule.config, ResidentConfig) and schedule.config.publishes_early
+        assert (
+            schedule is not None
+            and isinstance(schedule.config.mainloop, ResidentLimbs)
+            and schedule.config.reduction.early
+        )
 
 
 def test_a_table_decides_for_its_problem_only():

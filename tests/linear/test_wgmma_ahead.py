@@ -18,7 +18,8 @@ from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import epilogue, kernel, limbs, limbs_ahead, reading
-from cute_kernels.linear.wgmma.config import LIMB_GROUP, TMA_TILE_K, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import LIMB_GROUP, TMA_TILE_K, Limbs, RowExchange
 from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel
 from cute_kernels.weight_formats import integer_decode, integers
 from tests.attention import warp as machine
@@ -37,8 +38,7 @@ CONFIGS = [
         n_tiles=tiles,
         block_k=128,
         num_stages=STAGES,
-        limbs=True,
-        ahead=True,
+        mainloop=Limbs(ahead=True),
     )
     for tile_m, tiles, group in ((16, 1, 128), (16, 2, 256), (32, 1, 128), (32, 2, 128))
 ]
@@ -175,5 +175,5 @@ def test_sums_are_those_of_k_blocks_one_after_the_other(monkeypatch):
 
 
 def test_only_limbs_of_few_rows_are_taken():
-    for change in ({"limbs": False}, {"tile_m": 64}):
+    for change in ({"tile_m": 64}, {"reduction": RowExchange()}):
         assert replace(CONFIGS[0], **change).can_implement(), change

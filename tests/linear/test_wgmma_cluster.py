@@ -10,6 +10,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma import epilogue, places, reduction, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import RowExchange
 from cute_kernels.linear.wgmma.schedule import tile_schedules
 from cute_kernels.linear.wgmma.stages import with_stages
 from cute_kernels.weight_formats import integers
@@ -22,10 +23,10 @@ STAGES = 1024
 CTA_BYTES = 1 << 18  # of a CTA's window of the cluster's shared memory
 
 CONFIGS = [
-    WgmmaConfig(integers(4), "bf16", tile_m=256, splits_k=True, cluster=2),
-    WgmmaConfig(integers(4), "bf16", tile_m=128, block_k=128, splits_k=True, cluster=2),
-    WgmmaConfig(integers(8), "bf16", tile_m=64, block_k=128, splits_k=True, cluster=2),
-    WgmmaConfig(integers(4), "bf16", tile_m=32, block_k=128, splits_k=True, cluster=2),
+    WgmmaConfig(integers(4), "bf16", tile_m=256, reduction=RowExchange()),
+    WgmmaConfig(integers(4), "bf16", tile_m=128, block_k=128, reduction=RowExchange()),
+    WgmmaConfig(integers(8), "bf16", tile_m=64, block_k=128, reduction=RowExchange()),
+    WgmmaConfig(integers(4), "bf16", tile_m=32, block_k=128, reduction=RowExchange()),
 ]
 
 
@@ -85,14 +86,14 @@ def store_of(config: WgmmaConfig, warp: int) -> epilogue.Store:
 @pytest.mark.parametrize(
     "options, reason",
     [
-        ({"tile_m": 16, "cluster": 2}, "16 tokens for each CTA"),
-        ({"tile_m": 128, "cluster": 3}, "cluster 3 is not one of 1, 2"),
-        ({"tile_m": 128, "n_tiles": 2, "cluster": 2}, "one tile a warpgroup"),
-        ({"tile_m": 256, "num_stages": 3, "cluster": 2}, "do not fit into the stages"),
+        ({"tile_m": 16}, "16 rows for each CTA"),
+        ({"tile_m": 128, "reduction": RowExchange(3)}, "cluster 3 is not one of 2"),
+        ({"tile_m": 128, "n_tiles": 2}, "one tile a warpgroup"),
+        ({"tile_m": 256, "num_stages": 3}, "do not fit into the stages"),
     ],
 )
 def test_clusters_that_cannot_be_are_refused(options, reason):
-    assert reason in str(WgmmaConfig(integers(4), "bf16", splits_k=True, **options).can_implement())
+    assert reason in str(WgmmaConfig(integers(4), "bf16", **{"reduction": RowExchange(), **options}).can_implement())
 
 
 @pytest.mark.parametrize("m, n, k", [(128, 4096, 4096), (100, 1000, 1152), (256, 8192, 8192), (300, 200, 2048)])

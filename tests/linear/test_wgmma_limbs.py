@@ -17,7 +17,8 @@ from cute_kernels.device import packed_math
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import epilogue, kernel, limbs, reading
-from cute_kernels.linear.wgmma.config import TMA_TILE_K, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import TMA_TILE_K, Limbs, RowExchange
 from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel, x_scale_shift
 from cute_kernels.weight_formats import integer_decode, integers
 from layouts import banks
@@ -36,7 +37,7 @@ CONFIGS = [
         n_tiles=tiles,
         block_k=128,
         num_stages=2,
-        limbs=True,
+        mainloop=Limbs(),
     )
     for dtype, group_size, tile_m, parts, tiles in (
         ("bf16", 128, 16, 2, 2),
@@ -181,7 +182,7 @@ def test_only_what_bytes_can_say_is_taken():
         {"format": integers(4, zero_points=True)},
         {"format": integers(4, 64)},
         {"block_k": 64},
-        {"synchronous": True},
+        {"reduction": RowExchange()},
     ):
         assert replace(config, **change).can_implement(), change
     assert replace(config, tile_m=128, n_tiles=1).can_implement()

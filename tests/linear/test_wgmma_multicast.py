@@ -14,6 +14,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma import memory, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import Limbs, MmaSync, RowExchange
 from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, schedule_of
 from cute_kernels.weight_formats import integers
 from tests.linear import plain_work_tiles
@@ -26,9 +27,9 @@ SHARED = WgmmaConfig(integers(4), "bf16", multicast=2)
     [
         ({"multicast": 3}, "multicast 3 is not one of 1, 2"),
         ({"tile_m": 64, "block_k": 128, "row_parts": 2}, "rows in one part"),
-        ({"cluster": 2}, "that no cluster cuts"),
-        ({"tile_m": 16, "block_k": 128, "limbs": True}, "not in limbs"),
-        ({"tile_m": 16, "synchronous": True}, "only for MMAs of warpgroups"),
+        ({"reduction": RowExchange()}, "RegisterWgmma with RowExchange"),
+        ({"tile_m": 16, "block_k": 128, "mainloop": Limbs()}, "do not multicast activations to Limbs"),
+        ({"tile_m": 16, "mainloop": MmaSync()}, "do not multicast activations to MmaSync"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(options, reason):

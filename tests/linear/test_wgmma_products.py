@@ -15,7 +15,16 @@ from cute_kernels.device import packed_math
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import epilogue, kernel, places, reading, register_mainloop, synchronous, tma_store
-from cute_kernels.linear.wgmma.config import STORE_BUFFERS, STORE_BYTES, STORE_M, TMA_TILE_K, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import (
+    STORE_BUFFERS,
+    STORE_BYTES,
+    STORE_M,
+    TMA_TILE_K,
+    MmaSync,
+    RegisterWgmma,
+    TmaStore,
+)
 from cute_kernels.weight_formats import integer_decode, integers
 from layouts import banks
 from tests.attention import warp as machine
@@ -27,35 +36,53 @@ X, CODES, SCALES, ZEROS, STAGING = 0, 1 << 16, 5 << 15, 6 << 15, 7 << 15  # in s
 STAGE = 1
 
 CONFIGS = [
-    WgmmaConfig(integers(bits, group_size, zero_point), dtype, tile_m=16, group_steps=1, num_stages=2)
+    WgmmaConfig(
+        integers(bits, group_size, zero_point), dtype, tile_m=16, num_stages=2, mainloop=RegisterWgmma(group_steps=1)
+    )
     for bits in (4, 8)
     for dtype in ("bf16", "fp16")
     for group_size in (0, 32, 64, 128, 256)
     for zero_point in (False, True)
 ] + [
-    WgmmaConfig(integers(4), "bf16", tile_m=64, n_tiles=2, group_steps=2, num_stages=2),
+    WgmmaConfig(integers(4), "bf16", tile_m=64, n_tiles=2, num_stages=2, mainloop=RegisterWgmma(group_steps=2)),
     WgmmaConfig(integers(4), "bf16", tile_m=48, row_parts=6, n_tiles=2, block_k=128, num_stages=2),
-    WgmmaConfig(integers(4, 32, True), "bf16", tile_m=16, n_tiles=2, block_k=128, group_steps=4, num_stages=2),
+    WgmmaConfig(
+        integers(4, 32, True),
+        "bf16",
+        tile_m=16,
+        n_tiles=2,
+        block_k=128,
+        num_stages=2,
+        mainloop=RegisterWgmma(group_steps=4),
+    ),
     WgmmaConfig(integers(4), "bf16", tile_m=144, warpgroups=1, num_stages=2),
-    WgmmaConfig(integers(8), "fp16", tile_m=80, in_flight=2, block_k=128, num_stages=2),
-    WgmmaConfig(integers(8, 64, True), "fp16", tile_m=32, warpgroups=3, block_k=128, group_steps=2, num_stages=2),
+    WgmmaConfig(integers(8), "fp16", tile_m=80, block_k=128, num_stages=2, mainloop=RegisterWgmma(in_flight=2)),
+    WgmmaConfig(
+        integers(8, 64, True),
+        "fp16",
+        tile_m=32,
+        warpgroups=3,
+        block_k=128,
+        num_stages=2,
+        mainloop=RegisterWgmma(group_steps=2),
+    ),
     WgmmaConfig(integers(4), "bf16", tile_m=256, num_stages=2),
 ]
 SYNCHRONOUS = [
-    WgmmaConfig(integers(4), "bf16", tile_m=16, n_tiles=2, warpgroups=4, block_k=128, num_stages=2, synchronous=True),
-    WgmmaConfig(integers(4), "bf16", tile_m=16, n_tiles=2, block_k=128, num_stages=2, synchronous=True),
-    WgmmaConfig(integers(4, 32, True), "bf16", tile_m=32, n_tiles=2, block_k=128, num_stages=2, synchronous=True),
-    WgmmaConfig(integers(4, 64, True), "fp16", tile_m=16, block_k=64, num_stages=2, synchronous=True),
-    WgmmaConfig(integers(4, 0), "fp16", tile_m=16, block_k=128, num_stages=2, synchronous=True),
-    WgmmaConfig(integers(8, 128, True), "bf16", tile_m=16, n_tiles=2, block_k=128, num_stages=2, synchronous=True),
-    WgmmaConfig(integers(8, 0, True), "fp16", tile_m=16, block_k=64, num_stages=2, synchronous=True),
+    WgmmaConfig(integers(4), "bf16", tile_m=16, n_tiles=2, warpgroups=4, block_k=128, num_stages=2, mainloop=MmaSync()),
+    WgmmaConfig(integers(4), "bf16", tile_m=16, n_tiles=2, block_k=128, num_stages=2, mainloop=MmaSync()),
+    WgmmaConfig(integers(4, 32, True), "bf16", tile_m=32, n_tiles=2, block_k=128, num_stages=2, mainloop=MmaSync()),
+    WgmmaConfig(integers(4, 64, True), "fp16", tile_m=16, block_k=64, num_stages=2, mainloop=MmaSync()),
+    WgmmaConfig(integers(4, 0), "fp16", tile_m=16, block_k=128, num_stages=2, mainloop=MmaSync()),
+    WgmmaConfig(integers(8, 128, True), "bf16", tile_m=16, n_tiles=2, block_k=128, num_stages=2, mainloop=MmaSync()),
+    WgmmaConfig(integers(8, 0, True), "fp16", tile_m=16, block_k=64, num_stages=2, mainloop=MmaSync()),
 ]
 
 BULK = [
-    WgmmaConfig(integers(4), "bf16", num_stages=2, bulk_stores=True),
-    WgmmaConfig(integers(8), "bf16", num_stages=2, bulk_stores=True),
-    WgmmaConfig(integers(4, 128, True), "fp16", tile_m=128, block_k=128, num_stages=2, bulk_stores=True),
-    WgmmaConfig(integers(4, 0), "bf16", tile_m=256, num_stages=2, bulk_stores=True),
+    WgmmaConfig(integers(4), "bf16", num_stages=2, store=TmaStore()),
+    WgmmaConfig(integers(8), "bf16", num_stages=2, store=TmaStore()),
+    WgmmaConfig(integers(4, 128, True), "fp16", tile_m=128, block_k=128, num_stages=2, store=TmaStore()),
+    WgmmaConfig(integers(4, 0), "bf16", tile_m=256, num_stages=2, store=TmaStore()),
 ]
 
 
@@ -127,7 +154,7 @@ class Machine:
         first_tile, work_tile = warp // 4 * config.n_tiles, SimpleNamespace(block=0)
         channel = consumers.channel.load(self.operands, shape, work_tile, first_tile, place)
         for _ in range(k_blocks):
-            if config.synchronous:
+            if isinstance(config.mainloop, MmaSync):
                 rows = consumers.mainloop.rows(machine.LANES)
                 consumers.mainloop.multiply_k_block(acc, memory, STAGE, place, rows, channel, config.tile_m)
             else:
@@ -198,7 +225,7 @@ class Machine:
 def rounded(config: WgmmaConfig, weight: PackedWeight) -> torch.Tensor:
     """The first k block of W [rows, unit_k] in fp64, as the tensor cores see it, or exact where scales come last."""
     exact = weight.dequantize(torch.float64)
-    rounds = config.group_size and not config.synchronous
+    rounds = config.group_size and not isinstance(config.mainloop, MmaSync)
     return (exact.to(weight.dtype).double() if rounds else exact)[:, : config.block_k]
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from cute_kernels.linear.schedule import Problem, Schedule
 from cute_kernels.linear.tuned import chosen, modelled
-from cute_kernels.linear.wgmma.config import TILE_M_SIZES, WgmmaConfig
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import RegisterWgmma, ResidentLimbs, WorkspaceSplitK, dsmem
 from cute_kernels.linear.wgmma.schedule import (
     TileSchedule,
     candidate_configs,
@@ -56,7 +56,7 @@ def test_smaller_tiles_fill_the_last_wave_better():
 def test_only_the_last_round_is_cut():
     """448 tiles of 128 x 256 on 132 SMs: three rounds, and 52 tiles in halves for half a round."""
     case = problem(256, 57344, 8192)
-    alone = [one for one in tile_schedules(case) if one.config.splits_k and one.config.multicast == 1]
+    alone = [one for one in tile_schedules(case) if one.config.reduction.splits_k and one.config.multicast == 1]
     schedule = min(alone, key=lambda one: estimate_us(case, one))
     assert (schedule.config.tile_m, schedule.config.block_rows) == (256, 128)
     assert (schedule.whole, schedule.num_tiles_cut, schedule.splits) == (396, 52, 2)
@@ -107,7 +107,7 @@ def test_limbs_of_large_blocks_are_chosen_where_they_were_faster(n, k, m):
     us = times.get(variant_of(chosen), before) if is_in_limbs(chosen) else before
     assert us <= 1.04 * min(before, *times.values())
     for one in tile_schedules(case):
-        if isinstance(one.config, ResidentConfig) and variant_of(one) in times:
+        if isinstance(one.config.mainloop, ResidentLimbs) and variant_of(one) in times:
             assert estimate_us(case, one) == pytest.approx(times[variant_of(one)], rel=0.13), one
 
 
@@ -118,8 +118,8 @@ def is_in_limbs(schedule: Schedule | TileSchedule) -> TypeGuard[TileSchedule]:
 def variant_of(schedule: TileSchedule) -> tuple[int, int, int, bool]:
     """As `measured.LIMBS` and `measured.RESIDENT` name schedules."""
     config = schedule.config
-    if isinstance(config, ResidentConfig):
-        return config.block_rows, schedule.splits, config.k_warpgroups, config.loads
+    if isinstance(config.mainloop, ResidentLimbs):
+        return config.block_rows, schedule.splits, config.k_warpgroups, config.mainloop.loads
     tile_m = max(config.tile_m, 16)  # of which eight were multiplied where there are no more
     return tile_m, config.block_rows, schedule.splits, config.dsmem_reduction
 
@@ -141,7 +141,7 @@ def test_parts_of_rows_are_equal_powers_of_two(tile_m, row_parts, possible):
     assert ("parts of" in reason) != possible
 
 
-@pytest.mark.parametrize("tile_m", TILE_M_SIZES)
+@pytest.mark.parametrize("tile_m", RegisterWgmma.tile_m_sizes)
 def test_what_is_stored_at_a_time_are_all_rows_of_a_tile_once(tile_m):
     config = WgmmaConfig(integers(4), "bf16", tile_m=tile_m)
     stored = [start + i for start, count in config.chunks for i in range(count)]
@@ -150,10 +150,10 @@ def test_what_is_stored_at_a_time_are_all_rows_of_a_tile_once(tile_m):
 
 
 @pytest.mark.parametrize("n_tiles", [1, 2])
-@pytest.mark.parametrize("tile_m", TILE_M_SIZES)
+@pytest.mark.parametrize("tile_m", RegisterWgmma.tile_m_sizes)
 def test_every_vector_of_another_part_is_waited_for_once_and_no_other(tile_m, n_tiles):
     """Whoever waits for one that no thread stores waits for ever."""
-    config = WgmmaConfig(integers(4), "bf16", tile_m=tile_m, n_tiles=n_tiles, splits_k=True)
+    config = WgmmaConfig(integers(4), "bf16", tile_m=tile_m, n_tiles=n_tiles, reduction=WorkspaceSplitK())
     vectors, batch = config.thread_vectors, config.combine_batch
     waited = [first + i for first in range(0, vectors, batch) for i in range(batch)]
     assert waited == list(range(vectors)) and 4 * vectors == config.thread_acc
@@ -183,7 +183,9 @@ def measured_schedule(case: Problem, tile_m: int, rows: int, splits: int) -> Til
         integers(4), case.dtype, tile_m=tile_m, warpgroups=warpgroups, n_tiles=rows // 64 // warpgroups
     )
     large = tile_m * config.n_tiles == 256
-    schedule = schedule_of(case, with_stages(replace(config, block_k=64 if large else 128, splits_k=True)), splits)
+    schedule = schedule_of(
+        case, with_stages(replace(config, block_k=64 if large else 128, reduction=WorkspaceSplitK())), splits
+    )
     assert schedule is not None
     return schedule
 
@@ -206,7 +208,7 @@ def test_codes_that_are_scaled_as_they_are_decoded_take_less(n, k, bits, m):
     found = {
         (one.config.tile_m, one.config.block_rows, one.splits, one.config.cluster): one
         for one in tile_schedules(case)
-        if not (one.config.limbs or one.config.dsmem_reduction or one.config.bulk_stores)
+        if not (one.config.limbs or one.config.dsmem_reduction or one.config.store.by_tma)
     }
     expected = {variant: estimate_us(case, found[variant]) for variant in times}
     assert times[min(times, key=expected.__getitem__)] <= 1.07 * min(times.values())
@@ -221,9 +223,9 @@ def test_a_last_round_is_cut_as_was_fastest(n, k, bits, m):
     times = measured.LARGE[n, k, bits, m]
     case = problem(m, n, k, bits=bits)
     found = {
-        (one.config.cuts_rows, one.config.multicast, one.splits): one
+        (one.config.reduction.cuts_rows, one.config.multicast, one.splits): one
         for one in tile_schedules(case)
-        if one.config.bulk_stores
+        if one.config.store.by_tma
     }
     expected = {variant: estimate_us(case, found[variant]) for variant in times}
     assert times[min(times, key=expected.__getitem__)] <= 1.01 * min(times.values())
@@ -234,7 +236,7 @@ def between_us(n: int, k: int, bits: int, m: int) -> float:
     case, found = problem(m, n, k, bits=bits), {}
     for one in tile_schedules(case):
         config = one.config
-        if not (config.limbs or config.dsmem_reduction or config.bulk_stores):
+        if not (config.limbs or config.dsmem_reduction or config.store.by_tma):
             found[config.tile_m, config.block_rows, config.cluster, one.splits] = one
     _, times = BETWEEN[n, k, bits, m]
     return times[min(times, key=lambda variant: estimate_us(case, found[variant]))]
@@ -380,7 +382,9 @@ def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, whole,
     from tests.linear import plain_work_tiles
 
     plain_work_tiles.install(monkeypatch)
-    schedule = schedule_of(problem(m, n, 2048), WgmmaConfig(integers(4), "bf16", tile_m=64, splits_k=True), splits)
+    schedule = schedule_of(
+        problem(m, n, 2048), WgmmaConfig(integers(4), "bf16", tile_m=64, reduction=WorkspaceSplitK()), splits
+    )
     assert schedule is not None
     whole = min(whole, schedule.num_tiles_cut)
     schedule = replace(schedule, whole=whole)
@@ -415,16 +419,7 @@ def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tile_m, cluster, monk
     from tests.linear import plain_work_tiles
 
     plain_work_tiles.install(monkeypatch)
-    config = WgmmaConfig(
-        integers(4),
-        "bf16",
-        tile_m=tile_m,
-        row_parts=2,
-        block_k=128,
-        splits_k=True,
-        cluster=cluster,
-        dsmem_reduction=True,
-    )
+    config = WgmmaConfig(integers(4), "bf16", tile_m=tile_m, row_parts=2, block_k=128, reduction=dsmem(cluster))
     schedule = schedule_of(problem(tile_m, n, k), config, cluster)
     assert schedule is not None and schedule_of(problem(tile_m + 1, n, k), config, cluster) is None
     shape = plain_work_tiles.shape_of(schedule)

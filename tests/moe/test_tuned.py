@@ -17,6 +17,7 @@ from cute_kernels.linear import compile as linear_compile
 from cute_kernels.linear import tuned as of_linear
 from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.wgmma.policies import MmaSync
 from cute_kernels.moe import compile as moe_compile
 from cute_kernels.moe import plan, tuned
 from cute_kernels.moe.ranges.schedule import RangeLayout
@@ -81,8 +82,8 @@ def test_batch_invariant_products_add_up_in_one_way_whatever_a_table_says(proble
     table({key_of(problem): choice(worth_measuring(problem)[-1])}).write(own_path(GPU))
     for places in (1, 3, 100, 20000):
         found = chosen(replace(wanted, places=places), GPU)
-        assert isinstance(found, GroupedTiles) and not found.config.splits_k
-        assert not (found.config.limbs or found.config.synchronous)
+        assert isinstance(found, GroupedTiles) and not found.config.reduction.splits_k
+        assert not (found.config.limbs or isinstance(found.config.mainloop, MmaSync))
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=key_of)

@@ -20,6 +20,7 @@ from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.slices import slice_inputs, slice_outputs
 from cute_kernels.linear.tuned import key_of, problem_of
 from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.wgmma.policies import MmaSync, RegisterWgmma
 from cute_kernels.moe import tuned as moe_tuned
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.weight_formats import IntegerFormat, WeightFormat, integers, register, registered_formats
@@ -188,13 +189,13 @@ def test_the_streaming_kernel_multiplies_it_exactly(form, dtype, monkeypatch):
 
 
 @decoded
-@pytest.mark.parametrize("synchronous", [False, True])
-def test_the_kernel_for_many_rows_multiplies_it(form, dtype, synchronous, monkeypatch):
+@pytest.mark.parametrize("mainloop", [RegisterWgmma(), MmaSync()], ids=lambda mainloop: type(mainloop).__name__)
+def test_the_kernel_for_many_rows_multiplies_it(form, dtype, mainloop, monkeypatch):
     pytest.importorskip("cutlass")
     from cute_kernels.linear.wgmma.config import WgmmaConfig
     from tests.linear.test_wgmma_products import Machine, rounded
 
-    config = WgmmaConfig(form, dtype, tile_m=16, block_k=128, num_stages=2, synchronous=synchronous)
+    config = WgmmaConfig(form, dtype, tile_m=16, block_k=128, num_stages=2, mainloop=mainloop)
     weight = random_weight(form, TORCH_DTYPES[dtype], config.block_rows, config.block_k)
     x = activations(config.tile_m, config.block_k, dtype)
     near(Machine(config, weight, x, monkeypatch).stage(packed=False), x, rounded(config, weight))
@@ -203,10 +204,10 @@ def test_the_kernel_for_many_rows_multiplies_it(form, dtype, synchronous, monkey
 @decoded
 def test_the_portable_kernel_multiplies_it(form, dtype, monkeypatch):
     pytest.importorskip("cutlass")
-    from cute_kernels.linear.portable.config import PortableConfig
+    from cute_kernels.linear.portable.config import portable_config
     from tests.linear.test_portable import Launch, rounded
 
-    config = PortableConfig(form, dtype, tile_m=16, n_tiles=1, num_stages=3)
+    config = portable_config(form, dtype, tile_m=16, n_tiles=1, num_stages=3)
     weight = random_weight(form, TORCH_DTYPES[dtype], 128, 192)
     x = activations(9, 192, dtype)
     near(Launch(config, weight, x, 1, monkeypatch).product(), x, rounded(weight))

@@ -21,6 +21,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.packed_math import PortableMath
+from cute_kernels.linear.config import MMA_N
 from cute_kernels.linear.portable.config import VECTOR_BYTES, PortableConfig
 from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.linear.wgmma.places import DensePlaces
@@ -60,7 +61,7 @@ class PortableStore:
 
 
 class PortableKernel:
-    """One compiled variant; :class:`PortableConfig` says which."""
+    """One compiled variant; :class:`WgmmaConfig` with `PortableMmaSync` says which."""
 
     def __init__(self, config: PortableConfig):
         self.config, self.places = config, DensePlaces(config)
@@ -180,11 +181,11 @@ class PortableKernel:
         column = k_block * config.block_k + vector * (VECTOR_BYTES // 2)
         num_bytes = cutlass.select_(column < shape.k, Int32(VECTOR_BYTES), Int32(0))
         column = cutlass.min(column, shape.k - VECTOR_BYTES // 2)
-        target = stages.x + stage * config.x_stage_bytes + row * config.x_pitch + vector * VECTOR_BYTES
+        target = stages.x + stage * config.x_stage_bytes + row * config.mainloop.x_pitch(config) + vector * VECTOR_BYTES
         for first in range(0, config.tile_m, rows):
             token = cutlass.min(work_tile.m_tile * config.tile_m + first + row, shape.m - 1)
             source = operands.x + (Int64(token) * shape.k + column) * 2
-            numbers.copy_async(target + first * config.x_pitch, source, num_bytes)
+            numbers.copy_async(target + first * config.mainloop.x_pitch(config), source, num_bytes)
 
     @cute.jit
     def copy_groups(self, source, target, group_bytes: int, shape, work_tile, k_block, tid):
@@ -235,18 +236,23 @@ class PortableKernel:
         words = self.stages.load_codes(codes)
         groups = [self.stages.load_groups(stages, stage, place, i) for i in range(config.n_tiles)]
         # ldmatrix takes the rows of 8 tokens, for two k16 steps.
-        x = stages.x + stage * config.x_stage_bytes + lane % 8 * config.x_pitch + lane // 8 * VECTOR_BYTES
+        x = (
+            stages.x
+            + stage * config.x_stage_bytes
+            + lane % 8 * config.mainloop.x_pitch(config)
+            + lane // 8 * VECTOR_BYTES
+        )
         tile_acc = config.tile_m // 2
         totals = [acc[i] for i in range(config.thread_acc)]
         for pair in range(0, config.k_block_steps, 2):
             b = [
-                ptx.load_matrix_x4(x, block * 8 * config.x_pitch + pair * STEP_K * 2, transpose=False)
-                for block in range(config.m_fragments)
+                ptx.load_matrix_x4(x, block * 8 * config.mainloop.x_pitch(config) + pair * STEP_K * 2, transpose=False)
+                for block in range(config.tile_m // MMA_N)
             ]
             for step in (pair, pair + 1):
                 for i in range(config.n_tiles):
                     a = self.fragment(words[i], step, groups[i] or channel[i : i + 1], place.masks)
-                    for block in range(config.m_fragments):
+                    for block in range(config.tile_m // MMA_N):
                         first = i * tile_acc + 4 * block
                         part = b[block][2 * (step - pair) : 2 * (step - pair) + 2]
                         dtype = MMA_DTYPE[config.dtype]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, TILE_M_SIZES, PortableConfig
+from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, TILE_M_SIZES, PortableConfig, portable_config
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.schedule import MAX_SPLITS, TileSchedule, schedule_of
 from cute_kernels.weight_formats import integers
@@ -66,7 +66,7 @@ def candidate_configs(problem: Problem) -> list[PortableConfig]:
 
 
 def config_of(problem: Problem, tile_m: int, n_tiles: int) -> PortableConfig:
-    config = PortableConfig(problem.format, problem.dtype, tile_m=tile_m, n_tiles=n_tiles)
+    config = portable_config(problem.format, problem.dtype, tile_m, n_tiles)
     return replace(config, num_stages=max(2, min(MAX_STAGES, MOST_SHARED_BYTES // config.stage_bytes)))
 
 

@@ -13,14 +13,15 @@ from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_k
 SHARED_MODULES = ("config", "epilogue", "work")  # of the room
 KERNEL_MODULES = (
     "cluster_reduction", "compile", "config", "consumers", "epilogue", "few_rows", "kernel", "limb_blocks",
-    "limb_kernel", "limb_rows", "limbs", "limbs_ahead", "loads", "memory", "places", "reading", "reduction",
+    "limb_kernel", "limb_rows", "limbs", "limbs_ahead", "loads", "memory", "places", "policies", "reading", "reduction",
     "register_mainloop", "synchronous", "tiles", "tma_store",
 )  # fmt: skip
 RESIDENT_MODULES = (
     "resident_config", "resident_early", "resident_kernel", "resident_loads", "resident_mainloop", "resident_rows",
 )  # fmt: skip
 LIMB_MODULES = (
-    "config", "limb_rows", "limbs", "loads", "places", "reading", "resident_config", "resident_rows", "tiles",
+    "config", "limb_rows", "limbs", "loads", "places", "policies", "reading", "resident_config", "resident_rows",
+    "tiles",
 )  # fmt: skip
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
 NUM_LIMB_INTEGERS = NUM_INTEGERS + 1  # where x comes in limbs
@@ -87,20 +88,26 @@ class LimbRowsSpec(KernelSpec):
 
     def source_roots(self) -> tuple[Path, ...]:
         folder = Path(__file__).resolve().parent
-        return tuple(folder / f"{name}.py" for name in ("compile", "config", "limb_rows"))
+        return tuple(folder / f"{name}.py" for name in ("compile", "config", "limb_rows", "policies"))
 
     def compile(self, arch: str) -> Any:
         return compile_limb_rows(self.config, arch)
 
 
 @dataclass(frozen=True, eq=False)
-class LimbBlocksSpec(LimbRowsSpec):
-    """The same of limbs in blocks: takes what `LimbBlocksKernel.__call__` describes."""
+class LimbBlocksSpec(KernelSpec):
+    """The kernel that makes limbs of rows of x in blocks: takes what `LimbBlocksKernel.__call__` describes."""
 
     config: LimbBlocksConfig
+    family: ClassVar[str] = "linear"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), Path(__file__).resolve().with_name("limb_blocks.py")
+        folder = Path(__file__).resolve().parent
+        return tuple(folder / f"{name}.py" for name in ("compile", "config", "limb_blocks", "limb_rows", "policies"))
 
     def compile(self, arch: str) -> Any:
         return compile_limb_blocks(self.config, arch)

@@ -16,8 +16,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_kernels.device import ptx
 from cute_kernels.linear import epilogue
 from cute_kernels.linear.config import BF16, FP16, NO_ACTIVATION, SWIGLU
-from cute_kernels.linear.wgmma.config import WARPGROUP_THREADS, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.places import Corner
+from cute_kernels.linear.wgmma.policies import WARPGROUP_THREADS
 from cute_kernels.linear.wgmma.tma_store import TmaStore
 from layouts.weights.hopper import TILE_N
 
@@ -54,7 +55,7 @@ class TileEpilogue:
         plain = (shape.out_kind == own_kind) & (operands.residual == 0) & (operands.out % 16 == 0)
         if plain & (shape.activation == NO_ACTIVATION) & (shape.n % PACKED_VECTOR == 0):
             self.add_bias(operands, shape, store, corner, acc, first)
-            if const_expr(self.config.bulk_stores):
+            if const_expr(self.config.store.by_tma):
                 self.tma_store.store(operands, store, corner, acc, first)
             else:
                 for chunk in cutlass.range_constexpr(len(self.config.chunks)):
@@ -69,7 +70,7 @@ class TileEpilogue:
 
     def finish(self) -> None:
         """Behind the last work tile: nothing, or waits until TMA has read what it stores."""
-        if self.config.bulk_stores:
+        if self.config.store.by_tma:
             self.tma_store.finish()
 
     def wait(self, store: Store):

@@ -21,6 +21,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from cute_kernels.linear.wgmma import policies
 from cute_kernels.linear.wgmma.cluster_reduction import ClusterReduction
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.consumers import Consumers, Mainloop
@@ -52,19 +53,20 @@ def make_mainloop(
 
     masks_by_lane: as of `RegisterMainloop`. x_scale_shift: as of `LimbReader`.
     """
-    if config.limbs:
-        return (AheadMainloop if config.ahead else LimbMainloop)(config, stages, x_scale_shift)
+    if isinstance(config.mainloop, policies.Limbs):
+        return (AheadMainloop if config.mainloop.ahead else LimbMainloop)(config, stages, x_scale_shift)
     channel = Channel(config, stages, places)
-    if config.synchronous:
+    if isinstance(config.mainloop, policies.MmaSync):
         return SynchronousMainloop(config, stages, channel, masks_by_lane=masks_by_lane)
     return RegisterMainloop(config, stages, channel, masks_by_lane=masks_by_lane)
 
 
 def make_reduction(config: WgmmaConfig, epilogue: TileEpilogue, places: Places) -> Reduction:
     """The reduction that a configuration names."""
-    if config.dsmem_reduction:
+    if config.reduction.dsmem:
         return ClusterReduction(config, epilogue, places)
-    return (RowExchange if config.cluster > 1 else WorkspaceReduction)(config, epilogue, places)
+    is_exchange = isinstance(config.reduction, policies.RowExchange)
+    return (RowExchange if is_exchange else WorkspaceReduction)(config, epilogue, places)
 
 
 def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> dict[str, Any]:
@@ -207,7 +209,7 @@ class WgmmaKernel:
         sizes = dense_sizes(config, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind)
         shape = Shape(*sizes, grid=dense_grid(config, sizes[0], num_tiles, whole, splits))
         operands = Operands(Int64(0), codes, scales, zeros, bias, residual, out, workspace)
-        if const_expr(config.bulk_stores):
+        if const_expr(config.store.by_tma):
             operands = self.epilogue.tma_store.operands(operands, shape.m, n)
         options = launch_options(config, num_ctas, stream, use_pdl=False)
         self.kernel(operands, shape, copy_x, x_view).launch(**options)

@@ -11,8 +11,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.wgmma.config import TMA_TILE_K, X_SCALE_ALIGNMENT, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.places import Places, parts_of
+from cute_kernels.linear.wgmma.policies import TMA_TILE_K, X_SCALE_ALIGNMENT
 from layouts.weights.hopper import TILE_BYTES
 
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}

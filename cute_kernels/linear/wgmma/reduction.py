@@ -14,9 +14,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.linear.wgmma.config import WARPGROUP_THREADS, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.linear.wgmma.places import Places, corner_of
+from cute_kernels.linear.wgmma.policies import WARPGROUP_THREADS
 from cute_kernels.sm90 import EMPTY_WORD
 
 VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next, of a part of K
@@ -57,9 +58,9 @@ class WorkspaceReduction:
         """See `Reduction`."""
         config = self.config
         tile_acc = config.tile_m // 2
-        if const_expr(config.splits_k):
+        if const_expr(config.reduction.splits_k):
             self.combine(operands, store, work_tile, acc)
-        if (work_tile.split == work_tile.splits - 1) | const_expr(config.cuts_rows):
+        if (work_tile.split == work_tile.splits - 1) | const_expr(config.reduction.cuts_rows):
             for i in cutlass.range_constexpr(config.n_tiles):
                 corner = corner_of(config, self.places, shape, work_tile, first_tile + i)
                 self.epilogue.run(operands, shape, store, corner, acc, i * tile_acc)

@@ -54,7 +54,7 @@ class ResidentKernel:
         self.weights: ResidentWeights
         loop: ChunkLoop
         reduction: Reduction
-        if config.publishes_early:
+        if config.reduction.early:
             order = TileOrder(config)
             self.weights = OrderedLoads(config, self.places, order)
             reduction = EarlyReduction(config, epilogue, self.places, order)
@@ -62,7 +62,7 @@ class ResidentKernel:
         else:
             self.weights = StageLoads(config, self.places)
             reduction = ClusterReduction(config, epilogue, self.places)
-            loop = (KBlocksAhead if config.ahead else EachKBlock)(config, stages)
+            loop = (KBlocksAhead if config.mainloop.ahead else EachKBlock)(config, stages)
         self.limbs = ResidentLimbs(config)
         mainloop = ResidentMainloop(config, self.limbs, loop)
         self.consumers = Consumers(config, stages, self.places, mainloop, reduction)
@@ -104,7 +104,7 @@ class ResidentKernel:
         num_ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        layout = tma_tiles_layout(config, config.tile_m, K_BLOCK_TMA_TILES * config.resident_k_blocks)
+        layout = tma_tiles_layout(config, config.tile_m, K_BLOCK_TMA_TILES * config.mainloop.k_blocks)
         memory = allocate(config, layout, ELEMENTS[config.dtype], 0)
         scheduler = few_rows_scheduler(config, shape, cta, num_ctas)
         self.limbs.attach(operands, shape, memory, copy_x, x_view)

@@ -15,8 +15,24 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from cute_kernels.linear.schedule import Problem, weight_fields
-from cute_kernels.linear.wgmma.config import CHUNK_M, LIMB_GROUP, M_TILE_BAND, TMA_TILE_K, WgmmaConfig
-from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M, ResidentConfig
+from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
+from cute_kernels.linear.wgmma.policies import (
+    CHUNK_M,
+    LIMB_GROUP,
+    TMA_TILE_K,
+    Dsmem,
+    Limbs,
+    RegisterWgmma,
+    ResidentLimbs,
+    RowCuts,
+    RowExchange,
+    StagedStore,
+    TmaStore,
+    WholeK,
+    WorkspaceSplitK,
+    dsmem,
+)
+from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M
 from cute_kernels.linear.wgmma.resident_schedule import (
     resident_configs,
     resident_k_block_clocks,
@@ -213,7 +229,7 @@ class TileSchedule:
     @property
     def workspace_words(self) -> int:
         """fp32 words of partial accumulators."""
-        if self.config.cluster > 1 or self.config.cuts_rows:
+        if self.config.cluster > 1 or self.config.reduction.cuts_rows:
             return 0  # they meet in shared memory, or nowhere
         cut = self.num_tiles_cut * self.config.multicast
         return cut * (self.splits - 1) * self.config.block_rows * self.config.tile_m
@@ -250,18 +266,18 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
     Whole rounds of all CTAs are of whole tiles. CTAs that share activations by TMA multicast have a work tile together.
     """
     k_blocks = problem.k_pad // config.block_k
-    if splits != config.row_parts if config.cuts_rows else -(-k_blocks // -(-k_blocks // splits)) != splits:
+    if splits != config.row_parts if config.reduction.cuts_rows else -(-k_blocks // -(-k_blocks // splits)) != splits:
         return None
     if config.cluster > 1:
         return cluster_schedule_of(problem, config, k_blocks) if splits == config.cluster else None
-    if splits > 1 and not (config.splits_k or config.cuts_rows):
+    if splits > 1 and not (config.reduction.splits_k or config.reduction.cuts_rows):
         return None
     teams = problem.num_sms // config.multicast
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, splits, 0)
     if splits > 1:
         schedule = replace(schedule, whole=schedule.num_tiles_cut // teams * teams)
         # Of fewer rows than those of a round smaller tiles have k blocks of more inputs.
-        if not schedule.num_tiles_cut or (config.cuts_rows and not schedule.whole):
+        if not schedule.num_tiles_cut or (config.reduction.cuts_rows and not schedule.whole):
             return None
     return replace(schedule, num_ctas=min(teams, schedule.num_work_tiles) * config.multicast)
 
@@ -281,24 +297,24 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     k_block = k_block_clocks(problem, schedule)
     if config.limbs:
         start = LIMB_START_CLOCKS
-        if isinstance(config, ResidentConfig):
+        if isinstance(config.mainloop, ResidentLimbs):
             start = resident_start_clocks(problem, config, schedule.split_k_blocks, schedule.k_blocks)
         return (START_CLOCKS + start + limb_clocks(schedule, k_block)) / CLOCKS_PER_US
-    work_tile = BULK_WORK_TILE_CLOCKS if config.bulk_stores else WORK_TILE_CLOCKS
+    work_tile = BULK_WORK_TILE_CLOCKS if config.store.by_tma else WORK_TILE_CLOCKS
     clocks = -(-schedule.whole // resident) * (schedule.k_blocks * k_block + work_tile)
     part = schedule.split_k_blocks * k_block + (work_tile if config.dsmem_reduction else work_tile / config.cluster)
-    if config.cuts_rows:
+    if config.reduction.cuts_rows:
         part = schedule.k_blocks * k_block_clocks(problem, in_small_tiles(schedule)) + work_tile / config.row_parts
     if config.dsmem_reduction:
         part += DSMEM_CLOCKS
     elif config.cluster > 1:
         others = config.cluster - 1
         part += JOIN_CLOCKS + JOIN_ACC_CLOCKS * others * config.own_m / 2
-    elif schedule.splits > 1 and not config.cuts_rows:
+    elif schedule.splits > 1 and not config.reduction.cuts_rows:
         part += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_acc * (schedule.splits - 1)
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part
     clocks += MULTICAST_CLOCKS if config.multicast > 1 else 0
-    clocks += BULK_START_CLOCKS if config.bulk_stores else 0
+    clocks += BULK_START_CLOCKS if config.store.by_tma else 0
     return (START_CLOCKS + clocks) / CLOCKS_PER_US
 
 
@@ -316,7 +332,7 @@ def limb_clocks(schedule: TileSchedule, k_block: float) -> float:
 def in_small_tiles(schedule: TileSchedule) -> TileSchedule:
     """The schedule with its tiles' parts of rows for tiles."""
     config = schedule.config
-    small = replace(config, tile_m=config.part_m, row_parts=1, cuts_rows=False)
+    small = replace(config, tile_m=config.part_m, row_parts=1, reduction=WholeK())
     return replace(schedule, config=small, m_tiles=schedule.m_tiles * config.row_parts)
 
 
@@ -326,7 +342,7 @@ def k_block_clocks(problem: Problem, schedule: TileSchedule) -> float:
     fragments = config.block_tiles * config.k_block_steps
     if config.limbs:
         rate = min(MEMORY_BYTES_PER_CLOCK / schedule.num_ctas, SM_BYTES_PER_CLOCK)
-        if isinstance(config, ResidentConfig):
+        if isinstance(config.mainloop, ResidentLimbs):
             return resident_k_block_clocks(config, rate)
         tile_m = min(-(-problem.m // config.part_m) * config.part_m, config.tile_m)
         decoding = LIMB_K_BLOCK_CLOCKS + fragments * (LIMB_CLOCKS + LIMB_ROW_CLOCKS * tile_m)
@@ -347,7 +363,7 @@ def k_block_clocks(problem: Problem, schedule: TileSchedule) -> float:
     k_block = max(tensor, decoding, memory)
     if config.warpgroups == 1:
         k_block *= ALONE_COST
-    elif config.in_flight > 1 and config.scales_codes:
+    elif isinstance(config.mainloop, RegisterWgmma) and config.mainloop.in_flight > 1 and config.scales_codes:
         k_block *= 1 - IN_FLIGHT_GAIN
     missing = tile_m * schedule.m_tiles - problem.m  # rows of the last token tile
     filling = missing * (DSMEM_FILL_CLOCKS if config.dsmem_reduction else FILL_CLOCKS) * (config.block_k // TMA_TILE_K)
@@ -378,7 +394,7 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
 
 def tile_configs(problem: Problem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
     """Those tiles of some shapes, as `SHAPES` has them, that are possible and not too large."""
-    configs = []
+    configs, short = [], SHORT_CHUNK
     for tile_m, n_tiles, warpgroups, block_k, cluster in shapes:
         config = of_format(
             problem,
@@ -386,10 +402,9 @@ def tile_configs(problem: Problem, shapes: Iterable[tuple[int, int, int, int, in
             n_tiles=n_tiles,
             warpgroups=warpgroups,
             block_k=block_k if problem.k_pad % block_k == 0 else 64,
-            in_flight=groups_in_flight(problem, tile_m, block_k) if cluster == 1 else 1,
-            chunk=SHORT_CHUNK if tile_m == 128 and (problem.format.bits == 8 or cluster > 1) else CHUNK_M,
-            splits_k=True,
-            cluster=cluster,
+            mainloop=RegisterWgmma(in_flight=groups_in_flight(problem, tile_m, block_k) if cluster == 1 else 1),
+            reduction=WorkspaceSplitK() if cluster == 1 else RowExchange(cluster),
+            store=StagedStore(short if tile_m == 128 and (problem.format.bits == 8 or cluster > 1) else CHUNK_M),
         )
         config = with_stages(config)
         # A tile half as large would do for the rows there are.
@@ -403,8 +418,8 @@ def tile_configs(problem: Problem, shapes: Iterable[tuple[int, int, int, int, in
 def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
     """Large tiles that TMA stores: alone, of CTAs that share activations by TMA multicast, and with a last round cut
     along rows of x."""
-    stored = replace(config, bulk_stores=True)
-    in_rows = replace(stored, splits_k=False, cuts_rows=True, row_parts=ROW_CUTS)
+    stored = replace(config, store=TmaStore())
+    in_rows = replace(stored, reduction=RowCuts(), row_parts=ROW_CUTS)
     return [with_stages(one) for one in (stored, replace(stored, multicast=MULTICAST), in_rows)]
 
 
@@ -419,11 +434,8 @@ def dsmem_configs(problem: Problem) -> list[WgmmaConfig]:
             row_parts=shape.row_parts,
             n_tiles=shape.n_tiles,
             block_k=DSMEM_BLOCK_K,
-            splits_k=True,
-            cluster=DSMEM_CLUSTER,
-            dsmem_reduction=True,
             warpgroups=k_warpgroups_of(problem, shape),
-            k_warpgroups=k_warpgroups_of(problem, shape),
+            reduction=dsmem(DSMEM_CLUSTER, k_warpgroups_of(problem, shape)),
         )
         for shape in DSMEM_SHAPES[problem.format.bits]
         if shape.tile_m >= problem.m and (shape.tile_m == SHAPES[-1][0] or problem.m > shape.tile_m // 2)
@@ -456,11 +468,8 @@ def limb_configs(problem: Problem) -> list[WgmmaConfig]:
             row_parts=row_parts,
             n_tiles=n_tiles,
             block_k=LIMB_GROUP,
-            splits_k=True,
-            cluster=cluster,
-            dsmem_reduction=cluster > 1,
-            limbs=True,
-            ahead=True,
+            mainloop=Limbs(ahead=True),
+            reduction=Dsmem(cluster) if cluster > 1 else WorkspaceSplitK(),
         )
         for tile_m, row_parts, n_tiles, cluster in LIMB_SHAPES
         if tile_m >= problem.m and (tile_m == LIMB_SHAPES[0][0] or problem.m > tile_m // 2)

@@ -16,13 +16,13 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.device import ptx
-from cute_kernels.linear.wgmma.config import (
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import (
     STORE_BUFFERS,
     STORE_BYTES,
     STORE_M,
     TMA_TILE_ALIGNMENT,
     WARPGROUP_THREADS,
-    WgmmaConfig,
 )
 from cute_kernels.linear.work import Operands
 from layouts.weights.hopper import TILE_N
@@ -77,7 +77,7 @@ class TmaStore:
         for number in cutlass.range_constexpr(config.own_m // STORE_M):
             place = target[None, corner.token // STORE_M + number, corner.row // TILE_N]
             tma_tile = source[None, number % STORE_BUFFERS]
-            if const_expr(config.cuts_rows):
+            if const_expr(config.reduction.cuts_rows):
                 if corner.token + number * STORE_M < corner.end:
                     self.store_tma_tile(operands, store, acc, first, number, tma_tile, place)
             else:
@@ -93,7 +93,7 @@ class TmaStore:
         if store.row_warp == 0:
             # A tile cut along rows may have stored an odd number of TMA tiles, the last one from the buffer that is
             # next.
-            running = 0 if self.config.cuts_rows and number == 0 else STORE_BUFFERS - 1
+            running = 0 if self.config.reduction.cuts_rows and number == 0 else STORE_BUFFERS - 1
             cute.arch.cp_async_bulk_wait_group(running, read=True)
         self.wait(store)
         self.stage(store, acc, first + number * STORE_M // 2, number % STORE_BUFFERS * STORE_BYTES)

@@ -29,10 +29,10 @@ from cute_kernels.device.ring import advance, advance_by
 from cute_kernels.linear.config import MMA_N, ROW_WARPS
 from cute_kernels.linear.epilogue import Epilogue
 from cute_kernels.linear.kernel import FRAGMENT_BYTES, Lane, allocate, init_barriers, stage_acc, to_float
-from cute_kernels.linear.wgmma.config import ROW_LIMB_BYTES, ROW_SCALE_BYTES
 from cute_kernels.linear.wgmma.limbs import LimbProducts, Part
 from cute_kernels.linear.wgmma.loads import product
-from cute_kernels.linear.wgmma.resident_rows import PIECE_BITS, ResidentRows, Source
+from cute_kernels.linear.wgmma.policies import ROW_LIMB_BYTES, ROW_SCALE_BYTES
+from cute_kernels.linear.wgmma.resident_rows import PIECE_BITS, ResidentRows, RowsRoom, Source
 from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.moe.ranges.finder import Entry, ExpertFinder, load_places
 from cute_kernels.moe.ranges.work import BlockRange, LaunchShape, RangeOperands
@@ -45,28 +45,9 @@ from layouts.weights.hopper import TILE_BYTES
 MEETING, CONSUMERS, EPILOGUE = 1, 2, 3
 
 
-@dataclass(frozen=True)
-class LimbRoom:
-    """How limbs of a configuration are made: see `cute_kernels.linear.wgmma.resident_rows.RowsRoom`."""
-
-    config: RangeConfig
-    loads: bool = True
-
-    @property
-    def dtype(self) -> str:
-        return self.config.dtype
-
-    @property
-    def tile_m(self) -> int:
-        return self.config.tile_m
-
-    @property
-    def consumer_warps(self) -> int:
-        return self.config.consumer_warps
-
-    @property
-    def resident_k_blocks(self) -> int:
-        return self.config.room_k_blocks
+def room_of(config: RangeConfig) -> RowsRoom:
+    """How limbs of a configuration are made."""
+    return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, config.room_k_blocks)
 
 
 @dataclass(frozen=True)
@@ -202,7 +183,7 @@ class RangeRoles:
         self.config, self.routing = config, routing
         self.decoder = config.format.decoder(config.dtype, HopperMath(config.dtype))
         self.word_steps = self.decoder.steps
-        self.rows = EntryRows(LimbRoom(config))
+        self.rows = EntryRows(room_of(config))
         self.products = LimbProducts(config.n_tiles, config.tile_m, self.word_steps)
         self.epilogue = Epilogue(config)
 
