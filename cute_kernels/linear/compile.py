@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 from cute_kernels.linear import schedule as few_rows
 from cute_kernels.linear import tuned
+from cute_kernels.linear.arguments import STREAM, compile_kernel
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma import schedule as many_rows
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
 from cute_kernels.linear.wgmma.policies import PortableMmaSync, ResidentLimbs
-from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
+from cute_kernels.runtime.spec import KernelSpec
 
-KERNEL_MODULES = ("compile", "config", "epilogue", "kernel", "work")
-NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
+KERNEL_MODULES = ("arguments", "compile", "config", "epilogue", "kernel", "work")
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,5 +80,4 @@ def compile_linear(config: LinearConfig, arch: str, *options: str) -> Any:
     """
     from cute_kernels.linear.kernel import LinearKernel
 
-    check_config(config)
-    return compile_matrix_kernel(LinearKernel(config), config.dtype, (NUM_ADDRESSES, NUM_INTEGERS), arch, *options)
+    return compile_kernel(LinearKernel, config, STREAM, arch, *options)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.linear.arguments import STREAM, TILES
 from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
 from cute_kernels.linear.portable.schedule import make_portable_schedule
@@ -104,7 +105,14 @@ def make_plan(schedule: Schedule | TileSchedule, m: int, device_index: int) -> P
         function=load(spec_of(schedule.config), arch_of(device_index)),
         schedule=schedule,
         device_index=device_index,
-        sizes=(schedule.num_tiles, schedule.k_blocks, schedule.num_slices, schedule.num_groups, schedule.max_parts),
+        sizes=STREAM.between(
+            *("n", "activation"),
+            num_tiles=schedule.num_tiles,
+            k_blocks=schedule.k_blocks,
+            num_slices=schedule.num_slices,
+            num_groups=schedule.num_groups,
+            max_parts=schedule.max_parts,
+        ),
         num_words=schedule.workspace_words(m),
     )
 
@@ -120,6 +128,13 @@ def make_tile_plan(schedule: TileSchedule, m: int, device_index: int) -> Plan:
         function=function,
         schedule=schedule,
         device_index=device_index,
-        sizes=(schedule.num_tiles, schedule.k_blocks, schedule.whole, schedule.splits, schedule.num_ctas),
+        sizes=TILES.between(
+            *("n", "activation"),
+            num_tiles=schedule.num_tiles,
+            k_blocks=schedule.k_blocks,
+            whole=schedule.whole,
+            splits=schedule.splits,
+            num_ctas=schedule.num_ctas,
+        ),
         num_words=schedule.workspace_words,
     )
