@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     rows = linear.add_mutually_exclusive_group()
     rows.add_argument("--rows", nargs="+", type=_count, metavar="M", help="rows of x; default: powers of two")
     rows.add_argument("--between", action="store_true", help="numbers of rows in between the powers of two")
+    linear.add_argument("--options", action="store_true", help="options beside the plain call, instead of peers")
     linear.add_argument("--quick", action="store_true", help="fewer rows and floor kernels")
     linear.add_argument("--no-peers", action="store_true", help="cuBLAS only")
     linear.add_argument(
@@ -260,8 +261,13 @@ def _linear(options: argparse.Namespace) -> int:
     bench = _gpu_bench("linear", options, options.quick)
     if bench is None:
         return 2
-    from bench import linear, linear_peers
+    from bench import linear, linear_options, linear_peers
 
+    if options.options:
+        from bench import options as timed
+
+        linear_options.run(bench, options.format or [Format()], options.rows)
+        return _finish(bench.recorder, timed.text)
     rows = options.rows or (linear.QUICK_ROWS if options.quick else linear.ROWS)
     if options.between:
         rows = linear.BETWEEN_ROWS
