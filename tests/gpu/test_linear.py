@@ -51,6 +51,14 @@ SHAPES = [  # (m, n, k, group) of the tests below that take 4-bit bf16 weights
     (3, 128, 72, 64),
     (2, 140_032, 16_384, 128),
 ]
+# (m, n, k) of sums with a residual: few rows, clusters, parts of K, several chunks, several work tiles of a CTA, TMA
+# stores, and rows of results that are no whole tiles.
+SUMS = [
+    *((m, n, 1024) for n in (200, 1000, 8192) for m in (1, 8, 13, 33, 64, 100)),
+    *((m, 8192, 1024) for m in (200, 256, 500, 1024, 1500)),
+    *((m, 520, 4096) for m in (2, 16, 48, 300)),
+    (70, 28_672, 512),
+]
 
 
 def spec_of(problem: Problem) -> KernelSpec:
@@ -65,6 +73,7 @@ def specs() -> list[KernelSpec]:
     found += [problem_of(576, 130, 576, *form) for form in formats]
     for m, n, k, group in SHAPES:
         found += [problem_of(m, n, k, 4, torch.bfloat16, group, zero) for zero in (False, True)]
+    found += [problem_of(m, n, k, 4, torch.bfloat16, 128, False) for m, n, k in SUMS]
     few: list[KernelSpec] = [LinearSpec(make_schedule(one).config) for one in found if one.m <= MAX_TOKENS]
     few += [LimbBlocksSpec(LimbBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
     return list(dict.fromkeys([*few, *map(spec_of, found)]))
@@ -190,6 +199,17 @@ def check_epilogues(reference: Known, m: int, activation: str | None, out_dtype:
         exact = linear_reference(wide, weight, compute_dtype=torch.float64, **{**options, "out_dtype": torch.float64})
         out = torch.full((m, columns), math.nan, device=CUDA, dtype=out_dtype)
         assert_near(run(weight, x, out=out, **options), exact, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("m, n, k", SUMS)
+def test_a_residual_is_added_in_fp32_and_the_sum_rounded_once(m, n, k):
+    weight = known(n, k, group_size=128).pack().to(CUDA)
+    x, bias, residual = (activations(*size, torch.bfloat16, size[0]) for size in ((m, k), (1, n), (m, n)))
+    for options in ({}, {"bias": bias[0]}):
+        sums = run(weight, x, out_dtype=torch.float32, **options) + residual.float()
+        guard = torch.full((m + 1, n), 7.0, device=CUDA, dtype=torch.bfloat16)
+        assert torch.equal(run(weight, x, residual=residual, out=guard[:m], **options), sums.bfloat16())
+        assert torch.all(guard[m] == 7.0)
 
 
 def test_a_residual_may_be_the_output():

@@ -60,14 +60,15 @@ class Consumers:
         self.reduction.begin()
         for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
             work_tile = scheduler.work_tile(index)
-            first_tile = self.stages.first_tile(group)
+            first_tile, k_rank = self.stages.first_tile(group), self.stages.k_rank(group)
+            self.reduction.prepare(operands, shape, store, work_tile, first_tile, k_rank)
             acc.fill(0.0)
             channel = self.channel.load(operands, shape, work_tile, first_tile, place)
             state = (stage, phase, last)
             present = parts_of(config, self.places, shape, work_tile)
             stage, phase, last = self.multiply_parts(acc, memory, work_tile, place, channel, state, teller, present, 1)
             self.mainloop.finish(acc, memory, work_tile, place, channel, last, teller)
-            self.reduction.finish(operands, shape, memory, store, work_tile, acc, first_tile, self.stages.k_rank(group))
+            self.reduction.finish(operands, shape, memory, store, work_tile, acc, first_tile, k_rank)
         self.reduction.end()
 
     @cute.jit
