@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from cute_kernels.device import ptx
 from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.linear.wgmma.epilogue import Store
 from cute_kernels.linear.wgmma.places import Places, parts_of
@@ -61,7 +63,9 @@ class Consumers:
         for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
             work_tile = scheduler.work_tile(index)
             first_tile, k_rank = self.stages.first_tile(group), self.stages.k_rank(group)
-            self.reduction.prepare(operands, shape, store, work_tile, first_tile, k_rank)
+            # Nothing of these places is kept for the tile's end: all registers belong to the products.
+            alone = replace(store, tid=ptx.pinned(store.tid)), replace(work_tile, split=ptx.pinned(work_tile.split))
+            self.reduction.prepare(operands, shape, *alone, first_tile, k_rank)
             acc.fill(0.0)
             channel = self.channel.load(operands, shape, work_tile, first_tile, place)
             state = (stage, phase, last)
