@@ -1,4 +1,4 @@
-"""Latency per token and tokens per second of bare decode loops, beside BF16 with torch's attention and a floor of bytes.
+"""Latency per token and tokens per second of bare decode loops, beside BF16 with torch's attention and a floor.
 
 `python -m bench e2e`: every case is a CUDA graph of a whole step (`bench.steps`), replayed. Each is recorded at once
 and is skipped where the record has it. The floor is what reading the step's bytes takes at the rate of the fastest
