@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 
 from cute_kernels.linear.compile import LinearSpec
 from cute_kernels.linear.compile import spec_of as spec_of_config
+from cute_kernels.linear.inputs.compile import InputRowsSpec
+from cute_kernels.linear.inputs.config import ROOMS, InputRowsConfig
+from cute_kernels.linear.inputs.launch import input_rows
 from cute_kernels.linear.ops import apply
 from cute_kernels.linear.plan import make_plan
-from cute_kernels.linear.reference import linear_reference
+from cute_kernels.linear.reference import linear_reference, prepare_input
 from cute_kernels.linear.schedule import MAX_TOKENS, Problem, make_schedule, schedules
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import PackedWeight
@@ -76,6 +80,12 @@ def specs() -> list[KernelSpec]:
     found += [problem_of(m, n, k, 4, torch.bfloat16, 128, False) for m, n, k in SUMS]
     few: list[KernelSpec] = [LinearSpec(make_schedule(one).config) for one in found if one.m <= MAX_TOKENS]
     few += [LimbBlocksSpec(LimbBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
+    few += [
+        InputRowsSpec(InputRowsConfig(dtype, room, scaled))
+        for dtype in ("bf16", "fp16")
+        for room in (0, *ROOMS)
+        for scaled in (False, True)
+    ]
     return list(dict.fromkeys([*few, *map(spec_of, found)]))
 
 
@@ -199,6 +209,33 @@ def check_epilogues(reference: Known, m: int, activation: str | None, out_dtype:
         exact = linear_reference(wide, weight, compute_dtype=torch.float64, **{**options, "out_dtype": torch.float64})
         out = torch.full((m, columns), math.nan, device=CUDA, dtype=out_dtype)
         assert_near(run(weight, x, out=out, **options), exact, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m, k", [(1, 8), (1, 8192), (3, 2056), (16, 14_336), (100, 264), (300, 9000), (2, 100_000)])
+def test_prepared_rows_are_those_of_torch_bit_for_bit(m, k, dtype):
+    """Longer rows than shared memory holds too, in another order, which torch prepares."""
+    wide = activations(m, k + 16, dtype)
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(1)).to(CUDA, torch.int32)
+    factors = activations(1, k, dtype, 2)[0]
+    for x in (wide[:, 8 : k + 8], wide[:, :k].contiguous(), wide[:1, :k].expand(m, k)):
+        for perm, scale in ((None, None), (order, None), (None, factors), (order, factors)):
+            make = input_rows(x, perm, scale)
+            assert (make is None) == (perm is not None and k == 100_000)
+            if make is not None:
+                assert torch.equal(make.make(x, perm, scale), prepare_input(x, perm, scale))
+
+
+@pytest.mark.parametrize("m", [1, 16, 70])
+def test_products_of_prepared_rows(m):
+    plain = known(192, 640, group_size=128).pack().to(CUDA)
+    perm = torch.randperm(640, generator=torch.Generator().manual_seed(1)).to(CUDA, torch.int32)
+    weight = replace(plain, perm=perm, input_scale=activations(1, 640, torch.bfloat16, 3)[0])
+    wide = activations(m, 1000, torch.bfloat16)
+    for x in (wide[:, :640], wide[:, 8:648], wide[:, 1:641], wide[:, :640].unflatten(0, (m, 1))):
+        want = run(plain, prepare_input(x, weight.perm, weight.input_scale))
+        assert torch.equal(run(weight, x), want)
+        assert torch.equal(run(weight, x), want), "kept"
 
 
 @pytest.mark.parametrize("m, n, k", SUMS)
