@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels import rms_norm
 from cute_kernels.linear.compile import LinearSpec
 from cute_kernels.linear.compile import spec_of as spec_of_config
 from cute_kernels.linear.inputs.compile import InputRowsSpec
@@ -77,7 +78,8 @@ def specs() -> list[KernelSpec]:
     found += [problem_of(576, 130, 576, *form) for form in formats]
     for m, n, k, group in SHAPES:
         found += [problem_of(m, n, k, 4, torch.bfloat16, group, zero) for zero in (False, True)]
-    found += [problem_of(m, n, k, 4, torch.bfloat16, 128, False) for m, n, k in SUMS]
+    chains = [(m, 1024, 1024) for m in (1, 8, 16, 64, 300)]
+    found += [problem_of(m, n, k, 4, torch.bfloat16, 128, False) for m, n, k in (*SUMS, *chains)]
     few: list[KernelSpec] = [LinearSpec(make_schedule(one).config) for one in found if one.m <= MAX_TOKENS]
     few += [LimbBlocksSpec(LimbBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
     few += [
@@ -236,6 +238,48 @@ def test_products_of_prepared_rows(m):
         want = run(plain, prepare_input(x, weight.perm, weight.input_scale))
         assert torch.equal(run(weight, x), want)
         assert torch.equal(run(weight, x), want), "kept"
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 64, 300])
+def test_a_launch_that_begins_early_waits_for_the_one_before(m):
+    """Of a chain in which each launch reads what the last one wrote, and writes what the one before that read."""
+    weight = known(1024, 1024, group_size=128).pack().to(CUDA)
+    scale, start = torch.ones(1024, device=CUDA, dtype=torch.bfloat16), activations(m, 1024, torch.bfloat16)
+    x, hidden = torch.empty_like(start), start.clone()
+
+    def chain(after) -> torch.Tensor:
+        hidden.copy_(start)
+        for _ in range(6):
+            for step in (
+                lambda: rms_norm(hidden, scale, out=x),
+                lambda: run(weight, x, residual=hidden, out=hidden),
+                lambda: run(weight, hidden, out=x),
+                lambda: run(weight, x, out=hidden),
+            ):
+                step()
+                after()
+        return hidden.clone()
+
+    want = chain(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(lambda: None)
+    for _ in range(30):
+        assert torch.equal(chain(lambda: None), want)
+        graph.replay()
+        assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_weights_that_have_just_been_written_are_read(m):
+    one, other = (known(1024, 1024, group_size=128, seed=seed).pack().to(CUDA) for seed in (0, 1))
+    weight = replace(one, codes=one.codes.clone(), scales=one.scales.clone())
+    x = activations(m, 1024, torch.bfloat16)
+    wanted = [run(each, x) for each in (one, other)]
+    for number in range(40):
+        weight.scales.copy_((one, other)[number % 2].scales)
+        weight.codes.copy_((one, other)[number % 2].codes)
+        assert torch.equal(run(weight, x), wanted[number % 2])
 
 
 @pytest.mark.parametrize("m, n, k", SUMS)

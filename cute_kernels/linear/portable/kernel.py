@@ -49,7 +49,7 @@ class PortableStore:
     """Every kind of output by way of fp32 in shared memory: stmatrix, which transposes 16-bit results, is sm_90's."""
 
     def __init__(self, config: PortableConfig):
-        self.config, self.epilogue = config, TileEpilogue(config, residuals=False)
+        self.config, self.epilogue = config, TileEpilogue(config, dense=False)
 
     def prepare(self, operands, shape, store: Store, corner, ordinal: int) -> None:
         """Nothing."""

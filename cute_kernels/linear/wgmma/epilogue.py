@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.linear import epilogue
-from cute_kernels.linear.config import BF16, FP16, NO_ACTIVATION, SWIGLU
+from cute_kernels.linear.config import BF16, FP16, GELU, NO_ACTIVATION, SILU, SWIGLU
 from cute_kernels.linear.wgmma.config import WARPGROUP_THREADS, WgmmaConfig
 from cute_kernels.linear.wgmma.places import Corner
 from cute_kernels.linear.wgmma.residual import BUFFERS, ResidualChunks
@@ -26,6 +26,7 @@ VECTOR = epilogue.VECTOR
 ROW_BYTES = 2 * TILE_N  # of a token's results of a tile in 16 bits
 PACKED_PITCH = ROW_BYTES + 16  # so that eight rows of 16 bytes are in different banks
 PACKED_VECTOR = 8  # results of 16 bytes
+MOST_GELU_M = 64  # rows of x of a tile whose accumulators gelu is computed of where they lie
 GATED_PITCH = ROW_BYTES // 2 + 16  # of a token's results where two rows of W make one
 
 
@@ -44,19 +45,20 @@ class TileEpilogue:
     """The store policy of a consumer warpgroup: staged, or by TMA where results are plain and in 16 bits.
 
     Args:
-        residuals: whether a launch may have a residual.
+        dense: whether of a dense product: results may have a residual, and activations of one feature each. Experts
+            have neither; should they, `store_any` serves them.
     """
 
-    def __init__(self, config: WgmmaConfig, *, residuals: bool = True):
-        self.config = config
+    def __init__(self, config: WgmmaConfig, *, dense: bool = True):
+        self.config, self.dense = config, dense
         self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
         self.tma_store = TmaStore(config)
-        self.takes_residuals, self.residuals = residuals, ResidualChunks(config)
+        self.residuals = ResidualChunks(config)
 
     @cute.jit
     def prepare(self, operands, shape, store: Store, corner: Corner, ordinal: int):
         """Before a work tile's products: asks for the residual of the ``ordinal``-th tile that is to be stored."""
-        if const_expr(self.takes_residuals and self.residuals.is_early(ordinal, 0)):
+        if const_expr(self.dense and self.residuals.is_early(ordinal, 0)):
             if self.adds_chunks(operands, shape):
                 self.wait_stored(store)
                 self.residuals.bring_first(operands, shape, store, corner, ordinal, early=True)
@@ -73,7 +75,7 @@ class TileEpilogue:
 
         ordinal: of the tile, among those of its work tile that the warpgroup stores, as `prepare` was told.
         """
-        if const_expr(self.takes_residuals):
+        if const_expr(self.dense):
             if self.adds_chunks(operands, shape):
                 self.add_bias(operands, shape, store, corner, acc, first)
                 self.store_sums(operands, shape, store, corner, acc, first, ordinal)
@@ -87,8 +89,10 @@ class TileEpilogue:
         """As `run`, of whatever has no residual that is added in chunks."""
         own_kind = FP16 if self.config.dtype == "fp16" else BF16
         plain = (shape.out_kind == own_kind) & (operands.residual == 0) & (operands.out % 16 == 0)
-        if plain & (shape.activation == NO_ACTIVATION) & (shape.n % PACKED_VECTOR == 0):
+        if plain & self.is_by_feature(shape.activation) & (shape.n % PACKED_VECTOR == 0):
             self.add_bias(operands, shape, store, corner, acc, first)
+            if const_expr(self.dense):
+                self.activate(shape, acc, first)
             if const_expr(self.config.bulk_stores):
                 self.tma_store.store(operands, store, corner, acc, first)
             else:
@@ -110,6 +114,26 @@ class TileEpilogue:
     def wait(self, store: Store):
         """For all threads of the warpgroup."""
         cute.arch.barrier(barrier_id=store.warpgroup + 1, number_of_threads=WARPGROUP_THREADS)
+
+    def is_by_feature(self, activation):
+        """Whether results leave one for each feature, of accumulators that `activate` serves."""
+        if not self.dense:
+            return activation == NO_ACTIVATION
+        return activation != SWIGLU if self.config.own_m <= MOST_GELU_M else activation < GELU
+
+    @cute.jit
+    def activate(self, shape, acc, first: int):
+        """silu or gelu of a tile's accumulators, in registers.
+
+        gelu is some 30 instructions for each of them: of more it would be more code than an SM fetches in that time.
+        """
+        if shape.activation == SILU:
+            for i in cutlass.range_constexpr(self.config.own_m // 2):
+                acc[first + i] = epilogue.silu(acc[first + i])
+        if const_expr(self.config.own_m <= MOST_GELU_M):
+            if shape.activation == GELU:
+                for i in cutlass.range_constexpr(self.config.own_m // 2):
+                    acc[first + i] = epilogue.gelu(acc[first + i])
 
     # -- with a residual ----------------------------------------------------------------------------------------------
 
