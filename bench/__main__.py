@@ -477,7 +477,7 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _table(options: argparse.Namespace) -> int:
-    from bench import accuracy_report, e2e_transformers, e2e_vllm, linear, mla, moe, report
+    from bench import accuracy_report, e2e_steps, e2e_transformers, e2e_vllm, linear, mla, moe, report
 
     of_kind = {
         "linear": (linear.markdown, report.MARK_LINEAR),
@@ -489,6 +489,8 @@ def _table(options: argparse.Namespace) -> int:
     record = options.result
     if record.get("engine") == "transformers":
         of_kind["e2e"] = (e2e_transformers.markdown, e2e_transformers.MARK)
+    if record.get("engine") == "steps":
+        of_kind["e2e"] = (e2e_steps.markdown, e2e_steps.MARK)
     of_suite = partial(report.markdown, suite=options.suite), report.mark(options.suite)
     markdown, mark = of_kind.get(str(record.get("kind")), of_suite)
     try:

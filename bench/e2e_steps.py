@@ -26,6 +26,7 @@ BATCHES = (1, 8, 32, 64, 256)
 CONTEXT = 8192
 OTHER_CONTEXTS = ((2048, 64), (65536, 8))  # with so many requests
 REPLAYS = 7
+MARK = "<!-- bench:e2e-steps -->"
 FLOOR_BYTES = 4 << 30  # what the rate of reading is measured on
 RESERVE = 6 << 30  # of the GPU's memory: activations, graphs, what torch keeps
 KINDS = {

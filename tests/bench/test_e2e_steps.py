@@ -154,3 +154,13 @@ class _Bench:
 
 def test_models_of_the_command_are_those_of_the_loops():
     assert tuple(MODELS) == command.STEP_MODELS
+
+
+def test_both_figures_are_drawn(record, tmp_path):
+    pytest.importorskip("matplotlib")
+    from bench.plots import plot
+
+    files = plot({**record, "rows": rows(), "engine": "steps"}, tmp_path)
+    assert [file.name for file in files] == ["step_latency.svg", "step_throughput.svg"]
+    for file in files:
+        assert "w4, int4_g4" in file.read_text() and "llama2-70b-shard8" in file.read_text()
