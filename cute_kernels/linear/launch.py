@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from cute_kernels.linear.inputs.launch import InputRows, input_rows
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, Plan, plan_of
 from cute_kernels.linear.reference import out_features
 from cute_kernels.linear.weight import check_presence
@@ -22,12 +23,14 @@ class KeptLaunch:
 
     Attributes:
         matrix: [M, K], the shape that the kernel takes x in; None where x has it.
+        inputs: what makes [M, K] of an x that the kernel cannot take as it is; None where it can.
         new_out: what the result is made of where the caller gives no tensor for it.
         numbers: what follows the workspace among the function's arguments.
     """
 
     plan: Plan
     matrix: tuple[int, int] | None
+    inputs: InputRows | None
     new_out: Blank
     numbers: tuple[int, ...]
 
@@ -40,6 +43,8 @@ class KeptLaunch:
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
         out: torch.Tensor | None,
+        perm: torch.Tensor | None = None,
+        input_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Launches on the current stream of the plan's device; ``out`` or a new result, in the call's own shape.
 
@@ -49,7 +54,9 @@ class KeptLaunch:
         index = plan.device_index
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
-                return self.run(x, codes, scales, zeros, bias, residual, out)
+                return self.run(x, codes, scales, zeros, bias, residual, out, perm, input_scale)
+        if self.inputs is not None:
+            x = self.inputs.make(x, perm, input_scale)
         if x.requires_grad:
             x = x.detach()
         if out is None:
@@ -75,18 +82,25 @@ def keep_launch(
     activation: str | None,
     out_dtype: torch.dtype,
     batch_invariant: bool,
+    perm: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> KeptLaunch | None:
-    """What to keep of a checked call; None for one that has no rows, or whose x must be copied first.
+    """What to keep of a checked call; None for one that has no rows, or whose x torch must copy first.
 
-    x: contiguous [..., K] on a CUDA device; other arguments as of `cute_kernels.linear.ops.apply`.
+    x: [..., K] on a CUDA device; other arguments as of `cute_kernels.linear.ops.apply`.
     """
     (n, k), m = shape, x.numel() // shape[1]
-    if m == 0 or not _is_aligned(x):
+    if m == 0:
+        return None
+    as_it_is = perm is input_scale is None and x.is_contiguous() and _is_aligned(x)
+    inputs = None if as_it_is else input_rows(x, perm, input_scale)
+    if inputs is None and not as_it_is:
         return None
     plan = plan_of(m, n, k, form, x.dtype, x.get_device(), batch_invariant)
     return KeptLaunch(
         plan=plan,
-        matrix=None if x.dim() == 2 else (m, k),
+        matrix=None if x.dim() == 2 or inputs is not None else (m, k),
+        inputs=inputs,
         new_out=blank((*x.shape[:-1], out_features(n, activation)), out_dtype),
         numbers=(n, *plan.sizes, ACTIVATIONS[activation], OUT_KINDS[out_dtype]),
     )

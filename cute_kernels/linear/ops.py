@@ -41,14 +41,16 @@ def apply(
     What a call that passed the checks launches is kept for those that they could not tell from it.
     """
     key = None
-    if is_direct(x, codes, bias, residual, out) and perm is input_scale and isinstance(batch_invariant, bool):
+    if is_direct(x, codes, bias, residual, out) and isinstance(batch_invariant, bool):
         try:
             key = (
                 x.shape,
                 x.dtype,
                 x.get_device(),
-                x.is_contiguous(),
+                x.is_contiguous() or x.stride(),
                 x.data_ptr() % VECTOR_BYTES,
+                None if perm is None else perm.data_ptr() % VECTOR_BYTES,
+                None if input_scale is None else input_scale.data_ptr() % VECTOR_BYTES,
                 codes.get_device(),
                 scales.dtype,
                 format.key,
@@ -64,7 +66,7 @@ def apply(
         except (TypeError, RuntimeError):  # an option that is not hashable, a tensor without strides: the checks say
             key = kept = None
         if kept is not None:
-            return kept.run(x, codes, scales, zeros, bias, residual, out)
+            return kept.run(x, codes, scales, zeros, bias, residual, out, perm, input_scale)
     n, k = shape
     checks.check_input(x, k, format.activation_dtype(scales.dtype), codes.device)
     dispatch = needs_dispatch(x=x, codes=codes)
@@ -81,10 +83,10 @@ def apply(
         checks.check_out(out)
         if not dispatch:
             checks.check_apart(out, x)
-    if key is not None and x.is_contiguous() and (residual is None or residual.is_contiguous()):
-        kept = keep_launch(x, format, shape, activation, out_dtype, batch_invariant)
+    if key is not None and (residual is None or residual.is_contiguous()):
+        kept = keep_launch(x, format, shape, activation, out_dtype, batch_invariant, perm, input_scale)
         if kept is not None:
-            return keep(_kept, key, kept).run(x, codes, scales, zeros, bias, residual, out)
+            return keep(_kept, key, kept).run(x, codes, scales, zeros, bias, residual, out, perm, input_scale)
     if residual is not None:
         residual = _rows(residual, columns)
     rows = _rows(x if perm is input_scale is None else prepare_input(x, perm, input_scale), k)

@@ -52,6 +52,8 @@ def test_a_kernel_with_other_arguments_is_refused():
 
 def test_every_kernel_has_the_arguments_that_are_declared():
     pytest.importorskip("cutlass")
+    from cute_kernels.linear.inputs import compile as inputs
+    from cute_kernels.linear.inputs.kernel import InputRowsKernel
     from cute_kernels.linear.kernel import LinearKernel
     from cute_kernels.linear.portable.kernel import PortableKernel
     from cute_kernels.linear.wgmma.kernel import WgmmaKernel
@@ -68,6 +70,7 @@ def test_every_kernel_has_the_arguments_that_are_declared():
     from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel, GroupedWgmmaKernel
 
     declared = {
+        InputRowsKernel: inputs.ARGUMENTS,
         LinearKernel: arguments.STREAM,
         WgmmaKernel: arguments.TILES,
         ResidentKernel: arguments.TILES,

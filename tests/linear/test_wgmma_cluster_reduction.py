@@ -235,8 +235,9 @@ def test_what_leaves_early_is_added_up_by_the_other_cta(config: ResidentConfig, 
     assert set(cluster.arrived.values()) == {config.partial_bytes}
     assert len(cluster.arrived) == config.block_tiles, "a barrier for each tile"
 
-    def store(operands, shape, place, corner, acc, first):
+    def store(operands, shape, place, corner, acc, first, ordinal):
         tile, row_warp = corner
+        assert 0 <= ordinal < config.n_tiles // 2, "of the tiles that the CTA stores"
         stored.append(tile)
         found = np.array([np.asarray(value) for value in acc[first : first + count]])
         np.testing.assert_allclose(found, exact[tile, row_warp], rtol=0, atol=2e-6)

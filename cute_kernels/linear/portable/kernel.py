@@ -49,10 +49,13 @@ class PortableStore:
     """Every kind of output by way of fp32 in shared memory: stmatrix, which transposes 16-bit results, is sm_90's."""
 
     def __init__(self, config: PortableConfig):
-        self.config, self.epilogue = config, TileEpilogue(config)
+        self.config, self.epilogue = config, TileEpilogue(config, dense=False)
+
+    def prepare(self, operands, shape, store: Store, corner, ordinal: int) -> None:
+        """Nothing."""
 
     @cute.jit
-    def run(self, operands, shape, store: Store, corner, acc, first: int):
+    def run(self, operands, shape, store: Store, corner, acc, first: int, ordinal: int):
         for chunk in cutlass.range_constexpr(len(self.config.chunks)):
             self.epilogue.store_any(operands, shape, store, corner, acc, first, chunk)
 

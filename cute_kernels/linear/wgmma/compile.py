@@ -15,7 +15,7 @@ SHARED_MODULES = ("arguments", "config", "epilogue", "work")  # of the room
 KERNEL_MODULES = (
     "cluster_reduction", "compile", "config", "consumers", "epilogue", "few_rows", "kernel", "limb_blocks",
     "limb_kernel", "limb_rows", "limbs", "limbs_ahead", "loads", "memory", "places", "policies", "reading", "reduction",
-    "register_mainloop", "synchronous", "tiles", "tma_store",
+    "register_mainloop", "residual", "synchronous", "tiles", "tma_store",
 )  # fmt: skip
 RESIDENT_MODULES = (
     "resident_config", "resident_early", "resident_kernel", "resident_loads", "resident_mainloop", "resident_rows",

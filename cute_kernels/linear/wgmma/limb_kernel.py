@@ -72,7 +72,7 @@ class LimbWgmmaKernel:
         reduction = make_reduction(config, TileEpilogue(config), places)
         self.consumers = Consumers(config, stages, places, mainloop, reduction)
         weights = WeightLoads(config, places, asks_first=True)
-        self.roles = TileRoles(config, places, weights, LimbBlockLoads(config), self.consumers)
+        self.roles = TileRoles(config, places, weights, LimbBlockLoads(config), self.consumers, dense=True)
 
     @cute.jit
     def __call__(

@@ -16,6 +16,7 @@ from cute_kernels.linear.wgmma.places import Places, parts_of
 from cute_kernels.linear.wgmma.policies import TMA_TILE_K, X_SCALE_ALIGNMENT
 from layouts.weights.hopper import TILE_BYTES
 
+BIAS_STEP = 32  # output features whose biases a lane asks for: half a line, as they may begin anywhere
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
@@ -209,6 +210,18 @@ def prefetch_k_blocks(config: WgmmaConfig, places: Places, operands, shape, sche
     for i in range(config.block_tiles):
         first = product(places.weight_tile(shape, work_tile, i), shape.k_blocks) + work_tile.begin
         numbers.prefetch_bulk_if(inside, operands.codes + first * k_block_bytes, Int32(k_blocks * k_block_bytes))
+
+
+def prefetch_biases(config: WgmmaConfig, places: Places, operands, shape, scheduler, lane) -> None:
+    """Asks for the biases of the first work tile into L2: half a line a lane; one warp.
+
+    Its consumers load them when the accumulators are complete, and would wait for memory then.
+    """
+    work_tile = scheduler.work_tile(scheduler.first)
+    row = work_tile.block * config.block_rows + lane * BIAS_STEP
+    there = (operands.bias != 0) & (lane < config.block_rows // BIAS_STEP) & (row < shape.n)
+    address = operands.bias + Int64(places.bias_place(shape, work_tile, row)) * 2
+    numbers.prefetch_line_if(cutlass.select_(there, Int32(1), Int32(0)), address)
 
 
 def first_group(config: WgmmaConfig, k_block) -> Any:

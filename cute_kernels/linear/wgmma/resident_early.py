@@ -151,6 +151,15 @@ class EarlyReduction:
                 self.partials.publish(memory, store, rank, tile, acc, i)
 
     @cute.jit
+    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
+        """Of the CTA's own tiles."""
+        for i in cutlass.range_constexpr(self.order.published, self.config.n_tiles):
+            tile = first_tile + self.order.place(i, work_tile.split)
+            if self.exists(tile):
+                corner = corner_of(self.config, self.places, shape, work_tile, tile)
+                self.epilogue.prepare(operands, shape, store, corner, i - self.order.published)
+
+    @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
         """Adds up and stores the CTA's own tiles; the others' have been published."""
         for i in cutlass.range_constexpr(self.order.published, self.config.n_tiles):
@@ -158,7 +167,8 @@ class EarlyReduction:
             if self.exists(tile):
                 self.partials.load(memory, store, tile, acc, i)
                 corner = corner_of(self.config, self.places, shape, work_tile, tile)
-                self.epilogue.run(operands, shape, store, corner, acc, i * (self.config.tile_m // 2))
+                first, ordinal = i * (self.config.tile_m // 2), i - self.order.published
+                self.epilogue.run(operands, shape, store, corner, acc, first, ordinal)
 
     def end(self) -> None:
         """Waits for the store."""

@@ -79,7 +79,7 @@ class RowsRoom:
 class ResidentRows:
     """What the consumer warps of a :class:`.resident_kernel.ResidentKernel` do with x."""
 
-    constant = True  # whether nobody writes x while the kernel runs
+    constant = False  # whether nobody writes x while the kernel runs: the launch before may, until it is waited for
 
     def __init__(self, room: RowsRoom):
         self.room = room

@@ -68,12 +68,7 @@ class TmaStore:
         """Rounds and stores the tile whose accumulators are accumulators[first : first + tokens / 2], a TMA tile at a
         time."""
         config = self.config
-        layout = self.layout(STORE_BUFFERS)
-        pointer = cute.make_ptr(self.type, store.staging, cute.AddressSpace.smem, assumed_align=TMA_TILE_ALIGNMENT)
-        tma_tiles = cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.type), layout.outer)
-        sources = cute.group_modes(tma_tiles, 0, 2)
-        places = cute.group_modes(cute.local_tile(operands.out_view, (STORE_M, TILE_N), (None, None)), 0, 2)
-        source, target = cpasync.tma_partition(operands.copy_out, 0, cute.make_layout(1), sources, places)
+        source, target = self.partition(operands, store)
         for number in cutlass.range_constexpr(config.own_m // STORE_M):
             place = target[None, corner.token // STORE_M + number, corner.row // TILE_N]
             tma_tile = source[None, number % STORE_BUFFERS]
@@ -82,6 +77,15 @@ class TmaStore:
                     self.store_tma_tile(operands, store, acc, first, number, tma_tile, place)
             else:
                 self.store_tma_tile(operands, store, acc, first, number, tma_tile, place)
+
+    def partition(self, operands: StoredOperands, store) -> Any:
+        """(TMA tiles of the buffers, those of the output) as they are copied."""
+        layout = self.layout(STORE_BUFFERS)
+        pointer = cute.make_ptr(self.type, store.staging, cute.AddressSpace.smem, assumed_align=TMA_TILE_ALIGNMENT)
+        tma_tiles = cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.type), layout.outer)
+        sources = cute.group_modes(tma_tiles, 0, 2)
+        places = cute.group_modes(cute.local_tile(operands.out_view, (STORE_M, TILE_N), (None, None)), 0, 2)
+        return cpasync.tma_partition(operands.copy_out, 0, cute.make_layout(1), sources, places)
 
     @cute.jit
     def store_tma_tile(self, operands: StoredOperands, store, acc, first: int, number: int, tma_tile, place):
@@ -101,6 +105,17 @@ class TmaStore:
         self.wait(store)
         if store.row_warp == 0:
             cute.copy(operands.copy_out, tma_tile, place)
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def send(self, operands: StoredOperands, store, corner, buffer: int, number: int):
+        """Stores the ``number``-th TMA tile, which all threads have put into the ``buffer``-th buffer."""
+        source, target = self.partition(operands, store)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.wait(store)
+        if (store.row_warp == 0) & (corner.token + number * STORE_M < corner.end):
+            place = target[None, corner.token // STORE_M + number, corner.row // TILE_N]
+            cute.copy(operands.copy_out, source[None, buffer % STORE_BUFFERS], place)
             cute.arch.cp_async_bulk_commit_group()
 
     def wait(self, store):

@@ -57,7 +57,7 @@ class GroupedRoles:
         self.config = config
         places, stages = ExpertPlaces(config), StageReader(config)
         mainloop = make_mainloop(config, stages, places, masks_by_lane=False, x_scale_shift=x_scale_shift)
-        reduction = make_reduction(config, TileEpilogue(config), places)
+        reduction = make_reduction(config, TileEpilogue(config, dense=False), places)
         consumers = Consumers(config, stages, places, mainloop, reduction)
         self.activations = TmaLoads(config, places, limbs=config.limbs, waits=config.limbs)
         # Nobody knows which weights are the first before the table is there.
