@@ -9,7 +9,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from cute_kernels.linear.experts import PackedExperts, quantize_experts
-from cute_kernels.linear.module import take_buffers
+from cute_kernels.linear.module import describe, take_buffers
 from cute_kernels.moe import ops
 from cute_kernels.moe.blocks import (
     SHARED_GATE,
@@ -22,6 +22,7 @@ from cute_kernels.moe.blocks import (
     with_shared,
 )
 from cute_kernels.moe.checks import check_experts, check_pair
+from cute_kernels.weight_formats import WeightFormat
 
 TENSOR_NAMES = ("codes", "scales", "zeros")
 
@@ -36,8 +37,7 @@ class QuantizedExperts(nn.Module):
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
-    bits: int
-    group_size: int | None
+    weight_format: WeightFormat
     shape: tuple[int, int]
 
     def __init__(self, weight: PackedExperts) -> None:
@@ -57,20 +57,29 @@ class QuantizedExperts(nn.Module):
         weight = None if is_compiling() else self._weight
         if weight is None or weight.codes is not self._buffers["codes"]:
             tensors: dict[str, Any] = {name: self._buffers[name] for name in TENSOR_NAMES}
-            form: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size, "shape": self.shape}
-            weight = PackedExperts(**tensors, **form, check_values=False)
+            weight = PackedExperts(**tensors, format=self.weight_format, shape=self.shape, check_values=False)
             if not is_compiling():
                 self._weight = weight  # kept, since to make and check it takes longer than to launch
         return weight
 
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self.weight_format.bits
+
+    @property
+    def group_size(self) -> int | None:
+        """Consecutive inputs that share a scale; None for one scale per row."""
+        return self.weight_format.group_size or None
+
     def extra_repr(self) -> str:
         return (
-            f"experts={len(self.codes)}, in_features={self.shape[1]}, out_features={self.shape[0]}, bits={self.bits}, "
-            f"group_size={self.group_size}, {self.scales.dtype}{', with zeros' if self.zeros is not None else ''}"
+            f"experts={len(self.codes)}, in_features={self.shape[1]}, out_features={self.shape[0]}, "
+            f"{describe(self.weight_format)}, {self.scales.dtype}{', with zeros' if self.zeros is not None else ''}"
         )
 
     def _set(self, weight: PackedExperts) -> None:
-        self.bits, self.group_size, self.shape = weight.bits, weight.group_size, weight.shape
+        self.weight_format, self.shape = weight.format, weight.shape
         self._weight: PackedExperts | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import shape_of
-from cute_kernels.norm.call import DTYPES, VECTOR_BYTES, NormCall, check_call, row_stride
+from cute_kernels.arguments import row_stride, shape_of
+from cute_kernels.norm.call import DTYPES, VECTOR_BYTES, NormCall, check_call
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import NormConfig, launch_shape
 from cute_kernels.norm.reference import norm_reference

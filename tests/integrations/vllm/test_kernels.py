@@ -14,6 +14,7 @@ from cute_kernels.kv_formats import format_of
 from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.weight_formats import integers
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_layers_are_loaded_once_and_all_together(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(prepare, "load", lambda device, specs: loaded.append([spec.symbol for spec in specs]))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     for n in (4096, 6144):
-        prepare.note(Problem(1, n, 4096, 4096, 4, "bf16", 128), prepare.RowCounts((1, 8), 8))
+        prepare.note(Problem(1, n, 4096, 4096, integers(4), "bf16"), prepare.RowCounts((1, 8), 8))
     prepare.load_noted(torch.device("cuda", 0))
     prepare.load_noted(torch.device("cuda", 0))
     assert len(loaded) == 1 and len(loaded[0]) >= 4
@@ -98,8 +99,8 @@ def test_layers_are_loaded_once_and_all_together(monkeypatch: pytest.MonkeyPatch
 def test_experts_of_few_and_of_many_tokens_are_ready(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     # A device that no other test has: layouts are kept by it.
-    gate_up = ExpertsForm(128, 1536, 2048, 2048, 4, 128, False, torch.bfloat16, 63)
-    down = ExpertsForm(128, 2048, 768, 768, 4, 128, False, torch.bfloat16, 63)
+    gate_up = ExpertsForm(128, 1536, 2048, 2048, integers(4), torch.bfloat16, 63)
+    down = ExpertsForm(128, 2048, 768, 768, integers(4), torch.bfloat16, 63)
     specs = expert_kernels.specs(gate_up, down, 8, (1, 32, 4096), torch.bfloat16, False)
     kinds = {type(spec).__name__ for spec in specs}
     assert {"RangeSpec", "GroupedWgmmaSpec", "RoutingSpec", "CombineSpec"} <= kinds
