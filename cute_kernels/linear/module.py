@@ -98,6 +98,7 @@ class QuantizedLinear(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         device: torch.device | str | None = None,
+        format: WeightFormat | str | None = None,
     ) -> QuantizedLinear:
         """The layer with a Linear's weight quantised; other arguments and errors as for `quantize_weight`.
 
@@ -107,7 +108,8 @@ class QuantizedLinear(nn.Module):
             raise TypeError(f"linear: got {type(linear).__name__}, want an nn.Linear")
         own: Any = linear
         w = own.weight.detach()
-        weight = quantize_weight(w.T if is_conv1d(linear) else w, bits, group_size, zero_point, dtype, device=device)
+        options: Any = {"device": device, "format": format}
+        weight = quantize_weight(w.T if is_conv1d(linear) else w, bits, group_size, zero_point, dtype, **options)
         layer = cls(weight, None if own.bias is None else own.bias.detach())
         return layer.train(linear.training)
 

@@ -173,6 +173,7 @@ class QuantizedMoE(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         device: torch.device | str | None = None,
+        format: WeightFormat | str | None = None,
     ) -> QuantizedMoE:
         """The layer with the weights of a block's experts quantised; other arguments as for `quantize_weight`.
 
@@ -194,7 +195,7 @@ class QuantizedMoE(nn.Module):
         reason = refusal(block)
         if reason is not None:
             raise ValueError(f"block: got a {type(block).__name__} that is not served: {reason}")
-        return cls._from_known_block(block, bits, group_size, zero_point, dtype, device=device)
+        return cls._from_known_block(block, bits, group_size, zero_point, dtype, device=device, format=format)
 
     @classmethod
     def _from_known_block(
@@ -206,13 +207,10 @@ class QuantizedMoE(nn.Module):
         dtype: torch.dtype | None,
         *,
         device: torch.device | str | None,
+        format: WeightFormat | str | None = None,
     ) -> QuantizedMoE:
         """As `from_block`, of a block that was found to be served."""
-        experts = block.experts
-        gate_up = quantize_experts(
-            experts.gate_up_proj.detach(), bits, group_size, zero_point, dtype, device=device, halves_in_turn=True
-        )
-        down = quantize_experts(experts.down_proj.detach(), bits, group_size, zero_point, dtype, device=device)
+        gate_up, down = _quantized(block.experts, bits, group_size, zero_point, dtype, device, format)
         return cls(block.gate, gate_up, down, shared_of(block)).train(block.training)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -261,6 +259,7 @@ class QuantizedRoutedExperts(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         device: torch.device | str | None = None,
+        format: WeightFormat | str | None = None,
     ) -> QuantizedRoutedExperts:
         """The experts with their weights quantised; other arguments as for `quantize_weight`.
 
@@ -278,10 +277,7 @@ class QuantizedRoutedExperts(nn.Module):
         reason = experts_refusal(experts)
         if reason is not None:
             raise ValueError(f"experts: got {type(experts).__name__} that are not served: {reason}")
-        gate_up = quantize_experts(
-            experts.gate_up_proj.detach(), bits, group_size, zero_point, dtype, device=device, halves_in_turn=True
-        )
-        down = quantize_experts(experts.down_proj.detach(), bits, group_size, zero_point, dtype, device=device)
+        gate_up, down = _quantized(experts, bits, group_size, zero_point, dtype, device, format)
         return cls(gate_up, down).train(experts.training)
 
     def forward(
@@ -291,6 +287,21 @@ class QuantizedRoutedExperts(nn.Module):
         modules: Any = self._modules
         experts, options = (modules["gate_up"].weight, modules["down"].weight), (None, self.batch_invariant, None)
         return ops.apply_moe(hidden_states, *experts, top_k_index, top_k_weights, "swiglu", *options)
+
+
+def _quantized(
+    experts: Any,
+    bits: int,
+    group_size: int | None,
+    zero_point: bool,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    form: WeightFormat | str | None,
+) -> tuple[PackedExperts, PackedExperts]:
+    """gate_up, gates and ups in turn, and down."""
+    weights, options = (bits, group_size, zero_point, dtype), {"device": device, "format": form}
+    gate_up = quantize_experts(experts.gate_up_proj.detach(), *weights, halves_in_turn=True, **options)
+    return gate_up, quantize_experts(experts.down_proj.detach(), *weights, **options)
 
 
 def _checked_shared(shared: Any) -> dict[str, nn.Module]:

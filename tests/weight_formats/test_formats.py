@@ -9,18 +9,20 @@ import copy
 import json
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from cute_kernels import PackedWeight, quantize_experts, quantize_weight, quantized_linear
+from cute_kernels import PackedWeight, quantize_experts, quantize_model, quantize_weight, quantized_linear
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.slices import slice_inputs, slice_outputs
 from cute_kernels.linear.tuned import key_of, problem_of
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.policies import MmaSync, RegisterWgmma
+from cute_kernels.model_config import describe_layers
 from cute_kernels.moe import tuned as moe_tuned
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.weight_formats import IntegerFormat, WeightFormat, integers, register, registered_formats
@@ -150,6 +152,24 @@ def test_experts_are_weights_of_the_format(form):
     for i, one in enumerate(state):
         wanted = quantize_weight(w[i], format=form)
         assert torch.equal(one.dequantize(torch.float64), wanted.dequantize(torch.float64))
+
+
+@every_kind
+def test_layers_of_a_model_take_it_and_say_so(form):
+    model: Any = torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32)).bfloat16()
+    wanted = [quantize_weight(layer.weight, format=form).dequantize(torch.float32) for layer in (model[0], model[2])]
+    bias = model[0].bias.detach().clone()
+    quantize_model(model, format=form, skip=())
+    for layer, weight in zip((model[0], model[2]), wanted, strict=True):
+        assert layer.weight_format is form and torch.equal(layer.weight.dequantize(torch.float32), weight)
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(2)).bfloat16()
+    assert torch.equal(model[0](x), quantized_linear(x, model[0].weight, bias))
+    other: Any = quantize_model(torch.nn.Sequential(torch.nn.Linear(96, 64)).bfloat16(), bits=8, group_size=64, skip=())
+    other[0].load_state_dict(model[0].state_dict())  # takes on the format that is loaded
+    assert other[0].weight_format is form and torch.equal(other[0](x), model[0](x))
+    (said,) = {json.dumps(group | {"names": []}) for group in describe_layers(other)["linear"]}
+    kind = {"bits", "group_size"} if isinstance(form, IntegerFormat) else {"format"}
+    assert kind <= json.loads(said).keys() and json.loads(said).get("format", form.key) == form.key
 
 
 @every_format
