@@ -151,21 +151,31 @@ def _replay_ms(replay: Callable[[], object]) -> float:
 
 
 def account(replay: Callable[[], object], layers: int) -> dict[str, float]:
-    """Microseconds of each kind of kernel a layer, empty where profiling is not allowed.
-
-    Kernels that overlap count in full, so that the sum may be more than the step.
-    """
+    """Microseconds of each kind of kernel a layer, as `shares` has them; empty where profiling is not allowed."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         replay()
         torch.cuda.synchronize()
+    kernels = [event for event in profiler.events() or [] if event.device_type == DeviceType.CUDA]
+    found = shares([(event.name, event.time_range.start, event.time_range.end) for event in kernels])
+    return {kind: round(us / layers, 3) for kind, us in sorted(found.items())}
+
+
+def shares(kernels: Iterable[tuple[str, float, float]]) -> dict[str, float]:
+    """Of each kind, how much later a chain of kernels, (name, start, end), ends because of it.
+
+    Kernels overlap: one that has begun may wait for the one before. It counts from where that one has ended, so that
+    all kinds together are the step.
+    """
     found: dict[str, float] = {}
-    for event in profiler.key_averages():
-        if event.device_time_total and not event.key.startswith("cuda"):
-            kind = kind_of(event.key)
-            found[kind] = found.get(kind, 0.0) + event.device_time_total / layers
-    return {kind: round(us, 3) for kind, us in sorted(found.items())}
+    last = None
+    for name, start, end in sorted(kernels, key=lambda kernel: kernel[2]):
+        before = start if last is None else last
+        found[kind_of(name)] = found.get(kind_of(name), 0.0) + end - before
+        last = end
+    return found
 
 
 def kind_of(kernel: str) -> str:

@@ -88,6 +88,13 @@ def test_kernels_are_told_apart_by_their_names(kernel, kind):
     assert kind_of(kernel) == kind
 
 
+def test_kernels_that_overlap_count_once():
+    """A norm that waits for a product from 5 on, and ends a microsecond behind it; a gap belongs to what follows."""
+    kernels = [("WgmmaKernel linear", 1.0, 10.0), ("NormKernel norm", 5.0, 11.0), ("linear", 12.0, 15.5)]
+    assert e2e_steps.shares(kernels) == {"products": 9.0 + 4.5, "norm": 1.0}
+    assert e2e_steps.shares([]) == {}
+
+
 def test_more_requests_fit_with_fewer_bytes_of_a_token():
     model, memory = MODELS["llama3-8b"], 74e9
     batches = [e2e_steps.largest_batch(model, case, 8192, memory) for case in (CASES[0], CASES[3])]
