@@ -67,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FORMAT",
         help="of weights, such as w4g128z-fp16, instead of --bits in groups of 128 and bf16; may be given again",
     )
+    layers = linear.add_mutually_exclusive_group()
+    layers.add_argument("--layers", nargs="+", type=_layer, metavar="NxK", help="sizes of weights, such as 6144x4096")
+    layers.add_argument("--shards", action="store_true", help="weights of models' shards, which no tuned table has")
     rows = linear.add_mutually_exclusive_group()
     rows.add_argument("--rows", nargs="+", type=_count, metavar="M", help="rows of x; default: powers of two")
     rows.add_argument("--between", action="store_true", help="numbers of rows in between the powers of two")
@@ -183,6 +186,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _layer(text: str) -> tuple[int, int]:
+    """The sizes of a weight as an argument."""
+    n, _, k = text.partition("x")
+    return _count(n), _count(k)
+
+
 def _minutes(text: str) -> float:
     """A time as an argument."""
     try:
@@ -278,8 +287,9 @@ def _linear(options: argparse.Namespace) -> int:
         rows = linear.BETWEEN_ROWS
     peers = linear_peers.DENSE if options.no_peers else linear_peers.PEERS
     formats = options.format or [Format(bits) for bits in options.bits]
+    layers = options.layers or (linear.SHARDS if options.shards else linear.LAYERS)
     try:
-        linear.run(bench, rows=rows, formats=formats, peers=peers, earlier=options.peers_from)
+        linear.run(bench, layers, rows=rows, formats=formats, peers=peers, earlier=options.peers_from)
     except ValueError as error:
         print(f"--peers-from: {error}", file=sys.stderr)
         return 2
