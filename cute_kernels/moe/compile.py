@@ -237,7 +237,7 @@ def compile_routing(config: RoutingConfig, arch: str, *options: str) -> Any:
     """As `compile_grouped`."""
     from cute_kernels.moe.routing import RoutingKernel
 
-    any_place: dict[str, int] = {"divisibility": 1, "assumed_align": config.id_bits // 8}
+    any_place: dict[str, Any] = {"divisibility": 1, "assumed_align": config.id_bits // 8}
     return compile_kernel(RoutingKernel, config, ROUTING, arch, *options, dtype=f"int{config.id_bits}", **any_place)
 
 
@@ -245,5 +245,5 @@ def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
     """As `compile_grouped`."""
     from cute_kernels.moe.combine import CombineKernel
 
-    any_place: dict[str, int] = {"divisibility": 1, "assumed_align": 4 if config.dtype == "fp32" else 2}
+    any_place: dict[str, Any] = {"divisibility": 1, "assumed_align": 4 if config.dtype == "fp32" else 2}
     return compile_kernel(CombineKernel, config, COMBINE, arch, *options, **any_place)

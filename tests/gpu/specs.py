@@ -153,8 +153,11 @@ def products_needed_by(work: Callable[[], object]) -> list[KernelSpec]:
     def mix_here(*given):
         ids, _weights, *sizes, out_dtype, invariant, _out = given[7:]
         if ids.numel():
-            products = zip((given[1:4], given[4:7]), (sizes[:3], sizes[3:]), strict=True)
-            forms = [moe_launch.Weights(*tensors, weight_format(size[0]), *size[1:]).form for tensors, size in products]
+            products = (*given[1:4], *sizes[:3]), (*given[4:7], *sizes[3:])
+            forms = [
+                moe_launch.Weights(codes, scales, zeros, weight_format(key), n, k).form
+                for codes, scales, zeros, key, n, k in products
+            ]
             moe_layer.moe_plan_of(*ids.shape, 8 * ids.element_size(), *forms, out_dtype, invariant)
         return mix(*given)
 

@@ -19,6 +19,7 @@ def kernels():
     from cute_kernels.integrations.vllm.linear import Form
     from cute_kernels.linear.experts import ExpertsForm
     from cute_kernels.linear.weight import padded_shape
+    from cute_kernels.weight_formats import integers
 
     gpu, num_sms = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).multi_processor_count
     specs = []
@@ -32,9 +33,7 @@ def kernels():
                 n=n,
                 k=k,
                 k_pad=padded_shape((n, k), group_size or None)[1],
-                bits=bits,
-                group_size=group_size,
-                has_zeros=zero_point,
+                format=integers(bits, group_size, zero_point),
                 dtype=dtype,
                 device_index=0,
             )

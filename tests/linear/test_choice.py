@@ -39,12 +39,16 @@ def planned(m: int, **options):
     return plan.plan_of(m, 4096, 4096, integers(4), torch.bfloat16, 0, **options)
 
 
+def config_of(m: int, **options) -> Any:
+    return planned(m, **options).schedule.config
+
+
 def test_hopper_takes_its_own_kernels(gpu):
     gpu((9, 0))
-    config = planned(1).schedule.config
-    assert isinstance(config, LinearConfig) or isinstance(config.mainloop, ResidentLimbs)
-    assert isinstance(planned(64).schedule.config.mainloop, RegisterWgmma)
-    assert isinstance(planned(64, portable=True).schedule.config.mainloop, PortableMmaSync)
+    one, many, portable = (config_of(1), config_of(64), config_of(64, portable=True))
+    assert isinstance(one, LinearConfig) or isinstance(one.mainloop, ResidentLimbs)
+    assert isinstance(many.mainloop, RegisterWgmma)
+    assert isinstance(portable.mainloop, PortableMmaSync)
 
 
 @pytest.mark.parametrize("capability, arch", [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((10, 0), "sm_100")])

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from cute_kernels.linear.config import MMA_N
 from cute_kernels.linear.portable.compile import PortableSpec
 from cute_kernels.linear.portable.config import PortableConfig
 from cute_kernels.linear.portable.schedule import example_configs
@@ -34,8 +35,9 @@ def test_resources_are_as_reviewed(config: PortableConfig, arch: str, measured: 
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
     # Two CTAs at least have room for their registers, on every one of these architectures.
     assert kernel["registers"] * config.num_threads * 2 <= 65536
-    assert kernel["opcodes"]["HMMA"] == config.k_block_steps * config.n_tiles * config.m_fragments
-    assert kernel["opcodes"]["LDSM"] == config.k_block_steps // 2 * config.m_fragments
+    m_fragments = config.tile_m // MMA_N
+    assert kernel["opcodes"]["HMMA"] == config.k_block_steps * config.n_tiles * m_fragments
+    assert kernel["opcodes"]["LDSM"] == config.k_block_steps // 2 * m_fragments
     reviewed = json.loads(golden.PORTABLE_PATH.read_text())["kernels"][arch][spec.symbol]
     changes = golden.differences(reviewed, found)
     assert not changes, f"{arch}: {changes}; if this is wanted, run {golden.COMMAND} and review the diff"

@@ -95,11 +95,9 @@ def test_a_table_does_not_hold_back_sixteen_rows_whose_limbs_stay():
         case = Problem(m, 28672, 4096, 4096, integers(4), "bf16")
         entry = shipped.entries.get(key_of(case))
         schedule = modelled(case) if entry is None else find(case, entry)
-        assert (
-            schedule is not None
-            and isinstance(schedule.config.mainloop, ResidentLimbs)
-            and schedule.config.reduction.early
-        )
+        assert schedule is not None
+        config: Any = schedule.config
+        assert isinstance(config.mainloop, ResidentLimbs) and config.reduction.early
 
 
 def test_a_table_decides_for_its_problem_only():

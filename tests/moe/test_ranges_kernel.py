@@ -75,7 +75,7 @@ class Rows:
     """Stands for `EntryRows`: puts twice a row's inputs in the place of its limbs, and a half in that of its scale."""
 
     def __init__(self, test: Launch):
-        self.test, self.real = test, EntryRows(ranges_kernel.LimbRoom(test.config))
+        self.test, self.real = test, EntryRows(ranges_kernel.room_of(test.config))
 
     def make(self, x, places, begin, end, warp, lane) -> None:
         machine, tokens = self.test.machine, self.test.config.tile_m

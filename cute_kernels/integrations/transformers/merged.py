@@ -167,7 +167,7 @@ class PartOfPair(QuantizedLinear):
         self.pair = (pair,)  # a tuple: not a module of its own, whose tensors a state dict would list
         self.halves = halves
         self.shape = (pair.out_features // 2 * len(halves), pair.in_features)
-        self.bits, self.group_size, self.batch_invariant = pair.bits, pair.group_size, pair.batch_invariant
+        self.weight_format, self.batch_invariant = pair.weight_format, pair.batch_invariant
         self.training = pair.training
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
