@@ -20,6 +20,7 @@ from cute_kernels.kv_formats import format_of
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.sm90 import NUM_SMS
+from cute_kernels.weight_formats import integers
 
 GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -120,6 +121,6 @@ def _linear() -> Iterator[KernelSpec]:
     rows = prepare.RowCounts(CAPTURED, MOST_TOKENS).all()
     shapes = dict.fromkeys(shape for layers in LAYERS for shape in layers.shapes)
     for (n, k), (bits, group_size), gpu in itertools.product(shapes, WEIGHTS, GPUS):
-        problem = Problem(1, n, k, k, bits, "bf16", group_size)
+        problem = Problem(1, n, k, k, integers(bits, group_size), "bf16")
         for m in rows:
             yield from prepare.specs_for(problem, m, gpu)
