@@ -86,8 +86,7 @@ def quantize_weight(
         codes = chosen.choose_codes(_grouped(w[start:stop], length), scales[start:stop], points)
         return codes.flatten(1)[:, : shape[1]]
 
-    if isinstance(chosen, IntegerFormat):
-        chosen, zeros = without_symmetric(chosen, zeros)
+    chosen, zeros = simplest(chosen, zeros)
     return pack(chosen, codes_of, scales, zeros, shape=shape, device=device)
 
 
@@ -148,6 +147,11 @@ def without_symmetric(chosen: IntegerFormat, zeros: torch.Tensor | None) -> tupl
     if zeros is None or bool((zeros == chosen.symmetric_zero).all()):
         return integers(chosen.bits, chosen.group_size), None
     return integers(chosen.bits, chosen.group_size, True), zeros
+
+
+def simplest(form: WeightFormat, zeros: torch.Tensor | None) -> tuple[WeightFormat, torch.Tensor | None]:
+    """Without zero points of integers that are all the symmetric one; other formats as they are."""
+    return without_symmetric(form, zeros) if isinstance(form, IntegerFormat) else (form, zeros)
 
 
 def _grouped(w: torch.Tensor, length: int) -> torch.Tensor:
@@ -268,8 +272,7 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
     if gate.zeros is not None or up.zeros is not None:
         points = (points_of(each, like=gate.scales) for each in (gate, up))
         zeros = in_turn(*(rows_of(each)[:n, :groups] for each in points))
-    if isinstance(chosen, IntegerFormat):
-        chosen, zeros = without_symmetric(chosen, zeros)
+    chosen, zeros = simplest(chosen, zeros)
     packed = pack(
         chosen,
         codes_of,

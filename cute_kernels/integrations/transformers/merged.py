@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cute_kernels.linear import PackedWeight, QuantizedLinear, interleave_weights, slice_outputs
-from cute_kernels.linear.quantize import pack_codes
+from cute_kernels.linear.quantize import pack, simplest
 from cute_kernels.linear.weight import TENSOR_NAMES, TILE_N, rows_of
 
 _TENSORS = (*TENSOR_NAMES, "bias", "shifts")
@@ -100,7 +100,7 @@ def _merge_quantized(parts: Sequence[Any]) -> QuantizedLinear | None:
 
 def _layer(tensors: dict[str, torch.Tensor | None], like: QuantizedLinear, rows: int) -> QuantizedLinear:
     fields: dict[str, Any] = {name: tensors[name] for name in TENSOR_NAMES}
-    form: dict[str, Any] = {"bits": like.bits, "group_size": like.group_size, "shape": (rows, like.in_features)}
+    form: dict[str, Any] = {"format": like.weight_format, "shape": (rows, like.in_features)}
     layer = QuantizedLinear(PackedWeight(**fields, **form, check_values=False), tensors["bias"], tensors["shifts"])
     layer.batch_invariant = like.batch_invariant
     return layer.train(like.training)
@@ -108,7 +108,7 @@ def _layer(tensors: dict[str, torch.Tensor | None], like: QuantizedLinear, rows:
 
 def _have_one_form(one: QuantizedLinear, other: QuantizedLinear) -> bool:
     """Whether two layers are of one format, and take their inputs the same way."""
-    for name in ("bits", "group_size", "in_features", "batch_invariant"):
+    for name in ("weight_format", "in_features", "batch_invariant"):
         if getattr(one, name) != getattr(other, name):
             return False
     if (one.scales.dtype, one.codes.device) != (other.scales.dtype, other.codes.device):
@@ -182,14 +182,10 @@ class PartOfPair(QuantizedLinear):
         groups = -(-k // weight.group_size) if weight.group_size else 1
         rows = torch.cat([torch.arange(half, n, 2, device=weight.device) for half in self.halves])
         codes = weight.unpack_tiles(0, weight.codes.shape[0])
-        packed = pack_codes(
-            lambda start, stop: codes[rows[start:stop], :k],
-            rows_of(weight.scales)[rows, :groups],
-            None if weight.zeros is None else rows_of(weight.zeros)[rows, :groups],
-            bits=weight.bits,
-            group_size=weight.group_size,
-            shape=self.shape,
-        )
+        zeros = None if weight.zeros is None else rows_of(weight.zeros)[rows, :groups]
+        form, zeros = simplest(weight.format, zeros)
+        scales = rows_of(weight.scales)[rows, :groups]
+        packed = pack(form, lambda start, stop: codes[rows[start:stop], :k], scales, zeros, shape=self.shape)
         # The codes are in packed order already.
         packed = replace(packed, perm=weight.perm, input_scale=weight.input_scale, check_values=False)
         layer = QuantizedLinear(packed, None if pair.bias is None else pair.bias[rows])

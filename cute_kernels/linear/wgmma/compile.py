@@ -99,7 +99,7 @@ class LimbBlocksSpec(KernelSpec):
     family: ClassVar[str] = "linear"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
