@@ -142,16 +142,19 @@ class CodedRows:
                 base = cutlass.select_(row >= run * self.run_rows, bases[run], base)
             held.scale[0] = load_word_below(row - low, count, base + (row % self.run_rows) * rows.token_bytes)
 
-    @cute.jit
-    def store(self, held: Held, memory, stage: Int32, warp: Int32, lane: Int32):
-        """Decodes what a warp holds into its rows of a tile, which is free."""
-        below = lane // self.row_words if const_expr(self.row_words < WARP_THREADS) else Int32(0)
-        word = lane % self.row_words if const_expr(self.row_words < WARP_THREADS) else lane
+    def place(self, warp, lane):
+        """Byte offset in a tile of what a lane's first word becomes."""
+        below = lane // self.row_words if self.row_words < WARP_THREADS else Int32(0)
+        word = lane % self.row_words if self.row_words < WARP_THREADS else lane
         column = word * self.word_codes
         slab, piece = column // SLAB_COLUMNS, column % SLAB_COLUMNS // 8
-        place = memory.tiles + memory.tile(self.operand, stage) + slab * self.config.slab_bytes
-        place = place + (warp * self.warp_rows + below) * wgmma_tiles.ROW_BYTES
-        place = place + (piece ^ below) * wgmma_tiles.PIECE_BYTES + column % 8 * 2
+        place = slab * self.config.slab_bytes + (warp * self.warp_rows + below) * wgmma_tiles.ROW_BYTES
+        return place + (piece ^ below) * wgmma_tiles.PIECE_BYTES + column % 8 * 2
+
+    @cute.jit
+    def store(self, held: Held, memory, stage: Int32, place: Int32, warp: Int32, lane: Int32):
+        """Decodes what a warp holds into its rows of a tile, which is free; place: :meth:`place`."""
+        place = place + (memory.tiles + memory.tile(self.operand, stage))
         for k in cutlass.range_constexpr(self.num_loads):
             row, part = k * WARP_THREADS // self.row_words, k * WARP_THREADS % self.row_words
             offset = row * wgmma_tiles.ROW_BYTES + part * self.word_codes // SLAB_COLUMNS * self.config.slab_bytes
@@ -187,23 +190,35 @@ class RowProducer:
     def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
         """Fills the tiles of a work tile, the last block first; the ring's next stage and phase."""
         keys, values = self.keys.make(), self.values.make()
+        # Not what they are made of: registers are scarce.
+        places = ptx.pinned(self.keys.place(warp, lane)), ptx.pinned(self.values.place(warp, lane))
         if span.begin < span.end:
             self.keys.load(keys, source, work, first_valid, span.end - 1, warp, lane)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
             self.values.load(values, source, work, first_valid, block, warp, lane)
-            self.publish(self.keys, keys, memory, warp, lane, stage, phase)
+            self.publish(self.keys, keys, memory, places[0], warp, lane, stage, phase)
             self.keys.load(keys, source, work, first_valid, cutlass.max(block - 1, span.begin), warp, lane)
-            self.publish(self.values, values, memory, warp, lane, stage, phase)
+            self.publish(self.values, values, memory, places[1], warp, lane, stage, phase)
             stage, phase = advance(stage, phase, self.config.num_stages)
         return stage, phase
 
     @cute.jit
-    def publish(self, operand: cutlass.Constexpr, held, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
+    def publish(
+        self,
+        operand: cutlass.Constexpr,
+        held,
+        memory,
+        place: Int32,
+        warp: Int32,
+        lane: Int32,
+        stage: Int32,
+        phase: Int32,
+    ):
         """Writes a warp's rows of a tile when it is free, and says so."""
         number = memory.barrier(operand.operand, stage)
         cute.arch.mbarrier_wait(memory.empty + number, phase)
-        operand.store(held, memory, stage, warp, lane)
+        operand.store(held, memory, stage, place, warp, lane)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:

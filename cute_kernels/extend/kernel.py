@@ -158,13 +158,13 @@ class ExtendKernel:
     def publish(self, shape, lengths, memory, tile: Int32, slot: Int32, phase: Int32, lane: Int32):
         """Tells the CTA of the work tile ``tile``, or of the next drawn one that exists; its number."""
         found = Int32(0)
-        request, head, split, first_row, num_rows = Int32(END), Int32(0), Int32(0), Int32(0), Int32(0)
+        request, part, first_row, num_rows = Int32(END), Int32(0), Int32(0), Int32(0)
         q_start, before, kv_start, kv_stop = Int32(0), Int32(0), Int32(0), Int32(0)
         while found == 0:
             if tile >= shape.num_tiles:
                 request, found = Int32(END), Int32(1)
             else:
-                request, head, split, first_row, num_rows, q_start, before, kv_start, kv_stop = self.worker.find(
+                request, part, first_row, num_rows, q_start, before, kv_start, kv_stop = self.worker.find(
                     shape, lengths, tile, lane
                 )
                 if (first_row >= 0) & (first_row < num_rows):
@@ -173,7 +173,7 @@ class ExtendKernel:
                     tile = self.worker.draw(shape, lengths.counter, lane)
         cute.arch.mbarrier_wait(memory.work_empty + slot, phase)
         if lane == 0:
-            words = Work(request, head, split, first_row, num_rows, q_start, before, kv_start, kv_stop).words()
+            words = Work(request, part, first_row, num_rows, q_start, before, kv_start, kv_stop).words()
             address = memory.slots + slot * 32
             ptx.store_shared(address, 0, words[:4])
             ptx.store_shared(address, 16, words[4:])

@@ -57,8 +57,7 @@ class Work:
 
     Attributes:
         request: END behind the last work tile.
-        head: KV head.
-        split: part of its keys.
+        part: which KV head (`head`) and which part of its keys (`split`), in a word.
         first_row: of its rows among the request's: row = query * group + head of the group.
         num_rows: of the request.
         q_start: the request's first query.
@@ -68,8 +67,7 @@ class Work:
     """
 
     request: Any
-    head: Any
-    split: Any
+    part: Any
     first_row: Any
     num_rows: Any
     q_start: Any
@@ -79,14 +77,21 @@ class Work:
 
     def words(self) -> list[Uint32]:
         """As they are told to consumers."""
-        places = (self.request, self.head + self.split * (1 << SPLIT_SHIFT), self.first_row, self.num_rows)
+        places = (self.request, self.part, self.first_row, self.num_rows)
         return [Uint32(value) for value in (*places, self.q_start, self.before, self.kv_start, self.kv_stop)]
 
     @staticmethod
     def of_words(words) -> Work:
         """Every warp's own numbers, alike in all lanes."""
-        request, both, *others = (cute.arch.make_warp_uniform(Int32(word)) for word in words)
-        return Work(request, both & ((1 << SPLIT_SHIFT) - 1), both >> SPLIT_SHIFT, *others)
+        return Work(*(cute.arch.make_warp_uniform(Int32(word)) for word in words))
+
+    @property
+    def head(self):
+        return self.part & ((1 << SPLIT_SHIFT) - 1)
+
+    @property
+    def split(self):
+        return self.part >> SPLIT_SHIFT
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,7 @@ class Worker:
         kv_len = cutlass.min(cutlass.max(kv_len, 0), most)
         before = kv_len - (q_end - q_start)
         kv_stop = cutlass.select_(lengths.prefix_only != 0, cutlass.max(before, 0), kv_len)
-        return low, head, split, first_row, rows, q_start, before, kv_start, kv_stop
+        return low, head + split * (1 << SPLIT_SHIFT), first_row, rows, q_start, before, kv_start, kv_stop
 
     @cute.jit
     def draw(self, shape: Shape, counter: Int64, lane: Int32):

@@ -97,6 +97,7 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"block_size": 128},
         {"head_size": 256},
         {"use_batch_invariant": True},
+        {"use_batch_invariant": True, "head_size": 256},
     ):
         assert Backend.validate_configuration(**selected(**changes)) == [], changes
     for kv in ("fp8_e4m3", "int8_per_token_head", "fp8_per_token_head", "auto"):
@@ -111,7 +112,6 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"use_mm_prefix": True},
         {"use_non_causal": True},
         {"use_batch_invariant": True, "kv_cache_dtype": "int8_per_token_head"},
-        {"use_batch_invariant": True, "head_size": 256},
         {"use_kv_connector": True},
         {"use_per_head_quant_scales": True},
         {"attn_type": "encoder_only"},
