@@ -106,7 +106,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return True  # `validate_configuration` has the formats for which it is not so
+        return environment.tries_invariance()  # `validate_configuration` has the formats for which it is never so
 
     @classmethod
     def supports_kv_connector(cls) -> bool:

@@ -96,8 +96,6 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"has_sliding_window": True},
         {"block_size": 128},
         {"head_size": 256},
-        {"use_batch_invariant": True},
-        {"use_batch_invariant": True, "head_size": 256},
     ):
         assert Backend.validate_configuration(**selected(**changes)) == [], changes
     for kv in ("fp8_e4m3", "int8_per_token_head", "fp8_per_token_head", "auto"):
@@ -111,13 +109,27 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"use_mla": True},
         {"use_mm_prefix": True},
         {"use_non_causal": True},
-        {"use_batch_invariant": True, "kv_cache_dtype": "int8_per_token_head"},
+        {"use_batch_invariant": True},
         {"use_kv_connector": True},
         {"use_per_head_quant_scales": True},
         {"attn_type": "encoder_only"},
         {"device_capability": DeviceCapability(10, 0)},
     ):
         assert Backend.validate_configuration(**selected(**changes)), changes
+
+
+@check
+def invariance_is_served_where_it_is_tried_and_can_be() -> None:
+    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend as Backend
+
+    def reasons(**changes: Any) -> list[str]:
+        return Backend.validate_configuration(**selected(use_batch_invariant=True, **changes))
+
+    assert any("batch invariance" in reason for reason in reasons())
+    with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_INVARIANT": "1"}):
+        assert reasons() == []
+        assert any("each of V's rows" in reason for reason in reasons(kv_cache_dtype="int8_per_token_head"))
+        assert any("head size 256" in reason for reason in reasons(head_size=256))
 
 
 @check
