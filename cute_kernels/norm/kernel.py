@@ -79,9 +79,9 @@ class NormKernel:
         columns = [(v * config.threads + thread) * VECTOR for v in range(config.vectors)]
         # Threads past the row's end read its last vector, which counts for nothing.
         places = [cutlass.min(column, rows.n - VECTOR) for column in columns]
+        scales, shifts = self.load_weights(weight, bias, places) if config.asks_early else ([], [])
         # The next kernel may begin at once: it waits for this one's end before it reads what is stored here.
         cute.arch.griddepcontrol_launch_dependents()
-        scales, shifts = self.load_weights(weight, bias, places) if config.asks_early else ([], [])
         cute.arch.griddepcontrol_wait()
         words = [self.load_row(rows.x, row * rows.x_stride + place) for place in places]
         if const_expr(config.has_residual):

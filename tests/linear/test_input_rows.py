@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,3 +73,101 @@ def test_every_sm_has_something_of_few_rows(m: int, k: int):
 def test_rows_that_no_shared_memory_holds_have_no_room():
     assert [room_for(k) for k in (8, 8192, 8200, 98_304, 98_312)] == [8192, 8192, 32_768, 98_304, None]
     assert InputRowsConfig("bf16", 100).can_implement() and InputRowsConfig("fp32").can_implement()
+
+
+class Grid:
+    """All threads of a launch, one after the other, with Python's integers. Shared memory is what the pass before left:
+    in the second pass of a CTA a thread finds what all threads have brought, as behind the barrier."""
+
+    def __init__(self, memory: np.ndarray, parts: int, dtype: torch.dtype):
+        self.memory, self.parts, self.dtype = memory, parts, dtype
+        self.shared, self.written = np.zeros(1 << 17, np.uint8), np.zeros(memory.size, np.int64)
+        self.block, self.thread, self.waited, self.pass_number = (0, 0), 0, False, 0
+
+    def install(self, monkeypatch) -> None:
+        arch = SimpleNamespace(
+            thread_idx=lambda: (self.thread, 0, 0),
+            block_idx=lambda: (*self.block, 0),
+            grid_dim=lambda: (0, self.parts, 1),
+            griddepcontrol_wait=lambda: setattr(self, "waited", True),
+        )
+        done = ("griddepcontrol_launch_dependents", "cp_async_commit_group", "cp_async_wait_group", "sync_threads")
+        for name in done:
+            setattr(arch, name, lambda *arguments: None)
+        room = SimpleNamespace(allocate=lambda size, byte_alignment: SimpleNamespace(toint=lambda: 0))
+        monkeypatch.setattr(kernel, "cute", SimpleNamespace(arch=arch, make_rmem_tensor=lambda n, kind: [0] * n))
+        monkeypatch.setattr(
+            kernel,
+            "cutlass",
+            SimpleNamespace(
+                min=min,
+                range=lambda *bounds, unroll: range(*bounds),
+                utils=SimpleNamespace(SmemAllocator=lambda: room),
+            ),
+        )
+        monkeypatch.setattr(kernel, "numbers", self)
+        monkeypatch.setattr(kernel, "ptx", self)
+        for name in ("Int32", "Int64", "Uint32"):
+            monkeypatch.setattr(kernel, name, int)
+        monkeypatch.setattr(kernel, "const_expr", bool)
+
+    def words(self, memory: np.ndarray, address: int, size: int, count: int) -> list[int]:
+        assert address % (size * count) == 0 and 0 <= address <= memory.size - size * count
+        return [int.from_bytes(memory[address + i * size : address + (i + 1) * size], "little") for i in range(count)]
+
+    def load_global_words(self, address: int, offset: int, count: int, *, constant: bool = True) -> list[int]:
+        assert constant or self.waited, "x is read before the launch before has ended"
+        return self.words(self.memory, address + offset, 4, count)
+
+    def load_global_part(self, address: int, offset: int, size: int) -> int:
+        return self.words(self.memory, address + offset, size, 1)[0]
+
+    def copy_async(self, target: int, source: int, size: int) -> None:
+        assert self.waited and source % 16 == 0 and target % 16 == 0
+        self.shared[target : target + size] = self.memory[source : source + size]
+
+    def load_shared_part(self, address: int, offset: int, size: int) -> int:
+        return self.words(self.shared, address + offset, size, 1)[0]
+
+    def store_global(self, address: int, words: list[int]) -> None:
+        assert self.waited and address % 16 == 0
+        if self.pass_number == 1:
+            self.written[address : address + 16] += 1
+            self.memory[address : address + 16] = np.array(words, np.uint32).view(np.uint8)
+
+    def prmt(self, a: int, b: int, selector: int) -> int:
+        assert selector == 0x5410
+        return (a & 0xFFFF) | (b & 0xFFFF) << 16
+
+    def element(self, half: int) -> float:
+        return float(torch.tensor([half], dtype=torch.int32).to(torch.int16).view(self.dtype)[0])
+
+    def run(self, subject: Any, m: int, *arguments: int) -> None:
+        body = vars(kernel.InputRowsKernel)["kernel"].__wrapped__
+        for row, part, number, thread in np.ndindex(m, self.parts, 2, THREADS):
+            self.block, self.pass_number, self.thread, self.waited = (row, part), number, thread, False
+            body(subject, *arguments)
+
+
+@pytest.mark.parametrize("m, k, parts", [(1, 8, 1), (2, 264, 1), (1, 4104, 3), (3, 520, 2)])
+@pytest.mark.parametrize("room, scaled", [(0, False), (ROOMS[0], False), (ROOMS[0], True)])
+def test_a_launch_writes_every_row_once(m: int, k: int, parts: int, room: int, scaled: bool, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(m, k + 24, generator=generator).bfloat16()
+    order = torch.randperm(k, generator=generator).to(torch.int32)
+    factors = torch.randn(k, generator=generator).bfloat16()
+    out = np.zeros(2 * m * k + 64, np.uint8)
+    made = [
+        out,
+        *(np.concatenate([bytes_of(part), np.zeros(-part.nbytes % 16, np.uint8)]) for part in (wide, order, factors)),
+    ]
+    starts = [int(start) for start in np.cumsum([0, *(part.size for part in made)])]
+    grid = Grid(np.concatenate(made), parts, torch.bfloat16)
+    subject: Any = kernel.InputRowsKernel(InputRowsConfig("bf16", room, scaled))
+    grid.install(monkeypatch)
+    subject.halves = (lambda word: grid.element(word & 0xFFFF), lambda word: grid.element(word >> 16))
+    subject.pack = lambda low, high: int(torch.tensor([low, high]).bfloat16().view(torch.int32)[0]) & 0xFFFFFFFF
+    grid.run(subject, m, 0, k // 8, starts[1] + 16, starts[2], starts[3], k + 24)
+    want = prepare_input(wide[:, 8 : k + 8], order if room else None, factors if scaled else None)
+    assert np.array_equal(grid.memory[: 2 * m * k], bytes_of(want.contiguous()))
+    assert np.all(grid.written[: 2 * m * k] == 1) and not grid.written[2 * m * k :].any()

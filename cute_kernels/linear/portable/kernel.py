@@ -48,6 +48,8 @@ class Stages:
 class PortableStore:
     """Every kind of output by way of fp32 in shared memory: stmatrix, which transposes 16-bit results, is sm_90's."""
 
+    dense = False  # as of `TileEpilogue`: all of its results are stored as any kind
+
     def __init__(self, config: PortableConfig):
         self.config, self.epilogue = config, TileEpilogue(config, dense=False)
 

@@ -127,6 +127,7 @@ class ClusterReduction:
 
     def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, places: Places):
         self.config, self.epilogue, self.places = config, epilogue, places
+        self.prepares = epilogue.dense
         self.partials = Partials(config)
         self.interleaved = InterleavedReduction(config, self.partials)
 

@@ -63,12 +63,13 @@ class Consumers:
         for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
             work_tile = scheduler.work_tile(index)
             first_tile, k_rank = self.stages.first_tile(group), self.stages.k_rank(group)
-            # Nothing of these places is kept for the tile's end: all registers belong to the products.
-            alone = (
-                replace(store, tid=ptx.pinned(Int32(store.tid))),
-                replace(work_tile, split=ptx.pinned(Int32(work_tile.split))),
-            )
-            self.reduction.prepare(operands, shape, *alone, first_tile, k_rank)
+            if const_expr(self.reduction.prepares):
+                # Nothing of these places is kept for the tile's end: all registers belong to the products.
+                alone = (
+                    replace(store, tid=ptx.pinned(Int32(store.tid))),
+                    replace(work_tile, split=ptx.pinned(Int32(work_tile.split))),
+                )
+                self.reduction.prepare(operands, shape, *alone, first_tile, k_rank)
             acc.fill(0.0)
             channel = self.channel.load(operands, shape, work_tile, first_tile, place)
             state = (stage, phase, last)

@@ -27,7 +27,11 @@ class Reduction(Protocol):
     """What a consumer warpgroup does with the accumulators of a work tile.
 
     first_tile: of the warpgroup, among the block's. k_rank: of the warpgroup, among those that interleave k blocks.
+    prepares: whether `prepare` asks for anything.
     """
+
+    @property
+    def prepares(self) -> bool: ...
 
     def begin(self) -> None: ...
 
@@ -41,6 +45,9 @@ class Reduction(Protocol):
 class TileStore(Protocol):
     """How a warpgroup's tile of finished accumulators reaches the output: `.epilogue.TileEpilogue` and its like."""
 
+    @property
+    def dense(self) -> bool: ...
+
     def prepare(self, operands, shape, store, corner, ordinal: int) -> None: ...
 
     def run(self, operands, shape, store, corner, acc, first: int, ordinal: int) -> None: ...
@@ -53,6 +60,7 @@ class WorkspaceReduction:
 
     def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
         self.config, self.epilogue, self.places = config, epilogue, places
+        self.prepares = epilogue.dense
 
     def begin(self) -> None:
         """Nothing."""
@@ -128,6 +136,7 @@ class RowExchange:
 
     def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, places: Places):
         self.config, self.epilogue, self.places = config, epilogue, places
+        self.prepares = epilogue.dense
 
     def begin(self) -> None:
         """Nothing."""

@@ -131,6 +131,7 @@ class EarlyReduction:
 
     def __init__(self, config: ResidentConfig, epilogue: TileEpilogue, places: Places, order: TileOrder):
         self.config, self.epilogue, self.places, self.order = config, epilogue, places, order
+        self.prepares = epilogue.dense
         self.partials = Partials(config)
 
     def begin(self) -> None:
