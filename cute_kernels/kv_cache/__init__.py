@@ -2,7 +2,7 @@
 
 Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, `rotate`, `bulk`, `compile`, `ops`; in
 `step` and `step_ops` (append and attention as one call); and in `cache`, `pages`, `batch`, `memory`, `calibration`,
-`smoothing`.
+`smoothing`, `transforms`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from cute_kernels.kv_cache.pages import OutOfPagesError
 from cute_kernels.kv_cache.rope import LinearScaling, Llama3Scaling, NtkScaling, Rope, YarnScaling
 from cute_kernels.kv_cache.smoothing import check_pairs, fold, smooth_keys
 from cute_kernels.kv_cache.step import append_and_decode
+from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.kv_formats import format_pair
 from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, QkvBias
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "CacheTransform",
     "Calibrator",
     "KVCache",
     "LinearScaling",
