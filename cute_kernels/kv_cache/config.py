@@ -10,6 +10,8 @@ DTYPES = ("bf16", "fp16")  # of q, k and v
 BULK_DTYPES = ("bf16", "fp16", "fp32")  # of what is quantised in bulk
 ROPE_STYLES = ("none", "half", "interleaved")
 LANE_ELEMENTS = 8  # columns that a lane owns of the wider operand: 16 bytes of bf16
+GROUP_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20: of a q head and a group of them
+MAX_TRANSFORMED_HEADS = 1 << GROUP_BITS // 2  # of q, where KV heads are found so
 
 # Bits of a launch's mode.
 HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS = (1 << i for i in range(4))
@@ -41,6 +43,15 @@ def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> i
     return max(unit, 4) if header else unit
 
 
+def cannot_rotate(width: int, head_dim: int) -> str | None:
+    """Why rows of ``head_dim`` columns have no Hadamard blocks of ``width`` here, or None: lanes own whole powers of 2."""
+    if width < 1 or width & (width - 1) or head_dim % width:
+        return f"{width} is not a power of two that divides head_dim {head_dim}"
+    if width > 1 and head_dim & (head_dim - 1):
+        return f"{width} is not 1, with a head_dim of {head_dim}: the kernels rotate head_dim 64, 128 and 256"
+    return None
+
+
 @dataclass(frozen=True)
 class AppendConfig:
     """One compiled variant of the append kernel.
@@ -61,6 +72,8 @@ class AppendConfig:
             requests, whose code would be fetched, or jumped over, by every warp; see `for_decode`.
         leads: attention over the same caches is launched as its programmatic dependent: it lets that one start
             early, on SMs whose shared memory it leaves alone.
+        transform: whether rows have a transform between RoPE and quantisation: any of its constants may be given.
+        k_rotation, v_rotation: width of its Hadamard blocks, of k and q and of v; 1 for none.
     """
 
     k_format: str
@@ -80,6 +93,9 @@ class AppendConfig:
     leads: bool = False
     split: bool = True
     decode: bool = False
+    transform: bool = False
+    k_rotation: int = 1
+    v_rotation: int = 1
 
     def for_decode(self) -> "AppendConfig":
         """The kernel that does the same where ``decode`` holds, sooner.
@@ -140,6 +156,7 @@ class AppendConfig:
         extras = "_bias" * self.has_bias + "_norm" * self.has_norm
         extras += f"_w{self.num_warps}r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
         extras += f"l{self.lane_columns}" + "h" * self.split + "_decode" * self.decode + "_leads" * self.leads
+        extras += f"_transform{self.k_rotation}x{self.v_rotation}" if self.transform else ""
         return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
 
     def can_implement(self) -> str | None:
@@ -155,6 +172,11 @@ class AppendConfig:
             return f"rotary_dim {self.rotary_dim} without RoPE"
         if self.rope != "none" and not (2 <= self.rotary_dim <= self.head_dim_k and self.rotary_dim % 2 == 0):
             return f"rotary_dim {self.rotary_dim} is not an even number from 2 to head_dim_k = {self.head_dim_k}"
+        for name, head_dim in (("k_rotation", self.head_dim_k), ("v_rotation", self.head_dim_v)):
+            if (reason := cannot_rotate(getattr(self, name), head_dim)) is not None:
+                return f"{name} {reason}"
+        if not self.transform and (self.k_rotation, self.v_rotation) != (1, 1):
+            return "a rotation is part of a transform"
         if not 1 <= self.num_warps <= 32:
             return f"num_warps {self.num_warps} is not from 1 to 32"
         if not 1 <= self.rows_in_flight <= 8:

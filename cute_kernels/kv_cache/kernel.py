@@ -1,4 +1,5 @@
-"""Append: bias, QK-norm, RoPE, quantisation and scatter of new tokens' K and V, and the rotated q, in one launch.
+"""Append: bias, QK-norm, RoPE, cache transform, quantisation and scatter of new tokens' K and V, and the rotated q, in
+one launch.
 
 Shape of the work: a *team* of lanes takes one token and a few of its q heads, k heads or v heads; the teams of a CTA
 take other tokens and the same heads, so a CTA runs one of three loops. A team first asks for its first rows and for
@@ -20,6 +21,7 @@ from cute_kernels.device.lanes import lane_sum, neighbours
 from cute_kernels.device.rows import Elements, make_row
 from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import (
+    GROUP_BITS,
     HAS_Q,
     HAS_SEQ_LENS,
     HAS_TABLE,
@@ -28,9 +30,10 @@ from cute_kernels.kv_cache.config import (
     AppendConfig,
     rows_per_team,
 )
-from cute_kernels.kv_cache.operands import Extras, Heads, Inputs, Place, Shares, Targets, Where
+from cute_kernels.kv_cache.operands import Extras, Heads, Inputs, Place, Shares, Targets, Transforms, Where
 from cute_kernels.kv_cache.page import PageFetch
 from cute_kernels.kv_cache.rotate import Rotator
+from cute_kernels.kv_cache.row_transform import RowTransformer
 from cute_kernels.sm90 import WARP_THREADS
 
 MAX_GRID_Y = 32768
@@ -46,6 +49,7 @@ class AppendKernel:
         self.k_row: Any = make_row(config.k_format, config.head_dim_k, config.lanes, config.runs)
         self.v_row: Any = make_row(config.v_format, config.head_dim_v, config.lanes, config.runs)
         self.rotator = Rotator(config.rope, config.rotary_dim, config.head_dim_k, config.lanes, config.runs)
+        self.transformer = RowTransformer(config)
         self.pages = PageFetch(config.lanes, config.num_warps)
         self.row_words = max(self.k_elements.piece.num_words, self.v_elements.piece.num_words)
         self.raw_words = max(config.rows_in_flight, config.q_rows_in_flight) * self.row_words
@@ -90,6 +94,61 @@ class AppendKernel:
         position_ids int32 or int64 [tokens], biases [heads, head_dim] and norm weights [head_dim] in q's dtype,
         phase_steps int64 [rotary_dim / 2], scales fp32. wave: CTAs that the GPU holds at a time.
         """
+        addresses = (cu_seqlens, slots, position_ids)
+        extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps)
+        tensors = (q, k, v, q_out, k_cache, v_cache, seq_lens, block_table)
+        self.launch(tensors, addresses, extras, phase_steps, rope_factor, wave, mode, stream)
+
+    @cute.jit
+    def with_transform(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        q_out: cute.Tensor,
+        k_cache: cute.Tensor,
+        v_cache: cute.Tensor,
+        seq_lens: cute.Tensor,
+        block_table: cute.Tensor,
+        cu_seqlens: Int64,
+        slots: Int64,
+        position_ids: Int64,
+        q_bias: Int64,
+        k_bias: Int64,
+        v_bias: Int64,
+        q_norm: Int64,
+        k_norm: Int64,
+        phase_steps: Int64,
+        k_scale: Int64,
+        v_scale: Int64,
+        norm_eps: Float32,
+        rope_factor: Float32,
+        wave: Int32,
+        mode: Int32,
+        k_center: Int64,
+        k_factor: Int64,
+        q_factor: Int64,
+        v_factor: Int64,
+        q_shift: Int64,
+        stream,
+    ):
+        """As :meth:`__call__`, with a transform's constants and where q . k_center goes, as :class:`Transforms` has
+        them; q_out gets the transformed q."""
+        num_q_heads, num_kv_heads = _any(q.shape)[1], _any(k.shape)[1]
+        # Without q there are fewer heads than KV heads here, and nobody asks.
+        reciprocal = cute.ceil_div(1 << GROUP_BITS, cutlass.max(num_q_heads // num_kv_heads, 1))
+        given = (k_center, k_factor, q_factor, v_factor, q_shift)
+        transforms = Transforms(*given, Int32(num_q_heads), Int32(reciprocal))
+        addresses = (cu_seqlens, slots, position_ids)
+        extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps, transforms)
+        tensors = (q, k, v, q_out, k_cache, v_cache, seq_lens, block_table)
+        self.launch(tensors, addresses, extras, phase_steps, rope_factor, wave, mode, stream)
+
+    @cute.jit
+    def launch(self, tensors, addresses, extras, phase_steps, rope_factor, wave, mode, stream):
+        """Both entries: what is known of the shapes, and the grid."""
+        q, k, v, q_out, k_cache, v_cache, seq_lens, block_table = tensors
+        cu_seqlens, slots, position_ids = addresses
         config = self.config
         q_shape, k_shape, cache_shape, table_shape = (_any(tensor.shape) for tensor in (q, k, k_cache, block_table))
         inputs = Inputs(
@@ -126,7 +185,6 @@ class AppendKernel:
             table_stride=Int64(_any(block_table.stride)[0]),
             mode=mode,
         )
-        extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps)
         shares, grid = self._shares(inputs, wave)
         self.kernel(shares, inputs, where, phase_steps, targets, extras, rope_factor).launch(
             grid=grid,
@@ -203,6 +261,8 @@ class AppendKernel:
             raw = cute.make_rmem_tensor(self.raw_words, Uint32)
             steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
             self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
+            if const_expr(config.transform):
+                self.transformer.ask(extras.transforms, heads, is_q, is_v, team_lane)
             length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
             if const_expr(config.decode):
                 self.pages.open(page_slot, ~is_q, lane)
@@ -431,8 +491,10 @@ class AppendKernel:
 
     @cute.jit
     def turn_q(self, values, cos, sin, extras, head, place):
-        """Bias, norm and RoPE of a q row."""
+        """Bias, norm, RoPE and transform of a q row."""
         self.turn(values, cos, sin, extras.q_bias, extras.q_norm, extras, head, place.lane)
+        if const_expr(self.config.transform):
+            self.transformer.transform_q(values, extras.transforms, head, place)
 
     @cute.jit
     def process_k(self, raw, scales, source, cos, sin, heads, extras, targets, place):
@@ -441,6 +503,8 @@ class AppendKernel:
 
         def prepare(values, head):
             self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
+            if const_expr(self.config.transform):
+                self.transformer.transform_k(values, extras.transforms, head, place.lane)
 
         self.process_rows(raw, scales, source, self.k_elements, heads, target, place, prepare)
 
@@ -452,6 +516,8 @@ class AppendKernel:
         def prepare(values, head):
             if const_expr(self.config.has_bias):
                 self.add_bias(values, self.v_elements, extras.v_bias, head, place.lane)
+            if const_expr(self.config.transform):
+                self.transformer.transform_v(values, extras.transforms, head, place.lane)
 
         self.process_rows(raw, scales, source, self.v_elements, heads, target, place, prepare)
 
