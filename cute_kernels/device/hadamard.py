@@ -37,32 +37,34 @@ class Hadamard:
         """Neighbouring columns of a lane."""
         return self.head_dim // self.lanes // self.runs
 
-    def register_steps(self) -> list[int]:
-        """Distances, in the lane's own values, of the steps within lanes."""
-        steps = [1 << bit for bit in range(self.run_columns.bit_length() - 1) if 1 << bit < self.width]
-        part = self.head_dim // self.runs  # of the row, of which each lane has one run
-        apart = [1 << bit for bit in range(self.runs.bit_length() - 1)]
-        return steps + [self.run_columns * step for step in apart if part * step < self.width]
-
-    def lane_steps(self) -> list[int]:
-        """Distances, in lanes, of the steps between lanes."""
-        steps = [1 << bit for bit in range(self.lanes.bit_length() - 1)]
-        return [step for step in steps if self.run_columns * step < self.width]
-
     def apply(self, values, lane: Int32) -> None:
-        """Transforms the lane's columns, fp32, in place; all lanes of the warp take part."""
+        """Transforms the lane's columns, fp32, in place; all lanes of the warp take part.
+
+        Bit by bit from the lowest, then times 1 / sqrt(width): additions are those of
+        :func:`cute_kernels.kv_cache.transforms.rotated`, in its order, so that fp32 results are the same.
+        """
         if self.width == 1:
             return
-        count, norm = self.head_dim // self.lanes, 1.0 / math.sqrt(self.width)
+        count, run, part = self.head_dim // self.lanes, self.run_columns, self.head_dim // self.runs
+        for bit in range(self.width.bit_length() - 1):
+            step = 1 << bit  # columns
+            if step < run:
+                self._within_lane(values, count, step)
+            elif step < part:
+                self._between_lanes(values, count, step // run, lane)
+            else:
+                self._within_lane(values, count, run * step // part)
         for i in range(count):
-            values[i] = numbers.multiply(values[i], Float32(norm))
-        for step in self.register_steps():
-            for i in range(count):
-                if not i & step:
-                    low, high = values[i], values[i + step]
-                    values[i] = numbers.add(low, high)
-                    values[i + step] = numbers.add(low, -high)
-        for step in self.lane_steps():
-            sign = cutlass.select_((lane & step) != 0, Float32(-1.0), Float32(1.0))
-            for i in range(count):
-                values[i] = ptx.fma(values[i], sign, cute.arch.shuffle_sync_bfly(values[i], offset=step))
+            values[i] = numbers.multiply(values[i], Float32(1.0 / math.sqrt(self.width)))
+
+    def _within_lane(self, values, count: int, distance: int) -> None:
+        for i in range(count):
+            if not i & distance:
+                low, high = values[i], values[i + distance]
+                values[i] = numbers.add(low, high)
+                values[i + distance] = numbers.add(low, -high)
+
+    def _between_lanes(self, values, count: int, distance: int, lane: Int32) -> None:
+        sign = cutlass.select_((lane & distance) != 0, Float32(-1.0), Float32(1.0))
+        for i in range(count):
+            values[i] = ptx.fma(values[i], sign, cute.arch.shuffle_sync_bfly(values[i], offset=distance))

@@ -75,12 +75,14 @@ def append_kv(
     norm_eps: float = 1e-6,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    transform: CacheTransform | None = None,
+    q_shift: torch.Tensor | None = None,
     **old: Never,
 ) -> torch.Tensor | None:
     """Appends new tokens' K and V to a cache, in one launch; returns the rotated q, or None without q.
 
-    In this order, in fp32: + qkv_bias, RMS norm over head_dim times a weight (q and k), RoPE (q and k), quantisation to
-    the cache's format (k and v) or rounding to q's dtype.
+    In this order, in fp32: + qkv_bias, RMS norm over head_dim times a weight (q and k), RoPE (q and k), the transform,
+    quantisation to the cache's format (k and v) or rounding to q's dtype.
 
     Args:
         k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], head_dim 64, 80, 96, 128, 192 or 256, not necessarily the
@@ -106,6 +108,11 @@ def append_kv(
         norm_eps: added to the mean square.
         k_scale, v_scale: fp32, for formats with a scale beside the cache: "tensor" [] or [1], "head" [num_kv_heads] or
             [num_kv_heads, 1], "channel" [num_kv_heads, head_dim].
+        transform: how this cache is written, see :class:`CacheTransform`; every append and every query of it needs the
+            same. q comes back transformed, as `decode_attention` wants it (without its ``transform``). Rotations are
+            for head_dim 64, 128 and 256.
+        q_shift: fp32 [tokens, num_q_heads], contiguous: where to write q . k_center of q before the transform, which
+            `decode_attention` wants for a soft cap, sinks or the log-sum-exp. With a transform that has a center only.
 
     Returns:
         The rotated q in q's dtype: q_out, or a new tensor.
@@ -125,9 +132,11 @@ def append_kv(
         )
     k_format, v_format = (kv_format, kv_format) if type(kv_format) is str else format_pair(kv_format)
     q_bias, k_bias, v_bias = (None, None, None) if qkv_bias is None else split_bias("qkv_bias", qkv_bias)
-    call = (k, v, k_cache, v_cache, k_format, v_format, cache_layout, rope, norm_eps, q, q_out, seq_lens, block_table)
-    extras = (cu_seqlens, slot_mapping, position_ids, q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale)
+    call = (k, v, k_cache, v_cache, k_format, v_format, cache_layout, rope, norm_eps, q, q_out, seq_lens, block_table,
+            transform)  # fmt: skip
+    extras = (cu_seqlens, slot_mapping, position_ids, q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, q_shift)
     usual = cu_seqlens is slot_mapping is position_ids is qkv_bias is q_norm is k_norm is k_scale is v_scale is None
+    usual = usual and q_shift is None
     return ops.append(call, None if usual else extras)
 
 

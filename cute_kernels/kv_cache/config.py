@@ -46,9 +46,9 @@ def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> i
 def cannot_rotate(width: int, head_dim: int) -> str | None:
     """Why rows of ``head_dim`` columns have no Hadamard blocks of ``width`` here, or None: lanes own whole powers of 2."""
     if width < 1 or width & (width - 1) or head_dim % width:
-        return f"{width} is not a power of two that divides head_dim {head_dim}"
+        return f"{width}, not a power of two that divides head_dim {head_dim}"
     if width > 1 and head_dim & (head_dim - 1):
-        return f"{width} is not 1, with a head_dim of {head_dim}: the kernels rotate head_dim 64, 128 and 256"
+        return f"{width}, not 1, with a head_dim of {head_dim}: the kernels rotate rows of 64, 128 and 256"
     return None
 
 
@@ -174,7 +174,7 @@ class AppendConfig:
             return f"rotary_dim {self.rotary_dim} is not an even number from 2 to head_dim_k = {self.head_dim_k}"
         for name, head_dim in (("k_rotation", self.head_dim_k), ("v_rotation", self.head_dim_v)):
             if (reason := cannot_rotate(getattr(self, name), head_dim)) is not None:
-                return f"{name} {reason}"
+                return f"{name} is {reason}"
         if not self.transform and (self.k_rotation, self.v_rotation) != (1, 1):
             return "a rotation is part of a transform"
         if not 1 <= self.num_warps <= 32:

@@ -51,6 +51,8 @@ class AppendKernel:
         self.rotator = Rotator(config.rope, config.rotary_dim, config.head_dim_k, config.lanes, config.runs)
         self.transformer = RowTransformer(config)
         self.pages = PageFetch(config.lanes, config.num_warps)
+        # Rows one after the other, by one copy of the code: where a warp runs it once or twice, or where it is long.
+        self.rolled = config.decode or config.transform
         self.row_words = max(self.k_elements.piece.num_words, self.v_elements.piece.num_words)
         self.raw_words = max(config.rows_in_flight, config.q_rows_in_flight) * self.row_words
 
@@ -458,14 +460,15 @@ class AppendKernel:
     def process_q(self, raw, source, cos, sin, heads, extras, targets, place):
         """The team's q heads: most rows of a model with grouped queries.
 
-        Unrolled, but for decode: few rows take less time than copies of the code take to be fetched.
+        Unrolled, but for decode, where few rows take less time than copies of the code take to be fetched, and where
+        rows are transformed, which is long.
         """
         elements, ahead = self.k_elements, self.config.q_rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
         target = targets.q_out + Int64(place.token) * targets.q_out_stride + Int64(heads.first * elements.row_bytes)
         done = Int32(0)
         while done < heads.count:
-            if const_expr(not self.config.decode):
+            if const_expr(not self.rolled):
                 for u in cutlass.range_constexpr(ahead):
                     if done + u < heads.count:
                         self.unpack(raw, values, elements, u)

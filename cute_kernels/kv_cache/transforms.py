@@ -22,6 +22,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -72,6 +73,8 @@ class CacheTransform:
             )
             self._check_fit(heads, of_k, of_v, first.device)
 
+        _ = self.q_factor  # made now: not in the midst of a graph's capture
+
     # -- what it is ---------------------------------------------------------------------------------------------------
 
     @property
@@ -89,6 +92,25 @@ class CacheTransform:
     def identity(self) -> bool:
         """Whether nothing changes: the same as no transform at all."""
         return not self.arrays and self.k_rotation == self.v_rotation == 1
+
+    @cached_property
+    def kind(self) -> tuple[Any, ...] | None:
+        """What of it decides a kernel and its launch: all but the numbers; None for the identity."""
+        if self.identity:
+            return None
+        arrays = [(x.shape, x.device) if x is not None else None for x in (self.k_center, self.k_factor, self.v_factor)]
+        return self.k_rotation, self.v_rotation, *arrays
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the arrays are; None without any."""
+        return next((array.device for array in self.arrays.values()), None)
+
+    @cached_property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Where k_center, k_factor, q_factor and v_factor lie; 0 for those that there are not."""
+        arrays = self.k_center, self.k_factor, self.q_factor, self.v_factor
+        return tuple(0 if x is None else x.data_ptr() for x in arrays)  # type: ignore[return-value]
 
     @property
     def changes_values(self) -> bool:
@@ -180,6 +202,42 @@ class CacheTransform:
             width = getattr(self, name)
             if dim is not None and dim % width:
                 raise ValueError(f"{name}: got {width}, want a power of two that divides head_dim {dim}")
+
+
+# -- as arguments of an operator ---------------------------------------------------------------------------------------
+
+TRANSFORM_SCHEMA = (
+    "Tensor? k_center=None, Tensor? k_factor=None, Tensor? q_factor=None, Tensor? v_factor=None, int k_rotation=1, "
+    "int v_rotation=1"
+)
+"""What an operator's schema has for a transform; its implementation gets all of it or what differs from this."""
+
+
+def parts_of(transform: CacheTransform | None) -> tuple[Any, ...]:
+    """A transform as the arguments of `TRANSFORM_SCHEMA`, in their order; none for None."""
+    if transform is None:
+        return ()
+    arrays = transform.k_center, transform.k_factor, transform.q_factor, transform.v_factor
+    return *arrays, transform.k_rotation, transform.v_rotation
+
+
+def transform_of(
+    k_center: torch.Tensor | None = None,
+    k_factor: torch.Tensor | None = None,
+    q_factor: torch.Tensor | None = None,
+    v_factor: torch.Tensor | None = None,
+    k_rotation: int = 1,
+    v_rotation: int = 1,
+) -> CacheTransform | None:
+    """The transform of these parts, which a transform had: they are not looked at again, which would wait for a GPU."""
+    if k_center is k_factor is v_factor is None and k_rotation == v_rotation == 1:
+        return None
+    made = object.__new__(CacheTransform)
+    made.__dict__.update(
+        k_center=k_center, k_factor=k_factor, k_rotation=k_rotation, v_factor=v_factor, v_rotation=v_rotation
+    )
+    made.__dict__["q_factor"] = q_factor
+    return made
 
 
 def key_of(transform: CacheTransform | None) -> str:

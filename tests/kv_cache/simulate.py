@@ -11,7 +11,15 @@ import torch
 from cute_kernels.kv_cache import ops
 from cute_kernels.kv_cache.bulk_ops import row_blocks
 from cute_kernels.kv_cache.call import AppendCall
-from cute_kernels.kv_cache.config import HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS, BulkConfig, divisor_of
+from cute_kernels.kv_cache.config import (
+    GROUP_BITS,
+    HAS_Q,
+    HAS_SEQ_LENS,
+    HAS_TABLE,
+    WIDE_POSITIONS,
+    BulkConfig,
+    divisor_of,
+)
 from tests.kv_cache.lanes import Float32, Gpu, Int32, Int64
 
 WHERE = ("seq_lens", "block_table", "cu_seqlens", "slot_mapping", "position_ids")
@@ -46,11 +54,13 @@ class PageFetch:
 
 
 def _make_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    from cute_kernels.device import rows, write_row
-    from cute_kernels.kv_cache import bulk, kernel, operands, rotate
+    from cute_kernels.device import hadamard, rows, write_row
+    from cute_kernels.kv_cache import bulk, kernel, operands, rotate, row_transform
 
     gpu = Gpu()
-    gpu.install(monkeypatch, rows, write_row, bulk, kernel, operands, rotate)
+    gpu.install(monkeypatch, rows, write_row, bulk, kernel, operands, rotate, row_transform, hadamard)
+    methods = ("ask", "ask_constants", "transform_k", "transform_v", "transform_q", "scale")
+    monkeypatch.setattr(kernel, "RowTransformer", _unwrapped(row_transform.RowTransformer, *methods))
     monkeypatch.setattr(kernel, "PageFetch", lambda lanes, num_warps: PageFetch(gpu))
     for module in (kernel, bulk):
         monkeypatch.setattr(module, "encode_row", write_row.encode_row.__wrapped__)
@@ -118,7 +128,11 @@ def simulate_append(
         table_stride=Int64(0 if call.block_table is None else call.block_table.stride(0)),
         mode=Int32(mode),
     )
-    extras = kernel.Extras(**{name: Int64(at.get(name, 0)) for name in EXTRAS}, norm_eps=Float32(call.norm_eps))
+    extras = kernel.Extras(
+        **{name: Int64(at.get(name, 0)) for name in EXTRAS},
+        norm_eps=Float32(call.norm_eps),
+        transforms=_transforms(call, gpu, at.get("q_shift", 0)) if config.transform else None,
+    )
     factor = Float32(1.0 if call.rope is None else call.rope.attention_factor)
     kv_rows = max(rows_per_team // config.q_rows_per_kv_row, 1)
     q_chunks, kv_chunks = -(-call.num_q_heads // rows_per_team), -(-call.num_kv_heads // kv_rows)
@@ -132,7 +146,19 @@ def simulate_append(
     gpu.get(at["v_cache"], call.v_cache)
     if q_out is not None:
         gpu.get(at["q_out"], q_out)
+    if call.q_shift is not None:
+        gpu.get(at["q_shift"], call.q_shift)
     return q_out
+
+
+def _transforms(call: AppendCall, gpu: Gpu, q_shift: int) -> Any:
+    from cute_kernels.kv_cache import kernel
+
+    transform: Any = call.transform
+    arrays = (transform.k_center, transform.k_factor, transform.q_factor, transform.v_factor)
+    reciprocal = -(-(1 << GROUP_BITS) // max(call.num_q_heads // call.num_kv_heads, 1))
+    addresses = [Int64(gpu.put(array)) for array in arrays]
+    return kernel.Transforms(*addresses, Int64(q_shift), Int32(call.num_q_heads), Int32(reciprocal))
 
 
 def simulate_bulk(
