@@ -77,11 +77,18 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
     check_config(config)
     kernel = (WarpgroupKernel if config.warpgroups else DecodeKernel)(config)
     return cute.compile(
-        kernel.with_features if config.has_features else kernel,
+        entry_of(kernel, config),
         *fake_arguments(config, cutlass.AddressSpace.gmem),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),
     )
+
+
+def entry_of(kernel: Any, config: DecodeConfig) -> Any:
+    """The host function of a kernel that takes the arguments of a configuration."""
+    if config.features.shift:
+        return kernel.with_shift
+    return kernel.with_features if config.has_features else kernel
 
 
 def fake_arguments(config: DecodeConfig, memory: Any) -> list[Any]:
@@ -125,5 +132,5 @@ def fake_arguments(config: DecodeConfig, memory: Any) -> list[Any]:
     if config.has_features:
         arguments += [cutlass.Int32(0)] * 2
         arguments += [cutlass.Int64(0), *[cutlass.Int32(0)] * 3, cutlass.Float32(1.0)]
-        arguments += [cutlass.Int64(0)] * 7
+        arguments += [cutlass.Int64(0)] * (8 if config.features.shift else 7)
     return arguments

@@ -20,6 +20,8 @@ class Features:
         soft_cap: scores go through cap * tanh(score / cap).
         sinks: every query head has one more logit in the denominator.
         alibi: scores get slope * (key position - query position).
+        shift: scores get one more number per query, softmax_scale times it before a soft cap: what the center of a
+            transformed cache has taken off them.
         bias: dtype of an additive bias, "fp32" or "bf16"; None without one.
         paged: tokens are found through a block table.
         head_major: caches are "HND": the tokens of one head lie together.
@@ -31,6 +33,7 @@ class Features:
     soft_cap: bool = False
     sinks: bool = False
     alibi: bool = False
+    shift: bool = False
     bias: str | None = None
     paged: bool = False
     head_major: bool = False
@@ -42,7 +45,7 @@ class Features:
     @property
     def name(self) -> str:
         """Part of a C identifier that tells features apart, "" for none: "causal_window", "bias_bf16_paged"."""
-        names = [name for name in ("queries", "causal", "window", "soft_cap", "sinks", "alibi") if getattr(self, name)]
+        names = [name for name in ("queries", "causal", "window", "soft_cap", "sinks", "alibi", "shift") if getattr(self, name)]
         names += [f"bias_{self.bias}"] if self.bias else []
         return "_".join(names + [name for name in ("paged", "head_major") if getattr(self, name)])
 

@@ -28,6 +28,7 @@ from cute_kernels.attention.config import (
     WRITE_LSE,
     DecodeConfig,
 )
+from cute_kernels.attention.logits import load_shift
 from cute_kernels.attention.readers.common import load_float
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import lane_sum
@@ -40,13 +41,17 @@ GROUP_BYTES = 32  # of shared memory for a thread's maximum, sum and four values
 
 @dataclass(frozen=True)
 class Results:
-    """What a CTA writes: addresses of the output, of the log-sum-exps and of the workspace; run-time values."""
+    """What a CTA writes: addresses of the output, of the log-sum-exps and of the workspace; run-time values.
+
+    shifts: address of the queries' shifts and the softmax's scale, None where there is no such feature.
+    """
 
     out: Any
     lse: Any
     workspace: Any
     mode: Any
     sinks: Any
+    shifts: Any = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ class Merger:
     def __init__(self, config: DecodeConfig, value_reader):
         self.config = config
         self.value_reader = value_reader
+        self.late_shift = config.features.shift and not config.features.soft_cap
         self.num_rows = config.num_rows  # query heads that a CTA has room for
         self.num_vectors = self.num_rows * config.v_head_dim // 4  # of 4 columns
         self.pitch = 4 * (config.v_head_dim + MERGE_PAD)  # bytes between query heads in the merge buffer
@@ -303,6 +309,11 @@ class Merger:
         row, d = self.vector(index)
         query_row, head, valid = work.query_row(self.config, row)
         if valid:
+            if const_expr(self.late_shift):
+                # All scores of the query lack the same: so does their maximum.
+                base, softmax_scale = results.shifts
+                shift = load_shift(base, work.output_row(query_row))
+                maximum = ptx.fma(shift, softmax_scale * ptx.LOG2_E, maximum)
             # A query that sees no key has a sum of 0: output 0, log-sum-exp -inf.
             denominator = total
             if const_expr(self.config.features.sinks):

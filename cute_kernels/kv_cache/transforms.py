@@ -213,6 +213,14 @@ TRANSFORM_SCHEMA = (
 """What an operator's schema has for a transform; its implementation gets all of it or what differs from this."""
 
 
+PART_NAMES = ("k_center", "k_factor", "q_factor", "v_factor", "k_rotation", "v_rotation")
+
+
+def named_parts_of(transform: CacheTransform | None) -> dict[str, Any]:
+    """`parts_of` by name."""
+    return dict(zip(PART_NAMES, parts_of(transform), strict=False))
+
+
 def parts_of(transform: CacheTransform | None) -> tuple[Any, ...]:
     """A transform as the arguments of `TRANSFORM_SCHEMA`, in their order; none for None."""
     if transform is None:
