@@ -140,8 +140,8 @@ def decode_attention(
         alibi_slopes: fp32 [num_q_heads], added as alibi_slopes[h] * (j - p).
         attn_bias: fp32 or bf16, broadcastable to [batch, q_len, num_q_heads, max_seq_len] (max_pages * page_size with a
             block table), added to the scores; -inf masks.
-        q_shift: fp32 [batch, q_len, num_q_heads], contiguous: for a q that is transformed already, as `append_kv` with a
-            ``transform`` returns it, what that wrote to its ``q_shift``. Only a soft cap, sinks and the log-sum-exp
+        q_shift: fp32 [batch, q_len, num_q_heads], contiguous: for a q that is transformed already, as `append_kv` with
+            a ``transform`` returns it, what that wrote to its ``q_shift``. Only a soft cap, sinks and the log-sum-exp
             differ by it. The result is over V as the cache has it: ``transform.restore(out)`` where that has a part
             for V.
         transform: how the cache was written, for a q that is not transformed (after RoPE): this makes it so, and the

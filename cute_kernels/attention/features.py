@@ -45,7 +45,11 @@ class Features:
     @property
     def name(self) -> str:
         """Part of a C identifier that tells features apart, "" for none: "causal_window", "bias_bf16_paged"."""
-        names = [name for name in ("queries", "causal", "window", "soft_cap", "sinks", "alibi", "shift") if getattr(self, name)]
+        names = [
+            name
+            for name in ("queries", "causal", "window", "soft_cap", "sinks", "alibi", "shift")
+            if getattr(self, name)
+        ]
         names += [f"bias_{self.bias}"] if self.bias else []
         return "_".join(names + [name for name in ("paged", "head_major") if getattr(self, name)])
 

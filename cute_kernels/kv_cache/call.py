@@ -287,8 +287,8 @@ def _check_transform(call: AppendCall) -> None:
             raise ValueError(f"transform: got one on {transform.device}, want it on {call.k.device}, where k is")
         if call.num_q_heads % call.num_kv_heads or call.num_q_heads > MAX_TRANSFORMED_HEADS:
             raise ValueError(
-                f"q: got {call.num_q_heads} heads with a transform, want a multiple of the {call.num_kv_heads} KV heads, "
-                f"at most {MAX_TRANSFORMED_HEADS}"
+                f"q: got {call.num_q_heads} heads with a transform, want a multiple of the {call.num_kv_heads} KV "
+                f"heads, at most {MAX_TRANSFORMED_HEADS}"
             )
     if shift is None:
         return

@@ -44,7 +44,7 @@ def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> i
 
 
 def cannot_rotate(width: int, head_dim: int) -> str | None:
-    """Why rows of ``head_dim`` columns have no Hadamard blocks of ``width`` here, or None: lanes own whole powers of 2."""
+    """Why rows of ``head_dim`` columns have no Hadamard blocks of ``width`` here, or None: lanes own powers of two."""
     if width < 1 or width & (width - 1) or head_dim % width:
         return f"{width}, not a power of two that divides head_dim {head_dim}"
     if width > 1 and head_dim & (head_dim - 1):

@@ -1,4 +1,4 @@
-"""The append kernel with a cache transform, its own code lane by lane: rows are those of k' and v', q comes out as q'."""
+"""The append kernel with a cache transform, its own code lane by lane: rows are those of k' and v', q is q'."""
 
 from __future__ import annotations
 
