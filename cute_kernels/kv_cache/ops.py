@@ -118,12 +118,14 @@ _library.define(
 
 
 def _call_of(*arguments: Any) -> AppendCall:
-    """The operator's arguments as a call; it has no q_out, its rope is a text, its transform comes in parts."""
+    """The operator's arguments as a call; it has no q_out, its rope is a text, its transform comes in parts.
+
+    Of the last ones those are missing that nobody gave.
+    """
     rope = None if arguments[7] is None else rope_of(arguments[7])
-    extras, parts = arguments[12:23], arguments[23:]
-    return AppendCall._make(
-        (*arguments[:7], rope, *arguments[8:10], None, *arguments[10:12], transform_of(*parts), *extras)
-    )
+    extras, q_shift, parts = arguments[12:22], (*arguments[22:23], None)[0], arguments[23:]
+    usual = (*arguments[:7], rope, *arguments[8:10], None, *arguments[10:12], transform_of(*parts))
+    return AppendCall._make((*usual, *extras, q_shift))
 
 
 def _result(call: AppendCall, q_out: torch.Tensor | None) -> torch.Tensor:
