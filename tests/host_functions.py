@@ -114,7 +114,7 @@ def attention_function(config: Any) -> Any:
 def append_function(config: Any) -> Any:
     from cute_kernels.kv_cache.compile import fake_arguments
 
-    function = append_with_transform if config.transform else append
+    function = append if config.transform is None else append_with_transform
     return cute.compile(function, *fake_arguments(config, AddressSpace.generic), options=compile_options("sm_90a"))
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.arguments import check_tensors, shape_of
-from cute_kernels.kv_cache.config import MAX_TRANSFORMED_HEADS
+from cute_kernels.kv_cache.config import MAX_TRANSFORMED_HEADS, RowTransform
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.kv_cache.transforms import CacheTransform, check_transform
 from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of
@@ -58,9 +58,19 @@ class AppendCall(NamedTuple):
         return format_of(self.k_format), format_of(self.v_format)
 
     @property
-    def rotations(self) -> tuple[int, int] | None:
-        """Widths of the transform's Hadamard blocks, of K and of V; None where nothing is transformed."""
-        return None if self.transform is None or self.transform.kind is None else self.transform.kind[:2]
+    def row_transform(self) -> RowTransform | None:
+        """What happens to rows; None where nothing does."""
+        given = self.transform
+        if given is None or given.identity:
+            return None
+        return RowTransform(
+            center=given.k_center is not None,
+            factor=given.k_factor is not None,
+            v_factor=given.v_factor is not None,
+            shift=self.q_shift is not None,
+            k_rotation=given.k_rotation,
+            v_rotation=given.v_rotation,
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -80,7 +80,7 @@ def compile_append(config: AppendConfig, arch: str, *options: str) -> Any:
     _check(config)
     kernel = AppendKernel(config)
     return cute.compile(
-        kernel.with_transform if config.transform else kernel,
+        kernel if config.transform is None else kernel.with_transform,
         *fake_arguments(config, cutlass.AddressSpace.gmem),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),
@@ -134,7 +134,7 @@ def fake_arguments(config: AppendConfig, memory: Any) -> list[Any]:
         *[cutlass.Int64(0)] * 11,
         *[cutlass.Float32(1.0)] * 2,
         *[cutlass.Int32(1)] * 2,
-        *[cutlass.Int64(0)] * (5 if config.transform else 0),
+        *[cutlass.Int64(0)] * (0 if config.transform is None else 5),
     ]
 
 

@@ -53,6 +53,32 @@ def cannot_rotate(width: int, head_dim: int) -> str | None:
 
 
 @dataclass(frozen=True)
+class RowTransform:
+    """What a cache transform does to rows, as compile-time facts.
+
+    Attributes:
+        center, factor: whether K has a center, and K and q factors.
+        v_factor: whether V has factors.
+        shift: whether q . center is written.
+        k_rotation, v_rotation: width of the Hadamard blocks, of K and q and of V; 1 for none.
+    """
+
+    center: bool = False
+    factor: bool = False
+    v_factor: bool = False
+    shift: bool = False
+    k_rotation: int = 1
+    v_rotation: int = 1
+
+    @property
+    def name(self) -> str:
+        """Part of a C identifier: "center_factor_k32_v128"."""
+        parts = [part for part in ("center", "factor", "v_factor", "shift") if getattr(self, part)]
+        parts += [f"{of}{width}" for of, width in (("k", self.k_rotation), ("v", self.v_rotation)) if width > 1]
+        return "_".join(parts)
+
+
+@dataclass(frozen=True)
 class AppendConfig:
     """One compiled variant of the append kernel.
 
@@ -72,8 +98,7 @@ class AppendConfig:
             requests, whose code would be fetched, or jumped over, by every warp; see `for_decode`.
         leads: attention over the same caches is launched as its programmatic dependent: it lets that one start
             early, on SMs whose shared memory it leaves alone.
-        transform: whether rows have a transform between RoPE and quantisation: any of its constants may be given.
-        k_rotation, v_rotation: width of its Hadamard blocks, of k and q and of v; 1 for none.
+        transform: what happens to rows between RoPE and quantisation; None for nothing.
     """
 
     k_format: str
@@ -93,9 +118,7 @@ class AppendConfig:
     leads: bool = False
     split: bool = True
     decode: bool = False
-    transform: bool = False
-    k_rotation: int = 1
-    v_rotation: int = 1
+    transform: RowTransform | None = None
 
     def for_decode(self) -> "AppendConfig":
         """The kernel that does the same where ``decode`` holds, sooner.
@@ -156,7 +179,7 @@ class AppendConfig:
         extras = "_bias" * self.has_bias + "_norm" * self.has_norm
         extras += f"_w{self.num_warps}r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
         extras += f"l{self.lane_columns}" + "h" * self.split + "_decode" * self.decode + "_leads" * self.leads
-        extras += f"_transform{self.k_rotation}x{self.v_rotation}" if self.transform else ""
+        extras += f"_{self.transform.name}" if self.transform is not None else ""
         return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
 
     def can_implement(self) -> str | None:
@@ -172,11 +195,12 @@ class AppendConfig:
             return f"rotary_dim {self.rotary_dim} without RoPE"
         if self.rope != "none" and not (2 <= self.rotary_dim <= self.head_dim_k and self.rotary_dim % 2 == 0):
             return f"rotary_dim {self.rotary_dim} is not an even number from 2 to head_dim_k = {self.head_dim_k}"
-        for name, head_dim in (("k_rotation", self.head_dim_k), ("v_rotation", self.head_dim_v)):
-            if (reason := cannot_rotate(getattr(self, name), head_dim)) is not None:
-                return f"{name} is {reason}"
-        if not self.transform and (self.k_rotation, self.v_rotation) != (1, 1):
-            return "a rotation is part of a transform"
+        if self.transform is not None:
+            for name, head_dim in (("k_rotation", self.head_dim_k), ("v_rotation", self.head_dim_v)):
+                if (reason := cannot_rotate(getattr(self.transform, name), head_dim)) is not None:
+                    return f"{name} is {reason}"
+            if self.transform.shift and not self.transform.center:
+                return "a shift is what a center takes off"
         if not 1 <= self.num_warps <= 32:
             return f"num_warps {self.num_warps} is not from 1 to 32"
         if not 1 <= self.rows_in_flight <= 8:

@@ -52,7 +52,7 @@ class AppendKernel:
         self.transformer = RowTransformer(config)
         self.pages = PageFetch(config.lanes, config.num_warps)
         # Rows one after the other, by one copy of the code: where a warp runs it once or twice, or where it is long.
-        self.rolled = config.decode or config.transform
+        self.rolled = config.decode or config.transform is not None
         self.row_words = max(self.k_elements.piece.num_words, self.v_elements.piece.num_words)
         self.raw_words = max(config.rows_in_flight, config.q_rows_in_flight) * self.row_words
 
@@ -263,7 +263,7 @@ class AppendKernel:
             raw = cute.make_rmem_tensor(self.raw_words, Uint32)
             steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
             self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
-            if const_expr(config.transform):
+            if const_expr(config.transform is not None):
                 self.transformer.ask(extras.transforms, heads, is_q, is_v, team_lane)
             length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
             if const_expr(config.decode):
@@ -496,7 +496,7 @@ class AppendKernel:
     def turn_q(self, values, cos, sin, extras, head, place):
         """Bias, norm, RoPE and transform of a q row."""
         self.turn(values, cos, sin, extras.q_bias, extras.q_norm, extras, head, place.lane)
-        if const_expr(self.config.transform):
+        if const_expr(self.config.transform is not None):
             self.transformer.transform_q(values, extras.transforms, head, place)
 
     @cute.jit
@@ -506,7 +506,7 @@ class AppendKernel:
 
         def prepare(values, head):
             self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
-            if const_expr(self.config.transform):
+            if const_expr(self.config.transform is not None):
                 self.transformer.transform_k(values, extras.transforms, head, place.lane)
 
         self.process_rows(raw, scales, source, self.k_elements, heads, target, place, prepare)
@@ -519,7 +519,7 @@ class AppendKernel:
         def prepare(values, head):
             if const_expr(self.config.has_bias):
                 self.add_bias(values, self.v_elements, extras.v_bias, head, place.lane)
-            if const_expr(self.config.transform):
+            if const_expr(self.config.transform is not None):
                 self.transformer.transform_v(values, extras.transforms, head, place.lane)
 
         self.process_rows(raw, scales, source, self.v_elements, heads, target, place, prepare)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -120,10 +120,8 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
         has_bias=any(bias is not None for bias in (call.q_bias, call.k_bias, call.v_bias)),
         has_norm=call.q_norm is not None or call.k_norm is not None,
         leads=leads,
-        transform=call.rotations is not None,
+        transform=call.row_transform,
     )
-    if call.rotations is not None:
-        config = replace(config, k_rotation=call.rotations[0], v_rotation=call.rotations[1])
     elsewhere = (call.cu_seqlens, call.slot_mapping, call.position_ids)
     decode = not leads and call.seq_lens is not None and all(given is None for given in elsewhere)
     return config.for_decode() if decode else config
@@ -154,7 +152,7 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> Plan:
         k_view=byte_view(call.k_cache),
         v_view=byte_view(call.v_cache),
         head_major=call.cache_layout == "HND",
-        transforms=config.transform,
+        transforms=config.transform is not None,
         seq_lens=nothing[0],
         block_table=nothing,
     )
@@ -164,10 +162,8 @@ def check_alignment(call: AppendCall, *, leads: bool = False) -> None:
     """Raises ValueError for rows that the kernel's vectors could not address, or its lanes not rotate; ``leads`` as
     `config_of` has it."""
     config = config_of(call, leads=leads)
-    for name, width, head_dim in (
-        ("k_rotation", config.k_rotation, config.head_dim_k),
-        ("v_rotation", config.v_rotation, config.head_dim_v),
-    ):
+    for name, head_dim in (("k_rotation", config.head_dim_k), ("v_rotation", config.head_dim_v)):
+        width = 1 if config.transform is None else getattr(config.transform, name)
         if (reason := cannot_rotate(width, head_dim)) is not None:
             raise ValueError(f"transform: got a {name} that is {reason}")
     for name in ("q", "k", "v", "q_out"):

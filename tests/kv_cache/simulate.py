@@ -59,7 +59,7 @@ def _make_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     gpu = Gpu()
     gpu.install(monkeypatch, rows, write_row, bulk, kernel, operands, rotate, row_transform, hadamard)
-    methods = ("ask", "ask_constants", "transform_k", "transform_v", "transform_q", "scale")
+    methods = ("ask", "transform_q")
     monkeypatch.setattr(kernel, "RowTransformer", _unwrapped(row_transform.RowTransformer, *methods))
     monkeypatch.setattr(kernel, "PageFetch", lambda lanes, num_warps: PageFetch(gpu))
     for module in (kernel, bulk):
@@ -131,7 +131,7 @@ def simulate_append(
     extras = kernel.Extras(
         **{name: Int64(at.get(name, 0)) for name in EXTRAS},
         norm_eps=Float32(call.norm_eps),
-        transforms=_transforms(call, gpu, at.get("q_shift", 0)) if config.transform else None,
+        transforms=_transforms(call, gpu, at.get("q_shift", 0)) if config.transform is not None else None,
     )
     factor = Float32(1.0 if call.rope is None else call.rope.attention_factor)
     kv_rows = max(rows_per_team // config.q_rows_per_kv_row, 1)

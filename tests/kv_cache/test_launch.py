@@ -127,7 +127,9 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "shifts without a center": lambda: of() | {"transform": make_transform(2, 128, parts=""),
                                                "q_shift": torch.zeros(4, 4)},
     "a transform without q": lambda: of(num_q_heads=0) | {"transform": TURNED},
-    "a rotation of 96 columns": lambda: of(head_dim=96, rope=None) | {"transform": make_transform(2, 96, k_rotation=32)},
+    "a rotation of 96 columns": lambda: of(head_dim=96, rope=None) | {
+        "transform": make_transform(2, 96, k_rotation=32)
+    },
     "a negative eps": lambda: of() | {"norm_eps": -1.0},
 }  # fmt: skip
 

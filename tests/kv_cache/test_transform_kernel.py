@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.kv_cache.call import AppendCall, check_append
-from cute_kernels.kv_cache.config import AppendConfig, cannot_rotate
+from cute_kernels.kv_cache.config import AppendConfig, RowTransform, cannot_rotate
 from cute_kernels.kv_cache.plan import check_alignment, config_of
 from cute_kernels.kv_cache.reference import places, shifts, transform
 from cute_kernels.kv_cache.rope import Rope
@@ -26,7 +26,7 @@ def check(shape: Shape, monkeypatch, shift: bool = True, rows_per_team: int = 2,
     call = with_transform(make_call(shape), given, shift)
     check_append(call)
     config = config_of(call)
-    assert config.transform
+    assert config.transform is not None
     for kernel in dict.fromkeys((config, replace(config, decode=False, lane_columns=AppendConfig.lane_columns))):
         own = clone_caches(call)
         choice = {"decode": kernel.decode, "lane_columns": kernel.lane_columns}
@@ -129,6 +129,6 @@ def test_rotations_that_lanes_cannot_make_are_refused_by_name():
     assert cannot_rotate(1, 96) is cannot_rotate(64, 64) is cannot_rotate(128, 256) is None
     assert cannot_rotate(48, 96) and cannot_rotate(128, 64) and cannot_rotate(0, 64)
     base = AppendConfig("int4_g4", "int4_g4", "bf16", 128, 128)
-    assert replace(base, k_rotation=32).can_implement() == "a rotation is part of a transform"
-    assert replace(base, transform=True, v_rotation=12).can_implement()
-    assert replace(base, transform=True, v_rotation=32).can_implement() is None
+    assert replace(base, transform=RowTransform(v_rotation=12)).can_implement()
+    assert replace(base, transform=RowTransform(shift=True)).can_implement() == "a shift is what a center takes off"
+    assert replace(base, transform=RowTransform(center=True, shift=True, v_rotation=32)).can_implement() is None
