@@ -1,7 +1,7 @@
 """Extend attention over a transformed cache: what PyTorch's operations do before and after the kernels.
 
-Both sources of keys have to be in one basis: q becomes q', and new K and V, which are exact, become k' and v' rounded to
-their 16 bits. The result is brought back, and what a center has taken off the scores comes back where it is seen.
+Both sources of keys have to be in one basis: q becomes q', and new K and V, which are exact, become k' and v' rounded
+to their 16 bits. The result is brought back, and what a center has taken off the scores comes back where it is seen.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def inputs_of(transform: CacheTransform, q: Any, options: dict[str, Any], return
     centred = transform.k_center is not None
     if centred and options["softcap"] is not None:
         raise ValueError(
-            f"softcap: got {options['softcap']} over a cache with a k_center, whose part of the scores comes before the "
-            "cap; want a transform without a center, or decode_attention"
+            f"softcap: got {options['softcap']} over a cache with a k_center, whose part of the scores comes before "
+            "the cap; want a transform without a center, or decode_attention"
         )
     sees_shift = centred and (return_lse or options["sinks"] is not None)
     return Inputs(

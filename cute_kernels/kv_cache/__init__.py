@@ -7,7 +7,7 @@ Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -146,6 +146,8 @@ def quantize_kv(
     kv_format: KvFormatName,
     scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    transform: CacheTransform | None = None,
+    operand: Literal["k", "v"] | None = None,
 ) -> torch.Tensor:
     """Numbers to cache rows, bit for bit those of :mod:`cute_kernels.kv_formats`.
 
@@ -155,6 +157,8 @@ def quantize_kv(
         kv_format: a name in :data:`cute_kernels.kv_formats.FORMATS`.
         scale: fp32, for formats with a scale beside the cache, as for :func:`append_kv`.
         out: where to write the rows, contiguous or in such blocks: the pages of ``kv[:, 0]``.
+        transform, operand: how the cache is written, and whether x is "k" (after RoPE) or "v" of it: rows are then of
+            the transformed numbers, as `append_kv` makes them. Rotations are for head_dim 64, 128 and 256.
 
     Returns:
         Rows [..., num_kv_heads, row] in the format's dtype: out, or a new tensor.
@@ -165,7 +169,7 @@ def quantize_kv(
 
     CPU tensors are served by the formats themselves.
     """
-    return bulk_ops.quantize(x, kv_format, scale, out)
+    return bulk_ops.quantize(x, kv_format, scale, out, transform, operand)
 
 
 def dequantize_kv(

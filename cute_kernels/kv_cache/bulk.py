@@ -15,6 +15,8 @@ from cute_kernels.device import ptx
 from cute_kernels.device.rows import Elements, make_row
 from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import BulkConfig
+from cute_kernels.kv_cache.operands import Transforms
+from cute_kernels.kv_cache.row_transform import RowTransformer
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class BulkKernel:
         self.config = config
         self.elements = Elements(config.dtype, config.head_dim, config.lanes)
         self.cache_row: Any = make_row(config.kv_format, config.head_dim, config.lanes)
+        self.transformer = RowTransformer(config.transform, (config.head_dim,) * 2, config.lanes, 1, 1)
         self.row_bytes = config.format.row_bytes(config.head_dim)
         quantize = config.direction == "quantize"
         self.code_words = (self.elements.piece if quantize else self.cache_row.codes).num_words
@@ -93,6 +96,33 @@ class BulkKernel:
         work = self.strided_kernel(ptx.address(numbers), rows, scale, num_rows, num_heads, head_divisor, *blocks)
         work.launch(**self.grid(num_rows), stream=stream)
 
+    @cute.jit
+    def with_transform(
+        self,
+        numbers: cute.Tensor,
+        rows: Int64,
+        scale: Int64,
+        num_heads: Int32,
+        head_divisor: Int64,
+        num_rows: Int32,
+        number_rows: Int32,
+        number_stride: Int64,
+        number_divisor: Int64,
+        cache_rows: Int32,
+        cache_stride: Int64,
+        cache_divisor: Int64,
+        center: Int64,
+        factor: Int64,
+        stream,
+    ):
+        """As :meth:`strided`; center, factor: addresses of fp32 [num_heads, head_dim]."""
+        blocks = (number_rows, number_stride, number_divisor, cache_rows, cache_stride, cache_divisor)
+        nothing = Int64(0)
+        transforms = Transforms(center, factor, nothing, nothing, nothing, Int32(0), Int32(0))
+        given = (scale, num_rows, num_heads, head_divisor)
+        work = self.strided_kernel(ptx.address(numbers), rows, *given, *blocks, transforms)
+        work.launch(**self.grid(num_rows), stream=stream)
+
     def grid(self, num_rows) -> dict[str, Any]:
         config = self.config
         return {
@@ -121,13 +151,16 @@ class BulkKernel:
         cache_rows: Int32,
         cache_stride: Int64,
         cache_divisor: Int64,
+        transforms=None,
     ):
         of_numbers = RowBlocks(numbers, self.elements.row_bytes, number_rows, number_stride, number_divisor)
         of_rows = RowBlocks(rows, self.row_bytes, cache_rows, cache_stride, cache_divisor)
-        self.work(of_numbers, of_rows, scale, num_rows, num_heads, head_divisor)
+        self.work(of_numbers, of_rows, scale, num_rows, num_heads, head_divisor, transforms)
 
     @cute.jit
-    def work(self, numbers, rows, scale: Int64, num_rows: Int32, num_heads: Int32, head_divisor: Int64):
+    def work(
+        self, numbers, rows, scale: Int64, num_rows: Int32, num_heads: Int32, head_divisor: Int64, transforms=None
+    ):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -147,6 +180,8 @@ class BulkKernel:
             if const_expr(config.direction == "quantize"):
                 for i, value in enumerate(self.elements.unpack(raw)):
                     values[i] = value
+                if const_expr(config.transform is not None):
+                    self.transformer.transform_k(values, transforms, head, lane)
                 given = load_given(self.cache_row, scale, head, lane)
                 encoded = encode_row(self.cache_row, values, given)
                 if row < num_rows:

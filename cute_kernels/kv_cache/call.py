@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.arguments import check_tensors, shape_of
-from cute_kernels.kv_cache.config import MAX_TRANSFORMED_HEADS, RowTransform
+from cute_kernels.kv_cache.config import MAX_TRANSFORMED_HEADS, RowTransform, row_transform_of
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.kv_cache.transforms import CacheTransform, check_transform
 from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of
@@ -60,17 +60,7 @@ class AppendCall(NamedTuple):
     @property
     def row_transform(self) -> RowTransform | None:
         """What happens to rows; None where nothing does."""
-        given = self.transform
-        if given is None or given.identity:
-            return None
-        return RowTransform(
-            center=given.k_center is not None,
-            factor=given.k_factor is not None,
-            v_factor=given.v_factor is not None,
-            shift=self.q_shift is not None,
-            k_rotation=given.k_rotation,
-            v_rotation=given.v_rotation,
-        )
+        return row_transform_of(self.transform, self.q_shift is not None)
 
     @property
     def num_tokens(self) -> int:

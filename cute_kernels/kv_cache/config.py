@@ -1,10 +1,16 @@
 """Every compile-time choice of the kernels that write and read cache rows, as data. No GPU types here."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from cute_kernels.kv_formats import HEAD_DIMS, Int4Format, KvFormat, format_of
 from cute_kernels.sm90 import WARP_THREADS
+
+if TYPE_CHECKING:
+    from cute_kernels.kv_cache.transforms import CacheTransform
 
 DTYPES = ("bf16", "fp16")  # of q, k and v
 BULK_DTYPES = ("bf16", "fp16", "fp32")  # of what is quantised in bulk
@@ -78,6 +84,20 @@ class RowTransform:
         return "_".join(parts)
 
 
+def row_transform_of(given: CacheTransform | None, shift: bool) -> RowTransform | None:
+    """What a transform does to rows, with or without queries' shifts; None where that is nothing."""
+    if given is None or given.identity:
+        return None
+    return RowTransform(
+        center=given.k_center is not None,
+        factor=given.k_factor is not None,
+        v_factor=given.v_factor is not None,
+        shift=shift,
+        k_rotation=given.k_rotation,
+        v_rotation=given.v_rotation,
+    )
+
+
 @dataclass(frozen=True)
 class AppendConfig:
     """One compiled variant of the append kernel.
@@ -120,7 +140,7 @@ class AppendConfig:
     decode: bool = False
     transform: RowTransform | None = None
 
-    def for_decode(self) -> "AppendConfig":
+    def for_decode(self) -> AppendConfig:
         """The kernel that does the same where ``decode`` holds, sooner.
 
         A warp runs most of its code once then, and waits for instructions longer than for arithmetic: twice the lanes
@@ -221,7 +241,8 @@ class BulkConfig:
         head_dim: columns of a row.
         num_warps: warps of a CTA.
         rows_in_flight: rows that a team loads before it works on the first.
-        strided: whether rows lie in blocks with gaps between them.
+        strided: whether rows lie in blocks with gaps between them; so they are always taken with a transform.
+        transform: what happens to numbers before they are quantised, as to those of K; None for nothing.
     """
 
     direction: str
@@ -231,6 +252,7 @@ class BulkConfig:
     num_warps: int = 4
     rows_in_flight: int = 4
     strided: bool = False
+    transform: RowTransform | None = None
 
     @property
     def format(self) -> KvFormat:
@@ -253,6 +275,7 @@ class BulkConfig:
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
         shape = f"w{self.num_warps}r{self.rows_in_flight}" + "_strided" * self.strided
+        shape += "" if self.transform is None else f"_{self.transform.name}"
         return f"{self.direction}_{self.kv_format}_{self.dtype}_d{self.head_dim}_{shape}"
 
     def can_implement(self) -> str | None:
@@ -263,6 +286,11 @@ class BulkConfig:
             return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
         if self.dtype not in BULK_DTYPES:
             return f"dtype {self.dtype!r} is not one of {', '.join(BULK_DTYPES)}"
+        if self.transform is not None:
+            if self.direction != "quantize" or not self.strided:
+                return "a transform is for numbers to quantise, in blocks"
+            if (reason := cannot_rotate(self.transform.k_rotation, self.head_dim)) is not None:
+                return f"k_rotation is {reason}"
         if not 1 <= self.num_warps <= 32:
             return f"num_warps {self.num_warps} is not from 1 to 32"
         if not 1 <= self.rows_in_flight <= 8:

@@ -49,7 +49,13 @@ class AppendKernel:
         self.k_row: Any = make_row(config.k_format, config.head_dim_k, config.lanes, config.runs)
         self.v_row: Any = make_row(config.v_format, config.head_dim_v, config.lanes, config.runs)
         self.rotator = Rotator(config.rope, config.rotary_dim, config.head_dim_k, config.lanes, config.runs)
-        self.transformer = RowTransformer(config)
+        self.transformer = RowTransformer(
+            config.transform,
+            (config.head_dim_k, config.head_dim_v),
+            config.lanes,
+            config.runs,
+            config.rows_in_flight,
+        )
         self.pages = PageFetch(config.lanes, config.num_warps)
         # Rows one after the other, by one copy of the code: where a warp runs it once or twice, or where it is long.
         self.rolled = config.decode or config.transform is not None

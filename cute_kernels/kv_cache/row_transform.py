@@ -17,19 +17,21 @@ from cute_kernels.device import numbers, ptx
 from cute_kernels.device.hadamard import Hadamard
 from cute_kernels.device.lanes import in_pairs, lane_sum, neighbours
 from cute_kernels.device.rows import Elements
-from cute_kernels.kv_cache.config import GROUP_BITS, LANE_ELEMENTS, AppendConfig, RowTransform
+from cute_kernels.kv_cache.config import GROUP_BITS, LANE_ELEMENTS, RowTransform
 
 
 class RowTransformer:
-    """The transforms of a configuration's rows; ``given``: a :class:`cute_kernels.kv_cache.operands.Transforms`."""
+    """The transforms of a kernel's rows; ``given``: a :class:`cute_kernels.kv_cache.operands.Transforms`."""
 
-    def __init__(self, config: AppendConfig):
-        self.config = config
-        self.parts = config.transform or RowTransform()
-        self.k_constants = Elements("fp32", config.head_dim_k, config.lanes, config.runs)
-        self.v_constants = Elements("fp32", config.head_dim_v, config.lanes, config.runs)
-        self.k_hadamard = Hadamard(self.parts.k_rotation, config.head_dim_k, config.lanes, config.runs)
-        self.v_hadamard = Hadamard(self.parts.v_rotation, config.head_dim_v, config.lanes, config.runs)
+    def __init__(self, parts: RowTransform | None, head_dims: tuple[int, int], lanes: int, runs: int, ahead: int):
+        """parts: what is done; head_dims: of K and V; lanes, runs: of a team; ahead: rows that it asks for at once."""
+        self.parts = parts or RowTransform()
+        self.lanes, self.ahead = lanes, ahead
+        k_dim, v_dim = head_dims
+        self.k_constants = Elements("fp32", k_dim, lanes, runs)
+        self.v_constants = Elements("fp32", v_dim, lanes, runs)
+        self.k_hadamard = Hadamard(self.parts.k_rotation, k_dim, lanes, runs)
+        self.v_hadamard = Hadamard(self.parts.v_rotation, v_dim, lanes, runs)
 
     @cute.jit
     def ask(self, given, heads, is_q, is_v, lane):
@@ -40,7 +42,7 @@ class RowTransformer:
         elif is_q:
             if const_expr(self.parts.factor):
                 base = given.q_factor + Int64(self.kv_head(given, heads.first)) * self.k_constants.row_bytes
-                ptx.prefetch_line(base + Int64(lane * (self.k_constants.row_bytes // self.config.lanes)))
+                ptx.prefetch_line(base + Int64(lane * (self.k_constants.row_bytes // self.lanes)))
         else:
             if const_expr(self.parts.center):
                 self.ask_constants(self.k_constants, given.k_center, heads, lane)
@@ -48,8 +50,8 @@ class RowTransformer:
                 self.ask_constants(self.k_constants, given.k_factor, heads, lane)
 
     def ask_constants(self, constants, base, heads, lane):
-        part = constants.row_bytes // self.config.lanes  # less than a line
-        for u in range(self.config.rows_in_flight):
+        part = constants.row_bytes // self.lanes  # less than a line
+        for u in range(self.ahead):
             head = heads.first + cutlass.min(Int32(u), heads.count - 1)
             ptx.prefetch_line(base + Int64(head) * constants.row_bytes + Int64(lane * part))
 
@@ -99,7 +101,7 @@ class RowTransformer:
             for i in (r * run + first + j for r in range(elements.runs) for j in range(size)):
                 part = ptx.fma(values[i], centres[i], part)
             parts.append(part)
-        return lane_sum(in_pairs(operator.add, parts), neighbours(self.config.lanes))
+        return lane_sum(in_pairs(operator.add, parts), neighbours(self.lanes))
 
     def scale(self, constants, values, base, head, lane):
         for i, factor in enumerate(self.constants_of(constants, base, head, lane)):

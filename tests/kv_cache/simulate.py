@@ -167,8 +167,12 @@ def simulate_bulk(
     rows: torch.Tensor,
     scale: torch.Tensor | None,
     monkeypatch: pytest.MonkeyPatch,
+    constants: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> None:
-    """Quantises numbers [n, heads, head_dim] into rows, or dequantises rows into numbers."""
+    """Quantises numbers [n, heads, head_dim] into rows, or dequantises rows into numbers.
+
+    constants: center and factor of a transform.
+    """
     from cute_kernels.kv_cache import bulk
 
     gpu = _make_gpu(monkeypatch)
@@ -176,6 +180,10 @@ def simulate_bulk(
     num_heads = numbers.shape[-2]
     num_rows = numbers.numel() // config.head_dim
     at_numbers, at_rows, at_scale = gpu.put(numbers), gpu.put(rows), gpu.put(scale)
+    transforms = None
+    if config.transform is not None:
+        addresses = [Int64(gpu.put(array)) for array in constants]
+        transforms = bulk.Transforms(*addresses, *[Int64(0)] * 3, Int32(0), Int32(0))
     for block in range(-(-num_rows // (config.teams * config.rows_in_flight))):
         for warp in range(config.num_warps):
             gpu.block, gpu.warp = (block, 0, 0), warp
@@ -185,7 +193,7 @@ def simulate_bulk(
                 for tensor in (numbers, rows):
                     inner, stride = row_blocks(tensor) or (0, 0)
                     given += [Int32(inner), Int64(stride * tensor.element_size()), Int64(divisor_of(inner))]
-                simulated.strided_kernel(*given)
+                simulated.strided_kernel(*given, transforms)
             else:
                 simulated.kernel(*given)
     gpu.get(at_numbers, numbers)
