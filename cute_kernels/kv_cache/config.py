@@ -77,6 +77,11 @@ class RowTransform:
     v_rotation: int = 1
 
     @property
+    def has_q_constants(self) -> bool:
+        """Whether rows of q meet constants, which take registers."""
+        return self.factor or self.shift
+
+    @property
     def name(self) -> str:
         """Part of a C identifier: "center_factor_k32_v128"."""
         parts = [part for part in ("center", "factor", "v_factor", "shift") if getattr(self, part)]
@@ -179,7 +184,13 @@ class AppendConfig:
     @property
     def ctas_per_sm(self) -> int:
         """CTAs that an SM is reckoned to hold at a time."""
-        return DECODE_CTAS_PER_SM if self.decode else CTAS_PER_SM
+        counts = DECODE_CTAS_PER_SM if self.decode else CTAS_PER_SM
+        return counts[self.transform is not None and self.transform.has_q_constants]
+
+    @property
+    def least_ctas(self) -> int:
+        """CTAs that the registers of an SM must have room for; transforms take more, up to what is reckoned with."""
+        return RESIDENT_WARPS // self.num_warps if self.transform is None else self.ctas_per_sm
 
     @property
     def smem_percent(self) -> int:
@@ -299,8 +310,8 @@ class BulkConfig:
 
 
 RESIDENT_WARPS = 16  # that the registers of an SM must have room for
-CTAS_PER_SM = 9  # that fit with the registers the append kernels need
-DECODE_CTAS_PER_SM = 16  # those for decode need fewer
+CTAS_PER_SM = 9, 8  # that fit with the registers the append kernels need; where rows of q meet a transform's constants
+DECODE_CTAS_PER_SM = 16, 12  # those for decode need fewer
 DECODE_SMEM_PERCENT = 14  # 32 of 228 KiB
 MAX_ROWS_PER_TEAM = 16  # what precedes the first row, angles above all, is then little beside the rows
 

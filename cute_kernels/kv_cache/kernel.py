@@ -25,7 +25,6 @@ from cute_kernels.kv_cache.config import (
     HAS_Q,
     HAS_SEQ_LENS,
     HAS_TABLE,
-    RESIDENT_WARPS,
     WIDE_POSITIONS,
     AppendConfig,
     rows_per_team,
@@ -198,7 +197,7 @@ class AppendKernel:
             grid=grid,
             block=(config.num_threads, 1, 1),
             # Said, or ptxas keeps some variants at 80 registers and spills.
-            min_blocks_per_mp=RESIDENT_WARPS // config.num_warps,
+            min_blocks_per_mp=config.least_ctas,
             preferred_smem_carveout=config.smem_percent,
             stream=stream,
         )
