@@ -47,7 +47,7 @@ class BulkKernel:
         self.config = config
         self.elements = Elements(config.dtype, config.head_dim, config.lanes)
         self.cache_row: Any = make_row(config.kv_format, config.head_dim, config.lanes)
-        self.transformer = RowTransformer(config.transform, (config.head_dim,) * 2, config.lanes, 1, 1)
+        self.transformer = RowTransformer(config.transform, (config.head_dim,) * 2, config.lanes, 1)
         self.row_bytes = config.format.row_bytes(config.head_dim)
         quantize = config.direction == "quantize"
         self.code_words = (self.elements.piece if quantize else self.cache_row.codes).num_words
@@ -173,15 +173,19 @@ class BulkKernel:
             if row < num_rows:
                 self.fetch(raw, u, source, row, lane)
         values = cute.make_rmem_tensor(self.elements.count, Float32)
+        constants = cute.make_rmem_tensor(max(self.transformer.num_constants, 1), Float32)
         count = cute.ceil_div(num_rows - block * (config.teams * config.rows_in_flight), config.teams)
         for u in cutlass.range(cutlass.min(count, config.rows_in_flight), unroll=1):
             row = first + u * config.teams
             head = row - divide_by(Int64(row), head_divisor).to(Int32) * num_heads
             if const_expr(config.direction == "quantize"):
+                if const_expr(config.transform is not None):
+                    self.transformer.ask_k(constants, transforms, head, lane)  # before the row is waited for
                 for i, value in enumerate(self.elements.unpack(raw)):
                     values[i] = value
                 if const_expr(config.transform is not None):
-                    self.transformer.transform_k(values, transforms, head, lane)
+                    self.transformer.apply_constants(values, constants)
+                    self.transformer.k_hadamard.apply(values, lane)
                 given = load_given(self.cache_row, scale, head, lane)
                 encoded = encode_row(self.cache_row, values, given)
                 if row < num_rows:

@@ -311,7 +311,7 @@ class BulkConfig:
 
 RESIDENT_WARPS = 16  # that the registers of an SM must have room for
 CTAS_PER_SM = 9, 8  # that fit with the registers the append kernels need; where rows of q meet a transform's constants
-DECODE_CTAS_PER_SM = 16, 12  # those for decode need fewer
+DECODE_CTAS_PER_SM = 16, 10  # those for decode need fewer
 DECODE_SMEM_PERCENT = 14  # 32 of 228 KiB
 MAX_ROWS_PER_TEAM = 16  # what precedes the first row, angles above all, is then little beside the rows
 

@@ -53,7 +53,6 @@ class AppendKernel:
             (config.head_dim_k, config.head_dim_v),
             config.lanes,
             config.runs,
-            config.rows_in_flight,
         )
         self.pages = PageFetch(config.lanes, config.num_warps)
         # Rows one after the other, by one copy of the code: where a warp runs it once or twice, or where it is long.
@@ -268,8 +267,9 @@ class AppendKernel:
             raw = cute.make_rmem_tensor(self.raw_words, Uint32)
             steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
             self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
+            constants = cute.make_rmem_tensor(max(self.transformer.num_constants, 1), Float32)
             if const_expr(config.transform is not None):
-                self.transformer.ask(extras.transforms, heads, is_q, is_v, team_lane)
+                self.transformer.ask(constants, extras.transforms, heads.first, is_q, is_v, team_lane)
             length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
             if const_expr(config.decode):
                 self.pages.open(page_slot, ~is_q, lane)
@@ -287,16 +287,16 @@ class AppendKernel:
                 cute.arch.griddepcontrol_launch_dependents()
             place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane, page_slot)
             if is_v:
-                self.process_v(raw, scales, source, heads, extras, targets, place)
+                self.process_v(raw, scales, constants, source, heads, extras, targets, place)
             else:
                 cos = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
                 sin = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
                 if const_expr(config.rope != "none"):
                     self.rotator.make_angles(cos, sin, steps, position, rope_factor, team_lane)
                 if is_q:
-                    self.process_q(raw, source, cos, sin, heads, extras, targets, place)
+                    self.process_q(raw, constants, source, cos, sin, heads, extras, targets, place)
                 else:
-                    self.process_k(raw, scales, source, cos, sin, heads, extras, targets, place)
+                    self.process_k(raw, scales, constants, source, cos, sin, heads, extras, targets, place)
 
     # -- getting there ------------------------------------------------------------------------------------------------
 
@@ -462,7 +462,7 @@ class AppendKernel:
     # -- row by row ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def process_q(self, raw, source, cos, sin, heads, extras, targets, place):
+    def process_q(self, raw, constants, source, cos, sin, heads, extras, targets, place):
         """The team's q heads: most rows of a model with grouped queries.
 
         Unrolled, but for decode, where few rows take less time than copies of the code take to be fetched, and where
@@ -477,7 +477,7 @@ class AppendKernel:
                 for u in cutlass.range_constexpr(ahead):
                     if done + u < heads.count:
                         self.unpack(raw, values, elements, u)
-                        self.turn_q(values, cos, sin, extras, heads.first + done + u, place)
+                        self.turn_q(values, constants, cos, sin, extras, heads, done + u, place)
                         if place.valid:
                             elements.piece.store(target, place.lane, elements.pack(values), u * elements.row_bytes)
                 done = done + ahead
@@ -486,7 +486,7 @@ class AppendKernel:
                 for _ in cutlass.range(cutlass.min(heads.count - done, ahead), unroll=1):
                     self.unpack(raw, values, elements, 0)
                     self.advance(raw, ahead)
-                    self.turn_q(values, cos, sin, extras, heads.first + done, place)
+                    self.turn_q(values, constants, cos, sin, extras, heads, done, place)
                     if place.valid:
                         elements.piece.store(target, place.lane, elements.pack(values))
                     done = done + 1
@@ -498,26 +498,29 @@ class AppendKernel:
                 self.fetch_rows(raw, source, elements, ahead, heads.count - done, place.lane)
 
     @cute.jit
-    def turn_q(self, values, cos, sin, extras, head, place):
-        """Bias, norm, RoPE and transform of a q row."""
+    def turn_q(self, values, constants, cos, sin, extras, heads, done, place):
+        """Bias, norm, RoPE and transform of a q row, the team's ``done``-th."""
+        head = heads.first + done
         self.turn(values, cos, sin, extras.q_bias, extras.q_norm, extras, head, place.lane)
         if const_expr(self.config.transform is not None):
-            self.transformer.transform_q(values, extras.transforms, head, place)
+            next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
+            self.transformer.transform_q(values, constants, extras.transforms, head, next_head, place)
 
     @cute.jit
-    def process_k(self, raw, scales, source, cos, sin, heads, extras, targets, place):
+    def process_k(self, raw, scales, constants, source, cos, sin, heads, extras, targets, place):
         """The team's k heads."""
         target = (self.k_row, extras.k_scale, targets.k_cache, targets.k_strides)
 
         def prepare(values, head):
             self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
             if const_expr(self.config.transform is not None):
-                self.transformer.transform_k(values, extras.transforms, head, place.lane)
+                next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
+                self.transformer.transform_k(values, constants, extras.transforms, next_head, place.lane)
 
         self.process_rows(raw, scales, source, self.k_elements, heads, target, place, prepare)
 
     @cute.jit
-    def process_v(self, raw, scales, source, heads, extras, targets, place):
+    def process_v(self, raw, scales, constants, source, heads, extras, targets, place):
         """The team's v heads."""
         target = (self.v_row, extras.v_scale, targets.v_cache, targets.v_strides)
 
@@ -525,7 +528,8 @@ class AppendKernel:
             if const_expr(self.config.has_bias):
                 self.add_bias(values, self.v_elements, extras.v_bias, head, place.lane)
             if const_expr(self.config.transform is not None):
-                self.transformer.transform_v(values, extras.transforms, head, place.lane)
+                next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
+                self.transformer.transform_v(values, constants, extras.transforms, next_head, place.lane)
 
         self.process_rows(raw, scales, source, self.v_elements, heads, target, place, prepare)
 
