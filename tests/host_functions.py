@@ -48,13 +48,13 @@ def decode_with_features(
 
 
 @cute.jit
-def decode_with_shift(
+def decode_with_transform(
     q: cute.Tensor, k_cache: cute.Tensor, v_cache: cute.Tensor, seq_lens: cute.Tensor, out: cute.Tensor, lse: Int64,
     workspace: Int64, k_scale: Int64, v_scale: Int64, k_scale_stride: Int32, v_scale_stride: Int32,
     softmax_scale: Float32, num_splits: Int32, mode: Int32, more_rows: Int32, shares: Int32, block_table: Int64,
     max_pages: Int32, table_stride: Int32, window: Int32, soft_cap: Float32, sinks: Int64, alibi_slopes: Int64,
     bias: Int64, bias_stride_request: Int64, bias_stride_query: Int64, bias_stride_head: Int64, bias_stride_key: Int64,
-    q_shift: Int64,
+    q_shift: Int64, out_factor: Int64,
 ):  # fmt: skip
     pass
 
@@ -106,7 +106,7 @@ def attention_function(config: Any) -> Any:
     from cute_kernels.attention.compile import fake_arguments
 
     function = decode_with_features if config.has_features else decode
-    function = decode_with_shift if config.features.shift else function
+    function = decode_with_transform if config.features.transformed else function
     return cute.compile(function, *fake_arguments(config, AddressSpace.generic), options=compile_options("sm_90a"))
 
 

@@ -173,6 +173,7 @@ class AttentionCall:
         soft_cap: None for none.
         sinks, alibi_slopes: fp32 [num_q_heads], contiguous.
         q_shift: fp32 [batch, q_len, num_q_heads], contiguous: added to q . k.
+        v_rotation, v_factor: what the kernel has to undo of V's transform (the reference does not look at it).
         bias: over [batch, q_len, num_q_heads, max_seq_len].
         num_splits: as given.
         out: where the result goes, contiguous [batch, q_len, num_q_heads, v.head_dim] in q's dtype; None for a new one.
@@ -198,6 +199,8 @@ class AttentionCall:
     num_splits: int | None
     out: torch.Tensor | None
     q_shift: torch.Tensor | None = None
+    v_rotation: int = 1
+    v_factor: bool = False
 
     @property
     def batch(self) -> int:
@@ -242,6 +245,8 @@ class AttentionCall:
             sinks=self.sinks is not None,
             alibi=self.alibi_slopes is not None,
             shift=self.q_shift is not None,
+            v_rotation=self.v_rotation,
+            v_factor=self.v_factor,
             bias=checks.BIAS_DTYPES[self.bias.tensor.dtype] if self.bias is not None else None,
             paged=self.block_table is not None,
             head_major=self.head_major,

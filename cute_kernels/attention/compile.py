@@ -86,8 +86,8 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
 
 def entry_of(kernel: Any, config: DecodeConfig) -> Any:
     """The host function of a kernel that takes the arguments of a configuration."""
-    if config.features.shift:
-        return kernel.with_shift
+    if config.features.transformed:
+        return kernel.with_transform
     return kernel.with_features if config.has_features else kernel
 
 
@@ -132,5 +132,5 @@ def fake_arguments(config: DecodeConfig, memory: Any) -> list[Any]:
     if config.has_features:
         arguments += [cutlass.Int32(0)] * 2
         arguments += [cutlass.Int64(0), *[cutlass.Int32(0)] * 3, cutlass.Float32(1.0)]
-        arguments += [cutlass.Int64(0)] * (8 if config.features.shift else 7)
+        arguments += [cutlass.Int64(0)] * (9 if config.features.transformed else 7)
     return arguments

@@ -146,7 +146,7 @@ class DecodeKernel:
         self.launch(tensors, numbers, given, features, pages, (more_rows, shares), stream)
 
     @cute.jit
-    def with_shift(
+    def with_transform(
         self,
         q: cute.Tensor,
         k_cache: cute.Tensor,
@@ -177,12 +177,17 @@ class DecodeKernel:
         bias_stride_head: Int64,
         bias_stride_key: Int64,
         q_shift: Int64,
+        out_factor: Int64,
         stream,
     ):
-        """As :meth:`with_features`; q_shift: address of fp32 [batch, q_len, num_q_heads], which softmax_scale times is
-        added to all scores of a query."""
+        """As :meth:`with_features`, over a transformed cache.
+
+        Addresses: q_shift fp32 [batch, q_len, num_q_heads], which softmax_scale times is added to all scores of a
+        query; out_factor fp32 [num_kv_heads, v_head_dim], aligned to 16 bytes, which the output is multiplied by once
+        it is turned back.
+        """
         strides = (bias_stride_request, bias_stride_query, bias_stride_head, bias_stride_key)
-        features = FeatureValues(window, soft_cap, sinks, alibi_slopes, bias, strides, q_shift)
+        features = FeatureValues(window, soft_cap, sinks, alibi_slopes, bias, strides, q_shift, out_factor)
         given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
         tensors = (q, k_cache, v_cache, seq_lens, out)
         numbers = (lse, workspace, softmax_scale, num_splits, mode)
@@ -219,7 +224,8 @@ class DecodeKernel:
         )
         pager = Pager.of(block_table, table_stride, block_tokens, k_cache.shape[0])
         shifts = (features.shift, softmax_scale) if const_expr(config.features.shift) else None
-        results = Results(out.iterator.toint(), lse, workspace, mode, features.sinks, shifts)
+        out_factor = features.out_factor if const_expr(config.features.v_factor) else None
+        results = Results(out.iterator.toint(), lse, workspace, mode, features.sinks, shifts, out_factor)
         self.kernel(
             self.copier.make_source(k_cache, v_cache),
             QueryRows.of(q),

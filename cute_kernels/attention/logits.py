@@ -25,7 +25,8 @@ class FeatureValues:
 
     window: keys that a query sees, itself included. soft_cap: natural units. sinks, alibi_slopes: addresses of fp32
     [num_q_heads]. bias: address; bias_strides: elements from one request, query, head and key position to the next.
-    shift: address of fp32 [batch, q_len, num_q_heads], None where there is no such feature.
+    Addresses of fp32 shift [batch, q_len, num_q_heads] and out_factor [num_kv_heads, v_head_dim], None where nothing is
+    transformed.
     """
 
     window: Any
@@ -35,6 +36,7 @@ class FeatureValues:
     bias: Any
     bias_strides: Any
     shift: Any = None
+    out_factor: Any = None
 
 
 @dataclass(frozen=True)

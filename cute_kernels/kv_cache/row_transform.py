@@ -11,7 +11,7 @@ import operator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int64, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.hadamard import Hadamard

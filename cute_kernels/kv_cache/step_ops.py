@@ -19,6 +19,7 @@ from cute_kernels.attention import plan as attention_plan
 from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, check_device_values, complete_options
 from cute_kernels.attention.call import make_call as make_attention_call
 from cute_kernels.attention.checks import check_out, check_positive, head_dim_of_row
+from cute_kernels.attention.features import WIDEST_RESTORED
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.kv_cache import ops as append_ops
 from cute_kernels.kv_cache import plan as append_plan
@@ -91,6 +92,7 @@ class StepPlan:
         cu_seqlens: where each request's new tokens begin; None if it has one.
         has_extras: whether the append gets more than most do.
         q_shift: what the queries' shifts are written to, None where nobody looks at them.
+        restores: whether attention brings its output back from V's transform.
     """
 
     append: append_plan.Plan
@@ -100,6 +102,7 @@ class StepPlan:
     cu_seqlens: torch.Tensor | None
     has_extras: bool
     q_shift: Blank | None
+    restores: bool
 
     def launch(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launches both on the current stream, one directly after the other: (out or a new one, lse if asked for)."""
@@ -114,6 +117,9 @@ class StepPlan:
             more = (self.cu_seqlens, None, *(extras or NO_EXTRAS), *scales, q_shift)
             if q_shift is not None:
                 options = (options or NO_OPTIONS) | {"q_shift": q_shift}
+        if self.restores:
+            assert transform is not None
+            options = (options or NO_OPTIONS) | {"out_factor": transform.out_factor}
         new = (k.view(of_k), v.view(of_v), k_cache, v_cache)
         rotated = self.append.launch(
             (*new, None, None, None, None, norm_eps, q.view(of_q), None, seq_lens, table, transform), more
@@ -177,7 +183,7 @@ def launch(step: Step) -> tuple[torch.Tensor, Any]:
     except (TypeError, ValueError, RuntimeError):
         _checked(step)
         raise
-    if transform is not None and transform.changes_values:
+    if transform is not None and transform.changes_values and not plan.restores:
         result = attention_ops.restore(transform, result, out)
     return result, lse
 
@@ -193,6 +199,7 @@ def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan:
         cu_seqlens=append.cu_seqlens,
         has_extras=any(extra is not None for extra in append.extras),
         q_shift=None if append.q_shift is None else blank(attention.q.shape[:3], torch.float32),
+        restores=attention.features.restores,
     )
 
 
@@ -231,6 +238,9 @@ def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
         out=out,
         **complete,
     )
+    if transform is not None and transform.v_rotation <= WIDEST_RESTORED:
+        has_factor = transform.v_factor is not None
+        attention = replace(attention, v_rotation=transform.v_rotation, v_factor=has_factor)
     position_ids, q_bias, k_bias, v_bias, q_norm, k_norm = extras or NO_EXTRAS
     batch, q_len = q.shape[:2]
     if isinstance(position_ids, torch.Tensor):

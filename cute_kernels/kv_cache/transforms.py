@@ -73,7 +73,7 @@ class CacheTransform:
             )
             self._check_fit(heads, of_k, of_v, first.device)
 
-        _ = self.q_factor  # made now: not in the midst of a graph's capture
+        _ = self.q_factor, self.out_factor  # made now: not in the midst of a graph's capture
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 
@@ -87,6 +87,11 @@ class CacheTransform:
     def q_factor(self) -> torch.Tensor | None:
         """1 / k_factor, fp32 [num_kv_heads, head_dim]; None where k_factor is."""
         return None if self.k_factor is None else self.k_factor.reciprocal()
+
+    @cached_property
+    def out_factor(self) -> torch.Tensor | None:
+        """1 / v_factor, fp32 [num_kv_heads, v_head_dim]; None where v_factor is."""
+        return None if self.v_factor is None else self.v_factor.reciprocal()
 
     @property
     def identity(self) -> bool:
@@ -207,13 +212,13 @@ class CacheTransform:
 # -- as arguments of an operator ---------------------------------------------------------------------------------------
 
 TRANSFORM_SCHEMA = (
-    "Tensor? k_center=None, Tensor? k_factor=None, Tensor? q_factor=None, Tensor? v_factor=None, int k_rotation=1, "
-    "int v_rotation=1"
+    "Tensor? k_center=None, Tensor? k_factor=None, Tensor? q_factor=None, Tensor? v_factor=None, "
+    "Tensor? out_factor=None, int k_rotation=1, int v_rotation=1"
 )
 """What an operator's schema has for a transform; its implementation gets all of it or what differs from this."""
 
 
-PART_NAMES = ("k_center", "k_factor", "q_factor", "v_factor", "k_rotation", "v_rotation")
+PART_NAMES = ("k_center", "k_factor", "q_factor", "v_factor", "out_factor", "k_rotation", "v_rotation")
 
 
 def named_parts_of(transform: CacheTransform | None) -> dict[str, Any]:
@@ -225,7 +230,7 @@ def parts_of(transform: CacheTransform | None) -> tuple[Any, ...]:
     """A transform as the arguments of `TRANSFORM_SCHEMA`, in their order; none for None."""
     if transform is None:
         return ()
-    arrays = transform.k_center, transform.k_factor, transform.q_factor, transform.v_factor
+    arrays = transform.k_center, transform.k_factor, transform.q_factor, transform.v_factor, transform.out_factor
     return *arrays, transform.k_rotation, transform.v_rotation
 
 
@@ -234,6 +239,7 @@ def transform_of(
     k_factor: torch.Tensor | None = None,
     q_factor: torch.Tensor | None = None,
     v_factor: torch.Tensor | None = None,
+    out_factor: torch.Tensor | None = None,
     k_rotation: int = 1,
     v_rotation: int = 1,
 ) -> CacheTransform | None:
@@ -244,7 +250,7 @@ def transform_of(
     made.__dict__.update(
         k_center=k_center, k_factor=k_factor, k_rotation=k_rotation, v_factor=v_factor, v_rotation=v_rotation
     )
-    made.__dict__["q_factor"] = q_factor
+    made.__dict__.update(q_factor=q_factor, out_factor=out_factor)
     return made
 
 
