@@ -77,9 +77,9 @@ class RowTransform:
     v_rotation: int = 1
 
     @property
-    def has_q_constants(self) -> bool:
-        """Whether rows of q meet constants, which take registers."""
-        return self.factor or self.shift
+    def num_parts(self) -> int:
+        """Arrays of constants that a row meets: of the kind of rows that meets most."""
+        return max(max(self.center, self.shift) + self.factor, int(self.v_factor))
 
     @property
     def name(self) -> str:
@@ -185,7 +185,9 @@ class AppendConfig:
     def ctas_per_sm(self) -> int:
         """CTAs that an SM is reckoned to hold at a time."""
         counts = DECODE_CTAS_PER_SM if self.decode else CTAS_PER_SM
-        return counts[self.transform is not None and self.transform.has_q_constants]
+        if self.transform is None:
+            return counts[0]
+        return counts[self.transform.num_parts + (self.transform.shift and self.transform.factor)]
 
     @property
     def least_ctas(self) -> int:
@@ -310,8 +312,10 @@ class BulkConfig:
 
 
 RESIDENT_WARPS = 16  # that the registers of an SM must have room for
-CTAS_PER_SM = 9, 8  # that fit with the registers the append kernels need; where rows of q meet a transform's constants
-DECODE_CTAS_PER_SM = 16, 10  # those for decode need fewer
+# CTAs that fit with the registers the append kernels need: without a transform's constants, where rows meet one array of
+# them, two, and two on q's side as well. Those for decode need fewer.
+CTAS_PER_SM = 9, 8, 8, 8
+DECODE_CTAS_PER_SM = 16, 16, 12, 10
 DECODE_SMEM_PERCENT = 14  # 32 of 228 KiB
 MAX_ROWS_PER_TEAM = 16  # what precedes the first row, angles above all, is then little beside the rows
 

@@ -35,40 +35,58 @@ class RowTransformer:
     @property
     def num_constants(self) -> int:
         """Words of a lane's constants of a row."""
-        of_k = (self.parts.center + self.parts.factor) * self.k_constants.count
-        of_q = (self.parts.shift + self.parts.factor) * self.k_constants.count
-        return max(of_k, of_q, self.parts.v_factor * self.v_constants.count)
+        return self.parts.num_parts * max(self.k_constants.count, self.v_constants.count)
 
     @cute.jit
     def ask(self, constants, given, head, is_q, is_v, lane):
         """Asks for the constants of the team's first row: they are on their way while that is."""
-        if const_expr(self.num_constants > 0):
-            if is_v:
-                self.ask_v(constants, given, head, lane)
-            elif is_q:
-                self.ask_q(constants, given, head, lane)
-            else:
-                self.ask_k(constants, given, head, lane)
+        if const_expr(self.k_constants == self.v_constants):
+            # One copy of the code: registers that branches fill are moved where these meet, and so waited for.
+            head = cutlass.select_(is_q, self.kv_head(given, head), head)
+            for part in cutlass.range_constexpr(self.parts.num_parts):
+                base = self.address_of(given, part, is_q, is_v)
+                if base != 0:
+                    self._load(constants, self.k_constants, part, base, head, lane)
+        elif is_v:
+            self.ask_v(constants, given, head, lane)
+        elif is_q:
+            self.ask_q(constants, given, head, lane)
+        else:
+            self.ask_k(constants, given, head, lane)
+
+    def addresses(self, given):
+        """Of the parts of K's, q's and V's constants, in the order in which rows meet them."""
+        parts = self.parts
+        of_k = [given.k_center] * parts.center + [given.k_factor] * parts.factor
+        of_q = [given.k_center] * parts.shift + [given.q_factor] * parts.factor
+        return of_k, of_q, [given.v_factor] * parts.v_factor
+
+    def address_of(self, given, part: int, is_q, is_v):
+        """Of a part of the constants of the team's kind of rows; 0 if they have no such part."""
+        of_k, of_q, of_v = (own[part] if part < len(own) else Int64(0) for own in self.addresses(given))
+        return cutlass.select_(is_q, of_q, cutlass.select_(is_v, of_v, of_k))
+
+    def kv_head(self, given, q_head):
+        """The KV head that a q head reads."""
+        return (q_head * given.group_reciprocal) >> GROUP_BITS
 
     def ask_k(self, constants, given, head, lane):
         """``constants`` become those of a k head: center, then factor."""
-        parts = [given.k_center] * self.parts.center + [given.k_factor] * self.parts.factor
-        self._load(constants, self.k_constants, parts, head, lane)
+        for part, base in enumerate(self.addresses(given)[0]):
+            self._load(constants, self.k_constants, part, base, head, lane)
 
     def ask_q(self, constants, given, q_head, lane):
         """``constants`` become those of a q head: center where shifts are wanted, then factor."""
-        parts = [given.k_center] * self.parts.shift + [given.q_factor] * self.parts.factor
-        if parts:
-            kv_head = (q_head * given.group_reciprocal) >> GROUP_BITS
-            self._load(constants, self.k_constants, parts, kv_head, lane)
+        for part, base in enumerate(self.addresses(given)[1]):
+            self._load(constants, self.k_constants, part, base, self.kv_head(given, q_head), lane)
 
     def ask_v(self, constants, given, head, lane):
-        self._load(constants, self.v_constants, [given.v_factor] * self.parts.v_factor, head, lane)
+        for part, base in enumerate(self.addresses(given)[2]):
+            self._load(constants, self.v_constants, part, base, head, lane)
 
-    def _load(self, constants, elements: Elements, parts, head, lane):
-        for part, base in enumerate(parts):
-            for i, value in enumerate(elements.load(base + Int64(head) * elements.row_bytes, lane)):
-                constants[part * elements.count + i] = value
+    def _load(self, constants, elements: Elements, part: int, base, head, lane):
+        for i, value in enumerate(elements.load(base + Int64(head) * elements.row_bytes, lane)):
+            constants[part * elements.count + i] = value
 
     def transform_k(self, values, constants, given, next_head, lane):
         """k' of a row, whose ``constants`` then become those of the next one: they come while this one is written."""
@@ -106,7 +124,9 @@ class RowTransformer:
         if const_expr(self.parts.factor):
             for i in cutlass.range_constexpr(count):
                 values[i] = numbers.multiply(values[i], constants[self.parts.shift * count + i])
-        self.ask_q(constants, given, next_head, place.lane)
+        if const_expr(self.parts.shift or self.parts.factor):
+            if self.kv_head(given, next_head) != self.kv_head(given, head):
+                self.ask_q(constants, given, next_head, place.lane)
         self.k_hadamard.apply(values, place.lane)
 
     def shift_of(self, values, centres):
