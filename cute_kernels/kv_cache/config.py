@@ -312,8 +312,8 @@ class BulkConfig:
 
 
 RESIDENT_WARPS = 16  # that the registers of an SM must have room for
-# CTAs that fit with the registers the append kernels need: without a transform's constants, where rows meet one array of
-# them, two, and two on q's side as well. Those for decode need fewer.
+# CTAs that fit with the registers the append kernels need: without a transform's constants, where rows meet one array
+# of them, two, and two on q's side as well. Those for decode need fewer.
 CTAS_PER_SM = 9, 8, 8, 8
 DECODE_CTAS_PER_SM = 16, 16, 12, 10
 DECODE_SMEM_PERCENT = 14  # 32 of 228 KiB
