@@ -7,7 +7,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export OFFLINE
 
-.PHONY: help setup demo quick test lint format typecheck pytest notebooks docs dist golden doctor clean
+.PHONY: help setup demo quick test lint format typecheck pytest notebooks docs dist bundle golden doctor clean
 
 help:
 	@echo "make demo        a small Llama decodes with an INT4 KV cache (GPU if there is one)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test        lint, types, all tests, notebooks, site"
 	@echo "make docs        the site, in build/site"
 	@echo "make dist        sdist and wheel, tried out: the dry run of a release"
+	@echo "make bundle      the wheel of compiled kernels, into dist (an hour on two cores, once)"
 	@echo "make format      apply the formatter and the linter's fixes"
 	@echo "make golden      compile every shipped kernel and rewrite tests/golden/resources.json for review"
 	@echo "make doctor      what works on this machine, and why not"
@@ -70,6 +71,9 @@ docs: setup
 
 dist: setup
 	$(PY) tools/dist.py
+
+bundle: setup
+	$(PY) tools/bundle_wheel.py
 
 golden: setup
 	$(PY) -m tests.golden.update

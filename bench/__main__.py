@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SUITES = ("main", "shapes", "cache", "ladder")
 OPTION_BATCHES = (1, 32)
+STEP_MODELS = ("llama3-8b", "llama2-70b-shard8", "qwen3-30b-a3b")  # those of `bench.steps`, which imports kernels
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,9 +67,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FORMAT",
         help="of weights, such as w4g128z-fp16, instead of --bits in groups of 128 and bf16; may be given again",
     )
+    layers = linear.add_mutually_exclusive_group()
+    layers.add_argument("--layers", nargs="+", type=_layer, metavar="NxK", help="sizes of weights, such as 6144x4096")
+    layers.add_argument("--shards", action="store_true", help="weights of models' shards, which no tuned table has")
     rows = linear.add_mutually_exclusive_group()
     rows.add_argument("--rows", nargs="+", type=_count, metavar="M", help="rows of x; default: powers of two")
     rows.add_argument("--between", action="store_true", help="numbers of rows in between the powers of two")
+    linear.add_argument("--options", action="store_true", help="options beside the plain call, instead of peers")
     linear.add_argument("--quick", action="store_true", help="fewer rows and floor kernels")
     linear.add_argument("--no-peers", action="store_true", help="cuBLAS only")
     linear.add_argument(
@@ -145,8 +150,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_e2e(commands: Any) -> None:
     """The command for whole models."""
-    e2e = commands.add_parser("e2e", help="a served model, with and without the plugin; starts the engine per case")
-    e2e.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
+    e2e = commands.add_parser("e2e", help="decode steps of whole models: bare loops, or as engines serve them")
+    e2e.add_argument("--engine", choices=("steps", "vllm", "transformers"), default="steps")
+    e2e.add_argument("--models", nargs="+", metavar="MODEL", help="steps: of " + ", ".join(STEP_MODELS))
+    e2e.add_argument("--batches", nargs="+", type=_count, metavar="B", help="steps: requests")
+    e2e.add_argument("--contexts", nargs="+", type=_count, metavar="T", help="steps: tokens in the cache")
+    e2e.add_argument("--seconds", type=_count, default=330, help="steps: what is not begun by then is for another run")
     e2e.add_argument("--batch", type=_count, default=16, help="transformers: requests")
     e2e.add_argument("--context", type=_count, default=8192, help="transformers: tokens of each prompt")
     e2e.add_argument("--layers", type=_count, default=32, help="transformers: layers of the model")
@@ -156,9 +165,9 @@ def _add_e2e(commands: Any) -> None:
         action="append",
         type=_e2e_case,
         metavar="CASE",
-        help="MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][@B,B], such as llama3-8b:w4:fp8:on@1,32; may be given again",
+        help="vllm: MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][@B,B], such as llama3-8b:w4:fp8:on@1,32; may be given again",
     )
-    e2e.add_argument("--limit", type=_count, default=300, help="seconds that a case may take")
+    e2e.add_argument("--limit", type=_count, default=300, help="vllm: seconds that a case may take")
     e2e.add_argument("--json", type=Path, help="the record; one that is there is gone on with")
     e2e.set_defaults(run=_e2e)
 
@@ -175,6 +184,12 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, want a number of at least 1")
     return int(text)
+
+
+def _layer(text: str) -> tuple[int, int]:
+    """The sizes of a weight as an argument."""
+    n, _, k = text.partition("x")
+    return _count(n), _count(k)
 
 
 def _minutes(text: str) -> float:
@@ -260,15 +275,21 @@ def _linear(options: argparse.Namespace) -> int:
     bench = _gpu_bench("linear", options, options.quick)
     if bench is None:
         return 2
-    from bench import linear, linear_peers
+    from bench import linear, linear_options, linear_peers
 
+    if options.options:
+        from bench import options as timed
+
+        linear_options.run(bench, options.format or [Format()], options.rows)
+        return _finish(bench.recorder, timed.text)
     rows = options.rows or (linear.QUICK_ROWS if options.quick else linear.ROWS)
     if options.between:
         rows = linear.BETWEEN_ROWS
     peers = linear_peers.DENSE if options.no_peers else linear_peers.PEERS
     formats = options.format or [Format(bits) for bits in options.bits]
+    layers = options.layers or (linear.SHARDS if options.shards else linear.LAYERS)
     try:
-        linear.run(bench, rows=rows, formats=formats, peers=peers, earlier=options.peers_from)
+        linear.run(bench, layers, rows=rows, formats=formats, peers=peers, earlier=options.peers_from)
     except ValueError as error:
         print(f"--peers-from: {error}", file=sys.stderr)
         return 2
@@ -346,6 +367,8 @@ def _e2e(options: argparse.Namespace) -> int:
     recorder = _recorder(path, kind="e2e", engine=options.engine, command=sys.argv[1:])
     if recorder is None:
         return 2
+    if options.engine == "steps":
+        return _e2e_steps(options, recorder, earlier)
     if options.engine == "transformers":
         shape = {name: getattr(options, name) for name in ("batch", "context", "layers", "steps")}
         e2e_transformers.run(recorder, _teller(recorder), **shape)
@@ -355,6 +378,24 @@ def _e2e(options: argparse.Namespace) -> int:
     cases = options.case or [e2e_vllm.case_of(text) for text in e2e_vllm.DEFAULT_CASES]
     e2e_vllm.run(recorder, cases, _teller(recorder), options.limit)
     return _finish(recorder, e2e_vllm.text)
+
+
+def _e2e_steps(options: argparse.Namespace, recorder: records.Recorder, earlier: dict[str, Any] | None) -> int:
+    from bench import e2e_steps
+    from bench.suites import Bench
+    from bench.timing import Protocol
+
+    models = options.models or STEP_MODELS
+    for name in models:
+        if name not in STEP_MODELS:
+            print(f"--models: got {name!r}, want one of {', '.join(STEP_MODELS)}", file=sys.stderr)
+            return 2
+    if earlier is not None:
+        recorder.data["rows"] = earlier["rows"]
+    bench = Bench(recorder, Protocol(samples=8), quick=True, say=_teller(recorder))
+    points = e2e_steps.points(models, options.batches or e2e_steps.BATCHES, options.contexts)
+    e2e_steps.run(bench, points, options.seconds)
+    return _finish(recorder, e2e_steps.text)
 
 
 def _gpu_bench(kind: str, options: argparse.Namespace, quick: bool = False) -> Bench | None:
@@ -446,7 +487,7 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _table(options: argparse.Namespace) -> int:
-    from bench import accuracy_report, e2e_transformers, e2e_vllm, linear, mla, moe, report
+    from bench import accuracy_report, e2e_steps, e2e_transformers, e2e_vllm, linear, mla, moe, report
 
     of_kind = {
         "linear": (linear.markdown, report.MARK_LINEAR),
@@ -458,6 +499,8 @@ def _table(options: argparse.Namespace) -> int:
     record = options.result
     if record.get("engine") == "transformers":
         of_kind["e2e"] = (e2e_transformers.markdown, e2e_transformers.MARK)
+    if record.get("engine") == "steps":
+        of_kind["e2e"] = (e2e_steps.markdown, e2e_steps.MARK)
     of_suite = partial(report.markdown, suite=options.suite), report.mark(options.suite)
     markdown, mark = of_kind.get(str(record.get("kind")), of_suite)
     try:

@@ -1,11 +1,13 @@
-"""A model's decode step through transformers' `generate`: its own SDPA, and `accelerate` with each cache.
+"""A model's decode step through transformers' `generate`: its own caches, and `accelerate` with each of ours.
 
 Random weights in Llama-3-8B's shape; every case is a run of `generate` over the same prompts, whose steps are timed
-from one forward pass to the next, host work included.
+from one forward pass to the next, host work included. Of a recorded step two parts are timed besides: the graph alone,
+replayed without a host between, and the host's time in ``forward``, which is all that `accelerate` adds to a step.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import statistics
@@ -36,23 +38,28 @@ SKIPPED_STEPS = 8  # of those that are timed: the first run as usual, one is rec
 
 @dataclass(frozen=True)
 class Case:
-    """One way to generate. kv_format None: transformers' own SDPA and DynamicCache; cuda_graphs False: launched anew at
-    every step."""
+    """One way to generate. kv_format None: transformers' own SDPA, with its own cache; cuda_graphs False: launched anew
+    at every step."""
 
     name: str
     kv_format: str | None = None
     weights: str | None = None
     cuda_graphs: bool = True
+    fuse_blocks: bool = True
+    cache: str | None = None  # transformers' name of the cache that `generate` is asked for
 
 
 CASES = (
     Case("transformers, SDPA"),
+    Case("transformers, static cache, compiled", cache="static"),
     Case("bf16 cache, eager", "bf16", cuda_graphs=False),
     Case("int4_g4 cache, eager", "int4_g4", cuda_graphs=False),
     Case("bf16 cache", "bf16"),
     Case("int4_g4 cache", "int4_g4"),
-    Case("int4_g4 cache, W4", "int4_g4", "w4g128"),  # last: the weights stay quantised
+    Case("int4_g4 cache, W4, blocks as they are", "int4_g4", "w4g128", fuse_blocks=False),  # weights stay quantised
+    Case("int4_g4 cache, W4", "int4_g4", "w4g128"),
 )
+REPLAYS = 20
 
 
 def make_model(layers: int, device: str = "cuda") -> Any:
@@ -69,11 +76,12 @@ def make_model(layers: int, device: str = "cuda") -> Any:
 
 
 @torch.inference_mode()
-def measure(model: Any, prompt: torch.Tensor, steps: int) -> dict[str, Any]:
+def measure(model: Any, prompt: torch.Tensor, steps: int, cache: str | None = None) -> dict[str, Any]:
     """Times of the decode steps of one `generate`, in ms, and its tokens."""
     from transformers import StoppingCriteriaList
 
     moments: list[float] = []
+    host_s: list[float] = []
 
     def stop(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         torch.cuda.synchronize()
@@ -81,20 +89,60 @@ def measure(model: Any, prompt: torch.Tensor, steps: int) -> dict[str, Any]:
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     torch.cuda.reset_peak_memory_stats()
-    sequences = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=steps,
-        do_sample=False,
-        stopping_criteria=StoppingCriteriaList([stop]),
-    )
+    forward = model.__dict__.get("forward")
+    if forward is not None:
+        model.forward = _timed(forward, host_s)
+    try:
+        outputs = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=steps,
+            do_sample=False,
+            return_dict_in_generate=True,
+            stopping_criteria=StoppingCriteriaList([stop]),
+            **({} if cache is None else {"cache_implementation": cache}),
+        )
+    finally:
+        if forward is not None:
+            model.forward = forward
+    sequences = outputs.sequences
     gaps = [1e3 * (after - before) for before, after in itertools.pairwise(moments)][SKIPPED_STEPS:]
     return {
         "step_ms": statistics.median(gaps),
         "worst_ms": max(gaps),
+        "graph_ms": _graph_ms(outputs.past_key_values),
+        "host_us": 1e6 * statistics.median(host_s[SKIPPED_STEPS:]) if host_s else None,
         "memory_gb": torch.cuda.max_memory_allocated() / 1e9,
         "tokens": sequences[:, prompt.shape[1] :].tolist(),
     }
+
+
+def _timed(forward: Callable[..., Any], host_s: list[float]) -> Callable[..., Any]:
+    """A ``forward`` that notes how long the host was in it."""
+
+    @functools.wraps(forward)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        outputs = forward(*args, **kwargs)
+        host_s.append(time.perf_counter() - begin)
+        return outputs
+
+    return timed
+
+
+def _graph_ms(cache: Any) -> float | None:
+    """Time of a recorded step alone; None if there is none. The cache's tokens are not to be used any more."""
+    columns: Any = getattr(cache, "columns", None)
+    steps = [step for step in getattr(columns, "graphs", {}).values() if not isinstance(step, str)]
+    if not steps or columns.capacity - columns.count <= REPLAYS:
+        return None
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(REPLAYS):
+        steps[0].recorded.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / REPLAYS
 
 
 def run(
@@ -112,33 +160,43 @@ def run(
 
     model = make_model(layers)
     prompt = torch.randint(1, LLAMA_3_8B["vocab_size"], (batch, context), device="cuda")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for case in cases:
         if case.kv_format is None:
             ck.restore(model)
             model.set_attn_implementation("sdpa")
         else:
-            ck.accelerate(model, kv_format=case.kv_format, weights=case.weights, cuda_graphs=case.cuda_graphs)
-        row = {**asdict(case), "batch": batch, "context": context, "layers": layers, **measure(model, prompt, steps)}
+            options: Any = {"cuda_graphs": case.cuda_graphs, "fuse_blocks": case.fuse_blocks}
+            weights = None if any(row["weights"] for row in rows) else case.weights  # quantised once
+            ck.accelerate(model, kv_format=case.kv_format, weights=weights, **options)
+        shape = {"batch": batch, "context": context, "layers": layers}
+        row = {**asdict(case), **shape, **measure(model, prompt, steps, case.cache)}
         replay = getattr(model.__dict__.get("forward"), "replays", 0)
         row["replays"], row["reason"] = replay, getattr(model.__dict__.get("forward"), "reason", None)
         rows.append(row)
-        say(f"{case.name}: {row['step_ms']:.2f} ms a step, {row['memory_gb']:.1f} GB, {replay} replays")
+        say(f"{case.name}: {row['step_ms']:.2f} ms a step, {row['memory_gb']:.1f} GB, {replay} replays{_parts(row)}")
         ck.restore(model)
         gc.collect()
         torch.cuda.empty_cache()
         recorder.set("rows", rows)
 
 
+def _parts(row: dict[str, Any]) -> str:
+    if row.get("graph_ms") is None:
+        return ""
+    return f"; the graph alone {row['graph_ms']:.2f} ms, the host in forward {row['host_us']:.0f} us"
+
+
 def text(data: dict[str, Any]) -> str:
     """The record as a table."""
     first = data["rows"][0]
-    rows = [["", "ms a step", "tokens/s", "times", "GB", "same tokens"]]
+    rows = [["", "ms a step", "graph, ms", "host, us", "tokens/s", "times", "GB", "same tokens"]]
     for row in data["rows"]:
         ours, theirs = (itertools.chain.from_iterable(one["tokens"]) for one in (row, first))
         same = statistics.fmean(one == other for one, other in zip(ours, theirs, strict=True))
         rate = 1e3 * row["batch"] / row["step_ms"]
-        cells = [number(row["step_ms"]), number(rate), number(first["step_ms"] / row["step_ms"])]
+        parts = ["-" if row.get(name) is None else number(row[name]) for name in ("graph_ms", "host_us")]
+        cells = [number(row["step_ms"]), *parts, number(rate), number(first["step_ms"] / row["step_ms"])]
         rows.append([row["name"], *cells, number(row["memory_gb"]), f"{same:.0%}"])
     return "\n".join(aligned(rows))
 

@@ -193,6 +193,7 @@ def text(data: dict[str, Any]) -> str:
 
 
 MARK = "<!-- bench:e2e -->"
+MARK_H100 = "<!-- bench:e2e-h100 -->"
 MODEL_NAMES = {
     "llama3-8b": "Llama-3-8B",
     "llama2-70b-shard8": "Llama-2-70B, one of 8 GPUs",
@@ -217,8 +218,10 @@ def markdown(record: dict[str, Any]) -> str:
             gain = "" if own is None or row["plugin"] == "off" else f"{own / row['tpot_ms']:.2f}"
             cells = [MODEL_NAMES[model], str(batch), served, f"{weights}, {row['kv_format'] or row['kv']}"]
             fit = f"{row['tokens_that_fit'] / 1e6:.2f} M"
-            lines.append([*cells, f"{row['tpot_ms']:.2f}", f"{row['tokens_per_s']:.0f}", gain, fit])
-    head = ("model", "requests", "served by", "weights, KV", "ms per token", "tokens/s", "times vLLM's best", "fit")
+            first = f"{row['ttft_s']:.2f}", f"{row['ttft_hit_s']:.3f}"
+            lines.append([*cells, f"{row['tpot_ms']:.2f}", f"{row['tokens_per_s']:.0f}", gain, *first, fit])
+    head = ("model", "requests", "served by", "weights, KV", "ms per token", "tokens/s", "times vLLM's best")
+    head += ("first token, s", "after a prefix hit, s", "fit")
     rows = record["rows"]
     versions = ", ".join(sorted({row["vllm"] for row in rows}))
     about = (

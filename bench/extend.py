@@ -15,7 +15,7 @@ from bench.suites import TOLERANCE, Bench, WrongOutput
 from bench.timing import time_cold_in_turn
 from cute_kernels import extend_attention
 from cute_kernels.extend.reference import extend_attention_reference
-from cute_kernels.kv_formats import DenseFormat, format_of
+from cute_kernels.kv_formats import format_of
 
 FORMATS = ("bf16", "int8_token_head", "e4m3_token_head", "e4m3_tensor", "int4_g1", "int4_g4")
 HEAD_DIM, PAGE_SIZE = 128, 64
@@ -91,7 +91,7 @@ class Inputs:
         """(our call, its arguments) over caches in a format."""
         form, scales = format_of(kv_format), {}
         caches = [self.k, self.v]
-        if not isinstance(form, DenseFormat):
+        if form.is_coded:
             scale = torch.tensor(TENSOR_SCALE, device="cuda") if form.given_scale == "tensor" else None
             scales = {} if scale is None else {"k_scale": scale, "v_scale": scale}
             caches = [

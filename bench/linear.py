@@ -24,6 +24,11 @@ from cute_kernels.runtime import KernelSpec
 from cute_kernels.tuning.linear import TORCH_DTYPES, Format
 
 LAYERS = ((8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096))  # N, K
+# Of Llama-2-70B at eight GPUs, Llama-3-8B, Qwen3-14B and the like: what tables of tuned choices do not have.
+SHARDS = (
+    *((1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584)),
+    *((6144, 4096), (4096, 14336), (5120, 2560), (5120, 12800)),
+)
 ROWS = tuple(1 << i for i in range(14))
 QUICK_ROWS = (1, 16, 128, 1024)
 BETWEEN_ROWS = (

@@ -25,6 +25,7 @@ from cute_kernels.moe.launch import launch_routing
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.moe.tuned import chosen
 from cute_kernels.runtime import KernelSpec
+from cute_kernels.weight_formats import integers
 from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
 
 TOKENS = tuple(1 << i for i in range(14))
@@ -101,7 +102,7 @@ def problems_of(shape: MoeShape) -> list[GroupedProblem]:
     """The two products of a layer."""
     model, places = shape.model, shape.tokens * shape.model.topk
     sizes = [(n, k, padded_shape((n, k), GROUP_SIZE)[1]) for n, k in model.products]
-    return [GroupedProblem(places, model.experts, *size, BITS, "bf16", GROUP_SIZE) for size in sizes]
+    return [GroupedProblem(places, model.experts, *size, integers(BITS, GROUP_SIZE), "bf16") for size in sizes]
 
 
 def make_experts(count: int, n: int, k: int, seed: int, device: torch.device | str = "cuda") -> PackedExperts:
@@ -113,7 +114,7 @@ def make_experts(count: int, n: int, k: int, seed: int, device: torch.device | s
     groups = (count, n_pad // TILE_N, k_pad // GROUP_SIZE, TILE_N)
     spread = k**-0.5 / (1 << (BITS - 1))
     scales = spread * (0.5 + torch.rand(groups, generator=generator, device=device))
-    return PackedExperts(codes, scales.to(torch.bfloat16), None, BITS, GROUP_SIZE, (n, k))
+    return PackedExperts(codes, scales.to(torch.bfloat16), None, integers(BITS, GROUP_SIZE), (n, k))
 
 
 def dense_of(weight: PackedExperts) -> torch.Tensor:

@@ -1,9 +1,8 @@
-"""Options of decode attention and append beside the plain call, so that none can be slow unseen.
+"""Options beside the plain call, so that none can be slow unseen: of decode attention, of append, of `.linear_options`.
 
 All calls of a shape are CUDA graphs that are timed in turn, one sample of each after the other, several times over:
 what slows the GPU down for a while meets all alike. A figure is the median over the runs of an option's median less the
-plain one's. The bar of an option is its own bytes at the rate of `BYTES_PER_US` and 3 % of the plain call; of what only
-changes where things lie, 1 % or 0.3 us; of a cache's transform 1 % or 0.2 us of a step, 0.3 us of an append.
+plain one's. An option may take its own bytes at the rate of `BYTES_PER_US` and what its `Bar` says.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from cute_kernels.kv_cache.call import AppendCall
 
 RUNS = 5
 BYTES_PER_US = 4.6e6  # what streaming kernels reach on an H200
-OPTION_SHARE, PLACE_SHARE, PLACE_US = 0.03, 0.01, 0.3
-STEP_BAR, APPEND_BAR = (0.01, 0.2), (0.0, 0.3)  # of a cache's transform
 WIDE_TOKENS = 131072  # what an engine's block tables have columns for
 PAGE_SIZE = 16
 CAP = 30.0
@@ -37,29 +34,40 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
+class Bar:
+    """What an option may take beside its own bytes: a share of the plain call, or microseconds if those are more."""
+
+    share: float
+    us: float = 0.0
+
+    def allowed_us(self, plain_us: float) -> float:
+        return max(self.share * plain_us, self.us)
+
+
+READS = Bar(0.03)  # of an option that reads or computes something
+PLACES = Bar(0.01, 0.3)  # of one that changes nothing but where things lie
+STEP_BAR, APPEND_BAR = Bar(0.01, 0.2), Bar(0.0, 0.3)  # of a cache's transform
+
+
+@dataclass(frozen=True)
 class Option:
     """What is timed beside a plain call.
 
     Attributes:
         call: the same work with the option.
-        own_bytes: that the option has to read.
-        places_only: whether it changes nothing but where things lie.
+        own_bytes: that the option has to read or write, more than the plain call.
+        bar: what it may take besides.
         plain: name of the call that it is compared with.
-        bar: (share of the plain call, us) instead of these rules: the larger of the two.
     """
 
     call: Call
     own_bytes: int = 0
-    places_only: bool = False
+    bar: Bar = READS
     plain: str = "plain"
-    bar: tuple[float, float] | None = None
 
     def allowed_us(self, plain_us: float) -> float:
         """More than the plain call, at most."""
-        if self.bar is not None:
-            return max(self.bar[0] * plain_us, self.bar[1])
-        share = max(PLACE_SHARE * plain_us, PLACE_US) if self.places_only else OPTION_SHARE * plain_us
-        return self.own_bytes / BYTES_PER_US + share
+        return self.own_bytes / BYTES_PER_US + self.bar.allowed_us(plain_us)
 
 
 def decode_shapes(batches: Iterable[int]) -> list[DecodeShape]:
@@ -91,10 +99,10 @@ def decode_options(inputs: DecodeInputs) -> dict[str, Option]:
         "alibi_slopes": Option(with_(alibi_slopes=2.0 ** (-8.0 * heads / shape.num_q_heads))),
         "sinks": Option(with_(sinks=torch.randn(shape.num_q_heads, device=device))),
         "window of half the tokens": Option(with_(window_size=shape.seq_len // 2), plain="half the tokens"),
-        "block table for 128k": Option(with_(block_table=_wide(inputs, apart=False)), places_only=True),
-        "part of such a table": Option(with_(block_table=_wide(inputs, apart=True)), places_only=True),
-        "K and V in one tensor": Option(with_(_in_one_tensor(inputs)), places_only=True),
-        "q of a fused projection": Option(with_(replace(inputs, q=_fused(inputs.q))), places_only=True),
+        "block table for 128k": Option(with_(block_table=_wide(inputs, apart=False)), bar=PLACES),
+        "part of such a table": Option(with_(block_table=_wide(inputs, apart=True)), bar=PLACES),
+        "K and V in one tensor": Option(with_(_in_one_tensor(inputs)), bar=PLACES),
+        "q of a fused projection": Option(with_(replace(inputs, q=_fused(inputs.q))), bar=PLACES),
         "lse": Option(with_(return_lse=True)),
         **_step_options(inputs),
     }
@@ -177,9 +185,9 @@ def append_options(shape: AppendShape, kv_format: str, device: str = "cuda") -> 
         "bias and norms": Option(bind(call._replace(**biases, **norms))),
         "no rope": Option(bind(call._replace(rope=None))),
         "new q_out": Option(bind(call._replace(q_out=None))),
-        "K and V in one tensor": Option(bind(call._replace(k_cache=both[:, 0], v_cache=both[:, 1])), places_only=True),
+        "K and V in one tensor": Option(bind(call._replace(k_cache=both[:, 0], v_cache=both[:, 1])), bar=PLACES),
         "q, k and v apart": Option(
-            bind(call._replace(q=call.q.contiguous(), k=call.k.contiguous(), v=call.v.contiguous())), places_only=True
+            bind(call._replace(q=call.q.contiguous(), k=call.k.contiguous(), v=call.v.contiguous())), bar=PLACES
         ),
     }
     for name, transform in transforms(call.num_kv_heads, size, device).items():
@@ -220,7 +228,7 @@ def run_decode(bench: Bench, batches: Iterable[int], formats: Iterable[str]) -> 
     def work(shape: DecodeShape, kv_format: str) -> dict[str, dict[str, Any]]:
         return measure(bench, decode_options(make_inputs(shape, kv_format)))
 
-    _run(bench, [(shape, name) for shape in decode_shapes(batches) for name in formats], work)
+    run_cases(bench, [(shape, name) for shape in decode_shapes(batches) for name in formats], work)
 
 
 def run_append(bench: Bench, chosen: Iterable[AppendShape], formats: Iterable[str]) -> None:
@@ -229,10 +237,11 @@ def run_append(bench: Bench, chosen: Iterable[AppendShape], formats: Iterable[st
     def work(shape: AppendShape, kv_format: str) -> dict[str, dict[str, Any]]:
         return measure(bench, append_options(shape, kv_format))
 
-    _run(bench, [(shape, name) for shape in chosen for name in formats], work)
+    run_cases(bench, [(shape, name) for shape in chosen for name in formats], work)
 
 
-def _run(bench: Bench, cases: Iterable[tuple[Any, str]], work: Callable[[Any, str], dict[str, Any]]) -> None:
+def run_cases(bench: Bench, cases: Iterable[tuple[Any, str]], work: Callable[[Any, str], dict[str, Any]]) -> None:
+    """A row for each (shape, name of a format) of what ``work`` finds."""
     rows: list[dict[str, Any]] = []
 
     def one(shape: Any, kv_format: str) -> None:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bench import accuracy_report, linear, mla, moe, norm, report
+from bench import accuracy_report, e2e_vllm, linear, mla, moe, norm, report
 from bench import record as records
 from bench.environment import ROOT
 from bench.report import MARK_END, OURS, Record, filled, number
@@ -288,6 +288,12 @@ FULL: tuple[tuple[str, str, str, Callable[[Record], str]], ...] = (
     ("Linear layers, H100", "linear_h100", "The same.", linear.markdown),
     ("Mixtures of experts, H200", "moe", "4-bit weights, beside torch and Marlin.", moe.markdown),
     ("Mixtures of experts, H100", "moe_h100", "The same.", moe.markdown),
+    (
+        "A served model, H100",
+        "e2e_vllm_h100",
+        "Llama-3-8B served by vLLM with and without the plug-in, one engine after the other.",
+        e2e_vllm.markdown,
+    ),
     ("Norms", "norm", "RMSNorm in bf16, alone and of a sum, beside torch's operators.", norm.markdown),
     ("What formats cost in accuracy", "accuracy", "A small model's perplexity.", accuracy_report.markdown),
 )

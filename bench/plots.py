@@ -33,6 +33,10 @@ def plot(record: Record, folder: Path) -> list[Path]:
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "bench", "svg.fonttype": "none", "font.size": 10})
     folder.mkdir(parents=True, exist_ok=True)
+    if record.get("engine") == "steps":
+        from bench.step_plots import plot_steps
+
+        return plot_steps(record, folder)
     main = [row for row in record["rows"] if row["suite"] == "main" and row.get("us")]
     others = [row for row in record["rows"] if row["suite"] == "shapes" and row.get("us")]
     accuracy = [row for row in record["rows"] if row["suite"] == "accuracy"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.kv_formats import DenseFormat, format_of
+from cute_kernels.kv_formats import format_of
 
 FORMATS = ("bf16", "int4_g1", "int4_g4")
 BATCHES = (1, 32, 64, 128, 256, 512)
@@ -130,7 +130,7 @@ def make_inputs(
     """Gaussian q, K and V; INT4 caches are quantised from Gaussian values, `chunk_rows` rows at a time."""
     generator = torch.Generator(device=device).manual_seed(seed)
     form = format_of(kv_format)
-    dtype = form.cache_dtype if isinstance(form, DenseFormat) else torch.bfloat16
+    dtype = torch.bfloat16 if form.is_coded else form.cache_dtype
     q = torch.randn(
         shape.batch, shape.q_len, shape.num_q_heads, shape.head_dim, dtype=dtype, device=device, generator=generator
     )
@@ -181,7 +181,7 @@ def _make_cache(
     form = format_of(kv_format)
     row = form.row_elements(shape.head_dim)
     cache = torch.empty((*size, shape.num_kv_heads, row), dtype=form.cache_dtype, device=device)
-    if isinstance(form, DenseFormat):
+    if not form.is_coded:
         return cache.normal_(generator=generator)
     for chunk in cache.view(-1, shape.num_kv_heads, row).split(max(1, chunk_rows // shape.num_kv_heads)):
         values = torch.randn(*chunk.shape[:2], shape.head_dim, device=device, generator=generator)

@@ -6,7 +6,7 @@ from cute_kernels import (
 )
 from cute_kernels._version import __version__
 from cute_kernels.attention import decode_attention, merge_states
-from cute_kernels.extend import extend_attention
+from cute_kernels.extend import extend_attention, mixed_attention, pack_tree_mask
 from cute_kernels.kv_cache import (
     KVCache,
     LinearScaling,
@@ -66,7 +66,9 @@ __all__ = [
     "interleave_weights",
     "layer_norm",
     "merge_states",
+    "mixed_attention",
     "mla_decode",
+    "pack_tree_mask",
     "quantize_experts",
     "quantize_kv",
     "quantize_mla_kv",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cute_kernels import __version__, families
 from cute_kernels.integrations.vllm import doctor as vllm_doctor
+from cute_kernels.integrations.vllm import engine_kernels
 from cute_kernels.runtime import aot, aot_build, doctor, wanted
 from cute_kernels.runtime.cache import Progress, default_cache
 from cute_kernels.runtime.device import SUPPORTED_ARCHS, UnsupportedGPUError
@@ -65,6 +66,8 @@ def run_aot_list(arguments: argparse.Namespace) -> int:
 def run_aot_build(arguments: argparse.Namespace) -> int:
     specs = [spec for path in arguments.list or () for spec in wanted.read(path, arguments.arch)]
     specs = list(dict.fromkeys(specs)) or chosen_specs(arguments.only)
+    if arguments.engines:
+        specs = list(dict.fromkeys([*specs, *engine_kernels.specs()]))
     if not specs:
         return 2
     start = time.perf_counter()
@@ -142,6 +145,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="instead, the kernels of a list that a program without the compiler has written (may be repeated)",
     )
+    build.add_argument("--engines", action="store_true", help="and what models that are served ask for")
     build.add_argument("--jobs", type=job_count, help="worker processes (default: by cores and free memory)")
     build.set_defaults(run=run_aot_build)
     listing = bundles.add_parser("list", help="the kernels that ship, which `build` compiles (nothing is compiled)")

@@ -148,3 +148,20 @@ def check_together(**tensors: Any) -> None:
     for name, tensor in others:
         if tensor.device != first.device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {first.device}, where {speaker} is")
+
+
+def row_stride(tensor: torch.Tensor) -> int | None:
+    """Elements from one row [..., n] to the next, None if rows lie at no one distance."""
+    n = tensor.shape[-1]
+    if tensor.stride(-1) != 1 and n > 1:
+        return None
+    outer = [(size, stride) for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
+    if not outer:
+        return n
+    step = outer[-1][1]
+    rows = 1
+    for size, stride in reversed(outer):
+        if stride != step * rows:
+            return None
+        rows *= size
+    return step

@@ -14,6 +14,7 @@ from torch import nn
 from cute_kernels.linear.module import QuantizedLinear
 from cute_kernels.linear.weight import FORMAT_VERSION, SCALE_DTYPES
 from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
+from cute_kernels.weight_formats import IntegerFormat
 
 METHOD = "cute_kernels"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALE_DTYPES}
@@ -22,8 +23,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALE_DTYPES}
 def describe_layers(model: nn.Module) -> dict[str, Any]:
     """The "quantization_config" of a model: its `QuantizedLinear` and the pairs of experts of its mixtures.
 
-    "linear" and "experts" are lists of forms (bits, group_size, dtype, the optional tensors that are there,
-    batch_invariant), each with the names of the layers that have it.
+    "linear" and "experts" are lists of forms (bits and group_size of integers, or format, dtype, the optional tensors
+    that are there, batch_invariant), each with the names of the layers that have it.
     """
     linear: dict[tuple[tuple[str, Any], ...], list[str]] = {}
     experts: dict[tuple[tuple[str, Any], ...], list[str]] = {}
@@ -72,9 +73,12 @@ def record_layers(model: Any) -> str | None:
 
 
 def _form(layer: Any, optional: tuple[str, ...], batch_invariant: bool) -> tuple[tuple[str, Any], ...]:
-    dtype = str(layer.scales.dtype).removeprefix("torch.")
-    fields = ("bits", layer.bits), ("group_size", layer.group_size), ("dtype", dtype)
-    return (*fields, ("tensors", optional), ("batch_invariant", bool(batch_invariant)))
+    form = layer.weight_format
+    dtype = str(form.activation_dtype(layer.scales.dtype)).removeprefix("torch.")
+    fields: tuple[tuple[str, Any], ...] = (("format", form.key),)
+    if isinstance(form, IntegerFormat):
+        fields = ("bits", layer.bits), ("group_size", layer.group_size)
+    return (*fields, ("dtype", dtype), ("tensors", optional), ("batch_invariant", bool(batch_invariant)))
 
 
 def _listed(form: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
@@ -93,7 +97,8 @@ def forms_of(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, dict[s
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         raise TypeError(f"{kind}: got {groups!r}, want a list of forms, each with names")
     for group in groups:
-        wanted = {"bits", "group_size", "dtype", "tensors", "batch_invariant", "names"}
+        codes = {"format"} if "format" in group else {"bits", "group_size"}
+        wanted = codes | {"dtype", "tensors", "batch_invariant", "names"}
         if group.keys() != wanted or group["dtype"] not in _DTYPES or not isinstance(group["names"], list):
             raise ValueError(f"{kind}: got {dict(group)!r}, want {', '.join(sorted(wanted))}")
         form = {key: value for key, value in group.items() if key != "names"}

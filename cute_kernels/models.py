@@ -12,12 +12,13 @@ from torch import nn
 
 from cute_kernels.arguments import check_flag, device_of
 from cute_kernels.linear.module import ModelProgress, QuantizedLinear
-from cute_kernels.linear.quantize import check_options
+from cute_kernels.linear.quantize import chosen_format
 from cute_kernels.model_config import record_layers
 from cute_kernels.model_layers import is_dense, survey, take_hooks, weight_bytes
 from cute_kernels.model_report import QuantizationReport, ReportedLayer
 from cute_kernels.moe.blocks import is_experts, is_moe_block
 from cute_kernels.moe.module import QuantizedMoE, QuantizedRoutedExperts
+from cute_kernels.weight_formats import WeightFormat
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ def quantize_model(
     batch_invariant: bool = False,
     skip: Sequence[str] = ("lm_head",),
     progress: ModelProgress | None = None,
+    format: WeightFormat | str | None = None,
 ) -> nn.Module:
     """Swaps the nn.Linear layers of a model for `QuantizedLinear`, and its mixtures of experts for `QuantizedMoE`.
 
@@ -55,6 +57,7 @@ def quantize_model(
         skip: layers that stay as they are: shell patterns for the qualified name or its last part. Layers within a
             mixture of experts that stays are not skipped by its name.
         progress: called after each layer with its qualified name, the number of layers done and that of all.
+        format: as for `quantize_weight`.
 
     Returns:
         ``model``.
@@ -73,7 +76,7 @@ def quantize_model(
         raise TypeError(f"skip: got {skip!r}, want a sequence of names")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress: got {type(progress).__name__}, want None or a function")
-    check_options(bits, group_size, zero_point, dtype)
+    chosen_format(bits, group_size, zero_point, dtype, format)
     check_flag("batch_invariant", batch_invariant)
     device = device_of(device)
     found = survey(model, skip)
@@ -88,7 +91,7 @@ def quantize_model(
         elif is_experts(module):
             make = QuantizedRoutedExperts.from_experts
         try:
-            layer = make(module, bits, group_size, zero_point, dtype, device=device)
+            layer = make(module, bits, group_size, zero_point, dtype, device=device, format=format)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{names[0]}: {error}") from error
         layer.batch_invariant = batch_invariant

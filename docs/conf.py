@@ -18,7 +18,6 @@ copyright = f"2026, {author}"
 version = release = __version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-exclude_patterns = ["design/history"]
 # Anchors within paragraphs are not known to other pages; tools/check_site.py looks at what was built.
 suppress_warnings = ["myst.xref_missing"]
 nb_execution_mode = "off"  # tools/run_notebook.py executes them, in `make test`

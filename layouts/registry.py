@@ -13,7 +13,7 @@ from layouts.bitlinear import BitMap
 from layouts.decode import CONVERSIONS, Conversion
 from layouts.draw import Figure, figures
 from layouts.fragments import FRAGMENTS, Fragment
-from layouts.kv import Fp8E4M3, Fp8E5M2, Int4Row, Int8, KvFormat, MlaDense, MlaFp8, MlaModel1
+from layouts.kv import Fp8E4M3, Fp8E5M2, Int4Row, Int8, KvRow, MlaDense, MlaFp8, MlaModel1
 from layouts.patterns import ACCESSES, Access
 from layouts.proofs import Proof, prove
 from layouts.transform import Transform
@@ -166,7 +166,7 @@ def _plain(
     name: str,
     kind: str,
     summary: str,
-    subject: Conversion | Fragment | KvFormat,
+    subject: Conversion | Fragment | KvRow,
     draw: Callable[..., Figure],
 ) -> Entry:
     return Entry(name, kind, subject, summary, subject.verify, partial(draw, subject))
@@ -212,7 +212,7 @@ def _verify_access(access: Access) -> tuple[Proof, ...]:
     return tuple(proofs)
 
 
-KV_FORMATS: tuple[KvFormat, ...] = (
+KV_FORMATS: tuple[KvRow, ...] = (
     *(Int4Row(128, groups) for groups in (1, 2, 4, 8)),
     *(Int8(128, granularity) for granularity in ("tensor", "channel", "head", "token", "token_head")),
     Int8(128, "group", 4),

@@ -5,14 +5,29 @@ another meaning; :func:`running` puts it in place, for the time of a ``with`` bl
 
     registers   a register of a warp: 32 lanes of one type
     warp        a warp with shared and global memory, instruction by instruction
+    gpu         whole kernels over rows of global memory, a warp at a time
     plain       one thread, with Python's integers: for addresses and schedules
     schedule    warps as threads of which one runs at a time, in random order: for barriers
     backend     how meanings are installed
 """
 
 from simulator.backend import Backend, Meanings, running
+from simulator.gpu import Gpu
 from simulator.plain import PlainThread
-from simulator.registers import COLUMN, LANES, ROW, Float32, Int32, Int64, Lanes, Register, Registers, Scalar, Uint32
+from simulator.registers import (
+    COLUMN,
+    LANES,
+    ROW,
+    Float32,
+    Int32,
+    Int64,
+    Lanes,
+    Register,
+    Registers,
+    Scalar,
+    Uint32,
+    Uint64,
+)
 from simulator.schedule import Scheduler
 from simulator.warp import Access, Warp
 
@@ -23,6 +38,7 @@ __all__ = [
     "Access",
     "Backend",
     "Float32",
+    "Gpu",
     "Int32",
     "Int64",
     "Lanes",
@@ -33,6 +49,7 @@ __all__ = [
     "Scalar",
     "Scheduler",
     "Uint32",
+    "Uint64",
     "Warp",
     "running",
 ]

@@ -9,6 +9,7 @@ compiler would take apart. An instruction without a meaning raises :class:`Missi
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,7 +56,8 @@ class Backend(Protocol):
 def running(backend: Backend) -> Iterator[None]:
     """Device code that is called in this block runs on ``backend``; not for two threads with different ones.
 
-    Modules that are imported inside the block for the first time keep the compiler's meanings of scalar types.
+    So is that of formats from elsewhere (`cute_kernels.kv_formats.register`). Modules that are imported for the first
+    time inside the block keep the compiler's meanings of scalar types.
     """
     saved: list[tuple[Any, str, Any]] = []
     try:
@@ -79,6 +81,7 @@ def patches(meanings: Meanings) -> list[tuple[Any, str, Any]]:
     import cutlass
     import cutlass.cute as cute
 
+    from cute_kernels import kv_formats
     from cute_kernels.device import numbers, ptx
 
     found: list[tuple[Any, str, Any]] = []
@@ -90,7 +93,8 @@ def patches(meanings: Meanings) -> list[tuple[Any, str, Any]]:
         found += [(owner, name, value) for name, value in values.items()]
     replaced = {id(getattr(cutlass, name)): value for name, value in meanings.scalars.items()}
     found += [(cutlass, name, value) for name, value in meanings.scalars.items()]
-    compiled, scalars = _sites(frozenset(name for name in sys.modules if name.split(".")[0] == PACKAGE))
+    own = (name for name in sys.modules if name.split(".")[0] == PACKAGE)
+    compiled, scalars = _sites(frozenset((*own, *kv_formats.modules_of(*kv_formats.names()))))
     found += [(owner, name, function) for owner, name, function in compiled]
     found += [(module, name, replaced[key]) for module, name, key in scalars if key in replaced]
     for owner, values in meanings.modules.items():
@@ -125,7 +129,7 @@ def _sites(names: frozenset[str]) -> tuple[list[tuple[Any, str, Any]], list[tupl
     compiled: list[tuple[Any, str, Any]] = []
     scalars: list[tuple[ModuleType, str, int]] = []
     for module_name in sorted(names):
-        module = sys.modules[module_name]
+        module = importlib.import_module(module_name)
         for name, value in list(vars(module).items()):
             if id(value) in identities:
                 scalars.append((module, name, id(value)))

@@ -39,10 +39,14 @@ class Scalar:
     dtype: Any
 
     def __call__(self, value: Any) -> Lanes:
-        return np.broadcast_to(np.asarray(value), (32,)).astype(self.dtype).view(Register)
+        if isinstance(value, int) and issubclass(self.dtype, np.integer):
+            value = np.uint64(value % 2**64)  # of any size and sign: what is kept are its lowest bits
+        with np.errstate(over="ignore"):
+            return np.broadcast_to(np.asarray(value), (32,)).astype(self.dtype).view(Register)
 
 
-Int32, Int64, Uint32, Float32 = (Scalar(dtype) for dtype in (np.int32, np.int64, np.uint32, np.float32))
+Int32, Int64, Uint32, Uint64 = (Scalar(dtype) for dtype in (np.int32, np.int64, np.uint32, np.uint64))
+Float32 = Scalar(np.float32)
 
 
 class Registers(list):

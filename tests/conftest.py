@@ -11,9 +11,15 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from simulator.backend import Backend
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
@@ -29,6 +35,20 @@ def reason_without_gpu() -> str | None:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     return None if torch.cuda.is_available() else "torch finds no CUDA GPU"
+
+
+@pytest.fixture
+def run_on() -> Iterator[Callable[[Backend], None]]:
+    """Device code runs on the simulator's backend that is given, until another one is or the test ends."""
+    from simulator.backend import running
+
+    with ExitStack() as stack:
+
+        def change(backend: Backend) -> None:
+            stack.close()
+            stack.enter_context(running(backend))
+
+        yield change
 
 
 def pytest_configure() -> None:

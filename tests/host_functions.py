@@ -89,6 +89,22 @@ def product(
     pass
 
 
+@cute.jit
+def input_rows(out: cute.Tensor, x: Int64, order: Int64, factors: Int64, stride: Int64, parts: Int32):
+    pass
+
+
+@functools.cache
+def input_rows_function(config: Any) -> Any:
+    """Of what prepares rows of x for a weight-only linear layer."""
+    dtype = BFloat16 if config.dtype == "bf16" else Float16
+    shape = cute.sym_int(), cute.sym_int(divisibility=8)
+    out = cute.runtime.make_fake_compact_tensor(
+        dtype, shape, stride_order=(1, 0), assumed_align=16, memspace=AddressSpace.generic
+    )
+    return cute.compile(input_rows, out, *[Int64(0)] * 4, Int32(0), options=compile_options("sm_90a"))
+
+
 @functools.cache
 def product_function(config: Any) -> Any:
     """Of a weight-only linear layer, for few rows or for many."""

@@ -13,6 +13,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels import kv_formats, linear
 from cute_kernels.compat import flash_mla
+from cute_kernels.weight_formats import integers
 from tests.misuse import calls
 
 Change = Callable[[dict[str, Any]], None]
@@ -197,11 +198,11 @@ def test_minus_one_is_one_scale_a_row():
     w = torch.randn(64, 128).bfloat16()
     weight, wanted = ck.quantize_weight(w, group_size=-1), ck.quantize_weight(w, group_size=None)
     assert weight.group_size is None and torch.equal(weight.scales, wanted.scales)
-    again = ck.PackedWeight(weight.codes, weight.scales, weight.zeros, 4, -1, (64, 128))
+    again = ck.PackedWeight(weight.codes, weight.scales, weight.zeros, integers(4, -1), (64, 128))
     assert again.group_size is None
     experts = ck.quantize_experts(w[None], group_size=-1)
     assert experts.group_size is None
-    form: dict[str, Any] = {"bits": 4, "group_size": -1, "shape": (64, 128)}
+    form: dict[str, Any] = {"format": integers(4, -1), "shape": (64, 128)}
     assert ck.PackedExperts(experts.codes, experts.scales, None, **form).group_size is None
     layer = ck.QuantizedLinear.from_linear(torch.nn.Linear(128, 64), group_size=-1)
     assert layer.group_size is None

@@ -112,11 +112,15 @@ def test_the_tables_of_formats_are_the_formats():
 def test_every_design_page_is_in_the_index_and_begins_with_where_it_stands():
     folder = ROOT / "docs/design"
     index = folder / "README.md"
-    of_kernels, _, across = index.read_text().partition("## Across kernels")
+    pages, _, history = index.read_text().partition("## History")
+    of_kernels, _, across = pages.partition("## Across kernels")
     measured, others = (
         {(folder / link["target"]).resolve() for link in LINK.finditer(part)} for part in (of_kernels, across)
     )
     assert set(folder.glob("*.md")) - {index} == measured | others and not measured & others
+    trials = {(folder / link["target"]).resolve() for link in LINK.finditer(history.partition("\n## ")[0])}
+    assert set((folder / "history").glob("*.md")) == trials
+    assert all(len(page.read_text().splitlines()) <= 250 for page in measured | others), "want at most 250 lines"
     for page in measured:
         opening = page.read_text().partition("\n## ")[0]
         assert re.search(r"\]\(((mla|moe|weight_only_linear)\.md)?#where-it-stands\)", opening), page.name

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["decode_attention", "decode_attention_splits", "merge_states"]
 
 
+class DecodeOptions(CallOptions, total=False):
+    """What a plain call leaves alone."""
+
+    tree_mask: torch.Tensor | None
+
+
 @overload
 def decode_attention(
     q: torch.Tensor,
@@ -40,7 +46,7 @@ def decode_attention(
     num_splits: int | None = ...,
     return_lse: Literal[False] = ...,
     out: torch.Tensor | None = ...,
-    **options: Unpack[CallOptions],
+    **options: Unpack[DecodeOptions],
 ) -> torch.Tensor: ...
 
 
@@ -56,7 +62,7 @@ def decode_attention(
     num_splits: int | None = ...,
     return_lse: Literal[True],
     out: torch.Tensor | None = ...,
-    **options: Unpack[CallOptions],
+    **options: Unpack[DecodeOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -72,7 +78,7 @@ def decode_attention(
     num_splits: int | None = ...,
     return_lse: bool = ...,
     out: torch.Tensor | None = ...,
-    **options: Unpack[CallOptions],
+    **options: Unpack[DecodeOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -97,6 +103,7 @@ def decode_attention(
     attn_bias: torch.Tensor | None = None,
     q_shift: torch.Tensor | None = None,
     transform: CacheTransform | None = None,
+    tree_mask: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
@@ -147,6 +154,8 @@ def decode_attention(
         transform: how the cache was written, for a q that is not transformed (after RoPE): this makes it so, and the
             result that over V before the transform. By PyTorch's operations, a dozen launches: `append_and_decode` has
             them done by the append. Not together with q_shift.
+        tree_mask: int32 [batch, q_len, words], which of a request's queries' own tokens each query sees, as
+            :func:`cute_kernels.extend_attention` has it, which serves such calls: what it does not take is refused.
         num_splits: into how many parts each request's tokens are cut. Default: chosen for the shapes (see
             :mod:`cute_kernels.attention.schedule`). If given, a request's result does not depend on the rest of the
             batch.
@@ -178,6 +187,39 @@ def decode_attention(
         )
     if type(kv_format) is not str:
         kv_format = format_pair(kv_format)
+    if tree_mask is not None:
+        from cute_kernels.extend.tree import attend_to_trees  # whose kernel is built on this room
+
+        for name, what, given in (
+            ("attn_bias", "a tensor", attn_bias),
+            ("q_shift", "a tensor", q_shift),
+            ("transform", "one", transform),
+        ):
+            if given is not None:
+                raise ValueError(
+                    f"{name}: got {what} beside a tree_mask, want None: the mask of a tree is all there is"
+                )
+        result, lse = attend_to_trees(
+            q,
+            k_cache,
+            v_cache,
+            seq_lens,
+            tree_mask,
+            kv_format=kv_format,
+            block_table=block_table,
+            cache_layout=cache_layout,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            num_splits=num_splits,
+            out=out,
+        )
+        return (result, lse) if return_lse else result
     if transform is not None and (transform := ops.checked_transform(transform)) is not None:
         sees_shift = return_lse or softcap is not None or sinks is not None
         caches = k_cache, v_cache

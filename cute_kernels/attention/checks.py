@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import overlaps, shape_of, strides_of
-from cute_kernels.attention.tiles import cannot_read, has_headers
-from cute_kernels.kv_formats import HEAD_DIMS, DenseFormat, KvFormat, format_of, format_pair
+from cute_kernels.attention.tiles import cannot_read
+from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of, format_pair
 from cute_kernels.runtime.plans import ALIGNMENT
 
 Q_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -77,8 +77,8 @@ def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
     if q.dtype not in Q_DTYPES:
         raise TypeError(f"q: got dtype {q.dtype}, want torch.bfloat16 or torch.float16")
     for form in forms:
-        if isinstance(form, DenseFormat) and form.dtype != q.dtype:
-            raise TypeError(f"q: got dtype {q.dtype}, want {form.dtype}, that of a {form.name} cache")
+        if not form.fits(q.dtype):
+            raise TypeError(f"q: got dtype {q.dtype}, want {form.cache_dtype}, that of a {form.name} cache")
     batch, q_len, num_q_heads, head_dim = q.shape
     if not 1 <= q_len <= MAX_Q_LEN:
         raise ValueError(f"q: got q_len {q_len}, want 1 to {MAX_Q_LEN}")
@@ -132,7 +132,7 @@ def _check_cache_strides(name: str, cache: torch.Tensor, form: KvFormat, dimensi
     strides, size = strides_of(cache), cache.element_size()
     if strides[3] != 1:
         raise ValueError(f"{found}, want rows contiguous: a last stride of 1")
-    unit = WORD if has_headers(form) else ALIGNMENT
+    unit = WORD if form.has_header else ALIGNMENT
     if any(stride * size % unit for stride in strides[:3]):
         raise ValueError(f"{found}, want rows of {form.name} on multiples of {unit} bytes")
     if overlaps(cache):

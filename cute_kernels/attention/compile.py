@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels import kv_formats
 from cute_kernels.attention.checks import WORD
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.merge_states import merge_specs
 from cute_kernels.attention.schedule import Problem, candidate_configs
+from cute_kernels.kv_formats import modules_of, sources_of
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
 DENSE_PAIRS = [("bf16", "bf16"), ("fp16", "fp16")]
@@ -34,11 +34,14 @@ class DecodeSpec(KernelSpec):
     family: ClassVar[str] = "attention"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), Path(kv_formats.__file__).resolve()
+        return *super().source_roots(), *sources_of(self.config.k_format, self.config.v_format)
+
+    def modules(self) -> tuple[str, ...]:
+        return modules_of(self.config.k_format, self.config.v_format)
 
     def compile(self, arch: str) -> Any:
         return compile_decode(self.config, arch)

@@ -7,13 +7,11 @@ from cute_kernels.attention.features import PLAIN, WIDEST_RESTORED, Features
 from cute_kernels.attention.tiles import (
     cannot_read,
     copies_of,
-    has_headers,
     kernel_format,
     most_copy_warps,
-    num_groups,
     tiles_of,
 )
-from cute_kernels.kv_formats import DenseFormat, Int4Format, KvFormat, format_of
+from cute_kernels.kv_formats import KvFormat, format_of
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, MAX_THREADS, RESERVED_SHARED_BYTES, WARP_THREADS
 from layouts.kv.tile import BLOCK_TOKENS
 
@@ -153,13 +151,13 @@ class DecodeConfig:
     def shares_queries(self) -> bool:
         """Whether the B operands of the queries lie in shared memory, once for the warps that carry the same ones."""
         four_blocks = self.blocks_per_warp == MAX_BLOCKS_PER_WARP
-        return four_blocks and not self.warpgroups and not isinstance(self.formats[0], DenseFormat)
+        return four_blocks and not self.warpgroups and self.formats[0].is_coded
 
     @property
     def role_query_bytes(self) -> int:
         """Shared memory of one role's queries, as vectors of all blocks: B registers, which hold 8 columns of a block,
         and for every group of columns the sums of two query heads."""
-        vectors = self.head_dim // 8 + 2 * num_groups(self.formats[0])
+        vectors = self.head_dim // 8 + 2 * self.formats[0].num_groups
         return vectors * WARP_THREADS * QUERY_VECTOR_BYTES if self.shares_queries else 0
 
     @property
@@ -241,7 +239,7 @@ class DecodeConfig:
     @property
     def ring_offsets(self) -> tuple[int, int]:
         """Where the ring's tiles of K and those of V begin."""
-        alignment = RAW_TILE_ALIGNMENT if has_headers(self.formats[1]) else SWIZZLE_ALIGNMENT
+        alignment = RAW_TILE_ALIGNMENT if self.formats[1].has_header else SWIZZLE_ALIGNMENT
         return 0, _round_up(self.num_stages * self.tile_bytes[0], alignment)
 
     @property
@@ -306,7 +304,7 @@ class DecodeConfig:
                 return reason
             if kernel_format(name) != name:
                 return f"{name} caches are read by the kernel for {kernel_format(name)}"
-            if name in ("bf16", "fp16") and name != self.q_dtype:
+            if not form.is_coded and name != self.q_dtype:
                 return f"q_dtype {self.q_dtype!r} is not that of a {name} cache"
             if copy not in copies_of(form):
                 return f"copy {copy!r} is not one of {copies_of(form)} that {name} has"
@@ -343,7 +341,7 @@ class DecodeConfig:
 
     def _cannot_group(self) -> str | None:
         """Why the warps of four slices cannot multiply together."""
-        if any(not isinstance(form, Int4Format) or form.num_groups > 1 for form in self.formats):
+        if not all(form.decode and form.decode.warpgroups for form in self.formats):
             return f"warpgroups of {_joined(self.k_format, self.v_format)} caches, not of 'int4_g1'"
         if self.head_dims != (128, 128):
             return f"warpgroups of head_dim {self.head_dim}, v_head_dim {self.v_head_dim}, not of 128"

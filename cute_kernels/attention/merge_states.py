@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from cute_kernels.arguments import check_tensors, needs_dispatch, shape_of
+from cute_kernels.arguments import check_tensors, shape_of
 from cute_kernels.attention.checks import check_contiguous
 from cute_kernels.attention.merge_states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
 from cute_kernels.attention.reference import merge_states_reference
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.operator import Operator, route
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
 MAX_VECTORS = 2**31 - 1024  # the index of a thread is 32-bit
@@ -32,7 +33,7 @@ class MergeStatesSpec(KernelSpec):
     family: ClassVar[str] = "attention"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def compile(self, arch: str) -> Any:
@@ -98,9 +99,8 @@ def merge_states(
 
     CPU tensors are served by the reference implementation.
     """
-    if needs_dispatch(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b):
-        return torch.ops.cute_kernels.merge_states(out_a, lse_a, out_b, lse_b)
-    return (launch if out_a.is_cuda else reference)(out_a, lse_a, out_b, lse_b)
+    tensors = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    return route(cuda=launch, cpu=reference, operator=_operator, **tensors)(out_a, lse_a, out_b, lse_b)
 
 
 def check_states(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
@@ -172,17 +172,14 @@ def _check_alignment(**tensors: torch.Tensor) -> None:
 
 # -- the operator ------------------------------------------------------------------------------------------------------
 
-_library = torch.library.Library("cute_kernels", "FRAGMENT")
-_library.define(
-    "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
 
 def _on_meta(out_a, lse_a, out_b, lse_b):
     return torch.empty_like(out_a), torch.empty_like(lse_a)
 
 
-_library.impl("merge_states", reference, "CPU")
-_library.impl("merge_states", launch, "CUDA")
-torch.library.register_fake("cute_kernels::merge_states", _on_meta, lib=_library)
+_operator = Operator(
+    "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
+    cpu=reference,
+    cuda=launch,
+    meta=_on_meta,
+)

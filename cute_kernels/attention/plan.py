@@ -13,7 +13,6 @@ from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import KEEP_PARTIALS, PAGE_TOKENS, PLACES_SHIFT, WRITE_LSE, DecodeConfig
 from cute_kernels.attention.schedule import Problem, Schedule, head_blocks, make_schedule
-from cute_kernels.attention.tiles import has_headers
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.memory import Blank, blank, byte_view, empty_strided
@@ -192,7 +191,7 @@ def workspace_words(schedule: Schedule, problem: Problem) -> int:
 
 def problem_of(call: AttentionCall, *, after_append: bool = False) -> Problem:
     """What the schedule needs to know of a call."""
-    rows = [operand for operand in (call.k, call.v) if has_headers(operand.form)]
+    rows = [operand for operand in (call.k, call.v) if operand.form.has_header]
     return Problem(
         batch=call.batch,
         max_seq_len=call.max_seq_len,
@@ -232,7 +231,7 @@ def check_alignment(call: AttentionCall) -> None:
     if call.out is not None:
         tensors["out"] = call.out, ALIGNMENT
     for name, operand in (("k", call.k), ("v", call.v)):
-        tensors[f"{name}_cache"] = operand.cache, 4 if has_headers(operand.form) else ALIGNMENT
+        tensors[f"{name}_cache"] = operand.cache, 4 if operand.form.has_header else ALIGNMENT
         if operand.scale is not None and operand.scale.channel_stride:
             tensors[f"{name}_scale"] = operand.scale.tensor, ALIGNMENT
     for name, (tensor, wanted) in tensors.items():

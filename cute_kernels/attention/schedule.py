@@ -7,14 +7,15 @@ these terms; its constants were measured on an H200 (docs/design/decode_attentio
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from cute_kernels.attention.config import BLOCK_QUERIES, MAX_BLOCKS_PER_WARP, DecodeConfig
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.attention.tiles import cannot_read, copies_per_tile, has_headers, kernel_format, num_groups
-from cute_kernels.kv_formats import DenseFormat, Int4Format, format_of
+from cute_kernels.attention.tiles import cannot_read, copies_per_tile, kernel_format
+from cute_kernels.kv_formats import KvFormat, format_of
 from cute_kernels.sm90 import MAX_SHARED_BYTES, NUM_SMS, RESERVED_SHARED_BYTES
 
 MEMORY_BYTES_PER_US = 4.5e6  # what streaming kernels reach on an H200
@@ -263,7 +264,7 @@ def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int) -> floa
     slots = problem.num_sms * config.ctas_per_sm
     waves = -(-ctas // slots)
     per_sm = -(-ctas // problem.num_sms) if waves == 1 else waves * config.ctas_per_sm
-    sm_rate = MEMORY_BYTES_PER_US / problem.num_sms * min(SM_RATE_ADVANTAGE[kind] for kind in _kinds(config))
+    sm_rate = MEMORY_BYTES_PER_US / problem.num_sms * min(SM_RATE_ADVANTAGE[kind] for kind in _kinds(config.formats))
     busiest = per_sm * cta_bytes / (sm_rate * min(1.0, per_sm / config.ctas_per_sm) ** LONELY_EXPONENT)
     # Between the two limits the memory and the busiest SM wait for each other: a soft maximum.
     streaming = ((total_bytes / MEMORY_BYTES_PER_US) ** 4 + busiest**4) ** 0.25
@@ -277,7 +278,7 @@ def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int) -> floa
 
 def _is_for_short_rows(config: DecodeConfig) -> bool:
     """Whether it is four CTAs to an SM with tiles of one block a warp, where INT4 has room for two."""
-    return config.ctas_per_sm == MOST_CTAS and config.blocks_per_slice == 1 and _kinds(config) == {"int4"}
+    return config.ctas_per_sm == MOST_CTAS and config.blocks_per_slice == 1 and _kinds(config.formats) == {"int4"}
 
 
 def _combine_us(num_splits: int) -> float:
@@ -298,7 +299,7 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
         if reason is not None:
             raise ValueError(f"kv_format: {reason}")
     blocks, _ = query_blocks(problem)
-    with_headers = [has_headers(format_of(name)) for name in names]
+    with_headers = [format_of(name).has_header for name in names]
     if not any(with_headers):
         make, counts = bare_config, (1, 2, MOST_CTAS)
         base = _base_config(problem, names, 1, blocks, contiguous=True, row_copy="")
@@ -320,7 +321,7 @@ def _fits_warpgroups(problem: Problem) -> bool:
     forms = [format_of(kernel_format(name)) for name in (problem.k_format, problem.v_format)]
     return (
         2 * BLOCK_QUERIES < problem.rows <= MAX_BLOCKS_PER_WARP * BLOCK_QUERIES
-        and all(isinstance(form, Int4Format) for form in forms)
+        and all(form.decode and form.decode.warpgroups for form in forms)
         and max(problem.head_dim, problem.v_head_dim) == min(problem.head_dim, problem.v_head_dim) == WARPGROUP_HEAD_DIM
         and _fits_four_blocks(problem)
         and (problem.num_kv_heads == 1 or problem.features.head_major)
@@ -379,7 +380,7 @@ def _fits_four_blocks(problem: Problem) -> bool:
     """
     forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
     return (
-        not any(isinstance(form, DenseFormat) or num_groups(form) > 1 for form in forms)
+        not any(not form.is_coded or form.num_groups > 1 for form in forms)
         and max(problem.head_dim, problem.v_head_dim) <= 128
         and not problem.features.alibi
         and problem.features.bias is None
@@ -393,7 +394,7 @@ def _borrows_registers(problem: Problem) -> bool:
     cache beside the ring: every such load goes to the L2 cache.
     """
     forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
-    grouped = all(isinstance(form, Int4Format) for form in forms) and max(num_groups(form) for form in forms) > 1
+    grouped = _kinds(forms) == {"int4"} and max(form.num_groups for form in forms) > 1
     blocks_per_warp = query_blocks(problem)[1]
     return blocks_per_warp == MAX_BLOCKS_PER_WARP or (blocks_per_warp == 2 and grouped)
 
@@ -403,7 +404,7 @@ def row_heads(problem: Problem, names: tuple[str, str], num_query_blocks: int) -
     most = (TARGET_WARPS if _borrows_registers(problem) else MAX_WARPS) // num_query_blocks
     dims = (problem.head_dim, problem.v_head_dim)
     forms = [format_of(name) for name in names]
-    row_bytes = [form.row_bytes(d) for form, d in zip(forms, dims, strict=True) if has_headers(form)]
+    row_bytes = [form.row_bytes(d) for form, d in zip(forms, dims, strict=True) if form.has_header]
     # Head-major caches have one head's tokens side by side.
     one_by_one = problem.features.head_major or not problem.heads_touch
     for heads in (1,) if one_by_one else dict.fromkeys((problem.num_kv_heads, 8, 4, 2, 1)):
@@ -422,7 +423,7 @@ def _base_config(
     problem: Problem, names: tuple[str, str], num_heads: int, num_query_blocks: int, contiguous: bool, row_copy: str
 ) -> DecodeConfig:
     """The fields that follow from the problem; one warp to a tile."""
-    k_copy, v_copy = (row_copy if has_headers(format_of(name)) else "tma" for name in names)
+    k_copy, v_copy = (row_copy if format_of(name).has_header else "tma" for name in names)
     return DecodeConfig(
         *names,
         problem.q_dtype,
@@ -450,8 +451,8 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     shorter rings and fewer warps, as many as the registers allow: two CTAs of 8 warps and a copying one leave 96 to a
     thread, which is enough for one group.
     """
-    int4 = all(isinstance(form, Int4Format) for form in base.formats)
-    groups = max((form.num_groups for form in base.formats if isinstance(form, Int4Format)), default=1)
+    int4 = _kinds(base.formats) == {"int4"}
+    groups = max(form.num_groups for form in base.formats)
     roles, few_roles = base.num_roles, base.num_roles <= TARGET_WARPS // 2
     crowded = int4 and (max(base.head_dims) > 128 or groups == 8)
     if crowded or roles > TARGET_WARPS or "word" in base.copies:
@@ -472,7 +473,7 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
 def bare_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     """A configuration for bare elements: few warps for 16 bits, since little is to be computed per byte."""
-    if _kinds(base) != {"dense"}:
+    if _kinds(base.formats) != {"dense"}:
         return _byte_config(base, ctas_per_sm)
     if max(base.head_dims) == 256:
         ctas_per_sm = 1
@@ -480,10 +481,9 @@ def bare_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     return _with_ring(_change(base, num_slices=2 if few else 4), min(ctas_per_sm, 2), 3)
 
 
-def _kinds(config: DecodeConfig) -> set[str]:
-    """What K and V are made of: keys of ``SM_RATE_ADVANTAGE``."""
-    kinds = {DenseFormat: "dense", Int4Format: "int4"}
-    return {kinds.get(type(form), "byte") for form in config.formats}
+def _kinds(forms: Iterable[KvFormat]) -> set[str]:
+    """What K and V cost: keys of ``SM_RATE_ADVANTAGE``."""
+    return {form.decode.cost for form in forms if form.decode is not None}
 
 
 def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
@@ -510,7 +510,7 @@ def _takes_one_block(config: DecodeConfig) -> bool:
     With two blocks of queries and eight groups it has too few for one block of tokens: 18 spills in the loop instead
     of 88 for two.
     """
-    most_groups = max(num_groups(form) for form in config.formats)
+    most_groups = max(form.num_groups for form in config.formats)
     crowded = config.shares_queries or (config.blocks_per_warp == 2 and most_groups == 8)
     return crowded and max(config.head_dims) > 64
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Protocol
 
-from cute_kernels.kv_formats import HEAD_DIMS, ByteFormat, DenseFormat, Int4Format, KvFormat, format_of
+from cute_kernels.kv_formats import GROUP_UNIT, HEAD_DIMS, KvFormat, format_of
 from cute_kernels.sm90 import WARP_THREADS
 from layouts.kv.swizzled_tile import SwizzledTile
-from layouts.kv.tile import RowTile, plan_tiles
+from layouts.kv.tile import MMA_ROWS, RowTile, plan_tiles, run_codes
 
 ROW_COPIES = ("bulk", "word")
 BARE_COPIES = ("tma",)
 MAX_BOX = 256  # tokens of one tensor-map copy
-_GROUP_UNIT = 8  # columns: the narrowest piece of a row that an MMA takes
 
 
 class TiledConfig(Protocol):
@@ -44,38 +43,29 @@ class TiledConfig(Protocol):
     def copies(self) -> tuple[str, str]: ...
 
 
-def has_headers(form: KvFormat) -> bool:
-    """Whether rows carry their scales; they are copied and read as raw bytes then, bare elements by tensor maps."""
-    return isinstance(form, Int4Format) or (isinstance(form, ByteFormat) and form.header_bytes > 0)
-
-
-def num_groups(form: KvFormat) -> int:
-    """Groups of columns that have scales of their own in a row."""
-    return form.num_groups if isinstance(form, (Int4Format, ByteFormat)) else 1
-
-
 def copies_of(form: KvFormat) -> tuple[str, ...]:
     """Ways of bringing a tile of the format into shared memory."""
-    return ROW_COPIES if has_headers(form) else BARE_COPIES
+    return ROW_COPIES if form.has_header else BARE_COPIES
 
 
 def kernel_format(name: str) -> str:
-    """The format whose kernel reads ``name``: a scale per tensor is one per head that all heads share."""
-    form = format_of(name)
-    if isinstance(form, ByteFormat) and form.granularity == "head":
-        return f"{form.codes}_tensor"
-    return name
+    """The format whose kernel reads ``name``."""
+    return format_of(name).kernel_name
 
 
 def cannot_read(form: KvFormat, head_dim: int) -> str | None:
     """Why the kernels cannot read rows of the format, or None."""
     if head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
-    if has_headers(form):
-        assert isinstance(form, (Int4Format, ByteFormat))
+    if form.decode is None:
+        return f"{form.name} caches are not among those that decode attention reads"
+    if form.has_header:
         width = head_dim // form.num_groups
-        if width % _GROUP_UNIT:
-            return f"groups of {width} columns ({form.name} at head_dim {head_dim}) are no multiple of {_GROUP_UNIT}"
+        if width % GROUP_UNIT:
+            return f"groups of {width} columns ({form.name} at head_dim {head_dim}) are no multiple of {GROUP_UNIT}"
+        whole_runs = MMA_ROWS * run_codes(form.code_bits)
+        if form.decode.codes is not None and width % whole_runs:
+            return f"groups of {width} columns ({form.name} at head_dim {head_dim}) are no multiple of {whole_runs}"
     return None
 
 
@@ -124,13 +114,11 @@ def most_copy_warps(config: TiledConfig) -> int:
 
 def _tile(config: TiledConfig, operand: str, kv_format: str, head_dim: int, copy: str) -> RowTile | SwizzledTile:
     form = format_of(kv_format)
-    if not has_headers(form):
-        element_bytes = 2 if isinstance(form, DenseFormat) else 1
-        return SwizzledTile(head_dim, element_bytes, config.num_heads, config.tile_tokens)
-    assert isinstance(form, (Int4Format, ByteFormat))
+    if not form.has_header:
+        return SwizzledTile(head_dim, form.code_bits // 8, config.num_heads, config.tile_tokens)
     return RowTile(
         head_dim,
-        4 if isinstance(form, Int4Format) else 8,
+        form.code_bits,
         form.num_groups,
         config.num_heads,
         config.tile_tokens,

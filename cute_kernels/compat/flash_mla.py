@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels import arguments as package_arguments
 from cute_kernels.arguments import check_tensors, shape_of
 from cute_kernels.compat.names import renamed
 from cute_kernels.mla import ops
@@ -210,7 +211,7 @@ def flash_mla_sparse_fwd(
     if indices.dim() != 3 or indices.shape[:2] != (q.shape[0], 1):
         raise ValueError(f"indices: got shape {shape_of(indices)}, want [{q.shape[0]}, 1, topk]")
     cache = kv.transpose(0, 1)  # one page
-    chosen = indices.masked_fill(indices >= kv.shape[0], -1) if ops.DEBUG else indices  # no mistake here
+    chosen = indices.masked_fill(indices >= kv.shape[0], -1) if package_arguments.DEBUG else indices  # no mistake here
     extras = SparseExtras(topk_length, attn_sink)
     queries, kv_format = q.unsqueeze(1).contiguous(), _format_of(q, is_fp8=False)
     try:

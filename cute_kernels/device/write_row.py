@@ -11,8 +11,8 @@ from cute_kernels.device import numbers
 def encode_row(cache_row, values, given):
     """What `store_row` stores of a team's row; all lanes of the warp take part.
 
-    cache_row: what :func:`cute_kernels.device.rows.make_row` made; values: register tensor of the lane's fp32 numbers,
-    changed where one is NaN or out of range; given: what `load_given` gave.
+    cache_row: what a family made of its format, such as :class:`cute_kernels.kv_cache.rows.CodedRow`; values: register
+    tensor of the lane's fp32 numbers, changed where one is NaN or out of range; given: what `load_given` gave.
     """
     statistics = cute.make_rmem_tensor(max(cache_row.num_statistics, 1), Float32)
     steps = cute.make_rmem_tensor(max(cache_row.num_steps, 1), Float32)

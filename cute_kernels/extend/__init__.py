@@ -13,7 +13,9 @@ import torch
 
 from cute_kernels.attention.call import keys_seen
 from cute_kernels.extend import ops
+from cute_kernels.extend.mixed import mixed_attention
 from cute_kernels.extend.transformed import inputs_of, results_of
+from cute_kernels.extend.tree import pack_tree_mask
 from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.kv_formats import format_pair
 from cute_kernels.names import CacheLayout, KvFormats, WindowSize
@@ -21,7 +23,7 @@ from cute_kernels.names import CacheLayout, KvFormats, WindowSize
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["extend_attention"]
+__all__ = ["extend_attention", "mixed_attention", "pack_tree_mask"]
 
 
 class ExtendOptions(TypedDict, total=False):
@@ -40,6 +42,9 @@ class ExtendOptions(TypedDict, total=False):
     v_scale: torch.Tensor | None
     new_k: torch.Tensor | None
     new_v: torch.Tensor | None
+    tree_mask: torch.Tensor | None
+    num_splits: int | None
+    sm_margin: int
     out: torch.Tensor | None
 
 
@@ -106,6 +111,9 @@ def extend_attention(
     v_scale: torch.Tensor | None = None,
     new_k: torch.Tensor | None = None,
     new_v: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    sm_margin: int = 0,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -148,13 +156,21 @@ def extend_attention(
         new_k, new_v: K and V of the queries' own tokens, exact: [total_q, num_kv_heads, head_dim] in q's dtype,
             contiguous. Given, a request's last q_len tokens are these, and the cache is read for the seq_lens[b] -
             q_len before them alone, of which there may be none. A second launch merges both parts.
+        tree_mask: int32 [total_q, words], contiguous: bit j % 32 of word j // 32 says whether a query sees new token j
+            of its request, whose queries' own tokens are 0 to q_len - 1; older tokens are seen by all, and new ones
+            that there is no word for by none. It takes causal's place, and goes with neither window_size nor
+            alibi_slopes. :func:`pack_tree_mask` makes it of booleans.
+        num_splits: into how many parts the keys of 128 rows of queries (positions times heads of a KV head's group) are
+            cut, each of them another CTA's, 1 to 32. Default: chosen for the shapes, 1 where there is work enough. If
+            given, a request's result does not depend on the rest of the batch.
+        sm_margin: SMs that are left to other kernels which run meanwhile, as FlashAttention-3 has it.
         return_lse: also return the log-sum-exp of the scores, without the sinks.
         out: where to write the result, contiguous.
 
     Returns:
         out [total_q, num_q_heads, head_dim] in q's dtype; with ``return_lse`` also fp32 [total_q, num_q_heads], natural
         log. A query that sees no key gives out 0 and lse -inf. Softmax and accumulation are fp32. Equal inputs give
-        bitwise equal outputs, and a request's result does not depend on the rest of the batch.
+        bitwise equal outputs.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths and
@@ -179,6 +195,9 @@ def extend_attention(
         "v_scale": v_scale,
         "new_k": new_k,
         "new_v": new_v,
+        "tree_mask": tree_mask,
+        "num_splits": num_splits,
+        "sm_margin": sm_margin,
     }
     inputs, own_sinks, needs_lse = None, None, return_lse
     if transform is not None:

@@ -11,9 +11,9 @@ import torch
 from cute_kernels.arguments import check_tensors, shape_of
 from cute_kernels.attention import call as attention_call
 from cute_kernels.attention import checks
-from cute_kernels.attention.call import AttentionCall, CacheOperand
+from cute_kernels.attention.call import AttentionCall, Bias, CacheOperand
 from cute_kernels.attention.features import Features
-from cute_kernels.extend.config import CODED_HEAD_DIMS, HEAD_DIMS, cannot_read, is_coded
+from cute_kernels.extend.config import HEAD_DIMS, MAX_SPLITS, cannot_read
 from cute_kernels.kv_formats import format_of
 from cute_kernels.names import CacheLayout
 
@@ -30,6 +30,9 @@ class ExtendCall:
         base: everything else, as a call of decode attention has it; its q is there for its shape alone.
         new: K and V of the queries' own tokens, [total_q, num_kv_heads, head_dim] in q's dtype, contiguous; None where
             they come from the cache.
+        tree_mask: int32 [total_q, words], contiguous: which of its request's new tokens each query sees; None where
+            their order says so.
+        num_splits, sm_margin: as given.
         out: where the result goes, contiguous, as q; None for a new one.
     """
 
@@ -38,6 +41,9 @@ class ExtendCall:
     base: AttentionCall
     new: tuple[torch.Tensor, torch.Tensor] | None
     out: torch.Tensor | None
+    tree_mask: torch.Tensor | None = None
+    num_splits: int | None = None
+    sm_margin: int = 0
 
     @property
     def batch(self) -> int:
@@ -46,7 +52,7 @@ class ExtendCall:
     @property
     def features(self) -> Features:
         """What decides the compiled variant besides shapes and formats."""
-        return replace(self.base.features, queries=False, causal=self.base.causal)
+        return replace(self.base.features, queries=False, causal=self.base.causal and self.tree_mask is None)
 
     def requests(self) -> Iterator[tuple[slice, AttentionCall]]:
         """(queries, the call of one request alone) of every request that has queries; waits for the device."""
@@ -62,9 +68,22 @@ class ExtendCall:
             table, k, v = base.block_table[part], base.k, base.v
         else:
             table, k, v = None, _part(base.k, part), _part(base.v, part)
-        return replace(
-            base, q=self.q[own].unsqueeze(0), k=k, v=v, seq_lens=base.seq_lens[part], block_table=table, out=None
+        lengths = base.seq_lens[part]
+        request_call = replace(
+            base, q=self.q[own].unsqueeze(0), k=k, v=v, seq_lens=lengths, block_table=table, out=None
         )
+        if self.tree_mask is None:
+            return request_call
+        return self._with_tree(request_call, own, int(lengths[0]) - (own.stop - own.start))
+
+    def _with_tree(self, request_call: AttentionCall, own: slice, before: int) -> AttentionCall:
+        """The same call with the tree's mask as a bias; before: tokens that come before the new ones."""
+        assert self.tree_mask is not None
+        room = request_call.max_seq_len
+        seen = unpack_tree_mask(self.tree_mask[own], torch.arange(room, device=self.q.device) - before)
+        bias = torch.zeros(seen.shape, device=self.q.device).masked_fill(~seen, -torch.inf)[None, :, None]
+        shape = (1, own.stop - own.start, self.q.shape[1], room)
+        return replace(request_call, causal=False, bias=Bias(bias, checks.check_bias(bias, shape)))
 
     def new_tokens(self, own: slice) -> AttentionCall:
         """The call of one request over its own queries' tokens alone, which are not in the cache."""
@@ -76,7 +95,7 @@ class ExtendCall:
             for operand, rows in zip((base.k, base.v), self.new, strict=True)
         )
         lengths = torch.tensor([count], dtype=torch.int32, device=self.q.device)
-        return replace(
+        newer = replace(
             base,
             q=self.q[own].unsqueeze(0),
             k=k,
@@ -88,6 +107,15 @@ class ExtendCall:
             page_size=count,
             num_blocks=1,
         )
+        return newer if self.tree_mask is None else self._with_tree(newer, own, 0)
+
+
+def unpack_tree_mask(words: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """bool [queries, tokens]: what int32 words [queries, words] say of new tokens; below 0 stand older ones, seen."""
+    last = words.shape[1] * 32 - 1
+    at = tokens.clamp(0, max(last, 0))
+    bits = words[:, at // 32] >> (at % 32) & 1 if last >= 0 else words.new_zeros(len(words), len(tokens))
+    return (tokens < 0) | ((tokens <= last) & (bits != 0))
 
 
 def _part(operand: CacheOperand, part: slice) -> CacheOperand:
@@ -114,6 +142,9 @@ def make_call(
     v_scale: torch.Tensor | None = None,
     new_k: torch.Tensor | None = None,
     new_v: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    sm_margin: int = 0,
     out: torch.Tensor | None = None,
 ) -> ExtendCall:
     """Checks everything that can be said without waiting for a device; arguments as `extend_attention` has them.
@@ -125,22 +156,20 @@ def make_call(
     for form in forms:
         if (reason := cannot_read(form)) is not None:
             raise ValueError(f"kv_format: got {kv_format!r}, want formats that extend attention reads: {reason}")
-    if is_coded(forms[0]) != is_coded(forms[1]):
+    if forms[0].is_coded != forms[1].is_coded:
         raise ValueError(f"kv_format: got {kv_format!r}, want K and V both of 16 bits or both of codes")
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
     checks.check_place("cu_seqlens_q", cu_seqlens_q, q.device)
     check_query(q)
-    if is_coded(forms[0]) and q.shape[2] not in CODED_HEAD_DIMS:
-        wanted = " or ".join(map(str, CODED_HEAD_DIMS))
-        raise ValueError(
-            f"q: got head_dim {q.shape[2]} over a cache in {kv_format!r}, want {wanted}, or 16-bit formats"
-        )
     if seq_lens.dim() != 1:
         raise ValueError(f"seq_lens: got shape {shape_of(seq_lens)}, want [batch]")
     batch = seq_lens.shape[0]
     checks.check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
     checks.check_count("window_size", window_size)
     checks.check_positive("softcap", softcap)
+    checks.check_count("num_splits", num_splits, MAX_SPLITS)
+    if type(sm_margin) is not int or sm_margin < 0:
+        raise ValueError(f"sm_margin: got {sm_margin!r}, want a number of SMs from 0 on")
     base = attention_call.make_call(
         q.new_empty((batch, 1, *q.shape[1:])),
         k_cache,
@@ -167,7 +196,26 @@ def make_call(
     new = _check_new(new_k, new_v, q, base.num_kv_heads)
     if new is not None:
         base = replace(base, window=window_size)  # new tokens come on top of what the cache has room for
-    return ExtendCall(q, cu_seqlens_q, base, new, out)
+    if tree_mask is not None:
+        _check_tree_mask(tree_mask, q, window_size=window_size, alibi_slopes=alibi_slopes)
+    return ExtendCall(q, cu_seqlens_q, base, new, out, tree_mask, num_splits, sm_margin)
+
+
+def _check_tree_mask(mask: torch.Tensor, q: torch.Tensor, **positional: Any) -> None:
+    check_tensors(tree_mask=mask)
+    checks.check_place("tree_mask", mask, q.device)
+    if mask.dtype != torch.int32:
+        raise TypeError(
+            f"tree_mask: got dtype {mask.dtype}, want torch.int32: 32 new tokens a word, see pack_tree_mask"
+        )
+    if mask.dim() != 2 or mask.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"tree_mask: got shape {shape_of(mask)}, want [{q.shape[0]}, words]: a row for each query of q"
+        )
+    checks.check_contiguous("tree_mask", mask)
+    for name, value in positional.items():
+        if value is not None:
+            raise ValueError(f"{name}: got a value beside a tree_mask, want None: positions in a tree are not known")
 
 
 def _check_new(

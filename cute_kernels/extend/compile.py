@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels import attention, kv_formats
+from cute_kernels import attention
 from cute_kernels.attention.features import Features
-from cute_kernels.extend.config import ExtendConfig
+from cute_kernels.extend.config import CombineConfig, ExtendConfig
 from cute_kernels.extend.schedule import Problem, choose
+from cute_kernels.kv_formats import modules_of, sources_of
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
 SHIPPED_FORMATS = ("bf16", "int8_token_head", "e4m3_token_head", "e4m3_tensor", "int4_g1", "int4_g4")
@@ -25,16 +26,34 @@ class ExtendSpec(KernelSpec):
     family: ClassVar[str] = "extend"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
         attention_room = Path(attention.__file__).resolve().parent
         files = [attention_room / "config.py", attention_room / "features.py", attention_room / "tiles.py"]
-        return *super().source_roots(), Path(kv_formats.__file__).resolve(), *files
+        return *super().source_roots(), *sources_of(self.config.k_format, self.config.v_format), *files
+
+    def modules(self) -> tuple[str, ...]:
+        return modules_of(self.config.k_format, self.config.v_format)
 
     def compile(self, arch: str) -> Any:
         return compile_extend(self.config, arch)
+
+
+@dataclass(frozen=True, eq=False)
+class CombineSpec(KernelSpec):
+    """What puts splits together: the function takes what :meth:`CombineKernel.__call__` describes."""
+
+    config: CombineConfig
+    family: ClassVar[str] = "extend"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def compile(self, arch: str) -> Any:
+        return compile_combine(self.config, arch)
 
 
 def shipped_specs() -> list[KernelSpec]:
@@ -42,7 +61,8 @@ def shipped_specs() -> list[KernelSpec]:
     problems = [Problem(128, name, name, "bf16", 64, CAUSAL_PAGES) for name in SHIPPED_FORMATS]
     problems += [Problem(64, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)]
     problems += [Problem(128, "bf16", "bf16", "bf16", 16, CAUSAL_PAGES)]
-    return [ExtendSpec(choose(problem)) for problem in problems]
+    combines = [CombineConfig("bf16", head_dim) for head_dim in (64, 128)]
+    return [*(ExtendSpec(choose(problem)) for problem in problems), *map(CombineSpec, combines)]
 
 
 def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
@@ -77,7 +97,8 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
     lengths = [tensor(cutlass.Int32, (count,), 4) for count in (ends, batch)]
     results = [*[Int64(0)] * 4, Int32(0)]
     scales = [Int64(0), Int64(0), Int32(0), Int32(0), Float32(1.0)]
-    features = [Int64(0), Int32(0), Int32(0), Float32(1.0), Int64(0), Int64(0), Int32(1)]
+    features = [Int64(0), Int32(0), Int32(0), Float32(1.0), Int64(0), Int64(0)]
+    features += [Int64(0), Int32(0), Int32(1), Int64(0), Int32(1)]
     return cute.compile(
         ExtendKernel(config),
         queries[0],
@@ -87,6 +108,30 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
         *results,
         *scales,
         *features,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )
+
+
+def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
+    """As :func:`compile_extend`, for the kernel that puts splits together."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass import Int32, Int64
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+    from cute_kernels.extend.combine import CombineKernel
+
+    check_config(config)
+    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.q_dtype]
+    total_q, q_heads, ends = (cute.sym_int() for _ in range(3))
+    out = make_fake_compact_tensor(dtype, (total_q, q_heads, config.head_dim), stride_order=(2, 1, 0), assumed_align=16)
+    return cute.compile(
+        CombineKernel(config),
+        out,
+        make_fake_compact_tensor(cutlass.Int32, (ends,), stride_order=(0,), assumed_align=4),
+        *[Int64(0)] * 3,
+        Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),
     )

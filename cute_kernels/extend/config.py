@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cute_kernels.attention.config import PAGE_TOKENS
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.tiles import kernel_format
-from cute_kernels.kv_formats import ByteFormat, DenseFormat, Int4Format, KvFormat, format_of
+from cute_kernels.kv_formats import GROUP_UNIT, KvFormat, format_of
 from cute_kernels.sm90 import MAX_SHARED_BYTES, WARP_THREADS
 
 MMA_WARPGROUPS = 2  # consumers: 64 rows of queries each
@@ -20,30 +20,29 @@ SLAB_COLUMNS = 64  # of an operand in the 128-byte swizzle
 ELEMENT_BYTES = 2  # of operands
 WORK_SLOTS = 2
 WORK_BYTES = 32  # of a slot: 8 words
-INT4_UNIT = 2.0  # INT4 tiles hold half of the values: fp16 has room for all that quantising makes
-HEAD_DIMS = (64, 128, 256)
-CODED_HEAD_DIMS = (64, 128)  # of caches of codes: with 256 a launch over bytes did not end on an H200
-GRANULARITIES = ("tensor", "head", "token_head")  # of scales of bytes; E5M2 has none
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+OPERAND_COLUMNS = (64, 128, 256)  # that operands may have; zeros fill up what rows lack
 # Registers of a thread after setmaxnreg: producers, consumers. By what producers do, and how many warps they are.
-REGISTERS = {("dense", 4): (40, 232), ("bytes", 4): (96, 208), ("int4", 4): (104, 200)}
+REGISTERS = {("dense", 4): (40, 232), ("bytes", 4): (88, 208), ("int4", 4): (104, 200)}
 REGISTERS |= {("bytes", 8): (56, 200), ("int4", 8): (64, 192)}
-
-
-def is_coded(form: KvFormat) -> bool:
-    """Whether rows are codes that producers decode."""
-    return not isinstance(form, DenseFormat)
+SM_REGISTERS = 65536
 
 
 def has_token_scale(form: KvFormat) -> bool:
     """Whether every row has an fp32 scale that stays out of the tile and meets scores or probabilities instead."""
-    return isinstance(form, ByteFormat) and form.granularity == "token_head"
+    return form.extend is not None and form.extend.scales == "row"
 
 
 def cannot_read(form: KvFormat) -> str | None:
     """Why the kernel cannot read rows of a format, or None."""
-    if isinstance(form, ByteFormat) and form.granularity not in (None, *GRANULARITIES):
+    if form.is_coded and form.extend is None:
         return f"{form.name} caches are not among those that extend attention reads"
     return None
+
+
+def columns_of(head_dim: int) -> int:
+    """Of the operands that hold rows of head_dim, one of `HEAD_DIMS`."""
+    return min(columns for columns in OPERAND_COLUMNS if columns >= head_dim)
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,7 @@ class ExtendConfig:
         features: what of attention it computes beyond softmax(q K^T) V.
         ragged: whether K and V are those of all requests one after the other, as the queries are; of 16 bits.
         merges: whether the result is merged with that of another launch over other keys.
+        tree: whether a mask says which of a request's new tokens a query sees, instead of their order.
         ping_pong: whether the consumers take turns issuing their products.
     """
 
@@ -79,6 +79,7 @@ class ExtendConfig:
     features: Features = PLAIN
     ragged: bool = False
     merges: bool = False
+    tree: bool = False
     ping_pong: bool = True
 
     @property
@@ -88,7 +89,7 @@ class ExtendConfig:
 
     @property
     def coded(self) -> bool:
-        return is_coded(self.formats[0])
+        return self.formats[0].is_coded
 
     @property
     def operand_type(self) -> str:
@@ -108,7 +109,7 @@ class ExtendConfig:
     @property
     def units(self) -> tuple[float, float]:
         """What K's and V's tiles are to be multiplied with to be numbers."""
-        k_unit, v_unit = (INT4_UNIT if isinstance(form, Int4Format) else 1.0 for form in self.formats)
+        k_unit, v_unit = (1.0 if form.extend is None else form.extend.unit for form in self.formats)
         return k_unit, v_unit
 
     @property
@@ -118,15 +119,26 @@ class ExtendConfig:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a producer's and of a consumer's thread."""
-        kind = "dense"
-        if self.coded:
-            kind = "int4" if any(isinstance(form, Int4Format) for form in self.formats) else "bytes"
-        return REGISTERS[kind, self.producer_warps if self.coded else 4]
+        if not self.coded:
+            return REGISTERS["dense", 4]
+        kinds = {form.extend.registers for form in self.formats if form.extend is not None}
+        return REGISTERS["int4" if "int4" in kinds else "bytes", self.producer_warps]
+
+    @property
+    def launch_registers(self) -> int:
+        """Of every thread before they are shared out anew, which cannot make more of them: a warp would wait for ever
+        for registers that its CTA does not have."""
+        return SM_REGISTERS // self.num_threads // 8 * 8
+
+    @property
+    def columns(self) -> int:
+        """Of operands in shared memory: head_dim and zeros."""
+        return columns_of(self.head_dim)
 
     @property
     def tile_bytes(self) -> int:
         """Of K or V."""
-        return self.tile_tokens * self.head_dim * ELEMENT_BYTES
+        return self.tile_tokens * self.columns * ELEMENT_BYTES
 
     @property
     def slab_bytes(self) -> int:
@@ -136,7 +148,7 @@ class ExtendConfig:
     @property
     def query_bytes(self) -> int:
         """Of a warpgroup."""
-        return WARPGROUP_ROWS * self.head_dim * ELEMENT_BYTES
+        return WARPGROUP_ROWS * self.columns * ELEMENT_BYTES
 
     @property
     def scale_bytes(self) -> int:
@@ -156,38 +168,63 @@ class ExtendConfig:
         layout = f"_p{self.page_tokens}" if self.page_tokens else ""
         layout += f"_{self.features.name}" if self.features.name else ""
         layout += ("_ragged" if self.ragged else "") + ("_merges" if self.merges else "")
-        layout += "" if self.ping_pong else "_free"
+        layout += ("_tree" if self.tree else "") + ("" if self.ping_pong else "_free")
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
         if self.q_dtype not in ("bf16", "fp16"):
             return f"q_dtype {self.q_dtype!r} is not 'bf16' or 'fp16'"
+        if self.head_dim not in HEAD_DIMS:
+            return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
         for name, form in zip((self.k_format, self.v_format), self.formats, strict=True):
             if (reason := cannot_read(form)) is not None:
                 return reason
             if kernel_format(name) != name:
                 return f"{name} caches are read by the kernel for {kernel_format(name)}"
-            if isinstance(form, DenseFormat) and name != self.q_dtype:
+            if not form.is_coded and name != self.q_dtype:
                 return f"q_dtype {self.q_dtype!r} is not that of a {name} cache"
-            if isinstance(form, Int4Format) and self.head_dim // form.num_groups % 8:
-                return f"groups of {self.head_dim // form.num_groups} columns are no multiple of 8"
-        if is_coded(self.formats[0]) != is_coded(self.formats[1]):
+            if form.has_header and self.head_dim // form.num_groups % GROUP_UNIT:
+                return f"groups of {self.head_dim // form.num_groups} columns are no multiple of {GROUP_UNIT}"
+        if self.formats[0].is_coded != self.formats[1].is_coded:
             return f"K in {self.k_format} and V in {self.v_format}: one of 16 bits, the other of codes"
-        if self.head_dim not in HEAD_DIMS:
-            return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
-        if self.coded and self.head_dim not in CODED_HEAD_DIMS:
-            return f"head_dim {self.head_dim} of codes is not one of {', '.join(map(str, CODED_HEAD_DIMS))}"
         if self.producer_warps not in (4, 8):
             return f"producer_warps {self.producer_warps} is not 4 or 8"
-        if self.producer_warps == 8 and self.head_dim > 128:
+        if self.producer_warps == 8 and self.columns > 128:
             return f"8 producer_warps leave too few registers for head_dim {self.head_dim}"
+        producing, consuming = self.registers
+        shared_out = MMA_WARPS * consuming + self.producer_warps * producing
+        if shared_out > (MMA_WARPS + self.producer_warps) * self.launch_registers:
+            return f"{producing} and {consuming} registers are more than {self.num_threads} threads begin with"
         if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
         if self.ragged and (self.coded or self.page_tokens or self.features.head_major):
             return "ragged keys lie in 16 bits, without pages, token by token"
+        if self.tree and (self.features.causal or self.features.window or self.features.alibi):
+            return "a tree's mask says what is seen: neither order nor positions do"
         if self.features.bias is not None:
             return "there is no additive bias"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory exceed {MAX_SHARED_BYTES}"
         return None
+
+
+MAX_SPLITS = 32  # a lane of the combining warp for each
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """One compiled variant of the kernel that puts splits together: dtype of the output ("bf16", "fp16"), head_dim."""
+
+    q_dtype: str
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        return f"extend_combine_{self.q_dtype}_d{self.head_dim}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        if self.q_dtype not in ("bf16", "fp16"):
+            return f"q_dtype {self.q_dtype!r} is not 'bf16' or 'fp16'"
+        return None if self.head_dim in HEAD_DIMS else f"head_dim {self.head_dim} is not one of {HEAD_DIMS}"

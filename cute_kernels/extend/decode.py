@@ -23,9 +23,10 @@ from cute_kernels.device.ring import advance
 from cute_kernels.extend.config import SLAB_COLUMNS, ExtendConfig, has_token_scale
 from cute_kernels.extend.loads import load_word_below
 from cute_kernels.extend.memory import KEYS, VALUES
-from cute_kernels.kv_formats import ByteFormat, Int4Format
+from cute_kernels.kv_formats import load_code
 from cute_kernels.sm90 import WARP_THREADS
 
+WORD_BITS = 32
 SIGN_BITS = 0x80808080
 MAGIC_BYTES = 0x64646464  # upper bytes of fp16 1024 + n, n in the lower byte
 MINUS_1024, MINUS_1152 = 0xE400E400, 0xE480E480
@@ -68,14 +69,6 @@ class Int4Words:
         return pairs
 
 
-def words_of(form: Any) -> Any:
-    """What makes numbers of a format's words."""
-    if isinstance(form, Int4Format):
-        return Int4Words()
-    assert isinstance(form, ByteFormat)
-    return {"int8": Int8Words, "e4m3": E4m3Words, "e5m2": E5m2Words}[form.codes]()
-
-
 @dataclass(frozen=True)
 class Held:
     """What a warp holds of a tile: registers. words: a lane's, by load. headers: of INT4, by load. scale: of a row of
@@ -92,15 +85,16 @@ class CodedRows:
     def __init__(self, config: ExtendConfig, operand: int):
         self.config, self.operand = config, operand
         form = config.formats[operand]
-        assert isinstance(form, (ByteFormat, Int4Format))
-        self.decoder = words_of(form)
-        self.word_codes = 8 if isinstance(form, Int4Format) else 4
-        self.has_headers = isinstance(form, Int4Format)
+        assert form.extend is not None  # `ExtendConfig.can_implement` has said so
+        self.decoder = load_code(form.extend.words)()
+        self.word_codes = WORD_BITS // form.code_bits
+        self.has_headers = form.extend.scales == "groups"
         self.token_scale = has_token_scale(form)
         self.row_bytes = form.row_bytes(config.head_dim)
-        self.header_bytes = self.row_bytes - config.head_dim * 4 // self.word_codes
-        self.row_words = config.head_dim // self.word_codes
-        self.group_words = self.row_words // form.num_groups
+        self.header_bytes = form.header_bytes
+        self.row_words = config.columns // self.word_codes  # in the tile; those that the cache does not have are zeros
+        self.real_words = config.head_dim // self.word_codes
+        self.group_words = self.real_words // form.num_groups
         self.warp_rows = config.tile_tokens // config.producer_warps
         self.load_rows = max(WARP_THREADS // self.row_words, 1)
         self.num_loads = self.warp_rows * self.row_words // WARP_THREADS
@@ -134,11 +128,13 @@ class CodedRows:
             row = k * WARP_THREADS // self.row_words
             run, part = row // self.run_rows, k * WARP_THREADS % self.row_words
             row_address = bases[run] + ((row % self.run_rows) + below) * rows.token_bytes
-            index = (below - low) + row
-            held.words[k] = load_word_below(index, count, row_address + 4 * word, self.header_bytes + 4 * part)
+            index, limit = (below - low) + row, count
+            if const_expr(self.real_words < self.row_words):
+                limit = cutlass.select_(word + part < self.real_words, count, Int32(0))
+            held.words[k] = load_word_below(index, limit, row_address + 4 * word, self.header_bytes + 4 * part)
             if const_expr(self.has_headers):
                 group = (word + part) // self.group_words
-                held.headers[k] = load_word_below(index, count, row_address + 4 * group)
+                held.headers[k] = load_word_below(index, limit, row_address + 4 * group)
         if const_expr(self.token_scale):
             row = lane % self.warp_rows
             base = bases[0]

@@ -60,6 +60,10 @@ class ExtendKernel:
         soft_cap: Float32,
         sinks: Int64,
         alibi_slopes: Int64,
+        tree_mask: Int64,
+        tree_words: Int32,
+        num_splits: Int32,
+        partials: Int64,
         num_ctas: Int32,
         stream,
     ):
@@ -70,7 +74,10 @@ class ExtendKernel:
         max_pages]), else a request, or all tokens if they are ragged. cu_seqlens int32 [batch + 1], seq_lens int32
         [batch] (ragged: where each request's keys begin, [batch + 1]). Addresses: lse fp32 [total_q, num_q_heads] or 0;
         other_out, other_lse: as out and lse, to be merged with; counter: a word, EMPTY before and after; k_scale,
-        v_scale, sinks, alibi_slopes fp32. prefix_only: 1 to leave out the queries' own tokens, else 0.
+        v_scale, sinks, alibi_slopes fp32; tree_mask int32 [total_q, tree_words]; partials fp32 [num_splits, total_q,
+        num_q_heads, head_dim], then [num_splits, total_q, num_q_heads] of log2 sums, with more than one split: what
+        :mod:`.combine` reads, and out and lse are left to it. prefix_only: 1 to leave out the queries' own tokens,
+        else 0.
         """
         config = self.config
         shapes: Any = (q.shape, k_cache.shape)
@@ -87,8 +94,9 @@ class ExtendKernel:
             max_seq_len=max_pages * tokens if config.page_tokens else tokens,
             group=Divisor.of(group),
             kv_heads=Divisor.of(kv_heads),
+            splits=Divisor.of(num_splits),
             num_slots=num_slots,
-            num_tiles=num_slots * kv_heads,
+            num_tiles=num_slots * kv_heads * num_splits,
             window=window,
         )
         keys, values = (
@@ -97,9 +105,9 @@ class ExtendKernel:
         )
         pages = Pages(block_table, max_pages, cache[0], Divisor.of(tokens))
         source = Source(keys, values, pages, self.producer.make_maps(k_cache, v_cache))
-        addresses = ptx.address(q), ptx.address(out), lse, other_out, other_lse
+        addresses = ptx.address(q), ptx.address(out), lse, other_out, other_lse, partials
         operands = Operands(*addresses, k_scale, v_scale, k_scale_stride, v_scale_stride, softmax_scale)
-        features = Features(window, soft_cap, sinks, alibi_slopes)
+        features = Features(window, soft_cap, sinks, alibi_slopes, tree_mask, tree_words)
         lengths = Lengths(ptx.address(cu_seqlens), ptx.address(seq_lens), counter, prefix_only)
         self.kernel(shape, source, operands, features, lengths).launch(
             grid=(num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream
@@ -139,23 +147,24 @@ class ExtendKernel:
             if work.request == END:
                 running = Int32(0)
             else:
-                if warp == 0:
-                    tile = self.worker.draw(shape, lengths.counter, lane)
                 span = self.worker.span(shape, work)
                 first_valid = self.worker.first_valid(shape, work)
                 stage, phase = self.producer.fill(source, work, span, first_valid, memory, warp, lane, stage, phase)
+                # Not before: who draws early has two work tiles where others have none.
+                if warp == 0:
+                    tile = self.worker.draw(shape, lengths.counter, lane)
 
     @cute.jit
     def publish(self, shape, lengths, memory, tile: Int32, slot: Int32, phase: Int32, lane: Int32):
         """Tells the CTA of the work tile ``tile``, or of the next drawn one that exists; its number."""
         found = Int32(0)
-        request, head, first_row, num_rows = Int32(END), Int32(0), Int32(0), Int32(0)
+        request, head, split, first_row, num_rows = Int32(END), Int32(0), Int32(0), Int32(0), Int32(0)
         q_start, before, kv_start, kv_stop = Int32(0), Int32(0), Int32(0), Int32(0)
         while found == 0:
             if tile >= shape.num_tiles:
                 request, found = Int32(END), Int32(1)
             else:
-                request, head, first_row, num_rows, q_start, before, kv_start, kv_stop = self.worker.find(
+                request, head, split, first_row, num_rows, q_start, before, kv_start, kv_stop = self.worker.find(
                     shape, lengths, tile, lane
                 )
                 if (first_row >= 0) & (first_row < num_rows):
@@ -164,7 +173,7 @@ class ExtendKernel:
                     tile = self.worker.draw(shape, lengths.counter, lane)
         cute.arch.mbarrier_wait(memory.work_empty + slot, phase)
         if lane == 0:
-            words = Work(request, head, first_row, num_rows, q_start, before, kv_start, kv_stop).words()
+            words = Work(request, head, split, first_row, num_rows, q_start, before, kv_start, kv_stop).words()
             address = memory.slots + slot * 32
             ptx.store_shared(address, 0, words[:4])
             ptx.store_shared(address, 16, words[4:])

@@ -18,10 +18,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma, wgmma_tiles
-from cute_kernels.device.lanes import lane_sum, transpose_quad
 from cute_kernels.device.ring import advance
 from cute_kernels.extend.config import (
-    ELEMENT_BYTES,
     MMA_THREADS,
     WARPGROUP_ROWS,
     WARPGROUP_WARPS,
@@ -31,24 +29,29 @@ from cute_kernels.extend.config import (
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.memory import KEYS, VALUES
 from cute_kernels.extend.queries import WARP_ROWS, QueryLoader, query_row
-from cute_kernels.extend.softmax import LOWEST, ROW_LANES, Rows, Softmax, load_float, rescale, row_of
+from cute_kernels.extend.results import ResultWriter
+from cute_kernels.extend.softmax import LOWEST, Rows, Softmax, load_float, rescale
 from cute_kernels.extend.work import END, Work, Worker
 from cute_kernels.sm90 import WARP_THREADS
 
 FIRST_WARPGROUP = 1  # named barriers: of each warpgroup, then of their turns
 FIRST_TURN = 3
 WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
+MMA_K = 16  # columns of a product
 MIN_SCORE_SCALE = 2.0**-126
 
 
 @dataclass(frozen=True)
 class Features:
-    """Run-time values of a launch's features. sinks, alibi_slopes: addresses of fp32 [num_q_heads]."""
+    """Run-time values of a launch's features. sinks, alibi_slopes: addresses of fp32 [num_q_heads]; tree_mask: that of
+    int32 [total_q, tree_words]."""
 
     window: Any
     soft_cap: Any
     sinks: Any
     alibi_slopes: Any
+    tree_mask: Any
+    tree_words: Any
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,9 @@ class Operands:
     """What a launch gives consumers; addresses and numbers.
 
     q, out: [total_q, num_q_heads, head_dim]; lse: fp32 [total_q, num_q_heads] or 0; other_out, other_lse: alike, what
-    the result is merged with, if it is; k_scale, v_scale: fp32 of formats
-    that are given one, ``*_scale_stride`` elements from a KV head's to the next one's.
+    the result is merged with, if it is; partials: fp32 [splits, total_q, num_q_heads, head_dim], then [splits, total_q,
+    num_q_heads] of log2 sums; k_scale, v_scale: fp32 of formats that are given one, ``*_scale_stride`` elements from a
+    KV head's to the next one's.
     """
 
     q: Any
@@ -65,6 +69,7 @@ class Operands:
     lse: Any
     other_out: Any
     other_lse: Any
+    partials: Any
     k_scale: Any
     v_scale: Any
     k_scale_stride: Any
@@ -78,9 +83,9 @@ class Consumer:
     def __init__(self, config: ExtendConfig):
         self.config = config
         self.operands = of_name(config.operand_type)
-        self.results = of_name(config.q_dtype)
         self.loader, self.softmax, self.worker = QueryLoader(config), Softmax(config), Worker(config)
-        self.given = tuple(form.given_scale is not None for form in config.formats)
+        self.writer = ResultWriter(config)
+        self.has_key_scale = config.formats[0].given_scale is not None
 
     @cute.jit
     def run(self, shape, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
@@ -127,7 +132,7 @@ class Consumer:
         self.loader.finish(tile, query_scales, warp, lane)
         self.sync_warpgroup(group)
         rows = self.make_rows(shape, operands, features, work, query_scales, group, warp, lane)
-        sums = wgmma_tiles.make_sums(self.config.head_dim)
+        sums = wgmma_tiles.make_sums(self.config.columns)
         sums.fill(0.0)
         packed = cute.make_rmem_tensor(self.config.tile_tokens // 4, Uint32)
         if span.begin < span.end:
@@ -146,7 +151,7 @@ class Consumer:
             wgmma_tiles.commit()
             self.finish_values(sums, memory, stage, lane)
             stage, phase = advance(stage, phase, self.config.num_stages)
-        self.write(shape, operands, features, work, rows, sums, group, warp, lane)
+        self.writer.write(shape, operands, features, work, rows, sums, group, warp, lane)
         return after, stage, phase
 
     # -- blocks -------------------------------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ class Consumer:
         factors.fill(1.0)
         self.weigh(shape, features, work, span, rows, values, factors, memory, lane, block, next_stage, next_phase)
         self.finish_values(sums, memory, stage, lane)
-        rescale(sums, factors, self.config.head_dim // 2)
+        rescale(sums, factors, self.config.columns // 2)
         self.pack(values, packed, memory, next_stage, lane)
 
     def score(self, scores, memory, group, stage, phase) -> None:
@@ -183,11 +188,12 @@ class Consumer:
         cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
         config = self.config
         place = memory.tile_pointer + memory.tile(KEYS, stage)
-        keys = wgmma_tiles.tile(place, config.tile_tokens, config.head_dim, self.operands.type)
+        keys = wgmma_tiles.tile(place, config.tile_tokens, config.columns, self.operands.type)
         place = memory.query_pointer + group * config.query_bytes
-        queries = wgmma_tiles.tile(place, WARPGROUP_ROWS, config.head_dim, self.operands.type)
+        queries = wgmma_tiles.tile(place, WARPGROUP_ROWS, config.columns, self.operands.type)
         wgmma_tiles.begin()
-        wgmma_tiles.multiply(scores, queries, keys, config.tile_tokens, zero=True)
+        steps = range(config.head_dim // MMA_K)  # what follows is zeros
+        wgmma_tiles.multiply(scores, queries, keys, config.tile_tokens, zero=True, steps=steps)
         wgmma_tiles.commit()
 
     def add_values(self, sums, packed, memory, stage, phase) -> None:
@@ -195,11 +201,11 @@ class Consumer:
         cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
         config = self.config
         place = memory.tile_pointer + memory.tile(VALUES, stage)
-        values = wgmma_tiles.transposed_tile(place, config.tile_tokens, config.head_dim, self.operands.type)
+        values = wgmma_tiles.transposed_tile(place, config.tile_tokens, config.columns, self.operands.type)
         layout = cute.make_layout(((2, 2, 2), 1, config.tile_tokens // 16))
         weights = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=self.operands.type), layout)
         wgmma_tiles.begin()
-        wgmma_tiles.multiply(sums, weights, values, config.head_dim, b_transposed=True)
+        wgmma_tiles.multiply(sums, weights, values, config.columns, b_transposed=True)
 
     def finish_scores(self, scores, memory, stage, lane, pending: int) -> Any:
         """Waits for scores, which go through a second wait: else LLVM puts copies of them before the first one."""
@@ -215,7 +221,7 @@ class Consumer:
 
     def finish_values(self, sums, memory, stage, lane) -> None:
         """Waits for the sums of values; see :meth:`finish_scores`."""
-        count = self.config.head_dim // 2
+        count = self.config.columns // 2
         wgmma_tiles.wait()
         found = wgmma.wait_all([sums[i] for i in range(count)])
         for i in range(count):
@@ -231,7 +237,7 @@ class Consumer:
         """
         masked = self.worker.is_masked(shape, work, span, block)
         key_scales, value_scales = memory.scales_of(KEYS, stage), memory.scales_of(VALUES, stage)
-        self.softmax.take(values, rows, features, block, masked, work.kv_stop, key_scales, lane)
+        self.softmax.take(values, rows, features, work, block, masked, key_scales, lane)
         if const_expr(self.config.token_scales[0]):
             self.release(memory, KEYS, stage, lane)
         if const_expr(self.config.token_scales[1]):
@@ -255,15 +261,17 @@ class Consumer:
         """What a thread knows of its rows before the first block."""
         k_unit = self.config.units[0]
         scale = operands.softmax_scale * (ptx.LOG2_E * k_unit)
-        if const_expr(self.given[0]):
+        if const_expr(self.has_key_scale):
             given = load_float(operands.k_scale + Int64(work.head) * operands.k_scale_stride * 4)
             # A head of zeros has scale 0, but masked scores, -inf, must not be multiplied by 0.
             scale = ptx.fmax(scale * given, Float32(MIN_SCORE_SCALE))
-        positions, scales, slopes = [], [], []
+        positions, scales, slopes, masks = [], [], [], []
         for i in range(2):
             row = warp * WARP_ROWS + lane // 4 + 8 * i
             _, place, head = query_row(shape, work, work.first_row + group * WARPGROUP_ROWS + row)
             positions.append(work.before + place)
+            if const_expr(self.config.tree):
+                masks.append(cutlass.min(work.q_start + place, shape.total_q - 1))
             own = scale
             if const_expr(self.config.converts_queries):
                 own = scale * ptx.load_shared(query_scales + row * 4, 0).bitcast(Float32)
@@ -274,65 +282,7 @@ class Consumer:
         references, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         references.fill(LOWEST)
         totals.fill(0.0)
-        return Rows(positions, scales, slopes, references, totals)
-
-    @cute.jit
-    def write(self, shape, operands, features, work, rows, sums, group, warp, lane):
-        """Results from registers alone: four lanes of a row trade words until each has 16 bytes side by side."""
-        config = self.config
-        unit = Float32(config.units[1])
-        if const_expr(self.given[1]):
-            unit = unit * load_float(operands.v_scale + Int64(work.head) * operands.v_scale_stride * 4)
-        for i in cutlass.range_constexpr(2):
-            row = work.first_row + group * WARPGROUP_ROWS + warp * WARP_ROWS + lane // 4 + 8 * i
-            exists = row < work.num_rows
-            number, _, head = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
-            total = lane_sum(rows.totals[i], ROW_LANES)
-            reference = rows.references[i]
-            more: Any = None
-            if const_expr(config.merges):
-                reference, total, own, more = self.merge(operands, number, reference, total, lane)
-            denominator = total
-            if const_expr(config.features.sinks):
-                sink = load_float(features.sinks + Int64(head) * 4)
-                denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -reference))
-            nothing = total == 0.0
-            factor = cutlass.select_(nothing, Float32(0.0), ptx.reciprocal(denominator))
-            if const_expr(config.merges):
-                more = [value * factor for value in more]
-                factor = factor * own
-            factor = factor * unit
-            if operands.lse != 0:
-                if exists & (lane % 4 == 0):
-                    lse = (reference + ptx.log2(total)) * ptx.LN_2
-                    lse = cutlass.select_(nothing, -Float32.inf, lse)
-                    ptx.store_global(operands.lse + Int64(number) * 4, [lse])
-            address = operands.out + Int64(number) * (config.head_dim * ELEMENT_BYTES) + Int64(lane % 4 * 16)
-            pairs = [j for j in range(0, config.head_dim // 2, 2) if row_of(j) == i]
-            for first in cutlass.range_constexpr(0, len(pairs), 4):
-                values = [sums[j + k] * factor for j in pairs[first : first + 4] for k in range(2)]
-                if const_expr(config.merges):
-                    values = [a + b for a, b in zip(values, more[2 * first : 2 * first + 8], strict=True)]
-                words = [self.results.pack(values[k], values[k + 1]) for k in range(0, 8, 2)]
-                piece = transpose_quad(words, lane)
-                if exists:
-                    ptx.store_global(address, piece, offset=first * 16)
-
-    def merge(self, operands, number, reference, total, lane) -> tuple[Any, ...]:
-        """(reference, total) of a row together with the other launch's, what its own sums are to be multiplied with,
-        and the other's values times their weight, of the thread's columns in order."""
-        other = load_float(operands.other_lse + Int64(number) * 4) * ptx.LOG2_E
-        common = ptx.fmax(reference, other)
-        own, weight = ptx.exp2(reference - common), ptx.exp2(other - common)
-        row_bytes = self.config.head_dim * ELEMENT_BYTES
-        address = operands.other_out + Int64(number) * row_bytes + Int64(lane % 4 * 4)
-        words = [ptx.load_global_words(address, offset, 1, constant=False)[0] for offset in range(0, row_bytes, 16)]
-        return (
-            common,
-            ptx.fma(total, own, weight),
-            own,
-            [half(word) * weight for word in words for half in self.results.halves],
-        )
+        return Rows(positions, scales, slopes, masks, references, totals)
 
     # -- barriers -----------------------------------------------------------------------------------------------------
 

@@ -28,8 +28,13 @@ DEFAULTS: dict[str, Any] = {
     "v_scale": None,
     "new_k": None,
     "new_v": None,
+    "tree_mask": None,
+    "num_splits": None,
+    "sm_margin": 0,
 }
 """Complete options, in the order that every complete set of options has."""
+
+ROWS_OF_QUERIES = ("new_k", "new_v", "tree_mask")  # options that have a row for each query
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 
@@ -67,8 +72,7 @@ def launch(
         raise
     if softmax_scale is not None:
         check_positive("softmax_scale", softmax_scale)
-    new_k, new_v = options["new_k"], options["new_v"]
-    uneven = new_k is not None and not q.shape[0] == new_k.shape[0] == new_v.shape[0]
+    uneven = any(options[name] is not None and options[name].shape[:1] != q.shape[:1] for name in ROWS_OF_QUERIES)
     if plan is None or DEBUG or uneven or q.shape[0] * q.shape[1] > MAX_ROWS:
         call = _checked(*arguments)
         if plan is None:
@@ -85,12 +89,12 @@ def launch(
 
 
 def _key_of(name: str, value: Any) -> Any:
-    """What of an option decides a plan; of new tokens not how many there are, which q's rows say."""
+    """What of an option decides a plan; not how many queries there are, which q's rows say."""
     if not isinstance(value, torch.Tensor):
         return value
     parts: Any = identity(value)
     shape, stride, *others = parts
-    return (shape[1:], stride, *others) if name in ("new_k", "new_v") else (shape, stride, *others)
+    return (shape[1:], stride, *others) if name in ROWS_OF_QUERIES else (shape, stride, *others)
 
 
 def _checked(q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, out, options) -> ExtendCall:
@@ -164,7 +168,8 @@ _library.define(
     "extend_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor cu_seqlens_q, str k_format, "
     "str v_format, *, float? softmax_scale=None, Tensor? block_table=None, str cache_layout='NHD', bool causal=True, "
     "int? window_size=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? k_scale=None, "
-    "Tensor? v_scale=None, Tensor? new_k=None, Tensor? new_v=None) -> (Tensor, Tensor)",
+    "Tensor? v_scale=None, Tensor? new_k=None, Tensor? new_v=None, Tensor? tree_mask=None, int? num_splits=None, "
+    "int sm_margin=0) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 

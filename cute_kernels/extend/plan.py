@@ -13,9 +13,9 @@ from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.config import PAGE_TOKENS
 from cute_kernels.attention.plan import address_of
 from cute_kernels.extend.call import ExtendCall
-from cute_kernels.extend.compile import ExtendSpec
-from cute_kernels.extend.config import ExtendConfig
-from cute_kernels.extend.schedule import Problem, choose, choose_newer, count_tiles
+from cute_kernels.extend.compile import CombineSpec, ExtendSpec
+from cute_kernels.extend.config import CombineConfig, ExtendConfig
+from cute_kernels.extend.schedule import Problem, choose, choose_newer, choose_splits, count_tiles
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.memory import blank, byte_view, empty_strided
@@ -37,8 +37,12 @@ class Plan:
         k_view, v_view: dtypes that the function takes the caches as, None for their own.
         copies_table: whether the rows of the block table lie apart: the kernels know of none that do.
         numbers: max_pages, window, soft cap.
+        num_sms: those that a launch may use.
         has_cache: whether the cache has room for a token.
         newer: the plan of the launch over the queries' own tokens, where these are not in the cache.
+        combine: the compiled kernel that puts splits together; None where there are never any.
+        num_splits: parts that the keys of every work tile are cut into; None where each launch chooses.
+        max_seq_len: tokens that a request may have.
     """
 
     function: Callable[..., Any]
@@ -56,6 +60,9 @@ class Plan:
     numbers: tuple[int, int, float]
     has_cache: bool = True
     newer: Plan | None = None
+    combine: Callable[..., Any] | None = None
+    num_splits: int | None = None
+    max_seq_len: int = 0
 
     def launch(
         self,
@@ -113,7 +120,11 @@ class Plan:
         table = options["block_table"] if config.page_tokens else None
         if self.copies_table and table is not None:
             table = table.contiguous()  # may be freed before it is read: its memory is reused in the stream's order
-        num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], self.num_kv_heads)
+        splits, partials = self.splits_of(q), None
+        if splits > 1:
+            partials = empty_strided(*blank((splits, q.shape[0], q.shape[1], q.shape[2] + 1), torch.float32))
+        num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], self.num_kv_heads) * splits
+        mask = options["tree_mask"] if config.tree else None
         self.function(
             q,
             k_cache if self.k_view is None else k_cache.view(self.k_view),
@@ -134,8 +145,24 @@ class Plan:
             *self.numbers,
             address_of(options["sinks"]),
             address_of(options["alibi_slopes"]),
+            address_of(mask),
+            0 if mask is None else mask.shape[1],
+            splits,
+            address_of(partials),
             min(num_tiles, self.num_sms),
         )
+        if splits > 1:
+            assert self.combine is not None
+            sinks = options["sinks"] if config.features.sinks else None
+            self.combine(out, cu_seqlens_q, address_of(partials), address_of(lse), address_of(sinks), splits)
+
+    def splits_of(self, q: torch.Tensor) -> int:
+        """Of a launch."""
+        if self.combine is None:
+            return 1
+        if self.num_splits is not None:
+            return self.num_splits
+        return choose_splits(q.shape[0], self.batch, q.shape[1], self.num_kv_heads, self.max_seq_len, self.num_sms)
 
 
 def make_plan(call: ExtendCall, config: ExtendConfig | None = None) -> Plan:
@@ -150,7 +177,8 @@ def configs_of(call: ExtendCall, config: ExtendConfig | None = None) -> list[Ext
     config = choose(problem_of(call)) if config is None else config
     if call.new is None:
         return [config]
-    older = replace(config, features=replace(config.features, sinks=False))  # they count once
+    # Sinks count once; a tree's mask is about new tokens, and the older ones are all seen.
+    older = replace(config, features=replace(config.features, sinks=False), tree=False)
     return [older, choose_newer(config)]
 
 
@@ -162,7 +190,7 @@ def make_plan_of(call: ExtendCall, config: ExtendConfig, newer: Plan | None = No
         function=load(ExtendSpec(config), arch_of(device.index)),
         config=config,
         device_index=device.index,
-        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        num_sms=max(torch.cuda.get_device_properties(device).multi_processor_count - call.sm_margin, 1),
         batch=call.batch,
         num_kv_heads=base.num_kv_heads,
         softmax_scale=base.softmax_scale,
@@ -174,7 +202,15 @@ def make_plan_of(call: ExtendCall, config: ExtendConfig, newer: Plan | None = No
         numbers=(0 if table is None else table.shape[1], base.window or 0, base.soft_cap or 1.0),
         has_cache=base.k.cache.numel() > 0 and base.max_seq_len > 0,
         newer=newer,
+        combine=None if config.merges or call.num_splits == 1 else load(combine_spec(config), arch_of(device.index)),
+        num_splits=call.num_splits,
+        max_seq_len=base.max_seq_len,
     )
+
+
+def combine_spec(config: ExtendConfig) -> CombineSpec:
+    """What puts the splits of a configuration's launches together."""
+    return CombineSpec(CombineConfig(config.q_dtype, config.head_dim))
 
 
 def problem_of(call: ExtendCall) -> Problem:
@@ -188,6 +224,7 @@ def problem_of(call: ExtendCall) -> Problem:
         q_dtype=Q_DTYPES[call.q.dtype],
         page_tokens=max(size for size in PAGE_TOKENS if base.page_size % size == 0) if paged else 0,
         features=call.features,
+        tree=call.tree_mask is not None,
     )
 
 

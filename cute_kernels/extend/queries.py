@@ -36,7 +36,8 @@ class QueryLoader:
     def __init__(self, config: ExtendConfig):
         self.config = config
         self.row_bytes = config.head_dim * ELEMENT_BYTES
-        self.row_pieces = self.row_bytes // wgmma_tiles.PIECE_BYTES
+        self.row_pieces = config.columns * ELEMENT_BYTES // wgmma_tiles.PIECE_BYTES
+        self.real_pieces = self.row_bytes // wgmma_tiles.PIECE_BYTES  # others are zeros
         self.step_rows = WARP_THREADS // self.row_pieces
         self.num_steps = WARP_ROWS // self.step_rows
 
@@ -54,6 +55,8 @@ class QueryLoader:
             exists = row < work.num_rows
             number, _, _ = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
             address = queries + Int64(number) * self.row_bytes + Int64(lane % self.row_pieces * wgmma_tiles.PIECE_BYTES)
+            if const_expr(self.real_pieces < self.row_pieces):
+                exists = exists & (lane % self.row_pieces < self.real_pieces)
             size = cutlass.select_(exists, Int32(wgmma_tiles.PIECE_BYTES), Int32(0))
             numbers.copy_async(self.place(tile, warp, lane, step), address, size)
         cute.arch.cp_async_commit_group()

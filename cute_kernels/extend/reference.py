@@ -6,6 +6,7 @@ there are as many as it has queries here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ def _attention_with_new_tokens(
     new = call.new_tokens(own)
     older, newer = request.seq_lens.to(torch.int64) - request.q_len, new.seq_lens.to(torch.int64)
     zero = torch.zeros_like(older)
+    if call.tree_mask is not None:
+        request = replace(request, bias=None)  # which is about new tokens; the older ones are all seen
     parts = [attend(request, zero, older, compute_dtype), attend(new, zero, newer, compute_dtype)]
     out, lse = merge_states_reference(*(x for part in parts for x in (part.out, part.lse)), compute_dtype=compute_dtype)
     return apply_sinks(out, lse, request.sinks), lse

@@ -7,17 +7,19 @@ which is what fp16 has to hold.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import in_pairs, lane_max
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.extend.config import ExtendConfig
+from cute_kernels.extend.loads import load_word_below
 
 LOWEST = -1.0e30  # stands for -inf in references
 RESCALE_SLACK = 8.0  # powers of 2
@@ -37,13 +39,15 @@ class Rows:
     Attributes:
         positions: of their queries.
         scales: from scores to powers of 2.
-        slopes: of ALiBi, in powers of 2; None without.
+        slopes: of ALiBi, in powers of 2; none without.
+        masks: their rows of the tree's mask; none without.
         references, totals: rmem fp32 [2].
     """
 
     positions: Any
     scales: Any
     slopes: Any
+    masks: Any
     references: Any
     totals: Any
 
@@ -55,7 +59,7 @@ class Softmax:
         self.features = config.features
         self.tokens = config.tile_tokens
         self.count = config.tile_tokens // 2  # scores of a thread
-        self.token_scales = config.token_scales
+        self.token_scales, self.tree = config.token_scales, config.tree
         self.producer_warps = config.producer_warps
         # Scores that are not transformed stay raw: the exponential scales them in the same instruction.
         self.transforms = self.features.soft_cap or self.features.alibi
@@ -73,7 +77,7 @@ class Softmax:
         return found
 
     @cute.jit
-    def take(self, scores, rows: Rows, features, block: Int32, masked, kv_stop: Int32, key_scales: Int32, lane: Int32):
+    def take(self, scores, rows: Rows, features, work, block: Int32, masked, key_scales: Int32, lane: Int32):
         """Scores times what their keys' rows are scaled with, capped and biased, then masked."""
         if const_expr(self.token_scales[0]):
             scales = self.load_scales(key_scales, lane)
@@ -85,16 +89,39 @@ class Softmax:
                 scores[i] = self.transform(scores[i], rows, features, token + sum_place(i)[1], row_of(i))
         if masked:
             for row in cutlass.range_constexpr(2):
-                stop = kv_stop - token
+                stop = work.kv_stop - token
                 if const_expr(self.features.causal):
-                    stop = cutlass.min(rows.positions[row] + 1, kv_stop) - token
+                    stop = cutlass.min(rows.positions[row] + 1, work.kv_stop) - token
+                bits = []
+                if const_expr(self.tree):
+                    first = block * self.tokens - work.before
+                    words = features.tree_mask + Int64(rows.masks[row]) * features.tree_words * 4
+                    bits = self.tree_bits(words, features.tree_words, first, lane)
                 start = rows.positions[row] - features.window - token
                 for i in cutlass.range_constexpr(self.count):
                     if const_expr(row_of(i) == row):
                         seen = sum_place(i)[1] < stop
                         if const_expr(self.features.window):
                             seen = seen & (sum_place(i)[1] > start)
+                        if const_expr(self.tree):
+                            column = sum_place(i)[1]
+                            seen = seen & ((bits[column // 32] & Uint32(1 << column % 32)) != 0)
                         scores[i] = cutlass.select_(seen, scores[i], -Float32.inf)
+
+    def tree_bits(self, address: Int64, num_words: Int32, first: Int32, lane) -> list[Any]:
+        """Words of a query's mask, shifted so that bit c % 32 of word c // 32 is that of the lane's accumulator in
+        column c of a block, whose first token is new token ``first``: below 0 for older ones, which are seen."""
+        whole, shift = first >> 5, Uint32(first & 31)
+        words = []
+        for k in range(self.tokens // 32 + 1):
+            index = whole + k
+            word = load_word_below(index, num_words, address + Int64(index) * 4)
+            words.append(cutlass.select_(index < 0, Uint32(0xFFFFFFFF), word))
+        bits = []
+        for low, high in itertools.pairwise(words):
+            aligned = (low >> shift) | ((high << Uint32(1)) << (Uint32(31) - shift))
+            bits.append(aligned >> Uint32(lane % 4 * 2))
+        return bits
 
     def transform(self, score, rows: Rows, features, token, row: int):
         """A logit in powers of 2: soft cap, then ALiBi."""

@@ -28,8 +28,9 @@ class TmaTileProducer:
         self.tma_rows = min(config.page_tokens or config.tile_tokens, config.tile_tokens)
         self.num_tma_tiles = config.tile_tokens // self.tma_rows
         self.tma_shape = (self.tma_rows, SLAB_COLUMNS)
-        self.num_slabs = config.head_dim // SLAB_COLUMNS
-        self.row_pieces = config.head_dim // 8
+        self.num_slabs = config.columns // SLAB_COLUMNS
+        self.row_pieces = config.columns // 8
+        self.real_pieces = config.head_dim // 8  # others are zeros
         self.step_rows = WARP_THREADS // self.row_pieces  # of a row-by-row copy
 
     def make_maps(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
@@ -126,6 +127,8 @@ class TmaTileProducer:
             where = cute.arch.shuffle_sync(found, part)
             start = cute.arch.shuffle_sync(place, part)
             exists = (first + row >= first_valid) & (first + row < work.kv_stop)
+            if const_expr(self.real_pieces < self.row_pieces):
+                exists = exists & (piece < self.real_pieces)
             token = cutlass.select_(exists, start + row % self.tma_rows, Int32(0))
             size = cutlass.select_(exists, Int32(wgmma_tiles.PIECE_BYTES), Int32(0))
             address = rows.address(where, token, work.head) + Int64(piece * wgmma_tiles.PIECE_BYTES)

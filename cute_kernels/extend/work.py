@@ -1,5 +1,7 @@
 """What a CTA works on: 128 rows of queries of a request that share a KV head, one work tile after the other.
 
+A work tile's keys may be cut into splits, each another CTA's (:mod:`.combine` puts their results together).
+
 Queries are ragged: how many a request has is known on the device alone. A request b of which `cu` queries lie before it
 has its first work tile in slot ``cu * group / 128 + b``, rounded down: so slots are found by a search over requests,
 without a sum over them, and at most one a request stays empty. A ticket counter gives slots to CTAs as they come, the
@@ -17,11 +19,11 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
-from cute_kernels.extend.config import TILE_ROWS, WORK_BYTES, ExtendConfig
+from cute_kernels.extend.config import TILE_ROWS, ExtendConfig
 from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
 
 END = -1  # the request of a slot that says that there is no more work
-WORK_WORDS = WORK_BYTES // 4
+SPLIT_SHIFT = 16  # a KV head's number and a split's share a word
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Shape:
         total_q: queries of all requests.
         batch, num_q_heads, max_seq_len: of the tensors.
         group: query heads of a KV head. kv_heads: KV heads.
-        num_slots: of work tiles of a KV head; num_tiles: of all.
+        splits: parts that each work tile's keys are cut into.
+        num_slots: of work tiles of a KV head; num_tiles: of all, each split counted.
         window: keys that a query sees, itself included.
     """
 
@@ -42,6 +45,7 @@ class Shape:
     max_seq_len: Any
     group: Divisor
     kv_heads: Divisor
+    splits: Divisor
     num_slots: Any
     num_tiles: Any
     window: Any
@@ -54,6 +58,7 @@ class Work:
     Attributes:
         request: END behind the last work tile.
         head: KV head.
+        split: part of its keys.
         first_row: of its rows among the request's: row = query * group + head of the group.
         num_rows: of the request.
         q_start: the request's first query.
@@ -64,6 +69,7 @@ class Work:
 
     request: Any
     head: Any
+    split: Any
     first_row: Any
     num_rows: Any
     q_start: Any
@@ -73,13 +79,14 @@ class Work:
 
     def words(self) -> list[Uint32]:
         """As they are told to consumers."""
-        places = (self.request, self.head, self.first_row, self.num_rows)
+        places = (self.request, self.head + self.split * (1 << SPLIT_SHIFT), self.first_row, self.num_rows)
         return [Uint32(value) for value in (*places, self.q_start, self.before, self.kv_start, self.kv_stop)]
 
     @staticmethod
     def of_words(words) -> Work:
         """Every warp's own numbers, alike in all lanes."""
-        return Work(*(cute.arch.make_warp_uniform(Int32(word)) for word in words))
+        request, both, *others = (cute.arch.make_warp_uniform(Int32(word)) for word in words)
+        return Work(request, both & ((1 << SPLIT_SHIFT) - 1), both >> SPLIT_SHIFT, *others)
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,7 @@ class Worker:
     """Finds work tiles and what they see, for a configuration."""
 
     def __init__(self, config: ExtendConfig):
-        self.tokens, self.ragged = config.tile_tokens, config.ragged
+        self.tokens, self.ragged, self.tree = config.tile_tokens, config.ragged, config.tree
         self.features = config.features
 
     def slot_of(self, shape: Shape, cu_seqlens, request):
@@ -130,7 +137,8 @@ class Worker:
     def find(self, shape: Shape, lengths: Lengths, tile: Int32, lane: Int32):
         """The work tile of a number, as what `Work` has; num_rows is at most first_row where there is none."""
         cu_seqlens = lengths.cu_seqlens_q
-        rank, head = shape.kv_heads.divide_int(tile)
+        outer, head = shape.kv_heads.divide_int(tile)
+        rank, split = shape.splits.divide_int(outer)
         slot = shape.num_slots - 1 - rank
         low, size = Int32(0), shape.batch
         while size > 1:
@@ -156,7 +164,7 @@ class Worker:
         kv_len = cutlass.min(cutlass.max(kv_len, 0), most)
         before = kv_len - (q_end - q_start)
         kv_stop = cutlass.select_(lengths.prefix_only != 0, cutlass.max(before, 0), kv_len)
-        return low, head, first_row, rows, q_start, before, kv_start, kv_stop
+        return low, head, split, first_row, rows, q_start, before, kv_start, kv_stop
 
     @cute.jit
     def draw(self, shape: Shape, counter: Int64, lane: Int32):
@@ -179,11 +187,18 @@ class Worker:
         if const_expr(self.features.window):
             start = cutlass.max(first_position - shape.window + 1, 0)
         end = (stop + (self.tokens - 1)) // self.tokens
-        return Span(first_position, last_position, cutlass.min(start // self.tokens, end), end)
+        begin = cutlass.min(start // self.tokens, end)
+        before, _ = shape.splits.divide_int((end - begin) * work.split)
+        after, _ = shape.splits.divide_int((end - begin) * (work.split + 1))
+        return Span(first_position, last_position, begin + before, begin + after)
 
     def is_masked(self, shape: Shape, work: Work, span: Span, block):
-        """Whether some query does not see some key of a block."""
-        stop = cutlass.min(span.first_position + 1, work.kv_stop) if self.features.causal else work.kv_stop
+        """Whether some query may not see some key of a block."""
+        stop = work.kv_stop
+        if self.features.causal:
+            stop = cutlass.min(span.first_position + 1, stop)
+        if self.tree:
+            stop = cutlass.min(work.before, stop)
         masked = (block + 1) * self.tokens > stop
         if self.features.window:
             masked = masked | (block * self.tokens <= span.last_position - shape.window)

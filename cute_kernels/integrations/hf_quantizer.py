@@ -28,15 +28,17 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from cute_kernels.arguments import check_matrix_shape
 from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.module import EXTRA_NAMES, QuantizedLinear, is_conv1d
 from cute_kernels.linear.quantize import check_options
-from cute_kernels.linear.weight import TILE_BYTES, TILE_N, PackedWeight, check_format, num_groups, padded_shape
+from cute_kernels.linear.weight import TILE_BYTES, TILE_N, PackedWeight, num_groups, padded_shape
 from cute_kernels.model_config import METHOD, describe_layers, forms_of
 from cute_kernels.model_layers import is_dense
 from cute_kernels.models import quantize_model
 from cute_kernels.moe.blocks import experts_refusal, is_experts, is_moe_block, refusal, shared_of
 from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE, QuantizedRoutedExperts
+from cute_kernels.weight_formats import WeightFormat, integers, weight_format
 from layouts.weights import hopper
 
 _OPTIONS = ("bits", "group_size", "zero_point", "skip", "batch_invariant")
@@ -167,6 +169,12 @@ def _swap(model: nn.Module, name: str, made: Any, modules: dict[str, nn.Module],
     setattr(model.get_submodule(parent), own, made[module])
 
 
+def _format_of(form: dict[str, Any]) -> WeightFormat:
+    if "format" in form:
+        return weight_format(form["format"])
+    return integers(form["bits"], form["group_size"], "zeros" in form["tensors"])
+
+
 def _empty_linear(dense: Any, form: dict[str, Any]) -> QuantizedLinear:
     if not is_dense(dense):
         raise TypeError(f"got {type(dense).__name__} in the model, want an nn.Linear")
@@ -174,7 +182,7 @@ def _empty_linear(dense: Any, form: dict[str, Any]) -> QuantizedLinear:
     shape = (shape[1], shape[0]) if is_conv1d(dense) else shape
     tensors = _empty_tensors(shape, form)
     bias = torch.empty(shape[0], dtype=form["dtype"], device="meta") if "bias" in form["tensors"] else None
-    weight = PackedWeight(**tensors, bits=form["bits"], group_size=form["group_size"], shape=shape, check_values=False)
+    weight = PackedWeight(**tensors, format=_format_of(form), shape=shape, check_values=False)
     shifts = None
     if "shifts" in form["tensors"]:
         groups = -(-shape[1] // (form["group_size"] or shape[1]))
@@ -199,13 +207,12 @@ def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE | Qu
     weights = block if alone else block.experts
     for own, dense in (("gate_up", weights.gate_up_proj), ("down", weights.down_proj)):
         form, (count, n, k) = pair[own], dense.shape
-        tensors = {
+        tensors: dict[str, Any] = {
             name: None if tensor is None else tensor.new_empty((count, *tensor.shape))
             for name, tensor in _empty_tensors((n, k), form).items()
             if name in ("codes", "scales", "zeros")
         }
-        options: Any = {"bits": form["bits"], "group_size": form["group_size"], "shape": (n, k)}
-        experts[own] = PackedExperts(**tensors, **options, check_values=False)
+        experts[own] = PackedExperts(**tensors, format=_format_of(form), shape=(n, k), check_values=False)
     layer: Any = QuantizedRoutedExperts(**experts) if alone else None
     layer = layer or QuantizedMoE(block.gate, **experts, shared=shared_of(block))
     layer.batch_invariant = pair["down"]["batch_invariant"]
@@ -216,10 +223,10 @@ def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE | Qu
 
 def _empty_tensors(shape: Any, form: dict[str, Any]) -> dict[str, Any]:
     """The tensors of a `PackedWeight` on the meta device."""
-    bits, group_size, dtype = form["bits"], form["group_size"], form["dtype"]
-    check_format(bits, group_size, shape)
-    n_pad, k_pad = padded_shape(shape, group_size)
-    per_group = (n_pad // TILE_N, num_groups(shape, group_size), TILE_N)
+    found, dtype = _format_of(form), form["dtype"]
+    check_matrix_shape("shape", shape)
+    n_pad, k_pad = padded_shape(shape, found.group_size)
+    per_group = (n_pad // TILE_N, num_groups(shape, found.group_size), TILE_N)
 
     def empty(size: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=kind, device="meta")
@@ -230,8 +237,8 @@ def _empty_tensors(shape: Any, form: dict[str, Any]) -> dict[str, Any]:
         "input_scale": lambda: empty((shape[1],), dtype),
     }
     tensors = {name: make() if name in form["tensors"] else None for name, make in optional.items()}
-    codes = empty((n_pad // TILE_N, k_pad // hopper.tile_k(bits), TILE_BYTES), torch.uint8)
-    return {"codes": codes, "scales": empty(per_group, dtype), **tensors}
+    codes = empty((n_pad // TILE_N, k_pad // hopper.tile_k(found.bits), TILE_BYTES), torch.uint8)
+    return {"codes": codes, "scales": empty(per_group, found.scale_dtype(dtype)), **tensors}
 
 
 # -- what was loaded ---------------------------------------------------------------------------------------------------
@@ -256,6 +263,6 @@ def _check_loaded(name: str, layer: Any) -> None:
     weight = layer.weight
     tensors = {own: tensor for own, tensor in layer._buffers.items() if own not in EXTRA_NAMES}
     try:  # once with a look at the values
-        type(weight)(**tensors, bits=layer.bits, group_size=layer.group_size, shape=layer.shape)
+        type(weight)(**tensors, format=layer.weight_format, shape=layer.shape)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}.{error}") from error

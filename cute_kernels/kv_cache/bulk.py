@@ -12,11 +12,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
-from cute_kernels.device.rows import Elements, make_row
+from cute_kernels.device.rows import Elements
 from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import BulkConfig
 from cute_kernels.kv_cache.operands import Transforms
 from cute_kernels.kv_cache.row_transform import RowTransformer
+from cute_kernels.kv_cache.rows import make_row
 
 
 @dataclass(frozen=True)

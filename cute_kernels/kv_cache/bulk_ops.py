@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_tensors, is_one_of, needs_dispatch, shape_of
+from cute_kernels.arguments import check_tensors, is_one_of, shape_of
 from cute_kernels.kv_cache.call import check_given_scale
 from cute_kernels.kv_cache.compile import BulkSpec
 from cute_kernels.kv_cache.config import BulkConfig, cannot_rotate, divisor_of, row_alignment, row_transform_of
@@ -15,6 +15,7 @@ from cute_kernels.kv_cache.transforms import CacheTransform, check_transform, tr
 from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.operator import Operator, route
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 MAX_ROWS = 2**31 - 2**16  # rounded up to whole CTAs, they fit 32 bits
@@ -30,14 +31,22 @@ def quantize(
 ) -> torch.Tensor:
     """See `cute_kernels.kv_cache.quantize_kv`."""
     half = None if transform is None and operand is None else half_of(transform, operand)
-    if needs_dispatch(x=x):
-        if half is not None:
-            check_half(half, x)
-            x = half.keys(x.float())  # rounded once, by the format
-        result = torch.ops.cute_kernels.quantize_kv(x, kv_format, scale)
-        return result if out is None else _checked_out(out, result.shape, (result.dtype,), x.device).copy_(result)
-    work = _launch_quantize if x.is_cuda else _quantize_here
-    return work(x, kv_format, scale, out, half)
+    path = route(cuda=_launch_quantize, cpu=_quantize_here, operator=_quantize_through_operator, x=x)
+    return path(x, kv_format, scale, out, half)
+
+
+def _quantize_through_operator(
+    x: torch.Tensor,
+    kv_format: str,
+    scale: torch.Tensor | None,
+    out: torch.Tensor | None,
+    half: CacheTransform | None,
+) -> torch.Tensor:
+    if half is not None:
+        check_half(half, x)
+        x = half.keys(x.float())  # rounded once, by the format
+    result = _quantize_operator(x, kv_format, scale)
+    return result if out is None else _checked_out(out, result.shape, (result.dtype,), x.device).copy_(result)
 
 
 def half_of(transform: CacheTransform | None, operand: str | None) -> CacheTransform | None:
@@ -84,11 +93,20 @@ def dequantize(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `cute_kernels.kv_cache.dequantize_kv`."""
-    if needs_dispatch(rows=rows):
-        result = torch.ops.cute_kernels.dequantize_kv(rows, kv_format, head_dim, dtype, scale)
-        return result if out is None else _checked_out(out, result.shape, (dtype,), rows.device).copy_(result)
-    work = _launch_dequantize if rows.is_cuda else _dequantize_here
-    return work(rows, kv_format, head_dim, dtype, scale, out)
+    path = route(cuda=_launch_dequantize, cpu=_dequantize_here, operator=_dequantize_through_operator, rows=rows)
+    return path(rows, kv_format, head_dim, dtype, scale, out)
+
+
+def _dequantize_through_operator(
+    rows: torch.Tensor,
+    kv_format: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    result = _dequantize_operator(rows, kv_format, head_dim, dtype, scale)
+    return result if out is None else _checked_out(out, result.shape, (dtype,), rows.device).copy_(result)
 
 
 def _check_numbers(x: torch.Tensor, kv_format: str, scale: torch.Tensor | None) -> KvFormat:
@@ -296,13 +314,6 @@ def _launch(
 
 # -- the operators ----------------------------------------------------------------------------------------------------
 
-_library = torch.library.Library("cute_kernels", "FRAGMENT")
-_library.define("quantize_kv(Tensor x, str kv_format, Tensor? scale) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define(
-    "dequantize_kv(Tensor rows, str kv_format, int head_dim, ScalarType dtype, Tensor? scale) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
 
 def _quantize_on_meta(x, kv_format, scale):
     form = format_of(kv_format)
@@ -313,9 +324,15 @@ def _dequantize_on_meta(rows, kv_format, head_dim, dtype, scale):
     return rows.new_empty((*rows.shape[:-1], head_dim), dtype=dtype)
 
 
-_library.impl("quantize_kv", _quantize_here, "CPU")
-_library.impl("quantize_kv", _launch_quantize, "CUDA")
-torch.library.register_fake("cute_kernels::quantize_kv", _quantize_on_meta, lib=_library)
-_library.impl("dequantize_kv", _dequantize_here, "CPU")
-_library.impl("dequantize_kv", _launch_dequantize, "CUDA")
-torch.library.register_fake("cute_kernels::dequantize_kv", _dequantize_on_meta, lib=_library)
+_quantize_operator = Operator(
+    "quantize_kv(Tensor x, str kv_format, Tensor? scale) -> Tensor",
+    cpu=_quantize_here,
+    cuda=_launch_quantize,
+    meta=_quantize_on_meta,
+)
+_dequantize_operator = Operator(
+    "dequantize_kv(Tensor rows, str kv_format, int head_dim, ScalarType dtype, Tensor? scale) -> Tensor",
+    cpu=_dequantize_here,
+    cuda=_launch_dequantize,
+    meta=_dequantize_on_meta,
+)

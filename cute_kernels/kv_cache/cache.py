@@ -28,7 +28,7 @@ from cute_kernels.kv_cache.calibration import scale_shape
 from cute_kernels.kv_cache.memory import MemoryReport
 from cute_kernels.kv_cache.pages import PageCopy, PageTable, SeqId
 from cute_kernels.kv_cache.rope import Rope
-from cute_kernels.kv_formats import HEAD_DIMS, DenseFormat, KvFormat, format_of, format_pair
+from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of, format_pair
 from cute_kernels.names import CacheLayout, KvFormats, QkvBias, WindowSize
 
 if TYPE_CHECKING:
@@ -475,7 +475,7 @@ def _formats(kv_format: str | tuple[str, str], dtype: torch.dtype) -> tuple[KvFo
         raise TypeError(f"dtype: got {dtype}, want torch.bfloat16 or torch.float16")
     k_name, v_name = format_pair(kv_format)
     for form in (formats := (format_of(k_name), format_of(v_name))):
-        if isinstance(form, DenseFormat) and form.dtype != dtype:
+        if not form.fits(dtype):
             raise TypeError(f"kv_format: got {form.name!r} for a model in {dtype}, want the dense format of that dtype")
     return formats
 

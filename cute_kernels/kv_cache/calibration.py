@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 
 from cute_kernels.arguments import check_positive, check_tensors
-from cute_kernels.kv_formats import ByteFormat, format_of
-from layouts.kv.scaled import ScaledRow
+from cute_kernels.kv_formats import format_of
 
 Method = Literal["absmax", "percentile"]
 
@@ -44,14 +43,14 @@ class Calibrator:
 
     def __init__(self, kv_format: str, method: Method = "absmax", percentile: float = 99.9) -> None:
         form = format_of(kv_format)
-        if not isinstance(form, ByteFormat) or form.given_scale is None:
+        if form.given_scale is None or form.code_max is None:
             raise ValueError(f"kv_format: got {kv_format!r}, want a format whose scale lies beside the cache")
         if method not in ("absmax", "percentile"):
             raise ValueError(f"method: got {method!r}, want 'absmax' or 'percentile'")
         check_positive("percentile", percentile)
         if percentile > 100:
             raise ValueError(f"percentile: got {percentile}, want above 0 and at most 100")
-        self.form, self.granularity = form, form.given_scale
+        self.granularity, self.code_max = form.given_scale, form.code_max
         self.method, self.percentile = method, percentile
         self._top: torch.Tensor | None = None  # [num_kv_heads, head_dim]: greatest magnitudes
         self._counts: torch.Tensor | None = None  # int64 [scales, bins]
@@ -88,9 +87,7 @@ class Calibrator:
         if self.method == "percentile" and self._counts is not None:
             top = torch.minimum(top, self._percentile(self._counts))
         # A tensor on the device: dividing by a Python number, CUDA multiplies by its reciprocal, which rounds twice.
-        row = self.form.row(self._top.shape[1])
-        assert isinstance(row, ScaledRow)
-        return (top / top.new_full((), row.code_max)).reshape(scale_shape(self.granularity, *self._top.shape))
+        return (top / top.new_full((), self.code_max)).reshape(scale_shape(self.granularity, *self._top.shape))
 
     def _take(self, size: torch.Tensor) -> None:
         """size: fp32 [samples, num_kv_heads, head_dim], not negative."""

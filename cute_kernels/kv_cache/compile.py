@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels import kv_formats
 from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, row_alignment
-from cute_kernels.kv_formats import FORMATS, format_of
+from cute_kernels.kv_formats import FORMATS, format_of, modules_of, sources_of
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
 SHIPPED_SMALL_FORMATS = ("bf16", "int4_g1", "int4_g4")  # at head_dim 64 and 256
@@ -18,11 +17,19 @@ class _RowSpec(KernelSpec):
     family: ClassVar[str] = "kv_cache"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), Path(kv_formats.__file__).resolve()
+        return *super().source_roots(), *sources_of(*self.formats)
+
+    def modules(self) -> tuple[str, ...]:
+        return modules_of(*self.formats)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Names of the formats of the rows."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +37,10 @@ class AppendSpec(_RowSpec):
     """One append kernel; the function takes what :meth:`AppendKernel.__call__` describes, without the stream."""
 
     config: AppendConfig
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        return self.config.k_format, self.config.v_format
 
     def compile(self, arch: str) -> Any:
         return compile_append(self.config, arch)
@@ -40,6 +51,10 @@ class BulkSpec(_RowSpec):
     """One bulk kernel; the function takes what `BulkKernel.__call__`, or `strided`, describes, without the stream."""
 
     config: BulkConfig
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        return (self.config.kv_format,)
 
     def compile(self, arch: str) -> Any:
         return compile_bulk(self.config, arch)

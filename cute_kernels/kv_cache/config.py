@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cute_kernels.kv_formats import HEAD_DIMS, Int4Format, KvFormat, format_of
+from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.sm90 import WARP_THREADS
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> i
     That is the widest access, up to 16 bytes, that fits the lanes' parts of the codes; 4 for words in front of them.
     """
     form = format_of(kv_format)
-    header = 4 * form.num_groups if isinstance(form, Int4Format) else getattr(form, "header_bytes", 0)
-    row_bytes = form.row_bytes(head_dim)
+    header, row_bytes = form.header_bytes, form.row_bytes(head_dim)
     unit = math.gcd(16, (row_bytes - header) // lanes // runs, header, row_bytes)
     return max(unit, 4) if header else unit
 

@@ -8,7 +8,7 @@ import torch
 
 from cute_kernels.arguments import check_tensors
 from cute_kernels.linear.reference import ACTIVATIONS, out_features
-from cute_kernels.linear.weight import SCALE_DTYPES
+from cute_kernels.weight_formats.integers import SCALE_DTYPES
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

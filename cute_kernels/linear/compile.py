@@ -8,14 +8,15 @@ from typing import Any, ClassVar
 
 from cute_kernels.linear import schedule as few_rows
 from cute_kernels.linear import tuned
+from cute_kernels.linear.arguments import STREAM, compile_kernel
 from cute_kernels.linear.config import LinearConfig
+from cute_kernels.linear.inputs import compile as inputs
 from cute_kernels.linear.wgmma import schedule as many_rows
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
+from cute_kernels.linear.wgmma.policies import PortableMmaSync, ResidentLimbs
+from cute_kernels.runtime.spec import KernelSpec
 
-KERNEL_MODULES = ("compile", "config", "decode", "epilogue", "kernel", "work")
-NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
+KERNEL_MODULES = ("arguments", "compile", "config", "epilogue", "kernel", "work")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +31,13 @@ class LinearSpec(KernelSpec):
     family: ClassVar[str] = "linear"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
         """The modules that say what the kernel is, not all of the room: the others change nothing that is compiled."""
         folder = Path(__file__).resolve().parent
-        return tuple(folder / f"{name}.py" for name in KERNEL_MODULES)
+        return *(folder / f"{name}.py" for name in KERNEL_MODULES), *self.config.format.sources()
 
     def compile(self, arch: str) -> Any:
         return compile_linear(self.config, arch)
@@ -45,19 +46,20 @@ class LinearSpec(KernelSpec):
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile; others compile on demand."""
     configs = [*few_rows.shipped_configs(), *many_rows.shipped_configs(), *tuned.shipped_configs()]
-    return list(dict.fromkeys(spec for config in configs for spec in specs_of(config)))
+    products = dict.fromkeys(spec for config in configs for spec in specs_of(config))
+    return [*products, *inputs.shipped_specs()]
 
 
 def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
     """The kernel of a configuration of the kernel for few rows, of that for many, or of the portable one."""
-    from cute_kernels.linear.portable.compile import PortableConfig, PortableSpec
+    from cute_kernels.linear.portable.compile import PortableSpec
     from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
 
     if isinstance(config, LinearConfig):
         return LinearSpec(config)
-    if isinstance(config, ResidentConfig):
+    if isinstance(config.mainloop, ResidentLimbs):
         return ResidentSpec(config)
-    return PortableSpec(config) if isinstance(config, PortableConfig) else WgmmaSpec(config)
+    return PortableSpec(config) if isinstance(config.mainloop, PortableMmaSync) else WgmmaSpec(config)
 
 
 def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
@@ -80,5 +82,4 @@ def compile_linear(config: LinearConfig, arch: str, *options: str) -> Any:
     """
     from cute_kernels.linear.kernel import LinearKernel
 
-    check_config(config)
-    return compile_matrix_kernel(LinearKernel(config), config.dtype, (NUM_ADDRESSES, NUM_INTEGERS), arch, *options)
+    return compile_kernel(LinearKernel, config, STREAM, arch, *options)

@@ -6,13 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, MAX_THREADS, WARP_THREADS
+from cute_kernels.weight_formats import WeightFormat
 from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
 
 ROW_WARPS = TILE_N // 16  # warps side by side in a tile: each takes the 16 rows of an MMA
 MMA_N = 8  # columns of mma.m16n8
-GROUP_SIZES = (0, 32, 64, 128, 256)  # 0: one scale per output feature
 BLOCK_K = (64, 128, 256)
-SCALE_BYTES, ZERO_BYTES = 2 * TILE_N, TILE_N  # of one group of a tile's rows
 STAGING_PAD = 4  # words between the tokens of the staging buffer, so that fragments are stored without conflicts
 X_PAD = 16  # bytes between the tokens in shared memory, so that ldmatrix reads them without conflicts
 FEW_SEGMENTS = 3  # blocks of a CTA up to which it finishes each before it turns to the next one
@@ -33,10 +32,8 @@ class LinearConfig:
     multiply: each has 16 rows of every tile, and every ``k_warps``-th k block of a chunk.
 
     Attributes:
-        bits: of a code, 4 or 8.
-        dtype: "bf16" or "fp16", of activations and scales.
-        group_size: inputs that share a scale; 0 for one scale per output feature.
-        zero_point: whether each group has an integer zero point; if not, it is half the range of codes.
+        format: of the weight.
+        dtype: of activations, "bf16" or "fp16".
         tile_m: rows of x that it has room for, 8, 16 or 32.
         n_tiles: tiles of 64 output features that a warp multiplies with the same activations, 1 or 2.
         k_warps: warps that share the k blocks of a chunk.
@@ -49,10 +46,8 @@ class LinearConfig:
         use_pdl: programmatic dependent launch: weights are asked for before the previous kernel has ended.
     """
 
-    bits: int
+    format: WeightFormat
     dtype: str
-    group_size: int
-    zero_point: bool = False
     tile_m: int = 8
     n_tiles: int = 1
     k_warps: int = 2
@@ -65,9 +60,14 @@ class LinearConfig:
     use_pdl: bool = False
 
     @property
+    def group_size(self) -> int:
+        """Inputs that share a scale; 0 for one scale per output feature."""
+        return self.format.group_size
+
+    @property
     def tile_k(self) -> int:
         """Inputs of a tile of codes."""
-        return tile_k(self.bits)
+        return tile_k(self.format.bits)
 
     @property
     def block_rows(self) -> int:
@@ -119,11 +119,11 @@ class LinearConfig:
 
     @property
     def k_block_scale_bytes(self) -> int:
-        return self.k_block_groups * SCALE_BYTES
+        return self.k_block_groups * self.format.group_scale_bytes
 
     @property
     def k_block_zero_bytes(self) -> int:
-        return self.k_block_groups * ZERO_BYTES if self.zero_point else 0
+        return self.k_block_groups * self.format.group_zero_bytes
 
     @property
     def k_block_stage_bytes(self) -> int:
@@ -180,7 +180,7 @@ class LinearConfig:
     @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
-        weight = f"w{self.bits}{self.dtype}_g{self.group_size or 'channel'}{'z' if self.zero_point else ''}"
+        weight = self.format.symbol_name(self.dtype)
         shape = f"m{self.tile_m}n{self.block_rows}k{self.block_k}w{self.k_warps}e{self.epilogue_warps}"
         state = f"c{self.chunk_k_blocks}r{self.num_stages}b{self.num_buffers}x{self.x_bytes // 1024}"
         return f"linear_{weight}_{shape}_{state}{'_pdl' if self.use_pdl else ''}"
@@ -191,9 +191,7 @@ class LinearConfig:
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
         choices = {
-            "bits": (4, 8),
-            "dtype": ("bf16", "fp16"),
-            "group_size": GROUP_SIZES,
+            "dtype": self.format.dtypes,
             "tile_m": (8, 16, 32),
             "n_tiles": (1, 2),
             "block_k": BLOCK_K,

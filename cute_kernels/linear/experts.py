@@ -10,30 +10,29 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.arguments import check_flag, check_tensors, device_of
-from cute_kernels.linear.quantize import interleave_weights, quantize_weight
+from cute_kernels.linear.quantize import chosen_format, differences, interleave_weights, points_of, quantize_weight
 from cute_kernels.linear.weight import (
-    FORMAT_VERSION,
     PackedWeight,
-    check_scales,
-    check_zeros,
+    check_presence,
+    check_weight_format,
+    format_numbers,
+    format_of_numbers,
     has_values,
     padded_shape,
 )
+from cute_kernels.weight_formats import IntegerFormat, WeightFormat, integers
 
 _TENSORS = ("codes", "scales", "zeros")
-_FORMAT_FIELDS = ("version", "N", "K", "bits", "group_size", "experts")
 
 
 class ExpertsForm(NamedTuple):
-    """What `PackedExperts` are but for what they hold: group_size 0 for one scale per row, device_index -1 on a CPU."""
+    """What `PackedExperts` are but for what they hold; device_index -1 on a CPU."""
 
     num_experts: int
     n: int
     k: int
     k_pad: int
-    bits: int
-    group_size: int
-    has_zeros: bool
+    format: WeightFormat
     dtype: torch.dtype
     device_index: int
 
@@ -47,7 +46,7 @@ class PackedExperts:
 
     Args:
         codes, scales, zeros: as in `PackedWeight` with a dimension E in front; zeros is None if all are symmetric.
-        bits, group_size, shape: as in `PackedWeight`; shape is (N, K) of one expert.
+        format, shape: as in `PackedWeight`; shape is (N, K) of one expert.
         check_values: as in `PackedWeight`.
 
     Raises:
@@ -57,14 +56,12 @@ class PackedExperts:
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
-    bits: int
-    group_size: int | None
+    format: WeightFormat
     shape: tuple[int, int]
     check_values: InitVar[bool] = True
 
     def __post_init__(self, check_values: bool) -> None:
-        if self.group_size == -1:
-            object.__setattr__(self, "group_size", None)
+        check_weight_format(self.format)
         check_tensors(codes=self.codes, scales=self.scales)
         if self.codes.dim() != 4 or self.codes.shape[0] < 1:
             raise ValueError(f"codes: got shape {list(self.codes.shape)}, want [experts, N tiles, K tiles, 2048]")
@@ -77,11 +74,11 @@ class PackedExperts:
         for name, tensor in self._tensors().items():
             if not tensor.is_contiguous():
                 raise ValueError(f"{name}: got strides {tensor.stride()}, want a contiguous tensor")
+        check_presence(self.zeros, self.format)
         self[0]  # which checks all else but numbers
         check_flag("check_values", check_values)
         if check_values and has_values(self.codes):
-            check_scales("scales", self.scales)
-            check_zeros("zeros", self.zeros, self.bits)
+            self.format.check_values(self.scales, self.zeros)
 
     def __len__(self) -> int:
         return self.codes.shape[0]
@@ -93,16 +90,26 @@ class PackedExperts:
         if not -len(self) <= expert < len(self):
             raise IndexError(f"expert: got {expert}, want {-len(self)} to {len(self) - 1}")
         tensors: dict[str, Any] = {name: tensor[expert] for name, tensor in self._tensors().items()}
-        form: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size, "shape": self.shape}
+        form: dict[str, Any] = {"format": self.format, "shape": self.shape}
         return PackedWeight(**{"zeros": None} | tensors, **form, check_values=False)
 
     def __iter__(self) -> Iterator[PackedWeight]:
         return (self[expert] for expert in range(len(self)))
 
     @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self.format.bits
+
+    @property
+    def group_size(self) -> int | None:
+        """Consecutive inputs that share a scale; None for one scale per row."""
+        return self.format.group_size or None
+
+    @property
     def dtype(self) -> torch.dtype:
-        """Of the scales, and of the activations that the weights take."""
-        return self.scales.dtype
+        """Of the activations that the weights take; that of the scales of integers."""
+        return self.format.activation_dtype(self.scales.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -113,8 +120,7 @@ class PackedExperts:
     def form(self) -> ExpertsForm:
         """All that a plan for these weights relies on but where they are."""
         k_pad = padded_shape(self.shape, self.group_size)[1]
-        sizes = len(self), *self.shape, k_pad, self.bits, self.group_size or 0
-        return ExpertsForm(*sizes, self.zeros is not None, self.dtype, self.codes.get_device())
+        return ExpertsForm(len(self), *self.shape, k_pad, self.format, self.dtype, self.codes.get_device())
 
     @property
     def out_features(self) -> int:
@@ -132,7 +138,8 @@ class PackedExperts:
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def __repr__(self) -> str:
-        sizes = f"{self.bits}-bit, [{len(self)}, {self.shape[0]}, {self.shape[1]}], group_size={self.group_size}"
+        kind = f"{self.bits}-bit" if isinstance(self.format, IntegerFormat) else self.format.key
+        sizes = f"{kind}, [{len(self)}, {self.shape[0]}, {self.shape[1]}], group_size={self.group_size}"
         zeros = ", with zeros" if self.zeros is not None else ""
         return f"PackedExperts({sizes}, {self.dtype}{zeros}, {self.nbytes / 1e6:.1f} MB on {self.device})"
 
@@ -158,9 +165,11 @@ class PackedExperts:
         return stack_experts([weight.shard_k(rank, world_size) for weight in self])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The tensors by name, and "format", int64 [6]: version, N, K, bits, group_size or 0, experts."""
-        fields = (FORMAT_VERSION, *self.shape, self.bits, self.group_size or 0, len(self))
-        return {**self._tensors(), "format": torch.tensor(fields, dtype=torch.int64)}
+        """The tensors by name, and "format", int64 [6]: version, N, K, bits, group_size or 0, experts.
+
+        Of a format other than integers it is version 2, N, K, experts, and the bytes of its key.
+        """
+        return {**self._tensors(), "format": format_numbers(self.format, self.shape, len(self))}
 
     @classmethod
     def from_state_dict(cls, tensors: dict[str, torch.Tensor]) -> PackedExperts:
@@ -178,16 +187,9 @@ class PackedExperts:
         unknown = sorted(tensors.keys() - {*_TENSORS, "format"})
         if unknown:
             raise ValueError(f"{unknown[0]}: got a tensor of that name, want none but {', '.join(_TENSORS)}, format")
-        found = tensors["format"]
-        if found.dtype != torch.int64 or tuple(found.shape) != (len(_FORMAT_FIELDS),):
-            raise ValueError(f"format: got {found.dtype} {list(found.shape)}, want torch.int64 [{len(_FORMAT_FIELDS)}]")
-        if found.is_meta:
-            raise ValueError("format: got a tensor without data (meta), want one on a CPU or CUDA device")
-        version, n, k, bits, group_size, experts = found.tolist()
-        if version != FORMAT_VERSION:
-            raise ValueError(f"format: got version {version}, want {FORMAT_VERSION}")
+        found, shape, (experts,) = format_of_numbers(tensors["format"], tensors.get("zeros") is not None, 1)
         fields: dict[str, Any] = {name: tensors.get(name) for name in _TENSORS}
-        weights = cls(**fields, bits=bits, group_size=group_size or None, shape=(n, k))
+        weights = cls(**fields, format=found, shape=shape)
         if len(weights) != experts:
             raise ValueError(f"codes: got {len(weights)} experts, want {experts}, what format says")
         return weights
@@ -223,12 +225,13 @@ def quantize_experts(
     *,
     device: torch.device | str | None = None,
     halves_in_turn: bool = False,
+    format: WeightFormat | str | None = None,
 ) -> PackedExperts:
     """`quantize_weight` of every expert.
 
     Args:
         w: floating [E, N, K], finite.
-        bits, group_size, zero_point, dtype, device: as for `quantize_weight`.
+        bits, group_size, zero_point, dtype, device, format: as for `quantize_weight`.
         halves_in_turn: whether rows n and N / 2 + n become rows 2 n and 2 n + 1: gates then ups become gate and up in
             turn.
 
@@ -244,9 +247,9 @@ def quantize_experts(
 
     def expert(i: int) -> PackedWeight:
         rows = w[i].unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if halves_in_turn else w[i]
-        return quantize_weight(rows, bits, group_size, zero_point, dtype, device=device)
+        return quantize_weight(rows, bits, group_size, zero_point, dtype, device=device, format=format)
 
-    return _filled(expert, w.shape[0], zero_point)
+    return _filled(expert, w.shape[0], bool(chosen_format(bits, group_size, zero_point, dtype, format).has_zeros))
 
 
 def interleave_experts(gate: PackedExperts, up: PackedExperts) -> PackedExperts:
@@ -268,23 +271,23 @@ def _filled(expert: Callable[[int], PackedWeight], count: int, zeros: bool) -> P
     """All experts, asked for one at a time, so that no more than one of them is there twice."""
     first = expert(0)
     codes, scales = (tensor.new_empty((count, *tensor.shape)) for tensor in (first.codes, first.scales))
-    zero_points = torch.full_like(scales, 1 << (first.bits - 1), dtype=torch.uint8) if zeros else None
+    points = torch.empty_like(scales, dtype=torch.uint8) if zeros else None
     for i in range(count):
         weight = first if i == 0 else expert(i)
         codes[i], scales[i] = weight.codes, weight.scales
-        if zero_points is not None and weight.zeros is not None:
-            zero_points[i] = weight.zeros
-    form: dict[str, Any] = {"bits": first.bits, "group_size": first.group_size, "shape": first.shape}
-    return PackedExperts(codes, scales, zero_points, **form, check_values=False)
+        if points is not None:
+            points[i] = points_of(weight, like=weight.scales)
+    chosen = first.format
+    if isinstance(chosen, IntegerFormat):
+        chosen = integers(chosen.bits, chosen.group_size, zeros)
+    return PackedExperts(codes, scales, points, format=chosen, shape=first.shape, check_values=False)
 
 
 def _check_alike(index: int, weight: Any, first: PackedWeight) -> None:
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weights: got {type(weight).__name__} as expert {index}, want a PackedWeight")
-    for name in ("shape", "bits", "group_size", "dtype", "device"):
-        ours, theirs = getattr(first, name), getattr(weight, name)
-        if ours != theirs:
-            raise ValueError(f"weights: got {name} {theirs} of expert {index}, want {ours}, that of expert 0")
+    for name, theirs, ours in differences(weight, first):
+        raise ValueError(f"weights: got {name} {theirs} of expert {index}, want {ours}, that of expert 0")
     for name in ("perm", "input_scale"):
         if getattr(weight, name) is not None:
             raise ValueError(f"weights: got {name} with expert {index}, want weights without: experts have none")

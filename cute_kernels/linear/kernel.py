@@ -22,9 +22,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.config import ROW_WARPS, SCALE_BYTES, X_PAD, ZERO_BYTES, LinearConfig
-from cute_kernels.linear.decode import Decoder
+from cute_kernels.linear.config import ROW_WARPS, X_PAD, LinearConfig
 from cute_kernels.linear.epilogue import Epilogue
 from cute_kernels.linear.work import RECIPROCAL_BITS, Operands, Shape, Work
 from cute_kernels.sm90 import WARP_THREADS
@@ -163,7 +163,7 @@ class StreamRoles:
 
     def __init__(self, config: LinearConfig, activations: ActivationLoads, table_bytes: int = 0):
         self.config, self.activations, self.table_bytes = config, activations, table_bytes
-        self.decoder = Decoder(config.bits, config.dtype)
+        self.decoder = config.format.decoder(config.dtype, HopperMath(config.dtype))
         self.epilogue = Epilogue(config)
 
     def allocate(self, shape) -> Memory:
@@ -332,28 +332,39 @@ class StreamRoles:
         config, decoder = self.config, self.decoder
         if not config.group_size:
             return None, channel[tile][1]
-        row = base + (k_block * config.k_block_scale_bytes + place.scale_offset * 2)
-        offset = config.scale_offset + tile * config.chunk_k_blocks * config.k_block_scale_bytes + group * SCALE_BYTES
-        scales = [to_float(config.dtype, ptx.load_shared_part(row, offset + 16 * half, 2)) for half in range(2)]
+        size = config.format.scale_bytes
+        row = base + (k_block * config.k_block_scale_bytes + place.scale_offset * size)
+        offset = config.scale_offset + tile * config.chunk_k_blocks * config.k_block_scale_bytes
+        offset += group * config.format.group_scale_bytes
+        scales = [self.load_scale(row, offset + 8 * size * half) for half in range(2)]
         zeros = [Uint32(decoder.symmetric_zero)] * 2
-        if config.zero_point:
+        if config.format.has_zeros:
             row = base + (k_block * config.k_block_zero_bytes + place.scale_offset)
-            offset = config.zero_offset + tile * config.chunk_k_blocks * config.k_block_zero_bytes + group * ZERO_BYTES
+            offset = config.zero_offset + tile * config.chunk_k_blocks * config.k_block_zero_bytes
+            offset += group * config.format.group_zero_bytes
             zeros = [ptx.load_shared_part(row, offset + 8 * half, 1) for half in range(2)]
-        return scales, decoder.offsets(zeros)
+        return scales, decoder.row_numbers(None, zeros)
+
+    def load_scale(self, address, offset: int):
+        """A scale in shared memory, fp32."""
+        word = ptx.load_shared_part(address, offset, self.config.format.scale_bytes)
+        return to_float(self.config.dtype, self.decoder.scale_word(word))
 
     def load_channel(self, operands, work, segment, place: Lane):
         """[tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
-        config, decoder = self.config, self.decoder
+        config, decoder, size = self.config, self.decoder, self.config.format.scale_bytes
         channel = []
         if not config.group_size:
             for i in range(config.n_tiles):
                 row = Int64(work.tile(segment, i, config.n_tiles)) * TILE_N + place.scale_offset
-                words = [numbers.load_global_part(operands.scales + row * 2, 16 * half, 2) for half in range(2)]
+                found = [
+                    numbers.load_global_part(operands.scales + row * size, 8 * size * half, size) for half in range(2)
+                ]
+                words = [decoder.scale_word(word) for word in found]
                 zeros = [Uint32(decoder.symmetric_zero)] * 2
-                if config.zero_point:
+                if config.format.has_zeros:
                     zeros = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
-                channel.append(([to_float(config.dtype, word) for word in words], decoder.offsets(zeros)))
+                channel.append(([to_float(config.dtype, word) for word in words], decoder.row_numbers(None, zeros)))
         return channel
 
     def add_group(self, acc, tile: int, block: int, chains, scales):

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from cute_kernels.linear.inputs.launch import InputRows, input_rows
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, Plan, plan_of
 from cute_kernels.linear.reference import out_features
-from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.weight import check_presence
 from cute_kernels.runtime.memory import Blank, blank, empty_strided
+from cute_kernels.weight_formats import WeightFormat
 
 VECTOR_BYTES = 16  # what bulk copies of activations are aligned to
 
@@ -21,12 +23,14 @@ class KeptLaunch:
 
     Attributes:
         matrix: [M, K], the shape that the kernel takes x in; None where x has it.
+        inputs: what makes [M, K] of an x that the kernel cannot take as it is; None where it can.
         new_out: what the result is made of where the caller gives no tensor for it.
         numbers: what follows the workspace among the function's arguments.
     """
 
     plan: Plan
     matrix: tuple[int, int] | None
+    inputs: InputRows | None
     new_out: Blank
     numbers: tuple[int, ...]
 
@@ -39,6 +43,8 @@ class KeptLaunch:
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
         out: torch.Tensor | None,
+        perm: torch.Tensor | None = None,
+        input_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Launches on the current stream of the plan's device; ``out`` or a new result, in the call's own shape.
 
@@ -48,7 +54,9 @@ class KeptLaunch:
         index = plan.device_index
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
-                return self.run(x, codes, scales, zeros, bias, residual, out)
+                return self.run(x, codes, scales, zeros, bias, residual, out, perm, input_scale)
+        if self.inputs is not None:
+            x = self.inputs.make(x, perm, input_scale)
         if x.requires_grad:
             x = x.detach()
         if out is None:
@@ -69,26 +77,30 @@ class KeptLaunch:
 
 def keep_launch(
     x: torch.Tensor,
-    has_zeros: bool,
-    bits: int,
-    group_size: int | None,
+    form: WeightFormat,
     shape: tuple[int, int],
     activation: str | None,
     out_dtype: torch.dtype,
     batch_invariant: bool,
+    perm: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> KeptLaunch | None:
-    """What to keep of a checked call; None for one that has no rows, or whose x must be copied first.
+    """What to keep of a checked call; None for one that has no rows, or whose x torch must copy first.
 
-    x: contiguous [..., K] on a CUDA device; other arguments as of `cute_kernels.linear.ops.apply`.
+    x: [..., K] on a CUDA device; other arguments as of `cute_kernels.linear.ops.apply`.
     """
     (n, k), m = shape, x.numel() // shape[1]
-    if m == 0 or not _is_aligned(x):
+    if m == 0:
         return None
-    k_pad = padded_shape(shape, group_size)[1]
-    plan = plan_of(m, n, k, k_pad, bits, x.dtype, group_size or 0, has_zeros, x.get_device(), batch_invariant)
+    as_it_is = perm is input_scale is None and x.is_contiguous() and _is_aligned(x)
+    inputs = None if as_it_is else input_rows(x, perm, input_scale)
+    if inputs is None and not as_it_is:
+        return None
+    plan = plan_of(m, n, k, form, x.dtype, x.get_device(), batch_invariant)
     return KeptLaunch(
         plan=plan,
-        matrix=None if x.dim() == 2 else (m, k),
+        matrix=None if x.dim() == 2 or inputs is not None else (m, k),
+        inputs=inputs,
         new_out=blank((*x.shape[:-1], out_features(n, activation)), out_dtype),
         numbers=(n, *plan.sizes, ACTIVATIONS[activation], OUT_KINDS[out_dtype]),
     )
@@ -101,8 +113,7 @@ def launch(
     zeros: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    bits: int,
-    group_size: int,
+    form: WeightFormat,
     n: int,
     k: int,
     activation: str | None,
@@ -114,10 +125,10 @@ def launch(
     """activation(x W^T + bias) + residual, [M, N] or [M, N / 2], on the current stream.
 
     Args:
-        x: contiguous [M, K] in the scales' dtype, M >= 1, scaled and in packed order already.
+        x: contiguous [M, K] in a dtype of the format, M >= 1, scaled and in packed order already.
         codes, scales, zeros: as in `cute_kernels.linear.PackedWeight`; n and k its shape.
         bias: [N] in x's dtype. residual: contiguous [M, columns of the result] in out_dtype.
-        group_size: 0 for one scale per row.
+        form: of the weight, with zeros just where it has some.
         batch_invariant: whether no row may depend on how many others there are.
         out: contiguous, in out_dtype, or None.
         portable: whether to take the kernel for other GPUs on a Hopper too.
@@ -125,17 +136,13 @@ def launch(
     index = x.get_device()
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
-            return launch(
-                x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype,
-                batch_invariant, out, portable,
-            )  # fmt: skip
+            options = activation, out_dtype, batch_invariant, out, portable
+            return launch(x, codes, scales, zeros, bias, residual, form, n, k, *options)
     if out is None:
         out = torch.empty((x.shape[0], out_features(n, activation)), dtype=out_dtype, device=x.device)
     x = _aligned(x)
-    k_pad = padded_shape((n, k), group_size or None)[1]
-    plan = plan_of(
-        x.shape[0], n, k, k_pad, bits, x.dtype, group_size, zeros is not None, index, batch_invariant, portable
-    )
+    check_presence(zeros, form)
+    plan = plan_of(x.shape[0], n, k, form, x.dtype, index, batch_invariant, portable)
     addresses = (
         codes.data_ptr(),
         scales.data_ptr(),

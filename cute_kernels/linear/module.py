@@ -14,6 +14,7 @@ from cute_kernels.linear import ops
 from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.reference import prepare_input
 from cute_kernels.linear.weight import TENSOR_NAMES, PackedWeight, has_values
+from cute_kernels.weight_formats import IntegerFormat, WeightFormat
 
 EXTRA_NAMES = ("bias", "shifts")  # tensors of a layer that its weight has not
 
@@ -73,8 +74,7 @@ class QuantizedLinear(nn.Module):
     bias: torch.Tensor | None
     shifts: torch.Tensor | None
     shape: tuple[int, int]
-    bits: int
-    group_size: int | None
+    weight_format: WeightFormat
     batch_invariant: bool = False
 
     def __init__(
@@ -98,6 +98,7 @@ class QuantizedLinear(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         device: torch.device | str | None = None,
+        format: WeightFormat | str | None = None,
     ) -> QuantizedLinear:
         """The layer with a Linear's weight quantised; other arguments and errors as for `quantize_weight`.
 
@@ -107,7 +108,8 @@ class QuantizedLinear(nn.Module):
             raise TypeError(f"linear: got {type(linear).__name__}, want an nn.Linear")
         own: Any = linear
         w = own.weight.detach()
-        weight = quantize_weight(w.T if is_conv1d(linear) else w, bits, group_size, zero_point, dtype, device=device)
+        options: Any = {"device": device, "format": format}
+        weight = quantize_weight(w.T if is_conv1d(linear) else w, bits, group_size, zero_point, dtype, **options)
         layer = cls(weight, None if own.bias is None else own.bias.detach())
         return layer.train(linear.training)
 
@@ -115,8 +117,17 @@ class QuantizedLinear(nn.Module):
     def weight(self) -> PackedWeight:
         """The weight; it shares the layer's tensors."""
         tensors: dict[str, Any] = {name: getattr(self, name) for name in TENSOR_NAMES}
-        form: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size, "shape": self.shape}
-        return PackedWeight(**tensors, **form, check_values=False)
+        return PackedWeight(**tensors, format=self.weight_format, shape=self.shape, check_values=False)
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self.weight_format.bits
+
+    @property
+    def group_size(self) -> int | None:
+        """Consecutive inputs that share a scale; None for one scale per row."""
+        return self.weight_format.group_size or None
 
     @property
     def out_features(self) -> int:
@@ -144,8 +155,7 @@ class QuantizedLinear(nn.Module):
             tensors["zeros"],
             tensors["perm"],
             tensors["input_scale"],
-            bits=self.bits,
-            group_size=self.group_size,
+            format=self.weight_format,
             shape=self.shape,
             bias=tensors["bias"],
             out_dtype=None if shifts is None else torch.float32,
@@ -161,7 +171,7 @@ class QuantizedLinear(nn.Module):
         has += ["batch_invariant"] if self.batch_invariant else []
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"bits={self.bits}, group_size={self.group_size}, {self.scales.dtype}"
+            f"{describe(self.weight_format)}, {self.scales.dtype}"
             f"{', with ' if has else ''}{', '.join(has)}"
         )
 
@@ -169,7 +179,7 @@ class QuantizedLinear(nn.Module):
         for name in TENSOR_NAMES:
             setattr(self, name, getattr(weight, name))
         self.bias, self.shifts = bias, shifts
-        self.bits, self.group_size = weight.bits, weight.group_size
+        self.weight_format = weight.format
 
     def _checked_bias(self, bias: torch.Tensor | None, weight: PackedWeight) -> torch.Tensor | None:
         if bias is None:
@@ -232,7 +242,14 @@ class QuantizedLinear(nn.Module):
         """Takes on loaded tensors: copied into those that are here where they fit, which captured graphs then see."""
         device = weight.device if self.codes.is_meta else self.codes.device
         take_buffers(self, {name: getattr(weight, name) for name in TENSOR_NAMES} | extra, device, copy)
-        self.bits, self.group_size = weight.bits, weight.group_size
+        self.weight_format = weight.format
+
+
+def describe(form: WeightFormat) -> str:
+    """A weight's format as modules print it."""
+    if isinstance(form, IntegerFormat):
+        return f"bits={form.bits}, group_size={form.group_size or None}"
+    return f"format={form.key}"
 
 
 def _checked_shifts(shifts: torch.Tensor | None, weight: PackedWeight) -> torch.Tensor | None:

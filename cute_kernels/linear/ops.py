@@ -13,6 +13,7 @@ from cute_kernels.linear.launch import VECTOR_BYTES, KeptLaunch, keep_launch, la
 from cute_kernels.linear.reference import linear_reference, out_features, prepare_input
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.runtime.plans import identity, keep
+from cute_kernels.weight_formats import WeightFormat, weight_format
 
 _kept: dict[tuple[Any, ...], KeptLaunch] = {}
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
@@ -26,8 +27,7 @@ def apply(
     perm: torch.Tensor | None,
     input_scale: torch.Tensor | None,
     *,
-    bits: int,
-    group_size: int | None,
+    format: WeightFormat,
     shape: tuple[int, int],
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
@@ -41,19 +41,19 @@ def apply(
     What a call that passed the checks launches is kept for those that they could not tell from it.
     """
     key = None
-    if is_direct(x, codes, bias, residual, out) and perm is input_scale and isinstance(batch_invariant, bool):
+    if is_direct(x, codes, bias, residual, out) and isinstance(batch_invariant, bool):
         try:
             key = (
                 x.shape,
                 x.dtype,
                 x.get_device(),
-                x.is_contiguous(),
+                x.is_contiguous() or x.stride(),
                 x.data_ptr() % VECTOR_BYTES,
+                None if perm is None else perm.data_ptr() % VECTOR_BYTES,
+                None if input_scale is None else input_scale.data_ptr() % VECTOR_BYTES,
                 codes.get_device(),
                 scales.dtype,
-                zeros is None,
-                bits,
-                group_size,
+                format.key,
                 shape,
                 activation,
                 out_dtype,
@@ -66,9 +66,9 @@ def apply(
         except (TypeError, RuntimeError):  # an option that is not hashable, a tensor without strides: the checks say
             key = kept = None
         if kept is not None:
-            return kept.run(x, codes, scales, zeros, bias, residual, out)
+            return kept.run(x, codes, scales, zeros, bias, residual, out, perm, input_scale)
     n, k = shape
-    checks.check_input(x, k, scales.dtype, codes.device)
+    checks.check_input(x, k, format.activation_dtype(scales.dtype), codes.device)
     dispatch = needs_dispatch(x=x, codes=codes)
     checks.check_activation(activation, n)
     out_dtype = checks.result_dtype(out_dtype, x, out)
@@ -83,24 +83,23 @@ def apply(
         checks.check_out(out)
         if not dispatch:
             checks.check_apart(out, x)
-    if key is not None and x.is_contiguous() and (residual is None or residual.is_contiguous()):
-        kept = keep_launch(x, zeros is not None, bits, group_size, shape, activation, out_dtype, batch_invariant)
+    if key is not None and (residual is None or residual.is_contiguous()):
+        kept = keep_launch(x, format, shape, activation, out_dtype, batch_invariant, perm, input_scale)
         if kept is not None:
-            return keep(_kept, key, kept).run(x, codes, scales, zeros, bias, residual, out)
+            return keep(_kept, key, kept).run(x, codes, scales, zeros, bias, residual, out, perm, input_scale)
     if residual is not None:
         residual = _rows(residual, columns)
     rows = _rows(x if perm is input_scale is None else prepare_input(x, perm, input_scale), k)
     rows = rows.detach() if rows.requires_grad else rows
-    size = group_size or 0
     if dispatch:
         with torch.no_grad():  # there is no way back, so nothing may look as if there were
             result = torch.ops.cute_kernels.weight_only_linear(
-                rows, codes, scales, zeros, bias, residual, bits, size, n, k, activation, out_dtype, batch_invariant
+                rows, codes, scales, zeros, bias, residual, format.key, n, k, activation, out_dtype, batch_invariant
             )
     else:
         work = _on_cuda if rows.is_cuda else _on_cpu
         target = out if out is None or out.dim() == 2 else out.view(-1, columns)
-        given = (codes, scales, zeros, bias, residual, bits, size, n, k, activation, out_dtype, batch_invariant)
+        given = (codes, scales, zeros, bias, residual, format.key, n, k, activation, out_dtype, batch_invariant)
         result = work(rows, *given, target)
         if out is not None:
             return out
@@ -128,7 +127,7 @@ def _rows(tensor: torch.Tensor, columns: int) -> torch.Tensor:
 _library = torch.library.Library("cute_kernels", "FRAGMENT")
 _library.define(
     "weight_only_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? residual, "
-    "int bits, int group_size, int n, int k, str? activation, ScalarType out_dtype, "
+    "str format, int n, int k, str? activation, ScalarType out_dtype, "
     "bool batch_invariant=False) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -142,8 +141,7 @@ def _on_cpu(
     zeros,
     bias,
     residual,
-    bits,
-    group_size,
+    format,
     n,
     k,
     activation,
@@ -151,7 +149,7 @@ def _on_cpu(
     batch_invariant=False,
     out=None,
 ) -> torch.Tensor:
-    weight = PackedWeight(codes, scales, zeros, bits, group_size or None, (n, k), check_values=False)
+    weight = PackedWeight(codes, scales, zeros, weight_format(format), (n, k), check_values=False)
     result = linear_reference(x, weight, bias, residual=residual, activation=activation, out_dtype=out_dtype)
     return result if out is None else out.copy_(result)
 
@@ -163,8 +161,7 @@ def _on_cuda(
     zeros,
     bias,
     residual,
-    bits,
-    group_size,
+    format,
     n,
     k,
     activation,
@@ -174,9 +171,8 @@ def _on_cuda(
 ) -> torch.Tensor:
     if x.shape[0] == 0:
         return x.new_empty((0, out_features(n, activation)), dtype=out_dtype) if out is None else out
-    return launch(
-        x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype, batch_invariant, out
-    )  # fmt: skip
+    form = weight_format(format)
+    return launch(x, codes, scales, zeros, bias, residual, form, n, k, activation, out_dtype, batch_invariant, out)
 
 
 def _on_meta(
@@ -186,8 +182,7 @@ def _on_meta(
     zeros,
     bias,
     residual,
-    bits,
-    group_size,
+    format,
     n,
     k,
     activation,

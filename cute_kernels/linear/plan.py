@@ -9,19 +9,22 @@ from typing import Any
 
 import torch
 
+from cute_kernels.linear.arguments import STREAM, TILES
 from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
-from cute_kernels.linear.portable.config import PortableConfig
 from cute_kernels.linear.portable.schedule import make_portable_schedule
+from cute_kernels.linear.quantize import DTYPES
 from cute_kernels.linear.schedule import Problem, Schedule
 from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.limb_launch import limb_product
+from cute_kernels.linear.wgmma.policies import PortableMmaSync
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported, portable_arch_of
 from cute_kernels.runtime.workspace import POOL
+from cute_kernels.weight_formats import WeightFormat
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ACTIVATIONS = {None: NO_ACTIVATION, "silu": SILU, "gelu": GELU, "swiglu": SWIGLU}
 OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
@@ -69,11 +72,8 @@ def plan_of(
     m: int,
     n: int,
     k: int,
-    k_pad: int,
-    bits: int,
+    form: WeightFormat,
     dtype: torch.dtype,
-    group_size: int,
-    zero_point: bool,
     device: int,
     batch_invariant: bool = False,
     portable: bool = False,
@@ -86,11 +86,9 @@ def plan_of(
         m=m,
         n=n,
         k=k,
-        k_pad=k_pad,
-        bits=bits,
+        k_pad=padded_shape((n, k), form.group_size)[1],
+        format=form,
         dtype=DTYPES[dtype],
-        group_size=group_size,
-        zero_point=zero_point,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
         batch_invariant=batch_invariant,
     )
@@ -107,14 +105,21 @@ def make_plan(schedule: Schedule | TileSchedule, m: int, device_index: int) -> P
         function=load(spec_of(schedule.config), arch_of(device_index)),
         schedule=schedule,
         device_index=device_index,
-        sizes=(schedule.num_tiles, schedule.k_blocks, schedule.num_slices, schedule.num_groups, schedule.max_parts),
+        sizes=STREAM.between(
+            *("n", "activation"),
+            num_tiles=schedule.num_tiles,
+            k_blocks=schedule.k_blocks,
+            num_slices=schedule.num_slices,
+            num_groups=schedule.num_groups,
+            max_parts=schedule.max_parts,
+        ),
         num_words=schedule.workspace_words(m),
     )
 
 
 def make_tile_plan(schedule: TileSchedule, m: int, device_index: int) -> Plan:
     """The plan of a given schedule of the kernel for many rows, or of the portable one, for products of ``m`` rows."""
-    is_portable = isinstance(schedule.config, PortableConfig)
+    is_portable = isinstance(schedule.config.mainloop, PortableMmaSync)
     arch = (portable_arch_of if is_portable else arch_of)(device_index)
     function = load(spec_of(schedule.config), arch)
     if not is_portable and schedule.config.makes_limbs_before:
@@ -123,6 +128,13 @@ def make_tile_plan(schedule: TileSchedule, m: int, device_index: int) -> Plan:
         function=function,
         schedule=schedule,
         device_index=device_index,
-        sizes=(schedule.num_tiles, schedule.k_blocks, schedule.whole, schedule.splits, schedule.num_ctas),
+        sizes=TILES.between(
+            *("n", "activation"),
+            num_tiles=schedule.num_tiles,
+            k_blocks=schedule.k_blocks,
+            whole=schedule.whole,
+            splits=schedule.splits,
+            num_ctas=schedule.num_ctas,
+        ),
         num_words=schedule.workspace_words,
     )

@@ -5,7 +5,7 @@ Both go through the weight by blocks of rows, so that what lies unpacked at a ti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +14,11 @@ from torch.nn.functional import pad
 
 from cute_kernels.arguments import check_flag, check_tensors, device_of
 from cute_kernels.linear.weight import (
-    SCALE_DTYPES,
-    SCALE_LIMIT,
     TILE_BYTES,
     TILE_N,
     PackedWeight,
     check_format,
     check_permutation,
-    check_scales,
     num_groups,
     padded_shape,
     per_row,
@@ -29,10 +26,13 @@ from cute_kernels.linear.weight import (
     rows_of,
     symmetric_zero,
 )
+from cute_kernels.weight_formats import IntegerFormat, WeightFormat, integers, weight_format
+from cute_kernels.weight_formats.integers import SCALE_DTYPES, check_scales
 from layouts import transform
 from layouts.weights import hopper
 
 CodesOf = Callable[[int, int], torch.Tensor]
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # of activations, as formats and configurations name them
 
 
 def quantize_weight(
@@ -43,13 +43,14 @@ def quantize_weight(
     dtype: torch.dtype | None = None,
     *,
     device: torch.device | str | None = None,
+    format: WeightFormat | str | None = None,
 ) -> PackedWeight:
     """Round-to-nearest quantisation of a weight, by groups of inputs.
 
     The range of a group always contains 0. Without a zero point the scale is the smallest that covers it with codes
     -8..7 (-128..127 for 8 bits); with one, 15 (255) steps span it and the zero point is the nearest code to 0. Scales
     are rounded up to ``dtype`` before the codes are computed, so the range still fits and |W - w| is at most half a
-    scale. Groups of zeros give exact zeros.
+    scale. Groups of zeros give exact zeros. Another ``format`` says itself how it rounds.
 
     Args:
         w: floating [N, K] (out_features, in_features), finite; CPU or CUDA, where the work is done.
@@ -58,10 +59,11 @@ def quantize_weight(
         zero_point: whether groups get a uint8 zero point; pays for groups whose values lie to one side of 0.
         dtype: of the scales and of the activations to come, bf16 or fp16; default w's, bf16 if it is neither.
         device: where the result is put, default w's.
+        format: a weight format, or its key, instead of bits, group_size and zero_point, which are then not given.
 
     Raises:
-        TypeError, ValueError: an argument is not as above, or a scale is beyond ``dtype``, 2**27 of bf16; the message
-            names it.
+        TypeError, ValueError: an argument is not as above, or a group wants a scale that there is none of (2**27 in
+            bf16, of integers); the message names it.
     """
     check_tensors(w=w)
     if not w.is_floating_point():
@@ -70,26 +72,51 @@ def quantize_weight(
         raise ValueError("w: got a tensor without data (meta), want one on a CPU or CUDA device")
     if w.dim() != 2 or not w.numel():
         raise ValueError(f"w: got shape {list(w.shape)}, want [N, K] with N and K at least 1")
-    shape = (w.shape[0], w.shape[1])
-    check_options(bits, group_size, zero_point, dtype)
-    check_format(bits, group_size, shape)
-    group_size = per_row(group_size)
+    chosen = chosen_format(bits, group_size, zero_point, dtype, format)
     device = device_of(device)
     if dtype is None:
-        dtype = w.dtype if w.dtype in SCALE_DTYPES else torch.bfloat16
+        dtype = default_dtype(chosen, w.dtype)
     w = w.detach()
-    scales, zeros = _choose_scales(w, bits, group_size, zero_point, dtype)
-    k, top = shape[1], (1 << bits) - 1
-    length = group_size or k
+    shape = (w.shape[0], w.shape[1])
+    length = chosen.group_size or shape[1]
+    scales, zeros = _choose_scales(w, chosen, length, dtype)
 
     def codes_of(start: int, stop: int) -> torch.Tensor:
-        scale = scales[start:stop, :, None].float()
-        zero = symmetric_zero(bits) if zeros is None else zeros[start:stop, :, None].float()
-        ratio = _grouped(w[start:stop], length) / scale
-        codes = torch.where(scale > 0, ratio, 0.0).round_().add_(zero).clamp_(0, top)
-        return codes.to(torch.uint8).flatten(1)[:, :k]
+        points = None if zeros is None else zeros[start:stop]
+        codes = chosen.choose_codes(_grouped(w[start:stop], length), scales[start:stop], points)
+        return codes.flatten(1)[:, : shape[1]]
 
-    return pack_codes(codes_of, scales, zeros, bits=bits, group_size=group_size, shape=shape, device=device)
+    if isinstance(chosen, IntegerFormat):
+        chosen, zeros = without_symmetric(chosen, zeros)
+    return pack(chosen, codes_of, scales, zeros, shape=shape, device=device)
+
+
+def chosen_format(
+    bits: Any, group_size: Any, zero_point: Any, dtype: Any, wanted: WeightFormat | str | None
+) -> WeightFormat:
+    """The format that `quantize_weight`'s arguments ask for.
+
+    Raises:
+        TypeError, ValueError: there is none, or they ask for two.
+    """
+    check_options(bits, group_size, zero_point, dtype)
+    if wanted is None:
+        return integers(bits, per_row(group_size), zero_point)
+    if not isinstance(wanted, (WeightFormat, str)):
+        raise TypeError(f"format: got {type(wanted).__name__}, want a WeightFormat, the key of one, or None")
+    found = weight_format(wanted) if isinstance(wanted, str) else wanted
+    if (bits, group_size, zero_point) != (4, 128, False):
+        raise ValueError(f"format: got {found.key} together with bits, group_size or zero_point, want it alone")
+    if dtype is not None and DTYPES[dtype] not in found.dtypes:
+        raise TypeError(f"dtype: got {dtype}, want {' or '.join(found.dtypes)} for a weight in the format {found.key}")
+    return found
+
+
+def default_dtype(chosen: WeightFormat, dtype: torch.dtype) -> torch.dtype:
+    """Of the activations that a weight of ``dtype`` is quantised for where nothing is said."""
+    if DTYPES.get(dtype) in chosen.dtypes:
+        return dtype
+    return next(found for found, name in DTYPES.items() if name in chosen.dtypes)
 
 
 def check_options(bits: Any, group_size: Any, zero_point: Any, dtype: Any) -> None:
@@ -101,44 +128,26 @@ def check_options(bits: Any, group_size: Any, zero_point: Any, dtype: Any) -> No
 
 
 def _choose_scales(
-    w: torch.Tensor, bits: int, group_size: int | None, zero_point: bool, dtype: torch.dtype
+    w: torch.Tensor, chosen: WeightFormat, length: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales [N, groups] in ``dtype``, and uint8 zero points alike or None."""
+    """Scales [N, groups] for activations of ``dtype``, and uint8 zero points alike or None; a block of rows at a
+    time."""
     n, k = w.shape
-    length, middle, top = group_size or k, symmetric_zero(bits), (1 << bits) - 1
-    lows, highs = [], []
+    found = []
     for first, last in row_blocks(-(-n // TILE_N), k):
         grouped = _grouped(w[first * TILE_N : last * TILE_N], length)
-        lows.append(grouped.amin(dim=-1).clamp(max=0))
-        highs.append(grouped.amax(dim=-1).clamp(min=0))
-    low, high = torch.cat(lows), torch.cat(highs)
-    if not bool((low.isfinite() & high.isfinite()).all()):
-        raise ValueError("w: got NaN or infinite values (in fp32), want finite ones")
-    # Divided before they are subtracted: high - low may be beyond fp32.
-    if zero_point:
-        exact = _quotient(high, top) - _quotient(low, top)
-    else:
-        exact = torch.maximum(_quotient(high, middle - 1), _quotient(low, -middle))
-    scales = _round_up(exact, dtype)
-    if bool(scales.isinf().any()) and dtype != torch.bfloat16:
-        raise ValueError(f"w: got a group that wants scale {exact.max().item():g}, beyond {dtype}: want a wider dtype")
-    if dtype == torch.bfloat16 and bool((scales >= SCALE_LIMIT).any()):
-        raise ValueError(f"w: got a group that wants scale {exact.max().item():g}, want one below 2**27 in bf16")
-    if not zero_point:
-        return scales, None
-    zeros = torch.where(scales > 0, (-low / scales.float()).round().clamp(0, top), float(middle))
-    return scales, zeros.to(torch.uint8)
+        if not bool(grouped.isfinite().all()):
+            raise ValueError("w: got NaN or infinite values (in fp32), want finite ones")
+        found.append(chosen.choose_scales(grouped, dtype))
+    zeros = torch.cat([points for _, points in found]) if chosen.has_zeros else None
+    return torch.cat([scales for scales, _ in found]), zeros
 
 
-def _quotient(values: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Rounded once on any device: CUDA multiplies by a rounded 1 / divisor, if that is a number and not a tensor."""
-    return values / values.new_tensor(divisor)
-
-
-def _round_up(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The smallest numbers in a 16-bit ``dtype`` that are not below ``values``, fp32 and not negative."""
-    rounded = values.to(dtype)
-    return (rounded.view(torch.int16) + (rounded.float() < values)).view(dtype)
+def without_symmetric(chosen: IntegerFormat, zeros: torch.Tensor | None) -> tuple[IntegerFormat, torch.Tensor | None]:
+    """The format without zero points, and None, where all of them are the symmetric one; waits for a GPU."""
+    if zeros is None or bool((zeros == chosen.symmetric_zero).all()):
+        return integers(chosen.bits, chosen.group_size), None
+    return integers(chosen.bits, chosen.group_size, True), zeros
 
 
 def _grouped(w: torch.Tensor, length: int) -> torch.Tensor:
@@ -175,16 +184,29 @@ def pack_codes(
         TypeError, ValueError: an argument does not fit; the message names it.
     """
     check_format(bits, group_size, shape)
-    group_size = per_row(group_size)
+    check_scales("scales", scales)
+    chosen, zeros = without_symmetric(integers(bits, per_row(group_size)), zeros)
+    return pack(chosen, codes_of, scales, zeros, shape=shape, perm=perm, input_scale=input_scale, device=device)
+
+
+def pack(
+    chosen: WeightFormat,
+    codes_of: CodesOf,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    *,
+    shape: tuple[int, int],
+    perm: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> PackedWeight:
+    """`pack_codes` of any format, with zeros just where it has some; what making a weight ends in."""
     n, k = shape
+    bits, group_size = chosen.bits, chosen.group_size or None
     groups = -(-k // group_size) if group_size else 1
     for name, tensor in (("scales", scales), ("zeros", zeros)):
         if tensor is not None and tuple(tensor.shape) != (n, groups):
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, want {[n, groups]}")
-    check_scales("scales", scales)
-    middle = symmetric_zero(bits)
-    if zeros is not None and bool((zeros == middle).all()):
-        zeros = None
     if perm is not None:
         check_permutation("perm", perm)
     where = device_of(device) or scales.device
@@ -198,18 +220,18 @@ def pack_codes(
         if perm is not None:
             rows = rows[:, perm.to(rows.device).long()]
         if rows.shape != ((last - first) * TILE_N, k_pad):
-            filled = _zero_codes(tile_zeros, first, last, k_pad, middle, rows.device)
+            filled = _pad_codes(tile_zeros, first, last, k_pad, chosen.pad_code, rows.device)
             filled[: rows.shape[0], :k] = rows
             rows = filled
         codes[first:last] = hopper.pack(transform.pack(rows, bits), bits)
+    dtype = chosen.activation_dtype(scales.dtype)
     fields: dict[str, Any] = {
         "zeros": tile_zeros,
         "perm": None if perm is None else perm.to(torch.int32),
-        "input_scale": None if input_scale is None else input_scale.to(scales.dtype).contiguous(),
+        "input_scale": None if input_scale is None else input_scale.to(dtype).contiguous(),
     }
     fields = {name: None if tensor is None else tensor.to(where) for name, tensor in fields.items()}
-    form: dict[str, Any] = {"bits": bits, "group_size": group_size, "shape": shape}
-    return PackedWeight(codes, tile_scales, **form, **fields, check_values=False)
+    return PackedWeight(codes, tile_scales, format=chosen, shape=shape, **fields, check_values=False)
 
 
 def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
@@ -219,15 +241,13 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
 
     Raises:
         TypeError: one of them is no PackedWeight.
-        ValueError: the two differ in shape, bits, group size, dtype, device, perm or input_scale.
+        ValueError: the two differ in shape, format but for zero points, dtype, device, perm or input_scale.
     """
     for name, weight in (("gate", gate), ("up", up)):
         if not isinstance(weight, PackedWeight):
             raise TypeError(f"{name}: got {type(weight).__name__}, want a PackedWeight")
-    for name in ("shape", "bits", "group_size", "dtype", "device"):
-        ours, theirs = getattr(gate, name), getattr(up, name)
-        if ours != theirs:
-            raise ValueError(f"up: got {name} {theirs}, want {ours}, that of gate")
+    for name, theirs, ours in differences(up, gate):
+        raise ValueError(f"up: got {name} {theirs}, want {ours}, that of gate")
     for name in ("perm", "input_scale"):
         ours, theirs = getattr(gate, name), getattr(up, name)
         if (ours is None) != (theirs is None) or (ours is not None and not torch.equal(ours, theirs)):
@@ -244,21 +264,38 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
         rows = slice(first - tile * TILE_N, last - tile * TILE_N)
         return in_turn(*(each.unpack_tiles(tile, -(-last // TILE_N))[rows, :k] for each in (gate, up)))
 
-    zeros = None
+    zeros, chosen = None, gate.format
     if gate.zeros is not None or up.zeros is not None:
-        middle = torch.full_like(gate.scales, symmetric_zero(gate.bits), dtype=torch.uint8)
-        tiled = (middle if each.zeros is None else each.zeros for each in (gate, up))
-        zeros = in_turn(*(rows_of(each)[:n, :groups] for each in tiled))
-    packed = pack_codes(
+        points = (points_of(each, like=gate.scales) for each in (gate, up))
+        zeros = in_turn(*(rows_of(each)[:n, :groups] for each in points))
+    if isinstance(chosen, IntegerFormat):
+        chosen, zeros = without_symmetric(chosen, zeros)
+    packed = pack(
+        chosen,
         codes_of,
         in_turn(rows_of(gate.scales)[:n, :groups], rows_of(up.scales)[:n, :groups]),
         zeros,
-        bits=gate.bits,
-        group_size=gate.group_size,
         shape=(2 * n, k),
     )
     # The codes are in packed order already.
     return replace(packed, perm=gate.perm, input_scale=gate.input_scale, check_values=False)
+
+
+def differences(weight: Any, first: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(name, the weight's, the first one's) of what two weights differ in that are to be made one: shape, format,
+    dtype, device. Integers with zero points go with those that have none."""
+    integer = isinstance(weight.format, IntegerFormat) and isinstance(first.format, IntegerFormat)
+    for name in ("shape", *(("bits", "group_size") if integer else ("format",)), "dtype", "device"):
+        theirs, ours = getattr(weight, name), getattr(first, name)
+        if theirs != ours:
+            yield name, theirs, ours
+
+
+def points_of(weight: Any, like: torch.Tensor) -> torch.Tensor:
+    """Zero points of integers shaped as ``like``: the symmetric one where a weight has none."""
+    if weight.zeros is not None:
+        return weight.zeros
+    return torch.full_like(like, symmetric_zero(weight.bits), dtype=torch.uint8)
 
 
 def _tiled(values: torch.Tensor, shape: tuple[int, int], group_size: int | None) -> torch.Tensor:
@@ -268,12 +305,12 @@ def _tiled(values: torch.Tensor, shape: tuple[int, int], group_size: int | None)
     return pad(values, more).unflatten(0, (-1, TILE_N)).transpose(1, 2).contiguous()
 
 
-def _zero_codes(
-    zeros: torch.Tensor | None, first: int, last: int, k_pad: int, middle: int, device: torch.device
+def _pad_codes(
+    zeros: torch.Tensor | None, first: int, last: int, k_pad: int, pad_code: int, device: torch.device
 ) -> torch.Tensor:
-    """Codes of tiles ``first`` to ``last`` that all stand for 0: uint8 [rows, K_pad]."""
+    """Codes of tiles ``first`` to ``last`` that all stand for 0, if the format has a 0: uint8 [rows, K_pad]."""
     rows = (last - first) * TILE_N
     if zeros is None:
-        return torch.full((rows, k_pad), middle, dtype=torch.uint8, device=device)
+        return torch.full((rows, k_pad), pad_code, dtype=torch.uint8, device=device)
     by_row = rows_of(zeros[first:last]).to(device)
     return by_row.repeat_interleave(k_pad // by_row.shape[1], dim=1)

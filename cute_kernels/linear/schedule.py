@@ -13,8 +13,9 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from cute_kernels.linear.config import GROUP_SIZES, X_PAD, LinearConfig
+from cute_kernels.linear.config import X_PAD, LinearConfig
 from cute_kernels.sm90 import MAX_SHARED_BYTES, NUM_SMS
+from cute_kernels.weight_formats import GROUP_SIZES, WeightFormat, integers
 from layouts.weights.hopper import TILE_N
 
 MAX_TOKENS = 32  # of a launch
@@ -42,7 +43,7 @@ class Problem:
         m: rows of x, 1 to MAX_TOKENS.
         n, k: of the weight, without padding.
         k_pad: K as packed.
-        bits, dtype, group_size (0: per output feature), zero_point: as in :class:`LinearConfig`.
+        format, dtype: as in :class:`LinearConfig`.
         batch_invariant: whether a row's result must not depend on how many others there are.
     """
 
@@ -50,10 +51,8 @@ class Problem:
     n: int
     k: int
     k_pad: int
-    bits: int
+    format: WeightFormat
     dtype: str
-    group_size: int
-    zero_point: bool = False
     use_pdl: bool = False
     num_sms: int = NUM_SMS
     batch_invariant: bool = False
@@ -65,7 +64,7 @@ class Problem:
 
 def weight_fields(problem: Any) -> dict[str, Any]:
     """What a configuration has of a problem's weights, dense or of experts."""
-    return {name: getattr(problem, name) for name in ("bits", "dtype", "group_size", "zero_point")}
+    return {name: getattr(problem, name) for name in ("format", "dtype")}
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ def in_flight(config: LinearConfig) -> int:
 def base_config(problem: Problem) -> LinearConfig:
     """What follows from the format and the number of rows."""
     tile_m = next(tile_m for tile_m in (8, 16, 32) if problem.m <= tile_m)
-    block_k = 256 if problem.group_size == 256 else 128
+    block_k = 256 if problem.format.group_size == 256 else 128
     if problem.k_pad % block_k:
         block_k = 64
     return LinearConfig(
@@ -225,9 +224,9 @@ def shares_activations(problem: Problem, tile_m: int) -> bool:
 
     With small groups, 32 tokens of two tiles and their scales are more than 168 registers hold.
     """
-    if problem.bits == 8 or problem.num_tiles == 1:
+    if problem.format.bits == 8 or problem.num_tiles == 1:
         return False
-    return tile_m < 32 or problem.group_size not in (32, 64)
+    return tile_m < 32 or problem.format.group_size not in (32, 64)
 
 
 def most_x_bytes(base: LinearConfig) -> int:
@@ -249,9 +248,9 @@ def shipped_configs() -> list[LinearConfig]:
     """Configurations that ship: every format in bf16, the most common ones in fp16, for 1 and 8 rows of x; the most
     common one of all for layers of more features, too."""
     configs: dict[LinearConfig, None] = {}
-    formats = [("bf16", group_size) for group_size in GROUP_SIZES] + [("fp16", 0), ("fp16", 128)]
+    formats = [("bf16", group_size) for group_size in (0, *GROUP_SIZES)] + [("fp16", 0), ("fp16", 128)]
     for bits, (dtype, group_size), zero_point, m in product((4, 8), formats, (False, True), (1, 8)):
-        problem = Problem(m, 8192, 8192, 8192, bits, dtype, group_size, zero_point)
+        problem = Problem(m, 8192, 8192, 8192, integers(bits, group_size, zero_point), dtype)
         configs[make_schedule(problem).config] = None
         if (dtype, group_size, zero_point) == ("bf16", 128, False):
             configs[make_schedule(replace(problem, n=57344)).config] = None

@@ -13,8 +13,9 @@ import torch
 
 from cute_kernels.arguments import check_count
 from cute_kernels.linear.experts import PackedExperts, stack_experts
-from cute_kernels.linear.quantize import pack_codes
-from cute_kernels.linear.weight import GROUP_SIZES, TILE_N, PackedWeight, rows_of
+from cute_kernels.linear.quantize import pack, without_symmetric
+from cute_kernels.linear.weight import TILE_N, PackedWeight, rows_of
+from cute_kernels.weight_formats import GROUP_SIZES, IntegerFormat, WeightFormat
 
 Weight = TypeVar("Weight", PackedWeight, PackedExperts)
 
@@ -38,14 +39,8 @@ def slice_outputs(weight: Weight, start: int, stop: int) -> Weight:
         return _rows(weight, start + first, start + last)[:, :k]
 
     zeros = None if weight.zeros is None else rows_of(weight.zeros)[start:stop, :groups]
-    packed = pack_codes(
-        codes_of,
-        rows_of(weight.scales)[start:stop, :groups],
-        zeros,
-        bits=weight.bits,
-        group_size=weight.group_size,
-        shape=(stop - start, k),
-    )
+    form, zeros = _simplest(weight.format, zeros)
+    packed = pack(form, codes_of, rows_of(weight.scales)[start:stop, :groups], zeros, shape=(stop - start, k))
     # The codes are in packed order already.
     return replace(packed, perm=weight.perm, input_scale=weight.input_scale, check_values=False)
 
@@ -62,7 +57,7 @@ def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
         start, stop: 0 <= start < stop <= K; with groups, start is a multiple of 32.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; the message names it.
+        TypeError, ValueError: an argument is not as above, or the format has no such groups; the message names it.
     """
     if isinstance(weight, PackedExperts):
         return stack_experts([slice_inputs(each, start, stop) for each in weight])
@@ -83,15 +78,14 @@ def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
 
     zeros = None if weight.zeros is None else rows_of(weight.zeros)[:n, groups]
     scale = weight.input_scale
-    return pack_codes(
-        codes_of,
-        rows_of(weight.scales)[:n, groups],
-        zeros,
-        bits=weight.bits,
-        group_size=size,
-        shape=(n, stop - start),
-        input_scale=None if scale is None else scale[start:stop],
-    )
+    form, zeros = _simplest(weight.format.with_group_size(size or 0), zeros)
+    scale = None if scale is None else scale[start:stop]
+    return pack(form, codes_of, rows_of(weight.scales)[:n, groups], zeros, shape=(n, stop - start), input_scale=scale)
+
+
+def _simplest(form: WeightFormat, zeros: torch.Tensor | None) -> tuple[WeightFormat, torch.Tensor | None]:
+    """Without zero points of integers that are all the symmetric one."""
+    return without_symmetric(form, zeros) if isinstance(form, IntegerFormat) else (form, zeros)
 
 
 def _checked(weight: PackedWeight, start: int, stop: int, dim: int) -> tuple[int, int]:

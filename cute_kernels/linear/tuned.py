@@ -16,6 +16,8 @@ from cute_kernels.linear.wgmma import schedule as many
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.tuned import Choice, choice_of, shipped_tables
+from cute_kernels.weight_formats import WeightFormat
+from cute_kernels.weight_formats.base import of_table_name
 
 FEW, MANY = "few_rows", "many_rows"
 MOST_ALIKE = 16  # rows that are in one tile whichever kernel serves them
@@ -56,16 +58,16 @@ class Candidate(Generic[S]):
 
 def weight_name(problem: Any) -> str:
     """The weight of a problem as keys of tables name it."""
-    return f"w{problem.bits}_{problem.dtype}_g{problem.group_size or 'channel'}{'z' if problem.zero_point else ''}"
+    return problem.format.table_name(problem.dtype)
 
 
-WEIGHT_PATTERN = r"w(4|8)_(bf16|fp16)_g(channel|\d+)(z?)"
+WEIGHT_PATTERN = r"([a-z0-9]+_[a-z0-9]+_[a-z0-9]+)"
 
 
-def weight_of(n: int, k: int, bits: str, dtype: str, group: str, zero: str) -> tuple[Any, ...]:
-    """Fields of a problem, from n to zero_point, of what `WEIGHT_PATTERN` has matched."""
-    group_size = 0 if group == "channel" else int(group)
-    return n, k, padded_shape((n, k), group_size or None)[1], int(bits), dtype, group_size, bool(zero)
+def weight_of(n: int, k: int, name: str) -> tuple[int, int, int, WeightFormat, str] | None:
+    """Fields of a problem, from n to dtype, of a weight's name in a key; None if there is no such format."""
+    found = of_table_name(name)
+    return None if found is None else (n, k, padded_shape((n, k), found[0].group_size)[1], *found)
 
 
 def key_of(problem: Problem) -> str:
@@ -78,8 +80,8 @@ def problem_of(key: str) -> Problem | None:
     match = re.fullmatch(rf"linear {WEIGHT_PATTERN} n(\d+) k(\d+) m(\d+) sms(\d+)", key)
     if match is None:
         return None
-    *weight, n, k, m, num_sms = match.groups()
-    return Problem(int(m), *weight_of(int(n), int(k), *weight), num_sms=int(num_sms))
+    weight = weight_of(int(match[2]), int(match[3]), match[1])
+    return None if weight is None else Problem(int(match[4]), *weight, num_sms=int(match[5]))
 
 
 def candidates(problem: Problem) -> Iterator[Candidate[Schedule | TileSchedule]]:

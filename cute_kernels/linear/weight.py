@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, replace
 from typing import Any, ClassVar
@@ -11,20 +10,19 @@ import torch
 from torch.compiler import is_compiling
 
 from cute_kernels.arguments import check_count, check_flag, check_matrix_shape, check_tensors, device_of, is_one_of
+from cute_kernels.weight_formats import GROUP_SIZES, IntegerFormat, WeightFormat, integers, weight_format
+from cute_kernels.weight_formats.base import CODE_BITS as BITS
+from cute_kernels.weight_formats.integers import SCALE_DTYPES as SCALE_DTYPES
 from layouts.transform import unpack
 from layouts.weights import hopper
 
 TILE_N = hopper.TILE_N
 TILE_BYTES = hopper.TILE_BYTES
 K_MULTIPLE = 64
-BITS = (4, 8)
-GROUP_SIZES = (32, 64, 128, 256)
-SCALE_DTYPES = (torch.bfloat16, torch.float16)
-SCALE_LIMIT = 2.0**27  # what bf16 scales are below: kernels multiply them by 2**101, `linear.decode.SubnormalDecoder`
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # of state dicts: "format" says bits and group size of integers,
+KEY_VERSION = 2  # or the bytes of another format's key
 TENSOR_NAMES = ("codes", "scales", "zeros", "perm", "input_scale")
 BLOCK_ELEMENTS = 1 << 21  # of a weight that is unpacked at a time: 8 MB in fp32, which caches hold
-_FORMAT_FIELDS = ("version", "N", "K", "bits", "group_size")
 
 
 def symmetric_zero(bits: int) -> int:
@@ -52,22 +50,20 @@ def row_blocks(num_tiles: int, k: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedWeight:
-    """A weight [N, K] (out_features, in_features) in 4- or 8-bit codes: W[n, k] = (code - zero) * scale.
+    """A weight [N, K] (out_features, in_features) in 4- or 8-bit codes of a format; of integers
+    W[n, k] = (code - zero) * scale.
 
-    One set of tensors serves every kernel of the family. N and K are padded to N_pad and K_pad (`padded_shape`) with
-    codes that stand for 0; G is the number of groups along K_pad. The product is taken in fp32, where it is exact, and
-    rounded once.
+    One set of tensors serves every kernel of the family. N and K are padded to N_pad and K_pad (`padded_shape`); G is
+    the number of groups along K_pad. What codes stand for is exact in fp32, and rounded once.
 
     Args:
         codes: uint8 [N_pad / 64, K_pad / tile_k, 2048], unsigned codes in the order of `layouts.weights.hopper`; tile_k
             is 64 for 4-bit codes and 32 for 8-bit ones. bf16 and fp16 activations read the same bytes.
-        scales: bf16 or fp16 [N_pad / 64, G, 64]: an N tile's scales of consecutive groups lie together. Their dtype is
-            that of the activations. bf16 ones are below 2**27.
-        zeros: uint8 [N_pad / 64, G, 64], 0 to 16 of 4-bit codes, or None for a symmetric weight, whose zero is code 8
-            or 128.
-        bits: 4 or 8.
-        group_size: consecutive inputs that share a scale: 32, 64, 128 or 256, or None for one scale per row, which -1
-            becomes.
+        scales: [N_pad / 64, G, 64], an N tile's scales of consecutive groups lie together: of integers bf16, below
+            2**27, or fp16, which is the dtype of the activations; of other formats `WeightFormat.scale_dtype`.
+        zeros: uint8 [N_pad / 64, G, 64] of a format with zero points, 0 to 16 of 4-bit codes; else None: the zero of
+            integers is code 8 or 128.
+        format: `cute_kernels.weight_formats.integers(bits, group_size, zero_points)`, or another one.
         shape: (N, K), without padding.
         perm: int32 [K], a permutation, or None: position i of the packed K axis takes input perm[i] (act-order).
         input_scale: [K] in the dtype of the scales, or None: what inputs are multiplied with first (AWQ's pre-scale).
@@ -82,8 +78,7 @@ class PackedWeight:
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
-    bits: int
-    group_size: int | None
+    format: WeightFormat
     shape: tuple[int, int]
     perm: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
@@ -100,24 +95,22 @@ class PackedWeight:
     _is_hf_initialized = True  # what transformers' initialisation of a loaded model asks each `weight` that it finds
 
     def __post_init__(self, check_values: bool) -> None:
-        if self.group_size == -1:
-            object.__setattr__(self, "group_size", None)
-        check_format(self.bits, self.group_size, self.shape)
+        check_weight_format(self.format)
+        check_matrix_shape("shape", self.shape)
         check_tensors(codes=self.codes, scales=self.scales)
         n_pad, k_pad = padded_shape(self.shape, self.group_size)
         tiles, k = n_pad // TILE_N, self.shape[1]
         per_group = (tiles, num_groups(self.shape, self.group_size), TILE_N)
-        if self.scales.dtype not in SCALE_DTYPES:
-            raise TypeError(f"scales: got dtype {self.scales.dtype}, want torch.bfloat16 or torch.float16")
+        dtype = self.format.activation_dtype(self.scales.dtype)
+        check_presence(self.zeros, self.format)
         self._check("codes", torch.uint8, (tiles, k_pad // hopper.tile_k(self.bits), TILE_BYTES))
         self._check("scales", self.scales.dtype, per_group)
         self._check("zeros", torch.uint8, per_group)
         self._check("perm", torch.int32, (k,))
-        self._check("input_scale", self.scales.dtype, (k,))
+        self._check("input_scale", dtype, (k,))
         check_flag("check_values", check_values)
         if check_values and has_values(self.codes):
-            check_scales("scales", self.scales)
-            check_zeros("zeros", self.zeros, self.bits)
+            self.format.check_values(self.scales, self.zeros)
             if self.perm is not None:
                 check_permutation("perm", self.perm)
 
@@ -130,9 +123,7 @@ class PackedWeight:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
         if tuple(tensor.shape) != shape:
             n, k = self.shape
-            kind = (
-                f"{self.bits}-bit [{n}, {k}] in {'rows' if self.group_size is None else f'groups of {self.group_size}'}"
-            )
+            kind = f"{self.bits}-bit [{n}, {k}] in {f'groups of {self.group_size}' if self.group_size else 'rows'}"
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, want {list(shape)} for a weight of {kind}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: got strides {tensor.stride()}, want a contiguous tensor")
@@ -140,9 +131,19 @@ class PackedWeight:
             raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {self.codes.device}, where codes is")
 
     @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self.format.bits
+
+    @property
+    def group_size(self) -> int | None:
+        """Consecutive inputs that share a scale; None for one scale per row."""
+        return self.format.group_size or None
+
+    @property
     def dtype(self) -> torch.dtype:
-        """Of the scales, and of the activations that the weight takes."""
-        return self.scales.dtype
+        """Of the activations that the weight takes; that of the scales of integers."""
+        return self.format.activation_dtype(self.scales.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -166,7 +167,8 @@ class PackedWeight:
 
     def __repr__(self) -> str:
         n, k = self.shape
-        parts = [f"{self.bits}-bit", f"[{n}, {k}]", f"group_size={self.group_size}", str(self.dtype)]
+        kind = f"{self.bits}-bit" if isinstance(self.format, IntegerFormat) else self.format.key
+        parts = [kind, f"[{n}, {k}]", f"group_size={self.group_size}", str(self.dtype)]
         parts += [f"with {name}" for name in ("zeros", "perm", "input_scale") if getattr(self, name) is not None]
         return f"PackedWeight({', '.join(parts)}, {self.nbytes / 1e6:.1f} MB on {self.device})"
 
@@ -204,9 +206,8 @@ class PackedWeight:
         """Rows 64 * first to 64 * last of W as exact fp32 products [rows, K]; the rows that pad N are left out."""
         codes = self.unpack_tiles(first, last)
         rows, groups = codes.shape[0], self.scales.shape[1]
-        w = codes.view(rows, groups, -1).float()
-        w -= symmetric_zero(self.bits) if self.zeros is None else rows_of(self.zeros[first:last]).unsqueeze(-1).float()
-        w *= rows_of(self.scales[first:last]).unsqueeze(-1).float()
+        zeros = None if self.zeros is None else rows_of(self.zeros[first:last])
+        w = self.format.dequantize(codes.view(rows, groups, -1), rows_of(self.scales[first:last]), zeros)
         w = w.view(rows, -1)[: self.shape[0] - first * TILE_N, : self.shape[1]]
         if self.perm is None:
             return w
@@ -288,10 +289,10 @@ class PackedWeight:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The tensors by the names of their fields, and "format", int64 [5]: version, N, K, bits, group_size or 0.
 
-        What safetensors or `torch.save` keep of a weight; `from_state_dict` is the inverse.
+        Of a format other than integers "format" is version 2, N, K, and the bytes of its key. What safetensors or
+        `torch.save` keep of a weight; `from_state_dict` is the inverse.
         """
-        fields = (FORMAT_VERSION, *self.shape, self.bits, self.group_size or 0)
-        return {**self._tensors(), "format": torch.tensor(fields, dtype=torch.int64)}
+        return {**self._tensors(), "format": format_numbers(self.format, self.shape)}
 
     @classmethod
     def from_state_dict(cls, tensors: dict[str, torch.Tensor]) -> PackedWeight:
@@ -311,16 +312,9 @@ class PackedWeight:
             raise ValueError(
                 f"{unknown[0]}: got a tensor of that name, want none but {', '.join(TENSOR_NAMES)}, format"
             )
-        found = tensors["format"]
-        if found.dtype != torch.int64 or tuple(found.shape) != (len(_FORMAT_FIELDS),):
-            raise ValueError(f"format: got {found.dtype} {list(found.shape)}, want torch.int64 [{len(_FORMAT_FIELDS)}]")
-        if found.is_meta:
-            raise ValueError("format: got a tensor without data (meta), want one on a CPU or CUDA device")
-        version, n, k, bits, group_size = found.tolist()
-        if version != FORMAT_VERSION:
-            raise ValueError(f"format: got version {version}, want {FORMAT_VERSION}")
+        found, shape, _ = format_of_numbers(tensors["format"], tensors.get("zeros") is not None)
         fields: dict[str, Any] = {name: tensors.get(name) for name in TENSOR_NAMES}
-        return cls(**fields, bits=bits, group_size=group_size or None, shape=(n, k))
+        return cls(**fields, format=found, shape=shape)
 
 
 def rows_of(tiled: torch.Tensor) -> torch.Tensor:
@@ -328,11 +322,64 @@ def rows_of(tiled: torch.Tensor) -> torch.Tensor:
     return tiled.transpose(1, 2).flatten(0, 1)
 
 
+def format_numbers(weight_format: WeightFormat, shape: tuple[int, int], *more: int) -> torch.Tensor:
+    """What state dicts say of a weight beside its tensors, int64; more: what stands behind the format."""
+    if isinstance(weight_format, IntegerFormat):
+        numbers = (FORMAT_VERSION, *shape, weight_format.bits, weight_format.group_size, *more)
+    else:
+        numbers = (KEY_VERSION, *shape, *more, *weight_format.key.encode())
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def format_of_numbers(
+    found: torch.Tensor, has_zeros: bool, more: int = 0
+) -> tuple[WeightFormat, tuple[int, int], tuple[int, ...]]:
+    """(format, shape, what is more) of `format_numbers`.
+
+    Raises:
+        ValueError: they are not such numbers, or name no format.
+    """
+    integer = 5 + more
+    if found.dtype != torch.int64 or found.dim() != 1 or found.numel() < integer:
+        raise ValueError(f"format: got {found.dtype} {list(found.shape)}, want torch.int64 [{integer}]")
+    if found.is_meta:
+        raise ValueError("format: got a tensor without data (meta), want one on a CPU or CUDA device")
+    version, n, k, *rest = found.tolist()
+    if version not in (FORMAT_VERSION, KEY_VERSION):
+        raise ValueError(f"format: got version {version}, want {FORMAT_VERSION} or {KEY_VERSION}")
+    if version == KEY_VERSION:
+        numbers = rest[more:]
+        if not all(0 <= number < 128 for number in numbers):
+            raise ValueError(f"format: got {numbers}, want the bytes of a format's key")
+        return weight_format(bytes(numbers).decode()), (n, k), tuple(rest[:more])
+    if found.numel() != integer:
+        raise ValueError(f"format: got {found.dtype} {list(found.shape)}, want torch.int64 [{integer}]")
+    bits, group_size = rest[:2]
+    check_format(bits, group_size or None, (n, k))
+    return integers(bits, group_size or None, has_zeros), (n, k), tuple(rest[2:])
+
+
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
+def check_weight_format(weight_format: Any) -> None:
+    """Raises TypeError unless it is the object of a format."""
+    if not isinstance(weight_format, WeightFormat):
+        raise TypeError(
+            f"format: got {weight_format!r}, want a WeightFormat, such as "
+            "cute_kernels.weight_formats.integers(bits, group_size, zero_points)"
+        )
+
+
+def check_presence(zeros: Any, weight_format: WeightFormat) -> None:
+    """Raises ValueError unless there are zero points just where the format has some."""
+    if (zeros is not None) != bool(weight_format.has_zeros):
+        found, wanted = ("none", "some") if zeros is None else ("some", "None")
+        raise ValueError(f"zeros: got {found}, want {wanted} for a weight in the format {weight_format.key}")
+
+
 def check_format(bits: Any, group_size: Any, shape: Any) -> None:
-    """Raises TypeError or ValueError unless there is such a format of weights."""
+    """Raises TypeError or ValueError unless there is such a format of integers."""
     if not is_one_of(bits, BITS):
         raise ValueError(f"bits: got {bits!r}, want 4 or 8")
     group_size = per_row(group_size)
@@ -352,37 +399,6 @@ def has_values(tensor: torch.Tensor) -> bool:
     if is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def check_scales(name: str, scales: torch.Tensor) -> None:
-    """Raises ValueError if kernels have no room for a bf16 scale, which none of a usual weight comes near.
-
-    Waits for a GPU; of tensors without data (meta) nothing is known. NaN is left to become the results' NaN.
-    """
-    if scales.dtype != torch.bfloat16 or scales.is_meta:
-        return
-    least, most = _range_of(scales)
-    if math.isnan(most):
-        least, most = _range_of(scales.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
-    largest = max(-least, most)
-    if largest >= SCALE_LIMIT:
-        raise ValueError(f"{name}: got a scale of {largest:g}, want bf16 scales below 2**27 = {SCALE_LIMIT:.0f}")
-
-
-def _range_of(numbers: torch.Tensor) -> list[float]:
-    """[least, most], NaN if there is any, without a copy of the numbers."""
-    return torch.stack((numbers.amin(), numbers.amax())).tolist()
-
-
-def check_zeros(name: str, zeros: torch.Tensor | None, bits: int) -> None:
-    """Raises ValueError if kernels cannot subtract a zero point, uint8, from codes of so many bits; waits for a GPU.
-
-    Any byte comes off 8-bit codes. Of 4-bit ones up to 16 do: four bits further up, as the second row of a fragment has
-    them, more are no subnormal bf16 number (`linear.decode.SubnormalDecoder`). Checkpoints have no more.
-    """
-    top = 1 << bits
-    if zeros is not None and bits < 8 and int(zeros.max()) > top:
-        raise ValueError(f"{name}: got the zero point {int(zeros.max())}, want 0 to {top} for {bits}-bit codes")
 
 
 def check_permutation(name: str, perm: torch.Tensor) -> None:

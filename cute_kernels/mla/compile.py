@@ -24,7 +24,7 @@ class _MlaFamily(KernelSpec):
     family: ClassVar[str] = "mla"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
 

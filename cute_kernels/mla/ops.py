@@ -5,20 +5,22 @@ What decides a call (its problem) is kept for the next one like it, so that a re
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import DEBUG, needs_dispatch
+from cute_kernels import arguments
 from cute_kernels.attention.checks import check_positive
 from cute_kernels.mla import checks
 from cute_kernels.mla.formats import V_DIM
 from cute_kernels.mla.problem import DenseProblem, SparseExtras, SparseProblem
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
-from cute_kernels.runtime.plans import identity, keep
+from cute_kernels.runtime.operator import Operator, launcher, route
+from cute_kernels.runtime.plans import identity
 
-_dense_problems: dict[tuple[Any, ...], DenseProblem] = {}
-_sparse_problems: dict[tuple[Any, ...], SparseProblem] = {}
+Results = tuple[torch.Tensor, torch.Tensor]
+SparseResults = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 # -- dense -------------------------------------------------------------------------------------------------------------
@@ -35,39 +37,64 @@ def dense(
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of :func:`cute_kernels.mla.mla_decode`, wherever the tensors are."""
-    arguments = (q, cache, block_table, seq_lens, kv_format, softmax_scale, causal)
-    if needs_dispatch(q=q, cache=cache, block_table=block_table, seq_lens=seq_lens):
-        result, lse = torch.ops.cute_kernels.mla_decode(*arguments)
-        return _copied(result, out), lse
-    return (_launch_dense if q.is_cuda else _dense_here)(*arguments, out)
+    tensors = {"q": q, "cache": cache, "block_table": block_table, "seq_lens": seq_lens}
+    path = route(cuda=launch_dense, cpu=_dense_here, operator=_dense_through_operator, **tensors)
+    return path(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out)
 
 
-def _launch_dense(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_format: str,
-    softmax_scale: float | None,
-    causal: bool,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from cute_kernels.mla import plan  # the kernels' side
+def _dense_through_operator(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out) -> Results:
+    result, lse = _dense_operator(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal)
+    return _copied(result, out), lse
 
-    tensors = (q, cache, block_table, seq_lens)
-    key = (kv_format, causal, *map(identity, tensors))
-    problem = _dense_problems.get(key)
-    if problem is None:
-        problem = checks.dense_problem(*tensors, kv_format=kv_format, causal=causal)
-        checks.check_alignment(problem, q=q, cache=cache)
-        keep(_dense_problems, key, problem)
-    scale = _scale_of(problem, softmax_scale)
+
+@dataclass(frozen=True)
+class DensePlan:
+    """What of a call stays the same between calls of the same shapes, strides, dtypes, device and options."""
+
+    problem: DenseProblem
+    device_index: int
+
+    def launch(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        kv_format: str,
+        softmax_scale: float | None,
+        causal: bool,
+        out: torch.Tensor | None = None,
+    ) -> Results:
+        """Launches on the current stream of the plan's device, which is the current one."""
+        from cute_kernels.mla import plan  # the kernels' side
+
+        scale = _scale_of(self.problem, softmax_scale)
+        _check_out(self.problem, out)
+        return plan.dense(self.problem, q, cache, block_table, seq_lens, scale, out)
+
+
+def _dense_key(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out=None) -> tuple[Any, ...]:
+    return kv_format, causal, identity(q), identity(cache), identity(block_table), identity(seq_lens)
+
+
+def _dense_checked(
+    q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out=None
+) -> tuple[DenseProblem, torch.Tensor | None]:
+    problem = checks.dense_problem(q, cache, block_table, seq_lens, kv_format=kv_format, causal=causal)
+    checks.check_alignment(problem, q=q, cache=cache)
+    _scale_of(problem, softmax_scale)
     _check_out(problem, out)
-    if DEBUG:
+    if arguments.DEBUG:
         checks.check_dense_values(problem, block_table, seq_lens)
-    if problem.is_empty:
-        return _nothing(problem, out)
-    return plan.dense(problem, q, cache, block_table, seq_lens, scale, out)
+    return problem, out
+
+
+def _dense_plan(checked: tuple[DenseProblem, torch.Tensor | None]) -> DensePlan | None:
+    problem, _ = checked
+    return None if problem.is_empty else DensePlan(problem, _index_of(problem))
+
+
+launch_dense = launcher(_dense_key, _dense_checked, _dense_plan, empty=lambda checked: _nothing(*checked))
 
 
 def _dense_here(
@@ -107,42 +134,79 @@ def sparse(
     The greatest scores, fp32 [batch, q_len, num_heads], are empty unless asked for.
     """
     given = {name: tensor for name, tensor in extras._asdict().items() if tensor is not None}
-    if needs_dispatch(q=q, cache=cache, indices=indices, **given):
-        result, lse, top = torch.ops.cute_kernels.sparse_mla_decode(
-            q, cache, indices, kv_format, softmax_scale, *extras, with_max
-        )
-        return _copied(result, out), lse, top
-    work = _launch_sparse if q.is_cuda else _sparse_here
-    return work(q, cache, indices, kv_format, softmax_scale, extras, with_max, out)
+    tensors = {"q": q, "cache": cache, "indices": indices, **given}
+    path = route(cuda=launch_sparse, cpu=_sparse_here, operator=_sparse_through_operator, **tensors)
+    return path(q, cache, indices, kv_format, softmax_scale, extras, with_max, out)
 
 
-def _launch_sparse(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    indices: torch.Tensor,
-    kv_format: str,
-    softmax_scale: float | None,
-    extras: SparseExtras,
-    with_max: bool,
-    out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from cute_kernels.mla import plan  # the kernels' side
+def _sparse_through_operator(q, cache, indices, kv_format, softmax_scale, extras, with_max, out) -> SparseResults:
+    result, lse, top = _sparse_operator(q, cache, indices, kv_format, softmax_scale, *extras, with_max)
+    return _copied(result, out), lse, top
 
-    key = (kv_format, *map(identity, (q, cache, indices)), *[None if x is None else identity(x) for x in extras])
-    problem = _sparse_problems.get(key)
-    if problem is None:
-        problem = checks.sparse_problem(q, cache, indices, kv_format=kv_format, **extras._asdict())
-        checks.check_alignment(problem, q=q, cache=cache, extra_cache=extras.extra_cache)
-        keep(_sparse_problems, key, problem)
-    scale = _scale_of(problem, softmax_scale)
+
+@dataclass(frozen=True)
+class SparsePlan:
+    """As `DensePlan`."""
+
+    problem: SparseProblem
+    device_index: int
+
+    def launch(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        indices: torch.Tensor,
+        kv_format: str,
+        softmax_scale: float | None,
+        extras: SparseExtras,
+        with_max: bool,
+        out: torch.Tensor | None,
+    ) -> SparseResults:
+        """Launches on the current stream of the plan's device, which is the current one."""
+        from cute_kernels.mla import plan  # the kernels' side
+
+        problem, scale = self.problem, _scale_of(self.problem, softmax_scale)
+        _check_out(problem, out)
+        top = q.new_empty(problem.out_shape[:3] if with_max else 0, dtype=torch.float32)
+        result, lse = plan.sparse(problem, q, cache, indices, scale, out, *extras, top if with_max else None)
+        return result, lse, top
+
+
+class CheckedSparse(NamedTuple):
+    """A sparse call after its checks."""
+
+    problem: SparseProblem
+    with_max: bool
+    out: torch.Tensor | None
+
+
+def _sparse_key(q, cache, indices, kv_format, softmax_scale, extras, with_max, out) -> tuple[Any, ...]:
+    given = [None if x is None else identity(x) for x in extras]
+    return kv_format, identity(q), identity(cache), identity(indices), *given
+
+
+def _sparse_checked(q, cache, indices, kv_format, softmax_scale, extras, with_max, out) -> CheckedSparse:
+    problem = checks.sparse_problem(q, cache, indices, kv_format=kv_format, **extras._asdict())
+    checks.check_alignment(problem, q=q, cache=cache, extra_cache=extras.extra_cache)
+    _scale_of(problem, softmax_scale)
     _check_out(problem, out)
-    if DEBUG:
+    if arguments.DEBUG:
         _check_values(problem, indices, extras)
-    top = q.new_empty(problem.out_shape[:3] if with_max else 0, dtype=torch.float32)
-    if problem.is_empty:
-        return *_nothing(problem, out), top.fill_(-torch.inf)
-    result, lse = plan.sparse(problem, q, cache, indices, scale, out, *extras, top if with_max else None)
-    return result, lse, top
+    return CheckedSparse(problem, with_max, out)
+
+
+def _sparse_plan(checked: CheckedSparse) -> SparsePlan | None:
+    problem = checked.problem
+    return None if problem.is_empty else SparsePlan(problem, _index_of(problem))
+
+
+def _sparse_nothing(checked: CheckedSparse) -> SparseResults:
+    problem, with_max, out = checked
+    result, lse = _nothing(problem, out)
+    return result, lse, torch.full_like(lse, -torch.inf) if with_max else lse.new_empty(0)
+
+
+launch_sparse = launcher(_sparse_key, _sparse_checked, _sparse_plan, empty=_sparse_nothing)
 
 
 def _sparse_here(
@@ -159,7 +223,7 @@ def _sparse_here(
     options: dict[str, Any] = {"kv_format": kv_format, **extras._asdict()}
     problem = checks.sparse_problem(q, cache, indices, **options)
     _check_out(problem, out)
-    if DEBUG:
+    if arguments.DEBUG:
         _check_values(problem, indices, extras)
     result, lse, top = sparse_mla_decode_reference(q, cache, indices, softmax_scale=softmax_scale, **options)
     return (result.to(q.dtype) if out is None else out.copy_(result)), lse, (top if with_max else top.new_empty(0))
@@ -172,6 +236,11 @@ def _check_values(problem: SparseProblem, indices: torch.Tensor, extras: SparseE
 
 
 # -- both --------------------------------------------------------------------------------------------------------------
+
+
+def _index_of(problem: DenseProblem | SparseProblem) -> int:
+    """As `Tensor.get_device` has it."""
+    return -1 if problem.device.index is None else problem.device.index
 
 
 def _scale_of(problem: DenseProblem | SparseProblem, softmax_scale: float | None) -> float:
@@ -202,19 +271,6 @@ def _copied(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
 
 # -- the operators -----------------------------------------------------------------------------------------------------
 
-_library = torch.library.Library("cute_kernels", "FRAGMENT")
-_library.define(
-    "mla_decode(Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens, str kv_format, float? softmax_scale, "
-    "bool causal) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "sparse_mla_decode(Tensor q, Tensor cache, Tensor indices, str kv_format, float? softmax_scale, "
-    "Tensor? topk_length, Tensor? sinks, Tensor? extra_cache, Tensor? extra_indices, Tensor? extra_topk_length, "
-    "bool with_max) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
 
 def _dense_on_meta(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal):
     rows = q.shape[:3]
@@ -232,12 +288,21 @@ def _sparse_on_cpu(q, cache, indices, kv_format, softmax_scale, *others):
 
 
 def _sparse_on_cuda(q, cache, indices, kv_format, softmax_scale, *others):
-    return _launch_sparse(q, cache, indices, kv_format, softmax_scale, SparseExtras(*others[:-1]), others[-1], None)
+    return launch_sparse(q, cache, indices, kv_format, softmax_scale, SparseExtras(*others[:-1]), others[-1], None)
 
 
-_library.impl("mla_decode", _dense_here, "CPU")
-_library.impl("mla_decode", _launch_dense, "CUDA")
-torch.library.register_fake("cute_kernels::mla_decode", _dense_on_meta, lib=_library)
-_library.impl("sparse_mla_decode", _sparse_on_cpu, "CPU")
-_library.impl("sparse_mla_decode", _sparse_on_cuda, "CUDA")
-torch.library.register_fake("cute_kernels::sparse_mla_decode", _sparse_on_meta, lib=_library)
+_dense_operator = Operator(
+    "mla_decode(Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens, str kv_format, float? softmax_scale, "
+    "bool causal) -> (Tensor, Tensor)",
+    cpu=_dense_here,
+    cuda=launch_dense,
+    meta=_dense_on_meta,
+)
+_sparse_operator = Operator(
+    "sparse_mla_decode(Tensor q, Tensor cache, Tensor indices, str kv_format, float? softmax_scale, "
+    "Tensor? topk_length, Tensor? sinks, Tensor? extra_cache, Tensor? extra_indices, Tensor? extra_topk_length, "
+    "bool with_max) -> (Tensor, Tensor, Tensor)",
+    cpu=_sparse_on_cpu,
+    cuda=_sparse_on_cuda,
+    meta=_sparse_on_meta,
+)

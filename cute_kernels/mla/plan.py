@@ -98,11 +98,8 @@ def dense(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [batch, q_len, num_heads, 512] in q's dtype, lse fp32 [batch, q_len, num_heads]) on the current stream.
 
-    The arguments fit the problem and each other.
+    The arguments fit the problem and each other, and q's device is the current one.
     """
-    if q.get_device() != torch._C._cuda_getDevice():
-        with torch.cuda.device(q.device):
-            return dense(problem, q, cache, block_table, seq_lens, softmax_scale, out)
     plan = _plan("paged", problem.cache, problem.head_dim, problem.device, *dense_shape(problem))
     pages = (*_pages(problem.cache, cache), problem.cache.num_pages)
     table = block_table.data_ptr(), problem.table_stride, problem.max_pages, seq_lens.data_ptr(), int(problem.causal)
@@ -124,12 +121,6 @@ def sparse(
     max_logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`dense`; max_logits: fp32 [batch, q_len, num_heads], written unless None."""
-    if q.get_device() != torch._C._cuda_getDevice():
-        with torch.cuda.device(q.device):
-            return sparse(
-                problem, q, cache, indices, softmax_scale, out, topk_length, attn_sink, extra_cache, extra_indices,
-                extra_topk_length, max_logits,
-            )  # fmt: skip
     topk = problem.topk + problem.extra_topk
     plan = _plan(
         "sparse",

@@ -21,7 +21,7 @@ class WriteSpec(KernelSpec):
     config: WriteConfig
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:

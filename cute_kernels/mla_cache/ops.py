@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import DEBUG, check_tensors, needs_dispatch, shape_of
+from cute_kernels import arguments
+from cute_kernels.arguments import check_tensors, shape_of
 from cute_kernels.kv_cache.rope import rope_of
 from cute_kernels.mla.formats import MlaFormat, format_of
 from cute_kernels.mla.problem import CacheShape
@@ -19,11 +20,9 @@ from cute_kernels.mla_cache.call import (
 )
 from cute_kernels.mla_cache.plan import AppendMlaPlan, bulk_config, function_of, make_plan, place_arguments
 from cute_kernels.mla_cache.reference import append_mla_reference
-from cute_kernels.runtime.plans import identity, keep
+from cute_kernels.runtime.operator import Operator, launcher, route
+from cute_kernels.runtime.plans import identity
 from layouts.kv.mla import ROPE_DIM
-
-_plans: dict[tuple[Any, ...], AppendMlaPlan] = {}
-
 
 # -- append ------------------------------------------------------------------------------------------------------------
 
@@ -36,11 +35,12 @@ def append(call: AppendCall) -> None:
         "cache": call.cache,
         "slot_mapping": call.slot_mapping,
     }
-    if needs_dispatch(**tensors):
-        rope = None if call.rope is None else call.rope.text
-        torch.ops.cute_kernels.append_mla(*call[:5], rope, call.position_ids)
-    else:
-        (_launch_append if call.latent.is_cuda else _append_here)(call)
+    route(cuda=launch_append, cpu=_append_here, operator=_append_through_operator, **tensors)(call)
+
+
+def _append_through_operator(call: AppendCall) -> None:
+    rope = None if call.rope is None else call.rope.text
+    _append_operator(*call[:5], rope, call.position_ids)
 
 
 def _append_here(call: AppendCall) -> None:
@@ -49,23 +49,29 @@ def _append_here(call: AppendCall) -> None:
     append_mla_reference(call, shape)
 
 
-def _launch_append(call: AppendCall) -> None:
+def _append_key(call: AppendCall) -> tuple[Any, ...]:
     positions = call.position_ids
-    key = (
+    return (
         *map(identity, call[:4]),
         call.kv_format,
         None if call.rope is None else call.rope.text,
         None if positions is None else identity(positions),
     )
-    plan = _plans.get(key)
-    if plan is None:
-        shape = check_append(call)
-        if not (call.num_tokens and shape.num_slots):
-            return
-        plan = keep(_plans, key, make_plan(call, shape))
-    if DEBUG:
-        check_append_values(call, plan.shape)
-    plan.launch(call)
+
+
+def _append_checked(call: AppendCall) -> tuple[AppendCall, CacheShape]:
+    shape = check_append(call)
+    if arguments.DEBUG:
+        check_append_values(call, shape)
+    return call, shape
+
+
+def _append_plan(checked: tuple[AppendCall, CacheShape]) -> AppendMlaPlan | None:
+    call, shape = checked
+    return make_plan(call, shape) if call.num_tokens and shape.num_slots else None
+
+
+launch_append = launcher(_append_key, _append_checked, _append_plan, empty=lambda checked: None)
 
 
 # -- quantise ----------------------------------------------------------------------------------------------------------
@@ -73,10 +79,12 @@ def _launch_append(call: AppendCall) -> None:
 
 def quantize(x: Any, kv_format: str, out: torch.Tensor | None) -> torch.Tensor:
     """See `cute_kernels.mla_cache.quantize_mla_kv`."""
-    if needs_dispatch(x=x):
-        rows = torch.ops.cute_kernels.quantize_mla_kv(x, kv_format)
-        return rows if out is None else _bytes_copied(_check_out(out, x, format_of(kv_format)), rows)
-    return (_launch_quantize if x.is_cuda else _quantize_here)(x, kv_format, out)
+    return route(cuda=_launch_quantize, cpu=_quantize_here, operator=_quantize_through_operator, x=x)(x, kv_format, out)
+
+
+def _quantize_through_operator(x: torch.Tensor, kv_format: str, out: torch.Tensor | None) -> torch.Tensor:
+    rows = _quantize_operator(x, kv_format)
+    return rows if out is None else _bytes_copied(_check_out(out, x, format_of(kv_format)), rows)
 
 
 def _check_numbers(x: torch.Tensor, kv_format: str) -> MlaFormat:
@@ -144,14 +152,6 @@ def _launch_quantize(x: torch.Tensor, kv_format: str, out: torch.Tensor | None =
 
 # -- the operators -----------------------------------------------------------------------------------------------------
 
-_library = torch.library.Library("cute_kernels", "FRAGMENT")
-_library.define(
-    "append_mla(Tensor latent, Tensor k_rope, Tensor(a!) cache, Tensor slot_mapping, str kv_format, str? rope, "
-    "Tensor? position_ids) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define("quantize_mla_kv(Tensor x, str kv_format) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-
 
 def _call_of(latent, k_rope, cache, slot_mapping, kv_format, rope, position_ids) -> AppendCall:
     """The operator's arguments as a call: its rope is a text."""
@@ -165,7 +165,7 @@ def _append_on_cpu(*arguments: Any) -> None:
 
 
 def _append_on_cuda(*arguments: Any) -> None:
-    _launch_append(_call_of(*arguments))
+    launch_append(_call_of(*arguments))
 
 
 def _append_on_meta(*arguments: Any) -> None:
@@ -177,9 +177,16 @@ def _quantize_on_meta(x, kv_format):
     return x.new_empty((*x.shape[:-1], form.row_elements(x.shape[-1])), dtype=form.cache_dtypes[0])
 
 
-_library.impl("append_mla", _append_on_cpu, "CPU")
-_library.impl("append_mla", _append_on_cuda, "CUDA")
-torch.library.register_fake("cute_kernels::append_mla", _append_on_meta, lib=_library)
-_library.impl("quantize_mla_kv", _quantize_here, "CPU")
-_library.impl("quantize_mla_kv", _launch_quantize, "CUDA")
-torch.library.register_fake("cute_kernels::quantize_mla_kv", _quantize_on_meta, lib=_library)
+_append_operator = Operator(
+    "append_mla(Tensor latent, Tensor k_rope, Tensor(a!) cache, Tensor slot_mapping, str kv_format, str? rope, "
+    "Tensor? position_ids) -> ()",
+    cpu=_append_on_cpu,
+    cuda=_append_on_cuda,
+    meta=_append_on_meta,
+)
+_quantize_operator = Operator(
+    "quantize_mla_kv(Tensor x, str kv_format) -> Tensor",
+    cpu=_quantize_here,
+    cuda=_launch_quantize,
+    meta=_quantize_on_meta,
+)

@@ -24,30 +24,27 @@ class AppendMlaPlan:
 
     Attributes:
         function: the compiled kernel.
-        shape: of the cache.
         phase_steps: of the angles, kept alive; None without RoPE.
         numbers: what follows the addresses in the function's arguments.
     """
 
     function: Callable[..., Any]
     device_index: int
-    shape: CacheShape
     phase_steps: torch.Tensor | None
     numbers: tuple[int | float, ...]
 
     def launch(self, call: AppendCall) -> None:
-        """Launches on the current stream of the plan's device."""
+        """Launches on the current stream of the plan's device, which is the current one."""
         steps, positions = self.phase_steps, call.position_ids
-        with torch.cuda.device(self.device_index):
-            self.function(
-                call.latent,
-                call.k_rope,
-                call.cache.data_ptr(),
-                call.slot_mapping.data_ptr(),
-                0 if positions is None else positions.data_ptr(),
-                0 if steps is None else steps.data_ptr(),
-                *self.numbers,
-            )
+        self.function(
+            call.latent,
+            call.k_rope,
+            call.cache.data_ptr(),
+            call.slot_mapping.data_ptr(),
+            0 if positions is None else positions.data_ptr(),
+            0 if steps is None else steps.data_ptr(),
+            *self.numbers,
+        )
 
 
 def config_of(call: AppendCall) -> WriteConfig:
@@ -62,9 +59,8 @@ def make_plan(call: AppendCall, shape: CacheShape) -> AppendMlaPlan:
     check_alignment(config, shape, latent=call.latent, k_rope=call.k_rope, cache=call.cache)
     positions = call.position_ids
     return AppendMlaPlan(
-        function=function_of(config, device.index),
-        device_index=device.index,
-        shape=shape,
+        function=function_of(config, call.latent.get_device()),
+        device_index=call.latent.get_device(),
         phase_steps=None if call.rope is None else call.rope.phase_steps(device),
         numbers=(
             *place_arguments(shape),

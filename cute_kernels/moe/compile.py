@@ -8,21 +8,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.linear import compile as linear
+from cute_kernels.linear.arguments import compile_kernel
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma import compile as linear_wgmma
 from cute_kernels.linear.wgmma.config import LimbRowsConfig, WgmmaConfig
 from cute_kernels.moe import tuned
+from cute_kernels.moe.arguments import ASSIGNED, COMBINE, GATHER, GROUPED, LIMB_TILES, RANGES, ROUTING, TILES
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.moe.wgmma.schedule import TABLE_WARPS, candidate_configs
-from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
+from cute_kernels.runtime.spec import KernelSpec, check_config
+from cute_kernels.weight_formats import integers
 
-NUM_ADDRESSES, NUM_INTEGERS = 8, 15  # of a grouped product of few rows, after x,
-NUM_RANGE_ADDRESSES, NUM_RANGE_INTEGERS = 6, 10  # of one in limbs that its CTAs make,
-NUM_ASSIGNED_ADDRESSES, NUM_ASSIGNED_INTEGERS = 5, 13  # of that among assignments as they are,
-NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS = 6, 7  # and of one of many
-NUM_LIMB_INTEGERS = NUM_TILE_INTEGERS + 1  # where x comes in limbs
 MODELS = ((8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048))  # experts, topk, hidden, intermediate
 TOKENS = (1, 2, 4, 8, 32, 128, 512, 2048, 8192)
 
@@ -39,11 +37,13 @@ class GroupedSpec(KernelSpec):
     family: ClassVar[str] = "moe"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return f"grouped_{self.config.name}"
 
     def source_roots(self) -> tuple[Path, ...]:
-        return *_modules("compile", "kernel", "schedule", "work"), *linear.LinearSpec(self.config).source_roots()
+        return *_modules("arguments", "compile", "kernel", "schedule", "work"), *linear.LinearSpec(
+            self.config
+        ).source_roots()
 
     def compile(self, arch: str) -> Any:
         return compile_grouped(self.config, arch)
@@ -57,11 +57,11 @@ class GroupedWgmmaSpec(KernelSpec):
     family: ClassVar[str] = "moe"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return f"grouped_{self.config.name}"
 
     def source_roots(self) -> tuple[Path, ...]:
-        own = _modules("compile", "schedule", "wgmma/kernel", "wgmma/schedule", "wgmma/tiles")
+        own = _modules("arguments", "compile", "schedule", "wgmma/kernel", "wgmma/schedule", "wgmma/tiles")
         return *own, *linear_wgmma.WgmmaSpec(self.config).source_roots()
 
     def compile(self, arch: str) -> Any:
@@ -75,7 +75,9 @@ class RangeSpec(GroupedSpec):
     config: RangeConfig
 
     def source_roots(self) -> tuple[Path, ...]:
-        own = _modules("compile", "ranges/config", "ranges/finder", "ranges/kernel", "ranges/work", "schedule", "work")
+        own = _modules(
+            "arguments", "compile", "ranges/config", "ranges/finder", "ranges/kernel", "ranges/work", "schedule", "work"
+        )
         if self.config.lane_assignments:
             own += _modules("ranges/assigned", "ranges/assignments")
         return *own, *linear_wgmma.limb_roots(), *linear.LinearSpec(self.config).source_roots()
@@ -92,11 +94,11 @@ class GatherSpec(KernelSpec):
     family: ClassVar[str] = "moe"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
-        return _modules("compile", "config", "gather")
+        return _modules("arguments", "compile", "config", "gather")
 
     def compile(self, arch: str) -> Any:
         return compile_gather(self.config, arch)
@@ -113,11 +115,11 @@ class RoutingSpec(KernelSpec):
     family: ClassVar[str] = "moe"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
-        return _modules("compile", "config", "routing", "schedule")
+        return _modules("arguments", "compile", "config", "routing", "schedule")
 
     def compile(self, arch: str) -> Any:
         return compile_routing(self.config, arch)
@@ -131,11 +133,11 @@ class CombineSpec(KernelSpec):
     family: ClassVar[str] = "moe"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
-        return _modules("compile", "config", "combine")
+        return _modules("arguments", "compile", "config", "combine")
 
     def compile(self, arch: str) -> Any:
         return compile_combine(self.config, arch)
@@ -150,7 +152,7 @@ def shipped_specs() -> list[KernelSpec]:
     for experts, topk, hidden, inner in MODELS:
         for tokens in TOKENS:
             count, products = tokens * topk, ((2 * inner, hidden), (hidden, inner))
-            problems = [GroupedProblem(count, experts, n, k, k, 4, "bf16", 128) for n, k in products]
+            problems = [GroupedProblem(count, experts, n, k, k, integers(4), "bf16") for n, k in products]
             layouts = [tuned.modelled(problem) for problem in problems]
             specs |= dict.fromkeys(layer_specs(count, problems, layouts))
         specs |= {GroupedWgmmaSpec(config): None for config in candidate_configs(problems[0])}
@@ -196,8 +198,7 @@ def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:
     """
     from cute_kernels.moe.kernel import GroupedKernel
 
-    check_config(config)
-    return compile_matrix_kernel(GroupedKernel(config), config.dtype, (NUM_ADDRESSES, NUM_INTEGERS), arch, *options)
+    return compile_kernel(GroupedKernel, config, GROUPED, arch, *options)
 
 
 def compile_ranges(config: RangeConfig, arch: str, *options: str) -> Any:
@@ -205,12 +206,9 @@ def compile_ranges(config: RangeConfig, arch: str, *options: str) -> Any:
     from cute_kernels.moe.ranges.assigned import AssignedRangeKernel
     from cute_kernels.moe.ranges.kernel import RangeKernel
 
-    check_config(config)
-    counts = (NUM_RANGE_ADDRESSES, NUM_RANGE_INTEGERS)
     if config.lane_assignments:
-        counts = (NUM_ASSIGNED_ADDRESSES, NUM_ASSIGNED_INTEGERS)
-    kernel = (AssignedRangeKernel if config.lane_assignments else RangeKernel)(config)
-    return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)
+        return compile_kernel(AssignedRangeKernel, config, ASSIGNED, arch, *options)
+    return compile_kernel(RangeKernel, config, RANGES, arch, *options)
 
 
 def compile_grouped_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
@@ -218,38 +216,34 @@ def compile_grouped_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
     from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel, GroupedWgmmaKernel
 
     check_config(config)
-    if config.splits_k:
+    if config.reduction.splits_k:
         raise ValueError(f"config: got parts of K, want none in a grouped product ({config})")
     if config.consumer_warps < TABLE_WARPS:
         raise ValueError(
             f"config: got {config.consumer_warps} consumer warps, want {TABLE_WARPS}, which write the table"
         )
-    counts = (NUM_TILE_ADDRESSES, NUM_LIMB_INTEGERS if config.limbs else NUM_TILE_INTEGERS)
-    kernel = (GroupedLimbKernel if config.limbs else GroupedWgmmaKernel)(config)
-    return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)
+    kind, arguments = (GroupedLimbKernel, LIMB_TILES) if config.limbs else (GroupedWgmmaKernel, TILES)
+    return compile_kernel(kind, config, arguments, arch, *options)
 
 
 def compile_gather(config: GatherConfig, arch: str, *options: str) -> Any:
     """As `compile_grouped`."""
     from cute_kernels.moe.gather import GatherKernel
 
-    check_config(config)
-    return compile_matrix_kernel(GatherKernel(config), config.dtype, (3, 1), arch, *options)
+    return compile_kernel(GatherKernel, config, GATHER, arch, *options)
 
 
 def compile_routing(config: RoutingConfig, arch: str, *options: str) -> Any:
     """As `compile_grouped`."""
     from cute_kernels.moe.routing import RoutingKernel
 
-    check_config(config)
     any_place: dict[str, int] = {"divisibility": 1, "assumed_align": config.id_bits // 8}
-    return compile_matrix_kernel(RoutingKernel(config), f"int{config.id_bits}", (3, 1), arch, *options, **any_place)
+    return compile_kernel(RoutingKernel, config, ROUTING, arch, *options, dtype=f"int{config.id_bits}", **any_place)
 
 
 def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
     """As `compile_grouped`."""
     from cute_kernels.moe.combine import CombineKernel
 
-    check_config(config)
     any_place: dict[str, int] = {"divisibility": 1, "assumed_align": 4 if config.dtype == "fp32" else 2}
-    return compile_matrix_kernel(CombineKernel(config), config.dtype, (3, 3), arch, *options, **any_place)
+    return compile_kernel(CombineKernel, config, COMBINE, arch, *options, **any_place)

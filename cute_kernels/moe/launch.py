@@ -13,9 +13,11 @@ from cute_kernels.linear.experts import ExpertsForm, PackedExperts
 from cute_kernels.linear.launch import VECTOR_BYTES, _address, _aligned
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS
 from cute_kernels.linear.reference import out_features
+from cute_kernels.linear.weight import check_presence
 from cute_kernels.moe.plan import ProductPlan, gather_function, plan_of, routing_function
 from cute_kernels.runtime.memory import Blank, blank, empty_strided
 from cute_kernels.runtime.plans import MAX_PLANS
+from cute_kernels.weight_formats import WeightFormat
 from layouts.weights.hopper import tile_k
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -23,13 +25,12 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of `PackedExperts`, with group_size 0 for one scale per row."""
+    """The tensors and the format of `PackedExperts`."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
-    bits: int
-    group_size: int
+    format: WeightFormat
     n: int
     k: int
 
@@ -40,13 +41,16 @@ class Weights:
     @property
     def k_pad(self) -> int:
         """K as packed."""
-        return self.codes.shape[2] * tile_k(self.bits)
+        return self.codes.shape[2] * tile_k(self.format.bits)
 
     @property
     def form(self) -> ExpertsForm:
         """As of `PackedExperts`."""
-        sizes = self.num_experts, self.n, self.k, self.k_pad, self.bits, self.group_size
-        return ExpertsForm(*sizes, self.zeros is not None, self.scales.dtype, self.codes.get_device())
+        check_presence(self.zeros, self.format)
+        dtype = self.format.activation_dtype(self.scales.dtype)
+        return ExpertsForm(
+            self.num_experts, self.n, self.k, self.k_pad, self.format, dtype, self.codes.get_device()
+        )  # fmt: skip
 
 
 def addresses_of(weight: Weights | PackedExperts) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from cute_kernels.linear.experts import PackedExperts, quantize_experts
-from cute_kernels.linear.module import take_buffers
+from cute_kernels.linear.module import describe, take_buffers
 from cute_kernels.moe import ops
 from cute_kernels.moe.blocks import (
     SHARED_GATE,
@@ -22,6 +22,7 @@ from cute_kernels.moe.blocks import (
     with_shared,
 )
 from cute_kernels.moe.checks import check_experts, check_pair
+from cute_kernels.weight_formats import WeightFormat
 
 TENSOR_NAMES = ("codes", "scales", "zeros")
 
@@ -36,8 +37,7 @@ class QuantizedExperts(nn.Module):
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
-    bits: int
-    group_size: int | None
+    weight_format: WeightFormat
     shape: tuple[int, int]
 
     def __init__(self, weight: PackedExperts) -> None:
@@ -57,20 +57,29 @@ class QuantizedExperts(nn.Module):
         weight = None if is_compiling() else self._weight
         if weight is None or weight.codes is not self._buffers["codes"]:
             tensors: dict[str, Any] = {name: self._buffers[name] for name in TENSOR_NAMES}
-            form: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size, "shape": self.shape}
-            weight = PackedExperts(**tensors, **form, check_values=False)
+            weight = PackedExperts(**tensors, format=self.weight_format, shape=self.shape, check_values=False)
             if not is_compiling():
                 self._weight = weight  # kept, since to make and check it takes longer than to launch
         return weight
 
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self.weight_format.bits
+
+    @property
+    def group_size(self) -> int | None:
+        """Consecutive inputs that share a scale; None for one scale per row."""
+        return self.weight_format.group_size or None
+
     def extra_repr(self) -> str:
         return (
-            f"experts={len(self.codes)}, in_features={self.shape[1]}, out_features={self.shape[0]}, bits={self.bits}, "
-            f"group_size={self.group_size}, {self.scales.dtype}{', with zeros' if self.zeros is not None else ''}"
+            f"experts={len(self.codes)}, in_features={self.shape[1]}, out_features={self.shape[0]}, "
+            f"{describe(self.weight_format)}, {self.scales.dtype}{', with zeros' if self.zeros is not None else ''}"
         )
 
     def _set(self, weight: PackedExperts) -> None:
-        self.bits, self.group_size, self.shape = weight.bits, weight.group_size, weight.shape
+        self.weight_format, self.shape = weight.format, weight.shape
         self._weight: PackedExperts | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -164,6 +173,7 @@ class QuantizedMoE(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         device: torch.device | str | None = None,
+        format: WeightFormat | str | None = None,
     ) -> QuantizedMoE:
         """The layer with the weights of a block's experts quantised; other arguments as for `quantize_weight`.
 
@@ -185,7 +195,7 @@ class QuantizedMoE(nn.Module):
         reason = refusal(block)
         if reason is not None:
             raise ValueError(f"block: got a {type(block).__name__} that is not served: {reason}")
-        return cls._from_known_block(block, bits, group_size, zero_point, dtype, device=device)
+        return cls._from_known_block(block, bits, group_size, zero_point, dtype, device=device, format=format)
 
     @classmethod
     def _from_known_block(
@@ -197,13 +207,10 @@ class QuantizedMoE(nn.Module):
         dtype: torch.dtype | None,
         *,
         device: torch.device | str | None,
+        format: WeightFormat | str | None = None,
     ) -> QuantizedMoE:
         """As `from_block`, of a block that was found to be served."""
-        experts = block.experts
-        gate_up = quantize_experts(
-            experts.gate_up_proj.detach(), bits, group_size, zero_point, dtype, device=device, halves_in_turn=True
-        )
-        down = quantize_experts(experts.down_proj.detach(), bits, group_size, zero_point, dtype, device=device)
+        gate_up, down = _quantized(block.experts, bits, group_size, zero_point, dtype, device, format)
         return cls(block.gate, gate_up, down, shared_of(block)).train(block.training)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -252,6 +259,7 @@ class QuantizedRoutedExperts(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         device: torch.device | str | None = None,
+        format: WeightFormat | str | None = None,
     ) -> QuantizedRoutedExperts:
         """The experts with their weights quantised; other arguments as for `quantize_weight`.
 
@@ -269,10 +277,7 @@ class QuantizedRoutedExperts(nn.Module):
         reason = experts_refusal(experts)
         if reason is not None:
             raise ValueError(f"experts: got {type(experts).__name__} that are not served: {reason}")
-        gate_up = quantize_experts(
-            experts.gate_up_proj.detach(), bits, group_size, zero_point, dtype, device=device, halves_in_turn=True
-        )
-        down = quantize_experts(experts.down_proj.detach(), bits, group_size, zero_point, dtype, device=device)
+        gate_up, down = _quantized(experts, bits, group_size, zero_point, dtype, device, format)
         return cls(gate_up, down).train(experts.training)
 
     def forward(
@@ -282,6 +287,21 @@ class QuantizedRoutedExperts(nn.Module):
         modules: Any = self._modules
         experts, options = (modules["gate_up"].weight, modules["down"].weight), (None, self.batch_invariant, None)
         return ops.apply_moe(hidden_states, *experts, top_k_index, top_k_weights, "swiglu", *options)
+
+
+def _quantized(
+    experts: Any,
+    bits: int,
+    group_size: int | None,
+    zero_point: bool,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    form: WeightFormat | str | None,
+) -> tuple[PackedExperts, PackedExperts]:
+    """gate_up, gates and ups in turn, and down."""
+    weights, options = (bits, group_size, zero_point, dtype), {"device": device, "format": form}
+    gate_up = quantize_experts(experts.gate_up_proj.detach(), *weights, halves_in_turn=True, **options)
+    return gate_up, quantize_experts(experts.down_proj.detach(), *weights, **options)
 
 
 def _checked_shared(shared: Any) -> dict[str, nn.Module]:

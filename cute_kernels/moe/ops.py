@@ -19,6 +19,7 @@ from cute_kernels.moe.launch import GroupedLaunch, Weights, grouped_launch_of
 from cute_kernels.moe.layer import MoePlan, moe_plan_of
 from cute_kernels.moe.reference import fused_moe_reference, grouped_linear_reference
 from cute_kernels.runtime.plans import identity, keep
+from cute_kernels.weight_formats import weight_format
 
 
 def apply_grouped(
@@ -84,10 +85,9 @@ def apply_grouped(
             made = _launch_of(places, rows, weight, activation, out_dtype, batch_invariant)
             launch = keep(_launches, key, made)
         return launch.run(x, weight, expert_offsets, rows, bias, out)
-    size = weight.group_size or 0
     tensors: list[Any] = [x.detach().contiguous(), weight.codes, weight.scales, weight.zeros]
     tensors += [expert_offsets, rows, bias]
-    numbers: list[Any] = [weight.bits, size, n, k, activation, out_dtype, batch_invariant]
+    numbers: list[Any] = [weight.format.key, n, k, activation, out_dtype, batch_invariant]
     if not dispatch:
         work: Any = _grouped_on_cuda if x.is_cuda else _grouped_on_cpu
         return work(*tensors, *numbers, out)
@@ -165,7 +165,7 @@ def apply_moe(
     for weight in (gate_up, down):
         tensors += [weight.codes, weight.scales, weight.zeros]
     tensors += [topk_ids.contiguous(), topk_weights.detach().float().contiguous()]
-    numbers: list[Any] = [value for w in (gate_up, down) for value in (w.bits, w.group_size or 0, *w.shape)]
+    numbers: list[Any] = [value for w in (gate_up, down) for value in (w.format.key, *w.shape)]
     if key is not None and topk_ids.numel():
         with torch.cuda.device(x.device):
             sizes = *topk_ids.shape, 8 * topk_ids.element_size()
@@ -226,32 +226,32 @@ def _launch_of(
 _library = torch.library.Library("cute_kernels", "FRAGMENT")
 _library.define(
     "grouped_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor expert_offsets, Tensor? rows, "
-    "Tensor? bias, int bits, int group_size, int n, int k, str? activation, ScalarType out_dtype, "
+    "Tensor? bias, str format, int n, int k, str? activation, ScalarType out_dtype, "
     "bool batch_invariant=False) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "fused_moe(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor down_codes, Tensor down_scales, "
-    "Tensor? down_zeros, Tensor topk_ids, Tensor topk_weights, int bits, int group_size, int n, int k, int down_bits, "
-    "int down_group_size, int down_n, int down_k, ScalarType out_dtype, bool batch_invariant=False) -> Tensor",
+    "Tensor? down_zeros, Tensor topk_ids, Tensor topk_weights, str format, int n, int k, str down_format, "
+    "int down_n, int down_k, ScalarType out_dtype, bool batch_invariant=False) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
 @torch.no_grad()
 def _grouped_on_cpu(
-    x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype,
+    x, codes, scales, zeros, expert_offsets, rows, bias, format, n, k, activation, out_dtype,
     batch_invariant=False, out=None,
 ) -> torch.Tensor:  # fmt: skip
     checks.check_routing(expert_offsets, rows, x.shape[0])
-    weight = PackedExperts(codes, scales, zeros, bits, group_size or None, (n, k), check_values=False)
+    weight = PackedExperts(codes, scales, zeros, weight_format(format), (n, k), check_values=False)
     options = {"rows": rows, "bias": bias, "activation": activation, "out_dtype": out_dtype}
     result = grouped_linear_reference(x, weight, expert_offsets, **options)
     return result if out is None else out.copy_(result)
 
 
 def _grouped_on_cuda(
-    x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype,
+    x, codes, scales, zeros, expert_offsets, rows, bias, format, n, k, activation, out_dtype,
     batch_invariant=False, out=None,
 ) -> torch.Tensor:  # fmt: skip
     if arguments.DEBUG:
@@ -259,14 +259,14 @@ def _grouped_on_cuda(
     places = x.shape[0] if rows is None else rows.shape[0]
     if not places:
         return x.new_empty((0, out_features(n, activation)), dtype=out_dtype) if out is None else out
-    weights = Weights(codes, scales, zeros, bits, group_size, n, k)
+    weights = Weights(codes, scales, zeros, weight_format(format), n, k)
     with torch.cuda.device(x.device):
         launch = _launch_of(places, rows, weights, activation, out_dtype, batch_invariant)
         return launch.run(x, weights, expert_offsets, rows, bias, out)
 
 
 def _grouped_on_meta(
-    x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype,
+    x, codes, scales, zeros, expert_offsets, rows, bias, format, n, k, activation, out_dtype,
     batch_invariant=False,
 ) -> torch.Tensor:  # fmt: skip
     places = x.shape[0] if rows is None else rows.shape[0]
@@ -276,10 +276,10 @@ def _grouped_on_meta(
 @torch.no_grad()
 def _moe_on_cpu(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
-    bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype, batch_invariant=False, out=None,
+    format, n, k, down_format, down_n, down_k, out_dtype, batch_invariant=False, out=None,
 ) -> torch.Tensor:  # fmt: skip
-    shapes = ((codes, scales, zeros, bits, group_size or None, (n, k)),
-              (down_codes, down_scales, down_zeros, down_bits, down_group_size or None, (down_n, down_k)))  # fmt: skip
+    shapes = ((codes, scales, zeros, weight_format(format), (n, k)),
+              (down_codes, down_scales, down_zeros, weight_format(down_format), (down_n, down_k)))  # fmt: skip
     gate_up, down = (PackedExperts(*fields, check_values=False) for fields in shapes)
     result = fused_moe_reference(x, gate_up, down, topk_weights, topk_ids, out_dtype=out_dtype)
     return result if out is None else out.copy_(result)
@@ -287,13 +287,13 @@ def _moe_on_cpu(
 
 def _moe_on_cuda(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
-    bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype, batch_invariant=False, out=None,
+    format, n, k, down_format, down_n, down_k, out_dtype, batch_invariant=False, out=None,
 ) -> torch.Tensor:  # fmt: skip
     checks.check_tokens(x)
     if topk_ids.numel() == 0:
         return x.new_zeros((x.shape[0], down_n), dtype=out_dtype) if out is None else out.zero_()
-    gate_up = Weights(codes, scales, zeros, bits, group_size, n, k)
-    down = Weights(down_codes, down_scales, down_zeros, down_bits, down_group_size, down_n, down_k)
+    gate_up = Weights(codes, scales, zeros, weight_format(format), n, k)
+    down = Weights(down_codes, down_scales, down_zeros, weight_format(down_format), down_n, down_k)
     with torch.cuda.device(x.device):
         sizes = *topk_ids.shape, 8 * topk_ids.element_size()
         plan = moe_plan_of(*sizes, gate_up.form, down.form, out_dtype, batch_invariant)
@@ -302,7 +302,7 @@ def _moe_on_cuda(
 
 def _moe_on_meta(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
-    bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype, batch_invariant=False,
+    format, n, k, down_format, down_n, down_k, out_dtype, batch_invariant=False,
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty((x.shape[0], down_n), dtype=out_dtype)
 

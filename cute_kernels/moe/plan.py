@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cute_kernels.linear.arguments import Arguments
 from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.wgmma.limb_launch import LimbRows, limb_rows
+from cute_kernels.moe.arguments import ASSIGNED, GROUPED, LIMB_TILES, RANGES, TILES
 from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RangeSpec, RoutingSpec
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.ranges.schedule import RangeLayout, row_factor
@@ -180,10 +182,8 @@ def problem_of(places: int, form: ExpertsForm, batch_invariant: bool = False) ->
         n=form.n,
         k=form.k,
         k_pad=form.k_pad,
-        bits=form.bits,
+        format=form.format,
         dtype=DTYPES[form.dtype],
-        group_size=form.group_size,
-        zero_point=form.has_zeros,
         num_sms=torch.cuda.get_device_properties(form.device_index).multi_processor_count,
         batch_invariant=batch_invariant,
     )
@@ -207,39 +207,80 @@ def make_product_plan(layout: GroupedLayout, places: int, num_experts: int, devi
 
 def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) -> GroupedPlan:
     """The plan of a given schedule of few rows an expert."""
-    sizes = schedule.num_tiles, schedule.k_blocks, schedule.num_slices, schedule.num_groups
-    entries = num_experts, schedule.entry_rows.bit_length() - 1, schedule.x_slots
+
+    def sizes(number: int) -> tuple[int, ...]:
+        return GROUPED.between(
+            *("n", "waits"),
+            num_tiles=schedule.num_tiles,
+            k_blocks=schedule.k_blocks,
+            num_slices=schedule.num_slices,
+            num_groups=schedule.num_groups,
+            num_experts=num_experts,
+            entry_shift=schedule.entry_rows.bit_length() - 1,
+            x_slots=schedule.x_slots,
+            first_entry=number * schedule.max_entries,
+            max_entries=schedule.max_entries,
+            max_parts=schedule.max_parts,
+            slack=schedule.slack,
+        )
+
     return GroupedPlan(
         function=load(GroupedSpec(schedule.config), arch_of(device_index)),
         schedule=schedule,
         device_index=device_index,
         num_words=schedule.workspace_words,
-        launches=tuple(
-            (*sizes, *entries, number * schedule.max_entries, schedule.max_entries, schedule.max_parts, schedule.slack)
-            for number in range(schedule.num_launches)
-        ),
+        launches=tuple(map(sizes, range(schedule.num_launches))),
     )
 
 
 def make_range_plan(layout: RangeLayout, places: int, num_experts: int, device_index: int) -> RangePlan:
     """The plan of given runs of blocks."""
-    sizes = layout.num_tiles, layout.k_blocks, layout.num_ctas, num_experts, places, layout.x_slots
+    common = range_sizes(layout, num_experts)
+    sizes = RANGES.between("n", "waits", **common, places=places)
     function = load(RangeSpec(layout.config), arch_of(device_index))
     return RangePlan(function, layout, sizes, stores_fp32=places <= FEW_PLACES)
 
 
 def make_assigned_plan(layout: RangeLayout, ids: AssignedIds, num_experts: int, device_index: int) -> AssignedPlan:
     """The plan of given runs of blocks among assignments; layout: of `among_assignments`."""
-    sizes = layout.num_tiles, layout.k_blocks, layout.num_ctas, num_experts, ids.count, layout.x_slots
-    of_ids = ids.id_words, row_factor(ids.row_assignments), layout.part_bits
+    sizes = ASSIGNED.between(
+        *("n", "waits"),
+        **range_sizes(layout, num_experts),
+        count=ids.count,
+        id_words=ids.id_words,
+        row_factor=row_factor(ids.row_assignments),
+        part_bits=layout.part_bits,
+    )
     function = load(RangeSpec(layout.config), arch_of(device_index))
-    return AssignedPlan(function, layout, (*sizes, *of_ids), ids.waits)
+    return AssignedPlan(function, layout, sizes, ids.waits)
+
+
+def range_sizes(layout: RangeLayout, num_experts: int) -> dict[str, int]:
+    """What products by work ranges are told whatever their routing."""
+    return {
+        "num_tiles": layout.num_tiles,
+        "k_blocks": layout.k_blocks,
+        "num_ctas": layout.num_ctas,
+        "num_experts": num_experts,
+        "x_slots": layout.x_slots,
+    }
 
 
 def make_tiles_plan(tiles: GroupedTiles, _places: int, num_experts: int, device_index: int) -> TilesPlan:
     """The plan of given tiles of many rows an expert."""
-    sizes = tiles.num_tiles, tiles.k_blocks, num_experts, tiles.num_ctas
-    return TilesPlan(load(GroupedWgmmaSpec(tiles.config), arch_of(device_index)), tiles, sizes)
+    function = load(GroupedWgmmaSpec(tiles.config), arch_of(device_index))
+    return TilesPlan(function, tiles, tile_sizes(TILES, tiles, num_experts))
+
+
+def tile_sizes(arguments: Arguments, tiles: GroupedTiles, num_experts: int) -> tuple[int, ...]:
+    """What products by tiles are told, between n and the activation."""
+    return arguments.between(
+        *("n", "activation"),
+        num_tiles=tiles.num_tiles,
+        k_blocks=tiles.k_blocks,
+        num_experts=num_experts,
+        num_ctas=tiles.num_ctas,
+    )
 
 
 def make_limbs_plan(tiles: GroupedTiles, places: int, num_experts: int, device_index: int) -> LimbsPlan:
@@ -249,7 +290,7 @@ def make_limbs_plan(tiles: GroupedTiles, places: int, num_experts: int, device_i
         function=load(GroupedWgmmaSpec(tiles.config), arch),
         rows=limb_rows(tiles.config.dtype, places, tiles.k_blocks, arch),
         tiles=tiles,
-        sizes=(tiles.num_tiles, tiles.k_blocks, num_experts, tiles.num_ctas),
+        sizes=tile_sizes(LIMB_TILES, tiles, num_experts),
         num_experts=num_experts,
     )
 

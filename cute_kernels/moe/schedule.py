@@ -14,6 +14,7 @@ from functools import lru_cache
 from cute_kernels.linear.config import X_PAD, LinearConfig
 from cute_kernels.linear.schedule import IN_FLIGHT_BYTES, Problem, candidate_configs, in_flight
 from cute_kernels.sm90 import MAX_SHARED_BYTES, NUM_SMS, WARP_THREADS
+from cute_kernels.weight_formats import WeightFormat
 from layouts.weights.hopper import TILE_N
 
 EXPERTS_PER_LANE = 16  # of the warp that counts entries
@@ -36,8 +37,8 @@ class GroupedProblem:
     Attributes:
         places: rows of the result, at least 1.
         num_experts: 1 to MAX_EXPERTS.
-        n, k, k_pad, bits, dtype, group_size, zero_point, use_pdl, num_sms, batch_invariant: as in
-            `cute_kernels.linear.schedule.Problem`, n and k of one expert.
+        n, k, k_pad, format, dtype, use_pdl, num_sms, batch_invariant: as in `cute_kernels.linear.schedule.Problem`, n
+            and k of one expert.
     """
 
     places: int
@@ -45,20 +46,15 @@ class GroupedProblem:
     n: int
     k: int
     k_pad: int
-    bits: int
+    format: WeightFormat
     dtype: str
-    group_size: int
-    zero_point: bool = False
     use_pdl: bool = True
     num_sms: int = NUM_SMS
     batch_invariant: bool = False
 
     def dense(self, m: int) -> Problem:
         """One expert's product with ``m`` rows."""
-        return Problem(
-            m, self.n, self.k, self.k_pad, self.bits, self.dtype, self.group_size, self.zero_point, self.use_pdl,
-            self.num_sms,
-        )  # fmt: skip
+        return Problem(m, self.n, self.k, self.k_pad, self.format, self.dtype, self.use_pdl, self.num_sms)
 
     def max_entries(self, capacity: int) -> int:
         """Entries of up to ``capacity`` rows there may be, however rows fall to experts."""

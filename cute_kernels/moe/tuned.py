@@ -50,8 +50,9 @@ def problem_of(key: str) -> GroupedProblem | None:
     match = re.fullmatch(rf"experts {WEIGHT_PATTERN} e(\d+) n(\d+) k(\d+) p(\d+) sms(\d+)", key)
     if match is None:
         return None
-    weight, (experts, n, k, places, num_sms) = match.groups()[:4], map(int, match.groups()[4:])
-    return GroupedProblem(places, experts, *weight_of(n, k, *weight), num_sms=num_sms)
+    experts, n, k, places, num_sms = map(int, match.groups()[1:])
+    weight = weight_of(n, k, match[1])
+    return None if weight is None else GroupedProblem(places, experts, *weight, num_sms=num_sms)
 
 
 def candidates(problem: GroupedProblem) -> Iterator[GroupedCandidate]:

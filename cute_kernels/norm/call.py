@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_tensors, check_together, shape_of
+from cute_kernels.arguments import check_tensors, check_together, row_stride, shape_of
 from cute_kernels.norm.config import MAX_COLUMNS, VECTOR, NormKind
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -90,23 +90,6 @@ def _check_like_x(name: str, tensor: torch.Tensor | None, x: torch.Tensor) -> No
         raise TypeError(f"{name}: got dtype {tensor.dtype}, want {x.dtype}, that of x")
     if tensor.shape != x.shape:
         raise ValueError(f"{name}: got shape {shape_of(tensor)}, want {shape_of(x)}, that of x")
-
-
-def row_stride(tensor: torch.Tensor) -> int | None:
-    """Elements from one row [..., n] to the next, None if rows lie at no one distance."""
-    n = tensor.shape[-1]
-    if tensor.stride(-1) != 1 and n > 1:
-        return None
-    outer = [(size, stride) for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
-    if not outer:
-        return n
-    step = outer[-1][1]
-    rows = 1
-    for size, stride in reversed(outer):
-        if stride != step * rows:
-            return None
-        rows *= size
-    return step
 
 
 def _check_rows(name: str, tensor: torch.Tensor | None) -> None:

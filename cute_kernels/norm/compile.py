@@ -20,7 +20,7 @@ class NormSpec(KernelSpec):
     family: ClassVar[str] = "norm"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def compile(self, arch: str) -> Any:

@@ -1,8 +1,8 @@
 """Norms on the GPU: a CTA a row, which stays in its registers between the loads, the reductions and the store.
 
 Weights do not depend on the kernel before this one, so they are asked for before the wait for it (programmatic
-dependent launch); the next kernel may start as soon as all CTAs of this one have. Every sum is taken in one order,
-whatever the number of rows.
+dependent launch); the next kernel may start as soon as all CTAs of this one have, to ask for its own. Every sum is
+taken in one order, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ class NormKernel:
         columns = [(v * config.threads + thread) * VECTOR for v in range(config.vectors)]
         # Threads past the row's end read its last vector, which counts for nothing.
         places = [cutlass.min(column, rows.n - VECTOR) for column in columns]
+        # The next kernel may begin at once: it waits for this one's end before it reads what is stored here.
+        cute.arch.griddepcontrol_launch_dependents()
         scales, shifts = self.load_weights(weight, bias, places) if config.asks_early else ([], [])
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         words = [self.load_row(rows.x, row * rows.x_stride + place) for place in places]
         if const_expr(config.has_residual):
             others = [self.load_row(rows.residual, row * rows.residual_stride + place) for place in places]

@@ -8,33 +8,29 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import needs_dispatch, shape_of
-from cute_kernels.norm.call import DTYPES, VECTOR_BYTES, NormCall, check_call, row_stride
+from cute_kernels.arguments import row_stride, shape_of
+from cute_kernels.norm.call import DTYPES, VECTOR_BYTES, NormCall, check_call
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import NormConfig, launch_shape
 from cute_kernels.norm.reference import norm_reference
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.memory import Blank, blank, empty_strided
-from cute_kernels.runtime.plans import identity, keep
+from cute_kernels.runtime.operator import Operator, launcher, route
+from cute_kernels.runtime.plans import identity
 
 Results = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
 def norm(call: NormCall) -> Any:
     """y, or (y, sum) with a residual, where the tensors are."""
-    if needs_dispatch(**call.tensors):
-        y, total = _through_operator(call)
-    else:
-        y, total = (_launch if call.x.is_cuda else _on_cpu)(call)
+    y, total = route(cuda=launch, cpu=_on_cpu, operator=_through_operator, **call.tensors)(call)
     return y if call.residual is None else (y, total)
 
 
 def _through_operator(call: NormCall) -> Results:
     check_call(call)
-    y, total = torch.ops.cute_kernels.norm(
-        call.x, call.weight, call.bias, call.residual, call.kind, call.eps, call.weight_offset
-    )
+    y, total = _operator(call.x, call.weight, call.bias, call.residual, call.kind, call.eps, call.weight_offset)
     y = y if call.out is None else call.out.copy_(y)
     if call.residual_out is not None:
         total = call.residual_out.copy_(total)
@@ -70,10 +66,7 @@ class Plan:
     numbers: tuple[int | float, ...]
 
     def launch(self, call: NormCall) -> Results:
-        """Launches on the current stream of the plan's device."""
-        if self.device_index != torch._C._cuda_getDevice():
-            with torch.cuda.device(self.device_index):
-                return self.launch(call)
+        """Launches on the current stream of the plan's device, which is the current one."""
         x, residual, bias, total = call.x, call.residual, call.bias, call.residual_out
         y = empty_strided(*self.new) if call.out is None else call.out
         if residual is not None and total is None:
@@ -91,26 +84,26 @@ class Plan:
         return y, total
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
-
-
-def _launch(call: NormCall) -> Results:
+def _key(call: NormCall) -> tuple[Any, ...]:
     given = (call.residual, call.out, call.residual_out, call.bias)
-    key = (
+    return (
         call.kind,
         identity(call.x),
         identity(call.weight),
-        *(None if tensor is None else identity(tensor) for tensor in given),
+        *[None if tensor is None else identity(tensor) for tensor in given],
         call.eps,
         call.weight_offset,
     )
-    plan = _plans.get(key)
-    if plan is None:
-        check_call(call)
-        plan = keep(_plans, key, _make_plan(call))
-    elif call.out is not None or call.residual_out is not None:
-        check_call(call)  # whose memory they are is no part of the key
-    return plan.launch(call)
+
+
+def _checked(call: NormCall) -> NormCall:
+    check_call(call)
+    return call
+
+
+def _is_given_results(call: NormCall) -> bool:
+    """Whether results go to tensors of the caller's: whose memory they are is no part of the key."""
+    return call.out is not None or call.residual_out is not None
 
 
 def config_of(call: NormCall) -> NormConfig:
@@ -144,14 +137,10 @@ def _make_plan(call: NormCall) -> Plan:
     )
 
 
-# -- the operator ------------------------------------------------------------------------------------------------------
+launch = launcher(_key, _checked, _make_plan, always=_is_given_results)
 
-_library = torch.library.Library("cute_kernels", "FRAGMENT")
-_library.define(
-    "norm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str kind, float eps, float weight_offset) "
-    "-> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+
+# -- the operator ------------------------------------------------------------------------------------------------------
 
 
 def _call_of(x, weight, bias, residual, kind, eps, weight_offset) -> NormCall:
@@ -169,7 +158,7 @@ def _operator_on_cpu(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _operator_on_cuda(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _both(_launch(_call_of(*arguments)))
+    return _both(launch(_call_of(*arguments)))
 
 
 def _operator_on_meta(x, weight, bias, residual, kind, eps, weight_offset):
@@ -177,6 +166,10 @@ def _operator_on_meta(x, weight, bias, residual, kind, eps, weight_offset):
     return y, x.new_empty(x.shape if residual is not None else 0)
 
 
-_library.impl("norm", _operator_on_cpu, "CPU")
-_library.impl("norm", _operator_on_cuda, "CUDA")
-torch.library.register_fake("cute_kernels::norm", _operator_on_meta, lib=_library)
+_operator = Operator(
+    "norm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str kind, float eps, float weight_offset) "
+    "-> (Tensor, Tensor)",
+    cpu=_operator_on_cpu,
+    cuda=_operator_on_cuda,
+    meta=_operator_on_meta,
+)

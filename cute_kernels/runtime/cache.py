@@ -17,6 +17,7 @@ from cute_kernels.runtime import native, workers
 from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
 from cute_kernels.runtime.aot import Bundle, open_bundle
 from cute_kernels.runtime.artifact import Artifact, compile_artifact
+from cute_kernels.runtime.installed import open_installed
 from cute_kernels.runtime.sources import source_state
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.store import DiskStore, Entry, Key, default_directory, key_of
@@ -254,12 +255,14 @@ def _open_artifact(artifact: Artifact) -> Any:
 
 @functools.cache
 def default_cache() -> KernelCache:
-    """The process's cache: `CUTE_KERNELS_CACHE_DIR`, and the bundles in `CUTE_KERNELS_AOT_DIR` (separated by ":").
+    """The process's cache: `CUTE_KERNELS_CACHE_DIR`, the bundles in `CUTE_KERNELS_AOT_DIR` (separated by ":"), and
+    those that are installed as packages.
 
-    Raises aot.BundleError if a bundle named there does not fit this installation.
+    Raises aot.BundleError if a bundle named there does not fit this installation; one that is installed is left out
+    then, with a warning.
     """
     folders = [Path(path) for path in os.environ.get(BUNDLES_VARIABLE, "").split(os.pathsep) if path]
-    return KernelCache(default_directory(), [open_bundle(folder) for folder in folders])
+    return KernelCache(default_directory(), [*(open_bundle(folder) for folder in folders), *open_installed()])
 
 
 def load(spec: KernelSpec, arch: str) -> Any:

@@ -16,6 +16,7 @@ from cute_kernels.runtime import native
 from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
 from cute_kernels.runtime.aot import BundleError, open_bundle
 from cute_kernels.runtime.device import UnsupportedGPUError, arch_of, portable_arch_of
+from cute_kernels.runtime.installed import PACKAGES, installed
 from cute_kernels.runtime.resources import ToolMissingError, find_tool
 from cute_kernels.runtime.store import DIRECTORY_VARIABLE, DiskStore, default_directory
 
@@ -129,13 +130,16 @@ def _cache() -> Finding:
 
 
 def _bundles() -> Finding:
-    folders = [path for path in os.environ.get(BUNDLES_VARIABLE, "").split(os.pathsep) if path]
-    if not folders:
-        return Finding("bundles", OK, f"none asked for ({BUNDLES_VARIABLE} is not set)")
+    named = [Path(path) for path in os.environ.get(BUNDLES_VARIABLE, "").split(os.pathsep) if path]
+    packages = installed()
+    if not named and not packages:
+        packages_wanted = ", ".join(name.replace("_", "-") for name in PACKAGES.values())
+        return Finding("bundles", OK, f"none ({BUNDLES_VARIABLE} is not set, {packages_wanted} is not installed)")
     try:
-        bundles = [open_bundle(Path(folder)) for folder in folders]
+        bundles = [open_bundle(folder) for folder in (*named, *packages.values())]
     except (BundleError, native.RuntimeLibraryError) as error:
-        return Finding("bundles", MISSING, str(error), f"rebuild it, or unset {BUNDLES_VARIABLE}")
+        remedy = f"rebuild it, unset {BUNDLES_VARIABLE}, or install the package that goes with this release"
+        return Finding("bundles", MISSING, str(error), remedy)
     return Finding("bundles", OK, "; ".join(f"{b.directory}: {len(b.symbols)} kernels for {b.arch}" for b in bundles))
 
 

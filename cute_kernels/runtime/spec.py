@@ -91,9 +91,13 @@ class KernelSpec(ABC):
         Returns the object that `cute.compile` returned. Must not need a GPU.
         """
 
-    @functools.cached_property
+    @property
     def symbol(self) -> str:
         """C identifier of the kernel, unique per configuration. Override it to make it readable."""
+        return self._digest_symbol
+
+    @functools.cached_property
+    def _digest_symbol(self) -> str:
         digest = hashlib.sha256(self.config_json().encode()).hexdigest()
         return f"{self.family}_{digest[:16]}"
 
@@ -106,6 +110,10 @@ class KernelSpec(ABC):
         if not getattr(module, "__file__", None):
             raise TypeError(f"{type(self).__qualname__} must be defined in a file to be cached, not in {module}")
         return (Path(str(module.__file__)).resolve().parent,)
+
+    def modules(self) -> tuple[str, ...]:
+        """Modules outside this package that a process must have imported to compile the kernel; none as a rule."""
+        return ()
 
     def config_json(self) -> str:
         """The configuration as canonical JSON (sorted keys): its identity on disk and in bundles.

@@ -1,11 +1,13 @@
 """The worker process of `workers`: `python -m cute_kernels.runtime.worker DIRECTORY ARCH`.
 
-Reads one pickled spec per line (base64), compiles it into the store at DIRECTORY, and answers with one JSON line.
+Reads one pickled pair per line (base64), the modules to import and a spec, compiles the spec into the store at
+DIRECTORY, and answers with one JSON line.
 """
 
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 import os
 import pickle
@@ -21,7 +23,10 @@ from cute_kernels.runtime.cache import KernelCache
 
 def _compile(cache: KernelCache, encoded: str, arch: str) -> str | None:
     try:
-        cache.artifact(pickle.loads(base64.b64decode(encoded)), arch)
+        modules, spec = pickle.loads(base64.b64decode(encoded))
+        for module in modules:
+            importlib.import_module(module)
+        cache.artifact(spec, arch)
     except BaseException:
         return traceback.format_exc()
     return None

@@ -101,7 +101,7 @@ def _encode(spec: KernelSpec) -> str:
             f"{type(spec).__qualname__} is defined in the script that runs; workers can only compile specs of "
             "importable modules"
         )
-    return base64.b64encode(pickle.dumps(spec)).decode()
+    return base64.b64encode(pickle.dumps((spec.modules(), spec))).decode()
 
 
 def _serve(tasks: Any, results: Any, arch: str, directory: Path, stop: threading.Event) -> None:

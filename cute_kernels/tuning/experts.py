@@ -32,12 +32,12 @@ class Experts:
         self._held: tuple[tuple[object, ...], PackedExperts] | None = None
 
     def of(self, problem: GroupedProblem) -> PackedExperts:
-        shape, size = (problem.n, problem.k), problem.group_size or None
-        key = problem.num_experts, shape, problem.bits, size, problem.zero_point, problem.dtype
+        shape = (problem.n, problem.k)
+        key = problem.num_experts, shape, problem.format, problem.dtype
         if self._held is None or self._held[0] != key:
             self._held = None  # its memory may be wanted
             parts = random_parts(problem.dense(1), (problem.num_experts,), self.device)
-            self._held = key, PackedExperts(*parts, problem.bits, size, shape)
+            self._held = key, PackedExperts(*parts, problem.format, shape)
         return self._held[1]
 
 
@@ -138,7 +138,7 @@ def subjects(
         for form in formats:
             for is_first, (n, k) in ((True, (2 * inner, hidden)), (False, (hidden, inner))):
                 k_pad = padded_shape((n, k), form.group_size or None)[1]
-                weight = n, k, k_pad, form.bits, form.dtype, form.group_size, form.zero_point
+                weight = n, k, k_pad, form.format, form.dtype
                 problems = (GroupedProblem(topk * each, count, *weight, num_sms=num_sms) for each in tokens)
                 found += [ExpertsSubject(problem, topk, is_first, experts) for problem in problems]
     return found

@@ -17,6 +17,7 @@ from cute_kernels.linear.weight import TILE_BYTES, TILE_N, PackedWeight, num_gro
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.sm90 import NUM_SMS
+from cute_kernels.weight_formats import WeightFormat, integers
 from layouts.weights.hopper import tile_k
 
 LAYERS = ((8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096))  # N, K
@@ -27,12 +28,16 @@ TORCH_DTYPES = {name: dtype for dtype, name in plan.DTYPES.items()}
 
 @dataclass(frozen=True)
 class Format:
-    """Of a weight, as in `Problem`."""
+    """Of a weight of integers, and the dtype of activations, as command lines say them."""
 
     bits: int = 4
     group_size: int = 128
     zero_point: bool = False
     dtype: str = "bf16"
+
+    @property
+    def format(self) -> WeightFormat:
+        return integers(self.bits, self.group_size, self.zero_point)
 
     @property
     def name(self) -> str:
@@ -46,9 +51,7 @@ class Format:
 
     def problem(self, m: int, n: int, k: int, num_sms: int = NUM_SMS) -> Problem:
         k_pad = padded_shape((n, k), self.group_size or None)[1]
-        return Problem(
-            m, n, k, k_pad, self.bits, self.dtype, self.group_size, self.zero_point, num_sms=num_sms
-        )  # fmt: skip
+        return Problem(m, n, k, k_pad, self.format, self.dtype, num_sms=num_sms)
 
 
 class Weights:
@@ -59,12 +62,11 @@ class Weights:
         self._held: tuple[tuple[object, ...], PackedWeight] | None = None
 
     def of(self, problem: Problem) -> PackedWeight:
-        size = problem.group_size or None
-        key = problem.n, problem.k, problem.bits, size, problem.zero_point, problem.dtype
+        key = problem.n, problem.k, problem.format, problem.dtype
         if self._held is None or self._held[0] != key:
             self._held = None  # its memory may be wanted
             parts = random_parts(problem, (), self.device)
-            self._held = key, PackedWeight(*parts, problem.bits, size, (problem.n, problem.k))
+            self._held = key, PackedWeight(*parts, problem.format, (problem.n, problem.k))
         return self._held[1]
 
 
@@ -72,17 +74,18 @@ def random_parts(
     problem: Problem, lead: tuple[int, ...], device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Codes, scales and zeros [*lead, ...] of a packed weight that makes results of about k block size."""
-    shape, size = (problem.n, problem.k), problem.group_size or None
+    shape, form, size = (problem.n, problem.k), problem.format, problem.format.group_size
     tiles = padded_shape(shape, size)[0] // TILE_N
     generator = torch.Generator(device).manual_seed(0)
-    code_shape = *lead, tiles, problem.k_pad // tile_k(problem.bits), TILE_BYTES
+    code_shape = *lead, tiles, problem.k_pad // tile_k(form.bits), TILE_BYTES
     codes = torch.randint(0, 256, code_shape, dtype=torch.uint8, generator=generator, device=device)
     groups = *lead, tiles, num_groups(shape, size), TILE_N
-    scale = problem.k**-0.5 / (1 << (problem.bits - 1))
-    scales = (scale * (0.5 + torch.rand(groups, generator=generator, device=device))).to(TORCH_DTYPES[problem.dtype])
+    scale = problem.k**-0.5 / (1 << (form.bits - 1))
+    values = scale * (0.5 + torch.rand(groups, generator=generator, device=device))
+    scales = form.stored_scales(values, TORCH_DTYPES[problem.dtype])
     zeros = None
-    if problem.zero_point:
-        zeros = torch.randint(0, 1 << problem.bits, groups, dtype=torch.uint8, generator=generator, device=device)
+    if form.has_zeros:
+        zeros = torch.randint(0, 1 << form.bits, groups, dtype=torch.uint8, generator=generator, device=device)
     return codes, scales, zeros
 
 

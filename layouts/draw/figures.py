@@ -12,7 +12,7 @@ from layouts.banks import NUM_BANKS, BankReport
 from layouts.decode import Conversion
 from layouts.draw.figure import Cell, Figure, Panel, heat, hue
 from layouts.fragments import Fragment
-from layouts.kv import KvFormat
+from layouts.kv import KvRow
 from layouts.patterns import Access
 from layouts.transform import Transform
 
@@ -217,7 +217,7 @@ def _extraction_panel(conversion: Conversion, order: tuple[int, ...], names: lis
     return Panel("after extraction, before the arithmetic", cells, labels, names, note)
 
 
-def byte_map(fmt: KvFormat, width: int = 16) -> Figure:
+def byte_map(fmt: KvRow, width: int = 16) -> Figure:
     """The bytes of a row, coloured by field."""
     cells = []
     for number, field in enumerate(fmt.fields):

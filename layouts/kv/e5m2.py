@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from layouts.kv.format import Field, KvFormat, bytes_of, check_part, check_positive_int, finite, reinterpret
+from layouts.kv.format import Field, KvRow, bytes_of, check_part, check_positive_int, finite, reinterpret
 
 E5M2_MAX = 57344.0
 
 
 @dataclass(frozen=True)
-class Fp8E5M2(KvFormat):
+class Fp8E5M2(KvRow):
     """One row: ``head_dim`` E5M2 bytes; dequantisation puts each byte in front of a zero byte and reads fp16.
 
     Rounds to nearest even, or towards zero with ``truncate`` (which drops the low byte of the fp16). Magnitudes above
@@ -41,8 +41,9 @@ class Fp8E5M2(KvFormat):
         """The codes."""
         return (Field("codes", "e5m2", 0, self.head_dim, "high byte of an fp16"),)
 
-    def quantize(self, x: torch.Tensor) -> torch.Tensor:
-        """Floating [..., head_dim] to uint8 rows [..., head_dim]; errors as `KvFormat.check_input`."""
+    def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """Floating [..., head_dim] to uint8 rows [..., head_dim]; errors as `KvRow.check_input`."""
+        self.check_no_scale(scale)
         self.check_input(x)
         values = finite(x, E5M2_MAX).float()
         if not self.truncate:
@@ -52,8 +53,11 @@ class Fp8E5M2(KvFormat):
         halves = toward_zero.view(torch.int16) - over.to(torch.int16)
         return (halves >> 8).view(torch.uint8).unflatten(-1, (-1, 2))[..., 0].contiguous()
 
-    def dequantize(self, rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize(
+        self, rows: torch.Tensor, dtype: torch.dtype = torch.float32, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """uint8 rows [..., head_dim] to ``dtype`` [..., head_dim]; exact but for dtypes narrower than fp16."""
+        self.check_no_scale(scale)
         self.check_output_dtype(dtype)
         return self.unpack(rows)[0].to(dtype)
 
@@ -69,8 +73,9 @@ class Fp8E5M2(KvFormat):
         self.check_rows(rows)
         return (reinterpret(rows, torch.float8_e5m2),)
 
-    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
+    def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """The bound that the class states, per element, float64 [..., head_dim]."""
+        self.check_no_scale(scale)
         self.check_input(x)
         size = x.double().abs()
         bound = torch.maximum(size / 8, torch.full_like(size, 2**-17)) * (2 if self.truncate else 1)

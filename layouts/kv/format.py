@@ -1,4 +1,4 @@
-"""The protocol every KV-cache row format follows, and the byte map it is described by."""
+"""What every KV-cache row is as bytes: the base class of rows, and the byte map that describes one."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Field:
         return self.offset + self.num_bytes
 
 
-class KvFormat(abc.ABC):
-    """A quantised row of one head of one token: ``head_dim`` numbers in ``row_bytes`` bytes.
+class KvRow(abc.ABC):
+    """A row of one head of one token: ``head_dim`` numbers in ``row_bytes`` bytes, of one format at one head_dim.
 
     All methods are vectorised over leading dimensions, work on CPU and CUDA tensors and never synchronise with the
     host. Subclasses are frozen dataclasses, so equal formats compare and hash equal and can key compile caches.
@@ -61,15 +61,17 @@ class KvFormat(abc.ABC):
         return self.fields[-1].end
 
     @abc.abstractmethod
-    def quantize(self, x: torch.Tensor) -> torch.Tensor:
+    def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Floating [..., head_dim] to uint8 rows [..., row_bytes].
 
-        NaN counts as 0 and what is out of range saturates, so that rows are finite whatever the input. Formats whose
-        scale lies outside the row take it as a further argument ``scale``.
+        NaN counts as 0 and what is out of range saturates, so that rows are finite whatever the input. ``scale`` is
+        for formats whose scale lies outside the row; others refuse it (`check_no_scale`).
         """
 
     @abc.abstractmethod
-    def dequantize(self, rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize(
+        self, rows: torch.Tensor, dtype: torch.dtype = torch.float32, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """uint8 rows [..., row_bytes] to ``dtype`` [..., head_dim]; float64 evaluates the stored numbers exactly."""
 
     @abc.abstractmethod
@@ -81,7 +83,7 @@ class KvFormat(abc.ABC):
         """uint8 rows [..., row_bytes] to the parts that `pack` takes."""
 
     @abc.abstractmethod
-    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
+    def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Upper bound, per element in float64, of ``|dequantize(quantize(x)) - x|`` for finite x in range."""
 
     def describe(self) -> str:
@@ -124,6 +126,11 @@ class KvFormat(abc.ABC):
             raise TypeError(f"x has dtype {x.dtype}; want one of {', '.join(map(str, FLOATING))}")
         if x.ndim == 0 or x.shape[-1] != self.head_dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; want [..., {self.head_dim}] (head_dim)")
+
+    def check_no_scale(self, scale: torch.Tensor | None) -> None:
+        """Raise if a scale is given: the row holds all that it needs."""
+        if scale is not None:
+            raise ValueError(f"scale is given; {self.name} rows have no scale outside the row")
 
     def check_rows(self, rows: torch.Tensor) -> None:
         """Raise unless rows is uint8 [..., row_bytes]."""

@@ -11,7 +11,7 @@ import torch
 
 from layouts.kv.format import (
     Field,
-    KvFormat,
+    KvRow,
     bytes_of,
     check_leading,
     check_part,
@@ -26,7 +26,7 @@ MAX_CODE = 15
 
 
 @dataclass(frozen=True)
-class Int4Row(KvFormat):
+class Int4Row(KvRow):
     """One row: ``num_groups`` pairs (fp16 scale, fp16 shift), then ``head_dim / 2`` bytes of codes.
 
     Byte j of the codes is ``q[2j] | q[2j + 1] << 4``. Group g covers columns ``[g * group_size, (g + 1) * group_size)``
@@ -89,13 +89,14 @@ class Int4Row(KvFormat):
         codes = Field("codes", "u4", self.header_bytes, self.head_dim // 2, "byte j = q[2j] | q[2j+1] << 4")
         return (*header, codes)
 
-    def quantize(self, x: torch.Tensor) -> torch.Tensor:
+    def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Floating [..., head_dim] to uint8 rows [..., row_bytes]; rounding and saturation as the class says.
 
         Raises:
             TypeError: x is not a floating tensor.
             ValueError: the last dimension of x is not head_dim.
         """
+        self.check_no_scale(scale)
         self.check_input(x)
         groups = finite(x, FP16_MAX).unflatten(-1, (self.num_groups, self.group_size))
         low, high = torch.aminmax(groups, dim=-1)
@@ -106,7 +107,9 @@ class Int4Row(KvFormat):
         codes = torch.where(step > 0, steps.round().clamp(0, MAX_CODE), 0.0).to(torch.uint8)
         return self._join(codes.flatten(-2), scale, shift)
 
-    def dequantize(self, rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize(
+        self, rows: torch.Tensor, dtype: torch.dtype = torch.float32, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """uint8 rows [..., row_bytes] to ``dtype`` [..., head_dim].
 
         float64 is exact (the product and the sum fit); other dtypes compute in float32, where only the sum rounds,
@@ -116,6 +119,7 @@ class Int4Row(KvFormat):
             TypeError: rows is not uint8, or dtype is not floating.
             ValueError: the last dimension of rows is not row_bytes.
         """
+        self.check_no_scale(scale)
         self.check_output_dtype(dtype)
         codes, scale, shift = self.unpack(rows)
         work = torch.float64 if dtype == torch.float64 else torch.float32
@@ -154,8 +158,9 @@ class Int4Row(KvFormat):
         codes = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)
         return codes, scale.contiguous(), shift.contiguous()
 
-    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
+    def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """The bound that the class states, per element, float64 [..., head_dim]."""
+        self.check_no_scale(scale)
         self.check_input(x)
         low, high = torch.aminmax(x.double().unflatten(-1, (self.num_groups, self.group_size)), dim=-1, keepdim=True)
         spread = high - low

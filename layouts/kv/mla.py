@@ -11,7 +11,7 @@ import torch
 
 from layouts.kv.format import (
     Field,
-    KvFormat,
+    KvRow,
     bytes_of,
     check_leading,
     check_part,
@@ -39,7 +39,7 @@ def power_of_two_scale(absmax: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _MlaToken(KvFormat):
+class _MlaToken(KvRow):
     """What both token formats share: latent tiles in E4M3 with power-of-two scales, then RoPE columns in bf16."""
 
     head_dim: int
@@ -51,8 +51,9 @@ class _MlaToken(KvFormat):
         """Tiles of the latent part, one scale each."""
         return self.latent_dim // self.tile_size
 
-    def quantize(self, x: torch.Tensor) -> torch.Tensor:
+    def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Floating [..., head_dim] (latent columns, then RoPE) to uint8 [..., row_bytes]; errors as `check_input`."""
+        self.check_no_scale(scale)
         self.check_input(x)
         clean = finite(x, BF16_MAX)
         tiles = clean[..., : self.latent_dim].unflatten(-1, (self.num_tiles, self.tile_size))
@@ -61,16 +62,20 @@ class _MlaToken(KvFormat):
         codes = ratio.to(torch.float8_e4m3fn).flatten(-2)
         return self._assemble(codes, scale, clean[..., self.latent_dim :].to(torch.bfloat16))
 
-    def dequantize(self, rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize(
+        self, rows: torch.Tensor, dtype: torch.dtype = torch.float32, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """uint8 [..., row_bytes] to ``dtype`` [..., head_dim]; the product is exact in float32 and float64."""
+        self.check_no_scale(scale)
         self.check_output_dtype(dtype)
         codes, scale, rope = self._take_apart(rows)
         work = torch.float64 if dtype == torch.float64 else torch.float32
         tiles = codes.to(work).unflatten(-1, (self.num_tiles, self.tile_size)) * scale.to(work).unsqueeze(-1)
         return torch.cat((tiles.flatten(-2), rope.to(work)), dim=-1).to(dtype)
 
-    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
+    def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Latent ``max(|x| / 16, scale / 1024)``, RoPE ``|x| / 256``; per element, float64."""
+        self.check_no_scale(scale)
         self.check_input(x)
         size = working_precision(x).abs().double()
         tiles = size[..., : self.latent_dim].unflatten(-1, (self.num_tiles, self.tile_size))
@@ -218,7 +223,7 @@ class MlaModel1(_MlaToken):
 
 
 @dataclass(frozen=True)
-class MlaDense(KvFormat):
+class MlaDense(KvRow):
     """A token of 16-bit numbers: the latent columns, then 64 RoPE columns.
 
     Args:
@@ -263,13 +268,17 @@ class MlaDense(KvFormat):
             Field("rope", self.dtype, 2 * self.latent_dim, 2 * ROPE_DIM),
         )
 
-    def quantize(self, x: torch.Tensor) -> torch.Tensor:
+    def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Floating [..., head_dim] to uint8 [..., row_bytes]; errors as `check_input`."""
+        self.check_no_scale(scale)
         self.check_input(x)
         return bytes_of(finite(x, self.limit).to(self.torch_dtype))
 
-    def dequantize(self, rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize(
+        self, rows: torch.Tensor, dtype: torch.dtype = torch.float32, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """uint8 [..., row_bytes] to ``dtype`` [..., head_dim]."""
+        self.check_no_scale(scale)
         self.check_output_dtype(dtype)
         self.check_rows(rows)
         return reinterpret(rows, self.torch_dtype).to(dtype)
@@ -290,8 +299,9 @@ class MlaDense(KvFormat):
         numbers = reinterpret(rows, self.torch_dtype)
         return numbers[..., : self.latent_dim], numbers[..., self.latent_dim :]
 
-    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
+    def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Half a unit in the last place, ``|x| / 256`` or ``|x| / 2048``, and half the smallest number."""
+        self.check_no_scale(scale)
         self.check_input(x)
         info = torch.finfo(self.torch_dtype)
         return working_precision(x).abs().double() * (info.eps / 2) + info.smallest_normal * info.eps / 2

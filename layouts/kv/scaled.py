@@ -9,7 +9,7 @@ import torch
 
 from layouts.kv.format import (
     Field,
-    KvFormat,
+    KvRow,
     adversarial_rows,
     bytes_of,
     check_leading,
@@ -39,7 +39,7 @@ IN_ROW = ("token_head", "group")
 
 
 @dataclass(frozen=True)
-class ScaledRow(KvFormat):
+class ScaledRow(KvRow):
     """Common part of `Int8` and `Fp8E4M3`: ``head_dim`` one-byte codes, x = code * scale.
 
     Granularities ``token_head`` and ``group`` keep their fp32 scales in the row, 4 bytes per group in front of the

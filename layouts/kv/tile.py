@@ -13,13 +13,15 @@ and ``g + 8``. ``g = lane // 4`` and ``t = lane % 4`` are the PTX names of a lan
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 BLOCK_TOKENS = 32
 WORD_BYTES = 4
+WORD_BITS = 32
 NUM_BANKS = 32
 MMA_LANES = 4  # lanes that share a row of an A operand
 MMA_ROWS = 8  # row groups of a warp
@@ -62,6 +64,16 @@ KeyTile = TypeVar("KeyTile", bound=Tile)
 ValueTile = TypeVar("ValueTile", bound=Tile)
 
 
+def run_codes(code_bits: int) -> int:
+    """Codes of the fewest whole words that hold whole codes."""
+    return math.lcm(WORD_BITS, code_bits) // code_bits
+
+
+def run_words(code_bits: int) -> int:
+    """Words of `run_codes` codes."""
+    return math.lcm(WORD_BITS, code_bits) // WORD_BITS
+
+
 def block_token(token_bits: TokenBits, g, j):
     """The token (0..31 within its block) in row g of row half j; g and j may be run-time integers."""
     if token_bits[:3] == NATURAL_ORDER[:3]:
@@ -77,7 +89,8 @@ class RowTile:
 
     Args:
         head_dim: elements of a row.
-        code_bits: 4 or 8.
+        code_bits: of a code, an even number up to 8. A lane takes whole words of whole codes: one word of 4 or 8 bits,
+            three of 6 bits.
         num_groups: quantisation groups of a row (1, 2, 4 or 8), each of a multiple of 8 columns and with a header of
             one word.
         num_heads: KV heads that lie next to each other for every token.
@@ -104,9 +117,18 @@ class RowTile:
     padding_words: int = 0
 
     @property
-    def word_codes(self) -> int:
-        """Codes of a word."""
-        return 32 // self.code_bits
+    def run_codes(self) -> int:
+        """Codes of the fewest whole words that hold whole codes: what a lane decodes at once."""
+        return run_codes(self.code_bits)
+
+    @property
+    def run_words(self) -> int:
+        """Words of ``run_codes`` codes."""
+        return run_words(self.code_bits)
+
+    def words_of(self, columns: int) -> int:
+        """Words of so many codes, which fill them."""
+        return columns // self.run_codes * self.run_words
 
     @property
     def header_words(self) -> int:
@@ -120,7 +142,7 @@ class RowTile:
 
     @property
     def row_words(self) -> int:
-        return self.header_words + self.head_dim // self.word_codes
+        return self.header_words + self.words_of(self.head_dim)
 
     @property
     def token_words(self) -> int:
@@ -136,13 +158,26 @@ class RowTile:
 
     @property
     def k_unit(self) -> int:
-        """Columns of one step through K: the words of four lanes, or what of them divides a group."""
-        return _unit(self.group_width, MMA_LANES * self.word_codes)
+        """Columns of one step through K: the runs of four lanes, or what of them divides a group."""
+        return self._unit(MMA_LANES)
 
     @property
     def v_unit(self) -> int:
         """Columns of the output per unit of MMA rows: lane g takes ``v_unit // 8`` neighbouring codes."""
-        return _unit(self.group_width, MMA_ROWS * self.word_codes)
+        return self._unit(MMA_ROWS)
+
+    def _unit(self, lanes: int) -> int:
+        """The largest of ``lanes`` runs, half of them, ... 8 columns that divides a group: one header serves it all.
+
+        Lanes may share a run where that is a word; of longer runs each takes one of its own.
+        """
+        least = MMA_ROWS if self.run_words == 1 else lanes * self.run_codes
+        unit = lanes * self.run_codes
+        while self.group_width % unit:
+            unit //= 2
+            if unit < least:
+                raise ValueError(f"groups of {self.group_width} columns; want a multiple of {least}")
+        return unit
 
     @property
     def k_units(self) -> int:
@@ -152,13 +187,25 @@ class RowTile:
     def v_units(self) -> int:
         return self.head_dim // self.v_unit
 
+    @property
+    def k_unit_words(self) -> int:
+        """Words from one unit of K to the next."""
+        return self.words_of(self.k_unit)
+
+    @property
+    def v_unit_words(self) -> int:
+        """Words from one unit of V to the next."""
+        return self.words_of(self.v_unit)
+
     def k_word(self, t):
-        """Word of a unit that lane t reads; lanes share one where a unit is narrower than the words of four lanes."""
-        return t * self.k_unit // (MMA_LANES * self.word_codes)
+        """First word of a unit that lane t reads; lanes share one where a unit is narrower than four lanes' words."""
+        word = t * self.k_unit // (MMA_LANES * self.run_codes)
+        return word if self.run_words == 1 else self.run_words * word
 
     def v_word(self, g):
-        """Word of a unit that lane g reads."""
-        return g * self.v_unit // (MMA_ROWS * self.word_codes)
+        """First word of a unit that lane g reads."""
+        word = g * self.v_unit // (MMA_ROWS * self.run_codes)
+        return word if self.run_words == 1 else self.run_words * word
 
     def v_column(self, unit: int, g, code: int):
         """Column of head_dim of the ``code``-th output row that lane g holds in a unit."""
@@ -199,13 +246,13 @@ class RowTile:
     # -- accesses, as the word that each lane of a warp reads -----------------------------------------------------
 
     def k_words(self, j: int, unit: int) -> list[int]:
-        """Word read by each lane for row half j and one unit of columns of K."""
-        first = self.header_words + self.k_unit // self.word_codes * unit
+        """First word read by each lane for row half j and one unit of columns of K."""
+        first = self.header_words + self.k_unit_words * unit
         return [self.token_offset(self.block_token(lane // 4, j)) + first + self.k_word(lane % 4) for lane in range(32)]
 
     def v_words(self, j: int, parity: int, unit: int) -> list[int]:
-        """Word read by each lane for token row 2t + parity of row half j and one unit of columns of V."""
-        first = self.header_words + self.v_unit // self.word_codes * unit
+        """First word read by each lane for token row 2t + parity of row half j and one unit of columns of V."""
+        first = self.header_words + self.v_unit_words * unit
         return [
             self.token_offset(self.block_token(2 * (lane % 4) + parity, j)) + first + self.v_word(lane // 4)
             for lane in range(32)
@@ -231,15 +278,15 @@ class RowTile:
         cost = 4 * self.header_words // self.header_vector * _most_words_per_bank(header)
         if self.operand == "k":
             codes = {row + self.k_word(t) for row in rows for t in range(MMA_LANES)}
-            return cost + 4 * self.k_units * _most_words_per_bank(codes)
+            return cost + 4 * self.k_units * self.run_words * _most_words_per_bank(codes)
         codes = {rows[2 * t] + self.v_word(g) for t in range(MMA_LANES) for g in range(MMA_ROWS)}
-        return cost + 8 * self.v_units * _most_words_per_bank(codes)
+        return cost + 8 * self.v_units * self.run_words * _most_words_per_bank(codes)
 
     @property
     def fewest_wavefronts(self) -> int:
         """``wavefronts`` without bank conflicts."""
         loads = 4 * self.k_units if self.operand == "k" else 8 * self.v_units
-        return loads + 4 * self.header_words // self.header_vector
+        return loads * self.run_words + 4 * self.header_words // self.header_vector
 
     def copies(self) -> list[tuple[int, int]]:
         """(tokens, padding words) of the copies worth trying, by rising number of copies, then padding."""
@@ -254,7 +301,7 @@ def plan_tiles(keys: KeyTile, values: ValueTile) -> tuple[KeyTile, ValueTile]:
     Fewest wavefronts first, then fewest copies, then least memory. Raises ValueError if a tile has rows that lanes
     cannot read.
     """
-    return _plan_tiles(keys, values)  # type: ignore[return-value]
+    return cast("tuple[KeyTile, ValueTile]", _plan_tiles(keys, values))
 
 
 @lru_cache(maxsize=1024)
@@ -278,7 +325,7 @@ def _plan_tiles(keys: Tile, values: Tile) -> tuple[Tile, Tile]:
 def _in_order(tile: TileT, order: TokenBits) -> TileT:
     """The tile with this token order, and of raw rows the best copies for it."""
     if not isinstance(tile, RowTile):
-        return replace(tile, token_bits=order)  # type: ignore[type-var]
+        return cast("TileT", replace(cast("Any", tile), token_bits=order))
     best: tuple[int, RowTile] | None = None
     for copy_tokens, padding in tile.copies():
         found = replace(tile, token_bits=order, copy_tokens=copy_tokens, padding_words=padding)
@@ -288,17 +335,7 @@ def _in_order(tile: TileT, order: TokenBits) -> TileT:
         if cost == tile.fewest_wavefronts:
             break
     assert best is not None, f"no copy brings rows of {tile.token_words} words"
-    return best[1]  # type: ignore[return-value]
-
-
-def _unit(group_width: int, most: int) -> int:
-    """The largest of ``most``, half of it, ... 8 columns that divides a group: one header serves a whole unit."""
-    unit = most
-    while group_width % unit:
-        unit //= 2
-        if unit < MMA_ROWS:
-            raise ValueError(f"groups of {group_width} columns; want a multiple of {MMA_ROWS}")
-    return unit
+    return cast("TileT", best[1])
 
 
 def _most_words_per_bank(words: set[int]) -> int:

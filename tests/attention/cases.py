@@ -11,7 +11,7 @@ import torch
 from cute_kernels import decode_attention, kv_formats
 from cute_kernels.attention.checks import BIAS_DTYPES
 from cute_kernels.attention.reference import decode_attention_reference
-from cute_kernels.kv_formats import DenseFormat, format_of
+from cute_kernels.kv_formats import format_of
 
 FORMATS = ("bf16", "fp16", "int4_g1", "int4_g2", "int4_g4", "int4_g8")
 ALL_FORMATS = tuple(kv_formats.FORMATS)
@@ -230,7 +230,7 @@ def poison_unseen(call: Call) -> None:
     for cache, name in zip((k, v), call.format_names, strict=True):
         form = format_of(name)
         nan_bytes = form.given_scale is None or not name.startswith("int8")
-        cache[~seen] = torch.nan if isinstance(form, DenseFormat) else 0xFF if nan_bytes else 0x81
+        cache[~seen] = torch.nan if not form.is_coded else 0xFF if nan_bytes else 0x81
 
 
 def relative_errors(out: torch.Tensor, want: torch.Tensor) -> torch.Tensor:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from cute_kernels.attention.config import BLOCK_QUERIES, QUERY_VECTOR_BYTES, DecodeConfig
 from cute_kernels.attention.tiles import tiles_of
-from cute_kernels.kv_formats import ByteFormat, Int4Format, KvFormat
+from cute_kernels.kv_formats import KvFormat, load_code
 from layouts.kv.swizzled_tile import CHUNK_BYTES, SwizzledTile
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile, block_token
-from tests.attention import warp
-from tests.attention.warp import COLUMN, ROW, Access, Float32, Int32, Int64, Warp
+from simulator import COLUMN, LANES, ROW, Access, Backend, Float32, Int32, Int64, Warp
 
 SOFTMAX_SCALE = 0.11
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -116,12 +114,12 @@ class Rig:
         memory[2 * SCALE_SPACE :] = q.view(torch.uint8).numpy().reshape(-1)
         places = [np.minimum(BLOCK_QUERIES * block + ROW, group - 1) for block in range(config.blocks_per_warp)]
         addresses = [Int64(2 * SCALE_SPACE + place * config.head_dim * 2) for place in places]
-        query = self.key_reader.fetch_query(addresses, Int64(_scale_address(config, 0)), Int32(warp.LANES))
+        query = self.key_reader.fetch_query(addresses, Int64(_scale_address(config, 0)), Int32(LANES))
         self.key_reader.take_query(self.key_state, query, Float32(SOFTMAX_SCALE))
         if config.shares_queries:
             # As the kernel does; the last role's queries lie behind others'.
             first = self.query_start + (config.num_roles - 1) * config.role_query_bytes
-            self.key_state.shared_query = Int32(first + warp.LANES * QUERY_VECTOR_BYTES)
+            self.key_state.shared_query = Int32(first + LANES * QUERY_VECTOR_BYTES)
             common.store_vectors(self.key_state.shared_query, common.query_vectors(self.key_state))
             self.key_state.query = self.key_state.query_sums = None  # they are in shared memory alone
         self.queries = q.double().numpy()[np.minimum(np.arange(config.warp_queries), group - 1)]
@@ -143,12 +141,10 @@ def heads(column: int) -> np.ndarray:
 
 
 def make_rig(
-    monkeypatch: pytest.MonkeyPatch, config: DecodeConfig, operands: Sequence[Operand], group: int = 8, seed: int = 0
+    run_on: Callable[[Backend], None], config: DecodeConfig, operands: Sequence[Operand], group: int = 8, seed: int = 0
 ) -> Rig:
     """A warp in front of a tile whose last head's last block holds the operands' rows, with normal queries."""
     from cute_kernels.attention import readers
-    from cute_kernels.attention.readers import bytes as byte_readers
-    from cute_kernels.attention.readers import common, dense, int4, rows, swizzled
 
     assert group <= config.warp_queries
     rng = np.random.default_rng(seed)
@@ -161,11 +157,13 @@ def make_rig(
         if operand.scale is not None:
             scales = operand.scale.numpy().reshape(-1).view(np.uint8)
             emulated.global_memory[index * SCALE_SPACE :][: scales.size] = scales
-    emulated.install(monkeypatch, byte_readers, common, dense, int4, rows, swizzled)
+    for place in (place for form in config.formats for place in form.places()):
+        load_code(place)  # what is imported later would keep the compiler's scalars
+    run_on(emulated)
     # Typed for the GPU's scalars, which the warp's stand for.
     made: Any = readers.make_readers(config)
     key_reader, value_reader = made
-    place = (Int32(warp.LANES), Int32(config.num_heads - 1), Int32(config.num_slices - 1))
+    place = (Int32(LANES), Int32(config.num_heads - 1), Int32(config.num_slices - 1))
     key_state = key_reader.make_state(*place)
     value_state = value_reader.make_state(*place, Int64(_scale_address(config, 1)), key_state)
     keys, values = operands[0].values, operands[1].values
@@ -204,9 +202,9 @@ def random_operand(config: DecodeConfig, index: int, seed: int, scale_exponents:
     """Rows of any codes whose scales are powers of two: times probabilities of few bits, fp16 holds them exactly."""
     form, head_dim = config.formats[index], config.head_dims[index]
     generator = torch.Generator().manual_seed(seed)
-    if isinstance(form, Int4Format):
+    if form.codes == "u4":
         return Operand(form, head_dim, random_int4_rows(form, head_dim, scale_exponents, generator))
-    if not isinstance(form, ByteFormat):
+    if not form.is_coded:
         rows = torch.randn(BLOCK_TOKENS, head_dim, generator=generator).to(form.cache_dtype)
         return Operand(form, head_dim, rows)
     codes = random_codes(form.codes, (BLOCK_TOKENS, head_dim), generator)
@@ -220,7 +218,7 @@ def random_operand(config: DecodeConfig, index: int, seed: int, scale_exponents:
 
 
 def random_int4_rows(
-    form: Int4Format, head_dim: int, scale_exponents: tuple[int, int], generator: torch.Generator
+    form: KvFormat, head_dim: int, scale_exponents: tuple[int, int], generator: torch.Generator
 ) -> torch.Tensor:
     """Rows of any codes, scales 2**e, shifts in (-3, 3)."""
     shape = (BLOCK_TOKENS, form.num_groups)

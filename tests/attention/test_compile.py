@@ -10,7 +10,6 @@ from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import WARPGROUP_WARPS, DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.schedule import Problem, candidate_configs
-from cute_kernels.kv_formats import ByteFormat, Int4Format
 from cute_kernels.runtime import default_cache, native
 from tests import golden
 
@@ -130,9 +129,9 @@ def test_tensor_cores_do_no_more_than_they_must(found: DecodeConfig, measured: d
         return
     columns = 0
     for form, head_dim in zip(found.formats, found.head_dims, strict=True):
-        groups = form.num_groups if isinstance(form, (Int4Format, ByteFormat)) else 1
+        groups = form.num_groups
         columns += head_dim // (16 if head_dim // groups % 16 == 0 else 8)
     keys, _ = found.formats
-    if isinstance(keys, Int4Format) and found.head_dim // keys.num_groups >= 16 and not found.shares_queries:
+    if keys.codes == "u4" and found.head_dim // keys.num_groups >= 16 and not found.shares_queries:
         columns += {4: 1, 8: 2}.get(keys.num_groups, 0)
     assert kernel["opcodes"]["HMMA"] == 2 * columns * found.blocks_per_warp * found.blocks_per_slice

@@ -16,7 +16,7 @@ from cute_kernels.attention.reference import (
     even_split_tokens,
 )
 from cute_kernels.attention.tiles import cannot_read
-from cute_kernels.kv_formats import Int4Format, format_of, format_pair
+from cute_kernels.kv_formats import format_of, format_pair
 from tests.attention.cases import ALL_FORMATS, FORMATS, Call, make_call
 from tests.attention.oracle import oracle
 from tests.attention.strategies import calls
@@ -199,7 +199,7 @@ def make_case(kv_format="bf16", batch=3, max_seq_len=40, num_q_heads=4, num_kv_h
     form = format_of(kv_format)
     q = torch.randn(batch, 1, num_q_heads, head_dim).to(torch.float16 if kv_format == "fp16" else torch.bfloat16)
     values = torch.randn(2, batch, max_seq_len, num_kv_heads, head_dim)
-    if isinstance(form, Int4Format):
+    if form.codes == "u4":
         k, v = (form.row(head_dim).quantize(x) for x in values)
     else:
         k, v = values.to(form.cache_dtype)

@@ -18,7 +18,7 @@ from cute_kernels.attention.schedule import (
     make_schedule,
     split_options,
 )
-from cute_kernels.attention.tiles import cannot_read, has_headers, kernel_format, tiles_of
+from cute_kernels.attention.tiles import cannot_read, kernel_format, tiles_of
 from cute_kernels.kv_formats import FORMATS as ALL_FORMATS
 from cute_kernels.kv_formats import HEAD_DIMS, format_of
 from layouts.kv.tile import RowTile
@@ -150,7 +150,7 @@ def test_fixed_splits_are_taken_as_given_whatever_the_batch(problem: Problem, nu
 def test_rows_are_copied_in_bulk_only_where_16_bytes_divide_the_copies(problem: Problem):
     for config in candidate_configs(problem):
         for form, copy, tile in zip(config.formats, config.copies, tiles_of(config), strict=True):
-            if not has_headers(form):
+            if not form.has_header:
                 assert copy == "tma"
                 continue
             assert isinstance(tile, RowTile)

@@ -14,6 +14,7 @@ from cute_kernels.attention.call import make_call
 from cute_kernels.attention.plan import problem_of
 from cute_kernels.attention.schedule import candidate_configs
 from cute_kernels.runtime import native
+from simulator import PlainThread
 from tests.attention import cases
 from tests.attention.cases import ALL_FORMATS, Call
 from tests.tensors import among_others, apart, fused, padded
@@ -52,13 +53,11 @@ def test_the_reference_does_not_look_between_rows(kv_format, page_size, cache_la
 @every_place
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g4", "int8_token_head"])
-def test_copies_find_every_row(monkeypatch, kv_format, num_kv_heads, page_size, cache_layout, dim):
+def test_copies_find_every_row(run_on, kv_format, num_kv_heads, page_size, cache_layout, dim):
     """`RowOperand.open` and `RowSource.address`, with Python's integers: the place of every token, by every CTA."""
     from cute_kernels.attention import copies
 
-    monkeypatch.setattr(copies, "Int32", int)
-    monkeypatch.setattr(copies, "Int64", int)
-    monkeypatch.setattr(copies.ptx, "pinned", lambda x: x)
+    run_on(PlainThread())
     dense = cases.make_call(
         kv_format, [32, 7], num_kv_heads=num_kv_heads, page_size=page_size, cache_layout=cache_layout, blank=True
     )

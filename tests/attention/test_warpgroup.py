@@ -15,19 +15,20 @@ import torch
 
 pytest.importorskip("cutlass")
 
+import cutlass.cute as cute
+
 from cute_kernels.attention import readers, warpgroup
 from cute_kernels.attention.kernel import LOWEST, WarpState
-from cute_kernels.attention.readers import common, int4, rows
-from cute_kernels.attention.readers import warpgroup as group_readers
 from cute_kernels.attention.schedule import Problem, candidate_configs
 from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.attention.warpgroup import Warpgroup, WarpgroupKernel
-from cute_kernels.kv_formats import Int4Format, format_of
+from cute_kernels.device import wgmma
+from cute_kernels.kv_formats import format_of
 from layouts import banks
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile, block_token
-from tests.attention import warp
+from simulator import COLUMN, LANES, ROW, Float32, Int32, Int64, Lanes, Meanings, PlainThread, Registers, Uint32, Warp
+from simulator.registers import elements, from_halves, halves
 from tests.attention.rig import random_int4_rows
-from tests.attention.warp import COLUMN, LANES, ROW, Access, Float32, Int32, Int64, Lanes, Registers, Warp
 
 CONFIG = dataclasses.replace(
     candidate_configs(Problem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True
@@ -40,25 +41,35 @@ COLUMNS = [column // 2 * 8 + 2 * COLUMN + column % 2 for column in range(8)]  # 
 
 
 class Machine(Warp):
-    """With stmatrix and wgmma; B is read as the PTX manual has it for rows of 128 bytes with 128-byte swizzling."""
+    """With wgmma; B is read as the PTX manual has it for rows of 128 bytes with 128-byte swizzling.
 
-    def store_matrix_x4(self, address: Lanes, offset: int, words: Sequence[Lanes], *, transpose: bool) -> None:
-        places = np.asarray(address, np.int64) + offset
-        self.accesses.append(Access("stmatrix", 16, tuple(places.tolist())))
-        assert not (places % 16).any()
-        chunks = self.shared_memory.view(np.uint16).reshape(-1, 8)
-        for index, word in enumerate(words):
-            matrix = np.empty((8, 8), np.uint16)
-            for half in range(2):
-                matrix[ROW, 2 * COLUMN + half] = warp.halves(word)[:, half]
-            chunks[places[8 * index : 8 * index + 8] // 16] = matrix.T if transpose else matrix
+    Four warps, each in a thread, share one: what waits for others is a barrier of threads.
+    """
+
+    def meanings(self) -> Meanings:
+        barrier, votes = threading.Barrier(WARPS), {}
+
+        def vote(_: Any, condition: int) -> int:
+            votes[threading.get_ident()] = condition
+            barrier.wait(20)
+            result = int(any(votes.values()))
+            barrier.wait(20)
+            return result
+
+        group = {
+            "Int32": lambda value: int(np.any(value)),  # conditions are of a warp, as on the GPU
+            "sync_warpgroup": lambda _: barrier.wait(20),
+            "any_of_warpgroup": vote,
+            "pass_turn": lambda _: None,
+        }
+        return dataclasses.replace(super().meanings(), modules={wgmma: self.wgmma(), warpgroup: group})
 
     def store_shared_zero16(self, address: Lanes, offset: int) -> None:
-        self.store_shared(address, offset, [warp.Uint32(0)] * 4)
+        self.store_shared(address, offset, [Uint32(0)] * 4)
 
     def max_f16x2(self, a: Lanes, b: Lanes) -> Lanes:
-        pair = [warp.halves(word).view(np.float16) for word in (a, b)]
-        return warp.from_halves(np.fmax(*pair).view(np.uint16))
+        pair = [halves(word).view(np.float16) for word in (a, b)]
+        return from_halves(np.fmax(*pair).view(np.uint16))
 
     def operand(self, address: int) -> np.ndarray:
         """B [32, 16] at an address within the first row of its box."""
@@ -67,19 +78,19 @@ class Machine(Warp):
         places = places ^ (places >> 7 & 7) << 4
         return self.shared_memory.view(np.float16)[places // 2].astype(np.float64)
 
-    def wgmma(self) -> SimpleNamespace:
-        return SimpleNamespace(
-            fence=list,
-            commit=lambda: None,
-            wait=lambda pending: None,
-            wait_all=list,
-            wait_for=lambda sums, pending: list(sums),
-            descriptor=lambda address: int(np.unique(address).item()),
-            advanced=lambda low, offset: low + offset,
-            mma=self.multiply,
-            first_mma=lambda count, *operands, dtype: self.multiply([Float32(0.0)] * count, *operands, dtype=dtype),
-            STEP_BYTES=32,
-        )
+    def wgmma(self) -> dict[str, Any]:
+        return {
+            "fence": list,
+            "commit": lambda: None,
+            "wait": lambda pending: None,
+            "wait_all": list,
+            "wait_for": lambda sums, pending: list(sums),
+            "descriptor": lambda address: int(np.unique(address).item()),
+            "advanced": lambda low, offset: low + offset,
+            "mma": self.multiply,
+            "first_mma": lambda count, *operands, dtype: self.multiply([Float32(0.0)] * count, *operands, dtype=dtype),
+            "STEP_BYTES": 32,
+        }
 
     def multiply(self, sums: Sequence[Lanes], a: Sequence[Lanes], b: int, *, dtype: str) -> list[Lanes]:
         """One warp's rows of m64n32k16."""
@@ -87,7 +98,7 @@ class Machine(Warp):
         for register, word in enumerate(a):
             for half in range(2):
                 place = (ROW + 8 * (register % 2), 8 * (register // 2) + 2 * COLUMN + half)
-                left[place] = warp.elements(word, dtype)[:, half]
+                left[place] = elements(word, dtype)[:, half]
         total = left @ right.T
         result = []
         for index, value in enumerate(sums):
@@ -100,18 +111,12 @@ METHODS = ("attend", "place_scores", "share_probabilities", "write_probabilities
 METHODS += ("raise_shared_maximum", "tell", "join", "clear_probabilities", "start_products")
 
 
-def plain(name: str) -> Any:
-    """A method of the kernel as Python runs it."""
-    method = getattr(WarpgroupKernel, name)
-    return getattr(method, "__wrapped__", method)
-
-
 class Rig:
     """Four warps, each in a thread, in front of a tile of random rows."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, scale_exponents=((-6, 1), (-6, 1)), seed: int = 0):
+    def __init__(self, run_on: Any, scale_exponents=((-6, 1), (-6, 1)), seed: int = 0):
         form, tiles = format_of("int4_g1"), tiles_of(CONFIG)
-        assert isinstance(form, Int4Format)
+        assert form.codes == "u4"
         generator = torch.Generator().manual_seed(seed)
         self.query_start = -(-sum(CONFIG.tile_bytes) // 1024) * 1024
         shared = np.random.default_rng(seed).integers(0, 256, self.query_start + CONFIG.query_bytes, dtype=np.uint8)
@@ -128,35 +133,14 @@ class Rig:
         self.q = torch.randn(QUERIES, HEAD_DIM, generator=generator).bfloat16()
         memory = self.q.view(torch.uint8).numpy().reshape(-1).copy()
         self.machine = Machine(shared, memory)
-        self.machine.install(monkeypatch, common, int4, rows, group_readers, warpgroup)
-        monkeypatch.setattr(group_readers, "wgmma", self.machine.wgmma())
-        monkeypatch.setattr(warpgroup, "wgmma", self.machine.wgmma())
-        # Conditions are of a warp, as on the GPU.
-        monkeypatch.setattr(warpgroup, "Int32", lambda value: int(np.any(value)))
-        arch = SimpleNamespace(
-            fence_proxy=lambda *_, **__: None, make_warp_uniform=lambda value: value, sync_warp=lambda: None
-        )
-        monkeypatch.setattr(warpgroup, "cute", SimpleNamespace(make_rmem_tensor=Registers, arch=arch))
-        constexpr = SimpleNamespace(range_constexpr=range, select_=warp.select)
-        monkeypatch.setattr(warpgroup, "cutlass", constexpr)
-        self.barrier, self.votes = threading.Barrier(WARPS), {}
-        monkeypatch.setattr(warpgroup, "sync_warpgroup", lambda _: self.barrier.wait(20))
-        monkeypatch.setattr(warpgroup, "any_of_warpgroup", self.vote)
-        monkeypatch.setattr(warpgroup, "pass_turn", lambda _: None)
-        monkeypatch.setattr(group_readers, "cute", SimpleNamespace(make_rmem_tensor=Registers, arch=arch))
+
+        run_on(self.machine)
         made: Any = readers.make_readers(CONFIG)
         self.keys, self.sums = made
         copier = SimpleNamespace(stage_addresses=lambda tiles, stage: ADDRESSES)
         self.kernel: Any = SimpleNamespace(config=CONFIG, key_reader=self.keys, value_reader=self.sums, copier=copier)
         for name in METHODS:
-            setattr(self.kernel, name, plain(name).__get__(self.kernel))
-
-    def vote(self, _, condition: int) -> int:
-        self.votes[threading.get_ident()] = condition
-        self.barrier.wait(20)
-        result = int(any(self.votes.values()))
-        self.barrier.wait(20)
-        return result
+            setattr(self.kernel, name, getattr(WarpgroupKernel, name).__get__(self.kernel))
 
     def state(self, index: int) -> WarpState:
         """What a warp has before its first tile."""
@@ -206,7 +190,7 @@ class Rig:
 
         kernel = SimpleNamespace(**vars(self.kernel), logits=SimpleNamespace(transforms=changed, apply=apply))
         for name in METHODS:
-            setattr(kernel, name, plain(name).__get__(kernel))
+            setattr(kernel, name, getattr(WarpgroupKernel, name).__get__(kernel))
         kernel.attend(state, ADDRESSES, 0, False, Int32(BLOCK_TOKENS * index), Int32(0))
 
     def run(self, biases: Sequence[np.ndarray], recentre: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -246,8 +230,8 @@ class Rig:
         return p @ np.tile(values, (len(biases), 1)) / total[:, None], np.log2(total) + largest[:, 0]
 
 
-def test_scores_are_those_of_the_dequantised_rows(monkeypatch):
-    rig = Rig(monkeypatch, ((-8, 4), (-6, 1)))
+def test_scores_are_those_of_the_dequantised_rows(run_on):
+    rig = Rig(run_on, ((-8, 4), (-6, 1)))
     states = [rig.state(index) for index in range(WARPS)]
     found = np.full((QUERIES, TOKENS), np.nan)
     for index, state in enumerate(states):
@@ -270,19 +254,19 @@ HIDDEN = np.where(np.arange(TOKENS) > 50 + np.arange(QUERIES)[:, None] // 8, -np
     ids=["one", "three", "raised later", "masked", "masked later"],
 )
 @pytest.mark.parametrize("recentre", [False, True])
-def test_tiles_add_up_to_attention(biases, recentre, monkeypatch):
+def test_tiles_add_up_to_attention(biases, recentre, run_on):
     """One reference for four warps, raised by one of them; columns in quarters; shifts and recentred sums."""
-    rig = Rig(monkeypatch, seed=len(biases))
+    rig = Rig(run_on, seed=len(biases))
     out, lse = rig.run(biases, recentre)
     want, want_lse = rig.reference(biases)
     assert np.linalg.norm(out - want) < 6e-4 * np.linalg.norm(want)
     np.testing.assert_allclose(lse, want_lse, atol=1e-4)
 
 
-def test_values_whose_scales_are_tiny_do_not_overflow(monkeypatch):
+def test_values_whose_scales_are_tiny_do_not_overflow(run_on):
     """Probabilities times scales stay small however large those are before the reference is raised."""
     biases = [ZERO - 60.0, ZERO]
-    rig = Rig(monkeypatch, ((-6, 1), (-24, -23)), seed=3)
+    rig = Rig(run_on, ((-6, 1), (-24, -23)), seed=3)
     out, lse = rig.run(biases)
     want, want_lse = rig.reference(biases)
     assert np.linalg.norm(out - want) < 6e-4 * np.linalg.norm(want)
@@ -315,8 +299,8 @@ def test_keys_that_no_query_sees_are_cleared():
     assert TileCopier(dataclasses.replace(CONFIG, warpgroups=False)).cleared == (1,)
 
 
-def test_no_access_has_bank_conflicts_and_every_code_is_read_by_one_warp(monkeypatch):
-    rig = Rig(monkeypatch)
+def test_no_access_has_bank_conflicts_and_every_code_is_read_by_one_warp(run_on):
+    rig = Rig(run_on)
     states = [rig.state(index) for index in range(WARPS)]
     rig.machine.accesses.clear()
     seen: list[tuple[int, int]] = []
@@ -354,14 +338,15 @@ class NamedBarriers:
 
 @pytest.mark.parametrize("tiles", [0, 1, 2, 3, 9])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_two_warpgroups_take_turns_with_the_products_of_a_tile_and_the_next(tiles, stage, monkeypatch):
+def test_two_warpgroups_take_turns_with_the_products_of_a_tile_and_the_next(tiles, stage, run_on):
     """Also where all warps meet in the last tile; every tile is given back once, when its values have been read."""
     barriers, events = NamedBarriers(), []
-    arch = SimpleNamespace(setmaxregister_increase=lambda _: None)
-    monkeypatch.setattr(warpgroup, "cute", SimpleNamespace(arch=arch))
-    monkeypatch.setattr(warpgroup, "advance", lambda stage, phase, count: ((stage + 1) % count, phase))
-    monkeypatch.setattr(warpgroup, "await_turn", lambda number: barriers.sync(f"turn {number}"))
-    monkeypatch.setattr(warpgroup, "pass_turn", lambda number: barriers.arrive(f"turn {1 - number}"))
+    turns_of = {
+        "advance": lambda stage, phase, count: ((stage + 1) % count, phase),
+        "await_turn": lambda number: barriers.sync(f"turn {number}"),
+        "pass_turn": lambda number: barriers.arrive(f"turn {1 - number}"),
+    }
+    run_on(PlainThread({warpgroup: turns_of, cute.arch: {"setmaxregister_increase": lambda _: None}}))
     work = SimpleNamespace(length=TOKENS * tiles, num_parts=1, first_token=lambda config: 0)
     config = SimpleNamespace(lends_registers=True, num_stages=4, tile_tokens=TOKENS, slice_tokens=BLOCK_TOKENS)
 
@@ -390,9 +375,9 @@ def test_two_warpgroups_take_turns_with_the_products_of_a_tile_and_the_next(tile
             attend=attend,
             finish=lambda *_: None,
         )
-        kernel.give_first_turn = plain("give_first_turn").__get__(kernel)
+        kernel.give_first_turn = WarpgroupKernel.give_first_turn.__get__(kernel)
         cta = SimpleNamespace(barriers=96, tiles=None, roles=SimpleNamespace(slice_index=0))
-        plain("attend_tiles")(kernel, cta, work, None, stage, 0)
+        WarpgroupKernel.attend_tiles(kernel, cta, work, None, stage, 0)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, range(2)))

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from bench import e2e_vllm
+from bench import e2e_vllm, report
 from bench.__main__ import main as command
+from bench.environment import ROOT
 from bench.record import SCHEMA, Recorder
 
 
@@ -114,3 +115,12 @@ def test_the_table_compares_with_the_best_of_vllm(tmp_path: Path, capsys):
     assert any("plugin | W4, int4_g4 | 5.00 | 6400 | 2.00 |" in line for line in lines)
     assert any("plugin, linear alone | W4, fp8 | 8.00 | 4000 | 1.25 |" in line for line in lines)
     assert "plugin" in e2e_vllm.text(record) or "on" in e2e_vllm.text(record)
+
+
+@pytest.mark.parametrize(
+    ("name", "mark"), [("e2e_vllm", e2e_vllm.MARK), ("e2e_vllm_h100", e2e_vllm.MARK_H100)], ids=["H200", "H100"]
+)
+def test_the_page_has_the_records_table(name: str, mark: str):
+    page = (ROOT / "docs/tasks/vllm.md").read_text()
+    record = json.loads((ROOT / f"bench/results/{name}.json").read_text())
+    assert report.filled(page, mark, e2e_vllm.markdown(record)) == page

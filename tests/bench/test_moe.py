@@ -21,6 +21,7 @@ from cute_kernels.linear.weight import padded_shape
 from cute_kernels.moe import fused_moe
 from cute_kernels.moe.layer import moe_plan_of
 from cute_kernels.runtime.tuned import shipped_tables
+from cute_kernels.weight_formats import integers
 from tests.gpu.specs import GPU, products_needed_by
 
 SMALL = MoeModel("small", 4, 2, 128, 256)
@@ -257,7 +258,7 @@ def test_kernels_of_all_models_ship(gpu: str):
 def test_kernels_of_layers_of_every_number_of_tokens_are_among_them(model):
     """As plans load them."""
     sizes = [(n, k, padded_shape((n, k), moe.GROUP_SIZE)[1]) for n, k in model.products]
-    forms = [ExpertsForm(model.experts, *size, 4, moe.GROUP_SIZE, False, torch.bfloat16, -1) for size in sizes]
+    forms = [ExpertsForm(model.experts, *size, integers(4, moe.GROUP_SIZE), torch.bfloat16, -1) for size in sizes]
 
     def plan_all() -> None:
         for tokens in moe.TOKENS:

@@ -7,7 +7,7 @@ import torch
 
 from bench import options, report
 from bench.append import AppendShape
-from bench.options import Option
+from bench.options import PLACES, Option
 from bench.timing import Timing
 from bench.workloads import DecodeShape, make_inputs
 
@@ -23,7 +23,7 @@ def test_what_only_lies_elsewhere_gives_the_same(inputs):
     found = options.decode_options(inputs)
     plain = found["plain"].call()
     assert isinstance(plain, torch.Tensor)
-    places = [name for name, option in found.items() if option.places_only]
+    places = [name for name, option in found.items() if option.bar == PLACES]
     assert len(places) == 4
     for name in places:
         assert torch.equal(found[name].call(), plain), name  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ def test_every_other_option_changes_the_result_and_runs(inputs):
     plain = found["plain"].call()
     for name, option in found.items():
         result = option.call()
-        if name not in ("plain", "lse") and not option.places_only:
+        if name not in ("plain", "lse") and option.bar != PLACES:
             assert not torch.equal(result, plain), name  # type: ignore[arg-type]
 
 
@@ -62,7 +62,7 @@ def test_an_option_may_take_its_bytes_and_a_share():
     assert Option(lambda: None, own_bytes=46_000_000).allowed_us(100.0) == pytest.approx(13.0)
     step = Option(lambda: None, bar=options.STEP_BAR)
     assert (step.allowed_us(10.0), step.allowed_us(100.0)) == (pytest.approx(0.2), pytest.approx(1.0))
-    place = Option(lambda: None, places_only=True)
+    place = Option(lambda: None, bar=PLACES)
     assert (place.allowed_us(10.0), place.allowed_us(100.0)) == (pytest.approx(0.3), pytest.approx(1.0))
 
 

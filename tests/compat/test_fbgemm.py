@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cute_kernels.compat.fbgemm import gqa_attn_splitk
-from cute_kernels.kv_formats import Int4Format, format_of
+from cute_kernels.kv_formats import format_of
 
 HEAD_DIM = 128
 
@@ -21,7 +21,7 @@ def make_case(kv_format, batch=3, max_t=33, num_q_heads=5, seed=0) -> tuple[torc
     q = torch.randn(batch, 1, num_q_heads, HEAD_DIM, dtype=torch.bfloat16)
     k, v = torch.randn(2, batch, max_t, 1, HEAD_DIM)
     form = format_of(kv_format)
-    if isinstance(form, Int4Format):
+    if form.codes == "u4":
         row = form.row(HEAD_DIM)
         caches = row.quantize(k), row.quantize(v)
     else:

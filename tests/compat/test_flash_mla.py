@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import cute_kernels.compat.flash_mla as flash_mla
-from cute_kernels.mla import checks, ops
+from cute_kernels import arguments as package_arguments
+from cute_kernels.mla import checks
 from tests.mla.cases import DenseCall, SparseCall, assert_near, make_dense, make_sparse
 
 TOLERANCE = 2e-2  # of a result rounded to bf16
@@ -175,7 +176,7 @@ def test_prefill_indices_beyond_the_tokens_are_no_mistake(monkeypatch):
     q, kv = torch.randn(2, 3, 576).bfloat16(), torch.randn(4, 1, 576).bfloat16()
     indices = torch.tensor([[[0, 2, 4]], [[2**31 - 1, -1, 4]]], dtype=torch.int32)
     expected = flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.1)
-    monkeypatch.setattr(ops, "DEBUG", True)
+    monkeypatch.setattr(package_arguments, "DEBUG", True)
     found = flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.1)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     assert not found[0][1].any() and torch.all(found[1][1] == -math.inf) and torch.all(found[2][1] == math.inf)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from cute_kernels.extend import extend_attention
+from cute_kernels.extend import extend_attention, pack_tree_mask
 from cute_kernels.extend.reference import extend_attention_reference
-from cute_kernels.kv_formats import DenseFormat, format_of
+from cute_kernels.kv_formats import format_of
 from tests.attention import cases as decode_cases
 from tests.attention.cases import LSE_TOLERANCE, TOLERANCE, UNMAPPED
 
@@ -74,13 +74,16 @@ def make_call(
     sinks: bool = False,
     alibi: bool = False,
     new: bool = False,
+    tree: bool = False,
+    num_splits: int | None = None,
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> Call:
     """Standard normal q, k, v, made on the device; what no query sees is poisoned, as decode attention's calls are.
 
     q_lens: queries of each request. new: whether their own tokens come beside the cache, in which they are poison.
-    Others: as `tests.attention.cases.make_call`.
+    tree: whether a random mask says which of them a query sees, and itself. Others: as
+    `tests.attention.cases.make_call`.
     """
     base = decode_cases.make_call(
         kv_format,
@@ -113,6 +116,12 @@ def make_call(
         for name in ("new_k", "new_v"):
             rows = torch.randn((len(q), num_kv_heads, head_dim), generator=generator, device=device)
             options[name] = rows.to(q.dtype)
+    if tree:
+        seen = torch.rand((len(q), max(q_lens)), generator=generator, device=device) < 0.5
+        own = torch.cat([torch.arange(q_len) for q_len in q_lens]).to(device)
+        options["tree_mask"] = pack_tree_mask(seen.scatter(1, own[:, None], True))
+    if num_splits is not None:
+        options["num_splits"] = num_splits
     call = Call(q, base.k_cache, base.v_cache, base.seq_lens, ends, kv_format, options)
     poison_unseen(call, q_lens)
     return call
@@ -142,7 +151,7 @@ def poison_unseen(call: Call, q_lens: Sequence[int]) -> None:
     for cache, name in zip((k, v), names, strict=True):
         form = format_of(name)
         nan_bytes = form.given_scale is None or not name.startswith("int8")
-        cache[~seen] = torch.nan if isinstance(form, DenseFormat) else 0xFF if nan_bytes else 0x81
+        cache[~seen] = torch.nan if not form.is_coded else 0xFF if nan_bytes else 0x81
 
 
 def assert_close(call: Call, out: torch.Tensor, lse: torch.Tensor | None = None) -> float:

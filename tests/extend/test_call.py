@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.extend import extend_attention
+from cute_kernels.extend import extend_attention, pack_tree_mask
 from tests.extend.cases import make_call
 
 CALL = make_call("bf16", [3, 2], [9, 12], head_dim=64, page_size=16)
@@ -63,6 +63,29 @@ WRONG = {
     "an out": ({"out": torch.empty(5, 8, 32, dtype=torch.bfloat16)}, ValueError, r"out: got shape \[5, 8, 32\]"),
     "V's rows": ({"v_cache": torch.zeros(5, 16, 2, 128).bfloat16()}, ValueError, "v_cache: got rows of head_dim 128"),
     "causal": ({"causal": 1}, TypeError, "causal: got 1, want True or False"),
+    "splits": ({"num_splits": 33}, ValueError, "num_splits: got 33, want None or an int from 1 to 32"),
+    "a margin": ({"sm_margin": -1}, ValueError, "sm_margin: got -1, want a number of SMs from 0 on"),
+    "a mask of booleans": (
+        {"tree_mask": torch.ones(5, 3, dtype=torch.bool)},
+        TypeError,
+        "tree_mask: got dtype torch.bool, want torch.int32.*pack_tree_mask",
+    ),
+    "a mask's rows": (
+        {"tree_mask": torch.ones(4, 1, dtype=INT)},
+        ValueError,
+        r"tree_mask: got shape \[4, 1\], want \[5",
+    ),
+    "a mask with gaps": ({"tree_mask": torch.ones(5, 4, dtype=INT)[:, ::2]}, ValueError, "tree_mask: got strides"),
+    "a mask and a window": (
+        {"tree_mask": torch.ones(5, 1, dtype=INT), "window_size": 3},
+        ValueError,
+        "window_size: got a value beside a tree_mask, want None",
+    ),
+    "a mask and slopes": (
+        {"tree_mask": torch.ones(5, 1, dtype=INT), "alibi_slopes": torch.ones(8)},
+        ValueError,
+        "alibi_slopes: got a value beside a tree_mask, want None",
+    ),
 }
 
 
@@ -80,19 +103,23 @@ def test_no_queries_and_no_requests():
     assert empty.run().shape == (0, 8, 64)
 
 
-def test_it_can_be_traced():
-    compiled = torch.compile(lambda q: extend_attention(q, *CALL.tensors[1:], **CALL.keywords), fullgraph=True)
-    torch.testing.assert_close(compiled(CALL.q), CALL.run(), atol=0, rtol=0)
+TREE = make_call("bf16", [3, 2], [9, 12], head_dim=64, page_size=16, tree=True, num_splits=2)
 
 
-def test_the_operator_is_what_torch_wants():
-    options = {name: value for name, value in CALL.keywords.items() if name not in ("cu_seqlens_q", "kv_format")}
-    arguments = (*CALL.tensors, CALL.cu_seqlens_q, "bf16", "bf16")
+@pytest.mark.parametrize("call", [CALL, TREE])
+def test_it_can_be_traced(call):
+    compiled = torch.compile(lambda q: extend_attention(q, *call.tensors[1:], **call.keywords), fullgraph=True)
+    torch.testing.assert_close(compiled(call.q), call.run(), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("call", [CALL, TREE])
+def test_the_operator_is_what_torch_wants(call):
+    options = {name: value for name, value in call.keywords.items() if name not in ("cu_seqlens_q", "kv_format")}
+    arguments = (*call.tensors, call.cu_seqlens_q, "bf16", "bf16")
     torch.library.opcheck(torch.ops.cute_kernels.extend_attention.default, arguments, options)
 
 
-@pytest.mark.parametrize("kv_format", ["int8_token_head", "int4_g4"])
-def test_codes_of_256_columns_are_refused(kv_format):
-    call = make_call(kv_format, [3, 2], [9, 12], head_dim=256, page_size=16)
-    with pytest.raises(ValueError, match=f"q: got head_dim 256 over a cache in .*{kv_format}.*want 64 or 128"):
-        call.run()
+@pytest.mark.parametrize("seen", [torch.ones(3, 4), torch.ones(3, dtype=torch.bool), [[True]]], ids=str)
+def test_only_booleans_are_packed(seen):
+    with pytest.raises((TypeError, ValueError), match="seen: got"):
+        pack_tree_mask(seen)

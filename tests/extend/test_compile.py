@@ -12,6 +12,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.extend.compile import CAUSAL_PAGES, ExtendSpec
+from cute_kernels.extend.config import MMA_WARPS
 from cute_kernels.extend.schedule import Problem, choose, choose_newer
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.resources import ToolMissingError, cubins_in, find_tool, resource_report
@@ -24,6 +25,8 @@ CONFIGS = {
     "int4": choose(Problem(128, "int4_g4", "int4_g4", "bf16", 64, CAUSAL_PAGES)),
     "contiguous": choose(Problem(64, "e4m3_tensor", "e4m3_tensor", "fp16", 0, PLAIN)),
 }
+CONFIGS["tree"] = choose(Problem(128, "bf16", "bf16", "bf16", 64, Features(paged=True), tree=True))
+CONFIGS["head_dim 80"] = choose(Problem(80, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES))
 CONFIGS["new tokens"] = choose_newer(CONFIGS["bf16"])
 
 
@@ -46,6 +49,9 @@ def test_it_compiles_to_what_it_was_designed_to_be(name, artifacts):
     # With every feature at once ptxas keeps one word of the epilogue's in local memory.
     assert report.spill_store_bytes <= (4 if config.features == FEATURES else 0)
     assert report.threads in (None, config.num_threads)
+    producing, consuming = config.registers
+    shared_out = MMA_WARPS * consuming + config.producer_warps * producing
+    assert shared_out <= (MMA_WARPS + config.producer_warps) * report.registers, "no warp waits for registers for ever"
     steps = config.head_dim // 16, config.tile_tokens // 16
     assert report.opcodes["HGMMA"] == 2 * sum(steps), "the first block's, the loop's and the last block's products"
     # Fences and waits of groups: one for each product would mean that ptxas puts them one after the other.

@@ -46,6 +46,12 @@ def naive(call: Call) -> torch.Tensor:
                 seen = seen & (at <= position)
             if window is not None:
                 seen = seen & (at > position - window)
+            if "tree_mask" in call.options:
+                seen = at < length - (stop - start)
+                words = call.options["tree_mask"][query].tolist()
+                for token in range(min(stop - start, 32 * len(words))):
+                    if words[token // 32] >> token % 32 & 1:
+                        seen = seen | (at == length - (stop - start) + token)
             if not seen.any():
                 continue
             weights = torch.exp(scores.masked_fill(~seen, -torch.inf))
@@ -148,3 +154,37 @@ def test_new_tokens_need_no_room_in_the_cache():
     empty = {"block_table": call.options["block_table"][:, :0]}
     alone = Call(*call.tensors, call.cu_seqlens_q, call.kv_format, call.options | empty)
     assert torch.equal(alone.run(), call.run())
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_zero_scores_show_a_tree_s_mask(new):
+    """With q = 0 every key that is seen weighs the same; a full mask shows all new tokens to all of them."""
+    for full in (False, True):
+        call = make_call("bf16", [5, 0, 40], [5, 3, 60], tree=True, new=new)
+        call.q.zero_()
+        if full:
+            call.options["tree_mask"].fill_(-1)
+        out, _ = call.reference()
+        (_, v), ends, table = call.caches, call.cu_seqlens_q.tolist(), call.options["block_table"]
+        for request, (start, stop) in enumerate(itertools.pairwise(ends)):
+            before = int(call.seq_lens[request]) - (stop - start)
+            older = v[table[request, 0]][:before] if before else v[:0, 0]
+            newer = v[table[request, 0]][before : before + stop - start]
+            if new:
+                newer = call.options["new_v"][start:stop]
+            for query in range(start, stop):
+                words = call.options["tree_mask"][query].tolist()
+                seen = [token for token in range(stop - start) if words[token // 32] >> token % 32 & 1]
+                assert len(seen) == stop - start or not full
+                rows = torch.cat((older, newer[seen])).double().mean(0)
+                want = rows.repeat_interleave(call.q.shape[1] // rows.shape[0], 0)
+                torch.testing.assert_close(out[query], want, atol=1e-9, rtol=1e-9)
+
+
+def test_new_tokens_without_a_word_are_seen_by_none():
+    call = make_call("bf16", [40], [60], tree=True)
+    mask = call.options["tree_mask"]
+    assert mask.shape == (40, 2)
+    short = call.run(tree_mask=mask[:, :1].contiguous())
+    mask[:, 1] = 0
+    assert torch.equal(short, call.run())

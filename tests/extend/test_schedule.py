@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
 from cute_kernels.attention.features import Features
-from cute_kernels.extend.config import CODED_HEAD_DIMS, HEAD_DIMS, TILE_ROWS, ExtendConfig, is_coded
-from cute_kernels.extend.schedule import Problem, choose, count_tiles
-from cute_kernels.kv_formats import format_of
+from cute_kernels.extend.config import REGISTERS, TILE_ROWS, ExtendConfig
+from cute_kernels.extend.schedule import Problem, choose, choose_splits, count_tiles
 from tests.extend.cases import FORMATS
 
 
@@ -35,17 +35,44 @@ def test_every_work_tile_has_one_slot(group):
         assert slots_of(q_lens, group) == want
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_every_format_has_a_kernel(kv_format, head_dim):
     q_dtype = "fp16" if kv_format == "fp16" else "bf16"
     config = choose(Problem(head_dim, kv_format, kv_format, q_dtype, 64, Features(causal=True, paged=True)))
-    served = head_dim in (CODED_HEAD_DIMS if is_coded(format_of(kv_format)) else HEAD_DIMS)
-    assert (config.can_implement() is None) == served
+    assert config.can_implement() is None
     assert config.name.isidentifier()
 
 
-def test_what_cannot_be_is_said():
+@pytest.mark.parametrize(
+    "total_q, batch, max_seq_len, splits",
+    [
+        (16384, 1, 16384, 1),  # 4096 work tiles
+        (512, 1, 65536, 1),  # 128, which 132 CTAs take at once
+        (64, 1, 65536, 8),  # 16
+        (2048, 1, 32768, 1),  # 512: to cut them into 1.03 rounds of less is not worth it
+        (544, 32, 8192, 1),
+        (128, 4, 32768, 4),
+        (64, 1, 1000, 1),
+        (0, 3, 1000, 1),
+        (1, 1, 131072, 16),
+    ],
+)
+def test_few_work_tiles_are_cut(total_q, batch, max_seq_len, splits):
+    assert choose_splits(total_q, batch, 32, 8, max_seq_len, 132) == splits
+
+
+def test_splits_never_cost_much():
+    """No number of work tiles leaves more CTAs idle than it would without splits."""
+    for batch, q_len in itertools.product((1, 2, 5, 17, 32, 64), (1, 17, 40, 300, 2048)):
+        tiles = batch * -(-q_len * 4 // TILE_ROWS) * 8
+        splits = choose_splits(batch * q_len, batch, 32, 8, 32768, 132)
+        assert -(-tiles * splits // 132) / splits <= -(-tiles // 132)
+
+
+def test_what_cannot_be_is_said(monkeypatch):
+    # A warp would wait for ever for registers that its CTA does not have.
+    monkeypatch.setitem(REGISTERS, ("bytes", 4), (96, 208))
     good = ExtendConfig("bf16", "bf16", "bf16", 128)
     assert good.can_implement() is None
     for wrong, reason in (
@@ -53,8 +80,10 @@ def test_what_cannot_be_is_said():
         (ExtendConfig("bf16", "int8_token_head", "bf16", 128), "one of 16 bits"),
         (ExtendConfig("int8_channel", "int8_channel", "bf16", 128), "not among"),
         (ExtendConfig("e4m3_head", "e4m3_head", "bf16", 128), "e4m3_tensor"),
-        (ExtendConfig("bf16", "bf16", "bf16", 96), "head_dim"),
+        (ExtendConfig("bf16", "bf16", "bf16", 72), "head_dim 72 is not one of 64, 80, 96, 128, 192, 256"),
         (ExtendConfig("bf16", "bf16", "bf16", 256), "shared memory"),
         (ExtendConfig("bf16", "bf16", "bf16", 128, producer_warps=5), "producer_warps"),
+        (ExtendConfig("int8_tensor", "int8_tensor", "bf16", 128), "96 and 208 registers are more than 384 threads"),
+        (ExtendConfig("bf16", "bf16", "bf16", 128, tree=True, features=Features(causal=True)), "a tree's mask"),
     ):
         assert reason in str(wrong.can_implement())

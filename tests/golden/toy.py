@@ -22,7 +22,7 @@ class ToySpec(KernelSpec):
     family: ClassVar[str] = "toy"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def compile(self, arch: str) -> Any:

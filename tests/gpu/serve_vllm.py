@@ -1,6 +1,10 @@
-"""Serves a small random model by vLLM and writes what came out: `python -m tests.gpu.serve_vllm SCENARIO RESULT`.
+"""Serves a small random model by vLLM and writes what came out: `python -m tests.gpu.serve_vllm SCENARIOS FOLDER`.
 
-The engine has little room: prompts are prefilled in chunks and beside decoding requests, prefixes are shared, and there
+SCENARIOS is a JSON object, of each scenario its `Scenario`'s fields; they run in one process, one engine after the
+other, since importing vLLM takes longer than an engine of this size. FOLDER/NAME.json is what one gave, written as soon
+as it is there.
+
+An engine has little room: prompts are prefilled in chunks and beside decoding requests, prefixes are shared, and there
 are too few pages for all requests, so that some are preempted and begin again.
 """
 
@@ -10,9 +14,15 @@ are too few pages for all requests, so that some are preempted and begin again.
 from __future__ import annotations
 
 import json
+import os
+import random
 import sys
 import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 VOCABULARY = 2048
@@ -83,52 +93,202 @@ def prompts() -> list[list[int]]:
     return found
 
 
-def serve(scenario: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Of each request twice, one run after the other: its tokens, their log-probabilities, and by how much each was the
-    best."""
+@dataclass(frozen=True)
+class Scenario:
+    """One engine.
+
+    Attributes:
+        kv: what --kv-cache-dtype is given. kv_format: of this package, instead of it; empty for none.
+        chunk: tokens of a step, at most.
+        tokens: that the cache has room for.
+        model: changes to CONFIG. engine: more arguments of the engine.
+        what: of this module's functions of an engine and a scenario, the one that is called.
+    """
+
+    kv: str = "auto"
+    kv_format: str = ""
+    chunk: int = 512
+    tokens: int = 12288
+    model: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    what: str = "generate_twice"
+
+
+BLOCK = 16
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}
+"""No torch.compile: a model of this size gains nothing, and starts four times as fast."""
+
+
+def start(scenario: Scenario, folder: Path) -> Any:
+    """The engine of a scenario."""
     import vllm
 
-    config = {**CONFIG, **scenario.get("model", {})}
-    (folder / "config.json").write_text(json.dumps(config))
+    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = scenario.kv_format
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **scenario.model}))
     write_model(folder)
-    llm = vllm.LLM(
+    arguments = {"compilation_config": GRAPHS, **scenario.engine}
+    return vllm.LLM(
         model=str(folder),
         skip_tokenizer_init=True,
         max_model_len=2048,
         max_num_seqs=32,
-        max_num_batched_tokens=scenario.get("chunk", 512),
-        num_gpu_blocks_override=scenario["tokens"] // scenario["block_size"],
-        block_size=scenario["block_size"],
-        gpu_memory_utilization=0.3,
+        max_num_batched_tokens=scenario.chunk,
+        num_gpu_blocks_override=scenario.tokens // BLOCK,
+        block_size=BLOCK,
+        gpu_memory_utilization=0.2,
         enable_prefix_caching=True,
-        kv_cache_dtype=scenario["kv"],
+        kv_cache_dtype=scenario.kv,
         disable_log_stats=False,
-        **scenario.get("engine", {}),
+        **arguments,
     )
+
+
+def generate(llm: Any) -> list[dict[str, Any]]:
+    """Of each request: its tokens, their log-probabilities, and by how much each was the best."""
+    import vllm
+
     sampling = vllm.SamplingParams(
         max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, temperature=0.0, logprobs=2
     )
     results = []
-    for _ in range(2):  # the second time prefixes are in the cache
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], sampling, use_tqdm=False)
-        for output in outputs:
-            result = output.outputs[0]
-            best = [sorted((entry.logprob for entry in step.values()), reverse=True) for step in result.logprobs]
-            results.append(
-                {
-                    "tokens": list(result.token_ids),
-                    "logprobs": [first for first, *_ in best],
-                    "margins": [first - second for first, second, *_ in best],
-                }
-            )
+    for output in llm.generate([{"prompt_token_ids": ids} for ids in prompts()], sampling, use_tqdm=False):
+        result = output.outputs[0]
+        best = [sorted((entry.logprob for entry in step.values()), reverse=True) for step in result.logprobs]
+        results.append(
+            {
+                "tokens": list(result.token_ids),
+                "logprobs": [first for first, *_ in best],
+                "margins": [first - second for first, second, *_ in best],
+            }
+        )
+    return results
+
+
+def generate_twice(llm: Any, scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """The second time prefixes are in the cache."""
+    return {"results": [*generate(llm), *generate(llm)]}
+
+
+def beside_another(llm: Any, scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """What an engine gives that takes turns with another one in the same process."""
+    other = start(scenario, folder / "other")
+    results = generate(llm)
+    others = generate(other)
+    results += generate(llm)
+    return {"results": results, "others": [*others, *generate(other)]}
+
+
+def serve_long(llm: Any, scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """Many steps of requests that come and go, some of them aborted; memory in use, of host and GPU, on the way."""
+    import torch
+    import vllm
+
+    engine, rng = llm.llm_engine, random.Random(0)
+    live: list[str] = []
+    memory, finished, aborted, count = [], 0, 0, 0
+    for step in range(LONG_STEPS):
+        while len(live) < 40:  # more than the engine runs at a time
+            ids = [rng.randrange(5, VOCABULARY) for _ in range(rng.choice([1, 16, 17, 100, 500, 900]))]
+            new = rng.choice([1, 5, 60])
+            sampling = vllm.SamplingParams(max_tokens=new, min_tokens=new, ignore_eos=True, detokenize=False)
+            engine.add_request(str(count), {"prompt_token_ids": ids}, sampling)
+            live.append(str(count))
+            count += 1
+        if rng.random() < 0.05:
+            gone = live.pop(rng.randrange(len(live)))
+            engine.abort_request([gone])
+            aborted += 1
+        for output in engine.step():
+            if output.finished and output.request_id in live:
+                live.remove(output.request_id)
+                finished += 1
+        if (step + 1) % (LONG_STEPS // 4) == 0:
+            torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info()
+            memory.append({"gpu": total - free, "host": resident_bytes()})
+    return {"memory": memory, "finished": finished, "aborted": aborted, "live": len(live)}
+
+
+LONG_STEPS = 1200
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """What a scenario gave, the attention that served it, and what the plugin replaced."""
     from cute_kernels.integrations.vllm import plugin
 
-    return {"results": results, "replaced": [[one.seam, one.reason] for one in plugin.outcomes()]}
+    llm = start(scenario, folder / "model")
+    try:
+        found = globals()[scenario.what](llm, scenario, folder)
+    finally:
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        backends = sorted({type(layer.impl).__name__ for layer in layers.values() if hasattr(layer, "impl")})
+        del llm, layers
+        clean_up()
+    replaced = [[one.seam, one.reason] for one in plugin.outcomes()]
+    return {**found, "attention": backends, "replaced": replaced}
+
+
+def clean_up() -> None:
+    """Frees what an engine held."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
+
+    cleanup_dist_env_and_memory()
+    # vLLM's graphs share a memory pool for as long as the process lives, but it is gone with the last of them.
+    type(current_platform)._global_graph_pool = None
+
+
+def make_ready(scenarios: list[Scenario]) -> None:
+    """Compiles what all engines will ask for, side by side."""
+    import torch
+
+    from cute_kernels.integrations.vllm import attention_kernels, kv_formats, prepare
+
+    invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+    specs: dict[Any, None] = {}
+    for scenario in scenarios:
+        if scenario.kv == "auto" and not scenario.kv_format:
+            continue
+        os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = scenario.kv_format
+        layer = SimpleNamespace(
+            formats=kv_formats.formats_for(scenario.kv),
+            head_size=CONFIG["head_dim"],
+            num_heads=CONFIG["num_attention_heads"],
+            num_kv_heads=CONFIG["num_key_value_heads"],
+            sliding_window=scenario.model.get("sliding_window"),
+            soft_cap=None,
+            sinks=None,
+        )
+        drafted = scenario.engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
+        decodes = attention_kernels.Decodes((1, 8, 32), 1 + drafted, 2048, BLOCK, torch.float16, invariant)
+        device = torch.device("cuda", 0)
+        specs.update(dict.fromkeys(attention_kernels.specs([layer], decodes, device)))
+    prepare.load(torch.device("cuda", 0), specs)
 
 
 def main(arguments: list[str]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(arguments[1]).write_text(json.dumps(serve(json.loads(arguments[0]), Path(folder))))
+    from cute_kernels.integrations.vllm import register
+
+    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "fp16"  # of some scenarios: the seam has to be there for all
+    register()
+    scenarios = {name: Scenario(**fields) for name, fields in json.loads(arguments[0]).items()}
+    make_ready(list(scenarios.values()))
+    for name, scenario in scenarios.items():
+        begin = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                result = run(scenario, Path(folder))
+            except Exception:
+                result = {"failed": traceback.format_exc()}
+        Path(arguments[1], f"{name}.json").write_text(json.dumps(result))
+        print(f"scenario {name}: {time.perf_counter() - begin:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.linear import ops as linear_ops
 from cute_kernels.linear import plan as linear_plan
-from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma import limb_launch
 from cute_kernels.moe import launch as moe_launch
 from cute_kernels.moe import layer as moe_layer
 from cute_kernels.moe import ops as moe_ops
 from cute_kernels.moe import plan as moe_plan
 from cute_kernels.runtime import KernelSpec
+from cute_kernels.weight_formats import weight_format
 from tests.attention.cases import Call
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.cases import make_call as make_append
@@ -136,27 +136,25 @@ def products_needed_by(work: Callable[[], object]) -> list[KernelSpec]:
     found: dict[KernelSpec, None] = {}
     multiply, multiply_grouped, mix = linear_ops._on_cpu, moe_ops._grouped_on_cpu, moe_ops._moe_on_cpu
 
-    def linear_here(x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype, *others):
+    def linear_here(x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype, *others):
         if x.shape[0]:
-            k_pad = padded_shape((n, k), group_size or None)[1]
-            form = n, k, k_pad, bits, x.dtype, group_size, zeros is not None
-            linear_plan.plan_of(x.shape[0], *form, x.get_device(), *others[:1])
-        options = bits, group_size, n, k, activation, out_dtype, *others
+            linear_plan.plan_of(x.shape[0], n, k, weight_format(format), x.dtype, x.get_device(), *others[:1])
+        options = format, n, k, activation, out_dtype, *others
         return multiply(x, codes, scales, zeros, bias, residual, *options)
 
     def grouped_here(*given):
-        x, codes, scales, zeros, _, rows, _, bits, group_size, n, k, activation, out_dtype, invariant, _ = given
+        x, codes, scales, zeros, _, rows, _, format, n, k, activation, out_dtype, invariant, _ = given
         places = x.shape[0] if rows is None else rows.shape[0]
         if places:
-            form = moe_launch.Weights(codes, scales, zeros, bits, group_size, n, k).form
+            form = moe_launch.Weights(codes, scales, zeros, weight_format(format), n, k).form
             moe_launch.grouped_launch_of(places, rows is not None, form, activation, out_dtype, invariant)
         return multiply_grouped(*given)
 
     def mix_here(*given):
         ids, _weights, *sizes, out_dtype, invariant, _out = given[7:]
         if ids.numel():
-            products = zip((given[1:4], given[4:7]), (sizes[:4], sizes[4:]), strict=True)
-            forms = [moe_launch.Weights(*tensors, *size).form for tensors, size in products]
+            products = zip((given[1:4], given[4:7]), (sizes[:3], sizes[3:]), strict=True)
+            forms = [moe_launch.Weights(*tensors, weight_format(size[0]), *size[1:]).form for tensors, size in products]
             moe_layer.moe_plan_of(*ids.shape, 8 * ids.element_size(), *forms, out_dtype, invariant)
         return mix(*given)
 

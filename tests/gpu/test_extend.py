@@ -14,9 +14,10 @@ import torch
 
 from cute_kernels import decode_attention
 from cute_kernels.compat.flash_attn import flash_attn_varlen_func
-from cute_kernels.extend import ops
+from cute_kernels.extend import mixed_attention, ops
 from cute_kernels.extend.call import make_call as check_call
-from cute_kernels.extend.compile import ExtendSpec
+from cute_kernels.extend.compile import CombineSpec, ExtendSpec
+from cute_kernels.extend.config import CombineConfig
 from cute_kernels.extend.plan import configs_of, problem_of
 from cute_kernels.extend.schedule import choose
 from cute_kernels.runtime.spec import KernelSpec
@@ -43,6 +44,17 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "head_dim 64, bytes": ("int8_token_head", {"head_dim": 64}),
     "head_dim 64, int4": ("int4_g4", {"head_dim": 64}),
     "head_dim 256": ("bf16", {"head_dim": 256}),
+    "head_dim 256, bytes": ("int8_token_head", {"head_dim": 256}),
+    "head_dim 256, e4m3": ("e4m3_tensor", {"head_dim": 256}),
+    "head_dim 256, int4": ("int4_g4", {"head_dim": 256}),
+    "head_dim 80": ("bf16", {"head_dim": 80}),
+    "head_dim 80, bytes": ("e4m3_token_head", {"head_dim": 80, "num_splits": 2}),
+    "head_dim 96": ("bf16", {"head_dim": 96, "page_size": 16, "num_splits": 3}),
+    "head_dim 96, int4": ("int4_g4", {"head_dim": 96}),
+    "head_dim 96, new tokens": ("int8_token_head", {"head_dim": 96, "new": True}),
+    "head_dim 192": ("bf16", {"head_dim": 192, "page_size": None, "num_splits": 2}),
+    "head_dim 192, bytes": ("int8_token_head", {"head_dim": 192, "new": True}),
+    "head_dim 192, int4": ("int4_g4", {"head_dim": 192}),
     "all keys": ("bf16", {"causal": False}),
     "all keys, codes": ("int8_token_head", {"causal": False}),
     "window": ("bf16", {"window_size": 100}),
@@ -58,6 +70,20 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"new": True, "window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True},
     ),
     "new tokens, contiguous, fp16": ("fp16", {"new": True, "page_size": None}),
+    "splits": ("bf16", {"num_splits": 3}),
+    "splits, codes": ("int8_token_head", {"num_splits": 2}),
+    "32 splits, all features": (
+        "int4_g4",
+        {"num_splits": 32, "window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True},
+    ),
+    "splits, new tokens": ("e4m3_tensor", {"num_splits": 4, "new": True, "sinks": True}),
+    "splits, head_dim 64": ("bf16", {"num_splits": 5, "head_dim": 64, "q_dtype": "bf16"}),
+    "splits, head_dim 256": ("bf16", {"num_splits": 5, "head_dim": 256}),
+    "tree": ("bf16", {"tree": True}),
+    "tree, codes": ("int8_token_head", {"tree": True, "sinks": True, "softcap": 20.0}),
+    "tree, int4, splits": ("int4_g4", {"tree": True, "num_splits": 3}),
+    "tree, new tokens": ("int4_g4", {"tree": True, "new": True, "sinks": True}),
+    "tree, head_dim 256": ("bf16", {"tree": True, "head_dim": 256, "group": 1}),
     "a pair": (("int8_token_head", "int4_g4"), {}),
 }
 
@@ -73,7 +99,8 @@ def specs() -> list[KernelSpec]:
     """For tests.gpu.prepare."""
     calls = [variant(name, [1], [1], device="cpu") for name in VARIANTS]
     configs = [config for call in calls for config in configs_of(check_call(*call.tensors, **call.keywords))]
-    return [ExtendSpec(config) for config in dict.fromkeys(configs)]
+    combines = dict.fromkeys(CombineConfig(config.q_dtype, config.head_dim) for config in configs)
+    return [*(ExtendSpec(config) for config in dict.fromkeys(configs)), *map(CombineSpec, combines)]
 
 
 def check(call: Call) -> torch.Tensor:
@@ -93,7 +120,9 @@ def test_it_is_attention(name):
     assert torch.equal(out, again), "equal inputs give bitwise equal outputs"
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8_token_head", "int4_g4", "window, codes", "new tokens, codes"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "int8_token_head", "int4_g4", "window, codes", "new tokens, codes", "splits", "tree, int4, splits"]
+)
 def test_random_batches(name):
     generator = random.Random(name)
     for seed in range(8):
@@ -110,6 +139,51 @@ def test_zero_scores_show_the_mask(kv_format, causal, window):
     call = make_call(kv_format, [130, 5, 300], [400, 5, 290], causal=causal, window_size=window, device=CUDA)
     call.q.zero_()
     check(call)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("kv_format", ["bf16", "int8_token_head", "int4_g4"])
+def test_zero_scores_show_a_tree_s_mask(kv_format, new, num_splits):
+    """Of few older tokens and many new ones; a tree's mask must never become the causal one."""
+    call = make_call(
+        kv_format, [130, 5, 64], [131, 5, 400], tree=True, new=new, num_splits=num_splits, group=1, device=CUDA
+    )
+    call.q.zero_()
+    check(call)
+
+
+def test_a_full_mask_is_full():
+    call = make_call("bf16", [64, 33], [70, 33], tree=True, device=CUDA)
+    call.q.zero_()
+    call.options["tree_mask"].fill_(-1)
+    out = check(call)
+    everything = Call(
+        *call.tensors, call.cu_seqlens_q, "bf16", {"causal": False, "block_table": call.options["block_table"]}
+    )
+    assert torch.equal(out, everything.run())
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8_token_head", "int4_g4"])
+def test_a_mixed_batch_is_what_its_parts_are(name):
+    """Also in a graph, whose queries that decode run beside the others."""
+    call = variant(name, [1] * 9 + [300, 0, 70], [700, 1, 64, 65, 5, 900, 128, 3, 1000, 800, 30, 70])
+    out = torch.full_like(call.q, torch.nan)
+    arguments = {**call.keywords, "num_decodes": 9, "out": out}
+    mixed_attention(*call.tensors, **arguments)
+    assert_close(call, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mixed_attention(*call.tensors, **arguments)
+    want = out.clone()
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, want)
+
+
+def test_fewer_sms_give_the_same():
+    call = variant("int8_token_head")
+    assert torch.equal(call.run(num_splits=1), call.run(num_splits=1, sm_margin=130))
 
 
 def test_scales_far_from_one():
@@ -131,8 +205,10 @@ def test_rows_of_one_tile_may_have_scales_of_all_sizes():
     check(call)
 
 
-def test_a_request_does_not_depend_on_its_batch():
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_a_request_does_not_depend_on_its_batch(num_splits):
     call = variant("bf16")
+    call.options["num_splits"] = num_splits
     out = call.run()
     ends = call.cu_seqlens_q.tolist()
     for request in (0, 4):

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from cute_kernels import rms_norm
 from cute_kernels.linear.compile import LinearSpec
 from cute_kernels.linear.compile import spec_of as spec_of_config
+from cute_kernels.linear.inputs.compile import InputRowsSpec
+from cute_kernels.linear.inputs.config import ROOMS, InputRowsConfig
+from cute_kernels.linear.inputs.launch import input_rows
 from cute_kernels.linear.ops import apply
 from cute_kernels.linear.plan import make_plan
-from cute_kernels.linear.reference import linear_reference
+from cute_kernels.linear.reference import linear_reference, prepare_input
 from cute_kernels.linear.schedule import MAX_TOKENS, Problem, make_schedule, schedules
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.policies import ResidentLimbs
 from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.weight_formats import integers
 from tests.gpu.specs import GPU
 from tests.linear.cases import Known, known, problem_of
 
@@ -51,6 +57,14 @@ SHAPES = [  # (m, n, k, group) of the tests below that take 4-bit bf16 weights
     (3, 128, 72, 64),
     (2, 140_032, 16_384, 128),
 ]
+# (m, n, k) of sums with a residual: few rows, clusters, parts of K, several chunks, several work tiles of a CTA, TMA
+# stores, and rows of results that are no whole tiles.
+SUMS = [
+    *((m, n, 1024) for n in (200, 1000, 8192) for m in (1, 8, 13, 33, 64, 100)),
+    *((m, 8192, 1024) for m in (200, 256, 500, 1024, 1500)),
+    *((m, 520, 4096) for m in (2, 16, 48, 300)),
+    (70, 28_672, 512),
+]
 
 
 def spec_of(problem: Problem) -> KernelSpec:
@@ -65,8 +79,16 @@ def specs() -> list[KernelSpec]:
     found += [problem_of(576, 130, 576, *form) for form in formats]
     for m, n, k, group in SHAPES:
         found += [problem_of(m, n, k, 4, torch.bfloat16, group, zero) for zero in (False, True)]
+    chains = [(m, 1024, 1024) for m in (1, 8, 16, 64, 300)]
+    found += [problem_of(m, n, k, 4, torch.bfloat16, 128, False) for m, n, k in (*SUMS, *chains)]
     few: list[KernelSpec] = [LinearSpec(make_schedule(one).config) for one in found if one.m <= MAX_TOKENS]
     few += [LimbBlocksSpec(LimbBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
+    few += [
+        InputRowsSpec(InputRowsConfig(dtype, room, scaled))
+        for dtype in ("bf16", "fp16")
+        for room in (0, *ROOMS)
+        for scaled in (False, True)
+    ]
     return list(dict.fromkeys([*few, *map(spec_of, found)]))
 
 
@@ -78,8 +100,7 @@ def run(weight: PackedWeight, x: torch.Tensor, **options) -> torch.Tensor:
         weight.zeros,
         weight.perm,
         weight.input_scale,
-        bits=weight.bits,
-        group_size=weight.group_size,
+        format=weight.format,
         shape=weight.shape,
         **options,
     )
@@ -92,7 +113,7 @@ def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tens
 def is_rounded(problem: Problem) -> bool:
     """Whether W is rounded to the dtype of x: in tiles of decoded weights, where a scale is not a whole row's."""
     config = chosen(problem, GPU).config
-    return problem.group_size > 0 and isinstance(config, WgmmaConfig) and not config.limbs
+    return problem.format.group_size > 0 and isinstance(config, WgmmaConfig) and not config.limbs
 
 
 def exact_product(x: torch.Tensor, reference: Known) -> torch.Tensor:
@@ -171,7 +192,8 @@ def test_epilogues(activation, out_dtype, n, k, m):
 @pytest.mark.parametrize("n, k, m", [(14_336, 1024, 6), (24_576, 512, 12)])
 def test_epilogues_of_ctas_that_make_limbs_of_large_blocks(activation, n, k, m):
     reference = known(n, k, group_size=128)
-    assert isinstance(chosen(reference.problem(m), GPU).config, ResidentConfig)
+    config = chosen(reference.problem(m), GPU).config
+    assert isinstance(config, WgmmaConfig) and isinstance(config.mainloop, ResidentLimbs)
     check_epilogues(reference, m, activation, torch.bfloat16)
 
 
@@ -190,6 +212,86 @@ def check_epilogues(reference: Known, m: int, activation: str | None, out_dtype:
         exact = linear_reference(wide, weight, compute_dtype=torch.float64, **{**options, "out_dtype": torch.float64})
         out = torch.full((m, columns), math.nan, device=CUDA, dtype=out_dtype)
         assert_near(run(weight, x, out=out, **options), exact, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m, k", [(1, 8), (1, 8192), (3, 2056), (16, 14_336), (100, 264), (300, 9000), (2, 100_000)])
+def test_prepared_rows_are_those_of_torch_bit_for_bit(m, k, dtype):
+    """Longer rows than shared memory holds too, in another order, which torch prepares."""
+    wide = activations(m, k + 16, dtype)
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(1)).to(CUDA, torch.int32)
+    factors = activations(1, k, dtype, 2)[0]
+    for x in (wide[:, 8 : k + 8], wide[:, :k].contiguous(), wide[:1, :k].expand(m, k)):
+        for perm, scale in ((None, None), (order, None), (None, factors), (order, factors)):
+            make = input_rows(x, perm, scale)
+            assert (make is None) == (perm is not None and k == 100_000)
+            if make is not None:
+                assert torch.equal(make.make(x, perm, scale), prepare_input(x, perm, scale))
+
+
+@pytest.mark.parametrize("m", [1, 16, 70])
+def test_products_of_prepared_rows(m):
+    plain = known(192, 640, group_size=128).pack().to(CUDA)
+    perm = torch.randperm(640, generator=torch.Generator().manual_seed(1)).to(CUDA, torch.int32)
+    weight = replace(plain, perm=perm, input_scale=activations(1, 640, torch.bfloat16, 3)[0])
+    wide = activations(m, 1000, torch.bfloat16)
+    for x in (wide[:, :640], wide[:, 8:648], wide[:, 1:641], wide[:, :640].unflatten(0, (m, 1))):
+        want = run(plain, prepare_input(x, weight.perm, weight.input_scale))
+        assert torch.equal(run(weight, x), want)
+        assert torch.equal(run(weight, x), want), "kept"
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 64, 300])
+def test_a_launch_that_begins_early_waits_for_the_one_before(m):
+    """Of a chain in which each launch reads what the last one wrote, and writes what the one before that read."""
+    weight = known(1024, 1024, group_size=128).pack().to(CUDA)
+    scale, start = torch.ones(1024, device=CUDA, dtype=torch.bfloat16), activations(m, 1024, torch.bfloat16)
+    x, hidden = torch.empty_like(start), start.clone()
+
+    def chain(after) -> torch.Tensor:
+        hidden.copy_(start)
+        for _ in range(6):
+            for step in (
+                lambda: rms_norm(hidden, scale, out=x),
+                lambda: run(weight, x, residual=hidden, out=hidden),
+                lambda: run(weight, hidden, out=x),
+                lambda: run(weight, x, out=hidden),
+            ):
+                step()
+                after()
+        return hidden.clone()
+
+    want = chain(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(lambda: None)
+    for _ in range(30):
+        assert torch.equal(chain(lambda: None), want)
+        graph.replay()
+        assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_weights_that_have_just_been_written_are_read(m):
+    one, other = (known(1024, 1024, group_size=128, seed=seed).pack().to(CUDA) for seed in (0, 1))
+    weight = replace(one, codes=one.codes.clone(), scales=one.scales.clone())
+    x = activations(m, 1024, torch.bfloat16)
+    wanted = [run(each, x) for each in (one, other)]
+    for number in range(40):
+        weight.scales.copy_((one, other)[number % 2].scales)
+        weight.codes.copy_((one, other)[number % 2].codes)
+        assert torch.equal(run(weight, x), wanted[number % 2])
+
+
+@pytest.mark.parametrize("m, n, k", SUMS)
+def test_a_residual_is_added_in_fp32_and_the_sum_rounded_once(m, n, k):
+    weight = known(n, k, group_size=128).pack().to(CUDA)
+    x, bias, residual = (activations(*size, torch.bfloat16, size[0]) for size in ((m, k), (1, n), (m, n)))
+    for options in ({}, {"bias": bias[0]}):
+        sums = run(weight, x, out_dtype=torch.float32, **options) + residual.float()
+        guard = torch.full((m + 1, n), 7.0, device=CUDA, dtype=torch.bfloat16)
+        assert torch.equal(run(weight, x, residual=residual, out=guard[:m], **options), sums.bfloat16())
+        assert torch.all(guard[m] == 7.0)
 
 
 def test_a_residual_may_be_the_output():
@@ -227,7 +329,7 @@ def test_every_cut_gives_the_same_numbers_each_time(n, k, m):
     weight = reference.pack().to(CUDA)
     x = activations(m, k, torch.bfloat16)
     exact = x.double() @ reference.dense.to(CUDA).T
-    problem = Problem(m, n, k, k, 4, "bf16", 128)
+    problem = Problem(m, n, k, k, integers(4), "bf16")
     config = make_schedule(problem).config
     addresses = (weight.codes.data_ptr(), weight.scales.data_ptr(), 0, 0, 0)
     for schedule in schedules(problem, config):
@@ -292,7 +394,7 @@ def test_weights_beyond_two_to_the_31_elements():
     codes = torch.zeros(n // 64, k // 64, 2048, dtype=torch.uint8, device=CUDA)
     scales = torch.zeros(n // 64, k // 128, 64, dtype=torch.bfloat16, device=CUDA)
     codes[-1:], scales[-1:] = tail.codes, tail.scales
-    weight = PackedWeight(codes, scales, None, 4, 128, (n, k))
+    weight = PackedWeight(codes, scales, None, integers(4), (n, k))
     x = activations(2, k, torch.bfloat16)
     found = run(weight, x)
     assert_near(found[:, -64:], x.double() @ last.dense.to(CUDA).T, TOLERANCE[torch.bfloat16])

@@ -146,7 +146,7 @@ def test_the_operator_passes_opcheck(form, epilogue):
     weight, options = form.pack(), options_of(form, epilogue, 8)
     tensors = numbers(8, K, dtype=form.dtype), weight.codes, weight.scales, weight.zeros
     added = options["bias"], options["residual"]
-    numbers_of_weight = weight.bits, weight.group_size or 0, N, K
+    numbers_of_weight = weight.format.key, N, K
     torch.library.opcheck(
         torch.ops.cute_kernels.weight_only_linear.default,
         (*tensors, *added, *numbers_of_weight, epilogue.activation, form.dtype, False),

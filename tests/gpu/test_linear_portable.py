@@ -15,6 +15,7 @@ from cute_kernels.linear.portable.schedule import make_portable_schedule, portab
 from cute_kernels.linear.reference import linear_reference, out_features
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.linear.wgmma.policies import PortableMmaSync
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.test_linear import CUDA, FORMATS, TOLERANCE, activations, assert_near, every_format
 from tests.linear.cases import Known, known, problem_of
@@ -31,7 +32,7 @@ SHAPES = [  # (m, n, k) of the tests below that take 4-bit bf16 weights in group
 
 def portable_config(problem: Problem) -> PortableConfig:
     config = make_portable_schedule(problem).config
-    assert isinstance(config, PortableConfig)
+    assert isinstance(config.mainloop, PortableMmaSync)
     return config
 
 
@@ -49,7 +50,7 @@ def run(weight: PackedWeight, x: torch.Tensor, bias=None, residual=None, activat
     out_dtype = out_dtype or x.dtype
     out = torch.full((x.shape[0], out_features(n, activation)), torch.nan, dtype=out_dtype, device=CUDA)
     return launch(
-        x, weight.codes, weight.scales, weight.zeros, bias, residual, weight.bits, weight.group_size or 0, n, k,
+        x, weight.codes, weight.scales, weight.zeros, bias, residual, weight.format, n, k,
         activation, out_dtype, options.get("batch_invariant", False), out, portable=True,
     )  # fmt: skip
 

@@ -17,10 +17,11 @@ from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.policies import ResidentLimbs
 from cute_kernels.linear.wgmma.schedule import BETWEEN_SHAPES, TileSchedule, make_tile_schedule, tile_schedules
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import POOL
+from cute_kernels.weight_formats import integers
 from tests.gpu.test_linear import (
     CUDA,
     TOLERANCE,
@@ -95,7 +96,7 @@ def in_limbs(case: Problem) -> list[TileSchedule]:
 
 def resident(case: Problem) -> list[TileSchedule]:
     """Schedules whose CTAs make limbs of x, of a wave that most SMs have a part of."""
-    found = [schedule for schedule in in_limbs(case) if isinstance(schedule.config, ResidentConfig)]
+    found = [schedule for schedule in in_limbs(case) if isinstance(schedule.config.mainloop, ResidentLimbs)]
     return [schedule for schedule in found if schedule.num_ctas > 66]
 
 
@@ -141,7 +142,7 @@ def test_any_number_of_rows(n, k):
 
 def in_large_tiles(case: Problem) -> list[TileSchedule]:
     """Schedules of tiles that TMA stores."""
-    return [schedule for schedule in tile_schedules(case) if schedule.config.bulk_stores]
+    return [schedule for schedule in tile_schedules(case) if schedule.config.store.by_tma]
 
 
 def between(case: Problem) -> list[TileSchedule]:
@@ -204,7 +205,7 @@ def test_large_tiles_are_stored_whole_and_nothing_beside_them(m, n, k):
     columns = packed.dequantize(torch.bfloat16)[:, inputs].T
     schedules = in_large_tiles(problem_of(m, n, k))
     assert any(one.config.multicast > 1 for one in schedules)
-    assert any(one.config.cuts_rows for one in schedules) == (n > 1000)
+    assert any(one.config.reduction.cuts_rows for one in schedules) == (n > 1000)
     memory = torch.empty(m * n + 2 * MARGIN, device=CUDA, dtype=torch.bfloat16)
     out = memory[MARGIN : MARGIN + m * n].view(m, n)
     for schedule, rows in product(schedules, (x, one_hot.to(CUDA))):
@@ -253,7 +254,7 @@ def test_limbs_of_large_blocks_are_right_in_every_layer(n, k, m):
     generator = torch.Generator(CUDA).manual_seed(n)
     codes = torch.randint(0, 256, (n // 64, k // 64, 2048), dtype=torch.uint8, device=CUDA, generator=generator)
     scales = 0.005 + 0.01 * torch.rand(n // 64, k // 128, 64, device=CUDA, generator=generator)
-    weight = PackedWeight(codes, scales.bfloat16(), None, 4, 128, (n, k))
+    weight = PackedWeight(codes, scales.bfloat16(), None, integers(4), (n, k))
     x = activations(m, k, torch.bfloat16)
     exact = (x.double() @ weight.dequantize(torch.float32).double().T).cpu()
     schedules = resident(problem_of(m, n, k))

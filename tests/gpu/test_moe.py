@@ -16,6 +16,7 @@ from cute_kernels.linear.plan import ACTIVATIONS, DTYPES
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.compile import LimbRowsSpec
 from cute_kernels.linear.wgmma.config import LimbRowsConfig
+from cute_kernels.linear.wgmma.policies import MmaSync
 from cute_kernels.moe import fused_moe, grouped_linear, ops, plan
 from cute_kernels.moe.compile import (
     CombineSpec,
@@ -49,6 +50,7 @@ from cute_kernels.moe.wgmma.schedule import GroupedTiles, layouts
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.tuned import Choice, TunedTable
+from cute_kernels.weight_formats import integers
 from tests.linear.cases import known
 
 pytestmark = pytest.mark.gpu
@@ -104,7 +106,8 @@ RUN_SIZES = ((1000, 1000), (72, 384), (200, 3584))
 def problem(
     places: int, experts: int, n: int, k: int, bits=4, dtype=torch.bfloat16, group: int | None = 128, zero=False
 ):
-    return GroupedProblem(places, experts, n, k, padded_shape((n, k), group)[1], bits, DTYPES[dtype], group or 0, zero)
+    k_pad = padded_shape((n, k), group)[1]
+    return GroupedProblem(places, experts, n, k, k_pad, integers(bits, group, zero), DTYPES[dtype])
 
 
 def specs() -> list[KernelSpec]:
@@ -144,7 +147,7 @@ def layer_problems(tokens: int, zero: bool) -> list[GroupedProblem]:
 def tiles_of_few_rows(bits: int, dtype: torch.dtype, group: int | None, zero: bool) -> list[GroupedTiles]:
     """Synchronous tiles, and those whose activations come in limbs, for a product of SHAPES[0]."""
     every = layouts(problem(sum(FEW_ROWS), len(FEW_ROWS), *SHAPES[0], bits, dtype, group, zero))
-    return [layout for layout in every if layout.config.synchronous or layout.config.limbs]
+    return [layout for layout in every if isinstance(layout.config.mainloop, MmaSync) or layout.config.limbs]
 
 
 RUN_CASES = [(counts, RUN_SIZES[0], torch.bfloat16) for counts in RUN_COUNTS.values()]
@@ -427,7 +430,7 @@ def weights_of(count: int, n: int, k: int, dtype: torch.dtype) -> tuple[PackedEx
     """(``count`` experts on the GPU, those of DISTINCT ones in turn; fp64 [DISTINCT, n, k])."""
     one = experts_of(DISTINCT, n, k, dtype=dtype)
     turn = torch.arange(count) % DISTINCT
-    every = PackedExperts(one.codes[turn], one.scales[turn], None, 4, 128, (n, k), check_values=False)
+    every = PackedExperts(one.codes[turn], one.scales[turn], None, one.format, (n, k), check_values=False)
     return every.to(CUDA), one.dequantize(torch.float64).to(CUDA)
 
 

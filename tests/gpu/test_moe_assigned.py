@@ -24,6 +24,7 @@ from cute_kernels.moe.ranges.config import LANE_ASSIGNMENTS
 from cute_kernels.moe.ranges.schedule import RangeLayout, among_assignments
 from cute_kernels.runtime import KernelSpec, arch_of, load_many
 from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.weight_formats import integers
 from tests.gpu.compiled import assert_replays, compiled
 from tests.gpu.specs import products_needed_by
 from tests.gpu.test_moe import (
@@ -122,7 +123,7 @@ def assignments(
 
 def form_of(experts: int, n: int, k: int, dtype: torch.dtype) -> ExpertsForm:
     """Of experts on a CPU."""
-    return ExpertsForm(experts, n, k, padded_shape((n, k), 128)[1], 4, 128, False, dtype, -1)
+    return ExpertsForm(experts, n, k, padded_shape((n, k), 128)[1], integers(4), dtype, -1)
 
 
 def specs() -> list[KernelSpec]:

@@ -109,7 +109,7 @@ def test_the_layers_operator_passes_opcheck(form, tokens):
     gate_up, down = layer(form)
     x, ids, shares = call(form, tokens)
     tensors = [tensor for w in (gate_up, down) for tensor in (w.codes, w.scales, w.zeros)]
-    sizes = [size for w in (gate_up, down) for size in (w.bits, w.group_size or 0, *w.shape)]
+    sizes = [size for w in (gate_up, down) for size in (w.format.key, *w.shape)]
     torch.library.opcheck(torch.ops.cute_kernels.fused_moe.default, (x, *tensors, ids, shares, *sizes, form.dtype))
 
 
@@ -171,7 +171,7 @@ def test_the_grouped_operator_passes_opcheck(form, places, activation):
     weight, (x, offsets, rows) = layer(form)[0], grouped_call(form, places)
     tensors = x, weight.codes, weight.scales, weight.zeros, offsets, rows
     bias = numbers(EXPERTS, 2 * INNER, dtype=form.dtype, seed=2)
-    sizes = weight.bits, weight.group_size or 0, *weight.shape
+    sizes = weight.format.key, *weight.shape
     operator = torch.ops.cute_kernels.grouped_linear.default
     torch.library.opcheck(operator, (*tensors, bias, *sizes, activation, form.dtype))
     torch.library.opcheck(operator, (x[rows.long()], *tensors[1:5], None, None, *sizes, activation, form.dtype))

@@ -10,9 +10,12 @@ import torch
 pytest.importorskip("transformers")
 
 import cute_kernels.integrations.transformers as ck
+from cute_kernels.integrations.transformers.blocks import AttentionBlock, MlpBlock
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from cute_kernels.integrations.transformers.norms import replace_norms
 from tests.integrations.architectures import DECODERS, VOCABULARY
+from tests.integrations.test_accelerate import CACHES_LATENTS
+from tests.integrations.test_transformers_models import LATENTS, OWN_ATTENTION
 
 pytestmark = [pytest.mark.gpu]
 
@@ -22,8 +25,11 @@ LEFT_PADDED = torch.ones_like(PROMPT)
 LEFT_PADDED[0, :17] = 0
 NEW = 40
 NAMES = ("llama", "mistral, window", "gemma 2", "gemma 3", "gpt-oss", "qwen3", "qwen3-moe", "llama 4", "phi-3")
-
-
+LONG = 256
+LATENT_DIMS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+DECODES_LONG = [name for name, each in DECODERS.items() if each.available and name not in (*OWN_ATTENTION, *LATENTS)]
+EAGER_ONLY = ("gemma 2", "gpt-oss")
+"""SDPA has no soft caps and no sinks."""
 MIXTURES = ("llama 4",)
 """One expert of several: random routers have ties, and a token that takes another expert is another token."""
 
@@ -39,8 +45,10 @@ def generate(model: Any, mask: torch.Tensor, **options: Any) -> Any:
     return model.generate(input_ids=PROMPT.to(CUDA), attention_mask=mask.to(CUDA), **options)
 
 
-def assert_same_choices(got: Any, want: Any, tolerance: float = 4e-2) -> None:
-    """The same greedy tokens, until two were as good but for rounding; the same logits up to there."""
+def assert_same_choices(got: Any, want: Any, tolerance: float = 4e-2) -> list[int]:
+    """The same greedy tokens, until two were as good but for rounding; the same logits up to there. Returns how many
+    steps that was, of each request."""
+    ends = []
     for request in range(got.sequences.shape[0]):
         for step, (ours, theirs) in enumerate(zip(got.logits, want.logits, strict=True)):
             ours, theirs = ours[request].double(), theirs[request].double()
@@ -49,7 +57,11 @@ def assert_same_choices(got: Any, want: Any, tolerance: float = 4e-2) -> None:
             if got.sequences[request, place] != want.sequences[request, place]:
                 top = theirs.topk(2).values
                 assert top[0] - top[1] < 0.1 * theirs.std()
+                ends.append(step)
                 break
+        else:
+            ends.append(len(got.logits))
+    return ends
 
 
 def assert_same_experts_mostly(got: Any, want: Any) -> None:
@@ -83,6 +95,48 @@ def test_generate_replays_graphs_and_chooses_the_tokens_of_eager_attention(name,
     assert isinstance(replay, StepReplay)
     static = not (padded and name == "llama 4")
     assert (replay.reason, replay.replays) == (None, NEW - 2 if static else 0)
+
+
+@pytest.mark.parametrize("name", DECODES_LONG)
+def test_256_greedy_steps_choose_the_tokens_of_sdpa(name):
+    """As far as two tokens are not as good but for rounding; both rotate and norm by what `accelerate` puts in."""
+    positions = {"n_positions" if name == "gpt-2" else "max_position_embeddings": 512}
+    model = DECODERS[name].build(torch.bfloat16, **positions).to(CUDA)
+    model.set_attn_implementation("eager" if name in EAGER_ONLY else "sdpa")
+    replace_norms(model)
+    want = generate(model, LEFT_PADDED, max_new_tokens=LONG)
+    ck.accelerate(model, kv_format="bf16")
+    got = generate(model, LEFT_PADDED, max_new_tokens=LONG)
+    if name in MIXTURES:
+        assert_same_experts_mostly(got, want)
+    else:
+        ends = assert_same_choices(got, want)
+        print(f"{name}: same tokens up to step {ends}")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi-3", "llama, biases"])
+def test_fused_blocks_give_what_the_blocks_give(name):
+    found = []
+    for fused in (False, True):
+        model = build(name)
+        ck.accelerate(model, kv_format="int8_token_head", weights="w4g64", fuse_blocks=fused)
+        kinds = [type(vars(module).get("forward")) for module in model.modules()]
+        assert (kinds.count(AttentionBlock), kinds.count(MlpBlock)) == ((2, 2) if fused else (0, 0))
+        found.append(generate(model, LEFT_PADDED))
+    assert_same_choices(found[1], found[0])
+
+
+@pytest.mark.skipif(not CACHES_LATENTS, reason="caches keys and values in this release of transformers")
+@pytest.mark.parametrize(("kv_format", "tolerance"), [("mla_bf16", 4e-2), ("mla_fp8", 0.15)])
+def test_latents_are_decoded_by_recorded_steps(kv_format, tolerance):
+    model = DECODERS["deepseek-v3"].build(torch.bfloat16, **LATENT_DIMS).to(CUDA)
+    model.set_attn_implementation("eager")
+    replace_norms(model)
+    want = generate(model, LEFT_PADDED)
+    ck.accelerate(model, kv_format=kv_format)
+    assert_same_choices(generate(model, LEFT_PADDED), want, tolerance)
+    assert isinstance(model.forward, StepReplay)
+    assert (model.forward.reason, model.forward.replays) == (None, NEW - 2)
 
 
 @pytest.mark.parametrize("kv_format", ["int4_g4", ("int8_token_head", "int4_g4"), {0: "bf16", -1: "int4_g4"}])

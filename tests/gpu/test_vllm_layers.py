@@ -12,6 +12,41 @@ pytest.importorskip("vllm")
 ROWS = (1, 5, 40)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    """Kernels of all of these layers, compiled side by side where they are not there yet."""
+    from cute_kernels.integrations.vllm import expert_kernels, prepare
+    from cute_kernels.integrations.vllm.linear import Form
+    from cute_kernels.linear.experts import ExpertsForm
+    from cute_kernels.linear.weight import padded_shape
+
+    gpu, num_sms = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).multi_processor_count
+    specs = []
+    for form in layers.CHECKPOINTS:
+        problem = Form(form.bits, form.group_size, form.n, form.k, form.dtype, form.zero_point).problem(num_sms)
+        specs += [spec for rows in ROWS for spec in prepare.specs_for(problem, rows, gpu)]
+    for _, bits, group_size, zero_point, dtype in layers.EXPERTS:
+        gate_up, down = (
+            ExpertsForm(
+                num_experts=layers.NUM_EXPERTS,
+                n=n,
+                k=k,
+                k_pad=padded_shape((n, k), group_size or None)[1],
+                bits=bits,
+                group_size=group_size,
+                has_zeros=zero_point,
+                dtype=dtype,
+                device_index=0,
+            )
+            for n, k in ((2 * EXPERT_N, EXPERT_K), (EXPERT_K, EXPERT_N))
+        )
+        specs += expert_kernels.specs(gate_up, down, 2, ROWS, dtype, False)
+    prepare.load(torch.device("cuda", 0), specs)
+
+
+EXPERT_N, EXPERT_K = 96, 128  # features of an expert, and of the model
+
+
 @pytest.fixture(autouse=True)
 def plugin(monkeypatch: pytest.MonkeyPatch):
     """The plugin, with kernels made ready for the rows of these tests alone."""
@@ -44,7 +79,7 @@ def test_a_layer_is_one_operator_to_torch_compile():
 
 @pytest.mark.parametrize(("checkpoint", "bits", "group_size", "zero_point", "dtype"), layers.EXPERTS)
 def test_experts_of_vllm_give_what_their_checkpoint_says(checkpoint, bits, group_size, zero_point, dtype):
-    form = layers.Checkpoint(checkpoint, bits, group_size, zero_point, dtype=dtype, n=96, k=128)
+    form = layers.Checkpoint(checkpoint, bits, group_size, zero_point, dtype=dtype, n=EXPERT_N, k=EXPERT_K)
     layer, made = layers.serve_experts(form, "cuda")
     for tokens in ROWS:
         for expert_map in (None, torch.tensor([-1, 0, 1, -1, 2], dtype=torch.int32)):

@@ -77,7 +77,12 @@ class Architecture:
                     weight.mul_(self.peak)
                 if name.endswith("sinks"):
                     weight.normal_()
-        return model.to(dtype)
+        frequencies = {name: x for name, x in model.named_buffers() if name.endswith("inv_freq")}
+        model.to(dtype)
+        for name, x in frequencies.items():  # in fp32, as `from_pretrained` leaves them
+            owner, _, own = name.rpartition(".")
+            setattr(model.get_submodule(owner), own, x)
+        return model
 
 
 def _text(name: str, config: Any = "", model: Any = "", **options: Any) -> Architecture:

@@ -367,7 +367,7 @@ def test_weights_are_quantised_and_it_says_so():
     ("name", "options", "error", "message"),
     [
         ("bloom", {}, ValueError, "BloomForCausalLM, which offers no choice of attention"),
-        ("deepseek-v3", {}, ValueError, "DeepseekV3ForCausalLM, whose DeepseekV3Attention caches latents"),
+        ("deepseek-v3", {}, ValueError, "DeepseekV3ForCausalLM, whose DeepseekV3Attention has latents and"),
         ("llama", {"kv_format": "int5"}, ValueError, "kv_format: got 'int5'"),
         ("llama", {"kv_format": {0: "bf16"}}, ValueError, "kv_format: got none for layer 1"),
         ("llama", {"kv_format": "int8_head"}, ValueError, "which wants scales beside the cache"),

@@ -84,7 +84,7 @@ def test_layers_of_several_forms_come_back(tmp_path):
     weight = quantize_weight(torch.randn(192, 128).to(BF16), 4, 32)
     perm, scale = torch.randperm(128).int(), torch.rand(128).to(BF16)
     fields = {"codes": weight.codes, "scales": weight.scales, "zeros": None, "perm": perm, "input_scale": scale}
-    changed = QuantizedLinear(type(weight)(**fields, bits=4, group_size=32, shape=(192, 128)))  # pyright: ignore
+    changed = QuantizedLinear(type(weight)(**fields, format=weight.format, shape=(192, 128)))  # pyright: ignore
     model.model.layers[0].mlp.up_proj = changed
     assert layer.shape == changed.shape
     other = model.model.layers[1].mlp.down_proj

@@ -10,7 +10,7 @@ import torch
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.reference import append_kv_reference, places, shaped_scale, transform
 from cute_kernels.kv_cache.rope import Rope
-from cute_kernels.kv_formats import FORMATS, ByteFormat, DenseFormat, Int4Format, KvFormat, format_of, format_pair
+from cute_kernels.kv_formats import FORMATS, KvFormat, format_of, format_pair
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 POISON = 0xA5  # what caches hold before the append
@@ -136,7 +136,8 @@ def _scale(form: KvFormat, x: torch.Tensor, generator: torch.Generator) -> torch
     if form.given_scale is None:
         return None
     shape = {"tensor": (), "head": x.shape[1:2], "channel": x.shape[1:]}[form.given_scale]
-    step = 4.0 / {"int8": 127, "e4m3": 448}[form.codes]  # type: ignore[attr-defined]
+    assert form.code_max is not None
+    step = 4.0 / form.code_max
     return step * (0.5 + torch.rand(shape, generator=generator, device=x.device))
 
 
@@ -205,16 +206,11 @@ def _assert_rows_close(
     """Rows are a quantisation of x, up to `WOBBLE` of the row: the error that the format states, and no more."""
     slack = WOBBLE * x.abs().amax(-1, keepdim=True)
     head_dim = x.shape[-1]
-    if isinstance(form, DenseFormat):
+    if not form.is_coded:
         assert_rounded(rows, x)
         return
     back = form.dequantize(rows, head_dim, torch.float64, shaped_scale(form, scale))
-    assert isinstance(form, (Int4Format, ByteFormat))
-    row: Any = form.row(head_dim)
-    if isinstance(form, ByteFormat) and form.given_scale is not None:
-        bound = row.error_bound(x, shaped_scale(form, scale))
-    else:
-        bound = row.error_bound(x)
+    bound = form.row(head_dim).error_bound(x, shaped_scale(form, scale))
     excess = (back - x).abs() - bound - 2 * slack
     assert (excess <= 0).all(), f"{name}: off by {float(excess.max()):.2e} more than {form.name} allows"
 

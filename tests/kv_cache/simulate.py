@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 
 from cute_kernels.kv_cache import ops
@@ -20,15 +20,10 @@ from cute_kernels.kv_cache.config import (
     BulkConfig,
     divisor_of,
 )
-from tests.kv_cache.lanes import Float32, Gpu, Int32, Int64
+from simulator import Float32, Gpu, Int32, Int64, running
 
 WHERE = ("seq_lens", "block_table", "cu_seqlens", "slot_mapping", "position_ids")
 EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale")
-
-
-def _unwrapped(kind: type, *names: str) -> type:
-    """A subclass whose methods are the Python functions that the compiler would take apart."""
-    return type("Simulated", (kind,), {name: getattr(kind, name).__wrapped__ for name in names})
 
 
 class PageFetch:
@@ -53,22 +48,16 @@ class PageFetch:
         return word
 
 
-def _make_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    from cute_kernels.device import hadamard, rows, write_row
-    from cute_kernels.kv_cache import bulk, kernel, operands, rotate, row_transform
+def _make_gpu() -> Gpu:
+    from cute_kernels.kv_cache import kernel
 
     gpu = Gpu()
-    gpu.install(monkeypatch, rows, write_row, bulk, kernel, operands, rotate, row_transform, hadamard)
-    methods = ("ask", "transform_q")
-    monkeypatch.setattr(kernel, "RowTransformer", _unwrapped(row_transform.RowTransformer, *methods))
-    monkeypatch.setattr(kernel, "PageFetch", lambda lanes, num_warps: PageFetch(gpu))
-    for module in (kernel, bulk):
-        monkeypatch.setattr(module, "encode_row", write_row.encode_row.__wrapped__)
+    gpu.models = {kernel: {"PageFetch": lambda lanes, num_warps: PageFetch(gpu)}}
     return gpu
 
 
 def simulate_append(
-    call: AppendCall, monkeypatch: pytest.MonkeyPatch, rows_per_team: int = 2, by_kind: bool = True, **changes: Any
+    call: AppendCall, rows_per_team: int = 2, by_kind: bool = True, **changes: Any
 ) -> torch.Tensor | None:
     """Launches the kernel that `append_kv` would, every warp in turn; writes the caches, returns q_out.
 
@@ -77,12 +66,7 @@ def simulate_append(
     from cute_kernels.kv_cache import kernel
 
     config = replace(ops.config_of(call), **changes)
-    gpu = _make_gpu(monkeypatch)
-    simulated: Any = _unwrapped(
-        kernel.AppendKernel,
-        *("kernel", "ask", "ask_scales", "fetch", "fetch_rows", "locate", "find_page", "find_request"),
-        *("process_q", "process_k", "process_v", "process_rows", "write", "turn", "turn_q", "add_bias", "normalise"),
-    )(config)
+    gpu = _make_gpu()
     q_out = None if call.q is None else torch.zeros(call.q.shape, dtype=call.q.dtype)
     names = (*AppendCall._fields[:4], *AppendCall._fields[9:])
     at = {name: gpu.put(getattr(call, name)) for name in names if isinstance(getattr(call, name), torch.Tensor)}
@@ -137,8 +121,10 @@ def simulate_append(
     kv_rows = max(rows_per_team // config.q_rows_per_kv_row, 1)
     q_chunks, kv_chunks = -(-call.num_q_heads // rows_per_team), -(-call.num_kv_heads // kv_rows)
     shares = kernel.Shares(*(Int32(n) for n in (rows_per_team, kv_rows, kv_chunks)), by_kind=by_kind, few=True)
-    for block in range(-(-call.num_tokens // config.tokens_per_cta)):
-        for chunk in range(q_chunks + 2 * kv_chunks):
+    blocks, chunks = range(-(-call.num_tokens // config.tokens_per_cta)), range(q_chunks + 2 * kv_chunks)
+    with running(gpu):
+        simulated: Any = kernel.AppendKernel(config)
+        for block, chunk in itertools.product(blocks, chunks):
             for warp in range(config.num_warps):
                 gpu.block, gpu.warp = (block, chunk, 0) if by_kind else (chunk, block, 0), warp
                 simulated.kernel(shares, inputs, where, Int64(steps), targets, extras, factor)
@@ -166,7 +152,6 @@ def simulate_bulk(
     numbers: torch.Tensor,
     rows: torch.Tensor,
     scale: torch.Tensor | None,
-    monkeypatch: pytest.MonkeyPatch,
     constants: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> None:
     """Quantises numbers [n, heads, head_dim] into rows, or dequantises rows into numbers.
@@ -175,8 +160,7 @@ def simulate_bulk(
     """
     from cute_kernels.kv_cache import bulk
 
-    gpu = _make_gpu(monkeypatch)
-    simulated: Any = _unwrapped(bulk.BulkKernel, "kernel", "strided_kernel", "work", "restore")(config)
+    gpu = _make_gpu()
     num_heads = numbers.shape[-2]
     num_rows = numbers.numel() // config.head_dim
     at_numbers, at_rows, at_scale = gpu.put(numbers), gpu.put(rows), gpu.put(scale)
@@ -184,17 +168,19 @@ def simulate_bulk(
     if config.transform is not None:
         addresses = [Int64(gpu.put(array)) for array in constants]
         transforms = bulk.Transforms(*addresses, *[Int64(0)] * 3, Int32(0), Int32(0))
-    for block in range(-(-num_rows // (config.teams * config.rows_in_flight))):
-        for warp in range(config.num_warps):
-            gpu.block, gpu.warp = (block, 0, 0), warp
-            given = [Int64(at_numbers), Int64(at_rows), Int64(at_scale)]
-            given += [Int32(num_rows), Int32(num_heads), Int64(divisor_of(num_heads))]
-            if config.strided:
-                for tensor in (numbers, rows):
-                    inner, stride = row_blocks(tensor) or (0, 0)
-                    given += [Int32(inner), Int64(stride * tensor.element_size()), Int64(divisor_of(inner))]
-                simulated.strided_kernel(*given, transforms)
-            else:
-                simulated.kernel(*given)
+    given: list[Any] = [Int64(at_numbers), Int64(at_rows), Int64(at_scale)]
+    given += [Int32(num_rows), Int32(num_heads), Int64(divisor_of(num_heads))]
+    if config.strided:
+        for tensor in (numbers, rows):
+            inner, stride = row_blocks(tensor) or (0, 0)
+            given += [Int32(inner), Int64(stride * tensor.element_size()), Int64(divisor_of(inner))]
+        given.append(transforms)
+    with running(gpu):
+        simulated: Any = bulk.BulkKernel(config)
+        launch = simulated.strided_kernel if config.strided else simulated.kernel
+        for block in range(-(-num_rows // (config.teams * config.rows_in_flight))):
+            for warp in range(config.num_warps):
+                gpu.block, gpu.warp = (block, 0, 0), warp
+                launch(*given)
     gpu.get(at_numbers, numbers)
     gpu.get(at_rows, rows)

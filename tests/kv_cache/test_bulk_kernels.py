@@ -13,9 +13,9 @@ from cute_kernels.kv_cache.bulk_ops import half_of, row_blocks
 from cute_kernels.kv_cache.config import BulkConfig, RowTransform, row_alignment, row_transform_of, team_lanes
 from cute_kernels.kv_cache.reference import quantize, shaped_scale
 from cute_kernels.kv_formats import HEAD_DIMS, format_of
+from simulator import Float32, Gpu, running
 from tests.kv_cache.awkward import awkward, same_bits, scales_for
 from tests.kv_cache.cases import ALL_FORMATS, DTYPES
-from tests.kv_cache.lanes import Float32, Gpu
 from tests.kv_cache.simulate import simulate_bulk
 from tests.kv_cache.transformed import make_transform
 from tests.tensors import among_others
@@ -23,31 +23,31 @@ from tests.tensors import among_others
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("kv_format", ALL_FORMATS)
-def test_awkward_numbers_become_the_formats_rows(kv_format, head_dim, monkeypatch):
+def test_awkward_numbers_become_the_formats_rows(kv_format, head_dim):
     form = format_of(kv_format)
     x = awkward(head_dim).view(-1, 2, head_dim)
     for scale in scales_for(kv_format, 2, head_dim):
         rows = torch.zeros((*x.shape[:-1], form.row_elements(head_dim)), dtype=form.cache_dtype)
-        simulate_bulk(BulkConfig("quantize", kv_format, "fp32", head_dim), x, rows, scale, monkeypatch)
+        simulate_bulk(BulkConfig("quantize", kv_format, "fp32", head_dim), x, rows, scale)
         want = quantize(form, x, scale).view(form.cache_dtype)
         assert same_bits(rows, want), f"scale {scale}"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("kv_format", ALL_FORMATS)
-def test_16_bit_numbers_become_the_formats_rows(kv_format, dtype, monkeypatch):
+def test_16_bit_numbers_become_the_formats_rows(kv_format, dtype):
     form = format_of(kv_format)
     x = (3 * torch.randn(6, 3, 128, generator=torch.Generator().manual_seed(0))).to(DTYPES[dtype])
     scale = scales_for(kv_format, 3, 128)[0]
     rows = torch.zeros((*x.shape[:-1], form.row_elements(128)), dtype=form.cache_dtype)
-    simulate_bulk(BulkConfig("quantize", kv_format, dtype, 128), x, rows, scale, monkeypatch)
+    simulate_bulk(BulkConfig("quantize", kv_format, dtype, 128), x, rows, scale)
     assert same_bits(rows, quantize(form, x, scale).view(form.cache_dtype))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("head_dim", [80, 128, 192])
 @pytest.mark.parametrize("kv_format", ALL_FORMATS)
-def test_rows_become_the_formats_numbers(kv_format, head_dim, dtype, monkeypatch):
+def test_rows_become_the_formats_numbers(kv_format, head_dim, dtype):
     """All codes occur; headers are those of real rows."""
     form = format_of(kv_format)
     x = 3 * torch.randn(8, 3, head_dim, generator=torch.Generator().manual_seed(0))
@@ -56,12 +56,12 @@ def test_rows_become_the_formats_numbers(kv_format, head_dim, dtype, monkeypatch
     if kv_format in ("e5m2", "int8_head", "e4m3_tensor", "int8_channel"):
         rows.view(torch.uint8)[:] = torch.arange(rows.numel()).view(rows.shape).to(torch.uint8)
     numbers = torch.zeros_like(x, dtype=DTYPES[dtype])
-    simulate_bulk(BulkConfig("dequantize", kv_format, dtype, head_dim), numbers, rows, scale, monkeypatch)
+    simulate_bulk(BulkConfig("dequantize", kv_format, dtype, head_dim), numbers, rows, scale)
     assert same_bits(numbers, form.dequantize(rows, head_dim, DTYPES[dtype], shaped_scale(form, scale)))
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "int4_g4", "int8_channel"])
-def test_pages_apart_and_numbers_of_a_fused_projection(kv_format, monkeypatch):
+def test_pages_apart_and_numbers_of_a_fused_projection(kv_format):
     """Both ways; what lies between blocks is neither read nor written."""
     form, shape = format_of(kv_format), (4, 4, 2, 64)
     x = (3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).bfloat16()
@@ -70,10 +70,10 @@ def test_pages_apart_and_numbers_of_a_fused_projection(kv_format, monkeypatch):
     want = quantize(form, x, scale).view(form.cache_dtype)
     rows, beside = among_others(torch.zeros_like(want), 1)  # pages apart
     config = BulkConfig("quantize", kv_format, "bf16", 64, strided=True)
-    simulate_bulk(config, numbers, rows, scale, monkeypatch)
+    simulate_bulk(config, numbers, rows, scale)
     assert same_bits(rows, want) and bool((beside.view(torch.uint8) == 0xFF).all())
     back, beside = among_others(torch.zeros_like(x), 2)
-    simulate_bulk(replace(config, direction="dequantize"), back, rows, scale, monkeypatch)
+    simulate_bulk(replace(config, direction="dequantize"), back, rows, scale)
     assert same_bits(back, form.dequantize(want, 64, torch.bfloat16, shaped_scale(form, scale)))
     assert bool(beside.isnan().all())
 
@@ -95,17 +95,16 @@ def test_where_rows_lie_in_two_numbers():
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("kv_format", ALL_FORMATS)
 def test_the_alignment_that_is_asked_for_is_what_the_accesses_need(kv_format, head_dim):
-    from cute_kernels.device.rows import make_row
+    from cute_kernels.kv_cache.rows import make_row
 
     row = make_row(kv_format, head_dim, team_lanes(head_dim))
     assert row_alignment(kv_format, head_dim, team_lanes(head_dim)) == max(row.codes.unit, 4 * row.has_header)
 
 
-def test_quotients_are_ieees(monkeypatch):
+def test_quotients_are_ieees():
     """From a guess that may be an ulp off on either side, a / b to the last bit, where rounding is hardest, too."""
-    from cute_kernels.device import rows
+    from cute_kernels.device import quotients
 
-    Gpu().install(monkeypatch, rows)
     rng = np.random.default_rng(0)
     edge = np.array([0x3F800000, 0x3F800001, 0x3FFFFFFF, 0x3FFFFFFE, 0x3FC00000, 0x3F869913, 0x3FAAAAAC], np.uint32)
     for trial in range(600):
@@ -117,27 +116,30 @@ def test_quotients_are_ieees(monkeypatch):
             bits[0] = halfway.astype(np.float32).view(np.uint32)
         a, b = (Float32(row.view(np.float32)) for row in bits)
         a = a * np.float32(2.0 ** rng.integers(-12, 12))
-        reciprocal = rows._reciprocal(b)
+        with running(Gpu()):
+            reciprocal = quotients.reciprocal_of(b)
+            quotient = quotients.quotient_of(a, b, reciprocal)
         assert (np.asarray(reciprocal) == np.float32(1.0) / np.asarray(b)).all()
-        assert (np.asarray(rows._quotient(a, b, reciprocal)) == np.asarray(a) / np.asarray(b)).all()
+        assert (np.asarray(quotient) == np.asarray(a) / np.asarray(b)).all()
 
 
-def test_maxima_over_the_largest_code_are_ieees(monkeypatch):
-    from cute_kernels.device import rows
+def test_maxima_over_the_largest_code_are_ieees():
+    from cute_kernels.device import quotients
 
-    Gpu().install(monkeypatch, rows)
     rng = np.random.default_rng(1)
     for divisor in (15.0, 127.0, 448.0):
         for trial in range(400):
             top = 0x7F7FFFFF if trial % 2 else 0x00900000  # any finite number; subnormals and around
             value = Float32(rng.integers(0, top, 32, dtype=np.uint32).view(np.float32))
-            assert (np.asarray(rows._over_constant(value, divisor)) == np.asarray(value) / np.float32(divisor)).all()
+            with running(Gpu()):
+                got = quotients.over_constant(value, divisor)
+            assert (np.asarray(got) == np.asarray(value) / np.float32(divisor)).all()
 
 
 @pytest.mark.parametrize("operand", ["k", "v"])
 @pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (128, 32), (128, 1), (256, 128), (80, 1)])
 @pytest.mark.parametrize("kv_format", ["bf16", "int4_g1", "int4_g4", "int8_token_head", "e5m2"])
-def test_transformed_numbers_become_the_formats_rows(kv_format, head_dim, width, operand, monkeypatch):
+def test_transformed_numbers_become_the_formats_rows(kv_format, head_dim, width, operand):
     """Of K with its center and of V; bit for bit those of the transform's reference in fp32."""
     form = format_of(kv_format)
     x = (3 * torch.randn(8, 3, head_dim, generator=torch.Generator().manual_seed(0))).to(torch.bfloat16)
@@ -147,7 +149,7 @@ def test_transformed_numbers_become_the_formats_rows(kv_format, head_dim, width,
     config = BulkConfig("quantize", kv_format, "bf16", head_dim, strided=True, transform=row_transform_of(half, False))
     assert config.can_implement() is None
     rows = torch.zeros((*x.shape[:-1], form.row_elements(head_dim)), dtype=form.cache_dtype)
-    simulate_bulk(config, x, rows, None, monkeypatch, (half.k_center, half.k_factor))
+    simulate_bulk(config, x, rows, None, (half.k_center, half.k_factor))
     change = transform.keys if operand == "k" else transform.values
     assert same_bits(rows, quantize(form, change(x.float()), None).view(form.cache_dtype))
     assert same_bits(rows, quantize_kv(x, kv_format=kv_format, transform=transform, operand=operand))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from operator import index
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cute_kernels.kv_cache import page
-from tests.kv_cache.lanes import Int32, Int64
+from simulator import Int32, Int64, Meanings
 
 TABLE = 0x1000  # where the block table's memory begins
 
@@ -18,23 +17,24 @@ TABLE = 0x1000  # where the block table's memory begins
 class Warp:
     """Shared memory, barriers and bulk copies, of a warp whose lanes run one after the other."""
 
-    def __init__(self, table: np.ndarray, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, table: np.ndarray):
         self.table, self.shared = table.view(np.uint8), np.zeros(1 << 12, np.uint8)
         self.lane = 0
         self.arrivals: dict[int, int] = {}  # that a barrier still waits for
         self.bytes: dict[int, int] = {}  # that it waits for, less what has come
-        arch = SimpleNamespace(
-            lane_idx=lambda: Int32(self.lane),
-            sync_warp=lambda: None,
-            mbarrier_init_fence=lambda: None,
-            mbarrier_init=self.init,
-            mbarrier_arrive=self.arrive,
-            mbarrier_arrive_and_expect_tx=lambda barrier, count: (self.arrive(barrier), self.expect(barrier, count)),
-            mbarrier_wait=self.wait,
-        )
-        monkeypatch.setattr(page, "cute", SimpleNamespace(arch=arch))
-        monkeypatch.setattr(page, "Int32", Int32)
-        monkeypatch.setattr(page, "ptx", self)
+
+    def meanings(self) -> Meanings:
+        """What `simulator.running` puts in place."""
+        arch = {
+            "lane_idx": lambda: Int32(self.lane),
+            "sync_warp": lambda: None,
+            "mbarrier_init_fence": lambda: None,
+            "mbarrier_init": self.init,
+            "mbarrier_arrive": self.arrive,
+            "mbarrier_arrive_and_expect_tx": lambda barrier, count: (self.arrive(barrier), self.expect(barrier, count)),
+            "mbarrier_wait": self.wait,
+        }
+        return Meanings(self, arch, scalars={"Int32": Int32, "Int64": Int64, "const_expr": bool})
 
     def init(self, barrier: Any, count: int) -> None:
         assert index(barrier) not in self.arrivals, "initialised twice"
@@ -69,21 +69,18 @@ class Barrier(int):
         return int(self)
 
 
-def run(monkeypatch, lanes: int, entries: list[int] | None) -> list[int]:
+def run(run_on, lanes: int, entries: list[int] | None) -> list[int]:
     """The page that each lane of a warp gets; entries: the word of the table that each team asks for, None if known."""
     table = np.arange(100, 164, dtype=np.int32)
-    warp = Warp(table, monkeypatch)
+    warp = Warp(table)
+    run_on(warp)
     fetch = page.PageFetch(lanes, num_warps=2)
     slots = [page.PageSlot(Barrier(0x800), Int32(0x100 + 16 * (lane // lanes))) for lane in range(32)]
-    steps: list[Any] = [lambda slot, lane, word: page.PageFetch.open.__wrapped__(fetch, slot, True, Int32(lane))]
+    steps: list[Any] = [lambda slot, lane, word: fetch.open(slot, True, Int32(lane))]
     if entries is None:
-        steps.append(lambda slot, lane, word: page.PageFetch.give.__wrapped__(fetch, slot, Int32(7 + lane // lanes)))
+        steps.append(lambda slot, lane, word: fetch.give(slot, Int32(7 + lane // lanes)))
     else:
-        steps.append(
-            lambda slot, lane, word: page.PageFetch.ask.__wrapped__(
-                fetch, slot, Int64(TABLE + 4 * entries[lane // lanes])
-            )
-        )
+        steps.append(lambda slot, lane, word: fetch.ask(slot, Int64(TABLE + 4 * entries[lane // lanes])))
     steps.append(lambda slot, lane, word: index(fetch.wait(slot, word)))
     words: list[Any] = [None] * 32
     for step in steps:  # a step of all lanes before the next one: what is between them waits for the warp
@@ -94,13 +91,13 @@ def run(monkeypatch, lanes: int, entries: list[int] | None) -> list[int]:
 
 
 @pytest.mark.parametrize("lanes", [8, 16, 32])
-def test_each_team_gets_its_page_wherever_it_stands_in_16_bytes(lanes, monkeypatch):
+def test_each_team_gets_its_page_wherever_it_stands_in_16_bytes(lanes, run_on):
     teams = 32 // lanes
     for first in range(4):
         entries = [first + 5 * team for team in range(teams)]
-        assert run(monkeypatch, lanes, entries) == [100 + entries[lane // lanes] for lane in range(32)]
+        assert run(run_on, lanes, entries) == [100 + entries[lane // lanes] for lane in range(32)]
 
 
 @pytest.mark.parametrize("lanes", [8, 16, 32])
-def test_pages_that_are_known_come_the_same_way(lanes, monkeypatch):
-    assert run(monkeypatch, lanes, None) == [7 + lane // lanes for lane in range(32)]
+def test_pages_that_are_known_come_the_same_way(lanes, run_on):
+    assert run(run_on, lanes, None) == [7 + lane // lanes for lane in range(32)]

@@ -20,7 +20,7 @@ from tests.kv_cache.transformed import make_transform, with_transform
 SMALL = Shape("int4_g4", num_q_heads=4, num_kv_heads=2)
 
 
-def check(shape: Shape, monkeypatch, shift: bool = True, rows_per_team: int = 2, **of_transform: Any) -> None:
+def check(shape: Shape, shift: bool = True, rows_per_team: int = 2, **of_transform: Any) -> None:
     """Both kernels, for decode and for everything, give what the reference does; no transform would not."""
     given = make_transform(shape.num_kv_heads, shape.head_dim, shape.v_head_dim, **of_transform)
     call = with_transform(make_call(shape), given, shift)
@@ -30,7 +30,7 @@ def check(shape: Shape, monkeypatch, shift: bool = True, rows_per_team: int = 2,
     for kernel in dict.fromkeys((config, replace(config, decode=False, lane_columns=AppendConfig.lane_columns))):
         own = clone_caches(call)
         choice = {"decode": kernel.decode, "lane_columns": kernel.lane_columns}
-        q_out = simulate_append(own, monkeypatch, rows_per_team, **choice)
+        q_out = simulate_append(own, rows_per_team, **choice)
         assert_appended(own, call, q_out)
         assert_shifted(own)
 
@@ -45,42 +45,42 @@ def assert_shifted(call: AppendCall) -> None:
 
 
 @pytest.mark.parametrize("kv_format", ALL_FORMATS)
-def test_every_format_bit_for_bit(kv_format, monkeypatch):
+def test_every_format_bit_for_bit(kv_format):
     """Without RoPE the kernel's fp32 is the reference's, so that rows are equal to the bit."""
     dtype = "fp16" if kv_format == "fp16" else "bf16"
-    check(SMALL.with_(kv_format=kv_format, dtype=dtype), monkeypatch, k_rotation=128, v_rotation=128)
+    check(SMALL.with_(kv_format=kv_format, dtype=dtype), k_rotation=128, v_rotation=128)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("k_rotation", [2, 8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("rope", [True, False], ids=["rope", "no rope"])
-def test_every_width_of_every_head_dim(head_dim, k_rotation, rope, monkeypatch):
+def test_every_width_of_every_head_dim(head_dim, k_rotation, rope):
     """With RoPE over the whole head lanes own two runs of columns, else one."""
     if k_rotation > head_dim:
         pytest.skip("wider than the head")
     shape = SMALL.with_(head_dim=head_dim, rope=Rope(head_dim) if rope else None, new=(1,) * 8)
-    check(shape, monkeypatch, k_rotation=k_rotation, v_rotation=min(2 * k_rotation, head_dim))
+    check(shape, k_rotation=k_rotation, v_rotation=min(2 * k_rotation, head_dim))
 
 
 @pytest.mark.parametrize("head_dim", [80, 96, 192])
-def test_head_dims_that_are_no_power_of_two_are_centred_and_scaled(head_dim, monkeypatch):
-    check(SMALL.with_(head_dim=head_dim, rope=Rope(32), new=(1,) * 8), monkeypatch, rows_per_team=4)
+def test_head_dims_that_are_no_power_of_two_are_centred_and_scaled(head_dim):
+    check(SMALL.with_(head_dim=head_dim, rope=Rope(32), new=(1,) * 8), rows_per_team=4)
 
 
 @pytest.mark.parametrize("parts", ["", "center", "factor", "v_factor", "center factor"])
-def test_any_part_may_be_missing(parts, monkeypatch):
+def test_any_part_may_be_missing(parts):
     shape = SMALL.with_(rope=Rope(128), kv_format=("int4_g4", "int8_token_head"))
-    check(shape, monkeypatch, parts=parts, k_rotation=32)
+    check(shape, parts=parts, k_rotation=32)
     if parts:
-        check(shape, monkeypatch, parts=parts, shift=False)
-    check(shape, monkeypatch, parts=parts, v_rotation=16)
+        check(shape, parts=parts, shift=False)
+    check(shape, parts=parts, v_rotation=16)
 
 
-def test_values_of_another_head_dim(monkeypatch):
+def test_values_of_another_head_dim():
     shape = SMALL.with_(head_dim=256, v_head_dim=64, rope=Rope(64), bias=True, new=(1,) * 8)
-    check(shape, monkeypatch, k_rotation=256, v_rotation=64)
-    check(shape.with_(head_dim=64, v_head_dim=128, rope=None), monkeypatch, k_rotation=64, v_rotation=4)
-    check(shape.with_(head_dim=192, v_head_dim=128), monkeypatch, v_rotation=128)
+    check(shape, k_rotation=256, v_rotation=64)
+    check(shape.with_(head_dim=64, v_head_dim=128, rope=None), k_rotation=64, v_rotation=4)
+    check(shape.with_(head_dim=192, v_head_dim=128), v_rotation=128)
 
 
 PLACES = {
@@ -93,19 +93,19 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=list(PLACES))
 @pytest.mark.parametrize("new", [(1, 1, 1, 1), (3, 0, 1, 4)], ids=["decode", "prefill"])
-def test_every_place_with_bias_norm_and_rope(place, new, monkeypatch):
+def test_every_place_with_bias_norm_and_rope(place, new):
     shape = SMALL.with_(new=new, lengths=(40, 100, 47, 49), rope=Rope(128), bias=True, norm=True, **place)
-    check(shape, monkeypatch, k_rotation=64)
+    check(shape, k_rotation=64)
 
 
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(0, 3), (3, 3), (6, 2), (9, 3), (20, 4)])
 @pytest.mark.parametrize("rows_per_team", [1, 4, 16])
-def test_every_q_head_has_the_constants_of_its_kv_head(num_q_heads, num_kv_heads, rows_per_team, monkeypatch):
+def test_every_q_head_has_the_constants_of_its_kv_head(num_q_heads, num_kv_heads, rows_per_team):
     shape = SMALL.with_(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, rope=Rope(128), new=(2, 2))
-    check(shape, monkeypatch, rows_per_team=rows_per_team, k_rotation=128)
+    check(shape, rows_per_team=rows_per_team, k_rotation=128)
 
 
-def test_a_channel_that_drowns_the_others_is_written_as_exactly_as_the_format_can(monkeypatch):
+def test_a_channel_that_drowns_the_others_is_written_as_exactly_as_the_format_can():
     """Centred and rotated; `assert_appended` holds the rows to the format's error of k', which has no such channel."""
     call = make_call(SMALL.with_(kv_format="int4_g1", new=(1,) * 4))
     call.k[..., 5] = 100 + call.k[..., 5]
@@ -114,7 +114,7 @@ def test_a_channel_that_drowns_the_others_is_written_as_exactly_as_the_format_ca
     given.k_center[:, 5] = 100
     call = with_transform(call, given)
     own = clone_caches(call)
-    assert_appended(own, call, simulate_append(own, monkeypatch))
+    assert_appended(own, call, simulate_append(own))
     k = call.formats[0].dequantize(own.k_cache, 128, torch.float64)
     _, pages, rows = places(call)
     error = (given.original_keys(k[pages, rows]) - call.k.double()).norm() / call.k.double().norm()

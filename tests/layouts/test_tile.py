@@ -128,9 +128,9 @@ def test_wavefronts_are_what_the_bank_model_counts(tile: RowTile):
 @every_row_tile
 def test_four_lanes_hold_the_words_of_every_unit_of_k(tile: RowTile):
     """Every word of codes is read once per row, by one lane or by as many as share it."""
-    words = [unit * tile.k_unit // tile.word_codes + tile.k_word(t) for unit in range(tile.k_units) for t in range(4)]
-    shared = 4 * tile.word_codes // tile.k_unit
-    assert sorted(words) == sorted(word for word in range(tile.head_dim // tile.word_codes) for _ in range(shared))
+    words = [unit * tile.k_unit // tile.run_codes + tile.k_word(t) for unit in range(tile.k_units) for t in range(4)]
+    shared = 4 * tile.run_codes // tile.k_unit
+    assert sorted(words) == sorted(word for word in range(tile.head_dim // tile.run_codes) for _ in range(shared))
 
 
 @every_row_tile
@@ -138,8 +138,8 @@ def test_the_lanes_of_v_hold_every_column_of_the_output_once(tile: RowTile):
     places = [(u, g, code) for u in range(tile.v_units) for g in range(8) for code in range(tile.v_unit // 8)]
     assert [tile.v_column(*place) for place in places] == list(range(tile.head_dim))
     for unit, g, code in places:
-        word = unit * tile.v_unit // tile.word_codes + tile.v_word(g)
-        assert tile.v_column(unit, g, code) // tile.word_codes == word
+        word = unit * tile.v_unit // tile.run_codes + tile.v_word(g)
+        assert tile.v_column(unit, g, code) // tile.run_codes == word
 
 
 @every_row_tile

@@ -9,9 +9,23 @@ import torch
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.quantize import pack_codes
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.weight import PackedWeight, padded_shape
+from cute_kernels.linear.weight import TILE_N, PackedWeight, padded_shape
+from cute_kernels.weight_formats import WeightFormat, integers
+from layouts import transform
+from layouts.weights import hopper
 
 GROUPS = (32, 64, 128, 256, None)
+
+
+def random_weight(form: WeightFormat, dtype: torch.dtype, n: int, k: int, seed: int = 0) -> PackedWeight:
+    """A weight of whole tiles and groups with random codes, scales from 0.5 to 1.5 as far as there are, and zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << form.bits, (n, k), dtype=torch.uint8, generator=generator)
+    groups = (n // TILE_N, k // form.group_size if form.group_size else 1, TILE_N)
+    scales = form.stored_scales(torch.rand(groups, generator=generator) + 0.5, dtype)
+    zeros = torch.randint(0, 1 << form.bits, groups, dtype=torch.uint8, generator=generator)
+    blob = hopper.pack(transform.pack(codes, form.bits), form.bits)
+    return PackedWeight(blob, scales, zeros if form.has_zeros else None, form, (n, k))
 
 
 @dataclass(frozen=True)
@@ -80,4 +94,6 @@ def problem_of(
     zero_point: bool = False,
 ) -> Problem:
     """A product of ``m`` rows of x with a weight [n, k] of a format."""
-    return Problem(m, n, k, padded_shape((n, k), group_size)[1], bits, DTYPES[dtype], group_size or 0, zero_point)
+    return Problem(
+        m, n, k, padded_shape((n, k), group_size)[1], integers(bits, group_size or 0, zero_point), DTYPES[dtype]
+    )

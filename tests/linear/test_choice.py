@@ -10,10 +10,9 @@ import torch
 
 from cute_kernels.linear import plan
 from cute_kernels.linear.config import LinearConfig
-from cute_kernels.linear.portable.config import PortableConfig
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.policies import PortableMmaSync, RegisterWgmma, ResidentLimbs
 from cute_kernels.runtime import device
+from cute_kernels.weight_formats import integers
 
 
 @pytest.fixture
@@ -37,14 +36,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
 
 
 def planned(m: int, **options):
-    return plan.plan_of(m, 4096, 4096, 4096, 4, torch.bfloat16, 128, False, 0, **options)
+    return plan.plan_of(m, 4096, 4096, integers(4), torch.bfloat16, 0, **options)
 
 
 def test_hopper_takes_its_own_kernels(gpu):
     gpu((9, 0))
-    assert type(planned(1).schedule.config) in (LinearConfig, ResidentConfig)
-    assert type(planned(64).schedule.config) is WgmmaConfig
-    assert type(planned(64, portable=True).schedule.config) is PortableConfig
+    config = planned(1).schedule.config
+    assert isinstance(config, LinearConfig) or isinstance(config.mainloop, ResidentLimbs)
+    assert isinstance(planned(64).schedule.config.mainloop, RegisterWgmma)
+    assert isinstance(planned(64, portable=True).schedule.config.mainloop, PortableMmaSync)
 
 
 @pytest.mark.parametrize("capability, arch", [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((10, 0), "sm_100")])
@@ -53,7 +53,7 @@ def test_other_gpus_take_the_portable_kernel(gpu, capability, arch: str, m: int)
     gpu(capability)
     found: Any = planned(m).function
     spec, compiled_for = found
-    assert type(spec.config) is PortableConfig and compiled_for == arch
+    assert isinstance(spec.config.mainloop, PortableMmaSync) and compiled_for == arch
 
 
 def test_a_gpu_that_is_too_old_is_named(gpu):

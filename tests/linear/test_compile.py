@@ -10,11 +10,23 @@ from cute_kernels.linear.compile import KERNEL_MODULES, LinearSpec, compile_line
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
-from cute_kernels.linear.wgmma.config import STORE_M, WgmmaConfig
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import (
+    STORE_M,
+    EarlyDsmem,
+    RegisterWgmma,
+    ResidentLimbs,
+    RowCuts,
+    RowExchange,
+    StagedStore,
+    TmaStore,
+    WorkspaceSplitK,
+    dsmem,
+)
 from cute_kernels.linear.wgmma.schedule import BETWEEN_SHAPES, DSMEM_FORMS, candidate_configs, dsmem_configs
 from cute_kernels.runtime import KernelSpec, default_cache, native
 from cute_kernels.runtime.artifact import Artifact
+from cute_kernels.weight_formats import integers
 from tests import golden
 from tests.linear import machine_code
 
@@ -23,14 +35,14 @@ ARCH = "sm_90a"
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
 CONFIGS = [
-    LinearConfig(4, "bf16", 32, True, block_k=64),
-    LinearConfig(4, "fp16", 64, block_k=64, tile_m=16, n_tiles=2, chunk_k_blocks=4),
-    LinearConfig(4, "bf16", 0, True, n_tiles=2, chunk_k_blocks=2),
-    LinearConfig(4, "bf16", 128, k_warps=4, num_buffers=1),
-    LinearConfig(4, "bf16", 128, k_warps=1, epilogue_warps=1),
-    LinearConfig(4, "bf16", 256, True, block_k=256, chunk_k_blocks=2, use_pdl=True),
-    LinearConfig(8, "bf16", 128, True, k_warps=3, chunk_k_blocks=3, num_stages=5),
-    LinearConfig(8, "fp16", 32, block_k=64, tile_m=16, num_stages=4),
+    LinearConfig(integers(4, 32, True), "bf16", block_k=64),
+    LinearConfig(integers(4, 64), "fp16", block_k=64, tile_m=16, n_tiles=2, chunk_k_blocks=4),
+    LinearConfig(integers(4, 0, True), "bf16", n_tiles=2, chunk_k_blocks=2),
+    LinearConfig(integers(4), "bf16", k_warps=4, num_buffers=1),
+    LinearConfig(integers(4), "bf16", k_warps=1, epilogue_warps=1),
+    LinearConfig(integers(4, 256, True), "bf16", block_k=256, chunk_k_blocks=2, use_pdl=True),
+    LinearConfig(integers(8, 128, True), "bf16", k_warps=3, chunk_k_blocks=3, num_stages=5),
+    LinearConfig(integers(8, 32), "fp16", block_k=64, tile_m=16, num_stages=4),
 ]
 
 
@@ -43,71 +55,98 @@ def test_it_compiles_without_spills(config: LinearConfig):
 
 def test_mma_and_additions_are_as_many_as_the_codes_need():
     """A k block of 128 inputs: 8 products, and for each of its 8 k16 steps 4 packed additions."""
-    spec = LinearSpec(LinearConfig(4, "bf16", 128))
+    spec = LinearSpec(LinearConfig(integers(4), "bf16"))
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["opcodes"]["HMMA"] == 8
     assert 32 <= kernel["opcodes"]["HADD2"] <= 36
 
 
 def test_what_cannot_be_implemented_is_refused():
-    with pytest.raises(ValueError, match="config: bits 3 is not one of 4, 8"):
-        compile_linear(LinearConfig(3, "bf16", 128), ARCH)
+    with pytest.raises(ValueError, match="config: dtype 'fp32' is not one of bf16, fp16"):
+        compile_linear(LinearConfig(integers(4), "fp32"), ARCH)
 
 
 def test_the_cache_knows_the_modules_that_kernels_are_made_of():
     roots = {path.stem for path in LinearSpec(CONFIGS[0]).source_roots()}
-    assert roots == set(KERNEL_MODULES)
+    assert roots == {*KERNEL_MODULES, "base", "decoder", "integers", "integer_decode"}
     assert all(path.is_file() for path in LinearSpec(CONFIGS[0]).source_roots())
 
 
-STORED = WgmmaConfig(4, "bf16", 128, num_stages=5, splits_k=True, multicast=2, bulk_stores=True)
-IN_ROWS = WgmmaConfig(8, "bf16", 128, row_parts=2, num_stages=4, cuts_rows=True, bulk_stores=True)
+STORED = WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2, reduction=WorkspaceSplitK(), store=TmaStore())
+IN_ROWS = WgmmaConfig(integers(8), "bf16", row_parts=2, num_stages=4, reduction=RowCuts(), store=TmaStore())
 WGMMA_CONFIGS = [
-    WgmmaConfig(4, "bf16", 128, num_stages=5),
-    WgmmaConfig(4, "bf16", 32, True, num_stages=5),
-    WgmmaConfig(4, "fp16", 128, True, tile_m=128, n_tiles=2, num_stages=6),
-    WgmmaConfig(8, "bf16", 64, True, tile_m=128, n_tiles=2, num_stages=5),
-    WgmmaConfig(4, "bf16", 0, True, tile_m=64, n_tiles=2, block_k=128, num_stages=4, splits_k=True),
-    WgmmaConfig(8, "fp16", 256, tile_m=128, block_k=128, num_stages=3, splits_k=True),
-    WgmmaConfig(4, "bf16", 128, True, tile_m=32, n_tiles=2, warpgroups=3, block_k=128, num_stages=6, splits_k=True),
-    WgmmaConfig(4, "bf16", 128, num_stages=5, splits_k=True, cluster=2),
-    WgmmaConfig(8, "bf16", 128, tile_m=128, block_k=128, num_stages=3, splits_k=True, cluster=2),
-    WgmmaConfig(4, "bf16", 128, num_stages=5, multicast=2),
+    WgmmaConfig(integers(4), "bf16", num_stages=5),
+    WgmmaConfig(integers(4, 32, True), "bf16", num_stages=5),
+    WgmmaConfig(integers(4, 128, True), "fp16", tile_m=128, n_tiles=2, num_stages=6),
+    WgmmaConfig(integers(8, 64, True), "bf16", tile_m=128, n_tiles=2, num_stages=5),
+    WgmmaConfig(
+        integers(4, 0, True), "bf16", tile_m=64, n_tiles=2, block_k=128, num_stages=4, reduction=WorkspaceSplitK()
+    ),
+    WgmmaConfig(integers(8, 256), "fp16", tile_m=128, block_k=128, num_stages=3, reduction=WorkspaceSplitK()),
+    WgmmaConfig(
+        integers(4, 128, True),
+        "bf16",
+        tile_m=32,
+        n_tiles=2,
+        warpgroups=3,
+        block_k=128,
+        num_stages=6,
+        reduction=WorkspaceSplitK(),
+    ),
+    WgmmaConfig(integers(4), "bf16", num_stages=5, reduction=RowExchange()),
+    WgmmaConfig(integers(8), "bf16", tile_m=128, block_k=128, num_stages=3, reduction=RowExchange()),
+    WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2),
     STORED,
 ]
-EVEN = WgmmaConfig(8, "bf16", 128, tile_m=128, block_k=128, in_flight=2, num_stages=3, splits_k=True)
-WGMMA_CONFIGS += [EVEN, replace(EVEN, bits=4, tile_m=64, num_stages=7)]
+EVEN = WgmmaConfig(
+    integers(8),
+    "bf16",
+    tile_m=128,
+    block_k=128,
+    num_stages=3,
+    mainloop=RegisterWgmma(in_flight=2),
+    reduction=WorkspaceSplitK(),
+)
+WGMMA_CONFIGS += [EVEN, replace(EVEN, format=integers(4), tile_m=64, num_stages=7)]
 BETWEEN = {shape[0] for shape in BETWEEN_SHAPES}
 WGMMA_CONFIGS += [  # tiles for numbers of rows in between, in formats of more and of less decoding
     config
-    for form in ((4, "bf16", 128, False), (4, "bf16", 32, True), (8, "fp16", 64, True))
+    for form in ((integers(4), "bf16"), (integers(4, 32, True), "bf16"), (integers(8, 64, True), "fp16"))
     for config in candidate_configs(Problem(8192, 8192, 8192, 8192, *form))
     if config.tile_m in BETWEEN and config.can_implement() is None and not config.limbs
 ]
-SQUARE = WgmmaConfig(4, "bf16", 128, tile_m=128, block_k=128, in_flight=2, num_stages=4, splits_k=True)
+SQUARE = WgmmaConfig(
+    integers(4),
+    "bf16",
+    tile_m=128,
+    block_k=128,
+    num_stages=4,
+    mainloop=RegisterWgmma(in_flight=2),
+    reduction=WorkspaceSplitK(),
+)
 INTERLEAVED = {  # tiles whose warpgroups take turns: what ships, and other formats
     config: None
     for form in (
         *DSMEM_FORMS,
-        (4, "bf16", 32, True),
-        (4, "fp16", 0, True),
-        (4, "bf16", 0, False),
-        (8, "fp16", 64, True),
+        (integers(4, 32, True), "bf16"),
+        (integers(4, 0, True), "fp16"),
+        (integers(4, 0), "bf16"),
+        (integers(8, 64, True), "fp16"),
     )
     for rows in (16, 32, 64)
     for config in dsmem_configs(Problem(rows, 8192, 8192, 8192, *form))
 }
 OPCODES = {
     SQUARE: {"LOP3": 4, "SHF": 1, "HFMA2": 4},
-    replace(SQUARE, bits=8, chunk=32): {"LOP3": 2, "PRMT": 2, "HFMA2": 4},
-    replace(SQUARE, zero_point=True): {"LOP3": 4, "SHF": 1, "HADD2": 4, "HMUL2": 4},
+    replace(SQUARE, format=integers(8), store=StagedStore(32)): {"LOP3": 2, "PRMT": 2, "HFMA2": 4},
+    replace(SQUARE, format=integers(4, zero_points=True)): {"LOP3": 4, "SHF": 1, "HADD2": 4, "HMUL2": 4},
 }
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """All kernels of this file at once: one by one, each would wait for a compiler to start."""
-    shipped = LinearSpec(LinearConfig(4, "bf16", 128))
+    shipped = LinearSpec(LinearConfig(integers(4), "bf16"))
     default_cache().artifacts(
         [shipped, *map(LinearSpec, CONFIGS), *map(WgmmaSpec, (*WGMMA_CONFIGS, IN_ROWS, *INTERLEAVED, *OPCODES))], ARCH
     )
@@ -126,7 +165,7 @@ def test_warpgroup_mmas_run_side_by_side_with_decoding(config: WgmmaConfig):
     spec = WgmmaSpec(config)
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
-    groups = config.k_block_steps // config.group_steps
+    groups = config.k_block_steps // config.mainloop.group_steps
     assert kernel["opcodes"]["HGMMA"] == config.k_block_steps * config.n_tiles
     assert kernel["opcodes"]["WARPGROUP"] == 2 * groups + 1
 
@@ -137,7 +176,7 @@ def test_mmas_run_side_by_side_where_warpgroups_take_turns(config: WgmmaConfig):
     spec = WgmmaSpec(config)
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
-    loops, groups = len(config.loop_parts), config.k_block_steps // config.group_steps
+    loops, groups = len(config.loop_parts), config.k_block_steps // config.mainloop.group_steps
     assert kernel["opcodes"]["HGMMA"] == config.k_block_steps * config.n_tiles * loops
     assert kernel["opcodes"]["WARPGROUP"] == 2 * groups * loops + 1
 
@@ -183,15 +222,21 @@ def test_copies_come_first_and_wait_for_no_division(config: WgmmaConfig, tmp_pat
 
 MOST_PREFETCHED_BYTES = 24 << 10  # of a CTA: with more, x came later (docs/design/weight_only_few_rows.md)
 PREFETCHING = [
-    config for config in dsmem_configs(Problem(16, 4096, 4096, 4096, 4, "bf16", 128)) if config.prefetched_k_blocks
+    config for config in dsmem_configs(Problem(16, 4096, 4096, 4096, integers(4), "bf16")) if config.prefetched_k_blocks
 ]
 PREFETCHING_RESIDENT = [
-    ResidentConfig(
-        4, "bf16", 128, tile_m=8, warpgroups=warpgroups, k_warpgroups=k_warpgroups, block_k=128, num_stages=6,
-        limbs=True, cluster=2, dsmem_reduction=True, splits_k=True, resident_k_blocks=16, loads=loads,
+    WgmmaConfig(
+        integers(4),
+        "bf16",
+        tile_m=8,
+        warpgroups=warpgroups,
+        block_k=128,
+        num_stages=6,
+        mainloop=ResidentLimbs(16, loads=loads),
+        reduction=dsmem(2, k_warpgroups),
     )
     for warpgroups, k_warpgroups, loads in ((2, 2, True), (4, 2, False), (4, 1, True))
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("config", [*PREFETCHING, *PREFETCHING_RESIDENT], ids=lambda config: config.name)
@@ -209,7 +254,7 @@ def test_first_k_blocks_are_asked_for_before_barriers_are_there(config: WgmmaCon
 
 def test_shared_activations_are_multicast(tmp_path):
     """One copy of a TMA tile in the code, and two barriers of the cluster: before the first of them, after the last."""
-    artifact = compiled_apart(WgmmaSpec(WgmmaConfig(4, "bf16", 128, num_stages=5, multicast=2)))
+    artifact = compiled_apart(WgmmaSpec(WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2)))
     opcodes = [opcode for _, opcode, _ in machine_code.instructions(artifact.object_code, tmp_path)]
     copies = [opcode for opcode in opcodes if opcode.startswith("UTMALDG")]
     assert len(copies) == 1 and "MULTICAST" in copies[0]
@@ -232,10 +277,16 @@ def test_boxes_of_results_are_stored_by_tma(config: WgmmaConfig, tmp_path):
 
 def test_a_tile_is_read_before_the_mmas_of_the_one_before_it(tmp_path):
     """Where tiles of a k block come one by one: what is read later waits in one queue with those MMAs' operands."""
-    config = ResidentConfig(
-        4, "bf16", 128, tile_m=16, n_tiles=4, block_k=128, num_stages=4, limbs=True, cluster=2, dsmem_reduction=True,
-        resident_k_blocks=16, spare=1, publishes_early=True,
-    )  # fmt: skip
+    config = WgmmaConfig(
+        integers(4),
+        "bf16",
+        tile_m=16,
+        n_tiles=4,
+        block_k=128,
+        num_stages=4,
+        mainloop=ResidentLimbs(16, spare=1),
+        reduction=EarlyDsmem(),
+    )
     loop = machine_code.main_loop(machine_code.instructions(compiled_apart(ResidentSpec(config)).object_code, tmp_path))
     read, ahead = 0, []
     for place, (_, opcode, _) in enumerate(loop):

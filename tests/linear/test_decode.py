@@ -7,17 +7,20 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear import decode
+from cute_kernels.device import packed_math
+from cute_kernels.device.packed_math import HopperMath, PortableMath
+from cute_kernels.weight_formats import integer_decode as decode
 from tests.attention.warp import bf16_bits, bf16_values, elements, from_halves
 from tests.linear.warp import LinearWarp
 
 
+@pytest.mark.parametrize("math", [HopperMath, PortableMath])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_code_less_every_zero_point_is_exact(bits: int, dtype: str, monkeypatch):
+def test_every_code_less_every_zero_point_is_exact(bits: int, dtype: str, math, monkeypatch):
     gpu = LinearWarp(np.zeros(16, np.uint8), np.zeros(0, np.uint8))
-    gpu.install(monkeypatch, decode)
-    subject = decode.Decoder(bits, dtype)
+    gpu.install(monkeypatch, decode, packed_math)
+    subject = decode.IntegerDecoder(bits, dtype, math(dtype))
     masks = subject.masks(decode.Uint32(0))
     words = subject.words_per_step
     generator = np.random.default_rng(bits)
@@ -69,7 +72,7 @@ IN_REGISTERS = {4: [[0, 4], [1, 5], [2, 6], [3, 7]], 8: [[0, 2], [1, 3], [4, 6],
 
 
 def subnormal_decoder(bits: int, zero_point: bool, monkeypatch) -> decode.SubnormalDecoder:
-    LinearWarp(np.zeros(16, np.uint8), np.zeros(0, np.uint8)).install(monkeypatch, decode)
+    LinearWarp(np.zeros(16, np.uint8), np.zeros(0, np.uint8)).install(monkeypatch, decode, packed_math)
     return decode.SubnormalDecoder(bits, "bf16", zero_point)
 
 

@@ -6,6 +6,7 @@ With compiled functions that launch nothing (`tests.host_functions`), so that no
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from cute_kernels.linear import PackedWeight, checks, launch, ops, plan, quantized_linear
+from cute_kernels.linear.inputs import launch as inputs
 from cute_kernels.runtime import native
 from tests.linear.cases import known
 from tests.tensors import apart, offset
@@ -40,6 +42,10 @@ def permuted() -> PackedWeight:
     return known(N, K, 4, 128).pack(perm=torch.arange(K - 1, -1, -1))
 
 
+def scaled() -> PackedWeight:
+    return replace(weight(), input_scale=torch.full((K,), 2.0, dtype=BF16))
+
+
 CALLS: dict[str, Any] = {
     "one row": lambda: {"x": rows(1), "weight": weight()},
     "three rows": lambda: {"x": rows(3), "weight": weight()},
@@ -56,6 +62,21 @@ CALLS: dict[str, Any] = {
     "other groups": lambda: {"x": rows(3), "weight": weight(group_size=64)},
     "no groups": lambda: {"x": rows(3), "weight": weight(group_size=None)},
     "zero points": lambda: {"x": rows(3), "weight": weight(zero_point=True)},
+    "part of wider rows": lambda: {"x": torch.ones(3, 2 * K, dtype=BF16)[:, K:], "weight": weight()},
+    "part of wider rows of three dimensions": lambda: {
+        "x": torch.ones(2, 3, 2 * K, dtype=BF16)[..., :K],
+        "weight": weight(),
+    },
+    "rows at two distances": lambda: {"x": torch.ones(2, 4, K, dtype=BF16)[:, :3], "weight": weight()},
+    "part of wider rows off 16 bytes": lambda: {
+        "x": torch.ones(3, 2 * K, dtype=BF16)[:, 1 : K + 1],
+        "weight": weight(),
+    },
+    "input scale": lambda: {"x": rows(3), "weight": scaled()},
+    "act-order and input scale": lambda: {
+        "x": rows(1, 3),
+        "weight": replace(permuted(), input_scale=scaled().input_scale),
+    },
     "act-order": lambda: {"x": rows(3), "weight": permuted()},
     "fp16": lambda: {"x": rows(3, dtype=FP16), "weight": weight(dtype=FP16)},
     "fp16 with the weight of bf16": lambda: {"x": rows(3, dtype=FP16), "weight": weight()},
@@ -100,15 +121,23 @@ REFUSED = {
     "residual of other rows", "an activation there is not", "a list of activations", "int8 results",
     "out of fp32 for bf16", "out with gaps", "out of other rows", "out where x is", "batch-invariant by a number",
 }  # fmt: skip
-NOT_KEPT = {"no rows", "rows with gaps", "rows off 16 bytes", "short rows", "a parameter", "act-order"}
-NOT_KEPT |= {"residual with gaps"}
+NOT_KEPT = {"no rows", "rows off 16 bytes", "short rows", "a parameter", "residual with gaps"}
+NOT_KEPT |= {"rows at two distances", "part of wider rows off 16 bytes"}
+PREPARED = {
+    "rows with gaps": "linear_inputs_bf16",
+    "part of wider rows": "linear_inputs_bf16",
+    "part of wider rows of three dimensions": "linear_inputs_bf16",
+    "input scale": "linear_inputs_bf16_scaled",
+    "act-order": "linear_inputs_bf16_order8192",
+    "act-order and input scale": "linear_inputs_bf16_order8192_scaled",
+}  # what is launched first
 
 made = functools.cache(lambda name: CALLS[name]())
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    from tests.host_functions import product_function, standing_in
+    from tests.host_functions import input_rows_function, product_function, standing_in
 
     def is_direct(x: Any, codes: Any, *others: Any) -> bool:
         return type(x) is torch.Tensor and all(type(tensor) in ops._PLAIN for tensor in others)
@@ -123,7 +152,9 @@ def launches(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Test GPU")  # which has no tuned table
     monkeypatch.setattr(plan, "is_supported", lambda index: True)
     plan.plan_of.cache_clear()
+    monkeypatch.setattr(inputs, "is_supported", lambda index: True)
     launches = standing_in(monkeypatch, plan, product_function)
+    standing_in(monkeypatch, inputs, input_rows_function, launches)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)  # what tensors on the CPU say they are on
     yield launches
     plan.plan_of.cache_clear()
@@ -155,6 +186,28 @@ def test_a_repeated_call_is_not_checked_again(name, launches, monkeypatch):
 def test_what_must_be_copied_first_is_not_kept(name, launches):
     run(launches, made(name))
     assert not ops._kept
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_rows_that_are_not_as_products_take_them_are_prepared_in_one_launch(name, launches):
+    if name in REFUSED:
+        return
+    run(launches, made(name))
+    symbols = [launch.symbol for launch in launches]
+    assert [symbol for symbol in symbols if symbol.startswith("linear_inputs")] == [
+        symbol for symbol in symbols[:1] if symbol == PREPARED.get(name)
+    ]
+    if name in PREPARED:
+        rows, x, order, factors, stride, parts = launches[0].arguments
+        given = made(name)
+        assert (
+            symbols[0] == PREPARED[name]
+            and launches[1].arguments[0] is rows
+            and rows.shape == (given["x"].numel() // K, K)
+        )
+        assert x == given["x"].data_ptr() and stride == given["x"].stride(-2) and parts == 1
+        for address, tensor in ((order, given["weight"].perm), (factors, given["weight"].input_scale)):
+            assert address == (0 if tensor is None else tensor.data_ptr())
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from cute_kernels.linear.wgmma import limb_launch
-from cute_kernels.linear.wgmma.config import LIMB_GROUP, LIMB_TILE_M, X_SCALE_ALIGNMENT, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.limb_launch import LimbProduct, LimbRows, block_rows
+from cute_kernels.linear.wgmma.policies import LIMB_GROUP, LIMB_TILE_M, X_SCALE_ALIGNMENT, Limbs
+from cute_kernels.weight_formats import integers
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def test_a_product_reads_the_blocks_that_were_made(rows: int, groups: int, new):
     "tile_m, row_parts, m, rows", [(8, 1, 1, 8), (16, 1, 9, 16), (16, 1, 3, 16), (32, 4, 17, 24), (32, 4, 25, 32)]
 )
 def test_a_block_has_the_rows_that_are_multiplied(tile_m: int, row_parts: int, m: int, rows: int):
-    config = WgmmaConfig(4, "bf16", 128, tile_m=tile_m, row_parts=row_parts, block_k=LIMB_GROUP, limbs=True)
+    config = WgmmaConfig(integers(4), "bf16", tile_m=tile_m, row_parts=row_parts, block_k=LIMB_GROUP, mainloop=Limbs())
     assert block_rows(config, m) == rows
 
 

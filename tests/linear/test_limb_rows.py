@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.linear.wgmma import limb_blocks, limb_rows
-from cute_kernels.linear.wgmma.config import LimbBlocksConfig, LimbRowsConfig
+from cute_kernels.linear.wgmma.config import LimbBlocksConfig
 from tests.attention.warp import LANES
 from tests.linear.limbs import GROUP, limbs_of
 from tests.linear.warp import LinearWarp
@@ -23,7 +23,7 @@ def split(dtype: str, x: torch.Tensor, monkeypatch) -> tuple[np.ndarray, np.ndar
     gpu = LinearWarp(np.zeros(0, np.uint8), np.zeros(0, np.uint8))
     gpu.install(monkeypatch, limb_rows)
     words = x.contiguous().view(torch.int32).numpy().view(np.uint32).reshape(32, 4)
-    subject = limb_rows.LimbRowsKernel(LimbRowsConfig(dtype))
+    subject = limb_rows.RowLimbs(dtype)
     lane = LANES % limb_rows.GROUP_LANES
     scale, found = subject.split(
         [gpu.pinned(np.ascontiguousarray(words[:, i]).view(type(LANES))) for i in range(4)], lane

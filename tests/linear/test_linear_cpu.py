@@ -55,7 +55,7 @@ def test_batch_invariance_is_an_option_of_the_function_and_the_operator():
     packed, x = known(70, 64).pack(), numbers(5, 64)
     want = quantized_linear(x, packed)
     assert torch.equal(quantized_linear(x, packed, batch_invariant=True), want)
-    fields = (packed.codes, packed.scales, None, None, None, 4, 32, 70, 64, None, BF16)
+    fields = (packed.codes, packed.scales, None, None, None, "w4_g32", 70, 64, None, BF16)
     assert torch.equal(torch.ops.cute_kernels.weight_only_linear(x, *fields, True), want)
     assert torch.equal(torch.ops.cute_kernels.weight_only_linear(x, *fields), want)
 
@@ -182,7 +182,7 @@ def test_the_operator_passes_opcheck(rows, activation):
     packed = known(70, 64, 4, 32, True).pack()
     columns = 35 if activation else 70
     arguments = (numbers(rows, 64), packed.codes, packed.scales, packed.zeros, numbers(70), numbers(rows, columns))
-    fields = (packed.bits, packed.group_size, *packed.shape, activation, BF16)
+    fields = (packed.format.key, *packed.shape, activation, BF16)
     torch.library.opcheck(torch.ops.cute_kernels.weight_only_linear.default, (*arguments, *fields))
 
 

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear import decode
+from cute_kernels.device import packed_math
 from cute_kernels.linear import epilogue as linear_epilogue
-from cute_kernels.linear.config import SCALE_BYTES, ZERO_BYTES
-from cute_kernels.linear.portable import decode as portable_decode
 from cute_kernels.linear.portable import kernel
-from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, PortableConfig
+from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, PortableConfig, portable_config
 from cute_kernels.linear.portable.schedule import make_portable_schedule, portable_schedules
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import epilogue, reading, tiles
 from cute_kernels.linear.wgmma import places as tile_places
+from cute_kernels.linear.wgmma.policies import PortableMmaSync
 from cute_kernels.linear.wgmma.tiles import dense_scheduler
+from cute_kernels.weight_formats import integer_decode, integers
 from layouts import banks
 from tests.attention import warp as machine
 from tests.linear import measured_portable, plain_work_tiles
@@ -39,15 +39,15 @@ from tests.linear.warpgroup import WarpgroupWarp
 POISON = 0xFF  # a NaN in either dtype
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CONFIGS = [
-    PortableConfig(bits, dtype, group_size, zero_point, tile_m=16, num_stages=3)
+    portable_config(integers(bits, group_size, zero_point), dtype, tile_m=16, num_stages=3)
     for bits in (4, 8)
     for dtype in ("bf16", "fp16")
     for group_size in (0, 32, 64, 128, 256)
     for zero_point in (False, True)
 ] + [
-    PortableConfig(4, "bf16", 128, num_stages=3),
-    PortableConfig(4, "bf16", 32, True, tile_m=32, n_tiles=1, num_stages=2),
-    PortableConfig(8, "fp16", 64, True, tile_m=32, num_stages=2),
+    portable_config(integers(4), "bf16", num_stages=3),
+    portable_config(integers(4, 32, True), "bf16", tile_m=32, n_tiles=1, num_stages=2),
+    portable_config(integers(8, 64, True), "fp16", tile_m=32, num_stages=2),
 ]
 SOME = [CONFIGS[7], CONFIGS[19], *CONFIGS[-3:]]
 
@@ -101,7 +101,7 @@ class Launch:
         self.operands = SimpleNamespace(**places)
         self.shared = np.full(MAX_SHARED_BYTES, POISON, np.uint8)
         self.gpu = PortableWarp(self.shared, np.concatenate(pieces))
-        modules = kernel, tile_places, tiles, reading, decode, portable_decode, epilogue, linear_epilogue
+        modules = kernel, tile_places, tiles, reading, integer_decode, packed_math, epilogue, linear_epilogue
         self.gpu.install(monkeypatch, *modules)
         self.subject = kernel.PortableKernel(config)
         self.epilogue = epilogue.TileEpilogue(config)
@@ -117,8 +117,8 @@ class Launch:
             tid = warp * 32 + machine.LANES
             subject.copy_codes(self.operands, self.shape, self.stages, work_tile, k_block, stage, tid)
             subject.copy_x(self.operands, self.shape, self.stages, work_tile, k_block, stage, tid)
-        parts = [(self.operands.scales, self.stages.scales, config.scale_stage_bytes, SCALE_BYTES)]
-        parts += [(self.operands.zeros, self.stages.zeros, config.zero_stage_bytes, ZERO_BYTES)]
+        parts = [(self.operands.scales, self.stages.scales, config.scale_stage_bytes, config.format.group_scale_bytes)]
+        parts += [(self.operands.zeros, self.stages.zeros, config.zero_stage_bytes, config.format.group_zero_bytes)]
         for source, target, stage_bytes, group_bytes in parts:
             count = config.n_tiles * config.k_block_groups * group_bytes // 16 if stage_bytes else 0
             assert count <= config.num_threads and count * 16 == stage_bytes
@@ -268,7 +268,7 @@ def rounded(weight: PackedWeight) -> torch.Tensor:
 
 def case(config: PortableConfig, n: int, k: int, m: int) -> tuple[PackedWeight, torch.Tensor]:
     dtype = DTYPES[config.dtype]
-    weight = known(n, k, config.bits, config.group_size or None, config.zero_point, dtype).pack()
+    weight = known(n, k, config.format.bits, config.group_size or None, config.format.has_zeros, dtype).pack()
     return weight, torch.randn(m, k, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
@@ -328,7 +328,7 @@ def test_every_problem_has_a_schedule_that_fits(problem: Problem, m: int):
     problem = replace(problem, m=m)
     schedule = make_portable_schedule(problem)
     config = schedule.config
-    assert isinstance(config, PortableConfig) and config.can_implement() is None
+    assert isinstance(config.mainloop, PortableMmaSync) and config.can_implement() is None
     assert 2 * config.smem_bytes <= MAX_SHARED_BYTES
     assert schedule.k_blocks * config.block_k == problem.k_pad
     assert schedule.num_ctas == schedule.num_work_tiles
@@ -337,7 +337,7 @@ def test_every_problem_has_a_schedule_that_fits(problem: Problem, m: int):
 
 def test_rows_do_not_depend_on_each_other_if_k_is_in_one_part():
     for m in (1, 8, 17, 64, 1000):
-        problem = Problem(m, 4096, 4096, 4096, 4, "bf16", 128, batch_invariant=True)
+        problem = Problem(m, 4096, 4096, 4096, integers(4), "bf16", batch_invariant=True)
         assert {schedule.splits for schedule in portable_schedules(problem)} == {1}
 
 
@@ -345,7 +345,7 @@ def test_choices_are_near_the_fastest_that_was_measured():
     """Of every layer and number of rows at most 15 % from it, 3 % on average."""
     losses = []
     for (n, k, m), times in measured_portable.MICROSECONDS.items():
-        schedule = make_portable_schedule(Problem(m, n, k, k, 4, "bf16", 128))
+        schedule = make_portable_schedule(Problem(m, n, k, k, integers(4), "bf16"))
         assert schedule.whole == 0
         best = min(us for parts in times.values() for us in parts.values())
         losses.append(times[schedule.config.n_tiles][schedule.splits] / best)
@@ -354,8 +354,8 @@ def test_choices_are_near_the_fastest_that_was_measured():
 
 @pytest.mark.parametrize("m", [1, 32, 64])
 def test_tiles_of_64_and_of_128_features_are_candidates(m: int):
-    found = {schedule.config for schedule in portable_schedules(Problem(m, 4096, 4096, 4096, 4, "bf16", 128))}
-    assert {config.n_tiles for config in found if isinstance(config, PortableConfig)} == {1, 2}
+    found = {schedule.config for schedule in portable_schedules(Problem(m, 4096, 4096, 4096, integers(4), "bf16"))}
+    assert {config.n_tiles for config in found if isinstance(config.mainloop, PortableMmaSync)} == {1, 2}
     assert all(config.can_implement() is None for config in found)
 
 
@@ -363,7 +363,7 @@ def test_tiles_of_64_and_of_128_features_are_candidates(m: int):
     "fields, reason",
     [
         ({"row_parts": 2}, "row_parts 2 is not one of 1"),
-        ({"bits": 3}, "bits 3 is not one of 4, 8"),
+        ({"dtype": "fp32"}, "dtype 'fp32' is not one of bf16, fp16"),
         ({"tile_m": 128}, "tile_m 128 is not one of 16, 32, 64"),
         ({"block_k": 128}, "block_k 128 is not one of 64"),
         ({"num_stages": 1}, "num_stages 1"),
@@ -371,4 +371,4 @@ def test_tiles_of_64_and_of_128_features_are_candidates(m: int):
     ],
 )
 def test_what_cannot_be_compiled_is_said(fields: dict, reason: str):
-    assert reason in (replace(PortableConfig(4, "bf16", 128), **fields).can_implement() or "")
+    assert reason in (replace(portable_config(integers(4), "bf16"), **fields).can_implement() or "")

@@ -11,6 +11,7 @@ from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma import loads, places
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import tile_schedules
+from cute_kernels.weight_formats import integers
 from layouts.weights.hopper import TILE_BYTES
 
 CONFIGS = {
@@ -18,7 +19,7 @@ CONFIGS = {
     for m in (1, 8, 16, 32)
     for bits in (4, 8)
     for n in (4096, 8192, 12288)
-    for schedule in tile_schedules(Problem(m, n, 4096, 4096, bits, "bf16", 128))
+    for schedule in tile_schedules(Problem(m, n, 4096, 4096, integers(bits), "bf16"))
     if schedule.config.prefetched_k_blocks
 }
 
@@ -57,5 +58,5 @@ def test_runs_lie_within_their_tiles(config: WgmmaConfig, k_blocks: int, num_til
 
 
 def test_every_kind_of_tile_that_prefetches_is_among_them():
-    kinds = {(config.bits, config.block_tiles, config.limbs) for config in CONFIGS.values()}
+    kinds = {(config.format.bits, config.block_tiles, config.limbs) for config in CONFIGS.values()}
     assert {(4, 1, False), (4, 2, False), (8, 1, False), (4, 1, True), (4, 2, True), (4, 4, True)} <= kinds

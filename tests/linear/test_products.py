@@ -13,46 +13,37 @@ from cute_kernels.sm90 import WARP_THREADS
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear import decode, kernel
+from cute_kernels.device import packed_math
+from cute_kernels.linear import kernel
 from cute_kernels.linear.config import X_PAD, LinearConfig
 from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.weight_formats import integer_decode, integers
 from layouts import banks
-from layouts.weights import hopper
 from tests.attention import warp as machine
+from tests.linear.cases import random_weight
 from tests.linear.warp import LinearWarp
 
 X_START, STAGING_START = 1 << 17, 3 << 16
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 CONFIGS = [
-    LinearConfig(bits, dtype, group_size, zero_point, block_k=max(block_k, group_size), chunk_k_blocks=2)
+    LinearConfig(integers(bits, group_size, zero_point), dtype, block_k=max(block_k, group_size), chunk_k_blocks=2)
     for bits in (4, 8)
     for dtype in ("bf16", "fp16")
     for group_size in (0, 32, 64, 128, 256)
     for zero_point in (False, True)
     for block_k in (64, 128)
 ] + [
-    LinearConfig(4, "bf16", 128, True, tile_m=16, n_tiles=2, chunk_k_blocks=2),
-    LinearConfig(4, "fp16", 32, True, tile_m=16, n_tiles=2, chunk_k_blocks=2),
-    LinearConfig(4, "fp16", 64, False, tile_m=32, n_tiles=2, chunk_k_blocks=2, num_buffers=1, epilogue_warps=2),
-    LinearConfig(8, "bf16", 64, False, tile_m=16, chunk_k_blocks=2),
+    LinearConfig(integers(4, 128, True), "bf16", tile_m=16, n_tiles=2, chunk_k_blocks=2),
+    LinearConfig(integers(4, 32, True), "fp16", tile_m=16, n_tiles=2, chunk_k_blocks=2),
+    LinearConfig(integers(4, 64), "fp16", tile_m=32, n_tiles=2, chunk_k_blocks=2, num_buffers=1, epilogue_warps=2),
+    LinearConfig(integers(8, 64), "bf16", tile_m=16, chunk_k_blocks=2),
 ]
 
 
 def make_weight(config: LinearConfig, k_blocks: int, seed: int = 0) -> PackedWeight:
     """A block of rows and ``k_blocks`` k blocks of K with every code, scale and zero point different."""
-    generator = torch.Generator().manual_seed(seed)
-    n, k = config.block_rows, k_blocks * config.block_k
-    q = torch.randint(0, 1 << config.bits, (n, k), dtype=torch.uint8, generator=generator)
-    if config.bits == 4:
-        q = q[:, ::2] | q[:, 1::2] << 4
-    codes = hopper.pack(q, config.bits)
-    groups = (n // 64, k // config.group_size if config.group_size else 1, 64)
-    scales = (torch.rand(groups, generator=generator) + 0.5).to(DTYPES[config.dtype])
-    zeros = torch.randint(0, 1 << config.bits, groups, dtype=torch.uint8, generator=generator)
-    return PackedWeight(
-        codes, scales, zeros if config.zero_point else None, config.bits, config.group_size or None, (n, k)
-    )
+    return random_weight(config.format, DTYPES[config.dtype], config.block_rows, k_blocks * config.block_k, seed)
 
 
 def load_stage(shared: np.ndarray, config: LinearConfig, weight: PackedWeight, start: int) -> None:
@@ -83,7 +74,7 @@ def run_warps(config: LinearConfig, weight: PackedWeight, x: torch.Tensor, monke
     scales = weight.scales.view(torch.uint8).numpy().reshape(-1)
     zeros = weight.zeros.numpy().reshape(-1) if weight.zeros is not None else np.zeros(0, np.uint8)
     gpu = LinearWarp(shared, np.concatenate([scales, zeros]))
-    gpu.install(monkeypatch, kernel, decode)
+    gpu.install(monkeypatch, kernel, integer_decode, packed_math)
     subject = kernel.LinearKernel(config).roles
     memory = SimpleNamespace(x=X_START, x_pitch=pitch, staging=STAGING_START)
     work = SimpleNamespace(shape=SimpleNamespace(m=m, num_tiles=config.n_tiles), tile=lambda segment, i, n_tiles: i)
@@ -115,7 +106,7 @@ def test_a_chunk_is_multiplied(config: LinearConfig, monkeypatch):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("group_size", [0, 64])
 def test_one_hot_rows_return_the_weights_exactly(bits, dtype, group_size, monkeypatch):
-    config = LinearConfig(bits, dtype, group_size, True, block_k=64, chunk_k_blocks=2)
+    config = LinearConfig(integers(bits, group_size, True), dtype, block_k=64, chunk_k_blocks=2)
     weight = make_weight(config, 2)
     wanted = weight.dequantize(torch.float32).T.numpy()
     for first in range(0, 128, 40):

@@ -13,6 +13,7 @@ from cute_kernels.linear import PackedWeight, quantize_weight
 from cute_kernels.linear import weight as weight_module
 from cute_kernels.linear.quantize import pack_codes
 from cute_kernels.linear.weight import rows_of
+from cute_kernels.weight_formats.integers import SCALE_LIMIT
 from tests.linear.cases import GROUPS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -96,11 +97,11 @@ def test_scales_that_kernels_have_no_room_for_are_refused(scale, refused):
 
 
 def test_the_limit_is_what_the_decoder_has_room_for():
-    decode = pytest.importorskip("cute_kernels.linear.decode")
+    decode = pytest.importorskip("cute_kernels.weight_formats.integer_decode")
     factor = 2.0 ** (decode.UNIT_EXPONENT - decode.SUBNORMAL_EXPONENT)
-    below = torch.tensor(weight_module.SCALE_LIMIT, dtype=BF16).view(torch.int16) - 1
+    below = torch.tensor(SCALE_LIMIT, dtype=BF16).view(torch.int16) - 1
     assert (below.view(BF16).double() * factor).to(BF16).isfinite()
-    assert (torch.tensor(weight_module.SCALE_LIMIT, dtype=torch.float64) * factor).to(BF16).isinf()
+    assert (torch.tensor(SCALE_LIMIT, dtype=torch.float64) * factor).to(BF16).isinf()
 
 
 @pytest.mark.parametrize("magnitude", [1e-9, 1e-6, 1e-4])

@@ -13,8 +13,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import ring
-from cute_kernels.linear import decode
+from cute_kernels.device import packed_math, ring
 from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
@@ -26,10 +25,20 @@ from cute_kernels.linear.wgmma import (
     resident_kernel,
     resident_mainloop,
 )
-from cute_kernels.linear.wgmma.config import ROW_SCALE_BYTES, TMA_TILE_K, WGMMA_N_STEP
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import (
+    ROW_SCALE_BYTES,
+    TMA_TILE_K,
+    WGMMA_N_STEP,
+    EarlyDsmem,
+    ResidentLimbs,
+    WorkspaceSplitK,
+    dsmem,
+)
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.schedule import schedule_of
 from cute_kernels.linear.wgmma.tiles import WorkTile
+from cute_kernels.weight_formats import integer_decode, integers
 from tests.attention import warp as machine
 from tests.linear.limbs import limbs_of
 from tests.linear.warpgroup import WarpgroupWarp, put_tma_tile
@@ -38,23 +47,16 @@ STAGES, K = 8, 1152
 X, X_SCALES, CODES, SCALES = 0, 1 << 17, 1 << 18, 1 << 19
 X_BARRIER = 100
 CONFIGS = [
-    ResidentConfig(
-        4,
+    WgmmaConfig(
+        integers(4),
         "bf16",
-        128,
         tile_m=tile_m,
         block_k=128,
         num_stages=STAGES,
-        limbs=True,
-        splits_k=True,
-        ahead=ahead,
         n_tiles=n_tiles,
-        spare=spare,
         warpgroups=warpgroups,
-        k_warpgroups=k_warpgroups,
-        cluster=cluster,
-        dsmem_reduction=True,
-        resident_k_blocks=resident_k_blocks,
+        mainloop=ResidentLimbs(resident_k_blocks, spare=spare, ahead=ahead),
+        reduction=dsmem(cluster, k_warpgroups),
     )
     for tile_m, ahead, n_tiles, spare, warpgroups, k_warpgroups, cluster, resident_k_blocks in (
         (8, True, 1, 0, 2, 1, 3, 10),
@@ -74,8 +76,8 @@ CONFIGS = [
 ]
 # Those of four tiles once more, and others of an even number, with accumulators that leave early; the last in chunks of
 # K.
-CONFIGS += [replace(CONFIGS[-1], publishes_early=True), replace(CONFIGS[-3], publishes_early=True)]
-CONFIGS += [replace(CONFIGS[7], publishes_early=True, resident_k_blocks=10), replace(CONFIGS[7], publishes_early=True)]
+ROOMIER = replace(CONFIGS[7], mainloop=replace(CONFIGS[7].mainloop, k_blocks=10))
+CONFIGS += [replace(one, reduction=EarlyDsmem()) for one in (CONFIGS[-1], CONFIGS[-3], ROOMIER, CONFIGS[7])]
 JITTED: list[tuple[Any, str]] = [
     (owner, "multiply")
     for owner in (
@@ -105,7 +107,7 @@ class Cta:
         """A warp waits for the k blocks whose turn it is."""
         count = self.k_rank + self.waited * self.config.k_warpgroups
         assert (barrier, phase) == (count % STAGES, count // STAGES % 2)
-        assert self.waited - self.released <= self.config.ahead
+        assert self.waited - self.released <= self.config.mainloop.ahead
         self.put(barrier, self.begin + count, range(self.config.block_tiles))
         self.waited += 1
 
@@ -139,9 +141,9 @@ class Cta:
         assert (x, x_scales, first, stop) == (memory.x_address, memory.x_scales, begin, end)
         self.asked = None
         self.made.append((begin, end))
-        parts, k_block_bytes = self.config.tile_m // WGMMA_N_STEP, self.config.k_block_limb_bytes
+        parts, k_block_bytes = self.config.tile_m // WGMMA_N_STEP, self.config.mainloop.k_block_limb_bytes(self.config)
         k_block_scale_bytes = ROW_SCALE_BYTES * self.config.tile_m
-        assert x + (end - begin) * k_block_bytes <= X + self.config.resident_k_blocks * k_block_bytes
+        assert x + (end - begin) * k_block_bytes <= X + self.config.mainloop.k_blocks * k_block_bytes
         assert x_scales + (end - begin) * k_block_scale_bytes <= X_SCALES + self.config.x_scale_bytes
         for k_block in range(begin, end):
             for limb in range(2):
@@ -183,7 +185,7 @@ class EarlyCta(Cta):
 def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp: int, work_tile: WorkTile, monkeypatch):
     """A warp's accumulators of a work tile, and the CTA behind them."""
     subject: Any = resident_kernel.ResidentKernel(config).consumers
-    if config.publishes_early:
+    if config.reduction.early:
         cta = EarlyCta(config, weight, x, work_tile)
         subject.reduction.publish = cta.publish
     else:
@@ -191,7 +193,7 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
     gpu = WarpgroupWarp(cta.shared, np.zeros(0, np.uint8))
     for module in (resident_mainloop, resident_early):
         monkeypatch.setattr(module, "Uint32", machine.Uint32, raising=False)
-    modules = (reading, decode, limbs, limbs_ahead, resident_mainloop, resident_early)
+    modules = (reading, integer_decode, packed_math, limbs, limbs_ahead, resident_mainloop, resident_early)
     gpu.install(monkeypatch, *modules)
     for module in (limbs_ahead, resident_mainloop, resident_early):
         arch = module.cute.arch
@@ -211,7 +213,7 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
     )
     subject.stages.release, subject.mainloop.limbs = cta.release, cta
     memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, full=0, x_barrier=X_BARRIER)
-    fits = work_tile.end - work_tile.begin <= config.resident_k_blocks
+    fits = work_tile.end - work_tile.begin <= config.mainloop.k_blocks
     if fits:
         cta.bring(None, 0, work_tile.begin, work_tile.end)
         cta.make(None, memory, work_tile.begin, work_tile.end, 0)
@@ -224,7 +226,7 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
 
 def parts_of(config: ResidentConfig, n: int) -> list[WorkTile]:
     """The parts of K of the first block."""
-    problem = Problem(config.tile_m, n, K, K, 4, "bf16", 128)
+    problem = Problem(config.tile_m, n, K, K, integers(4), "bf16")
     schedule = schedule_of(problem, config, config.cluster)
     assert schedule is not None
     cuts = [
@@ -258,7 +260,7 @@ def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, monke
                     assert cta.met == len(cta.made) + 1
                 k_blocks.append(cta.waited)
                 places = range(config.n_tiles)
-                if config.publishes_early:
+                if config.reduction.early:
                     places = [subject.reduction.order.place(i, work_tile.split) for i in places]
                     leaving = config.n_tiles // 2 * cta.tile_m // 2
                     assert len(cta.sent) == 1
@@ -281,22 +283,21 @@ def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, monke
 def test_only_what_can_be_resident_is_taken():
     config = CONFIGS[1]
     for change in (
-        {"bits": 8},
-        {"zero_point": True},
-        {"group_size": 64},
+        {"format": integers(8)},
+        {"format": integers(4, zero_points=True)},
+        {"format": integers(4, 64)},
         {"tile_m": 32},
         {"row_parts": 2},
-        {"k_warpgroups": 3},
-        {"cluster": 1},
-        {"cluster": 1, "dsmem_reduction": False},
-        {"resident_k_blocks": 7},
-        {"resident_k_blocks": 6},
-        {"resident_k_blocks": 200},
+        {"reduction": dsmem(2, 3)},
+        {"reduction": dsmem(1)},
+        {"reduction": WorkspaceSplitK()},
+        {"mainloop": ResidentLimbs(7)},
+        {"mainloop": ResidentLimbs(6)},
+        {"mainloop": ResidentLimbs(200)},
         {"num_stages": 1},
-        {"spare": 1},
+        {"mainloop": ResidentLimbs(8, spare=1)},
         {"n_tiles": 5},
-        {"limbs": False},
-        {"publishes_early": True},
+        {"reduction": EarlyDsmem()},
     ):
         assert replace(config, **change).can_implement(), change
     assert config.can_implement() is None
@@ -304,6 +305,6 @@ def test_only_what_can_be_resident_is_taken():
 
 def test_what_leaves_early_are_tiles_of_two_ctas():
     config = replace(CONFIGS[-4], num_stages=4)
-    assert config.publishes_early and config.can_implement() is None
-    for change in ({"ahead": True}, {"k_warpgroups": 2}, {"cluster": 3}, {"n_tiles": 3}):
+    assert config.reduction.early and config.can_implement() is None
+    for change in ({"mainloop": replace(config.mainloop, ahead=True)}, {"n_tiles": 3}):
         assert replace(config, **change).can_implement(), change

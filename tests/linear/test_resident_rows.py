@@ -12,16 +12,18 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.linear.wgmma import limb_rows, resident_rows
-from cute_kernels.linear.wgmma.config import LIMB_GROUP, TMA_TILE_K, WGMMA_N_STEP
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import LIMB_GROUP, TMA_TILE_K, WGMMA_N_STEP, ResidentLimbs
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_rows import K_BLOCK_TMA_TILES
+from cute_kernels.weight_formats import integers
 from layouts import banks
 from tests.attention.warp import LANES, Int32, Uint32, Warp, elements, from_halves, halves
 from tests.linear.limbs import GROUP, limbs_of
 from tests.linear.warpgroup import put_tma_tile
 
 X, X_SCALES = 1 << 10, 1 << 18
-CONFIG = ResidentConfig(4, "bf16", 128, tile_m=16, block_k=128, warpgroups=4, limbs=True)
+CONFIG = WgmmaConfig(integers(4), "bf16", tile_m=16, block_k=128, warpgroups=4, mainloop=ResidentLimbs())
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -51,12 +53,14 @@ def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, monkeypa
     gpu = Warp(np.full(1 << 19, 0xAA, np.uint8), np.zeros(0, np.uint8))
     gpu.install(monkeypatch, limb_rows, resident_rows)
     monkeypatch.setattr(resident_rows, "numbers", Numbers(x.contiguous().view(torch.int16).numpy().reshape(-1)))
-    subject = resident_rows.ResidentRows(config)
+    subject = resident_rows.ResidentRows(resident_rows.room_of(config))
     parts = -(-rows // WGMMA_N_STEP)
     tile_m, count = parts * WGMMA_N_STEP, end - begin
     padded = torch.zeros(tile_m, end * GROUP, dtype=x.dtype)
     padded[:rows, : min(k, end * GROUP)] = x[:, : end * GROUP]
-    for tma_tile in range(K_BLOCK_TMA_TILES * count * (not config.loads)):  # what TMA brings: zeros where x has nothing
+    for tma_tile in range(
+        K_BLOCK_TMA_TILES * count * (not config.mainloop.loads)
+    ):  # what TMA brings: zeros where x has nothing
         for part in range(parts):
             inputs = slice(begin * GROUP + tma_tile * TMA_TILE_K, begin * GROUP + (tma_tile + 1) * TMA_TILE_K)
             some = (
@@ -73,7 +77,7 @@ def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, monkeypa
     for step in range(steps):
         row, k_block = subject.place(bits, step, LANES)
         start = Int32(X + (k_block * 2 * tile_m + row) * resident_rows.ROW_BYTES)
-        if config.loads:
+        if config.mainloop.loads:
             words = subject.load_global(source, begin, bits, steps, step, LANES)  # type: ignore
         else:
             words = subject.load(start, tile_m, Int32(row), LANES)
@@ -101,7 +105,9 @@ def test_limbs_lie_as_boxes_of_limbs_would(
     generator = torch.Generator().manual_seed(rows + k)
     x = (torch.randn(rows, k, generator=generator) * torch.rand(rows, 1, generator=generator) ** 8).to(DTYPES[dtype])
     x[0, : k // 2] = 0
-    found = made(replace(CONFIG, dtype=dtype, loads=loads), x, begin, end, monkeypatch).shared_memory
+    found = made(
+        replace(CONFIG, dtype=dtype, mainloop=ResidentLimbs(loads=loads)), x, begin, end, monkeypatch
+    ).shared_memory
     limbs, scales = limbs_of(x)
     parts = -(-rows // WGMMA_N_STEP)
     zeros = np.zeros((parts * WGMMA_N_STEP - rows, *limbs.shape[1:]), np.int8)
@@ -125,7 +131,9 @@ def test_limbs_lie_as_boxes_of_limbs_would(
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("loads", [False, True])
 def test_limbs_are_stored_without_conflicts(loads: bool, rows: int, monkeypatch):
-    found = made(replace(CONFIG, loads=loads), torch.randn(rows, 4096).bfloat16(), 0, 32, monkeypatch)
+    found = made(
+        replace(CONFIG, mainloop=ResidentLimbs(loads=loads)), torch.randn(rows, 4096).bfloat16(), 0, 32, monkeypatch
+    )
     assert len(found.accesses) == -(-rows // 2) * 8 * (4 if loads else 8)
     for access in found.accesses:
         assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access

@@ -14,6 +14,7 @@ from cute_kernels.linear import schedule as schedules
 from cute_kernels.linear.config import FEW_SEGMENTS, LinearConfig
 from cute_kernels.linear.schedule import MAX_TOKENS, Problem, Schedule, candidate_configs, make_schedule
 from cute_kernels.sm90 import MAX_SHARED_BYTES
+from cute_kernels.weight_formats import integers
 
 FORMATS = st.tuples(
     st.sampled_from([4, 8]), st.sampled_from(["bf16", "fp16"]), st.sampled_from([0, 32, 64, 128, 256]), st.booleans()
@@ -30,11 +31,9 @@ def problems(draw) -> Problem:
         n=draw(st.integers(1, 60_000)),
         k=k,
         k_pad=-(-k // multiple) * multiple,
-        bits=bits,
-        dtype=dtype,
-        group_size=group_size,
-        zero_point=zero_point,
         num_sms=draw(st.sampled_from([16, 78, 114, 132])),
+        format=integers(bits, group_size, zero_point),
+        dtype=dtype,
     )
 
 
@@ -44,15 +43,15 @@ def cuts(draw) -> Schedule:
     num_slices = draw(st.integers(1, k_blocks))
     slice_k_blocks = -(-k_blocks // num_slices)
     num_slices = -(-k_blocks // slice_k_blocks)
-    config = LinearConfig(4, "bf16", 128, n_tiles=draw(st.sampled_from([1, 2])))
+    config = LinearConfig(integers(4), "bf16", n_tiles=draw(st.sampled_from([1, 2])))
     schedule = Schedule(config, draw(st.integers(1, 30)), k_blocks, num_slices, 1)
     return replace(schedule, num_groups=draw(st.integers(1, schedule.total)))
 
 
-LONG_K_ON_FEW_SMS = Problem(m=27, n=65, k=20481, k_pad=20736, bits=4, dtype="bf16", group_size=256, num_sms=16)
+LONG_K_ON_FEW_SMS = Problem(m=27, n=65, k=20481, k_pad=20736, num_sms=16, format=integers(4, 256), dtype="bf16")
 
 
-TOO_LONG_K_ON_FEW_SMS = Problem(m=32, n=1, k=32769, k_pad=32832, bits=4, dtype="bf16", group_size=0, num_sms=16)
+TOO_LONG_K_ON_FEW_SMS = Problem(m=32, n=1, k=32769, k_pad=32832, num_sms=16, format=integers(4, 0), dtype="bf16")
 
 
 def fits_cut_for_all_sms(problem: Problem, config: LinearConfig) -> bool:
@@ -228,7 +227,7 @@ def test_the_device_computes_the_same_segments(schedule: Schedule):
 @pytest.mark.parametrize("m", [1, 8, 16])
 @pytest.mark.parametrize("n, k", [(8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096)])
 def test_all_sms_of_an_h200_get_nearly_equal_bytes(m: int, n: int, k: int):
-    schedule = make_schedule(Problem(m, n, k, k, 4, "bf16", 128))
+    schedule = make_schedule(Problem(m, n, k, k, integers(4), "bf16"))
     each = max(end - first for first, end in map(schedule.group_range, range(schedule.num_groups)))
     mean = schedule.num_blocks * schedule.k_blocks / 132
     assert each <= 1.06 * mean
@@ -249,14 +248,13 @@ def test_shipped_configurations_have_names_of_their_own():
 @pytest.mark.parametrize(
     "fields, reason",
     [
-        ({"bits": 3}, "bits 3 is not one of 4, 8"),
-        ({"group_size": 48}, "group_size 48"),
-        ({"group_size": 256}, "unit_k 128 is not a multiple of group_size 256"),
+        ({"dtype": "fp32"}, "dtype 'fp32' is not one of bf16, fp16"),
+        ({"format": integers(4, 256)}, "unit_k 128 is not a multiple of group_size 256"),
         ({"num_stages": 1}, "num_stages 1"),
         ({"num_stages": 60}, "bytes of shared memory exceed"),
         ({"k_warps": 8}, "1216 threads"),
     ],
 )
 def test_what_cannot_be_compiled_is_said(fields: dict, reason: str):
-    config = replace(LinearConfig(4, "bf16", 128), **fields)
+    config = replace(LinearConfig(integers(4), "bf16"), **fields)
     assert reason in (config.can_implement() or "")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cute_kernels import PackedExperts, PackedWeight, quantize_experts, quantized_linear
 from cute_kernels.linear import slice_inputs, slice_outputs
-from cute_kernels.linear.weight import check_scales
+from cute_kernels.weight_formats.integers import check_scales
 from tests.linear.cases import GROUPS, known
 
 FP64 = torch.float64
@@ -41,7 +41,7 @@ def test_a_part_is_those_rows_and_those_columns(bits, group_size, zero_point, dt
     columns = slice_inputs(weight, first, last)
     assert torch.equal(columns.dequantize(FP64), case.dense[:, first:last])
     check_scales("scales", columns.scales)
-    PackedWeight(columns.codes, columns.scales, columns.zeros, bits, columns.group_size, columns.shape)
+    PackedWeight(columns.codes, columns.scales, columns.zeros, columns.format, columns.shape)
 
 
 @pytest.mark.parametrize(("k", "group_size", "world_size", "want"), [

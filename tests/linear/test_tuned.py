@@ -15,15 +15,16 @@ from cute_kernels.linear.compile import shipped_specs, spec_of
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.tuned import candidates, chosen, find, key_of, modelled, problem_of, worth_measuring
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.policies import ResidentLimbs
 from cute_kernels.moe import tuned as of_experts
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.tuned import Choice, TableError, TunedTable, own_path
+from cute_kernels.weight_formats import integers
 from tests.tuned_tables import GPU, choice, no_tables, table
 
 SHIPPED = sorted(tables.SHIPPED.glob("*.json"))
 PROBLEMS = [
-    Problem(m, n, k, -(-k // 256) * 256, bits, "bf16", group_size)
+    Problem(m, n, k, -(-k // 256) * 256, integers(bits, group_size), "bf16")
     for m, bits, group_size in ((1, 4, 128), (8, 4, 32), (16, 8, 256), (33, 4, 0), (1000, 4, 128))
     for n, k in ((8192, 8192), (100, 520))
 ]
@@ -46,7 +47,7 @@ def test_every_candidate_is_found_by_its_name(problem: Problem):
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=key_of)
 def test_keys_name_problems(problem: Problem):
-    k_pad = padded_shape((problem.n, problem.k), problem.group_size or None)[1]
+    k_pad = padded_shape((problem.n, problem.k), problem.format.group_size)[1]
     assert problem_of(key_of(problem)) == replace(problem, k_pad=k_pad)
     assert problem_of("x" + key_of(problem)) is None
 
@@ -91,10 +92,14 @@ def test_a_table_does_not_hold_back_sixteen_rows_whose_limbs_stay():
     (path,) = (path for path in SHIPPED if path.name == tables.file_name(GPU))
     shipped = TunedTable.read(path)
     for m in (9, 16):
-        case = Problem(m, 28672, 4096, 4096, 4, "bf16", 128)
+        case = Problem(m, 28672, 4096, 4096, integers(4), "bf16")
         entry = shipped.entries.get(key_of(case))
         schedule = modelled(case) if entry is None else find(case, entry)
-        assert schedule is not None and isinstance(schedule.config, ResidentConfig) and schedule.config.publishes_early
+        assert (
+            schedule is not None
+            and isinstance(schedule.config.mainloop, ResidentLimbs)
+            and schedule.config.reduction.early
+        )
 
 
 def test_a_table_decides_for_its_problem_only():

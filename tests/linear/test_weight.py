@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_kernels.linear import PackedWeight, QuantizedLinear, quantized_linear
-from cute_kernels.linear import experts as experts_module
 from cute_kernels.linear import weight as weight_module
 from cute_kernels.linear.experts import stack_experts
+from cute_kernels.weight_formats import IntegerFormat, integers
 from layouts.transform import unpack
 from layouts.weights import hopper
 from tests.linear.cases import GROUPS, known
@@ -173,7 +173,7 @@ BAD_STATES = {
         {"format": torch.zeros(5, dtype=torch.int64, device="meta")},
         "format: got a tensor without data",
     ),
-    "a newer version": ({"format": torch.tensor([2, 70, 100, 4, 32])}, "format: got version 2, want 1"),
+    "a newer version": ({"format": torch.tensor([3, 70, 100, 4, 32])}, "format: got version 3, want 1 or 2"),
     "another K": (
         {"format": torch.tensor([1, 70, 200, 4, 32])},
         r"codes: got shape \[2, 2, 2048\], want \[2, 4, 2048\]",
@@ -193,9 +193,14 @@ def test_a_bad_state_dict_is_refused_by_name(changes, message):
         PackedWeight.from_state_dict({name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 
+ZEROED = integers(4, 32, True)
 BAD_FIELDS = {
-    "bits": ({"bits": 3}, "bits: got 3, want 4 or 8"),
-    "group_size": ({"group_size": 48}, "group_size: got 48, want one of 32, 64, 128, 256, or None"),
+    "no format": ({"format": 4}, "format: got 4, want a WeightFormat, such as cute_kernels.weight_formats.integers"),
+    "zero points there are not": ({"format": ZEROED}, "zeros: got none, want some for a weight in the format w4_g32z"),
+    "zero points there are": (
+        {"zeros": torch.zeros(1, 2, 64).byte()},
+        "zeros: got some, want None for a weight in the format w4_g32$",
+    ),
     "shape": ({"shape": (0, 64)}, r"shape: got \[0, 64\], want \(N, K\) with N and K at least 1"),
     "signed codes": ({"codes": torch.zeros(1, 1, 2048).char()}, "codes: got dtype torch.int8, want torch.uint8"),
     "wrong codes": (
@@ -205,13 +210,16 @@ BAD_FIELDS = {
     "fp32 scales": ({"scales": torch.zeros(1, 2, 64)}, "scales: got dtype torch.float32, want torch.bfloat16 or"),
     "scales by row": ({"scales": torch.zeros(1, 64, 2).half()}, r"scales: got shape \[1, 64, 2\], want \[1, 2, 64\]"),
     "gaps": ({"scales": torch.zeros(1, 2, 128).half()[..., ::2]}, "scales: got strides .* want a contiguous tensor"),
-    "zeros": ({"zeros": torch.zeros(1, 2, 64)}, "zeros: got dtype torch.float32, want torch.uint8"),
+    "zeros": ({"format": ZEROED, "zeros": torch.zeros(1, 2, 64)}, "zeros: got dtype torch.float32, want torch.uint8"),
     "perm": ({"perm": torch.zeros(64).long()}, "perm: got dtype torch.int64, want torch.int32"),
     "input_scale": (
         {"input_scale": torch.zeros(64).half()},
         "input_scale: got dtype torch.float16, want torch.bfloat16",
     ),
-    "place": ({"zeros": torch.zeros(1, 2, 64, dtype=torch.uint8, device="meta")}, "zeros: got a tensor on meta"),
+    "place": (
+        {"format": ZEROED, "zeros": torch.zeros(1, 2, 64, dtype=torch.uint8, device="meta")},
+        "zeros: got a tensor on meta",
+    ),
 }
 
 
@@ -233,7 +241,7 @@ BAD_VALUES = {
         r"scales: got a scale of 2.68435e.08, want bf16 scales below 2\*\*27 = 134217728",
     ),
     "zero points": (
-        {"zeros": torch.full((1, 2, 64), 17).byte()},
+        {"format": ZEROED, "zeros": torch.full((1, 2, 64), 17).byte()},
         "zeros: got the zero point 17, want 0 to 16 for 4-bit",
     ),
     "no permutation": ({"perm": torch.zeros(64).int()}, "perm: got indices that are missing or repeated"),
@@ -283,9 +291,8 @@ def test_numbers_are_looked_at_once(monkeypatch):
     packed = known(128, 128, 4, 64, True).pack(perm=torch.arange(128))
     experts = stack_experts([replace(packed, perm=None)] * 2)
     layer = QuantizedLinear(packed)
-    for name in ("check_scales", "check_zeros", "check_permutation"):
-        for module in (weight_module, experts_module):
-            monkeypatch.setattr(module, name, lambda *arguments: pytest.fail("looked at again"), raising=False)
+    for owner, name in ((IntegerFormat, "check_values"), (weight_module, "check_permutation")):
+        monkeypatch.setattr(owner, name, lambda *arguments: pytest.fail("looked at again"))
     for one in (
         packed.to("cpu"),
         packed.shard_n(1, 2),
@@ -310,7 +317,7 @@ def test_tensors_without_numbers_are_not_looked_at():
     packed = known(64, 64).pack()
     with FakeTensorMode() as mode:
         tensors: dict[str, Any] = {name: mode.from_tensor(getattr(packed, name)) for name in ("codes", "scales")}
-        assert unlooked(PackedWeight(**tensors, zeros=None, bits=4, group_size=32, shape=(64, 64))).dtype == BF16
+        assert unlooked(PackedWeight(**tensors, zeros=None, format=integers(4, 32), shape=(64, 64))).dtype == BF16
 
 
 def test_a_weight_is_made_within_a_compiled_function_without_a_break():
@@ -318,7 +325,7 @@ def test_a_weight_is_made_within_a_compiled_function_without_a_break():
 
     @torch.compile(fullgraph=True, backend="eager")
     def layer(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return quantized_linear(x, PackedWeight(codes, scales, None, 4, 32, (64, 64)))
+        return quantized_linear(x, PackedWeight(codes, scales, None, integers(4, 32), (64, 64)))
 
     x = torch.ones(2, 64, dtype=BF16)
     assert torch.equal(layer(x, packed.codes, packed.scales), quantized_linear(x, packed))

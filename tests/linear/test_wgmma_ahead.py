@@ -13,13 +13,15 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear import decode
+from cute_kernels.device import packed_math
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import epilogue, kernel, limbs, limbs_ahead, reading
-from cute_kernels.linear.wgmma.config import LIMB_GROUP, TMA_TILE_K, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import LIMB_GROUP, TMA_TILE_K, Limbs, RowExchange
 from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel
+from cute_kernels.weight_formats import integer_decode, integers
 from tests.attention import warp as machine
 from tests.linear.limbs import limbs_of
 from tests.linear.test_wgmma_limbs import X_SCALES
@@ -29,16 +31,14 @@ from tests.linear.warpgroup import WarpgroupWarp, put_tma_tile
 STAGES = 3
 CONFIGS = [
     WgmmaConfig(
-        4,
+        integers(4, group),
         "bf16",
-        group,
         tile_m=tile_m,
         row_parts=tile_m // 8,
         n_tiles=tiles,
         block_k=128,
         num_stages=STAGES,
-        limbs=True,
-        ahead=True,
+        mainloop=Limbs(ahead=True),
     )
     for tile_m, tiles, group in ((16, 1, 128), (16, 2, 256), (32, 1, 128), (32, 2, 128))
 ]
@@ -113,7 +113,9 @@ def sums_of(config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, warp: in
     shared = np.zeros(1 << 18, np.uint8)
     state = Stages(shared, config, weight, x, begin)
     gpu = WarpgroupWarp(shared, np.zeros(0, np.uint8))
-    gpu.install(monkeypatch, kernel, reading, decode, epilogue, linear_epilogue, limbs, limbs_ahead)
+    gpu.install(
+        monkeypatch, kernel, reading, integer_decode, packed_math, epilogue, linear_epilogue, limbs, limbs_ahead
+    )
     arch = limbs_ahead.cute.arch
     arch.lane_idx, arch.sync_warp, arch.mbarrier_wait = lambda: machine.LANES, lambda: None, state.wait
     monkeypatch.setattr(limbs_ahead.cute, "size", len, raising=False)
@@ -173,5 +175,5 @@ def test_sums_are_those_of_k_blocks_one_after_the_other(monkeypatch):
 
 
 def test_only_limbs_of_few_rows_are_taken():
-    for change in ({"limbs": False}, {"tile_m": 64}):
+    for change in ({"tile_m": 64}, {"reduction": RowExchange()}):
         assert replace(CONFIGS[0], **change).can_implement(), change

@@ -10,8 +10,10 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma import epilogue, places, reduction, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import RowExchange
 from cute_kernels.linear.wgmma.schedule import tile_schedules
 from cute_kernels.linear.wgmma.stages import with_stages
+from cute_kernels.weight_formats import integers
 from layouts import banks
 from tests.attention import warp as machine
 from tests.linear import plain_work_tiles
@@ -21,10 +23,10 @@ STAGES = 1024
 CTA_BYTES = 1 << 18  # of a CTA's window of the cluster's shared memory
 
 CONFIGS = [
-    WgmmaConfig(4, "bf16", 128, tile_m=256, splits_k=True, cluster=2),
-    WgmmaConfig(4, "bf16", 128, tile_m=128, block_k=128, splits_k=True, cluster=2),
-    WgmmaConfig(8, "bf16", 128, tile_m=64, block_k=128, splits_k=True, cluster=2),
-    WgmmaConfig(4, "bf16", 128, tile_m=32, block_k=128, splits_k=True, cluster=2),
+    WgmmaConfig(integers(4), "bf16", tile_m=256, reduction=RowExchange()),
+    WgmmaConfig(integers(4), "bf16", tile_m=128, block_k=128, reduction=RowExchange()),
+    WgmmaConfig(integers(8), "bf16", tile_m=64, block_k=128, reduction=RowExchange()),
+    WgmmaConfig(integers(4), "bf16", tile_m=32, block_k=128, reduction=RowExchange()),
 ]
 
 
@@ -84,21 +86,21 @@ def store_of(config: WgmmaConfig, warp: int) -> epilogue.Store:
 @pytest.mark.parametrize(
     "options, reason",
     [
-        ({"tile_m": 16, "cluster": 2}, "16 tokens for each CTA"),
-        ({"tile_m": 128, "cluster": 3}, "cluster 3 is not one of 1, 2"),
-        ({"tile_m": 128, "n_tiles": 2, "cluster": 2}, "one tile a warpgroup"),
-        ({"tile_m": 256, "num_stages": 3, "cluster": 2}, "do not fit into the stages"),
+        ({"tile_m": 16}, "16 rows for each CTA"),
+        ({"tile_m": 128, "reduction": RowExchange(3)}, "cluster 3 is not one of 2"),
+        ({"tile_m": 128, "n_tiles": 2}, "one tile a warpgroup"),
+        ({"tile_m": 256, "num_stages": 3}, "do not fit into the stages"),
     ],
 )
 def test_clusters_that_cannot_be_are_refused(options, reason):
-    assert reason in str(WgmmaConfig(4, "bf16", 128, splits_k=True, **options).can_implement())
+    assert reason in str(WgmmaConfig(integers(4), "bf16", **{"reduction": RowExchange(), **options}).can_implement())
 
 
 @pytest.mark.parametrize("m, n, k", [(128, 4096, 4096), (100, 1000, 1152), (256, 8192, 8192), (300, 200, 2048)])
 def test_the_ctas_of_a_cluster_have_the_parts_of_one_tile(m, n, k, monkeypatch):
     """Each CTA has one work tile, no part of K is empty, and all run at once: nobody waits for who has not begun."""
     plain_work_tiles.install(monkeypatch)
-    problem = Problem(m, n, k, k, 4, "bf16", 128)
+    problem = Problem(m, n, k, k, integers(4), "bf16")
     schedules = [schedule for schedule in tile_schedules(problem) if schedule.config.cluster > 1]
     assert schedules
     for schedule in schedules:
@@ -119,5 +121,5 @@ def test_the_ctas_of_a_cluster_have_the_parts_of_one_tile(m, n, k, monkeypatch):
 
 
 def test_clusters_cut_k_and_so_are_not_batch_invariant():
-    problem = Problem(128, 4096, 4096, 4096, 4, "bf16", 128, batch_invariant=True)
+    problem = Problem(128, 4096, 4096, 4096, integers(4), "bf16", batch_invariant=True)
     assert all(schedule.config.cluster == 1 for schedule in tile_schedules(problem))

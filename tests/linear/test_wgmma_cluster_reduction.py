@@ -15,10 +15,12 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma import cluster_reduction, epilogue, kernel, places, resident_early
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import EarlyDsmem, Limbs, ResidentLimbs, dsmem
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_kernel import START_BARRIER
 from cute_kernels.linear.wgmma.resident_rows import CHUNK_BARRIER
 from cute_kernels.linear.wgmma.schedule import schedule_of
+from cute_kernels.weight_formats import integers
 from tests.attention import warp as machine
 from tests.attention.warp import Float32, Lanes, Uint32
 
@@ -84,36 +86,42 @@ class Cluster:
         self.met.append((int(barrier_id), number_of_threads))
 
 
-def dsmem(bits: int, tile_m: int, cluster: int, **choices) -> WgmmaConfig:
-    config = WgmmaConfig(
-        bits, "bf16", 128, tile_m=tile_m, block_k=128, splits_k=True, cluster=cluster, dsmem_reduction=True
-    )
+def publishing(bits: int, tile_m: int, cluster: int, k_warpgroups: int = 1, **choices) -> WgmmaConfig:
+    reduction = dsmem(cluster, k_warpgroups)
+    config = WgmmaConfig(integers(bits), "bf16", tile_m=tile_m, block_k=128, reduction=reduction)
     return replace(config, row_parts=min(tile_m // 8, 4), **{"num_stages": 2, **choices})
 
 
 CONFIGS = [
-    dsmem(4, tile_m, cluster, n_tiles=tiles, limbs=True)
+    publishing(4, tile_m, cluster, n_tiles=tiles, mainloop=Limbs())
     for tile_m, tiles, cluster in ((16, 1, 2), (16, 1, 3), (16, 2, 2), (32, 1, 2), (32, 2, 3))
 ]
 CONFIGS += [
-    dsmem(8, tile_m, cluster, warpgroups=warpgroups)
+    publishing(8, tile_m, cluster, warpgroups=warpgroups)
     for tile_m, warpgroups, cluster in ((16, 1, 2), (16, 2, 3), (32, 1, 3))
 ]
 TURNING = [
-    dsmem(4, 16, 2, n_tiles=2, k_warpgroups=2, num_stages=4),
-    dsmem(8, 32, 3, n_tiles=2, k_warpgroups=2, num_stages=4),
-    dsmem(8, 16, 2, k_warpgroups=2, num_stages=4),
-    dsmem(4, 64, 2, k_warpgroups=2, num_stages=4),
-    dsmem(4, 16, 2, n_tiles=2, warpgroups=3, k_warpgroups=3, num_stages=12),
-    dsmem(4, 16, 3, n_tiles=1, warpgroups=1, k_warpgroups=1),
+    publishing(4, 16, 2, n_tiles=2, k_warpgroups=2, num_stages=4),
+    publishing(8, 32, 3, n_tiles=2, k_warpgroups=2, num_stages=4),
+    publishing(8, 16, 2, k_warpgroups=2, num_stages=4),
+    publishing(4, 64, 2, k_warpgroups=2, num_stages=4),
+    publishing(4, 16, 2, n_tiles=2, warpgroups=3, k_warpgroups=3, num_stages=12),
+    publishing(4, 16, 3, n_tiles=1, warpgroups=1, k_warpgroups=1),
 ]
-SPARED = ResidentConfig(
-    4, "bf16", 128, tile_m=8, block_k=128, warpgroups=4, n_tiles=2, spare=1, cluster=2, dsmem_reduction=True, limbs=True
+SPARED = WgmmaConfig(
+    integers(4),
+    "bf16",
+    tile_m=8,
+    block_k=128,
+    warpgroups=4,
+    n_tiles=2,
+    mainloop=ResidentLimbs(spare=1),
+    reduction=dsmem(2),
 )
 RESIDENT = [
     SPARED,
-    replace(SPARED, n_tiles=1, spare=0, k_warpgroups=2, num_stages=8),
-    replace(SPARED, n_tiles=1, spare=0, k_warpgroups=4, num_stages=8),
+    replace(SPARED, n_tiles=1, mainloop=ResidentLimbs(), reduction=dsmem(2, 2), num_stages=8),
+    replace(SPARED, n_tiles=1, mainloop=ResidentLimbs(), reduction=dsmem(2, 4), num_stages=8),
     replace(SPARED, tile_m=16, warpgroups=2, n_tiles=4),
 ]
 
@@ -191,9 +199,9 @@ def test_every_tile_is_added_up_by_one_warpgroup(config: WgmmaConfig, monkeypatc
 
 
 EARLY = [
-    replace(SPARED, publishes_early=True),
-    replace(SPARED, publishes_early=True, tile_m=16, warpgroups=2, n_tiles=4),
-    replace(SPARED, publishes_early=True, spare=0, n_tiles=2, warpgroups=2),
+    replace(SPARED, reduction=EarlyDsmem()),
+    replace(SPARED, reduction=EarlyDsmem(), tile_m=16, warpgroups=2, n_tiles=4),
+    replace(SPARED, reduction=EarlyDsmem(), mainloop=ResidentLimbs(), n_tiles=2, warpgroups=2),
 ]
 
 
@@ -227,8 +235,9 @@ def test_what_leaves_early_is_added_up_by_the_other_cta(config: ResidentConfig, 
     assert set(cluster.arrived.values()) == {config.partial_bytes}
     assert len(cluster.arrived) == config.block_tiles, "a barrier for each tile"
 
-    def store(operands, shape, place, corner, acc, first):
+    def store(operands, shape, place, corner, acc, first, ordinal):
         tile, row_warp = corner
+        assert 0 <= ordinal < config.n_tiles // 2, "of the tiles that the CTA stores"
         stored.append(tile)
         found = np.array([np.asarray(value) for value in acc[first : first + count]])
         np.testing.assert_allclose(found, exact[tile, row_warp], rtol=0, atol=2e-6)
@@ -307,7 +316,7 @@ def test_memory_of_parts_is_counted():
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_a_cluster_has_the_parts_of_one_tile(config: WgmmaConfig):
     for n, k in ((4096, 4096), (2048, 1024), (1000, 8192)):
-        schedule = schedule_of(Problem(16, n, k, k, 4, "bf16", 128), config, config.cluster)
+        schedule = schedule_of(Problem(16, n, k, k, integers(4), "bf16"), config, config.cluster)
         if schedule is not None:
             assert schedule.num_ctas == schedule.blocks * config.cluster <= 132
             assert schedule.workspace_words == 0 and schedule.whole == 0

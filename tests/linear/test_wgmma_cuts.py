@@ -12,12 +12,14 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma import places, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import Limbs, MmaSync, RowCuts, RowExchange, TmaStore, WholeK, WorkspaceSplitK
 from cute_kernels.linear.wgmma.schedule import TileSchedule, schedule_of
 from cute_kernels.linear.wgmma.stages import with_stages
+from cute_kernels.weight_formats import integers
 from tests.linear import plain_work_tiles
 
-ROWS = WgmmaConfig(4, "bf16", 128, row_parts=2, cuts_rows=True)
-ALONG_K = WgmmaConfig(4, "bf16", 128, splits_k=True)
+ROWS = WgmmaConfig(integers(4), "bf16", row_parts=2, reduction=RowCuts())
+ALONG_K = WgmmaConfig(integers(4), "bf16", reduction=WorkspaceSplitK())
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,7 @@ def tile_scheduler(schedule: TileSchedule, m: int, cta: int) -> tiles.TileSchedu
 def test_every_row_meets_every_weight_once(m, n, num_sms, multicast, config, splits):
     config = with_stages(replace(config, multicast=multicast))
     assert config.can_implement() is None
-    problem = Problem(m, n, 2048, 2048, 4, "bf16", 128, num_sms=num_sms)
+    problem = Problem(m, n, 2048, 2048, integers(4), "bf16", num_sms=num_sms)
     schedule = schedule_of(problem, config, splits)
     assert schedule is not None and schedule.whole and schedule.num_tiles_cut
     subject = places.DensePlaces(config)
@@ -61,11 +63,13 @@ def test_every_row_meets_every_weight_once(m, n, num_sms, multicast, config, spl
                 present = places.parts_of(config, subject, scheduler.shape, work_tile)
                 assert 1 <= present <= config.row_parts
                 done[begin : min(end, begin + present * config.part_m), work_tile.block, k_block:last_k_block] += 1
-                if config.cuts_rows and work_tile.splits > 1:
+                if config.reduction.cuts_rows and work_tile.splits > 1:
                     assert present == 1 and begin % config.part_m == 0
                 if work_tile.splits > 1:
                     assert slots.setdefault((work_tile.block, work_tile.m_tile), work_tile.number) == work_tile.number
-                if work_tile.split and not config.cuts_rows:  # what it waits for are work tiles before its own
+                if (
+                    work_tile.split and not config.reduction.cuts_rows
+                ):  # what it waits for are work tiles before its own
                     before = scheduler.work_tile(index - 1)
                     assert (before.block, before.number, before.end) == (
                         work_tile.block,
@@ -75,17 +79,16 @@ def test_every_row_meets_every_weight_once(m, n, num_sms, multicast, config, spl
     assert (done == 1).all()
     assert sorted(slots.values()) == list(range(schedule.num_tiles_cut * multicast))
     part_words = config.block_rows * config.tile_m
-    words = 0 if config.cuts_rows else schedule.num_tiles_cut * multicast * (splits - 1) * part_words
+    words = 0 if config.reduction.cuts_rows else schedule.num_tiles_cut * multicast * (splits - 1) * part_words
     assert schedule.workspace_words == words
 
 
 @pytest.mark.parametrize(
     "options, reason",
     [
-        ({"splits_k": True}, "not along K"),
         ({"row_parts": 1}, "into more than 1 part"),
-        ({"cluster": 2}, "wants one tile a warpgroup"),
-        ({"tile_m": 32, "block_k": 128, "limbs": True}, "not in limbs or clusters"),
+        ({"tile_m": 32, "block_k": 128, "mainloop": Limbs()}, "Limbs does not go with RowCuts"),
+        ({"mainloop": MmaSync()}, "MmaSync does not go with RowCuts"),
     ],
 )
 def test_what_cannot_be_cut_along_rows_is_refused(options, reason):
@@ -94,21 +97,29 @@ def test_what_cannot_be_cut_along_rows_is_refused(options, reason):
 
 
 @pytest.mark.parametrize(
-    "options", [{"tile_m": 16, "block_k": 128, "limbs": True}, {"tile_m": 32}, {"cluster": 2}, {"synchronous": True}]
+    "options",
+    [
+        {"block_k": 128, "mainloop": Limbs()},
+        {"tile_m": 32},
+        {"tile_m": 256, "reduction": RowExchange()},
+        {"mainloop": MmaSync()},
+    ],
 )
 def test_what_tma_does_not_store_is_refused(options):
-    assert replace(ALONG_K, bulk_stores=True).can_implement() is None
-    assert replace(ALONG_K, **{"tile_m": 16, **options}, bulk_stores=True).can_implement() is not None
+    assert replace(ALONG_K, store=TmaStore()).can_implement() is None
+    assert replace(ALONG_K, **{"tile_m": 16, **options}, store=TmaStore()).can_implement() is not None
 
 
 def test_rows_are_cut_only_where_a_last_round_is_left():
     """A product of fewer tiles than SMs has smaller tiles, of longer k blocks; one of whole rounds has nothing to
     cut."""
     for m, n in ((512, 4096), (256, 4096)):
-        assert schedule_of(Problem(m, n, 4096, 4096, 4, "bf16", 128), with_stages(ROWS), 2) is None
-    assert schedule_of(Problem(256, 132 * 128, 4096, 4096, 4, "bf16", 128), with_stages(ROWS), 2) is None
-    assert schedule_of(Problem(512, 28672, 4096, 4096, 4, "bf16", 128), with_stages(ROWS), 1) is None
+        assert schedule_of(Problem(m, n, 4096, 4096, integers(4), "bf16"), with_stages(ROWS), 2) is None
+    assert schedule_of(Problem(256, 132 * 128, 4096, 4096, integers(4), "bf16"), with_stages(ROWS), 2) is None
+    assert schedule_of(Problem(512, 28672, 4096, 4096, integers(4), "bf16"), with_stages(ROWS), 1) is None
     assert (
-        schedule_of(Problem(512, 28672, 4096, 4096, 4, "bf16", 128), with_stages(replace(ALONG_K, splits_k=False)), 2)
+        schedule_of(
+            Problem(512, 28672, 4096, 4096, integers(4), "bf16"), with_stages(replace(ALONG_K, reduction=WholeK())), 2
+        )
         is None
     )

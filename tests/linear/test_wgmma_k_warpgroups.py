@@ -13,10 +13,10 @@ pytest.importorskip("cutlass")
 from cute_kernels.device import ring
 from cute_kernels.linear.wgmma import reading, register_mainloop
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import Limbs, MmaSync, dsmem
+from cute_kernels.weight_formats import integers
 
-DSMEM = WgmmaConfig(
-    4, "bf16", 128, tile_m=16, block_k=128, num_stages=6, splits_k=True, cluster=2, dsmem_reduction=True, k_warpgroups=2
-)
+DSMEM = WgmmaConfig(integers(4), "bf16", tile_m=16, block_k=128, num_stages=6, reduction=dsmem(2, 2))
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def stepping(monkeypatch) -> list[tuple[int, int]]:
 def test_every_k_block_is_multiplied_once_and_given_back_once(
     begin: int, k_blocks: int, k_warpgroups: int, num_stages: int, stepping
 ):
-    config = replace(DSMEM, k_warpgroups=k_warpgroups, warpgroups=k_warpgroups, num_stages=num_stages)
+    config = replace(DSMEM, reduction=dsmem(2, k_warpgroups), warpgroups=k_warpgroups, num_stages=num_stages)
     taken: list[int] = []
     for group in range(k_warpgroups):
         stages = reading.StageReader(config)
@@ -68,12 +68,12 @@ def test_every_k_block_is_multiplied_once_and_given_back_once(
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"k_warpgroups": 0}, "k_warpgroups 0 is not one of 1, 2, 3, 4"),
-        ({"warpgroups": 3}, "3 warpgroups are no multiple of 2 turns"),
-        ({"num_stages": 5}, "num_stages 5 is no multiple of 2 turns"),
+        ({"reduction": dsmem(2, 5)}, "k_warpgroups 5 is not one of 2, 3, 4"),
+        ({"warpgroups": 3}, "3 warpgroups are no multiple of 2 that interleave"),
+        ({"num_stages": 5}, "num_stages 5 is no multiple of 2 warpgroups"),
         ({"num_stages": 2}, "or less than two for each"),
-        ({"dsmem_reduction": False}, "with a DSMEM reduction"),
-        ({"limbs": True}, "not of staged limbs"),
+        ({"mainloop": Limbs()}, "Limbs does not go with InterleavedDsmem"),
+        ({"mainloop": MmaSync()}, "MmaSync does not go with InterleavedDsmem"),
     ],
 )
 def test_turns_that_cannot_be_had_are_refused(changes: dict[str, Any], message: str):

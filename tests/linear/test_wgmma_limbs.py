@@ -13,12 +13,14 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear import decode
+from cute_kernels.device import packed_math
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import epilogue, kernel, limbs, reading
-from cute_kernels.linear.wgmma.config import TMA_TILE_K, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import TMA_TILE_K, Limbs, RowExchange
 from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel, x_scale_shift
+from cute_kernels.weight_formats import integer_decode, integers
 from layouts import banks
 from tests.attention import warp as machine
 from tests.linear.limbs import limbs_of
@@ -28,7 +30,14 @@ from tests.linear.warpgroup import WarpgroupWarp, put_tma_tile
 X_SCALES = 13 << 14
 CONFIGS = [
     WgmmaConfig(
-        4, dtype, group_size, tile_m=tile_m, row_parts=parts, n_tiles=tiles, block_k=128, num_stages=2, limbs=True
+        integers(4, group_size),
+        dtype,
+        tile_m=tile_m,
+        row_parts=parts,
+        n_tiles=tiles,
+        block_k=128,
+        num_stages=2,
+        mainloop=Limbs(),
     )
     for dtype, group_size, tile_m, parts, tiles in (
         ("bf16", 128, 16, 2, 2),
@@ -79,7 +88,7 @@ class Machine:
         self.shared = np.zeros(1 << 18, np.uint8)
         load_stage(self.shared, config, weight, x, present, shift)
         self.gpu = WarpgroupWarp(self.shared, np.zeros(0, np.uint8))
-        self.gpu.install(monkeypatch, kernel, reading, decode, epilogue, linear_epilogue, limbs)
+        self.gpu.install(monkeypatch, kernel, reading, integer_decode, packed_math, epilogue, linear_epilogue, limbs)
         limbs.cute.arch.lane_idx = lambda: machine.LANES
         self.subject: Any = kernel.WgmmaKernel(config)
         self.consumers: Any = self.subject.consumers
@@ -168,6 +177,12 @@ def test_shared_memory_is_read_and_written_without_conflicts(config: WgmmaConfig
 
 def test_only_what_bytes_can_say_is_taken():
     config = CONFIGS[0]
-    for change in ({"bits": 8}, {"zero_point": True}, {"group_size": 64}, {"block_k": 64}, {"synchronous": True}):
+    for change in (
+        {"format": integers(8)},
+        {"format": integers(4, zero_points=True)},
+        {"format": integers(4, 64)},
+        {"block_k": 64},
+        {"reduction": RowExchange()},
+    ):
         assert replace(config, **change).can_implement(), change
     assert replace(config, tile_m=128, n_tiles=1).can_implement()

@@ -14,10 +14,12 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma import memory, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import Limbs, MmaSync, RowExchange
 from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, schedule_of
+from cute_kernels.weight_formats import integers
 from tests.linear import plain_work_tiles
 
-SHARED = WgmmaConfig(4, "bf16", 128, multicast=2)
+SHARED = WgmmaConfig(integers(4), "bf16", multicast=2)
 
 
 @pytest.mark.parametrize(
@@ -25,9 +27,9 @@ SHARED = WgmmaConfig(4, "bf16", 128, multicast=2)
     [
         ({"multicast": 3}, "multicast 3 is not one of 1, 2"),
         ({"tile_m": 64, "block_k": 128, "row_parts": 2}, "rows in one part"),
-        ({"cluster": 2}, "that no cluster cuts"),
-        ({"tile_m": 16, "block_k": 128, "limbs": True}, "not in limbs"),
-        ({"tile_m": 16, "synchronous": True}, "only for MMAs of warpgroups"),
+        ({"reduction": RowExchange()}, "RegisterWgmma with RowExchange"),
+        ({"tile_m": 16, "block_k": 128, "mainloop": Limbs()}, "do not multicast activations to Limbs"),
+        ({"tile_m": 16, "mainloop": MmaSync()}, "do not multicast activations to MmaSync"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(options, reason):
@@ -48,7 +50,7 @@ def test_sharers_have_neighbouring_blocks_of_the_same_rows_all_the_time(m, n, k,
     """They take the same number of work tiles, each with one token tile, so that nobody waits for who has come to an
     end."""
     plain_work_tiles.install(monkeypatch)
-    problem = Problem(m, n, k, k, 4, "bf16", 128, num_sms=num_sms)
+    problem = Problem(m, n, k, k, integers(4), "bf16", num_sms=num_sms)
     schedule = schedule_of(problem, replace(SHARED, num_stages=5))
     assert schedule is not None and schedule.num_ctas <= num_sms and schedule.num_ctas % 2 == 0
     blocks = -(-schedule.num_tiles // schedule.config.block_tiles)
@@ -82,7 +84,7 @@ def test_each_stage_is_given_back_to_all_that_fill_it(monkeypatch):
 @pytest.mark.parametrize("m", [1024, 2048, 4096])
 def test_many_rows_are_shared_where_no_rounds_are_lost_by_it(m):
     for n, k in ((8192, 8192), (57344, 8192)):
-        case = Problem(m, n, k, k, 4, "bf16", 128)
+        case = Problem(m, n, k, k, integers(4), "bf16")
         assert make_tile_schedule(case).config.multicast == 2
-    few = Problem(1024, 4096, 4096, 4096, 4, "bf16", 128)  # one round, longer by what meeting takes
+    few = Problem(1024, 4096, 4096, 4096, integers(4), "bf16")  # one round, longer by what meeting takes
     assert make_tile_schedule(few).config.multicast == 1

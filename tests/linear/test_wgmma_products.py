@@ -11,14 +11,24 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear import decode
+from cute_kernels.device import packed_math
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import epilogue, kernel, places, reading, register_mainloop, synchronous, tma_store
-from cute_kernels.linear.wgmma.config import STORE_BUFFERS, STORE_BYTES, STORE_M, TMA_TILE_K, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import (
+    STORE_BUFFERS,
+    STORE_BYTES,
+    STORE_M,
+    TMA_TILE_K,
+    MmaSync,
+    RegisterWgmma,
+    TmaStore,
+)
+from cute_kernels.weight_formats import integer_decode, integers
 from layouts import banks
-from layouts.weights import hopper
 from tests.attention import warp as machine
+from tests.linear.cases import random_weight
 from tests.linear.warpgroup import WarpgroupWarp, put_tma_tile, take_tma_tile
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,50 +36,60 @@ X, CODES, SCALES, ZEROS, STAGING = 0, 1 << 16, 5 << 15, 6 << 15, 7 << 15  # in s
 STAGE = 1
 
 CONFIGS = [
-    WgmmaConfig(bits, dtype, group_size, zero_point, tile_m=16, group_steps=1, num_stages=2)
+    WgmmaConfig(
+        integers(bits, group_size, zero_point), dtype, tile_m=16, num_stages=2, mainloop=RegisterWgmma(group_steps=1)
+    )
     for bits in (4, 8)
     for dtype in ("bf16", "fp16")
     for group_size in (0, 32, 64, 128, 256)
     for zero_point in (False, True)
 ] + [
-    WgmmaConfig(4, "bf16", 128, tile_m=64, n_tiles=2, group_steps=2, num_stages=2),
-    WgmmaConfig(4, "bf16", 128, tile_m=48, row_parts=6, n_tiles=2, block_k=128, num_stages=2),
-    WgmmaConfig(4, "bf16", 32, True, tile_m=16, n_tiles=2, block_k=128, group_steps=4, num_stages=2),
-    WgmmaConfig(4, "bf16", 128, tile_m=144, warpgroups=1, num_stages=2),
-    WgmmaConfig(8, "fp16", 128, tile_m=80, in_flight=2, block_k=128, num_stages=2),
-    WgmmaConfig(8, "fp16", 64, True, tile_m=32, warpgroups=3, block_k=128, group_steps=2, num_stages=2),
-    WgmmaConfig(4, "bf16", 128, tile_m=256, num_stages=2),
+    WgmmaConfig(integers(4), "bf16", tile_m=64, n_tiles=2, num_stages=2, mainloop=RegisterWgmma(group_steps=2)),
+    WgmmaConfig(integers(4), "bf16", tile_m=48, row_parts=6, n_tiles=2, block_k=128, num_stages=2),
+    WgmmaConfig(
+        integers(4, 32, True),
+        "bf16",
+        tile_m=16,
+        n_tiles=2,
+        block_k=128,
+        num_stages=2,
+        mainloop=RegisterWgmma(group_steps=4),
+    ),
+    WgmmaConfig(integers(4), "bf16", tile_m=144, warpgroups=1, num_stages=2),
+    WgmmaConfig(integers(8), "fp16", tile_m=80, block_k=128, num_stages=2, mainloop=RegisterWgmma(in_flight=2)),
+    WgmmaConfig(
+        integers(8, 64, True),
+        "fp16",
+        tile_m=32,
+        warpgroups=3,
+        block_k=128,
+        num_stages=2,
+        mainloop=RegisterWgmma(group_steps=2),
+    ),
+    WgmmaConfig(integers(4), "bf16", tile_m=256, num_stages=2),
 ]
 SYNCHRONOUS = [
-    WgmmaConfig(4, "bf16", 128, tile_m=16, n_tiles=2, warpgroups=4, block_k=128, num_stages=2, synchronous=True),
-    WgmmaConfig(4, "bf16", 128, tile_m=16, n_tiles=2, block_k=128, num_stages=2, synchronous=True),
-    WgmmaConfig(4, "bf16", 32, True, tile_m=32, n_tiles=2, block_k=128, num_stages=2, synchronous=True),
-    WgmmaConfig(4, "fp16", 64, True, tile_m=16, block_k=64, num_stages=2, synchronous=True),
-    WgmmaConfig(4, "fp16", 0, tile_m=16, block_k=128, num_stages=2, synchronous=True),
-    WgmmaConfig(8, "bf16", 128, True, tile_m=16, n_tiles=2, block_k=128, num_stages=2, synchronous=True),
-    WgmmaConfig(8, "fp16", 0, True, tile_m=16, block_k=64, num_stages=2, synchronous=True),
+    WgmmaConfig(integers(4), "bf16", tile_m=16, n_tiles=2, warpgroups=4, block_k=128, num_stages=2, mainloop=MmaSync()),
+    WgmmaConfig(integers(4), "bf16", tile_m=16, n_tiles=2, block_k=128, num_stages=2, mainloop=MmaSync()),
+    WgmmaConfig(integers(4, 32, True), "bf16", tile_m=32, n_tiles=2, block_k=128, num_stages=2, mainloop=MmaSync()),
+    WgmmaConfig(integers(4, 64, True), "fp16", tile_m=16, block_k=64, num_stages=2, mainloop=MmaSync()),
+    WgmmaConfig(integers(4, 0), "fp16", tile_m=16, block_k=128, num_stages=2, mainloop=MmaSync()),
+    WgmmaConfig(integers(8, 128, True), "bf16", tile_m=16, n_tiles=2, block_k=128, num_stages=2, mainloop=MmaSync()),
+    WgmmaConfig(integers(8, 0, True), "fp16", tile_m=16, block_k=64, num_stages=2, mainloop=MmaSync()),
 ]
 
 BULK = [
-    WgmmaConfig(4, "bf16", 128, num_stages=2, bulk_stores=True),
-    WgmmaConfig(8, "bf16", 128, num_stages=2, bulk_stores=True),
-    WgmmaConfig(4, "fp16", 128, True, tile_m=128, block_k=128, num_stages=2, bulk_stores=True),
-    WgmmaConfig(4, "bf16", 0, tile_m=256, num_stages=2, bulk_stores=True),
+    WgmmaConfig(integers(4), "bf16", num_stages=2, store=TmaStore()),
+    WgmmaConfig(integers(8), "bf16", num_stages=2, store=TmaStore()),
+    WgmmaConfig(integers(4, 128, True), "fp16", tile_m=128, block_k=128, num_stages=2, store=TmaStore()),
+    WgmmaConfig(integers(4, 0), "bf16", tile_m=256, num_stages=2, store=TmaStore()),
 ]
 
 
 def make_weight(config: WgmmaConfig, seed: int = 0) -> PackedWeight:
     """A block of rows and one k block of K, or one group of them, with every code, scale and zero point different."""
-    generator = torch.Generator().manual_seed(seed)
     n, k = config.block_rows, max(config.block_k, config.group_size)
-    q = torch.randint(0, 1 << config.bits, (n, k), dtype=torch.uint8, generator=generator)
-    if config.bits == 4:
-        q = q[:, ::2] | q[:, 1::2] << 4
-    groups = (n // 64, k // config.group_size if config.group_size else 1, 64)
-    scales = (torch.rand(groups, generator=generator) + 0.5).to(DTYPES[config.dtype])
-    zeros = torch.randint(0, 1 << config.bits, groups, dtype=torch.uint8, generator=generator)
-    points = zeros if config.zero_point else None
-    return PackedWeight(hopper.pack(q, config.bits), scales, points, config.bits, config.group_size or None, (n, k))
+    return random_weight(config.format, DTYPES[config.dtype], n, k, seed)
 
 
 def load_stage(shared: np.ndarray, config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor) -> None:
@@ -108,7 +128,17 @@ class Machine:
         scales = weight.scales.view(torch.uint8).numpy().reshape(-1)
         zeros = weight.zeros.numpy().reshape(-1) if weight.zeros is not None else np.zeros(0, np.uint8)
         self.gpu = WarpgroupWarp(self.shared, np.concatenate([scales, zeros]))
-        modules = (places, reading, register_mainloop, decode, epilogue, linear_epilogue, synchronous, tma_store)
+        modules = (
+            places,
+            reading,
+            register_mainloop,
+            integer_decode,
+            packed_math,
+            epilogue,
+            linear_epilogue,
+            synchronous,
+            tma_store,
+        )
         self.gpu.install(monkeypatch, *modules)
         self.operands = SimpleNamespace(scales=0, zeros=scales.size)
         self.subject = kernel.WgmmaKernel(config)
@@ -124,7 +154,7 @@ class Machine:
         first_tile, work_tile = warp // 4 * config.n_tiles, SimpleNamespace(block=0)
         channel = consumers.channel.load(self.operands, shape, work_tile, first_tile, place)
         for _ in range(k_blocks):
-            if config.synchronous:
+            if isinstance(config.mainloop, MmaSync):
                 rows = consumers.mainloop.rows(machine.LANES)
                 consumers.mainloop.multiply_k_block(acc, memory, STAGE, place, rows, channel, config.tile_m)
             else:
@@ -195,7 +225,7 @@ class Machine:
 def rounded(config: WgmmaConfig, weight: PackedWeight) -> torch.Tensor:
     """The first k block of W [rows, unit_k] in fp64, as the tensor cores see it, or exact where scales come last."""
     exact = weight.dequantize(torch.float64)
-    rounds = config.group_size and not config.synchronous
+    rounds = config.group_size and not isinstance(config.mainloop, MmaSync)
     return (exact.to(weight.dtype).double() if rounds else exact)[:, : config.block_k]
 
 
@@ -222,7 +252,7 @@ def test_k_blocks_add_up(config: WgmmaConfig, monkeypatch):
 @pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-7:], *SYNCHRONOUS[:2]], ids=lambda config: config.name)
 def test_gate_and_up_in_turn_are_made_one(config: WgmmaConfig, monkeypatch):
     weight = make_weight(config)
-    scale = 0.1 if config.bits == 4 else 0.003  # within the range of fp16
+    scale = 0.1 if config.format.bits == 4 else 0.003  # within the range of fp16
     x = scale * torch.randn(config.tile_m, config.block_k, generator=torch.Generator().manual_seed(2))
     x = x.to(weight.dtype)
     subject = Machine(config, weight, x, monkeypatch)

@@ -11,8 +11,8 @@ import pytest
 
 from cute_kernels.linear.schedule import Problem, Schedule
 from cute_kernels.linear.tuned import chosen, modelled
-from cute_kernels.linear.wgmma.config import TILE_M_SIZES, WgmmaConfig
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import RegisterWgmma, ResidentLimbs, WorkspaceSplitK, dsmem
 from cute_kernels.linear.wgmma.schedule import (
     TileSchedule,
     candidate_configs,
@@ -25,6 +25,7 @@ from cute_kernels.linear.wgmma.schedule import (
     tile_schedules,
 )
 from cute_kernels.linear.wgmma.stages import with_stages
+from cute_kernels.weight_formats import integers
 from tests.linear import measured
 from tests.linear.measured_between import BETWEEN
 from tests.linear.measured_k_warpgroups import FORM_K_WARPGROUPS, K_WARPGROUPS, MORE_K_WARPGROUPS
@@ -32,8 +33,9 @@ from tests.linear.measured_k_warpgroups import FORM_K_WARPGROUPS, K_WARPGROUPS, 
 SHAPES = [(8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096), (100, 128), (64, 64), (1000, 2048)]
 
 
-def problem(m: int, n: int, k: int, **options) -> Problem:
-    return Problem(m, n, k, -(-k // 128) * 128, **{"bits": 4, "dtype": "bf16", "group_size": 128, **options})
+def problem(m: int, n: int, k: int, *, bits=4, dtype="bf16", group_size=128, zero_point=False, **options) -> Problem:
+    form = integers(bits, group_size, zero_point)
+    return Problem(m, n, k, -(-k // 128) * 128, form, dtype, **options)
 
 
 def unscaled(m: int, n: int, k: int) -> Problem:
@@ -46,7 +48,7 @@ def test_smaller_tiles_fill_the_last_wave_better():
     assert efficiency(9, 4) == 0.75  # 128 x 128
     assert efficiency(18, 4) == 0.9  # 128 x 64
     small = problem(384, 384, 128, num_sms=4)
-    config = WgmmaConfig(4, "bf16", 128, tile_m=128, block_k=64)
+    config = WgmmaConfig(integers(4), "bf16", tile_m=128, block_k=64)
     scheduler = [schedule_of(small, replace(config, tile_m=tile_m)) for tile_m in (128, 64)]
     assert [(work_tile.num_work_tiles, work_tile.num_ctas) for work_tile in scheduler if work_tile] == [(9, 4), (18, 4)]
 
@@ -54,7 +56,7 @@ def test_smaller_tiles_fill_the_last_wave_better():
 def test_only_the_last_round_is_cut():
     """448 tiles of 128 x 256 on 132 SMs: three rounds, and 52 tiles in halves for half a round."""
     case = problem(256, 57344, 8192)
-    alone = [one for one in tile_schedules(case) if one.config.splits_k and one.config.multicast == 1]
+    alone = [one for one in tile_schedules(case) if one.config.reduction.splits_k and one.config.multicast == 1]
     schedule = min(alone, key=lambda one: estimate_us(case, one))
     assert (schedule.config.tile_m, schedule.config.block_rows) == (256, 128)
     assert (schedule.whole, schedule.num_tiles_cut, schedule.splits) == (396, 52, 2)
@@ -70,7 +72,7 @@ def test_the_model_finds_what_was_fastest(n, k, m):
     expected = {variant: estimate_us(case, measured_schedule(case, *variant)) for variant in times}
     assert times[min(times, key=expected.__getitem__)] <= 1.05 * min(times.values())
     # Of weights with zero points, which are not multiplied by limbs: those are measured below.
-    chosen = make_tile_schedule(replace(case, zero_point=True)).config
+    chosen = make_tile_schedule(replace(case, format=integers(4, zero_points=True))).config
     if chosen.cluster > 1:
         return  # measured in another run, see below
     of_tile = [us for (*tile, _), us in times.items() if tile == [chosen.tile_m, chosen.block_rows]]
@@ -105,7 +107,7 @@ def test_limbs_of_large_blocks_are_chosen_where_they_were_faster(n, k, m):
     us = times.get(variant_of(chosen), before) if is_in_limbs(chosen) else before
     assert us <= 1.04 * min(before, *times.values())
     for one in tile_schedules(case):
-        if isinstance(one.config, ResidentConfig) and variant_of(one) in times:
+        if isinstance(one.config.mainloop, ResidentLimbs) and variant_of(one) in times:
             assert estimate_us(case, one) == pytest.approx(times[variant_of(one)], rel=0.13), one
 
 
@@ -116,8 +118,8 @@ def is_in_limbs(schedule: Schedule | TileSchedule) -> TypeGuard[TileSchedule]:
 def variant_of(schedule: TileSchedule) -> tuple[int, int, int, bool]:
     """As `measured.LIMBS` and `measured.RESIDENT` name schedules."""
     config = schedule.config
-    if isinstance(config, ResidentConfig):
-        return config.block_rows, schedule.splits, config.k_warpgroups, config.loads
+    if isinstance(config.mainloop, ResidentLimbs):
+        return config.block_rows, schedule.splits, config.k_warpgroups, config.mainloop.loads
     tile_m = max(config.tile_m, 16)  # of which eight were multiplied where there are no more
     return tile_m, config.block_rows, schedule.splits, config.dsmem_reduction
 
@@ -135,23 +137,23 @@ def test_batch_invariant_rows_are_not_in_limbs():
 )
 def test_parts_of_rows_are_equal_powers_of_two(tile_m, row_parts, possible):
     """By which the device counts how many of them have rows."""
-    reason = WgmmaConfig(4, "bf16", 128, tile_m=tile_m, row_parts=row_parts).can_implement() or ""
+    reason = WgmmaConfig(integers(4), "bf16", tile_m=tile_m, row_parts=row_parts).can_implement() or ""
     assert ("parts of" in reason) != possible
 
 
-@pytest.mark.parametrize("tile_m", TILE_M_SIZES)
+@pytest.mark.parametrize("tile_m", RegisterWgmma.tile_m_sizes)
 def test_what_is_stored_at_a_time_are_all_rows_of_a_tile_once(tile_m):
-    config = WgmmaConfig(4, "bf16", 128, tile_m=tile_m)
+    config = WgmmaConfig(integers(4), "bf16", tile_m=tile_m)
     stored = [start + i for start, count in config.chunks for i in range(count)]
     assert stored == list(range(tile_m))
     assert all(count <= config.chunk_m and (count % 16 == 0 or tile_m == 8) for _, count in config.chunks)
 
 
 @pytest.mark.parametrize("n_tiles", [1, 2])
-@pytest.mark.parametrize("tile_m", TILE_M_SIZES)
+@pytest.mark.parametrize("tile_m", RegisterWgmma.tile_m_sizes)
 def test_every_vector_of_another_part_is_waited_for_once_and_no_other(tile_m, n_tiles):
     """Whoever waits for one that no thread stores waits for ever."""
-    config = WgmmaConfig(4, "bf16", 128, tile_m=tile_m, n_tiles=n_tiles, splits_k=True)
+    config = WgmmaConfig(integers(4), "bf16", tile_m=tile_m, n_tiles=n_tiles, reduction=WorkspaceSplitK())
     vectors, batch = config.thread_vectors, config.combine_batch
     waited = [first + i for first in range(0, vectors, batch) for i in range(batch)]
     assert waited == list(range(vectors)) and 4 * vectors == config.thread_acc
@@ -177,9 +179,13 @@ def test_clusters_are_chosen_where_they_were_faster(n, k, m):
 
 def measured_schedule(case: Problem, tile_m: int, rows: int, splits: int) -> TileSchedule:
     warpgroups = 2 if rows % 192 else 3
-    config = WgmmaConfig(4, case.dtype, 128, tile_m=tile_m, warpgroups=warpgroups, n_tiles=rows // 64 // warpgroups)
+    config = WgmmaConfig(
+        integers(4), case.dtype, tile_m=tile_m, warpgroups=warpgroups, n_tiles=rows // 64 // warpgroups
+    )
     large = tile_m * config.n_tiles == 256
-    schedule = schedule_of(case, with_stages(replace(config, block_k=64 if large else 128, splits_k=True)), splits)
+    schedule = schedule_of(
+        case, with_stages(replace(config, block_k=64 if large else 128, reduction=WorkspaceSplitK())), splits
+    )
     assert schedule is not None
     return schedule
 
@@ -202,7 +208,7 @@ def test_codes_that_are_scaled_as_they_are_decoded_take_less(n, k, bits, m):
     found = {
         (one.config.tile_m, one.config.block_rows, one.splits, one.config.cluster): one
         for one in tile_schedules(case)
-        if not (one.config.limbs or one.config.dsmem_reduction or one.config.bulk_stores)
+        if not (one.config.limbs or one.config.dsmem_reduction or one.config.store.by_tma)
     }
     expected = {variant: estimate_us(case, found[variant]) for variant in times}
     assert times[min(times, key=expected.__getitem__)] <= 1.07 * min(times.values())
@@ -217,9 +223,9 @@ def test_a_last_round_is_cut_as_was_fastest(n, k, bits, m):
     times = measured.LARGE[n, k, bits, m]
     case = problem(m, n, k, bits=bits)
     found = {
-        (one.config.cuts_rows, one.config.multicast, one.splits): one
+        (one.config.reduction.cuts_rows, one.config.multicast, one.splits): one
         for one in tile_schedules(case)
-        if one.config.bulk_stores
+        if one.config.store.by_tma
     }
     expected = {variant: estimate_us(case, found[variant]) for variant in times}
     assert times[min(times, key=expected.__getitem__)] <= 1.01 * min(times.values())
@@ -230,7 +236,7 @@ def between_us(n: int, k: int, bits: int, m: int) -> float:
     case, found = problem(m, n, k, bits=bits), {}
     for one in tile_schedules(case):
         config = one.config
-        if not (config.limbs or config.dsmem_reduction or config.bulk_stores):
+        if not (config.limbs or config.dsmem_reduction or config.store.by_tma):
             found[config.tile_m, config.block_rows, config.cluster, one.splits] = one
     _, times = BETWEEN[n, k, bits, m]
     return times[min(times, key=lambda variant: estimate_us(case, found[variant]))]
@@ -298,7 +304,7 @@ def test_as_many_warpgroups_take_turns_as_was_faster(form, tile):
 @pytest.mark.parametrize("k, k_pad, group_size", [(520, 576, 64), (520, 576, 0), (520, 544, 32), (600, 640, 128)])
 def test_turns_take_whole_k_blocks_of_the_padded_inputs(k, k_pad, group_size):
     """Of small groups, and of a scale a row, K is padded to fewer inputs than a k block has."""
-    case = Problem(16, 200, k, k_pad, 4, "bf16", group_size)
+    case = Problem(16, 200, k, k_pad, integers(4, group_size), "bf16")
     found = [one for one in tile_schedules(case) if interleaves_k(one)]
     assert bool(found) == (k_pad % 128 == 0)
     assert all(one.k_blocks * one.config.block_k == k_pad for one in found)
@@ -317,9 +323,9 @@ def k_warpgroups_us(case: Problem, schedule: Schedule | TileSchedule) -> float:
     rows = [
         m
         for (*weight, m), (_, times) in K_WARPGROUPS.items()
-        if weight == [case.n, case.k, case.bits] and tile in times
+        if weight == [case.n, case.k, case.format.bits] and tile in times
     ]
-    return K_WARPGROUPS[case.n, case.k, case.bits, min(m for m in rows if m >= case.m)][1][tile]
+    return K_WARPGROUPS[case.n, case.k, case.format.bits, min(m for m in rows if m >= case.m)][1][tile]
 
 
 def test_rows_that_are_not_there_are_counted():
@@ -362,7 +368,7 @@ def test_batch_invariant_products_never_cut_k(n, k, bits):
 def test_every_format_has_configurations_for_any_number_of_rows(bits, dtype, group_size, zero_point):
     for m in (17, 40, 100, 200, 5000):
         k_pad = max(group_size, 64) * 3
-        case = Problem(m, 640, k_pad, k_pad, bits, dtype, group_size, zero_point)
+        case = Problem(m, 640, k_pad, k_pad, integers(bits, group_size, zero_point), dtype)
         assert len(candidate_configs(case)) >= 1
 
 
@@ -376,7 +382,9 @@ def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, whole,
     from tests.linear import plain_work_tiles
 
     plain_work_tiles.install(monkeypatch)
-    schedule = schedule_of(problem(m, n, 2048), WgmmaConfig(4, "bf16", 128, tile_m=64, splits_k=True), splits)
+    schedule = schedule_of(
+        problem(m, n, 2048), WgmmaConfig(integers(4), "bf16", tile_m=64, reduction=WorkspaceSplitK()), splits
+    )
     assert schedule is not None
     whole = min(whole, schedule.num_tiles_cut)
     schedule = replace(schedule, whole=whole)
@@ -411,9 +419,7 @@ def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tile_m, cluster, monk
     from tests.linear import plain_work_tiles
 
     plain_work_tiles.install(monkeypatch)
-    config = WgmmaConfig(
-        4, "bf16", 128, tile_m=tile_m, row_parts=2, block_k=128, splits_k=True, cluster=cluster, dsmem_reduction=True
-    )
+    config = WgmmaConfig(integers(4), "bf16", tile_m=tile_m, row_parts=2, block_k=128, reduction=dsmem(cluster))
     schedule = schedule_of(problem(tile_m, n, k), config, cluster)
     assert schedule is not None and schedule_of(problem(tile_m + 1, n, k), config, cluster) is None
     shape = plain_work_tiles.shape_of(schedule)

@@ -12,9 +12,11 @@ import torch
 
 import cute_kernels
 import cute_kernels.mla
+from cute_kernels import arguments
 from cute_kernels.mla import mla_decode, ops, sparse_mla_decode
 from cute_kernels.mla.problem import SparseExtras
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
+from tests.launchers import as_if_on_a_gpu
 from tests.mla.cases import FORMATS, DenseCall, SparseCall, as_flash_mla, make_dense, make_sparse
 
 every_format = pytest.mark.parametrize("kv_format", FORMATS)
@@ -171,12 +173,13 @@ def recorder(monkeypatch):
     found = Recorder()
     monkeypatch.setattr(cute_kernels.mla, "plan", found, raising=False)
     monkeypatch.setitem(sys.modules, "cute_kernels.mla.plan", found)
+    as_if_on_a_gpu(monkeypatch, ops.launch_dense, ops.launch_sparse)
     return found
 
 
 def test_what_a_dense_launch_is_given(recorder):
     call = make_dense("mla_fp8", [3, 9], q_len=2, page_size=5, padding=32)
-    assert ops._launch_dense(*call.tensors, "mla_fp8", None, True) == ("out", "lse")
+    assert ops.launch_dense(*call.tensors, "mla_fp8", None, True) == ("out", "lse")
     problem, *tensors, scale, out = recorder.calls[0]
     assert all(ours is theirs for ours, theirs in zip(tensors, call.tensors, strict=True))
     assert scale == 576**-0.5 and out is None
@@ -184,10 +187,10 @@ def test_what_a_dense_launch_is_given(recorder):
     assert (shape.form.name, shape.page_size, shape.token_stride, shape.page_stride) == ("mla_fp8", 5, 656, 3312)
     assert (problem.batch, problem.q_len, problem.num_heads, problem.head_dim) == (2, 2, 4, 576)
     assert (problem.max_pages, problem.table_stride, problem.causal) == (3, 3, True)
-    ops._launch_dense(*call.tensors, "mla_fp8", 0.5, True)
+    ops.launch_dense(*call.tensors, "mla_fp8", 0.5, True)
     assert recorder.calls[1][0] is problem and recorder.calls[1][5] == 0.5
     single = make_dense("mla_fp8", [3], q_len=1)
-    ops._launch_dense(*single.tensors, "mla_fp8", None, True)
+    ops.launch_dense(*single.tensors, "mla_fp8", None, True)
     assert recorder.calls[2][0].causal is False  # one query has no later token
 
 
@@ -195,13 +198,13 @@ def test_what_a_sparse_launch_is_given(recorder):
     call = make_sparse("mla_model1", page_size=2, **EVERYTHING)
     extras = SparseExtras(**call.options)
     with pytest.raises(ValueError, match="extra_cache: got pages 2920 bytes apart"):
-        ops._launch_sparse(*call.tensors, "mla_model1", None, extras, False, None)
+        ops.launch_sparse(*call.tensors, "mla_model1", None, extras, False, None)
     call = make_sparse("mla_model1", page_size=2, padding=8, length=True, sinks=True, extra=(4, 2, 5))
     with pytest.raises(ValueError, match="cache: got pages 1176 bytes apart"):
-        ops._launch_sparse(*call.tensors, "mla_model1", None, SparseExtras(), False, None)
+        ops.launch_sparse(*call.tensors, "mla_model1", None, SparseExtras(), False, None)
     call = make_sparse("mla_model1", page_size=2, length=True, sinks=True, extra=(4, 2, 6), extra_length=True)
     extras = SparseExtras(**call.options)
-    *_, top = ops._launch_sparse(*call.tensors, "mla_model1", 0.1, extras, True, None)
+    *_, top = ops.launch_sparse(*call.tensors, "mla_model1", 0.1, extras, True, None)
     problem, q, cache, indices, scale, out, length, sinks, extra, extra_indices, extra_length, given = recorder.calls[0]
     assert (q, cache, indices) == call.tensors and scale == 0.1 and out is None
     assert (length, sinks, extra, extra_indices, extra_length) == extras
@@ -212,10 +215,10 @@ def test_what_a_sparse_launch_is_given(recorder):
 
 
 def test_nothing_is_launched_where_there_is_nothing_to_see(recorder):
-    out, lse = ops._launch_dense(*make_dense("mla_bf16", [0], spare_pages=0).tensors, "mla_bf16", None, True)
+    out, lse = ops.launch_dense(*make_dense("mla_bf16", [0], spare_pages=0).tensors, "mla_bf16", None, True)
     assert not out.any() and torch.all(lse == math.inf)
     call = make_sparse("mla_bf16", topk=0)
-    out, lse, top = ops._launch_sparse(*call.tensors, "mla_bf16", None, SparseExtras(), True, None)
+    out, lse, top = ops.launch_sparse(*call.tensors, "mla_bf16", None, SparseExtras(), True, None)
     assert not out.any() and torch.all(lse == math.inf) and torch.all(top == -math.inf)
     assert not recorder.calls
 
@@ -224,7 +227,7 @@ def test_debug_mode_looks_at_indices(monkeypatch):
     call = make_sparse("mla_fp8", extra=(4, 2, 3))
     call.indices.fill_(-1)
     run_sparse(call)
-    monkeypatch.setattr(ops, "DEBUG", True)
+    monkeypatch.setattr(arguments, "DEBUG", True)
     call.options["extra_indices"].fill_(0)
     run_sparse(call)
     call.indices[1, 0, 5] = 15

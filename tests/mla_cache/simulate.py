@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from cute_kernels.mla.problem import CacheShape
@@ -12,12 +11,12 @@ from cute_kernels.mla_cache import plan
 from cute_kernels.mla_cache.call import AppendCall, check_append
 from cute_kernels.mla_cache.config import WIDE_POSITIONS, WriteConfig
 from layouts.kv.mla import ROPE_DIM
-from tests.kv_cache.lanes import Float32, Gpu, Int32, Int64
+from simulator import Float32, Gpu, Int32, Int64, running
 
 
-def simulate_append(call: AppendCall, monkeypatch: pytest.MonkeyPatch) -> None:
+def simulate_append(call: AppendCall) -> None:
     """Launches the kernel that `append_mla` would, every warp in turn, and writes the cache."""
-    gpu = _make_gpu(monkeypatch)
+    gpu = Gpu()
     shape = check_append(call)
     latent, k_rope, cache = gpu.put(call.latent), gpu.put(call.k_rope), gpu.put(call.cache)
     positions, rope = call.position_ids, call.rope
@@ -33,9 +32,9 @@ def simulate_append(call: AppendCall, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.get(cache, call.cache)
 
 
-def simulate_quantize(x: torch.Tensor, kv_format: str, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def simulate_quantize(x: torch.Tensor, kv_format: str, rows: torch.Tensor) -> None:
     """Launches the kernel that `quantize_mla_kv` would of x [n, head_dim], and writes rows [n, row]."""
-    gpu = _make_gpu(monkeypatch)
+    gpu = Gpu()
     config = plan.bulk_config(x, kv_format)
     row_bytes = config.form.row_bytes(x.shape[1])
     shape = CacheShape(config.form, x.shape[0], 1, row_bytes, row_bytes)
@@ -44,16 +43,6 @@ def simulate_quantize(x: torch.Tensor, kv_format: str, rows: torch.Tensor, monke
     source = (numbers, k_rope, x.stride(0), x.stride(0), x.shape[0], width)
     _run(config, shape, source, (cache, 0, 0, 0), (1.0, False), gpu)
     gpu.get(cache, rows)
-
-
-def _make_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    from cute_kernels.device import rows, write_row
-    from cute_kernels.kv_cache import rotate
-    from cute_kernels.mla_cache import kernel
-
-    gpu = Gpu()
-    gpu.install(monkeypatch, rows, write_row, rotate, kernel)
-    return gpu
 
 
 def _run(
@@ -67,7 +56,6 @@ def _run(
     """source: two addresses, two strides in elements, tokens, bytes of an element."""
     from cute_kernels.mla_cache import kernel
 
-    simulated: Any = type("Simulated", (kernel.WriteKernel,), {"kernel": kernel.WriteKernel.kernel.__wrapped__})(config)
     latent, k_rope, latent_stride, rope_stride, tokens, width = source
     cache, slots, positions, steps = addresses
     strides = (Int64(latent_stride * width), Int64(rope_stride * width))
@@ -84,7 +72,9 @@ def _run(
     )
     factor, wide = numbers
     angle = kernel.Angle(Int64(positions), Int64(steps), Float32(factor), Int32(WIDE_POSITIONS * wide))
-    for block in range(-(-tokens // config.tokens_per_cta)):
-        for warp in range(config.num_warps):
-            gpu.block, gpu.warp = (block, 0, 0), warp
-            simulated.kernel(given, place, angle)
+    with running(gpu):
+        simulated: Any = kernel.WriteKernel(config)
+        for block in range(-(-tokens // config.tokens_per_cta)):
+            for warp in range(config.num_warps):
+                gpu.block, gpu.warp = (block, 0, 0), warp
+                simulated.kernel(given, place, angle)

@@ -14,6 +14,7 @@ from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.mla.formats import format_of
 from cute_kernels.mla_cache import append_mla, ops, plan, quantize_mla_kv
 from cute_kernels.mla_cache.call import AppendCall
+from tests.launchers import as_if_on_a_gpu
 from tests.mla_cache.cases import ROPES, TOKENS, assert_appended, awkward, bytes_of, make_call
 
 every_token = pytest.mark.parametrize(("kv_format", "head_dim"), TOKENS)
@@ -177,15 +178,15 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(plan, "load", load)
     monkeypatch.setattr(plan, "arch_of", lambda index: "sm_90a")
-    monkeypatch.setattr(ops, "_plans", {})
     monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
+    as_if_on_a_gpu(monkeypatch, ops.launch_append)
     return found
 
 
 def test_what_an_append_is_given(launches):
     call = small(rope=Rope(64, interleaved=True), positions=torch.int32, padding=32)
-    ops._launch_append(call)
-    ops._launch_append(call)
+    ops.launch_append(call)
+    ops.launch_append(call)
     config, latent, k_rope, *addresses = launches[0]
     assert (config.kv_format, config.head_dim, config.dtype, config.rope, config.placed) == (
         "mla_fp8", 576, "bf16", "interleaved", True,
@@ -195,12 +196,12 @@ def test_what_an_append_is_given(launches):
     tensors = (call.cache, call.slot_mapping, call.position_ids, steps)
     assert addresses[:4] == [x.data_ptr() for x in tensors]  # type: ignore[union-attr]
     assert addresses[4:] == [12, 3, divisor_of(3), 3 * 656 + 32, 656, 1.0, 0]
-    assert launches[1] == launches[0] and len(ops._plans) == 1
+    assert launches[1] == launches[0] and len(ops.launch_append.plans) == 1
     wide = small(rope=Rope(64, interleaved=True), padding=32)
-    ops._launch_append(wide)
+    ops.launch_append(wide)
     assert launches[2][-1] == 1
     plain = small()
-    ops._launch_append(plain)
+    ops.launch_append(plain)
     assert launches[3][0].rope == "none" and launches[3][5:7] == (0, 0)
 
 
@@ -224,14 +225,14 @@ def test_what_bulk_is_given(launches):
 )
 def test_what_vectors_cannot_reach_is_refused(change, words, launches):
     with pytest.raises(ValueError, match=words):
-        ops._launch_append(change(small()))
+        ops.launch_append(change(small()))
     assert not launches
 
 
 def test_nothing_is_launched_for_nothing(launches):
     call = small()
     empty = torch.zeros(0, dtype=torch.int64)
-    ops._launch_append(call._replace(latent=call.latent[:0], k_rope=call.k_rope[:0], slot_mapping=empty))
-    ops._launch_append(call._replace(cache=call.cache[:0]))
+    ops.launch_append(call._replace(latent=call.latent[:0], k_rope=call.k_rope[:0], slot_mapping=empty))
+    ops.launch_append(call._replace(cache=call.cache[:0]))
     ops._launch_quantize(torch.zeros(0, 576), "mla_fp8")
     assert not launches

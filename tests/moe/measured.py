@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import MmaSync
 from tests import facts
 
 # Experts, topk, hidden, intermediate.
@@ -20,5 +21,5 @@ SIZES = facts.table("moe", "SIZES")
 
 def tile_of(config: WgmmaConfig) -> tuple[int | str, ...]:
     """A tile as the tables name it."""
-    kind = (config.warpgroups,) if config.synchronous else ("limbs",) if config.limbs else ()
+    kind = (config.warpgroups,) if isinstance(config.mainloop, MmaSync) else ("limbs",) if config.limbs else ()
     return config.tile_m, config.n_tiles, *kind

@@ -18,7 +18,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.device import ring
 from cute_kernels.linear import epilogue, work
 from cute_kernels.linear import kernel as linear_kernel
-from cute_kernels.linear.config import BF16, FP32, SCALE_BYTES, LinearConfig
+from cute_kernels.linear.config import BF16, FP32, LinearConfig
 from cute_kernels.linear.experts import PackedExperts, stack_experts
 from cute_kernels.linear.plan import ACTIVATIONS
 from cute_kernels.moe import kernel as moe_kernel
@@ -34,6 +34,7 @@ from cute_kernels.moe.schedule import (
     with_launches,
 )
 from cute_kernels.runtime.workspace import EMPTY
+from cute_kernels.weight_formats import integers
 from layouts.transform import unpack
 from layouts.weights import hopper
 from tests.linear.cases import known
@@ -41,7 +42,7 @@ from tests.moe.machine import Machine, unwrapped
 
 MODULES = (ring, work, linear_kernel, epilogue, moe_kernel, moe_work)
 CONFIG = LinearConfig(
-    4, "bf16", 64, block_k=64, k_warps=1, chunk_k_blocks=2, num_stages=3, epilogue_warps=1, use_pdl=True
+    integers(4, 64), "bf16", block_k=64, k_warps=1, chunk_k_blocks=2, num_stages=3, epilogue_warps=1, use_pdl=True
 )
 
 
@@ -93,9 +94,9 @@ def weights(shared: np.ndarray, stage: int, tile: int, k_block: int, config: Lin
     """A k block's weights of a tile's rows, from the codes and scales in a stage."""
     place = stage + (tile * config.chunk_k_blocks + k_block) * config.k_block_bytes
     blob = torch.from_numpy(shared[place : place + config.k_block_bytes].copy()).view(1, config.k_block_tiles, 2048)
-    codes = unpack(hopper.restore(blob, config.bits), config.bits).numpy().astype(np.float64) - 8
+    codes = unpack(hopper.restore(blob, config.format.bits), config.format.bits).numpy().astype(np.float64) - 8
     place = stage + config.scale_offset + (tile * config.chunk_k_blocks + k_block) * config.k_block_scale_bytes
-    scales = values(shared, place, config.k_block_scale_bytes // 2).reshape(-1, SCALE_BYTES // 2)
+    scales = values(shared, place, config.k_block_scale_bytes // 2).reshape(-1, config.format.group_scale_bytes // 2)
     return codes * np.repeat(scales.T, config.group_size, axis=1)
 
 
@@ -170,7 +171,7 @@ def layout(n: int, k: int, num_sms: int, **fields: Any) -> GroupedSchedule:
     """A small schedule as one would be for many rows: groups, slots and launches are those of `with_launches`."""
     config = replace(CONFIG, **{name: fields.pop(name) for name in ("n_tiles", "num_buffers") if name in fields})
     places, experts = fields.pop("places"), fields.pop("experts")
-    problem = GroupedProblem(places, experts, n, k, -(-k // 64) * 64, 4, "bf16", 64, num_sms=num_sms)
+    problem = GroupedProblem(places, experts, n, k, -(-k // 64) * 64, integers(4, 64), "bf16", num_sms=num_sms)
     k_blocks = problem.k_pad // config.block_k
     base = GroupedSchedule(
         config, -(-n // 64), k_blocks, fields.pop("num_slices", 1), 1, fields.pop("entry_rows", 8), **fields
@@ -269,9 +270,9 @@ def test_several_launches_compute_all_entries(monkeypatch):
 
 @pytest.mark.parametrize("places, experts, n, k", [(8, 256, 4096, 7168), (256, 8, 28672, 4096), (64, 128, 768, 2048)])
 def test_every_product_has_a_schedule(places, experts, n, k):
-    schedule = make_schedule(GroupedProblem(places, experts, n, k, k, 4, "bf16", 128))
+    schedule = make_schedule(GroupedProblem(places, experts, n, k, k, integers(4), "bf16"))
     assert schedule.num_launches * schedule.max_entries >= GroupedProblem(
-        places, experts, n, k, k, 4, "bf16", 128
+        places, experts, n, k, k, integers(4), "bf16"
     ).max_entries(schedule.entry_rows)
 
 
@@ -288,7 +289,7 @@ def test_quotients_are_exact(divisor, monkeypatch):
     "places, experts, n, k", [(8, 256, 4096, 7168), (65536, 8, 28672, 4096), (200000, 2, 8192, 64)]
 )
 def test_launches_count_no_further_than_quotients_hold(places, experts, n, k):
-    for schedule in schedules(GroupedProblem(places, experts, n, k, max(k, 128), 4, "bf16", 128), 8):
+    for schedule in schedules(GroupedProblem(places, experts, n, k, max(k, 128), integers(4), "bf16"), 8):
         k_blocks = schedule.max_entries * schedule.num_blocks * schedule.slice_k_blocks + schedule.slice_k_blocks
         assert k_blocks * max(schedule.num_groups, schedule.slice_k_blocks) <= MOST_DIVIDED
         assert (schedule.max_entries + 1) * schedule.num_blocks * schedule.num_blocks <= MOST_DIVIDED

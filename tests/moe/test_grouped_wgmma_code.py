@@ -11,18 +11,20 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.limbs import MMA_K
+from cute_kernels.linear.wgmma.policies import MmaSync, WorkspaceSplitK
 from cute_kernels.moe.compile import GroupedWgmmaSpec, compile_grouped_wgmma
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.moe.wgmma.schedule import layouts
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.artifact import Artifact
 from cute_kernels.runtime.resources import ToolMissingError, find_tool, resource_report
+from cute_kernels.weight_formats import integers
 from tests.linear.machine_code import MMAS, early_writes, instructions
 
-TILES = [layout.config for layout in layouts(GroupedProblem(4096, 8, 4096, 4096, 4096, 4, "bf16", 128))]
-CONFIGS = [config for config in TILES if not config.synchronous and not config.limbs]
+TILES = [layout.config for layout in layouts(GroupedProblem(4096, 8, 4096, 4096, 4096, integers(4), "bf16"))]
+CONFIGS = [config for config in TILES if not isinstance(config.mainloop, MmaSync) and not config.limbs]
 LIMBS = [config for config in TILES if config.limbs]
-SYNCHRONOUS = [config for config in TILES if config.synchronous]
+SYNCHRONOUS = [config for config in TILES if isinstance(config.mainloop, MmaSync)]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def test_every_number_of_parts_has_a_loop(config, tmp_path, artifacts):
     (resources,) = resource_report(artifact)
     assert resources.spill_store_bytes == resources.spill_load_bytes == resources.stack_bytes == 0
     # No more waits and fences than are written: the compiler has not put MMAs one after the other.
-    groups = len(config.loop_parts) * config.k_block_steps // config.group_steps
+    groups = len(config.loop_parts) * config.k_block_steps // config.mainloop.group_steps
     assert resources.opcodes["WARPGROUP"] == 2 * groups + 1
     loops = loops_around_mmas(instructions(artifact.object_code, tmp_path))
     widths = (count * config.part_m for count in config.loop_parts)
@@ -95,7 +97,8 @@ def test_synchronous_tiles_multiply_each_warp_for_itself(config, artifacts):
 
 
 @pytest.mark.parametrize(
-    "changes, message", [({"splits_k": True}, "want none"), ({"warpgroups": 1}, "got 4 consumer warps, want 8")]
+    "changes, message",
+    [({"reduction": WorkspaceSplitK()}, "want none"), ({"warpgroups": 1}, "got 4 consumer warps, want 8")],
 )
 def test_what_a_grouped_product_has_no_kernel_for_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):

@@ -26,6 +26,7 @@ from cute_kernels.moe.tuned import candidates, modelled
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime import native
 from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.weight_formats import integers
 from tests.tensors import apart, offset
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="the stand-ins are made with nvidia-cutlass-dsl")
@@ -43,7 +44,7 @@ def experts(
     codes = torch.zeros(count, n_pad // 64, k_pad // 64, 2048, dtype=torch.uint8)
     scales = torch.ones(count, n_pad // 64, k_pad // group, 64, dtype=dtype)
     zeros = torch.zeros_like(scales, dtype=torch.uint8) if zero_point else None
-    return PackedExperts(codes, scales, zeros, 4, group, (n, k))
+    return PackedExperts(codes, scales, zeros, integers(4, group, zero_point), (n, k))
 
 
 def call(tokens: int = 3, hidden: int = HIDDEN, inner: int = INNER, dtype: torch.dtype = BF16) -> dict[str, Any]:

@@ -270,7 +270,7 @@ def test_the_grouped_operator_passes_opcheck(rows):
     weight = experts(2, 70, 64, zero_point=True)[0]
     offsets = torch.tensor([0, 2, 4], dtype=torch.int32)
     arguments = (numbers(5, 64), weight.codes, weight.scales, weight.zeros, offsets, rows, numbers(2, 70))
-    fields = (weight.bits, weight.group_size, *weight.shape, "swiglu", BF16)
+    fields = (weight.format.key, *weight.shape, "swiglu", BF16)
     torch.library.opcheck(torch.ops.cute_kernels.grouped_linear.default, (*arguments, *fields))
 
 
@@ -278,7 +278,7 @@ def test_the_layer_compiles_without_graph_breaks_and_passes_opcheck():
     gate_up, down = experts(2, 64, 64)[0], experts(2, 64, 32)[0]
     x, weights = numbers(5, 64), torch.rand(5, 2)
     tensors = (x, gate_up.codes, gate_up.scales, None, down.codes, down.scales, None, IDS, weights)
-    fields = (4, 32, 64, 64, 4, 32, 64, 32, BF16)
+    fields = ("w4_g32", 64, 64, "w4_g32", 64, 32, BF16)
     torch.library.opcheck(torch.ops.cute_kernels.fused_moe.default, (*tensors, *fields))
     torch.compiler.reset()
 

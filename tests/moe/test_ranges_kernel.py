@@ -34,6 +34,7 @@ from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.moe.ranges.kernel import EntryRows, RangeKernel, RangeRoles, SortedRouting
 from cute_kernels.moe.ranges.schedule import row_factor
 from cute_kernels.moe.reference import grouped_linear_reference, route_reference
+from cute_kernels.weight_formats import integers
 from layouts.transform import unpack
 from layouts.weights import hopper
 from tests.linear.cases import known
@@ -43,8 +44,8 @@ MODULES = (
     ring, linear_kernel, epilogue, loads, limbs, moe_work, finder, assignments, ranges_kernel, assigned, ranges_work
 )  # fmt: skip
 CONFIG = RangeConfig(
-    4, "bf16", 128, k_warps=2, chunk_k_blocks=1, num_stages=4, num_buffers=2, epilogue_warps=1, use_pdl=True
-)  # fmt: skip
+    integers(4), "bf16", k_warps=2, chunk_k_blocks=1, num_stages=4, num_buffers=2, epilogue_warps=1, use_pdl=True
+)
 ROW_BYTES = 256  # of 128 inputs: as many as their limbs take
 HALF = np.float32(0.5)
 

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear import decode
+from cute_kernels.device import packed_math
 from cute_kernels.linear import kernel as linear_kernel
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import limb_rows, limbs, resident_rows
@@ -21,6 +21,7 @@ from cute_kernels.linear.wgmma.resident_rows import ROW_BYTES, STEP_ROWS
 from cute_kernels.moe.ranges import kernel as ranges_kernel
 from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.moe.ranges.kernel import EntrySource, RangeRoles, SortedRouting, scale_offset
+from cute_kernels.weight_formats import integer_decode, integers
 from layouts import banks
 from tests.attention import warp as machine
 from tests.attention.warp import LANES, Int32, Warp
@@ -32,7 +33,7 @@ STAGES, STAGING, NOWHERE = 3 << 17, 1 << 19, 5 << 17
 X = 1024 * 3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CONFIGS = [
-    RangeConfig(4, dtype, 128, tile_m=rows, n_tiles=n_tiles, k_warps=3, chunk_k_blocks=chunk, num_stages=6)
+    RangeConfig(integers(4), dtype, tile_m=rows, n_tiles=n_tiles, k_warps=3, chunk_k_blocks=chunk, num_stages=6)
     for dtype, rows, n_tiles, chunk in (
         ("bf16", 8, 1, 2),
         ("bf16", 8, 2, 1),
@@ -90,7 +91,7 @@ class Cta:
         """[tokens, block_rows]: what all warps leave in the staging buffer, added up over warpgroups."""
         config = self.config
         self.gpu = WarpgroupWarp(self.shared, np.zeros(0, np.uint8))
-        self.gpu.install(self.monkeypatch, linear_kernel, decode, limbs, ranges_kernel)
+        self.gpu.install(self.monkeypatch, linear_kernel, integer_decode, packed_math, limbs, ranges_kernel)
         for warp in range(config.consumer_warps):
             place = self.subject.limb_lane(self.shape, self.memory, warp, LANES)
             acc = machine.Registers(config.n_tiles * config.m_fragments * 4, machine.Float32)

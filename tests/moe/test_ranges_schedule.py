@@ -35,12 +35,13 @@ from cute_kernels.moe.ranges.schedule import (
 from cute_kernels.moe.ranges.work import BlockRange
 from cute_kernels.moe.schedule import MAX_EXPERTS, MOST_DIVIDED, GroupedProblem, GroupedSchedule
 from cute_kernels.sm90 import MAX_SHARED_BYTES
+from cute_kernels.weight_formats import integers
 from tests.moe import measured
 from tests.moe.machine import Machine
 
 
 def problem(places=8, experts=128, n=1536, k=2048, bits=4, group=128, zero=False, dtype="bf16", **more):
-    return GroupedProblem(places, experts, n, k, -(-k // 128) * 128, bits, dtype, group, zero, **more)
+    return GroupedProblem(places, experts, n, k, -(-k // 128) * 128, integers(bits, group, zero), dtype, **more)
 
 
 # -- who takes which block ---------------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ def test_no_more_blocks_are_counted_than_quotients_hold():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"tile_m": 32}, {"k_warps": 1}, {"k_warps": 5}, {"num_stages": 10}, {"expert_rounds": 3}, {"bits": 8}],
+    [{"tile_m": 32}, {"k_warps": 1}, {"k_warps": 5}, {"num_stages": 10}, {"expert_rounds": 3}, {"format": integers(8)}],
     ids=str,
 )
 def test_what_the_kernel_has_no_code_for_is_refused(changes):

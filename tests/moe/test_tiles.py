@@ -14,6 +14,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.device.division import Divisor
 from cute_kernels.linear.wgmma.config import M_TILE_BAND
 from cute_kernels.linear.wgmma.consumers import in_loop_of
+from cute_kernels.linear.wgmma.policies import MmaSync, RegisterWgmma
 from cute_kernels.linear.wgmma.schedule import CLOCKS_PER_US, START_CLOCKS
 from cute_kernels.moe import tuned
 from cute_kernels.moe.ranges.schedule import MODELLED_ROWS, RangeLayout
@@ -33,6 +34,7 @@ from cute_kernels.moe.wgmma.schedule import (
 )
 from cute_kernels.runtime.tuned import choice_of
 from cute_kernels.sm90 import MAX_SHARED_BYTES
+from cute_kernels.weight_formats import integers
 from tests.linear import plain_work_tiles
 from tests.moe import measured
 from tests.moe.machine import Machine
@@ -126,7 +128,7 @@ def test_no_cta_gets_every_short_tile(rows, blocks, num_ctas, monkeypatch):
 
 
 def problem(places: int, experts: int, n=4096, k=2048, bits=4, group=128, zero=False) -> GroupedProblem:
-    return GroupedProblem(places, experts, n, k, k, bits, "bf16", group, zero)
+    return GroupedProblem(places, experts, n, k, k, integers(bits, group, zero), "bf16")
 
 
 @pytest.mark.parametrize("bits, group", [(4, 128), (4, 32), (8, 0), (8, 64)])
@@ -134,7 +136,7 @@ def problem(places: int, experts: int, n=4096, k=2048, bits=4, group=128, zero=F
 def test_every_layout_can_be_compiled_and_leaves_room_for_the_table(bits, group, k):
     for layout in layouts(problem(1024, 8, k=k, bits=bits, group=group)):
         config = layout.config
-        assert config.can_implement() is None and not config.splits_k
+        assert config.can_implement() is None and not config.reduction.splits_k
         assert config.smem_bytes + TABLE_BYTES + schedule.SMEM_RESERVE <= MAX_SHARED_BYTES
         assert layout.k_blocks * config.block_k == k
 
@@ -193,7 +195,7 @@ def test_the_chosen_tile_is_nearly_the_fastest_measured(case):
 def test_the_chosen_size_of_a_large_tile_is_nearly_the_fastest_measured(bits, model, tokens, product):
     """Within 5 %."""
     times = measured.SIZES[bits, model, tokens, product]
-    grouped = replace(measured_problem((model, tokens, product), zero=False), bits=bits)
+    grouped = replace(measured_problem((model, tokens, product), zero=False), format=integers(bits))
     expected = {one.config.tile_m: estimate_clocks(grouped, one) for one in layouts(grouped) if not one.config.limbs}
     assert times[min(times, key=lambda size: expected[size])] <= 1.05 * min(times.values())
 
@@ -214,7 +216,7 @@ def test_with_few_rows_what_is_chosen_of_both_kernels_is_nearly_the_fastest(case
     us = times[measured.tile_of(config)] if has_many_rows(grouped) else memory_bound
     assert us <= 1.05 * min(memory_bound, *times.values())
     if has_many_rows(grouped):
-        assert config.synchronous and us == min(times.values())
+        assert isinstance(config.mainloop, MmaSync) and us == min(times.values())
         for expected, us in measured_layouts(case, times):
             if us <= 1.1 * min(times.values()):
                 assert expected == pytest.approx(us, rel=0.1)
@@ -267,11 +269,11 @@ def test_a_tile_is_multiplied_by_the_narrowest_loop_that_takes_its_rows(layout):
 
 
 def test_synchronous_tiles_are_of_few_rows_only():
-    few = [layout.config for layout in layouts(problem(64, 8)) if layout.config.synchronous]
+    few = [layout.config for layout in layouts(problem(64, 8)) if isinstance(layout.config.mainloop, MmaSync)]
     assert [(config.tile_m, config.warpgroups) for config in few] == [(16, 2), (16, 4)]
     for config in few:
         wide = replace(config, tile_m=128 // config.warpgroups)
         assert f"more than the {64 // config.warpgroups} of" in str(wide.can_implement())
         assert "warpgroups 3" in str(replace(config, warpgroups=3).can_implement())
-    assert "warpgroups 4" in str(replace(few[1], synchronous=False).can_implement())
-    assert not make_tiles(problem(24 * 8, 8)).config.synchronous
+    assert "warpgroups 4" in str(replace(few[1], mainloop=RegisterWgmma()).can_implement())
+    assert not isinstance(make_tiles(problem(24 * 8, 8)).config.mainloop, MmaSync)

@@ -17,6 +17,7 @@ from cute_kernels.linear import compile as linear_compile
 from cute_kernels.linear import tuned as of_linear
 from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.wgmma.policies import MmaSync
 from cute_kernels.moe import compile as moe_compile
 from cute_kernels.moe import plan, tuned
 from cute_kernels.moe.ranges.schedule import RangeLayout
@@ -34,12 +35,13 @@ from cute_kernels.moe.tuned import (
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.tuned import own_path
+from cute_kernels.weight_formats import integers
 from tests.tuned_tables import GPU, choice, no_tables, table
 
 
 def grouped(places: int, experts: int, n: int, k: int, bits=4, dtype="bf16", group_size=128, zero=False):
     k_pad = padded_shape((n, k), group_size or None)[1]
-    return GroupedProblem(places, experts, n, k, k_pad, bits, dtype, group_size, zero)
+    return GroupedProblem(places, experts, n, k, k_pad, integers(bits, group_size, zero), dtype)
 
 
 PROBLEMS = [
@@ -80,8 +82,8 @@ def test_batch_invariant_products_add_up_in_one_way_whatever_a_table_says(proble
     table({key_of(problem): choice(worth_measuring(problem)[-1])}).write(own_path(GPU))
     for places in (1, 3, 100, 20000):
         found = chosen(replace(wanted, places=places), GPU)
-        assert isinstance(found, GroupedTiles) and not found.config.splits_k
-        assert not (found.config.limbs or found.config.synchronous)
+        assert isinstance(found, GroupedTiles) and not found.config.reduction.splits_k
+        assert not (found.config.limbs or isinstance(found.config.mainloop, MmaSync))
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=key_of)
@@ -155,7 +157,7 @@ def test_plans_are_of_what_a_table_chooses(monkeypatch, kind):
         forget()
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
         p = problem
-        form = ExpertsForm(p.num_experts, p.n, p.k, p.k_pad, 4, 128, False, torch.bfloat16, 0)
+        form = ExpertsForm(p.num_experts, p.n, p.k, p.k_pad, integers(4), torch.bfloat16, 0)
         return plan.plan_of(places, form)
 
     assert made(problem.places, GPU).function.config == wanted.schedule.config

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cute_kernels import layer_norm, rms_norm
-from cute_kernels.norm.call import row_stride
+from cute_kernels.arguments import row_stride
 from cute_kernels.norm.config import MAX_COLUMNS, VECTOR, NormConfig, launch_shape
 from tests.norm.cases import assert_close, in_fp64, random_case
 

@@ -38,6 +38,12 @@ class RowLoads:
         strides = self.tile.row_strides()
         return parity * strides[0] + (j % 2) * strides[3] + (j // 2) * strides[4]
 
+    def _load_codes(self, address: Int32, offset: int) -> Any:
+        """What a lane decodes at once: a word, or a list of the words of its run."""
+        if self.tile.run_words == 1:
+            return ptx.load_shared(address, offset)
+        return [ptx.load_shared(address, offset + WORD_BYTES * i) for i in range(self.tile.run_words)]
+
     def _load_header(self, address: Int32, block_offset: int, j: int) -> list[Any]:
         """The headers of row half j, one word a group."""
         words: list[Any] = []
@@ -61,7 +67,7 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         self.units_per_group = tile.k_units // tile.num_groups
 
     def unit_operands(self, state: State, low_row, high_row) -> list[list[Any]]:
-        """A operands of the MMAs of one unit of columns, from the words of rows g and g + 8."""
+        """A operands of the MMAs of one unit of columns, from what `_load_codes` gave of rows g and g + 8."""
         raise NotImplementedError
 
     def first_dots(self, query_sums) -> list[list[Any]]:
@@ -88,7 +94,7 @@ class RowKeyReader(RowLoads, CodeKeyReader):
             rows = [2 * pair + half for pair in pairs for half in range(2)]
             words = [
                 [
-                    ptx.load_shared(state.lane_offsets + tile_address, block_offset + self._code_offset(j, unit))
+                    self._load_codes(state.lane_offsets + tile_address, block_offset + self._code_offset(j, unit))
                     for unit in range(self.tile.k_units)
                 ]
                 for j in rows
@@ -103,7 +109,7 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         return [[None] * self.config.columns for _ in rows]
 
     def _code_offset(self, j: int, unit: int) -> int:
-        words = self.tile.header_words + self.tile.k_unit // self.tile.word_codes * unit
+        words = self.tile.header_words + self.tile.k_unit_words * unit
         return WORD_BYTES * (self._row_offset(j) + words)
 
     def _score_rows(self, state: State, words, headers, scores: list[list[Any]]):
@@ -159,7 +165,7 @@ class RowValueReader(RowLoads, ValueReader):
         """What a token adds to the outputs besides its codes."""
 
     def code_pairs(self, state: State, even, odd) -> list[Any]:
-        """Packed pairs (even token, odd token) of a lane's neighbouring output rows, from the words of both tokens."""
+        """Packed pairs (even token, odd token) of a lane's neighbouring output rows, from both tokens' codes."""
         raise NotImplementedError
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
@@ -205,7 +211,7 @@ class RowValueReader(RowLoads, ValueReader):
             for unit in range(self.tile.v_units):
                 words = [
                     [
-                        ptx.load_shared(
+                        self._load_codes(
                             state.lane_offsets + tile_address,
                             block_offset + self._code_offset(2 * pair + half, parity, unit),
                         )
@@ -234,7 +240,7 @@ class RowValueReader(RowLoads, ValueReader):
         return result
 
     def _code_offset(self, j: int, parity: int, unit: int) -> int:
-        words = self.tile.header_words + self.tile.v_unit // self.tile.word_codes * unit
+        words = self.tile.header_words + self.tile.v_unit_words * unit
         return WORD_BYTES * (self._row_offset(j, parity) + words)
 
     def _accumulate_unit(self, state: State, unit: int, words, operands):

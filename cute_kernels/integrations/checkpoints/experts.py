@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from cute_kernels.integrations.checkpoints.placement import DOWN, GATE, UP
 from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.quantize import interleave_weights
 from cute_kernels.linear.weight import PackedWeight, symmetric_zero
+from cute_kernels.weight_formats import integers
 
 
 class Stack:
@@ -55,9 +54,10 @@ class Stack:
     def finish(self) -> PackedExperts:
         """The experts, all of which must have been put."""
         assert self.is_full and self._first is not None
-        form: dict[str, Any] = {name: getattr(self._first, name) for name in ("bits", "group_size", "shape")}
-        zeros = self._tensors.get("zeros")
-        return PackedExperts(self._tensors["codes"], self._tensors["scales"], zeros, **form, check_values=False)
+        zeros, first = self._tensors.get("zeros"), self._first
+        form = integers(first.bits, first.group_size, zeros is not None)
+        codes, scales = self._tensors["codes"], self._tensors["scales"]
+        return PackedExperts(codes, scales, zeros, format=form, shape=first.shape, check_values=False)
 
 
 class Experts:

@@ -24,8 +24,16 @@ from cute_kernels.integrations.transformers.cache import (
     formats_of_layer,
 )
 from cute_kernels.integrations.transformers.columns import GRANULE, Columns
+from cute_kernels.integrations.transformers.fuse import Fused, fuse, restore_blocks
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME
+from cute_kernels.integrations.transformers.latents import (
+    LATENT_FORMATS,
+    caches_latents,
+    latents_refusal,
+    replace_expansions,
+    restore_expansions,
+)
 from cute_kernels.integrations.transformers.masks import make_mask
 from cute_kernels.integrations.transformers.norms import replace_norms, restore_norms
 from cute_kernels.kv_formats import HEAD_DIMS, format_of, format_pair
@@ -79,6 +87,7 @@ def accelerate(
     scales: Scales | None = None,
     max_seq_len: int | None = None,
     cuda_graphs: bool = True,
+    fuse_blocks: bool = True,
 ) -> Acceleration:
     """Makes a transformers model decode by the kernels; ``model.generate(**inputs)`` stays as it is.
 
@@ -95,6 +104,8 @@ def accelerate(
         scales: for formats whose scale lies beside the cache, as `DecodeCache` takes them.
         max_seq_len: columns that a request may reach; None: no limit.
         cuda_graphs: whether decode steps are recorded.
+        fuse_blocks: whether blocks of known models run in fewer launches: projections of one input as one, rotation in
+            the append, SwiGLU in its product, sums in norms. Each is compared with the model's own code on noise first.
 
     Returns:
         What was done, which is logged as well.
@@ -111,6 +122,7 @@ def accelerate(
     before = config._attn_implementation
     register()
     _set_attention(model, config)
+    restore_blocks(model)
     rows = [("attention", str(before), ATTENTION_NAME)]
     old = getattr(model, _STATE, None)
     if isinstance(old, _State):
@@ -126,17 +138,23 @@ def accelerate(
     if quantisation is None:
         rows.append(("layers", "as loaded", "as before"))
     else:
-        report: Any = quantize_model(model, **quantisation, skip=skip).quantization_report
+        # Steps read the projection of latents as it is.
+        left = (*skip, "kv_b_proj") if any(map(caches_latents, model.modules())) else skip
+        report: Any = quantize_model(model, **quantisation, skip=left).quantization_report
         total = len(report.quantized) + len(report.left)
         rows.append(("layers", f"{total} with weights", f"{len(report.quantized)} of them {weights}"))
         notes = str(report).splitlines()
+    fused = fuse(model, kv_format, scales) if fuse_blocks else Fused()
+    rows.append(("blocks", "an operator a launch", f"fused: {fused}" if str(fused) else "as before"))
+    notes += [f"left: {reason}" for reason in fused.reasons]
     summary = Acceleration(type(model).__name__, tuple(rows), tuple(notes))
     _LOG.info("%s", summary)
     return summary
 
 
 def restore(model: nn.Module) -> None:
-    """Gives a model its own ``generate``, ``forward`` and norms back; quantised layers and the attention stay."""
+    """Gives a model its own ``generate``, ``forward``, blocks and norms back; weights and the attention stay."""
+    restore_blocks(model)
     restore_norms(model)
     state = getattr(model, _STATE, None)
     if isinstance(state, _State):
@@ -161,6 +179,7 @@ class _State:
         setattr(model, _STATE, self)
         if self.kv_format is None:
             return
+        replace_expansions(model)
         if self.replay is not None:
             model.forward = self.replay
 
@@ -178,6 +197,7 @@ class _State:
     def remove(self) -> None:
         """Takes them away again."""
         model: Any = self.model()
+        restore_expansions(model)
         for name in ("generate", "forward", _STATE):
             model.__dict__.pop(name, None)
 
@@ -244,9 +264,8 @@ def _check_cacheable(model: Any, config: Any, kv_format: Any) -> None:
     others = set(getattr(config, "layer_types", None) or ()) - _CACHED_LAYERS
     if others:
         raise ValueError(f"model: got {name} with layers of {', '.join(sorted(others))}, want kv_format=None for it")
-    latents = [type(module).__name__ for module in model.modules() if hasattr(module, "expand_kv")]
-    if latents:
-        raise ValueError(f"model: got {name}, whose {latents[0]} caches latents, want kv_format=None for it")
+    if _checked_latents(model, kv_format):
+        return
     heads = getattr(config, "num_attention_heads", None)
     head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
     if isinstance(head_dim, int) and not hasattr(config, "qk_nope_head_dim") and head_dim not in HEAD_DIMS:
@@ -254,6 +273,27 @@ def _check_cacheable(model: Any, config: Any, kv_format: Any) -> None:
         raise ValueError(f"model: got {name} with head_dim {head_dim}, want one of {wanted}, or kv_format=None")
     for layer in range(config.num_hidden_layers):
         formats_of_layer(kv_format, layer)
+
+
+def _checked_latents(model: Any, kv_format: Any) -> bool:
+    """Whether a model caches latents, and does so in this format; ValueError for another format or other latents."""
+    name = type(model).__name__
+    found = [module for module in model.modules() if caches_latents(module)]
+    wants_latents = isinstance(kv_format, str) and kv_format in LATENT_FORMATS
+    if not found:
+        if wants_latents:
+            raise ValueError(f"kv_format: got {kv_format!r}, want a format of keys and values: {name} has no latents")
+        return False
+    for module in found:
+        kind = type(module).__name__
+        if (reason := latents_refusal(module)) is not None:
+            raise ValueError(f"model: got {name}, whose {kind} {reason}; it caches latents, want kv_format=None for it")
+        if not wants_latents:
+            wanted = ", ".join(map(repr, LATENT_FORMATS))
+            raise ValueError(
+                f"kv_format: got {kv_format!r} for {name}, whose {kind} caches latents, want one of {wanted}, or None"
+            )
+    return True
 
 
 def _set_attention(model: Any, config: Any) -> None:
@@ -277,6 +317,8 @@ def _weight_options(weights: Any) -> dict[str, Any]:
 
 def _named(kv_format: Any) -> str:
     """A format as the summary prints it."""
+    if isinstance(kv_format, str) and kv_format in LATENT_FORMATS:
+        return kv_format
     if isinstance(kv_format, Mapping):
         named = {layer: _named(one) for layer, one in kv_format.items()}
         return ", ".join(f"{'others' if layer == -1 else f'layer {layer}'}: {one}" for layer, one in named.items())

@@ -7,6 +7,8 @@
 | a `DecodeCache`'s handle | up to 16 queries: padding, window, soft cap, sinks, any mask | `append_and_decode` |
 | | more, or padding among them: causal, window, soft cap, sinks | `extend_attention`, SDPA for a plain first turn |
 | | anything else | as tensors: older tokens dequantised, new ones exact |
+| a handle of latents | up to 16 queries: padding | `mla_decode` |
+| | anything else | as tensors, of latents expanded |
 """
 
 from __future__ import annotations
@@ -78,8 +80,12 @@ def attention(
         return _dense(module, query, key, value, attention_mask, scaling, dropout, causal, options)
     pattern = pattern_of(attention_mask) if attention_mask is not None else Pattern(causal=causal)
     key.settle(pattern.padding if pattern is not None else UNKNOWN)
-    if (out := _packed(query, key, attention_mask, pattern, scaling, dropout, options)) is not None:
-        return out, None
+    asked = None if dropout else _asked(key, attention_mask, pattern, scaling, options)
+    if asked is not None and _attends(key, asked):
+        return key.attend(query, **asked), None
+    query = key.rotated(query)
+    if asked is not None and _extends(key, attention_mask, asked):
+        return extend(key, query, **{name: value for name, value in asked.items() if name != "attn_bias"}), None
     k, v = key.dense()
     key.append()
     q_len, keys = query.shape[2], k.shape[2]
@@ -88,39 +94,46 @@ def attention(
     return _dense(module, query, k, v, attention_mask, scaling, dropout, causal, options)
 
 
-def _packed(
-    query: torch.Tensor,
+def _asked(
     tokens: CachedTokens,
     mask: torch.Tensor | None,
     pattern: Pattern | None,
     scaling: float | None,
-    dropout: float,
     options: dict[str, Any],
-) -> torch.Tensor | None:
-    """Attention over the packed rows, None for a call that the kernels do not compute: a path for each that they do."""
-    columns, q_len = tokens.columns, query.shape[2]
-    if dropout or options.get("sinks") is not None or (pattern is not None and not columns.is_told(pattern.padding)):
+) -> dict[str, Any] | None:
+    """A call over the packed rows in the kernels' terms; None for one that they do not compute."""
+    columns = tokens.columns
+    if options.get("sinks") is not None or (pattern is not None and not columns.is_told(pattern.padding)):
         return None
     is_known = pattern is not None and pattern.is_known
     window = options.get("sliding_window") if mask is None else pattern.window if pattern is not None else None
     if window is not None and not columns.is_left:  # distances between tokens are not those between columns
         return None
-    sinks, softcap = options.get("s_aux"), options.get("softcap")
-    asked: dict[str, Any] = {
+    sinks = options.get("s_aux")
+    return {
         "softmax_scale": scaling,
         "causal": pattern.causal if pattern is not None and is_known else False,  # any other mask says it all
         "window_size": window,
-        "softcap": softcap,
+        "softcap": options.get("softcap"),
         "sinks": None if sinks is None else sinks.float().reshape(-1),
+        "attn_bias": _bias(options.get("position_bias"), None if is_known else mask, columns),
     }
-    is_first = q_len == columns.count and q_len > 1  # it attends to exact keys and values
-    bias = _bias(options.get("position_bias"), None if is_known else mask, columns)
-    if tokens.can_attend and not is_first and (bias is None or bias.dim() == 4):
-        return tokens.attend(query, attn_bias=bias, **asked)
-    is_plain = is_first and mask is None and softcap is None and sinks is None
-    if is_plain or bias is not None or not can_extend(tokens):
-        return None
-    return extend(tokens, query, **asked)
+
+
+def _is_first_turn(tokens: CachedTokens) -> bool:
+    """Whether a pass attends to exact keys and values."""
+    return tokens.new == tokens.columns.count and tokens.new > 1
+
+
+def _attends(tokens: CachedTokens, asked: dict[str, Any]) -> bool:
+    """Whether `append_and_decode` serves a call."""
+    return tokens.can_attend and not _is_first_turn(tokens) and tokens.serves(asked)
+
+
+def _extends(tokens: CachedTokens, mask: torch.Tensor | None, asked: dict[str, Any]) -> bool:
+    """Whether `extend_attention` serves a call; a plain first turn is SDPA's."""
+    is_plain = _is_first_turn(tokens) and mask is None and asked["softcap"] is None and asked["sinks"] is None
+    return not is_plain and asked["attn_bias"] is None and can_extend(tokens)
 
 
 _IMPOSSIBLE = torch.empty(0)

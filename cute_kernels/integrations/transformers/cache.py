@@ -17,8 +17,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from cute_kernels.arguments import check_count
 from cute_kernels.integrations.transformers.columns import GRANULE, Columns
 from cute_kernels.integrations.transformers.handle import CachedTokens
-from cute_kernels.kv_formats import FORMATS, DenseFormat, format_of, format_pair
-from cute_kernels.names import KvFormatName
+from cute_kernels.integrations.transformers.latents import (
+    LATENT_FORMATS,
+    ROPE_DIM,
+    V_DIM,
+    CachedLatents,
+    format_of_latents,
+)
+from cute_kernels.kv_formats import FORMATS, format_of, format_pair
 
 FormatOfLayers = str | tuple[str, str] | Mapping[int, "str | tuple[str, str]"]
 """A format for all layers, a pair of K's and V's, or one or a pair for each layer by its number (-1: all others)."""
@@ -51,6 +57,8 @@ class DecodeCacheLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     is_croppable = True
+    handle_type = CachedTokens
+    stored = ("keys", "values")
 
     def __init__(self, book: _Book, index: int) -> None:
         super().__init__()
@@ -65,7 +73,7 @@ class DecodeCacheLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         for name in self.formats:
             form = format_of(name)
-            if isinstance(form, DenseFormat) and form.dtype != self.dtype:
+            if not form.fits(self.dtype):
                 raise TypeError(f"kv_format: got {name!r}, want the format of the model's {self.dtype}")
         columns = self.book.columns_for(key_states.shape[0], key_states.shape[2], self.device)
         self.keys, self.values = (
@@ -85,10 +93,9 @@ class DecodeCacheLayer(CacheLayerMixin):
         return self.book.columns
 
     @property
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K's and V's."""
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        """K's and V's, or those of latents."""
+        return tuple(getattr(self, name) for name in self.stored)
 
     def operands(self) -> dict[str, Any]:
         """What the kernels' calls want to know of the cache."""
@@ -115,20 +122,20 @@ class DecodeCacheLayer(CacheLayerMixin):
                 columns.begin(new)
             self.count += new
             self._grow()
-        handle = CachedTokens(self, columns, key_states, value_states)
+        handle = self.handle_type(self, columns, key_states, value_states)
         return handle, handle
 
     def _grow(self) -> None:
         """As many rows as the other layers have."""
-        k, v = self.rows
-        if k.shape[1] < self.columns.capacity:
-            self.keys, self.values = (_widened(rows, self.columns.capacity) for rows in (k, v))
+        for name, rows in zip(self.stored, self.rows, strict=True):
+            if rows.shape[1] < self.columns.capacity:
+                setattr(self, name, _widened(rows, self.columns.capacity))
 
     def take(self, requests: torch.Tensor) -> None:
         """Request b becomes what request requests[b] was; within the allocation if the batch stays as large."""
         if not self.is_initialized:
             return
-        for name, rows in zip(("keys", "values"), self.rows, strict=True):
+        for name, rows in zip(self.stored, self.rows, strict=True):
             if len(requests) == rows.shape[0]:
                 rows[:, : self.count] = rows[:, : self.count].index_select(0, requests)
             else:
@@ -166,6 +173,38 @@ class DecodeCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             return 0
         return sum(rows[:, : self.count].numel() * rows.element_size() for rows in self.rows)
+
+
+class LatentCacheLayer(DecodeCacheLayer):
+    """One layer's latents as packed tokens [batch, capacity, row]; see `latents`."""
+
+    handle_type = CachedLatents
+    stored = ("keys",)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocates the rows. key_states, value_states: [batch, 1, tokens, 512] latents, [batch, 1, tokens, 64]."""
+        form = format_of_latents(self.formats[0])
+        wanted = {"latents": (key_states, V_DIM), "rotated keys": (value_states, ROPE_DIM)}
+        for what, (states, columns) in wanted.items():
+            if (states.shape[1], states.shape[3]) != (1, columns):
+                found = f"{states.shape[1]} heads of {states.shape[3]} columns"
+                raise ValueError(f"kv_format: got {self.formats[0]!r} for {found}, want one head of {columns}: {what}")
+        if form.q_dtype != key_states.dtype:
+            raise TypeError(f"kv_format: got {self.formats[0]!r}, want the format of the model's {key_states.dtype}")
+        self.dtype, self.device = key_states.dtype, key_states.device
+        columns = self.book.columns_for(key_states.shape[0], key_states.shape[2], self.device)
+        shape = (columns.batch, columns.capacity, form.row_elements(V_DIM + ROPE_DIM))
+        self.keys = torch.zeros(shape, dtype=form.cache_dtypes[0], device=self.device)
+        self._block_table: torch.Tensor | None = None
+        self.is_initialized = True
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        """int32 [batch, 1]: a request's rows are a page."""
+        batch = self.rows[0].shape[0]
+        if self._block_table is None or len(self._block_table) != batch:
+            self._block_table = torch.arange(batch, dtype=torch.int32, device=self.device)[:, None]
+        return self._block_table
 
 
 class _Book:
@@ -217,7 +256,7 @@ class DecodeCache(Cache):
 
     Args:
         kv_format: a format's name, a pair (K's, V's), or a dict of these by the layer's number, -1 for all others:
-            ``{0: "bf16", 1: "bf16", -1: "int4_g4"}``.
+            ``{0: "bf16", 1: "bf16", -1: "int4_g4"}``. Of latents: "mla_bf16", "mla_fp16" or "mla_fp8".
         max_seq_len: columns that each request may reach; allocated on first use. None: no limit, it grows by halves.
         capacity: columns to begin with, without ``max_seq_len``.
         scales: for formats whose scale lies beside the cache: each layer's (K's, V's) as `append_kv` takes them, None
@@ -315,8 +354,10 @@ class DecodeCache(Cache):
         return self.layers  # type: ignore[return-value]
 
 
-def formats_of_layer(kv_format: Any, index: int) -> tuple[KvFormatName, KvFormatName]:
-    """K's and V's of a layer; ValueError if a dict has none for it."""
+def formats_of_layer(kv_format: Any, index: int) -> tuple[Any, Any]:
+    """K's and V's of a layer; ValueError if a dict has none for it. A format of latents is both."""
+    if kv_format in LATENT_FORMATS:
+        return kv_format, kv_format
     if not isinstance(kv_format, Mapping):
         return format_pair(kv_format)
     found = kv_format.get(index, kv_format.get(-1))
@@ -327,7 +368,8 @@ def formats_of_layer(kv_format: Any, index: int) -> tuple[KvFormatName, KvFormat
 
 def _next_layer(book: _Book, layers: list[Any]) -> DecodeCacheLayer:
     """The layer after those that there are: transformers makes them in order, as the first pass reaches them."""
-    return DecodeCacheLayer(book, len(layers))
+    kind = LatentCacheLayer if book.kv_format in LATENT_FORMATS else DecodeCacheLayer
+    return kind(book, len(layers))
 
 
 def _widened(rows: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -338,6 +380,8 @@ def _widened(rows: torch.Tensor, capacity: int) -> torch.Tensor:
 
 def check_formats(kv_format: Any, scales: Scales | None) -> None:
     """Raises TypeError or ValueError unless every format is known and has the scales that it wants."""
+    if isinstance(kv_format, str) and kv_format in LATENT_FORMATS:
+        return
     for one in kv_format.values() if isinstance(kv_format, Mapping) else (kv_format,):
         for name in format_pair(one):
             if format_of(name).given_scale is not None and scales is None:

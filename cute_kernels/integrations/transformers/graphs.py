@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from torch import nn
 from cute_kernels.integrations.transformers.cache import DecodeCache
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
 from cute_kernels.integrations.transformers.masks import recording
+from cute_kernels.integrations.transformers.merged import PartOfPair
 
 _LOG = logging.getLogger(__name__)
 _PLAIN = (type(None), bool, int, float, str)
@@ -197,10 +198,16 @@ def state_of(model: nn.Module) -> Any:
             id(module),
             module.training,
             len(module._forward_hooks) + len(module._forward_pre_hooks),
-            tuple(x.data_ptr() for x in (*module._parameters.values(), *module._buffers.values()) if x is not None),
+            tuple(x.data_ptr() for x in _tensors_of(module) if x is not None),
         )
         for module in model.modules()
     )
+
+
+def _tensors_of(module: nn.Module) -> Iterable[torch.Tensor | None]:
+    if isinstance(module, PartOfPair):
+        return module.pair[0]._buffers.values()
+    return (*module._parameters.values(), *module._buffers.values())
 
 
 def _key(tensors: Mapping[str, torch.Tensor], others: Mapping[str, Any]) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,19 @@ if TYPE_CHECKING:
 ATTENTION_NAME = "cute_kernels"
 
 
+@dataclass(frozen=True)
+class Prologue:
+    """What happens to q and k before attention.
+
+    Attributes:
+        options: `append_and_decode`'s, which does it.
+        rotate: q and k [batch, heads, columns, head_dim] by the model's own operators, for attention of another kind.
+    """
+
+    options: dict[str, Any]
+    rotate: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
 class CachedTokens:
     """What attention needs of one layer's cache, passed where transformers passes K and V.
 
@@ -29,6 +44,7 @@ class CachedTokens:
         layer: the rows, their formats and scales.
         columns: what all layers share.
         new_k, new_v: [batch, num_kv_heads, new columns, head_dim], before quantisation.
+        prologue: what the new keys and the queries want first, None for nothing.
     """
 
     def __init__(self, layer: DecodeCacheLayer, columns: Columns, new_k: torch.Tensor, new_v: torch.Tensor) -> None:
@@ -37,6 +53,7 @@ class CachedTokens:
         self.new_k = new_k
         self.new_v = new_v
         self.is_appended = False
+        self.prologue: Prologue | None = None
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name}: {_why_not()}")
@@ -58,10 +75,18 @@ class CachedTokens:
             self.layer.count -= self.new  # the first layer: none else has taken anything yet
             raise
 
+    def rotated(self, query: torch.Tensor) -> torch.Tensor:
+        """The queries as attention by any other way than `attend` reads them; the new keys are so as well then."""
+        if self.prologue is not None:
+            query, self.new_k = self.prologue.rotate(query, self.new_k)
+            self.prologue = None
+        return query
+
     def append(self) -> None:
         """Writes the new tokens into the cache; padding is not written."""
         if self.is_appended:
             return
+        assert self.prologue is None
         if self.columns.static:
             raise NotStaticError("the new token is not appended by the kernel that attends to it")
         k, v = (token_major(x).flatten(0, 1) for x in (self.new_k, self.new_v))
@@ -77,7 +102,12 @@ class CachedTokens:
             return decode_attention(query.transpose(1, 2).contiguous(), k_cache, v_cache, lens, **operands, **options)
         q, k, v = (token_major(x) for x in (query, self.new_k, self.new_v))
         self.is_appended = True
-        return append_and_decode(q, k, v, k_cache, v_cache, lens, **operands, **options)
+        prologue = {} if self.prologue is None else self.prologue.options
+        return append_and_decode(q, k, v, k_cache, v_cache, lens, **operands, **prologue, **options)
+
+    def serves(self, asked: dict[str, Any]) -> bool:
+        """Whether `attend` takes these options; an additive bias is [batch, q_len, heads, capacity]."""
+        return asked["attn_bias"] is None or asked["attn_bias"].dim() == 4
 
     @property
     def can_attend(self) -> bool:

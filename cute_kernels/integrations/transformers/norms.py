@@ -6,23 +6,25 @@ a ``forward`` that is, instruction for instruction, one of those known here is r
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks as _HOOKS_OF_ALL
+from torch.nn.modules.module import _global_forward_pre_hooks as _PRE_HOOKS_OF_ALL
 
 from cute_kernels import rms_norm
+from cute_kernels.integrations.transformers.known_code import method_code, model_class
 
-# Module, class, the attribute that holds epsilon, what is added to the weight.
+# Model file, class, the attribute that holds epsilon, what is added to the weight.
 _KNOWN = (
     ("llama", "LlamaRMSNorm", "variance_epsilon", 0.0),
     ("gpt_oss", "GptOssRMSNorm", "variance_epsilon", 0.0),
     ("gemma2", "Gemma2RMSNorm", "eps", 1.0),
 )
+_METHODS = ("forward", "_norm")
 MAX_COLUMNS = 16384
 
 
@@ -52,7 +54,60 @@ def _is_replaced(module: nn.Module) -> bool:
 
 
 def _forward(module: Any, eps: float, offset: float, hidden_states: torch.Tensor) -> torch.Tensor:
+    if (made := getattr(hidden_states, _NOTE, None)) is not None and made.is_of(module, hidden_states):
+        return made.result
     return rms_norm(hidden_states.contiguous(), module.weight, eps=eps, weight_offset=offset)
+
+
+# -- with the residual sum before it -----------------------------------------------------------------------------------
+
+_NOTE = "_cute_kernels_norm"
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A norm of a sum, made by the launch that made the sum; noted on the sum's tensor."""
+
+    module: nn.Module
+    result: torch.Tensor
+    version: int | None
+
+    def is_of(self, module: nn.Module, total: torch.Tensor) -> bool:
+        return module is self.module and _version(total) == self.version
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Changes when the tensor is written; tensors of inference mode do not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a norm is replaced, and nobody looks at what goes in or comes out."""
+    return _is_replaced(module) and not has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody looks at what goes into a module or comes out, or changes it."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or _HOOKS_OF_ALL or _PRE_HOOKS_OF_ALL)
+
+
+def terms_of(module: Any) -> tuple[torch.Tensor, float, float]:
+    """(weight, epsilon, what is added to the weight) of a norm that `is_plain`."""
+    _, eps, offset = module.forward.args
+    return module.weight, eps, offset
+
+
+def add_and_norm(x: torch.Tensor, residual: torch.Tensor, module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of the sum, the sum) by a norm that `is_plain`."""
+    weight, eps, offset = terms_of(module)
+    return rms_norm(x, weight, residual=residual, eps=eps, weight_offset=offset)
+
+
+def add_with_next_norm(x: torch.Tensor, residual: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    """The sum, with a note of its norm, which ``module`` returns when it gets the sum as it is now."""
+    result, total = add_and_norm(x, residual, module)
+    setattr(total, _NOTE, _Made(module, result, _version(total)))
+    return total
 
 
 def _norm_of(module: nn.Module) -> tuple[str, float] | None:
@@ -62,33 +117,13 @@ def _norm_of(module: nn.Module) -> tuple[str, float] | None:
         return None
     if weight.dtype not in (torch.bfloat16, torch.float16) or weight.shape[0] % 8 or weight.shape[0] > MAX_COLUMNS:
         return None
-    return _known_codes().get(_code_of(type(module)))
+    return _known_codes().get(method_code(type(module), _METHODS))
 
 
 @cache
 def _known_codes() -> dict[Any, tuple[str, float]]:
     found: dict[Any, tuple[str, float]] = {}
-    for name, kind, eps, offset in _KNOWN:
-        try:
-            module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-        except ImportError:  # an older release
-            continue
-        found[_code_of(getattr(module, kind))] = (eps, offset)
+    for file, name, eps, offset in _KNOWN:
+        if (kind := model_class(file, name)) is not None:  # not in an older release
+            found[method_code(kind, _METHODS)] = (eps, offset)
     return found
-
-
-def _code_of(kind: type) -> Any:
-    """What a norm's methods do, whatever they are called and wherever they stand."""
-    return tuple(_instructions(function.__code__) for function in _methods(kind))
-
-
-def _methods(kind: type) -> Iterator[Callable[..., Any]]:
-    for name in ("forward", "_norm"):
-        function = getattr(kind, name, None)
-        if hasattr(function, "__code__"):
-            yield function  # type: ignore[misc]
-
-
-def _instructions(code: CodeType) -> Any:
-    constants = tuple(value for value in code.co_consts if not isinstance(value, str))
-    return code.co_code, constants, code.co_names

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cute_kernels.extend import extend_attention
-from cute_kernels.extend.config import CODED_HEAD_DIMS, HEAD_DIMS, cannot_read, is_coded
+from cute_kernels.extend.config import HEAD_DIMS, cannot_read
 from cute_kernels.integrations.transformers.handle import CachedTokens, token_major
 from cute_kernels.kv_formats import format_of
 
@@ -24,9 +24,7 @@ def can_extend(tokens: CachedTokens) -> bool:
     if head_dim not in HEAD_DIMS or tokens.new_v.shape[3] != head_dim or tokens.new_k.dtype not in _DENSE_FORMATS:
         return False
     k, v = map(format_of, tokens.layer.formats)
-    if is_coded(k) and head_dim not in CODED_HEAD_DIMS:
-        return False
-    return is_coded(k) == is_coded(v) and not (cannot_read(k) or cannot_read(v))
+    return k.is_coded == v.is_coded and not (cannot_read(k) or cannot_read(v))
 
 
 def extend(tokens: CachedTokens, query: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -6,6 +6,7 @@ processes; a program may call it, too, before it makes an engine. One file repla
     linear      weight-only linear layers (AWQ, GPTQ, compressed-tensors)
     attention   decoding from 8-bit KV caches, and from caches in this package's own formats
     moe         layers of experts with 4- and 8-bit weights
+    mla         decoding of latent attention (DeepSeek), over whole contexts and chosen tokens
 
 `environment` has the switches, `versions` what each supported vLLM calls things. What cannot be served here is left
 to vLLM, and one line of its log says why.

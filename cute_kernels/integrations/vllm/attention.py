@@ -5,8 +5,8 @@ not take, vLLM goes on to its own. A layer's step has up to three parts:
 
     decoding            requests with one new token, or all with as many (speculative): append and attention in one call
     first chunks        FlashAttention on the new K and V as they are, which are appended as well
-    continued prompts   few new tokens: decode attention; more: the request's rows are dequantised for FlashAttention
-                        (chunked prefill, prefix hits)
+    continued prompts   extend attention over the cache, all requests in one launch (chunked prefill, prefix hits);
+                        `attention_metadata.Way` has what serves those that it does not read
 """
 
 # vLLM is not installed where types are checked.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -30,10 +31,18 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from cute_kernels import append_and_decode, append_kv, decode_attention, dequantize_kv
+from cute_kernels import append_and_decode, append_kv, decode_attention, dequantize_kv, extend_attention
 from cute_kernels.attention.checks import head_dim_of_row
 from cute_kernels.integrations.vllm import attention_kernels, environment, kv_formats, prepare
-from cute_kernels.integrations.vllm.attention_metadata import Context, Metadata, MetadataBuilder, Piece, decodes_of
+from cute_kernels.integrations.vllm.attention_metadata import (
+    Context,
+    Metadata,
+    MetadataBuilder,
+    Piece,
+    Way,
+    decodes_of,
+    is_invariant,
+)
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.runtime.native import compiler_version
@@ -96,6 +105,10 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True  # `validate_configuration` has the formats for which it is not so
+
+    @classmethod
     def supports_kv_connector(cls) -> bool:
         return False
 
@@ -118,6 +131,9 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         formats = kv_formats.formats_for(kv_cache_dtype)
         reason = kv_formats.reason_against(formats, named["head_size"], named["dtype"])
         reasons += [reason] if reason else []
+        if named.get("use_batch_invariant"):
+            reason = attention_kernels.why_not_invariant(formats, named["head_size"])
+            reasons += [f"VLLM_BATCH_INVARIANT with {reason}"] if reason else []
         reasons += [] if reasons else _missing_kernels(formats, named)
         if not reasons:
             return []
@@ -191,14 +207,16 @@ class CuteKernelsAttentionImpl(AttentionImpl):
         self.sliding_window, self.soft_cap = sliding_window, logits_soft_cap or None
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sinks, self.sink_logits = sinks, None
+        self.sinks, self.sink_logits, self.flash_sinks = sinks, None, None
         self.formats = kv_formats.formats_for(kv_cache_dtype)
         note_served(f"attention {self.formats} {head_size}")
+        self.invariant = is_invariant()
         self.flash_version = fa_utils.get_flash_attn_version(head_size=head_size)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         if self.sinks is not None:
             self.sink_logits = self.sinks.detach().float().contiguous()
+            self.flash_sinks = self.sinks.detach().to(torch.bfloat16)  # FlashAttention-3 takes no others
 
     def forward(
         self,
@@ -219,19 +237,18 @@ class CuteKernelsAttentionImpl(AttentionImpl):
             return output.fill_(0)
         call = _LayerCall(self, layer, kv_cache, attn_metadata)
         first = attn_metadata.num_decode_tokens
-        if first:
+        if first and not self.invariant:
             call.decode(query[:first], key, value, output[:first])
-        for piece in attn_metadata.pieces:
+        pieces = attn_metadata.pieces
+        for piece in (attn_metadata.decoding, *pieces) if first and self.invariant else pieces:
             tokens = piece.tokens
             new = (key[tokens], value[tokens])
             if self.kv_sharing_target_layer_name is None:
                 call.append(*new, tokens)
-            if piece.chunks:
-                call.short_extends(piece, query[tokens], output[tokens])
-            elif piece.context is None:
+            if piece.way is Way.FLASH:
                 call.first_chunks(piece, query[tokens], *new, output[tokens])
             else:
-                call.extends(piece, piece.context, query[tokens], output[tokens])
+                call.continued[piece.way](piece, query[tokens], output[tokens])
         return output
 
 
@@ -245,6 +262,11 @@ class _LayerCall:
             "k_scale": None if impl.formats.k.given_scale is None else layer._k_scale,
             "v_scale": None if impl.formats.v.given_scale is None else layer._v_scale,
         }
+
+    @property
+    def continued(self) -> dict[Way, Callable[[Piece, torch.Tensor, torch.Tensor], None]]:
+        """What attends over the cache for requests whose new tokens are in it already: piece, queries, output."""
+        return {Way.EXTEND: self.extend, Way.PARTS: self.parts, Way.GATHER: self.gathered}
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -283,7 +305,21 @@ class _LayerCall:
     ) -> None:
         self._flash(query, key, value, output, piece.starts, piece.longest, piece.starts, piece.longest)
 
-    def short_extends(self, piece: Piece, query: torch.Tensor, output: torch.Tensor) -> None:
+    def extend(self, piece: Piece, query: torch.Tensor, output: torch.Tensor) -> None:
+        assert piece.seq_lens is not None
+        extend_attention(
+            query.contiguous(),
+            self.k_cache,
+            self.v_cache,
+            piece.seq_lens,
+            cu_seqlens_q=piece.starts,
+            block_table=piece.block_table,
+            num_splits=1 if self.impl.invariant else None,
+            out=output,
+            **self._options,
+        )
+
+    def parts(self, piece: Piece, query: torch.Tensor, output: torch.Tensor) -> None:
         assert piece.seq_lens is not None
         shape = (-1, piece.q_len)
         decode_attention(
@@ -296,7 +332,9 @@ class _LayerCall:
             **self._options,
         )
 
-    def extends(self, piece: Piece, context: Context, query: torch.Tensor, output: torch.Tensor) -> None:
+    def gathered(self, piece: Piece, query: torch.Tensor, output: torch.Tensor) -> None:
+        context = piece.context
+        assert context is not None
         formats, head_size = self.impl.formats, self.impl.head_size
         names: tuple[Any, Any] = (formats.k.name, formats.v.name)
         k, v = (
@@ -333,7 +371,7 @@ class _LayerCall:
             window_size=[-1, -1] if impl.sliding_window is None else [impl.sliding_window - 1, 0],
             softcap=impl.soft_cap or 0.0,
             fa_version=impl.flash_version,
-            s_aux=impl.sinks,
+            s_aux=impl.flash_sinks,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,13 @@ import torch
 from cute_kernels.attention.checks import MAX_Q_LEN, Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import PAGE_TOKENS
-from cute_kernels.attention.features import Features
+from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.schedule import Problem, make_schedule
+from cute_kernels.extend import schedule as extend
+from cute_kernels.extend.compile import ExtendSpec
+from cute_kernels.extend.config import HEAD_DIMS, ExtendConfig, has_token_scale
+from cute_kernels.extend.plan import combine_spec
+from cute_kernels.extend.schedule import choose
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
 from cute_kernels.kv_cache.config import AppendConfig, BulkConfig
 from cute_kernels.runtime.spec import KernelSpec
@@ -23,7 +28,8 @@ class Decodes:
     """The decoding steps of an engine.
 
     batches: requests of a step. q_len: new tokens of a request, at most, where they are speculated. max_seq_len,
-    page_size: of the block table. dtype: of queries.
+    page_size: of the block table. dtype: of queries. invariant: whether extend attention serves
+    them as well, so that a token's result does not depend on the batch.
     """
 
     batches: tuple[int, ...]
@@ -31,6 +37,30 @@ class Decodes:
     max_seq_len: int
     page_size: int
     dtype: torch.dtype
+    invariant: bool = False
+
+
+def can_extend(formats: Any, head_size: int) -> bool:
+    """Whether extend attention reads caches of these formats, K's and V's."""
+    if head_size not in HEAD_DIMS:
+        return False
+    return _extend_config(formats, head_size, "fp16", 16, PLAIN).can_implement() is None
+
+
+def why_not_invariant(formats: Any, head_size: int) -> str | None:
+    """Why a token's result would depend on the batch; None if it does not.
+
+    Extend attention looks at the greatest scale of a tile of V's rows, and a tile has what a prompt's part has.
+    """
+    if not can_extend(formats, head_size):
+        return f"head size {head_size}, which extend attention does not serve"
+    return "a scale for each of V's rows" if has_token_scale(formats.v) else None
+
+
+def _extend_config(formats: Any, head_size: int, q_dtype: str, page_size: int, features: Features) -> ExtendConfig:
+    dense = formats.k.name if not formats.k.is_coded else q_dtype  # a cache of 16 bits is in q's dtype
+    page_tokens = max(size for size in PAGE_TOKENS if page_size % size == 0)
+    return choose(extend.Problem(head_size, formats.k.name, formats.v.name, dense, page_tokens, features))
 
 
 def specs(impls: Iterable[Any], decodes: Decodes, device: torch.device) -> list[KernelSpec]:
@@ -38,16 +68,30 @@ def specs(impls: Iterable[Any], decodes: Decodes, device: torch.device) -> list[
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     found: dict[KernelSpec, None] = {}
     for impl in impls:
-        found.update(dict.fromkeys(_specs_of(impl, decodes, num_sms)))
+        found.update(dict.fromkeys(specs_of(impl, decodes, num_sms)))
     return list(found)
+
+
+def specs_of(impl: Any, decodes: Decodes, num_sms: int) -> list[KernelSpec]:
+    """The kernels of one layer on a GPU of so many SMs."""
+    return list(dict.fromkeys(_specs_of(impl, decodes, num_sms)))
 
 
 def _specs_of(impl: Any, decodes: Decodes, num_sms: int) -> Iterator[KernelSpec]:
     forms, dtype = (impl.formats.k.name, impl.formats.v.name), Q_DTYPES[decodes.dtype]
     yield AppendSpec(AppendConfig(*forms, dtype, impl.head_size, impl.head_size))
     yield AppendSpec(AppendConfig(*forms, dtype, impl.head_size, impl.head_size, leads=True))
-    yield from (BulkSpec(BulkConfig("dequantize", form, dtype, impl.head_size)) for form in forms)
     pages = -(-decodes.max_seq_len // decodes.page_size)
+    if can_extend(impl.formats, impl.head_size):
+        features = replace(_features(impl, 1, pages * decodes.page_size), causal=True)
+        config = _extend_config(impl.formats, impl.head_size, dtype, decodes.page_size, features)
+        yield ExtendSpec(config)
+        if not decodes.invariant:
+            yield combine_spec(config)
+    else:
+        yield from (BulkSpec(BulkConfig("dequantize", form, dtype, impl.head_size)) for form in forms)
+    if decodes.invariant:
+        return
     for q_len, batches, after_append in (
         (1, decodes.batches, True),
         *([(decodes.q_len, decodes.batches, True)] if decodes.q_len > 1 else []),

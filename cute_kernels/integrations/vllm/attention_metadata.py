@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from cute_kernels.attention.checks import MAX_Q_LEN
+from cute_kernels.extend.schedule import count_tiles
 from cute_kernels.integrations.vllm import attention_kernels, prepare
 from cute_kernels.integrations.vllm.attention_kernels import Decodes
 
@@ -40,25 +42,60 @@ class Context:
     longest: int
 
 
+class Way(Enum):
+    """How attention serves a request's new tokens.
+
+    FLASH: they begin the prompt; FlashAttention on K and V as they are.
+    EXTEND: extend attention over the cache, the new tokens among it.
+    PARTS: decode attention, some tokens at a time, each time as a request of its own.
+    GATHER: the request's rows are dequantised for FlashAttention.
+    """
+
+    FLASH = "flash"
+    EXTEND = "extend"
+    PARTS = "parts"
+    GATHER = "gather"
+
+
+@dataclass(frozen=True)
+class Caches:
+    """What the way of a request depends on besides its lengths; of all layers that share a step's metadata.
+
+    Attributes:
+        num_heads, num_kv_heads: of queries, and of K and V.
+        num_sms: of the GPU.
+        extend: whether extend attention reads the caches.
+        invariant: whether a token's result must not depend on what else is in the step. Every prompt is read from the
+            cache then, and decoding requests as well, however they are cut: by extend attention, whose rows know
+            nothing of each other.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    num_sms: int
+    extend: bool
+    invariant: bool = False
+
+
 @dataclass(frozen=True)
 class Piece:
     """Requests side by side in a step that are served alike.
 
     Attributes:
+        way: how.
         requests, tokens: which of the step's.
         starts: int32 [requests + 1], of their new tokens among the piece's.
         longest: new tokens of a request.
-        chunks: where decode attention serves the requests, in how many parts of q_len tokens each; else 0.
-        q_len: new tokens of a part, of which each is a request of its own to decode attention.
-        seq_lens, block_table: of the parts.
-        context: of requests that continue by more than that; None for the others.
+        q_len: of PARTS, new tokens of a part, of which each is a request of its own to decode attention.
+        seq_lens, block_table: of the requests; of PARTS of the parts; None where nobody asks for them.
+        context: of GATHER.
     """
 
+    way: Way
     requests: slice
     tokens: slice
     starts: torch.Tensor
     longest: int
-    chunks: int = 0
     q_len: int = 0
     seq_lens: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
@@ -71,6 +108,7 @@ class Metadata(AttentionMetadata):
 
     Attributes:
         num_decodes, decode_len: the first requests decode, with as many new tokens each.
+        starts: int32 [requests + 1], of each request's new tokens among the step's.
         seq_lens: int32 [requests], new tokens among them. block_table: int32 [requests, pages].
         slot_mapping: int64 [tokens]: page * page size + place of each new token, -1 for none.
         pieces: the other requests.
@@ -78,6 +116,7 @@ class Metadata(AttentionMetadata):
 
     num_decodes: int
     decode_len: int
+    starts: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
@@ -86,6 +125,19 @@ class Metadata(AttentionMetadata):
     @property
     def num_decode_tokens(self) -> int:
         return self.num_decodes * self.decode_len
+
+    @property
+    def decoding(self) -> Piece:
+        """The decoding requests, for extend attention."""
+        return Piece(
+            way=Way.EXTEND,
+            requests=slice(self.num_decodes),
+            tokens=slice(self.num_decode_tokens),
+            starts=self.starts[: self.num_decodes + 1],
+            longest=self.decode_len,
+            seq_lens=self.seq_lens[: self.num_decodes],
+            block_table=self.block_table[: self.num_decodes],
+        )
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
@@ -101,6 +153,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self.page_size = kv_cache_spec.block_size
         layers = vllm_config.compilation_config.static_forward_context
         impls = [layers[name].impl for name in layer_names]
+        self.caches = caches_of(impls, device)
         prepare.load(device, attention_kernels.specs(impls, decodes_of(vllm_config, self.page_size), device))
 
     def build(
@@ -118,6 +171,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         return Metadata(
             num_decodes=decodes,
             decode_len=length,
+            starts=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
@@ -130,24 +184,32 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         lengths = _lengths(common)
         begin = first
         while begin < common.num_reqs:
-            end = piece_end(starts, lengths, begin, common.num_reqs)
-            if kind_of(starts, lengths, begin) != NOTHING:
-                yield self._piece(common, starts, lengths, slice(begin, end))
+            if starts[begin + 1] == starts[begin]:
+                begin += 1
+                continue
+            way = way_of(starts, lengths, begin, self.caches)
+            end = piece_end(starts, lengths, begin, common.num_reqs, self.caches)
+            if way is Way.EXTEND and fits_parts(starts, begin, end, self.caches):
+                way = Way.PARTS
+            yield self._piece(way, common, starts, lengths, slice(begin, end))
             begin = end
 
-    def _piece(self, common: CommonAttentionMetadata, starts: list[int], lengths: list[int], requests: slice) -> Piece:
+    def _piece(
+        self, way: Way, common: CommonAttentionMetadata, starts: list[int], lengths: list[int], requests: slice
+    ) -> Piece:
         begin, end = requests.start, requests.stop
-        new = [starts[i + 1] - starts[i] for i in range(begin, end)]
-        kind = kind_of(starts, lengths, begin)
         piece = Piece(
+            way=way,
             requests=requests,
             tokens=slice(starts[begin], starts[end]),
             starts=common.query_start_loc[begin : end + 1] - starts[begin],
-            longest=max(new),
+            longest=max(starts[i + 1] - starts[i] for i in range(begin, end)),
         )
-        if kind == LONG:
+        if way is Way.EXTEND:
+            return replace(piece, seq_lens=common.seq_lens[requests], block_table=common.block_table_tensor[requests])
+        if way is Way.GATHER:
             return replace(piece, context=self._context(common, lengths[begin:end], requests))
-        return _in_parts(piece, common) if kind == SHORT else piece
+        return _in_parts(piece, common) if way is Way.PARTS else piece
 
     def _context(self, common: CommonAttentionMetadata, lengths: list[int], requests: slice) -> Context:
         table = common.block_table_tensor[requests]
@@ -179,20 +241,52 @@ def decodes_of(vllm_config: Any, page_size: int) -> Decodes:
         max_seq_len=vllm_config.model_config.max_model_len,
         page_size=page_size,
         dtype=vllm_config.model_config.dtype,
+        invariant=is_invariant(),
     )
 
 
-NOTHING, BEGINS, SHORT, LONG = "nothing", "begins", "short", "long"
+def is_invariant() -> bool:
+    """Whether a token's result must not depend on what else is in the step."""
+    from vllm import envs
+
+    return bool(envs.VLLM_BATCH_INVARIANT)
 
 
-def kind_of(starts: list[int], lengths: list[int], request: int) -> str:
-    """How a request is served, by its new tokens and its length."""
+def caches_of(impls: list[Any], device: torch.device) -> Caches:
+    """What layers that share a step's metadata have in common."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return Caches(
+        num_heads=max(impl.num_heads for impl in impls),
+        num_kv_heads=max(impl.num_kv_heads for impl in impls),
+        num_sms=num_sms,
+        extend=all(attention_kernels.can_extend(impl.formats, impl.head_size) for impl in impls),
+        invariant=is_invariant(),
+    )
+
+
+def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) -> Way:
+    """How a request with new tokens is served, by how many they are and by its length."""
     new = starts[request + 1] - starts[request]
-    if new == 0:
-        return NOTHING
-    if lengths[request] == new:
-        return BEGINS
-    return SHORT if part_of(new) * MAX_PARTS >= new else LONG
+    if lengths[request] == new and not caches.invariant:
+        return Way.FLASH
+    if caches.extend:
+        return Way.EXTEND
+    return Way.PARTS if part_of(new) * MAX_PARTS >= new else Way.GATHER
+
+
+def fits_parts(starts: list[int], begin: int, end: int, caches: Caches) -> bool:
+    """Whether decode attention in parts serves some requests sooner than extend attention.
+
+    It does where it has fewer units of work, a part for a KV head, than extend attention has work tiles, or than there
+    are SMs: tiles, unlike parts, are not split. Over 8192 tokens in FP8, 32 and 8 heads, on an H100 (us, parts, tiles):
+    1 x 64 new ones 35, 126; 32 x 16 217, 405; 4 x 128 212, 132; 32 x 64 826, 649.
+    """
+    new, requests = starts[begin + 1] - starts[begin], end - begin
+    if caches.invariant or any(starts[i + 1] - starts[i] != new for i in range(begin, end)):
+        return False
+    parts = new // part_of(new)
+    tiles = count_tiles(new * requests, requests, caches.num_heads, caches.num_kv_heads)
+    return parts <= MAX_PARTS and parts * requests * caches.num_kv_heads <= max(caches.num_sms, tiles)
 
 
 def part_of(new: int) -> int:
@@ -209,20 +303,21 @@ def _in_parts(piece: Piece, common: CommonAttentionMetadata) -> Piece:
         after = torch.arange((chunks - 1) * q_len, -1, -q_len, dtype=torch.int32, device=lengths.device)
         lengths = (lengths[:, None] - after).flatten()
         table = table.repeat_interleave(chunks, dim=0)
-    return replace(piece, chunks=chunks, q_len=q_len, seq_lens=lengths, block_table=table)
+    return replace(piece, q_len=q_len, seq_lens=lengths, block_table=table)
 
 
-def piece_end(starts: list[int], lengths: list[int], begin: int, end: int) -> int:
+def piece_end(starts: list[int], lengths: list[int], begin: int, end: int, caches: Caches) -> int:
     """Where a piece ends that begins with a request: before the first that is served otherwise, or beyond what is
     dequantised at a time."""
-    kind, new, total = kind_of(starts, lengths, begin), starts[begin + 1] - starts[begin], lengths[begin]
+    way, new, total = way_of(starts, lengths, begin, caches), starts[begin + 1] - starts[begin], lengths[begin]
     for request in range(begin + 1, end):
-        if kind_of(starts, lengths, request) != kind:
+        other = starts[request + 1] - starts[request]
+        if other == 0 or way_of(starts, lengths, request, caches) is not way:
             return request
-        if kind == SHORT and starts[request + 1] - starts[request] != new:
+        if way is Way.PARTS and other != new:
             return request
         total += lengths[request]
-        if kind == LONG and total > MAX_CONTEXT:
+        if way is Way.GATHER and total > MAX_CONTEXT:
             return request
     return end
 

@@ -9,6 +9,7 @@ REPLACED = {
     "linear": "weight-only linear layers",
     "attention": "attention over 8-bit KV caches",
     "moe": "experts with 4- and 8-bit weights",
+    "mla": "decoding of MLA",
 }
 """What each seam of `environment.SEAMS` replaces."""
 

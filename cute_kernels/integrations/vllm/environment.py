@@ -10,7 +10,7 @@ import os
 
 SWITCH = "CUTE_KERNELS_VLLM"
 KV_FORMAT = "CUTE_KERNELS_VLLM_KV_FORMAT"
-SEAMS = ("linear", "attention", "moe")
+SEAMS = ("linear", "attention", "moe", "mla")
 """In the order in which they are replaced."""
 
 

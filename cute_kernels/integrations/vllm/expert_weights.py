@@ -109,6 +109,4 @@ def _pack(
         return tensor.unflatten(0, (experts, n // TILE_N))
 
     points = None if packed.zeros is None else apart(packed.zeros)
-    return PackedExperts(
-        apart(packed.codes), apart(packed.scales), points, bits, group_size, (n, k), check_values=False
-    )
+    return PackedExperts(apart(packed.codes), apart(packed.scales), points, packed.format, (n, k), check_values=False)

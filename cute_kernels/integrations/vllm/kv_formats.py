@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cute_kernels.integrations.vllm import environment
-from cute_kernels.kv_formats import ALIASES, FORMATS, HEAD_DIMS, DenseFormat, KvFormat, format_of
+from cute_kernels.kv_formats import ALIASES, FORMATS, HEAD_DIMS, KvFormat, format_of
 
 BY_DTYPE = {
     "fp8": "e4m3_tensor",
@@ -78,7 +78,7 @@ def reason_against(formats: Formats, head_size: int, dtype: torch.dtype) -> str 
     if head_size not in HEAD_DIMS:
         return f"head size {head_size}; supported: {', '.join(map(str, HEAD_DIMS))}"
     for form in (formats.k, formats.v):
-        if isinstance(form, DenseFormat) and form.dtype != dtype:
+        if not form.fits(dtype):
             return f"a {form.name} cache with queries in {dtype}"
     return None
 

@@ -31,6 +31,7 @@ from cute_kernels.linear import PackedWeight
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import GROUP_SIZES, padded_shape, symmetric_zero
+from cute_kernels.weight_formats import WeightFormat, integers
 
 WEIGHT_TYPES = {
     scalar_types.uint4b8: (4, False),
@@ -52,6 +53,10 @@ class Form:
     dtype: torch.dtype
     zero_point: bool
 
+    @property
+    def format(self) -> WeightFormat:
+        return integers(self.bits, self.group_size, self.zero_point)
+
     def problem(self, num_sms: int) -> Problem:
         """The layer as the schedules know it, for one row."""
         return Problem(
@@ -59,10 +64,8 @@ class Form:
             n=self.n,
             k=self.k,
             k_pad=padded_shape((self.n, self.k), self.group_size or None)[1],
-            bits=self.bits,
+            format=self.format,
             dtype=DTYPES[self.dtype],
-            group_size=self.group_size,
-            zero_point=self.zero_point,
             num_sms=num_sms,
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
         )
@@ -167,8 +170,7 @@ class CuteKernelsLinearKernel(MPLinearKernel):
             zeros if form.zero_point else None,
             bias,
             None,
-            form.bits,
-            form.group_size,
+            form.format.key,
             form.n,
             form.k,
             None,

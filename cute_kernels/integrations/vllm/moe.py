@@ -33,6 +33,7 @@ from cute_kernels.linear.weight import GROUP_SIZES, TILE_N, padded_shape
 from cute_kernels.moe.checks import MAX_TOKENS
 from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.weight_formats import integers
 
 logger = logging.getLogger("vllm.cute_kernels")
 
@@ -223,7 +224,8 @@ def _kernels_of(method: Any, layer: Any, source: Source) -> Iterator[KernelSpec]
         size = 0 if group_size == -1 else group_size
         k_pad = padded_shape((n, k), size or None)[1]
         index = prepare.index_of(scales.device)
-        forms.append(ExpertsForm(experts, n, k, k_pad, bits, size, zero_point, scales.dtype, index))
+        form = integers(bits, size, zero_point)
+        forms.append(ExpertsForm(experts, n, k, k_pad, form, scales.dtype, index))
     yield from _asked(method, forms[0], forms[1])
 
 

@@ -22,6 +22,7 @@ class Interface:
         backend_priorities: the module and function that say which attention backends are tried first.
         attention_layer: the module and class of attention layers.
         expert_methods: modules and classes of the methods of layers of experts.
+        mla_backends: modules and classes of the backends whose decoding of MLA is replaced.
     """
 
     tested: str
@@ -36,6 +37,10 @@ class Interface:
         ),
         ("vllm.model_executor.layers.quantization.auto_gptq", "AutoGPTQMoEMethod"),
         ("vllm.model_executor.layers.quantization.auto_awq", "AutoAWQMoEMethod"),
+    )
+    mla_backends: tuple[tuple[str, str], ...] = (
+        ("vllm.v1.attention.backends.mla.flashmla", "FlashMLABackend"),
+        ("vllm.v1.attention.backends.mla.flashmla_sparse", "FlashMLASparseBackend"),
     )
 
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from cute_kernels.linear.arguments import TILES, compile_kernel
 from cute_kernels.linear.portable.config import PortableConfig
-from cute_kernels.linear.wgmma.compile import NUM_ADDRESSES, NUM_INTEGERS, WgmmaSpec
-from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
+from cute_kernels.linear.wgmma.compile import WgmmaSpec
+from cute_kernels.runtime.spec import KernelSpec
 
-KERNEL_MODULES = ("compile", "config", "decode", "kernel")
+KERNEL_MODULES = ("compile", "config", "kernel")
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +26,7 @@ class PortableSpec(KernelSpec):
     family: ClassVar[str] = "linear"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
@@ -45,5 +46,4 @@ def compile_portable(config: PortableConfig, arch: str, *options: str) -> Any:
     """
     from cute_kernels.linear.portable.kernel import PortableKernel
 
-    check_config(config)
-    return compile_matrix_kernel(PortableKernel(config), config.dtype, (NUM_ADDRESSES, NUM_INTEGERS), arch, *options)
+    return compile_kernel(PortableKernel, config, TILES, arch, *options)

@@ -20,9 +20,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.linear.config import SCALE_BYTES, ZERO_BYTES
+from cute_kernels.device.packed_math import PortableMath
+from cute_kernels.linear.config import MMA_N
 from cute_kernels.linear.portable.config import VECTOR_BYTES, PortableConfig
-from cute_kernels.linear.portable.decode import PortableDecoder
 from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.linear.wgmma.places import DensePlaces
 from cute_kernels.linear.wgmma.reading import Channel, StageReader, nothing
@@ -49,10 +49,13 @@ class PortableStore:
     """Every kind of output by way of fp32 in shared memory: stmatrix, which transposes 16-bit results, is sm_90's."""
 
     def __init__(self, config: PortableConfig):
-        self.config, self.epilogue = config, TileEpilogue(config)
+        self.config, self.epilogue = config, TileEpilogue(config, dense=False)
+
+    def prepare(self, operands, shape, store: Store, corner, ordinal: int) -> None:
+        """Nothing."""
 
     @cute.jit
-    def run(self, operands, shape, store: Store, corner, acc, first: int):
+    def run(self, operands, shape, store: Store, corner, acc, first: int, ordinal: int):
         for chunk in cutlass.range_constexpr(len(self.config.chunks)):
             self.epilogue.store_any(operands, shape, store, corner, acc, first, chunk)
 
@@ -61,11 +64,12 @@ class PortableStore:
 
 
 class PortableKernel:
-    """One compiled variant; :class:`PortableConfig` says which."""
+    """One compiled variant; :class:`WgmmaConfig` with `PortableMmaSync` says which."""
 
     def __init__(self, config: PortableConfig):
         self.config, self.places = config, DensePlaces(config)
-        self.decoder = PortableDecoder(config.bits, config.dtype)
+        self.math = PortableMath(config.dtype)
+        self.decoder = config.format.decoder(config.dtype, self.math)
         self.stages = StageReader(config, self.decoder)
         self.channel = Channel(config, self.stages, self.places)
         self.reduction = WorkspaceReduction(config, PortableStore(config), self.places)
@@ -151,8 +155,8 @@ class PortableKernel:
         self.copy_codes(operands, shape, stages, work_tile, k_block, stage, tid)
         self.copy_x(operands, shape, stages, work_tile, k_block, stage, tid)
         config = self.config
-        parts = [(operands.scales, stages.scales, config.scale_stage_bytes, SCALE_BYTES)]
-        parts += [(operands.zeros, stages.zeros, config.zero_stage_bytes, ZERO_BYTES)]
+        parts = [(operands.scales, stages.scales, config.scale_stage_bytes, config.format.group_scale_bytes)]
+        parts += [(operands.zeros, stages.zeros, config.zero_stage_bytes, config.format.group_zero_bytes)]
         for source, target, stage_bytes, group_bytes in parts:
             if stage_bytes:
                 self.copy_groups(source, target + stage * stage_bytes, group_bytes, shape, work_tile, k_block, tid)
@@ -180,11 +184,11 @@ class PortableKernel:
         column = k_block * config.block_k + vector * (VECTOR_BYTES // 2)
         num_bytes = cutlass.select_(column < shape.k, Int32(VECTOR_BYTES), Int32(0))
         column = cutlass.min(column, shape.k - VECTOR_BYTES // 2)
-        target = stages.x + stage * config.x_stage_bytes + row * config.x_pitch + vector * VECTOR_BYTES
+        target = stages.x + stage * config.x_stage_bytes + row * config.mainloop.x_pitch(config) + vector * VECTOR_BYTES
         for first in range(0, config.tile_m, rows):
             token = cutlass.min(work_tile.m_tile * config.tile_m + first + row, shape.m - 1)
             source = operands.x + (Int64(token) * shape.k + column) * 2
-            numbers.copy_async(target + first * config.x_pitch, source, num_bytes)
+            numbers.copy_async(target + first * config.mainloop.x_pitch(config), source, num_bytes)
 
     @cute.jit
     def copy_groups(self, source, target, group_bytes: int, shape, work_tile, k_block, tid):
@@ -235,18 +239,23 @@ class PortableKernel:
         words = self.stages.load_codes(codes)
         groups = [self.stages.load_groups(stages, stage, place, i) for i in range(config.n_tiles)]
         # ldmatrix takes the rows of 8 tokens, for two k16 steps.
-        x = stages.x + stage * config.x_stage_bytes + lane % 8 * config.x_pitch + lane // 8 * VECTOR_BYTES
+        x = (
+            stages.x
+            + stage * config.x_stage_bytes
+            + lane % 8 * config.mainloop.x_pitch(config)
+            + lane // 8 * VECTOR_BYTES
+        )
         tile_acc = config.tile_m // 2
         totals = [acc[i] for i in range(config.thread_acc)]
         for pair in range(0, config.k_block_steps, 2):
             b = [
-                ptx.load_matrix_x4(x, block * 8 * config.x_pitch + pair * STEP_K * 2, transpose=False)
-                for block in range(config.m_fragments)
+                ptx.load_matrix_x4(x, block * 8 * config.mainloop.x_pitch(config) + pair * STEP_K * 2, transpose=False)
+                for block in range(config.tile_m // MMA_N)
             ]
             for step in (pair, pair + 1):
                 for i in range(config.n_tiles):
                     a = self.fragment(words[i], step, groups[i] or channel[i : i + 1], place.masks)
-                    for block in range(config.m_fragments):
+                    for block in range(config.tile_m // MMA_N):
                         first = i * tile_acc + 4 * block
                         part = b[block][2 * (step - pair) : 2 * (step - pair) + 2]
                         dtype = MMA_DTYPE[config.dtype]
@@ -261,4 +270,4 @@ class PortableKernel:
         registers = decoder.fragment(words[step // decoder.steps], step % decoder.steps, offsets, masks)
         if not config.group_size:
             return registers
-        return [decoder.scaled(register, scales[i % 2]) for i, register in enumerate(registers)]
+        return [self.math.multiply(register, scales[i % 2]) for i, register in enumerate(registers)]

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, TILE_M_SIZES, PortableConfig
+from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, TILE_M_SIZES, PortableConfig, portable_config
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.schedule import MAX_SPLITS, TileSchedule, schedule_of
+from cute_kernels.weight_formats import integers
 
 RESIDENT = 3  # CTAs of an SM, by their registers
 MAX_STAGES = 6
@@ -65,20 +66,16 @@ def candidate_configs(problem: Problem) -> list[PortableConfig]:
 
 
 def config_of(problem: Problem, tile_m: int, n_tiles: int) -> PortableConfig:
-    weight = problem.bits, problem.dtype, problem.group_size, problem.zero_point
-    config = PortableConfig(*weight, tile_m=tile_m, n_tiles=n_tiles)
+    config = portable_config(problem.format, problem.dtype, tile_m, n_tiles)
     return replace(config, num_stages=max(2, min(MAX_STAGES, MOST_SHARED_BYTES // config.stage_bytes)))
 
 
 def example_configs() -> list[PortableConfig]:
     """What the gates compile for every architecture: each way of decoding, of scaling, each number of tokens."""
     formats = [
-        (4, "bf16", 128, False, 64),
-        (4, "fp16", 32, True, 16),
-        (8, "bf16", 64, True, 32),
-        (8, "fp16", 0, False, 16),
+        (integers(4), "bf16", 64),
+        (integers(4, 32, True), "fp16", 16),
+        (integers(8, 64, True), "bf16", 32),
+        (integers(8, None), "fp16", 16),
     ]
-    return [
-        config_of(Problem(tile_m, 8192, 8192, 8192, bits, dtype, group_size, zero_point), tile_m, 2)
-        for bits, dtype, group_size, zero_point, tile_m in formats
-    ]
+    return [config_of(Problem(tile_m, 8192, 8192, 8192, form, dtype), tile_m, 2) for form, dtype, tile_m in formats]

@@ -19,9 +19,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.linear.wgmma.config import WARPGROUP_THREADS, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.epilogue import TileEpilogue
 from cute_kernels.linear.wgmma.places import Places, corner_of
+from cute_kernels.linear.wgmma.policies import WARPGROUP_THREADS
 
 JOIN = 9  # number of the first barrier of warpgroups that interleave k blocks, behind those of kernels and epilogues
 VECTOR_WORDS = 4
@@ -134,6 +135,15 @@ class ClusterReduction:
         cute.arch.cluster_wait()
 
     @cute.jit
+    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
+        """Of the tiles that the CTA stores."""
+        for i in cutlass.range_constexpr(self.config.n_tiles):
+            tile = first_tile + i
+            if self.partials.exists(tile, i) & (self.partials.owner(tile) == work_tile.split) & (k_rank == 0):
+                corner = corner_of(self.config, self.places, shape, work_tile, tile)
+                self.epilogue.prepare(operands, shape, store, corner, i // self.config.cluster)
+
+    @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
         """Adds up the parts of the CTA's warpgroups, publishes tiles that others store, loads and stores its own."""
         config, rank = self.config, work_tile.split
@@ -152,7 +162,7 @@ class ClusterReduction:
             if self.partials.exists(tile, i) & (self.partials.owner(tile) == rank) & (k_rank == 0):
                 self.partials.load(memory, store, tile, acc, i)
                 corner = corner_of(config, self.places, shape, work_tile, tile)
-                self.epilogue.run(operands, shape, store, corner, acc, i * (config.tile_m // 2))
+                self.epilogue.run(operands, shape, store, corner, acc, i * (config.tile_m // 2), i // config.cluster)
 
     def end(self) -> None:
         """Waits for the store."""

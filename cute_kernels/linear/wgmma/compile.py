@@ -6,26 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from cute_kernels.linear.arguments import LIMB_BLOCKS, LIMB_ROWS, LIMB_TILES, TILES, compile_kernel
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig, LimbRowsConfig, WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
+from cute_kernels.runtime.spec import KernelSpec
 
-SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
+SHARED_MODULES = ("arguments", "config", "epilogue", "work")  # of the room
 KERNEL_MODULES = (
     "cluster_reduction", "compile", "config", "consumers", "epilogue", "few_rows", "kernel", "limb_blocks",
-    "limb_kernel", "limb_rows", "limbs", "limbs_ahead", "loads", "memory", "places", "reading", "reduction",
-    "register_mainloop", "synchronous", "tiles", "tma_store",
+    "limb_kernel", "limb_rows", "limbs", "limbs_ahead", "loads", "memory", "places", "policies", "reading", "reduction",
+    "register_mainloop", "residual", "synchronous", "tiles", "tma_store",
 )  # fmt: skip
 RESIDENT_MODULES = (
     "resident_config", "resident_early", "resident_kernel", "resident_loads", "resident_mainloop", "resident_rows",
 )  # fmt: skip
 LIMB_MODULES = (
-    "config", "limb_rows", "limbs", "loads", "places", "reading", "resident_config", "resident_rows", "tiles",
+    "config", "limb_rows", "limbs", "loads", "places", "policies", "reading", "resident_config", "resident_rows",
+    "tiles",
 )  # fmt: skip
-NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
-NUM_LIMB_INTEGERS = NUM_INTEGERS + 1  # where x comes in limbs
-ROWS_COUNTS = (4, 3)  # addresses and integers of the launch that makes them,
-BLOCKS_COUNTS = (1, 2)  # and of that which makes them in blocks
 
 
 def limb_roots() -> tuple[Path, ...]:
@@ -46,14 +44,15 @@ class WgmmaSpec(KernelSpec):
     family: ClassVar[str] = "linear"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
         """The modules that say what the kernel is, not all of the room: the others change nothing that is compiled."""
         folder = Path(__file__).resolve().parent
         shared = tuple(folder.parent / f"{name}.py" for name in SHARED_MODULES)
-        return shared + tuple(folder / f"{name}.py" for name in KERNEL_MODULES)
+        own = tuple(folder / f"{name}.py" for name in KERNEL_MODULES)
+        return *shared, *own, *self.config.format.sources()
 
     def compile(self, arch: str) -> Any:
         return compile_wgmma(self.config, arch)
@@ -81,25 +80,31 @@ class LimbRowsSpec(KernelSpec):
     family: ClassVar[str] = "linear"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
         folder = Path(__file__).resolve().parent
-        return tuple(folder / f"{name}.py" for name in ("compile", "config", "limb_rows"))
+        return tuple(folder / f"{name}.py" for name in ("compile", "config", "limb_rows", "policies"))
 
     def compile(self, arch: str) -> Any:
         return compile_limb_rows(self.config, arch)
 
 
 @dataclass(frozen=True, eq=False)
-class LimbBlocksSpec(LimbRowsSpec):
-    """The same of limbs in blocks: takes what `LimbBlocksKernel.__call__` describes."""
+class LimbBlocksSpec(KernelSpec):
+    """The kernel that makes limbs of rows of x in blocks: takes what `LimbBlocksKernel.__call__` describes."""
 
     config: LimbBlocksConfig
+    family: ClassVar[str] = "linear"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), Path(__file__).resolve().with_name("limb_blocks.py")
+        folder = Path(__file__).resolve().parent
+        return tuple(folder / f"{name}.py" for name in ("compile", "config", "limb_blocks", "limb_rows", "policies"))
 
     def compile(self, arch: str) -> Any:
         return compile_limb_blocks(self.config, arch)
@@ -109,16 +114,14 @@ def compile_limb_rows(config: LimbRowsConfig, arch: str, *options: str) -> Any:
     """As `compile_wgmma`."""
     from cute_kernels.linear.wgmma.limb_rows import LimbRowsKernel
 
-    check_config(config)
-    return compile_matrix_kernel(LimbRowsKernel(config), config.dtype, ROWS_COUNTS, arch, *options)
+    return compile_kernel(LimbRowsKernel, config, LIMB_ROWS, arch, *options)
 
 
 def compile_limb_blocks(config: LimbBlocksConfig, arch: str, *options: str) -> Any:
     """As `compile_wgmma`."""
     from cute_kernels.linear.wgmma.limb_blocks import LimbBlocksKernel
 
-    check_config(config)
-    return compile_matrix_kernel(LimbBlocksKernel(config), config.dtype, BLOCKS_COUNTS, arch, *options)
+    return compile_kernel(LimbBlocksKernel, config, LIMB_BLOCKS, arch, *options)
 
 
 def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
@@ -129,16 +132,12 @@ def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
     from cute_kernels.linear.wgmma.kernel import WgmmaKernel
     from cute_kernels.linear.wgmma.limb_kernel import LimbWgmmaKernel
 
-    check_config(config)
-    counts = (NUM_ADDRESSES, NUM_LIMB_INTEGERS if config.limbs else NUM_INTEGERS)
-    kernel = (LimbWgmmaKernel if config.limbs else WgmmaKernel)(config)
-    return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)
+    kind, arguments = (LimbWgmmaKernel, LIMB_TILES) if config.limbs else (WgmmaKernel, TILES)
+    return compile_kernel(kind, config, arguments, arch, *options)
 
 
 def compile_resident(config: ResidentConfig, arch: str, *options: str) -> Any:
     """As `compile_wgmma`."""
     from cute_kernels.linear.wgmma.resident_kernel import ResidentKernel
 
-    check_config(config)
-    counts = (NUM_ADDRESSES, NUM_INTEGERS)
-    return compile_matrix_kernel(ResidentKernel(config), config.dtype, counts, arch, *options)
+    return compile_kernel(ResidentKernel, config, TILES, arch, *options)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from cute_kernels.device import ptx
 from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.linear.wgmma.epilogue import Store
 from cute_kernels.linear.wgmma.places import Places, parts_of
@@ -60,14 +62,20 @@ class Consumers:
         self.reduction.begin()
         for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
             work_tile = scheduler.work_tile(index)
-            first_tile = self.stages.first_tile(group)
+            first_tile, k_rank = self.stages.first_tile(group), self.stages.k_rank(group)
+            # Nothing of these places is kept for the tile's end: all registers belong to the products.
+            alone = (
+                replace(store, tid=ptx.pinned(Int32(store.tid))),
+                replace(work_tile, split=ptx.pinned(Int32(work_tile.split))),
+            )
+            self.reduction.prepare(operands, shape, *alone, first_tile, k_rank)
             acc.fill(0.0)
             channel = self.channel.load(operands, shape, work_tile, first_tile, place)
             state = (stage, phase, last)
             present = parts_of(config, self.places, shape, work_tile)
             stage, phase, last = self.multiply_parts(acc, memory, work_tile, place, channel, state, teller, present, 1)
             self.mainloop.finish(acc, memory, work_tile, place, channel, last, teller)
-            self.reduction.finish(operands, shape, memory, store, work_tile, acc, first_tile, self.stages.k_rank(group))
+            self.reduction.finish(operands, shape, memory, store, work_tile, acc, first_tile, k_rank)
         self.reduction.end()
 
     @cute.jit

@@ -15,9 +15,11 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.linear import epilogue
-from cute_kernels.linear.config import BF16, FP16, NO_ACTIVATION, SWIGLU
-from cute_kernels.linear.wgmma.config import WARPGROUP_THREADS, WgmmaConfig
+from cute_kernels.linear.config import BF16, FP16, GELU, NO_ACTIVATION, SILU, SWIGLU
+from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.places import Corner
+from cute_kernels.linear.wgmma.policies import WARPGROUP_THREADS
+from cute_kernels.linear.wgmma.residual import BUFFERS, ResidualChunks
 from cute_kernels.linear.wgmma.tma_store import TmaStore
 from layouts.weights.hopper import TILE_N
 
@@ -25,6 +27,7 @@ VECTOR = epilogue.VECTOR
 ROW_BYTES = 2 * TILE_N  # of a token's results of a tile in 16 bits
 PACKED_PITCH = ROW_BYTES + 16  # so that eight rows of 16 bytes are in different banks
 PACKED_VECTOR = 8  # results of 16 bytes
+MOST_GELU_M = 64  # rows of x of a tile whose accumulators gelu is computed of where they lie
 GATED_PITCH = ROW_BYTES // 2 + 16  # of a token's results where two rows of W make one
 
 
@@ -40,21 +43,58 @@ class Store:
 
 
 class TileEpilogue:
-    """The store policy of a consumer warpgroup: staged, or by TMA where results are plain and in 16 bits."""
+    """The store policy of a consumer warpgroup: staged, or by TMA where results are plain and in 16 bits.
 
-    def __init__(self, config: WgmmaConfig):
-        self.config = config
+    Args:
+        dense: whether of a dense product: results may have a residual, and activations of one feature each. Experts
+            have neither; should they, `store_any` serves them.
+    """
+
+    def __init__(self, config: WgmmaConfig, *, dense: bool = True):
+        self.config, self.dense = config, dense
         self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
         self.tma_store = TmaStore(config)
+        self.residuals = ResidualChunks(config)
 
     @cute.jit
-    def run(self, operands, shape, store: Store, corner: Corner, acc, first: int):
-        """Stores the tile whose accumulators are accumulators[first : first + tokens / 2]."""
+    def prepare(self, operands, shape, store: Store, corner: Corner, ordinal: int):
+        """Before a work tile's products: asks for the residual of the ``ordinal``-th tile that is to be stored."""
+        if const_expr(self.dense and self.residuals.is_early(ordinal, 0)):
+            if self.adds_chunks(operands, shape):
+                self.wait_stored(store)
+                self.residuals.bring_first(operands, shape, store, corner, ordinal, early=True)
+
+    def adds_chunks(self, operands, shape):
+        """Whether the residual is added in 16 bits, 16 bytes at a time; `store_any` takes any other."""
+        own_kind = FP16 if self.config.dtype == "fp16" else BF16
+        plain = (shape.out_kind == own_kind) & (shape.activation == NO_ACTIVATION) & (shape.n % PACKED_VECTOR == 0)
+        return plain & (operands.residual != 0) & ((operands.residual | operands.out) % 16 == 0)
+
+    @cute.jit
+    def run(self, operands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
+        """Stores the tile whose accumulators are accumulators[first : first + tokens / 2].
+
+        ordinal: of the tile, among those of its work tile that the warpgroup stores, as `prepare` was told.
+        """
+        if const_expr(self.dense):
+            if self.adds_chunks(operands, shape):
+                self.add_bias(operands, shape, store, corner, acc, first)
+                self.store_sums(operands, shape, store, corner, acc, first, ordinal)
+            else:
+                self.run_plain(operands, shape, store, corner, acc, first)
+        else:
+            self.run_plain(operands, shape, store, corner, acc, first)
+
+    @cute.jit
+    def run_plain(self, operands, shape, store: Store, corner: Corner, acc, first: int):
+        """As `run`, of whatever has no residual that is added in chunks."""
         own_kind = FP16 if self.config.dtype == "fp16" else BF16
         plain = (shape.out_kind == own_kind) & (operands.residual == 0) & (operands.out % 16 == 0)
-        if plain & (shape.activation == NO_ACTIVATION) & (shape.n % PACKED_VECTOR == 0):
+        if plain & self.is_by_feature(shape.activation) & (shape.n % PACKED_VECTOR == 0):
             self.add_bias(operands, shape, store, corner, acc, first)
-            if const_expr(self.config.bulk_stores):
+            if const_expr(self.dense):
+                self.activate(shape, acc, first)
+            if const_expr(self.config.store.by_tma):
                 self.tma_store.store(operands, store, corner, acc, first)
             else:
                 for chunk in cutlass.range_constexpr(len(self.config.chunks)):
@@ -69,12 +109,62 @@ class TileEpilogue:
 
     def finish(self) -> None:
         """Behind the last work tile: nothing, or waits until TMA has read what it stores."""
-        if self.config.bulk_stores:
+        if self.config.store.by_tma:
             self.tma_store.finish()
 
     def wait(self, store: Store):
         """For all threads of the warpgroup."""
         cute.arch.barrier(barrier_id=store.warpgroup + 1, number_of_threads=WARPGROUP_THREADS)
+
+    def is_by_feature(self, activation):
+        """Whether results leave one for each feature, of accumulators that `activate` serves."""
+        if not self.dense:
+            return activation == NO_ACTIVATION
+        return activation != SWIGLU if self.config.own_m <= MOST_GELU_M else activation < GELU
+
+    @cute.jit
+    def activate(self, shape, acc, first: int):
+        """silu or gelu of a tile's accumulators, in registers.
+
+        gelu is some 30 instructions for each of them: of more it would be more code than an SM fetches in that time.
+        """
+        if shape.activation == SILU:
+            for i in cutlass.range_constexpr(self.config.own_m // 2):
+                acc[first + i] = epilogue.silu(acc[first + i])
+        if const_expr(self.config.own_m <= MOST_GELU_M):
+            if shape.activation == GELU:
+                for i in cutlass.range_constexpr(self.config.own_m // 2):
+                    acc[first + i] = epilogue.gelu(acc[first + i])
+
+    # -- with a residual ----------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_sums(self, operands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
+        """Adds the residual of a tile, chunk by chunk, and stores the sums."""
+        residuals = self.residuals
+        if const_expr(not residuals.is_early(ordinal, 0)):
+            self.wait_stored(store)
+        residuals.bring_first(operands, shape, store, corner, ordinal, early=False)
+        for chunk in cutlass.range_constexpr(len(self.config.chunks)):
+            residuals.wait(chunk)
+            self.wait(store)
+            residuals.add(store, acc, first + self.config.chunks[chunk][0] // 2, ordinal, chunk)
+            if const_expr(self.config.store.by_tma):
+                self.tma_store.send(operands, store, corner, residuals.number(ordinal, chunk), chunk)
+            else:
+                self.wait(store)
+                residuals.store(operands, shape, store, corner, ordinal, chunk)
+            if const_expr(residuals.has_following(chunk)):
+                self.wait_stored(store)
+                residuals.bring(operands, shape, store, corner, ordinal, chunk + BUFFERS)
+
+    @cute.jit
+    def wait_stored(self, store: Store):
+        """Until what the warpgroup has staged has left shared memory, or been read by all of its threads."""
+        if const_expr(self.config.store.by_tma):
+            if store.row_warp == 0:
+                self.tma_store.finish()
+        self.wait(store)
 
     # -- 16 bytes at a time -------------------------------------------------------------------------------------------
 

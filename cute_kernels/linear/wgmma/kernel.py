@@ -21,13 +21,21 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from cute_kernels.linear.wgmma import policies
 from cute_kernels.linear.wgmma.cluster_reduction import ClusterReduction
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.consumers import Consumers, Mainloop
 from cute_kernels.linear.wgmma.epilogue import TileEpilogue
 from cute_kernels.linear.wgmma.limbs import LimbMainloop, Shift
 from cute_kernels.linear.wgmma.limbs_ahead import AheadMainloop
-from cute_kernels.linear.wgmma.loads import ELEMENTS, ActivationLoads, TmaLoads, WeightLoads, prefetch_k_blocks
+from cute_kernels.linear.wgmma.loads import (
+    ELEMENTS,
+    ActivationLoads,
+    TmaLoads,
+    WeightLoads,
+    prefetch_biases,
+    prefetch_k_blocks,
+)
 from cute_kernels.linear.wgmma.memory import Memory, allocate, init_barriers
 from cute_kernels.linear.wgmma.places import DensePlaces, Places
 from cute_kernels.linear.wgmma.reading import Channel, StageReader
@@ -52,19 +60,20 @@ def make_mainloop(
 
     masks_by_lane: as of `RegisterMainloop`. x_scale_shift: as of `LimbReader`.
     """
-    if config.limbs:
-        return (AheadMainloop if config.ahead else LimbMainloop)(config, stages, x_scale_shift)
+    if isinstance(config.mainloop, policies.Limbs):
+        return (AheadMainloop if config.mainloop.ahead else LimbMainloop)(config, stages, x_scale_shift)
     channel = Channel(config, stages, places)
-    if config.synchronous:
+    if isinstance(config.mainloop, policies.MmaSync):
         return SynchronousMainloop(config, stages, channel, masks_by_lane=masks_by_lane)
     return RegisterMainloop(config, stages, channel, masks_by_lane=masks_by_lane)
 
 
 def make_reduction(config: WgmmaConfig, epilogue: TileEpilogue, places: Places) -> Reduction:
     """The reduction that a configuration names."""
-    if config.dsmem_reduction:
+    if config.reduction.dsmem:
         return ClusterReduction(config, epilogue, places)
-    return (RowExchange if config.cluster > 1 else WorkspaceReduction)(config, epilogue, places)
+    is_exchange = isinstance(config.reduction, policies.RowExchange)
+    return (RowExchange if is_exchange else WorkspaceReduction)(config, epilogue, places)
 
 
 def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> dict[str, Any]:
@@ -79,6 +88,8 @@ class TileRoles:
 
     Args:
         table_bytes: of shared memory for a table of tiles, which grouped products have.
+        dense: whether of a dense product, whose first work tile is known before any table is.
+        waits: whether `begin` waits for the launch before, which may still be running.
     """
 
     def __init__(
@@ -89,8 +100,12 @@ class TileRoles:
         activations: ActivationLoads,
         consumers: Consumers,
         table_bytes: int = 0,
+        *,
+        dense: bool = False,
+        waits: bool = False,
     ):
         self.config, self.places, self.table_bytes = config, places, table_bytes
+        self.dense, self.waits = dense, waits
         self.weights, self.activations, self.consumers = weights, activations, consumers
 
     @property
@@ -113,12 +128,18 @@ class TileRoles:
         tiles. The first ones, of products of one tile of rows, it asks for before anything else. CTAs of a cluster are
         to see nothing but barriers, which have a fence of their own. An arrival that releases all that was written
         waits for the memory of the GPU, 1.1 us before the first copy.
+
+        A launch may begin while the one before it is running. What it asks into L2 depends on nobody; all else, weights
+        too, which that launch may have written, is read after the wait of the warp that makes barriers.
         """
         config = self.config
         if warp == self.weight_warp:
             if lane == 0:
+                cute.arch.griddepcontrol_launch_dependents()
                 prefetch_k_blocks(config, self.places, operands, shape, scheduler)
                 self.init_barriers(memory)
+                if const_expr(self.waits):
+                    cute.arch.griddepcontrol_wait()
                 if const_expr(self.weights.asks_first):
                     self.weights.copy_first(operands, shape, memory, scheduler)
             cute.arch.sync_warp()
@@ -145,6 +166,8 @@ class TileRoles:
             cute.arch.setmaxregister_decrease(config.producer_registers)
             if warp == config.consumer_warps:
                 self.activations.copy(shape, memory, scheduler, copy_x, x_view)
+            elif const_expr(self.dense):
+                prefetch_biases(config, self.places, operands, shape, scheduler, lane)
         else:
             cute.arch.setmaxregister_increase(config.consumer_registers)
             self.consumers.multiply(operands, shape, memory, scheduler, self.consumers.lane(shape, warp, lane))
@@ -169,7 +192,7 @@ class WgmmaKernel:
         self.consumers = Consumers(config, stages, places, mainloop, reduction)
         self.activations = TmaLoads(config, places)
         weights = WeightLoads(config, places, asks_first=config.one_m_tile)
-        self.roles = TileRoles(config, places, weights, self.activations, self.consumers)
+        self.roles = TileRoles(config, places, weights, self.activations, self.consumers, dense=True, waits=True)
 
     @cute.jit
     def __call__(
@@ -207,9 +230,9 @@ class WgmmaKernel:
         sizes = dense_sizes(config, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind)
         shape = Shape(*sizes, grid=dense_grid(config, sizes[0], num_tiles, whole, splits))
         operands = Operands(Int64(0), codes, scales, zeros, bias, residual, out, workspace)
-        if const_expr(config.bulk_stores):
+        if const_expr(config.store.by_tma):
             operands = self.epilogue.tma_store.operands(operands, shape.m, n)
-        options = launch_options(config, num_ctas, stream, use_pdl=False)
+        options = launch_options(config, num_ctas, stream, use_pdl=True)
         self.kernel(operands, shape, copy_x, x_view).launch(**options)
 
     @cute.kernel

@@ -15,15 +15,19 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels.device import ptx
-from cute_kernels.linear.wgmma.config import LIMB_GROUP, ROW_SCALE_BYTES, WGMMA_N_STEP
-from cute_kernels.linear.wgmma.limb_rows import GROUP_BYTES, GROUP_LANES, PIECE_BYTES, LimbRowsKernel
+from cute_kernels.linear.wgmma.config import LimbBlocksConfig
+from cute_kernels.linear.wgmma.limb_rows import GROUP_BYTES, GROUP_LANES, PIECE_BYTES, RowLimbs
+from cute_kernels.linear.wgmma.policies import LIMB_GROUP, ROW_SCALE_BYTES, WGMMA_N_STEP
 
 
-class LimbBlocksKernel(LimbRowsKernel):
+class LimbBlocksKernel:
     """One compiled variant; :class:`.config.LimbBlocksConfig` says which."""
 
+    def __init__(self, config: LimbBlocksConfig):
+        self.config, self.limbs = config, RowLimbs(config.dtype)
+
     @cute.jit
-    def __call__(self, x: cute.Tensor, out: Int64, rows: Int32, groups: Int32, stream):  # type: ignore[override]
+    def __call__(self, x: cute.Tensor, out: Int64, rows: Int32, groups: Int32, stream):
         """Launches over rows, and groups of 128 inputs.
 
         x: [m, k] of 16-bit elements, k a multiple of 8, on 16 bytes. rows: of a block, a multiple of 8; those behind
@@ -40,7 +44,7 @@ class LimbBlocksKernel(LimbRowsKernel):
         )
 
     @cute.kernel
-    def kernel(self, x: Int64, out: Int64, m: Int32, row_pieces: Int32, groups: Int32):  # type: ignore[override]
+    def kernel(self, x: Int64, out: Int64, m: Int32, row_pieces: Int32, groups: Int32):
         thread, _, _ = cute.arch.thread_idx()
         row, part, _ = cute.arch.block_idx()
         rows, _, _ = cute.arch.grid_dim()
@@ -49,8 +53,8 @@ class LimbBlocksKernel(LimbRowsKernel):
         # In this order: what comes next reads weights without waiting for limbs.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        words = self.load(x, row, group * GROUP_LANES + lane, cutlass.select_(row < m, row_pieces, Int32(0)))
-        scale, limbs = self.split(words, lane)
+        words = self.limbs.load(x, row, group * GROUP_LANES + lane, cutlass.select_(row < m, row_pieces, Int32(0)))
+        scale, limbs = self.limbs.split(words, lane)
         if group < groups:
             ptx.store_global(out + (Int64(group) * (rows * GROUP_BYTES) + self.place(row, rows, lane)), limbs)
             if lane == 0:

@@ -11,7 +11,7 @@ from cutlass import Int32, Int64
 
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.wgmma.config import ROW_SCALE_BYTES, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.consumers import Consumers
 from cute_kernels.linear.wgmma.epilogue import TileEpilogue
 from cute_kernels.linear.wgmma.few_rows import FewRowsShape, few_rows_scheduler, few_rows_sizes
@@ -19,6 +19,7 @@ from cute_kernels.linear.wgmma.kernel import TileRoles, launch_options, make_mai
 from cute_kernels.linear.wgmma.limb_rows import GROUP_BYTES
 from cute_kernels.linear.wgmma.loads import WeightLoads, product
 from cute_kernels.linear.wgmma.places import DensePlaces
+from cute_kernels.linear.wgmma.policies import ROW_SCALE_BYTES
 from cute_kernels.linear.wgmma.reading import StageReader
 from cute_kernels.linear.work import Operands
 
@@ -71,7 +72,7 @@ class LimbWgmmaKernel:
         reduction = make_reduction(config, TileEpilogue(config), places)
         self.consumers = Consumers(config, stages, places, mainloop, reduction)
         weights = WeightLoads(config, places, asks_first=True)
-        self.roles = TileRoles(config, places, weights, LimbBlockLoads(config), self.consumers)
+        self.roles = TileRoles(config, places, weights, LimbBlockLoads(config), self.consumers, dense=True)
 
     @cute.jit
     def __call__(

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 
 from cute_kernels.linear.wgmma.compile import LimbBlocksSpec, LimbRowsSpec
-from cute_kernels.linear.wgmma.config import (
+from cute_kernels.linear.wgmma.config import LimbBlocksConfig, LimbRowsConfig, WgmmaConfig
+from cute_kernels.linear.wgmma.policies import (
     LIMB_GROUP,
     LIMB_TILE_M,
     ROW_LIMB_BYTES,
     ROW_SCALE_BYTES,
     X_SCALE_ALIGNMENT,
-    LimbBlocksConfig,
-    LimbRowsConfig,
-    WgmmaConfig,
 )
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.memory import Blank, blank, empty_strided

@@ -34,11 +34,68 @@ CODE_UNIT_BITS = 4  # bytes of codes are 16 times the codes
 MAGIC = 0x4B400000  # 1.5 * 2**23: added to a float it leaves the nearest integer in the lower bits
 
 
+class RowLimbs:
+    """How a lane makes limbs of its 8 inputs of a row, wherever they go."""
+
+    def __init__(self, dtype: str):
+        self.dtype = dtype
+
+    @cute.jit
+    def load(self, x, row, piece, row_pieces):
+        """A lane's 8 inputs, packed; zeros behind the end of the row."""
+        words = cute.make_rmem_tensor(4, Uint32)
+        words.fill(0)
+        if piece < row_pieces:
+            loaded = ptx.load_global_words(x + (Int64(row) * row_pieces + piece) * PIECE_BYTES, 0, 4, constant=False)
+            for i in cutlass.range_constexpr(4):
+                words[i] = loaded[i]
+        return [words[i] for i in range(4)]
+
+    def split(self, words, lane) -> tuple[Any, list[Any]]:
+        """(bits of what a code's byte times a limb counts, 16 limbs of the lane): even lanes high ones, odd low."""
+        values = [half for word in words for half in self.to_floats(word)]
+        largest = lanes.in_pairs(cutlass.max, [Int32(ptx.absolute(value).bitcast(Uint32)) for value in values])
+        largest = lanes.over_lanes(cutlass.max, largest, lanes.neighbours(GROUP_LANES))
+        factor, scale = self.scales_of(largest)
+        fixed = [ptx.fma(value, factor, Uint32(MAGIC).bitcast(Float32)).bitcast(Uint32) for value in values]
+        low = self.bytes_of(fixed, 0)
+        high = self.bytes_of([one + Uint32(128) for one in fixed], 1)
+        odd = (lane & 1) == 1
+        own = [cutlass.select_(odd, b, a) for a, b in zip(high, low, strict=True)]
+        given = [cutlass.select_(odd, a, b) for a, b in zip(high, low, strict=True)]
+        came = [cute.arch.shuffle_sync_bfly(word, offset=1) for word in given]
+        first = [cutlass.select_(odd, b, a) for a, b in zip(own, came, strict=True)]
+        second = [cutlass.select_(odd, a, b) for a, b in zip(own, came, strict=True)]
+        return scale, [
+            ptx.prmt(first[i], second[i], Uint32(selector)) for i in range(2) for selector in (0x5140, 0x7362)
+        ]
+
+    def scales_of(self, largest) -> tuple[Any, Any]:
+        """(the power of two that makes fixed point of inputs, bits of its reciprocal over a code's k block)."""
+        exponent = cutlass.max((largest + ROUND_UP) >> FRACTION_BITS, LEAST_EXPONENT)
+        factor = Uint32((254 + TOP_EXPONENT - exponent) << FRACTION_BITS).bitcast(Float32)
+        scale = (exponent - TOP_EXPONENT - CODE_UNIT_BITS) << FRACTION_BITS
+        finite = largest < INFINITY
+        return factor, cutlass.select_(finite, Uint32(scale), Uint32(0x7FFFFFFF))
+
+    def bytes_of(self, words, byte: int) -> list[Any]:
+        """A byte of each of eight words, packed."""
+        pair = byte | (4 + byte) << 4
+        halves = [ptx.prmt(words[i], words[i + 1], Uint32(pair)) for i in range(0, 8, 2)]
+        return [ptx.prmt(halves[i], halves[i + 1], Uint32(0x5410)) for i in (0, 2)]
+
+    def to_floats(self, word) -> list[Any]:
+        """Both elements of a packed pair."""
+        if self.dtype == "bf16":
+            return [ptx.bf16x2_low_to_float(word), ptx.bf16x2_high_to_float(word)]
+        return [ptx.half2_low_to_float(word), ptx.half2_high_to_float(word)]
+
+
 class LimbRowsKernel:
     """One compiled variant; :class:`LimbRowsConfig` says which."""
 
     def __init__(self, config: LimbRowsConfig):
-        self.config = config
+        self.config, self.limbs = config, RowLimbs(config.dtype)
 
     @cute.jit
     def __call__(
@@ -96,60 +153,10 @@ class LimbRowsKernel:
             row = Int32(ptx.load_global_words(rows + Int64(place) * 4, 0, 1, constant=False)[0])
         if place < count:
             piece = group * GROUP_LANES + lane
-            words = self.load(x, row, piece, row_pieces)
-            scale, limbs = self.split(words, lane)
+            words = self.limbs.load(x, row, piece, row_pieces)
+            scale, limbs = self.limbs.split(words, lane)
             if group < groups:
                 target = out + (Int64(place) * groups + group) * GROUP_BYTES
                 ptx.store_global(target + ((lane & 1) * (GROUP_BYTES // 2) + (lane >> 1) * PIECE_BYTES), limbs)
                 if lane == 0:
                     ptx.store_global(scales + (Int64(group) * pitch + place) * 4, [scale])
-
-    @cute.jit
-    def load(self, x, row, piece, row_pieces):
-        """A lane's 8 inputs, packed; zeros behind the end of the row."""
-        words = cute.make_rmem_tensor(4, Uint32)
-        words.fill(0)
-        if piece < row_pieces:
-            loaded = ptx.load_global_words(x + (Int64(row) * row_pieces + piece) * PIECE_BYTES, 0, 4, constant=False)
-            for i in cutlass.range_constexpr(4):
-                words[i] = loaded[i]
-        return [words[i] for i in range(4)]
-
-    def split(self, words, lane) -> tuple[Any, list[Any]]:
-        """(bits of what a code's byte times a limb counts, 16 limbs of the lane): even lanes high ones, odd low."""
-        values = [half for word in words for half in self.to_floats(word)]
-        largest = lanes.in_pairs(cutlass.max, [Int32(ptx.absolute(value).bitcast(Uint32)) for value in values])
-        largest = lanes.over_lanes(cutlass.max, largest, lanes.neighbours(GROUP_LANES))
-        factor, scale = self.scales_of(largest)
-        fixed = [ptx.fma(value, factor, Uint32(MAGIC).bitcast(Float32)).bitcast(Uint32) for value in values]
-        low = self.bytes_of(fixed, 0)
-        high = self.bytes_of([one + Uint32(128) for one in fixed], 1)
-        odd = (lane & 1) == 1
-        own = [cutlass.select_(odd, b, a) for a, b in zip(high, low, strict=True)]
-        given = [cutlass.select_(odd, a, b) for a, b in zip(high, low, strict=True)]
-        came = [cute.arch.shuffle_sync_bfly(word, offset=1) for word in given]
-        first = [cutlass.select_(odd, b, a) for a, b in zip(own, came, strict=True)]
-        second = [cutlass.select_(odd, a, b) for a, b in zip(own, came, strict=True)]
-        return scale, [
-            ptx.prmt(first[i], second[i], Uint32(selector)) for i in range(2) for selector in (0x5140, 0x7362)
-        ]
-
-    def scales_of(self, largest) -> tuple[Any, Any]:
-        """(the power of two that makes fixed point of inputs, bits of its reciprocal over a code's k block)."""
-        exponent = cutlass.max((largest + ROUND_UP) >> FRACTION_BITS, LEAST_EXPONENT)
-        factor = Uint32((254 + TOP_EXPONENT - exponent) << FRACTION_BITS).bitcast(Float32)
-        scale = (exponent - TOP_EXPONENT - CODE_UNIT_BITS) << FRACTION_BITS
-        finite = largest < INFINITY
-        return factor, cutlass.select_(finite, Uint32(scale), Uint32(0x7FFFFFFF))
-
-    def bytes_of(self, words, byte: int) -> list[Any]:
-        """A byte of each of eight words, packed."""
-        pair = byte | (4 + byte) << 4
-        halves = [ptx.prmt(words[i], words[i + 1], Uint32(pair)) for i in range(0, 8, 2)]
-        return [ptx.prmt(halves[i], halves[i + 1], Uint32(0x5410)) for i in (0, 2)]
-
-    def to_floats(self, word) -> list[Any]:
-        """Both elements of a packed pair."""
-        if self.config.dtype == "bf16":
-            return [ptx.bf16x2_low_to_float(word), ptx.bf16x2_high_to_float(word)]
-        return [ptx.half2_low_to_float(word), ptx.half2_high_to_float(word)]

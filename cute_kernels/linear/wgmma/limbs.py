@@ -28,7 +28,8 @@ from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.wgmma.config import LIMB_GROUP, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import LIMB_GROUP
 from cute_kernels.linear.wgmma.reading import StageReader, nothing
 from layouts.weights.hopper import STEP_K, TILE_N
 
@@ -163,8 +164,12 @@ class LimbReader:
     def load_scales(self, memory, stage, place, tile: int) -> list[Any]:
         """Scales of the thread's two rows of a tile, fp32."""
         row = (place.row // TILE_N + tile) * TILE_N + place.row % TILE_N
-        address = memory.scales + stage * self.config.scale_stage_bytes + row * 2
-        return [self.stages.to_float(ptx.load_shared_part(address, 16 * half, 2)) for half in range(2)]
+        size = self.config.format.scale_bytes
+        address = memory.scales + stage * self.config.scale_stage_bytes + row * size
+        return [
+            self.stages.to_float(self.stages.decoder.scale_word(ptx.load_shared_part(address, 8 * size * half, size)))
+            for half in range(2)
+        ]
 
     def x_scale_place(self, work_tile):
         """Bytes from a stage's scales of x to that of the thread's first row."""

@@ -11,11 +11,12 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.config import SCALE_BYTES, ZERO_BYTES
-from cute_kernels.linear.wgmma.config import TMA_TILE_K, X_SCALE_ALIGNMENT, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.places import Places, parts_of
+from cute_kernels.linear.wgmma.policies import TMA_TILE_K, X_SCALE_ALIGNMENT
 from layouts.weights.hopper import TILE_BYTES
 
+BIAS_STEP = 32  # output features whose biases a lane asks for: half a line, as they may begin anywhere
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
@@ -167,8 +168,8 @@ class WeightLoads:
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.weight_stage_bytes)
         address = Int32(barrier.toint())
         tile_bytes = config.k_block_tiles * TILE_BYTES
-        group_bytes = config.k_block_groups * SCALE_BYTES
-        zero_bytes = config.k_block_groups * ZERO_BYTES
+        group_bytes = config.k_block_groups * config.format.group_scale_bytes
+        zero_bytes = config.k_block_groups * config.format.group_zero_bytes
         for i in range(config.block_tiles):
             tile = self.places.weight_tile(shape, work_tile, i)
             ptx.bulk_copy_to_shared(
@@ -181,14 +182,14 @@ class WeightLoads:
                 group = product(tile, shape.scale_groups) + first_group(config, k_block)
                 ptx.bulk_copy_to_shared(
                     memory.scales + stage * config.scale_stage_bytes + i * group_bytes,
-                    operands.scales + group * SCALE_BYTES,
+                    operands.scales + group * config.format.group_scale_bytes,
                     Int32(group_bytes),
                     address,
                 )
-                if config.zero_point:
+                if config.format.has_zeros:
                     ptx.bulk_copy_to_shared(
                         memory.zeros + stage * config.zero_stage_bytes + i * zero_bytes,
-                        operands.zeros + group * ZERO_BYTES,
+                        operands.zeros + group * config.format.group_zero_bytes,
                         Int32(zero_bytes),
                         address,
                     )
@@ -209,6 +210,18 @@ def prefetch_k_blocks(config: WgmmaConfig, places: Places, operands, shape, sche
     for i in range(config.block_tiles):
         first = product(places.weight_tile(shape, work_tile, i), shape.k_blocks) + work_tile.begin
         numbers.prefetch_bulk_if(inside, operands.codes + first * k_block_bytes, Int32(k_blocks * k_block_bytes))
+
+
+def prefetch_biases(config: WgmmaConfig, places: Places, operands, shape, scheduler, lane) -> None:
+    """Asks for the biases of the first work tile into L2: half a line a lane; one warp.
+
+    Its consumers load them when the accumulators are complete, and would wait for memory then.
+    """
+    work_tile = scheduler.work_tile(scheduler.first)
+    row = work_tile.block * config.block_rows + lane * BIAS_STEP
+    there = (operands.bias != 0) & (lane < config.block_rows // BIAS_STEP) & (row < shape.n)
+    address = operands.bias + Int64(places.bias_place(shape, work_tile, row)) * 2
+    numbers.prefetch_line_if(cutlass.select_(there, Int32(1), Int32(0)), address)
 
 
 def first_group(config: WgmmaConfig, k_block) -> Any:

@@ -9,7 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.linear.wgmma.config import TMA_TILE_ALIGNMENT, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import TMA_TILE_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,7 @@ def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> Memory:
     x_scales = Int32(0)
     if const_expr(config.limbs):
         x_scales = smem.allocate(config.x_scale_bytes, byte_alignment=128).toint()
-    alignment = TMA_TILE_ALIGNMENT if config.bulk_stores else 128
-    staging = smem.allocate(config.warpgroups * config.staging_bytes, byte_alignment=alignment)
+    staging = smem.allocate(config.warpgroups * config.staging_bytes, byte_alignment=config.store.alignment)
     partials = Int32(0)
     if const_expr(config.partials_bytes):
         partials = smem.allocate(config.partials_bytes, byte_alignment=128).toint()

@@ -46,7 +46,7 @@ class DensePlaces:
 
     def rows_of(self, shape, work_tile) -> tuple[Any, Any]:
         first = work_tile.m_tile * self.config.tile_m
-        if const_expr(self.config.cuts_rows):
+        if const_expr(self.config.reduction.cuts_rows):
             part = self.config.part_m
             first = first + work_tile.split * part
             return first, cutlass.min(shape.m, cutlass.select_(work_tile.splits > 1, first + part, shape.m))
@@ -77,7 +77,7 @@ def parts_with(config: WgmmaConfig, rows) -> Any:
         return Int32(1)
     bits = config.part_m.bit_length() - 1
     present = cutlass.min((rows + (config.part_m - 1)) >> bits, config.row_parts)
-    return cutlass.max(present, 1) if config.cuts_rows else present
+    return cutlass.max(present, 1) if config.reduction.cuts_rows else present
 
 
 def corner_of(config: WgmmaConfig, places: Places, shape, work_tile, index, token=0) -> Corner:

@@ -10,11 +10,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.device.ring import advance, advance_by
-from cute_kernels.linear.decode import Decoder, SubnormalDecoder
 from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.linear.wgmma.places import Places
 from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.weight_formats.decoder import CodeDecoder
 from layouts.weights.hopper import TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile
@@ -33,11 +34,10 @@ class Lane:
     fits: Any = None  # of resident limbs: whether all of x that the CTA needs is made at once
 
 
-def make_decoder(config: WgmmaConfig) -> Decoder:
+def make_decoder(config: WgmmaConfig) -> CodeDecoder:
     """What makes numbers of codes."""
-    if config.scales_codes:
-        return SubnormalDecoder(config.bits, config.dtype, config.zero_point)
-    return Decoder(config.bits, config.dtype)
+    make = config.format.scaling_decoder if config.scales_codes else config.format.decoder
+    return make(config.dtype, HopperMath(config.dtype))
 
 
 class StageReader:
@@ -47,7 +47,7 @@ class StageReader:
         decoder: makes numbers of codes.
     """
 
-    def __init__(self, config: WgmmaConfig, decoder: Decoder | None = None):
+    def __init__(self, config: WgmmaConfig, decoder: CodeDecoder | None = None):
         self.config = config
         self.decoder = decoder or make_decoder(config)
 
@@ -114,7 +114,7 @@ class StageReader:
 
     def load_groups(self, memory, stage, place: Lane, tile: int) -> list[Any]:
         """[group of the k block] (scales, offsets) of the thread's two rows of a tile; scales are packed pairs."""
-        config = self.config
+        config, size = self.config, self.config.format.scale_bytes
         scales = memory.scales + stage * config.scale_stage_bytes
         zeros = memory.zeros + stage * config.zero_stage_bytes
         # The rows of a group of a tile lie together, the groups of a tile behind each other.
@@ -122,10 +122,11 @@ class StageReader:
         groups = []
         for group in range(config.k_block_groups):
             at = (first_tile + tile) * (config.k_block_groups * TILE_N) + group * TILE_N + row
-            found = [ptx.load_shared_part(scales + at * 2, 16 * half, 2) for half in range(2)]
-            pairs = [ptx.prmt(word, word, Uint32(0x1010)) for word in found]
+            found = [ptx.load_shared_part(scales + at * size, 8 * size * half, size) for half in range(2)]
+            words = [self.decoder.scale_word(word) for word in found]
+            pairs = [ptx.prmt(word, word, Uint32(0x1010)) for word in words]
             points = [self.decoder.symmetric_zero] * 2
-            if config.zero_point:
+            if config.format.has_zeros:
                 points = [ptx.load_shared_part(zeros + at, 8 * half, 1) for half in range(2)]
             groups.append((pairs, self.decoder.row_numbers(pairs, points)))
         return groups
@@ -164,15 +165,18 @@ class Channel:
 
     def load(self, operands, shape, work_tile, first_tile, place: Lane) -> list[Any]:
         """[tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
-        config, decoder = self.config, self.stages.decoder
+        config, decoder, size = self.config, self.stages.decoder, self.config.format.scale_bytes
         channel = []
         if not config.group_size:
             for i in range(config.n_tiles):
                 tile = self.places.weight_tile(shape, work_tile, first_tile + i)
                 row = Int64(tile) * TILE_N + place.row % TILE_N
-                words = [numbers.load_global_part(operands.scales + row * 2, 16 * half, 2) for half in range(2)]
+                found = [
+                    numbers.load_global_part(operands.scales + row * size, 8 * size * half, size) for half in range(2)
+                ]
+                words = [decoder.scale_word(word) for word in found]
                 points = [decoder.symmetric_zero] * 2
-                if config.zero_point:
+                if config.format.has_zeros:
                     points = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
                 channel.append(([self.stages.to_float(word) for word in words], decoder.row_numbers(None, points)))
         return channel

@@ -1,8 +1,8 @@
 """How parts of K are added up, and who stores the result: three of the values of the reduction policy.
 
 The fourth and fifth, through the shared memory of a cluster tile by tile, are in `.cluster_reduction` and
-`.resident_early`. All have `begin`, before the first work tile, `finish`, of a work tile's accumulators, and `end`,
-behind the last one.
+`.resident_early`. All have `begin`, before the first work tile, `prepare`, before a work tile's products, `finish`, of
+its accumulators, and `end`, behind the last one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.linear.wgmma.config import WARPGROUP_THREADS, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
-from cute_kernels.linear.wgmma.places import Places, corner_of
+from cute_kernels.linear.wgmma.places import Corner, Places, corner_of
+from cute_kernels.linear.wgmma.policies import WARPGROUP_THREADS
 from cute_kernels.sm90 import EMPTY_WORD
 
 VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next, of a part of K
@@ -30,6 +31,8 @@ class Reduction(Protocol):
 
     def begin(self) -> None: ...
 
+    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank) -> None: ...
+
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank) -> None: ...
 
     def end(self) -> None: ...
@@ -38,7 +41,9 @@ class Reduction(Protocol):
 class TileStore(Protocol):
     """How a warpgroup's tile of finished accumulators reaches the output: `.epilogue.TileEpilogue` and its like."""
 
-    def run(self, operands, shape, store, corner, acc, first: int) -> None: ...
+    def prepare(self, operands, shape, store, corner, ordinal: int) -> None: ...
+
+    def run(self, operands, shape, store, corner, acc, first: int, ordinal: int) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -53,16 +58,24 @@ class WorkspaceReduction:
         """Nothing."""
 
     @cute.jit
+    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
+        """Of the tiles that are stored here."""
+        if (work_tile.split == work_tile.splits - 1) | const_expr(self.config.reduction.cuts_rows):
+            for i in cutlass.range_constexpr(self.config.n_tiles):
+                corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
+                self.epilogue.prepare(operands, shape, store, corner, i)
+
+    @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
         """See `Reduction`."""
         config = self.config
         tile_acc = config.tile_m // 2
-        if const_expr(config.splits_k):
+        if const_expr(config.reduction.splits_k):
             self.combine(operands, store, work_tile, acc)
-        if (work_tile.split == work_tile.splits - 1) | const_expr(config.cuts_rows):
+        if (work_tile.split == work_tile.splits - 1) | const_expr(config.reduction.cuts_rows):
             for i in cutlass.range_constexpr(config.n_tiles):
                 corner = corner_of(config, self.places, shape, work_tile, first_tile + i)
-                self.epilogue.run(operands, shape, store, corner, acc, i * tile_acc)
+                self.epilogue.run(operands, shape, store, corner, acc, i * tile_acc, i)
 
     def end(self) -> None:
         """Waits for the store."""
@@ -119,12 +132,19 @@ class RowExchange:
     def begin(self) -> None:
         """Nothing."""
 
+    def corner(self, shape, work_tile, first_tile) -> Corner:
+        """Of the CTA's share of the rows of x."""
+        token = work_tile.split * self.config.own_m
+        return corner_of(self.config, self.places, shape, work_tile, first_tile, token)
+
+    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank) -> None:
+        """Of the CTA's share."""
+        self.epilogue.prepare(operands, shape, store, self.corner(shape, work_tile, first_tile), 0)
+
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank) -> None:
         """See `Reduction`."""
         self.join(store, memory.x_address, work_tile.split, acc)
-        token = work_tile.split * self.config.own_m
-        corner = corner_of(self.config, self.places, shape, work_tile, first_tile, token)
-        self.epilogue.run(operands, shape, store, corner, acc, 0)
+        self.epilogue.run(operands, shape, store, self.corner(shape, work_tile, first_tile), acc, 0, 0)
         cute.arch.cluster_wait()  # until nobody reads this CTA's accumulators any more
 
     def end(self) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
-from cute_kernels.device import ptx, wgmma
-from cute_kernels.linear.wgmma.config import TMA_TILE_K, WgmmaConfig
+from cute_kernels.device import wgmma
+from cute_kernels.device.packed_math import HopperMath
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import TMA_TILE_K, RegisterWgmma
 from cute_kernels.linear.wgmma.reading import Channel, Lane, StageReader, nothing, nothing_by_lane
 from layouts.weights.hopper import STEP_K
 
@@ -27,8 +29,11 @@ class RegisterMainloop:
         masks_by_lane: whether masks are made so that no uniform register holds them; see `nothing_by_lane`.
     """
 
-    def __init__(self, config: WgmmaConfig, stages: StageReader, channel: Channel, *, masks_by_lane: bool):
+    def __init__(
+        self, config: WgmmaConfig[RegisterWgmma], stages: StageReader, channel: Channel, *, masks_by_lane: bool
+    ):
         self.config, self.stages, self.channel = config, stages, channel
+        self.math = HopperMath(config.dtype)
         self.nothing = nothing_by_lane if masks_by_lane else nothing
 
     def masks(self, shape, lane):
@@ -55,15 +60,15 @@ class RegisterMainloop:
 
         acc: [tile of the warpgroup][tile_m / 2]. last: the stage before; teller: whether this lane releases it.
         """
-        config = self.config
+        config, mainloop = self.config, self.config.mainloop
         codes = memory.codes + stage * config.code_stage_bytes + place.code_offset
         words = self.stages.load_codes(codes)
         groups = [self.stages.load_groups(memory, stage, place, i) for i in range(config.n_tiles)]
         x = wgmma.descriptor(memory.x_address + cute.arch.make_warp_uniform(stage) * config.x_stage_bytes)
         tile_acc = config.tile_m // 2
         totals = [[acc[i * tile_acc + j] for j in range(tile_m // 2)] for i in range(config.n_tiles)]
-        for part in range(config.k_block_steps // config.group_steps):
-            steps = range(part * config.group_steps, (part + 1) * config.group_steps)
+        for part in range(config.k_block_steps // mainloop.group_steps):
+            steps = range(part * mainloop.group_steps, (part + 1) * mainloop.group_steps)
             operands = [
                 self.fragment(words[i], step, groups[i] or channel[i : i + 1], place.masks)
                 for step in steps
@@ -79,8 +84,8 @@ class RegisterMainloop:
                     totals[i] = wgmma.mma(totals[i], a, b, dtype=MMA_DTYPE[config.dtype])
             wgmma.commit()
             # The oldest group is done: its operands' registers are free for the next one's.
-            wgmma.wait(config.in_flight)
-            if part == config.in_flight - 1:
+            wgmma.wait(mainloop.in_flight)
+            if part == mainloop.in_flight - 1:
                 self.stages.release(memory, last, teller)
         for i in range(config.n_tiles):
             for j in range(tile_m // 2):
@@ -93,8 +98,7 @@ class RegisterMainloop:
         registers = decoder.fragment(words[step // decoder.steps], step % decoder.steps, rows, masks)
         if decoder.scales_weights or not config.group_size:
             return registers
-        multiply = ptx.mul_bf16x2 if config.dtype == "bf16" else ptx.mul_f16x2
-        return [multiply(register, scales[i % 2]) for i, register in enumerate(registers)]
+        return [self.math.multiply(register, scales[i % 2]) for i, register in enumerate(registers)]
 
     def finish(self, acc, memory, work_tile, place: Lane, channel, last, teller) -> None:
         """Waits for the last MMAs, releases their stage, and applies scales that hold for all of K."""

@@ -20,7 +20,6 @@ from cutlass import Int32
 
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.config import SCALE_BYTES
 from cute_kernels.linear.wgmma.cluster_reduction import Partials
 from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS
 from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
@@ -115,15 +114,16 @@ class OrderedLoads:
     def copy_stage(self, memory, stage, k_block, begins) -> None:
         """Asks for a k block of tiles that `TileOrder.in_order` has: one of each warpgroup, then the next ones."""
         config, group, tile_bytes = self.config, first_group(self.config, k_block), tile_bytes_of(self.config)
+        scale_bytes = config.format.group_scale_bytes
         for i, tiles in enumerate(begins):
             barrier = self.order.barrier(memory, stage, i)
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(tiles) * (tile_bytes + SCALE_BYTES))
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(tiles) * (tile_bytes + scale_bytes))
             address = Int32(barrier.toint())
             for place, (codes, scales) in tiles:
                 target = memory.codes + stage * config.code_stage_bytes + place * tile_bytes
                 ptx.bulk_copy_to_shared(target, codes + k_block * tile_bytes, Int32(tile_bytes), address)
-                target = memory.scales + stage * config.scale_stage_bytes + place * SCALE_BYTES
-                ptx.bulk_copy_to_shared(target, scales + group * SCALE_BYTES, Int32(SCALE_BYTES), address)
+                target = memory.scales + stage * config.scale_stage_bytes + place * scale_bytes
+                ptx.bulk_copy_to_shared(target, scales + group * scale_bytes, Int32(scale_bytes), address)
 
 
 class EarlyReduction:
@@ -151,6 +151,15 @@ class EarlyReduction:
                 self.partials.publish(memory, store, rank, tile, acc, i)
 
     @cute.jit
+    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
+        """Of the CTA's own tiles."""
+        for i in cutlass.range_constexpr(self.order.published, self.config.n_tiles):
+            tile = first_tile + self.order.place(i, work_tile.split)
+            if self.exists(tile):
+                corner = corner_of(self.config, self.places, shape, work_tile, tile)
+                self.epilogue.prepare(operands, shape, store, corner, i - self.order.published)
+
+    @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
         """Adds up and stores the CTA's own tiles; the others' have been published."""
         for i in cutlass.range_constexpr(self.order.published, self.config.n_tiles):
@@ -158,7 +167,8 @@ class EarlyReduction:
             if self.exists(tile):
                 self.partials.load(memory, store, tile, acc, i)
                 corner = corner_of(self.config, self.places, shape, work_tile, tile)
-                self.epilogue.run(operands, shape, store, corner, acc, i * (self.config.tile_m // 2))
+                first, ordinal = i * (self.config.tile_m // 2), i - self.order.published
+                self.epilogue.run(operands, shape, store, corner, acc, first, ordinal)
 
     def end(self) -> None:
         """Waits for the store."""

@@ -23,7 +23,7 @@ from cute_kernels.linear.wgmma.consumers import Consumers
 from cute_kernels.linear.wgmma.epilogue import TileEpilogue
 from cute_kernels.linear.wgmma.few_rows import FewRowsShape, few_rows_scheduler, few_rows_sizes
 from cute_kernels.linear.wgmma.kernel import launch_options
-from cute_kernels.linear.wgmma.loads import ELEMENTS, prefetch_k_blocks, tma_tiles_layout
+from cute_kernels.linear.wgmma.loads import ELEMENTS, prefetch_biases, prefetch_k_blocks, tma_tiles_layout
 from cute_kernels.linear.wgmma.memory import allocate
 from cute_kernels.linear.wgmma.places import DensePlaces
 from cute_kernels.linear.wgmma.reading import StageReader
@@ -34,6 +34,7 @@ from cute_kernels.linear.wgmma.resident_loads import ResidentWeights, StageLoads
 from cute_kernels.linear.wgmma.resident_mainloop import ChunkLoop, EachKBlock, KBlocksAhead, ResidentMainloop
 from cute_kernels.linear.wgmma.resident_rows import K_BLOCK_TMA_TILES, ResidentLimbs
 from cute_kernels.linear.work import Operands
+from cute_kernels.sm90 import WARP_THREADS
 
 START_BARRIER = 15  # of the CTA, before the first stage is waited for
 
@@ -54,7 +55,7 @@ class ResidentKernel:
         self.weights: ResidentWeights
         loop: ChunkLoop
         reduction: Reduction
-        if config.publishes_early:
+        if config.reduction.early:
             order = TileOrder(config)
             self.weights = OrderedLoads(config, self.places, order)
             reduction = EarlyReduction(config, epilogue, self.places, order)
@@ -62,7 +63,7 @@ class ResidentKernel:
         else:
             self.weights = StageLoads(config, self.places)
             reduction = ClusterReduction(config, epilogue, self.places)
-            loop = (KBlocksAhead if config.ahead else EachKBlock)(config, stages)
+            loop = (KBlocksAhead if config.mainloop.ahead else EachKBlock)(config, stages)
         self.limbs = ResidentLimbs(config)
         mainloop = ResidentMainloop(config, self.limbs, loop)
         self.consumers = Consumers(config, stages, self.places, mainloop, reduction)
@@ -94,7 +95,7 @@ class ResidentKernel:
         sizes = few_rows_sizes(config, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind)
         shape = ResidentShape(*sizes, reserved=Int32(1))
         operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
-        options = launch_options(config, num_ctas, stream, use_pdl=False)
+        options = launch_options(config, num_ctas, stream, use_pdl=True)
         self.kernel(operands, shape, copy_x, x_view).launch(**options)
 
     @cute.kernel
@@ -104,7 +105,7 @@ class ResidentKernel:
         num_ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        layout = tma_tiles_layout(config, config.tile_m, K_BLOCK_TMA_TILES * config.resident_k_blocks)
+        layout = tma_tiles_layout(config, config.tile_m, K_BLOCK_TMA_TILES * config.mainloop.k_blocks)
         memory = allocate(config, layout, ELEMENTS[config.dtype], 0)
         scheduler = few_rows_scheduler(config, shape, cta, num_ctas)
         self.limbs.attach(operands, shape, memory, copy_x, x_view)
@@ -112,16 +113,20 @@ class ResidentKernel:
             # All of a launch waits for the first weights: they are asked for before anybody else is told of barriers.
             if lane == 0:
                 work_tile = scheduler.work_tile(scheduler.first)
+                cute.arch.griddepcontrol_launch_dependents()
                 prefetch_k_blocks(config, self.places, operands, shape, scheduler)
                 self.weights.init_barriers(memory)
+                cute.arch.griddepcontrol_wait()
                 self.weights.copy_first(operands, shape, memory, work_tile)
             cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             # For whoever publishes. Barriers are all that was written, and have had their fence.
             cute.arch.cluster_arrive_relaxed()
+            prefetch_biases(config, self.places, operands, shape, scheduler, WARP_THREADS - 1 - lane)
             self.weights.copy_following(operands, shape, memory, scheduler, lane)
         else:
             cute.arch.cluster_arrive_relaxed()
+            cute.arch.griddepcontrol_wait()  # for whoever makes x
             fits = self.limbs.make_first(shape, memory, scheduler, warp, lane)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             self.consumers.multiply(

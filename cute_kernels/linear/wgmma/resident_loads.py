@@ -14,7 +14,6 @@ from cutlass import Int32
 
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.config import SCALE_BYTES
 from cute_kernels.linear.wgmma.loads import first_group, product
 from cute_kernels.linear.wgmma.memory import Memory, init_barriers
 from cute_kernels.linear.wgmma.places import Places
@@ -45,7 +44,8 @@ def tile_bytes_of(config: ResidentConfig) -> int:
 
 def tile_begins(config: ResidentConfig, places: Places, operands, shape, work_tile) -> list[tuple[Any, Any]]:
     """Where the codes and the scales of each of a work tile's tiles begin."""
-    tile_codes, tile_scales = shape.k_blocks * tile_bytes_of(config), shape.scale_groups * SCALE_BYTES
+    tile_codes = shape.k_blocks * tile_bytes_of(config)
+    tile_scales = shape.scale_groups * config.format.group_scale_bytes
     tiles = [places.weight_tile(shape, work_tile, i) for i in range(config.block_tiles)]
     return [
         (operands.codes + product(tile, tile_codes), operands.scales + product(tile, tile_scales)) for tile in tiles
@@ -83,7 +83,7 @@ class StageLoads:
     def copy_stage(self, memory, stage, k_block, begins) -> None:
         """Asks for a k block of tiles that begin as `tile_begins` has it."""
         config, barrier = self.config, memory.full + stage
-        tile_bytes = tile_bytes_of(config)
+        tile_bytes, scale_bytes = tile_bytes_of(config), config.format.group_scale_bytes
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.weight_stage_bytes)
         address = Int32(barrier.toint())
         group = first_group(config, k_block)
@@ -95,8 +95,8 @@ class StageLoads:
                 address,
             )
             ptx.bulk_copy_to_shared(
-                memory.scales + stage * config.scale_stage_bytes + i * SCALE_BYTES,
-                scales + group * SCALE_BYTES,
-                Int32(SCALE_BYTES),
+                memory.scales + stage * config.scale_stage_bytes + i * scale_bytes,
+                scales + group * scale_bytes,
+                Int32(scale_bytes),
                 address,
             )

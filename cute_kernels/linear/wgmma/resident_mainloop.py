@@ -65,7 +65,7 @@ class ResidentMainloop:
         the producer warp goes on meanwhile, and consumers catch up. The chunk before the first is empty.
         """
         stage, phase, x_phase = state
-        half = self.config.resident_k_blocks // 2
+        half = self.config.mainloop.k_blocks // 2
         size = cutlass.select_(place.fits != 0, work_tile.end - work_tile.begin, Int32(half))
         count = (work_tile.end - work_tile.begin + half - 1) // half
         count = cutlass.select_(place.fits != 0, Int32(1), count)

@@ -13,7 +13,7 @@ the low ones, pieces of 16 bytes exchanged among eight rows as 128-byte swizzlin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -21,8 +21,8 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import lanes, numbers, ptx
-from cute_kernels.linear.wgmma.config import LIMB_GROUP, ROW_LIMB_BYTES, TMA_TILE_K, WGMMA_N_STEP, LimbRowsConfig
-from cute_kernels.linear.wgmma.limb_rows import MAGIC, LimbRowsKernel
+from cute_kernels.linear.wgmma.limb_rows import MAGIC, RowLimbs
+from cute_kernels.linear.wgmma.policies import LIMB_GROUP, ROW_LIMB_BYTES, TMA_TILE_K, WGMMA_N_STEP
 from cute_kernels.linear.wgmma.reading import Lane
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.sm90 import WARP_THREADS
@@ -60,29 +60,30 @@ class Source:
     barrier: Any  # that counts their bytes
 
 
-class RowsRoom(Protocol):
-    """What of a configuration says how limbs are made; its fields are those of `ResidentConfig`."""
+@dataclass(frozen=True)
+class RowsRoom:
+    """How limbs of a CTA are made.
 
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def tile_m(self) -> int: ...
-    @property
-    def consumer_warps(self) -> int: ...
-    @property
-    def resident_k_blocks(self) -> int: ...
-    @property
-    def loads(self) -> bool: ...
+    Attributes:
+        k_blocks: of x that there is room for.
+        loads: whether consumer warps load x; if not, it comes by TMA.
+    """
+
+    dtype: str
+    tile_m: int
+    consumer_warps: int
+    k_blocks: int
+    loads: bool = True
 
 
 class ResidentRows:
     """What the consumer warps of a :class:`.resident_kernel.ResidentKernel` do with x."""
 
-    constant = True  # whether nobody writes x while the kernel runs
+    constant = False  # whether nobody writes x while the kernel runs: the launch before may, until it is waited for
 
-    def __init__(self, config: RowsRoom):
-        self.config = config
-        self.limb_rows = LimbRowsKernel(LimbRowsConfig(config.dtype))
+    def __init__(self, room: RowsRoom):
+        self.room = room
+        self.limb_rows = RowLimbs(room.dtype)
 
     def source(self, operands, shape, memory, copy_x, x_view) -> Source:
         """x of a launch."""
@@ -92,7 +93,7 @@ class ResidentRows:
     @property
     def tma_tile(self) -> tuple[int, int, int]:
         """What TMA brings at a time: rows, inputs, blocks of inputs."""
-        return self.config.tile_m, TMA_TILE_K, K_BLOCK_TMA_TILES
+        return self.room.tile_m, TMA_TILE_K, K_BLOCK_TMA_TILES
 
     def k_block_copy(self, x, layout) -> tuple[Any, Any]:
         """What brings a k block of x into TMA tiles one behind the other, and x as k blocks are taken from it.
@@ -111,10 +112,10 @@ class ResidentRows:
 
         Each of the consumer warps asks for its share, and counts on the barrier.
         """
-        count, warps = end - begin, self.config.consumer_warps
+        count, warps = end - begin, self.room.consumer_warps
         own = (count - warp + (warps - 1)) // warps
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(x.barrier, own * (ROW_LIMB_BYTES * self.config.tile_m))
+            cute.arch.mbarrier_arrive_and_expect_tx(x.barrier, own * (ROW_LIMB_BYTES * self.room.tile_m))
         # All CTAs want the same of x at the same time: each begins with another k block.
         cta, _, _ = cute.arch.block_idx()
         shift = (cta * count) >> 8
@@ -132,18 +133,18 @@ class ResidentRows:
 
         Visible to MMAs after a barrier of all warps that make them.
         """
-        bits, tile_m = self.step_bits(end - begin), self.config.tile_m
+        bits, tile_m = self.step_bits(end - begin), self.room.tile_m
         steps = ((x.rows + (STEP_ROWS - 1)) // STEP_ROWS) << bits
         words = cute.make_rmem_tensor(STEP_WORDS, Uint32)
         coming = cute.make_rmem_tensor(STEP_WORDS, Uint32)
-        if const_expr(self.config.loads):
+        if const_expr(self.room.loads):
             self.keep(coming, self.load_global(x, begin, bits, steps, warp, lane))
-        for step in cutlass.range(warp, steps, self.config.consumer_warps, unroll=1):
+        for step in cutlass.range(warp, steps, self.room.consumer_warps, unroll=1):
             row, k_block = self.place(bits, step, lane)
             start = memory.x_address + (k_block * 2 * tile_m + row) * ROW_BYTES
-            if const_expr(self.config.loads):
+            if const_expr(self.room.loads):
                 self.keep(words, [coming[i] for i in range(STEP_WORDS)])
-                following = step + self.config.consumer_warps
+                following = step + self.room.consumer_warps
                 self.keep(coming, self.load_global(x, begin, bits, steps, following, lane))
             else:
                 self.keep(words, self.load(start, tile_m, row, lane))
@@ -184,7 +185,7 @@ class ResidentRows:
 
     def step_bits(self, k_blocks) -> Any:
         """log2 of the steps of a row of so many k blocks, rounded up: a division would take as long as a step."""
-        most = max(self.config.resident_k_blocks // STEP_K_BLOCKS - 1, 1).bit_length()
+        most = max(self.room.k_blocks // STEP_K_BLOCKS - 1, 1).bit_length()
         return sum((cutlass.select_(k_blocks > STEP_K_BLOCKS << i, Int32(1), Int32(0)) for i in range(most)), Int32(0))
 
     def place(self, bits, step, lane) -> tuple[Any, Any]:
@@ -217,7 +218,7 @@ class ResidentRows:
 
     def greater(self, a, b):
         """Of packed pairs the elements of greater magnitude, with any sign; NaN if there is one."""
-        return numbers.greater_magnitude(a, b, dtype=self.config.dtype)
+        return numbers.greater_magnitude(a, b, dtype=self.room.dtype)
 
     def limbs(self, words, factor) -> list[Any]:
         """High limbs of 16 inputs, then low ones, four words each: the first and the second eight inputs in turn."""
@@ -239,6 +240,12 @@ class ResidentRows:
             ptx.store_shared(address + tile_m * ROW_BYTES, 0, words[4:])
 
 
+def room_of(config: ResidentConfig) -> RowsRoom:
+    """Of resident limbs."""
+    mainloop = config.mainloop
+    return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, mainloop.k_blocks, mainloop.loads)
+
+
 class ResidentLimbs:
     """The limbs of x that a CTA of a `.resident_kernel.ResidentKernel` keeps: who asks for x, and who makes them.
 
@@ -247,7 +254,7 @@ class ResidentLimbs:
 
     def __init__(self, config: ResidentConfig):
         self.config = config
-        self.rows = ResidentRows(config)
+        self.rows = ResidentRows(room_of(config))
         self.source: Any = None
 
     def attach(self, operands, shape, memory, copy_x, x_view) -> None:
@@ -259,15 +266,15 @@ class ResidentLimbs:
         """Makes limbs of the CTA's part of K, if there is room for them. Returns whether there is."""
         work_tile = scheduler.work_tile(scheduler.first)
         begin, end = work_tile.begin, work_tile.end
-        fits = cutlass.select_(end - begin <= self.config.resident_k_blocks, Int32(1), Int32(0))
-        if const_expr(not self.config.loads):
+        fits = cutlass.select_(end - begin <= self.config.mainloop.k_blocks, Int32(1), Int32(0))
+        if const_expr(not self.config.mainloop.loads):
             if warp == 0:
                 if lane == 0:
                     cute.arch.mbarrier_init(memory.x_barrier, self.config.consumer_warps)
                     cute.arch.mbarrier_init_fence()
             self.meet()
         if fits != 0:
-            if const_expr(not self.config.loads):
+            if const_expr(not self.config.mainloop.loads):
                 self.rows.bring(self.source, Int32(0), begin, end, warp)
                 cute.arch.mbarrier_wait(memory.x_barrier, 0)
             self.rows.make(self.source, memory, begin, end, warp, lane)
@@ -275,12 +282,12 @@ class ResidentLimbs:
 
     def bring(self, place: Lane, first, begin, end):
         """Asks for x of k blocks [begin, end), as the ``first`` of those there is room for."""
-        if const_expr(not self.config.loads):
+        if const_expr(not self.config.mainloop.loads):
             self.rows.bring(self.source, first, begin, end, place.warp)
 
     def make(self, place: Lane, memory, begin, end, x_phase):
         """Makes limbs of k blocks [begin, end), once x has come."""
-        if const_expr(not self.config.loads):
+        if const_expr(not self.config.mainloop.loads):
             cute.arch.mbarrier_wait(memory.x_barrier, x_phase)
         self.rows.make(self.source, memory, begin, end, place.warp, place.lane)
 

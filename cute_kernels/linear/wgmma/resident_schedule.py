@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_kernels.linear.schedule import Problem, weight_fields
-from cute_kernels.linear.wgmma.config import LIMB_GROUP, TMA_TILE_K, WGMMA_N_STEP
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import LIMB_GROUP, TMA_TILE_K, WGMMA_N_STEP, EarlyDsmem, ResidentLimbs, dsmem
 from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M, ResidentConfig
 from cute_kernels.linear.wgmma.stages import with_stages
 
@@ -21,12 +22,13 @@ MOST_STAGES = 16
 
 @dataclass(frozen=True)
 class WarpgroupsOf:
-    """How the warpgroups of a CTA share out a block of output features and K; fields as in `ResidentConfig`.
+    """How the warpgroups of a CTA share out a block of output features and K; fields as in `WgmmaConfig`, of
+    `ResidentLimbs` and its reduction.
 
     Attributes:
         most_stages: of the pipeline, however much room there is: what is asked for at once comes later, all of it.
         loaded_stages: the same where warps load x.
-        publishes_early: as in `ResidentConfig`.
+        publishes_early: whether it is `EarlyDsmem`.
         chunks: whether K may come in chunks where there is no room for all limbs of a CTA's part of it.
     """
 
@@ -96,22 +98,14 @@ def resident_configs(problem: Problem) -> list[ResidentConfig]:
 
 def resident_config(problem: Problem, tile_m: int, loads: bool, shape: WarpgroupsOf) -> ResidentConfig:
     """The configuration of a shape, for tiles of so many rows of a problem's weights."""
-    config = ResidentConfig(
+    config = WgmmaConfig(
         **weight_fields(problem),
         tile_m=tile_m,
         block_k=LIMB_GROUP,
-        splits_k=True,
-        cluster=RESIDENT_CLUSTER,
-        dsmem_reduction=True,
-        limbs=True,
-        loads=loads,
         warpgroups=shape.warpgroups,
         n_tiles=shape.n_tiles,
-        spare=shape.spare,
-        k_warpgroups=shape.k_warpgroups,
-        ahead=shape.ahead,
-        publishes_early=shape.publishes_early,
-        resident_k_blocks=shape.resident_k_blocks,
+        mainloop=ResidentLimbs(shape.resident_k_blocks, loads=loads, spare=shape.spare, ahead=shape.ahead),
+        reduction=EarlyDsmem() if shape.publishes_early else dsmem(RESIDENT_CLUSTER, shape.k_warpgroups),
     )
     most = min(shape.most_stages, shape.loaded_stages) if loads else shape.most_stages
     return with_stages(config, most, SPARE_BYTES)
@@ -137,11 +131,11 @@ def resident_start_clocks(problem: Problem, config: ResidentConfig, split_k_bloc
     """
     made = split_k_blocks if config.cluster > 1 else k_blocks
     first, chunks = made, 0.0
-    if made > config.resident_k_blocks:  # of a tile's rows each
-        made, first = split_k_blocks, config.resident_k_blocks // 2
-        chunks = CHUNK_CLOCKS[config.loads] * made / first
+    if made > config.mainloop.k_blocks:  # of a tile's rows each
+        made, first = split_k_blocks, config.mainloop.k_blocks // 2
+        chunks = CHUNK_CLOCKS[config.mainloop.loads] * made / first
     missing = config.tile_m - problem.m
-    rows = LOAD_CLOCKS * problem.m * made if config.loads else FILL_CLOCKS * missing * first
+    rows = LOAD_CLOCKS * problem.m * made if config.mainloop.loads else FILL_CLOCKS * missing * first
     return RESIDENT_START_CLOCKS + RESIDENT_ROW_CLOCKS * (config.tile_m - WGMMA_N_STEP) + rows + chunks
 
 

@@ -15,14 +15,31 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from cute_kernels.linear.schedule import Problem, weight_fields
-from cute_kernels.linear.wgmma.config import CHUNK_M, LIMB_GROUP, M_TILE_BAND, TMA_TILE_K, WgmmaConfig
-from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M, ResidentConfig
+from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
+from cute_kernels.linear.wgmma.policies import (
+    CHUNK_M,
+    LIMB_GROUP,
+    TMA_TILE_K,
+    Dsmem,
+    Limbs,
+    RegisterWgmma,
+    ResidentLimbs,
+    RowCuts,
+    RowExchange,
+    StagedStore,
+    TmaStore,
+    WholeK,
+    WorkspaceSplitK,
+    dsmem,
+)
+from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M
 from cute_kernels.linear.wgmma.resident_schedule import (
     resident_configs,
     resident_k_block_clocks,
     resident_start_clocks,
 )
 from cute_kernels.linear.wgmma.stages import MAX_STAGES, with_stages
+from cute_kernels.weight_formats import integers
 
 CLOCKS_PER_US = 1650.0
 MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
@@ -155,14 +172,14 @@ DSMEM_SHAPES = {
         DsmemShape(16, 1, 2, 3, 3, 3),
     ),
 }
-# Formats in which all of them ship: (bits, dtype, group_size, zero_point).
+# Formats, and dtypes of activations, in which all of them ship.
 DSMEM_FORMS = (
-    (4, "bf16", 128, False),
-    (4, "bf16", 128, True),
-    (4, "fp16", 128, False),
-    (4, "fp16", 128, True),
-    (8, "bf16", 128, False),
-    (8, "fp16", 128, False),
+    (integers(4), "bf16"),
+    (integers(4, zero_points=True), "bf16"),
+    (integers(4), "fp16"),
+    (integers(4, zero_points=True), "fp16"),
+    (integers(8), "bf16"),
+    (integers(8), "fp16"),
 )
 DSMEM_BLOCK_K, DSMEM_CLUSTER, DSMEM_STAGES = 128, 2, 12
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
@@ -212,7 +229,7 @@ class TileSchedule:
     @property
     def workspace_words(self) -> int:
         """fp32 words of partial accumulators."""
-        if self.config.cluster > 1 or self.config.cuts_rows:
+        if self.config.cluster > 1 or self.config.reduction.cuts_rows:
             return 0  # they meet in shared memory, or nowhere
         cut = self.num_tiles_cut * self.config.multicast
         return cut * (self.splits - 1) * self.config.block_rows * self.config.tile_m
@@ -249,18 +266,18 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
     Whole rounds of all CTAs are of whole tiles. CTAs that share activations by TMA multicast have a work tile together.
     """
     k_blocks = problem.k_pad // config.block_k
-    if splits != config.row_parts if config.cuts_rows else -(-k_blocks // -(-k_blocks // splits)) != splits:
+    if splits != config.row_parts if config.reduction.cuts_rows else -(-k_blocks // -(-k_blocks // splits)) != splits:
         return None
     if config.cluster > 1:
         return cluster_schedule_of(problem, config, k_blocks) if splits == config.cluster else None
-    if splits > 1 and not (config.splits_k or config.cuts_rows):
+    if splits > 1 and not (config.reduction.splits_k or config.reduction.cuts_rows):
         return None
     teams = problem.num_sms // config.multicast
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, splits, 0)
     if splits > 1:
         schedule = replace(schedule, whole=schedule.num_tiles_cut // teams * teams)
         # Of fewer rows than those of a round smaller tiles have k blocks of more inputs.
-        if not schedule.num_tiles_cut or (config.cuts_rows and not schedule.whole):
+        if not schedule.num_tiles_cut or (config.reduction.cuts_rows and not schedule.whole):
             return None
     return replace(schedule, num_ctas=min(teams, schedule.num_work_tiles) * config.multicast)
 
@@ -280,24 +297,24 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     k_block = k_block_clocks(problem, schedule)
     if config.limbs:
         start = LIMB_START_CLOCKS
-        if isinstance(config, ResidentConfig):
+        if isinstance(config.mainloop, ResidentLimbs):
             start = resident_start_clocks(problem, config, schedule.split_k_blocks, schedule.k_blocks)
         return (START_CLOCKS + start + limb_clocks(schedule, k_block)) / CLOCKS_PER_US
-    work_tile = BULK_WORK_TILE_CLOCKS if config.bulk_stores else WORK_TILE_CLOCKS
+    work_tile = BULK_WORK_TILE_CLOCKS if config.store.by_tma else WORK_TILE_CLOCKS
     clocks = -(-schedule.whole // resident) * (schedule.k_blocks * k_block + work_tile)
     part = schedule.split_k_blocks * k_block + (work_tile if config.dsmem_reduction else work_tile / config.cluster)
-    if config.cuts_rows:
+    if config.reduction.cuts_rows:
         part = schedule.k_blocks * k_block_clocks(problem, in_small_tiles(schedule)) + work_tile / config.row_parts
     if config.dsmem_reduction:
         part += DSMEM_CLOCKS
     elif config.cluster > 1:
         others = config.cluster - 1
         part += JOIN_CLOCKS + JOIN_ACC_CLOCKS * others * config.own_m / 2
-    elif schedule.splits > 1 and not config.cuts_rows:
+    elif schedule.splits > 1 and not config.reduction.cuts_rows:
         part += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_acc * (schedule.splits - 1)
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part
     clocks += MULTICAST_CLOCKS if config.multicast > 1 else 0
-    clocks += BULK_START_CLOCKS if config.bulk_stores else 0
+    clocks += BULK_START_CLOCKS if config.store.by_tma else 0
     return (START_CLOCKS + clocks) / CLOCKS_PER_US
 
 
@@ -315,7 +332,7 @@ def limb_clocks(schedule: TileSchedule, k_block: float) -> float:
 def in_small_tiles(schedule: TileSchedule) -> TileSchedule:
     """The schedule with its tiles' parts of rows for tiles."""
     config = schedule.config
-    small = replace(config, tile_m=config.part_m, row_parts=1, cuts_rows=False)
+    small = replace(config, tile_m=config.part_m, row_parts=1, reduction=WholeK())
     return replace(schedule, config=small, m_tiles=schedule.m_tiles * config.row_parts)
 
 
@@ -325,7 +342,7 @@ def k_block_clocks(problem: Problem, schedule: TileSchedule) -> float:
     fragments = config.block_tiles * config.k_block_steps
     if config.limbs:
         rate = min(MEMORY_BYTES_PER_CLOCK / schedule.num_ctas, SM_BYTES_PER_CLOCK)
-        if isinstance(config, ResidentConfig):
+        if isinstance(config.mainloop, ResidentLimbs):
             return resident_k_block_clocks(config, rate)
         tile_m = min(-(-problem.m // config.part_m) * config.part_m, config.tile_m)
         decoding = LIMB_K_BLOCK_CLOCKS + fragments * (LIMB_CLOCKS + LIMB_ROW_CLOCKS * tile_m)
@@ -346,7 +363,7 @@ def k_block_clocks(problem: Problem, schedule: TileSchedule) -> float:
     k_block = max(tensor, decoding, memory)
     if config.warpgroups == 1:
         k_block *= ALONE_COST
-    elif config.in_flight > 1 and config.scales_codes:
+    elif isinstance(config.mainloop, RegisterWgmma) and config.mainloop.in_flight > 1 and config.scales_codes:
         k_block *= 1 - IN_FLIGHT_GAIN
     missing = tile_m * schedule.m_tiles - problem.m  # rows of the last token tile
     filling = missing * (DSMEM_FILL_CLOCKS if config.dsmem_reduction else FILL_CLOCKS) * (config.block_k // TMA_TILE_K)
@@ -355,16 +372,16 @@ def k_block_clocks(problem: Problem, schedule: TileSchedule) -> float:
 
 def decode_clocks(config: WgmmaConfig) -> tuple[float, float]:
     """Clocks that decoding takes for each k16 step of a tile: however few tokens there are, and for each of them."""
-    decode, token = DECODE_CLOCKS[config.bits], DECODE_ROW_CLOCKS
+    decode, token = DECODE_CLOCKS[config.format.bits], DECODE_ROW_CLOCKS
     if config.scales_codes:
         decode, token = SCALED_CLOCKS, SCALED_ROW_CLOCKS
-    elif config.k_warpgroups > 1 and config.bits == 4:
+    elif config.k_warpgroups > 1 and config.format.bits == 4:
         decode, token = K_WARPGROUP_CLOCKS + (0 if config.group_size else ROW_SCALE_CLOCKS), K_WARPGROUP_ROW_CLOCKS
-    if config.zero_point:
+    if config.format.has_zeros:
         decode += SCALED_ZERO_CLOCKS if config.scales_codes else ZERO_CLOCKS
     if config.k_block_groups > 1:
         decode += SMALL_GROUP_CLOCKS
-    return decode, token
+    return decode * config.format.decode_cost, token
 
 
 def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
@@ -377,7 +394,7 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
 
 def tile_configs(problem: Problem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
     """Those tiles of some shapes, as `SHAPES` has them, that are possible and not too large."""
-    configs = []
+    configs, short = [], SHORT_CHUNK
     for tile_m, n_tiles, warpgroups, block_k, cluster in shapes:
         config = of_format(
             problem,
@@ -385,10 +402,9 @@ def tile_configs(problem: Problem, shapes: Iterable[tuple[int, int, int, int, in
             n_tiles=n_tiles,
             warpgroups=warpgroups,
             block_k=block_k if problem.k_pad % block_k == 0 else 64,
-            in_flight=groups_in_flight(problem, tile_m, block_k) if cluster == 1 else 1,
-            chunk=SHORT_CHUNK if tile_m == 128 and (problem.bits == 8 or cluster > 1) else CHUNK_M,
-            splits_k=True,
-            cluster=cluster,
+            mainloop=RegisterWgmma(in_flight=groups_in_flight(problem, tile_m, block_k) if cluster == 1 else 1),
+            reduction=WorkspaceSplitK() if cluster == 1 else RowExchange(cluster),
+            store=StagedStore(short if tile_m == 128 and (problem.format.bits == 8 or cluster > 1) else CHUNK_M),
         )
         config = with_stages(config)
         # A tile half as large would do for the rows there are.
@@ -402,8 +418,8 @@ def tile_configs(problem: Problem, shapes: Iterable[tuple[int, int, int, int, in
 def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
     """Large tiles that TMA stores: alone, of CTAs that share activations by TMA multicast, and with a last round cut
     along rows of x."""
-    stored = replace(config, bulk_stores=True)
-    in_rows = replace(stored, splits_k=False, cuts_rows=True, row_parts=ROW_CUTS)
+    stored = replace(config, store=TmaStore())
+    in_rows = replace(stored, reduction=RowCuts(), row_parts=ROW_CUTS)
     return [with_stages(one) for one in (stored, replace(stored, multicast=MULTICAST), in_rows)]
 
 
@@ -418,13 +434,10 @@ def dsmem_configs(problem: Problem) -> list[WgmmaConfig]:
             row_parts=shape.row_parts,
             n_tiles=shape.n_tiles,
             block_k=DSMEM_BLOCK_K,
-            splits_k=True,
-            cluster=DSMEM_CLUSTER,
-            dsmem_reduction=True,
             warpgroups=k_warpgroups_of(problem, shape),
-            k_warpgroups=k_warpgroups_of(problem, shape),
+            reduction=dsmem(DSMEM_CLUSTER, k_warpgroups_of(problem, shape)),
         )
-        for shape in DSMEM_SHAPES[problem.bits]
+        for shape in DSMEM_SHAPES[problem.format.bits]
         if shape.tile_m >= problem.m and (shape.tile_m == SHAPES[-1][0] or problem.m > shape.tile_m // 2)
     )
     return implementable(configs, {1: DSMEM_STAGES, 2: DSMEM_STAGES})
@@ -432,16 +445,16 @@ def dsmem_configs(problem: Problem) -> list[WgmmaConfig]:
 
 def k_warpgroups_of(problem: Problem, shape: DsmemShape) -> int:
     """How many warpgroups take k blocks of such a tile in turn."""
-    if problem.zero_point:
+    if problem.format.has_zeros:
         return shape.zero_k_warpgroups
-    return shape.group_k_warpgroups if 0 < problem.group_size < DSMEM_BLOCK_K else shape.k_warpgroups
+    return shape.group_k_warpgroups if 0 < problem.format.group_size < DSMEM_BLOCK_K else shape.k_warpgroups
 
 
 def groups_in_flight(problem: Problem, tile_m: int, block_k: int) -> int:
     """How many groups of MMAs of a tile without a cluster run while the next one is decoded, as measured."""
     if not 64 <= tile_m <= 128 or problem.k_pad % block_k:
         return 1
-    return 1 if tile_m > 64 and (problem.bits, problem.dtype) == (8, "bf16") else 2
+    return 1 if tile_m > 64 and (problem.format.bits, problem.dtype) == (8, "bf16") else 2
 
 
 def limb_configs(problem: Problem) -> list[WgmmaConfig]:
@@ -455,11 +468,8 @@ def limb_configs(problem: Problem) -> list[WgmmaConfig]:
             row_parts=row_parts,
             n_tiles=n_tiles,
             block_k=LIMB_GROUP,
-            splits_k=True,
-            cluster=cluster,
-            dsmem_reduction=cluster > 1,
-            limbs=True,
-            ahead=True,
+            mainloop=Limbs(ahead=True),
+            reduction=Dsmem(cluster) if cluster > 1 else WorkspaceSplitK(),
         )
         for tile_m, row_parts, n_tiles, cluster in LIMB_SHAPES
         if tile_m >= problem.m and (tile_m == LIMB_SHAPES[0][0] or problem.m > tile_m // 2)
@@ -477,19 +487,20 @@ def shipped_configs() -> list[WgmmaConfig]:
     formats = [("bf16", group_size) for group_size in (0, 32, 64, 128)] + [("fp16", 0), ("fp16", 128)]
     codes = ((4, False), (4, True), (8, False))
     for (bits, zero_point), (dtype, group_size) in product(codes, formats):
-        problem = Problem(8192, 8192, 8192, 8192, bits, dtype, group_size, zero_point)
+        problem = Problem(8192, 8192, 8192, 8192, integers(bits, group_size, zero_point), dtype)
         found = tile_configs(problem, SHAPES)
         if (dtype, group_size, zero_point) == ("bf16", 128, False):
             configs |= dict.fromkeys([*found, *tile_configs(problem, BETWEEN_SHAPES + NARROW_SHAPES)])
         else:
             configs |= dict.fromkeys((found[0], found[-1]))
     for form in DSMEM_FORMS:
-        for shape in DSMEM_SHAPES[form[0]]:
+        for shape in DSMEM_SHAPES[form[0].bits]:
             configs |= dict.fromkeys(dsmem_configs(Problem(shape.tile_m, 8192, 8192, 8192, *form)))
     for dtype, m in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M)):
-        configs |= dict.fromkeys(resident_configs(Problem(m, 4096, 4096, 4096, 4, dtype, 128)))
+        configs |= dict.fromkeys(resident_configs(Problem(m, 4096, 4096, 4096, integers(4), dtype)))
     for dtype, (tile_m, *_) in product(("bf16", "fp16"), LIMB_SHAPES):
-        configs |= dict.fromkeys(limb_configs(Problem(min(tile_m, MOST_LIMB_ROWS), 8192, 8192, 8192, 4, dtype, 128)))
+        problem = Problem(min(tile_m, MOST_LIMB_ROWS), 8192, 8192, 8192, integers(4), dtype)
+        configs |= dict.fromkeys(limb_configs(problem))
     return list(configs)
 
 

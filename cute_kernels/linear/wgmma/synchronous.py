@@ -16,7 +16,8 @@ from cutlass import Float32
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import MMA_N
-from cute_kernels.linear.wgmma.config import TMA_TILE_K, WGMMA_N_STEP, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import TMA_TILE_K, WGMMA_N_STEP
 from cute_kernels.linear.wgmma.reading import Channel, StageReader, nothing, nothing_by_lane
 from cute_kernels.linear.wgmma.register_mainloop import MMA_DTYPE
 from layouts.weights.hopper import STEP_K

@@ -190,5 +190,5 @@ def dense_scheduler(config: WgmmaConfig, shape: Shape, cta, num_ctas) -> TileSch
     if const_expr(config.multicast > 1):
         bits = config.multicast.bit_length() - 1
         cta, rank, num_ctas = cta >> bits, cta & (config.multicast - 1), num_ctas >> bits
-    cuts = config.splits_k or config.cuts_rows
-    return TileScheduler(shape, cta, num_ctas, config.multicast, rank, cuts, config.cuts_rows)
+    cuts = config.reduction.splits_k or config.reduction.cuts_rows
+    return TileScheduler(shape, cta, num_ctas, config.multicast, rank, cuts, config.reduction.cuts_rows)

@@ -16,13 +16,13 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.device import ptx
-from cute_kernels.linear.wgmma.config import (
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import (
     STORE_BUFFERS,
     STORE_BYTES,
     STORE_M,
     TMA_TILE_ALIGNMENT,
     WARPGROUP_THREADS,
-    WgmmaConfig,
 )
 from cute_kernels.linear.work import Operands
 from layouts.weights.hopper import TILE_N
@@ -68,20 +68,24 @@ class TmaStore:
         """Rounds and stores the tile whose accumulators are accumulators[first : first + tokens / 2], a TMA tile at a
         time."""
         config = self.config
+        source, target = self.partition(operands, store)
+        for number in cutlass.range_constexpr(config.own_m // STORE_M):
+            place = target[None, corner.token // STORE_M + number, corner.row // TILE_N]
+            tma_tile = source[None, number % STORE_BUFFERS]
+            if const_expr(config.reduction.cuts_rows):
+                if corner.token + number * STORE_M < corner.end:
+                    self.store_tma_tile(operands, store, acc, first, number, tma_tile, place)
+            else:
+                self.store_tma_tile(operands, store, acc, first, number, tma_tile, place)
+
+    def partition(self, operands: StoredOperands, store) -> Any:
+        """(TMA tiles of the buffers, those of the output) as they are copied."""
         layout = self.layout(STORE_BUFFERS)
         pointer = cute.make_ptr(self.type, store.staging, cute.AddressSpace.smem, assumed_align=TMA_TILE_ALIGNMENT)
         tma_tiles = cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.type), layout.outer)
         sources = cute.group_modes(tma_tiles, 0, 2)
         places = cute.group_modes(cute.local_tile(operands.out_view, (STORE_M, TILE_N), (None, None)), 0, 2)
-        source, target = cpasync.tma_partition(operands.copy_out, 0, cute.make_layout(1), sources, places)
-        for number in cutlass.range_constexpr(config.own_m // STORE_M):
-            place = target[None, corner.token // STORE_M + number, corner.row // TILE_N]
-            tma_tile = source[None, number % STORE_BUFFERS]
-            if const_expr(config.cuts_rows):
-                if corner.token + number * STORE_M < corner.end:
-                    self.store_tma_tile(operands, store, acc, first, number, tma_tile, place)
-            else:
-                self.store_tma_tile(operands, store, acc, first, number, tma_tile, place)
+        return cpasync.tma_partition(operands.copy_out, 0, cute.make_layout(1), sources, places)
 
     @cute.jit
     def store_tma_tile(self, operands: StoredOperands, store, acc, first: int, number: int, tma_tile, place):
@@ -93,7 +97,7 @@ class TmaStore:
         if store.row_warp == 0:
             # A tile cut along rows may have stored an odd number of TMA tiles, the last one from the buffer that is
             # next.
-            running = 0 if self.config.cuts_rows and number == 0 else STORE_BUFFERS - 1
+            running = 0 if self.config.reduction.cuts_rows and number == 0 else STORE_BUFFERS - 1
             cute.arch.cp_async_bulk_wait_group(running, read=True)
         self.wait(store)
         self.stage(store, acc, first + number * STORE_M // 2, number % STORE_BUFFERS * STORE_BYTES)
@@ -101,6 +105,17 @@ class TmaStore:
         self.wait(store)
         if store.row_warp == 0:
             cute.copy(operands.copy_out, tma_tile, place)
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def send(self, operands: StoredOperands, store, corner, buffer: int, number: int):
+        """Stores the ``number``-th TMA tile, which all threads have put into the ``buffer``-th buffer."""
+        source, target = self.partition(operands, store)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.wait(store)
+        if (store.row_warp == 0) & (corner.token + number * STORE_M < corner.end):
+            place = target[None, corner.token // STORE_M + number, corner.row // TILE_N]
+            cute.copy(operands.copy_out, source[None, buffer % STORE_BUFFERS], place)
             cute.arch.cp_async_bulk_commit_group()
 
     def wait(self, store):

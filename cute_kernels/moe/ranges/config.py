@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_kernels.linear.config import MMA_N, ROW_WARPS, LinearConfig
-from cute_kernels.linear.wgmma.config import LIMB_GROUP, ROW_LIMB_BYTES, ROW_SCALE_BYTES, TMA_TILE_ALIGNMENT
+from cute_kernels.linear.wgmma.policies import LIMB_GROUP, ROW_LIMB_BYTES, ROW_SCALE_BYTES, TMA_TILE_ALIGNMENT
 from cute_kernels.sm90 import WARP_THREADS
 
 BLOCK_K = LIMB_GROUP  # inputs that share a scale of x, and of the weights
@@ -70,8 +70,6 @@ class RangeConfig(LinearConfig):
 
     def can_implement(self) -> str | None:
         choices = {
-            "bits": (4,),
-            "zero_point": (False,),
             "group_size": (BLOCK_K,),
             "block_k": (BLOCK_K,),
             "tile_m": ROWS,
@@ -83,6 +81,8 @@ class RangeConfig(LinearConfig):
             found = getattr(self, field)
             if found not in wanted:
                 return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
+        if not self.format.takes_limbs:
+            return f"limbs want 4-bit integers without zero points, not {self.format.key}"
         if self.num_stages % self.k_warps:
             # By its parity a use of a stage would be taken for the next but one.
             return f"num_stages {self.num_stages} is no multiple of the {self.k_warps} warpgroups that take turns"

@@ -24,15 +24,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx, wgmma
+from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.device.ring import advance, advance_by
 from cute_kernels.linear.config import MMA_N, ROW_WARPS
-from cute_kernels.linear.decode import Decoder
 from cute_kernels.linear.epilogue import Epilogue
 from cute_kernels.linear.kernel import FRAGMENT_BYTES, Lane, allocate, init_barriers, stage_acc, to_float
-from cute_kernels.linear.wgmma.config import ROW_LIMB_BYTES, ROW_SCALE_BYTES
 from cute_kernels.linear.wgmma.limbs import LimbProducts, Part
 from cute_kernels.linear.wgmma.loads import product
-from cute_kernels.linear.wgmma.resident_rows import PIECE_BITS, ResidentRows, Source
+from cute_kernels.linear.wgmma.policies import ROW_LIMB_BYTES, ROW_SCALE_BYTES
+from cute_kernels.linear.wgmma.resident_rows import PIECE_BITS, ResidentRows, RowsRoom, Source
 from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.moe.ranges.finder import Entry, ExpertFinder, load_places
 from cute_kernels.moe.ranges.work import BlockRange, LaunchShape, RangeOperands
@@ -45,28 +45,9 @@ from layouts.weights.hopper import TILE_BYTES
 MEETING, CONSUMERS, EPILOGUE = 1, 2, 3
 
 
-@dataclass(frozen=True)
-class LimbRoom:
-    """How limbs of a configuration are made: see `cute_kernels.linear.wgmma.resident_rows.RowsRoom`."""
-
-    config: RangeConfig
-    loads: bool = True
-
-    @property
-    def dtype(self) -> str:
-        return self.config.dtype
-
-    @property
-    def tile_m(self) -> int:
-        return self.config.tile_m
-
-    @property
-    def consumer_warps(self) -> int:
-        return self.config.consumer_warps
-
-    @property
-    def resident_k_blocks(self) -> int:
-        return self.config.room_k_blocks
+def room_of(config: RangeConfig) -> RowsRoom:
+    """How limbs of a configuration are made."""
+    return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, config.room_k_blocks)
 
 
 @dataclass(frozen=True)
@@ -200,8 +181,9 @@ class RangeRoles:
 
     def __init__(self, config: RangeConfig, routing: Routing):
         self.config, self.routing = config, routing
-        self.word_steps = Decoder(config.bits, config.dtype).steps
-        self.rows = EntryRows(LimbRoom(config))
+        self.decoder = config.format.decoder(config.dtype, HopperMath(config.dtype))
+        self.word_steps = self.decoder.steps
+        self.rows = EntryRows(room_of(config))
         self.products = LimbProducts(config.n_tiles, config.tile_m, self.word_steps)
         self.epilogue = Epilogue(config)
 
@@ -399,8 +381,14 @@ class RangeRoles:
         offset = number * config.k_block_bytes
         address = base + place.code_offset
         words = [ptx.load_shared_vector(address, offset + i * TILE_BYTES, 4) for i in range(config.k_block_tiles)]
-        row, offset = base + place.scale_offset * 2, config.scale_offset + number * config.k_block_scale_bytes
-        return words, [to_float(config.dtype, ptx.load_shared_part(row, offset + 16 * half, 2)) for half in range(2)]
+        size = config.format.scale_bytes
+        row, offset = base + place.scale_offset * size, config.scale_offset + number * config.k_block_scale_bytes
+        return words, [self.load_scale(row, offset + 8 * size * half) for half in range(2)]
+
+    def load_scale(self, address, offset: int):
+        """As `StreamRoles.load_scale`."""
+        word = ptx.load_shared_part(address, offset, self.config.format.scale_bytes)
+        return to_float(self.config.dtype, self.decoder.scale_word(word))
 
     def load_limbs(self, place: LimbLane, x_offset, k_block: int) -> tuple[Any, Any]:
         """(scales of x, descriptor) of the ``k_block``-th k block from ``x_offset`` on."""

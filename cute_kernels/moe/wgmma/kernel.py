@@ -14,12 +14,13 @@ from cutlass import Int32, Int64
 
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
-from cute_kernels.linear.wgmma.config import M_TILE_BAND, X_SCALE_ALIGNMENT, WgmmaConfig
+from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.linear.wgmma.consumers import Consumers
 from cute_kernels.linear.wgmma.epilogue import TileEpilogue
 from cute_kernels.linear.wgmma.kernel import TileRoles, launch_options, make_mainloop, make_reduction
 from cute_kernels.linear.wgmma.loads import TmaLoads, WeightLoads
 from cute_kernels.linear.wgmma.places import tile_of_block
+from cute_kernels.linear.wgmma.policies import X_SCALE_ALIGNMENT
 from cute_kernels.linear.wgmma.reading import StageReader
 from cute_kernels.linear.wgmma.tiles import dense_sizes
 from cute_kernels.linear.work import Operands
@@ -56,7 +57,7 @@ class GroupedRoles:
         self.config = config
         places, stages = ExpertPlaces(config), StageReader(config)
         mainloop = make_mainloop(config, stages, places, masks_by_lane=False, x_scale_shift=x_scale_shift)
-        reduction = make_reduction(config, TileEpilogue(config), places)
+        reduction = make_reduction(config, TileEpilogue(config, dense=False), places)
         consumers = Consumers(config, stages, places, mainloop, reduction)
         self.activations = TmaLoads(config, places, limbs=config.limbs, waits=config.limbs)
         # Nobody knows which weights are the first before the table is there.

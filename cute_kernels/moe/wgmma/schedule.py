@@ -14,7 +14,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cute_kernels.linear.schedule import weight_fields
-from cute_kernels.linear.wgmma.config import M_TILE_BAND, MOST_LOOPS, WgmmaConfig
+from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
+from cute_kernels.linear.wgmma.policies import MOST_LOOPS, Limbs, Mainloop, MmaSync, RegisterWgmma
 from cute_kernels.linear.wgmma.schedule import K_BLOCK_CLOCKS, MAX_STAGES, MEMORY_BYTES_PER_CLOCK
 from cute_kernels.moe.schedule import CAPACITIES, MAX_EXPERTS, GroupedProblem, usual_rows
 from cute_kernels.sm90 import MAX_SHARED_BYTES, WARP_THREADS
@@ -60,15 +61,14 @@ class Shape(NamedTuple):
     block_k: int
     row_parts: int
     warpgroups: int = 2
-    synchronous: bool = False
-    limbs: bool = False
+    mainloop: Mainloop = RegisterWgmma()
 
 
 # An expert's last tile is half empty on average, so all have parts.
 SHAPES = (
-    Shape(16, 2, 128, 2, limbs=True),
-    Shape(32, 2, 128, 4, limbs=True),
-    Shape(64, 2, 128, 4, limbs=True),
+    Shape(16, 2, 128, 2, mainloop=Limbs()),
+    Shape(32, 2, 128, 4, mainloop=Limbs()),
+    Shape(64, 2, 128, 4, mainloop=Limbs()),
     Shape(256, 1, 64, 2),
     Shape(224, 1, 64, 7),
     Shape(192, 1, 64, 6),
@@ -78,8 +78,8 @@ SHAPES = (
     Shape(48, 2, 128, 6),
     Shape(32, 2, 128, 4),
     Shape(16, 2, 128, 2),
-    Shape(16, 2, 128, 2, synchronous=True),
-    Shape(16, 2, 128, 2, warpgroups=4, synchronous=True),
+    Shape(16, 2, 128, 2, mainloop=MmaSync()),
+    Shape(16, 2, 128, 2, warpgroups=4, mainloop=MmaSync()),
 )
 
 
@@ -134,7 +134,7 @@ def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
     Batch-invariant ones add up each result in the same k16 steps of decoded weights: neither accumulators of limbs, nor
     those that scales meet group by group.
     """
-    shapes = (shape for shape in SHAPES if not (problem.batch_invariant and (shape.limbs or shape.synchronous)))
+    shapes = (one for one in SHAPES if not problem.batch_invariant or isinstance(one.mainloop, RegisterWgmma))
     configs = (tile_config(problem, shape) for shape in shapes)
     return [config for config in configs if config is not None]
 
@@ -149,8 +149,7 @@ def tile_config(problem: GroupedProblem, shape: Shape) -> WgmmaConfig | None:
         warpgroups=shape.warpgroups,
         block_k=shape.block_k if problem.k_pad % shape.block_k == 0 else 64,
         num_stages=2,
-        synchronous=shape.synchronous,
-        limbs=shape.limbs,
+        mainloop=shape.mainloop,
     )
     if shape.row_parts > MOST_LOOPS and shape.n_tiles > 1 and not scaled_as_decoded(config):
         return None  # not measured
@@ -161,7 +160,7 @@ def tile_config(problem: GroupedProblem, shape: Shape) -> WgmmaConfig | None:
 
 def scaled_as_decoded(config: WgmmaConfig) -> bool:
     """Whether weights are those of which the tables in tests/facts/moe.json hold for such decoding."""
-    return config.scales_codes and config.bits == SCALED_BITS and not config.zero_point
+    return config.scales_codes and config.format.bits == SCALED_BITS and not config.format.has_zeros
 
 
 def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]:
@@ -183,17 +182,18 @@ def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]
 
 def work_tile_clocks(layout: GroupedTiles, tile_m: int, tiles: float) -> float:
     """Clocks of a tile of which ``tile_m`` are computed, in an expert of so many tiles."""
-    config = layout.config
+    config, cost = layout.config, layout.config.format.decode_cost
     fragments = config.block_tiles * config.k_block_steps
     if config.limbs:
         tensor = 0.0
         decoding = K_BLOCK_CLOCKS + fragments * (LIMB_CLOCKS + LIMB_ROW_CLOCKS * tile_m)
-    elif config.synchronous:
+    elif isinstance(config.mainloop, MmaSync):
         tensor = 0.0
-        decoding = K_BLOCK_CLOCKS + fragments * (SYNCHRONOUS_CLOCKS[config.bits] + SYNCHRONOUS_ROW_CLOCKS * tile_m)
+        clocks = SYNCHRONOUS_CLOCKS[config.format.bits] * cost
+        decoding = K_BLOCK_CLOCKS + fragments * (clocks + SYNCHRONOUS_ROW_CLOCKS * tile_m)
     else:
         tensor = fragments * (tile_m / 2 + MMA_CLOCKS) * WIDE_COST.get(config.tile_m, 1.0)
-        clocks, token_clocks = DECODE_CLOCKS[config.bits], DECODE_ROW_CLOCKS
+        clocks, token_clocks = DECODE_CLOCKS[config.format.bits] * cost, DECODE_ROW_CLOCKS
         if scaled_as_decoded(config):
             clocks, token_clocks = SCALED_CLOCKS, SCALED_ROW_CLOCKS
         decoding = K_BLOCK_CLOCKS + fragments * (clocks + token_clocks * tile_m)

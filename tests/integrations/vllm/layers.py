@@ -188,7 +188,10 @@ class Experts:
         return total
 
 
-def make_experts(form: Checkpoint, device: str, num_experts: int = 5, seed: int = 0) -> Experts:
+NUM_EXPERTS = 5
+
+
+def make_experts(form: Checkpoint, device: str, num_experts: int = NUM_EXPERTS, seed: int = 0) -> Experts:
     """A layer of num_experts; form.n: features of an expert, form.k: of the model."""
     generator = torch.Generator().manual_seed(seed)
     layer = torch.nn.Module()

@@ -12,20 +12,26 @@ from typing import Any
 
 WANTED = (
     "aiohttp",
+    "llguidance",
+    "partial_json_parser",
     "cachetools",
     "cbor2",
     "cloudpickle",
     "compressed_tensors",
     "cpuinfo",
     "einops",
+    "fastapi",
     "msgspec",
     "openai",
     "openai_harmony",
     "prometheus_client",
     "pybase64",
     "requests",
+    "sse_starlette",
+    "starlette",
     "urllib3",
     "uvloop",
+    "xgrammar",
     "zmq",
 )
 """What vLLM imports on the way to its linear layers and attention backends and this project does not need."""
@@ -57,6 +63,8 @@ class _Module(types.ModuleType):
         body = {"__module__": self.__name__, "__init__": lambda self, *a, **k: None}
         body["__class_getitem__"] = classmethod(lambda cls, item: cls)
         body["__init_subclass__"] = classmethod(lambda cls, **_: None)
+        # A field of a pydantic model may be one: anything goes.
+        body["__get_pydantic_core_schema__"] = classmethod(lambda cls, *_: {"type": "any"})
         value = _Named(name, (), body)
         setattr(self, name, value)
         return value

@@ -13,6 +13,8 @@ from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_formats import format_of
 from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.schedule import Problem
+from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.weight_formats import integers
 
 
 @pytest.fixture
@@ -21,18 +23,23 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
-@pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize("window", [None, 1024, 1 << 20])
-def test_attention_of_every_batch_and_every_continuation_is_ready(window: int | None):
-    impl = SimpleNamespace(
-        formats=Formats(format_of("int8_token_head"), format_of("int4_g4")),
-        head_size=128,
+def layer(k: str, v: str, head_size: int = 128, window: int | None = None) -> SimpleNamespace:
+    """What of a layer of 32 heads decides its kernels."""
+    return SimpleNamespace(
+        formats=Formats(format_of(k), format_of(v)),
+        head_size=head_size,
         num_heads=32,
         num_kv_heads=8,
         sliding_window=window,
         soft_cap=None,
         sinks=None,
     )
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("window", [None, 1024, 1 << 20])
+def test_attention_of_every_batch_and_every_continuation_is_ready(window: int | None):
+    impl = layer("int8_token_head", "int4_g4", window=window)
     decodes = attention_kernels.Decodes((1, 8, 64), 4, 8448, 64, torch.bfloat16)
     specs = attention_kernels.specs([impl, impl], decodes, torch.device("cuda", 0))
     assert len(specs) == len(set(specs))
@@ -40,8 +47,28 @@ def test_attention_of_every_batch_and_every_continuation_is_ready(window: int | 
     assert any("after_append" in name and "queries" not in name for name in names)
     assert any("after_append" in name and "queries" in name for name in names)
     assert all(("window" in name) == (window == 1024) for name in names)
-    families = [spec.symbol.split("_")[0] for spec in specs]
-    assert {"append", "dequantize", "decode"} <= set(families), families
+    assert families(specs) == {"append", "extend", "decode"}
+
+
+def families(specs: list[KernelSpec]) -> set[str]:
+    return {spec.symbol.split("_")[0] for spec in specs}
+
+
+@pytest.mark.usefixtures("h200")
+def test_prompts_that_extend_attention_does_not_serve_are_dequantised():
+    decodes = attention_kernels.Decodes((1, 8), 1, 8448, 64, torch.bfloat16)
+    for impl in (layer("e4m3_tensor", "e4m3_tensor", 96), layer("bf16", "int4_g4")):
+        specs = attention_kernels.specs([impl], decodes, torch.device("cuda", 0))
+        assert families(specs) == {"append", "dequantize", "decode"}
+
+
+@pytest.mark.usefixtures("h200")
+def test_a_step_that_must_not_depend_on_its_batch_has_no_kernels_that_do():
+    decodes = attention_kernels.Decodes((1, 8), 1, 8448, 64, torch.bfloat16, invariant=True)
+    specs = attention_kernels.specs([layer("e4m3_tensor", "e4m3_tensor")], decodes, torch.device("cuda", 0))
+    assert families(specs) == {"append", "extend"}
+    assert attention_kernels.why_not_invariant(Formats(format_of("int4_g4"), format_of("int4_g4")), 128) is None
+    assert attention_kernels.why_not_invariant(Formats(format_of("int4_g4"), format_of("int8_token_head")), 128)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +89,7 @@ def test_layers_are_loaded_once_and_all_together(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(prepare, "load", lambda device, specs: loaded.append([spec.symbol for spec in specs]))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     for n in (4096, 6144):
-        prepare.note(Problem(1, n, 4096, 4096, 4, "bf16", 128), prepare.RowCounts((1, 8), 8))
+        prepare.note(Problem(1, n, 4096, 4096, integers(4), "bf16"), prepare.RowCounts((1, 8), 8))
     prepare.load_noted(torch.device("cuda", 0))
     prepare.load_noted(torch.device("cuda", 0))
     assert len(loaded) == 1 and len(loaded[0]) >= 4
@@ -72,8 +99,8 @@ def test_layers_are_loaded_once_and_all_together(monkeypatch: pytest.MonkeyPatch
 def test_experts_of_few_and_of_many_tokens_are_ready(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     # A device that no other test has: layouts are kept by it.
-    gate_up = ExpertsForm(128, 1536, 2048, 2048, 4, 128, False, torch.bfloat16, 63)
-    down = ExpertsForm(128, 2048, 768, 768, 4, 128, False, torch.bfloat16, 63)
+    gate_up = ExpertsForm(128, 1536, 2048, 2048, integers(4), torch.bfloat16, 63)
+    down = ExpertsForm(128, 2048, 768, 768, integers(4), torch.bfloat16, 63)
     specs = expert_kernels.specs(gate_up, down, 8, (1, 32, 4096), torch.bfloat16, False)
     kinds = {type(spec).__name__ for spec in specs}
     assert {"RangeSpec", "GroupedWgmmaSpec", "RoutingSpec", "CombineSpec"} <= kinds

@@ -1,4 +1,4 @@
-"""From codes to the A operand of mma.m16n8k16: the 16 bytes of a thread are its fragments of consecutive k16 steps.
+"""From integer codes to the A operand: the 16 bytes of a thread are its fragments of consecutive k16 steps.
 
 The blob's order (:mod:`layouts.weights.hopper`) leaves nothing to shuffle. A code is put into the low mantissa bits of
 a float with a fixed exponent (FasterTransformer's magic numbers), and one packed addition takes off that offset and
@@ -16,6 +16,7 @@ from typing import Any
 from cutlass import Float32, Uint32
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.weight_formats.decoder import CodeDecoder
 
 LOW_NIBBLES, HIGH_NIBBLES = 0x000F000F, 0x00F000F0
 BF16_128 = 0x43004300  # a code in its low bits: 128 + code
@@ -31,34 +32,23 @@ UNIT_EXPONENT = -32  # of the unit of a `SubnormalDecoder`'s weights
 FP32_TWO_TO_23, MINUS_TWO_TO_23 = 0x4B000000, 0xCB000000
 
 
-class Decoder:
-    """Codes of one width to one 16-bit float.
+class IntegerDecoder(CodeDecoder):
+    """Code less zero point, exactly.
 
-    Attributes:
-        words_per_step: 32-bit registers that hold a thread's codes of a k16 step.
-        steps: k16 steps of 16 bytes.
-        scales_weights: whether `fragment` scales what it decodes.
-        unit: what 1 in a decoded weight counts.
+    Args:
+        math: of `cute_kernels.device.packed_math`, for ``dtype``.
     """
 
-    scales_weights = False
-    unit = 1.0
-
-    def __init__(self, bits: int, dtype: str):
-        self.bits, self.dtype = bits, dtype
-        self.words_per_step = bits // 4
-        self.steps = 4 // self.words_per_step
+    def __init__(self, bits: int, dtype: str, math: Any):
+        super().__init__(bits)
+        self.dtype, self.math = dtype, math
+        self.symmetric_zero = 1 << (bits - 1)
         self._fragment = {
             (4, "bf16"): self._nibbles_to_bf16,
             (4, "fp16"): self._nibbles_to_f16,
             (8, "bf16"): self._bytes_to_bf16,
             (8, "fp16"): self._bytes_to_f16,
         }[bits, dtype]
-
-    @property
-    def symmetric_zero(self) -> int:
-        """Zero point of symmetric weights."""
-        return 1 << (self.bits - 1)
 
     def offsets(self, zeros) -> list[Any]:
         """What is added to the decoded codes of the thread's two rows, given zero points (Uint32 or integers)."""
@@ -82,32 +72,25 @@ class Decoder:
         return Uint32(LOW_NIBBLES) | nothing, Uint32(HIGH_NIBBLES) | nothing
 
     def row_numbers(self, scales, points) -> list[Any]:
-        """What `fragment` wants to know of the thread's two rows: here their `offsets`.
-
-        scales: of the rows, packed pairs of the dtype, or None for those that meet the accumulators; points: their zero
-            points.
-        """
+        """Their `offsets`."""
         return self.offsets(points)
 
     def fragment(self, words, step: int, offsets, masks=None) -> list[Any]:
-        """The four registers of the A operand of a k16 step: code - zero, exactly.
-
-        words: the thread's 16 bytes. Registers 0 and 2 are of row g, 1 and 3 of row g + 8. masks: see `masks`.
-        """
+        """code - zero, exactly."""
         first = step * self.words_per_step
         masks = masks or (Uint32(LOW_NIBBLES), Uint32(HIGH_NIBBLES))
         return self._fragment(words[first : first + self.words_per_step], offsets, masks)
 
     def _nibbles_to_bf16(self, words, offsets, masks):
         pairs = [((words[0] >> (4 * i)) & masks[0]) | Uint32(BF16_128) for i in range(4)]
-        return [ptx.add_bf16x2(pair, offsets[i % 2]) for i, pair in enumerate(pairs)]
+        return [self.math.add(pair, offsets[i % 2]) for i, pair in enumerate(pairs)]
 
     def _nibbles_to_f16(self, words, offsets, masks):
         registers = []
         for word in (words[0], words[0] >> 8):
             low = (word & masks[0]) | Uint32(F16_1024)
             high = (word & masks[1]) | Uint32(F16_1024)
-            registers.append(ptx.add_f16x2(low, offsets[0]))
+            registers.append(self.math.add(low, offsets[0]))
             registers.append(ptx.fma_f16x2(high, Uint32(F16_SIXTEENTH), offsets[1]))
         return registers
 
@@ -126,7 +109,7 @@ class Decoder:
         for word in words:
             for row, selector in enumerate((0x5250, 0x5351)):
                 pair = ptx.prmt(word, Uint32(F16_1024), Uint32(selector))
-                registers.append(ptx.add_f16x2(pair, offsets[row]))
+                registers.append(self.math.add(pair, offsets[row]))
         return registers
 
 
@@ -135,7 +118,7 @@ def packed_power(exponent: int) -> int:
     return BF16_ONES + exponent * BF16_EXPONENT
 
 
-class SubnormalDecoder(Decoder):
+class SubnormalDecoder(CodeDecoder):
     """bf16 weights, scaled by the instruction that takes half the range of codes off, or right after zero points.
 
     A code that stands alone in the low bits of 16 is a subnormal bf16 number, code * 2**-133, all eight bits of it, as
@@ -155,16 +138,14 @@ class SubnormalDecoder(Decoder):
 
     def __init__(self, bits: int, dtype: str, zero_point: bool = False):
         assert dtype == "bf16", f"dtype {dtype!r} is not bf16"
-        super().__init__(bits, dtype)
+        super().__init__(bits)
+        self.symmetric_zero = 1 << (bits - 1)
         self.zero_point = zero_point
         self._pairs = self._nibbles if bits == 4 else self._bytes
         # Of the thread's second row the codes of 4 bits stand four bits further up.
         self.places = (0, 4 if bits == 4 else 0)
         self.factors = [packed_power(UNIT_EXPONENT - SUBNORMAL_EXPONENT - place) for place in self.places]
         self.half_range = packed_power(bits - 1 + UNIT_EXPONENT) ^ BOTH_SIGNS
-
-    def masks(self, nothing) -> tuple:
-        return ()
 
     def row_numbers(self, scales, points) -> list[Any]:
         """(factor, offset) of the codes of each row; without scales those of 1.
@@ -185,7 +166,7 @@ class SubnormalDecoder(Decoder):
         return points[row] * Uint32(0x00010001 << self.places[row]) | Uint32(BOTH_SIGNS)
 
     def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
-        """As `Decoder.fragment`, but of scaled weights in units of 1 / ``unit``; rows: of `row_numbers`."""
+        """Scaled weights, in units of 1 / ``unit``."""
         first = step * self.words_per_step
         pairs = self._pairs(words[first : first + self.words_per_step])
         return [self._scaled(pair, *rows[i % 2]) for i, pair in enumerate(pairs)]

@@ -1,63 +1,37 @@
-"""A GPU in NumPy, a warp at a time: runs the kernels of `cute_kernels.kv_cache` on the CPU, instruction by instruction.
+"""A GPU in NumPy, a warp at a time: runs whole kernels that move rows of global memory, instruction by instruction.
 
-The kernels are Python over DSL scalars. Here a scalar is an array of 32 lanes, each instruction does what the PTX
-manual says, and every access to global memory must lie inside an array that was put there. A branch must be taken by
-all lanes of the warp or by none, so the kernels' few divergent ones are only simulated where they do not diverge.
+Each instruction does what the PTX manual says, to the bit where quotients and roundings depend on it, and every access
+to global memory must lie inside an array that was put there. A branch must be taken by all lanes of the warp or by
+none, so the kernels' few divergent ones are only simulated where they do not diverge.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
-from cute_kernels.device import lanes
-
-LANES = np.arange(32)
-GUARD = 256  # bytes between arrays that nobody may touch
-Lanes = Any  # what instructions take and give: a `Register`, which type checkers lose sight of in arithmetic
-
-
-class Register(np.ndarray):
-    """A value per lane."""
-
-    def to(self, scalar: Scalar) -> Lanes:
-        return scalar(self)
-
-    def __bool__(self) -> bool:
-        taken = np.asarray(self)
-        assert taken.all() or not taken.any(), "a branch that diverges"
-        return bool(taken.all())
-
-    def __index__(self) -> int:
-        values = np.asarray(self)
-        assert (values == values.flat[0]).all(), "lanes differ where one number is wanted"
-        return int(values.flat[0])
-
-
-@dataclass(frozen=True)
-class Scalar:
-    """Stands for a DSL scalar type: a cast to 32 lanes of it."""
-
-    dtype: Any
-
-    def __call__(self, value: Any) -> Lanes:
-        with np.errstate(over="ignore"):
-            wide = np.asarray(value, dtype=object) if isinstance(value, int) else np.asarray(value)
-            if wide.dtype == object and not isinstance(self.dtype(0), np.floating):
-                wide = np.asarray(int(wide) % 2**64, np.uint64)
-            return np.broadcast_to(wide, (32,)).astype(self.dtype).view(Register)
-
-
-Int32, Int64, Uint32, Uint64, Float32 = (
-    Scalar(dtype) for dtype in (np.int32, np.int64, np.uint32, np.uint64, np.float32)
+from simulator.backend import Meanings
+from simulator.registers import (
+    LANES,
+    Float32,
+    Int32,
+    Int64,
+    Lanes,
+    Register,
+    Registers,
+    Uint32,
+    Uint64,
+    halves,
+    lanes_range,
+    select,
 )
+
+GUARD = 256  # bytes between arrays that nobody may touch
 
 
 def exact_fma(a: Any, b: Any, c: Any) -> Lanes:
@@ -73,11 +47,6 @@ def exact_fma(a: Any, b: Any, c: Any) -> Lanes:
         toward = np.where((error > 0) == (total > 0), 0, -1)  # truncated towards zero, then the last bit set
         odd = ((bits + np.where(inexact, toward, 0)) | 1).view(np.float64)
         return Float32(np.where(inexact & (total != 0), odd, total))
-
-
-def halves(word: Any) -> np.ndarray:
-    """The two 16-bit halves of each lane's word, low first: uint16 [32, 2]."""
-    return np.ascontiguousarray(np.asarray(word, np.uint32)).view(np.uint16).reshape(32, 2)
 
 
 def bytes_to_words(pairs: np.ndarray) -> Lanes:
@@ -96,15 +65,20 @@ def rounded(values: Sequence[Any], dtype: torch.dtype, limit: float | None = Non
 
 @dataclass
 class Gpu:
-    """Global memory and instructions: its methods have the names and arguments of `device.ptx` and `device.numbers`."""
+    """Global memory and instructions: its methods have the names and arguments of `device.ptx` and `device.numbers`.
+
+    Attributes:
+        memory: bytes; owner: which of them belong to an array; end: of the last one.
+        block, warp: where the kernel runs now.
+        models: as `Meanings.modules`.
+    """
 
     memory: np.ndarray = field(default_factory=lambda: np.full(1 << 22, 0xA5, np.uint8))
     owner: np.ndarray = field(default_factory=lambda: np.zeros(1 << 22, bool))
     end: int = 4096
     block: tuple[int, int, int] = (0, 0, 0)
     warp: int = 0
-    ROUNDER: float = 12582912.0
-    ROUNDER_BITS: int = 0x4B400000
+    models: Mapping[Any, Mapping[str, Any]] = field(default_factory=dict)
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
@@ -124,37 +98,41 @@ class Gpu:
         raw = _storage(tensor)
         raw[:] = self.memory[address : address + raw.size]
 
-    def install(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
-        """Puts this GPU in place of the real one behind the modules of a kernel."""
-        arch = SimpleNamespace(
-            shuffle_sync=lambda value, lane: value[np.broadcast_to(np.asarray(lane), (32,)) % 32],
-            shuffle_sync_bfly=lambda value, offset: value[LANES ^ offset],
-            vote_any_sync=lambda predicate: bool(np.any(predicate)),
-            vote_ballot_sync=lambda predicate: Uint32(int(sum(1 << int(i) for i in LANES[np.asarray(predicate)]))),
-            popc=lambda word: Int32([int(bits).bit_count() for bits in np.asarray(word)]),
-            block_idx=lambda: tuple(Int32(i) for i in self.block),
-            warp_idx=lambda: Int32(self.warp),
-            thread_idx=lambda: (Int32(32 * self.warp + LANES), Int32(0), Int32(0)),
-            lane_idx=lambda: Int32(LANES),
-            make_warp_uniform=lambda value: value,
-        )
-        replaced = {
-            "ptx": self,
-            "numbers": self,
-            "cutlass": SimpleNamespace(
-                min=np.minimum, max=np.maximum, select_=select, range_constexpr=range, range=_range
-            ),
-            "cute": SimpleNamespace(make_rmem_tensor=_registers, arch=arch, ceil_div=lambda a, b: -(-a // b)),
-            "Int32": Int32,
-            "Int64": Int64,
-            "Uint32": Uint32,
-            "Uint64": Uint64,
-            "Float32": Float32,
-            "const_expr": bool,
+    def meanings(self) -> Meanings:
+        """What :func:`simulator.running` puts in place."""
+        arch = {
+            "shuffle_sync": lambda value, lane: value[np.broadcast_to(np.asarray(lane), (32,)) % 32],
+            "shuffle_sync_bfly": lambda value, offset: value[LANES ^ offset],
+            "vote_any_sync": lambda predicate: bool(np.any(predicate)),
+            "vote_ballot_sync": lambda vote: Uint32(sum(1 << int(i) for i in LANES[np.asarray(vote, bool)])),
+            "popc": lambda word: Int32([int(bits).bit_count() for bits in np.asarray(word)]),
+            "block_idx": lambda: tuple(Int32(i) for i in self.block),
+            "warp_idx": lambda: Int32(self.warp),
+            "thread_idx": lambda: (Int32(32 * self.warp + LANES), Int32(0), Int32(0)),
+            "lane_idx": lambda: Int32(LANES),
+            "make_warp_uniform": lambda value: value,
         }
-        for module in (lanes, *modules):
-            for name, value in replaced.items():
-                monkeypatch.setattr(module, name, value, raising=False)
+        return Meanings(
+            instructions=self,
+            arch=arch,
+            cute={"make_rmem_tensor": Registers, "ceil_div": lambda a, b: -(-a // b)},
+            cutlass={
+                "min": np.minimum,
+                "max": np.maximum,
+                "select_": select,
+                "range": lanes_range,
+                "range_constexpr": range,
+            },
+            scalars={
+                "Int32": Int32,
+                "Int64": Int64,
+                "Uint32": Uint32,
+                "Uint64": Uint64,
+                "Float32": Float32,
+                "const_expr": bool,
+            },
+            modules=self.models,
+        )
 
     # -- what keeps the compiler from knowing more than it should ------------------------------------------------------
 
@@ -295,25 +273,6 @@ class Gpu:
 
     def sine(self, x: Any) -> Lanes:
         return Float32(np.sin(np.asarray(x, np.float64)))
-
-
-def select(condition: Any, chosen: Any, other: Any) -> Lanes:
-    return np.where(condition, chosen, other).view(Register)
-
-
-def _range(count: Any, unroll: int = 1) -> Iterable[int]:
-    return range(int(count.__index__()))
-
-
-class _Registers(list):
-    """A register tensor."""
-
-    def fill(self, value: float) -> None:
-        self[:] = [Float32(value) for _ in self]
-
-
-def _registers(count: int, dtype: Scalar) -> list[Lanes]:
-    return _Registers(dtype(0) for _ in range(count))
 
 
 def _storage(tensor: torch.Tensor) -> np.ndarray:

@@ -1,0 +1,156 @@
+"""Options of weight-only linear layers beside the plain call, at the shapes of real layers and of their shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench.linear import CHECKED_ROWS, GPU
+from bench.options import Bar, Option, measure, run_cases
+from bench.peers import relative_error
+from bench.suites import TOLERANCE, Bench, WrongOutput
+from cute_kernels.linear import PackedWeight, linear_reference, quantized_linear
+from cute_kernels.linear.compile import specs_of
+from cute_kernels.linear.tuned import chosen
+from cute_kernels.runtime import KernelSpec
+from cute_kernels.tuning.linear import TORCH_DTYPES, Format, Weights
+
+SHAPES = (
+    *((8192, 8192, m) for m in (1, 16, 64, 512)),
+    *((4096, 4096, m) for m in (1, 64)),
+    *((8192, 1024, 64), (28672, 4096, 64), (4096, 14336, 1), (4096, 14336, 32), (1280, 8192, 64)),
+)  # N, K, rows of x
+
+RESIDUAL = Bar(0.03, 1.0)
+EPILOGUE = Bar(0.04)  # also of other formats
+INPUT = Bar(0.05, 1.0)
+INVARIANT = Bar(0.15)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One product: x [m, k] with W [n, k]."""
+
+    n: int
+    k: int
+    m: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.n} x {self.k}, M = {self.m}"
+
+
+class LinearOptions:
+    """The calls of one layer, each with one option.
+
+    Args:
+        layer, form: what is multiplied.
+        device: of all tensors.
+    """
+
+    def __init__(self, layer: Layer, form: Format, device: str = "cuda"):
+        self.layer, self.form, self.device = layer, form, device
+        self.dtype = TORCH_DTYPES[form.dtype]
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.x = self.random(layer.m, layer.k)
+        self.weight = self.packed()
+
+    def random(self, *size: int) -> torch.Tensor:
+        return torch.randn(size, generator=self.generator, device=self.device).to(self.dtype)
+
+    def packed(self, **changes: Any) -> PackedWeight:
+        """The layer's weight, or one of a format that differs in ``changes``."""
+        layer = self.layer
+        return Weights(self.device).of(replace(self.form, **changes).problem(layer.m, layer.n, layer.k))
+
+    def option(
+        self, bar: Bar, x: torch.Tensor | None = None, weight: PackedWeight | None = None, **arguments: Any
+    ) -> Option:
+        """The call with an option, and how much more than the plain one it reads and writes."""
+        x, weight = self.x if x is None else x, self.weight if weight is None else weight
+        more = sum(value.nbytes for value in arguments.values() if isinstance(value, torch.Tensor))
+        more += weight.nbytes - self.weight.nbytes
+        outs = self.layer.m * self.layer.n
+        if arguments.get("out_dtype") == torch.float32:
+            more += 2 * outs
+        if arguments.get("activation") == "swiglu":
+            more -= outs
+        return Option(partial(quantized_linear, x, weight, **arguments), max(more, 0), bar)
+
+    def all(self) -> dict[str, Option]:
+        """By name."""
+        layer, random = self.layer, self.random
+        order = torch.randperm(layer.k, generator=self.generator, device=self.device).to(torch.int32)
+        wide = random(layer.m, layer.k + layer.k // 2)[:, : layer.k]
+        found = {
+            "plain": self.option(EPILOGUE),
+            "residual": self.option(RESIDUAL, residual=random(layer.m, layer.n)),
+            "bias": self.option(EPILOGUE, bias=random(layer.n)),
+            "bias and residual": self.option(RESIDUAL, bias=random(layer.n), residual=random(layer.m, layer.n)),
+            "silu": self.option(EPILOGUE, activation="silu"),
+            "gelu": self.option(EPILOGUE, activation="gelu"),
+            "swiglu": self.option(EPILOGUE, activation="swiglu"),
+            "fp32 out": self.option(EPILOGUE, out_dtype=torch.float32),
+            "act order": self.option(INPUT, weight=replace(self.weight, perm=order)),
+            "input scale": self.option(INPUT, weight=replace(self.weight, input_scale=random(layer.k))),
+            "strided x": self.option(INPUT, x=wide),
+            "batch invariant": self.option(INVARIANT, batch_invariant=True),
+        }
+        for name, changes in other_formats(self.form).items():
+            found[name] = self.option(EPILOGUE, weight=self.packed(**changes))
+        return found
+
+    def check(self, options: dict[str, Option]) -> None:
+        """WrongOutput where a call's result is not the reference's in some of its rows."""
+        some = torch.linspace(0, self.layer.m - 1, min(self.layer.m, CHECKED_ROWS), device=self.device).long()
+        for name, option in options.items():
+            assert isinstance(option.call, partial)
+            (x, weight), arguments = option.call.args, dict(option.call.keywords)
+            arguments.pop("batch_invariant", None)
+            if "residual" in arguments:
+                arguments["residual"] = arguments["residual"][some]
+            error = relative_error(option.call()[some], linear_reference(x[some], weight, **arguments).float())
+            if not error <= TOLERANCE:
+                raise WrongOutput(f"{name}: relative error {error:.2e}, at most {TOLERANCE:g}")
+
+
+def other_formats(form: Format) -> dict[str, dict[str, Any]]:
+    """What of a format is changed, by the option's name."""
+    return {"zero points": {"zero_point": True}, "groups of 32": {"group_size": 32}}
+
+
+def specs(
+    shapes: Iterable[tuple[int, int, int]] = SHAPES, form: Format | None = None, gpu: str = GPU
+) -> list[KernelSpec]:
+    """The kernels that `run` runs."""
+    return list(dict.fromkeys(_specs([Layer(*shape) for shape in shapes], form or Format(), gpu)))
+
+
+def _specs(layers: Iterable[Layer], form: Format, gpu: str) -> Iterator[KernelSpec]:
+    for layer in layers:
+        for changes in ({}, *other_formats(form).values()):
+            problem = replace(form, **changes).problem(layer.m, layer.n, layer.k)
+            yield from specs_of(chosen(problem, gpu).config)
+            if not changes:
+                yield from specs_of(chosen(replace(problem, batch_invariant=True), gpu).config)
+
+
+def run(bench: Bench, forms: Iterable[Format], rows: Iterable[int] | None = None) -> None:
+    """A row for each layer and format under the record's key "options"."""
+    layers = [Layer(*shape) for shape in SHAPES]
+    if rows is not None:
+        sizes = dict.fromkeys((layer.n, layer.k) for layer in layers)
+        layers = [Layer(n, k, m) for n, k in sizes for m in rows]
+    by_name = {form.name: form for form in forms}
+
+    def work(layer: Layer, name: str) -> dict[str, dict[str, Any]]:
+        of_layer = LinearOptions(layer, by_name[name])
+        options = of_layer.all()
+        of_layer.check(options)
+        return measure(bench, options)
+
+    run_cases(bench, [(layer, name) for layer in layers for name in by_name], work)

@@ -1,0 +1,287 @@
+"""Decode steps of whole models as bare loops over this library's calls: the layers that `bench.e2e_steps` times.
+
+A step is one token of each request through all layers, captured in a CUDA graph: norms, products, RoPE and append,
+attention, gated units or experts. There is no LM head, no sampling, and, of a shard, no all-reduce. Weights and cache
+rows are random. Of the layers `DISTINCT` have memory of their own and are gone through again and again: between two
+uses of a layer far more is read than L2 holds, so all comes from memory as in a model that has each layer once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench import moe
+from cute_kernels import append_and_decode, append_kv, quantize_kv, quantized_linear, rms_norm
+from cute_kernels.kv_cache import Rope
+from cute_kernels.kv_formats import KvFormatName, format_of
+from cute_kernels.linear import PackedWeight
+from cute_kernels.linear.compile import specs_of
+from cute_kernels.linear.tuned import chosen
+from cute_kernels.moe import fused_moe
+from cute_kernels.runtime import KernelSpec
+from cute_kernels.tuning.linear import Format, Weights
+
+DISTINCT = 4
+PAGE_SIZE = 64
+FILLED_ROWS = 1 << 20
+EPS = 1e-5
+ROPE_THETA = 500000.0
+SDPA_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+FORMATS = {"w4": Format(4), "w8": Format(8)}
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """What of a model a decode step depends on. experts: of which topk are taken, each of ``intermediate``; 0: none."""
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+    experts: int = 0
+    topk: int = 0
+    about: str = ""
+
+    @property
+    def products(self) -> dict[str, tuple[int, int]]:
+        """(N, K) by name; experts' products are not among them."""
+        heads = self.num_q_heads * self.head_dim
+        both = heads + 2 * self.num_kv_heads * self.head_dim
+        found = {"qkv": (both, self.hidden), "o": (self.hidden, heads)}
+        if self.experts:
+            return found
+        return found | {"gate_up": (2 * self.intermediate, self.hidden), "down": (self.hidden, self.intermediate)}
+
+    def weight_bytes(self, weights: str, batch: int) -> float:
+        """Of a layer's weights that a step must read; of experts, those that ``batch`` tokens take on average."""
+        element = element_bytes(weights)
+        dense = sum(n * k for n, k in self.products.values()) * element
+        if not self.experts:
+            return dense
+        active = self.experts * (1 - (1 - self.topk / self.experts) ** batch)
+        # Experts are in 4 bits wherever anything is quantised.
+        return dense + active * 3 * self.hidden * self.intermediate * element + 2 * self.hidden * self.experts
+
+    def cache_bytes(self, kv: KvFormatName, tokens: int) -> int:
+        """Of a layer's K and V of so many tokens."""
+        return 2 * tokens * self.num_kv_heads * format_of(kv).row_bytes(self.head_dim)
+
+
+MODELS = {
+    "llama3-8b": StepModel("Llama-3-8B", 32, 4096, 14336, 32, 8),
+    "llama2-70b-shard8": StepModel("Llama-2-70B, one of 8 GPUs", 80, 8192, 3584, 8, 1, about="without all-reduce"),
+    "qwen3-30b-a3b": StepModel("Qwen3-30B-A3B", 48, 2048, 768, 32, 4, experts=128, topk=8),
+}
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """A way to compute the step. weights: "bf16", "w4" or "w8"; kv: a cache format; sdpa: whether torch attends."""
+
+    weights: str
+    kv: KvFormatName
+    sdpa: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.weights}, {'bf16 SDPA' if self.sdpa else self.kv}"
+
+
+CASES = (
+    StepCase("bf16", "bf16", sdpa=True),
+    StepCase("w4", "bf16", sdpa=True),
+    StepCase("bf16", "int4_g4"),
+    StepCase("w4", "int4_g4"),
+    StepCase("w4", "int8_token_head"),
+    StepCase("w4", "bf16"),
+    StepCase("w8", "int8_token_head"),
+)
+BASELINE = CASES[0]
+
+
+def element_bytes(weights: str) -> float:
+    """Of a weight, with its share of a group's scale."""
+    return 2.0 if weights == "bf16" else int(weights[1:]) / 8 + 2 / 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is stepped: requests, and tokens that each has in the cache, the new one among them."""
+
+    batch: int
+    context: int
+
+
+def packed(n: int, k: int, weights: str, device: str) -> PackedWeight:
+    """A random weight."""
+    return Weights(device).of(FORMATS[weights].problem(1, n, k))
+
+
+def specs(model: StepModel, case: StepCase, batch: int, gpu: str) -> list[KernelSpec]:
+    """The kernels of the products of a step."""
+    if case.weights == "bf16":
+        return []
+    found: dict[KernelSpec, None] = {}
+    for n, k in model.products.values():
+        found |= dict.fromkeys(specs_of(chosen(FORMATS[case.weights].problem(batch, n, k), gpu).config))
+    if model.experts:
+        sizes = moe.MoeModel(model.name, model.experts, model.topk, model.hidden, model.intermediate)
+        found |= dict.fromkeys(moe.specs([sizes], [batch], gpu))
+    return list(found)
+
+
+class Step:
+    """All layers of a model for one shape, as a call that can be captured.
+
+    Args:
+        model, case, shape: what is computed, and how.
+        device: of all tensors.
+        layers: how many are gone through; default the model's.
+    """
+
+    def __init__(self, model: StepModel, case: StepCase, shape: Shape, device: str = "cuda", layers: int | None = None):
+        self.model, self.case, self.shape, self.device = model, case, shape, device
+        self.layers = layers or model.layers
+        self.rope = Rope(model.head_dim, theta=ROPE_THETA)
+        self.hidden = torch.randn(shape.batch, model.hidden, device=device).bfloat16()
+        self.seq_lens = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
+        self.parts = [self.make_layer() for _ in range(min(DISTINCT, self.layers))]
+
+    def __call__(self) -> torch.Tensor:
+        hidden = self.hidden
+        for number in range(self.layers):
+            hidden = self.layer(self.parts[number % len(self.parts)], hidden)
+        return hidden
+
+    # -- what a layer has ---------------------------------------------------------------------------------------------
+
+    def make_layer(self) -> dict[str, Any]:
+        model = self.model
+        parts: dict[str, Any] = {name: self.make_product(n, k) for name, (n, k) in model.products.items()}
+        ones = torch.ones(model.hidden, dtype=torch.bfloat16, device=self.device)
+        parts |= {"norm": ones, "mlp_norm": ones.clone(), "cache": self.make_cache()}
+        if model.experts:
+            parts["router"] = self.random(model.experts, model.hidden)
+            parts["experts"] = self.make_experts()
+        return parts
+
+    def random(self, *size: int) -> torch.Tensor:
+        return (torch.randn(size, device=self.device) * size[-1] ** -0.5).bfloat16()
+
+    def make_product(self, n: int, k: int) -> Callable[..., torch.Tensor]:
+        """x W^T, with options of `quantized_linear`."""
+        if self.case.weights == "bf16":
+            return partial(dense_product, weight=self.random(n, k))
+        return partial(quantized_linear, weight=packed(n, k, self.case.weights, self.device))
+
+    def make_experts(self) -> Callable[..., torch.Tensor]:
+        sizes = moe.MoeModel("", self.model.experts, self.model.topk, self.model.hidden, self.model.intermediate)
+        if self.case.weights == "bf16":
+            gate_up, down = (self.random(self.model.experts, n, k) for n, k in sizes.products)
+            return partial(dense_experts, gate_up, down)
+        gate_up, down = (moe.make_experts(sizes.experts, n, k, 0, self.device) for n, k in sizes.products)
+        return lambda x, weights, ids: fused_moe(x, gate_up, down, weights, ids)
+
+    def make_cache(self) -> dict[str, Any]:
+        """Arguments of append and attention: pages in random order; of torch's attention, [batch, heads, tokens, d]."""
+        model, shape = self.model, self.shape
+        form = format_of(self.case.kv)
+        pages = -(-shape.context // PAGE_SIZE)
+        row = form.row_elements(model.head_dim)
+        given: dict[str, Any] = {"kv_format": self.case.kv, "seq_lens": self.seq_lens, "rope": self.rope}
+        if self.case.sdpa:
+            size = (shape.batch, model.num_kv_heads, pages * PAGE_SIZE, row)
+            given["cache_layout"] = "HND"
+        else:
+            size = (shape.batch * pages, PAGE_SIZE, model.num_kv_heads, row)
+            table = torch.randperm(shape.batch * pages, device=self.device).to(torch.int32)
+            given["block_table"] = table.view(shape.batch, pages)
+        for name in ("k_cache", "v_cache"):
+            given[name] = torch.empty(size, dtype=form.cache_dtype, device=self.device)
+            self.fill(given[name])
+        return given
+
+    def fill(self, cache: torch.Tensor) -> None:
+        """Puts rows of random numbers into a contiguous cache, the same `FILLED_ROWS` again and again."""
+        rows = cache.view(-1, 1, cache.shape[-1])
+        numbers = torch.randn(min(FILLED_ROWS, len(rows)), 1, self.model.head_dim, device=self.device)
+        some = quantize_kv(numbers.bfloat16(), kv_format=self.case.kv)
+        for first in range(0, len(rows), len(some)):
+            rows[first : first + len(some)] = some[: len(rows) - first]
+
+    # -- what a layer does --------------------------------------------------------------------------------------------
+
+    def layer(self, parts: dict[str, Any], hidden: torch.Tensor) -> torch.Tensor:
+        """The residual stream behind a layer."""
+        model, batch = self.model, self.shape.batch
+        qkv = parts["qkv"](rms_norm(hidden, parts["norm"], eps=EPS))
+        heads = qkv.view(batch, 1, -1, model.head_dim)
+        q, k, v = heads.split((model.num_q_heads, model.num_kv_heads, model.num_kv_heads), dim=2)
+        attended = self.attend(q, k, v, parts["cache"]).view(batch, -1)
+        hidden = parts["o"](attended, residual=hidden)
+        x = rms_norm(hidden, parts["mlp_norm"], eps=EPS)
+        if model.experts:
+            weights, ids = torch.topk(functional.linear(x, parts["router"]).float().softmax(-1), model.topk, dim=-1)
+            return hidden + parts["experts"](x, weights, ids)
+        return parts["down"](parts["gate_up"](x, activation="swiglu"), residual=hidden)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: dict[str, Any]) -> torch.Tensor:
+        if not self.case.sdpa:
+            return append_and_decode(q, k, v, **cache)
+        rotated = append_kv(k[:, 0], v[:, 0], q=q[:, 0], **cache)
+        assert rotated is not None
+        keys, values = (cache[name][:, :, : self.shape.context] for name in ("k_cache", "v_cache"))
+        with sdpa_kernel(list(SDPA_BACKENDS), set_priority=True):
+            return functional.scaled_dot_product_attention(rotated[:, :, None], keys, values, enable_gqa=True)
+
+    @property
+    def bytes(self) -> float:
+        """That a step must read: weights and cache."""
+        tokens = self.shape.batch * self.shape.context
+        weights = self.model.weight_bytes(self.case.weights, self.shape.batch)
+        return self.layers * (weights + self.model.cache_bytes(self.case.kv, tokens))
+
+
+def dense_product(
+    x: torch.Tensor, weight: torch.Tensor, *, residual: torch.Tensor | None = None, activation: str | None = None
+) -> torch.Tensor:
+    """What `quantized_linear` computes, by cuBLAS: the residual in its epilogue, the gate as torch has it."""
+    if residual is not None:
+        return torch.addmm(residual, x, weight.T)
+    y = functional.linear(x, weight)
+    if activation == "swiglu":
+        gate, up = y.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+    return y
+
+
+def dense_experts(
+    gate_up: torch.Tensor, down: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """A layer of experts by torch's grouped products, [tokens, hidden]."""
+    count, topk = gate_up.shape[0], ids.shape[1]
+    order = ids.flatten().argsort()
+    numbers = torch.arange(count, device=x.device)
+    ends = (ids.flatten()[:, None] == numbers).sum(0).cumsum(0).to(torch.int32)  # bincount would wait for the GPU
+    both = torch._grouped_mm(x[order // topk], gate_up.transpose(-2, -1), offs=ends, out_dtype=torch.bfloat16)
+    gate, up = both.chunk(2, dim=-1)
+    results = torch._grouped_mm(functional.silu(gate) * up, down.transpose(-2, -1), offs=ends, out_dtype=torch.bfloat16)
+    scaled = (results * weights.flatten()[order, None]).to(torch.bfloat16)
+    return torch.zeros_like(x).index_add_(0, order // topk, scaled)
+
+
+def resident_bytes(model: StepModel, case: StepCase, shape: Shape) -> float:
+    """Memory of a model's weights, every layer and expert, and its cache."""
+    whole = replace(model, topk=model.experts) if model.experts else model
+    tokens = shape.batch * shape.context
+    return model.layers * (whole.weight_bytes(case.weights, 1) + model.cache_bytes(case.kv, tokens))

@@ -1,0 +1,99 @@
+"""Rows of any format that can make fp16 numbers of its codes, exactly: all that a new format must say to be read.
+
+Such a row is an fp32 scale for each group of columns and then the codes. A lane takes a run of them, the fewest whole
+words that hold whole codes (:meth:`layouts.kv.tile.RowTile.run_codes`), and the format's class turns it into packed
+pairs. Scales stay out of the elements, as in :mod:`.bytes`. Readers that keep more of a format's arithmetic out of the
+loop (:mod:`.int4`, :mod:`.bytes`) are faster; this one is what they can be measured against.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.readers.common import Query, State
+from cute_kernels.attention.readers.rows import RowKeyReader, RowValueReader
+from cute_kernels.device import ptx
+from cute_kernels.kv_formats import KvFormat, load_code
+
+MIN_SCALE = 2.0**-80  # stands for smaller fp32 scales: probabilities of 2**80 may still be added up in fp32
+LOAD_WORDS = 4  # of queries at a time
+
+
+class Codes(Protocol):
+    """What `DecodeReader.codes` names: a class without arguments."""
+
+    def pairs(self, words: list[Any]) -> list[Any]:
+        """Packed pairs of fp16 numbers, neighbours in order, from a run's words: each is a code's value exactly."""
+        ...
+
+
+def codes_of(form: KvFormat) -> Codes:
+    """What makes numbers of a format's codes."""
+    assert form.decode is not None and form.decode.codes is not None, f"{form.name} names no codes"
+    return load_code(form.decode.codes)()
+
+
+class DecodedKeyReader(RowKeyReader):
+    """Scores of decoded rows: a lane's run of keys meets as many neighbouring queries."""
+
+    code_unit = 1.0
+    sum_factor = None
+
+    def __init__(self, config: DecodeConfig):
+        super().__init__(config)
+        self.codes = codes_of(config.formats[0])
+        self.lane_codes = self.tile.run_codes
+        self.pairs = tuple((code, code + 1) for code in range(0, self.lane_codes, 2))
+        self.factors = (1.0,) * len(self.pairs)
+
+    def fetch_query(self, addresses, given_scale: Int64, lane: Int32) -> Query:
+        """Starts loading the lane's columns of its query head in every block; addresses: of those heads."""
+        column_bytes, constant = 2 * self.lane_codes, not self.config.after_append
+        first = lane % 4 * column_bytes
+
+        def load(address, unit: int) -> list[Any]:
+            words: list[Any] = []
+            for offset in range(0, column_bytes, 4 * LOAD_WORDS):
+                count = min(LOAD_WORDS, (column_bytes - offset) // 4)
+                words += ptx.load_global_words(
+                    address + first, unit * 4 * column_bytes + offset, count, constant=constant
+                )
+            return words
+
+        return Query([[load(address, unit) for unit in range(self.tile.k_units)] for address in addresses])
+
+    def unit_queries(self, state: State, words):
+        return self.floats(words)
+
+    def unit_operands(self, state: State, low_row, high_row):
+        low, high = (self.codes.pairs(_listed(words)) for words in (low_row, high_row))
+        return [[low[i], high[i], low[i + 1], high[i + 1]] for i in range(0, len(low), 2)]
+
+    def add_group(self, score, header, dot, query_sum):
+        product = header.bitcast(Float32) * dot
+        return product if score is None else score + product
+
+
+class DecodedValueReader(RowValueReader):
+    """P V of decoded rows: the pairs of two tokens become pairs of one column."""
+
+    min_scale = MIN_SCALE
+
+    def __init__(self, config: DecodeConfig):
+        super().__init__(config)
+        self.codes = codes_of(config.formats[1])
+        assert self.lane_codes == self.tile.run_codes  # `tiles.cannot_read` has said so
+
+    def scale(self, header):
+        return header.bitcast(Float32)
+
+    def code_pairs(self, state: State, even, odd):
+        found = zip(self.codes.pairs(_listed(even)), self.codes.pairs(_listed(odd)), strict=True)
+        return [ptx.prmt(*pair, Uint32(select)) for pair in found for select in (0x5410, 0x7632)]
+
+
+def _listed(words) -> list[Any]:
+    return words if isinstance(words, list) else [words]

@@ -1,0 +1,51 @@
+"""What decoders of codes compute with: words, byte permutations, and packed pairs of 16-bit floats.
+
+A weight format is given one of these, so that its file needs no compiler to be imported. bf16 pairs are added and
+multiplied by instructions of their own since sm_90. fma.rn.bf16x2 exists since sm_80 and rounds once, so a times 1 plus
+b is the sum, and a times b plus -0 the product, signs of zeros included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Uint32
+
+from cute_kernels.device import numbers, ptx
+
+BF16_ONE, BF16_MINUS_ZERO = 0x3F803F80, 0x80008000
+
+
+class PortableMath:
+    """For sm_80 and later. Every sum and product of a pair of ``dtype``, "bf16" or "fp16", is rounded once."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+
+    def word(self, value: Any) -> Any:
+        """A Uint32; the operators of Python compute with it."""
+        return Uint32(value)
+
+    def prmt(self, a: Any, b: Any, selector: Any) -> Any:
+        """Four of the eight bytes of a and b: nibble i of the selector's lower half says which is byte i."""
+        return ptx.prmt(a, b, selector)
+
+    def add(self, a: Any, b: Any) -> Any:
+        return numbers.fma_bf16x2(a, Uint32(BF16_ONE), b) if self.dtype == "bf16" else ptx.add_f16x2(a, b)
+
+    def multiply(self, a: Any, b: Any) -> Any:
+        return numbers.fma_bf16x2(a, b, Uint32(BF16_MINUS_ZERO)) if self.dtype == "bf16" else ptx.mul_f16x2(a, b)
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        """a * b + c."""
+        return numbers.fma_bf16x2(a, b, c) if self.dtype == "bf16" else ptx.fma_f16x2(a, b, c)
+
+
+class HopperMath(PortableMath):
+    """The same for sm_90 and later."""
+
+    def add(self, a: Any, b: Any) -> Any:
+        return ptx.add_bf16x2(a, b) if self.dtype == "bf16" else ptx.add_f16x2(a, b)
+
+    def multiply(self, a: Any, b: Any) -> Any:
+        return ptx.mul_bf16x2(a, b) if self.dtype == "bf16" else ptx.mul_f16x2(a, b)

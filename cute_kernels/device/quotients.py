@@ -1,0 +1,90 @@
+"""Quotients rounded as IEEE's, of numbers that share a divisor: a reciprocal, and two multiply-adds for each."""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+from cutlass import Float32, Uint32
+
+from cute_kernels.device import numbers, ptx
+
+# Divisors outside this range are brought nearer to 1, so that no reciprocal and no remainder leaves fp32's range.
+SMALL, LARGE, RESCALE = 2.0**-60, 2.0**60, 2.0**64
+MANTISSA = 0x7FFFFF
+
+
+class Divisor:
+    """A divisor that several numbers are divided by, each quotient rounded as IEEE's.
+
+    A quotient by a divisor that is not above 0 (NaN included) counts as 0: `or_zero` and `tame` see to it.
+
+    Args:
+        step: the divisor.
+        largest: quotients are wanted up to this magnitude and saturate there; None where none is larger.
+    """
+
+    def __init__(self, step: Float32, largest: float | None = None):
+        finite = (step > 0.0) & (step < math.inf)
+        factor = cutlass.select_(step < SMALL, Float32(RESCALE), Float32(1.0))
+        self.factor = cutlass.select_(step > LARGE, Float32(1.0 / RESCALE), factor)
+        # Dividing by infinity: 0 for both makes every quotient a zero of the right sign.
+        self.step = cutlass.select_(finite, numbers.multiply(step, self.factor), Float32(0.0))
+        self.reciprocal = cutlass.select_(finite, reciprocal_of(self.step), Float32(0.0))
+        self.positive, self.finite = step > 0.0, finite
+        self.bound = None if largest is None else numbers.multiply(self.step, Float32(largest))
+
+    def divide(self, value: Float32) -> Float32:
+        return quotient_of(self._scaled(value), self.step, self.reciprocal)
+
+    def tame(self, value: Float32) -> Float32:
+        """What divided by `tame_step` without more ado gives the quotient."""
+        value = self._scaled(value)
+        value = cutlass.select_(self.finite, value, numbers.multiply(value, Float32(0.0)))
+        return self.or_zero(value)
+
+    @property
+    def tame_step(self) -> Float32:
+        return cutlass.select_(self.finite, self.step, Float32(1.0))
+
+    def _scaled(self, value: Float32) -> Float32:
+        value = numbers.multiply(value, self.factor)
+        if self.bound is not None:
+            value = ptx.fmax(numbers.fmin(value, self.bound), -self.bound)
+        return value
+
+    def or_zero(self, quotient: Float32) -> Float32:
+        return cutlass.select_(self.positive, quotient, Float32(0.0))
+
+
+def reciprocal_of(divisor: Float32) -> Float32:
+    """1 / divisor rounded to nearest, for normal divisors with normal reciprocals: two of Newton's steps.
+
+    They leave one mantissa aside, 0x7FFFFF, for which they may end an ulp low; its reciprocal's is 1.
+    """
+    guess = ptx.reciprocal(divisor)
+    for _ in range(2):
+        guess = ptx.fma(ptx.fma(-divisor, guess, Float32(1.0)), guess, guess)
+    stubborn = (numbers.bits(divisor) & MANTISSA) == MANTISSA
+    return numbers.from_bits(numbers.bits(guess) | cutlass.select_(stubborn, Uint32(1), Uint32(0)))
+
+
+def quotient_of(value: Float32, divisor: Float32, reciprocal: Float32, last=None) -> Float32:
+    """value / divisor rounded to nearest, from the divisor's correctly rounded reciprocal (Markstein 1990).
+
+    last: the multiply-add that rounds it, default the plain one.
+    """
+    quotient = numbers.multiply(value, reciprocal)
+    # The remainder's negative: where all is 0 it is +0, times -1 / divisor -0, and the quotient keeps its sign.
+    remainder = ptx.fma(divisor, quotient, -value)
+    return (last or ptx.fma)(remainder, -reciprocal, quotient)
+
+
+def over_constant(value: Float32, divisor: float) -> Float32:
+    """value / divisor rounded to nearest, subnormal or not, for finite values and a small whole divisor.
+
+    By an odd number no quotient lies halfway between two subnormals, which a rounded reciprocal could not tell.
+    """
+    if divisor % 2 == 0:
+        return numbers.divide(value, divisor)
+    return quotient_of(value, Float32(divisor), Float32(1.0 / divisor))

@@ -1,0 +1,237 @@
+"""Blocks of a model in fewer launches: what replaces the ``forward`` of modules that `patterns` knows.
+
+| module | its own | here |
+|---|---|---|
+| attention | three projections, norms of q and k, rotation, append | one projection, all else in `append_and_decode` |
+| MLP | two projections, activation, product, one projection | one with the "swiglu" epilogue, one |
+| layer | norm, sum, norm, sum | each sum and the norm behind it in one launch |
+
+Each block looks at every call whether it is still the one that was recognised: the same layers, no hook on what it
+passes by, no gradient wanted, not in training. Any other call goes to the module's own ``forward``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from cute_kernels.attention.checks import MAX_Q_LEN
+from cute_kernels.integrations.transformers.attend import attention
+from cute_kernels.integrations.transformers.cache import DecodeCache
+from cute_kernels.integrations.transformers.handle import ATTENTION_NAME, Prologue
+from cute_kernels.integrations.transformers.merged import PartOfPair, interleave, is_merged, merge, unmerge
+from cute_kernels.integrations.transformers.norms import add_and_norm, add_with_next_norm, has_hooks, is_plain, terms_of
+from cute_kernels.integrations.transformers.patterns import KnownAttention, KnownLayer, KnownMlp
+from cute_kernels.kv_cache import Rope
+from cute_kernels.linear import quantized_linear
+
+_SILU = tuple(type(ACT2FN[name]) for name in ("silu", "swish"))
+
+
+class Block:
+    """A ``forward`` in place of a module's own, which ``own`` is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+        self.own = module.forward
+
+    def install(self) -> None:
+        """Puts it in place."""
+        self.module.forward = self
+
+    def remove(self) -> None:
+        """Takes it away again, with all that it changed."""
+        self.module.__dict__.pop("forward", None)
+
+    def _may_pass_by(self, parts: Sequence[nn.Module]) -> bool:
+        """Whether a call needs nothing but the results of these modules."""
+        if self.module.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        return not any(map(has_hooks, parts))
+
+
+class AttentionBlock(Block):
+    """Attention of a step, up to 16 tokens of each request, over a `DecodeCache`.
+
+    Args:
+        module: an attention that ``known`` says.
+        rope: what its layer's rotary embedding is.
+    """
+
+    def __init__(self, module: nn.Module, known: KnownAttention, rope: Rope) -> None:
+        super().__init__(module)
+        self.rope = rope
+        self.options = known.options
+        self.parts: list[nn.Module] = [getattr(module, name) for name in known.projections]
+        self.norms: list[nn.Module] = [getattr(module, name) for name in known.norms or ()]
+        self.merged = merge(self.parts) if len(self.parts) > 1 else None
+        self.rotate_halves = vars(sys.modules[type(module).__module__])["apply_rotary_pos_emb"]
+        self._names = known.projections
+
+    def remove(self) -> None:
+        super().remove()
+        if self.merged is not None and is_merged(self.merged, self.parts):
+            unmerge(self.parts)
+        self.merged = None
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the module's own ``forward``."""
+        module: Any = self.module
+        position_ids: Any = kwargs.get("position_ids")
+        if not self._serves(hidden_states, past_key_values, position_ids):
+            given = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
+            return self.own(hidden_states, **given, past_key_values=past_key_values, **kwargs)
+        q, k, v = self._projected(hidden_states)
+        terms = [terms_of(norm) for norm in self.norms]
+        # The kernel's norm has the weight itself; another one is a launch of its own.
+        fused = bool(terms) and all(offset == 0 and weight.dtype == q.dtype for weight, _, offset in terms)
+        if terms and not fused:
+            q, k = (norm(x) for norm, x in zip(self.norms, (q, k), strict=True))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        handle, _ = past_key_values.update(k, v, module.layer_idx)
+        options: dict[str, Any] = {"rope": self.rope, "position_ids": position_ids.expand(len(q), -1).contiguous()}
+        if fused:
+            options |= {"q_norm": terms[0][0], "k_norm": terms[1][0], "norm_eps": terms[0][1]}
+
+        def rotate(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if fused:
+                q, k = (norm(x) for norm, x in zip(self.norms, (q, k), strict=True))
+            return self.rotate_halves(q, k, *position_embeddings)
+
+        handle.prologue = Prologue(options, rotate)
+        asked = {name: self._option(attribute) for name, attribute in self.options}
+        out, _ = attention(module, q, handle, handle, attention_mask, scaling=module.scaling, **asked, **kwargs)
+        return module.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+    def _serves(self, x: torch.Tensor, cache: Any, position_ids: Any) -> bool:
+        if not isinstance(cache, DecodeCache) or self.module.config._attn_implementation != ATTENTION_NAME:
+            return False
+        if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2 or x.dim() != 3:
+            return False
+        # Of more tokens than a step has, the parts are as fast one by one, and each is freed once it is rotated.
+        if x.shape[1] > MAX_Q_LEN:
+            return False
+        if position_ids.shape[1] != x.shape[1] or position_ids.shape[0] not in (1, x.shape[0]):
+            return False
+        if any(getattr(self.module, name) is not part for name, part in zip(self._names, self.parts, strict=True)):
+            return False
+        return self._may_pass_by(self.parts) and all(map(is_plain, self.norms))
+
+    def _projected(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """q, k and v [batch, tokens, heads, head_dim], before norms and rotation."""
+        config, head_dim = self.module.config, self.module.head_dim
+        if self.merged is not None and is_merged(self.merged, self.parts):
+            found = [self.merged(x)]
+        else:
+            found = [part(x) for part in self.parts]
+        if len(found) == 1:
+            heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+            found = list(found[0].split([count * head_dim for count in heads], dim=-1))
+        return [y.unflatten(-1, (-1, head_dim)) for y in found]
+
+    def _option(self, name: str) -> Any:
+        module = self.module
+        return getattr(module, name) if hasattr(module, name) else getattr(module.config, name, None)
+
+
+class MlpBlock(Block):
+    """A gated MLP whose projections are quantised: see `interleave`."""
+
+    def __init__(self, module: nn.Module, known: KnownMlp) -> None:
+        super().__init__(module)
+        self.names = known.projections
+        self.activation = getattr(module, known.activation)
+        self.originals: list[nn.Module] = [getattr(module, name) for name in self.names]
+        self.parts = list(self.originals)
+        self.pair = interleave(self.originals) if type(self.activation) in _SILU else None
+        self.weight = None if self.pair is None else self.pair.weight
+        self.known = known
+
+    def install(self) -> None:
+        """Puts it in place. The projections are made of the interleaved weight from then on."""
+        assert self.pair is not None
+        halves = [(0,), (1,)] if len(self.names) == 2 else [(0, 1)]
+        self.parts = [PartOfPair(self.pair, each) for each in halves]
+        self.originals = []
+        for name, part in zip(self.names, self.parts, strict=True):
+            setattr(self.module, name, part)
+        super().install()
+
+    def remove(self) -> None:
+        super().remove()
+        for name, part in zip(self.names, self.parts, strict=True):
+            if isinstance(part, PartOfPair) and getattr(self.module, name) is part:
+                setattr(self.module, name, part.separate())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the module's own ``forward``."""
+        if kwargs or len(args) != 1 or not self._serves():
+            return self.own(*args, **kwargs)
+        assert self.weight is not None and self.pair is not None
+        x = quantized_linear(
+            args[0], self.weight, self.pair.bias, activation="swiglu", batch_invariant=self.pair.batch_invariant
+        )
+        return self.module.down_proj(x)
+
+    def _serves(self) -> bool:
+        module, pair, weight = self.module, self.pair, self.weight
+        if pair is None or weight is None or getattr(module, self.known.activation) is not self.activation:
+            return False
+        if any(getattr(module, name) is not part for name, part in zip(self.names, self.parts, strict=True)):
+            return False
+        if pair.codes is not weight.codes:  # moved to another device
+            self.weight = pair.weight
+        return self._may_pass_by([*self.parts, self.activation])
+
+
+class LayerBlock(Block):
+    """A decoder layer.
+
+    Args:
+        module: a layer that ``known`` says.
+        following: the norm that its result goes to; None if that is not known.
+        next_layer: what calls that norm, None for a norm behind all layers.
+    """
+
+    def __init__(
+        self, module: nn.Module, known: KnownLayer, following: nn.Module | None, next_layer: nn.Module | None
+    ) -> None:
+        super().__init__(module)
+        self.known = known
+        self.following = following
+        self.next_layer = next_layer
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the module's own ``forward``."""
+        module, known = self.module, self.known
+        before_mlp = getattr(module, known.before_mlp)
+        dropouts = [getattr(module, name) for name in known.dropouts]
+        if args or not is_plain(before_mlp) or not self._may_pass_by(dropouts):
+            return self.own(hidden_states, *args, **kwargs)
+        after = [getattr(module, name) for name in known.after or ()]
+        x, _ = module.self_attn(hidden_states=getattr(module, known.before)(hidden_states), **kwargs)
+        x, total = add_and_norm(after[0](x) if after else x, hidden_states, before_mlp)
+        x = module.mlp(x)
+        x = after[1](x) if after else x
+        if self._is_seen_by_the_next_alone():
+            assert self.following is not None
+            return add_with_next_norm(x, total, self.following)
+        return total + x
+
+    def _is_seen_by_the_next_alone(self) -> bool:
+        """Whether the sum goes to the next norm as it is."""
+        if self.following is None or not is_plain(self.following) or has_hooks(self.module):
+            return False
+        return self.next_layer is None or not has_hooks(self.next_layer)

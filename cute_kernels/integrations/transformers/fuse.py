@@ -1,0 +1,171 @@
+"""Puts `blocks` in place where `patterns` knows a model's modules, each after it has shown what the module's own
+``forward`` computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from cute_kernels.integrations.transformers import patterns
+from cute_kernels.integrations.transformers.blocks import AttentionBlock, Block, LayerBlock, MlpBlock
+from cute_kernels.integrations.transformers.cache import DecodeCache, Scales
+from cute_kernels.integrations.transformers.norms import has_hooks, is_plain
+from cute_kernels.integrations.transformers.patterns import recognise
+from cute_kernels.integrations.transformers.ropes import rope_of
+from cute_kernels.kv_cache import Rope
+
+TOLERANCES = {torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Relative error of a block against its module on noise. What is looked for is another function, whose error is near 1:
+rotations by half-precision cosines, and codes of a cache that fall on the other side, come to a few hundredths."""
+CHECKED_TOKENS = 4
+
+
+@dataclass
+class Fused:
+    """What `fuse` did: how many blocks of each kind run in fewer launches, and why others do not."""
+
+    attention: int = 0
+    mlp: int = 0
+    layers: int = 0
+    reasons: dict[str, None] = field(default_factory=dict)  # in order, once each
+
+    def __str__(self) -> str:
+        counts = {"attention": self.attention, "MLP": self.mlp, "layer": self.layers}
+        return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+
+
+def fuse(model: nn.Module, kv_format: Any, scales: Scales | None) -> Fused:
+    """Gives every block that is known and passes its check a ``forward`` of fewer launches.
+
+    Norms are replaced and weights quantised before. kv_format: of the cache that attention gets; None for none, and
+    then attention stays.
+    """
+    fused = Fused()
+    for owner in model.modules():
+        if recognise(owner, patterns.MODELS) is not None:
+            _Stack(owner, kv_format, scales, fused).fuse()
+    return fused
+
+
+def restore_blocks(model: nn.Module) -> None:
+    """Takes them away again; layers that were merged are what they were, bit for bit."""
+    for module in list(model.modules()):
+        if isinstance(block := vars(module).get("forward"), Block):
+            block.remove()
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """A model's decoder layers."""
+
+    owner: Any
+    kv_format: Any
+    scales: Scales | None
+    fused: Fused
+
+    def fuse(self) -> None:
+        layers: list[Any] = list(self.owner.layers)
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            self._fuse_attention(layer)
+            self._fuse_mlp(layer)
+            known = recognise(layer, patterns.LAYERS)
+            if known is not None and is_plain(getattr(layer, known.before_mlp)):
+                norm: Any = self.owner.norm if following is None else getattr(following, known.before, None)
+                results = partial(self._passes, layer.self_attn)
+                self.fused.layers += _installed(LayerBlock(layer, known, norm, following), results, self.fused)
+
+    def _fuse_attention(self, layer: Any) -> None:
+        attention = getattr(layer, "self_attn", None)
+        if self.kv_format is None or attention is None:
+            return
+        known, rope = recognise(attention, patterns.ATTENTIONS), self._rope_of(attention)
+        if known is None or rope is None:
+            what = "is" if known is None else "has a rotary embedding that is"
+            self.fused.reasons[f"{type(attention).__name__} {what} none of those that are known"] = None
+            return
+        results = partial(self._passes, attention)
+        self.fused.attention += _installed(AttentionBlock(attention, known, rope), results, self.fused)
+
+    def _fuse_mlp(self, layer: Any) -> None:
+        mlp = getattr(layer, "mlp", None)
+        known = None if mlp is None else recognise(mlp, patterns.MLPS)
+        if mlp is None or known is None or any(has_hooks(getattr(mlp, name)) for name in known.projections):
+            return
+        block = MlpBlock(mlp, known)
+        if block.pair is not None:
+            self.fused.mlp += _installed(block, lambda own: [own(self._noise(CHECKED_TOKENS))], self.fused)
+
+    def _rope_of(self, attention: Any) -> Rope | None:
+        rotary = getattr(self.owner, "rotary_emb", None)
+        if rotary is None or recognise(rotary, patterns.ROTARIES) is None:
+            return None
+        return rope_of(rotary, self._layer_type(attention))
+
+    def _layer_type(self, attention: Any) -> str | None:
+        """The name of a layer's rotary embedding, where a model has several."""
+        own = getattr(attention, "layer_type", None)
+        return own if own is not None and hasattr(self.owner.rotary_emb, f"{own}_inv_freq") else None
+
+    # -- the check's inputs ------------------------------------------------------------------------------------------
+
+    def _noise(self, tokens: int, seed: int = 0) -> torch.Tensor:
+        """Inputs of a block [2, tokens, hidden_size]."""
+        weight = next(self.owner.parameters())
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(2, tokens, self.owner.config.hidden_size, generator=generator)
+        return noise.to(weight.device, weight.dtype)
+
+    def _passes(self, attention: Any, run: Callable[..., Any]) -> list[torch.Tensor]:
+        """What a layer, or its attention, makes of a first turn and of a step; the requests stand at the first
+        positions and at the last ones."""
+        cache = None if self.kv_format is None else DecodeCache(self.kv_format, scales=self.scales)
+        layer_type = self._layer_type(attention)
+        last = max(self.owner.config.max_position_embeddings - CHECKED_TOKENS - 1, 0)
+        found = []
+        for seed, tokens in enumerate((CHECKED_TOKENS, 1)):
+            x = self._noise(tokens, seed)
+            starts = torch.tensor([[0], [last]], device=x.device) + seed * CHECKED_TOKENS
+            positions = starts + torch.arange(tokens, device=x.device)
+            embeddings = self.owner.rotary_emb(x, positions, *(() if layer_type is None else (layer_type,)))
+            given = {"position_ids": positions, "position_embeddings": embeddings, "past_key_values": cache}
+            result = run(hidden_states=x, attention_mask=None, **given)
+            found.append(result[0] if isinstance(result, tuple) else result)
+        return found
+
+
+def _installed(block: Block, results: Callable[[Any], list[torch.Tensor]], fused: Fused) -> bool:
+    """Whether a block is in place: it is if it gives what the module's own ``forward`` gives.
+
+    results: of a ``forward``, on inputs that are the same each time.
+    """
+    name = type(block.module).__name__
+    try:
+        with torch.no_grad(), _evaluating(block.module):
+            wanted = results(block.own)
+            block.install()
+            for got, want in zip(results(block.module), wanted, strict=True):
+                error = float((got.double() - want.double()).norm() / want.double().norm())
+                if not error <= TOLERANCES[want.dtype]:
+                    raise ArithmeticError(f"a relative error of {error:.2g} on noise")
+    except Exception as error:  # whatever it is, the model's own code is there
+        block.remove()
+        fused.reasons[f"{name}: {type(error).__name__}: {error}"] = None
+        return False
+    return True
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = {each: each.training for each in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, mode in modes.items():
+            each.training = mode

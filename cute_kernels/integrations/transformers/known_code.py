@@ -1,0 +1,60 @@
+"""Which code a class of transformers runs: model files copy each other's classes, and a name says little.
+
+Two methods are the same if their instructions are, and those of the functions of their model files that they call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from functools import cache
+from types import CodeType
+from typing import Any
+
+_MODEL_FILES = "transformers.models."
+
+
+def model_class(file: str, name: str) -> type | None:
+    """A class of a model file, None in a release of transformers that has no such class."""
+    try:
+        module = importlib.import_module(f"{_MODEL_FILES}{file}.modeling_{file}")
+    except ImportError:
+        return None
+    return getattr(module, name, None)
+
+
+def method_code(kind: type, names: Iterable[str] = ("forward",)) -> Any:
+    """What methods of a class do, whatever they are called and wherever they stand; decorators are looked through.
+    None if it has none of them."""
+    found = tuple(
+        _code_of(inspect.unwrap(method)) for name in names if hasattr(method := _method(kind, name), "__code__")
+    )
+    return found or None
+
+
+def _method(kind: type, name: str) -> Any:
+    method = getattr(kind, name, None)
+    return inspect.unwrap(method) if callable(method) else None
+
+
+@cache
+def _code_of(function: Callable[..., Any], depth: int = 3) -> Any:
+    code = function.__code__
+    called = []
+    if depth:
+        for name in code.co_names:
+            other = function.__globals__.get(name)
+            other = inspect.unwrap(other) if callable(other) and not isinstance(other, type) else None
+            if hasattr(other, "__code__") and str(getattr(other, "__module__", "")).startswith(_MODEL_FILES):
+                called.append((name, _code_of(other, depth - 1)))
+    return _instructions(code, function.__doc__), tuple(called)
+
+
+def _instructions(code: CodeType, doc: str | None = None) -> Any:
+    constants = tuple(
+        _instructions(value) if isinstance(value, CodeType) else value
+        for value in code.co_consts
+        if value is None or value != doc
+    )
+    return code.co_code, constants, code.co_names

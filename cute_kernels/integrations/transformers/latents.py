@@ -1,0 +1,158 @@
+"""Caches of latents: models with multi-head latent attention (DeepSeek-V3), decoded by `mla_decode`.
+
+Such a model caches, of each token, a latent of 512 numbers and 64 rotated ones, and makes keys and values of all heads
+of them (``expand_kv``) before it attends. A step does not need those: the projection that makes keys is multiplied into
+the queries, the one that makes values into the result ("absorbed"). What is no such step expands, as the model does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cute_kernels.integrations.transformers.columns import NotStaticError
+from cute_kernels.integrations.transformers.handle import CachedTokens
+from cute_kernels.integrations.transformers.known_code import method_code, model_class
+from cute_kernels.integrations.transformers.norms import has_hooks
+from cute_kernels.linear import QuantizedLinear
+from cute_kernels.mla import mla_decode
+from cute_kernels.mla.formats import FORMATS, V_DIM, MlaFormat
+from cute_kernels.mla_cache import append_mla
+
+LATENT_FORMATS = ("mla_bf16", "mla_fp16", "mla_fp8")
+ROPE_DIM = 64
+MAX_HEADS = 128
+EXPANSION = ("deepseek_v3", "DeepseekV3Attention")
+"""The class whose ``expand_kv`` is known; models that have the same code have the same projections."""
+
+
+class CachedLatents(CachedTokens):
+    """`CachedTokens` of a layer with latents.
+
+    Attributes:
+        new_k, new_v: [batch, 1, new columns, 512] latents, and [batch, 1, new columns, 64] rotated keys.
+        module: the attention that they are of, once it has asked for keys and values.
+    """
+
+    module: Any = None
+
+    def append(self) -> None:
+        if self.is_appended:
+            return
+        latent, k_rope = (x.flatten(0, 2) for x in (self.new_k, self.new_v))
+        name: Any = self.layer.formats[0]
+        append_mla(latent, k_rope, self.layer.rows[0], kv_format=name, slot_mapping=self.columns.slots)
+        self.is_appended = True
+
+    def serves(self, asked: dict[str, Any]) -> bool:
+        options = ("window_size", "softcap", "sinks", "attn_bias")
+        return self.module is not None and is_absorbable(self.module) and all(asked[name] is None for name in options)
+
+    def attend(self, query: torch.Tensor, **options: Any) -> torch.Tensor:
+        """As `CachedTokens.attend`. query: [batch, heads, new columns, qk_nope_head_dim + 64]."""
+        self.append()
+        module = self.module
+        of_keys, of_values = up_projections(module)
+        plain, rotated = query.split([module.qk_nope_head_dim, ROPE_DIM], dim=-1)
+        batch, heads, new, _ = query.shape
+        absorbed = torch.bmm(plain.transpose(0, 1).flatten(1, 2), of_keys).view(heads, batch, new, V_DIM)
+        q = torch.cat((absorbed.permute(1, 2, 0, 3), rotated.transpose(1, 2)), dim=-1)
+        layer: Any = self.layer
+        found = mla_decode(
+            q,
+            layer.rows[0],
+            self.columns.seq_lens,
+            kv_format=layer.formats[0],
+            block_table=layer.block_table,
+            softmax_scale=options["softmax_scale"],
+            causal=options["causal"],
+        )
+        values = torch.bmm(found.permute(2, 0, 1, 3).flatten(1, 2), of_values)
+        return values.view(heads, batch, new, -1).permute(1, 2, 0, 3)
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [batch, heads, columns, their head_dim] of all columns: the model's own expansion."""
+        if self.columns.static:
+            raise NotStaticError("attention reads all keys as tensors, whose number changes")
+        latents, k_rope = self.new_k, self.new_v
+        old = self.columns.count - self.new
+        if old:
+            rows = self.columns.older_rows()
+            slots = torch.arange(old, device=latents.device).expand(self.columns.batch, old) if rows is None else rows
+            capacity = self.layer.rows[0].shape[1]
+            slots = slots + torch.arange(self.columns.batch, device=latents.device)[:, None] * capacity
+            form = format_of_latents(self.layer.formats[0])
+            older = form.fetch(self.layer.rows[0], slots, V_DIM + ROPE_DIM, latents.dtype)[:, None]
+            latents = torch.cat((older[..., :V_DIM], latents), dim=2)
+            k_rope = torch.cat((older[..., V_DIM:], k_rope), dim=2)
+        return type(self.module).expand_kv(self.module, latents, k_rope)
+
+
+class Expansion:
+    """``expand_kv`` in place of an attention's own: it hands on what is packed."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, kv_nope: Any, k_rot: Any) -> Any:
+        if not isinstance(kv_nope, CachedLatents):
+            return type(self.module).expand_kv(self.module, kv_nope, k_rot)
+        kv_nope.module = self.module
+        return kv_nope, k_rot
+
+
+def replace_expansions(model: nn.Module) -> None:
+    """Lets a model's attention read caches of latents; its latents are those that `latents_refusal` has nothing
+    against."""
+    for module in model.modules():
+        if hasattr(type(module), "expand_kv"):
+            module.expand_kv = Expansion(module)  # type: ignore[assignment]
+
+
+def restore_expansions(model: nn.Module) -> None:
+    """Takes that away again."""
+    for module in model.modules():
+        if isinstance(vars(module).get("expand_kv"), Expansion):
+            del module.expand_kv
+
+
+def caches_latents(module: nn.Module) -> bool:
+    """Whether an attention caches latents instead of keys and values."""
+    return hasattr(module, "expand_kv")
+
+
+def latents_refusal(module: Any) -> str | None:
+    """Why an attention's latents cannot be decoded by `mla_decode`, or None."""
+    known = model_class(*EXPANSION)
+    if known is None or method_code(type(module), ("expand_kv",)) != method_code(known, ("expand_kv",)):
+        return "expands its latents in a way that is not known"
+    if (module.kv_lora_rank, module.qk_rope_head_dim) != (V_DIM, ROPE_DIM):
+        found = f"{module.kv_lora_rank} and {module.qk_rope_head_dim} columns"
+        return f"has latents and rotated keys of {found}, which want to be {V_DIM} and {ROPE_DIM}"
+    if (heads := module.config.num_attention_heads) > MAX_HEADS:
+        return f"has {heads} heads, which want to be at most {MAX_HEADS}"
+    return None
+
+
+def is_absorbable(module: Any) -> bool:
+    """Whether keys and values are their projection of the latents and nothing else."""
+    layer = module.kv_b_proj
+    return type(layer) in (nn.Linear, QuantizedLinear) and layer.bias is None and not has_hooks(layer)
+
+
+def up_projections(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """[heads, qk_nope_head_dim, 512] that makes keys of latents, [heads, 512, v_head_dim] that makes values.
+
+    Views of the projection's weight; of a quantised one it is unpacked, at every call.
+    """
+    layer = module.kv_b_proj
+    weight = layer.weight.dequantize() if isinstance(layer, QuantizedLinear) else layer.weight
+    weight = weight.view(module.config.num_attention_heads, -1, V_DIM)
+    return weight[:, : module.qk_nope_head_dim], weight[:, module.qk_nope_head_dim :].transpose(1, 2)
+
+
+def format_of_latents(name: str) -> MlaFormat:
+    """A format of `LATENT_FORMATS`."""
+    return FORMATS[name]

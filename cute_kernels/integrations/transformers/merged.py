@@ -1,0 +1,222 @@
+"""Linear layers that read the same input, as one layer, in the memory of one.
+
+`merge` puts layers side by side and leaves them views of the merged one, so both can be run and nothing is there twice.
+`interleave` makes of a gate and an up projection the weight that the "swiglu" epilogue reads, whose rows alternate. No
+layer can be a view of that; `PartOfPair` stands in their places, and makes of it what it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from cute_kernels.linear import PackedWeight, QuantizedLinear, interleave_weights, slice_outputs
+from cute_kernels.linear.quantize import pack_codes
+from cute_kernels.linear.weight import TENSOR_NAMES, TILE_N, rows_of
+
+_TENSORS = (*TENSOR_NAMES, "bias", "shifts")
+_SHARED = ("perm", "input_scale")
+"""Tensors of a layer over its inputs: layers that are merged have the same ones."""
+
+
+def merge(parts: Sequence[nn.Module]) -> nn.Module | None:
+    """One layer with the outputs of ``parts`` side by side, whose tensors those of the parts become views of.
+
+    None, with nothing changed, where that cannot be: other kinds of layers, or of formats that differ.
+    """
+    if all(type(part) is nn.Linear for part in parts):
+        return _merge_dense(parts)
+    if all(type(part) is QuantizedLinear for part in parts):
+        return _merge_quantized(parts)
+    return None
+
+
+def is_merged(merged: nn.Module, parts: Sequence[nn.Module]) -> bool:
+    """Whether the parts are views of the merged layer still: nothing was moved, loaded or put in their places."""
+    name = "codes" if isinstance(merged, QuantizedLinear) else "weight"
+    whole = _tensor(merged, name)
+    place = 0 if whole is None else whole.data_ptr()
+    for part in parts:
+        tensor = _tensor(part, name)
+        if tensor is None or tensor.data_ptr() != place:
+            return False
+        place += tensor.nbytes
+    return True
+
+
+def unmerge(parts: Sequence[nn.Module]) -> None:
+    """Gives merged layers memory of their own again."""
+    for part in parts:
+        for name, tensor in part._buffers.items():
+            if tensor is not None and name not in _SHARED:
+                setattr(part, name, tensor.clone())
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                parameter.data = parameter.data.clone()
+
+
+def _tensor(layer: nn.Module, name: str) -> torch.Tensor | None:
+    found = layer._parameters.get(name)
+    return layer._buffers.get(name) if found is None else found
+
+
+def _merge_dense(parts: Sequence[Any]) -> nn.Module | None:
+    weights, biases = [part.weight for part in parts], [part.bias for part in parts]
+    plain = all(type(x) is nn.Parameter and x.is_contiguous() for x in (*weights, *biases) if x is not None)
+    one_form = len({(w.dtype, w.device, w.shape[1]) for w in weights}) == len({b is None for b in biases}) == 1
+    if not (plain and one_form and len({id(w) for w in weights}) == len(parts)):
+        return None
+    merged = nn.Linear(weights[0].shape[1], sum(w.shape[0] for w in weights), bias=False, device="meta")
+    for name, tensors in (("weight", weights), ("bias", biases)):
+        if tensors[0] is None:
+            continue
+        whole = torch.cat([tensor.data for tensor in tensors])
+        setattr(merged, name, nn.Parameter(whole, requires_grad=False))
+        for tensor, view in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
+            tensor.data = view
+    return merged.eval()
+
+
+def _merge_quantized(parts: Sequence[Any]) -> QuantizedLinear | None:
+    first = parts[0]
+    if any(part.out_features % TILE_N or not _have_one_form(first, part) for part in parts):
+        return None
+    whole: dict[str, torch.Tensor | None] = {}
+    for name in _TENSORS:
+        tensors = [getattr(part, name) for part in parts]
+        whole[name] = tensors[0] if name in _SHARED or tensors[0] is None else torch.cat(tensors)
+    merged = _layer(whole, first, sum(part.out_features for part in parts))
+    for name, tensor in whole.items():
+        if tensor is None or name in _SHARED:
+            continue
+        for part, view in zip(parts, tensor.split([len(getattr(part, name)) for part in parts]), strict=True):
+            setattr(part, name, view)
+    return merged
+
+
+def _layer(tensors: dict[str, torch.Tensor | None], like: QuantizedLinear, rows: int) -> QuantizedLinear:
+    fields: dict[str, Any] = {name: tensors[name] for name in TENSOR_NAMES}
+    form: dict[str, Any] = {"bits": like.bits, "group_size": like.group_size, "shape": (rows, like.in_features)}
+    layer = QuantizedLinear(PackedWeight(**fields, **form, check_values=False), tensors["bias"], tensors["shifts"])
+    layer.batch_invariant = like.batch_invariant
+    return layer.train(like.training)
+
+
+def _have_one_form(one: QuantizedLinear, other: QuantizedLinear) -> bool:
+    """Whether two layers are of one format, and take their inputs the same way."""
+    for name in ("bits", "group_size", "in_features", "batch_invariant"):
+        if getattr(one, name) != getattr(other, name):
+            return False
+    if (one.scales.dtype, one.codes.device) != (other.scales.dtype, other.codes.device):
+        return False
+    for name in _TENSORS:
+        ours, theirs = getattr(one, name), getattr(other, name)
+        if (ours is None) != (theirs is None):
+            return False
+        if name in _SHARED and ours is not None and not torch.equal(ours, theirs):
+            return False
+    return True
+
+
+# -- gate and up ------------------------------------------------------------------------------------------------------
+
+
+def interleave(parts: Sequence[nn.Module]) -> QuantizedLinear | None:
+    """One layer [2 N, K] of a gate and an up projection, or of one layer with both, gate first: even rows are gate's.
+
+    None where the layers are not quantised, or of formats that differ.
+    """
+    if not all(type(part) is QuantizedLinear for part in parts):
+        return None
+    layers: Any = parts
+    if any(layer.shifts is not None or not _have_one_form(layers[0], layer) for layer in layers):
+        return None
+    if len(layers) == 2:
+        gate, up = layers
+        if gate.out_features != up.out_features:
+            return None
+        weights, biases = (gate.weight, up.weight), (gate.bias, up.bias)
+    else:
+        (both,) = layers
+        half = both.out_features // 2
+        weights = slice_outputs(both.weight, 0, half), slice_outputs(both.weight, half, 2 * half)
+        biases = (None, None) if both.bias is None else both.bias.split(half)
+    bias = None if biases[0] is None else torch.stack(biases, dim=1).flatten()
+    layer = QuantizedLinear(interleave_weights(*weights), bias)
+    layer.batch_invariant = layers[0].batch_invariant
+    return layer.train(layers[0].training)
+
+
+class PartOfPair(QuantizedLinear):
+    """A gate projection, an up projection, or both in one layer, whose rows stand interleaved in a layer of both.
+
+    It is the layer that it stands for: to state dicts, to whoever reads its tensors, which are made anew then, and as a
+    module; only `forward` costs more, since it computes both. Loading wants `separate` first.
+
+    Args:
+        pair: as `interleave` makes it.
+        halves: (0,) for gate, (1,) for up, (0, 1) for both, one after the other.
+    """
+
+    def __init__(self, pair: QuantizedLinear, halves: tuple[int, ...]) -> None:
+        nn.Module.__init__(self)
+        self.pair = (pair,)  # a tuple: not a module of its own, whose tensors a state dict would list
+        self.halves = halves
+        self.shape = (pair.out_features // 2 * len(halves), pair.in_features)
+        self.bits, self.group_size, self.batch_invariant = pair.bits, pair.group_size, pair.batch_invariant
+        self.training = pair.training
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.pair[0](x)
+        return torch.cat([y[..., half::2] for half in self.halves], dim=-1)
+
+    def separate(self) -> QuantizedLinear:
+        """The layer that it stands for, bit for bit."""
+        (pair,) = self.pair
+        weight = pair.weight
+        n, k = weight.shape
+        groups = -(-k // weight.group_size) if weight.group_size else 1
+        rows = torch.cat([torch.arange(half, n, 2, device=weight.device) for half in self.halves])
+        codes = weight.unpack_tiles(0, weight.codes.shape[0])
+        packed = pack_codes(
+            lambda start, stop: codes[rows[start:stop], :k],
+            rows_of(weight.scales)[rows, :groups],
+            None if weight.zeros is None else rows_of(weight.zeros)[rows, :groups],
+            bits=weight.bits,
+            group_size=weight.group_size,
+            shape=self.shape,
+        )
+        # The codes are in packed order already.
+        packed = replace(packed, perm=weight.perm, input_scale=weight.input_scale, check_values=False)
+        layer = QuantizedLinear(packed, None if pair.bias is None else pair.bias[rows])
+        layer.batch_invariant = self.batch_invariant
+        return layer.train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"rows of {self.pair[0]}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PartOfPair:
+        # By each part of a pair: what moves or casts a tensor leaves one alone that it has moved already.
+        self.pair[0]._apply(fn, recurse)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.separate()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: Any, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        errors.append(
+            f"{prefix}codes: got a weight to load into a block that is accelerated, want restore(model) before"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _TENSORS:
+            return super().__getattr__(name)
+        (pair,) = self.pair
+        found = getattr(pair, name)
+        return found if name in _SHARED or found is None else getattr(self.separate(), name)

@@ -1,0 +1,133 @@
+"""The blocks of transformers models that `fuse` knows, as data.
+
+Each row names a class of a model file. A module is what a row says if its ``forward`` is that class's, instruction for
+instruction (`known_code`), whatever the module is called: Llama's attention is Granite's, too. A model of another
+structure is not recognised, and stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from torch import nn
+
+from cute_kernels.integrations.transformers.known_code import method_code, model_class
+
+
+@dataclass(frozen=True)
+class Known:
+    """A class of a model file."""
+
+    file: str
+    name: str
+
+
+@dataclass(frozen=True)
+class KnownAttention(Known):
+    """Projections of one input, norms of q and k, rotation by halves, attention, and ``o_proj``.
+
+    Attributes:
+        projections: of q, k and v, or one of all three.
+        norms: q's and k's, over head_dim.
+        options: what attention is told: its argument, and the attribute of the module or else of its configuration.
+    """
+
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    norms: tuple[str, str] | None = None
+    options: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class KnownMlp(Known):
+    """down_proj(activation(gate) * up)."""
+
+    projections: tuple[str, ...] = ("gate_proj", "up_proj")
+    activation: str = "act_fn"
+
+
+@dataclass(frozen=True)
+class KnownLayer(Known):
+    """x + attention(norm(x)), then the same with the MLP; ``self_attn`` and ``mlp``, each with its norms.
+
+    Attributes:
+        before_mlp: the norm of the sum that the MLP reads.
+        after: norms of what attention and the MLP return, before it is added.
+        dropouts: of the same.
+    """
+
+    before: str = "input_layernorm"
+    before_mlp: str = "post_attention_layernorm"
+    after: tuple[str, str] | None = None
+    dropouts: tuple[str, ...] = ()
+
+
+_WINDOW = (("sliding_window", "sliding_window"),)
+_SANDWICH: dict[str, Any] = {
+    "before_mlp": "pre_feedforward_layernorm",
+    "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+}
+
+ATTENTIONS = (
+    KnownAttention("llama", "LlamaAttention"),
+    KnownAttention("mistral", "MistralAttention", options=_WINDOW),
+    KnownAttention("mixtral", "MixtralAttention", options=_WINDOW),
+    KnownAttention("qwen2", "Qwen2Attention", options=_WINDOW),
+    KnownAttention("qwen3", "Qwen3Attention", options=_WINDOW, norms=("q_norm", "k_norm")),
+    KnownAttention("phi3", "Phi3Attention", options=_WINDOW, projections=("qkv_proj",)),
+    KnownAttention("gemma2", "Gemma2Attention", options=(*_WINDOW, ("softcap", "attn_logit_softcapping"))),
+    KnownAttention("gemma3", "Gemma3Attention", options=_WINDOW, norms=("q_norm", "k_norm")),
+)
+MLPS = (
+    KnownMlp("llama", "LlamaMLP"),
+    KnownMlp("phi3", "Phi3MLP", projections=("gate_up_proj",), activation="activation_fn"),
+)
+LAYERS = (
+    KnownLayer("llama", "LlamaDecoderLayer"),
+    KnownLayer("mixtral", "MixtralDecoderLayer"),
+    KnownLayer("phi3", "Phi3DecoderLayer", dropouts=("resid_attn_dropout", "resid_mlp_dropout")),
+    KnownLayer("gemma2", "Gemma2DecoderLayer", **_SANDWICH),
+    KnownLayer("gemma3", "Gemma3DecoderLayer", **_SANDWICH),
+)
+ROTARIES = (
+    Known("llama", "LlamaRotaryEmbedding"),
+    Known("qwen2", "Qwen2RotaryEmbedding"),
+    Known("gemma2", "Gemma2RotaryEmbedding"),
+    Known("gemma3", "Gemma3RotaryEmbedding"),
+)
+"""Rotate by the positions that they are given, one number for each token."""
+MODELS = tuple(
+    Known(file, name)
+    for file, name in (
+        ("llama", "LlamaModel"),
+        ("mistral", "MistralModel"),
+        ("ministral", "MinistralModel"),
+        ("mixtral", "MixtralModel"),
+        ("qwen2", "Qwen2Model"),
+        ("qwen3", "Qwen3Model"),
+        ("qwen3_moe", "Qwen3MoeModel"),
+        ("phi3", "Phi3Model"),
+        ("gemma", "GemmaModel"),
+        ("gemma2", "Gemma2Model"),
+        ("gemma3", "Gemma3TextModel"),
+        ("granite", "GraniteModel"),
+        ("deepseek_v3", "DeepseekV3Model"),
+    )
+)
+"""Run ``layers`` one after the other, each on what the one before returned, then ``norm``; and give each of them the
+position_ids that ``rotary_emb`` got."""
+
+AnyKnown = TypeVar("AnyKnown", bound=Known)
+
+
+def recognise(module: nn.Module, known: tuple[AnyKnown, ...]) -> AnyKnown | None:
+    """The row that a module is an instance of; None for a module of other code, or with a forward of its own."""
+    return None if "forward" in vars(module) else _codes(known).get(method_code(type(module)))
+
+
+@cache
+def _codes(known: Iterable[AnyKnown]) -> dict[Any, AnyKnown]:
+    kinds = ((row, model_class(row.file, row.name)) for row in known)
+    return {method_code(kind): row for row, kind in kinds if kind is not None}

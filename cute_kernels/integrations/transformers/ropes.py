@@ -1,0 +1,61 @@
+"""A model's rotary embedding as a `Rope`, which kernels apply: only one whose frequencies are the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from cute_kernels.kv_cache import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from cute_kernels.kv_cache.rope import Scaling
+
+TOLERANCE = 1e-5
+"""Of frequencies: the model's are fp32, and so are the powers that they are."""
+
+
+def _yarn(given: Mapping[str, Any]) -> Scaling:
+    names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+    own = {name: given[name] for name in names if given.get(name) is not None}
+    return YarnScaling(given["factor"], given["original_max_position_embeddings"], **own)
+
+
+def _llama3(given: Mapping[str, Any]) -> Scaling:
+    low, high = given["low_freq_factor"], given["high_freq_factor"]
+    return Llama3Scaling(given["factor"], low, high, given["original_max_position_embeddings"])
+
+
+_SCALINGS: dict[str, Callable[[Mapping[str, Any]], Scaling | None]] = {
+    "default": lambda given: None,
+    "linear": lambda given: LinearScaling(given["factor"]),
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+"""By transformers' names. The others change with the length ("dynamic", "longrope"), or are not rotations by theta."""
+
+
+def rope_of(rotary: nn.Module, layer_type: str | None = None) -> Rope | None:
+    """What a rotary embedding of transformers applies to the halves of a head; None if a `Rope` does not say that.
+
+    layer_type: for models that have an embedding for each, as Gemma 3 has.
+    """
+    parameters = getattr(getattr(rotary, "config", None), "rope_parameters", None)
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    if isinstance(parameters, Mapping) and layer_type is not None:
+        parameters = parameters.get(layer_type)
+    frequencies = getattr(rotary, f"{prefix}inv_freq", None)
+    factor = getattr(rotary, f"{prefix}attention_scaling", None)
+    if not isinstance(parameters, Mapping) or not isinstance(frequencies, torch.Tensor) or factor is None:
+        return None
+    scaling = _SCALINGS.get(str(parameters.get("rope_type")))
+    if scaling is None:
+        return None
+    try:
+        rope = Rope(2 * frequencies.numel(), parameters["rope_theta"], scaling=scaling(parameters))
+    except (KeyError, TypeError, ValueError):
+        return None
+    ours = torch.tensor(rope.frequencies(), dtype=torch.float64)
+    theirs = frequencies.detach().cpu().double()
+    same = bool(((ours - theirs).abs() <= TOLERANCE * theirs.abs()).all())
+    return rope if same and abs(rope.attention_factor - factor) <= TOLERANCE * abs(factor) else None

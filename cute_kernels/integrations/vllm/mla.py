@@ -1,0 +1,194 @@
+"""Latent attention (MLA) of vLLM: decoding over whole contexts and chosen tokens, instead of FlashMLA's kernels.
+
+vLLM's backends FLASHMLA and FLASHMLA_SPARSE keep everything else: prompts, the cache and its writing, metadata. What
+they make of a layer becomes a subclass whose decoding runs here, with as many heads as the GPU has: FlashMLA's kernels
+for chosen tokens want 64 or 128, and vLLM pads.
+"""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backends.mla.flashmla import FlashMLAImpl
+from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
+from vllm.v1.attention.backends.utils import reshape_attn_output_for_spec_decode, reshape_query_for_spec_decode
+
+from cute_kernels import mla_decode, sparse_mla_decode
+from cute_kernels.integrations.vllm import mla_kernels, prepare
+from cute_kernels.integrations.vllm.attention_metadata import decode_batches
+from cute_kernels.integrations.vllm.mla_kernels import HEAD_DIM, V_DIM, Decodes
+from cute_kernels.integrations.vllm.plugin import note_served
+from cute_kernels.integrations.vllm.versions import Interface
+from cute_kernels.names import MlaFormatName
+
+logger = logging.getLogger("vllm.cute_kernels")
+
+PAGE_SIZE = 64  # of FlashMLA's backends
+MAX_Q_LEN = 16  # of `mla_decode`
+MAX_HEADS = 128
+FORMATS: dict[torch.dtype, MlaFormatName] = {torch.bfloat16: "mla_bf16", torch.float16: "mla_fp16"}
+"""Of caches in 16 bits, by their dtype."""
+SCALED = "mla_fp8"  # DeepSeek-V3.2's tokens of 656 bytes, vLLM's fp8_ds_mla
+
+
+class CuteKernelsMlaImpl(FlashMLAImpl):
+    """Whole contexts in 16 bits; FP8 with one scale is left to FlashMLA."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.serves = False
+        dtype = _model_dtype()
+        reason = reason_against(self, "16-bit" if self.kv_cache_dtype in ("auto", "float16", "bfloat16") else None)
+        if reason is None and dtype in FORMATS:
+            reason = _make_ready(_dense_decodes(FORMATS[dtype], self.num_heads))
+        self.serves = _outcome(f"mla {FORMATS.get(dtype)} {self.num_heads}", reason)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """q: [tokens, heads, 576], or its latent and its RoPE columns; returns [tokens, heads, 512] and no lse."""
+        queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        queries = reshape_query_for_spec_decode(queries, attn_metadata.num_decodes)
+        if not self.serves or queries.shape[1] > MAX_Q_LEN or self.dcp_world_size > 1:
+            return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        out = mla_decode(
+            queries.contiguous(),
+            kv_c_and_k_pe_cache,
+            attn_metadata.decode.seq_lens,
+            kv_format=FORMATS[kv_c_and_k_pe_cache.dtype],
+            block_table=attn_metadata.decode.block_table,
+            softmax_scale=self.scale,
+        )
+        return reshape_attn_output_for_spec_decode(out), None
+
+
+class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
+    """Chosen tokens, of 656 bytes or in bf16, for as many heads as there are."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.serves = False
+        form = SCALED if self.kv_cache_dtype == "fp8_ds_mla" else "mla_bf16"
+        reason = reason_against(self, form)
+        if reason is None:
+            reason = _make_ready(_sparse_decodes(form, self.num_heads, self.topk_indices_buffer.shape[1]))
+        self.serves = _outcome(f"mla chosen {form} {self.num_heads}", reason)
+
+    def _fp8_flash_mla_kernel(
+        self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, topk_indices: torch.Tensor, kernel_metadata: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """q: [batch, q_len, heads, 576]; topk_indices: int32 [batch, q_len, topk] slots, -1 for none."""
+        if not self.serves:
+            return super()._fp8_flash_mla_kernel(q, kv_c_and_k_pe_cache, topk_indices, kernel_metadata)
+        cache = kv_c_and_k_pe_cache.view(torch.uint8)
+        out = sparse_mla_decode(
+            q.contiguous(), cache, topk_indices.contiguous(), kv_format=SCALED, softmax_scale=self.softmax_scale
+        )
+        return out, None
+
+    def _bf16_flash_mla_kernel(
+        self,
+        q: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        topk_indices: torch.Tensor,
+        topk_length: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q: [tokens, heads, 576]; the cache, or a workspace of rows."""
+        if not self.serves:
+            return super()._bf16_flash_mla_kernel(q, kv_c_and_k_pe_cache, topk_indices, topk_length)
+        rows = kv_c_and_k_pe_cache.view(-1, 1, kv_c_and_k_pe_cache.shape[-1])  # slots are rows: pages of one token
+        out = sparse_mla_decode(
+            q.unsqueeze(1).contiguous(),
+            rows,
+            topk_indices.view(q.shape[0], 1, -1),
+            kv_format="mla_bf16",
+            softmax_scale=self.softmax_scale,
+            topk_length=topk_length,
+        )
+        return out.squeeze(1)
+
+
+def reason_against(impl: Any, form: str | None) -> str | None:
+    """Why a layer keeps FlashMLA's kernels; None if it need not. form: of its cache, None for one that is not read."""
+    wrong = {
+        f"{impl.kv_cache_dtype} caches": form is None,
+        f"{impl.head_size} columns": impl.head_size != HEAD_DIM or impl.kv_lora_rank != V_DIM,
+        f"{impl.num_heads} heads": impl.num_heads > MAX_HEADS,
+        "VLLM_BATCH_INVARIANT": bool(envs.VLLM_BATCH_INVARIANT),
+    }
+    found = [what for what, is_so in wrong.items() if is_so]
+    return f"{', '.join(found)} not supported" if found else None
+
+
+def _model_dtype() -> torch.dtype:
+    config = get_current_vllm_config_or_none()
+    return torch.bfloat16 if config is None else config.model_config.dtype
+
+
+def _dense_decodes(form: str, num_heads: int) -> Decodes | None:
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        return None
+    speculation = config.speculative_config
+    drafted = 0 if speculation is None else speculation.num_speculative_tokens or 0
+    q_lens = tuple(dict.fromkeys((1, 1 + drafted, MAX_Q_LEN)))
+    return Decodes(form, False, num_heads, decode_batches(config), q_lens, config.model_config.max_model_len, PAGE_SIZE)
+
+
+def _sparse_decodes(form: str, num_heads: int, topk: int) -> Decodes | None:
+    rows = tuple(prepare.engine_rows().all())
+    page_size = PAGE_SIZE if form == SCALED else 1
+    return Decodes(form, True, num_heads, rows, (1,), topk, page_size)
+
+
+@functools.cache
+def _make_ready(decodes: Decodes | None) -> str | None:
+    """Loads the kernels of a kind of layer, once; what keeps them from being ready."""
+    if decodes is None:
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    specs = mla_kernels.specs(decodes, num_sms)
+    reason = prepare.why_not_ready(device, specs)
+    if reason is None:
+        prepare.load(device, specs)
+    return reason
+
+
+_said: set[str] = set()
+
+
+def _outcome(what: str, reason: str | None) -> bool:
+    """Whether a layer is served; said once for all that are alike."""
+    if reason is None:
+        note_served(what)
+    line = f"{what} runs here" if reason is None else f"{what} is left to FlashMLA: {reason}"
+    if line not in _said:
+        _said.add(line)
+        logger.info("cute-kernels: %s", line)
+    return reason is None
+
+
+# -- the seam ---------------------------------------------------------------------------------------------------------
+
+
+def replace(interface: Interface) -> str:
+    """Has FlashMLA's backends make these layers; says what was done."""
+    served = {"FlashMLABackend": CuteKernelsMlaImpl, "FlashMLASparseBackend": CuteKernelsSparseMlaImpl}
+    for module, name in interface.mla_backends:
+        backend = getattr(importlib.import_module(module), name)
+        backend.get_impl_cls = staticmethod(lambda implementation=served[name]: implementation)
+    return "decoding of MLA by FLASHMLA (16-bit caches) and FLASHMLA_SPARSE runs here"

@@ -1,0 +1,52 @@
+"""Which kernels the latent attention (MLA) of a served model will ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cute_kernels.mla.compile import MlaSpec, combine_specs
+from cute_kernels.mla.config import fits_tma_tiles
+from cute_kernels.mla.formats import V_DIM as V_DIM
+from cute_kernels.mla.schedule import Workload, choose
+from cute_kernels.runtime.spec import KernelSpec
+
+HEAD_DIM = 576  # latent and RoPE columns, which vLLM's FlashMLA backends take
+
+
+@dataclass(frozen=True)
+class Decodes:
+    """Decoding from one kind of cache.
+
+    Attributes:
+        form: of the cache. chosen: whether an indexer chooses tokens, or requests see all of theirs.
+        num_heads: of a GPU. rows: requests of a step; chosen: new tokens of a step.
+        q_lens: new tokens of a request. tokens: that one sees at most. page_size: of the cache.
+    """
+
+    form: str
+    chosen: bool
+    num_heads: int
+    rows: tuple[int, ...]
+    q_lens: tuple[int, ...]
+    tokens: int
+    page_size: int
+
+
+def specs(decodes: Decodes, num_sms: int) -> list[KernelSpec]:
+    """The kernels of these steps."""
+    tokens = "sparse" if decodes.chosen else "paged"
+    tma_tiles = fits_tma_tiles(tokens, decodes.form, decodes.page_size)
+    found: dict[KernelSpec, None] = {}
+    for rows, heads in _row_shapes(decodes):
+        shape = Workload(rows, heads, decodes.tokens, num_sms, tma_tiles)
+        found[MlaSpec(choose(tokens, decodes.form, HEAD_DIM, shape)[0])] = None
+    dtype = "fp16" if decodes.form == "mla_fp16" else "bf16"
+    return [*found, *combine_specs(dtype)]
+
+
+def _row_shapes(decodes: Decodes) -> Iterable[tuple[int, int]]:
+    """(rows, heads of a row) of the launches: chosen tokens differ from query to query, whole contexts do not."""
+    if decodes.chosen:
+        return [(rows, decodes.num_heads) for rows in decodes.rows]
+    return [(rows, q_len * decodes.num_heads) for rows in decodes.rows for q_len in decodes.q_lens]

@@ -1,0 +1,399 @@
+"""Rows of a KV cache in registers: a team of lanes turns a row of numbers into a format's bytes, and back.
+
+``lanes`` lanes of a warp (a power of two) share a row; each owns ``head_dim / lanes`` columns in a run, so a group of
+columns that shares a scale is a whole number of lanes and its extremes travel by xor shuffles: every lane of the group
+ends up with them (FBGEMM's quantiser shuffled down instead, which tells only the first lane). Every division is IEEE's:
+codes are bit for bit those of :mod:`layouts.kv` for equal fp32 numbers.
+
+A format names its class (`cute_kernels.kv_formats.KvFormat.writer`): elements as they are, codes with an fp32 scale
+(`ScaledRow`, which wants no more than how codes are packed), or a class of its own.
+
+Everything here is straight-line code over DSL scalars; branches are the kernels'.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.lanes import in_pairs, neighbours, over_lanes
+from cute_kernels.device.quotients import LARGE, SMALL, Divisor, over_constant, quotient_of, reciprocal_of
+from cute_kernels.device.rows import Elements, Piece
+from cute_kernels.kv_formats import KvFormat, format_of, load_code
+from layouts.kv.e5m2 import E5M2_MAX
+from layouts.kv.int4 import FP16_MAX, MAX_CODE
+from layouts.kv.scaled import FP32_MAX
+
+MAGIC = 0x4B000000  # fp32 2**23: a small integer in its low bits is added to it
+MAGIC_VALUE = 8388608.0
+
+
+@dataclass(frozen=True)
+class DenseRow:
+    """A row of bf16 or fp16 cache elements; arguments as for `CodedRow`."""
+
+    kv_format: str
+    head_dim: int
+    lanes: int
+    runs: int = 1
+
+    num_statistics: ClassVar[int] = 0
+    num_steps: ClassVar[int] = 0
+    has_header: ClassVar[bool] = False
+    given_scale: ClassVar[None] = None
+    scale_stride: ClassVar[None] = None
+
+    @property
+    def elements(self) -> Elements:
+        return Elements(self.kv_format, self.head_dim, self.lanes, self.runs)
+
+    @property
+    def count(self) -> int:
+        return self.elements.count
+
+    @property
+    def codes(self) -> Piece:
+        return self.elements.piece
+
+    def encode(self, values, statistics, steps, scale) -> tuple[list[Uint32], None]:
+        return self.elements.pack(values), None
+
+    def decode(self, words, header, scale) -> list[Float32]:
+        return self.elements.unpack(words)
+
+
+@dataclass(frozen=True)
+class CodedRow:
+    """Common part of rows of small codes, in front of which a word per group may hold its scale.
+
+    Quantising goes in parts, so that a kernel may branch between them: `measure` what a lane holds, `repair` its values
+    if that is `unusual`, `reduce` over the group, and `encode`. Rows of bytes with one divisor, or one per group, go
+    another way round: `find_steps`, and if these or what they divide are `awkward`, `tame` both.
+
+    Args:
+        kv_format: name of the format.
+        head_dim: columns of a row.
+        lanes: lanes that share a row.
+        runs: runs of neighbouring columns that a lane owns, one of each ``runs``-th of the row.
+    """
+
+    kv_format: str
+    head_dim: int
+    lanes: int
+    runs: int = 1
+
+    set_statistics: ClassVar[int]
+    """What `measure` says of a lane's values of one set."""
+
+    @property
+    def form(self) -> KvFormat:
+        return format_of(self.kv_format)
+
+    @property
+    def limit(self) -> float:
+        """Numbers beyond it saturate, and NaN counts as 0, before anything else."""
+        raise NotImplementedError
+
+    @property
+    def num_steps(self) -> int:
+        """Divisors of the lane's values that `find_steps` finds; 0 where `encode` finds its own."""
+        return 0
+
+    @property
+    def num_headers(self) -> int:
+        """Words in front of the codes, one per group of columns."""
+        return self.form.header_bytes // 4
+
+    @property
+    def count(self) -> int:
+        """Columns of a lane."""
+        return self.head_dim // self.lanes
+
+    @property
+    def sets(self) -> int:
+        """Sets that the lane's columns fall into, each of another group: its runs, if groups are no larger."""
+        return self.runs if self.num_headers >= self.runs else 1
+
+    @property
+    def num_statistics(self) -> int:
+        """What `measure` says of a lane's values."""
+        return self.sets * self.set_statistics
+
+    def of_set(self, values, s: int) -> list:
+        """The values of set ``s``."""
+        size = self.count // self.sets
+        return [values[i] for i in range(s * size, (s + 1) * size)]
+
+    @property
+    def given_scale(self) -> str | None:
+        return self.form.given_scale
+
+    @property
+    def scale_stride(self) -> int | None:
+        """Bytes from the given scale of a head's rows to the next head's; None where rows have none, or several."""
+        return {"tensor": 0, "head": 4}.get(self.given_scale or "")
+
+    @property
+    def has_header(self) -> bool:
+        return self.num_headers > 0
+
+    @property
+    def group_lanes(self) -> int:
+        """Lanes that share a group of columns."""
+        return self.lanes * self.sets // max(self.num_headers, 1)
+
+    @property
+    def codes(self) -> Piece:
+        """Where a lane's codes lie."""
+        row_bytes = self.form.row_bytes(self.head_dim)
+        run_bytes = self.head_dim * self.form.code_bits // 8 // self.runs
+        return Piece(run_bytes // self.lanes, 4 * self.num_headers, row_bytes, self.runs, run_bytes)
+
+    def repair(self, value: Float32) -> Float32:
+        """NaN as 0, and everything else within the limits."""
+        number = cutlass.select_(value == value, value, Float32(0.0))
+        return ptx.fmax(numbers.fmin(number, Float32(self.limit)), Float32(-self.limit))
+
+    def store_header(self, row: Int64, lane: Int32, header: list[Uint32]) -> None:
+        """Writes the words of the lane's groups; a group's lanes all write the same, in one access."""
+        for s, word in enumerate(header):
+            offset = 4 * (self.num_headers // self.sets) * s
+            numbers.store_global_words(row + Int64(lane // self.group_lanes * 4), offset, [word])
+
+    def load_header(self, row: Int64, lane: Int32) -> Uint32:
+        """The word of the lane's group; for one run only, as `decode` is."""
+        return ptx.load_global_words(row + Int64(lane // self.group_lanes * 4), 0, 1)[0]
+
+    def _over_group(self, combine, value: Float32) -> Float32:
+        return over_lanes(combine, value, neighbours(self.group_lanes))
+
+
+@dataclass(frozen=True)
+class NibbleRow(CodedRow):
+    """:class:`layouts.kv.int4.Int4Row`: a group's word is (fp16 scale, fp16 shift)."""
+
+    set_statistics: ClassVar[int] = 2
+
+    @property
+    def limit(self) -> float:
+        return FP16_MAX
+
+    def measure(self, values) -> list[Float32]:
+        """The smallest and the largest value of each of the lane's sets; NaN if there is one."""
+        found = []
+        for own in (self.of_set(values, s) for s in range(self.sets)):
+            found += [in_pairs(numbers.min_or_nan, own), in_pairs(numbers.max_or_nan, own)]
+        return found
+
+    def unusual(self, statistics):
+        # Each comparison is false for NaN.
+        usual = [(statistics[2 * s] >= -self.limit) & (statistics[2 * s + 1] <= self.limit) for s in range(self.sets)]
+        return ~functools.reduce(operator.and_, usual)
+
+    def reduce(self, statistics) -> list[Float32]:
+        combine = (numbers.fmin, ptx.fmax)
+        return [self._over_group(combine[i % 2], statistics[i]) for i in range(self.num_statistics)]
+
+    def encode(self, values, statistics, steps, scale) -> tuple[list[Uint32], list[Uint32]]:
+        """Codes in whole words, and the words of the lane's groups."""
+        rounded, header = [], []
+        for s in range(self.sets):
+            codes, word = self._encode_set(self.of_set(values, s), statistics[2 * s], statistics[2 * s + 1])
+            rounded += codes
+            header.append(word)
+        size = self.count // self.runs
+        runs = [rounded[first : first + size] for first in range(0, self.count, size)]
+        return [_pack_nibbles(run[first : first + 8]) for run in runs for first in range(0, size, 8)], header
+
+    def _encode_set(self, values, low: Float32, high: Float32) -> tuple[list[Uint32], Uint32]:
+        """Codes, each in the low bits of a word, and the group's word."""
+        spread = over_constant(numbers.add(high, -low), MAX_CODE)
+        header = ptx.pack_f16x2(spread, low)
+        step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)
+        # fp16 steps are normal fp32 numbers near 1, so nothing needs rescaling.
+        reciprocal = reciprocal_of(step)
+        # In sixteenths, so that rounding the quotient saturates at 0 for nothing. Powers of 2 change no rounding.
+        step, reciprocal = numbers.multiply(step, Float32(16.0)), numbers.multiply(reciprocal, Float32(1.0 / 16.0))
+        rounded = []
+        for value in values:
+            # Every quotient by a zero step is NaN, which saturates to 0, too.
+            part = quotient_of(numbers.add(value, -shift), step, reciprocal, numbers.fma_in_unit)
+            part = numbers.fmin(part, Float32(MAX_CODE / 16.0))
+            rounded.append(numbers.bits(numbers.add(part, Float32(numbers.ROUNDER / 16.0))))
+        return rounded, header
+
+    def decode(self, words, header, scale) -> list[Float32]:
+        step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)
+        values = []
+        for i in range(self.count):
+            nibble = (words[i // 8] >> (4 * (i % 8))) & 0xF
+            code = numbers.add(numbers.from_bits(nibble | MAGIC), Float32(-MAGIC_VALUE))
+            values.append(ptx.fma(code, step, shift))
+        return values
+
+
+@dataclass(frozen=True)
+class ScaledRow(CodedRow):
+    """Rows of codes times an fp32 scale, in front of each group's codes or given: a group's word is its scale.
+
+    Subclasses say how codes are packed into words and taken out.
+    """
+
+    set_statistics: ClassVar[int] = 1
+
+    @property
+    def limit(self) -> float:
+        return FP32_MAX
+
+    @property
+    def code_max(self) -> float:
+        """The largest code."""
+        assert self.form.code_max is not None, f"{self.kv_format} says no code_max"
+        return self.form.code_max
+
+    @property
+    def num_steps(self) -> int:
+        """Divisors of the lane's values; 0 if there are none, or one for every column."""
+        return self.sets if self.has_header or self.given_scale in ("tensor", "head") else 0
+
+    def pack(self, ratios: list[Float32]) -> list[Uint32]:
+        """Ratios, none beyond `code_max`, rounded to codes (ties to even) and packed as in the row, from bit 0 on: the
+        words of one run, of which the last may not be full."""
+        raise NotImplementedError
+
+    def unpack(self, words, count: int) -> list[Float32]:
+        """The first ``count`` codes of a run's words as numbers, exactly."""
+        raise NotImplementedError
+
+    def measure(self, values) -> list[Float32]:
+        """The largest magnitude of each of the lane's sets; NaN if there is one."""
+        sets = [[ptx.absolute(value) for value in self.of_set(values, s)] for s in range(self.sets)]
+        return [in_pairs(numbers.max_or_nan, sizes) for sizes in sets]
+
+    def unusual(self, statistics):
+        return ~functools.reduce(operator.and_, [statistics[s] <= self.limit for s in range(self.sets)])
+
+    def reduce(self, statistics) -> list[Float32]:
+        """Over the group where the scale comes from it."""
+        sizes = [statistics[s] for s in range(self.sets)]
+        return [self._over_group(ptx.fmax, size) for size in sizes] if self.has_header else sizes
+
+    def load_scale(self, scale: Int64, head: Int32, lane: Int32):
+        """The given scale of a head's columns: one number, or one per column of the lane."""
+        if self.given_scale == "channel":
+            return Elements("fp32", self.head_dim, self.lanes, self.runs).load(
+                scale + Int64(head) * (4 * self.head_dim), lane
+            )
+        offset = Int64(head) * self.scale_stride if self.scale_stride else Int64(0)
+        return [numbers.from_bits(ptx.load_global_words(scale + offset, 0, 1)[0])]
+
+    def find_steps(self, statistics, scale) -> list[Float32]:
+        """What the lane's sets are divided by; kept apart from `tame`'s, since headers hold these."""
+        if self.has_header:
+            return [over_constant(statistics[s], self.code_max) for s in range(self.sets)]
+        return list(scale)
+
+    def awkward(self, statistics, steps):
+        """Whether a plain quotient could go wrong, or would saturate: next to never. NaN counts as that, too."""
+        plain = [(steps[s] >= SMALL) & (steps[s] <= LARGE) for s in range(self.num_steps)]
+        if not self.has_header:
+            plain.append(statistics[0] <= numbers.multiply(steps[0], Float32(self.code_max)))
+        return ~functools.reduce(operator.and_, plain)
+
+    def tame(self, value: Float32, step: Float32) -> tuple[Float32, Float32]:
+        """A value and a divisor that are not `awkward`, with the code of those that may be."""
+        divisor = Divisor(step, None if self.has_header else self.code_max)
+        return divisor.tame(self.repair(value)), divisor.tame_step
+
+    def encode(self, values, statistics, steps, scale) -> tuple[list[Uint32], list[Uint32] | None]:
+        """Codes in whole words, and the words of the lane's groups if rows have them.
+
+        steps: `find_steps`', tamed as the values are if they were `awkward`.
+        """
+        if not self.has_header and self.given_scale is None:
+            return self._pack([values[i] for i in range(self.count)]), None
+        if not self.num_steps:
+            divisors = [Divisor(step, self.code_max) for step in scale]
+            ratios = [divisor.divide(values[i]) for i, divisor in enumerate(divisors)]
+            return self._pack([d.or_zero(ratio) for d, ratio in zip(divisors, ratios, strict=True)]), None
+        ratios = []
+        for s in range(self.num_steps):
+            reciprocal = reciprocal_of(steps[s])
+            size = self.count // self.num_steps
+            own = [values[i] for i in range(s * size, (s + 1) * size)]
+            ratios += [quotient_of(value, steps[s], reciprocal) for value in own]
+        header = [numbers.bits(step) for step in self.find_steps(statistics, scale)] if self.has_header else None
+        return self._pack(ratios), header
+
+    def _pack(self, ratios: list[Float32]) -> list[Uint32]:
+        """The lane's codes, run by run."""
+        size = self.count // self.runs
+        return [word for end in range(0, len(ratios), size) for word in self.pack(ratios[end : end + size])]
+
+    def decode(self, words, header, scale) -> list[Float32]:
+        codes = self.unpack(words, self.count)
+        if not self.has_header and self.given_scale is None:
+            return codes
+        scales = [numbers.from_bits(header)] if self.has_header else scale
+        return [numbers.multiply(code, scales[i % len(scales)]) for i, code in enumerate(codes)]
+
+
+@dataclass(frozen=True)
+class ByteRow(ScaledRow):
+    """:class:`layouts.kv.scaled.ScaledRow` and :class:`layouts.kv.e5m2.Fp8E5M2`: four codes to a word."""
+
+    @property
+    def limit(self) -> float:
+        return E5M2_MAX if self.form.codes == "e5m2" else FP32_MAX
+
+    def pack(self, ratios: list[Float32]) -> list[Uint32]:
+        words = []
+        for four in (ratios[at : at + 4] for at in range(0, len(ratios), 4)):
+            four = four + [Float32(0.0)] * (4 - len(four))
+            if self.form.codes == "int8":
+                codes = [numbers.bits(numbers.add(ratio, Float32(numbers.ROUNDER))) for ratio in four]
+                pairs = [ptx.prmt(codes[i], codes[i + 1], Uint32(0x0040)) for i in (0, 2)]
+            else:
+                pack = numbers.pack_e4m3x2 if self.form.codes == "e4m3" else numbers.pack_e5m2x2
+                pairs = [pack(four[i], four[i + 1]) for i in (0, 2)]
+            words.append(ptx.prmt(pairs[0], pairs[1], Uint32(0x5410)))
+        return words
+
+    def unpack(self, words, count: int) -> list[Float32]:
+        values: list[Any] = []
+        for word in words:
+            if self.form.codes == "int8":
+                unsigned = word ^ 0x80808080
+                for i in range(4):
+                    number = numbers.from_bits(ptx.prmt(unsigned, Uint32(MAGIC), Uint32(0x7440 + i)))
+                    values.append(numbers.add(number, Float32(-MAGIC_VALUE - 128.0)))
+                continue
+            if self.form.codes == "e4m3":
+                pairs = [numbers.e4m3x2_to_f16x2(part) for part in (word, word >> 16)]
+            else:  # E5M2 is the upper byte of an fp16
+                pairs = [ptx.prmt(word, Uint32(0), Uint32(select)) for select in (0x1404, 0x3424)]
+            values += [half(pair) for pair in pairs for half in (ptx.half2_low_to_float, ptx.half2_high_to_float)]
+        return values[:count]
+
+
+CacheRow = DenseRow | CodedRow
+
+
+def make_row(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> CacheRow:
+    """What a format's rows are to a team of ``lanes`` lanes, each with ``runs`` runs of columns."""
+    return load_code(format_of(kv_format).writer)(kv_format, head_dim, lanes, runs)
+
+
+def _pack_nibbles(rounded: list[Uint32]) -> Uint32:
+    """Up to 8 codes, each in the low bits of an fp32 `numbers.ROUNDER` / 16 and more, as nibbles of a word."""
+    word = rounded[-1]
+    for code in reversed(rounded[:-1]):
+        word = (word << 4) + code
+    surplus = sum((numbers.ROUNDER_BITS - (4 << 23)) << (4 * i) for i in range(len(rounded)))
+    return word - Uint32(surplus & 0xFFFFFFFF)

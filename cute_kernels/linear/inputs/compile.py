@@ -1,0 +1,49 @@
+"""From a configuration to a compiled function; the only module of these kernels that starts the compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cute_kernels.linear.arguments import Arguments, compile_kernel
+from cute_kernels.linear.inputs.config import ROOMS, InputRowsConfig
+from cute_kernels.runtime.spec import KernelSpec
+
+ARGUMENTS = Arguments(("x", "order", "factors", "stride"), ("parts",))  # behind the result; a stride has 64 bits
+
+
+@dataclass(frozen=True, eq=False)
+class InputRowsSpec(KernelSpec):
+    """One kernel that prepares rows: takes what `InputRowsKernel.__call__` describes, on torch's current stream."""
+
+    config: InputRowsConfig
+    family: ClassVar[str] = "linear"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def source_roots(self) -> tuple[Path, ...]:
+        folder = Path(__file__).resolve().parent
+        return tuple(folder / f"{name}.py" for name in ("compile", "config", "kernel"))
+
+    def compile(self, arch: str) -> Any:
+        return compile_input_rows(self.config, arch)
+
+
+def shipped_specs() -> list[KernelSpec]:
+    """What bundles hold: layers of usual width in bf16, and any rows that lie apart. Others compile on demand."""
+    return [
+        InputRowsSpec(InputRowsConfig("bf16", room, scaled)) for room in (0, *ROOMS[:2]) for scaled in (False, True)
+    ]
+
+
+def compile_input_rows(config: InputRowsConfig, arch: str, *options: str) -> Any:
+    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
+
+    Raises ValueError if the configuration cannot be implemented.
+    """
+    from cute_kernels.linear.inputs.kernel import InputRowsKernel
+
+    return compile_kernel(InputRowsKernel, config, ARGUMENTS, arch, *options)

@@ -1,0 +1,52 @@
+"""What a kernel that prepares rows of x is compiled for. No GPU types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPES = ("bf16", "fp16")
+VECTOR = 8  # elements of 16 bytes
+THREADS = 256
+ROOMS = (8192, 32768, 98304)  # inputs of a row that shared memory may hold
+
+
+@dataclass(frozen=True)
+class InputRowsConfig:
+    """One compiled variant.
+
+    Attributes:
+        dtype: of x, "bf16" or "fp16".
+        room: inputs of the longest row, one of `ROOMS`, where they are wanted in another order; else 0.
+        scaled: whether each input has a factor.
+    """
+
+    dtype: str
+    room: int = 0
+    scaled: bool = False
+
+    @property
+    def num_threads(self) -> int:
+        return THREADS
+
+    @property
+    def name(self) -> str:
+        return f"linear_inputs_{self.dtype}{f'_order{self.room}' if self.room else ''}{'_scaled' * self.scaled}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        if self.dtype not in DTYPES:
+            return f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"
+        if self.room not in (0, *ROOMS):
+            return f"room {self.room!r} is not 0 or one of {', '.join(map(str, ROOMS))}"
+        return None
+
+
+def room_for(k: int) -> int | None:
+    """The least of `ROOMS` that holds a row of k inputs; None if none does."""
+    return next((room for room in ROOMS if k <= room), None)
+
+
+def parts_of(m: int, k: int, num_sms: int) -> int:
+    """CTAs of a row: few rows are shared out so that every SM has one or two, of a vector a thread at least."""
+    vectors = -(-k // VECTOR)
+    return max(1, min(2 * num_sms // m, -(-vectors // THREADS)))

@@ -1,0 +1,68 @@
+"""Launching what prepares rows of x."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import row_stride
+from cute_kernels.linear.inputs.compile import InputRowsSpec
+from cute_kernels.linear.inputs.config import VECTOR, InputRowsConfig, parts_of, room_for
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of, is_supported
+from cute_kernels.runtime.memory import Blank, blank, empty_strided
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+ALIGNMENT = 16  # bytes
+
+
+@dataclass(frozen=True)
+class InputRows:
+    """What makes the rows that a product takes, kept for calls that differ in contents and places of memory alone.
+
+    Attributes:
+        function: the compiled kernel.
+        new: [m, k], what it writes.
+        stride: elements of x from a row to the next.
+        parts: CTAs of a row.
+    """
+
+    function: Callable[..., Any]
+    new: Blank
+    stride: int
+    parts: int
+
+    def make(self, x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
+        """x [..., k] as contiguous rows [m, k], each input times its scale, in the order of perm."""
+        rows = empty_strided(*self.new)
+        self.function(
+            rows,
+            x.data_ptr(),
+            0 if perm is None else perm.data_ptr(),
+            0 if input_scale is None else input_scale.data_ptr(),
+            self.stride,
+            self.parts,
+        )
+        return rows
+
+
+def input_rows(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> InputRows | None:
+    """What makes rows of a checked x on a GPU; None where torch has to: rows that are no whole pieces of 16 bytes on 16
+    bytes, at no one distance, or longer than shared memory, and other GPUs."""
+    k, index = x.shape[-1], x.get_device()
+    stride, room = row_stride(x), 0 if perm is None else room_for(k)
+    tensors = [tensor for tensor in (x, perm, input_scale) if tensor is not None]
+    aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+    if stride is None or room is None or k % VECTOR or stride % VECTOR or not aligned or not is_supported(index):
+        return None
+    m = x.numel() // k
+    config = InputRowsConfig(DTYPES[x.dtype], room, input_scale is not None)
+    return InputRows(
+        function=load(InputRowsSpec(config), arch_of(index)),
+        new=blank((m, k), x.dtype),
+        stride=stride,
+        parts=parts_of(m, k, torch.cuda.get_device_properties(index).multi_processor_count),
+    )

@@ -1,0 +1,545 @@
+"""What a kernel of tiles is made of: a mainloop, a reduction, a store. Each value owns its fields, limits, registers,
+memory, barriers, and its part of the kernel's name. No GPU types here.
+
+A mainloop says which reductions it goes with, a reduction which stores: nothing else can be compiled. The device code
+of each is in the module that its docstring names.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cute_kernels.linear.config import X_PAD
+from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
+from layouts.weights.hopper import STEP_K, TILE_N
+
+if TYPE_CHECKING:
+    from cute_kernels.linear.wgmma.config import WgmmaConfig
+
+WARPGROUP_THREADS = 4 * WARP_THREADS
+TMA_TILE_K = 64  # inputs of a TMA tile of activations: rows of 128 bytes, what swizzling permutes
+TMA_TILE_ALIGNMENT = 1024
+WGMMA_N_STEP = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
+MOST_LOOPS = 4  # of more ptxas puts the MMAs one after the other
+CHUNK_M = 64  # rows of x that a warpgroup stores at a time, if nothing else is said
+STORE_M = 64  # rows of x of a TMA tile of results,
+STORE_BYTES = STORE_M * 2 * TILE_N  # of 64 features in 16 bits
+STORE_BUFFERS = 2  # of TMA tiles: one is stored while the next is put together
+STAGING_PAD = 4  # words between the tokens of the staging buffer
+DSMEM_CLUSTERS = (2, 3)  # clusters of more CTAs do not all run at once, one for each SM
+K_WARPGROUPS = (2, 3, 4)
+LIMB_GROUP = 128  # inputs of a row of x that share a scale where x comes in limbs: rows of a TMA tile of bytes
+ROW_LIMB_BYTES = 2 * LIMB_GROUP  # both limbs of so many inputs of a row,
+ROW_SCALE_BYTES = 4  # and their scale
+LIMB_TILE_M = 64  # whose limbs an MMA takes
+AHEAD_TILE_M = 32  # for which a thread has registers to decode the next k block ahead
+X_SCALE_ALIGNMENT = 4  # scales of x among which a tile's first one may stand
+SYNCHRONOUS_TILE_M = 64  # of all warpgroups: what 104 registers are enough for with four
+# K blocks of each tile that are asked into L2 before a CTA makes its barriers, as measured for tiles with a DSMEM
+# reduction of up to PREFETCHED_TILE_M rows: by the bits of a code and the tiles of a block.
+PREFETCHED_K_BLOCKS = {(4, 1): 4, (4, 2): 3, (8, 1): 2}
+PREFETCHED_TILE_M = 32
+# The same of resident limbs, by the tiles of a block and whether warps load x. What TMA brings of x comes behind it.
+RESIDENT_PREFETCHED_K_BLOCKS = {(1, True): 4, (1, False): 2, (2, False): 2, (4, True): 1, (4, False): 1}
+
+
+def one_of(value: Any, wanted: Any, name: str) -> str | None:
+    """That a value is none of those wanted, or None."""
+    return None if value in wanted else f"{name} {value!r} is not one of {', '.join(map(str, wanted))}"
+
+
+# -- stores ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StagedStore:
+    """Results go through a staging buffer of the warpgroup: `.epilogue`.
+
+    Attributes:
+        chunk: rows of x that a warpgroup stores at a time, at most; fewer leave room for another stage.
+    """
+
+    chunk: int = CHUNK_M
+    by_tma: ClassVar[bool] = False
+    name: ClassVar[str] = ""
+    alignment: ClassVar[int] = 128
+
+    def staging_bytes(self, size: int) -> int:
+        """Of a warpgroup, for a chunk of ``size`` bytes."""
+        return size
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        return one_of(self.chunk, (32, 64), "chunk")
+
+
+@dataclass(frozen=True)
+class TmaStore:
+    """Results that are plain and in 16 bits leave by TMA; others as `StagedStore` has it: `.tma_store`."""
+
+    chunk: ClassVar[int] = CHUNK_M
+    by_tma: ClassVar[bool] = True
+    name: ClassVar[str] = "_tmastore"
+    alignment: ClassVar[int] = TMA_TILE_ALIGNMENT
+
+    def staging_bytes(self, size: int) -> int:
+        return -(-size // TMA_TILE_ALIGNMENT) * TMA_TILE_ALIGNMENT
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        if config.own_m % (STORE_BUFFERS * STORE_M):
+            return f"TMA stores {STORE_BUFFERS * STORE_M} rows at a time, not {config.own_m}"
+        if config.staging_bytes < STORE_BUFFERS * STORE_BYTES:
+            return f"{config.staging_bytes} bytes of staging are less than {STORE_BUFFERS} TMA tiles of {STORE_BYTES}"
+        return None
+
+
+Store = StagedStore | TmaStore
+
+# -- reductions --------------------------------------------------------------------------------------------------------
+
+
+class Reduction(ABC):
+    """How parts of a tile are put together.
+
+    Attributes:
+        cluster: CTAs of a cluster that have equal parts of K of one tile.
+        k_warpgroups: warpgroups of a CTA that interleave the k blocks of one tile: one decodes while another waits for
+            its MMAs.
+        splits_k: whether K may be cut into parts, by CTAs.
+        cuts_rows: whether tiles of a last round are cut into the parts of their rows of x, not along K.
+        dsmem: whether each tile of 64 output features has a CTA of the cluster that stores it, to which the others
+            publish their partials: `.cluster_reduction`.
+        early: whether partials leave before the last k block: `.resident_early`.
+        stores: types of stores that it goes with.
+        multicasts: whether CTAs beside each other may multicast activations: only without another cluster.
+    """
+
+    cluster: int = 1
+    k_warpgroups: int = 1
+    splits_k: ClassVar[bool] = True
+    cuts_rows: ClassVar[bool] = False
+    dsmem: ClassVar[bool] = False
+    early: ClassVar[bool] = False
+    stores: ClassVar[tuple[type, ...]] = (StagedStore,)
+    multicasts: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Its part of a kernel's name."""
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        """Why a configuration cannot be reduced so, or None."""
+        return None
+
+
+@dataclass(frozen=True)
+class WholeK(Reduction):
+    """A work tile has all of K: nothing is put together."""
+
+    splits_k: ClassVar[bool] = False
+    stores: ClassVar[tuple[type, ...]] = (StagedStore, TmaStore)
+    multicasts: ClassVar[bool] = True
+    name: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class RowCuts(Reduction):
+    """As `WholeK`; tiles of a last round are cut into the parts of their rows of x."""
+
+    splits_k: ClassVar[bool] = False
+    cuts_rows: ClassVar[bool] = True
+    stores: ClassVar[tuple[type, ...]] = (StagedStore, TmaStore)
+    multicasts: ClassVar[bool] = True
+    name: ClassVar[str] = "_rows"
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        return "tiles are cut along rows into more than 1 part" if config.row_parts == 1 else None
+
+
+@dataclass(frozen=True)
+class WorkspaceSplitK(Reduction):
+    """Parts of K meet in global memory: `.reduction.WorkspaceReduction`."""
+
+    stores: ClassVar[tuple[type, ...]] = (StagedStore, TmaStore)
+    multicasts: ClassVar[bool] = True
+    name: ClassVar[str] = "_split"
+
+
+@dataclass(frozen=True)
+class RowExchange(Reduction):
+    """CTAs of a cluster exchange accumulators, and each stores its share of the tile's rows: `.reduction.RowExchange`.
+
+    Each CTA has one work tile.
+    """
+
+    cluster: int = 2
+
+    @property
+    def name(self) -> str:
+        return f"_cluster{self.cluster}"
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        if reason := one_of(self.cluster, (2,), "cluster"):
+            return reason
+        if config.n_tiles > 1 or config.own_m < 2 * WGMMA_N_STEP or config.row_parts > 1:
+            return f"a cluster of {self.cluster} wants one tile a warpgroup and {2 * WGMMA_N_STEP} rows for each CTA"
+        if config.acc_bytes > config.num_stages * config.x_stage_bytes:
+            return f"accumulators of {config.acc_bytes} bytes do not fit into the stages of activations"
+        return None
+
+
+@dataclass(frozen=True)
+class Dsmem(Reduction):
+    """CTAs of a cluster publish partials to the one that stores a tile: `.cluster_reduction`; for few rows."""
+
+    cluster: int = 2
+    dsmem: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return f"_dsmem{self.cluster}"
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        return one_of(self.cluster, DSMEM_CLUSTERS, "cluster")
+
+
+@dataclass(frozen=True)
+class InterleavedDsmem(Reduction):
+    """As `Dsmem`, of warpgroups that interleave the k blocks of a tile (intra-CTA split-K)."""
+
+    k_warpgroups: int = 2
+    cluster: int = 2
+    dsmem: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return f"_dsmem{self.cluster}k{self.k_warpgroups}"
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        count = self.k_warpgroups
+        if reason := one_of(self.cluster, DSMEM_CLUSTERS, "cluster") or one_of(count, K_WARPGROUPS, "k_warpgroups"):
+            return reason
+        if config.warpgroups % count:
+            return f"{config.warpgroups} warpgroups are no multiple of {count} that interleave k blocks"
+        if config.num_stages < 2 * count or config.num_stages % count:
+            # By its parity a use of a stage would be taken for the next but one; and a warpgroup has two at once.
+            return f"num_stages {config.num_stages} is no multiple of {count} warpgroups, or less than two for each"
+        return None
+
+
+@dataclass(frozen=True)
+class EarlyDsmem(Reduction):
+    """As `Dsmem`; each k block begins with the tiles that the other CTA of the cluster stores, whose partials leave
+    while the last k block of its own is multiplied: `.resident_early`."""
+
+    cluster: ClassVar[int] = 2
+    dsmem: ClassVar[bool] = True
+    early: ClassVar[bool] = True
+    name: ClassVar[str] = "_dsmem2"
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        if config.n_tiles % self.cluster:
+            return f"{config.n_tiles} tiles of a warpgroup are not shared out among {self.cluster} CTAs to send early"
+        return None
+
+
+def dsmem(cluster: int, k_warpgroups: int = 1) -> Dsmem | InterleavedDsmem:
+    """The DSMEM reduction of so many warpgroups that interleave k blocks."""
+    return Dsmem(cluster) if k_warpgroups == 1 else InterleavedDsmem(k_warpgroups, cluster)
+
+
+# -- mainloops ---------------------------------------------------------------------------------------------------------
+
+
+class Mainloop(ABC):
+    """What consumer warps do with a k block, and how x reaches them.
+
+    Attributes:
+        reductions: types of reductions that it goes with.
+        scales_codes: whether codes may be scaled by the instruction that decodes them, where the format has one.
+        limbs: whether x is two limbs of 8 bits and a scale for each row and `LIMB_GROUP` inputs, and products are those
+            of bytes, exact in int32.
+        makes_limbs_before: whether a launch of its own makes them.
+        registers: of a consumer thread, by the number of warpgroups.
+        producer_registers: of a thread that loads.
+        more_threads: beside those of the consumer warpgroups.
+        copies: warps whose copies fill a stage.
+        multicasts: whether CTAs beside each other may multicast activations.
+        stores: types of stores that it goes with.
+        most_shared_bytes: of a CTA.
+        spare: tiles of 64 features that the last warpgroup has fewer than the others.
+    """
+
+    reductions: ClassVar[tuple[type[Reduction], ...]]
+    scales_codes: ClassVar[bool] = False
+    limbs: ClassVar[bool] = False
+    makes_limbs_before: ClassVar[bool] = False
+    registers: ClassVar[dict[int, int]] = {1: 240, 2: 240, 3: 160}  # with the producers', all that an SM has
+    producer_registers: ClassVar[int] = 24
+    more_threads: ClassVar[int] = WARPGROUP_THREADS  # producer warps: registers are given to whole warpgroups
+    copies: ClassVar[int] = 2  # of activations and of weights
+    multicasts: ClassVar[bool] = False
+    stores: ClassVar[tuple[type, ...]] = (StagedStore,)
+    most_shared_bytes: ClassVar[int] = MAX_SHARED_BYTES
+    tile_m_sizes: ClassVar[tuple[int, ...]] = (8, *range(16, 257, 16))  # whole eights; stmatrix turns two of them
+    n_tiles_sizes: ClassVar[tuple[int, ...]] = (1, 2)
+    block_k_sizes: ClassVar[tuple[int, ...]] = (64, 128)
+    most_acc_m: ClassVar[int] = 256  # rows of all tiles of a warpgroup whose accumulators a thread has registers for
+    spare: int = 0
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Its part of a kernel's name, before the stages."""
+
+    def kernel_name(self, config: WgmmaConfig) -> str:
+        """The name of a configuration with this mainloop."""
+        parts = f"p{config.row_parts}" if config.row_parts > 1 else ""
+        shape = f"m{config.tile_m}{parts}n{TILE_N * config.n_tiles}x{config.warpgroups}k{config.block_k}"
+        stages = f"r{config.num_stages}" + (f"c{config.store.chunk}" if config.store.chunk != CHUNK_M else "")
+        end = f"{config.reduction.name}{f'_multicast{config.multicast}' if config.multicast > 1 else ''}"
+        return f"linear_wgmma_{config.weight_name}_{shape}_{self.name}{stages}{end}{config.store.name}"
+
+    def x_stage_bytes(self, config: WgmmaConfig) -> int:
+        """Activations of a stage."""
+        return config.block_k // TMA_TILE_K * config.tma_tile_bytes
+
+    def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
+        """Scales of a tile's rows of x of a stage."""
+        return 0
+
+    def x_scale_bytes(self, config: WgmmaConfig) -> int:
+        """Scales of rows of x in shared memory."""
+        return config.num_stages * self.x_scale_stage_bytes(config)
+
+    def resident_bytes(self, config: WgmmaConfig) -> int:
+        """Activations, and scales of them, that stay in shared memory."""
+        return 0
+
+    def more_barriers(self, config: WgmmaConfig) -> int:
+        """Barriers beside those of stages and of partials."""
+        return 0
+
+    def smem_bytes(self, config: WgmmaConfig) -> int:
+        """Shared memory of a CTA."""
+        acc = config.warpgroups * config.staging_bytes + config.partials_bytes
+        barriers = config.num_barriers * BARRIER_BYTES
+        return config.num_stages * config.stage_bytes + acc + self.resident_bytes(config) + barriers
+
+    def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
+        """K blocks of each of a block's tiles whose codes are asked into L2 before the CTA makes its barriers."""
+        return 0
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        """Why a configuration cannot have this mainloop, or None."""
+        return None
+
+
+@dataclass(frozen=True)
+class RegisterWgmma(Mainloop):
+    """wgmma with decoded weights in registers: `.register_mainloop`.
+
+    Attributes:
+        group_steps: k16 steps that are decoded, then multiplied, at a time: a commit group of MMAs.
+        in_flight: commit groups that run while the next one is decoded.
+    """
+
+    group_steps: int = 2
+    in_flight: int = 1
+    reductions: ClassVar[tuple[type[Reduction], ...]] = (
+        WholeK, RowCuts, WorkspaceSplitK, RowExchange, Dsmem, InterleavedDsmem,
+    )  # fmt: skip
+    scales_codes: ClassVar[bool] = True
+    multicasts: ClassVar[bool] = True
+    stores: ClassVar[tuple[type, ...]] = (StagedStore, TmaStore)
+
+    @property
+    def name(self) -> str:
+        return f"s{self.group_steps}{f'f{self.in_flight}' if self.in_flight > 1 else ''}"
+
+    def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
+        if not config.reduction.dsmem or config.tile_m > PREFETCHED_TILE_M:
+            return 0
+        return PREFETCHED_K_BLOCKS.get((config.format.bits, config.block_tiles), 0)
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        steps = config.k_block_steps
+        if reason := one_of(self.group_steps, (1, 2, 4), "group_steps") or one_of(
+            self.in_flight, (1, 2, 3), "in_flight"
+        ):
+            return reason
+        if steps % (2 * self.group_steps):
+            # Operands take turns in two sets of registers, and each k block begins with the first.
+            return f"block_k {config.block_k} is not an even number of {self.group_steps} steps of {STEP_K}"
+        if self.in_flight * self.group_steps >= steps:
+            # The stage before is given back when no group of its k block runs any more, within this one.
+            return f"{self.in_flight} groups of {self.group_steps} steps are not less than block_k {config.block_k}"
+        return None
+
+
+@dataclass(frozen=True)
+class MmaSync(Mainloop):
+    """Warps multiply by mma.sync, each for itself, and scale accumulators; for few rows: `.synchronous`."""
+
+    reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, WorkspaceSplitK)
+    registers: ClassVar[dict[int, int]] = {2: 224, 4: 104}
+    producer_registers: ClassVar[int] = 56  # of which none is missed
+    name: ClassVar[str] = "s2mmasync"
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        most = SYNCHRONOUS_TILE_M // config.warpgroups
+        if config.tile_m > most:
+            return f"{config.tile_m} rows are more than the {most} of {config.warpgroups} synchronous warpgroups"
+        return None
+
+
+def limb_problem(config: WgmmaConfig) -> str | None:
+    """Why products cannot be of limbs, or None."""
+    if not config.format.takes_limbs:
+        return f"limbs want 4-bit integers without zero points, not {config.format.key}"
+    if config.group_size < LIMB_GROUP:
+        return f"limbs want groups of at least {LIMB_GROUP} inputs, not {config.group_size}"
+    return None
+
+
+@dataclass(frozen=True)
+class Limbs(Mainloop):
+    """MMAs of int8 limbs that a launch before makes: `.limbs`, and `.limbs_ahead`.
+
+    Attributes:
+        ahead: whether the next k block is decoded while this one is multiplied.
+    """
+
+    ahead: bool = False
+    reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, WorkspaceSplitK, Dsmem)
+    limbs: ClassVar[bool] = True
+    makes_limbs_before: ClassVar[bool] = True
+    block_k_sizes: ClassVar[tuple[int, ...]] = (LIMB_GROUP,)
+
+    @property
+    def name(self) -> str:
+        return f"s2limbs{'ahead' if self.ahead else ''}"
+
+    def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
+        """In fp32, from a multiple of 16 bytes on."""
+        return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT)
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        if reason := limb_problem(config):
+            return reason
+        if config.row_parts > MOST_LOOPS:
+            return f"{config.row_parts} parts of rows whose limbs follow one another want a loop for each"
+        if config.tile_m > LIMB_TILE_M:
+            return f"{config.tile_m} rows are more than the {LIMB_TILE_M} whose limbs an MMA takes"
+        if self.ahead and config.tile_m > AHEAD_TILE_M:
+            return f"a k block is decoded ahead of products of at most {AHEAD_TILE_M} rows"
+        return None
+
+
+@dataclass(frozen=True)
+class ResidentLimbs(Mainloop):
+    """MMAs of int8 limbs that consumer warps make once, before the first weights have come: `.resident_kernel`.
+
+    Stages hold weights only, so nothing of x comes through the pipeline, and one warp copies. Consumer warps keep the
+    registers that they are launched with. A CTA of a cluster has one part of K of one tile.
+
+    Attributes:
+        k_blocks: of x that there is room for, each both limbs of 128 inputs of a tile's rows.
+        loads: whether consumer warps load the rows there are; if not, x, whose rows are whole TMA tiles, comes by TMA,
+            which takes long to fill in rows that x does not have.
+        spare: so that blocks of an odd number of tiles are as many as there are SMs.
+        ahead: as of `Limbs`.
+    """
+
+    k_blocks: int = 64
+    loads: bool = False
+    spare: int = 0
+    ahead: bool = False
+    reductions: ClassVar[tuple[type[Reduction], ...]] = (Dsmem, InterleavedDsmem, EarlyDsmem)
+    limbs: ClassVar[bool] = True
+    registers: ClassVar[dict[int, int]] = {2: 0, 4: 0}
+    more_threads: ClassVar[int] = WARP_THREADS
+    copies: ClassVar[int] = 1
+    tile_m_sizes: ClassVar[tuple[int, ...]] = (WGMMA_N_STEP, 2 * WGMMA_N_STEP)
+    n_tiles_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
+    block_k_sizes: ClassVar[tuple[int, ...]] = (LIMB_GROUP,)
+
+    @property
+    def name(self) -> str:
+        return f"s2limbs{'ahead' if self.ahead else ''}"
+
+    def kernel_name(self, config: WgmmaConfig) -> str:
+        spare, early = f"less{self.spare}" if self.spare else "", "early" if config.reduction.early else ""
+        return f"{super().kernel_name(config)}_resident{self.k_blocks}{spare}{early}{'loads' if self.loads else ''}"
+
+    def x_stage_bytes(self, config: WgmmaConfig) -> int:
+        return 0
+
+    def k_block_limb_bytes(self, config: WgmmaConfig) -> int:
+        """Both limbs of 128 inputs of a tile's rows."""
+        return ROW_LIMB_BYTES * config.tile_m
+
+    def x_scale_bytes(self, config: WgmmaConfig) -> int:
+        return self.k_blocks * ROW_SCALE_BYTES * config.tile_m
+
+    def resident_bytes(self, config: WgmmaConfig) -> int:
+        return self.k_blocks * self.k_block_limb_bytes(config) + self.x_scale_bytes(config)
+
+    def more_barriers(self, config: WgmmaConfig) -> int:
+        """Of x, and of a stage's tiles but the first where partials leave early."""
+        return 1 + ((config.n_tiles - 1) * config.num_stages if config.reduction.early else 0)
+
+    def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
+        return RESIDENT_PREFETCHED_K_BLOCKS.get((config.block_tiles, self.loads), 0)
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        if reason := limb_problem(config) or one_of(config.row_parts, (1,), "row_parts"):
+            return reason
+        if self.spare not in range(config.n_tiles):
+            return f"spare {self.spare} is not one of 0 to {config.n_tiles - 1}"
+        if self.ahead and config.reduction.early:
+            return "warpgroups that send early take no k block ahead"
+        if self.k_blocks % (2 * config.reduction.k_warpgroups):
+            # Else a chunk of K would end with another's turn than that which the pipeline goes on with.
+            return f"room for {self.k_blocks} k blocks is not two halves of rounds of {config.reduction.k_warpgroups}"
+        return None
+
+
+@dataclass(frozen=True)
+class PortableMmaSync(Mainloop):
+    """cp.async and mma.sync of sm_80: `cute_kernels.linear.portable.kernel`.
+
+    One warpgroup: each warp has 16 rows of each tile of 64 features and all rows of x.
+    """
+
+    reductions: ClassVar[tuple[type[Reduction], ...]] = (WorkspaceSplitK,)
+    registers: ClassVar[dict[int, int]] = {1: 0}
+    more_threads: ClassVar[int] = 0
+    tile_m_sizes: ClassVar[tuple[int, ...]] = (16, 32, 64)
+    block_k_sizes: ClassVar[tuple[int, ...]] = (64,)
+    most_shared_bytes: ClassVar[int] = 99 * 1024  # on sm_86, sm_89 and sm_120, which have the least of all
+    name: ClassVar[str] = ""
+
+    def kernel_name(self, config: WgmmaConfig) -> str:
+        shape = f"m{config.tile_m}n{TILE_N * config.n_tiles}r{config.num_stages}"
+        return f"linear_portable_{config.weight_name}_{shape}"
+
+    def x_pitch(self, config: WgmmaConfig) -> int:
+        """Bytes from a row of x to the next: an odd number of vectors, so that ldmatrix reads without conflicts."""
+        return 2 * config.block_k + X_PAD
+
+    def x_stage_bytes(self, config: WgmmaConfig) -> int:
+        return config.tile_m * self.x_pitch(config)
+
+    def smem_bytes(self, config: WgmmaConfig) -> int:
+        """The pipeline; results go through the same memory when all products are done."""
+        return max(config.num_stages * config.stage_bytes, config.staging_bytes)
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        return one_of(config.row_parts, (1,), "row_parts")
+
+
+# What a configuration has where nothing else is said.
+REGISTER_WGMMA, WHOLE_K, STAGED = RegisterWgmma(), WholeK(), StagedStore()

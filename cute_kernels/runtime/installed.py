@@ -1,0 +1,40 @@
+"""Bundles that are installed as packages of their own: what `pip install cute-kernels-sm90a` puts beside this one."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from pathlib import Path
+
+from cute_kernels.runtime import native
+from cute_kernels.runtime.aot import Bundle, BundleError, open_bundle
+
+PACKAGES = {"sm_90a": "cute_kernels_sm90a"}
+"""Packages that are looked for, by the architecture that their kernels are compiled for."""
+
+
+def installed() -> dict[str, Path]:
+    """The folders of the bundles that are installed, by their packages' names; none of them is imported."""
+    found = {}
+    for name in PACKAGES.values():
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations:
+            found[name] = Path(next(iter(spec.submodule_search_locations)))
+    return found
+
+
+def open_installed() -> list[Bundle]:
+    """The bundles that are installed and fit; of each other one a warning says why it does not, and what to do."""
+    bundles = []
+    for name, folder in installed().items():
+        try:
+            bundles.append(open_bundle(folder))
+        except (BundleError, native.RuntimeLibraryError) as error:
+            distribution = name.replace("_", "-")
+            warnings.warn(
+                f"{distribution} is installed and not used: {error}; pip install the release of it that goes with this "
+                f"one, or pip uninstall {distribution}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return bundles

@@ -1,0 +1,159 @@
+"""The way of a call from a public function to its kernel, written once for all families.
+
+    public function -> route -> launch (CUDA), reference (CPU) or the registered operator (traced, or no plain tensors)
+    launch: key -> kept plan -> the plan's launch on its device; checks where a plan is new or the launch is refused
+
+A family brings functions of a call's arguments (what decides a plan, what may be said against a call, how a plan is
+made) and a schema. A call like an earlier one costs the host its key, a look-up and the launch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from cute_kernels import arguments
+from cute_kernels.arguments import needs_dispatch
+from cute_kernels.runtime.plans import keep
+
+P = ParamSpec("P")
+CallT = TypeVar("CallT")
+ResultT = TypeVar("ResultT")
+ResultT_co = TypeVar("ResultT_co", covariant=True)
+
+_library = torch.library.Library("cute_kernels", "FRAGMENT")
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+class Plan(Protocol[P, ResultT_co]):
+    """What of a launch stays the same between calls with equal keys."""
+
+    @property
+    def device_index(self) -> int:
+        """Of the device that the plan was made for."""
+        ...
+
+    def launch(self, *args: P.args, **kwargs: P.kwargs) -> ResultT_co:
+        """Launches a call on the current stream of the plan's device, which is the current one."""
+        ...
+
+
+class Launcher(Protocol[P, ResultT_co]):
+    """A function that launches calls on CUDA tensors.
+
+    Attributes:
+        plans: those kept, by key.
+    """
+
+    plans: dict[Hashable, Any]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT_co: ...
+
+
+_LAUNCHER = """
+def launch({parameters}):
+    try:
+        _key = _key_of({arguments})
+        _plan = _plans.get(_key)
+    except (AttributeError, TypeError):
+        _check({arguments})
+        raise
+    if _plan is None or _package.DEBUG{always}:
+        _call = _check({arguments})
+        if _plan is None:
+            _plan = _make(_call)
+            if _plan is None:
+                return _empty(_call)
+            _keep(_plans, _key, _plan)
+    try:
+        if _plan.device_index == _torch._C._cuda_getDevice():
+            return _plan.launch({arguments})
+        with _torch.cuda.device(_plan.device_index):
+            return _plan.launch({arguments})
+    except (TypeError, ValueError, RuntimeError):
+        _check({arguments})
+        raise
+"""
+"""Made anew for each family's parameters: passing them on as *args would cost every call of a decoding step 0.4 us."""
+
+
+def launcher(
+    key: Callable[P, Hashable],
+    check: Callable[P, CallT],
+    make: Callable[[CallT], Plan[P, ResultT] | None],
+    empty: Callable[[CallT], ResultT] | None = None,
+    always: Callable[P, bool] | None = None,
+) -> Launcher[P, ResultT]:
+    """Launches calls on CUDA tensors, with a plan for each kind of them; takes what ``key`` takes.
+
+    What a repeated call has passed before is not checked again: a key holds all that the checks would look at, or the
+    compiled function compares it (shapes, strides, dtypes, alignment, device) in native code before it launches. Where
+    that one refuses, the checks say why in the caller's terms.
+
+    Args:
+        key: of the call's arguments, what decides its plan. May raise AttributeError or TypeError for an argument of a
+            kind that none may be: then the checks say which, or what was raised goes on.
+        check: of the arguments, the call as an object, after everything that can be said of it without waiting for the
+            device, and with `cute_kernels.arguments.DEBUG` the rest. Raises TypeError or ValueError.
+        make: of a checked call, its plan; None for a call that no kernel is launched for.
+        empty: of a checked call without a plan, its result.
+        always: of the arguments, whether they are checked though there is a plan.
+    """
+    parameters = inspect.signature(key).parameters.values()
+    names = ", ".join(parameter.name for parameter in parameters)
+    source = _LAUNCHER.format(
+        parameters=", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters),
+        arguments=names,
+        always="" if always is None else f" or _always({names})",
+    )
+    plans: dict[Hashable, Any] = {}
+    scope = {"_key_of": key, "_check": check, "_make": make, "_empty": empty, "_always": always, "_plans": plans}
+    scope |= {"_keep": keep, "_package": arguments, "_torch": torch}
+    exec(compile(source, f"<launcher of {key.__module__}>", "exec"), scope)
+    made: Any = scope["launch"]
+    made.plans, made.__module__ = plans, key.__module__
+    return made
+
+
+# -- the operator ------------------------------------------------------------------------------------------------------
+
+
+class Operator:
+    """An operator as torch sees it: `torch.ops.cute_kernels.NAME`, traced by torch.compile and torch.export.
+
+    Args:
+        schema: as `torch.library.Library.define` takes it, the name first.
+        cpu, cuda: what it is on plain tensors of either kind, with the schema's arguments.
+        meta: shapes and dtypes of its results, with the same arguments.
+    """
+
+    def __init__(
+        self, schema: str, *, cpu: Callable[..., Any], cuda: Callable[..., Any], meta: Callable[..., Any]
+    ) -> None:
+        self.name = schema.partition("(")[0]
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(self.name, cpu, "CPU")
+        _library.impl(self.name, cuda, "CUDA")
+        torch.library.register_fake(f"cute_kernels::{self.name}", meta, lib=_library)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(torch.ops.cute_kernels, self.name)(*args, **kwargs)
+
+
+def route(
+    *, cuda: Callable[P, ResultT], cpu: Callable[P, ResultT], operator: Callable[P, ResultT], **tensors: object
+) -> Callable[P, ResultT]:
+    """Which of three functions, called alike, serves a call with these tensors; the first speaks for the device.
+
+    The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an
+    argument that is no tensor at all, ValueError for tensors on devices of neither kind that are not together.
+    """
+    if needs_dispatch(**tensors):
+        return operator
+    first: Any = next(iter(tensors.values()))
+    return cuda if first.is_cuda else cpu

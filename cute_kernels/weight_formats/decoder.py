@@ -1,0 +1,58 @@
+"""`CodeDecoder`: how a consumer warp makes its A operand of codes, and numbers of stored scales."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from cute_kernels.weight_formats.base import CODE_BITS
+
+
+class CodeDecoder(ABC):
+    """Codes of one format to one 16-bit float.
+
+    A thread's 16 bytes of a tile are its A fragments of ``steps`` consecutive k16 steps, ``words_per_step`` registers
+    each. Of 4-bit codes a register's fields, lowest first, are columns 0 and 1 of fragment registers in this order:
+    column 0 of registers 0 to 3, then column 1. Of 8-bit codes a word has registers 0 and 1, the next one 2 and 3:
+    column 0 of both, then column 1. Fragment registers 0 and 2 are of row g, 1 and 3 of row g + 8.
+
+    Attributes:
+        words_per_step: 32-bit registers that hold a thread's codes of a k16 step.
+        steps: k16 steps of 16 bytes.
+        scales_weights: whether `fragment` scales what it decodes.
+        unit: what 1 in a decoded weight counts.
+        symmetric_zero: the zero point of formats that store none.
+    """
+
+    scales_weights = False
+    unit = 1.0
+    symmetric_zero = 0
+
+    def __init__(self, bits: int) -> None:
+        assert bits in CODE_BITS, bits
+        self.bits = bits
+        self.words_per_step = bits // 4
+        self.steps = 4 // self.words_per_step
+
+    def scale_word(self, word: Any) -> Any:
+        """A word whose low 16 bits are a scale in the activations' dtype; word: a stored scale, zero-extended."""
+        return word
+
+    def masks(self, nothing: Any) -> tuple[Any, ...]:
+        """Constants for `fragment`, to be made before a loop; nothing: a run-time word that is 0."""
+        return ()
+
+    def row_numbers(self, scales: Any, points: Any) -> Any:
+        """What `fragment` wants to know of the thread's two rows.
+
+        scales: of the rows, packed pairs of the dtype, or None for those that meet the accumulators; points: their zero
+            points, `symmetric_zero` where none are stored.
+        """
+        return None
+
+    @abstractmethod
+    def fragment(self, words: Any, step: int, rows: Any, masks: Any = None) -> list[Any]:
+        """The four registers of the A operand of a k16 step.
+
+        words: the thread's 16 bytes, four registers. rows: of `row_numbers`. masks: of `masks`, or None.
+        """

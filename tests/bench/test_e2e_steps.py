@@ -1,0 +1,173 @@
+"""Bare decode loops: that they compute a model's step, what they must read, how a run is recorded and gone on with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import __main__ as command
+from bench import e2e_steps, steps
+from bench.e2e_steps import kind_of
+from bench.steps import CASES, MODELS, Shape, Step, StepCase, StepModel
+
+SMALL = StepModel("small", 3, 128, 128, 4, 2, head_dim=64)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(steps, "DISTINCT", 2)
+    monkeypatch.setattr(steps, "FILLED_ROWS", 100)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_step_runs_and_depends_on_weights_and_cache(case: StepCase):
+    torch.manual_seed(0)
+    step = Step(SMALL, case, Shape(2, 40), "cpu")
+    out = step()
+    assert out.shape == (2, 128) and bool(out.isfinite().all())
+    for name in ("k_cache", "v_cache"):
+        step.parts[1]["cache"][name].view(torch.uint8).zero_()
+    assert not torch.equal(step(), out)
+
+
+def test_a_quantised_cache_changes_a_step_a_little():
+    found = []
+    for kv in ("bf16", "int8_token_head"):
+        torch.manual_seed(0)
+        found.append(Step(SMALL, StepCase("bf16", kv), Shape(2, 40), "cpu")().double())
+    assert 0 < (found[0] - found[1]).norm() < 0.05 * found[0].norm()
+
+
+def test_torch_attention_computes_the_same():
+    found = []
+    for sdpa in (False, True):
+        torch.manual_seed(0)
+        step = Step(SMALL, StepCase("bf16", "bf16", sdpa), Shape(2, 64), "cpu", layers=1)  # drawn before the cache
+        cache = step.parts[0]["cache"]
+        for part in step.parts:  # the same numbers, whatever the order of tokens and heads
+            for name in ("k_cache", "v_cache"):
+                part["cache"][name].fill_(0.5)
+        assert ("block_table" in cache) != sdpa
+        found.append(step().double())
+    assert (found[0] - found[1]).norm() < 2e-2 * found[0].norm()
+
+
+def test_a_step_reads_weights_and_cache():
+    step = Step(SMALL, StepCase("w4", "int4_g4"), Shape(2, 64), "cpu")
+    weights = sum(
+        product.keywords["weight"].nbytes for name, product in step.parts[0].items() if name in SMALL.products
+    )
+    cache = sum(step.parts[0]["cache"][name].nbytes for name in ("k_cache", "v_cache"))
+    assert step.bytes == 3 * (weights + cache)
+
+
+def test_experts_that_are_read_grow_with_the_batch_up_to_all():
+    model = MODELS["qwen3-30b-a3b"]
+    sizes = [model.weight_bytes("w4", batch) for batch in (1, 8, 4096)]
+    assert sizes == sorted(sizes)
+    an_expert = 3 * 2048 * 768 * (0.5 + 2 / 128)
+    assert sizes[0] - replace(model, topk=0).weight_bytes("w4", 1) == pytest.approx(8 * an_expert)
+    assert sizes[2] - replace(model, topk=0).weight_bytes("w4", 1) == pytest.approx(128 * an_expert)
+
+
+@pytest.mark.parametrize(
+    "kernel, kind",
+    [
+        ("kernel_cutlass_kernel_cute_kernelslinearwgmmakernelWgmmaKernel_object_at", "products"),
+        ("kernel_cutlass_kernel_cute_kernelsattentionkernelDecode", "attention"),
+        ("kernel_cutlass_kernel_cute_kernelsnormkernelNormKernel", "norm"),
+        ("kernel_cutlass_kernel_cute_kernelskv_cachekernelAppend", "append"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_f16", "attention"),
+        ("nvjet_hsh_64x8_64x16_1x1_h_bz_TNN", "products"),
+        ("void at::native::vectorized_elementwise_kernel", "other"),
+    ],
+)
+def test_kernels_are_told_apart_by_their_names(kernel, kind):
+    assert kind_of(kernel) == kind
+
+
+def test_kernels_that_overlap_count_once():
+    """A norm that waits for a product from 5 on, and ends a microsecond behind it; a gap belongs to what follows."""
+    kernels = [("WgmmaKernel linear", 1.0, 10.0), ("NormKernel norm", 5.0, 11.0), ("linear", 12.0, 15.5)]
+    assert e2e_steps.shares(kernels) == {"products": 9.0 + 4.5, "norm": 1.0}
+    assert e2e_steps.shares([]) == {}
+
+
+def test_more_requests_fit_with_fewer_bytes_of_a_token():
+    model, memory = MODELS["llama3-8b"], 74e9
+    batches = [e2e_steps.largest_batch(model, case, 8192, memory) for case in (CASES[0], CASES[3])]
+    assert 50 < batches[0] < 60 and 3.5 < batches[1] / batches[0] < 4
+    assert e2e_steps.largest_batch(model, CASES[0], 8192, 1e9) == 0
+
+
+def rows():
+    made = [("bf16, bf16 SDPA", 10.0), ("w4, int4_g4", 4.0)]
+    return [
+        {
+            "model": "llama2-70b-shard8", "case": case, "batch": 8, "context": 8192, "ms": ms, "tokens_per_s": 8e3 / ms,
+            "floor_ms": 2.0, "floor_ratio": ms / 2.0, "account_us": {"norm": 2.5}, "largest_batch": 9,
+        }
+        for case, ms in made
+    ]  # fmt: skip
+
+
+def test_the_report_says_how_much_faster_a_step_is(record):
+    data = {**record, "rows": rows(), "failures": []}
+    assert "2.50" in e2e_steps.text(data)
+    table = e2e_steps.markdown(data)
+    assert "without all-reduce" in table and "| 2.50 |" in table and "| 2.00 |" in table
+
+
+def test_what_is_recorded_is_not_measured_again(monkeypatch):
+    measured = []
+    monkeypatch.setattr(e2e_steps, "measure", lambda bench, point: measured.append(point) or {})
+    monkeypatch.setattr(e2e_steps, "bytes_per_us", lambda bench: 3e6)
+    monkeypatch.setattr(e2e_steps, "_load", lambda wanted: None)
+    monkeypatch.setattr(e2e_steps, "_does_not_fit", lambda bench, point: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    chosen = e2e_steps.points(["llama2-70b-shard8"], [8], [8192])
+    bench = _Bench(rows())
+    e2e_steps.run(bench, chosen, 100)  # pyright: ignore[reportArgumentType]
+    assert [point.case.name for point in measured] == [
+        case.name for case in CASES if case.name not in ("bf16, bf16 SDPA", "w4, int4_g4")
+    ]
+    measured.clear()
+    e2e_steps.run(_Bench([]), chosen, -1)  # pyright: ignore[reportArgumentType]
+    assert not measured
+
+
+class _Bench:
+    def __init__(self, done):
+        self.recorder = self
+        self.data = {"rows": list(done)}
+
+    def seconds(self):
+        return 0.0
+
+    def attempt(self, what, work):
+        work()
+
+    def say(self, line):
+        pass
+
+    def set(self, key, value):
+        self.data[key] = value
+
+    def add_row(self, row):
+        pass
+
+
+def test_models_of_the_command_are_those_of_the_loops():
+    assert tuple(MODELS) == command.STEP_MODELS
+
+
+def test_both_figures_are_drawn(record, tmp_path):
+    pytest.importorskip("matplotlib")
+    from bench.plots import plot
+
+    files = plot({**record, "rows": rows(), "engine": "steps"}, tmp_path)
+    assert [file.name for file in files] == ["step_latency.svg", "step_throughput.svg"]
+    for file in files:
+        assert "w4, int4_g4" in file.read_text() and "llama2-70b-shard8" in file.read_text()

@@ -1,0 +1,43 @@
+"""A batch in which some requests decode is what extend attention makes of all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_kernels.extend import mixed_attention
+from tests.extend.cases import make_call
+
+
+def run(call, num_decodes, **options):
+    keywords = call.keywords | options
+    return mixed_attention(*call.tensors, num_decodes=num_decodes, **keywords)
+
+
+@pytest.mark.parametrize("page_size", [16, None])
+@pytest.mark.parametrize("q_lens, num_decodes", [([1, 1, 1, 7, 0, 20], 3), ([5, 9], 0), ([1, 1], 2), ([1, 1, 1], 1)])
+def test_it_is_extend_attention(q_lens, num_decodes, page_size):
+    lengths = [40, 3, 17, 9, 5, 20][: len(q_lens)]
+    call = make_call("int8_token_head", q_lens, lengths, page_size=page_size, sinks=True, window_size=30)
+    out = torch.full_like(call.q, torch.nan)
+    assert run(call, num_decodes, out=out) is out
+    torch.testing.assert_close(out, call.run(), atol=1e-2, rtol=1e-2)
+    assert torch.equal(run(call, num_decodes), out)
+
+
+@pytest.mark.parametrize(
+    "num_decodes, options, message",
+    [
+        (4, {}, "num_decodes: got 4, want a number of requests from 0 to 3"),
+        (True, {}, "num_decodes: got True, want"),
+        (2, {}, r"cu_seqlens_q: got \[0, 1, 3\] first, want 0 to 2: one query for each"),
+        (1, {"cu_seqlens_q": torch.tensor([0, 1])}, r"cu_seqlens_q: got shape \[2\], want \[4\]"),
+        (1, {"out": torch.empty(3)}, r"out: got torch.float32 \[3\], want torch.bfloat16"),
+        (1, {"sm_margin": -1}, "sm_margin: got -1, want a number of SMs"),
+        (0, {"window_size": 0}, "window_size: got 0, want"),
+    ],
+)
+def test_what_does_not_fit_is_named(num_decodes, options, message):
+    call = make_call("bf16", [1, 2, 4], [9, 9, 9])
+    with pytest.raises(ValueError, match=message):
+        run(call, num_decodes, **options)

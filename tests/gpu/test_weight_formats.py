@@ -1,0 +1,157 @@
+"""Every registered weight format that is no plain integer, on the GPU: each kernel that serves it against fp64.
+
+A format has these tests by being registered; `tests.weight_formats.codebook` is one from a file of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import grouped_linear, quantize_experts, quantize_weight, quantized_linear
+from cute_kernels.linear.compile import specs_of
+from cute_kernels.linear.launch import launch
+from cute_kernels.linear.plan import DTYPES
+from cute_kernels.linear.portable.schedule import make_portable_schedule
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.weight import PackedWeight, padded_shape
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import MmaSync
+from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.weight_formats import IntegerFormat, WeightFormat, registered_formats
+from tests.gpu.specs import GPU, products_needed_by
+from tests.weight_formats import codebook
+
+pytestmark = pytest.mark.gpu
+
+CUDA = "cuda"
+N, K = 200, 520  # tails of both
+ROWS = (1, 5, 16, 64, 300)
+EXPERTS, PLACES = 4, (6, 900)
+FORMATS = [form for form in registered_formats() if not isinstance(form, IntegerFormat)]
+every_format = pytest.mark.parametrize(
+    ("form", "dtype"),
+    [(form, dtype) for form in FORMATS for dtype, name in DTYPES.items() if name in form.dtypes],
+    ids=str,
+)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weight_of(form: WeightFormat, dtype: torch.dtype, n: int = N, k: int = K) -> PackedWeight:
+    return quantize_weight(random(n, k), format=form, dtype=dtype)
+
+
+def problem_of(form: WeightFormat, dtype: torch.dtype, m: int, n: int = N, k: int = K, **options: Any) -> Problem:
+    return Problem(m, n, k, padded_shape((n, k), form.group_size)[1], form, DTYPES[dtype], **options)
+
+
+def specs() -> list[KernelSpec]:
+    """The kernels of this module."""
+    found: list[KernelSpec] = []
+    for form in FORMATS:
+        for dtype, name in DTYPES.items():
+            if name not in form.dtypes:
+                continue
+            problems = [problem_of(form, dtype, m) for m in ROWS]
+            problems += [problem_of(form, dtype, 5, batch_invariant=True), problem_of(form, dtype, 16, 4096, 4096)]
+            found += [spec for problem in problems for spec in specs_of(chosen(problem, GPU).config)]
+            found += [spec for problem in problems for spec in specs_of(make_portable_schedule(problem).config)]
+            for places in PLACES:
+                found += products_needed_by(lambda: grouped(form, dtype, places, "cpu"))  # noqa: B023
+    return list(dict.fromkeys(found))
+
+
+def seen(weight: PackedWeight, problem: Problem) -> torch.Tensor:
+    """W in fp64 as the tensor cores see it: rounded in tiles of warpgroups, where scales are groups' own."""
+    config = chosen(problem, GPU).config
+    exact = weight.dequantize(torch.float64)
+    rounds = (
+        weight.group_size
+        and isinstance(config, WgmmaConfig)
+        and not (config.limbs or isinstance(config.mainloop, MmaSync))
+    )
+    return exact.to(weight.dtype).double() if rounds else exact
+
+
+def assert_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+    assert float((found.double().cpu() - wanted).norm() / wanted.norm()) < tolerance
+
+
+def test_there_is_a_format_from_a_file_of_its_own():
+    assert codebook.CODEBOOK in FORMATS
+
+
+@every_format
+@pytest.mark.parametrize("m", ROWS)
+def test_products_are_those_of_fp64(form, dtype, m):
+    weight, x = weight_of(form, dtype), random(m, K, seed=m).to(dtype)
+    found = quantized_linear(x.to(CUDA), weight.to(CUDA), out_dtype=torch.float32)
+    assert_near(found, x.double() @ seen(weight, problem_of(form, dtype, m)).T, 3e-5)
+
+
+@every_format
+@pytest.mark.parametrize("m", ROWS)
+def test_one_hot_rows_return_the_weights_bit_by_bit(form, dtype, m):
+    weight = weight_of(form, dtype)
+    inputs = (torch.arange(m) * 7 + 3) % K
+    x = torch.zeros(m, K, dtype=dtype)
+    x[torch.arange(m), inputs] = 1
+    found = quantized_linear(x.to(CUDA), weight.to(CUDA))
+    assert torch.equal(found.cpu(), weight.dequantize(dtype)[:, inputs].T)
+
+
+@every_format
+def test_large_products_and_batch_invariant_ones_are_right(form, dtype):
+    weight = weight_of(form, dtype, 4096, 4096)
+    x = random(16, 4096, seed=1).to(dtype)
+    found = quantized_linear(x.to(CUDA), weight.to(CUDA), out_dtype=torch.float32)
+    problem = problem_of(form, dtype, 16, 4096, 4096)
+    assert_near(found, x.double() @ seen(weight, problem).T, 3e-5)
+    weight, x = weight_of(form, dtype), random(5, K, seed=2).to(dtype).to(CUDA)
+    together = quantized_linear(x, weight.to(CUDA), batch_invariant=True)
+    alone = [quantized_linear(row, weight.to(CUDA), batch_invariant=True) for row in x.split(1)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@every_format
+def test_the_portable_kernel_computes_the_same(form, dtype):
+    weight = weight_of(form, dtype)
+    here = weight.to(CUDA)
+    wanted = weight.dequantize(torch.float64)
+    wanted = wanted.to(dtype).double() if weight.group_size else wanted
+    for m in ROWS:
+        x = random(m, K, seed=m).to(dtype)
+        tensors = x.to(CUDA), here.codes, here.scales, here.zeros, None, None
+        found = launch(*tensors, form, N, K, None, torch.float32, False, None, portable=True)
+        assert_near(found, x.double() @ wanted.T, 3e-5)
+
+
+def grouped(form: WeightFormat, dtype: torch.dtype, places: int, device: str):
+    """(result, x, weights, offsets) of a grouped product of experts with different numbers of rows, one with none."""
+    w = torch.stack([random(N, K, seed=i) for i in range(EXPERTS)])
+    weights = quantize_experts(w, format=form, dtype=dtype)
+    ends = [0, places // 6, places // 6, places // 2, places]
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    x = random(places, K, seed=places).to(dtype)
+    found = grouped_linear(x.to(device), weights.to(device), offsets.to(device), out_dtype=torch.float32)
+    return found, x, weights, ends
+
+
+@every_format
+@pytest.mark.parametrize("places", PLACES)
+def test_experts_are_multiplied_as_fp64_has_it(form, dtype, places):
+    found, x, weights, ends = grouped(form, dtype, places, CUDA)
+    for expert, (begin, end) in enumerate(itertools.pairwise(ends)):
+        if begin == end:
+            continue
+        exact = weights[expert].dequantize(torch.float64)
+        wanted = (x[begin:end].double() @ exact.T, x[begin:end].double() @ exact.to(dtype).double().T)
+        rows = found[begin:end].double().cpu()
+        assert min(float((rows - one).norm() / one.norm()) for one in wanted) < 3e-5

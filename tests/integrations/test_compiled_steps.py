@@ -1,0 +1,45 @@
+"""A decode step over a `DecodeCache` compiles as one graph, and for all lengths at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import cute_kernels.integrations.transformers as ck
+from tests.integrations.architectures import DECODERS, VOCABULARY
+
+IDS = torch.randint(3, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(7))
+PROMPT = 9
+LEFT_PADDED = torch.ones_like(IDS)
+LEFT_PADDED[0, :3] = 0
+
+
+@torch.no_grad()
+def steps(model: Any, forward: Any, mask: torch.Tensor) -> torch.Tensor:
+    """Logits of the tokens behind the prompt, one step each by ``forward``."""
+    cache = ck.DecodeCache("int4_g4", 64)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+
+    def given(start: int, end: int) -> dict[str, Any]:
+        own = {"input_ids": IDS[:, start:end], "attention_mask": mask[:, :end]}
+        return {**own, "position_ids": positions[:, start:end], "past_key_values": cache}
+
+    model(**given(0, PROMPT))
+    return torch.cat([forward(**given(i, i + 1)).logits for i in range(PROMPT, IDS.shape[1])], dim=1).double()
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma 2", "mistral, window"])
+def test_a_decode_step_compiles_as_one_graph(name, padded):
+    torch.compiler.reset()
+    model = DECODERS[name].build(torch.bfloat16)
+    ck.accelerate(model, kv_format="int4_g4", cuda_graphs=False)
+    mask = LEFT_PADDED if padded else torch.ones_like(IDS)
+    want = steps(model, model.forward, mask)
+    counter = CompileCounter()
+    got = steps(model, torch.compile(model.forward, fullgraph=True, backend=counter), mask)
+    assert counter.frame_count <= 3  # lengths, and a sliding window that begins to hide keys
+    assert (got - want).norm() <= 4e-2 * want.norm()

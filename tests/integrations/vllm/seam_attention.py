@@ -1,0 +1,332 @@
+"""Checks of attention: what the backend says of itself, how a step is cut, and what comes out."""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.integrations.vllm.checks import check
+from tests.integrations.vllm.steps import Layer, builder, flash_attention, serve_steps, step
+
+
+@check
+def pages_have_the_bytes_that_vllm_counts() -> None:
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
+
+    from cute_kernels.integrations.vllm.attention import (
+        CuteKernelsAttentionBackend,
+        CuteKernelsAttentionImpl,
+        cache_spec,
+    )
+
+    for kv_cache_dtype, own in (
+        ("fp8", ""),
+        ("fp8_e4m3", ""),
+        ("int8_per_token_head", ""),
+        ("fp8_per_token_head", ""),
+        ("auto", "int4_g4"),
+        ("auto", "bf16"),
+        ("bfloat16", "int8_token_head,int4_g4"),
+    ):
+        os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = own
+        for head_size in (64, 128, 256):
+            dtype = torch.bfloat16 if own else STR_DTYPE_TO_TORCH_DTYPE[kv_cache_dtype]
+            quant = get_kv_quant_mode(kv_cache_dtype)
+            spec: Any = FullAttentionSpec(
+                block_size=64, num_kv_heads=8, head_size=head_size, dtype=dtype, kv_quant_mode=quant
+            )
+            from cute_kernels.integrations.vllm import kv_formats
+
+            formats = kv_formats.formats_for(kv_cache_dtype)
+            impl = mock.Mock(spec=CuteKernelsAttentionImpl, formats=formats)
+            spec = cache_spec(SimpleNamespace(impl=impl, kv_cache_dtype=kv_cache_dtype, head_size=head_size), spec)
+            shape = CuteKernelsAttentionBackend.get_kv_cache_shape(5, 64, 8, spec.head_size, kv_cache_dtype)
+            cache = torch.zeros(shape, dtype=spec.dtype)
+            assert cache.nbytes == 5 * spec.page_size_bytes, (kv_cache_dtype, head_size, shape)
+            apart = torch.zeros(5, shape[1] + 256, dtype=spec.dtype)[:, : shape[1]]  # pages with room between them
+            for pages in (cache, apart):
+                for view, form in zip(
+                    kv_formats.views(pages, formats, head_size, 8), (formats.k, formats.v), strict=True
+                ):
+                    assert view.shape == (5, 64, 8, form.row_elements(head_size)), (kv_cache_dtype, view.shape)
+                    assert view.dtype == form.cache_dtype and view.stride(0) * view.itemsize == pages.stride(0)
+            block = CuteKernelsAttentionBackend.get_kv_cache_block_dim(64, 8, spec.head_size, kv_cache_dtype)
+            assert block == 0 and CuteKernelsAttentionBackend.indexes_kv_by_block_stride()
+    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+
+
+def selected(**changes: Any) -> dict[str, Any]:
+    """What vLLM asks of a backend for a usual layer."""
+    from vllm.platforms.interface import DeviceCapability
+
+    usual = {
+        "head_size": 128,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "fp8",
+        "block_size": None,
+        "use_mla": False,
+        "has_sink": False,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0),
+        "attn_type": "decoder",
+        "has_sliding_window": False,
+    }
+    return {**usual, **changes}
+
+
+@check
+def attention_takes_what_it_serves_and_no_more() -> None:
+    from vllm.platforms.interface import DeviceCapability
+
+    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend as Backend
+
+    for changes in (
+        {},
+        {"has_sink": True},
+        {"has_sliding_window": True},
+        {"block_size": 128},
+        {"head_size": 256},
+        {"use_batch_invariant": True},
+    ):
+        assert Backend.validate_configuration(**selected(**changes)) == [], changes
+    for kv in ("fp8_e4m3", "int8_per_token_head", "fp8_per_token_head", "auto"):
+        assert Backend.validate_configuration(**selected(kv_cache_dtype=kv)) == [], kv
+    for changes in (
+        {"head_size": 72},
+        {"dtype": torch.float32},
+        {"kv_cache_dtype": "int4_per_token_head"},
+        {"kv_cache_dtype": "nvfp4"},
+        {"block_size": 24},
+        {"use_mla": True},
+        {"use_mm_prefix": True},
+        {"use_non_causal": True},
+        {"use_batch_invariant": True, "kv_cache_dtype": "int8_per_token_head"},
+        {"use_batch_invariant": True, "head_size": 256},
+        {"use_kv_connector": True},
+        {"use_per_head_quant_scales": True},
+        {"attn_type": "encoder_only"},
+        {"device_capability": DeviceCapability(10, 0)},
+    ):
+        assert Backend.validate_configuration(**selected(**changes)), changes
+
+
+@check
+def a_format_of_our_own_is_never_silently_another() -> None:
+    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend as Backend
+
+    try:
+        Backend.validate_configuration(**selected(kv_cache_dtype="auto", head_size=72))
+    except ValueError as error:
+        assert "CUTE_KERNELS_VLLM_KV_FORMAT=int4_g4: cannot serve" in str(error)
+    else:
+        raise AssertionError("a cache that cannot be had was not refused")
+
+
+@check
+def attention_is_asked_first_but_for_mla() -> None:
+    import importlib
+
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from cute_kernels.integrations.vllm import versions
+
+    interface = next(iter(versions.INTERFACES.values()))
+    module, name = interface.backend_priorities
+    priorities = getattr(importlib.import_module(module), name)
+    found = priorities(False, DeviceCapability(9, 0), None, "fp8", False)
+    assert found[0] is AttentionBackendEnum.CUSTOM and AttentionBackendEnum.FLASH_ATTN in found
+    assert AttentionBackendEnum.CUSTOM not in priorities(True, DeviceCapability(9, 0), None, "fp8", False)
+    assert AttentionBackendEnum.CUSTOM.get_class().__name__ == "CuteKernelsAttentionBackend"
+
+
+STEPS = (
+    # New tokens of each request, tokens after the step, speculated ones. What decodes comes first, then what continues,
+    # then what begins; but pieces do not rely on it.
+    ([1, 1, 1], [9, 1, 600], 0),
+    ([1, 1, 5, 5, 16, 17, 40, 3, 30], [9, 70, 105, 66, 400, 300, 41, 3, 30], 0),
+    ([1, 64, 64, 128, 144, 37], [9, 70, 105, 366, 400, 300], 0),
+    ([7, 200], [7, 200], 0),
+    ([40, 0, 3, 50], [41, 3, 3, 90], 0),
+    ([4, 4, 4], [9, 44, 8], 3),
+    ([4, 4, 1, 300], [9, 44, 8, 300], 3),
+    ([1, 1], [9, 44], 3),
+    ([17, 17, 17], [300, 400, 1 << 16], 0),
+)
+
+
+def check_parts(piece: Any, new: list[int], lengths: list[int], table: torch.Tensor) -> None:
+    """Parts of a request are requests of their own that end sooner."""
+    chunks = piece.longest // piece.q_len
+    own = range(piece.requests.start, piece.requests.stop)
+    assert all(new[i] == chunks * piece.q_len for i in own)
+    assert piece.q_len <= 16 and chunks <= 8
+    ends = [lengths[i] - part * piece.q_len for i in own for part in reversed(range(chunks))]
+    assert piece.seq_lens.tolist() == ends
+    assert torch.equal(piece.block_table, torch.stack([table[i] for i in own for _ in range(chunks)]))
+
+
+def check_context(piece: Any, new: list[int], lengths: list[int], common: Any) -> None:
+    """The tokens of a request are found in the order of their positions, the newest where they are appended."""
+    from cute_kernels.integrations.vllm.attention_metadata import MAX_CONTEXT
+
+    slots = piece.context.pages * 16 + piece.context.places
+    bounds = piece.context.starts.tolist()
+    own = range(piece.requests.start, piece.requests.stop)
+    for place, i in enumerate(own):
+        rows = slots[bounds[place] : bounds[place + 1]]
+        assert rows.numel() == lengths[i] and rows.unique().numel() == lengths[i]
+        start = int(common.query_start_loc[i])
+        assert torch.equal(rows[-new[i] :], common.slot_mapping[start : start + new[i]])
+    assert len(own) == 1 or bounds[-1] <= MAX_CONTEXT
+
+
+@check
+def every_token_of_a_step_is_served_once() -> None:
+    from cute_kernels.integrations.vllm.attention_metadata import Way
+
+    for extend, invariant in ((True, False), (False, False), (True, True)):
+        ways = set()
+        for new, lengths, speculative in STEPS:
+            common = step(new, lengths, -(-max(lengths) // 16))
+            metadata = builder(speculative, extend=extend, invariant=invariant).build(0, common)
+            served = list(range(metadata.num_decode_tokens))
+            assert all(count == metadata.decode_len for count in new[: metadata.num_decodes])
+            for piece in metadata.pieces:
+                ways.add(piece.way)
+                served += range(piece.tokens.start, piece.tokens.stop)
+                own = range(piece.requests.start, piece.requests.stop)
+                assert (piece.starts[1:] - piece.starts[:-1]).tolist() == [new[i] for i in own]
+                assert piece.longest == max(new[i] for i in own)
+                assert all((lengths[i] == new[i]) == (piece.way is Way.FLASH) for i in own) or invariant
+                if piece.way is Way.PARTS:
+                    check_parts(piece, new, lengths, common.block_table_tensor)
+                elif piece.way is Way.GATHER:
+                    check_context(piece, new, lengths, common)
+                elif piece.way is Way.EXTEND:
+                    assert piece.seq_lens.tolist() == [lengths[i] for i in own]
+                    assert torch.equal(piece.block_table, common.block_table_tensor[piece.requests])
+            assert served == list(range(sum(new))), (new, served)
+        expected = {Way.EXTEND} if invariant else {Way.FLASH, Way.PARTS, Way.EXTEND if extend else Way.GATHER}
+        assert ways == expected, (extend, invariant, ways)
+
+
+@check
+def prompts_that_go_on_are_one_launch() -> None:
+    """However many tokens each has; few of them over long contexts go to decode attention, which splits those."""
+    from cute_kernels.integrations.vllm.attention_metadata import Way
+
+    large: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8}
+    for new, expected in (
+        ([64] * 32, Way.EXTEND),
+        ([128] * 4, Way.EXTEND),
+        ([16, 17, 300, 5, 1], Way.EXTEND),
+        ([4096], Way.EXTEND),
+        ([16, 15], Way.EXTEND),
+        ([16], Way.PARTS),
+        ([64], Way.PARTS),
+        ([16] * 32, Way.PARTS),
+    ):
+        made = builder(**large).build(0, step(new, [count + 400 for count in new], -(-max(new) // 16) + 25))
+        assert [piece.way for piece in made.pieces] == [expected], (new, made.pieces)
+
+
+@check
+def steps_of_mixed_requests_give_attention_over_everything() -> None:
+    from vllm.v1.attention.backends import fa_utils
+
+    fa_utils.flash_attn_varlen_func = flash_attention
+    fa_utils.get_flash_attn_version = lambda **_: 3
+    # Errors: what rounding to the cache's format costs.
+    small: dict[str, Any] = {"heads": 4, "dim": 64}
+    one_sm = {"num_sms": 1}  # then hardly anything goes in parts
+    for layer, bound in (
+        (Layer("auto", "fp16", **small), 2e-3),
+        (Layer("auto", "fp16", caches=one_sm, **small), 2e-3),
+        (Layer("auto", "fp16", window=24, soft_cap=3.0, **small), 2e-3),
+        (Layer("auto", "fp16", sinks=True, **small), 2e-3),
+        (Layer("auto", "fp16", speculative=3, caches={"invariant": True}, **small), 2e-3),
+        (Layer("auto", "fp16", window=24, sinks=True, speculative=3, caches={"extend": False}, **small), 2e-3),
+        (Layer("int8_per_token_head", **small), 0.03),
+        (Layer("fp8", caches=one_sm, **small), 0.15),
+        (Layer("fp8_per_token_head", window=24, speculative=3, **small), 0.15),
+        (Layer("auto", "int4_g4", caches=one_sm, **small), 0.5),
+        (Layer("auto", "int8_token_head,int4", caches={"extend": False}, **small), 0.5),
+    ):
+        given, expected = serve_steps(layer)
+        error = float((given.double() - expected).abs().max())
+        assert error < bound, (str(layer), error)
+    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+
+
+@check
+def requests_without_new_tokens_are_passed_over() -> None:
+    metadata = builder().build(0, step([1, 20, 0], [9, 20, 0]))
+    assert metadata.num_decodes == 1 and len(metadata.pieces) == 1
+    assert metadata.pieces[0].tokens == slice(1, 21)
+
+
+@check
+def without_the_compiler_layers_are_left_to_vllm_and_kernels_are_listed() -> None:
+    import tempfile
+    from pathlib import Path
+
+    from vllm.scalar_type import scalar_types
+
+    from cute_kernels.integrations.vllm import attention, prepare
+    from cute_kernels.integrations.vllm.linear import CuteKernelsLinearKernel, MPLinearLayerConfig
+    from cute_kernels.runtime import wanted
+
+    shape = (4096, 6144)
+    layer = MPLinearLayerConfig(shape, shape, scalar_types.uint4b8, torch.bfloat16, 128, False, False)
+    model = SimpleNamespace(
+        get_num_attention_heads=lambda parallel: 32,
+        get_num_kv_heads=lambda parallel: 8,
+        hf_text_config=SimpleNamespace(),
+        max_model_len=8192,
+        dtype=torch.bfloat16,
+        rswa_window=None,
+    )
+    engine = SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False),
+        speculative_config=None,
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 8]),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.multiple(
+            prepare,
+            compiler_version=lambda: None,
+            linear_reason=prepare.original_linear_reason,
+            arch_of=lambda index: "sm_90a",
+            default_directory=lambda: Path(folder),
+            default_cache=lambda: SimpleNamespace(has=lambda spec, arch: False),
+        ),
+        mock.patch.multiple(attention, compiler_version=lambda: None, get_current_vllm_config_or_none=lambda: engine),
+        mock.patch.object(torch.cuda, "get_device_name", lambda index: "NVIDIA H200"),
+        mock.patch.object(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)
+        ),
+    ):
+        able, reason = CuteKernelsLinearKernel.can_implement(layer)
+        assert not able and "kernels are in no bundle. Build one where the compiler is" in str(reason), reason
+        path = Path(folder) / prepare.WANTED
+        linear = wanted.read(path, "sm_90a")
+        assert linear and all(spec.family == "linear" for spec in linear)
+        reasons = attention.CuteKernelsAttentionBackend.validate_configuration(**selected())
+        assert any("kernels are in no bundle" in each for each in reasons), reasons
+        both = wanted.read(path, "sm_90a")
+        assert {spec.family for spec in both} >= {"linear", "attention", "kv_cache"}, {spec.family for spec in both}

@@ -1,0 +1,116 @@
+"""Checks of latent attention (MLA)."""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.integrations.vllm.checks import check
+
+
+def made(implementation: type, **fields: Any) -> Any:
+    """A layer's implementation, without vLLM's own part of it."""
+    layer: Any = object.__new__(implementation)
+    usual = {"serves": True, "scale": 0.1, "softmax_scale": 0.1, "dcp_world_size": 1, "num_heads": 3}
+    for name, value in {**usual, **fields}.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def attend(q: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """q [heads, 576] over tokens [n, 576], in fp64: [heads, 512]."""
+    scores = q.double() @ tokens.double().T * 0.1
+    return scores.softmax(-1) @ tokens.double()[:, :512]
+
+
+@check
+def whole_contexts_are_decoded_from_a_latent_cache() -> None:
+    from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend, FlashMLAImpl
+
+    generator = torch.Generator().manual_seed(0)
+    layer = made(FlashMLABackend.get_impl_cls())
+    assert isinstance(layer, FlashMLAImpl) and type(layer).__name__ == "CuteKernelsMlaImpl"
+    cache = torch.randn(6, 64, 576, generator=generator).bfloat16()
+    table, lengths = torch.tensor([[3, 0], [5, 1]], dtype=torch.int32), torch.tensor([70, 9], dtype=torch.int32)
+    metadata = SimpleNamespace(num_decodes=2, decode=SimpleNamespace(block_table=table, seq_lens=lengths))
+    for q_len in (1, 2):
+        q = torch.randn(2 * q_len, 3, 576, generator=generator).bfloat16()
+        for given in (q, (q[..., :512], q[..., 512:])):
+            out, lse = layer.forward_mqa(given, cache, metadata, None)
+            assert out.shape == (2 * q_len, 3, 512) and lse is None
+            for token in range(2 * q_len):
+                request = token // q_len
+                seen = int(lengths[request]) - q_len + token % q_len + 1
+                expected = attend(q[token], cache[table[request].long()].flatten(0, 1)[:seen])
+                assert (out[token].double() - expected).abs().max() < 0.02
+    long = torch.zeros(2 * 17, 3, 576).bfloat16()
+    with mock.patch.object(FlashMLAImpl, "forward_mqa", lambda self, q, *_: ("vLLM's", q)):
+        assert layer.forward_mqa(long, cache, metadata, None) == ("vLLM's", long)
+        other = made(type(layer), dcp_world_size=2)
+        assert other.forward_mqa(q, cache, metadata, None)[0] == "vLLM's"
+
+
+@check
+def chosen_tokens_are_decoded_for_as_many_heads_as_there_are() -> None:
+    from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend, FlashMLASparseImpl
+
+    from cute_kernels import quantize_mla_kv
+    from layouts.kv.mla import MlaFp8
+
+    generator = torch.Generator().manual_seed(1)
+    layer = made(FlashMLASparseBackend.get_impl_cls())
+    assert isinstance(layer, FlashMLASparseImpl) and type(layer).__name__ == "CuteKernelsSparseMlaImpl"
+    tokens = torch.randn(4, 64, 576, generator=generator).bfloat16()
+    q = torch.randn(5, 3, 576, generator=generator).bfloat16()
+    slots = torch.stack([torch.randperm(256, generator=generator)[:40] for _ in range(5)]).int()
+    slots[2, 30:] = -1
+    exact = {"mla_bf16": tokens.flatten(0, 1).double()}
+    scaled = quantize_mla_kv(tokens.flatten(0, 1), kv_format="mla_fp8")
+    exact["mla_fp8"] = MlaFp8().dequantize(scaled).double()
+    cache = scaled.view(4, 64, 656)
+    outs = {
+        "mla_bf16": layer._bf16_flash_mla_kernel(q, tokens, slots, torch.tensor([40, 40, 30, 40, 40]).int()),
+        "mla_fp8": layer._fp8_flash_mla_kernel(q.unsqueeze(0), cache, slots.unsqueeze(0), None)[0].squeeze(0),
+    }
+    for form, out in outs.items():
+        for token in range(5):
+            chosen = slots[token][slots[token] >= 0].long()
+            assert out.shape == (5, 3, 512)
+            assert (out[token].double() - attend(q[token], exact[form][chosen])).abs().max() < 0.02, form
+    other = made(type(layer), serves=False)
+    with mock.patch.object(FlashMLASparseImpl, "_fp8_flash_mla_kernel", lambda *_: "vLLM's"):
+        assert other._fp8_flash_mla_kernel(q, cache, slots, None) == "vLLM's"
+
+
+@check
+def other_mla_is_left_to_flashmla_with_a_reason() -> None:
+    from cute_kernels.integrations.vllm import mla
+
+    def reason(form: str | None = "mla_bf16", **changes: Any) -> str | None:
+        usual = {"kv_cache_dtype": "auto", "head_size": 576, "kv_lora_rank": 512, "num_heads": 16}
+        return mla.reason_against(SimpleNamespace(**{**usual, **changes}), form)
+
+    assert reason() is None
+    assert "fp8 caches" in str(reason(None, kv_cache_dtype="fp8"))
+    assert "320 columns" in str(reason(head_size=320))
+    assert "256 heads" in str(reason(num_heads=256))
+    with mock.patch.object(mla, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True)):
+        assert "VLLM_BATCH_INVARIANT" in str(reason())
+
+
+@check
+def kernels_of_every_step_of_mla_are_listed() -> None:
+    from cute_kernels.integrations.vllm import mla_kernels
+
+    for heads in (1, 16, 64, 128):
+        for form, chosen in (("mla_bf16", False), ("mla_fp16", False), ("mla_fp8", True), ("mla_bf16", True)):
+            decodes = mla_kernels.Decodes(form, chosen, heads, (1, 8, 256), (1, 4), 2048 if chosen else 8192, 64)
+            specs = mla_kernels.specs(decodes, 132)
+            assert {type(spec).__name__ for spec in specs} == {"MlaSpec", "CombineSpec"}
+            assert all(spec.config.can_implement() is None for spec in specs if type(spec).__name__ == "MlaSpec")

@@ -1,0 +1,222 @@
+"""Steps of an engine for the attention backend, and what attention over everything gives."""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+def step(new: list[int], lengths: list[int], pages: int = 40, page_size: int = 16, device: str = "cpu") -> Any:
+    """vLLM's description of a step: new tokens and tokens after it, of each request."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32)
+    count = len(new)
+    table = torch.randperm(count * pages, generator=torch.Generator().manual_seed(0)).view(count, pages).int()
+    slots = []
+    for request, (fresh, length) in enumerate(zip(new, lengths, strict=True)):
+        for position in range(length - fresh, length):
+            slots.append(int(table[request, position // page_size]) * page_size + position % page_size)
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
+        num_reqs=count,
+        num_actual_tokens=sum(new),
+        max_query_len=max(new),
+        max_seq_len=max(lengths),
+        block_table_tensor=table.to(device),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+    )
+
+
+def builder(speculative: int = 0, device: str = "cpu", **caches: Any) -> Any:
+    """caches: fields of `attention_metadata.Caches` unlike a small model's on an H200."""
+    from cute_kernels.integrations.vllm import attention_metadata
+
+    speculation = SimpleNamespace(num_speculative_tokens=speculative, parallel_drafting=False) if speculative else None
+    config = SimpleNamespace(
+        speculative_config=speculation,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        compilation_config=SimpleNamespace(static_forward_context={}, cudagraph_capture_sizes=[1, 2, 4]),
+        scheduler_config=SimpleNamespace(max_num_seqs=3),
+        model_config=SimpleNamespace(max_model_len=512, dtype=torch.bfloat16),
+    )
+    assert attention_metadata.decode_batches(config) == (1, 2, 3)
+    with (
+        mock.patch.object(attention_metadata.prepare, "load"),
+        mock.patch.object(attention_metadata.attention_kernels, "specs", lambda *_: []),
+        mock.patch.object(
+            attention_metadata,
+            "caches_of",
+            lambda *_: attention_metadata.Caches(
+                **{"num_heads": 4, "num_kv_heads": 2, "num_sms": 132, "extend": True} | caches
+            ),
+        ),
+    ):
+        return attention_metadata.MetadataBuilder(SimpleNamespace(block_size=16), [], config, torch.device(device))
+
+
+def flash_attention(**given: Any) -> None:
+    """Stands in for FlashAttention: causal attention of requests that lie one behind the other, in fp64."""
+    q_starts, k_starts = given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist()
+    assert given["causal"] and given["max_seqlen_k"] == max(b - a for a, b in pairwise(k_starts))
+    window, sinks = given["window_size"][0], given["s_aux"]
+    for request in range(len(q_starts) - 1):
+        q = given["q"][q_starts[request] : q_starts[request + 1]]
+        k, v = (given[name][k_starts[request] : k_starts[request + 1]] for name in "kv")
+        scale, cap = given["softmax_scale"], given["softcap"]
+        out = causal_attention(q, k, v, scale, None if window < 0 else window + 1, cap or None, sinks)
+        given["out"][q_starts[request] : q_starts[request + 1]] = out
+
+
+def causal_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q [n, heads, dim] are the last of k, v [m, kv heads, dim]; in fp64. sinks: [heads]."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    distance = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
+    hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:  # one more logit, whose value is zero
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), dim=2)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], values)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of attention over a cache, in fp16.
+
+    Attributes:
+        kv_cache_dtype: what vLLM calls the cache. form: of this package, instead of it; empty for none.
+        window, soft_cap: as the model has them. sinks: whether it has some.
+        speculative: drafted tokens of a decoding request.
+        caches: fields of `attention_metadata.Caches` unlike a small model's on an H200.
+    """
+
+    kv_cache_dtype: str
+    form: str = ""
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    speculative: int = 0
+    caches: dict[str, Any] = field(default_factory=dict)
+    heads: int = 8
+    kv_heads: int = 2
+    dim: int = 128
+    page: int = 16
+    pages: int = 8  # of a request
+
+    def __str__(self) -> str:
+        marks = [f"window {self.window}"] if self.window else []
+        marks += ["cap"] * (self.soft_cap is not None) + ["sinks"] * self.sinks
+        marks += [f"{self.speculative} drafted"] if self.speculative else []
+        return ", ".join((self.form or self.kv_cache_dtype, *marks, *map(str, self.caches.items())))
+
+    @property
+    def scale(self) -> float:
+        return self.dim**-0.5
+
+    @property
+    def sink_logits(self) -> torch.Tensor | None:
+        return torch.arange(self.heads).half() / 2 - 1 if self.sinks else None
+
+    def make(self, device: str) -> Any:
+        """The plugin's implementation of it."""
+        from cute_kernels.integrations.vllm import attention
+
+        os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = self.form
+        sinks = self.sink_logits
+        impl = attention.CuteKernelsAttentionImpl(
+            self.heads,
+            self.dim,
+            self.scale,
+            self.kv_heads,
+            None,
+            self.window,
+            self.kv_cache_dtype,
+            self.soft_cap,
+            sinks=None if sinks is None else sinks.to(device),
+        )
+        impl.process_weights_after_loading(torch.float16)
+        impl.invariant = self.caches.get("invariant", False)
+        return impl
+
+
+BATCHES = (
+    ((0, 30), (1, 5)),
+    ((0, 1), (1, 20), (2, 40)),
+    ((0, 1), (1, 1), (2, 3), (3, 1)),
+    ((0, 1), (1, 1), (2, 1), (3, 33)),
+    ((1, 20), (2, 20), (3, 37)),
+    ((1, 4), (2, 4), (3, 4)),
+    ((0, 1), (1, 1), (2, 1), (3, 1)),
+)
+"""Steps: requests in the order of a batch, each with its new tokens."""
+
+
+def serve_steps(
+    served: Layer, device: str = "cpu", batches: tuple[tuple[tuple[int, int], ...], ...] = BATCHES
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what the backend gave, what attention over everything gives), of all tokens of some requests' steps; on the CPU.
+
+    The cache's scales, and what numbers there are, do not depend on the device or on how steps are cut.
+    """
+    from cute_kernels.integrations.vllm import kv_formats
+
+    generator = torch.Generator().manual_seed(0)
+    impl, (heads, kv_heads, dim, page) = served.make(device), (served.heads, served.kv_heads, served.dim, served.page)
+    requests, pages = 4, served.pages
+    size = kv_formats.page_bytes(impl.formats, dim, page, kv_heads)
+    # Pages with room between them.
+    cache = torch.zeros(requests * pages, size + 64, dtype=torch.uint8, device=device)[:, :size]
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.02, device=device), _v_scale=torch.tensor(0.015, device=device))
+    q, k, v = (
+        torch.randn(requests, pages * page, count, dim, generator=generator).half()
+        for count in (heads, kv_heads, kv_heads)
+    )
+    table = torch.randperm(requests * pages, generator=generator).view(requests, pages).int()
+    given, expected = [], []
+    done = [0] * requests
+    make = builder(served.speculative, device, **served.caches)
+    for batch in batches:
+        lengths = [done[request] + count for request, count in batch]
+        common = step([count for _, count in batch], lengths, pages, page, device)
+        common.block_table_tensor = table[[request for request, _ in batch]].to(device)
+        places = [
+            (request, position)
+            for (request, count), length in zip(batch, lengths, strict=True)
+            for position in range(length - count, length)
+        ]
+        slots = [int(table[request, position // page]) * page + position % page for request, position in places]
+        common.slot_mapping = torch.tensor(slots, device=device)
+        new = (torch.stack([x[request, position] for request, position in places]).to(device) for x in (q, k, v))
+        output = torch.full((len(places), heads, dim), torch.nan, dtype=torch.float16, device=device)
+        impl.forward(layer, *new, cache, make.build(0, common), output)
+        given.append(output.cpu())
+        for (request, count), length in zip(batch, lengths, strict=True):
+            fresh = q[request, length - count : length]
+            rest = (served.scale, served.window, served.soft_cap, served.sink_logits)
+            expected.append(causal_attention(fresh, k[request, :length], v[request, :length], *rest))
+            done[request] = length
+    return torch.cat(given), torch.cat(expected)

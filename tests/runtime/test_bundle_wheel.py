@@ -1,0 +1,84 @@
+"""The wheel of compiled kernels: installed beside the package, its kernels load without the compiler."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cute_kernels._version import __version__
+from cute_kernels.integrations.vllm import engine_kernels
+from cute_kernels.integrations.vllm.kv_formats import Formats
+from cute_kernels.kv_formats import format_of
+from cute_kernels.runtime import KernelCache
+from tests.runtime.tiny import tiny_specs
+from tools import bundle_wheel
+
+LOADS = """
+import sys
+sys.modules["cutlass"] = None  # importing it fails
+from cute_kernels.runtime import default_cache
+from tests.runtime.tiny import tiny_specs
+print([default_cache().load_from(spec, "sm_90a")[1] for spec in tiny_specs(2)])
+"""
+HOLDS = """
+import warnings
+from cute_kernels.runtime import default_cache
+from tests.runtime.tiny import tiny_specs
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    print(default_cache()._from_bundles(tiny_specs(1)[0], "sm_90a"), *(warning.message for warning in caught))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory, warm_directory: Path) -> Path:
+    return bundle_wheel.build(tiny_specs(2), tmp_path_factory.mktemp("dist"), KernelCache(warm_directory))
+
+
+@pytest.fixture
+def site(wheel: Path, tmp_path: Path) -> Path:
+    """A folder of packages that has it alone."""
+    folder = tmp_path / "site"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), str(wheel)]
+    subprocess.run(command, check=True)
+    return folder
+
+
+def test_it_is_named_after_its_platform_and_wants_the_release_that_it_was_built_from(wheel: Path, site: Path):
+    assert wheel.name == f"cute_kernels_sm90a-{__version__}-py3-none-manylinux2014_x86_64.whl"
+    (metadata,) = site.glob("cute_kernels_sm90a-*.dist-info/METADATA")
+    assert f"Requires-Dist: cute-kernels=={__version__}\n" in metadata.read_text()
+
+
+def test_it_holds_this_projects_kernels_alone(site: Path):
+    files = {path.name for path in (site / "cute_kernels_sm90a").iterdir()} - {"__pycache__"}
+    assert files == {"__init__.py", "bundle.so", "manifest.json"}
+    manifest = json.loads((site / "cute_kernels_sm90a/manifest.json").read_text())
+    assert set(manifest["kernels"]) == {spec.symbol for spec in tiny_specs(2)}
+
+
+def test_its_kernels_load_without_the_compiler(site: Path, tmp_path: Path, output_of: Callable[..., str]):
+    printed = output_of(LOADS, path=site, CUTE_KERNELS_CACHE_DIR=str(tmp_path / "cache"), CUTE_KERNELS_AOT_DIR="")
+    assert printed == "['bundle', 'bundle']"
+
+
+def test_one_that_does_not_fit_is_left_out_with_a_warning(site: Path, tmp_path: Path, output_of: Callable[..., str]):
+    path = site / "cute_kernels_sm90a/manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "host": "x86_64-v9"}))
+    printed = output_of(HOLDS, path=site, CUTE_KERNELS_CACHE_DIR=str(tmp_path / "cache"), CUTE_KERNELS_AOT_DIR="")
+    assert printed.startswith("None cute-kernels-sm90a is installed and not used: ") and "x86_64-v9" in printed
+
+
+def test_what_an_engine_asks_for_is_on_the_list(monkeypatch: pytest.MonkeyPatch):
+    """Also for the numbers of requests between those that the list was made with."""
+    heads, formats = engine_kernels.Heads(32, 8), Formats(format_of("e4m3_tensor"), format_of("e4m3_tensor"))
+    monkeypatch.setattr(engine_kernels, "HEADS", (heads,))
+    monkeypatch.setattr(engine_kernels, "KV_FORMATS", (("e4m3_tensor", "e4m3_tensor"),))
+    listed = {spec.symbol for spec in engine_kernels._attention()}
+    asked = engine_kernels.attention_specs(heads, formats, 0, (1, 2, 4, *range(8, 129, 24), 256))
+    assert {spec.symbol for spec in asked} <= listed

@@ -1,0 +1,161 @@
+"""The way of a call: what is kept, what is checked when, which device a launch has, which function serves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import arguments
+from cute_kernels.runtime.operator import Operator, launcher, route
+
+
+@dataclass(frozen=True)
+class Doubling:
+    """A plan: doubles what it is given, if that is not beyond its limit."""
+
+    device_index: int
+    limit: int
+
+    def launch(self, x: int, y: str = "") -> tuple[int, int]:
+        if x > self.limit:
+            raise ValueError("the function refuses it in its own words")
+        return 2 * x, self.device_index
+
+
+class Family:
+    """A launcher with a record of what it did."""
+
+    def __init__(self, device_index: int = 0, always: Any = None):
+        self.device_index = device_index
+        self.checked: list[int] = []
+        self.made: list[int] = []
+        self.launcher = launcher(self.key, self.check, self.make, lambda x: (0, x), always)
+
+    def key(self, x: int, y: str = "") -> Any:
+        return x.bit_length(), y
+
+    def check(self, x: Any, y: str = "") -> int:
+        if not isinstance(x, int):
+            raise TypeError(f"x: got {x!r}, want an int")
+        if x > 100:
+            raise ValueError(f"x: got {x}, want at most 100")
+        self.checked.append(x)
+        return x
+
+    def make(self, x: int) -> Doubling | None:
+        self.made.append(x)
+        return Doubling(self.device_index, limit=100) if x else None
+
+
+@pytest.fixture(autouse=True)
+def current_device(monkeypatch):
+    """The current device, as a list that may be changed; `torch.cuda.device` changes it, too."""
+    current = [0]
+
+    class Guard:
+        def __init__(self, index: int):
+            self.index, self.before = index, current[0]
+
+        def __enter__(self) -> None:
+            current[0] = self.index
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    return current
+
+
+def test_a_call_like_an_earlier_one_is_neither_checked_nor_planned_again():
+    family = Family()
+    assert [family.launcher(x) for x in (5, 6, 7, 5)] == [(10, 0), (12, 0), (14, 0), (10, 0)]
+    assert family.checked == family.made == [5]
+    assert family.launcher(8)[0] == 16 and family.made == [5, 8]
+    assert family.launcher(5, y="other")[0] == 10 and family.made == [5, 8, 5]
+
+
+def test_calls_that_nothing_is_launched_for_are_checked_and_not_kept():
+    family = Family()
+    assert family.launcher(0) == (0, 0) and family.launcher(0) == (0, 0)
+    assert family.checked == [0, 0] and not family.launcher.plans
+
+
+def test_a_refused_launch_is_explained_by_the_checks():
+    family = Family()
+    family.launcher(64)
+    with pytest.raises(ValueError, match="x: got 120, want at most 100"):
+        family.launcher(120)
+    family.launcher.plans[7, ""] = Doubling(0, limit=70)
+    with pytest.raises(ValueError, match="in its own words"):  # the checks find nothing
+        family.launcher(80)
+
+
+def test_an_argument_of_no_kind_is_explained_by_the_checks():
+    with pytest.raises(TypeError, match="x: got None, want an int"):
+        Family().launcher(None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="unhashable"):  # the checks find nothing
+        Family().launcher(3, y=[])  # pyright: ignore[reportArgumentType]
+
+
+def test_in_debug_mode_every_call_is_checked(monkeypatch):
+    monkeypatch.setattr(arguments, "DEBUG", True)
+    family = Family()
+    for x in (5, 6):
+        family.launcher(x)
+    assert family.checked == [5, 6] and family.made == [5]
+
+
+def test_what_a_key_cannot_hold_is_checked_in_every_call():
+    family = Family(always=lambda x, y="": x == 6)
+    for x in (5, 6, 7, 6):
+        family.launcher(x)
+    assert family.checked == [5, 6, 6] and family.made == [5]
+
+
+def test_a_launch_has_its_plans_device_as_the_current_one(current_device):
+    seen = []
+
+    @dataclass(frozen=True)
+    class Looks:
+        device_index: int
+
+        def launch(self, index: int) -> None:
+            seen.append(current_device[0])
+
+    look = launcher(lambda index: index, lambda index: index, lambda index: Looks(index))
+    look(0)
+    look(3)
+    assert seen == [0, 3] and current_device[0] == 0
+
+
+def test_which_function_serves_a_call():
+    def serves(**tensors: Any) -> str:
+        return route(cuda=lambda: "cuda", cpu=lambda: "cpu", operator=lambda: "operator", **tensors)()
+
+    x = torch.zeros(2)
+    assert serves(x=x) == "cpu"
+    assert serves(x=torch.nn.Parameter(x)) == "operator"
+    assert serves(x=x.to("meta"), y=x.to("meta")) == "operator"
+    with pytest.raises(ValueError, match="y: got a tensor on cpu, want it on meta, where x is"):
+        serves(x=x.to("meta"), y=x)
+    with pytest.raises(TypeError, match="y: got list, want a torch.Tensor"):
+        serves(x=x, y=[1])
+
+
+def test_an_operator_is_registered_for_tracing():
+    def here(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * factor
+
+    scaled = Operator(
+        "test_scaled(Tensor x, float factor) -> Tensor",
+        cpu=here,
+        cuda=here,
+        meta=lambda x, factor: x.new_empty(x.shape),
+    )
+    x = torch.ones(3)
+    assert torch.equal(scaled(x, 2.0), torch.ops.cute_kernels.test_scaled(x, 2.0))
+    torch.library.opcheck(torch.ops.cute_kernels.test_scaled.default, (x, 2.0))

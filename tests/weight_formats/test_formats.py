@@ -1,0 +1,282 @@
+"""What holds of every registered weight format; a format has these tests by being registered.
+
+`tests.weight_formats.codebook` is imported for one that is no part of the package.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cute_kernels import PackedWeight, quantize_experts, quantize_model, quantize_weight, quantized_linear
+from cute_kernels.linear.plan import DTYPES
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.slices import slice_inputs, slice_outputs
+from cute_kernels.linear.tuned import key_of, problem_of
+from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.wgmma.policies import MmaSync, RegisterWgmma
+from cute_kernels.model_config import describe_layers
+from cute_kernels.moe import tuned as moe_tuned
+from cute_kernels.moe.schedule import GroupedProblem
+from cute_kernels.weight_formats import IntegerFormat, WeightFormat, integers, register, registered_formats
+from cute_kernels.weight_formats import weight_format as format_of
+from layouts.weights import hopper
+from tests.linear.cases import random_weight
+from tests.weight_formats import codebook
+
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+FORMATS = registered_formats()
+# One of each kind for what takes long: tests/linear goes through all integers.
+KINDS = list({(type(form), form.bits, form.has_zeros): form for form in FORMATS if form.group_size == 32}.values())
+every_format = pytest.mark.parametrize("form", FORMATS, ids=str)
+every_kind = pytest.mark.parametrize("form", KINDS, ids=str)
+decoded = pytest.mark.parametrize(
+    ("form", "dtype"), [pytest.param(form, dtype, id=f"{form}-{dtype}") for form in KINDS for dtype in form.dtypes]
+)
+
+
+def dtype_of(form: WeightFormat) -> torch.dtype:
+    return TORCH_DTYPES[form.dtypes[0]]
+
+
+def weights(n: int, k: int) -> torch.Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(n))
+
+
+def test_a_format_in_a_file_of_its_own_is_among_them():
+    assert codebook.CODEBOOK in KINDS and not isinstance(codebook.CODEBOOK, IntegerFormat)
+
+
+# -- identity ----------------------------------------------------------------------------------------------------------
+
+
+@every_format
+def test_there_is_one_object_of_a_format(form):
+    assert format_of(form.key) is form
+    assert copy.deepcopy(form) is form and pickle.loads(pickle.dumps(form)) is form
+    assert register(form) is form
+    with pytest.raises(ValueError, match=f"^{form.key}: got another format of that name"):
+        register(replace(form))
+
+
+def test_what_is_no_format_is_refused_by_name():
+    with pytest.raises(ValueError, match="^format: got 'w5_g32', want one of w4_gchannel"):
+        format_of("w5_g32")
+    for arguments, message in (((5, 32), "bits: got 5, want 4 or 8"), ((4, 48), "group_size: got 48, want one of 32")):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            integers(*arguments)
+    with pytest.raises(ValueError, match="together with bits, group_size or zero_point, want it alone"):
+        quantize_weight(weights(64, 64), 8, format=codebook.CODEBOOK)
+    with pytest.raises(
+        TypeError, match="^dtype: got torch.float16, want bf16 for a weight in the format book4_g32e8m0"
+    ):
+        quantize_weight(weights(64, 64), format=codebook.CODEBOOK, dtype=torch.float16)
+
+
+@every_format
+def test_tables_name_problems_of_a_format(form):
+    for dtype in form.dtypes:
+        k_pad = padded_shape((4096, 2048), form.group_size)[1]
+        problem = Problem(16, 4096, 2048, k_pad, form, dtype)
+        assert problem_of(key_of(problem)) == problem
+        grouped = GroupedProblem(64, 8, 4096, 2048, k_pad, form, dtype)
+        assert moe_tuned.problem_of(moe_tuned.key_of(grouped)) == grouped
+    assert problem_of(key_of(problem).replace(form.codes_name, "other")) is None
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@every_format
+def test_the_layout_of_its_codes_is_proved(form):
+    assert "fragments" in hopper.prove_thread_load(form.bits).claim  # ProofError if it is not so
+
+
+@every_format
+def test_every_weight_that_there_is_keeps_its_code(form):
+    """With scales of several sizes, and zero points; the nearest code of what a code stands for is itself."""
+    rows = 8
+    codes = torch.arange(1 << form.bits, dtype=torch.uint8).expand(rows, 1, -1)
+    scales = form.stored_scales(2.0 ** torch.arange(-4, rows - 4).view(rows, 1).float(), dtype_of(form))
+    zeros = torch.arange(rows, dtype=torch.uint8).view(rows, 1) if form.has_zeros else None
+    w = form.dequantize(codes, scales, zeros)
+    assert w.dtype == torch.float32 and torch.equal(form.choose_codes(w, scales, zeros), codes)
+
+
+@every_format
+def test_quantised_weights_are_near(form):
+    w = weights(70, 200)
+    error = (quantize_weight(w, format=form).dequantize(torch.float64) - w).norm() / w.norm()
+    assert error < {4: 0.2, 8: 0.02}[form.bits]
+
+
+@every_format
+def test_a_product_on_the_cpu_is_that_of_the_reference(form):
+    packed = quantize_weight(weights(70, 200), format=form)
+    x = torch.randn(5, 200, generator=torch.Generator().manual_seed(1)).to(packed.dtype)
+    exact = x.double() @ packed.dequantize(torch.float64).to(packed.dtype).double().T
+    found = quantized_linear(x, packed, out_dtype=torch.float32).double()
+    assert (found - exact).norm() <= 1e-6 * exact.norm()
+
+
+@every_format
+def test_parts_and_copies_of_a_weight_are_those_of_its_values(form):
+    packed = random_weight(form, dtype_of(form), 128, 512)
+    whole = packed.dequantize(torch.float64)
+    parts = {
+        "rows": (packed.shard_n(1, 2), whole[64:]),
+        "inputs": (packed.shard_k(1, 2), whole[:, 256:]),
+        "some rows": (slice_outputs(packed, 3, 99), whole[3:99]),
+        "some inputs": (slice_inputs(packed, 256, 400), whole[:, 256:400]),
+        "state": (PackedWeight.from_state_dict(packed.state_dict()), whole),
+        "moved": (packed.to("cpu"), whole),
+    }
+    for name, (part, wanted) in parts.items():
+        assert torch.equal(part.dequantize(torch.float64), wanted), name
+        assert part.format.codes_name == form.codes_name, name
+
+
+@every_kind
+def test_experts_are_weights_of_the_format(form):
+    w = torch.stack([weights(64, 64), weights(64, 64) * 3])
+    experts = quantize_experts(w, format=form)
+    assert experts.format is form
+    state = type(experts).from_state_dict(experts.state_dict())
+    for i, one in enumerate(state):
+        wanted = quantize_weight(w[i], format=form)
+        assert torch.equal(one.dequantize(torch.float64), wanted.dequantize(torch.float64))
+
+
+@every_kind
+def test_layers_of_a_model_take_it_and_say_so(form):
+    model: Any = torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32)).bfloat16()
+    wanted = [quantize_weight(layer.weight, format=form).dequantize(torch.float32) for layer in (model[0], model[2])]
+    bias = model[0].bias.detach().clone()
+    quantize_model(model, format=form, skip=())
+    for layer, weight in zip((model[0], model[2]), wanted, strict=True):
+        assert layer.weight_format is form and torch.equal(layer.weight.dequantize(torch.float32), weight)
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(2)).bfloat16()
+    assert torch.equal(model[0](x), quantized_linear(x, model[0].weight, bias))
+    other: Any = quantize_model(torch.nn.Sequential(torch.nn.Linear(96, 64)).bfloat16(), bits=8, group_size=64, skip=())
+    other[0].load_state_dict(model[0].state_dict())  # takes on the format that is loaded
+    assert other[0].weight_format is form and torch.equal(other[0](x), model[0](x))
+    (said,) = {json.dumps(group | {"names": []}) for group in describe_layers(other)["linear"]}
+    kind = {"bits", "group_size"} if isinstance(form, IntegerFormat) else {"format"}
+    assert kind <= json.loads(said).keys() and json.loads(said).get("format", form.key) == form.key
+
+
+@every_format
+def test_a_configuration_is_a_format_as_json(form):
+    from cute_kernels.linear.compile import spec_of
+    from cute_kernels.linear.tuned import modelled
+
+    problem = Problem(16, 4096, 4096, 4096, form, form.dtypes[0])
+    spec = spec_of(modelled(problem).config)
+    assert json.loads(spec.config_json())["format"]["group_size"] == form.group_size
+    assert form.symbol_name(form.dtypes[0]) in spec.symbol
+    assert {path.name for path in form.sources()} <= {path.name for path in spec.source_roots()}
+
+
+# -- kernels, lane by lane ---------------------------------------------------------------------------------------------
+
+
+def near(found: np.ndarray, x: torch.Tensor, w: torch.Tensor) -> None:
+    exact = (x.double() @ w.T).numpy()
+    np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
+
+
+def activations(m: int, k: int, dtype: str) -> torch.Tensor:
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(1)).to(TORCH_DTYPES[dtype])
+
+
+@decoded
+def test_the_streaming_kernel_multiplies_it_exactly(form, dtype, monkeypatch):
+    pytest.importorskip("cutlass")
+    from cute_kernels.linear.config import LinearConfig
+    from tests.linear.test_products import run_warps
+
+    config = LinearConfig(form, dtype, block_k=128, chunk_k_blocks=2)
+    weight = random_weight(form, TORCH_DTYPES[dtype], config.block_rows, 256)
+    x = activations(5, 256, dtype)
+    near(run_warps(config, weight, x, monkeypatch)[0], x, weight.dequantize(torch.float64))
+
+
+@decoded
+@pytest.mark.parametrize("mainloop", [RegisterWgmma(), MmaSync()], ids=lambda mainloop: type(mainloop).__name__)
+def test_the_kernel_for_many_rows_multiplies_it(form, dtype, mainloop, monkeypatch):
+    pytest.importorskip("cutlass")
+    from cute_kernels.linear.wgmma.config import WgmmaConfig
+    from tests.linear.test_wgmma_products import Machine, rounded
+
+    config = WgmmaConfig(form, dtype, tile_m=16, block_k=128, num_stages=2, mainloop=mainloop)
+    weight = random_weight(form, TORCH_DTYPES[dtype], config.block_rows, config.block_k)
+    x = activations(config.tile_m, config.block_k, dtype)
+    near(Machine(config, weight, x, monkeypatch).stage(packed=False), x, rounded(config, weight))
+
+
+@decoded
+def test_the_portable_kernel_multiplies_it(form, dtype, monkeypatch):
+    pytest.importorskip("cutlass")
+    from cute_kernels.linear.portable.config import portable_config
+    from tests.linear.test_portable import Launch, rounded
+
+    config = portable_config(form, dtype, tile_m=16, n_tiles=1, num_stages=3)
+    weight = random_weight(form, TORCH_DTYPES[dtype], 128, 192)
+    x = activations(9, 192, dtype)
+    near(Launch(config, weight, x, 1, monkeypatch).product(), x, rounded(weight))
+
+
+@every_kind
+def test_every_scale_is_decoded(form, monkeypatch):
+    """Of one byte: of two `tests/linear/test_decode.py` has all that matter."""
+    pytest.importorskip("cutlass")
+    if form.scale_bytes > 1:
+        return
+    from cute_kernels.device import packed_math
+    from tests.attention.warp import LANES, Uint32, bf16_values, halves
+    from tests.linear.warp import LinearWarp
+
+    LinearWarp(np.zeros(16, np.uint8), np.zeros(0, np.uint8)).install(monkeypatch, packed_math)
+    decoder = form.decoder("bf16", packed_math.HopperMath("bf16"))
+    ones = torch.ones(1, 1, 1)
+    unscaled = form.stored_scales(ones[0], torch.bfloat16)
+    code = form.choose_codes(ones, unscaled, None)
+    unit = form.dequantize(code, unscaled, None).double().flatten()
+    for first in range(0, 255 - 31, 31):
+        stored = torch.from_numpy(first + LANES).to(torch.uint8)
+        wanted = form.dequantize(code.expand(32, 1, 1), stored.view(32, 1), None).double().flatten() / unit
+        found = bf16_values(halves(decoder.scale_word(Uint32(stored.numpy()))))[:, 0]
+        assert np.array_equal(found, wanted.numpy()), first
+
+
+# -- kernels, compiled -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [form for form in KINDS if not isinstance(form, IntegerFormat)], ids=str)
+def test_the_kernels_that_serve_it_compile_without_spills(form):
+    """Dense and of experts, of few rows and of many, and the portable one."""
+    pytest.importorskip("cutlass")
+    from cute_kernels.linear.compile import specs_of
+    from cute_kernels.linear.portable.schedule import make_portable_schedule
+    from cute_kernels.linear.tuned import modelled
+    from cute_kernels.moe.compile import specs_of as grouped_specs_of
+    from cute_kernels.runtime.cache import default_cache
+    from tests import golden
+
+    problems = [Problem(m, 4096, 4096, 4096, form, form.dtypes[0]) for m in (1, 16, 512)]
+    grouped = [GroupedProblem(places, 8, 4096, 4096, 4096, form, form.dtypes[0]) for places in (8, 4096)]
+    specs = [spec for problem in problems for spec in specs_of(modelled(problem).config)]
+    specs += specs_of(make_portable_schedule(problems[1]).config)
+    specs += [spec for problem in grouped for spec in grouped_specs_of(moe_tuned.modelled(problem).config)]
+    found = golden.measure(dict.fromkeys(specs), default_cache())
+    assert len(found) >= 5
+    for symbol, kernels in found.items():
+        for kernel in kernels:
+            assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0, symbol
