@@ -20,6 +20,8 @@ from bench.report import aligned, closing, number
 from bench.suites import Bench
 from bench.timing import capture, time_cold_in_turn
 from bench.workloads import DecodeInputs, DecodeShape, make_inputs
+from cute_kernels import append_and_decode
+from cute_kernels.kv_cache import CacheTransform, Rope
 from cute_kernels.kv_cache.call import AppendCall
 
 RUNS = 5
@@ -44,6 +46,7 @@ class Bar:
 
 READS = Bar(0.03)  # of an option that reads or computes something
 PLACES = Bar(0.01, 0.3)  # of one that changes nothing but where things lie
+STEP_BAR, APPEND_BAR = Bar(0.01, 0.2), Bar(0.0, 0.3)  # of a cache's transform
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,42 @@ def decode_options(inputs: DecodeInputs) -> dict[str, Option]:
         "K and V in one tensor": Option(with_(_in_one_tensor(inputs)), bar=PLACES),
         "q of a fused projection": Option(with_(replace(inputs, q=_fused(inputs.q))), bar=PLACES),
         "lse": Option(with_(return_lse=True)),
+        **_step_options(inputs),
     }
+
+
+def transforms(num_kv_heads: int, head_dim: int, device: Any) -> dict[str, CacheTransform]:
+    """Of a kind that calibration makes: K centred; rotated as well, with random signs; V, too."""
+    generator = torch.Generator(device).manual_seed(0)
+    center, other = (torch.randn(num_kv_heads, head_dim, generator=generator, device=device) for _ in range(2))
+    signs = other.sign() * 2.0**-0.5
+    return {
+        "K centred": CacheTransform(center),
+        "K centred and rotated over 32": CacheTransform(center, k_rotation=32),
+        "K centred and rotated": CacheTransform(center, k_rotation=head_dim),
+        "K centred, scaled and rotated, V as well": CacheTransform(center, signs, head_dim, signs, head_dim),
+    }
+
+
+def _step_options(inputs: DecodeInputs) -> dict[str, Option]:
+    """Append and attention in one call, over caches with transforms."""
+    shape, device = inputs.shape, inputs.q.device
+    size = (shape.batch, shape.q_len, shape.num_kv_heads, shape.head_dim)
+    new, rope = torch.randn(size, device=device).to(inputs.q.dtype), Rope(shape.head_dim, theta=500000.0)
+    given = {"k_cache": inputs.k_cache, "v_cache": inputs.v_cache, "seq_lens": inputs.seq_lens, "rope": rope,
+             "kv_format": inputs.kv_format, **inputs.options}  # fmt: skip
+
+    def step(**options: Any) -> Call:
+        return lambda: append_and_decode(inputs.q, new, new, **(given | options))
+
+    found = {"append_and_decode": Option(step())}
+    changes = transforms(shape.num_kv_heads, shape.head_dim, device)
+    for name, transform in changes.items():
+        found[f"{name}: step"] = Option(step(transform=transform), plain="append_and_decode", bar=STEP_BAR)
+    found["step with a softcap"] = Option(step(softcap=CAP), plain="append_and_decode")
+    capped = step(softcap=CAP, transform=changes["K centred and rotated"])
+    found["K centred and rotated: step with a softcap"] = Option(capped, plain="step with a softcap", bar=STEP_BAR)
+    return found
 
 
 def _wide(inputs: DecodeInputs, apart: bool) -> torch.Tensor:
@@ -152,6 +190,8 @@ def append_options(shape: AppendShape, kv_format: str, device: str = "cuda") -> 
             bind(call._replace(q=call.q.contiguous(), k=call.k.contiguous(), v=call.v.contiguous())), bar=PLACES
         ),
     }
+    for name, transform in transforms(call.num_kv_heads, size, device).items():
+        found[name] = Option(bind(_with(call, {"transform": transform})), bar=APPEND_BAR)
     if shape.suite == "decode":
         page, row = last // call.page_size, last % call.page_size
         slots = table.gather(1, page[:, None])[:, 0].long() * call.page_size + row

@@ -151,6 +151,9 @@ class Gpu:
         assert self.owner[spans].all(), "access outside every array"
         return spans
 
+    def prefetch_line(self, address: Any) -> None:
+        self._places(Int64(address) & ~3, 0, 4)  # of an array: else it would ask for something that nobody reads
+
     def load_global_words(self, address: Any, offset: int, num_words: int) -> list[Lanes]:
         data = self.memory[self._places(address, offset, 4 * num_words)]
         return [

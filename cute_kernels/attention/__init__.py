@@ -23,6 +23,8 @@ from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, WindowSize
 if TYPE_CHECKING:
     from typing_extensions import Never, Unpack
 
+    from cute_kernels.kv_cache.transforms import CacheTransform
+
 __all__ = ["decode_attention", "decode_attention_splits", "merge_states"]
 
 
@@ -99,6 +101,8 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    q_shift: torch.Tensor | None = None,
+    transform: CacheTransform | None = None,
     tree_mask: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
@@ -108,8 +112,8 @@ def decode_attention(
     """softmax(q K^T * softmax_scale) V for the newest tokens of each request, over its cached tokens.
 
     Query i of request b stands at position p = seq_lens[b] - q_len + i: the queries are the last tokens, and their K
-    and V are in the cache already. Its score for the key at position j is softmax_scale * (q . k), then capped, then
-    biased by position and by ``attn_bias``, then masked, in this order.
+    and V are in the cache already. Its score for the key at position j is softmax_scale * (q . k), or softmax_scale *
+    (q . k + q_shift), then capped, then biased by position and by ``attn_bias``, then masked, in this order.
 
     Args:
         q: bf16 or fp16 [batch, q_len, num_q_heads, head_dim]; q_len 1 to 16, head_dim 64, 80, 96, 128, 192 or 256. It
@@ -143,6 +147,13 @@ def decode_attention(
         alibi_slopes: fp32 [num_q_heads], added as alibi_slopes[h] * (j - p).
         attn_bias: fp32 or bf16, broadcastable to [batch, q_len, num_q_heads, max_seq_len] (max_pages * page_size with a
             block table), added to the scores; -inf masks.
+        q_shift: fp32 [batch, q_len, num_q_heads], contiguous: for a q that is transformed already, as `append_kv` with
+            a ``transform`` returns it, what that wrote to its ``q_shift``. Only a soft cap, sinks and the log-sum-exp
+            differ by it. The result is over V as the cache has it: ``transform.restore(out)`` where that has a part
+            for V.
+        transform: how the cache was written, for a q that is not transformed (after RoPE): this makes it so, and the
+            result that over V before the transform. By PyTorch's operations, a dozen launches: `append_and_decode` has
+            them done by the append. Not together with q_shift.
         tree_mask: int32 [batch, q_len, words], which of a request's queries' own tokens each query sees, as
             :func:`cute_kernels.extend_attention` has it, which serves such calls: what it does not take is refused.
         num_splits: into how many parts each request's tokens are cut. Default: chosen for the shapes (see
@@ -179,10 +190,15 @@ def decode_attention(
     if tree_mask is not None:
         from cute_kernels.extend.tree import attend_to_trees  # whose kernel is built on this room
 
-        if attn_bias is not None:
-            raise ValueError(
-                "attn_bias: got a tensor beside a tree_mask, want None: the mask of a tree is all there is"
-            )
+        for name, what, given in (
+            ("attn_bias", "a tensor", attn_bias),
+            ("q_shift", "a tensor", q_shift),
+            ("transform", "one", transform),
+        ):
+            if given is not None:
+                raise ValueError(
+                    f"{name}: got {what} beside a tree_mask, want None: the mask of a tree is all there is"
+                )
         result, lse = attend_to_trees(
             q,
             k_cache,
@@ -204,11 +220,18 @@ def decode_attention(
             out=out,
         )
         return (result, lse) if return_lse else result
+    if transform is not None and (transform := ops.checked_transform(transform)) is not None:
+        sees_shift = return_lse or softcap is not None or sinks is not None
+        caches = k_cache, v_cache
+        q, q_shift = ops.transform_query(transform, q, q_shift, caches, kv_format, cache_layout, sees_shift)
     options = options_of(
-        block_table, cache_layout, k_scale, v_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias
+        block_table, cache_layout, k_scale, v_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias,
+        q_shift,
     )  # fmt: skip
     path = ops.path_of(q, k_cache, v_cache, seq_lens, options)
     result, lse = path(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options)
+    if transform is not None and transform.changes_values:
+        result = ops.restore(transform, result, out)
     return (result, lse) if return_lse else result
 
 

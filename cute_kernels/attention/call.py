@@ -28,6 +28,7 @@ class CallOptions(TypedDict, total=False):
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     attn_bias: torch.Tensor | None
+    q_shift: torch.Tensor | None
 
 
 NO_OPTIONS: CallOptions = {
@@ -41,6 +42,7 @@ NO_OPTIONS: CallOptions = {
     "sinks": None,
     "alibi_slopes": None,
     "attn_bias": None,
+    "q_shift": None,
 }
 """The defaults, complete and in the order that every complete set of options has."""
 
@@ -56,10 +58,11 @@ def options_of(
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     attn_bias: torch.Tensor | None,
+    q_shift: torch.Tensor | None = None,
 ) -> CallOptions | None:
     """Complete options, or None where all of them are the defaults, which is what most calls ask for."""
     plain = block_table is k_scale is v_scale is window_size is softcap is sinks is alibi_slopes is attn_bias is None
-    if plain and causal is True and cache_layout == "NHD":
+    if plain and q_shift is None and causal is True and cache_layout == "NHD":
         return None
     return {
         "block_table": block_table,
@@ -72,6 +75,7 @@ def options_of(
         "sinks": sinks,
         "alibi_slopes": alibi_slopes,
         "attn_bias": attn_bias,
+        "q_shift": q_shift,
     }
 
 
@@ -168,6 +172,8 @@ class AttentionCall:
         window: None where it would hide nothing.
         soft_cap: None for none.
         sinks, alibi_slopes: fp32 [num_q_heads], contiguous.
+        q_shift: fp32 [batch, q_len, num_q_heads], contiguous: added to q . k.
+        v_rotation, v_factor: what the kernel has to undo of V's transform (the reference does not look at it).
         bias: over [batch, q_len, num_q_heads, max_seq_len].
         num_splits: as given.
         out: where the result goes, contiguous [batch, q_len, num_q_heads, v.head_dim] in q's dtype; None for a new one.
@@ -192,6 +198,9 @@ class AttentionCall:
     bias: Bias | None
     num_splits: int | None
     out: torch.Tensor | None
+    q_shift: torch.Tensor | None = None
+    v_rotation: int = 1
+    v_factor: bool = False
 
     @property
     def batch(self) -> int:
@@ -235,6 +244,9 @@ class AttentionCall:
             soft_cap=self.soft_cap is not None,
             sinks=self.sinks is not None,
             alibi=self.alibi_slopes is not None,
+            shift=self.q_shift is not None,
+            v_rotation=self.v_rotation,
+            v_factor=self.v_factor,
             bias=checks.BIAS_DTYPES[self.bias.tensor.dtype] if self.bias is not None else None,
             paged=self.block_table is not None,
             head_major=self.head_major,
@@ -261,6 +273,7 @@ def make_call(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    q_shift: torch.Tensor | None = None,
 ) -> AttentionCall:
     """Checks everything that can be said without waiting for a device; arguments as `decode_attention` has them.
 
@@ -278,6 +291,7 @@ def make_call(
         "sinks": sinks,
         "alibi_slopes": alibi_slopes,
         "attn_bias": attn_bias,
+        "q_shift": q_shift,
     }
     tensors = needed | {name: tensor for name, tensor in optional.items() if tensor is not None}
     check_tensors(**tensors)
@@ -295,6 +309,8 @@ def make_call(
         checks.check_vector("sinks", sinks, torch.float32, num_q_heads, "one for each query head")
     if alibi_slopes is not None:
         checks.check_vector("alibi_slopes", alibi_slopes, torch.float32, num_q_heads, "one for each query head")
+    if q_shift is not None:
+        checks.check_shift(q_shift, (batch, q_len, num_q_heads))
     checks.check_positive("softmax_scale", softmax_scale)
     checks.check_positive("softcap", softcap)
     checks.check_causal(causal)
@@ -325,6 +341,7 @@ def make_call(
         bias=None if attn_bias is None else _bias(attn_bias, (batch, q_len, num_q_heads, max_seq_len)),
         num_splits=num_splits,
         out=out,
+        q_shift=q_shift,
     )
 
 

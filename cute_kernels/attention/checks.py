@@ -52,6 +52,15 @@ def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int,
     check_contiguous(name, tensor)
 
 
+def check_shift(shift: torch.Tensor, shape: tuple[int, int, int]) -> None:
+    """Raises TypeError or ValueError unless q_shift is contiguous fp32 [batch, q_len, num_q_heads]."""
+    if shift.dtype != torch.float32:
+        raise TypeError(f"q_shift: got dtype {shift.dtype}, want torch.float32")
+    if tuple(shift.shape) != shape:
+        raise ValueError(f"q_shift: got shape {shape_of(shift)}, want {list(shape)}: batch, q_len and heads of q")
+    check_contiguous("q_shift", shift)
+
+
 # -- the operands ------------------------------------------------------------------------------------------------------
 
 

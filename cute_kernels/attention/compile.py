@@ -80,11 +80,18 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
     check_config(config)
     kernel = (WarpgroupKernel if config.warpgroups else DecodeKernel)(config)
     return cute.compile(
-        kernel.with_features if config.has_features else kernel,
+        entry_of(kernel, config),
         *fake_arguments(config, cutlass.AddressSpace.gmem),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),
     )
+
+
+def entry_of(kernel: Any, config: DecodeConfig) -> Any:
+    """The host function of a kernel that takes the arguments of a configuration."""
+    if config.features.transformed:
+        return kernel.with_transform
+    return kernel.with_features if config.has_features else kernel
 
 
 def fake_arguments(config: DecodeConfig, memory: Any) -> list[Any]:
@@ -128,5 +135,5 @@ def fake_arguments(config: DecodeConfig, memory: Any) -> list[Any]:
     if config.has_features:
         arguments += [cutlass.Int32(0)] * 2
         arguments += [cutlass.Int64(0), *[cutlass.Int32(0)] * 3, cutlass.Float32(1.0)]
-        arguments += [cutlass.Int64(0)] * 7
+        arguments += [cutlass.Int64(0)] * (9 if config.features.transformed else 7)
     return arguments

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.attention.features import PLAIN, WIDEST_RESTORED, Features
 from cute_kernels.attention.tiles import (
     cannot_read,
     copies_of,
@@ -316,6 +316,11 @@ class DecodeConfig:
             return f"blocks_per_warp {self.blocks_per_warp} is not 1, 2 or 4"
         if self.warpgroups and (reason := self._cannot_group()) is not None:
             return reason
+        features = self.features
+        if not 1 <= features.v_rotation <= WIDEST_RESTORED or features.v_rotation & (features.v_rotation - 1):
+            return f"v_rotation {features.v_rotation} is not a power of two up to {WIDEST_RESTORED}"
+        if features.v_rotation > 1 and self.v_head_dim & (self.v_head_dim - 1):
+            return f"v_rotation {features.v_rotation} of a v_head_dim of {self.v_head_dim}"
         if self.num_stages < 2:
             return "num_stages must be at least 2"
         if self.early_tiles not in (0, 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BIAS_DTYPES = ("fp32", "bf16")
+WIDEST_RESTORED = 128  # columns of a Hadamard block: 4 of each lane of a warp
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class Features:
         soft_cap: scores go through cap * tanh(score / cap).
         sinks: every query head has one more logit in the denominator.
         alibi: scores get slope * (key position - query position).
+        shift: scores get one more number per query, softmax_scale times it before a soft cap: what the center of a
+            transformed cache has taken off them.
+        v_rotation: columns of the Hadamard blocks that the output is turned back by, up to `WIDEST_RESTORED`; or 1.
+        v_factor: the output's columns are multiplied, by one number per KV head and column.
         bias: dtype of an additive bias, "fp32" or "bf16"; None without one.
         paged: tokens are found through a block table.
         head_major: caches are "HND": the tokens of one head lie together.
@@ -31,6 +36,9 @@ class Features:
     soft_cap: bool = False
     sinks: bool = False
     alibi: bool = False
+    shift: bool = False
+    v_rotation: int = 1
+    v_factor: bool = False
     bias: str | None = None
     paged: bool = False
     head_major: bool = False
@@ -40,9 +48,24 @@ class Features:
             raise ValueError(f"bias: got {self.bias!r}, want None or one of {', '.join(map(repr, BIAS_DTYPES))}")
 
     @property
+    def transformed(self) -> bool:
+        """Whether a launch takes the arguments that undo a cache's transform."""
+        return self.shift or self.restores
+
+    @property
+    def restores(self) -> bool:
+        """Whether the output is brought back from the transform of V."""
+        return self.v_rotation > 1 or self.v_factor
+
+    @property
     def name(self) -> str:
         """Part of a C identifier that tells features apart, "" for none: "causal_window", "bias_bf16_paged"."""
-        names = [name for name in ("queries", "causal", "window", "soft_cap", "sinks", "alibi") if getattr(self, name)]
+        names = [
+            name
+            for name in ("queries", "causal", "window", "soft_cap", "sinks", "alibi", "shift", "v_factor")
+            if getattr(self, name)
+        ]
+        names += [f"v{self.v_rotation}"] if self.v_rotation > 1 else []
         names += [f"bias_{self.bias}"] if self.bias else []
         return "_".join(names + [name for name in ("paged", "head_major") if getattr(self, name)])
 

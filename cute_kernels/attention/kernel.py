@@ -146,8 +146,57 @@ class DecodeKernel:
         self.launch(tensors, numbers, given, features, pages, (more_rows, shares), stream)
 
     @cute.jit
+    def with_transform(
+        self,
+        q: cute.Tensor,
+        k_cache: cute.Tensor,
+        v_cache: cute.Tensor,
+        seq_lens: cute.Tensor,
+        out: cute.Tensor,
+        lse: Int64,
+        workspace: Int64,
+        k_scale: Int64,
+        v_scale: Int64,
+        k_scale_stride: Int32,
+        v_scale_stride: Int32,
+        softmax_scale: Float32,
+        num_splits: Int32,
+        mode: Int32,
+        more_rows: Int32,
+        shares: Int32,
+        block_table: Int64,
+        max_pages: Int32,
+        table_stride: Int32,
+        window: Int32,
+        soft_cap: Float32,
+        sinks: Int64,
+        alibi_slopes: Int64,
+        bias: Int64,
+        bias_stride_request: Int64,
+        bias_stride_query: Int64,
+        bias_stride_head: Int64,
+        bias_stride_key: Int64,
+        q_shift: Int64,
+        out_factor: Int64,
+        stream,
+    ):
+        """As :meth:`with_features`, over a transformed cache.
+
+        Addresses: q_shift fp32 [batch, q_len, num_q_heads], which softmax_scale times is added to all scores of a
+        query; out_factor fp32 [num_kv_heads, v_head_dim], aligned to 16 bytes, which the output is multiplied by once
+        it is turned back.
+        """
+        strides = (bias_stride_request, bias_stride_query, bias_stride_head, bias_stride_key)
+        features = FeatureValues(window, soft_cap, sinks, alibi_slopes, bias, strides, q_shift, out_factor)
+        given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
+        tensors = (q, k_cache, v_cache, seq_lens, out)
+        numbers = (lse, workspace, softmax_scale, num_splits, mode)
+        pages = (block_table, max_pages, table_stride)
+        self.launch(tensors, numbers, given, features, pages, (more_rows, shares), stream)
+
+    @cute.jit
     def launch(self, tensors, numbers, given, features, pages, uneven, stream):
-        """Both entries: grid and what is known of the shapes."""
+        """All entries: grid and what is known of the shapes."""
         config = self.config
         q, k_cache, v_cache, seq_lens, out = tensors
         lse, workspace, softmax_scale, num_splits, mode = numbers
@@ -174,7 +223,9 @@ class DecodeKernel:
             block_tokens=block_tokens,
         )
         pager = Pager.of(block_table, table_stride, block_tokens, k_cache.shape[0])
-        results = Results(out.iterator.toint(), lse, workspace, mode, features.sinks)
+        shifts = (features.shift, softmax_scale) if const_expr(config.features.shift) else None
+        out_factor = features.out_factor if const_expr(config.features.v_factor) else None
+        results = Results(out.iterator.toint(), lse, workspace, mode, features.sinks, shifts, out_factor)
         self.kernel(
             self.copier.make_source(k_cache, v_cache),
             QueryRows.of(q),
@@ -417,7 +468,7 @@ class DecodeKernel:
         self.place_queries(cta, keys)
         v_scale = cta.given.of_values(work.place.first_head + roles.head)
         values = self.value_reader.make_state(cta.lane, roles.head, roles.slice_index, v_scale, keys)
-        logits = self.logits.open(cta.features, work, roles, keys.t)
+        logits = self.logits.open(cta.features, work, roles, keys.t, cta.softmax_scale)
         return WarpState(keys, values, _Softmax(self.config.columns), logits)
 
     @cute.jit

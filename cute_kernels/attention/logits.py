@@ -1,4 +1,4 @@
-"""From raw scores to the softmax's logits: soft cap, ALiBi, bias, and which keys a query sees.
+"""From raw scores to the softmax's logits: shift, soft cap, ALiBi, bias, and which keys a query sees.
 
 A request's queries are its last tokens: query ``place`` of q_len stands at position length - q_len + place. Logits are
 in powers of two (times log2 e), since the softmax uses exp2 alone.
@@ -25,6 +25,8 @@ class FeatureValues:
 
     window: keys that a query sees, itself included. soft_cap: natural units. sinks, alibi_slopes: addresses of fp32
     [num_q_heads]. bias: address; bias_strides: elements from one request, query, head and key position to the next.
+    Addresses of fp32 shift [batch, q_len, num_q_heads] and out_factor [num_kv_heads, v_head_dim], None where nothing is
+    transformed.
     """
 
     window: Any
@@ -33,6 +35,8 @@ class FeatureValues:
     alibi_slopes: Any
     bias: Any
     bias_strides: Any
+    shift: Any = None
+    out_factor: Any = None
 
 
 @dataclass(frozen=True)
@@ -52,22 +56,27 @@ class Logits:
         self.columns = config.columns
         # Scores that are not transformed stay raw: the softmax scales them in the same instruction that shifts them.
         self.transforms = self.features.soft_cap or self.features.alibi or self.features.bias is not None
+        # A softmax is the same whatever is added to all scores of a query: only a cap needs the shift at once.
+        self.shifts = self.features.shift and self.features.soft_cap
 
-    def open(self, values: FeatureValues, work, roles, t):
-        """What a warp keeps of a unit: per column its query's slope and position, or where its bias begins, if needed
-        for every score, and the bias of the next block. roles, t: which queries are the lane's."""
+    def open(self, values: FeatureValues, work, roles, t, softmax_scale):
+        """What a warp keeps of a unit: per column its query's slope and position, its shift, or where its bias begins,
+        if needed for every score, and the bias of the next block. roles, t: which queries are the lane's."""
         state = _LogitState()
         state.values, state.length, state.q_len = values, work.length, work.place.shape.q_len
         state.place, state.roles, state.t = work.place, roles, t
         if const_expr(self.features.alibi):
             state.positions = self.positions(state)
-        state.slopes, state.bias_rows = [], []
+        state.slopes, state.bias_rows, state.shifts = [], [], []
         if const_expr(self.features.bias is not None):
             state.bias = cute.make_rmem_tensor(BLOCK_ROWS * self.columns, Float32)
         for column in self.query_columns(state):
             if const_expr(self.features.alibi):
                 slope = load_float(values.alibi_slopes + Int64(column.head) * 4)
                 state.slopes.append(slope * ptx.LOG2_E)
+            if const_expr(self.shifts):
+                row = work.output_row(column.place * work.place.shape.num_q_heads + column.head)
+                state.shifts.append(load_shift(values.shift, row) * (softmax_scale * ptx.LOG2_E))
             if const_expr(self.features.sinks):
                 # Wanted at the end, in a chain of other waits: it is in the L1 cache by then.
                 ptx.prefetch_line(values.sinks + Int64(column.head) * 4)
@@ -108,7 +117,11 @@ class Logits:
             for j in cutlass.range_constexpr(len(tokens)):
                 for column in cutlass.range_constexpr(self.columns):
                     place = self.columns * j + column
-                    s[place] = self.transform(state, j, column, s[place] * score_scale, tokens[j])
+                    if const_expr(self.shifts):
+                        x = ptx.fma(s[place], score_scale, state.shifts[column])
+                    else:
+                        x = s[place] * score_scale
+                    s[place] = self.transform(state, j, column, x, tokens[j])
         if masked:
             self.hide(state, s, tokens)
         return Float32(1.0) if const_expr(self.transforms) else score_scale
@@ -156,6 +169,11 @@ class Logits:
         return hidden
 
 
+def load_shift(base, row):
+    """The shift of a query; the kernel before this one may have written it."""
+    return ptx.load_global_words(base + row * 4, 0, 1, constant=False)[0].bitcast(Float32)
+
+
 class _LogitState:
     values: Any
     bias: Any = None
@@ -166,4 +184,5 @@ class _LogitState:
     t: Any
     positions: Any = None
     slopes: list[Any]
+    shifts: list[Any]
     bias_rows: list[Any]

@@ -28,8 +28,11 @@ from cute_kernels.attention.config import (
     WRITE_LSE,
     DecodeConfig,
 )
-from cute_kernels.attention.readers.common import load_float
+from cute_kernels.attention.logits import load_shift
+from cute_kernels.attention.place import RECIPROCAL_BITS
+from cute_kernels.attention.readers.common import load_float, load_floats
 from cute_kernels.device import ptx
+from cute_kernels.device.hadamard import Hadamard
 from cute_kernels.device.lanes import lane_sum
 from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
 
@@ -40,13 +43,19 @@ GROUP_BYTES = 32  # of shared memory for a thread's maximum, sum and four values
 
 @dataclass(frozen=True)
 class Results:
-    """What a CTA writes: addresses of the output, of the log-sum-exps and of the workspace; run-time values."""
+    """What a CTA writes: addresses of the output, of the log-sum-exps and of the workspace; run-time values.
+
+    shifts: address of the queries' shifts and the softmax's scale; out_factor: that of the output's factors; None where
+    there is no such feature.
+    """
 
     out: Any
     lse: Any
     workspace: Any
     mode: Any
     sinks: Any
+    shifts: Any = None
+    out_factor: Any = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,9 @@ class Merger:
     def __init__(self, config: DecodeConfig, value_reader):
         self.config = config
         self.value_reader = value_reader
+        self.vectors_per_row = config.v_head_dim // 4
+        self.hadamard = Hadamard(config.features.v_rotation, config.v_head_dim, self.vectors_per_row)
+        self.late_shift = config.features.shift and not config.features.soft_cap
         self.num_rows = config.num_rows  # query heads that a CTA has room for
         self.num_vectors = self.num_rows * config.v_head_dim // 4  # of 4 columns
         self.pitch = 4 * (config.v_head_dim + MERGE_PAD)  # bytes between query heads in the merge buffer
@@ -113,8 +125,10 @@ class Merger:
 
     @property
     def most_combiners_log2(self) -> int:
-        """log2 of the most CTAs that can share a row: each takes whole query heads."""
-        return (self.num_rows & -self.num_rows).bit_length() - 1
+        """log2 of the most CTAs that can share a row: each takes whole query heads, and if these are turned back, whole
+        warps of vectors."""
+        halves = 1 if self.config.features.v_rotation > 1 and self.vectors_per_row < WARP_THREADS else 0
+        return (self.num_rows & -self.num_rows).bit_length() - 1 - halves
 
     def combiners_log2(self, active):
         """log2 of how many of ``active`` splits combine a row: a thread should load one batch for one vector."""
@@ -302,7 +316,21 @@ class Merger:
     def store_output(self, work, results, index, maximum, total, value):
         row, d = self.vector(index)
         query_row, head, valid = work.query_row(self.config, row)
+        if const_expr(self.config.features.v_rotation > 1):
+            # Whole warps are here, a lane with the vector that its number says: rows are in neighbouring lanes.
+            value = list(value)
+            self.hadamard.apply(value, cute.arch.lane_idx())
         if valid:
+            if const_expr(self.config.features.v_factor):
+                shape = work.place.shape
+                kv_head = (head * shape.group_reciprocal) >> RECIPROCAL_BITS
+                place = results.out_factor + Int64(kv_head * self.config.v_head_dim + d) * 4
+                value = [v * factor for v, factor in zip(value, load_floats(place, 0, 4), strict=True)]
+            if const_expr(self.late_shift):
+                # All scores of the query lack the same: so does their maximum.
+                base, softmax_scale = results.shifts
+                shift = load_shift(base, work.output_row(query_row))
+                maximum = ptx.fma(shift, softmax_scale * ptx.LOG2_E, maximum)
             # A query that sees no key has a sum of 0: output 0, log-sum-exp -inf.
             denominator = total
             if const_expr(self.config.features.sinks):

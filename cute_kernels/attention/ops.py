@@ -18,8 +18,12 @@ from cute_kernels.attention.call import (
     make_call,
 )
 from cute_kernels.attention.checks import (
+    check_cache,
+    check_formats,
+    check_layout,
     check_out,
     check_positive,
+    check_query,
     head_dim_of_row,
 )
 from cute_kernels.attention.config import DecodeConfig
@@ -105,7 +109,7 @@ def options_key(options: CallOptions) -> tuple[Any, ...]:
 
     Not every part needs a plan of its own; together they are all that the checks of a repeated call would look at.
     """
-    table, layout, k_scale, v_scale, causal, window, soft_cap, sinks, slopes, bias = options.values()
+    table, layout, k_scale, v_scale, causal, window, soft_cap, sinks, slopes, bias, shift = options.values()
     return (
         None if table is None else identity(table),
         layout,
@@ -117,6 +121,7 @@ def options_key(options: CallOptions) -> tuple[Any, ...]:
         None if sinks is None else identity(sinks),
         None if slopes is None else identity(slopes),
         None if bias is None else identity(bias),
+        None if shift is None else identity(shift),
     )
 
 
@@ -254,6 +259,49 @@ def reference(
     return (result.to(q.dtype) if out is None else out.copy_(result)), lse
 
 
+# -- caches that are transformed ---------------------------------------------------------------------------------------
+
+
+def checked_transform(transform: Any) -> Any:
+    """The transform of a call; None for one that changes nothing. Raises TypeError for what is none."""
+    from cute_kernels.kv_cache.transforms import check_transform  # a room that builds on this one
+
+    check_transform("transform", transform)
+    return None if transform.kind is None else transform
+
+
+def transform_query(
+    transform: Any, q: Any, q_shift: Any, caches: tuple[Any, Any], kv_format: Any, layout: str, sees_shift: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(q', its shift or None) of a q that is not transformed yet; ``sees_shift``: whether the result depends on it.
+
+    Raises:
+        TypeError, ValueError: the transform does not fit the caches, or q has been through one.
+    """
+    k_cache, v_cache = caches
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    if q_shift is not None:
+        raise ValueError("q_shift: got a tensor together with transform, which makes it; want one of them")
+    forms = check_formats(kv_format)
+    check_layout(layout)
+    for name, cache, form in zip(("k_cache", "v_cache"), caches, forms, strict=True):
+        check_cache(name, cache, form, "[num_pages or batch, ..., row]")
+    check_query(q, forms)
+    transform.validate(
+        k_cache.shape[1 if layout == "HND" else 2], q.shape[3], head_dim_of_row(forms[1], v_cache.shape[3])
+    )
+    if transform.device not in (None, q.device):
+        raise ValueError(f"transform: got one on {transform.device}, want it on {q.device}, where q is")
+    shift = transform.shift(q) if sees_shift else None
+    return transform.queries(q), shift
+
+
+def restore(transform: Any, result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """The result over V of one over the transformed V, in ``out`` if there is one."""
+    restored = transform.restore(result)
+    return restored if out is None else out.copy_(restored)
+
+
 # -- the operator -----------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("cute_kernels", "DEF")
@@ -261,7 +309,7 @@ _library.define(
     "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, str k_format, str v_format, *, "
     "float? softmax_scale=None, int? num_splits=None, Tensor? block_table=None, str cache_layout='NHD', "
     "Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, int? window_size=None, float? softcap=None, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? attn_bias=None) -> (Tensor, Tensor)",
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? attn_bias=None, Tensor? q_shift=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 

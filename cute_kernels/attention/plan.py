@@ -35,6 +35,7 @@ class Plan:
         mode: what a call's mode has beside what the call asks for.
         k_scale_stride, v_scale_stride: of given scales, elements from head to head.
         takes_features: whether the function takes the arguments of features, which the rest is for.
+        takes_transform: and those that undo a cache's transform.
         numbers: max_pages, entries from a row of the block table to the next, window, soft cap.
         bias_strides: elements from one request, query, head and key to the next.
     """
@@ -52,6 +53,7 @@ class Plan:
     k_scale_stride: int = 0
     v_scale_stride: int = 0
     takes_features: bool = False
+    takes_transform: bool = False
     numbers: tuple[int, int, int, float] = (0, 0, 0, 1.0)
     bias_strides: tuple[int, ...] = (0, 0, 0, 0)
 
@@ -115,7 +117,10 @@ class Plan:
         sinks, slopes, bias = options["sinks"], options["alibi_slopes"], options["attn_bias"]
         uneven = self.schedule.more_rows, self.schedule.shares
         addresses = address_of(sinks), address_of(slopes), address_of(bias)
-        return *uneven, address_of(options["block_table"]), *self.numbers, *addresses, *self.bias_strides
+        own = ()
+        if self.takes_transform:
+            own = address_of(options["q_shift"]), address_of(options.get("out_factor"))
+        return *uneven, address_of(options["block_table"]), *self.numbers, *addresses, *self.bias_strides, *own
 
 
 def address_of(tensor: torch.Tensor | None) -> int:
@@ -154,6 +159,7 @@ def make_plan(
         k_scale_stride=_head_stride(call.k.scale),
         v_scale_stride=_head_stride(call.v.scale),
         takes_features=schedule.config.has_features,
+        takes_transform=schedule.config.features.transformed,
         numbers=(*_columns(table), call.window or 0, call.soft_cap or 1.0),
         bias_strides=call.bias.strides if call.bias is not None else (0, 0, 0, 0),
     )

@@ -7,7 +7,7 @@ softmax (Milakov and Gimelshein, 2018), so the result does not depend on the blo
 
 Of one query at position p and one key at position j, per query head h:
 
-    score = softmax_scale * (q . k)
+    score = softmax_scale * (q . k)                       q . k + q_shift[b, i, h] where there is one
     score = softcap * tanh(score / softcap)               if there is a cap
     score = score + alibi_slopes[h] * (j - p)             if there are slopes
     score = score + attn_bias[b, i, h, j]                 if there is a bias
@@ -230,6 +230,9 @@ def scores_of(call: AttentionCall, queries: torch.Tensor, keys: torch.Tensor, ke
     queries [batch, q_len, num_kv_heads, group, head_dim], scaled; keys [batch, tokens, num_kv_heads, head_dim].
     """
     scores = torch.einsum("bikgd,btkd->bikgt", queries, keys)
+    if call.q_shift is not None:
+        shift = call.softmax_scale * call.q_shift.to(scores.dtype)
+        scores = scores + shift.unflatten(2, (call.num_kv_heads, call.group)).unsqueeze(-1)
     if call.soft_cap is not None:
         scores = call.soft_cap * torch.tanh(scores / call.soft_cap)
     if call.alibi_slopes is not None:

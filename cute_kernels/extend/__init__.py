@@ -14,7 +14,9 @@ import torch
 from cute_kernels.attention.call import keys_seen
 from cute_kernels.extend import ops
 from cute_kernels.extend.mixed import mixed_attention
+from cute_kernels.extend.transformed import inputs_of, results_of
 from cute_kernels.extend.tree import pack_tree_mask
+from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.kv_formats import format_pair
 from cute_kernels.names import CacheLayout, KvFormats, WindowSize
 
@@ -35,6 +37,7 @@ class ExtendOptions(TypedDict, total=False):
     softcap: float | None
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
+    transform: CacheTransform | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
     new_k: torch.Tensor | None
@@ -103,6 +106,7 @@ def extend_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    transform: CacheTransform | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     new_k: torch.Tensor | None = None,
@@ -144,6 +148,9 @@ def extend_attention(
         softcap: scores become softcap * tanh(score / softcap).
         sinks: fp32 [num_q_heads], one more logit in the softmax's denominator, without a row of V; -inf for none.
         alibi_slopes: fp32 [num_q_heads], added as alibi_slopes[h] * (j - p).
+        transform: how the cache was written, see :class:`cute_kernels.kv_cache.CacheTransform`; q, new_k, new_v and the
+            result are those without it. By PyTorch's operations before and after the kernels; not with a softcap where
+            K has a center.
         k_scale, v_scale: fp32, for formats whose scale lies beside the cache: [] or [1] ("..._tensor"), [num_kv_heads]
             or [num_kv_heads, 1] ("..._head").
         new_k, new_v: K and V of the queries' own tokens, exact: [total_q, num_kv_heads, head_dim] in q's dtype,
@@ -192,6 +199,15 @@ def extend_attention(
         "num_splits": num_splits,
         "sm_margin": sm_margin,
     }
+    inputs, own_sinks, needs_lse = None, None, return_lse
+    if transform is not None:
+        inputs = inputs_of(transform, q, options, return_lse)
+        q, options["new_k"], options["new_v"], shift = inputs
+        if shift is not None:  # which the kernels' scores lack: sinks are for the whole ones
+            own_sinks, options["sinks"], needs_lse = sinks, None, True
     path = ops.path_of(q, k_cache, v_cache, seq_lens, cu_seqlens_q, options)
-    result, lse = path(q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, softmax_scale, return_lse, out, options)
+    result, lse = path(q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, softmax_scale, needs_lse, out, options)
+    if transform is not None and inputs is not None:
+        restored, lse = results_of(transform, inputs, result, lse, softmax_scale, own_sinks)
+        result = restored if out is None else out.copy_(restored)
     return (result, lse) if return_lse else result

@@ -2,12 +2,12 @@
 
 Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, `rotate`, `bulk`, `compile`, `ops`; in
 `step` and `step_ops` (append and attention as one call); and in `cache`, `pages`, `batch`, `memory`, `calibration`,
-`smoothing`.
+`smoothing`, `transforms`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -22,6 +22,7 @@ from cute_kernels.kv_cache.pages import OutOfPagesError
 from cute_kernels.kv_cache.rope import LinearScaling, Llama3Scaling, NtkScaling, Rope, YarnScaling
 from cute_kernels.kv_cache.smoothing import check_pairs, fold, smooth_keys
 from cute_kernels.kv_cache.step import append_and_decode
+from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.kv_formats import format_pair
 from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, QkvBias
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "CacheTransform",
     "Calibrator",
     "KVCache",
     "LinearScaling",
@@ -73,12 +75,14 @@ def append_kv(
     norm_eps: float = 1e-6,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    transform: CacheTransform | None = None,
+    q_shift: torch.Tensor | None = None,
     **old: Never,
 ) -> torch.Tensor | None:
     """Appends new tokens' K and V to a cache, in one launch; returns the rotated q, or None without q.
 
-    In this order, in fp32: + qkv_bias, RMS norm over head_dim times a weight (q and k), RoPE (q and k), quantisation to
-    the cache's format (k and v) or rounding to q's dtype.
+    In this order, in fp32: + qkv_bias, RMS norm over head_dim times a weight (q and k), RoPE (q and k), the transform,
+    quantisation to the cache's format (k and v) or rounding to q's dtype.
 
     Args:
         k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], head_dim 64, 80, 96, 128, 192 or 256, not necessarily the
@@ -104,6 +108,11 @@ def append_kv(
         norm_eps: added to the mean square.
         k_scale, v_scale: fp32, for formats with a scale beside the cache: "tensor" [] or [1], "head" [num_kv_heads] or
             [num_kv_heads, 1], "channel" [num_kv_heads, head_dim].
+        transform: how this cache is written, see :class:`CacheTransform`; every append and every query of it needs the
+            same. q comes back transformed, as `decode_attention` wants it (without its ``transform``). Rotations are
+            for head_dim 64, 128 and 256.
+        q_shift: fp32 [tokens, num_q_heads], contiguous: where to write q . k_center of q before the transform, which
+            `decode_attention` wants for a soft cap, sinks or the log-sum-exp. With a transform that has a center only.
 
     Returns:
         The rotated q in q's dtype: q_out, or a new tensor.
@@ -123,9 +132,11 @@ def append_kv(
         )
     k_format, v_format = (kv_format, kv_format) if type(kv_format) is str else format_pair(kv_format)
     q_bias, k_bias, v_bias = (None, None, None) if qkv_bias is None else split_bias("qkv_bias", qkv_bias)
-    call = (k, v, k_cache, v_cache, k_format, v_format, cache_layout, rope, norm_eps, q, q_out, seq_lens, block_table)
-    extras = (cu_seqlens, slot_mapping, position_ids, q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale)
+    call = (k, v, k_cache, v_cache, k_format, v_format, cache_layout, rope, norm_eps, q, q_out, seq_lens, block_table,
+            transform)  # fmt: skip
+    extras = (cu_seqlens, slot_mapping, position_ids, q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, q_shift)
     usual = cu_seqlens is slot_mapping is position_ids is qkv_bias is q_norm is k_norm is k_scale is v_scale is None
+    usual = usual and q_shift is None
     return ops.append(call, None if usual else extras)
 
 
@@ -135,6 +146,8 @@ def quantize_kv(
     kv_format: KvFormatName,
     scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    transform: CacheTransform | None = None,
+    operand: Literal["k", "v"] | None = None,
 ) -> torch.Tensor:
     """Numbers to cache rows, bit for bit those of :mod:`cute_kernels.kv_formats`.
 
@@ -144,6 +157,8 @@ def quantize_kv(
         kv_format: a name in :data:`cute_kernels.kv_formats.FORMATS`.
         scale: fp32, for formats with a scale beside the cache, as for :func:`append_kv`.
         out: where to write the rows, contiguous or in such blocks: the pages of ``kv[:, 0]``.
+        transform, operand: how the cache is written, and whether x is "k" (after RoPE) or "v" of it: rows are then of
+            the transformed numbers, as `append_kv` makes them. Rotations are for head_dim 64, 128 and 256.
 
     Returns:
         Rows [..., num_kv_heads, row] in the format's dtype: out, or a new tensor.
@@ -154,7 +169,7 @@ def quantize_kv(
 
     CPU tensors are served by the formats themselves.
     """
-    return bulk_ops.quantize(x, kv_format, scale, out)
+    return bulk_ops.quantize(x, kv_format, scale, out, transform, operand)
 
 
 def dequantize_kv(

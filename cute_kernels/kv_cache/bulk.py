@@ -15,6 +15,8 @@ from cute_kernels.device import ptx
 from cute_kernels.device.rows import Elements
 from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import BulkConfig
+from cute_kernels.kv_cache.operands import Transforms
+from cute_kernels.kv_cache.row_transform import RowTransformer
 from cute_kernels.kv_cache.rows import make_row
 
 
@@ -46,6 +48,7 @@ class BulkKernel:
         self.config = config
         self.elements = Elements(config.dtype, config.head_dim, config.lanes)
         self.cache_row: Any = make_row(config.kv_format, config.head_dim, config.lanes)
+        self.transformer = RowTransformer(config.transform, (config.head_dim,) * 2, config.lanes, 1)
         self.row_bytes = config.format.row_bytes(config.head_dim)
         quantize = config.direction == "quantize"
         self.code_words = (self.elements.piece if quantize else self.cache_row.codes).num_words
@@ -94,6 +97,33 @@ class BulkKernel:
         work = self.strided_kernel(ptx.address(numbers), rows, scale, num_rows, num_heads, head_divisor, *blocks)
         work.launch(**self.grid(num_rows), stream=stream)
 
+    @cute.jit
+    def with_transform(
+        self,
+        numbers: cute.Tensor,
+        rows: Int64,
+        scale: Int64,
+        num_heads: Int32,
+        head_divisor: Int64,
+        num_rows: Int32,
+        number_rows: Int32,
+        number_stride: Int64,
+        number_divisor: Int64,
+        cache_rows: Int32,
+        cache_stride: Int64,
+        cache_divisor: Int64,
+        center: Int64,
+        factor: Int64,
+        stream,
+    ):
+        """As :meth:`strided`; center, factor: addresses of fp32 [num_heads, head_dim]."""
+        blocks = (number_rows, number_stride, number_divisor, cache_rows, cache_stride, cache_divisor)
+        nothing = Int64(0)
+        transforms = Transforms(center, factor, nothing, nothing, nothing, Int32(0), Int32(0))
+        given = (scale, num_rows, num_heads, head_divisor)
+        work = self.strided_kernel(ptx.address(numbers), rows, *given, *blocks, transforms)
+        work.launch(**self.grid(num_rows), stream=stream)
+
     def grid(self, num_rows) -> dict[str, Any]:
         config = self.config
         return {
@@ -122,13 +152,16 @@ class BulkKernel:
         cache_rows: Int32,
         cache_stride: Int64,
         cache_divisor: Int64,
+        transforms=None,
     ):
         of_numbers = RowBlocks(numbers, self.elements.row_bytes, number_rows, number_stride, number_divisor)
         of_rows = RowBlocks(rows, self.row_bytes, cache_rows, cache_stride, cache_divisor)
-        self.work(of_numbers, of_rows, scale, num_rows, num_heads, head_divisor)
+        self.work(of_numbers, of_rows, scale, num_rows, num_heads, head_divisor, transforms)
 
     @cute.jit
-    def work(self, numbers, rows, scale: Int64, num_rows: Int32, num_heads: Int32, head_divisor: Int64):
+    def work(
+        self, numbers, rows, scale: Int64, num_rows: Int32, num_heads: Int32, head_divisor: Int64, transforms=None
+    ):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -141,13 +174,19 @@ class BulkKernel:
             if row < num_rows:
                 self.fetch(raw, u, source, row, lane)
         values = cute.make_rmem_tensor(self.elements.count, Float32)
+        constants = cute.make_rmem_tensor(max(self.transformer.num_constants, 1), Float32)
         count = cute.ceil_div(num_rows - block * (config.teams * config.rows_in_flight), config.teams)
         for u in cutlass.range(cutlass.min(count, config.rows_in_flight), unroll=1):
             row = first + u * config.teams
             head = row - divide_by(Int64(row), head_divisor).to(Int32) * num_heads
             if const_expr(config.direction == "quantize"):
+                if const_expr(config.transform is not None):
+                    self.transformer.ask_k(constants, transforms, head, lane)  # before the row is waited for
                 for i, value in enumerate(self.elements.unpack(raw)):
                     values[i] = value
+                if const_expr(config.transform is not None):
+                    self.transformer.apply_constants(values, constants)
+                    self.transformer.k_hadamard.apply(values, lane)
                 given = load_given(self.cache_row, scale, head, lane)
                 encoded = encode_row(self.cache_row, values, given)
                 if row < num_rows:

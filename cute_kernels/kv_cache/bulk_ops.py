@@ -9,8 +9,9 @@ import torch
 from cute_kernels.arguments import check_tensors, is_one_of, shape_of
 from cute_kernels.kv_cache.call import check_given_scale
 from cute_kernels.kv_cache.compile import BulkSpec
-from cute_kernels.kv_cache.config import BulkConfig, divisor_of, row_alignment
+from cute_kernels.kv_cache.config import BulkConfig, cannot_rotate, divisor_of, row_alignment, row_transform_of
 from cute_kernels.kv_cache.reference import shaped_scale
+from cute_kernels.kv_cache.transforms import CacheTransform, check_transform, transform_of
 from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
@@ -20,17 +21,67 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 MAX_ROWS = 2**31 - 2**16  # rounded up to whole CTAs, they fit 32 bits
 
 
-def quantize(x: Any, kv_format: str, scale: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+def quantize(
+    x: Any,
+    kv_format: str,
+    scale: torch.Tensor | None,
+    out: torch.Tensor | None,
+    transform: CacheTransform | None = None,
+    operand: str | None = None,
+) -> torch.Tensor:
     """See `cute_kernels.kv_cache.quantize_kv`."""
+    half = None if transform is None and operand is None else half_of(transform, operand)
     path = route(cuda=_launch_quantize, cpu=_quantize_here, operator=_quantize_through_operator, x=x)
-    return path(x, kv_format, scale, out)
+    return path(x, kv_format, scale, out, half)
 
 
 def _quantize_through_operator(
-    x: torch.Tensor, kv_format: str, scale: torch.Tensor | None, out: torch.Tensor | None
+    x: torch.Tensor,
+    kv_format: str,
+    scale: torch.Tensor | None,
+    out: torch.Tensor | None,
+    half: CacheTransform | None,
 ) -> torch.Tensor:
+    if half is not None:
+        check_half(half, x)
+        x = half.keys(x.float())  # rounded once, by the format
     result = _quantize_operator(x, kv_format, scale)
     return result if out is None else _checked_out(out, result.shape, (result.dtype,), x.device).copy_(result)
+
+
+def half_of(transform: CacheTransform | None, operand: str | None) -> CacheTransform | None:
+    """The part of a transform that is for K or for V, as one of K; None where it changes nothing.
+
+    Raises:
+        TypeError, ValueError: there is a transform and no operand or an operand and no transform, or it is none of
+            these.
+    """
+    check_transform("transform", transform)
+    if operand not in ("k", "v"):
+        raise ValueError(f"operand: got {operand!r}, want 'k' or 'v' with a transform: which of its parts is x's")
+    if transform is None:
+        return None
+    if operand == "k":
+        half = transform_of(
+            k_center=transform.k_center,
+            k_factor=transform.k_factor,
+            q_factor=transform.q_factor,
+            k_rotation=transform.k_rotation,
+        )
+    else:
+        half = transform_of(k_factor=transform.v_factor, k_rotation=transform.v_rotation)
+    return half
+
+
+def check_half(half: CacheTransform, x: torch.Tensor) -> None:
+    """Raises ValueError unless a part of a transform fits numbers [..., heads, head_dim]."""
+    for array in half.arrays.values():
+        if array.shape != x.shape[-2:]:
+            raise ValueError(f"transform: got constants {shape_of(array)}, want {list(x.shape[-2:])}, x's heads")
+        if array.device != x.device:
+            raise ValueError(f"transform: got one on {array.device}, want it on {x.device}, where x is")
+    if x.shape[-1] % half.k_rotation:
+        raise ValueError(f"transform: got a rotation of {half.k_rotation} columns for a head_dim of {x.shape[-1]}")
 
 
 def dequantize(
@@ -149,10 +200,18 @@ def _checked_out(
 
 
 def _quantize_here(
-    x: torch.Tensor, kv_format: str, scale: torch.Tensor | None, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    kv_format: str,
+    scale: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+    half: CacheTransform | None = None,
 ) -> torch.Tensor:
     form = _check_numbers(x, kv_format, scale)
-    rows = form.quantize(x, shaped_scale(form, scale))
+    numbers = x
+    if half is not None:
+        check_half(half, x)
+        numbers = half.keys(x.float())  # rounded once, by the format
+    rows = form.quantize(numbers, shaped_scale(form, scale))
     if out is None:
         return x.clone() if rows is x else rows  # an operator's result is its own
     _checked_out(out, rows.shape, form.cache_dtypes, x.device)
@@ -178,15 +237,23 @@ def _dequantize_here(
 
 
 def _launch_quantize(
-    x: torch.Tensor, kv_format: str, scale: torch.Tensor | None, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    kv_format: str,
+    scale: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+    half: CacheTransform | None = None,
 ) -> torch.Tensor:
     form = _check_numbers(x, kv_format, scale)
+    if half is not None:
+        check_half(half, x)
+        if (reason := cannot_rotate(half.k_rotation, x.shape[-1])) is not None:
+            raise ValueError(f"transform: got a rotation that is {reason}")
     shape = (*x.shape[:-1], form.row_elements(x.shape[-1]))
     if out is None:
         rows = torch.empty(shape, dtype=form.cache_dtype, device=x.device)
     else:
         rows = _checked_out(out, shape, form.cache_dtypes, x.device)
-    _launch("quantize", kv_format, x, rows, scale, ("x", "out"))
+    _launch("quantize", kv_format, x, rows, scale, ("x", "out"), half)
     return rows
 
 
@@ -215,6 +282,7 @@ def _launch(
     rows: torch.Tensor,
     scale: torch.Tensor | None,
     names: tuple[str, str],
+    half: CacheTransform | None = None,
 ) -> None:
     if not x.numel():
         return
@@ -222,8 +290,9 @@ def _launch(
     num_rows = x.numel() // head_dim
     if num_rows > MAX_ROWS:
         raise ValueError(f"{names[0]}: got {num_rows} rows, want at most {MAX_ROWS}")
-    strided = not (x.is_contiguous() and rows.is_contiguous())
-    config = BulkConfig(direction, kv_format, DTYPES[x.dtype], head_dim, strided=strided)
+    parts = None if half is None else row_transform_of(half, shift=False)
+    strided = parts is not None or not (x.is_contiguous() and rows.is_contiguous())
+    config = BulkConfig(direction, kv_format, DTYPES[x.dtype], head_dim, strided=strided, transform=parts)
     numbers, blocks = x, []
     for name, tensor, form in ((names[0], x, None), (names[1], rows, kv_format)):
         unit = 16 if form is None else row_alignment(form, head_dim, config.lanes)
@@ -237,7 +306,8 @@ def _launch(
     with torch.cuda.device(index):
         given = (rows.data_ptr(), 0 if scale is None else scale.data_ptr(), num_heads, divisor_of(num_heads))
         if strided:
-            function(numbers.as_strided((1, head_dim), (head_dim, 1)), *given, num_rows, *blocks)
+            constants = () if half is None else half.addresses[:2]
+            function(numbers.as_strided((1, head_dim), (head_dim, 1)), *given, num_rows, *blocks, *constants)
         else:
             function(numbers.view(-1, head_dim), *given)
 

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.kv_cache.config import MAX_TRANSFORMED_HEADS, RowTransform, row_transform_of
 from cute_kernels.kv_cache.rope import Rope
+from cute_kernels.kv_cache.transforms import CacheTransform, check_transform
 from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -33,6 +35,7 @@ class AppendCall(NamedTuple):
     q_out: torch.Tensor | None = None
     seq_lens: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
+    transform: CacheTransform | None = None
     cu_seqlens: torch.Tensor | None = None
     slot_mapping: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
@@ -43,6 +46,7 @@ class AppendCall(NamedTuple):
     k_norm: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    q_shift: torch.Tensor | None = None
 
     @property
     def extras(self) -> tuple[Any, ...]:
@@ -52,6 +56,11 @@ class AppendCall(NamedTuple):
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
         return format_of(self.k_format), format_of(self.v_format)
+
+    @property
+    def row_transform(self) -> RowTransform | None:
+        """What happens to rows; None where nothing does."""
+        return row_transform_of(self.transform, self.q_shift is not None)
 
     @property
     def num_tokens(self) -> int:
@@ -110,6 +119,7 @@ def check_append(call: AppendCall) -> None:
         raise ValueError(f"v_cache: got shape {shape_of(call.v_cache)}, want that of k_cache but for the row")
     _check_place(call)
     _check_extras(call)
+    _check_transform(call)
     check_given_scale("k_scale", call.k_scale, k_format, call.num_kv_heads, call.k.shape[2])
     check_given_scale("v_scale", call.v_scale, v_format, call.num_kv_heads, call.v.shape[2])
 
@@ -118,7 +128,7 @@ def _check_tensors(call: AppendCall) -> None:
     """What is given is a tensor on k's device; what has no strides of its own contiguous."""
     names = (
         "k v k_cache v_cache seq_lens cu_seqlens slot_mapping block_table q q_out q_bias k_bias v_bias position_ids "
-        "q_norm k_norm k_scale v_scale"
+        "q_norm k_norm k_scale v_scale q_shift"
     ).split()
     device = call.k.device if isinstance(call.k, torch.Tensor) else None
     for name in names:
@@ -265,6 +275,29 @@ def _check_extras(call: AppendCall) -> None:
         raise TypeError(f"rope: got {type(call.rope).__name__}, want a Rope")
     if call.rope.rotary_dim > k_dim:
         raise ValueError(f"rope: got rotary_dim {call.rope.rotary_dim}, want at most {k_dim}, k's head_dim")
+
+
+def _check_transform(call: AppendCall) -> None:
+    """A transform fits the heads, and where shifts go the queries."""
+    transform, shift = call.transform, call.q_shift
+    check_transform("transform", transform)
+    if transform is not None:
+        transform.validate(call.num_kv_heads, call.k.shape[2], call.v.shape[2])
+        if transform.device not in (None, call.k.device):
+            raise ValueError(f"transform: got one on {transform.device}, want it on {call.k.device}, where k is")
+        if call.num_q_heads % call.num_kv_heads or call.num_q_heads > MAX_TRANSFORMED_HEADS:
+            raise ValueError(
+                f"q: got {call.num_q_heads} heads with a transform, want a multiple of the {call.num_kv_heads} KV "
+                f"heads, at most {MAX_TRANSFORMED_HEADS}"
+            )
+    if shift is None:
+        return
+    if call.q is None or transform is None or transform.k_center is None:
+        raise ValueError("q_shift: got a tensor without q and a transform that has a k_center, want None")
+    if shift.dtype != torch.float32:
+        raise TypeError(f"q_shift: got dtype {shift.dtype}, want torch.float32")
+    if shift.shape != call.q.shape[:2]:
+        raise ValueError(f"q_shift: got shape {shape_of(shift)}, want {list(call.q.shape[:2])}, tokens and heads of q")
 
 
 def check_given_scale(name: str, scale: torch.Tensor | None, form: KvFormat, num_kv_heads: int, head_dim: int) -> None:

@@ -93,8 +93,9 @@ def compile_append(config: AppendConfig, arch: str, *options: str) -> Any:
     from cute_kernels.kv_cache.kernel import AppendKernel
 
     _check(config)
+    kernel = AppendKernel(config)
     return cute.compile(
-        AppendKernel(config),
+        kernel if config.transform is None else kernel.with_transform,
         *fake_arguments(config, cutlass.AddressSpace.gmem),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),
@@ -148,6 +149,7 @@ def fake_arguments(config: AppendConfig, memory: Any) -> list[Any]:
         *[cutlass.Int64(0)] * 11,
         *[cutlass.Float32(1.0)] * 2,
         *[cutlass.Int32(1)] * 2,
+        *[cutlass.Int64(0)] * (0 if config.transform is None else 5),
     ]
 
 
@@ -168,13 +170,15 @@ def compile_bulk(config: BulkConfig, arch: str, *options: str) -> Any:
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
     shape, align = (cute.sym_int(), config.head_dim), kernel.elements.piece.unit
     blocks = [cutlass.Int32(1), cutlass.Int64(0), cutlass.Int64(0)]
+    entry = kernel.strided if config.strided else kernel
     return cute.compile(
-        kernel.strided if config.strided else kernel,
+        entry if config.transform is None else kernel.with_transform,
         make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=align),
         *[cutlass.Int64(0)] * 2,
         cutlass.Int32(1),
         cutlass.Int64(0),
         *([cutlass.Int32(1), *blocks, *blocks] if config.strided else ()),
+        *([cutlass.Int64(0)] * (0 if config.transform is None else 2)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),
     )

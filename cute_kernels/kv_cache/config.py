@@ -1,15 +1,23 @@
 """Every compile-time choice of the kernels that write and read cache rows, as data. No GPU types here."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.sm90 import WARP_THREADS
+
+if TYPE_CHECKING:
+    from cute_kernels.kv_cache.transforms import CacheTransform
 
 DTYPES = ("bf16", "fp16")  # of q, k and v
 BULK_DTYPES = ("bf16", "fp16", "fp32")  # of what is quantised in bulk
 ROPE_STYLES = ("none", "half", "interleaved")
 LANE_ELEMENTS = 8  # columns that a lane owns of the wider operand: 16 bytes of bf16
+GROUP_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20: of a q head and a group of them
+MAX_TRANSFORMED_HEADS = 1 << GROUP_BITS // 2  # of q, where KV heads are found so
 
 # Bits of a launch's mode.
 HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS = (1 << i for i in range(4))
@@ -40,6 +48,60 @@ def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> i
     return max(unit, 4) if header else unit
 
 
+def cannot_rotate(width: int, head_dim: int) -> str | None:
+    """Why rows of ``head_dim`` columns have no Hadamard blocks of ``width`` here, or None: lanes own powers of two."""
+    if width < 1 or width & (width - 1) or head_dim % width:
+        return f"{width}, not a power of two that divides head_dim {head_dim}"
+    if width > 1 and head_dim & (head_dim - 1):
+        return f"{width}, not 1, with a head_dim of {head_dim}: the kernels rotate rows of 64, 128 and 256"
+    return None
+
+
+@dataclass(frozen=True)
+class RowTransform:
+    """What a cache transform does to rows, as compile-time facts.
+
+    Attributes:
+        center, factor: whether K has a center, and K and q factors.
+        v_factor: whether V has factors.
+        shift: whether q . center is written.
+        k_rotation, v_rotation: width of the Hadamard blocks, of K and q and of V; 1 for none.
+    """
+
+    center: bool = False
+    factor: bool = False
+    v_factor: bool = False
+    shift: bool = False
+    k_rotation: int = 1
+    v_rotation: int = 1
+
+    @property
+    def num_parts(self) -> int:
+        """Arrays of constants that a row meets: of the kind of rows that meets most."""
+        return max(max(self.center, self.shift) + self.factor, int(self.v_factor))
+
+    @property
+    def name(self) -> str:
+        """Part of a C identifier: "center_factor_k32_v128"."""
+        parts = [part for part in ("center", "factor", "v_factor", "shift") if getattr(self, part)]
+        parts += [f"{of}{width}" for of, width in (("k", self.k_rotation), ("v", self.v_rotation)) if width > 1]
+        return "_".join(parts)
+
+
+def row_transform_of(given: CacheTransform | None, shift: bool) -> RowTransform | None:
+    """What a transform does to rows, with or without queries' shifts; None where that is nothing."""
+    if given is None or given.identity:
+        return None
+    return RowTransform(
+        center=given.k_center is not None,
+        factor=given.k_factor is not None,
+        v_factor=given.v_factor is not None,
+        shift=shift,
+        k_rotation=given.k_rotation,
+        v_rotation=given.v_rotation,
+    )
+
+
 @dataclass(frozen=True)
 class AppendConfig:
     """One compiled variant of the append kernel.
@@ -60,6 +122,7 @@ class AppendConfig:
             requests, whose code would be fetched, or jumped over, by every warp; see `for_decode`.
         leads: attention over the same caches is launched as its programmatic dependent: it lets that one start
             early, on SMs whose shared memory it leaves alone.
+        transform: what happens to rows between RoPE and quantisation; None for nothing.
     """
 
     k_format: str
@@ -79,8 +142,9 @@ class AppendConfig:
     leads: bool = False
     split: bool = True
     decode: bool = False
+    transform: RowTransform | None = None
 
-    def for_decode(self) -> "AppendConfig":
+    def for_decode(self) -> AppendConfig:
         """The kernel that does the same where ``decode`` holds, sooner.
 
         A warp runs most of its code once then, and waits for instructions longer than for arithmetic: twice the lanes
@@ -119,7 +183,15 @@ class AppendConfig:
     @property
     def ctas_per_sm(self) -> int:
         """CTAs that an SM is reckoned to hold at a time."""
-        return DECODE_CTAS_PER_SM if self.decode else CTAS_PER_SM
+        counts = DECODE_CTAS_PER_SM if self.decode else CTAS_PER_SM
+        if self.transform is None:
+            return counts[0]
+        return counts[self.transform.num_parts + (self.transform.shift and self.transform.factor)]
+
+    @property
+    def least_ctas(self) -> int:
+        """CTAs that the registers of an SM must have room for; transforms take more, up to what is reckoned with."""
+        return RESIDENT_WARPS // self.num_warps if self.transform is None else self.ctas_per_sm
 
     @property
     def smem_percent(self) -> int:
@@ -139,6 +211,7 @@ class AppendConfig:
         extras = "_bias" * self.has_bias + "_norm" * self.has_norm
         extras += f"_w{self.num_warps}r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
         extras += f"l{self.lane_columns}" + "h" * self.split + "_decode" * self.decode + "_leads" * self.leads
+        extras += f"_{self.transform.name}" if self.transform is not None else ""
         return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
 
     def can_implement(self) -> str | None:
@@ -154,6 +227,12 @@ class AppendConfig:
             return f"rotary_dim {self.rotary_dim} without RoPE"
         if self.rope != "none" and not (2 <= self.rotary_dim <= self.head_dim_k and self.rotary_dim % 2 == 0):
             return f"rotary_dim {self.rotary_dim} is not an even number from 2 to head_dim_k = {self.head_dim_k}"
+        if self.transform is not None:
+            for name, head_dim in (("k_rotation", self.head_dim_k), ("v_rotation", self.head_dim_v)):
+                if (reason := cannot_rotate(getattr(self.transform, name), head_dim)) is not None:
+                    return f"{name} is {reason}"
+            if self.transform.shift and not self.transform.center:
+                return "a shift is what a center takes off"
         if not 1 <= self.num_warps <= 32:
             return f"num_warps {self.num_warps} is not from 1 to 32"
         if not 1 <= self.rows_in_flight <= 8:
@@ -174,7 +253,8 @@ class BulkConfig:
         head_dim: columns of a row.
         num_warps: warps of a CTA.
         rows_in_flight: rows that a team loads before it works on the first.
-        strided: whether rows lie in blocks with gaps between them.
+        strided: whether rows lie in blocks with gaps between them; so they are always taken with a transform.
+        transform: what happens to numbers before they are quantised, as to those of K; None for nothing.
     """
 
     direction: str
@@ -184,6 +264,7 @@ class BulkConfig:
     num_warps: int = 4
     rows_in_flight: int = 4
     strided: bool = False
+    transform: RowTransform | None = None
 
     @property
     def format(self) -> KvFormat:
@@ -206,6 +287,7 @@ class BulkConfig:
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
         shape = f"w{self.num_warps}r{self.rows_in_flight}" + "_strided" * self.strided
+        shape += "" if self.transform is None else f"_{self.transform.name}"
         return f"{self.direction}_{self.kv_format}_{self.dtype}_d{self.head_dim}_{shape}"
 
     def can_implement(self) -> str | None:
@@ -216,6 +298,11 @@ class BulkConfig:
             return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
         if self.dtype not in BULK_DTYPES:
             return f"dtype {self.dtype!r} is not one of {', '.join(BULK_DTYPES)}"
+        if self.transform is not None:
+            if self.direction != "quantize" or not self.strided:
+                return "a transform is for numbers to quantise, in blocks"
+            if (reason := cannot_rotate(self.transform.k_rotation, self.head_dim)) is not None:
+                return f"k_rotation is {reason}"
         if not 1 <= self.num_warps <= 32:
             return f"num_warps {self.num_warps} is not from 1 to 32"
         if not 1 <= self.rows_in_flight <= 8:
@@ -224,8 +311,10 @@ class BulkConfig:
 
 
 RESIDENT_WARPS = 16  # that the registers of an SM must have room for
-CTAS_PER_SM = 9  # that fit with the registers the append kernels need
-DECODE_CTAS_PER_SM = 16  # those for decode need fewer
+# CTAs that fit with the registers the append kernels need: without a transform's constants, where rows meet one array
+# of them, two, and two on q's side as well. Those for decode need fewer.
+CTAS_PER_SM = 9, 8, 8, 8
+DECODE_CTAS_PER_SM = 16, 16, 12, 10
 DECODE_SMEM_PERCENT = 14  # 32 of 228 KiB
 MAX_ROWS_PER_TEAM = 16  # what precedes the first row, angles above all, is then little beside the rows
 

@@ -1,4 +1,5 @@
-"""Append: bias, QK-norm, RoPE, quantisation and scatter of new tokens' K and V, and the rotated q, in one launch.
+"""Append: bias, QK-norm, RoPE, cache transform, quantisation and scatter of new tokens' K and V, and the rotated q, in
+one launch.
 
 Shape of the work: a *team* of lanes takes one token and a few of its q heads, k heads or v heads; the teams of a CTA
 take other tokens and the same heads, so a CTA runs one of three loops. A team first asks for its first rows and for
@@ -20,17 +21,18 @@ from cute_kernels.device.lanes import lane_sum, neighbours
 from cute_kernels.device.rows import Elements
 from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import (
+    GROUP_BITS,
     HAS_Q,
     HAS_SEQ_LENS,
     HAS_TABLE,
-    RESIDENT_WARPS,
     WIDE_POSITIONS,
     AppendConfig,
     rows_per_team,
 )
-from cute_kernels.kv_cache.operands import Extras, Heads, Inputs, Place, Shares, Targets, Where
+from cute_kernels.kv_cache.operands import Extras, Heads, Inputs, Place, Shares, Targets, Transforms, Where
 from cute_kernels.kv_cache.page import PageFetch
 from cute_kernels.kv_cache.rotate import Rotator
+from cute_kernels.kv_cache.row_transform import RowTransformer
 from cute_kernels.kv_cache.rows import make_row
 from cute_kernels.sm90 import WARP_THREADS
 
@@ -47,7 +49,15 @@ class AppendKernel:
         self.k_row: Any = make_row(config.k_format, config.head_dim_k, config.lanes, config.runs)
         self.v_row: Any = make_row(config.v_format, config.head_dim_v, config.lanes, config.runs)
         self.rotator = Rotator(config.rope, config.rotary_dim, config.head_dim_k, config.lanes, config.runs)
+        self.transformer = RowTransformer(
+            config.transform,
+            (config.head_dim_k, config.head_dim_v),
+            config.lanes,
+            config.runs,
+        )
         self.pages = PageFetch(config.lanes, config.num_warps)
+        # Rows one after the other, by one copy of the code: where a warp runs it once or twice, or where it is long.
+        self.rolled = config.decode or config.transform is not None
         self.row_words = max(self.k_elements.piece.num_words, self.v_elements.piece.num_words)
         self.raw_words = max(config.rows_in_flight, config.q_rows_in_flight) * self.row_words
 
@@ -91,6 +101,61 @@ class AppendKernel:
         position_ids int32 or int64 [tokens], biases [heads, head_dim] and norm weights [head_dim] in q's dtype,
         phase_steps int64 [rotary_dim / 2], scales fp32. wave: CTAs that the GPU holds at a time.
         """
+        addresses = (cu_seqlens, slots, position_ids)
+        extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps)
+        tensors = (q, k, v, q_out, k_cache, v_cache, seq_lens, block_table)
+        self.launch(tensors, addresses, extras, phase_steps, rope_factor, wave, mode, stream)
+
+    @cute.jit
+    def with_transform(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        q_out: cute.Tensor,
+        k_cache: cute.Tensor,
+        v_cache: cute.Tensor,
+        seq_lens: cute.Tensor,
+        block_table: cute.Tensor,
+        cu_seqlens: Int64,
+        slots: Int64,
+        position_ids: Int64,
+        q_bias: Int64,
+        k_bias: Int64,
+        v_bias: Int64,
+        q_norm: Int64,
+        k_norm: Int64,
+        phase_steps: Int64,
+        k_scale: Int64,
+        v_scale: Int64,
+        norm_eps: Float32,
+        rope_factor: Float32,
+        wave: Int32,
+        mode: Int32,
+        k_center: Int64,
+        k_factor: Int64,
+        q_factor: Int64,
+        v_factor: Int64,
+        q_shift: Int64,
+        stream,
+    ):
+        """As :meth:`__call__`, with a transform's constants and where q . k_center goes, as :class:`Transforms` has
+        them; q_out gets the transformed q."""
+        num_q_heads, num_kv_heads = _any(q.shape)[1], _any(k.shape)[1]
+        # Without q there are fewer heads than KV heads here, and nobody asks.
+        reciprocal = cute.ceil_div(1 << GROUP_BITS, cutlass.max(num_q_heads // num_kv_heads, 1))
+        given = (k_center, k_factor, q_factor, v_factor, q_shift)
+        transforms = Transforms(*given, Int32(num_q_heads), Int32(reciprocal))
+        addresses = (cu_seqlens, slots, position_ids)
+        extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps, transforms)
+        tensors = (q, k, v, q_out, k_cache, v_cache, seq_lens, block_table)
+        self.launch(tensors, addresses, extras, phase_steps, rope_factor, wave, mode, stream)
+
+    @cute.jit
+    def launch(self, tensors, addresses, extras, phase_steps, rope_factor, wave, mode, stream):
+        """Both entries: what is known of the shapes, and the grid."""
+        q, k, v, q_out, k_cache, v_cache, seq_lens, block_table = tensors
+        cu_seqlens, slots, position_ids = addresses
         config = self.config
         q_shape, k_shape, cache_shape, table_shape = (_any(tensor.shape) for tensor in (q, k, k_cache, block_table))
         inputs = Inputs(
@@ -127,13 +192,12 @@ class AppendKernel:
             table_stride=Int64(_any(block_table.stride)[0]),
             mode=mode,
         )
-        extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps)
         shares, grid = self._shares(inputs, wave)
         self.kernel(shares, inputs, where, phase_steps, targets, extras, rope_factor).launch(
             grid=grid,
             block=(config.num_threads, 1, 1),
             # Said, or ptxas keeps some variants at 80 registers and spills.
-            min_blocks_per_mp=RESIDENT_WARPS // config.num_warps,
+            min_blocks_per_mp=config.least_ctas,
             preferred_smem_carveout=config.smem_percent,
             stream=stream,
         )
@@ -204,6 +268,9 @@ class AppendKernel:
             raw = cute.make_rmem_tensor(self.raw_words, Uint32)
             steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
             self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
+            constants = cute.make_rmem_tensor(max(self.transformer.num_constants, 1), Float32)
+            if const_expr(config.transform is not None):
+                self.transformer.ask(constants, extras.transforms, heads.first, is_q, is_v, team_lane)
             length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
             if const_expr(config.decode):
                 self.pages.open(page_slot, ~is_q, lane)
@@ -221,16 +288,16 @@ class AppendKernel:
                 cute.arch.griddepcontrol_launch_dependents()
             place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane, page_slot)
             if is_v:
-                self.process_v(raw, scales, source, heads, extras, targets, place)
+                self.process_v(raw, scales, constants, source, heads, extras, targets, place)
             else:
                 cos = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
                 sin = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
                 if const_expr(config.rope != "none"):
                     self.rotator.make_angles(cos, sin, steps, position, rope_factor, team_lane)
                 if is_q:
-                    self.process_q(raw, source, cos, sin, heads, extras, targets, place)
+                    self.process_q(raw, constants, source, cos, sin, heads, extras, targets, place)
                 else:
-                    self.process_k(raw, scales, source, cos, sin, heads, extras, targets, place)
+                    self.process_k(raw, scales, constants, source, cos, sin, heads, extras, targets, place)
 
     # -- getting there ------------------------------------------------------------------------------------------------
 
@@ -396,21 +463,22 @@ class AppendKernel:
     # -- row by row ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def process_q(self, raw, source, cos, sin, heads, extras, targets, place):
+    def process_q(self, raw, constants, source, cos, sin, heads, extras, targets, place):
         """The team's q heads: most rows of a model with grouped queries.
 
-        Unrolled, but for decode: few rows take less time than copies of the code take to be fetched.
+        Unrolled, but for decode, where few rows take less time than copies of the code take to be fetched, and where
+        rows are transformed, which is long.
         """
         elements, ahead = self.k_elements, self.config.q_rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
         target = targets.q_out + Int64(place.token) * targets.q_out_stride + Int64(heads.first * elements.row_bytes)
         done = Int32(0)
         while done < heads.count:
-            if const_expr(not self.config.decode):
+            if const_expr(not self.rolled):
                 for u in cutlass.range_constexpr(ahead):
                     if done + u < heads.count:
                         self.unpack(raw, values, elements, u)
-                        self.turn_q(values, cos, sin, extras, heads.first + done + u, place)
+                        self.turn_q(values, constants, cos, sin, extras, heads, done + u, place)
                         if place.valid:
                             elements.piece.store(target, place.lane, elements.pack(values), u * elements.row_bytes)
                 done = done + ahead
@@ -419,7 +487,7 @@ class AppendKernel:
                 for _ in cutlass.range(cutlass.min(heads.count - done, ahead), unroll=1):
                     self.unpack(raw, values, elements, 0)
                     self.advance(raw, ahead)
-                    self.turn_q(values, cos, sin, extras, heads.first + done, place)
+                    self.turn_q(values, constants, cos, sin, extras, heads, done, place)
                     if place.valid:
                         elements.piece.store(target, place.lane, elements.pack(values))
                     done = done + 1
@@ -431,28 +499,38 @@ class AppendKernel:
                 self.fetch_rows(raw, source, elements, ahead, heads.count - done, place.lane)
 
     @cute.jit
-    def turn_q(self, values, cos, sin, extras, head, place):
-        """Bias, norm and RoPE of a q row."""
+    def turn_q(self, values, constants, cos, sin, extras, heads, done, place):
+        """Bias, norm, RoPE and transform of a q row, the team's ``done``-th."""
+        head = heads.first + done
         self.turn(values, cos, sin, extras.q_bias, extras.q_norm, extras, head, place.lane)
+        if const_expr(self.config.transform is not None):
+            next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
+            self.transformer.transform_q(values, constants, extras.transforms, head, next_head, place)
 
     @cute.jit
-    def process_k(self, raw, scales, source, cos, sin, heads, extras, targets, place):
+    def process_k(self, raw, scales, constants, source, cos, sin, heads, extras, targets, place):
         """The team's k heads."""
         target = (self.k_row, extras.k_scale, targets.k_cache, targets.k_strides)
 
         def prepare(values, head):
             self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
+            if const_expr(self.config.transform is not None):
+                next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
+                self.transformer.transform_k(values, constants, extras.transforms, next_head, place.lane)
 
         self.process_rows(raw, scales, source, self.k_elements, heads, target, place, prepare)
 
     @cute.jit
-    def process_v(self, raw, scales, source, heads, extras, targets, place):
+    def process_v(self, raw, scales, constants, source, heads, extras, targets, place):
         """The team's v heads."""
         target = (self.v_row, extras.v_scale, targets.v_cache, targets.v_strides)
 
         def prepare(values, head):
             if const_expr(self.config.has_bias):
                 self.add_bias(values, self.v_elements, extras.v_bias, head, place.lane)
+            if const_expr(self.config.transform is not None):
+                next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
+                self.transformer.transform_v(values, constants, extras.transforms, next_head, place.lane)
 
         self.process_rows(raw, scales, source, self.v_elements, heads, target, place, prepare)
 

@@ -52,8 +52,25 @@ class Where:
 
 
 @dataclass(frozen=True)
+class Transforms:
+    """Addresses of a transform's constants, 0 where there is none, and of what it takes off the scores of q's rows.
+
+    Constants are fp32 [num_kv_heads, head_dim]; q_shift fp32 [tokens, num_q_heads]. ``group_reciprocal`` finds a q
+    head's KV head, see `GROUP_BITS`.
+    """
+
+    k_center: Int64
+    k_factor: Int64
+    q_factor: Int64
+    v_factor: Int64
+    q_shift: Int64
+    num_q_heads: Int32
+    group_reciprocal: Int32
+
+
+@dataclass(frozen=True)
 class Extras:
-    """Addresses of what rows are combined with, 0 where there is none."""
+    """Addresses of what rows are combined with, 0 where there is none; ``transforms`` of variants that have them."""
 
     q_bias: Int64
     k_bias: Int64
@@ -63,6 +80,7 @@ class Extras:
     k_scale: Int64
     v_scale: Int64
     norm_eps: Float32
+    transforms: Any = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from cute_kernels.kv_cache.call import NUM_USUAL, AppendCall, check_append
 from cute_kernels.kv_cache.plan import Plan, check_alignment, config_of, make_plan
 from cute_kernels.kv_cache.reference import append_kv_reference
 from cute_kernels.kv_cache.rope import rope_of
+from cute_kernels.kv_cache.transforms import TRANSFORM_SCHEMA, parts_of, transform_of
 from cute_kernels.kv_cache.values import check_append_values
 from cute_kernels.runtime.plans import identity, keep
 
@@ -45,7 +46,8 @@ def launch(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tenso
     tokens and heads, V's cache has K's pages, and rows are as long as their head_dim says: the key needs the shapes of
     v and of K's cache alone.
     """
-    k, v, k_cache, v_cache, k_format, v_format, layout, rope, norm_eps, q, q_out, seq_lens, block_table = call
+    (k, v, k_cache, v_cache, k_format, v_format, layout, rope, norm_eps, q, q_out, seq_lens, block_table,
+     transform) = call  # fmt: skip
     try:
         key = (
             v.shape,
@@ -62,6 +64,7 @@ def launch(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tenso
             layout,
             None if rope is None else rope.text,
             norm_eps,
+            None if transform is None else transform.kind,
             extras and tuple([None if tensor is None else identity(tensor) for tensor in extras]),
         )
         plan = _plans.get(key)
@@ -108,15 +111,21 @@ _library.define(
     "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, str k_format, str v_format, "
     "str cache_layout, str? rope, float norm_eps, Tensor? q, Tensor? seq_lens, Tensor? block_table, "
     "Tensor? cu_seqlens, Tensor? slot_mapping, Tensor? position_ids, Tensor? q_bias, Tensor? k_bias, Tensor? v_bias, "
-    "Tensor? q_norm, Tensor? k_norm, Tensor? k_scale, Tensor? v_scale) -> Tensor",
+    "Tensor? q_norm, Tensor? k_norm, Tensor? k_scale, Tensor? v_scale, Tensor(c!)? q_shift=None, "
+    f"{TRANSFORM_SCHEMA}) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
 def _call_of(*arguments: Any) -> AppendCall:
-    """The operator's arguments as a call; it has no q_out, and its rope is a text."""
+    """The operator's arguments as a call; it has no q_out, its rope is a text, its transform comes in parts.
+
+    Of the last ones those are missing that nobody gave.
+    """
     rope = None if arguments[7] is None else rope_of(arguments[7])
-    return AppendCall._make((*arguments[:7], rope, *arguments[8:10], None, *arguments[10:]))
+    extras, q_shift, parts = arguments[12:22], (*arguments[22:23], None)[0], arguments[23:]
+    usual = (*arguments[:7], rope, *arguments[8:10], None, *arguments[10:12], transform_of(*parts))
+    return AppendCall._make((*usual, *extras, q_shift))
 
 
 def _result(call: AppendCall, q_out: torch.Tensor | None) -> torch.Tensor:
@@ -145,7 +154,8 @@ torch.library.register_fake("cute_kernels::append_kv", _on_meta, lib=_library)
 def dispatch(call: AppendCall) -> torch.Tensor | None:
     """The call through the operator; q_out is written from its result."""
     rope = None if call.rope is None else call.rope.text
-    result = torch.ops.cute_kernels.append_kv(*call[:7], rope, *call[8:10], *call[11:])
+    parts = parts_of(call.transform)
+    result = torch.ops.cute_kernels.append_kv(*call[:7], rope, *call[8:10], *call[11:13], *call.extras, *parts)
     if call.q is None:
         return None
     return result if call.q_out is None else call.q_out.copy_(result)

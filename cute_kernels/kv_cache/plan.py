@@ -16,6 +16,7 @@ from cute_kernels.kv_cache.config import (
     HAS_TABLE,
     WIDE_POSITIONS,
     AppendConfig,
+    cannot_rotate,
     row_alignment,
 )
 from cute_kernels.kv_formats import format_of
@@ -24,7 +25,7 @@ from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.memory import Blank, blank, byte_view, empty_strided
 from cute_kernels.runtime.plans import ALIGNMENT
 
-NO_ADDRESSES = (0,) * 10  # of extras
+NO_ADDRESSES = (0,) * 11  # of extras
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Plan:
         new_q_out: what a rotated q that the caller gives no tensor for is made of, None without q.
         k_view, v_view: dtypes that the function takes the caches as, None for their own.
         head_major: whether the caches are "HND".
+        transforms: whether the function takes the addresses of a transform.
         seq_lens, block_table: stand for those that a call does not have.
     """
 
@@ -54,6 +56,7 @@ class Plan:
     k_view: torch.dtype | None
     v_view: torch.dtype | None
     head_major: bool
+    transforms: bool
     seq_lens: torch.Tensor
     block_table: torch.Tensor
 
@@ -66,7 +69,7 @@ class Plan:
         if self.device_index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device_index):
                 return self.launch(call, extras)
-        k, v, k_cache, v_cache, _, _, _, _, norm_eps, q, q_out, seq_lens, block_table = call
+        k, v, k_cache, v_cache, _, _, _, _, norm_eps, q, q_out, seq_lens, block_table, transform = call
         if q_out is None and self.new_q_out is not None:
             q_out = empty_strided(*self.new_q_out)
         if self.k_view is not None:
@@ -89,11 +92,12 @@ class Plan:
             self.block_table if block_table is None else block_table,
             *addresses[:8],
             self.steps_address,
-            *addresses[8:],
+            *addresses[8:10],
             norm_eps,
             self.rope_factor,
             self.wave,
             self.mode,
+            *((*transform.addresses, addresses[10]) if self.transforms else ()),
         )
         return q_out
 
@@ -116,6 +120,7 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
         has_bias=any(bias is not None for bias in (call.q_bias, call.k_bias, call.v_bias)),
         has_norm=call.q_norm is not None or call.k_norm is not None,
         leads=leads,
+        transform=call.row_transform,
     )
     elsewhere = (call.cu_seqlens, call.slot_mapping, call.position_ids)
     decode = not leads and call.seq_lens is not None and all(given is None for given in elsewhere)
@@ -147,14 +152,20 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> Plan:
         k_view=byte_view(call.k_cache),
         v_view=byte_view(call.v_cache),
         head_major=call.cache_layout == "HND",
+        transforms=config.transform is not None,
         seq_lens=nothing[0],
         block_table=nothing,
     )
 
 
 def check_alignment(call: AppendCall, *, leads: bool = False) -> None:
-    """Raises ValueError for rows that the kernel's vectors could not address; ``leads`` as `config_of` has it."""
+    """Raises ValueError for rows that the kernel's vectors could not address, or its lanes not rotate; ``leads`` as
+    `config_of` has it."""
     config = config_of(call, leads=leads)
+    for name, head_dim in (("k_rotation", config.head_dim_k), ("v_rotation", config.head_dim_v)):
+        width = 1 if config.transform is None else getattr(config.transform, name)
+        if (reason := cannot_rotate(width, head_dim)) is not None:
+            raise ValueError(f"transform: got a {name} that is {reason}")
     for name in ("q", "k", "v", "q_out"):
         x = getattr(call, name)
         if x is not None:

@@ -16,6 +16,9 @@ def append_kv_reference(call: AppendCall, compute_dtype: torch.dtype = torch.flo
     """
     positions, pages, rows = places(call)
     q, k, v = transform(call, positions, compute_dtype)
+    if call.q_shift is not None:
+        given = call._replace(transform=None)
+        call.q_shift.copy_(shifts(call, transform(given, positions, compute_dtype)[0]))
     k_format, v_format = call.formats
     scatter(call, call.k_cache, quantize(k_format, k, call.k_scale), pages, rows)
     scatter(call, call.v_cache, quantize(v_format, v, call.v_scale), pages, rows)
@@ -25,7 +28,7 @@ def append_kv_reference(call: AppendCall, compute_dtype: torch.dtype = torch.flo
 def transform(
     call: AppendCall, positions: torch.Tensor, compute_dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """q (None without), k and v after bias, norm and RoPE, as they are quantised."""
+    """q (None without), k and v after bias, norm, RoPE and the cache's transform, as they are quantised."""
     v = _with_bias(call.v.to(compute_dtype), call.v_bias)
     results: list[torch.Tensor | None] = []
     for x, bias, weight in ((call.q, call.q_bias, call.q_norm), (call.k, call.k_bias, call.k_norm)):
@@ -38,7 +41,18 @@ def transform(
         results.append(x)
     q, k = results
     assert k is not None
+    if call.transform is not None:
+        q = None if q is None else call.transform.queries(q)
+        k, v = call.transform.keys(k), call.transform.values(v)
     return q, k, v
+
+
+def shifts(call: AppendCall, q: torch.Tensor | None) -> torch.Tensor:
+    """q . k_center of queries [tokens, num_q_heads, head_dim] that are not transformed yet."""
+    assert call.transform is not None and q is not None
+    shift = call.transform.shift(q)
+    assert shift is not None
+    return shift
 
 
 def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -11,6 +11,7 @@ from cute_kernels.deprecated import current_values, takes_old_names
 from cute_kernels.kv_cache import step_ops
 from cute_kernels.kv_cache.call import split_bias
 from cute_kernels.kv_cache.rope import Rope
+from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.kv_formats import format_pair
 from cute_kernels.names import CacheLayout, KvFormats, QkvBias, WindowSize
 
@@ -30,6 +31,7 @@ class StepOptions(CallOptions, total=False):
     softmax_scale: float | None
     num_splits: int | None
     out: torch.Tensor | None
+    transform: CacheTransform | None
 
 
 @overload
@@ -104,6 +106,7 @@ def append_and_decode(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    transform: CacheTransform | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
@@ -129,6 +132,10 @@ def append_and_decode(
         position_ids: int32 or int64 [batch, q_len], contiguous: positions for RoPE in place of those in the cache.
         softmax_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias, num_splits: as `decode_attention`
             has them.
+        transform: how the cache is written, as `append_kv` has it. The append transforms q as well, and the result is
+            that over K and V as they were; attention undoes V's part, of blocks up to 128 columns at no cost worth
+            naming, of wider ones by a dozen launches. A V whose transform is folded into the projections before and
+            after it needs none here.
         return_lse: also return the log-sum-exp of the scores, without the sinks.
         out: where to write the result, contiguous.
 
@@ -161,7 +168,7 @@ def append_and_decode(
     options = options_of(
         block_table, cache_layout, k_scale, v_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias
     )  # fmt: skip
-    numbers = (softmax_scale, num_splits, return_lse, out, options)
+    numbers = (softmax_scale, num_splits, return_lse, out, options, transform)
     step = step_ops.Step(q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras, *numbers)
     result, lse = step_ops.path_of(step)(step)
     return (result, lse) if return_lse else result

@@ -19,13 +19,23 @@ from cute_kernels.attention import plan as attention_plan
 from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, check_device_values, complete_options
 from cute_kernels.attention.call import make_call as make_attention_call
 from cute_kernels.attention.checks import check_out, check_positive, head_dim_of_row
+from cute_kernels.attention.features import WIDEST_RESTORED
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.kv_cache import ops as append_ops
 from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.kv_cache.call import AppendCall, check_append
 from cute_kernels.kv_cache.rope import Rope, rope_of
+from cute_kernels.kv_cache.transforms import (
+    PART_NAMES,
+    TRANSFORM_SCHEMA,
+    CacheTransform,
+    check_transform,
+    named_parts_of,
+    transform_of,
+)
 from cute_kernels.kv_cache.values import check_append_values
 from cute_kernels.kv_formats import format_of, format_pair
+from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
 
 Extras = tuple[torch.Tensor | None, ...]
@@ -56,6 +66,14 @@ class Step(NamedTuple):
     return_lse: bool
     out: torch.Tensor | None
     options: Any
+    transform: CacheTransform | None = None
+
+    @property
+    def sees_shift(self) -> bool:
+        """Whether the result depends on what a center takes off the scores."""
+        options = self.options
+        seen = self.return_lse or (options is not None and not (options["softcap"] is options["sinks"] is None))
+        return seen and self.transform is not None and self.transform.k_center is not None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -73,6 +91,8 @@ class StepPlan:
         token_shapes: of q, k and v as the append gets them.
         cu_seqlens: where each request's new tokens begin; None if it has one.
         has_extras: whether the append gets more than most do.
+        q_shift: what the queries' shifts are written to, None where nobody looks at them.
+        restores: whether attention brings its output back from V's transform.
     """
 
     append: append_plan.Plan
@@ -81,20 +101,28 @@ class StepPlan:
     token_shapes: tuple[torch.Size, torch.Size, torch.Size]
     cu_seqlens: torch.Tensor | None
     has_extras: bool
+    q_shift: Blank | None
+    restores: bool
 
     def launch(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launches both on the current stream, one directly after the other: (out or a new one, lse if asked for)."""
         (q, k, v, k_cache, v_cache, seq_lens, _, _, norm_eps, extras,
-         softmax_scale, _, return_lse, out, options) = step  # fmt: skip
+         softmax_scale, _, return_lse, out, options, transform) = step  # fmt: skip
         of_q, of_k, of_v = self.token_shapes
         table = None if options is None else options["block_table"]
         more = None
         if self.has_extras:
             scales = (None, None) if options is None else (options["k_scale"], options["v_scale"])
-            more = (self.cu_seqlens, None, *(extras or NO_EXTRAS), *scales)
+            q_shift = None if self.q_shift is None else append_plan.empty_strided(*self.q_shift)
+            more = (self.cu_seqlens, None, *(extras or NO_EXTRAS), *scales, q_shift)
+            if q_shift is not None:
+                options = (options or NO_OPTIONS) | {"q_shift": q_shift}
+        if self.restores:
+            assert transform is not None
+            options = (options or NO_OPTIONS) | {"out_factor": transform.out_factor}
         new = (k.view(of_k), v.view(of_v), k_cache, v_cache)
         rotated = self.append.launch(
-            (*new, None, None, None, None, norm_eps, q.view(of_q), None, seq_lens, table), more
+            (*new, None, None, None, None, norm_eps, q.view(of_q), None, seq_lens, table, transform), more
         )  # fmt: skip
         assert rotated is not None
         return self.attention.launch(
@@ -112,7 +140,7 @@ def launch(step: Step) -> tuple[torch.Tensor, Any]:
     compared by the first compiled function, as :func:`cute_kernels.kv_cache.ops.launch` says.
     """
     (q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras,
-     softmax_scale, num_splits, _, out, options) = step  # fmt: skip
+     softmax_scale, num_splits, _, out, options, transform) = step  # fmt: skip
     try:
         key = (
             q.shape,
@@ -134,6 +162,7 @@ def launch(step: Step) -> tuple[torch.Tensor, Any]:
             None if out is None else identity(out),
             None if extras is None else tuple([None if x is None else identity(x) for x in extras]),
             None if options is None else attention_ops.options_key(options),
+            None if transform is None else (transform.kind, step.sees_shift),
         )
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # an argument of a kind that none may be: the checks say which
@@ -150,10 +179,13 @@ def launch(step: Step) -> tuple[torch.Tensor, Any]:
                 return attention_ops.without_tokens(attention)
             plan = keep(_plans, key, make_plan(append, attention))
     try:
-        return plan.launch(step)
+        result, lse = plan.launch(step)
     except (TypeError, ValueError, RuntimeError):
         _checked(step)
         raise
+    if transform is not None and transform.changes_values and not plan.restores:
+        result = attention_ops.restore(transform, result, out)
+    return result, lse
 
 
 def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan:
@@ -166,6 +198,8 @@ def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan:
         token_shapes=(append.q.shape, append.k.shape, append.v.shape),
         cu_seqlens=append.cu_seqlens,
         has_extras=any(extra is not None for extra in append.extras),
+        q_shift=None if append.q_shift is None else blank(attention.q.shape[:3], torch.float32),
+        restores=attention.features.restores,
     )
 
 
@@ -186,9 +220,14 @@ def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
     """
-    q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras, _, num_splits, _, out, options = step
+    (q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras, _, num_splits, _, out, options,
+     transform) = step  # fmt: skip
     check_tensors(q=q, k=k, v=v)
     complete: Any = options or NO_OPTIONS
+    check_transform("transform", transform)
+    if step.sees_shift:
+        q_shift = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        complete = complete | {"q_shift": q_shift}
     attention = make_attention_call(
         q=torch.empty(q.shape, dtype=q.dtype, device=q.device),
         k_cache=k_cache,
@@ -199,6 +238,9 @@ def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
         out=out,
         **complete,
     )
+    if transform is not None and transform.v_rotation <= WIDEST_RESTORED:
+        has_factor = transform.v_factor is not None
+        attention = replace(attention, v_rotation=transform.v_rotation, v_factor=has_factor)
     position_ids, q_bias, k_bias, v_bias, q_norm, k_norm = extras or NO_EXTRAS
     batch, q_len = q.shape[:2]
     if isinstance(position_ids, torch.Tensor):
@@ -231,6 +273,8 @@ def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
         k_norm=k_norm,
         k_scale=complete["k_scale"],
         v_scale=complete["v_scale"],
+        transform=transform,
+        q_shift=None if complete["q_shift"] is None else complete["q_shift"].flatten(0, 1),
     )
     check_append(append)
     return append, attention
@@ -272,6 +316,8 @@ def reference(step: Step) -> tuple[torch.Tensor, Any]:
     assert rotated is not None
     scale = attention.softmax_scale if softmax_scale is None else float(softmax_scale)
     result, lse = attention_of(replace(attention, q=rotated.view(attention.q.shape), softmax_scale=scale))
+    if step.transform is not None:
+        result = step.transform.restore(result)
     return (result.to(rotated.dtype) if out is None else out.copy_(result)), lse
 
 
@@ -282,7 +328,7 @@ _library.define(
     "Tensor? v_bias, Tensor? q_norm, Tensor? k_norm, *, float? softmax_scale=None, int? num_splits=None, "
     "Tensor? block_table=None, str cache_layout='NHD', Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, "
     "int? window_size=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, "
-    "Tensor? attn_bias=None) -> (Tensor, Tensor)",
+    f"Tensor? attn_bias=None, {TRANSFORM_SCHEMA}) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -300,7 +346,8 @@ def dispatch(step: Step) -> tuple[torch.Tensor, Any]:
         *(step.extras or NO_EXTRAS),
         softmax_scale=step.softmax_scale,
         num_splits=step.num_splits,
-        **(step.options or {}),
+        **{name: given for name, given in (step.options or {}).items() if name != "q_shift"},
+        **named_parts_of(step.transform),
     )
     return (result if out is None else out.copy_(result)), lse
 
@@ -315,7 +362,8 @@ def _implementation(path: Callable[[Step], tuple[torch.Tensor, Any]]) -> Callabl
         formats = k_format if k_format == v_format else (k_format, v_format)
         made = None if rope is None else rope_of(rope)
         given = None if all(extra is None for extra in extras) else extras
-        numbers = (softmax_scale, num_splits, True, None, complete_options(options))
+        transform = transform_of(**{name: options.pop(name) for name in PART_NAMES if name in options})
+        numbers = (softmax_scale, num_splits, True, None, complete_options(options), transform)
         return path(Step(q, k, v, k_cache, v_cache, seq_lens, formats, made, norm_eps, given, *numbers))
 
     return run

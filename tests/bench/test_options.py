@@ -54,11 +54,14 @@ def test_appends_with_options_run(suite, monkeypatch):
     plain = found["plain"].call().clone()  # type: ignore[attr-defined]
     for name, option in found.items():
         same = torch.equal(option.call(), plain)  # type: ignore[arg-type]
-        assert same == (name not in ("qkv_bias", "q_norm and k_norm", "bias and norms", "no rope")), name
+        turned = name in ("qkv_bias", "q_norm and k_norm", "bias and norms", "no rope") or "rotated" in name
+        assert same == (not turned), name
 
 
 def test_an_option_may_take_its_bytes_and_a_share():
     assert Option(lambda: None, own_bytes=46_000_000).allowed_us(100.0) == pytest.approx(13.0)
+    step = Option(lambda: None, bar=options.STEP_BAR)
+    assert (step.allowed_us(10.0), step.allowed_us(100.0)) == (pytest.approx(0.2), pytest.approx(1.0))
     place = Option(lambda: None, bar=PLACES)
     assert (place.allowed_us(10.0), place.allowed_us(100.0)) == (pytest.approx(0.3), pytest.approx(1.0))
 

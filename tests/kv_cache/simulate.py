@@ -11,7 +11,15 @@ import torch
 from cute_kernels.kv_cache import ops
 from cute_kernels.kv_cache.bulk_ops import row_blocks
 from cute_kernels.kv_cache.call import AppendCall
-from cute_kernels.kv_cache.config import HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS, BulkConfig, divisor_of
+from cute_kernels.kv_cache.config import (
+    GROUP_BITS,
+    HAS_Q,
+    HAS_SEQ_LENS,
+    HAS_TABLE,
+    WIDE_POSITIONS,
+    BulkConfig,
+    divisor_of,
+)
 from simulator import Float32, Gpu, Int32, Int64, running
 
 WHERE = ("seq_lens", "block_table", "cu_seqlens", "slot_mapping", "position_ids")
@@ -104,7 +112,11 @@ def simulate_append(
         table_stride=Int64(0 if call.block_table is None else call.block_table.stride(0)),
         mode=Int32(mode),
     )
-    extras = kernel.Extras(**{name: Int64(at.get(name, 0)) for name in EXTRAS}, norm_eps=Float32(call.norm_eps))
+    extras = kernel.Extras(
+        **{name: Int64(at.get(name, 0)) for name in EXTRAS},
+        norm_eps=Float32(call.norm_eps),
+        transforms=_transforms(call, gpu, at.get("q_shift", 0)) if config.transform is not None else None,
+    )
     factor = Float32(1.0 if call.rope is None else call.rope.attention_factor)
     kv_rows = max(rows_per_team // config.q_rows_per_kv_row, 1)
     q_chunks, kv_chunks = -(-call.num_q_heads // rows_per_team), -(-call.num_kv_heads // kv_rows)
@@ -120,23 +132,49 @@ def simulate_append(
     gpu.get(at["v_cache"], call.v_cache)
     if q_out is not None:
         gpu.get(at["q_out"], q_out)
+    if call.q_shift is not None:
+        gpu.get(at["q_shift"], call.q_shift)
     return q_out
 
 
-def simulate_bulk(config: BulkConfig, numbers: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor | None) -> None:
-    """Quantises numbers [n, heads, head_dim] into rows, or dequantises rows into numbers."""
+def _transforms(call: AppendCall, gpu: Gpu, q_shift: int) -> Any:
+    from cute_kernels.kv_cache import kernel
+
+    transform: Any = call.transform
+    arrays = (transform.k_center, transform.k_factor, transform.q_factor, transform.v_factor)
+    reciprocal = -(-(1 << GROUP_BITS) // max(call.num_q_heads // call.num_kv_heads, 1))
+    addresses = [Int64(gpu.put(array)) for array in arrays]
+    return kernel.Transforms(*addresses, Int64(q_shift), Int32(call.num_q_heads), Int32(reciprocal))
+
+
+def simulate_bulk(
+    config: BulkConfig,
+    numbers: torch.Tensor,
+    rows: torch.Tensor,
+    scale: torch.Tensor | None,
+    constants: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> None:
+    """Quantises numbers [n, heads, head_dim] into rows, or dequantises rows into numbers.
+
+    constants: center and factor of a transform.
+    """
     from cute_kernels.kv_cache import bulk
 
     gpu = _make_gpu()
     num_heads = numbers.shape[-2]
     num_rows = numbers.numel() // config.head_dim
     at_numbers, at_rows, at_scale = gpu.put(numbers), gpu.put(rows), gpu.put(scale)
-    given = [Int64(at_numbers), Int64(at_rows), Int64(at_scale)]
+    transforms = None
+    if config.transform is not None:
+        addresses = [Int64(gpu.put(array)) for array in constants]
+        transforms = bulk.Transforms(*addresses, *[Int64(0)] * 3, Int32(0), Int32(0))
+    given: list[Any] = [Int64(at_numbers), Int64(at_rows), Int64(at_scale)]
     given += [Int32(num_rows), Int32(num_heads), Int64(divisor_of(num_heads))]
     if config.strided:
         for tensor in (numbers, rows):
             inner, stride = row_blocks(tensor) or (0, 0)
             given += [Int32(inner), Int64(stride * tensor.element_size()), Int64(divisor_of(inner))]
+        given.append(transforms)
     with running(gpu):
         simulated: Any = bulk.BulkKernel(config)
         launch = simulated.strided_kernel if config.strided else simulated.kernel

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from cute_kernels.kv_cache import LinearScaling, Llama3Scaling, NtkScaling, Rope, YarnScaling, append_kv
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.reference import shaped_scale
+from cute_kernels.kv_cache.transforms import parts_of
 from tests.kv_cache.cases import ALL_FORMATS, POISON, Shape, clone_caches, make_call
+from tests.kv_cache.transformed import make_transform, with_transform
 
 
 def arguments(call: AppendCall) -> dict[str, Any]:
@@ -335,7 +337,11 @@ def test_the_operator_passes_opcheck(shape):
     call = make_call(shape)
     rope = None if call.rope is None else call.rope.text
     operator = torch.ops.cute_kernels.append_kv.default
-    torch.library.opcheck(operator, (*call[:7], rope, *call[8:10], *call[11:]))
+    torch.library.opcheck(operator, (*call[:7], rope, *call[8:10], *call[11:13], *call.extras))
+    if call.q is not None:
+        call = with_transform(call, make_transform(call.num_kv_heads, 128, k_rotation=32))
+        parts = parts_of(call.transform)
+        torch.library.opcheck(operator, (*call[:7], rope, *call[8:10], *call[11:13], *call.extras, *parts))
 
 
 @every_compiled
@@ -356,6 +362,20 @@ def test_it_compiles_without_graph_breaks(shape):
     for name in ("k_cache", "v_cache"):
         assert torch.equal(getattr(eager, name).view(torch.uint8), getattr(compiled, name).view(torch.uint8))
         assert not torch.equal(getattr(eager, name).view(torch.uint8), getattr(call, name).view(torch.uint8))
+
+
+def test_a_transform_compiles_without_graph_breaks():
+    """And what it writes beside the cache is written."""
+    torch.compiler.reset()
+    shape = Shape("int4_g4", rope=Rope(128))
+    given = make_transform(2, 128, k_rotation=128, v_rotation=32)
+    eager, compiled = (with_transform(make_call(shape), given) for _ in range(2))
+    want = run(eager)
+    got = torch.compile(lambda: run(compiled), fullgraph=True, backend="aot_eager")()
+    assert want is not None and got is not None and torch.equal(got, want)
+    assert eager.q_shift is not None and compiled.q_shift is not None
+    assert torch.equal(eager.q_shift, compiled.q_shift) and not eager.q_shift.isnan().any()
+    assert torch.equal(eager.k_cache, compiled.k_cache) and torch.equal(eager.v_cache, compiled.v_cache)
 
 
 def test_a_compiled_call_writes_q_out():
@@ -386,7 +406,7 @@ def test_a_parameter_is_as_good_as_a_tensor():
 
 def test_the_call_lists_what_append_takes():
     """`AppendCall.extras` counts fields: those from cu_seqlens on."""
-    assert AppendCall._fields[13] == "cu_seqlens" and len(AppendCall._fields) == 23
+    assert AppendCall._fields[14] == "cu_seqlens" and len(AppendCall._fields) == 25
     assert not dataclasses.is_dataclass(AppendCall)  # a tuple: making one costs the host little
 
 

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.kv_cache.bulk_ops import row_blocks
-from cute_kernels.kv_cache.config import BulkConfig, row_alignment, team_lanes
+from cute_kernels.kv_cache import CacheTransform, quantize_kv
+from cute_kernels.kv_cache.bulk_ops import half_of, row_blocks
+from cute_kernels.kv_cache.config import BulkConfig, RowTransform, row_alignment, row_transform_of, team_lanes
 from cute_kernels.kv_cache.reference import quantize, shaped_scale
 from cute_kernels.kv_formats import HEAD_DIMS, format_of
 from simulator import Float32, Gpu, running
 from tests.kv_cache.awkward import awkward, same_bits, scales_for
 from tests.kv_cache.cases import ALL_FORMATS, DTYPES
 from tests.kv_cache.simulate import simulate_bulk
+from tests.kv_cache.transformed import make_transform
 from tests.tensors import among_others
 
 
@@ -132,3 +134,47 @@ def test_maxima_over_the_largest_code_are_ieees():
             with running(Gpu()):
                 got = quotients.over_constant(value, divisor)
             assert (np.asarray(got) == np.asarray(value) / np.float32(divisor)).all()
+
+
+@pytest.mark.parametrize("operand", ["k", "v"])
+@pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (128, 32), (128, 1), (256, 128), (80, 1)])
+@pytest.mark.parametrize("kv_format", ["bf16", "int4_g1", "int4_g4", "int8_token_head", "e5m2"])
+def test_transformed_numbers_become_the_formats_rows(kv_format, head_dim, width, operand):
+    """Of K with its center and of V; bit for bit those of the transform's reference in fp32."""
+    form = format_of(kv_format)
+    x = (3 * torch.randn(8, 3, head_dim, generator=torch.Generator().manual_seed(0))).to(torch.bfloat16)
+    transform = make_transform(3, head_dim, k_rotation=width, v_rotation=width)
+    half = half_of(transform, operand)
+    assert half is not None
+    config = BulkConfig("quantize", kv_format, "bf16", head_dim, strided=True, transform=row_transform_of(half, False))
+    assert config.can_implement() is None
+    rows = torch.zeros((*x.shape[:-1], form.row_elements(head_dim)), dtype=form.cache_dtype)
+    simulate_bulk(config, x, rows, None, (half.k_center, half.k_factor))
+    change = transform.keys if operand == "k" else transform.values
+    assert same_bits(rows, quantize(form, change(x.float()), None).view(form.cache_dtype))
+    assert same_bits(rows, quantize_kv(x, kv_format=kv_format, transform=transform, operand=operand))
+
+
+def test_a_transform_in_bulk_that_does_not_fit_is_refused():
+    x = torch.zeros(2, 3, 64)
+    with pytest.raises(ValueError, match="operand: got None, want 'k' or 'v' with a transform"):
+        quantize_kv(x, kv_format="int4_g4", transform=make_transform(3, 64))
+    with pytest.raises(ValueError, match=r"transform: got constants \[2, 64\], want \[3, 64\], x's heads"):
+        quantize_kv(x, kv_format="int4_g4", transform=make_transform(2, 64), operand="v")
+    with pytest.raises(ValueError, match="transform: got a rotation of 128 columns for a head_dim of 64"):
+        quantize_kv(x, kv_format="int4_g4", transform=CacheTransform(k_rotation=128), operand="k")
+    with pytest.raises(TypeError, match="transform: got str, want a CacheTransform"):
+        quantize_kv(x, kv_format="int4_g4", transform="hadamard", operand="k")  # type: ignore[arg-type]
+    base = BulkConfig("quantize", "int4_g4", "bf16", 96, strided=True, transform=RowTransform(k_rotation=32))
+    assert "k_rotation is 32, not 1, with a head_dim of 96" in str(base.can_implement())
+    assert replace(base, direction="dequantize", head_dim=64).can_implement() is not None
+
+
+def test_what_only_the_other_operand_has_changes_nothing():
+    x = torch.randn(2, 3, 64)
+    plain = quantize_kv(x, kv_format="int4_g4")
+    of_k = make_transform(3, 64, k_rotation=64, parts="center factor")
+    assert torch.equal(quantize_kv(x, kv_format="int4_g4", transform=of_k, operand="v"), plain)
+    compiled = torch.compile(lambda: quantize_kv(x, kv_format="int4_g4", transform=of_k, operand="k"), fullgraph=True,
+                             backend="aot_eager")  # fmt: skip
+    assert torch.equal(compiled(), quantize_kv(x, kv_format="int4_g4", transform=of_k, operand="k"))

@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.kv_cache import Rope, append_kv, ops, plan
+from cute_kernels.kv_cache import CacheTransform, Rope, append_kv, ops, plan
 from cute_kernels.kv_cache.call import NUM_USUAL, AppendCall
 from cute_kernels.runtime import native
 from tests.kv_cache.cases import Shape, make_call
 from tests.kv_cache.test_append_cpu import arguments
+from tests.kv_cache.transformed import make_transform
 from tests.tensors import apart, offset, padded
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
 Arguments = dict[str, Any]
 PLAIN = Shape("int4_g4", rope=Rope(128))
+TURNED = make_transform(2, 128, k_rotation=32)
 
 
 class Properties:
@@ -111,6 +113,23 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "misaligned bias": lambda: but(lambda a: {"qkv_bias": (None, offset(a["qkv_bias"][1], 2), None)}, bias=True),
     "norm": lambda: of(norm=True),
     "norm of k alone": lambda: of(norm=True) | {"q_norm": None},
+    "a transform": lambda: of() | {"transform": TURNED},
+    "one of other constants": lambda: of() | {"transform": make_transform(2, 128, k_rotation=32, seed=1)},
+    "a narrower one": lambda: of() | {"transform": make_transform(2, 128, k_rotation=16)},
+    "one that centres alone": lambda: of() | {"transform": make_transform(2, 128, parts="center")},
+    "one that changes nothing": lambda: of() | {"transform": CacheTransform()},
+    "one of other heads": lambda: of() | {"transform": make_transform(3, 128)},
+    "a transform in words": lambda: of() | {"transform": "hadamard"},
+    "a transform for prefill": lambda: of(new=(3, 9)) | {"transform": TURNED},
+    "a transform and shifts": lambda: of() | {"transform": TURNED, "q_shift": torch.zeros(4, 4)},
+    "shifts of halves": lambda: of() | {"transform": TURNED, "q_shift": torch.zeros(4, 4).half()},
+    "shifts without a transform": lambda: of() | {"q_shift": torch.zeros(4, 4)},
+    "shifts without a center": lambda: of() | {"transform": make_transform(2, 128, parts=""),
+                                               "q_shift": torch.zeros(4, 4)},
+    "a transform without q": lambda: of(num_q_heads=0) | {"transform": TURNED},
+    "a rotation of 96 columns": lambda: of(head_dim=96, rope=None) | {
+        "transform": make_transform(2, 96, k_rotation=32)
+    },
     "a negative eps": lambda: of() | {"norm_eps": -1.0},
 }  # fmt: skip
 
@@ -150,7 +169,7 @@ def test_a_new_q_is_contiguous_and_a_given_one_comes_back(launches):
 
 
 def test_most_calls_have_no_extras():
-    assert AppendCall._fields[NUM_USUAL - 1] == "block_table"
+    assert AppendCall._fields[NUM_USUAL - 2 : NUM_USUAL] == ("block_table", "transform")
     assert make_call(PLAIN).extras == (None,) * (len(AppendCall._fields) - NUM_USUAL)
 
 

@@ -19,11 +19,13 @@ from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.runtime import native
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.steps import Arguments, make_step
+from tests.kv_cache.transformed import make_transform
 from tests.tensors import apart, fused, padded, side_by_side
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
 PLAIN = Shape("int4_g4", rope=Rope(64), head_dim=64)
+TURNED = make_transform(2, 64, k_rotation=64, parts="center")
 
 
 class Properties:
@@ -96,6 +98,15 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "window": lambda: of(options={"window_size": 5}),
     "sinks": lambda: of(options={"sinks": torch.zeros(4)}),
     "a scale": lambda: of() | {"softmax_scale": 0.5},
+    "a transform": lambda: of() | {"transform": TURNED},
+    "a transform, lse": lambda: of() | {"transform": TURNED, "return_lse": True},
+    "a transform without a center, lse": lambda: (
+        of() | {"transform": make_transform(2, 64, parts="factor"), "return_lse": True}
+    ),
+    "a transform, a cap": lambda: of(options={"softcap": 20.0}) | {"transform": TURNED},
+    "a transform, sinks, 3 tokens": lambda: of(q_len=3, options={"sinks": torch.zeros(4)}) | {"transform": TURNED},
+    "a transform of other heads": lambda: of() | {"transform": make_transform(1, 64)},
+    "a transform in words": lambda: of() | {"transform": "hadamard"},
     "a negative scale": lambda: of() | {"softmax_scale": -0.5},
 }
 

@@ -1,0 +1,70 @@
+"""Hadamard transforms of a team's row: butterflies in a lane's registers, then between lanes.
+
+A transform of width w acts on blocks of w neighbouring columns, in natural (Sylvester) order: entry (i, j) of its
+matrix is (-1)**popcount(i & j) / sqrt(w). It is its own inverse. Each bit of a column's number is one butterfly step:
+in registers where a lane owns both columns, else one xor shuffle and one multiply-add per column.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_kernels.device import numbers, ptx
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """The transform of rows whose columns lie in lanes as :class:`cute_kernels.device.rows.Elements` has them.
+
+    Args:
+        width: columns of a block, a power of two; 1 changes nothing.
+        head_dim, lanes, runs: columns of a row, lanes that share it, runs of columns of a lane; with a width beyond 1
+            powers of two, all of them.
+    """
+
+    width: int
+    head_dim: int
+    lanes: int
+    runs: int = 1
+
+    @property
+    def run_columns(self) -> int:
+        """Neighbouring columns of a lane."""
+        return self.head_dim // self.lanes // self.runs
+
+    def apply(self, values, lane: Int32) -> None:
+        """Transforms the lane's columns, fp32, in place; all lanes of the warp take part.
+
+        Bit by bit from the lowest, then times 1 / sqrt(width): additions are those of
+        :func:`cute_kernels.kv_cache.transforms.rotated`, in its order, so that fp32 results are the same.
+        """
+        if self.width == 1:
+            return
+        count, run, part = self.head_dim // self.lanes, self.run_columns, self.head_dim // self.runs
+        for bit in range(self.width.bit_length() - 1):
+            step = 1 << bit  # columns
+            if step < run:
+                self._within_lane(values, count, step)
+            elif step < part:
+                self._between_lanes(values, count, step // run, lane)
+            else:
+                self._within_lane(values, count, run * step // part)
+        for i in range(count):
+            values[i] = numbers.multiply(values[i], Float32(1.0 / math.sqrt(self.width)))
+
+    def _within_lane(self, values, count: int, distance: int) -> None:
+        for i in range(count):
+            if not i & distance:
+                low, high = values[i], values[i + distance]
+                values[i] = numbers.add(low, high)
+                values[i + distance] = numbers.add(low, -high)
+
+    def _between_lanes(self, values, count: int, distance: int, lane: Int32) -> None:
+        sign = cutlass.select_((lane & distance) != 0, Float32(-1.0), Float32(1.0))
+        for i in range(count):
+            values[i] = ptx.fma(values[i], sign, cute.arch.shuffle_sync_bfly(values[i], offset=distance))

@@ -1,0 +1,72 @@
+"""Extend attention over a transformed cache: what PyTorch's operations do before and after the kernels.
+
+Both sources of keys have to be in one basis: q becomes q', and new K and V, which are exact, become k' and v' rounded
+to their 16 bits. The result is brought back, and what a center has taken off the scores comes back where it is seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.arguments import check_tensors
+from cute_kernels.kv_cache.transforms import CacheTransform, check_transform
+
+
+class Inputs(NamedTuple):
+    """What the kernels get, and the queries' q . k_center [total_q, num_q_heads]; None where nobody sees it."""
+
+    q: torch.Tensor
+    new_k: torch.Tensor | None
+    new_v: torch.Tensor | None
+    shift: torch.Tensor | None
+
+
+def inputs_of(transform: CacheTransform, q: Any, options: dict[str, Any], return_lse: bool) -> Inputs:
+    """The transformed inputs of a call with these options.
+
+    Raises:
+        TypeError, ValueError: the transform is none, does not fit, or would have to be undone inside the kernel.
+    """
+    check_transform("transform", transform)
+    new_k, new_v = options["new_k"], options["new_v"]
+    given = {"q": q, "new_k": new_k, "new_v": new_v}
+    check_tensors(**{name: x for name, x in given.items() if x is not None or name == "q"})
+    for name, x in given.items():
+        if x is not None and transform.device not in (None, x.device):
+            raise ValueError(f"transform: got one on {transform.device}, want it on {x.device}, where {name} is")
+    centred = transform.k_center is not None
+    if centred and options["softcap"] is not None:
+        raise ValueError(
+            f"softcap: got {options['softcap']} over a cache with a k_center, whose part of the scores comes before "
+            "the cap; want a transform without a center, or decode_attention"
+        )
+    sees_shift = centred and (return_lse or options["sinks"] is not None)
+    return Inputs(
+        q=transform.queries(q),
+        new_k=None if new_k is None else transform.keys(new_k).contiguous(),
+        new_v=None if new_v is None else transform.values(new_v).contiguous(),
+        shift=transform.shift(q) if sees_shift else None,
+    )
+
+
+def results_of(
+    transform: CacheTransform,
+    inputs: Inputs,
+    result: torch.Tensor,
+    lse: torch.Tensor | None,
+    softmax_scale: float | None,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse) over K and V before the transform; ``sinks``: those that the kernels were not given."""
+    if inputs.shift is not None:
+        assert lse is not None
+        scale = result.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        lse = lse + scale * inputs.shift
+    restored = transform.restore(result)
+    if sinks is not None:
+        assert lse is not None
+        kept = torch.sigmoid(lse - sinks).masked_fill(lse == -torch.inf, 0)
+        restored = (restored.float() * kept.unsqueeze(-1)).to(result.dtype)
+    return restored, lse

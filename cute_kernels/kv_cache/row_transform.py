@@ -1,0 +1,147 @@
+"""A cache transform on a team's rows, after RoPE: centre, factor and rotation of k and v, and q's side of them.
+
+What each does is said in :mod:`cute_kernels.kv_cache.transforms`; here it happens in registers, between RoPE and the
+quantisation. Constants are fp32 [num_kv_heads, head_dim]: some KiB that every CTA reads, so from the second one on they
+come from the L2 cache. A row's are asked for when the row is, or when the row before has met its own.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int64, const_expr
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.hadamard import Hadamard
+from cute_kernels.device.lanes import in_pairs, lane_sum, neighbours
+from cute_kernels.device.rows import Elements
+from cute_kernels.kv_cache.config import GROUP_BITS, LANE_ELEMENTS, RowTransform
+
+
+class RowTransformer:
+    """The transforms of a kernel's rows; ``given``: a :class:`cute_kernels.kv_cache.operands.Transforms`."""
+
+    def __init__(self, parts: RowTransform | None, head_dims: tuple[int, int], lanes: int, runs: int):
+        """parts: what is done; head_dims: of K and V; lanes, runs: of a team."""
+        self.parts, self.lanes = parts or RowTransform(), lanes
+        k_dim, v_dim = head_dims
+        self.k_constants = Elements("fp32", k_dim, lanes, runs)
+        self.v_constants = Elements("fp32", v_dim, lanes, runs)
+        self.k_hadamard = Hadamard(self.parts.k_rotation, k_dim, lanes, runs)
+        self.v_hadamard = Hadamard(self.parts.v_rotation, v_dim, lanes, runs)
+
+    @property
+    def num_constants(self) -> int:
+        """Words of a lane's constants of a row."""
+        return self.parts.num_parts * max(self.k_constants.count, self.v_constants.count)
+
+    @cute.jit
+    def ask(self, constants, given, head, is_q, is_v, lane):
+        """Asks for the constants of the team's first row: they are on their way while that is."""
+        if const_expr(self.k_constants == self.v_constants):
+            # One copy of the code: registers that branches fill are moved where these meet, and so waited for.
+            head = cutlass.select_(is_q, self.kv_head(given, head), head)
+            for part in cutlass.range_constexpr(self.parts.num_parts):
+                base = self.address_of(given, part, is_q, is_v)
+                if base != 0:
+                    self._load(constants, self.k_constants, part, base, head, lane)
+        elif is_v:
+            self.ask_v(constants, given, head, lane)
+        elif is_q:
+            self.ask_q(constants, given, head, lane)
+        else:
+            self.ask_k(constants, given, head, lane)
+
+    def addresses(self, given):
+        """Of the parts of K's, q's and V's constants, in the order in which rows meet them."""
+        parts = self.parts
+        of_k = [given.k_center] * parts.center + [given.k_factor] * parts.factor
+        of_q = [given.k_center] * parts.shift + [given.q_factor] * parts.factor
+        return of_k, of_q, [given.v_factor] * parts.v_factor
+
+    def address_of(self, given, part: int, is_q, is_v):
+        """Of a part of the constants of the team's kind of rows; 0 if they have no such part."""
+        of_k, of_q, of_v = (own[part] if part < len(own) else Int64(0) for own in self.addresses(given))
+        return cutlass.select_(is_q, of_q, cutlass.select_(is_v, of_v, of_k))
+
+    def kv_head(self, given, q_head):
+        """The KV head that a q head reads."""
+        return (q_head * given.group_reciprocal) >> GROUP_BITS
+
+    def ask_k(self, constants, given, head, lane):
+        """``constants`` become those of a k head: center, then factor."""
+        for part, base in enumerate(self.addresses(given)[0]):
+            self._load(constants, self.k_constants, part, base, head, lane)
+
+    def ask_q(self, constants, given, q_head, lane):
+        """``constants`` become those of a q head: center where shifts are wanted, then factor."""
+        for part, base in enumerate(self.addresses(given)[1]):
+            self._load(constants, self.k_constants, part, base, self.kv_head(given, q_head), lane)
+
+    def ask_v(self, constants, given, head, lane):
+        for part, base in enumerate(self.addresses(given)[2]):
+            self._load(constants, self.v_constants, part, base, head, lane)
+
+    def _load(self, constants, elements: Elements, part: int, base, head, lane):
+        for i, value in enumerate(elements.load(base + Int64(head) * elements.row_bytes, lane)):
+            constants[part * elements.count + i] = value
+
+    def transform_k(self, values, constants, given, next_head, lane):
+        """k' of a row, whose ``constants`` then become those of the next one: they come while this one is written."""
+        self.apply_constants(values, constants)
+        self.ask_k(constants, given, next_head, lane)
+        self.k_hadamard.apply(values, lane)
+
+    def apply_constants(self, values, constants):
+        """What K's constants do."""
+        count = self.k_constants.count
+        if self.parts.center:
+            for i in range(count):
+                values[i] = numbers.add(values[i], -constants[i])
+        if self.parts.factor:
+            for i in range(count):
+                values[i] = numbers.multiply(values[i], constants[self.parts.center * count + i])
+
+    def transform_v(self, values, constants, given, next_head, lane):
+        if self.parts.v_factor:
+            for i in range(self.v_constants.count):
+                values[i] = numbers.multiply(values[i], constants[i])
+        self.ask_v(constants, given, next_head, lane)
+        self.v_hadamard.apply(values, lane)
+
+    @cute.jit
+    def transform_q(self, values, constants, given, head, next_head, place):
+        """q's side; where it is asked for, also what the centre takes off the scores."""
+        count = self.k_constants.count
+        if const_expr(self.parts.shift):
+            total = self.shift_of(values, constants)
+            if place.valid:
+                # All lanes write the same: cheaper than to choose one.
+                index = Int64(place.token) * given.num_q_heads + head
+                numbers.store_global_words(given.q_shift + index * 4, 0, [numbers.bits(total)])
+        if const_expr(self.parts.factor):
+            for i in cutlass.range_constexpr(count):
+                values[i] = numbers.multiply(values[i], constants[self.parts.shift * count + i])
+        if const_expr(self.parts.shift or self.parts.factor):
+            if self.kv_head(given, next_head) != self.kv_head(given, head):
+                self.ask_q(constants, given, next_head, place.lane)
+        self.k_hadamard.apply(values, place.lane)
+
+    def shift_of(self, values, centres):
+        """q . k_center of the team's row.
+
+        Summed up in an order that does not depend on how many lanes there are: the kernel for decode gives what the
+        others give.
+        """
+        runs, count = self.k_constants.runs, self.k_constants.count
+        whole = count % LANE_ELEMENTS == 0  # else all kernels have as many lanes
+        run, size = count // runs, (LANE_ELEMENTS if whole else count) // runs
+        parts = []
+        for first in range(0, run, size):
+            part = Float32(0.0)
+            for i in (r * run + first + j for r in range(runs) for j in range(size)):
+                part = ptx.fma(values[i], centres[i], part)
+            parts.append(part)
+        return lane_sum(in_pairs(operator.add, parts), neighbours(self.lanes))

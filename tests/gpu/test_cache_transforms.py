@@ -1,0 +1,165 @@
+"""Cache transforms on a GPU: what is appended are rows of k' and v', and attention over them is attention over k and v.
+
+The yardstick is fp64: of the cache as the GPU has left it, what it stands for before the transform, and queries that
+nothing has transformed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_kernels import append_and_decode, append_kv, decode_attention, merge_states
+from cute_kernels.kv_cache import CacheTransform
+from cute_kernels.kv_cache import reference as append_reference
+from cute_kernels.kv_cache.compile import AppendSpec
+from cute_kernels.runtime import arch_of, load_many
+from tests.gpu.specs import step_specs
+from tests.kv_cache.cases import assert_appended, clone_caches, make_call
+from tests.kv_cache.steps import assert_same, with_own_cache
+from tests.kv_cache.transformed import make_transform, with_transform
+from tests.kv_cache.transformed_steps import BOTH, CASES, assert_near, calls_of, expected
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transform_kernels")]
+
+CUDA = "cuda"
+APART = ("int4_g4", "a cap", "sinks", "sinks, a cap, a window", "4 new tokens, a cap", "contiguous")
+APPENDS = {
+    "decode": {"new": (1,) * 9},
+    "prefill": {"new": (3, 0, 50, 17)},
+    "slots": {"place": "slots", "positions": "int32"},
+}
+
+
+def specs():
+    """All kernels of this file, to be compiled beforehand: `python -m tests.gpu.prepare`."""
+    steps = {name: case.step("cpu", blank=True) for name, case in CASES.items()}
+    found = [spec for step in steps.values() for spec in step_specs(step, fused=True)]
+    for name in APART:
+        step = CASES[name].of_keys().step("cpu", blank=True)
+        found += [spec for fused in (True, False) for spec in step_specs(step, fused)]
+    plain = steps["int4_g4"] | {"transform": None}
+    found += [spec for lse in (True, False) for spec in step_specs(plain | {"return_lse": lse}, fused=False)]
+    found += step_specs(plain, fused=True)
+    leading = [spec.config for spec in found if isinstance(spec, AppendSpec) and spec.config.leads]
+    apart = [replace(config, leads=False) for config in leading]
+    return list(dict.fromkeys([*found, *map(AppendSpec, apart), *(AppendSpec(c.for_decode()) for c in apart)]))
+
+
+@pytest.fixture(scope="module")
+def transform_kernels() -> None:
+    load_many(specs(), arch_of())
+
+
+# -- append ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", APPENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_rows_are_those_of_the_transformed_keys_and_values(case, name):
+    """Bit for bit where nothing but the transform is computed; q comes out transformed, and its shifts."""
+    given = CASES[case]
+    call = with_transform(make_call(given.shape.with_(**APPENDS[name]), CUDA), given.transform(CUDA))
+    before = clone_caches(call)
+    fields = call._asdict()
+    fields["kv_format"] = (fields.pop("k_format"), fields.pop("v_format"))
+    fields["qkv_bias"] = tuple(fields.pop(name) for name in ("q_bias", "k_bias", "v_bias"))
+    q_out = append_kv(**fields)
+    assert_appended(call, before, q_out)
+    if call.q_shift is not None:
+        plain = call._replace(transform=None, q_shift=None)
+        q, _, _ = append_reference.transform(plain, append_reference.places(plain)[0], torch.float64)
+        want = append_reference.shifts(call, q)
+        assert (call.q_shift - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_attention_over_the_keys_and_values_before_the_transform(case):
+    step = CASES[case].step(CUDA)
+    out, lse = append_and_decode(**step)
+    assert_near(out, lse, *expected(step))
+
+
+@pytest.mark.parametrize("case", APART)
+def test_a_step_is_its_two_calls(case):
+    """Bit for bit where V has no part: append_kv that hands on q' and its shifts, then attention."""
+    step = CASES[case].step(CUDA) | {"transform": CASES[case].of_keys().transform(CUDA)}
+    other = with_own_cache(step)
+    out, lse = append_and_decode(**step)
+    append, attention = calls_of(other)
+    fields = append._asdict() | {"q_shift": torch.empty(append.q.shape[:2], device=CUDA)}
+    fields["kv_format"] = (fields.pop("k_format"), fields.pop("v_format"))
+    fields["qkv_bias"] = tuple(fields.pop(name) for name in ("q_bias", "k_bias", "v_bias"))
+    turned = append_kv(**fields)
+    assert turned is not None
+    names = ("k_cache", "v_cache", "seq_lens", "kv_format", "block_table", "cache_layout", "k_scale", "v_scale",
+             "softcap", "window_size", "sinks", "num_splits")  # fmt: skip
+    options = {name: other[name] for name in names if name in other}
+    shape = attention.q.shape
+    shift = fields["q_shift"].view(shape[:3])
+    want, want_lse = decode_attention(turned.view(shape), **options, q_shift=shift, return_lse=True)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+    assert_same(step, other)
+
+
+@pytest.mark.parametrize("case", ["int4_g4", "a cap", "sinks"])
+def test_attention_alone_takes_queries_that_nothing_has_transformed(case):
+    step = CASES[case].step(CUDA)
+    append_and_decode(**step)
+    append, attention = calls_of(step)
+    plain = append._replace(transform=None, q_shift=None)
+    q, _, _ = append_reference.transform(plain, append_reference.places(plain)[0], torch.float64)
+    assert q is not None
+    names = ("k_cache", "v_cache", "seq_lens", "kv_format", "block_table", "softcap", "sinks", "transform")
+    options = {name: step[name] for name in names if name in step}
+    q = q.view(attention.q.shape).to(step["q"].dtype)
+    out, lse = decode_attention(q, **options, return_lse=True)
+    assert_near(out, lse, *expected(step))
+    given = torch.empty_like(out)
+    assert decode_attention(q, **options, out=given) is given
+    assert_near(given, None, *expected(step))
+
+
+def test_parts_of_a_context_with_other_centers_merge():
+    """Their log-sum-exps are of the scores as they are without any center."""
+    parts = []
+    for seed in (1, 2):
+        step = CASES["int4_g4"].step(CUDA)
+        step["transform"] = make_transform(2, 128, device=CUDA, k_rotation=64, parts="center", seed=seed)
+        step["seq_lens"] = step["seq_lens"].clamp(min=4)
+        parts.append((append_and_decode(**step), expected(step)))
+    (one, want_one), (two, want_two) = parts
+    out, lse = merge_states(one[0], one[1], two[0], two[1])
+    total = torch.logaddexp(want_one[1], want_two[1])
+    want = sum(w[0] * torch.exp(w[1] - total)[..., None] for w in (want_one, want_two))
+    assert_near(out, lse, want, total)
+
+
+def test_a_captured_graph_and_other_layers_use_their_own_constants():
+    """One plan serves every layer whose transform is of the same kind."""
+    case = CASES["int4_g4"]
+    steps = [case.step(CUDA) | {"transform": make_transform(2, 128, device=CUDA, seed=seed, **BOTH)} for seed in (3, 4)]
+    for step in steps:
+        append_and_decode(**with_own_cache(step))  # warm
+    graph, results = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for step in steps:
+            results.append(append_and_decode(**step))
+    graph.replay()
+    for step, (out, lse) in zip(steps, results, strict=True):
+        assert_near(out, lse, *expected(step))
+    assert not torch.equal(results[0][0], results[1][0])
+
+
+def test_the_identity_is_no_transform_at_all():
+    step = CASES["int4_g4"].step(CUDA)
+    other = with_own_cache(step) | {"transform": None}
+    out, lse = append_and_decode(**(step | {"transform": CacheTransform()}))
+    want, want_lse = append_and_decode(**other)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+    assert_same(step, other)
