@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import DEBUG, needs_dispatch
+from cute_kernels import arguments
+from cute_kernels.arguments import needs_dispatch
 from cute_kernels.attention.checks import check_positive
 from cute_kernels.extend.call import MAX_ROWS, ExtendCall, check_device_values, check_out, make_call
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.plan import Plan, check_alignment, make_plan
 from cute_kernels.extend.reference import attention_of
 from cute_kernels.kv_formats import format_pair
-from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
+from cute_kernels.runtime.operator import Operator, launcher, on_device_of
+from cute_kernels.runtime.plans import ALIGNMENT, identity
 
 DEFAULTS: dict[str, Any] = {
     "block_table": None,
@@ -36,56 +38,36 @@ DEFAULTS: dict[str, Any] = {
 
 ROWS_OF_QUERIES = ("new_k", "new_v", "tree_mask")  # options that have a row for each query
 
-_plans: dict[tuple[Any, ...], Plan] = {}
 
-
-def launch(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    kv_format: str | tuple[str, str],
-    softmax_scale: float | None,
-    return_lse: bool,
-    out: torch.Tensor | None,
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, Any]:
-    """Extend attention on CUDA tensors: (out, lse or None); options: complete ones, see `DEFAULTS`.
-
-    A call's plan is kept by what decides it, which is not how many queries there are: that changes from step to step.
-    """
-    arguments = q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, out, options
-    try:
-        key = (
-            q.shape[1:],
-            q.dtype,
-            q.get_device(),
-            q.data_ptr() % ALIGNMENT,
-            *(identity(tensor) for tensor in (k_cache, v_cache, seq_lens, cu_seqlens_q)),
-            kv_format,
-            *(_key_of(name, value) for name, value in options.items()),
-        )
-        plan = _plans.get(key)
-    except (AttributeError, TypeError):  # an argument of a kind that none may be: the checks say which
-        _checked(*arguments)
-        raise
+def _key(
+    q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, softmax_scale, return_lse, out, options
+) -> tuple[Any, ...]:
+    """What decides a plan; options: complete ones, see `DEFAULTS`. Not how many queries there are: that changes from
+    step to step, but for whether there are any."""
     if softmax_scale is not None:
         check_positive("softmax_scale", softmax_scale)
-    uneven = any(options[name] is not None and options[name].shape[:1] != q.shape[:1] for name in ROWS_OF_QUERIES)
-    if plan is None or DEBUG or uneven or q.shape[0] * q.shape[1] > MAX_ROWS:
-        call = _checked(*arguments)
-        if plan is None:
-            if not call.batch or (call.new is None and not (k_cache.numel() and call.base.max_seq_len)):
-                return _without_tokens(call)
-            plan = keep(_plans, key, make_plan(call))
-    if not q.shape[0]:
-        return _without_tokens(_checked(*arguments))
-    try:
-        return plan.launch(q, k_cache, v_cache, seq_lens, cu_seqlens_q, out, softmax_scale, return_lse, options)
-    except (TypeError, ValueError, RuntimeError):
-        _checked(*arguments)
-        raise
+    return (
+        q.shape[1:],
+        q.shape[0] == 0,
+        q.dtype,
+        q.get_device(),
+        q.data_ptr() % ALIGNMENT,
+        identity(k_cache),
+        identity(v_cache),
+        identity(seq_lens),
+        identity(cu_seqlens_q),
+        kv_format,
+        *[_key_of(name, value) for name, value in options.items()],
+    )
+
+
+def _has_odd_number(
+    q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, softmax_scale, return_lse, out, options
+) -> bool:
+    """Whether a call may be refused for its number of queries, which no key holds."""
+    if q.shape[0] * q.shape[1] > MAX_ROWS:
+        return True
+    return any(options[name] is not None and options[name].shape[:1] != q.shape[:1] for name in ROWS_OF_QUERIES)
 
 
 def _key_of(name: str, value: Any) -> Any:
@@ -97,19 +79,30 @@ def _key_of(name: str, value: Any) -> Any:
     return (shape[1:], stride, *others) if name in ROWS_OF_QUERIES else (shape, stride, *others)
 
 
-def _checked(q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, out, options) -> ExtendCall:
+def _checked(
+    q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, softmax_scale, return_lse, out, options
+) -> ExtendCall:
     """Everything that can be said of a call without waiting for the device, and in debug mode its lengths and pages."""
     call = make_call(q, k_cache, v_cache, seq_lens, cu_seqlens_q=cu_seqlens_q, kv_format=kv_format, out=out, **options)
     check_alignment(call)
-    if DEBUG:
+    if arguments.DEBUG:
         check_device_values(call)
     return call
+
+
+def _plan_of(call: ExtendCall) -> Plan | None:
+    has_keys = call.new is not None or (call.base.k.cache.numel() and call.base.max_seq_len)
+    return make_plan(call) if call.batch and call.q.shape[0] and has_keys else None
 
 
 def _without_tokens(call: ExtendCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The result without queries or without a token, which no kernel is launched for."""
     lse = torch.full(call.q.shape[:2], float("-inf"), dtype=torch.float32, device=call.q.device)
     return torch.zeros_like(call.q) if call.out is None else call.out.zero_(), lse
+
+
+launch = launcher(_key, _checked, _plan_of, _without_tokens, _has_odd_number)
+"""Extend attention on CUDA tensors: (out, lse or None)."""
 
 
 def bind_config(
@@ -127,9 +120,10 @@ def bind_config(
 ) -> Callable[[], tuple[torch.Tensor, Any]]:
     """A launch of a given configuration, for experiments; planned once, so that repeating it costs the launch alone."""
     complete = DEFAULTS | options
-    call = _checked(q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, out, complete)
+    given = (q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, None, return_lse, out, complete)
+    call = _checked(*given)
     plan = make_plan(call, config)
-    return lambda: plan.launch(q, k_cache, v_cache, seq_lens, cu_seqlens_q, out, None, return_lse, complete)
+    return lambda: on_device_of(plan, *given)
 
 
 def reference(
@@ -163,16 +157,6 @@ def reference(
 
 # -- the operator -----------------------------------------------------------------------------------------------------
 
-_library = torch.library.Library("cute_kernels", "FRAGMENT")
-_library.define(
-    "extend_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor cu_seqlens_q, str k_format, "
-    "str v_format, *, float? softmax_scale=None, Tensor? block_table=None, str cache_layout='NHD', bool causal=True, "
-    "int? window_size=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? k_scale=None, "
-    "Tensor? v_scale=None, Tensor? new_k=None, Tensor? new_v=None, Tensor? tree_mask=None, int? num_splits=None, "
-    "int sm_margin=0) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
 
 def dispatch(
     q: torch.Tensor,
@@ -187,7 +171,7 @@ def dispatch(
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, Any]:
     """Extend attention through the registered operator: (out, lse, asked for or not)."""
-    result, lse = torch.ops.cute_kernels.extend_attention(
+    result, lse = _operator(
         q, k_cache, v_cache, seq_lens, cu_seqlens_q, *format_pair(kv_format), softmax_scale=softmax_scale, **options
     )
     if out is None:
@@ -212,9 +196,16 @@ def _on_meta(q, k_cache, v_cache, seq_lens, cu_seqlens_q, k_format, v_format, **
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-_library.impl("extend_attention", _on_cpu, "CPU")
-_library.impl("extend_attention", _on_cuda, "CUDA")
-torch.library.register_fake("cute_kernels::extend_attention", _on_meta, lib=_library)
+_operator = Operator(
+    "extend_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor cu_seqlens_q, str k_format, "
+    "str v_format, *, float? softmax_scale=None, Tensor? block_table=None, str cache_layout='NHD', bool causal=True, "
+    "int? window_size=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? k_scale=None, "
+    "Tensor? v_scale=None, Tensor? new_k=None, Tensor? new_v=None, Tensor? tree_mask=None, int? num_splits=None, "
+    "int sm_margin=0) -> (Tensor, Tensor)",
+    cpu=_on_cpu,
+    cuda=_on_cuda,
+    meta=_on_meta,
+)
 
 
 def path_of(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any, cu_seqlens_q: Any, options: dict[str, Any]) -> Any:

@@ -71,16 +71,14 @@ class Plan:
         v_cache: torch.Tensor,
         seq_lens: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
-        out: torch.Tensor | None,
+        kv_format: Any,
         softmax_scale: float | None,
         return_lse: bool,
+        out: torch.Tensor | None,
         options: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launches on the current stream of the plan's device: (out or a new one, lse if asked for)."""
-        index = self.device_index
-        if index != torch._C._cuda_getDevice():
-            with torch.cuda.device(index):
-                return self.launch(q, k_cache, v_cache, seq_lens, cu_seqlens_q, out, softmax_scale, return_lse, options)
+        """Launches on the current stream of the plan's device, which is the current one: (out or a new one, lse if
+        asked for)."""
         if out is None:
             out = empty_strided(*blank(tuple(q.shape), q.dtype))
         lse = self._new_lse(q) if return_lse else None

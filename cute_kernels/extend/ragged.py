@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,8 @@ from cute_kernels.extend import ops
 from cute_kernels.extend.call import ExtendCall, check_query
 from cute_kernels.extend.plan import Plan, check_alignment, make_plan_of, problem_of
 from cute_kernels.extend.schedule import choose, choose_newer
-from cute_kernels.runtime.plans import identity, keep
-
-_plans: dict[tuple[Any, ...], Plan] = {}
+from cute_kernels.runtime.operator import launcher
+from cute_kernels.runtime.plans import identity
 
 
 def ragged_attention(
@@ -44,21 +43,59 @@ def ragged_attention(
     complete = ops.DEFAULTS | options
     if not q.is_cuda:
         return _reference(_checked(q, k, v, cu_seqlens_q, cu_seqlens_k, complete), k, v, cu_seqlens_k, softmax_scale)
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    values = (identity(value) if isinstance(value, torch.Tensor) else value for value in complete.values())
-    key = (*map(identity, tensors), *values)
-    plan = _plans.get(key)
-    if plan is None:
-        call = _checked(*tensors, complete)
-        check_alignment(call)
-        if not (q.shape[0] and k.shape[0] and call.batch):
-            return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-        config = replace(choose_newer(choose(problem_of(call))), merges=False)
-        plan = keep(_plans, key, make_plan_of(call, config))
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-    with torch.cuda.device(q.device):
-        plan.call(q, k.unsqueeze(0), v.unsqueeze(0), cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, complete)
-    return out, lse
+    return launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, complete)
+
+
+@dataclass(frozen=True)
+class RaggedPlan:
+    """What of a launch stays the same from call to call: that of the kernel."""
+
+    plan: Plan
+
+    @property
+    def device_index(self) -> int:
+        return self.plan.device_index
+
+    def launch(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        softmax_scale: float | None,
+        options: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launches on the current stream of the plan's device, which is the current one."""
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        rows = k.unsqueeze(0), v.unsqueeze(0)
+        self.plan.call(q, *rows, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, options)
+        return out, lse
+
+
+def _key(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options) -> tuple[Any, ...]:
+    values = [identity(value) if isinstance(value, torch.Tensor) else value for value in options.values()]
+    return (*[identity(tensor) for tensor in (q, k, v, cu_seqlens_q, cu_seqlens_k)], *values)
+
+
+def _checked_launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options) -> ExtendCall:
+    call = _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    check_alignment(call)
+    return call
+
+
+def _plan_of(call: ExtendCall) -> RaggedPlan | None:
+    if not (call.q.shape[0] and call.base.k.cache.numel() and call.batch):
+        return None
+    return RaggedPlan(make_plan_of(call, replace(choose_newer(choose(problem_of(call))), merges=False)))
+
+
+def _without_tokens(call: ExtendCall) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros_like(call.q), call.q.new_full(call.q.shape[:2], -torch.inf, dtype=torch.float32)
+
+
+launch = launcher(_key, _checked_launch, _plan_of, _without_tokens)
+"""The calls on CUDA tensors."""
 
 
 def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> ExtendCall:

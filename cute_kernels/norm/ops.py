@@ -49,7 +49,7 @@ def _on_cpu(call: NormCall) -> Results:
 
 
 @dataclass(frozen=True)
-class Plan:
+class NormPlan:
     """What of a launch stays the same between calls of the same shapes, strides, dtypes, device and options.
 
     Attributes:
@@ -118,7 +118,7 @@ def config_of(call: NormCall) -> NormConfig:
     )
 
 
-def _make_plan(call: NormCall) -> Plan:
+def _make_plan(call: NormCall) -> NormPlan:
     for name, tensor in call.tensors.items():
         past = tensor.data_ptr() % VECTOR_BYTES
         if past:
@@ -128,7 +128,7 @@ def _make_plan(call: NormCall) -> Plan:
             )
     x, n, index = call.x, call.x.shape[-1], call.x.get_device()
     strides = row_stride(x) or 0, 0 if call.residual is None else row_stride(call.residual) or 0
-    return Plan(
+    return NormPlan(
         function=load(NormSpec(config_of(call)), arch_of(index)) if x.numel() else None,
         device_index=index,
         new=blank(tuple(shape_of(x)), x.dtype),

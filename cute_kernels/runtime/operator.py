@@ -120,6 +120,14 @@ def launcher(
     return made
 
 
+def on_device_of(plan: Plan[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
+    """A plan's launch with its device as the current one, for what is no launcher's."""
+    if plan.device_index == torch._C._cuda_getDevice():
+        return plan.launch(*args, **kwargs)
+    with torch.cuda.device(plan.device_index):
+        return plan.launch(*args, **kwargs)
+
+
 # -- the operator ------------------------------------------------------------------------------------------------------
 
 

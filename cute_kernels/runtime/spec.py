@@ -16,6 +16,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
+from cute_kernels.runtime.device import SUPPORTED_ARCHS
+
 _C_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
@@ -81,6 +83,10 @@ class KernelSpec(ABC):
     family: ClassVar[str]
     """Name of the family, a C identifier; the room under `cute_kernels/` it lives in."""
 
+    archs: ClassVar[tuple[str, ...]] = tuple(SUPPORTED_ARCHS.values())
+    """Architectures that the kernel is written for: its instructions, and the shared memory, registers and threads that
+    its configurations count with. Others are refused, not tried."""
+
     config: Any
     """Frozen dataclass whose fields JSON can hold: every compile-time choice, and nothing else."""
 
@@ -126,6 +132,11 @@ class KernelSpec(ABC):
             return json.dumps(dataclasses.asdict(self.config), sort_keys=True, separators=(",", ":"))
         except TypeError as error:
             raise TypeError(f"config of {type(self).__qualname__} must hold JSON values only: {error}") from error
+
+    def check_arch(self, arch: str) -> None:
+        """Raises ValueError unless the kernel is written for ``arch``."""
+        if arch not in self.archs:
+            raise ValueError(f"arch: got {arch!r} for {self}, want {' or '.join(map(repr, self.archs))}")
 
     def check(self) -> None:
         """Raises ValueError if `family` or `symbol` cannot name a C function."""

@@ -7,7 +7,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+from cute_kernels.linear.portable.compile import PortableSpec
+from cute_kernels.linear.portable.schedule import example_configs
 from cute_kernels.runtime import KernelSpec, compile_options
+from cute_kernels.runtime.artifact import compile_artifact
 from tests.runtime.tiny import BrokenSpec, TinyConfig, TinySpec
 
 
@@ -31,6 +34,19 @@ def test_the_configuration_is_canonical_json():
 
 def test_options_always_name_the_architecture():
     assert compile_options("sm_90a", "--opt-level 3") == "--enable-tvm-ffi --gpu-arch sm_90a --opt-level 3"
+
+
+def test_an_architecture_that_a_kernel_is_not_written_for_is_refused_by_name():
+    TinySpec().check_arch("sm_90a")
+    with pytest.raises(ValueError, match=r"arch: got 'sm_100' for tiny:tiny_\w+, want 'sm_90a'"):
+        TinySpec().check_arch("sm_100")
+    with pytest.raises(ValueError, match="arch: got 'sm_80'"):
+        compile_artifact(TinySpec(), "sm_80")
+    portable = PortableSpec(example_configs()[0])
+    for arch in ("sm_80", "sm_89", "sm_90a", "sm_100"):
+        portable.check_arch(arch)
+    with pytest.raises(ValueError, match="arch: got 'sm_75' for linear:"):
+        portable.check_arch("sm_75")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from cute_kernels.linear.arguments import TILES, compile_kernel
 from cute_kernels.linear.portable.config import PortableConfig
 from cute_kernels.linear.wgmma.compile import WgmmaSpec
+from cute_kernels.runtime.device import PORTABLE_ARCHS
 from cute_kernels.runtime.spec import KernelSpec
 
 KERNEL_MODULES = ("compile", "config", "kernel")
@@ -24,6 +25,7 @@ class PortableSpec(KernelSpec):
 
     config: PortableConfig
     family: ClassVar[str] = "linear"
+    archs: ClassVar[tuple[str, ...]] = tuple(PORTABLE_ARCHS.values())
 
     @property
     def symbol(self) -> str:
