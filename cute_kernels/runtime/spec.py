@@ -12,7 +12,8 @@ import hashlib
 import json
 import re
 import sys
-from abc import ABC, abstractmethod
+import typing
+from abc import ABC, ABCMeta, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -124,12 +125,14 @@ class KernelSpec(ABC):
     def config_json(self) -> str:
         """The configuration as canonical JSON (sorted keys): its identity on disk and in bundles.
 
+        Where a value's fields do not tell its class, as of policies and formats, it has it as "class".
+
         Raises TypeError if `config` is no dataclass instance or holds something that JSON cannot.
         """
         if not dataclasses.is_dataclass(self.config) or isinstance(self.config, type):
             raise TypeError(f"config of {type(self).__qualname__} must be a dataclass instance, got {self.config!r}")
         try:
-            return json.dumps(dataclasses.asdict(self.config), sort_keys=True, separators=(",", ":"))
+            return json.dumps(_plain(self.config), sort_keys=True, separators=(",", ":"))
         except TypeError as error:
             raise TypeError(f"config of {type(self).__qualname__} must hold JSON values only: {error}") from error
 
@@ -156,3 +159,37 @@ class KernelSpec(ABC):
 
     def __str__(self) -> str:
         return f"{self.family}:{self.symbol}"
+
+
+def _plain(value: Any) -> Any:
+    """A configuration, or what one holds, as JSON has it."""
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    plain = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    for name in unclear_fields(type(value)):
+        kind = type(getattr(value, name))
+        plain[name] = {"class": f"{kind.__module__}:{kind.__qualname__}", **plain[name]}
+    return plain
+
+
+@functools.cache
+def unclear_fields(config: type) -> tuple[str, ...]:
+    """Fields of a dataclass whose value's own fields do not tell its class."""
+    hints = typing.get_type_hints(config)
+    return tuple(field.name for field in dataclasses.fields(config) if _is_unclear(hints[field.name]))
+
+
+def _is_unclear(declared: Any) -> bool:
+    """Whether it is an abstract class, or a union of dataclasses with the same fields."""
+    kinds = [_told_by(each) for each in typing.get_args(declared) if dataclasses.is_dataclass(each)]
+    bound = declared.__bound__ if isinstance(declared, typing.TypeVar) else declared
+    return len(set(kinds)) < len(kinds) or isinstance(bound, ABCMeta)
+
+
+def _told_by(kind: Any) -> tuple[Any, ...]:
+    """Names of a dataclass's fields, with the values of those that are constants."""
+    return tuple((field.name, None if field.init else field.default) for field in dataclasses.fields(kind))

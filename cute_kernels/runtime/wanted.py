@@ -60,21 +60,33 @@ def record_of(spec: KernelSpec) -> dict[str, Any]:
 
 def spec_of(record: dict[str, Any]) -> KernelSpec:
     """The spec of :func:`record_of`; ValueError or TypeError if there is none."""
-    module, _, name = record["spec"].partition(":")
-    if not module.startswith(PACKAGE):
-        raise ValueError(f"got the spec {record['spec']!r}, want one of {PACKAGE[:-1]}")
-    spec_class = getattr(importlib.import_module(module), name)
-    if not (isinstance(spec_class, type) and issubclass(spec_class, KernelSpec)):
+    spec_class = _class_of(record["spec"])
+    if not issubclass(spec_class, KernelSpec):
         raise ValueError(f"got {record['spec']!r}, want a KernelSpec")
     return spec_class(_rebuilt(typing.get_type_hints(spec_class)["config"], record["config"]))  # type: ignore[call-arg]
 
 
+def _class_of(name: str) -> type:
+    """The class of "module:name"; ValueError if it is none of this package."""
+    module, _, qualname = name.partition(":")
+    found = getattr(importlib.import_module(module), qualname) if module.startswith(PACKAGE) else None
+    if not isinstance(found, type):
+        raise ValueError(f"got {name!r}, want a class of {PACKAGE[:-1]}")
+    return found
+
+
 def _rebuilt(wanted: Any, value: Any) -> Any:
     """A JSON value as a field of the type ``wanted``: a dataclass, a tuple, one of a union, or the value itself."""
+    if isinstance(value, dict) and "class" in value:
+        fields = {name: each for name, each in value.items() if name != "class"}
+        made = _rebuilt(_class_of(value["class"]), fields)
+        return made.registered() if hasattr(made, "registered") else made  # a format: there is one object of each
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if dataclasses.is_dataclass(origin):  # generic: a configuration with a mainloop of one kind
+        wanted = origin
     if isinstance(wanted, type) and dataclasses.is_dataclass(wanted):
         hints, marks = typing.get_type_hints(wanted), _marks(wanted)
         return wanted(**{name: _rebuilt(hints[name], each) for name, each in value.items() if name not in marks})
-    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if origin in (typing.Union, types.UnionType):
         if value is None:
             return None

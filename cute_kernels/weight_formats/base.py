@@ -185,6 +185,10 @@ class WeightFormat(ABC):
 
     # -- identity ------------------------------------------------------------------------------------------------------
 
+    def registered(self) -> WeightFormat:
+        """The registered object of this key."""
+        return weight_format(self.key)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _registered, (type(self), self.key)
 

@@ -36,7 +36,7 @@ def test_a_list_grows(tmp_path: Path):
     [
         ({"format": 7}, "got format 7, want 1"),
         ({"arch": "sm_80"}, "got kernels for 'sm_80', want 'sm_90a'"),
-        ({"kernels": [{"spec": "os:system", "config": {}}]}, "got the spec 'os:system', want one of cute_kernels"),
+        ({"kernels": [{"spec": "os:system", "config": {}}]}, "got .os:system., want a class of cute_kernels"),
         ({"kernels": [{"spec": "cute_kernels.runtime.wanted:Path", "config": {}}]}, "want a KernelSpec"),
         ({"kernels": [{"spec": "cute_kernels.moe.compile:CombineSpec", "config": {"no": 1}}]}, "no list of kernels"),
         ({"kernels": None}, "got no list of kernels"),
