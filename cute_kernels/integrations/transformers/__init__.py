@@ -19,7 +19,7 @@ from __future__ import annotations
 from cute_kernels.integrations.transformers.accelerated import Acceleration, accelerate, register, restore
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import DecodeCache, DecodeCacheLayer
-from cute_kernels.integrations.transformers.calibrate import calibrate
+from cute_kernels.integrations.transformers.calibrate import calibrate, calibrate_cache
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME, CachedTokens
 from cute_kernels.integrations.transformers.masks import make_mask
 
@@ -32,6 +32,7 @@ __all__ = [
     "accelerate",
     "attention",
     "calibrate",
+    "calibrate_cache",
     "make_mask",
     "register",
     "restore",
