@@ -5,7 +5,7 @@ import torch
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels.integrations.transformers.calibrate import watch
-from cute_kernels.kv_cache import Calibrator
+from cute_kernels.kv_cache import CacheTransform, Calibrator
 from tests.integrations.architectures import DECODERS, VOCABULARY
 
 NAMES = ["llama", "qwen3", "mistral, window", "gemma 2", "gemma 3", "gpt-oss", "glm-4"]
@@ -93,3 +93,80 @@ def test_what_cannot_be_calibrated_is_named():
         ck.calibrate_cache(model, (batch for batch in make_batches()), "int4_g4")
     with pytest.raises(ValueError, match="kv_format"):
         ck.calibrate_cache(model, make_batches(1), "int3")
+
+
+# -- a cache that is written with them --------------------------------------------------------------------------------
+
+SIZES = {"llama": (2, 64), "qwen3": (2, 64), "gemma 2": (2, 64), "gpt-oss": (2, 64), "mistral, window": (2, 64)}
+
+
+def make_transforms(count=2):
+    """One a layer, of all kinds."""
+
+    def signs():
+        return (torch.randint(0, 2, (2, 64)) * 2 - 1).float()
+
+    return [
+        CacheTransform(torch.randn(2, 64), signs() * torch.exp(0.3 * torch.randn(2, 64)), 64, signs(), 32)
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_generation_is_that_without_a_transform(name):
+    """In a 16-bit cache, where a transform changes nothing but roundings: prompt, steps, and a second turn."""
+    results = []
+    for transform in (None, make_transforms()):
+        torch.manual_seed(3)
+        model = DECODERS[name].build(torch.bfloat16)
+        ck.accelerate(model, kv_format="bf16", kv_transform=transform, cuda_graphs=False)
+        cache = ck.DecodeCache("bf16", kv_transform=transform)
+        prompt = torch.randint(2, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(5))
+        with torch.no_grad():
+            logits = [model(prompt[:, :12], past_key_values=cache).logits[:, -1]]
+            logits += [model(prompt[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(12, 16)]
+            logits.append(model(prompt[:, 16:], past_key_values=cache).logits[:, -1])  # several queries at once
+            more = torch.randint(2, VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(6))
+            logits.append(model(more, past_key_values=cache).logits[:, -1])  # too many for one launch
+        results.append(torch.stack(logits).double())
+    plain, transformed = results
+    assert (transformed - plain).norm() < 0.05 * plain.norm()
+    assert not torch.equal(transformed, plain)
+
+
+def test_a_model_generates_with_what_was_calibrated(tmp_path):
+    pytest.importorskip("safetensors")
+    model = DECODERS["llama"].build(torch.bfloat16)
+    prompt = {"input_ids": torch.randint(2, VOCABULARY, (2, 20))}
+    formats = ("int8_head", "int4_g4")
+    path = tmp_path / "constants.safetensors"
+    ck.calibrate_cache(model, [prompt], formats).save(path)
+    want = model.generate(**prompt, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    ck.accelerate(model, kv_format=formats, kv_transform=path, cuda_graphs=False)
+    got = model.generate(**prompt, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    assert isinstance(got.past_key_values, ck.DecodeCache)
+    layer = got.past_key_values.layers[1]
+    assert layer.transform is not None and layer.transform.k_rotation == 64
+    for step, most in ((0, 1e-2), (1, 0.2)):  # the first turn is exact
+        ours, theirs = got.logits[step].double(), want.logits[step].double()
+        assert (ours - theirs).norm() < most * theirs.norm()
+
+
+def test_constants_that_do_not_fit_a_model_name_the_layer():
+    model = DECODERS["llama"].build(torch.bfloat16)
+    ck.accelerate(model, kv_format="int4_g4", cuda_graphs=False)
+    prompt = torch.randint(2, VOCABULARY, (1, 8))
+    for transform, message in (
+        ([None, CacheTransform(torch.zeros(3, 64))], r"kv_transform: layer 1: k_center: got shape \[3, 64\]"),
+        (make_transforms(1), "kv_transform: got 1 layers', want layer 1's, too"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(prompt, past_key_values=ck.DecodeCache("int4_g4", kv_transform=transform))
+    with pytest.raises(TypeError, match="kv_transform: got int, want a CacheTransform or None"):
+        ck.DecodeCache("int4_g4", kv_transform=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"kv_transform\[0\]: got str"):
+        ck.accelerate(model, kv_transform=["hadamard", None])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="kv_transform: got one with kv_format None"):
+        ck.accelerate(model, kv_format=None, kv_transform=make_transforms())
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        ck.accelerate(model, kv_transform="missing.safetensors")

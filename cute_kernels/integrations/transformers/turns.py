@@ -20,6 +20,8 @@ _DENSE_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 def can_extend(tokens: CachedTokens) -> bool:
     """Whether the kernel reads what a turn attends to."""
+    if tokens.layer.transform is not None:
+        return False  # it reads rows as they are
     head_dim = tokens.new_k.shape[3]
     if head_dim not in HEAD_DIMS or tokens.new_v.shape[3] != head_dim or tokens.new_k.dtype not in _DENSE_FORMATS:
         return False
