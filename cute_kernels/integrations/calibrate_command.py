@@ -94,12 +94,12 @@ def tokenizer_of(name: str) -> Any:
     return AutoTokenizer.from_pretrained(where, **options)
 
 
-def model_of(name: str, device: torch.device) -> Any:
-    """The model, as `tokenizer_of`, in the dtype that it was saved in."""
+def model_of(name: str, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """The model, as `tokenizer_of`; by default in the dtype that it was saved in."""
     from transformers import AutoModelForCausalLM
 
     where, options = _source(name)
-    model: Any = AutoModelForCausalLM.from_pretrained(where, dtype="auto", **options)
+    model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto", **options)
     return model.to(device).eval()
 
 
