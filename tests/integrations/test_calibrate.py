@@ -5,7 +5,9 @@ import torch
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels.integrations.transformers.calibrate import watch
-from cute_kernels.kv_cache import CacheTransform, Calibrator
+from cute_kernels.integrations.transformers.fit import _Layer
+from cute_kernels.kv_cache import CacheConstants, CacheTransform, Calibrator
+from cute_kernels.kv_formats import format_of
 from tests.integrations.architectures import DECODERS, VOCABULARY
 
 NAMES = ["llama", "qwen3", "mistral, window", "gemma 2", "gemma 3", "gpt-oss", "glm-4"]
@@ -18,7 +20,7 @@ def make_batches(count=2, columns=24):
 def seen_by(model, batches):
     """Each layer's q, k and v of all batches, as `watch` shows them."""
     shown: dict[int, list] = {}
-    watch(model, batches, lambda seen: shown.setdefault(seen.layer, []).append(seen[1:]))
+    watch(model, batches, lambda seen: shown.setdefault(seen.layer, []).append(seen[1:4]))
     return [tuple(torch.cat(parts) for parts in zip(*shown[layer], strict=True)) for layer in sorted(shown)]
 
 
@@ -60,7 +62,7 @@ def test_transforms_are_those_of_what_is_cached():
     assert constants.about["tokens"] == "96" and constants.about["text"] == "random"
     for transform, (_, k, _) in zip(constants.transforms, seen_by(model, batches), strict=True):
         torch.testing.assert_close(transform.k_center, k.mean(0), rtol=1e-4, atol=1e-5)
-        assert (transform.k_rotation, transform.v_rotation) == (16, 64)
+        assert (transform.k_rotation, transform.v_rotation, transform.v_factor) == (16, 1, None)
     assert constants.transforms[0].key != constants.transforms[1].key
 
 
@@ -70,6 +72,8 @@ def test_formats_that_gain_nothing_are_left_alone():
     first, second = constants.transforms
     assert first is None
     assert (second.k_rotation, second.v_rotation) == (64, 1) and not second.changes_values
+    values = ck.calibrate_cache(model, batches, ("int4_g4", "int4_g1"), values=True).transforms[1]
+    assert values.v_rotation == 64 and values.v_factor is not None
     plain = ck.calibrate_cache(model, batches, "int4_g4", center=False, factors=False, rotation=False)
     assert plain.transforms == (None, None) and plain.about["method"] == "scales alone"
 
@@ -93,6 +97,71 @@ def test_what_cannot_be_calibrated_is_named():
         ck.calibrate_cache(model, (batch for batch in make_batches()), "int4_g4")
     with pytest.raises(ValueError, match="kv_format"):
         ck.calibrate_cache(model, make_batches(1), "int3")
+
+
+# -- fitted -----------------------------------------------------------------------------------------------------------
+
+
+def loss_of(model, batch, constants, kv_format):
+    """The loss that a fit begins with."""
+    losses: list[float] = []
+    ck.fit_transforms(model, [batch], kv_format, constants, steps=1, say=lambda step, loss: losses.append(loss))
+    return losses[0]
+
+
+@pytest.mark.parametrize("kv_format", ["int4_g1", ("int4_g4", "int4_g1"), ("int8_token_head", "int4_g1"), "int8_g2"])
+def test_a_fit_lowers_the_divergence(kv_format):
+    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
+    bad = [CacheTransform(k_center=torch.zeros(2, 64), k_factor=torch.exp(torch.randn(2, 64))) for _ in range(2)]
+    constants = CacheConstants(tuple(bad), about={"tokens": "48"})
+    before = loss_of(model, batches[0], constants, kv_format)
+    fitted = ck.fit_transforms(model, batches, kv_format, constants, steps=25, learning_rate=0.05)
+    assert loss_of(model, batches[0], fitted, kv_format) < 0.9 * before
+    assert fitted.about["fitted"].startswith("25 steps, KL 0.") and fitted.about["tokens"] == "48"
+    for new, old in zip(fitted.transforms, constants.transforms, strict=True):
+        assert (new.k_rotation, new.v_rotation) == (old.k_rotation, old.v_rotation)
+        assert torch.equal(new.arrays["k_factor"].sign(), old.arrays["k_factor"].sign()) and new.key != old.key
+
+
+def test_a_fit_reads_what_a_cache_would():
+    model, batch = DECODERS["llama"].build(torch.float32), make_batches(1)[0]
+    constants = ck.calibrate_cache(model, [batch], "int4_g4", values=True)
+    transform = constants.transforms[0]
+    k, v = torch.randn(2, 1, 2, 9, 64)
+    layer = _Layer(transform, ("int4_g4", "int4_g4"), torch.ones(2, 64))
+    with torch.no_grad():
+        got = layer.read(k, v)
+    form = format_of("int4_g4")
+    for found, x, there, back in (
+        (got[0], k, transform.keys, transform.original_keys),
+        (got[1], v, transform.values, transform.restore),
+    ):
+        rows = form.quantize(there(x.transpose(1, 2)))
+        want = back(form.dequantize(rows, 64, torch.float32)).transpose(1, 2)
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_fit_leaves_the_model_as_it_was():
+    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    implementation = model.config._attn_implementation
+    ck.fit_transforms(model, batches, "int4_g4", ck.calibrate_cache(model, batches, "int4_g4"), steps=2)
+    assert model.config._attn_implementation == implementation
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, before[name]) and weight.requires_grad and weight.grad is None
+
+
+def test_what_cannot_be_fitted_is_named():
+    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
+    constants = ck.calibrate_cache(model, batches, "int4_g4")
+    with pytest.raises(ValueError, match="kv_format: got 'e4m3_head', want INT4, INT8 with scales in the rows"):
+        ck.fit_transforms(model, batches, "e4m3_head", constants)
+    with pytest.raises(ValueError, match="constants: got those of 1 layers, want 2, the model's"):
+        ck.fit_transforms(model, batches, "int4_g4", CacheConstants(constants.transforms[:1]))
+    with pytest.raises(ValueError, match="constants: got no factors and no centers"):
+        ck.fit_transforms(model, batches, "int4_g4", CacheConstants((None, CacheTransform(k_rotation=16))))
+    with pytest.raises(ValueError, match="batches: got list of none"):
+        ck.fit_transforms(model, [], "int4_g4", constants)
 
 
 # -- a cache that is written with them --------------------------------------------------------------------------------

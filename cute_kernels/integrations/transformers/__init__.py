@@ -20,6 +20,7 @@ from cute_kernels.integrations.transformers.accelerated import Acceleration, acc
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import DecodeCache, DecodeCacheLayer
 from cute_kernels.integrations.transformers.calibrate import calibrate, calibrate_cache
+from cute_kernels.integrations.transformers.fit import fit_transforms
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME, CachedTokens
 from cute_kernels.integrations.transformers.masks import make_mask
 
@@ -33,6 +34,7 @@ __all__ = [
     "attention",
     "calibrate",
     "calibrate_cache",
+    "fit_transforms",
     "make_mask",
     "register",
     "restore",

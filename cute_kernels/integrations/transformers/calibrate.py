@@ -16,7 +16,7 @@ from cute_kernels.integrations.transformers.cache import formats_of_layer
 from cute_kernels.integrations.transformers.masks import make_mask
 from cute_kernels.kv_cache import Calibrator
 from cute_kernels.kv_cache.constants import CacheConstants, Scales
-from cute_kernels.kv_cache.moments import Moments, rotation_of
+from cute_kernels.kv_cache.moments import Moments, can_rotate, group_of
 from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.kv_formats import format_of
 
@@ -27,13 +27,15 @@ _WATCHED = "cute_kernels_watched"  # the attention implementation while a model 
 class Seen(NamedTuple):
     """What a layer's attention was given in a pass, after RoPE and without padding, as its cache gets it.
 
-    q: [tokens, num_q_heads, head_dim]. k, v: [tokens, num_kv_heads, head_dim].
+    q: [tokens, num_q_heads, head_dim]. k, v: [tokens, num_kv_heads, head_dim]. lengths: tokens of each request.
     """
 
     layer: int
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    lengths: list[int]
+    softmax_scale: float | None
 
 
 class _SeenLayer(DynamicLayer):
@@ -75,7 +77,9 @@ def _shown(layers: Sequence[Any], mask: torch.Tensor | None, see: Callable[[Seen
         layer = getattr(module, "layer_idx", None)
         if layer is not None and layer < len(layers):  # others read a cache that is not theirs
             k, v = layers[layer].given
-            see(Seen(layer, _tokens(query, mask), _tokens(k, mask), _tokens(v, mask)))
+            lengths = [query.shape[2]] * query.shape[0] if mask is None else mask.sum(1).tolist()
+            tokens = (_tokens(query, mask), _tokens(k, mask), _tokens(v, mask))
+            see(Seen(layer, *tokens, lengths=lengths, softmax_scale=options.get("scaling")))
         return attention(module, query, key, value, *args, **options)
 
     return attend
@@ -135,6 +139,7 @@ def calibrate_cache(
     center: bool = True,
     factors: bool = True,
     rotation: bool = True,
+    values: bool = False,
     seed: int = 0,
     method: Method = "absmax",
     percentile: float = 99.9,
@@ -143,12 +148,14 @@ def calibrate_cache(
     """Constants of a model's cache, transforms and scales, from samples of what it will read.
 
     Transforms are those that `cute_kernels.kv_cache.Moments` gives, with rotations as wide as the columns that share a
-    scale. K in a format that gains nothing (a dense one) is left alone, and so is V.
+    scale. K in a dense format is left alone, and so is V in any that gains nothing.
 
     Args:
         model, kv_format, method, percentile: as `calibrate` takes them.
         batches: as of `calibrate`, but gone through twice where a format wants scales: a list, say.
-        center, factors, rotation: what transforms may contain: K's mean, K's factors, Hadamard rotations of K and V.
+        center, factors, rotation: what transforms may contain: K's mean, K's factors, a Hadamard rotation of K.
+        values: whether V has factors and a rotation as well, which attention's output has to be freed of: some launches
+            more, for a gain with one scale a row.
         seed: of the rotations' random signs.
         about: entries for `CacheConstants.about`, beside those that are found here.
 
@@ -166,7 +173,8 @@ def calibrate_cache(
     def see(seen: Seen) -> None:
         if seen.layer == len(moments):
             moments.append(Moments())
-        moments[seen.layer].update(seen.q, seen.k, seen.v)
+        for q, k, v in zip(*(x.split(seen.lengths) for x in seen[1:4]), strict=True):
+            moments[seen.layer].update(q, k, v, seen.softmax_scale)
 
     tokens = watch(model, batches, see)
     if not moments:
@@ -174,13 +182,13 @@ def calibrate_cache(
             f"model: got {type(model).__name__}, none of whose layers has a cache, want one that generates"
         )
     transforms = [
-        _transform(one, formats_of_layer(kv_format, layer), center, factors, rotation, seed + layer)
+        _transform(one, formats_of_layer(kv_format, layer), center, factors, rotation, values, seed + layer)
         for layer, one in enumerate(moments)
     ]
     scales: Sequence[Scales] = ()
     if any(format_of(name).given_scale for layer in range(len(moments)) for name in formats_of_layer(kv_format, layer)):
         scales = _scales(model, batches, kv_format, transforms, method, percentile)
-    chosen = {"center": center, "factors": factors, "rotation": rotation}
+    chosen = {"center": center, "factors": factors, "rotation": rotation, "values": values}
     found = {
         "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
         "kv_format": str(kv_format),
@@ -192,17 +200,29 @@ def calibrate_cache(
 
 
 def _transform(
-    moments: Moments, formats: tuple[str, str], center: bool, factors: bool, rotation: bool, seed: int
+    moments: Moments,
+    formats: tuple[str, str],
+    center: bool,
+    factors: bool,
+    rotation: bool,
+    values: bool,
+    seed: int,
 ) -> CacheTransform | None:
     """A layer's transform, of what its formats gain from."""
-    k_dim, v_dim = (deviation.shape[1] for deviation in moments.deviation)
-    k_width, v_width = (rotation_of(format_of(name), dim) for name, dim in zip(formats, (k_dim, v_dim), strict=True))
+    assert moments.sizes is not None
+    k_group, v_group = (group_of(format_of(name), dim) for name, dim in zip(formats, moments.sizes[1:], strict=True))
     dense = format_of(formats[0]).name in ("bf16", "fp16")
+    widths = [
+        group if rotation and can_rotate(dim) else 1
+        for group, dim in zip((k_group, v_group), moments.sizes[1:], strict=True)
+    ]
     made = moments.transform(
-        k_rotation=k_width if rotation else 1,
-        v_rotation=v_width if rotation else 1,
+        k_rotation=widths[0],
+        v_rotation=widths[1] if values else 1,
+        k_group=k_group if k_group > 1 else None,
         center=center and not dense,
         factors=factors and not dense,
+        v_factors=values and v_group > 1,
         seed=seed,
     )
     return None if made.identity else made
