@@ -34,8 +34,10 @@ from cute_kernels.linear import quantize_weight
 Say = Callable[[str], None]
 Store = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
-PLAIN, CENTRED, CALIBRATED = "plain", "centred", "calibrated"
-PARTS = {CENTRED: {"factors": False, "rotation": False}, CALIBRATED: {}}
+PLAIN, CENTRED, ROTATED, CALIBRATED, FITTED = "plain", "centred", "centred, rotated", "calibrated", "fitted"
+PARTS = {CENTRED: {"factors": False, "rotation": False}, ROTATED: {"factors": False}, CALIBRATED: {}, FITTED: {}}
+WITH_VALUES, ONE_GROUP = (CALIBRATED, FITTED), ("int4_g1",)  # where V is transformed, too
+MOMENTS_SHARE = 3  # one window in so many of those that a fit sees is enough for moments
 CITIES = ("Lima", "Oslo", "Cairo", "Quito", "Hanoi", "Accra", "Dakar", "Sofia", "Tunis", "Minsk")
 
 
@@ -66,7 +68,9 @@ class Way:
 
 WAYS = (
     *(Way(name, name) for name in ("bf16", "int8_token_head", "e4m3_token_head", "e5m2")),
-    *(Way("int8_token_head", name, method) for name in ("int4_g4", "int4_g2") for method in (PLAIN, CALIBRATED)),
+    *(Way("int8_token_head", name) for name in ("int4_g4", "int4_g2", "int4_g1")),
+    Way("int8_token_head", "int4_g2", CALIBRATED),
+    Way("int8_token_head", "int4_g2", FITTED),
     *(Way(name, name, method) for name in ("int4_g4", "int4_g2", "int4_g1") for method in (PLAIN, CENTRED, CALIBRATED)),
     *(Way(weights=name) for name in ("w8g64", "w4g64", "w4g32", "w4g32z")),
 )
@@ -74,12 +78,13 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured: windows of tokens, needles at each length."""
+    """How much is measured: windows of tokens, steps of a fit, needles at each length."""
 
     window: int
     calibration_windows: int
     test_windows: int
     batch: int
+    fit_steps: int
     ways: Sequence[Way]
     needle_lengths: Sequence[int]
     needles: int
@@ -90,13 +95,13 @@ class Plan:
 
 def plan_for(device: torch.device, quick: bool) -> Plan:
     """``quick``: each part once, on a few tokens, for tests."""
-    transformed = [way for way in WAYS if way.method == CALIBRATED]
+    fitted = [way for way in WAYS if way.method == FITTED]
     if quick:
-        some = (Way("bf16", "bf16"), Way("int4_g4", "int4_g4"), transformed[-1], WAYS[-1])
-        return Plan(64, 2, 2, 2, some, (128,), 1, some[1:2], 1, 4)
+        some = (Way("bf16", "bf16"), Way("int4_g4", "int4_g4"), fitted[-1], WAYS[-1])
+        return Plan(64, 2, 2, 2, 1, some, (128,), 1, some[1:3], 1, 4)
     if device.type == "cuda":
-        return Plan(1024, 64, 88, 8, WAYS, (2048, 8000), 20, transformed, 8, 96)
-    return Plan(512, 4, 4, 2, WAYS, (), 0, (), 0, 0)
+        return Plan(1024, 120, 88, 8, 120, WAYS, (8000,), 10, fitted, 8, 48)
+    return Plan(512, 4, 4, 2, 4, WAYS, (), 0, (), 0, 0)
 
 
 # -- a way at work ----------------------------------------------------------------------------------------------------
@@ -111,16 +116,26 @@ class Prepared:
     weights: tuple[tuple[torch.nn.Linear, torch.Tensor], ...] = ()
 
 
-def prepare(model: Any, windows: torch.Tensor, way: Way, batch: int) -> Prepared:
+def prepare(model: Any, windows: torch.Tensor, way: Way, batch: int, fit_steps: int = 1) -> Prepared:
     """What the way's method finds on calibration windows, or makes of the model's weights."""
     from cute_kernels.integrations.transformers.calibrate import calibrate_cache
+    from cute_kernels.integrations.transformers.fit import fit_transforms
 
     if way.weights is not None:
         return Prepared(way, weights=tuple(_dequantised(model, way.weights)))
     if way.method == PLAIN:
         return Prepared(way)
-    parts = [{"input_ids": part} for part in windows.split(batch)]
-    return Prepared(way, calibrate_cache(model, parts, way.formats, **PARTS[way.method]))
+    parts = [{"input_ids": part} for part in windows[::MOMENTS_SHARE].split(batch)]
+    options: dict[str, Any] = PARTS[way.method] | {"values": way.v_format in ONE_GROUP and way.method in WITH_VALUES}
+    constants = calibrate_cache(model, parts, way.formats, **options)
+    if way.method == FITTED:
+        torch.set_float32_matmul_precision("high")  # TF32, for the fit alone
+        parts = [{"input_ids": part} for part in windows.split(max(1, batch // 2))]
+        try:
+            constants = fit_transforms(model, parts, way.formats, constants, steps=fit_steps)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+    return Prepared(way, constants)
 
 
 def _dequantised(model: Any, text: str) -> Iterator[tuple[torch.nn.Linear, torch.Tensor]]:
@@ -300,7 +315,12 @@ def run(recorder: Recorder, plan: Plan, device: torch.device, say: Say) -> None:
     say(f"{smollm2.NAME}: {counts[0]} windows to calibrate, {counts[1]} to test")
     head_dim = model.config.hidden_size // model.config.num_attention_heads
     calibration = text.calibration.to(device)
-    ways = [prepare(model, calibration, way, plan.batch) for way in plan.ways]
+    ways = []
+    for way in plan.ways:
+        ways.append(prepare(model, calibration, way, plan.batch, plan.fit_steps))
+        constants = ways[-1].constants
+        if constants is not None:
+            say(f"{way.name}: {constants.about.get('fitted', constants.about['method'])}")
     exact, found = measure(model, text.test.to(device), ways, plan.batch)
     about = {"name": smollm2.NAME, "head_dim": head_dim, "perplexity": math.exp(float(exact.mean())), **text.about}
     recorder.set("model", about)

@@ -34,8 +34,12 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "--windows", type=positive, default=32, metavar="N", help="how many, evenly spread over the text (default: 32)"
     )
     command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run it")
-    for name, what in (("center", "K's mean"), ("factors", "K's factors"), ("rotation", "rotations of K and V")):
+    for name, what in (("center", "K's mean"), ("factors", "K's factors"), ("rotation", "rotations")):
         command.add_argument(f"--no-{name}", action="store_true", help=f"without {what}")
+    command.add_argument("--values", action="store_true", help="V as well: for one scale a row (int4_g1)")
+    command.add_argument(
+        "--fit", type=positive, metavar="STEPS", help="then fit all layers together by gradient descent; 150 are enough"
+    )
     command.add_argument("--seed", type=int, default=0, help="of the rotations' random signs")
     command.set_defaults(run=run)
     return command
@@ -62,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Calibrates, writes the file, and says what is in it."""
     try:
         from cute_kernels.integrations.transformers.calibrate import calibrate_cache
+        from cute_kernels.integrations.transformers.fit import fit_transforms
     except ImportError as error:
         raise ValueError(
             f"transformers: cannot be imported ({error}), want pip install 'cute-kernels[transformers]'"
@@ -69,16 +74,20 @@ def run(arguments: argparse.Namespace) -> int:
     windows = windows_of(tokens_of(tokenizer_of(arguments.model), arguments.text), arguments.window, arguments.windows)
     model = model_of(arguments.model, torch.device(arguments.device))
     about = {"model": str(arguments.model), "text": ", ".join(path.name for path in arguments.text)}
+    batches = [{"input_ids": window[None].to(arguments.device)} for window in windows]
     constants = calibrate_cache(
         model,
-        [{"input_ids": window[None].to(arguments.device)} for window in windows],
+        batches,
         arguments.kv_format,
         center=not arguments.no_center,
         factors=not arguments.no_factors,
         rotation=not arguments.no_rotation,
+        values=arguments.values,
         seed=arguments.seed,
         about=about | {"window": str(windows.shape[1])},
     )
+    if arguments.fit is not None:
+        constants = fit_transforms(model, batches, arguments.kv_format, constants, steps=arguments.fit)
     constants.save(arguments.output)
     print(f"{arguments.output}: {constants.num_layers} layers, {arguments.output.stat().st_size / 1024:.0f} KiB")
     for name, value in sorted(constants.about.items()):

@@ -151,7 +151,7 @@ def test_the_real_model_goes_through_every_part(tmp_path):
     assert record["model"]["head_dim"] == 64 and 5 < record["model"]["perplexity"] < 60
     rows = {row["name"]: row for row in record["rows"]}
     assert rows["bf16"]["kl"] < 1e-4 < rows["int4_g4"]["kl"] < 0.2
-    assert rows["int4_g4"]["decoded"]["difference"] < 0.1
+    assert rows["int4_g4"]["decoded"]["difference"] < 0.5
     table = model_accuracy_report.markdown(record)
     assert "| int4_g4 | 96 |" in table and "needles at 128" in table and "Decoded token by token" in table
     assert "int4_g4" in model_accuracy_report.text(record)

@@ -44,7 +44,16 @@ def test_a_model_is_calibrated_on_text(directory, tmp_path, capsys):
     read = CacheConstants.load(out)
     assert read.num_layers == 2 and len(read.scales) == 2
     assert read.about["tokens"] == "192" and read.about["method"] == "center factors rotation"
-    assert [(one.k_rotation, one.v_rotation) for one in read.transforms if one] == [(64, 16)] * 2
+    assert [(one.k_rotation, one.v_rotation) for one in read.transforms if one] == [(64, 1)] * 2
+
+
+def test_values_and_a_fit_are_had_for_the_asking(directory, tmp_path, capsys):
+    text, out = write_text(tmp_path / "text.txt", 40), tmp_path / "constants.safetensors"
+    options = ["--kv-format", "int4_g1", "--values", "--fit", "2", "--device", "cpu"]
+    assert main(["calibrate", str(directory), "--text", str(text), "-o", str(out), *options]) == 0
+    assert "2 steps, KL" in capsys.readouterr().out
+    first = CacheConstants.load(out).transforms[0]
+    assert first is not None and first.v_rotation == 64 and first.v_factor is not None
 
 
 def test_parts_may_be_left_out(directory, tmp_path):
