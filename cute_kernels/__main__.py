@@ -1,4 +1,4 @@
-"""Command line: `cute-kernels doctor | aot | cache | tune`, or `python -m cute_kernels ...`."""
+"""Command line: `cute-kernels doctor | aot | cache | tune | calibrate`, or `python -m cute_kernels ...`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from cute_kernels import __version__, families
+from cute_kernels.integrations import calibrate_command
 from cute_kernels.integrations.vllm import doctor as vllm_doctor
 from cute_kernels.integrations.vllm import engine_kernels
 from cute_kernels.runtime import aot, aot_build, doctor, wanted
@@ -162,6 +163,7 @@ def parser() -> argparse.ArgumentParser:
     cache.add_parser("clear", help="remove them").set_defaults(run=run_cache_clear)
 
     tuning.add_parser(commands).set_defaults(run=run_tune)
+    calibrate_command.add_parser(commands)
     return root
 
 

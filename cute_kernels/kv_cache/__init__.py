@@ -2,7 +2,7 @@
 
 Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, `rotate`, `bulk`, `compile`, `ops`; in
 `step` and `step_ops` (append and attention as one call); and in `cache`, `pages`, `batch`, `memory`, `calibration`,
-`smoothing`, `transforms`.
+`smoothing`, `transforms`, `moments`, `constants`, `exported`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.cache import KVCache
 from cute_kernels.kv_cache.calibration import Calibrator, compute_kv_scale
 from cute_kernels.kv_cache.call import split_bias
+from cute_kernels.kv_cache.constants import CacheConstants, ConstantsError
+from cute_kernels.kv_cache.exported import ExportedSequence
 from cute_kernels.kv_cache.memory import MemoryReport
+from cute_kernels.kv_cache.moments import Moments
 from cute_kernels.kv_cache.pages import OutOfPagesError
 from cute_kernels.kv_cache.rope import LinearScaling, Llama3Scaling, NtkScaling, Rope, YarnScaling
 from cute_kernels.kv_cache.smoothing import check_pairs, fold, smooth_keys
@@ -31,12 +34,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "CacheConstants",
     "CacheTransform",
     "Calibrator",
+    "ConstantsError",
+    "ExportedSequence",
     "KVCache",
     "LinearScaling",
     "Llama3Scaling",
     "MemoryReport",
+    "Moments",
     "NtkScaling",
     "OutOfPagesError",
     "Rope",

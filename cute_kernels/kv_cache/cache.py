@@ -17,63 +17,32 @@ It owns the memory and knows which tokens lie where. When to run which sequence 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from cute_kernels import attention
-from cute_kernels.arguments import check_count, check_floating, device_of, is_one_of
+from cute_kernels.arguments import check_count, device_of, is_one_of
 from cute_kernels.kv_cache.batch import Batch
+from cute_kernels.kv_cache.cache_checks import checked_scale, formats_for, is_transformed
 from cute_kernels.kv_cache.calibration import scale_shape
+from cute_kernels.kv_cache.constants import CacheConstants, constants_of
+from cute_kernels.kv_cache.exported import ExportedSequence, layer_key
 from cute_kernels.kv_cache.memory import MemoryReport
 from cute_kernels.kv_cache.pages import PageCopy, PageTable, SeqId
-from cute_kernels.kv_cache.rope import Rope
-from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of, format_pair
-from cute_kernels.names import CacheLayout, KvFormats, QkvBias, WindowSize
+from cute_kernels.kv_cache.transforms import CacheTransform, check_transforms
+from cute_kernels.kv_formats import HEAD_DIMS, KvFormat
+from cute_kernels.names import CacheLayout, KvFormats
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from typing_extensions import Unpack
+
+    from cute_kernels.kv_cache.options import AppendOptions, AttendOptions, StepAttendOptions
 
 CACHE_LAYOUTS = ("NHD", "HND")
 MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256
-
-
-class AppendOptions(TypedDict, total=False):
-    """What `KVCache.append` takes besides; :func:`cute_kernels.append_kv` says what each means."""
-
-    q: torch.Tensor | None
-    q_out: torch.Tensor | None
-    qkv_bias: QkvBias | None
-    rope: Rope | None
-    position_ids: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    norm_eps: float
-
-
-class AttendOptions(TypedDict, total=False):
-    """What `KVCache.attend` takes besides; :func:`cute_kernels.decode_attention` says what each means."""
-
-    softmax_scale: float | None
-    causal: bool
-    window_size: WindowSize | None
-    softcap: float | None
-    sinks: torch.Tensor | None
-    alibi_slopes: torch.Tensor | None
-    attn_bias: torch.Tensor | None
-    num_splits: int | None
-    out: torch.Tensor | None
-
-
-class StepAttendOptions(AttendOptions, total=False):
-    """What `KVCache.append_and_attend` takes besides; :func:`cute_kernels.append_and_decode` says what each means."""
-
-    qkv_bias: QkvBias | None
-    rope: Rope | None
-    position_ids: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    norm_eps: float
 
 
 class KVCache:
@@ -98,9 +67,12 @@ class KVCache:
         dtype: of q, k and v: bf16 or fp16. Dense formats must be of the same.
         device: where the pages lie. On a CPU the reference implementations run.
         max_seq_len: tokens that a sequence may reach, which sets the block table's width; default: all pages'.
+        transform: how K and V are written (see `CacheTransform`): one for all layers, or one, or None, for each. What
+            a calibration has found comes by `set_constants`.
 
     Attributes:
         k_pages, v_pages: [num_layers, *a layer's cache], what `append_kv` and `decode_attention` take, by layer.
+        transforms: each layer's, or None.
     """
 
     def __init__(
@@ -117,6 +89,7 @@ class KVCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         max_seq_len: int | None = None,
+        transform: CacheTransform | Sequence[CacheTransform | None] | None = None,
     ) -> None:
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         for name, value in (("num_layers", num_layers), ("num_pages", num_pages), ("num_kv_heads", num_kv_heads)):
@@ -132,7 +105,7 @@ class KVCache:
                 raise ValueError(f"{name}: got {value}, want one of {', '.join(map(str, HEAD_DIMS))}")
         if cache_layout not in CACHE_LAYOUTS:
             raise ValueError(f"cache_layout: got {cache_layout!r}, want one of {', '.join(CACHE_LAYOUTS)}")
-        self.formats = _formats(kv_format, dtype)
+        self.formats = formats_for(kv_format, dtype)
         self.kv_format = kv_format
         self.num_layers, self.num_kv_heads = num_layers, num_kv_heads
         self.head_dims = (head_dim, v_head_dim)
@@ -150,6 +123,7 @@ class KVCache:
         )
         self._needs_scales = any(scale is not None for scale in self._scales)
         self._layers_with_scales: set[int] = set()
+        self.transforms = self._checked_transforms("transform", transform)
 
     # -- sequences ----------------------------------------------------------------------------------------------------
 
@@ -225,11 +199,11 @@ class KVCache:
             layer: 0 to num_layers - 1.
             batch: as updated for this step; its new tokens are those that k and v hold, sequence by sequence.
             k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], before RoPE if ``rope`` is given.
-            options: ``q``, ``q_out``, ``qkv_bias``, ``rope``, ``position_ids``, ``q_norm``, ``k_norm``, ``norm_eps`` of
-                `append_kv`.
+            options: ``q``, ``q_out``, ``qkv_bias``, ``rope``, ``position_ids``, ``q_norm``, ``k_norm``, ``norm_eps``,
+                ``q_shift`` of `append_kv`.
 
         Returns:
-            The rotated q if one was given, else None.
+            The rotated q if one was given, else None; where the layer has a transform, q is transformed, too.
 
         Raises:
             ValueError: sequences have changed since the batch was updated, its new tokens lie in shared pages, or a
@@ -254,6 +228,7 @@ class KVCache:
         batch: Batch,
         q: torch.Tensor,
         *,
+        q_transformed: bool | None = ...,
         return_lse: Literal[False] = ...,
         **options: Unpack[AttendOptions],
     ) -> torch.Tensor: ...
@@ -265,34 +240,59 @@ class KVCache:
         batch: Batch,
         q: torch.Tensor,
         *,
+        q_transformed: bool | None = ...,
         return_lse: Literal[True],
         **options: Unpack[AttendOptions],
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     @overload
     def attend(
-        self, layer: int, batch: Batch, q: torch.Tensor, *, return_lse: bool, **options: Unpack[AttendOptions]
+        self,
+        layer: int,
+        batch: Batch,
+        q: torch.Tensor,
+        *,
+        q_transformed: bool | None = ...,
+        return_lse: bool,
+        **options: Unpack[AttendOptions],
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
-    def attend(self, layer: int, batch: Batch, q: torch.Tensor, **options: Any) -> Any:
+    def attend(
+        self, layer: int, batch: Batch, q: torch.Tensor, *, q_transformed: bool | None = None, **options: Any
+    ) -> Any:
         """Attention of the newest tokens over a layer: `decode_attention`, with everything about the cache filled in.
 
         Args:
             layer: 0 to num_layers - 1.
             batch: as updated for this step.
             q: [batch.size, q_len, num_q_heads, head_dim], queries of each sequence's last q_len tokens, rotated.
+            q_transformed: wanted for a layer with a transform: True for q as `append` returns it, False for q after
+                RoPE alone, which is transformed here by a few launches more. Nothing for other layers.
             options: what `decode_attention` takes besides: ``softmax_scale``, ``window_size``, ``return_lse``, ``out``
-                and so on.
+                and so on; ``q_shift``, as `append` has written it, for a soft cap, sinks or the log-sum-exp of queries
+                that are transformed.
 
         Returns:
             As `decode_attention`: out [batch.size, q_len, num_q_heads, v_head_dim], with ``return_lse`` also lse.
 
         Raises:
-            ValueError: sequences have changed since the batch was updated, or a scale was never given; else as
-                `decode_attention`.
+            ValueError: sequences have changed since the batch was updated, a scale was never given, or the layer's
+                transform wants to know more; else as `decode_attention`.
         """
         self._check_step(layer, batch)
-        return attention.decode_attention(q, seq_lens=batch.seq_lens, **self._layer(layer, batch), **options)
+        operands = self._layer(layer, batch)
+        transform: CacheTransform | None = operands.pop("transform")
+        if transform is None:
+            return attention.decode_attention(q, seq_lens=batch.seq_lens, **operands, **options)
+        is_done = is_transformed(layer, transform, q_transformed, options)
+        undone = {} if is_done else {"transform": transform}
+        found = attention.decode_attention(q, seq_lens=batch.seq_lens, **operands, **undone, **options)
+        if not (is_done and transform.changes_values):
+            return found
+        out = found[0] if options.get("return_lse") else found
+        restored = transform.restore(out)
+        restored = restored if options.get("out") is None else out.copy_(restored)
+        return (restored, found[1]) if options.get("return_lse") else restored
 
     @overload
     def append_and_attend(
@@ -376,11 +376,10 @@ class KVCache:
                 sequences, whose tokens were written with other scales.
         """
         self._check_layer(layer)
-        if len(self._pages):
-            raise ValueError(f"layer: got {layer} of a cache with {len(self._pages)} sequences, want an empty cache")
+        self._check_empty(f"layer: got {layer} of")
         given = {"k_scale": k_scale, "v_scale": v_scale}
         checked = [
-            _checked_scale(name, scale, form, held)
+            checked_scale(name, scale, form, held)
             for (name, scale), form, held in zip(given.items(), self.formats, self._scales, strict=True)
         ]
         for held, scale in zip(self._scales, checked, strict=True):
@@ -388,22 +387,85 @@ class KVCache:
                 held[layer].copy_(scale.reshape(held.shape[1:]))
         self._layers_with_scales.add(layer)
 
+    def set_constants(self, constants: CacheConstants | str | Path) -> None:
+        """Gives all layers what a calibration has found: transforms, and the scales of formats that want them.
+
+        Args:
+            constants: or the file that `cute-kernels calibrate` has written.
+
+        Raises:
+            FileNotFoundError, ConstantsError: there is no such file, or it is no file of constants.
+            ValueError: they are of another number of layers or other sizes, a scale is missing or not wanted, or the
+                cache holds sequences, which were written otherwise.
+        """
+        constants = constants_of(constants)
+        self._check_empty("constants: got some for")
+        transforms = self._checked_transforms("constants", constants.transforms)
+        scales = constants.scales or ((None, None),) * self.num_layers
+        for layer, (k_scale, v_scale) in enumerate(scales):
+            self.set_scales(layer, k_scale=k_scale, v_scale=v_scale)
+        self.transforms = transforms
+
+    # -- moving sequences ---------------------------------------------------------------------------------------------
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What every layer is written with: equal for layers that read each other's rows. Waits for the device."""
+        return tuple(
+            layer_key(self.formats, self.head_dims, self.num_kv_heads, self._layer_scales(layer), transform)
+            for layer, transform in enumerate(self.transforms)
+        )
+
+    def export_sequence(self, seq_id: SeqId) -> ExportedSequence:
+        """A sequence's rows of all layers, copied, with what they were written with: for `import_sequence` of a cache
+        elsewhere. ValueError for an unknown sequence."""
+        sequence = self._pages[seq_id]
+        pages = torch.tensor(sequence.pages, dtype=torch.int64, device=self.device)
+        k, v = (self._rows(held[:, pages], sequence.length) for held in (self.k_pages, self.v_pages))
+        return ExportedSequence(k, v, self.keys)
+
+    def import_sequence(self, seq_id: SeqId, exported: ExportedSequence) -> None:
+        """A new sequence of rows that a cache has exported.
+
+        Raises:
+            TypeError: it is no exported sequence.
+            ValueError: its rows were written with another format, scale or transform than this cache reads; or as
+                `allocate`.
+            OutOfPagesError: there are not enough free pages.
+        """
+        if not isinstance(exported, ExportedSequence):
+            raise TypeError(f"exported: got {type(exported).__name__}, want an ExportedSequence")
+        exported.check_for(self.keys)
+        self.allocate(seq_id, exported.num_tokens)
+        pages = torch.tensor(self._pages[seq_id].pages, dtype=torch.int64, device=self.device)
+        for held, rows in ((self.k_pages, exported.k), (self.v_pages, exported.v)):
+            tokens = torch.arange(exported.num_tokens, device=self.device)
+            page, row = pages[tokens // self.page_size], tokens % self.page_size
+            target = held.transpose(2, 3) if self.cache_layout == "HND" else held
+            target[:, page, row] = rows.to(self.device)
+
     # -- looking in ---------------------------------------------------------------------------------------------------
 
     def read(self, layer: int, seq_id: SeqId, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """A sequence's K and V, dequantised: [seq_len, num_kv_heads, head_dim] each. Waits for the device."""
+        """A sequence's K and V, dequantised, as before any transform: [seq_len, num_kv_heads, head_dim] each.
+
+        Waits for the device.
+        """
         self._check_layer(layer)
         sequence = self._pages[seq_id]
         pages = torch.tensor(sequence.pages, dtype=torch.int64, device=self.device)
-        operands = zip((self.k_pages, self.v_pages), self.formats, self.head_dims, self._scales, strict=True)
-        found = []
-        for held, form, head_dim, scales in operands:
-            rows = held[layer, pages]
-            rows = rows.transpose(1, 2) if self.cache_layout == "HND" else rows
-            rows = rows.flatten(0, 1)[: sequence.length].contiguous()
-            scale = None if scales is None else scales[layer]
-            found.append(form.dequantize(rows, head_dim, dtype or self.dtype, scale))
-        return found[0], found[1]
+        operands = zip(
+            (self.k_pages, self.v_pages), self.formats, self.head_dims, self._layer_scales(layer), strict=True
+        )
+        transform = self.transforms[layer]
+        wide = dtype or self.dtype if transform is None else torch.float32
+        k, v = (
+            form.dequantize(self._rows(held[layer : layer + 1, pages], sequence.length)[0], head_dim, wide, scale)
+            for held, form, head_dim, scale in operands
+        )
+        if transform is not None:
+            k, v = (x.to(dtype or self.dtype) for x in (transform.original_keys(k), transform.restore(v)))
+        return k, v
 
     def memory_report(self) -> MemoryReport:
         """What the memory holds now."""
@@ -434,16 +496,42 @@ class KVCache:
 
     def _layer(self, layer: int, batch: Batch) -> dict[str, Any]:
         """The arguments of both operators that are about the cache."""
-        k_scales, v_scales = self._scales
+        k_scale, v_scale = self._layer_scales(layer)
         return {
             "k_cache": self.k_pages[layer],
             "v_cache": self.v_pages[layer],
             "kv_format": self.kv_format,
             "block_table": batch.block_table,
             "cache_layout": self.cache_layout,
-            "k_scale": None if k_scales is None else k_scales[layer],
-            "v_scale": None if v_scales is None else v_scales[layer],
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "transform": self.transforms[layer],
         }
+
+    def _layer_scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        k_scales, v_scales = self._scales
+        return None if k_scales is None else k_scales[layer], None if v_scales is None else v_scales[layer]
+
+    def _rows(self, pages: torch.Tensor, length: int) -> torch.Tensor:
+        """Pages [layers, pages, ...] as rows [layers, length, num_kv_heads, row], copied."""
+        pages = pages.transpose(2, 3) if self.cache_layout == "HND" else pages
+        return pages.flatten(1, 2)[:, :length].contiguous()
+
+    def _checked_transforms(self, name: str, given: Any) -> tuple[CacheTransform | None, ...]:
+        """Each layer's, on the device; None for those that change nothing."""
+        transforms = check_transforms(name, given, self.num_layers)
+        for layer, transform in enumerate(transforms):
+            if transform is not None:
+                try:
+                    transform.validate(self.num_kv_heads, *self.head_dims)
+                except ValueError as error:
+                    raise ValueError(f"{name}[{layer}]: {error}") from error
+        moved = {id(one): one.to(self.device) for one in transforms if one is not None and not one.identity}
+        return tuple(moved.get(id(one)) for one in transforms)
+
+    def _check_empty(self, what: str) -> None:
+        if len(self._pages):
+            raise ValueError(f"{what} a cache with {len(self._pages)} sequences, want an empty cache")
 
     def _check_step(self, layer: int, batch: Batch) -> None:
         self._check_layer(layer)
@@ -468,32 +556,3 @@ class KVCache:
             return None
         shape = (self.num_layers, *scale_shape(form.given_scale, self.num_kv_heads, head_dim))
         return torch.full(shape, torch.nan, dtype=torch.float32, device=self.device)
-
-
-def _formats(kv_format: str | tuple[str, str], dtype: torch.dtype) -> tuple[KvFormat, KvFormat]:
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise TypeError(f"dtype: got {dtype}, want torch.bfloat16 or torch.float16")
-    k_name, v_name = format_pair(kv_format)
-    for form in (formats := (format_of(k_name), format_of(v_name))):
-        if not form.fits(dtype):
-            raise TypeError(f"kv_format: got {form.name!r} for a model in {dtype}, want the dense format of that dtype")
-    return formats
-
-
-def _checked_scale(
-    name: str, scale: torch.Tensor | None, form: KvFormat, held: torch.Tensor | None
-) -> torch.Tensor | None:
-    if held is None:
-        if scale is not None:
-            raise ValueError(f"{name}: got a scale, want None: {form.name} keeps none beside the cache")
-        return None
-    want = tuple(held.shape[1:])
-    if scale is None:
-        raise ValueError(f"{name}: got None, want {list(want)} for {form.name}")
-    check_floating(**{name: scale})
-    flat = {"tensor": (1,), "head": want[:1], "channel": want}[str(form.given_scale)]
-    if tuple(scale.shape) not in (want, flat):
-        raise ValueError(f"{name}: got shape {list(scale.shape)}, want {list(want)} for {form.name}")
-    if not bool((scale.isfinite() & (scale >= 0)).all()):
-        raise ValueError(f"{name}: got a negative, infinite or NaN scale, want finite ones from 0")
-    return scale

@@ -155,7 +155,7 @@ def test_a_perfect_format_costs_nothing_and_a_coarse_one_more_than_a_fine_one(mo
     ids=lambda variant: variant.name,
 )
 def test_decoding_token_by_token_gives_the_losses_of_all_tokens_at_once(model, variant):
-    narrow = accuracy._in_dtype(model, torch.float16 if variant.k_format == "fp16" else torch.bfloat16)
+    narrow = accuracy.in_dtype(model, torch.float16 if variant.k_format == "fp16" else torch.bfloat16)
     known = [calibrate(variant, sample, rotary=True) for sample in accuracy.capture(model, windows())]
     decoded, memory = accuracy.decode_losses(narrow, windows(2), variant, known)
     at_once = accuracy.losses(narrow, windows(2), variant, known)

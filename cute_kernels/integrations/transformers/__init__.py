@@ -19,7 +19,8 @@ from __future__ import annotations
 from cute_kernels.integrations.transformers.accelerated import Acceleration, accelerate, register, restore
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import DecodeCache, DecodeCacheLayer
-from cute_kernels.integrations.transformers.calibrate import calibrate
+from cute_kernels.integrations.transformers.calibrate import calibrate, calibrate_cache
+from cute_kernels.integrations.transformers.fit import fit_transforms
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME, CachedTokens
 from cute_kernels.integrations.transformers.masks import make_mask
 
@@ -32,6 +33,8 @@ __all__ = [
     "accelerate",
     "attention",
     "calibrate",
+    "calibrate_cache",
+    "fit_transforms",
     "make_mask",
     "register",
     "restore",

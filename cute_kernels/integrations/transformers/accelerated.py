@@ -20,7 +20,9 @@ from cute_kernels.integrations.transformers.cache import (
     DecodeCache,
     FormatOfLayers,
     Scales,
+    Transforms,
     check_formats,
+    constants_for,
     formats_of_layer,
 )
 from cute_kernels.integrations.transformers.columns import GRANULE, Columns
@@ -85,6 +87,7 @@ def accelerate(
     weights: str | None = None,
     skip: Sequence[str] = ("lm_head",),
     scales: Scales | None = None,
+    kv_transform: Transforms | None = None,
     max_seq_len: int | None = None,
     cuda_graphs: bool = True,
     fuse_blocks: bool = True,
@@ -102,6 +105,7 @@ def accelerate(
             scale per row), z for zero points. None leaves them as they are.
         skip: layers that stay as they are, as `quantize_model` takes them.
         scales: for formats whose scale lies beside the cache, as `DecodeCache` takes them.
+        kv_transform: how K and V are written, as `DecodeCache` takes it: what `cute-kernels calibrate` has found.
         max_seq_len: columns that a request may reach; None: no limit.
         cuda_graphs: whether decode steps are recorded.
         fuse_blocks: whether blocks of known models run in fewer launches: projections of one input as one, rotation in
@@ -115,7 +119,10 @@ def accelerate(
             and nothing has been changed.
     """
     config = _checked_config(model)
+    if kv_format is None and kv_transform is not None:
+        raise ValueError("kv_transform: got one with kv_format None, want None: transformers' caches know of none")
     if kv_format is not None:
+        scales, kv_transform = constants_for(scales, kv_transform)
         check_formats(kv_format, scales)
         _check_cacheable(model, config, kv_format)
     quantisation = None if weights is None else _weight_options(weights)
@@ -127,7 +134,7 @@ def accelerate(
     old = getattr(model, _STATE, None)
     if isinstance(old, _State):
         old.remove()
-    state = _State(model, kv_format, scales, max_seq_len, cuda_graphs)
+    state = _State(model, kv_format, scales, kv_transform, max_seq_len, cuda_graphs)
     state.install()
     rows.append(("cache", "transformers'", "as before" if kv_format is None else _named(kv_format)))
     norms = replace_norms(model)
@@ -165,12 +172,19 @@ class _State:
     """What an accelerated model has besides: its own methods, and memory for caches that `generate` has let go of."""
 
     def __init__(
-        self, model: Any, kv_format: Any, scales: Scales | None, max_seq_len: int | None, cuda_graphs: bool
+        self,
+        model: Any,
+        kv_format: Any,
+        scales: Scales | None,
+        kv_transform: Any,
+        max_seq_len: int | None,
+        graphs: bool,
     ) -> None:
         self.model = weakref.ref(model)
         self.kv_format, self.scales, self.max_seq_len = kv_format, scales, max_seq_len
+        self.kv_transform = kv_transform
         self.generate = model.generate
-        self.replay = StepReplay(model.forward) if cuda_graphs and kv_format is not None else None
+        self.replay = StepReplay(model.forward) if graphs and kv_format is not None else None
         self.spare: list[tuple[list[Any], Any]] = []
 
     def install(self) -> None:
@@ -223,7 +237,8 @@ class _State:
                 break
         else:
             del found  # before new memory is taken
-            cache = DecodeCache(self.kv_format, self.max_seq_len, capacity=columns, scales=self.scales)
+            options: Any = {"scales": self.scales, "kv_transform": self.kv_transform}
+            cache = DecodeCache(self.kv_format, self.max_seq_len, capacity=columns, **options)
         weakref.finalize(cache, self.spare.append, (cache.layers, cache.book)).atexit = False
         return cache
 

@@ -133,7 +133,7 @@ def _attends(tokens: CachedTokens, asked: dict[str, Any]) -> bool:
 def _extends(tokens: CachedTokens, mask: torch.Tensor | None, asked: dict[str, Any]) -> bool:
     """Whether `extend_attention` serves a call; a plain first turn is SDPA's."""
     is_plain = _is_first_turn(tokens) and mask is None and asked["softcap"] is None and asked["sinks"] is None
-    return not is_plain and asked["attn_bias"] is None and can_extend(tokens)
+    return not is_plain and asked["attn_bias"] is None and can_extend(tokens, asked["softcap"])
 
 
 _IMPOSSIBLE = torch.empty(0)

@@ -7,6 +7,7 @@ import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +25,16 @@ from cute_kernels.integrations.transformers.latents import (
     CachedLatents,
     format_of_latents,
 )
+from cute_kernels.kv_cache.constants import CacheConstants, constants_of
+from cute_kernels.kv_cache.transforms import CacheTransform, check_transform
 from cute_kernels.kv_formats import FORMATS, format_of, format_pair
 
 FormatOfLayers = str | tuple[str, str] | Mapping[int, "str | tuple[str, str]"]
 """A format for all layers, a pair of K's and V's, or one or a pair for each layer by its number (-1: all others)."""
 Scales = Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
 """K's and V's scale of each layer, for formats whose scale lies beside the cache."""
+Transforms = CacheConstants | str | Path | CacheTransform | Sequence[CacheTransform | None]
+"""Constants of a cache or their file, or a `CacheTransform` for all layers, or one, or None, for each."""
 
 _ZERO_IS_A_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 _POSITIVE_IS_A_LENGTH = Version(Version(transformers.__version__).base_version) < Version("5.18")
@@ -65,6 +70,8 @@ class DecodeCacheLayer(CacheLayerMixin):
         self.book = book
         self.formats = formats_of_layer(book.kv_format, index)
         self.scales = book.scales_of(index)
+        self.transform = book.transform_of(index)
+        self.index = index
         self.count = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -75,6 +82,7 @@ class DecodeCacheLayer(CacheLayerMixin):
             form = format_of(name)
             if not form.fits(self.dtype):
                 raise TypeError(f"kv_format: got {name!r}, want the format of the model's {self.dtype}")
+        self._place_constants(key_states.shape[1], key_states.shape[3], value_states.shape[3])
         columns = self.book.columns_for(key_states.shape[0], key_states.shape[2], self.device)
         self.keys, self.values = (
             torch.zeros(
@@ -85,6 +93,18 @@ class DecodeCacheLayer(CacheLayerMixin):
             for states, form in zip((key_states, value_states), map(format_of, self.formats), strict=True)
         )
         self.is_initialized = True
+
+    def _place_constants(self, num_kv_heads: int, head_dim: int, v_head_dim: int) -> None:
+        """Scales and transform to the layer's device; ValueError, naming the layer, for a transform of other sizes."""
+        k_scale, v_scale = self.scales
+        self.scales = tuple(None if scale is None else scale.to(self.device) for scale in (k_scale, v_scale))
+        if self.transform is None:
+            return
+        try:
+            self.transform.validate(num_kv_heads, head_dim, v_head_dim)
+        except ValueError as error:
+            raise ValueError(f"kv_transform: layer {self.index}: {error}") from error
+        self.transform = self.transform.to(self.device)
 
     @property
     def columns(self) -> Columns:
@@ -100,7 +120,8 @@ class DecodeCacheLayer(CacheLayerMixin):
     def operands(self) -> dict[str, Any]:
         """What the kernels' calls want to know of the cache."""
         (k, v), (k_scale, v_scale) = self.rows, self.scales
-        return {"k_cache": k, "v_cache": v, "kv_format": self.formats, "k_scale": k_scale, "v_scale": v_scale}
+        known = {"k_cache": k, "v_cache": v, "kv_format": self.formats, "k_scale": k_scale, "v_scale": v_scale}
+        return known if self.transform is None else known | {"transform": self.transform}
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Takes tokens [batch, num_kv_heads, tokens, head_dim]; returns a handle twice, in place of K and V.
@@ -210,11 +231,19 @@ class LatentCacheLayer(DecodeCacheLayer):
 class _Book:
     """What the layers of a cache have in common. It holds no layer and no cache: those are freed by being forgotten."""
 
-    def __init__(self, kv_format: Any, max_seq_len: int | None, capacity: int, scales: Scales | None) -> None:
+    def __init__(
+        self,
+        kv_format: Any,
+        max_seq_len: int | None,
+        capacity: int,
+        scales: Scales | None,
+        transforms: CacheTransform | Sequence[CacheTransform | None] | None,
+    ) -> None:
         self.kv_format = kv_format
         self.max_seq_len = max_seq_len
         self.capacity = capacity
         self.scales = scales
+        self.transforms = transforms
         self.columns: Columns | None = None
         self.first: weakref.ref[DecodeCacheLayer] | None = None
 
@@ -224,6 +253,15 @@ class _Book:
         if index >= len(self.scales):
             raise ValueError(f"scales: got those of {len(self.scales)} layers, want layer {index}'s, too")
         return self.scales[index]
+
+    def transform_of(self, index: int) -> CacheTransform | None:
+        """A layer's, None for one that changes nothing."""
+        found = self.transforms
+        if isinstance(found, Sequence):
+            if index >= len(found):
+                raise ValueError(f"kv_transform: got {len(found)} layers', want layer {index}'s, too")
+            found = found[index]
+        return None if found is None or found.identity else found
 
     def is_first(self, layer: DecodeCacheLayer) -> bool:
         """Whether a layer is the first of a pass."""
@@ -261,6 +299,8 @@ class DecodeCache(Cache):
         capacity: columns to begin with, without ``max_seq_len``.
         scales: for formats whose scale lies beside the cache: each layer's (K's, V's) as `append_kv` takes them, None
             for one that has none (see `calibrate`).
+        kv_transform: how K and V are written: constants that `calibrate_cache` or `cute-kernels calibrate` has found,
+            whose scales count where there are no others, or transforms alone.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
@@ -273,14 +313,16 @@ class DecodeCache(Cache):
         *,
         capacity: int = GRANULE,
         scales: Scales | None = None,
+        kv_transform: Transforms | None = None,
     ) -> None:
+        scales, transforms = constants_for(scales, kv_transform)
         check_formats(kv_format, scales)
         if max_seq_len is not None:
             check_count("max_seq_len", max_seq_len, 1)
         check_count("capacity", capacity, 1)
         self.kv_format = kv_format
         self.max_seq_len = max_seq_len
-        self.book = _Book(kv_format, max_seq_len, max_seq_len or capacity, scales)
+        self.book = _Book(kv_format, max_seq_len, max_seq_len or capacity, scales, transforms)
         self._take_layers([])
 
     def _take_layers(self, layers: list[Any]) -> None:
@@ -376,6 +418,26 @@ def _widened(rows: torch.Tensor, capacity: int) -> torch.Tensor:
     wider = rows.new_zeros((rows.shape[0], capacity, *rows.shape[2:]))
     wider[:, : rows.shape[1]] = rows
     return wider
+
+
+def constants_for(
+    scales: Scales | None, kv_transform: Any
+) -> tuple[Scales | None, CacheTransform | Sequence[CacheTransform | None] | None]:
+    """(scales, transforms) of what `DecodeCache` is given of both.
+
+    Raises:
+        TypeError, ValueError: ``kv_transform`` is nothing of that, or a file of constants that is none.
+    """
+    if isinstance(kv_transform, (str, Path)):
+        kv_transform = constants_of(kv_transform)
+    if isinstance(kv_transform, CacheConstants):
+        return (kv_transform.scales or None) if scales is None else scales, kv_transform.transforms
+    if isinstance(kv_transform, Sequence):
+        for layer, transform in enumerate(kv_transform):
+            check_transform(f"kv_transform[{layer}]", transform)
+    else:
+        check_transform("kv_transform", kv_transform)
+    return scales, kv_transform
 
 
 def check_formats(kv_format: Any, scales: Scales | None) -> None:

@@ -1,62 +1,118 @@
-"""Scales of a model's cache, for formats whose scale lies beside it, from sample inputs."""
+"""Constants of a model's cache, from sample inputs: scales beside the cache, and transforms."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
+from cute_kernels import __version__
+from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import formats_of_layer
+from cute_kernels.integrations.transformers.masks import make_mask
 from cute_kernels.kv_cache import Calibrator
+from cute_kernels.kv_cache.constants import CacheConstants, Scales
+from cute_kernels.kv_cache.moments import Moments, can_rotate, group_of
+from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.kv_formats import format_of
 
+Method: TypeAlias = Literal["absmax", "percentile"]
+_WATCHED = "cute_kernels_watched"  # the attention implementation while a model is calibrated
 
-class _SampledLayer(DynamicLayer):
-    """transformers' own layer, which shows the calibrators of its K and V what is cached."""
 
-    def __init__(self, samples: _Samples, index: int) -> None:
-        super().__init__()
-        self.calibrators = samples.of_layer(index)
-        self.samples = samples
+class Seen(NamedTuple):
+    """What a layer's attention was given in a pass, after RoPE and without padding, as its cache gets it.
+
+    q: [tokens, num_q_heads, head_dim]. k, v: [tokens, num_kv_heads, head_dim]. lengths: tokens of each request.
+    """
+
+    layer: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    lengths: list[int]
+    softmax_scale: float | None
+
+
+class _SeenLayer(DynamicLayer):
+    """transformers' own layer, which keeps what it is given for the attention that follows."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        for calibrator, states in zip(self.calibrators, (key_states, value_states), strict=True):
-            if calibrator is not None:
-                tokens, mask = states.transpose(1, 2), self.samples.mask
-                calibrator.update(tokens.flatten(0, 1) if mask is None else tokens[mask])
+        self.given = (key_states, value_states)
         return super().update(key_states, value_states, *args, **kwargs)
 
 
-class _Samples:
-    """The calibrators of all layers, and which columns of the batch under way are tokens."""
-
-    def __init__(self, kv_format: Any, method: Any, percentile: float) -> None:
-        self.kv_format, self.method, self.percentile = kv_format, method, percentile
-        self.mask: torch.Tensor | None = None
-        self.layers: list[tuple[Calibrator | None, Calibrator | None]] = []
-
-    def of_layer(self, index: int) -> tuple[Calibrator | None, Calibrator | None]:
-        while len(self.layers) <= index:
-            k, v = (
-                Calibrator(name, self.method, self.percentile) if format_of(name).given_scale else None
-                for name in formats_of_layer(self.kv_format, len(self.layers))
-            )
-            self.layers.append((k, v))
-        return self.layers[index]
-
-
 @torch.no_grad()
+def watch(model: Any, batches: Iterable[Mapping[str, Any]], see: Callable[[Seen], None]) -> int:
+    """Runs a model over batches and shows what every layer attends to; returns the number of tokens.
+
+    Args:
+        model, batches: as `calibrate` takes them.
+        see: called for every layer that has a cache of its own, in their order, for each batch.
+
+    Raises:
+        ValueError: there are no batches, or the model offers no choice of attention.
+    """
+    tokens = 0
+    for batch in batches:
+        mask = batch.get("attention_mask")
+        mask = None if mask is None or bool(mask.all()) else mask.bool()
+        cache = Cache(layer_class_to_replicate=_SeenLayer)
+        with attending(model, _shown(cache.layers, mask, see)):
+            model(**batch, past_key_values=cache, use_cache=True)
+        tokens += int(batch["input_ids"].numel() if mask is None else mask.sum())
+    if not tokens:
+        raise ValueError("batches: got none, want at least one")
+    return tokens
+
+
+def _shown(layers: Sequence[Any], mask: torch.Tensor | None, see: Callable[[Seen], None]) -> Callable[..., Any]:
+    """Attention that shows what a pass over the layers of a cache attends to."""
+
+    def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+        layer = getattr(module, "layer_idx", None)
+        if layer is not None and layer < len(layers):  # others read a cache that is not theirs
+            k, v = layers[layer].given
+            lengths = [query.shape[2]] * query.shape[0] if mask is None else mask.sum(1).tolist()
+            tokens = (_tokens(query, mask), _tokens(k, mask), _tokens(v, mask))
+            see(Seen(layer, *tokens, lengths=lengths, softmax_scale=options.get("scaling")))
+        return attention(module, query, key, value, *args, **options)
+
+    return attend
+
+
+@contextmanager
+def attending(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
+    """A model whose attention is ``attend``, called as transformers calls its own; as it was afterwards."""
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
+    AttentionInterface.register(_WATCHED, attend)
+    AttentionMaskInterface.register(_WATCHED, make_mask)
+    try:
+        model.set_attn_implementation(_WATCHED)
+        if config._attn_implementation != _WATCHED:
+            raise ValueError(
+                f"model: got {type(model).__name__}, which offers no choice of attention, want a model that calls "
+                "transformers' AttentionInterface"
+            )
+        yield
+    finally:
+        if config._attn_implementation == _WATCHED:
+            model.set_attn_implementation(before)
+
+
 def calibrate(
     model: Any,
     batches: Iterable[Mapping[str, Any]],
     kv_format: Any,
     *,
-    method: Literal["absmax", "percentile"] = "absmax",
+    method: Method = "absmax",
     percentile: float = 99.9,
-) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
+) -> list[Scales]:
     """Scales for `accelerate` and `DecodeCache`, found by running a model over samples of what it will read.
 
     Args:
@@ -70,24 +126,143 @@ def calibrate(
         Each layer's (K's, V's), fp32 on the layer's device; None for a format that has none beside the cache.
 
     Raises:
-        ValueError: there are no batches, or a format is unknown.
+        ValueError: there are no batches, a format is unknown, or the model offers no choice of attention.
     """
-    samples = _Samples(kv_format, method, percentile)
-    for batch in batches:
-        mask = batch.get("attention_mask")
-        samples.mask = None if mask is None or bool(mask.all()) else mask.bool()
-        layers: list[Any] = []
-        cache = Cache(layer_class_to_replicate=partial(_next_layer, samples, layers))  # type: ignore[arg-type]
-        cache.layers = layers
-        model(**batch, past_key_values=cache, use_cache=True)
-    if not samples.layers:
-        raise ValueError("batches: got none, want at least one")
-    return [(_scale(k), _scale(v)) for k, v in samples.layers]
+    return _scales(model, batches, kv_format, (), method, percentile)
+
+
+def calibrate_cache(
+    model: Any,
+    batches: Sequence[Mapping[str, Any]],
+    kv_format: Any,
+    *,
+    center: bool = True,
+    factors: bool = True,
+    rotation: bool = True,
+    values: bool = False,
+    seed: int = 0,
+    method: Method = "absmax",
+    percentile: float = 99.9,
+    about: Mapping[str, str] | None = None,
+) -> CacheConstants:
+    """Constants of a model's cache, transforms and scales, from samples of what it will read.
+
+    Transforms are those that `cute_kernels.kv_cache.Moments` gives, with rotations as wide as the columns that share a
+    scale. K in a dense format is left alone, and so is V in any that gains nothing.
+
+    Args:
+        model, kv_format, method, percentile: as `calibrate` takes them.
+        batches: as of `calibrate`, but gone through twice where a format wants scales: a list, say.
+        center, factors, rotation: what transforms may contain: K's mean, K's factors, a Hadamard rotation of K.
+        values: whether V has factors and a rotation as well, which attention's output has to be freed of: some launches
+            more, for a gain with one scale a row.
+        seed: of the rotations' random signs.
+        about: entries for `CacheConstants.about`, beside those that are found here.
+
+    Returns:
+        One transform for each layer, on the layer's device, and scales if a format has any.
+
+    Raises:
+        TypeError: batches can be gone through only once.
+        ValueError: as `calibrate`.
+    """
+    if not isinstance(batches, Sequence):
+        raise TypeError(f"batches: got {type(batches).__name__}, want a list: they are gone through twice")
+    moments: list[Moments] = []
+
+    def see(seen: Seen) -> None:
+        if seen.layer == len(moments):
+            moments.append(Moments())
+        for q, k, v in zip(*(x.split(seen.lengths) for x in seen[1:4]), strict=True):
+            moments[seen.layer].update(q, k, v, seen.softmax_scale)
+
+    tokens = watch(model, batches, see)
+    if not moments:
+        raise ValueError(
+            f"model: got {type(model).__name__}, none of whose layers has a cache, want one that generates"
+        )
+    transforms = [
+        _transform(one, formats_of_layer(kv_format, layer), center, factors, rotation, values, seed + layer)
+        for layer, one in enumerate(moments)
+    ]
+    scales: Sequence[Scales] = ()
+    if any(format_of(name).given_scale for layer in range(len(moments)) for name in formats_of_layer(kv_format, layer)):
+        scales = _scales(model, batches, kv_format, transforms, method, percentile)
+    chosen = {"center": center, "factors": factors, "rotation": rotation, "values": values}
+    found = {
+        "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
+        "kv_format": str(kv_format),
+        "tokens": str(tokens),
+        "method": " ".join(name for name, wanted in chosen.items() if wanted) or "scales alone",
+        "cute_kernels": __version__,
+    }
+    return CacheConstants(tuple(transforms), tuple(scales), found | dict(about or {}))
+
+
+def _transform(
+    moments: Moments,
+    formats: tuple[str, str],
+    center: bool,
+    factors: bool,
+    rotation: bool,
+    values: bool,
+    seed: int,
+) -> CacheTransform | None:
+    """A layer's transform, of what its formats gain from."""
+    assert moments.sizes is not None
+    k_group, v_group = (group_of(format_of(name), dim) for name, dim in zip(formats, moments.sizes[1:], strict=True))
+    dense = format_of(formats[0]).name in ("bf16", "fp16")
+    widths = [
+        group if rotation and can_rotate(dim) else 1
+        for group, dim in zip((k_group, v_group), moments.sizes[1:], strict=True)
+    ]
+    made = moments.transform(
+        k_rotation=widths[0],
+        v_rotation=widths[1] if values else 1,
+        k_group=k_group if k_group > 1 else None,
+        center=center and not dense,
+        factors=factors and not dense,
+        v_factors=values and v_group > 1,
+        seed=seed,
+    )
+    return None if made.identity else made
+
+
+def _scales(
+    model: Any,
+    batches: Iterable[Mapping[str, Any]],
+    kv_format: Any,
+    transforms: Sequence[CacheTransform | None],
+    method: Method,
+    percentile: float,
+) -> list[Scales]:
+    """Each layer's scales, of K and V as its transform writes them."""
+    layers: list[tuple[Calibrator | None, Calibrator | None]] = []
+
+    def see(seen: Seen) -> None:
+        if seen.layer == len(layers):
+            k, v = (
+                Calibrator(name, method, percentile) if format_of(name).given_scale else None
+                for name in formats_of_layer(kv_format, seen.layer)
+            )
+            layers.append((k, v))
+        transform = transforms[seen.layer] if transforms else None
+        written = (seen.k, seen.v)
+        if transform is not None:
+            written = (transform.keys(seen.k), transform.values(seen.v))
+        for calibrator, x in zip(layers[seen.layer], written, strict=True):
+            if calibrator is not None:
+                calibrator.update(x)
+
+    watch(model, batches, see)
+    return [(_scale(k), _scale(v)) for k, v in layers]
+
+
+def _tokens(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """[batch, heads, columns, head_dim] as [tokens, heads, head_dim], without padding."""
+    tokens = states.transpose(1, 2)
+    return tokens.flatten(0, 1) if mask is None else tokens[mask.to(states.device)]
 
 
 def _scale(calibrator: Calibrator | None) -> torch.Tensor | None:
     return None if calibrator is None else calibrator.scale()
-
-
-def _next_layer(samples: _Samples, layers: list[Any]) -> _SampledLayer:
-    return _SampledLayer(samples, len(layers))

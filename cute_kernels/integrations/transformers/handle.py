@@ -123,9 +123,11 @@ class CachedTokens:
         old = self.columns.count - self.new
         rows = self.columns.older_rows()
         parts = zip(self.layer.rows, self.layer.formats, self.layer.scales, (self.new_k, self.new_v), strict=True)
+        transform = self.layer.transform
+        undo = (None, None) if transform is None else (transform.original_keys, transform.restore)
         k, v = (
-            torch.cat((_numbers(cache[:, :old], name, scale, new, rows), new), dim=2)
-            for cache, name, scale, new in parts
+            torch.cat((_numbers(cache[:, :old], name, scale, new, rows, undone), new), dim=2)
+            for (cache, name, scale, new), undone in zip(parts, undo, strict=True)
         )
         return k, v
 
@@ -141,11 +143,18 @@ def token_major(x: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(
-    cache: torch.Tensor, name: KvFormatName, scale: torch.Tensor | None, like: torch.Tensor, rows: torch.Tensor | None
+    cache: torch.Tensor,
+    name: KvFormatName,
+    scale: torch.Tensor | None,
+    like: torch.Tensor,
+    rows: torch.Tensor | None,
+    undo: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Rows [batch, tokens, num_kv_heads, row] as [batch, num_kv_heads, columns, head_dim] in ``like``'s dtype."""
-    numbers = dequantize_kv(cache.contiguous(), kv_format=name, head_dim=like.shape[3], dtype=like.dtype, scale=scale)
-    found = numbers.transpose(1, 2)
+    """Rows [batch, tokens, num_kv_heads, row] as [batch, num_kv_heads, columns, head_dim] in ``like``'s dtype, a
+    transform undone by ``undo``."""
+    dtype = like.dtype if undo is None else torch.float32
+    numbers = dequantize_kv(cache.contiguous(), kv_format=name, head_dim=like.shape[3], dtype=dtype, scale=scale)
+    found = (numbers if undo is None else undo(numbers).to(like.dtype)).transpose(1, 2)
     if rows is None:
         return found
     return found.gather(2, rows[:, None, :, None].expand(-1, found.shape[1], -1, found.shape[3]))

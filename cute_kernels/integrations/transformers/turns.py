@@ -18,8 +18,11 @@ from cute_kernels.kv_formats import format_of
 _DENSE_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def can_extend(tokens: CachedTokens) -> bool:
+def can_extend(tokens: CachedTokens, softcap: float | None) -> bool:
     """Whether the kernel reads what a turn attends to."""
+    transform = tokens.layer.transform
+    if softcap is not None and transform is not None and transform.k_center is not None:
+        return False
     head_dim = tokens.new_k.shape[3]
     if head_dim not in HEAD_DIMS or tokens.new_v.shape[3] != head_dim or tokens.new_k.dtype not in _DENSE_FORMATS:
         return False

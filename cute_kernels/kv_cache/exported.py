@@ -1,0 +1,63 @@
+"""A sequence's rows on their way from one cache to another: to another GPU, to the host, to a store of prefixes."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.kv_cache.transforms import CacheTransform, key_of
+from cute_kernels.kv_formats import KvFormat
+
+
+@dataclass(frozen=True)
+class ExportedSequence:
+    """Rows of all layers, as they lie in a cache, and what they were written with.
+
+    Attributes:
+        k, v: [num_layers, tokens, num_kv_heads, row] in K's and V's format.
+        keys: `KVCache.keys` of the cache that they are of: format, sizes, scales and transform of every layer.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    keys: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check_tensors(k=self.k, v=self.v)
+        for name, rows in (("k", self.k), ("v", self.v)):
+            if rows.dim() != 4 or rows.shape[:3] != (len(self.keys), *self.k.shape[1:3]):
+                wanted = f"[{len(self.keys)}, tokens, num_kv_heads, row], K and V alike"
+                raise ValueError(f"{name}: got shape {shape_of(rows)}, want {wanted}")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence."""
+        return self.k.shape[1]
+
+    def check_for(self, keys: tuple[str, ...]) -> None:
+        """ValueError, naming the first layer that differs, unless a cache of these keys reads the rows."""
+        if len(keys) != len(self.keys):
+            raise ValueError(f"exported: got rows of {len(self.keys)} layers, want {len(keys)}")
+        for layer, (written, read) in enumerate(zip(self.keys, keys, strict=True)):
+            if written != read:
+                raise ValueError(f"exported: got layer {layer} written with {written}, want {read}, as the cache reads")
+
+
+def layer_key(
+    formats: tuple[KvFormat, KvFormat],
+    head_dims: tuple[int, int],
+    num_kv_heads: int,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    transform: CacheTransform | None,
+) -> str:
+    """What a layer's rows are written with: equal exactly where one cache reads what another has written."""
+    parts = [f"{form.name} x {dim}" for form, dim in zip(formats, head_dims, strict=True)]
+    parts.append(f"{num_kv_heads} heads")
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        if scale is not None:
+            digest = hashlib.sha256(scale.detach().float().cpu().contiguous().numpy().tobytes())
+            parts.append(f"{name} {digest.hexdigest()[:16]}")
+    return ", ".join([*parts, f"transform {key_of(transform)}"])

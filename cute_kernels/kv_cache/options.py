@@ -1,0 +1,55 @@
+"""What `KVCache`'s methods pass on to the operators, as types."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import torch
+
+from cute_kernels.kv_cache.rope import Rope
+from cute_kernels.names import QkvBias, WindowSize
+
+
+class AppendOptions(TypedDict, total=False):
+    """What `KVCache.append` takes besides; :func:`cute_kernels.append_kv` says what each means."""
+
+    q: torch.Tensor | None
+    q_out: torch.Tensor | None
+    qkv_bias: QkvBias | None
+    rope: Rope | None
+    position_ids: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    norm_eps: float
+    q_shift: torch.Tensor | None
+
+
+class _BothOptions(TypedDict, total=False):
+    """What both ways to attend take."""
+
+    softmax_scale: float | None
+    causal: bool
+    window_size: WindowSize | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    attn_bias: torch.Tensor | None
+    num_splits: int | None
+    out: torch.Tensor | None
+
+
+class AttendOptions(_BothOptions, total=False):
+    """What `KVCache.attend` takes besides; :func:`cute_kernels.decode_attention` says what each means."""
+
+    q_shift: torch.Tensor | None
+
+
+class StepAttendOptions(_BothOptions, total=False):
+    """What `KVCache.append_and_attend` takes besides; :func:`cute_kernels.append_and_decode` says what each means."""
+
+    qkv_bias: QkvBias | None
+    rope: Rope | None
+    position_ids: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    norm_eps: float

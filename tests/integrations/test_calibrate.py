@@ -1,0 +1,241 @@
+"""Constants of a model's cache, from what its layers attend to."""
+
+import pytest
+import torch
+
+import cute_kernels.integrations.transformers as ck
+from cute_kernels.integrations.transformers.calibrate import watch
+from cute_kernels.integrations.transformers.fit import _Layer
+from cute_kernels.kv_cache import CacheConstants, CacheTransform, Calibrator
+from cute_kernels.kv_formats import format_of
+from tests.integrations.architectures import DECODERS, VOCABULARY
+
+NAMES = ["llama", "qwen3", "mistral, window", "gemma 2", "gemma 3", "gpt-oss", "glm-4"]
+
+
+def make_batches(count=2, columns=24):
+    return [{"input_ids": torch.randint(2, VOCABULARY, (2, columns))} for _ in range(count)]
+
+
+def seen_by(model, batches):
+    """Each layer's q, k and v of all batches, as `watch` shows them."""
+    shown: dict[int, list] = {}
+    watch(model, batches, lambda seen: shown.setdefault(seen.layer, []).append(seen[1:4]))
+    return [tuple(torch.cat(parts) for parts in zip(*shown[layer], strict=True)) for layer in sorted(shown)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_watched_model_computes_what_it_did_and_is_as_it_was(name, implementation):
+    model = DECODERS[name].build(torch.float32)
+    if implementation == "sdpa" and not model._supports_sdpa:
+        pytest.skip("the model offers no SDPA")
+    model.set_attn_implementation(implementation)
+    batch = make_batches(1)[0]
+    with torch.no_grad():
+        want = model(**batch).logits
+    logits = []
+    handle = model.register_forward_hook(lambda module, args, out: logits.append(out.logits))
+    layers = seen_by(model, [batch])
+    handle.remove()
+    assert model.config._attn_implementation == implementation and len(layers) == 2
+    torch.testing.assert_close(logits[0], want, rtol=1e-4, atol=1e-4)
+    heads = (model.config.num_attention_heads, model.config.num_key_value_heads, model.config.num_key_value_heads)
+    assert [x.shape[:2] for x in layers[0]] == [(48, count) for count in heads]
+
+
+def test_padding_is_not_seen():
+    model, batch = DECODERS["llama"].build(torch.float32), make_batches(1)[0]
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, :7] = 0
+    layers = seen_by(model, [batch | {"attention_mask": mask}])
+    assert all(x.shape[0] == 41 for x in layers[0])
+    alone = {"input_ids": batch["input_ids"][1:, 7:], "position_ids": torch.arange(17)[None]}
+    for got, want in zip(layers[1], seen_by(model, [alone])[1], strict=True):
+        torch.testing.assert_close(got[24:].norm(), want.norm(), rtol=1e-3, atol=1e-3)
+
+
+def test_transforms_are_those_of_what_is_cached():
+    model, batches = DECODERS["llama"].build(torch.float32), make_batches()
+    constants = ck.calibrate_cache(model, batches, ("int4_g4", "int4_g1"), about={"text": "random"})
+    assert constants.num_layers == 2 and constants.scales == ()
+    assert constants.about["tokens"] == "96" and constants.about["text"] == "random"
+    for transform, (_, k, _) in zip(constants.transforms, seen_by(model, batches), strict=True):
+        torch.testing.assert_close(transform.k_center, k.mean(0), rtol=1e-4, atol=1e-5)
+        assert (transform.k_rotation, transform.v_rotation, transform.v_factor) == (16, 1, None)
+    assert constants.transforms[0].key != constants.transforms[1].key
+
+
+def test_formats_that_gain_nothing_are_left_alone():
+    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
+    constants = ck.calibrate_cache(model, batches, {0: "bf16", -1: ("int8_token_head", "bf16")})
+    first, second = constants.transforms
+    assert first is None
+    assert (second.k_rotation, second.v_rotation) == (64, 1) and not second.changes_values
+    values = ck.calibrate_cache(model, batches, ("int4_g4", "int4_g1"), values=True).transforms[1]
+    assert values.v_rotation == 64 and values.v_factor is not None
+    plain = ck.calibrate_cache(model, batches, "int4_g4", center=False, factors=False, rotation=False)
+    assert plain.transforms == (None, None) and plain.about["method"] == "scales alone"
+
+
+def test_scales_are_of_what_is_written():
+    model, batches = DECODERS["llama"].build(torch.float32), make_batches()
+    constants = ck.calibrate_cache(model, batches, ("int8_head", "int4_g4"))
+    for transform, (k_scale, v_scale), (_, k, _) in zip(
+        constants.transforms, constants.scales, seen_by(model, batches), strict=True
+    ):
+        want = Calibrator("int8_head").update(transform.keys(k)).scale()
+        torch.testing.assert_close(k_scale, want)
+        assert v_scale is None
+
+
+def test_what_cannot_be_calibrated_is_named():
+    model = DECODERS["llama"].build(torch.float32)
+    with pytest.raises(ValueError, match="batches: got none, want at least one"):
+        ck.calibrate_cache(model, [], "int4_g4")
+    with pytest.raises(TypeError, match="batches: got generator, want a list: they are gone through twice"):
+        ck.calibrate_cache(model, (batch for batch in make_batches()), "int4_g4")
+    with pytest.raises(ValueError, match="kv_format"):
+        ck.calibrate_cache(model, make_batches(1), "int3")
+
+
+# -- fitted -----------------------------------------------------------------------------------------------------------
+
+
+def loss_of(model, batch, constants, kv_format):
+    """The loss that a fit begins with."""
+    losses: list[float] = []
+    ck.fit_transforms(model, [batch], kv_format, constants, steps=1, say=lambda step, loss: losses.append(loss))
+    return losses[0]
+
+
+@pytest.mark.parametrize("kv_format", ["int4_g1", ("int4_g4", "int4_g1"), ("int8_token_head", "int4_g1"), "int8_g2"])
+def test_a_fit_lowers_the_divergence(kv_format):
+    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
+    bad = [CacheTransform(k_center=torch.zeros(2, 64), k_factor=torch.exp(torch.randn(2, 64))) for _ in range(2)]
+    constants = CacheConstants(tuple(bad), about={"tokens": "48"})
+    before = loss_of(model, batches[0], constants, kv_format)
+    fitted = ck.fit_transforms(model, batches, kv_format, constants, steps=25, learning_rate=0.05)
+    assert loss_of(model, batches[0], fitted, kv_format) < 0.9 * before
+    assert fitted.about["fitted"].startswith("25 steps, KL 0.") and fitted.about["tokens"] == "48"
+    for new, old in zip(fitted.transforms, constants.transforms, strict=True):
+        assert (new.k_rotation, new.v_rotation) == (old.k_rotation, old.v_rotation)
+        assert torch.equal(new.arrays["k_factor"].sign(), old.arrays["k_factor"].sign()) and new.key != old.key
+
+
+def test_a_fit_reads_what_a_cache_would():
+    model, batch = DECODERS["llama"].build(torch.float32), make_batches(1)[0]
+    constants = ck.calibrate_cache(model, [batch], "int4_g4", values=True)
+    transform = constants.transforms[0]
+    k, v = torch.randn(2, 1, 2, 9, 64)
+    layer = _Layer(transform, ("int4_g4", "int4_g4"), torch.ones(2, 64))
+    with torch.no_grad():
+        got = layer.read(k, v)
+    form = format_of("int4_g4")
+    for found, x, there, back in (
+        (got[0], k, transform.keys, transform.original_keys),
+        (got[1], v, transform.values, transform.restore),
+    ):
+        rows = form.quantize(there(x.transpose(1, 2)))
+        want = back(form.dequantize(rows, 64, torch.float32)).transpose(1, 2)
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_fit_leaves_the_model_as_it_was():
+    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    implementation = model.config._attn_implementation
+    ck.fit_transforms(model, batches, "int4_g4", ck.calibrate_cache(model, batches, "int4_g4"), steps=2)
+    assert model.config._attn_implementation == implementation
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, before[name]) and weight.requires_grad and weight.grad is None
+
+
+def test_what_cannot_be_fitted_is_named():
+    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
+    constants = ck.calibrate_cache(model, batches, "int4_g4")
+    with pytest.raises(ValueError, match="kv_format: got 'e4m3_head', want INT4, INT8 with scales in the rows"):
+        ck.fit_transforms(model, batches, "e4m3_head", constants)
+    with pytest.raises(ValueError, match="constants: got those of 1 layers, want 2, the model's"):
+        ck.fit_transforms(model, batches, "int4_g4", CacheConstants(constants.transforms[:1]))
+    with pytest.raises(ValueError, match="constants: got no factors and no centers"):
+        ck.fit_transforms(model, batches, "int4_g4", CacheConstants((None, CacheTransform(k_rotation=16))))
+    with pytest.raises(ValueError, match="batches: got list of none"):
+        ck.fit_transforms(model, [], "int4_g4", constants)
+
+
+# -- a cache that is written with them --------------------------------------------------------------------------------
+
+SIZES = {"llama": (2, 64), "qwen3": (2, 64), "gemma 2": (2, 64), "gpt-oss": (2, 64), "mistral, window": (2, 64)}
+
+
+def make_transforms(count=2):
+    """One a layer, of all kinds."""
+
+    def signs():
+        return (torch.randint(0, 2, (2, 64)) * 2 - 1).float()
+
+    return [
+        CacheTransform(torch.randn(2, 64), signs() * torch.exp(0.3 * torch.randn(2, 64)), 64, signs(), 32)
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_generation_is_that_without_a_transform(name):
+    """In a 16-bit cache, where a transform changes nothing but roundings: prompt, steps, and a second turn."""
+    results = []
+    for transform in (None, make_transforms()):
+        torch.manual_seed(3)
+        model = DECODERS[name].build(torch.bfloat16)
+        ck.accelerate(model, kv_format="bf16", kv_transform=transform, cuda_graphs=False)
+        cache = ck.DecodeCache("bf16", kv_transform=transform)
+        prompt = torch.randint(2, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(5))
+        with torch.no_grad():
+            logits = [model(prompt[:, :12], past_key_values=cache).logits[:, -1]]
+            logits += [model(prompt[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(12, 16)]
+            logits.append(model(prompt[:, 16:], past_key_values=cache).logits[:, -1])  # several queries at once
+            more = torch.randint(2, VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(6))
+            logits.append(model(more, past_key_values=cache).logits[:, -1])  # too many for one launch
+        results.append(torch.stack(logits).double())
+    plain, transformed = results
+    assert (transformed - plain).norm() < 0.05 * plain.norm()
+    assert not torch.equal(transformed, plain)
+
+
+def test_a_model_generates_with_what_was_calibrated(tmp_path):
+    pytest.importorskip("safetensors")
+    model = DECODERS["llama"].build(torch.bfloat16)
+    prompt = {"input_ids": torch.randint(2, VOCABULARY, (2, 20))}
+    formats = ("int8_head", "int4_g4")
+    path = tmp_path / "constants.safetensors"
+    ck.calibrate_cache(model, [prompt], formats).save(path)
+    want = model.generate(**prompt, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    ck.accelerate(model, kv_format=formats, kv_transform=path, cuda_graphs=False)
+    got = model.generate(**prompt, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    assert isinstance(got.past_key_values, ck.DecodeCache)
+    layer = got.past_key_values.layers[1]
+    assert layer.transform is not None and layer.transform.k_rotation == 64
+    for step, most in ((0, 1e-2), (1, 0.2)):  # the first turn is exact
+        ours, theirs = got.logits[step].double(), want.logits[step].double()
+        assert (ours - theirs).norm() < most * theirs.norm()
+
+
+def test_constants_that_do_not_fit_a_model_name_the_layer():
+    model = DECODERS["llama"].build(torch.bfloat16)
+    ck.accelerate(model, kv_format="int4_g4", cuda_graphs=False)
+    prompt = torch.randint(2, VOCABULARY, (1, 8))
+    for transform, message in (
+        ([None, CacheTransform(torch.zeros(3, 64))], r"kv_transform: layer 1: k_center: got shape \[3, 64\]"),
+        (make_transforms(1), "kv_transform: got 1 layers', want layer 1's, too"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(prompt, past_key_values=ck.DecodeCache("int4_g4", kv_transform=transform))
+    with pytest.raises(TypeError, match="kv_transform: got int, want a CacheTransform or None"):
+        ck.DecodeCache("int4_g4", kv_transform=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"kv_transform\[0\]: got str"):
+        ck.accelerate(model, kv_transform=["hadamard", None])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="kv_transform: got one with kv_format None"):
+        ck.accelerate(model, kv_format=None, kv_transform=make_transforms())
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        ck.accelerate(model, kv_transform="missing.safetensors")

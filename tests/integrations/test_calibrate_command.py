@@ -1,0 +1,104 @@
+"""`cute-kernels calibrate`, on a model and a tokenizer of this test's own."""
+
+import argparse
+
+import pytest
+import torch
+
+from cute_kernels.__main__ import main
+from cute_kernels.integrations import calibrate_command
+from cute_kernels.kv_cache.constants import CacheConstants
+from tests.integrations.architectures import DECODERS, VOCABULARY
+
+pytest.importorskip("safetensors")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A saved model whose tokens are words w0, w1, ..."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("model")
+    DECODERS["llama"].build(torch.bfloat16).save_pretrained(path)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    return path
+
+
+def write_text(path, count):
+    path.write_text(" ".join(f"w{i}" for i in torch.randint(1, VOCABULARY, (count,)).tolist()))
+    return path
+
+
+def test_a_model_is_calibrated_on_text(directory, tmp_path, capsys):
+    texts = [write_text(tmp_path / name, 150) for name in ("one.txt", "two.txt")]
+    out = tmp_path / "constants.safetensors"
+    options = ["--kv-format", "int8_head,int4_g4", "--window", "64", "--windows", "3", "--device", "cpu"]
+    assert main(["calibrate", str(directory), "--text", *map(str, texts), "-o", str(out), *options]) == 0
+    said = capsys.readouterr().out
+    assert f"{out}: 2 layers" in said and "one.txt, two.txt" in said
+    read = CacheConstants.load(out)
+    assert read.num_layers == 2 and len(read.scales) == 2
+    assert read.about["tokens"] == "192" and read.about["method"] == "center factors rotation"
+    assert [(one.k_rotation, one.v_rotation) for one in read.transforms if one] == [(64, 1)] * 2
+
+
+def test_values_and_a_fit_are_had_for_the_asking(directory, tmp_path, capsys):
+    text, out = write_text(tmp_path / "text.txt", 40), tmp_path / "constants.safetensors"
+    options = ["--kv-format", "int4_g1", "--values", "--fit", "2", "--device", "cpu"]
+    assert main(["calibrate", str(directory), "--text", str(text), "-o", str(out), *options]) == 0
+    assert "2 steps, KL" in capsys.readouterr().out
+    first = CacheConstants.load(out).transforms[0]
+    assert first is not None and first.v_rotation == 64 and first.v_factor is not None
+
+
+def test_parts_may_be_left_out(directory, tmp_path):
+    text, out = write_text(tmp_path / "text.txt", 40), tmp_path / "constants.safetensors"
+    options = ["--no-rotation", "--no-factors", "--device", "cpu"]
+    assert main(["calibrate", str(directory), "--text", str(text), "-o", str(out), *options]) == 0
+    first = CacheConstants.load(out).transforms[0]
+    assert first is not None and set(first.arrays) == {"k_center"} and first.k_rotation == 1
+
+
+@pytest.mark.parametrize("wrong", ["model", "text", "short", "binary"])
+def test_what_cannot_be_read_is_an_error_that_names_it(directory, tmp_path, capsys, wrong):
+    text, model = write_text(tmp_path / "text.txt", 15 if wrong == "short" else 40), directory
+    if wrong == "binary":
+        text.write_bytes(b"\xff\xfe\x00")
+    if wrong == "model":
+        model = tmp_path / "none"
+    if wrong == "text":
+        text = tmp_path / "none.txt"
+    out = tmp_path / "constants.safetensors"
+    assert main(["calibrate", str(model), "--text", str(text), "-o", str(out), "--device", "cpu"]) == 1
+    wanted = {"model": "none", "text": "none.txt", "short": "got 15 tokens, want at least 16", "binary": "no UTF-8"}
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and wanted[wrong] in said and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("int4", "int4_g4"), ("int8_head,int4_g4", ("int8_head", "int4_g4")), ("fp8,fp8", "e4m3_token_head")],
+)
+def test_formats_are_read(text, wanted):
+    assert calibrate_command.kv_format(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["int3", "int4,int4,int4", "", "int4,"])
+def test_what_is_no_format_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        calibrate_command.kv_format(text)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "most", "starts"),
+    [(100, 20, 9, [0, 20, 40, 60, 80]), (100, 20, 2, [0, 40]), (30, 64, 4, [0]), (199, 20, 3, [0, 60, 120])],
+)
+def test_windows_are_spread_over_the_text(tokens, length, most, starts):
+    windows = calibrate_command.windows_of(torch.arange(tokens), length, most)
+    assert windows[:, 0].tolist() == starts
+    assert windows.shape[1] == min(length, tokens) and (windows.diff(dim=1) == 1).all()
