@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import transformers
 from torch import nn
 
 import cute_kernels.integrations.transformers as ck
-from cute_kernels import QuantizedLinear, quantize_model
+from cute_kernels import QuantizedLinear, Rope, quantize_model
 from cute_kernels.integrations.transformers import blocks, fuse, patterns
 from cute_kernels.integrations.transformers.known_code import method_code
 from cute_kernels.integrations.transformers.merged import PartOfPair, interleave, is_merged, merge, unmerge
@@ -157,9 +158,9 @@ def test_layers_that_are_changed_behind_a_block_are_used():
     model = built("llama")
     want = logits_of(model, LEFT_PADDED)
     ck.accelerate(model, kv_format="bf16")
-    for change in (_scale_in_place, _other_weight, _other_layer, _hook, _hook_on_a_layer):
+    for change in (_scale_in_place, _other_weight, _other_layer, _hook, _hook_on_a_layer, _other_frequencies):
         before = logits_of(model, LEFT_PADDED)
-        change(model.model.layers[0])
+        change(model.model if change is _other_frequencies else model.model.layers[0])
         got = logits_of(model, LEFT_PADDED)
         own = copy.deepcopy(model.state_dict())
         ck.restore(model)
@@ -184,6 +185,10 @@ def _other_layer(layer: Any) -> None:
 
 def _hook(layer: Any) -> None:
     layer.self_attn.v_proj.register_forward_hook(lambda module, given, out: -2 * out)
+
+
+def _other_frequencies(model: Any) -> None:
+    model.rotary_emb.inv_freq.mul_(0.3)
 
 
 def _hook_on_a_layer(layer: Any) -> None:
@@ -324,16 +329,18 @@ def test_a_rope_is_the_models_own_or_none(kind):
     parameters, known = ROPES[kind]
     model = DECODERS["llama"].build(torch.bfloat16, rope_parameters=parameters)
     rotary = model.model.rotary_emb
-    rope = rope_of(rotary)
-    assert (rope is not None) == known
-    if rope is None:
+    found = rope_of(rotary)
+    assert (found is not None) == known
+    if found is None:
         return
+    rope = found.rope
     positions = torch.arange(256)[None]
     cos, sin = rotary(torch.zeros(1), positions)
     for ours, theirs in zip(rope.rotation(positions), (cos, sin), strict=True):
         assert (ours - theirs[..., :32].double()).abs().max() < 1e-4
-    rotary.inv_freq = rotary.inv_freq * 1.01
-    assert rope_of(rotary) is None
+    assert found.is_current
+    rotary.inv_freq.mul_(1.01)
+    assert not found.is_current and rope_of(rotary) is None
 
 
 def test_a_block_that_computes_something_else_stays_and_is_named(monkeypatch):
@@ -341,7 +348,9 @@ def test_a_block_that_computes_something_else_stays_and_is_named(monkeypatch):
     want = logits_of(model, LEFT_PADDED)
     act = blocks.quantized_linear
     monkeypatch.setattr(blocks, "quantized_linear", lambda *args, **options: -act(*args, **options))
-    monkeypatch.setattr(fuse, "rope_of", lambda *args: blocks.Rope(64, 300.0))
+    found = rope_of(model.model.rotary_emb)
+    assert found is not None
+    monkeypatch.setattr(fuse, "rope_of", lambda *args: replace(found, rope=Rope(64, 300.0)))
     summary = str(ck.accelerate(model, kv_format="bf16"))
     assert "LlamaMLP: ArithmeticError: a relative error of 2" in summary and "LlamaAttention: Arith" in summary
     assert not any(isinstance(module, PartOfPair) for module in model.modules())

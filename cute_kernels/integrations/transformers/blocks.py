@@ -27,7 +27,7 @@ from cute_kernels.integrations.transformers.handle import ATTENTION_NAME, Prolog
 from cute_kernels.integrations.transformers.merged import PartOfPair, interleave, is_merged, merge, unmerge
 from cute_kernels.integrations.transformers.norms import add_and_norm, add_with_next_norm, has_hooks, is_plain, terms_of
 from cute_kernels.integrations.transformers.patterns import KnownAttention, KnownLayer, KnownMlp
-from cute_kernels.kv_cache import Rope
+from cute_kernels.integrations.transformers.ropes import ModelRope
 from cute_kernels.linear import quantized_linear
 
 _SILU = tuple(type(ACT2FN[name]) for name in ("silu", "swish"))
@@ -63,7 +63,7 @@ class AttentionBlock(Block):
         rope: what its layer's rotary embedding is.
     """
 
-    def __init__(self, module: nn.Module, known: KnownAttention, rope: Rope) -> None:
+    def __init__(self, module: nn.Module, known: KnownAttention, rope: ModelRope) -> None:
         super().__init__(module)
         self.rope = rope
         self.options = known.options
@@ -101,7 +101,7 @@ class AttentionBlock(Block):
             q, k = (norm(x) for norm, x in zip(self.norms, (q, k), strict=True))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         handle, _ = past_key_values.update(k, v, module.layer_idx)
-        options: dict[str, Any] = {"rope": self.rope, "position_ids": position_ids.expand(len(q), -1).contiguous()}
+        options: dict[str, Any] = {"rope": self.rope.rope, "position_ids": position_ids.expand(len(q), -1).contiguous()}
         if fused:
             options |= {"q_norm": terms[0][0], "k_norm": terms[1][0], "norm_eps": terms[0][1]}
 
@@ -127,7 +127,7 @@ class AttentionBlock(Block):
             return False
         if any(getattr(self.module, name) is not part for name, part in zip(self._names, self.parts, strict=True)):
             return False
-        return self._may_pass_by(self.parts) and all(map(is_plain, self.norms))
+        return self._may_pass_by(self.parts) and all(map(is_plain, self.norms)) and self.rope.is_current
 
     def _projected(self, x: torch.Tensor) -> list[torch.Tensor]:
         """q, k and v [batch, tokens, heads, head_dim], before norms and rotation."""

@@ -17,8 +17,7 @@ from cute_kernels.integrations.transformers.blocks import AttentionBlock, Block,
 from cute_kernels.integrations.transformers.cache import DecodeCache, Scales
 from cute_kernels.integrations.transformers.norms import has_hooks, is_plain
 from cute_kernels.integrations.transformers.patterns import recognise
-from cute_kernels.integrations.transformers.ropes import rope_of
-from cute_kernels.kv_cache import Rope
+from cute_kernels.integrations.transformers.ropes import ModelRope, rope_of
 
 TOLERANCES = {torch.bfloat16: 0.1, torch.float16: 0.05}
 """Relative error of a block against its module on noise. What is looked for is another function, whose error is near 1:
@@ -101,7 +100,7 @@ class _Stack:
         if block.pair is not None:
             self.fused.mlp += _installed(block, lambda own: [own(self._noise(CHECKED_TOKENS))], self.fused)
 
-    def _rope_of(self, attention: Any) -> Rope | None:
+    def _rope_of(self, attention: Any) -> ModelRope | None:
         rotary = getattr(self.owner, "rotary_emb", None)
         if rotary is None or recognise(rotary, patterns.ROTARIES) is None:
             return None

@@ -22,6 +22,7 @@ from cute_kernels.integrations.transformers.cache import DecodeCache
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
 from cute_kernels.integrations.transformers.masks import recording
 from cute_kernels.integrations.transformers.merged import PartOfPair
+from cute_kernels.integrations.transformers.ropes import version_of
 
 _LOG = logging.getLogger(__name__)
 _PLAIN = (type(None), bool, int, float, str)
@@ -192,13 +193,15 @@ class StepReplay:
 
 
 def state_of(model: nn.Module) -> Any:
-    """What a recorded step takes for given: the layers, where their weights are, their modes, their hooks' number."""
+    """What a recorded step takes for given: the layers, where their weights are, their modes, their hooks' number, and
+    that buffers, such as the frequencies of a rotation, were not written."""
     return tuple(
         (
             id(module),
             module.training,
             len(module._forward_hooks) + len(module._forward_pre_hooks),
             tuple(x.data_ptr() for x in _tensors_of(module) if x is not None),
+            tuple(version_of(x) for x in module._buffers.values() if x is not None),
         )
         for module in model.modules()
     )

@@ -17,6 +17,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks as _PRE_HOOKS_OF_A
 
 from cute_kernels import rms_norm
 from cute_kernels.integrations.transformers.known_code import method_code, model_class
+from cute_kernels.integrations.transformers.ropes import version_of
 
 # Model file, class, the attribute that holds epsilon, what is added to the weight.
 _KNOWN = (
@@ -73,12 +74,7 @@ class _Made:
     version: int | None
 
     def is_of(self, module: nn.Module, total: torch.Tensor) -> bool:
-        return module is self.module and _version(total) == self.version
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    """Changes when the tensor is written; tensors of inference mode do not count."""
-    return None if tensor.is_inference() else tensor._version
+        return module is self.module and version_of(total) == self.version
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -106,7 +102,7 @@ def add_and_norm(x: torch.Tensor, residual: torch.Tensor, module: Any) -> tuple[
 def add_with_next_norm(x: torch.Tensor, residual: torch.Tensor, module: nn.Module) -> torch.Tensor:
     """The sum, with a note of its norm, which ``module`` returns when it gets the sum as it is now."""
     result, total = add_and_norm(x, residual, module)
-    setattr(total, _NOTE, _Made(module, result, _version(total)))
+    setattr(total, _NOTE, _Made(module, result, version_of(total)))
     return total
 
 

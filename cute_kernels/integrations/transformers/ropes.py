@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,8 +36,35 @@ _SCALINGS: dict[str, Callable[[Mapping[str, Any]], Scaling | None]] = {
 """By transformers' names. The others change with the length ("dynamic", "longrope"), or are not rotations by theta."""
 
 
-def rope_of(rotary: nn.Module, layer_type: str | None = None) -> Rope | None:
-    """What a rotary embedding of transformers applies to the halves of a head; None if a `Rope` does not say that.
+@dataclass(frozen=True)
+class ModelRope:
+    """A model's rotary embedding as it was found.
+
+    Attributes:
+        rope: what it applies to the halves of a head.
+        rotary, name, frequencies, version: the module, and its buffer, by which one sees whether that is so still.
+    """
+
+    rope: Rope
+    rotary: nn.Module
+    name: str
+    frequencies: torch.Tensor
+    version: int | None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the module has the frequencies that it had."""
+        found = self.rotary._buffers.get(self.name)
+        return found is self.frequencies and version_of(self.frequencies) == self.version
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Changes when a tensor is written; None for tensors of inference mode, which do not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def rope_of(rotary: nn.Module, layer_type: str | None = None) -> ModelRope | None:
+    """A rotary embedding of transformers as a `Rope`; None if that cannot say what it applies.
 
     layer_type: for models that have an embedding for each, as Gemma 3 has.
     """
@@ -44,7 +72,7 @@ def rope_of(rotary: nn.Module, layer_type: str | None = None) -> Rope | None:
     prefix = "" if layer_type is None else f"{layer_type}_"
     if isinstance(parameters, Mapping) and layer_type is not None:
         parameters = parameters.get(layer_type)
-    frequencies = getattr(rotary, f"{prefix}inv_freq", None)
+    frequencies = rotary._buffers.get(f"{prefix}inv_freq")
     factor = getattr(rotary, f"{prefix}attention_scaling", None)
     if not isinstance(parameters, Mapping) or not isinstance(frequencies, torch.Tensor) or factor is None:
         return None
@@ -58,4 +86,6 @@ def rope_of(rotary: nn.Module, layer_type: str | None = None) -> Rope | None:
     ours = torch.tensor(rope.frequencies(), dtype=torch.float64)
     theirs = frequencies.detach().cpu().double()
     same = bool(((ours - theirs).abs() <= TOLERANCE * theirs.abs()).all())
-    return rope if same and abs(rope.attention_factor - factor) <= TOLERANCE * abs(factor) else None
+    if not same or abs(rope.attention_factor - factor) > TOLERANCE * abs(factor):
+        return None
+    return ModelRope(rope, rotary, f"{prefix}inv_freq", frequencies, version_of(frequencies))
