@@ -112,15 +112,11 @@ class Inputs:
         return partial(extend_attention, **arguments, out=out), arguments
 
     def fa3(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """FlashAttention-3's calls over the same bf16 pages: cut as it likes, and not cut."""
+        """FlashAttention-3's calls over the same bf16 keys: in pages, and in a row; cut as it likes, and not cut."""
         op = torch.ops._vllm_fa3_C.fwd
         values: dict[str, Any] = {
             "q": self.q,
-            "k": self.k,
-            "v": self.v,
             "cu_seqlens_q": self.ends,
-            "seqused_k": self.lengths,
-            "page_table": self.table,
             "max_seqlen_q": self.shape.q_len,
             "max_seqlen_k": self.shape.seq_len,
             "softmax_scale": HEAD_DIM**-0.5,
@@ -133,11 +129,26 @@ class Inputs:
             "cp_world_size": 1,
             "cp_rank": 0,
         }
-        for name, splits in (("FA3", 0), ("FA3, one split", 1)):
-            ordered = [
-                (values | {"num_splits": splits}).get(argument.name) for argument in op.default._schema.arguments
-            ]
-            yield name, partial(op, *ordered)
+        places = {
+            "": {"k": self.k, "v": self.v, "seqused_k": self.lengths, "page_table": self.table},
+            ", contiguous": {**self._in_a_row(), "cu_seqlens_k": self._key_ends()},
+        }
+        for place, keys in places.items():
+            for cut, splits in (("", 0), (", one split", 1)):
+                given = values | keys | {"num_splits": splits}
+                ordered = [given.get(argument.name) for argument in op.default._schema.arguments]
+                yield f"FA3{place}{cut}", partial(op, *ordered)
+
+    def _in_a_row(self) -> dict[str, torch.Tensor]:
+        """K and V without pages: those of all requests one after the other."""
+        shape, pages = self.shape, self.table.long()
+        return {
+            name: cache[pages].flatten(1, 2)[:, : shape.seq_len].flatten(0, 1)
+            for name, cache in (("k", self.k), ("v", self.v))
+        }
+
+    def _key_ends(self) -> torch.Tensor:
+        return torch.arange(self.shape.batch + 1, dtype=torch.int32, device=self.q.device) * self.shape.seq_len
 
 
 def run(bench: Bench, shapes: Sequence[ExtendShape] = SHAPES, formats: Sequence[str] = FORMATS) -> None:
