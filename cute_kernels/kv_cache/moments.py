@@ -17,7 +17,7 @@ import torch
 
 from cute_kernels.arguments import check_floating, check_positive, shape_of
 from cute_kernels.kv_cache.transforms import GREATEST_FACTOR, CacheTransform
-from cute_kernels.kv_formats import ByteFormat, Int4Format, KvFormat
+from cute_kernels.kv_formats import KvFormat
 
 _LEAST_SHARE = 1e-6  # of a block's mean row or column, that a dead channel's counts for: it gets a finite factor
 _SCORES = 1 << 25  # of attention weights, [heads, queries, keys], at a time
@@ -149,11 +149,8 @@ def group_of(form: KvFormat, head_dim: int) -> int:
         >>> group_of(format_of("int4_g4"), 128), group_of(format_of("bf16"), 128)
         (32, 1)
     """
-    if isinstance(form, Int4Format):
-        return head_dim // form.num_groups
-    if isinstance(form, ByteFormat) and form.codes == "int8" and form.given_scale != "channel":
-        return head_dim // form.num_groups
-    return 1
+    is_uniform = form.codes in ("u4", "int8")
+    return head_dim // form.num_groups if is_uniform and form.given_scale != "channel" else 1
 
 
 def can_rotate(head_dim: int) -> bool:

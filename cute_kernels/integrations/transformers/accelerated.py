@@ -123,7 +123,7 @@ def accelerate(
         raise ValueError("kv_transform: got one with kv_format None, want None: transformers' caches know of none")
     if kv_format is not None:
         scales, kv_transform = constants_for(scales, kv_transform)
-        check_formats(kv_format, scales)
+        check_formats(kv_format, scales, kv_transform)
         _check_cacheable(model, config, kv_format)
     quantisation = None if weights is None else _weight_options(weights)
     before = config._attn_implementation

@@ -316,7 +316,7 @@ class DecodeCache(Cache):
         kv_transform: Transforms | None = None,
     ) -> None:
         scales, transforms = constants_for(scales, kv_transform)
-        check_formats(kv_format, scales)
+        check_formats(kv_format, scales, transforms)
         if max_seq_len is not None:
             check_count("max_seq_len", max_seq_len, 1)
         check_count("capacity", capacity, 1)
@@ -440,9 +440,12 @@ def constants_for(
     return scales, kv_transform
 
 
-def check_formats(kv_format: Any, scales: Scales | None) -> None:
-    """Raises TypeError or ValueError unless every format is known and has the scales that it wants."""
+def check_formats(kv_format: Any, scales: Scales | None, transforms: Any = None) -> None:
+    """Raises TypeError or ValueError unless every format is known and has the scales that it wants, and transforms
+    only where there are K and V."""
     if isinstance(kv_format, str) and kv_format in LATENT_FORMATS:
+        if transforms is not None:
+            raise ValueError(f"kv_transform: got one for {kv_format!r}, a cache of latents, want None")
         return
     for one in kv_format.values() if isinstance(kv_format, Mapping) else (kv_format,):
         for name in format_pair(one):

@@ -211,7 +211,7 @@ def _transform(
     """A layer's transform, of what its formats gain from."""
     assert moments.sizes is not None
     k_group, v_group = (group_of(format_of(name), dim) for name, dim in zip(formats, moments.sizes[1:], strict=True))
-    dense = format_of(formats[0]).name in ("bf16", "fp16")
+    dense = not format_of(formats[0]).is_coded
     widths = [
         group if rotation and can_rotate(dim) else 1
         for group, dim in zip((k_group, v_group), moments.sizes[1:], strict=True)

@@ -24,7 +24,7 @@ from cute_kernels.integrations.transformers.cache import formats_of_layer
 from cute_kernels.integrations.transformers.calibrate import Seen, attending, watch
 from cute_kernels.kv_cache.constants import CacheConstants
 from cute_kernels.kv_cache.transforms import GREATEST_FACTOR, CacheTransform, rotated
-from cute_kernels.kv_formats import ByteFormat, DenseFormat, Int4Format, KvFormat, format_of
+from cute_kernels.kv_formats import KvFormat, format_of
 
 _BETAS = (0.9, 0.98)
 
@@ -102,7 +102,7 @@ class _Layer:
         self.start, self.deviation = transform.to(deviation.device), deviation
         self.forms = tuple(format_of(name) for name in formats)
         for name, form in zip(formats, self.forms, strict=True):
-            if _step(form, deviation) is None and not isinstance(form, DenseFormat):
+            if _step(form, deviation) is None and form.is_coded:
                 raise ValueError(f"kv_format: got {name!r}, want INT4, INT8 with scales in the rows, or a dense format")
         arrays = self.start.arrays
         self.logs = {name: arrays[name].abs().log() for name in ("k_factor", "v_factor") if name in arrays}
@@ -154,18 +154,14 @@ def _rounded(form: KvFormat, x: torch.Tensor) -> torch.Tensor:
 
 def _step(form: KvFormat, x: torch.Tensor) -> torch.Tensor | None:
     """How far apart a row's numbers are, as far as it depends on the row: broadcasts over x. None: not known."""
-    if isinstance(form, Int4Format):
-        groups, spans = form.num_groups, 15.0
-    elif isinstance(form, ByteFormat) and form.codes == "int8" and form.header_bytes:
-        groups, spans = form.num_groups, 127.0
-    else:
+    if not form.has_header or form.codes not in ("u4", "int8"):
         return None
-    parts = x.unflatten(-1, (groups, -1))
-    if isinstance(form, Int4Format):
-        reach = parts.amax(-1, keepdim=True) - parts.amin(-1, keepdim=True)
+    parts = x.unflatten(-1, (form.num_groups, -1))
+    if form.codes == "u4":
+        step = (parts.amax(-1, keepdim=True) - parts.amin(-1, keepdim=True)) / 15
     else:
-        reach = parts.abs().amax(-1, keepdim=True)
-    return (reach / spans).expand_as(parts).flatten(-2)
+        step = parts.abs().amax(-1, keepdim=True) / 127
+    return step.expand_as(parts).flatten(-2)
 
 
 def _divergence(model: Any, batch: Mapping[str, Any], layers: Sequence[_Layer]) -> torch.Tensor:
