@@ -15,7 +15,7 @@ from cute_kernels.kv_formats import KvFormat
 from cute_kernels.names import CacheLayout, WindowSize
 
 
-class CallOptions(TypedDict, total=False):
+class ScoreOptions(TypedDict, total=False):
     """What a plain call leaves alone; :func:`cute_kernels.attention.decode_attention` says what each means."""
 
     block_table: torch.Tensor | None
@@ -28,6 +28,11 @@ class CallOptions(TypedDict, total=False):
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     attn_bias: torch.Tensor | None
+
+
+class CallOptions(ScoreOptions, total=False):
+    """`ScoreOptions`, and what queries that are transformed already bring."""
+
     q_shift: torch.Tensor | None
 
 

@@ -48,7 +48,7 @@ class BulkKernel:
         self.config = config
         self.elements = Elements(config.dtype, config.head_dim, config.lanes)
         self.cache_row: Any = make_row(config.kv_format, config.head_dim, config.lanes)
-        self.transformer = RowTransformer(config.transform, (config.head_dim,) * 2, config.lanes, 1)
+        self.transformer = RowTransformer(config.transform, (config.head_dim, config.head_dim), config.lanes, 1)
         self.row_bytes = config.format.row_bytes(config.head_dim)
         quantize = config.direction == "quantize"
         self.code_words = (self.elements.piece if quantize else self.cache_row.codes).num_words

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from cute_kernels.attention.call import CallOptions, options_of
+from cute_kernels.attention.call import ScoreOptions, options_of
 from cute_kernels.deprecated import current_values, takes_old_names
 from cute_kernels.kv_cache import step_ops
 from cute_kernels.kv_cache.call import split_bias
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from typing_extensions import Never, Unpack
 
 
-class StepOptions(CallOptions, total=False):
-    """What a plain step leaves alone, besides `CallOptions`; :func:`append_and_decode` says what each means."""
+class StepOptions(ScoreOptions, total=False):
+    """What a plain step leaves alone, besides `ScoreOptions`; :func:`append_and_decode` says what each means."""
 
     qkv_bias: QkvBias | None
     rope: Rope | None

@@ -18,7 +18,7 @@ from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.runtime import arch_of, load_many
 from tests.gpu.specs import step_specs
 from tests.kv_cache.cases import assert_appended, clone_caches, make_call
-from tests.kv_cache.steps import assert_same, with_own_cache
+from tests.kv_cache.steps import Arguments, assert_same, with_own_cache
 from tests.kv_cache.transformed import make_transform, with_transform
 from tests.kv_cache.transformed_steps import BOTH, CASES, assert_near, calls_of, expected
 
@@ -88,7 +88,8 @@ def test_a_step_is_attention_over_the_keys_and_values_before_the_transform(case)
 @pytest.mark.parametrize("case", APART)
 def test_a_step_is_its_two_calls(case):
     """Bit for bit where V has no part: append_kv that hands on q' and its shifts, then attention."""
-    step = CASES[case].step(CUDA) | {"transform": CASES[case].of_keys().transform(CUDA)}
+    step: Arguments = CASES[case].step(CUDA)
+    step["transform"] = CASES[case].of_keys().transform(CUDA)
     other = with_own_cache(step)
     out, lse = append_and_decode(**step)
     append, attention = calls_of(other)
@@ -136,14 +137,16 @@ def test_parts_of_a_context_with_other_centers_merge():
     (one, want_one), (two, want_two) = parts
     out, lse = merge_states(one[0], one[1], two[0], two[1])
     total = torch.logaddexp(want_one[1], want_two[1])
-    want = sum(w[0] * torch.exp(w[1] - total)[..., None] for w in (want_one, want_two))
-    assert_near(out, lse, want, total)
+    of_one, of_two = (w[0] * torch.exp(w[1] - total)[..., None] for w in (want_one, want_two))
+    assert_near(out, lse, of_one + of_two, total)
 
 
 def test_a_captured_graph_and_other_layers_use_their_own_constants():
     """One plan serves every layer whose transform is of the same kind."""
     case = CASES["int4_g4"]
-    steps = [case.step(CUDA) | {"transform": make_transform(2, 128, device=CUDA, seed=seed, **BOTH)} for seed in (3, 4)]
+    steps: list[Arguments] = [case.step(CUDA) for _ in range(2)]
+    for seed, step in enumerate(steps):
+        step["transform"] = make_transform(2, 128, device=CUDA, seed=seed, **BOTH)
     for step in steps:
         append_and_decode(**with_own_cache(step))  # warm
     graph, results = torch.cuda.CUDAGraph(), []
@@ -158,8 +161,9 @@ def test_a_captured_graph_and_other_layers_use_their_own_constants():
 
 def test_the_identity_is_no_transform_at_all():
     step = CASES["int4_g4"].step(CUDA)
-    other = with_own_cache(step) | {"transform": None}
-    out, lse = append_and_decode(**(step | {"transform": CacheTransform()}))
+    other: Arguments = {**with_own_cache(step), "transform": None}
+    identity: Arguments = {**step, "transform": CacheTransform()}
+    out, lse = append_and_decode(**identity)
     want, want_lse = append_and_decode(**other)
     assert torch.equal(out, want) and torch.equal(lse, want_lse)
     assert_same(step, other)

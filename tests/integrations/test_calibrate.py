@@ -1,5 +1,7 @@
 """Constants of a model's cache, from what its layers attend to."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -57,7 +59,7 @@ def test_padding_is_not_seen():
 
 def test_transforms_are_those_of_what_is_cached():
     model, batches = DECODERS["llama"].build(torch.float32), make_batches()
-    constants = ck.calibrate_cache(model, batches, ("int4_g4", "int4_g1"), about={"text": "random"})
+    constants: Any = ck.calibrate_cache(model, batches, ("int4_g4", "int4_g1"), about={"text": "random"})
     assert constants.num_layers == 2 and constants.scales == ()
     assert constants.about["tokens"] == "96" and constants.about["text"] == "random"
     for transform, (_, k, _) in zip(constants.transforms, seen_by(model, batches), strict=True):
@@ -68,7 +70,7 @@ def test_transforms_are_those_of_what_is_cached():
 
 def test_formats_that_gain_nothing_are_left_alone():
     model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
-    constants = ck.calibrate_cache(model, batches, {0: "bf16", -1: ("int8_token_head", "bf16")})
+    constants: Any = ck.calibrate_cache(model, batches, {0: "bf16", -1: ("int8_token_head", "bf16")})
     first, second = constants.transforms
     assert first is None
     assert (second.k_rotation, second.v_rotation) == (64, 1) and not second.changes_values
@@ -80,7 +82,7 @@ def test_formats_that_gain_nothing_are_left_alone():
 
 def test_scales_are_of_what_is_written():
     model, batches = DECODERS["llama"].build(torch.float32), make_batches()
-    constants = ck.calibrate_cache(model, batches, ("int8_head", "int4_g4"))
+    constants: Any = ck.calibrate_cache(model, batches, ("int8_head", "int4_g4"))
     for transform, (k_scale, v_scale), (_, k, _) in zip(
         constants.transforms, constants.scales, seen_by(model, batches), strict=True
     ):
@@ -125,7 +127,7 @@ def test_a_fit_lowers_the_divergence(kv_format):
 
 def test_a_fit_reads_what_a_cache_would():
     model, batch = DECODERS["llama"].build(torch.float32), make_batches(1)[0]
-    constants = ck.calibrate_cache(model, [batch], "int4_g4", values=True)
+    constants: Any = ck.calibrate_cache(model, [batch], "int4_g4", values=True)
     transform = constants.transforms[0]
     k, v = torch.randn(2, 1, 2, 9, 64)
     layer = _Layer(transform, ("int4_g4", "int4_g4"), torch.ones(2, 64))
@@ -153,7 +155,7 @@ def test_a_fit_leaves_the_model_as_it_was():
 
 def test_what_cannot_be_fitted_is_named():
     model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
-    constants = ck.calibrate_cache(model, batches, "int4_g4")
+    constants: Any = ck.calibrate_cache(model, batches, "int4_g4")
     with pytest.raises(ValueError, match="kv_format: got 'e4m3_head', want INT4, INT8 with scales in the rows"):
         ck.fit_transforms(model, batches, "e4m3_head", constants)
     with pytest.raises(ValueError, match="constants: got those of 1 layers, want 2, the model's"):

@@ -143,8 +143,8 @@ def _transforms(call: AppendCall, gpu: Gpu, q_shift: int) -> Any:
     transform: Any = call.transform
     arrays = (transform.k_center, transform.k_factor, transform.q_factor, transform.v_factor)
     reciprocal = -(-(1 << GROUP_BITS) // max(call.num_q_heads // call.num_kv_heads, 1))
-    addresses = [Int64(gpu.put(array)) for array in arrays]
-    return kernel.Transforms(*addresses, Int64(q_shift), Int32(call.num_q_heads), Int32(reciprocal))
+    addresses: Any = [Int64(gpu.put(array)) for array in arrays]
+    return kernel.Transforms(*(*addresses, Int64(q_shift), Int32(call.num_q_heads), Int32(reciprocal)))
 
 
 def simulate_bulk(
@@ -166,8 +166,9 @@ def simulate_bulk(
     at_numbers, at_rows, at_scale = gpu.put(numbers), gpu.put(rows), gpu.put(scale)
     transforms = None
     if config.transform is not None:
-        addresses = [Int64(gpu.put(array)) for array in constants]
-        transforms = bulk.Transforms(*addresses, *[Int64(0)] * 3, Int32(0), Int32(0))
+        center, factor = (Int64(gpu.put(array)) for array in constants)
+        nothing = Int64(0)
+        transforms = bulk.Transforms(center, factor, nothing, nothing, nothing, Int32(0), Int32(0))
     given: list[Any] = [Int64(at_numbers), Int64(at_rows), Int64(at_scale)]
     given += [Int32(num_rows), Int32(num_heads), Int64(divisor_of(num_heads))]
     if config.strided:

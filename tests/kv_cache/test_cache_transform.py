@@ -1,5 +1,7 @@
 """`KVCache` with transforms: the same attention, sequences that move only between caches that read each other."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ def make_transform(values=True):
     )
 
 
-def make_cache(transform=None, kv_format="fp16", num_layers=1, **options):
+def make_cache(transform: Any = None, kv_format: Any = "fp16", num_layers=1, **options: Any) -> Any:
     return KVCache(
         num_layers, 8, 16, HEADS, DIM, kv_format=kv_format, dtype=torch.float16, transform=transform, **options
     )
@@ -42,7 +44,7 @@ def make_inputs(count=TOKENS, loud=None):
     return [x.half() for x in (q, k, v)]
 
 
-def fill(cache, q, k, v, layer=0, seq_id="a", q_shift=None):
+def fill(cache, q, k, v, layer=0, seq_id="a", q_shift=None) -> Any:
     """The first tokens of a sequence; returns q as `append` does."""
     if seq_id not in cache.seq_ids:
         cache.allocate(seq_id, len(k))

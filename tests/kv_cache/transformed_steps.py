@@ -38,7 +38,8 @@ class Case:
             fill(step)
         if self.options.get("sinks"):
             step["sinks"] = torch.linspace(-2, 2, self.shape.num_q_heads, device=device)
-        return step | {"transform": self.transform(device), "return_lse": True}
+        given: Arguments = {"transform": self.transform(device), "return_lse": True}
+        return step | given
 
     def of_keys(self) -> Case:
         """The same with the transform's part of K alone."""
@@ -60,7 +61,7 @@ def fill(step: Arguments) -> None:
         cache.view(torch.uint8).copy_(rows.view(torch.uint8))
 
 
-BOTH = {"k_rotation": 32, "v_rotation": 64}
+BOTH: dict[str, Any] = {"k_rotation": 32, "v_rotation": 64}
 BASE = Shape("int4_g4", rope=Rope(128, theta=500000.0), num_q_heads=8, num_kv_heads=2, page_size=16)
 NAMES = ("bf16", "fp16", "int4_g1", "int4_g2", "int4_g4", "int4_g8", "int8_token_head", "int8_channel", "e4m3_head",
          "e4m3_token_head", "e5m2")  # fmt: skip
