@@ -159,7 +159,7 @@ def test_what_the_kernel_restores_is_not_restored_once_more(restores, launches, 
     """V's transform is undone by attention where it can, else by operations behind it: once in either case."""
     done = []
     monkeypatch.setattr(step_ops.attention_ops, "restore", lambda transform, result, out: done.append(1) or result)
-    given = of() | {"transform": make_transform(2, 64, k_rotation=64, v_rotation=64)}
+    given: dict[str, Any] = of() | {"transform": make_transform(2, 64, k_rotation=64, v_rotation=64)}
     append_and_decode(**given)
     ((key, plan),) = step_ops.launch.plans.items()
     done.clear()
