@@ -8,7 +8,8 @@ from typing import Any, cast
 import torch
 from torch.compiler import is_compiling
 
-from cute_kernels.arguments import DEBUG, check_given_tensors, check_tensors, check_together
+from cute_kernels import arguments
+from cute_kernels.arguments import check_given_tensors, check_tensors, check_together
 from cute_kernels.attention.call import (
     NO_OPTIONS,
     AttentionCall,
@@ -31,70 +32,37 @@ from cute_kernels.attention.plan import Plan, check_alignment, make_plan, proble
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.attention.schedule import Schedule, make_schedule
 from cute_kernels.kv_formats import format_of, format_pair
-from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
+from cute_kernels.runtime.operator import Operator, launcher, on_device_of
+from cute_kernels.runtime.plans import ALIGNMENT, identity
 from cute_kernels.runtime.workspace import EMPTY
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # of optional arguments: sinks often are parameters
 _PLAIN = _PLAIN_TENSORS | {type(None), str, bool, int, float}
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
-
-
-def launch(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_format: str | tuple[str, str],
-    softmax_scale: float | None,
-    num_splits: int | None,
-    return_lse: bool,
-    out: torch.Tensor | None,
-    options: CallOptions | None = None,
-) -> tuple[torch.Tensor, Any]:
-    """Decode attention on CUDA tensors: (out, lse or None). ``options`` is None for a call that uses none.
-
-    A call's schedule is kept by what decides it. The checks that a repeated call has passed before are left to the
-    compiled function, which compares every tensor's shape, strides, dtype, alignment and device with what it was
-    compiled for, in native code, before it launches; when it refuses, the checks here say why in the caller's terms.
-    K's cache has V's blocks there, and its row is that of q's head_dim, so the key leaves its shape out; not the dtypes
-    of the caches, for signed bytes pass as unsigned ones, nor their strides, for which the plan has chosen how to copy.
-    Nor whether ``out`` is contiguous: compiled functions compare the strides of rows and their elements alone.
-    """
-    try:
-        offset = (k_cache.data_ptr() | v_cache.data_ptr()) % ALIGNMENT
-        key = (
-            q.shape,
-            v_cache.shape,
-            q.dtype,
-            k_cache.dtype,
-            v_cache.dtype,
-            q.get_device(),
-            kv_format,
-            num_splits,
-            offset,
-            strides_key(k_cache, v_cache),
-            out is None or out.is_contiguous(),
-            None if options is None else options_key(options),
-        )
-        plan = _plans.get(key)
-    except (AttributeError, TypeError):  # an argument of a kind that none may be: the checks say which
-        _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options)
-        raise
+def _key(
+    q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None
+) -> tuple[Any, ...]:
+    """What decides a plan. K's cache has V's blocks where the compiled function looks, and its row is that of q's
+    head_dim, so the key leaves its shape out; not the dtypes of the caches, for signed bytes pass as unsigned ones, nor
+    their strides, for which the plan has chosen how to copy. Nor whether ``out`` is contiguous: compiled functions
+    compare the strides of rows and their elements alone."""
     if softmax_scale is not None:
         check_positive("softmax_scale", softmax_scale)
-    if plan is None or DEBUG:
-        call = _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options)
-        if plan is None:
-            if not (k_cache.numel() and call.max_seq_len and call.batch):
-                return without_tokens(call)
-            plan = keep(_plans, key, make_plan(call))
-    try:
-        return plan.launch(q, k_cache, v_cache, seq_lens, out, softmax_scale, options, return_lse)
-    except (TypeError, ValueError, RuntimeError):
-        _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options)
-        raise
+    return (
+        q.shape,
+        v_cache.shape,
+        q.dtype,
+        k_cache.dtype,
+        v_cache.dtype,
+        q.get_device(),
+        kv_format,
+        num_splits,
+        (k_cache.data_ptr() | v_cache.data_ptr()) % ALIGNMENT,
+        strides_key(k_cache, v_cache),
+        out is None or out.is_contiguous(),
+        None if options is None else options_key(options),
+    )
 
 
 def strides_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, ...] | None:
@@ -125,21 +93,32 @@ def options_key(options: CallOptions) -> tuple[Any, ...]:
     )
 
 
-def _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options) -> AttentionCall:
+def _checked(
+    q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None
+) -> AttentionCall:
     """Everything that can be said of a call without waiting for the device, and in debug mode lengths and pages."""
     call = make_call(
         q, k_cache, v_cache, seq_lens, kv_format=kv_format, num_splits=num_splits, out=out, **(options or {})
     )
     check_alignment(call)
-    if DEBUG:
+    if arguments.DEBUG:
         check_device_values(call)
     return call
+
+
+def _plan_of(call: AttentionCall) -> Plan | None:
+    has_tokens = call.k.cache.numel() and call.max_seq_len and call.batch
+    return make_plan(call) if has_tokens else None
 
 
 def without_tokens(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The result for an empty batch or an empty cache, which no kernel is launched for."""
     lse = torch.full(call.out_shape[:3], float("-inf"), dtype=torch.float32, device=call.q.device)
     return call.q.new_zeros(call.out_shape) if call.out is None else call.out.zero_(), lse
+
+
+launch = launcher(_key, _checked, _plan_of, without_tokens)
+"""Decode attention on CUDA tensors: (out, lse or None). ``options`` is None for a call that uses none."""
 
 
 # -- other ways in ----------------------------------------------------------------------------------------------------
@@ -189,7 +168,7 @@ def bind_config(
     given = cast(CallOptions, {**NO_OPTIONS, **options}) if options else None
 
     def run() -> torch.Tensor:
-        plan.launch(q, k_cache, v_cache, seq_lens, out, options=given)
+        on_device_of(plan, q, k_cache, v_cache, seq_lens, formats, None, num_splits, False, out, given)
         return out
 
     return run
@@ -206,7 +185,7 @@ def launch_splits(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As :func:`launch` with fixed splits, and each split's own result; see ``decode_attention_splits``."""
     check_positive("softmax_scale", softmax_scale)
-    call = _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, None, None)
+    call = _checked(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, False, None)
     batch, q_len, heads, head_dim = call.out_shape
     if q_len != 1:
         raise ValueError(f"q: got q_len {q_len}, want 1")
@@ -217,7 +196,8 @@ def launch_splits(
     plan = make_plan(call)
     partial_words = plan.schedule.config.partial_words
     workspace = torch.full((batch, num_splits, heads, partial_words), EMPTY, dtype=torch.int32, device=q.device)
-    out, _ = plan.launch(q, k_cache, v_cache, seq_lens, softmax_scale=softmax_scale, partials=workspace)
+    tensors = (q, k_cache, v_cache, seq_lens)
+    out, _ = on_device_of(plan, *tensors, kv_format, softmax_scale, num_splits, False, None, None, workspace)
     empty = workspace[..., head_dim] == EMPTY  # splits without tokens
     values = workspace.view(torch.float32)
     partial = values[..., :head_dim].masked_fill(empty.unsqueeze(-1), 0.0)
@@ -304,15 +284,6 @@ def restore(transform: Any, result: torch.Tensor, out: torch.Tensor | None) -> t
 
 # -- the operator -----------------------------------------------------------------------------------------------------
 
-_library = torch.library.Library("cute_kernels", "DEF")
-_library.define(
-    "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, str k_format, str v_format, *, "
-    "float? softmax_scale=None, int? num_splits=None, Tensor? block_table=None, str cache_layout='NHD', "
-    "Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, int? window_size=None, float? softcap=None, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? attn_bias=None, Tensor? q_shift=None) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
 
 def dispatch(
     q: torch.Tensor,
@@ -329,9 +300,7 @@ def dispatch(
     """Decode attention through the registered operator: (out, lse, asked for or not)."""
     formats = format_pair(kv_format)
     scalars = {"softmax_scale": softmax_scale, "num_splits": num_splits}
-    result, lse = torch.ops.cute_kernels.decode_attention(
-        q, k_cache, v_cache, seq_lens, *formats, **scalars, **(options or {})
-    )
+    result, lse = _operator(q, k_cache, v_cache, seq_lens, *formats, **scalars, **(options or {}))
     if out is None:
         return result, lse
     check_out(out, q, result.shape[3])
@@ -357,9 +326,15 @@ def _on_meta(q, k_cache, v_cache, seq_lens, k_format, v_format, **options):
     return q.new_empty((*q.shape[:3], v_head_dim)), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-_library.impl("decode_attention", _on_cpu, "CPU")
-_library.impl("decode_attention", _on_cuda, "CUDA")
-torch.library.register_fake("cute_kernels::decode_attention", _on_meta, lib=_library)
+_operator = Operator(
+    "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, str k_format, str v_format, *, "
+    "float? softmax_scale=None, int? num_splits=None, Tensor? block_table=None, str cache_layout='NHD', "
+    "Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, int? window_size=None, float? softcap=None, "
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? attn_bias=None, Tensor? q_shift=None) -> (Tensor, Tensor)",
+    cpu=_on_cpu,
+    cuda=_on_cuda,
+    meta=_on_meta,
+)
 
 
 def are_plain(values: Iterable[Any]) -> bool:

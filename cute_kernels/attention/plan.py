@@ -63,22 +63,21 @@ class Plan:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         seq_lens: torch.Tensor,
-        out: torch.Tensor | None = None,
-        softmax_scale: float | None = None,
+        kv_format: Any,
+        softmax_scale: float | None,
+        num_splits: int | None,
+        return_lse: bool,
+        out: torch.Tensor | None,
         options: Any = None,
-        return_lse: bool = False,
         partials: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launches on the current stream of the plan's device: (out or a new one, lse if asked for).
+        """Launches on the current stream of the plan's device, which is the current one: (out or a new one, lse if
+        asked for).
 
         ``options``: complete ones (see `NO_OPTIONS`) or None. ``partials``: a workspace of the caller's, in which the
         partial results of all splits stay. This is one flat function, without objects on the way, because each decoding
         step of a model waits for it once a layer.
         """
-        index = self.device_index
-        if index != torch._C._cuda_getDevice():
-            with torch.cuda.device(index):
-                return self.launch(q, k_cache, v_cache, seq_lens, out, softmax_scale, options, return_lse, partials)
         if out is None:
             out = empty_strided(*self.new_out)
         lse, lse_address, mode = None, 0, self.mode
@@ -89,6 +88,7 @@ class Plan:
         if partials is not None:
             workspace, mode = partials.data_ptr(), mode | KEEP_PARTIALS
         elif self.num_words:
+            index = self.device_index
             workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), self.num_words)
         k_scale = v_scale = 0
         if options is not None:

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from cute_kernels.arguments import DEBUG, needs_dispatch
+from cute_kernels import arguments
+from cute_kernels.arguments import needs_dispatch
 from cute_kernels.kv_cache.call import NUM_USUAL, AppendCall, check_append
 from cute_kernels.kv_cache.plan import Plan, check_alignment, config_of, make_plan
 from cute_kernels.kv_cache.reference import append_kv_reference
 from cute_kernels.kv_cache.rope import rope_of
 from cute_kernels.kv_cache.transforms import TRANSFORM_SCHEMA, parts_of, transform_of
 from cute_kernels.kv_cache.values import check_append_values
-from cute_kernels.runtime.plans import identity, keep
+from cute_kernels.runtime.operator import Operator, launcher
+from cute_kernels.runtime.plans import identity
 
 __all__ = ["append", "config_of", "dispatch", "launch", "reference"]
-
-_plans: dict[tuple[Any, ...], Plan] = {}
 
 
 def append(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tensor | None:
@@ -37,61 +37,52 @@ def append(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tenso
     return path(AppendCall(*call, *(extras or ())))
 
 
-def launch(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tensor | None:
-    """Append on CUDA tensors; returns q_out, None without q. Arguments as :func:`append` has them.
-
-    A call's plan is kept by what decides it. The checks that a repeated call has passed before are left to the compiled
-    function, which compares every tensor's shape, strides, dtype, alignment and device with what it was compiled for,
-    in native code, before it launches; when it refuses, the checks here say why in the caller's terms. There k has v's
-    tokens and heads, V's cache has K's pages, and rows are as long as their head_dim says: the key needs the shapes of
-    v and of K's cache alone.
-    """
+def _key(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> tuple[Any, ...]:
+    """What decides a plan. Where the compiled function looks, k has v's tokens and heads, V's cache has K's pages, and
+    rows are as long as their head_dim says: the key needs the shapes of v and of K's cache alone."""
     (k, v, k_cache, v_cache, k_format, v_format, layout, rope, norm_eps, q, q_out, seq_lens, block_table,
      transform) = call  # fmt: skip
-    try:
-        key = (
-            v.shape,
-            k_cache.shape,
-            k.dtype,
-            k_cache.dtype,
-            v_cache.dtype,
-            k.get_device(),
-            q_out if q is None else q.shape,  # without q nothing, or what the checks refuse
-            None if seq_lens is None else seq_lens.shape,
-            None if block_table is None else block_table.shape,
-            k_format,
-            v_format,
-            layout,
-            None if rope is None else rope.text,
-            norm_eps,
-            None if transform is None else transform.kind,
-            extras and tuple([None if tensor is None else identity(tensor) for tensor in extras]),
-        )
-        plan = _plans.get(key)
-    except (AttributeError, TypeError):  # an argument of a kind that none may be: the checks say which
-        _check(call, extras)
-        raise
-    if plan is None or DEBUG:
-        checked = _check(call, extras)
-        if DEBUG:
-            check_append_values(checked)
-        if plan is None:
-            if not k.shape[0]:
-                return None if q is None else torch.empty_like(q) if q_out is None else q_out
-            plan = keep(_plans, key, make_plan(checked))
-    try:
-        return plan.launch(call, extras)
-    except (TypeError, ValueError, RuntimeError):
-        _check(call, extras)
-        raise
+    return (
+        v.shape,
+        k_cache.shape,
+        k.dtype,
+        k_cache.dtype,
+        v_cache.dtype,
+        k.get_device(),
+        q_out if q is None else q.shape,  # without q nothing, or what the checks refuse
+        None if seq_lens is None else seq_lens.shape,
+        None if block_table is None else block_table.shape,
+        k_format,
+        v_format,
+        layout,
+        None if rope is None else rope.text,
+        norm_eps,
+        None if transform is None else transform.kind,
+        extras and tuple([None if tensor is None else identity(tensor) for tensor in extras]),
+    )
 
 
-def _check(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> AppendCall:
-    """The call as an object, after everything that can be said of it without waiting for the device."""
+def _checked(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> AppendCall:
+    """The call as an object, after everything that can be said of it without waiting for the device, and in debug mode
+    lengths and pages."""
     checked = AppendCall(*call, *(extras or ()))
     check_append(checked)
     check_alignment(checked)
+    if arguments.DEBUG:
+        check_append_values(checked)
     return checked
+
+
+def _plan_of(call: AppendCall) -> Plan | None:
+    return make_plan(call) if call.k.shape[0] else None
+
+
+def _without_tokens(call: AppendCall) -> torch.Tensor | None:
+    return None if call.q is None else torch.empty_like(call.q) if call.q_out is None else call.q_out
+
+
+launch = launcher(_key, _checked, _plan_of, _without_tokens)
+"""Append on CUDA tensors; returns q_out, None without q. Arguments as :func:`append` has them."""
 
 
 def reference(call: AppendCall) -> torch.Tensor | None:
@@ -105,16 +96,6 @@ def reference(call: AppendCall) -> torch.Tensor | None:
 
 
 # -- the operator -----------------------------------------------------------------------------------------------------
-
-_library = torch.library.Library("cute_kernels", "FRAGMENT")
-_library.define(
-    "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, str k_format, str v_format, "
-    "str cache_layout, str? rope, float norm_eps, Tensor? q, Tensor? seq_lens, Tensor? block_table, "
-    "Tensor? cu_seqlens, Tensor? slot_mapping, Tensor? position_ids, Tensor? q_bias, Tensor? k_bias, Tensor? v_bias, "
-    "Tensor? q_norm, Tensor? k_norm, Tensor? k_scale, Tensor? v_scale, Tensor(c!)? q_shift=None, "
-    f"{TRANSFORM_SCHEMA}) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def _call_of(*arguments: Any) -> AppendCall:
@@ -146,16 +127,23 @@ def _on_meta(k, v, k_cache, v_cache, k_format, v_format, cache_layout, rope, nor
     return k.new_empty(0) if q is None else q.new_empty(q.shape)
 
 
-_library.impl("append_kv", _on_cpu, "CPU")
-_library.impl("append_kv", _on_cuda, "CUDA")
-torch.library.register_fake("cute_kernels::append_kv", _on_meta, lib=_library)
+_operator = Operator(
+    "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, str k_format, str v_format, "
+    "str cache_layout, str? rope, float norm_eps, Tensor? q, Tensor? seq_lens, Tensor? block_table, "
+    "Tensor? cu_seqlens, Tensor? slot_mapping, Tensor? position_ids, Tensor? q_bias, Tensor? k_bias, Tensor? v_bias, "
+    "Tensor? q_norm, Tensor? k_norm, Tensor? k_scale, Tensor? v_scale, Tensor(c!)? q_shift=None, "
+    f"{TRANSFORM_SCHEMA}) -> Tensor",
+    cpu=_on_cpu,
+    cuda=_on_cuda,
+    meta=_on_meta,
+)
 
 
 def dispatch(call: AppendCall) -> torch.Tensor | None:
     """The call through the operator; q_out is written from its result."""
     rope = None if call.rope is None else call.rope.text
     parts = parts_of(call.transform)
-    result = torch.ops.cute_kernels.append_kv(*call[:7], rope, *call[8:10], *call[11:13], *call.extras, *parts)
+    result = _operator(*call[:7], rope, *call[8:10], *call[11:13], *call.extras, *parts)
     if call.q is None:
         return None
     return result if call.q_out is None else call.q_out.copy_(result)

@@ -61,14 +61,12 @@ class Plan:
     block_table: torch.Tensor
 
     def launch(self, call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tensor | None:
-        """Launches on the current stream of the plan's device; returns q_out or a new one, None without q.
+        """Launches on the current stream of the plan's device, which is the current one; returns q_out or a new one,
+        None without q.
 
         The arguments are those of :func:`cute_kernels.kv_cache.ops.append`. This is one flat function, without objects
         on the way, because each decoding step of a model waits for it once a layer.
         """
-        if self.device_index != torch._C._cuda_getDevice():
-            with torch.cuda.device(self.device_index):
-                return self.launch(call, extras)
         k, v, k_cache, v_cache, _, _, _, _, norm_eps, q, q_out, seq_lens, block_table, transform = call
         if q_out is None and self.new_q_out is not None:
             q_out = empty_strided(*self.new_q_out)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import DEBUG, check_given_tensors, check_tensors, needs_dispatch, shape_of
+from cute_kernels import arguments
+from cute_kernels.arguments import check_given_tensors, check_tensors, needs_dispatch, shape_of
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention import plan as attention_plan
 from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, check_device_values, complete_options
@@ -36,7 +37,8 @@ from cute_kernels.kv_cache.transforms import (
 from cute_kernels.kv_cache.values import check_append_values
 from cute_kernels.kv_formats import format_of, format_pair
 from cute_kernels.runtime.memory import Blank, blank
-from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
+from cute_kernels.runtime.operator import Operator, launcher
+from cute_kernels.runtime.plans import ALIGNMENT, identity
 
 Extras = tuple[torch.Tensor | None, ...]
 """What most steps lack of an append, in the order of `EXTRA_NAMES`."""
@@ -125,67 +127,47 @@ class StepPlan:
             (*new, None, None, None, None, norm_eps, q.view(of_q), None, seq_lens, table, transform), more
         )  # fmt: skip
         assert rotated is not None
-        return self.attention.launch(
-            rotated.view(self.q_shape), k_cache, v_cache, seq_lens, out, softmax_scale, options, return_lse
+        result, lse = self.attention.launch(
+            rotated.view(self.q_shape), k_cache, v_cache, seq_lens, None, softmax_scale, None, return_lse, out, options
         )
+        if transform is not None and transform.changes_values and not self.restores:
+            result = attention_ops.restore(transform, result, out)
+        return result, lse
+
+    @property
+    def device_index(self) -> int:
+        return self.append.device_index
 
 
-_plans: dict[tuple[Any, ...], StepPlan] = {}
-
-
-def launch(step: Step) -> tuple[torch.Tensor, Any]:
-    """A step on CUDA tensors: (out, lse or None).
-
-    The key of a step's plan holds all that the second launch could be refused for after the first one: the rest is
-    compared by the first compiled function, as :func:`cute_kernels.kv_cache.ops.launch` says.
-    """
+def _key(step: Step) -> tuple[Any, ...]:
+    """What decides a plan: all that the second launch could be refused for after the first one. The rest is compared by
+    the first compiled function, as `cute_kernels.runtime.operator.launcher` says."""
     (q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras,
      softmax_scale, num_splits, _, out, options, transform) = step  # fmt: skip
-    try:
-        key = (
-            q.shape,
-            k.shape,
-            v.shape,
-            k_cache.shape,
-            v_cache.shape,
-            seq_lens.shape,
-            q.dtype,
-            k_cache.dtype,
-            v_cache.dtype,
-            attention_ops.strides_key(k_cache, v_cache),
-            (k_cache.data_ptr() | v_cache.data_ptr()) % ALIGNMENT,
-            q.get_device(),
-            kv_format,
-            None if rope is None else rope.text,
-            norm_eps,
-            num_splits,
-            None if out is None else identity(out),
-            None if extras is None else tuple([None if x is None else identity(x) for x in extras]),
-            None if options is None else attention_ops.options_key(options),
-            None if transform is None else (transform.kind, step.sees_shift),
-        )
-        plan = _plans.get(key)
-    except (AttributeError, TypeError):  # an argument of a kind that none may be: the checks say which
-        _checked(step)
-        raise
     if softmax_scale is not None:
         check_positive("softmax_scale", softmax_scale)
-    if plan is None or DEBUG:
-        append, attention = _checked(step)
-        if DEBUG:
-            _check_values(append, attention)
-        if plan is None:
-            if not (k_cache.numel() and attention.max_seq_len and attention.batch):
-                return attention_ops.without_tokens(attention)
-            plan = keep(_plans, key, make_plan(append, attention))
-    try:
-        result, lse = plan.launch(step)
-    except (TypeError, ValueError, RuntimeError):
-        _checked(step)
-        raise
-    if transform is not None and transform.changes_values and not plan.restores:
-        result = attention_ops.restore(transform, result, out)
-    return result, lse
+    return (
+        q.shape,
+        k.shape,
+        v.shape,
+        k_cache.shape,
+        v_cache.shape,
+        seq_lens.shape,
+        q.dtype,
+        k_cache.dtype,
+        v_cache.dtype,
+        attention_ops.strides_key(k_cache, v_cache),
+        (k_cache.data_ptr() | v_cache.data_ptr()) % ALIGNMENT,
+        q.get_device(),
+        kv_format,
+        None if rope is None else rope.text,
+        norm_eps,
+        num_splits,
+        None if out is None else identity(out),
+        None if extras is None else tuple([None if x is None else identity(x) for x in extras]),
+        None if options is None else attention_ops.options_key(options),
+        None if transform is None else (transform.kind, step.sees_shift),
+    )
 
 
 def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan:
@@ -207,11 +189,24 @@ def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan:
 
 
 def _checked(step: Step) -> tuple[AppendCall, AttentionCall]:
-    """The two calls of a step, after all that can be said of it without waiting for the device."""
+    """The two calls of a step, after all that can be said of it without waiting for the device, and in debug mode
+    lengths and pages."""
     append, attention = make_calls(step)
     append_plan.check_alignment(append, leads=True)
     attention_plan.check_alignment(attention)
+    if arguments.DEBUG:
+        _check_values(append, attention)
     return append, attention
+
+
+def _plan_of(calls: tuple[AppendCall, AttentionCall]) -> StepPlan | None:
+    append, attention = calls
+    has_tokens = attention.k.cache.numel() and attention.max_seq_len and attention.batch
+    return make_plan(append, attention) if has_tokens else None
+
+
+launch = launcher(_key, _checked, _plan_of, lambda calls: attention_ops.without_tokens(calls[1]))
+"""A step on CUDA tensors: (out, lse or None)."""
 
 
 def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
@@ -321,24 +316,12 @@ def reference(step: Step) -> tuple[torch.Tensor, Any]:
     return (result.to(rotated.dtype) if out is None else out.copy_(result)), lse
 
 
-_library = torch.library.Library("cute_kernels", "FRAGMENT")
-_library.define(
-    "append_and_decode(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor seq_lens, "
-    "str k_format, str v_format, str? rope, float norm_eps, Tensor? position_ids, Tensor? q_bias, Tensor? k_bias, "
-    "Tensor? v_bias, Tensor? q_norm, Tensor? k_norm, *, float? softmax_scale=None, int? num_splits=None, "
-    "Tensor? block_table=None, str cache_layout='NHD', Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, "
-    "int? window_size=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, "
-    f"Tensor? attn_bias=None, {TRANSFORM_SCHEMA}) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-
 def dispatch(step: Step) -> tuple[torch.Tensor, Any]:
     """A step through the registered operator: (out, lse, asked for or not)."""
     out = step.out
     if out is not None:
         check_out(out, step.q, step.v.shape[3])  # before anything is appended
-    result, lse = torch.ops.cute_kernels.append_and_decode(
+    result, lse = _operator(
         *step.tensors.values(),
         *format_pair(step.kv_format),
         None if step.rope is None else step.rope.text,
@@ -374,9 +357,17 @@ def _on_meta(q, k, v, k_cache, v_cache, seq_lens, k_format, v_format, *others, *
     return q.new_empty((*q.shape[:3], v_head_dim)), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-_library.impl("append_and_decode", _implementation(reference), "CPU")
-_library.impl("append_and_decode", _implementation(launch), "CUDA")
-torch.library.register_fake("cute_kernels::append_and_decode", _on_meta, lib=_library)
+_operator = Operator(
+    "append_and_decode(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor seq_lens, "
+    "str k_format, str v_format, str? rope, float norm_eps, Tensor? position_ids, Tensor? q_bias, Tensor? k_bias, "
+    "Tensor? v_bias, Tensor? q_norm, Tensor? k_norm, *, float? softmax_scale=None, int? num_splits=None, "
+    "Tensor? block_table=None, str cache_layout='NHD', Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, "
+    "int? window_size=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, "
+    f"Tensor? attn_bias=None, {TRANSFORM_SCHEMA}) -> (Tensor, Tensor)",
+    cpu=_implementation(reference),
+    cuda=_implementation(launch),
+    meta=_on_meta,
+)
 
 
 def path_of(step: Step) -> Callable[[Step], tuple[torch.Tensor, Any]]:

@@ -27,7 +27,7 @@ Arguments = dict[str, Any]
 def launches(monkeypatch):
     from tests.host_functions import attention_function, standing_in
 
-    monkeypatch.setattr(ops, "_plans", {})
+    ops.launch.plans.clear()
     monkeypatch.setattr(ops, "path_of", lambda *tensors: ops.launch)
     return standing_in(monkeypatch, plan, attention_function)
 
@@ -145,7 +145,7 @@ def run(launches: list[Any], given: Arguments) -> Any:
 def test_a_call_launches_the_same_after_any_other(name, launches):
     from tests.host_functions import assert_launched_alike_after_any_other
 
-    assert_launched_alike_after_any_other(name, CALLS, lambda call: run(launches, made(call)), ops._plans)
+    assert_launched_alike_after_any_other(name, CALLS, lambda call: run(launches, made(call)), ops.launch.plans)
 
 
 IN_PLACE = ["one request", "more tokens", "fewer query heads", "queries with gaps", "misaligned queries"]
@@ -158,7 +158,7 @@ def test_tensors_that_were_changed_in_place_are_looked_at_again(name, launches):
     """By `set_`, which also gives them other shapes and strides."""
     changed = made(name)
     want = run(launches, changed)
-    ops._plans.clear()
+    ops.launch.plans.clear()
     given = arguments()
     run(launches, given)
     for argument, tensor in given.items():
@@ -208,7 +208,7 @@ def test_strided_caches_and_queries_are_read_where_they_are(launches):
 def test_no_more_combiners_wait_for_each_other_than_the_gpu_has_places(num_sms, bits, launches, monkeypatch):
     """The mode of a launch says how many those are: log2 of the SMs times the CTAs of one."""
     monkeypatch.setattr(plan, "_num_sms", lambda device: num_sms)
-    ops._plans.clear()
+    ops.launch.plans.clear()
     given: Arguments = arguments() | {"num_splits": 8}
     decode_attention(**given)
     per_sm = int(launches[-1].symbol.partition("_r")[2].partition("c")[2][0])

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import cute_kernels.arguments
 from cute_kernels.kv_cache import Rope, YarnScaling, append_kv, ops
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.compile import AppendSpec, shipped_specs
@@ -373,7 +374,7 @@ def padded(x: torch.Tensor) -> torch.Tensor:
 def test_bad_input_is_refused_by_name_and_nothing_is_launched(spoil, message, seen):
     call = on(make_call(Shape("int4_g4", rope=LLAMA)), CUDA)
     good = arguments(call)
-    ops._plans.clear()
+    ops.launch.plans.clear()
     if seen:
         append_kv(**good)
         call.k_cache.fill_(POISON)
@@ -389,7 +390,7 @@ def test_bad_input_is_refused_by_name_and_nothing_is_launched(spoil, message, se
 def test_debug_mode_looks_at_the_values(monkeypatch):
     call = on(make_call(Shape("int4_g4", lengths=(17, 2, 30, 32))), CUDA)
     assert call.block_table is not None
-    monkeypatch.setattr(ops, "DEBUG", True)
+    monkeypatch.setattr(cute_kernels.arguments, "DEBUG", True)
     run(call)
     call.block_table[2, 1] = -1
     with pytest.raises(ValueError, match="block_table: request 2, position 29: got page -1, want 0 to 9"):

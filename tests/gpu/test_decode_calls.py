@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import cute_kernels.arguments
 from cute_kernels import decode_attention
 from cute_kernels.attention import ops
 from cute_kernels.attention.checks import MAX_SPLITS
@@ -234,7 +235,7 @@ def test_bad_input_is_refused_by_name_and_nothing_is_launched(change, message, s
     out = torch.full_like(call.q, torch.nan)
     good: dict[str, Any] = dict(zip(("q", "k_cache", "v_cache", "seq_lens"), call.tensors, strict=True))
     good |= {"kv_format": "int4_g4", "out": out}
-    ops._plans.clear()
+    ops.launch.plans.clear()
     if seen:
         decode_attention(**good)
         out.fill_(torch.nan)
@@ -251,7 +252,7 @@ def test_bad_input_is_refused_by_name_and_nothing_is_launched(change, message, s
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
 def test_a_16_bit_cache_must_be_aligned(name, seen):
     call = make_call("bf16", [128, 5], device=CUDA)
-    ops._plans.clear()
+    ops.launch.plans.clear()
     if seen:
         call.run()
     with pytest.raises(ValueError, match=f"{name}: got a tensor that starts 2 bytes past a multiple of 16"):
@@ -271,7 +272,7 @@ def test_lengths_outside_the_cache_are_clamped(kv_format):
 @pytest.mark.parametrize(("lengths", "found"), [([257, 1], "257 for request 0"), ([3, -1], "-1 for request 1")])
 def test_debug_mode_reads_the_lengths(monkeypatch, lengths, found):
     call = make_call("int4_g4", [256, 3], max_seq_len=256, device=CUDA)
-    monkeypatch.setattr(ops, "DEBUG", True)
+    monkeypatch.setattr(cute_kernels.arguments, "DEBUG", True)
     call.run()
     with pytest.raises(ValueError, match=f"seq_lens: got {found}, want 0 to 256"):
         call.with_lengths(lengths).run()

@@ -107,7 +107,7 @@ def few_sms(monkeypatch):
 def forget() -> None:
     forget_plans()
     mla_plan._plan.cache_clear()
-    for plans in (attention_ops._plans, step_ops._plans):
+    for plans in (attention_ops.launch.plans, step_ops.launch.plans):
         plans.clear()
 
 

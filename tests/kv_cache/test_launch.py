@@ -35,7 +35,7 @@ class Properties:
 def launches(monkeypatch):
     from tests.host_functions import append_function, standing_in
 
-    monkeypatch.setattr(ops, "_plans", {})
+    ops.launch.plans.clear()
     monkeypatch.setattr(ops, "append", ops.launch)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     return standing_in(monkeypatch, plan, append_function)
@@ -146,7 +146,7 @@ def run(launches: list[Any], given: Arguments) -> Any:
 def test_a_call_launches_the_same_after_any_other(name, launches):
     from tests.host_functions import assert_launched_alike_after_any_other
 
-    assert_launched_alike_after_any_other(name, CALLS, lambda call: run(launches, made(call)), ops._plans)
+    assert_launched_alike_after_any_other(name, CALLS, lambda call: run(launches, made(call)), ops.launch.plans)
 
 
 @pytest.mark.parametrize("name", ["plain", "q_out", "no q", "int8", "slots", "bias"])
@@ -154,7 +154,7 @@ def test_a_repeated_call_is_not_checked_again_and_needs_no_plan(name, launches, 
     given = made(name)
     want = run(launches, given)
     assert len(want) == 1
-    for step in ("_check", "make_plan"):
+    for step in ("check_append", "make_plan"):
         monkeypatch.setattr(ops, step, lambda *_: pytest.fail("checked or planned again"))
     assert run(launches, given) == want
 

@@ -5,6 +5,7 @@ With compiled functions that launch nothing (`tests.host_functions`), so that no
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,7 @@ class Properties:
 def launches(monkeypatch):
     from tests.host_functions import append_function, attention_function, standing_in
 
-    monkeypatch.setattr(step_ops, "_plans", {})
+    step_ops.launch.plans.clear()
     monkeypatch.setattr(step_ops, "path_of", lambda step: step_ops.launch)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     found = standing_in(monkeypatch, append_plan, append_function)
@@ -124,7 +125,7 @@ def test_a_step_launches_the_same_after_any_other(name, launches):
     """Both kernels or, if it is refused, none."""
     from tests.host_functions import assert_launched_alike_after_any_other
 
-    plans = step_ops._plans
+    plans = step_ops.launch.plans
     want = assert_launched_alike_after_any_other(name, CALLS, lambda call: outcome_of(launches, made(call)), plans)
     assert len(want) == 2
 
@@ -148,6 +149,21 @@ def test_attention_follows_the_append_and_takes_its_queries(name, launches):
 def test_a_repeated_step_is_not_checked_again_and_needs_no_plan(name, launches, monkeypatch):
     step = made(name)
     want = outcome_of(launches, step)
-    for part in ("_checked", "make_plan"):
+    for part in ("make_calls", "make_plan"):
         monkeypatch.setattr(step_ops, part, lambda *_, **__: pytest.fail("checked or planned again"))
     assert outcome_of(launches, step) == want
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_what_the_kernel_restores_is_not_restored_once_more(restores, launches, monkeypatch):
+    """V's transform is undone by attention where it can, else by operations behind it: once in either case."""
+    done = []
+    monkeypatch.setattr(step_ops.attention_ops, "restore", lambda transform, result, out: done.append(1) or result)
+    given: dict[str, Any] = of() | {"transform": make_transform(2, 64, k_rotation=64, v_rotation=64)}
+    append_and_decode(**given)
+    ((key, plan),) = step_ops.launch.plans.items()
+    done.clear()
+    if plan.restores != restores:
+        step_ops.launch.plans[key] = dataclasses.replace(plan, restores=restores)
+    append_and_decode(**given)
+    assert len(done) == (not restores)
