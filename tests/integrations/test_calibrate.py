@@ -166,6 +166,21 @@ def test_what_cannot_be_fitted_is_named():
         ck.fit_transforms(model, [], "int4_g4", constants)
 
 
+@pytest.mark.parametrize("weights", [None, "w8g64"])
+def test_a_model_whose_kernels_have_no_gradients_is_refused(weights):
+    model, batches = DECODERS["llama"].build(torch.bfloat16), make_batches(1)
+    want = ck.calibrate_cache(model, batches, "int4_g4").transforms
+    ck.accelerate(model, kv_format="int4_g4", weights=weights, cuda_graphs=False)
+    constants = ck.calibrate_cache(model, batches, "int4_g4")  # which needs none
+    if weights is None:
+        assert constants.transforms[0].key == want[0].key
+    with pytest.raises(ValueError, match="model: got .*, which kernels without gradients compute; want the model as"):
+        ck.fit_transforms(model, batches, "int4_g4", constants, steps=1)
+    ck.restore(model)
+    if weights is None:
+        ck.fit_transforms(model, batches, "int4_g4", constants, steps=1)
+
+
 # -- a cache that is written with them --------------------------------------------------------------------------------
 
 SIZES = {"llama": (2, 64), "qwen3": (2, 64), "gemma 2": (2, 64), "gpt-oss": (2, 64), "mistral, window": (2, 64)}

@@ -44,7 +44,7 @@ def fit_transforms(
     A step takes one batch through the model twice and back once: memory as for training without the weights' share.
 
     Args:
-        model: as `calibrate_cache` takes it.
+        model: as `calibrate_cache` takes it, its layers transformers' own.
         batches: as of `calibrate_cache`, text in some variety: they are gone through in turn.
         kv_format: INT4 formats, INT8 ones with scales in their rows, dense ones: as `DecodeCache` takes them.
         constants: to begin with, as `calibrate_cache` gives them. Widths, signs and what is not there stay.
@@ -57,12 +57,14 @@ def fit_transforms(
         New constants; ``about`` says that and how they were fitted.
 
     Raises:
-        TypeError, ValueError: an argument is not as above, or no layer has factors or a center.
+        TypeError, ValueError: an argument is not as above, no layer has factors or a center, or the model is
+            accelerated or quantised: the kernels have no gradients.
     """
     check_count("steps", steps, 1)
     check_positive("learning_rate", learning_rate)
     if not isinstance(batches, Sequence) or not batches:
         raise ValueError(f"batches: got {type(batches).__name__} of none, want a list of at least one")
+    _check_differentiable(model)
     deviations = _deviations(model, batches[0])
     if len(deviations) != constants.num_layers:
         raise ValueError(f"constants: got those of {constants.num_layers} layers, want {len(deviations)}, the model's")
@@ -178,6 +180,18 @@ def _divergence(model: Any, batch: Mapping[str, Any], layers: Sequence[_Layer]) 
     each = (exact.exp() * (exact - found)).sum(-1)
     mask = batch.get("attention_mask")
     return each.mean() if mask is None else each[mask.bool()].mean()
+
+
+def _check_differentiable(model: Any) -> None:
+    """ValueError, naming the first, for a model with layers that this package computes: they have no gradients."""
+    for name, module in model.named_modules():
+        own = vars(module).get("forward")
+        makers = (type(module), type(own), getattr(own, "func", own))
+        if any((getattr(maker, "__module__", None) or "").startswith("cute_kernels") for maker in makers):
+            raise ValueError(
+                f"model: got {name or type(model).__name__}, which kernels without gradients compute; want the model "
+                "as transformers loads it: restore(model), and its weights not quantised"
+            )
 
 
 def _deviations(model: Any, batch: Mapping[str, Any]) -> list[torch.Tensor]:
