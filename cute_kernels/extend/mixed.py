@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import check_tensors, shape_of
-from cute_kernels.attention import decode_attention
+from cute_kernels.attention import checks, decode_attention
+from cute_kernels.extend.call import check_out, check_query
 
 DECODE_SMS = 16  # that a prefill leaves alone from the start; decoding has the others as they become free
 
@@ -55,8 +56,10 @@ def mixed_attention(
     _check(q, seq_lens, cu_seqlens_q, num_decodes)
     if out is None:
         out = torch.empty_like(q)
-    elif out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
-        raise ValueError(f"out: got {out.dtype} {shape_of(out)}, want {q.dtype} {shape_of(q)}, contiguous")
+    else:
+        check_out(out, q)
+        checks.check_place("out", out, q.device)
+        checks.check_contiguous("out", out)
     first, rest = (
         _part_of(k_cache, v_cache, options, slice(0, num_decodes)),
         _part_of(k_cache, v_cache, options, slice(num_decodes, None)),
@@ -95,13 +98,15 @@ def mixed_attention(
 
 
 def _check(q: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_decodes: Any) -> None:
-    if seq_lens.dim() != 1 or cu_seqlens_q.shape != (seq_lens.shape[0] + 1,):
-        raise ValueError(f"cu_seqlens_q: got shape {shape_of(cu_seqlens_q)}, want [{len(seq_lens) + 1}], batch and one")
-    if type(num_decodes) is not int or not 0 <= num_decodes <= min(seq_lens.shape[0], q.shape[0]):
-        raise ValueError(
-            f"num_decodes: got {num_decodes!r}, want a number of requests from 0 to {min(len(seq_lens), len(q))}"
-        )
-    if not q.is_cuda:
+    """Raises ValueError for what keeps a batch from being cut in two; both calls check the rest."""
+    check_query(q)
+    if seq_lens.dim() != 1:
+        raise ValueError(f"seq_lens: got shape {shape_of(seq_lens)}, want [batch]")
+    batch, queries = seq_lens.shape[0], q.shape[0]
+    checks.check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
+    if type(num_decodes) is not int or not 0 <= num_decodes <= min(batch, queries):
+        raise ValueError(f"num_decodes: got {num_decodes!r}, want a number of requests from 0 to {min(batch, queries)}")
+    if cu_seqlens_q.device.type == "cpu":
         ends = cu_seqlens_q[: num_decodes + 1].tolist()
         if ends != list(range(num_decodes + 1)):
             raise ValueError(f"cu_seqlens_q: got {ends} first, want 0 to {num_decodes}: one query for each of them")
@@ -111,7 +116,13 @@ def _part_of(k_cache: torch.Tensor, v_cache: torch.Tensor, options: dict[str, An
     """Caches and options of some requests."""
     table = options.get("block_table")
     if table is not None:
+        check_tensors(block_table=table)
+        if table.dim() != 2:
+            raise ValueError(f"block_table: got shape {shape_of(table)}, want [batch, max_pages]")
         return {"k_cache": k_cache, "v_cache": v_cache, **options, "block_table": table[part]}
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dim() != 4:
+            raise ValueError(f"{name}: got {cache.dim()} dimensions, want 4: [batch, max_seq_len, num_kv_heads, row]")
     return {"k_cache": k_cache[part], "v_cache": v_cache[part], **options}
 
 

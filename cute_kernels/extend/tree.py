@@ -28,7 +28,7 @@ def pack_tree_mask(seen: torch.Tensor) -> torch.Tensor:
     if seen.dim() != 2:
         raise ValueError(f"seen: got shape {shape_of(seen)}, want [total_q, tokens]")
     words = -(-seen.shape[1] // WORD_BITS)
-    bits = torch.nn.functional.pad(seen, (0, words * WORD_BITS - seen.shape[1])).view(-1, words, WORD_BITS)
+    bits = torch.nn.functional.pad(seen, (0, words * WORD_BITS - seen.shape[1])).view(seen.shape[0], words, WORD_BITS)
     values = bits.to(torch.int64) << torch.arange(WORD_BITS, device=seen.device)
     return values.sum(dim=2).to(torch.int32)
 

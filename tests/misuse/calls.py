@@ -118,8 +118,33 @@ def decode_splits() -> Call:
 @case
 def extend() -> Call:
     call = {"q": numbers(5, 4, 64), **pages(), "seq_lens": ints(5, 32), "cu_seqlens_q": ints(0, 3, 5)}
-    options = {name: value for name, value in score_options().items() if name not in ("attn_bias", "num_splits", "out")}
+    options = {name: value for name, value in score_options().items() if name not in ("attn_bias", "out")}
+    options["sm_margin"] = 4
     return ck.extend_attention, {**call, **options, "block_table": table(), "out": numbers(5, 4, 64)}
+
+
+@case
+def extend_trees() -> Call:
+    call = {"q": numbers(5, 4, 64), **pages(), "seq_lens": ints(5, 32), "cu_seqlens_q": ints(0, 3, 5)}
+    return ck.extend_attention, {**call, "block_table": table(), "tree_mask": words(5, 1)}
+
+
+@case
+def decode_trees() -> Call:
+    call = {"q": numbers(2, 3, 4, 64), **caches(), "seq_lens": ints(5, 32), "tree_mask": words(2, 3, 1)}
+    return ck.decode_attention, {**call, "out": numbers(2, 3, 4, 64)}
+
+
+@case
+def mixed() -> Call:
+    call = {"q": numbers(4, 4, 64), **pages(), "seq_lens": ints(5, 32), "cu_seqlens_q": ints(0, 1, 4)}
+    options = {"block_table": table(), "sm_margin": 4, "softcap": 3.0, "sinks": torch.zeros(4)}
+    return ck.mixed_attention, {**call, **options, "num_decodes": 1, "out": numbers(4, 4, 64)}
+
+
+@case
+def tree_mask() -> Call:
+    return ck.pack_tree_mask, {"seen": torch.ones(5, 3, dtype=torch.bool)}
 
 
 @case
