@@ -133,9 +133,9 @@ def append_and_decode(
         softmax_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias, num_splits: as `decode_attention`
             has them.
         transform: how the cache is written, as `append_kv` has it. The append transforms q as well, and the result is
-            that over K and V as they were; attention undoes V's part, of blocks up to 128 columns at no cost worth
-            naming, of wider ones by a dozen launches. A V whose transform is folded into the projections before and
-            after it needs none here.
+            that over K and V as they were: attention undoes V's part of blocks up to 128 columns in its epilogue, of
+            wider ones in a dozen more launches. A V whose transform is folded into the projections before and after it
+            needs none here.
         return_lse: also return the log-sum-exp of the scores, without the sinks.
         out: where to write the result, contiguous.
 
