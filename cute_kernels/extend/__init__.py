@@ -7,7 +7,7 @@ with decoding. Read on in `reference` (what it means), `call` (what a checked ca
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
@@ -206,8 +206,8 @@ def extend_attention(
         if shift is not None:  # which the kernels' scores lack: sinks are for the whole ones
             own_sinks, options["sinks"], needs_lse = sinks, None, True
     path = ops.path_of(q, k_cache, v_cache, seq_lens, cu_seqlens_q, options)
-    result, lse = path(q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, softmax_scale, needs_lse, out, options)
+    results: Any = path(q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, softmax_scale, needs_lse, out, options)
     if transform is not None and inputs is not None:
-        restored, lse = results_of(transform, inputs, result, lse, softmax_scale, own_sinks)
-        result = restored if out is None else out.copy_(restored)
-    return (result, lse) if return_lse else result
+        restored, lse = results_of(transform, inputs, *results, softmax_scale, own_sinks)
+        results = (restored if out is None else out.copy_(restored)), lse
+    return results if return_lse else results[0]

@@ -58,8 +58,9 @@ def test_a_plan_serves_any_number_of_queries(launches, monkeypatch):
 def test_no_queries_are_checked_and_not_launched(launches):
     extend_attention(**given(6))
     assert extend_attention(**given(0)).shape == (0, 4, 64)
+    changed: dict[str, Any] = {**given(0), "seq_lens": torch.zeros(2)}
     with pytest.raises(TypeError, match="seq_lens"):
-        extend_attention(**given(0) | {"seq_lens": torch.zeros(2)})
+        extend_attention(**changed)
     assert len(launches) == 1 and len(ops.launch.plans) == 1
 
 

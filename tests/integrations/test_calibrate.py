@@ -74,7 +74,7 @@ def test_formats_that_gain_nothing_are_left_alone():
     first, second = constants.transforms
     assert first is None
     assert (second.k_rotation, second.v_rotation) == (64, 1) and not second.changes_values
-    values = ck.calibrate_cache(model, batches, ("int4_g4", "int4_g1"), values=True).transforms[1]
+    values: Any = ck.calibrate_cache(model, batches, ("int4_g4", "int4_g1"), values=True).transforms[1]
     assert values.v_rotation == 64 and values.v_factor is not None
     plain = ck.calibrate_cache(model, batches, "int4_g4", center=False, factors=False, rotation=False)
     assert plain.transforms == (None, None) and plain.about["method"] == "scales alone"
@@ -95,8 +95,9 @@ def test_what_cannot_be_calibrated_is_named():
     model = DECODERS["llama"].build(torch.float32)
     with pytest.raises(ValueError, match="batches: got none, want at least one"):
         ck.calibrate_cache(model, [], "int4_g4")
+    generator: Any = (batch for batch in make_batches())
     with pytest.raises(TypeError, match="batches: got generator, want a list: they are gone through twice"):
-        ck.calibrate_cache(model, (batch for batch in make_batches()), "int4_g4")
+        ck.calibrate_cache(model, generator, "int4_g4")
     with pytest.raises(ValueError, match="kv_format"):
         ck.calibrate_cache(model, make_batches(1), "int3")
 
@@ -115,9 +116,9 @@ def loss_of(model, batch, constants, kv_format):
 def test_a_fit_lowers_the_divergence(kv_format):
     model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
     bad = [CacheTransform(k_center=torch.zeros(2, 64), k_factor=torch.exp(torch.randn(2, 64))) for _ in range(2)]
-    constants = CacheConstants(tuple(bad), about={"tokens": "48"})
+    constants: Any = CacheConstants(tuple(bad), about={"tokens": "48"})
     before = loss_of(model, batches[0], constants, kv_format)
-    fitted = ck.fit_transforms(model, batches, kv_format, constants, steps=25, learning_rate=0.05)
+    fitted: Any = ck.fit_transforms(model, batches, kv_format, constants, steps=25, learning_rate=0.05)
     assert loss_of(model, batches[0], fitted, kv_format) < 0.9 * before
     assert fitted.about["fitted"].startswith("25 steps, KL 0.") and fitted.about["tokens"] == "48"
     for new, old in zip(fitted.transforms, constants.transforms, strict=True):
@@ -169,9 +170,9 @@ def test_what_cannot_be_fitted_is_named():
 @pytest.mark.parametrize("weights", [None, "w8g64"])
 def test_a_model_whose_kernels_have_no_gradients_is_refused(weights):
     model, batches = DECODERS["llama"].build(torch.bfloat16), make_batches(1)
-    want = ck.calibrate_cache(model, batches, "int4_g4").transforms
+    want: Any = ck.calibrate_cache(model, batches, "int4_g4").transforms
     ck.accelerate(model, kv_format="int4_g4", weights=weights, cuda_graphs=False)
-    constants = ck.calibrate_cache(model, batches, "int4_g4")  # which needs none
+    constants: Any = ck.calibrate_cache(model, batches, "int4_g4")  # which needs none
     if weights is None:
         assert constants.transforms[0].key == want[0].key
     with pytest.raises(ValueError, match="model: got .*, which kernels without gradients compute; want the model as"):

@@ -143,8 +143,9 @@ def _transforms(call: AppendCall, gpu: Gpu, q_shift: int) -> Any:
     transform: Any = call.transform
     arrays = (transform.k_center, transform.k_factor, transform.q_factor, transform.v_factor)
     reciprocal = -(-(1 << GROUP_BITS) // max(call.num_q_heads // call.num_kv_heads, 1))
-    addresses: Any = [Int64(gpu.put(array)) for array in arrays]
-    return kernel.Transforms(*(*addresses, Int64(q_shift), Int32(call.num_q_heads), Int32(reciprocal)))
+    center, factor, q_factor, v_factor = (Int64(gpu.put(array)) for array in arrays)
+    numbers = Int64(q_shift), Int32(call.num_q_heads), Int32(reciprocal)
+    return kernel.Transforms(center, factor, q_factor, v_factor, *numbers)
 
 
 def simulate_bulk(

@@ -36,7 +36,7 @@ def make_cache(transform: Any = None, kv_format: Any = "fp16", num_layers=1, **o
     )
 
 
-def make_inputs(count=TOKENS, loud=None):
+def make_inputs(count=TOKENS, loud=None) -> Any:
     q, k, v = (torch.randn(count, heads, DIM) for heads in (HEADS * GROUP, HEADS, HEADS))
     if loud is not None:
         k[:, :, [3, 40]] *= loud

@@ -49,17 +49,16 @@ def test_attention_alone_takes_queries_that_nothing_has_transformed_or_their_shi
     append_and_decode(**step)
     q, options = turned_query(step)
     transform = step["transform"]
-    out, lse = decode_attention(q, **options, transform=transform, return_lse=True)
+    transformed: Arguments = {**options, "transform": transform}
+    out, lse = decode_attention(q, **transformed, return_lse=True)
     assert_near(out, lse, *expected(step))
-    given = {"q_shift": transform.shift(q), "return_lse": True}
+    given: Arguments = {"q_shift": transform.shift(q), "return_lse": True}
     raw, same_lse = decode_attention(transform.queries(q), **options, **given)
     assert torch.equal(transform.restore(raw), out) and torch.equal(same_lse, lse)
     _, without = decode_attention(transform.queries(q), **options, return_lse=True)
     assert not torch.allclose(without, lse, atol=1e-3)  # the shift counts
     torch.compiler.reset()
-    compiled = torch.compile(
-        lambda: decode_attention(q, **options, transform=transform), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda: decode_attention(q, **transformed), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(), out, rtol=2e-2, atol=2e-2)
 
 
@@ -81,7 +80,8 @@ def test_what_does_not_fit_is_refused_by_name():
     refused(
         "q_shift: got strides", q_shift=shift.expand(2, *shift.shape).permute(1, 2, 3, 0).reshape(9, 1, 16)[..., ::2]
     )
-    before = step["k_cache"].clone()
+    before, other = step["k_cache"].clone(), {**step}
+    other["transform"] = make_transform(1, 128)
     with pytest.raises(ValueError, match=r"k_center: got shape \[1, 128\], want \[2, 128\]"):
-        append_and_decode(**(step | {"transform": make_transform(1, 128)}))
+        append_and_decode(**other)
     assert torch.equal(step["k_cache"], before)
