@@ -208,6 +208,7 @@ def extend_attention(
     path = ops.path_of(q, k_cache, v_cache, seq_lens, cu_seqlens_q, options)
     results: Any = path(q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, softmax_scale, needs_lse, out, options)
     if transform is not None and inputs is not None:
-        restored, lse = results_of(transform, inputs, *results, softmax_scale, own_sinks)
+        result, lse = results
+        restored, lse = results_of(transform, inputs, result, lse, softmax_scale, own_sinks)
         results = (restored if out is None else out.copy_(restored)), lse
     return results if return_lse else results[0]
