@@ -265,14 +265,14 @@ def test_shared_activations_are_multicast(tmp_path):
 
 @pytest.mark.parametrize("config", [STORED, IN_ROWS], ids=lambda config: config.name)
 def test_boxes_of_results_are_stored_by_tma(config: WgmmaConfig, tmp_path):
-    """One instruction for each TMA tile; a loop of MMAs for each number of a tile's parts of rows, none of them
-    spilling."""
+    """One instruction for each TMA tile, of results with a residual and of those without; a loop of MMAs for each number
+    of a tile's parts of rows, none of them spilling."""
     spec = WgmmaSpec(config)
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
     assert kernel["opcodes"]["HGMMA"] == config.k_block_steps * config.row_parts
     opcodes = [opcode for _, opcode, _ in machine_code.instructions(compiled_apart(spec).object_code, tmp_path)]
-    assert sum(opcode.startswith("UTMASTG") for opcode in opcodes) == config.tile_m // STORE_M
+    assert sum(opcode.startswith("UTMASTG") for opcode in opcodes) == 2 * config.tile_m // STORE_M
 
 
 def test_a_tile_is_read_before_the_mmas_of_the_one_before_it(tmp_path):

@@ -336,7 +336,7 @@ def packed_weight() -> Call:
     weight = packed(zero_point=True)
     tensors = {name: getattr(weight, name) for name in ("codes", "scales", "zeros")}
     order = torch.arange(128, dtype=torch.int32)
-    form = {"bits": 4, "group_size": 64, "shape": (64, 128)}
+    form = {"format": weight.format, "shape": (64, 128)}
     return ck.PackedWeight, {**tensors, **form, "perm": order, "input_scale": numbers(128), "check_values": True}
 
 
@@ -344,7 +344,7 @@ def packed_weight() -> Call:
 def packed_experts() -> Call:
     weights = ck.quantize_experts(numbers(4, 64, 64), group_size=64, zero_point=True)
     tensors = {name: getattr(weights, name) for name in ("codes", "scales", "zeros")}
-    return ck.PackedExperts, {**tensors, "bits": 4, "group_size": 64, "shape": (64, 64), "check_values": True}
+    return ck.PackedExperts, {**tensors, "format": weights.format, "shape": (64, 64), "check_values": True}
 
 
 @case
