@@ -265,8 +265,8 @@ def test_shared_activations_are_multicast(tmp_path):
 
 @pytest.mark.parametrize("config", [STORED, IN_ROWS], ids=lambda config: config.name)
 def test_boxes_of_results_are_stored_by_tma(config: WgmmaConfig, tmp_path):
-    """One instruction for each TMA tile, of results with a residual and of those without; a loop of MMAs for each number
-    of a tile's parts of rows, none of them spilling."""
+    """One instruction for each TMA tile, of results with a residual and of those without; a loop of MMAs for each
+    number of a tile's parts of rows, none of them spilling."""
     spec = WgmmaSpec(config)
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
