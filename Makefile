@@ -66,6 +66,7 @@ notebooks: setup
 
 # Warnings are errors: a link that leads nowhere, a page that no other names.
 docs: setup
+	rm -rf build/site  # pages that moved would be checked as well
 	$(PY) -m sphinx -W --keep-going -q -j auto -b html docs build/site
 	$(PY) tools/check_site.py build/site
 
