@@ -36,9 +36,9 @@ from cute_kernels.attention.place import RECIPROCAL_BITS, Cta, GivenScales, Plac
 from cute_kernels.attention.readers import make_readers
 from cute_kernels.attention.readers.common import Query, query_vectors, store_vectors
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max
 from cute_kernels.device.ring import advance
-from cute_kernels.sm90 import WARP_THREADS
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
 RESCALE_SLACK = 8.0  # probabilities may grow to 2**8 before the accumulators are rescaled

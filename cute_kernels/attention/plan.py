@@ -18,7 +18,6 @@ from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.memory import Blank, blank, byte_view, empty_strided
 from cute_kernels.runtime.plans import ALIGNMENT
 from cute_kernels.runtime.workspace import POOL
-from cute_kernels.sm90 import NUM_SMS
 
 
 @dataclass(frozen=True)
@@ -222,7 +221,7 @@ def _places(call: AttentionCall, operand: CacheOperand) -> int:
 
 
 def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else Problem.num_sms
 
 
 def check_alignment(call: AttentionCall) -> None:

@@ -16,7 +16,6 @@ from cute_kernels.attention.config import BLOCK_QUERIES, MAX_BLOCKS_PER_WARP, De
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.tiles import cannot_read, copies_per_tile, kernel_format
 from cute_kernels.kv_formats import KvFormat, format_of
-from cute_kernels.sm90 import MAX_SHARED_BYTES, NUM_SMS, RESERVED_SHARED_BYTES
 
 MEMORY_BYTES_PER_US = 4.5e6  # what streaming kernels reach on an H200
 # How much more than its share of the memory's rate an SM can digest.
@@ -85,7 +84,7 @@ class Problem:
     aligned: bool = True
     tokens_touch: bool = True
     heads_touch: bool = True
-    num_sms: int = NUM_SMS
+    num_sms: int = DecodeConfig.limits.num_sms
     after_append: bool = False
 
     @classmethod
@@ -414,7 +413,7 @@ def row_heads(problem: Problem, names: tuple[str, str], num_query_blocks: int) -
         if not contiguous and any(heads * size % BULK_BYTES for size in row_bytes):
             continue
         base = _base_config(problem, names, heads, num_query_blocks, contiguous, "bulk")
-        if _num_stages(base, 1) >= 2 and base.smem_bytes <= MAX_SHARED_BYTES:
+        if _num_stages(base, 1) >= 2 and base.smem_bytes <= base.limits.shared_bytes:
             return heads
     return 0
 
@@ -517,7 +516,7 @@ def _takes_one_block(config: DecodeConfig) -> bool:
 
 def _num_stages(config: DecodeConfig, ctas_per_sm: int) -> int:
     """Tiles that the shared memory of one of ``ctas_per_sm`` CTAs has room for."""
-    budget = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // ctas_per_sm - 2048 - config.query_bytes
+    budget = config.limits.sm_shared_bytes // ctas_per_sm - 2048 - config.query_bytes
     return budget // sum(config.tile_bytes)
 
 

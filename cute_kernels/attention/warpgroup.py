@@ -42,9 +42,9 @@ from cute_kernels.attention.config import (
 from cute_kernels.attention.kernel import RESCALE_SLACK, DecodeKernel
 from cute_kernels.attention.readers.warpgroup import ROW_HALVES
 from cute_kernels.device import ptx, wgmma
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
 from cute_kernels.device.ring import advance
-from cute_kernels.sm90 import WARP_THREADS
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
 MAX_TOTAL = 2.0**36  # of a lane's probabilities of a tile, where the scales of V are too small to bound them

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, MAX_THREADS, WARP_THREADS
+from cute_kernels.architecture import HOPPER, Limits
+from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.weight_formats import WeightFormat
 from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
 
@@ -46,6 +47,7 @@ class LinearConfig:
         use_pdl: programmatic dependent launch: weights are asked for before the previous kernel has ended.
     """
 
+    limits: ClassVar[Limits] = HOPPER
     format: WeightFormat
     dtype: str
     tile_m: int = 8
@@ -208,11 +210,7 @@ class LinearConfig:
             return f"k_warps {self.k_warps} and chunk_units {self.chunk_k_blocks} must be at least 1"
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
-        if self.num_threads > MAX_THREADS:
-            return f"{self.num_threads} threads are more than the {MAX_THREADS} of a CTA"
-        if self.smem_bytes > MAX_SHARED_BYTES:
-            return f"{self.smem_bytes} bytes of shared memory exceed the {MAX_SHARED_BYTES} of an SM"
-        return None
+        return self.limits.refuses(self.num_threads, self.smem_bytes)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -21,8 +21,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.linear.config import BF16, FEW_SEGMENTS, FP32, GELU, SILU, SWIGLU, LinearConfig
-from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
 
 VECTOR = 4  # neighbouring output features of a token that a thread takes
 VECTOR_BYTES = 4 * VECTOR

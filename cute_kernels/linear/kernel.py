@@ -22,12 +22,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import ROW_WARPS, X_PAD, LinearConfig
 from cute_kernels.linear.epilogue import Epilogue
 from cute_kernels.linear.work import RECIPROCAL_BITS, Operands, Shape, Work
-from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile

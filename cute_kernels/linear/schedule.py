@@ -14,7 +14,6 @@ from itertools import product
 from typing import Any
 
 from cute_kernels.linear.config import X_PAD, LinearConfig
-from cute_kernels.sm90 import MAX_SHARED_BYTES, NUM_SMS
 from cute_kernels.weight_formats import GROUP_SIZES, WeightFormat, integers
 from layouts.weights.hopper import TILE_N
 
@@ -54,7 +53,7 @@ class Problem:
     format: WeightFormat
     dtype: str
     use_pdl: bool = False
-    num_sms: int = NUM_SMS
+    num_sms: int = LinearConfig.limits.num_sms
     batch_invariant: bool = False
 
     @property
@@ -233,14 +232,14 @@ def most_x_bytes(base: LinearConfig) -> int:
     """What activations may take beside a pipeline of the least that has IN_FLIGHT_BYTES on the way, in whole KB."""
     two = replace(with_stages(base, 0), num_stages=2)
     least = replace(two, num_stages=max(2, 1 + -(-IN_FLIGHT_BYTES // in_flight(two))))
-    return (MAX_SHARED_BYTES - least.smem_bytes) // 1024 * 1024
+    return (least.limits.shared_bytes - least.smem_bytes) // 1024 * 1024
 
 
 def with_stages(base: LinearConfig, x_bytes: int) -> LinearConfig:
     """``base`` with room for activations, and as many stages of about STAGE_BYTES as there is room for."""
     chunk = max(base.k_warps, STAGE_BYTES // (base.n_tiles * base.k_block_bytes))
     config = replace(base, chunk_k_blocks=chunk // base.k_warps * base.k_warps, x_bytes=x_bytes, num_stages=2)
-    room = (MAX_SHARED_BYTES - config.smem_bytes) // (config.stage_bytes + 16)
+    room = (config.limits.shared_bytes - config.smem_bytes) // (config.stage_bytes + 16)
     return replace(config, num_stages=min(FEW_STAGES if x_bytes == X_BYTES[0] else MAX_STAGES, 2 + room))
 
 

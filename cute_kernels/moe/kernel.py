@@ -20,12 +20,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.kernel import StreamRoles, init_barriers
 from cute_kernels.moe.schedule import MAX_EXPERTS, TABLE_BYTES, TABLE_ENTRY_BYTES
 from cute_kernels.moe.work import GroupedOperands, GroupedShape, GroupedWork, reciprocal
-from cute_kernels.sm90 import WARP_THREADS
 
 
 class EntryLoads:

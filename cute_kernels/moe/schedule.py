@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.config import X_PAD, LinearConfig
 from cute_kernels.linear.schedule import IN_FLIGHT_BYTES, Problem, candidate_configs, in_flight
-from cute_kernels.sm90 import MAX_SHARED_BYTES, NUM_SMS, WARP_THREADS
 from cute_kernels.weight_formats import WeightFormat
 from layouts.weights.hopper import TILE_N
 
@@ -49,7 +49,7 @@ class GroupedProblem:
     format: WeightFormat
     dtype: str
     use_pdl: bool = True
-    num_sms: int = NUM_SMS
+    num_sms: int = LinearConfig.limits.num_sms
     batch_invariant: bool = False
 
     def dense(self, m: int) -> Problem:
@@ -191,7 +191,7 @@ def schedules(problem: GroupedProblem, capacity: int) -> Iterator[GroupedSchedul
 
 def with_table(config: LinearConfig) -> LinearConfig:
     """A configuration with room for the entries of a CTA beside all else."""
-    while config.smem_bytes + TABLE_BYTES > MAX_SHARED_BYTES:
+    while config.smem_bytes + TABLE_BYTES > config.limits.shared_bytes:
         config = replace(config, num_stages=config.num_stages - 1)
     return config
 

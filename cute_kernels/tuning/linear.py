@@ -16,7 +16,6 @@ from cute_kernels.linear.tuned import Candidate, key_of, worth_measuring
 from cute_kernels.linear.weight import TILE_BYTES, TILE_N, PackedWeight, num_groups, padded_shape
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.spec import KernelSpec
-from cute_kernels.sm90 import NUM_SMS
 from cute_kernels.weight_formats import WeightFormat, integers
 from layouts.weights.hopper import tile_k
 
@@ -49,7 +48,7 @@ class Format:
         """Along K of W [n, k]."""
         return num_groups((n, k), self.group_size or None)
 
-    def problem(self, m: int, n: int, k: int, num_sms: int = NUM_SMS) -> Problem:
+    def problem(self, m: int, n: int, k: int, num_sms: int = Problem.num_sms) -> Problem:
         k_pad = padded_shape((n, k), self.group_size or None)[1]
         return Problem(m, n, k, k_pad, self.format, self.dtype, num_sms=num_sms)
 

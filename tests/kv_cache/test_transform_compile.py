@@ -9,10 +9,10 @@ import pytest
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.schedule import Problem, make_schedule
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
 from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, RowTransform
 from cute_kernels.runtime import default_cache, native
-from cute_kernels.sm90 import WARP_THREADS
 from tests import golden
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")

@@ -20,7 +20,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.device import packed_math
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.portable import kernel
-from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, PortableConfig, portable_config
+from cute_kernels.linear.portable.config import PortableConfig, portable_config
 from cute_kernels.linear.portable.schedule import make_portable_schedule, portable_schedules
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
@@ -99,7 +99,7 @@ class Launch:
             pieces += [data, np.full(64 + -data.size % 64, POISON, np.uint8)]
             end += pieces[-2].size + pieces[-1].size
         self.operands = SimpleNamespace(**places)
-        self.shared = np.full(MAX_SHARED_BYTES, POISON, np.uint8)
+        self.shared = np.full(config.limits.shared_bytes, POISON, np.uint8)
         self.gpu = PortableWarp(self.shared, np.concatenate(pieces))
         modules = kernel, tile_places, tiles, reading, integer_decode, packed_math, epilogue, linear_epilogue
         self.gpu.install(monkeypatch, *modules)
@@ -329,7 +329,7 @@ def test_every_problem_has_a_schedule_that_fits(problem: Problem, m: int):
     schedule = make_portable_schedule(problem)
     config = schedule.config
     assert isinstance(config.mainloop, PortableMmaSync) and config.can_implement() is None
-    assert 2 * config.smem_bytes <= MAX_SHARED_BYTES
+    assert 2 * config.smem_bytes <= config.limits.shared_bytes
     assert schedule.k_blocks * config.block_k == problem.k_pad
     assert schedule.num_ctas == schedule.num_work_tiles
     assert (schedule.splits - 1) * schedule.split_k_blocks < schedule.k_blocks

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cute_kernels.architecture import HOPPER
 from cute_kernels.linear import schedule as schedules
 from cute_kernels.linear.config import FEW_SEGMENTS, LinearConfig
 from cute_kernels.linear.schedule import MAX_TOKENS, Problem, Schedule, candidate_configs, make_schedule
-from cute_kernels.sm90 import MAX_SHARED_BYTES
 from cute_kernels.weight_formats import integers
 
 FORMATS = st.tuples(
@@ -74,7 +74,7 @@ def test_every_problem_has_a_schedule_that_fits(problem: Problem):
     schedule = make_schedule(problem)
     config = schedule.config
     assert config.can_implement() is None
-    assert config.smem_bytes <= MAX_SHARED_BYTES
+    assert config.smem_bytes <= HOPPER.shared_bytes
     assert schedule.num_slices * schedule.num_groups <= problem.num_sms
     assert schedule.k_blocks * config.block_k == problem.k_pad
     assert schedules.x_bytes_of(problem, schedule.slice_k_blocks * config.block_k) <= config.x_bytes

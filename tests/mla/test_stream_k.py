@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.mla import stream_k, work_tiles
 from cute_kernels.mla.config import BLOCK_HEADS, FLAG_WORDS, STATE_WORDS
 from cute_kernels.mla.work import LaunchShape
-from cute_kernels.sm90 import EMPTY_WORD
 from simulator import LANES, Int32, Meanings, PlainThread, Warp
 from tests.mla.test_gather import divisor_of
 

@@ -10,12 +10,12 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.moe.ranges import assignments
 from cute_kernels.moe.ranges.assignments import AssignmentFinder
 from cute_kernels.moe.ranges.config import LANE_ASSIGNMENTS, MOST_ASSIGNMENTS
 from cute_kernels.moe.ranges.schedule import row_factor
 from cute_kernels.moe.ranges.work import AssignedShape
-from cute_kernels.sm90 import WARP_THREADS
 from tests.moe.machine import Machine
 
 ENTRY_ROWS = 8

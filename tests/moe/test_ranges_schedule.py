@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.architecture import HOPPER
 from cute_kernels.moe import tuned
 from cute_kernels.moe import work as moe_work
 from cute_kernels.moe.ranges import schedule
@@ -34,7 +35,6 @@ from cute_kernels.moe.ranges.schedule import (
 )
 from cute_kernels.moe.ranges.work import BlockRange
 from cute_kernels.moe.schedule import MAX_EXPERTS, MOST_DIVIDED, GroupedProblem, GroupedSchedule
-from cute_kernels.sm90 import MAX_SHARED_BYTES
 from cute_kernels.weight_formats import integers
 from tests.moe import measured
 from tests.moe.machine import Machine
@@ -99,7 +99,7 @@ def test_every_layout_can_be_compiled_and_fits_shared_memory(n, k, experts, roun
     for layout in layouts(grouped):
         config = layout.config
         assert config.can_implement() is None and config.expert_rounds == rounds and config.dtype == dtype
-        assert config.smem_bytes + SPARE_BYTES <= MAX_SHARED_BYTES and config.stages_bytes >= LEAST_STAGES_BYTES
+        assert config.smem_bytes + SPARE_BYTES <= HOPPER.shared_bytes and config.stages_bytes >= LEAST_STAGES_BYTES
         assert config.num_stages % config.k_warps == 0
         assert layout.k_blocks * 128 == grouped.k_pad and layout.k_blocks % config.chunk_k_blocks == 0
         assert layout.x_slots in (1, 2) and config.room_k_blocks == layout.x_slots * layout.k_blocks

@@ -11,8 +11,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.attention.config import BLOCK_QUERIES, QUERY_VECTOR_BYTES, DecodeConfig
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
-from cute_kernels.sm90 import WARP_THREADS
 
 # Queries are scaled so that the largest lies in [2**14, 2**15): fp16 keeps all bits of bf16 and fp16.
 QUERY_EXPONENT = 14

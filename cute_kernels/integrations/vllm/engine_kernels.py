@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from cute_kernels.attention.schedule import Problem as AttentionProblem
 from cute_kernels.integrations.vllm import attention_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_formats import format_of
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.runtime.spec import KernelSpec
-from cute_kernels.sm90 import NUM_SMS
 from cute_kernels.weight_formats import integers
 
 GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
@@ -114,7 +114,7 @@ def attention_specs(
         sinks=heads.sinks or None,
     )
     decodes = attention_kernels.Decodes(batches, 1 + drafted, heads.max_model_len, PAGE_SIZE, torch.bfloat16)
-    return attention_kernels.specs_of(layer, decodes, NUM_SMS)
+    return attention_kernels.specs_of(layer, decodes, AttentionProblem.num_sms)
 
 
 def _linear() -> Iterator[KernelSpec]:

@@ -20,6 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import PortableMath
 from cute_kernels.linear.config import MMA_N
 from cute_kernels.linear.portable.config import VECTOR_BYTES, PortableConfig
@@ -30,7 +31,6 @@ from cute_kernels.linear.wgmma.reduction import WorkspaceReduction
 from cute_kernels.linear.wgmma.register_mainloop import MMA_DTYPE
 from cute_kernels.linear.wgmma.tiles import Shape, dense_grid, dense_scheduler
 from cute_kernels.linear.work import Operands
-from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import STEP_K, TILE_BYTES
 
 

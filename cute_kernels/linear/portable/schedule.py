@@ -12,14 +12,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, TILE_M_SIZES, PortableConfig, portable_config
+from cute_kernels.linear.portable.config import TILE_M_SIZES, PortableConfig, portable_config
 from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.wgmma.policies import PortableMmaSync
 from cute_kernels.linear.wgmma.schedule import MAX_SPLITS, TileSchedule, schedule_of
 from cute_kernels.weight_formats import integers
 
 RESIDENT = 3  # CTAs of an SM, by their registers
 MAX_STAGES = 6
-MOST_SHARED_BYTES = MAX_SHARED_BYTES // 2  # so that also the smallest GPUs run two CTAs at a time
+MOST_SHARED_BYTES = PortableMmaSync.limits.shared_bytes // 2  # so that also the smallest GPUs run two CTAs at a time
 K_BLOCK_COST = {1: 0.75, 2: 1.0}  # of a k block, by the tiles of 64 features that share its activations,
 ALONE = 0.4  # and which share of it is left where few CTAs run: the rest is what they take from each other
 WORK_TILE_COST = 0.5  # until the first products, and of storing the results

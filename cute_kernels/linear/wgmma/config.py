@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from math import gcd
 from typing import Any, Generic, TypeVar
 
+from cute_kernels.architecture import Limits
 from cute_kernels.linear.wgmma.policies import (
     MOST_LOOPS,
     REGISTER_WGMMA,
@@ -155,6 +156,11 @@ class WgmmaConfig(Generic[M]):
     def epilogue_warps(self) -> int:
         """Warps that store results together: those of a warpgroup."""
         return WARPGROUP_WARPS
+
+    @property
+    def limits(self) -> Limits:
+        """Of the architectures that its mainloop is written for."""
+        return self.mainloop.limits
 
     @property
     def num_threads(self) -> int:
@@ -392,10 +398,7 @@ class WgmmaConfig(Generic[M]):
         """Why there is no room for the pipeline, or None."""
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
-        most = self.mainloop.most_shared_bytes
-        if self.smem_bytes > most:
-            return f"{self.smem_bytes} bytes of shared memory exceed the {most} of a CTA"
-        return None
+        return self.limits.refuses(self.num_threads, self.smem_bytes)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.linear.wgmma.epilogue import Store
 from cute_kernels.linear.wgmma.places import Places, parts_of
 from cute_kernels.linear.wgmma.reading import Channel, Lane, StageReader
 from cute_kernels.linear.wgmma.reduction import Reduction
-from cute_kernels.sm90 import WARP_THREADS
 
 
 class Mainloop(Protocol):

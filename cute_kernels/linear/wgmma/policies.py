@@ -11,8 +11,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cute_kernels.architecture import HOPPER, LIMITS, Limits, least_of
+from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.linear.config import X_PAD
-from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 from layouts.weights.hopper import STEP_K, TILE_N
 
 if TYPE_CHECKING:
@@ -268,7 +269,7 @@ class Mainloop(ABC):
         copies: warps whose copies fill a stage.
         multicasts: whether CTAs beside each other may multicast activations.
         stores: types of stores that it goes with.
-        most_shared_bytes: of a CTA.
+        limits: of the architectures that its instructions are for.
         spare: tiles of 64 features that the last warpgroup has fewer than the others.
     """
 
@@ -282,7 +283,7 @@ class Mainloop(ABC):
     copies: ClassVar[int] = 2  # of activations and of weights
     multicasts: ClassVar[bool] = False
     stores: ClassVar[tuple[type, ...]] = (StagedStore,)
-    most_shared_bytes: ClassVar[int] = MAX_SHARED_BYTES
+    limits: ClassVar[Limits] = HOPPER
     tile_m_sizes: ClassVar[tuple[int, ...]] = (8, *range(16, 257, 16))  # whole eights; stmatrix turns two of them
     n_tiles_sizes: ClassVar[tuple[int, ...]] = (1, 2)
     block_k_sizes: ClassVar[tuple[int, ...]] = (64, 128)
@@ -519,7 +520,7 @@ class PortableMmaSync(Mainloop):
     more_threads: ClassVar[int] = 0
     tile_m_sizes: ClassVar[tuple[int, ...]] = (16, 32, 64)
     block_k_sizes: ClassVar[tuple[int, ...]] = (64,)
-    most_shared_bytes: ClassVar[int] = 99 * 1024  # on sm_86, sm_89 and sm_120, which have the least of all
+    limits: ClassVar[Limits] = least_of(LIMITS)  # sm_80 and all later ones
     name: ClassVar[str] = ""
 
     def kernel_name(self, config: WgmmaConfig) -> str:

@@ -10,11 +10,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.device.ring import advance, advance_by
 from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.linear.wgmma.places import Places
-from cute_kernels.sm90 import WARP_THREADS
 from cute_kernels.weight_formats.decoder import CodeDecoder
 from layouts.weights.hopper import TILE_BYTES, TILE_N
 

@@ -14,11 +14,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.linear.wgmma.places import Corner, Places, corner_of
 from cute_kernels.linear.wgmma.policies import WARPGROUP_THREADS
-from cute_kernels.sm90 import EMPTY_WORD
 
 VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next, of a part of K
 

@@ -19,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.device import ptx, wgmma
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.wgmma.cluster_reduction import Partials
 from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS
@@ -31,7 +32,6 @@ from cute_kernels.linear.wgmma.reading import StageReader
 from cute_kernels.linear.wgmma.resident_config import EARLY_CLUSTER, ResidentConfig
 from cute_kernels.linear.wgmma.resident_loads import tile_begins, tile_bytes_of
 from cute_kernels.linear.wgmma.resident_mainloop import at
-from cute_kernels.sm90 import WARP_THREADS
 
 
 class TileOrder:

@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma.cluster_reduction import ClusterReduction
 from cute_kernels.linear.wgmma.consumers import Consumers
 from cute_kernels.linear.wgmma.epilogue import TileEpilogue
@@ -34,7 +35,6 @@ from cute_kernels.linear.wgmma.resident_loads import ResidentWeights, StageLoads
 from cute_kernels.linear.wgmma.resident_mainloop import ChunkLoop, EachKBlock, KBlocksAhead, ResidentMainloop
 from cute_kernels.linear.wgmma.resident_rows import K_BLOCK_TMA_TILES, ResidentLimbs
 from cute_kernels.linear.work import Operands
-from cute_kernels.sm90 import WARP_THREADS
 
 START_BARRIER = 15  # of the CTA, before the first stage is waited for
 

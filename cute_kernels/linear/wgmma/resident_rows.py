@@ -21,11 +21,11 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import lanes, numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma.limb_rows import MAGIC, RowLimbs
 from cute_kernels.linear.wgmma.policies import LIMB_GROUP, ROW_LIMB_BYTES, TMA_TILE_K, WGMMA_N_STEP
 from cute_kernels.linear.wgmma.reading import Lane
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.sm90 import WARP_THREADS
 
 GROUP_LANES = 4  # that have 128 inputs of a row
 STEP_ROWS = 2  # of a warp at a time,

@@ -15,13 +15,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
 from cute_kernels.mla.combine.output import exists_sink
 from cute_kernels.mla.config import MAX_PARTS, PARTIALS, V_HEAD_DIM, CombineConfig
 from cute_kernels.mla.elements import of_name
 from cute_kernels.mla.mainloops.softmax import LOWEST
 from cute_kernels.mla.work import LaunchShape, Results, partial_stats, partial_values
-from cute_kernels.sm90 import WARP_THREADS
 
 ROW_THREADS = V_HEAD_DIM // 4
 LANES = (1, 2, 4, 8, 16)  # bits of a lane's number

@@ -13,11 +13,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.moe.ranges.assignments import AssignmentFinder, load_expert
 from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.moe.ranges.kernel import RangeRoles, launch_options, range_sizes
 from cute_kernels.moe.ranges.work import AssignedShape, RangeOperands
-from cute_kernels.sm90 import WARP_THREADS
 
 
 class AssignedRouting:

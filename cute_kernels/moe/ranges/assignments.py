@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.device.cuda import WARP_THREADS
 
 ALL_LANES = 0xFFFFFFFF
 

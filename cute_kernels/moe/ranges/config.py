@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.config import MMA_N, ROW_WARPS, LinearConfig
 from cute_kernels.linear.wgmma.policies import LIMB_GROUP, ROW_LIMB_BYTES, ROW_SCALE_BYTES, TMA_TILE_ALIGNMENT
-from cute_kernels.sm90 import WARP_THREADS
 
 BLOCK_K = LIMB_GROUP  # inputs that share a scale of x, and of the weights
 ROWS = (MMA_N, 2 * MMA_N)  # of an expert that are multiplied together, at most

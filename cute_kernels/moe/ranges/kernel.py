@@ -24,6 +24,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx, wgmma
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.device.ring import advance, advance_by
 from cute_kernels.linear.config import MMA_N, ROW_WARPS
@@ -37,7 +38,6 @@ from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.moe.ranges.finder import Entry, ExpertFinder, load_places
 from cute_kernels.moe.ranges.work import BlockRange, LaunchShape, RangeOperands
 from cute_kernels.moe.work import reciprocal
-from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import TILE_BYTES
 
 # Numbers of barriers: of the consumer warps; and of these, and of the storing ones, with the producer warp, which has

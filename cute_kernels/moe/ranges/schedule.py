@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.schedule import MEMORY_BYTES_PER_US, weight_fields
 from cute_kernels.moe.ranges.config import (
     BLOCK_K,
@@ -19,7 +20,6 @@ from cute_kernels.moe.ranges.config import (
     RangeConfig,
 )
 from cute_kernels.moe.schedule import MOST_DIVIDED, GroupedProblem, usual_entries, usual_rows
-from cute_kernels.sm90 import MAX_SHARED_BYTES, WARP_THREADS
 from layouts.weights.hopper import TILE_N
 
 # By the rows of an entry: bytes of weights in a pipeline, at most. What is asked for at once is not to be more than
@@ -180,7 +180,7 @@ def config_of(problem: GroupedProblem, shape: RangeShape, room_k_blocks: int) ->
     )
     config = replace(config, x_bytes=room_k_blocks * (config.k_block_limb_bytes + config.k_block_x_scale_bytes))
     stage = config.stage_bytes
-    room = MAX_SHARED_BYTES - SPARE_BYTES - (config.smem_bytes - config.stages_bytes)
+    room = config.limits.shared_bytes - SPARE_BYTES - (config.smem_bytes - config.stages_bytes)
     stages = min(STAGES_BYTES[shape.tile_m] // stage, room // (stage + 16)) // shape.k_warps * shape.k_warps
     if stages * stage < LEAST_STAGES_BYTES:
         return None

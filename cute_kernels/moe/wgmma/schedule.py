@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.schedule import weight_fields
 from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.linear.wgmma.policies import MOST_LOOPS, Limbs, Mainloop, MmaSync, RegisterWgmma
 from cute_kernels.linear.wgmma.schedule import K_BLOCK_CLOCKS, MAX_STAGES, MEMORY_BYTES_PER_CLOCK
 from cute_kernels.moe.schedule import CAPACITIES, MAX_EXPERTS, GroupedProblem, usual_rows
-from cute_kernels.sm90 import MAX_SHARED_BYTES, WARP_THREADS
 from layouts.weights.hopper import TILE_N
 
 ENTRY_BYTES = 8  # of an expert in the table: work tiles before it, its first place
@@ -153,7 +153,7 @@ def tile_config(problem: GroupedProblem, shape: Shape) -> WgmmaConfig | None:
     )
     if shape.row_parts > MOST_LOOPS and shape.n_tiles > 1 and not scaled_as_decoded(config):
         return None  # not measured
-    room = MAX_SHARED_BYTES - SMEM_RESERVE - TABLE_BYTES - config.smem_bytes
+    room = config.limits.shared_bytes - SMEM_RESERVE - TABLE_BYTES - config.smem_bytes
     config = replace(config, num_stages=min(MAX_STAGES, 2 + max(0, room // (config.stage_bytes + 16))))
     return config if config.can_implement() is None and room >= 0 else None
 

@@ -17,12 +17,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.linear.wgmma.config import M_TILE_BAND
 from cute_kernels.linear.wgmma.tiles import Shape
 from cute_kernels.moe.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
 from cute_kernels.moe.wgmma.schedule import ENTRY_BYTES, SUMS, TABLE_WARPS
-from cute_kernels.sm90 import WARP_THREADS
 
 TABLE_BARRIER = 9  # number of the barrier of the warps that write the table, behind those of the dense kernel
 
