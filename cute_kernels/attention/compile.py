@@ -9,7 +9,7 @@ from cute_kernels.attention.checks import WORD
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.merge_states import merge_specs
-from cute_kernels.attention.schedule import Problem, candidate_configs
+from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.kv_formats import modules_of, sources_of
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
@@ -52,12 +52,14 @@ def shipped_specs() -> list[KernelSpec]:
     pairs = [(head_dim, *names) for head_dim in (64, 128, 256) for names in (*DENSE_PAIRS, *INT4_PAIRS)]
     pairs += [(128, name, "bf16") for name in BYTE_FORMATS]
     problems = [
-        Problem.uniform(1, 4096, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
+        DecodeProblem.uniform(1, 4096, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
         for head_dim, kv_format, q_dtype in pairs
         for num_kv_heads in SHIPPED_KV_HEADS
     ]
     problems += [
-        Problem.uniform(2, 4096, 8 * num_kv_heads, num_kv_heads, 128, name, "bf16", page_tokens=64, features=PAGED)
+        DecodeProblem.uniform(
+            2, 4096, 8 * num_kv_heads, num_kv_heads, 128, name, "bf16", page_tokens=64, features=PAGED
+        )
         for name in PAGED_FORMATS
         for num_kv_heads in (1, 8)
     ]

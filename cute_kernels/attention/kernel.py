@@ -32,7 +32,7 @@ from cute_kernels.attention.copies import Pager, TileCopier
 from cute_kernels.attention.filler import RingFiller
 from cute_kernels.attention.logits import FeatureValues, Logits
 from cute_kernels.attention.merge import LOWEST, Merger, Results
-from cute_kernels.attention.place import RECIPROCAL_BITS, Cta, GivenScales, Place, QueryRows, Roles, Shape, Work
+from cute_kernels.attention.place import RECIPROCAL_BITS, Cta, DecodeSizes, GivenScales, Place, QueryRows, Roles, Work
 from cute_kernels.attention.readers import make_readers
 from cute_kernels.attention.readers.common import Query, query_vectors, store_vectors
 from cute_kernels.device import ptx
@@ -209,7 +209,7 @@ class DecodeKernel:
         rows = group * q_len
         query_groups = cute.ceil_div(rows, config.head_queries)
         head_blocks = num_kv_heads // config.num_heads * query_groups
-        shape = Shape(
+        shape = DecodeSizes(
             batch=batch,
             q_len=q_len,
             num_q_heads=num_q_heads,

@@ -80,7 +80,7 @@ class Roles:
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecodeSizes:
     """Sizes of a launch; run-time integers. ``x_reciprocal``: what to multiply by to divide by x."""
 
     batch: Any

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from cute_kernels.linear.inputs.launch import InputRows, input_rows
-from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, Plan, plan_of
+from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, LinearPlan, plan_of
 from cute_kernels.linear.reference import out_features
 from cute_kernels.linear.weight import check_presence
 from cute_kernels.runtime.memory import Blank, blank, empty_strided
@@ -28,7 +28,7 @@ class KeptLaunch:
         numbers: what follows the workspace among the function's arguments.
     """
 
-    plan: Plan
+    plan: LinearPlan
     matrix: tuple[int, int] | None
     inputs: InputRows | None
     new_out: Blank

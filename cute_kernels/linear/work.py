@@ -26,7 +26,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Shape:
+class StreamSizes:
     """Sizes of a launch; run-time integers."""
 
     m: Any
@@ -79,7 +79,7 @@ class Work:
     group, which takes it last, adds it up.
     """
 
-    shape: Shape
+    shape: StreamSizes
     group: Any
     slice_index: Any
     first: Any
@@ -89,7 +89,7 @@ class Work:
     own_k_blocks: Any  # of the slice
 
     @staticmethod
-    def of(shape: Shape, group, slice_index) -> Work:
+    def of(shape: StreamSizes, group, slice_index) -> Work:
         first, count = shape.range_of(group)
         # A division would take over 100 cycles on the way to the first copy.
         first_block = shape.block_of(first)

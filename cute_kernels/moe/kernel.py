@@ -25,11 +25,11 @@ from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.kernel import StreamRoles, init_barriers
 from cute_kernels.moe.schedule import MAX_EXPERTS, TABLE_BYTES, TABLE_ENTRY_BYTES
-from cute_kernels.moe.work import GroupedOperands, GroupedShape, GroupedWork, reciprocal
+from cute_kernels.moe.work import EntrySizes, GroupedOperands, GroupedWork, reciprocal
 
 
 class EntryLoads:
-    """An entry's rows of x by index, slice by slice: see `cute_kernels.linear.kernel.ActivationLoads`."""
+    """An entry's rows of x by index, slice by slice: see `cute_kernels.linear.kernel.StreamActivationLoads`."""
 
     def __init__(self, config: LinearConfig):
         self.config = config
@@ -134,7 +134,7 @@ class GroupedKernel:
         k = x.shape[1]  # pyright: ignore[reportGeneralTypeIssues, reportOptionalSubscript, reportIndexIssue]
         num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
         slice_k_blocks = cute.ceil_div(k_blocks, num_slices)
-        shape = GroupedShape(
+        shape = EntrySizes(
             m=Int32(1) << entry_shift,
             n=n,
             k=k,

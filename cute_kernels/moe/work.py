@@ -19,7 +19,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.linear.work import Shape, Work
+from cute_kernels.linear.work import StreamSizes, Work
 from cute_kernels.moe.schedule import TABLE_ENTRY_BYTES
 
 
@@ -53,7 +53,7 @@ class GroupedOperands:
 
 
 @dataclass(frozen=True)
-class GroupedShape(Shape):
+class EntrySizes(StreamSizes):
     """Sizes of a launch; run-time integers. ``m`` is the rows that an entry may have; ``base`` and ``rest`` are 0
     until :meth:`cut`, and count ``grain`` k blocks each."""
 
@@ -90,7 +90,7 @@ class GroupedShape(Shape):
         first, count = super().range_of(group)
         return first * self.grain, count * self.grain
 
-    def cut(self, num_entries) -> GroupedShape:
+    def cut(self, num_entries) -> EntrySizes:
         """With the k blocks of ``num_entries`` entries dealt out: groups without any if there are too few.
 
         Blocks stay whole, and leave no partial results, where no group has more than ``slack`` k blocks more by that.
@@ -132,13 +132,13 @@ class GroupedWork(Work):
     first of them, and what is behind the last.
     """
 
-    shape: Any  # GroupedShape
+    shape: Any  # EntrySizes
     table: Any
     own_entry: Any
     end_entry: Any
 
     @staticmethod
-    def of_entries(shape: GroupedShape, group, slice_index, table) -> GroupedWork:
+    def of_entries(shape: EntrySizes, group, slice_index, table) -> GroupedWork:
         """``shape`` is cut already."""
         first, count = shape.range_of(group)
         first_block = shape.block_of(first)

@@ -19,7 +19,7 @@ import cutlass.cute as cute
 
 from cute_kernels.attention import readers, warpgroup
 from cute_kernels.attention.kernel import LOWEST, WarpState
-from cute_kernels.attention.schedule import Problem, candidate_configs
+from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.attention.warpgroup import Warpgroup, WarpgroupKernel
 from cute_kernels.device import wgmma
@@ -31,7 +31,7 @@ from simulator.registers import elements, from_halves, halves
 from tests.attention.rig import random_int4_rows
 
 CONFIG = dataclasses.replace(
-    candidate_configs(Problem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True
+    candidate_configs(DecodeProblem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True
 )
 SOFTMAX_SCALE = 0.11
 QUERIES, HEAD_DIM, TOKENS, WARPS = 32, 128, 128, 4

@@ -15,7 +15,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.device import packed_math, ring
 from cute_kernels.linear.quantize import quantize_weight
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import (
     limbs,
@@ -226,7 +226,7 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
 
 def parts_of(config: ResidentConfig, n: int) -> list[WorkTile]:
     """The parts of K of the first block."""
-    problem = Problem(config.tile_m, n, K, K, integers(4), "bf16")
+    problem = LinearProblem(config.tile_m, n, K, K, integers(4), "bf16")
     schedule = schedule_of(problem, config, config.cluster)
     assert schedule is not None
     cuts = [

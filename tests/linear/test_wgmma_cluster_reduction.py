@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import cluster_reduction, epilogue, kernel, places, resident_early
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import EarlyDsmem, Limbs, ResidentLimbs, dsmem
@@ -316,7 +316,7 @@ def test_memory_of_parts_is_counted():
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_a_cluster_has_the_parts_of_one_tile(config: WgmmaConfig):
     for n, k in ((4096, 4096), (2048, 1024), (1000, 8192)):
-        schedule = schedule_of(Problem(16, n, k, k, integers(4), "bf16"), config, config.cluster)
+        schedule = schedule_of(LinearProblem(16, n, k, k, integers(4), "bf16"), config, config.cluster)
         if schedule is not None:
             assert schedule.num_ctas == schedule.blocks * config.cluster <= 132
             assert schedule.workspace_words == 0 and schedule.whole == 0

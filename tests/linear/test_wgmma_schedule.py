@@ -9,7 +9,7 @@ from typing import TypeGuard
 import numpy as np
 import pytest
 
-from cute_kernels.linear.schedule import Problem, Schedule
+from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
 from cute_kernels.linear.tuned import chosen, modelled
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import RegisterWgmma, ResidentLimbs, WorkspaceSplitK, dsmem
@@ -33,12 +33,14 @@ from tests.linear.measured_k_warpgroups import FORM_K_WARPGROUPS, K_WARPGROUPS, 
 SHAPES = [(8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096), (100, 128), (64, 64), (1000, 2048)]
 
 
-def problem(m: int, n: int, k: int, *, bits=4, dtype="bf16", group_size=128, zero_point=False, **options) -> Problem:
+def problem(
+    m: int, n: int, k: int, *, bits=4, dtype="bf16", group_size=128, zero_point=False, **options
+) -> LinearProblem:
     form = integers(bits, group_size, zero_point)
-    return Problem(m, n, k, -(-k // 128) * 128, form, dtype, **options)
+    return LinearProblem(m, n, k, -(-k // 128) * 128, form, dtype, **options)
 
 
-def unscaled(m: int, n: int, k: int) -> Problem:
+def unscaled(m: int, n: int, k: int) -> LinearProblem:
     """As `problem`, of the dtype whose codes are still decoded, then scaled: bf16's were so when most was measured."""
     return problem(m, n, k, dtype="fp16")
 
@@ -111,7 +113,7 @@ def test_limbs_of_large_blocks_are_chosen_where_they_were_faster(n, k, m):
             assert estimate_us(case, one) == pytest.approx(times[variant_of(one)], rel=0.13), one
 
 
-def is_in_limbs(schedule: Schedule | TileSchedule) -> TypeGuard[TileSchedule]:
+def is_in_limbs(schedule: StreamSchedule | TileSchedule) -> TypeGuard[TileSchedule]:
     return isinstance(schedule, TileSchedule) and schedule.config.limbs
 
 
@@ -177,7 +179,7 @@ def test_clusters_are_chosen_where_they_were_faster(n, k, m):
         assert times[chosen.tile_m] == min(times.values())
 
 
-def measured_schedule(case: Problem, tile_m: int, rows: int, splits: int) -> TileSchedule:
+def measured_schedule(case: LinearProblem, tile_m: int, rows: int, splits: int) -> TileSchedule:
     warpgroups = 2 if rows % 192 else 3
     config = WgmmaConfig(
         integers(4), case.dtype, tile_m=tile_m, warpgroups=warpgroups, n_tiles=rows // 64 // warpgroups
@@ -304,18 +306,18 @@ def test_as_many_warpgroups_take_turns_as_was_faster(form, tile):
 @pytest.mark.parametrize("k, k_pad, group_size", [(520, 576, 64), (520, 576, 0), (520, 544, 32), (600, 640, 128)])
 def test_turns_take_whole_k_blocks_of_the_padded_inputs(k, k_pad, group_size):
     """Of small groups, and of a scale a row, K is padded to fewer inputs than a k block has."""
-    case = Problem(16, 200, k, k_pad, integers(4, group_size), "bf16")
+    case = LinearProblem(16, 200, k, k_pad, integers(4, group_size), "bf16")
     found = [one for one in tile_schedules(case) if interleaves_k(one)]
     assert bool(found) == (k_pad % 128 == 0)
     assert all(one.k_blocks * one.config.block_k == k_pad for one in found)
 
 
-def interleaves_k(schedule: Schedule | TileSchedule) -> TypeGuard[TileSchedule]:
+def interleaves_k(schedule: StreamSchedule | TileSchedule) -> TypeGuard[TileSchedule]:
     """Whether `K_WARPGROUPS` has times of such schedules."""
     return isinstance(schedule, TileSchedule) and schedule.config.k_warpgroups > 1 and not schedule.config.limbs
 
 
-def k_warpgroups_us(case: Problem, schedule: Schedule | TileSchedule) -> float:
+def k_warpgroups_us(case: LinearProblem, schedule: StreamSchedule | TileSchedule) -> float:
     """What a tile took with as many rows, or with the fewest beyond that were measured."""
     assert interleaves_k(schedule)
     config = schedule.config
@@ -368,7 +370,7 @@ def test_batch_invariant_products_never_cut_k(n, k, bits):
 def test_every_format_has_configurations_for_any_number_of_rows(bits, dtype, group_size, zero_point):
     for m in (17, 40, 100, 200, 5000):
         k_pad = max(group_size, 64) * 3
-        case = Problem(m, 640, k_pad, k_pad, integers(bits, group_size, zero_point), dtype)
+        case = LinearProblem(m, 640, k_pad, k_pad, integers(bits, group_size, zero_point), dtype)
         assert len(candidate_configs(case)) >= 1
 
 

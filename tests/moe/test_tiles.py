@@ -58,7 +58,7 @@ def tile_scheduler(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: 
     machine.install(monkeypatch, tiles)
     offsets = machine.put(torch.tensor([0, *counts]).cumsum(0).int())
     numbers = dict.fromkeys(("m", "n", "k", "num_tiles", "scale_groups", "whole", "activation", "out_kind"), 0)
-    shape = tiles.GroupedShape(
+    shape = tiles.GroupedTileSizes(
         **numbers,
         k_blocks=K_BLOCKS,
         splits=1,

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.schedule import Problem as AttentionProblem
+from cute_kernels.attention.schedule import LinearProblem as AttentionProblem
 from cute_kernels.integrations.vllm import attention_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_formats import format_of
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.weight_formats import integers
 
@@ -121,6 +121,6 @@ def _linear() -> Iterator[KernelSpec]:
     rows = prepare.RowCounts(CAPTURED, MOST_TOKENS).all()
     shapes = dict.fromkeys(shape for layers in LAYERS for shape in layers.shapes)
     for (n, k), (bits, group_size), gpu in itertools.product(shapes, WEIGHTS, GPUS):
-        problem = Problem(1, n, k, k, integers(bits, group_size), "bf16")
+        problem = LinearProblem(1, n, k, k, integers(bits, group_size), "bf16")
         for m in rows:
             yield from prepare.specs_for(problem, m, gpu)

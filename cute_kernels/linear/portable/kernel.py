@@ -29,7 +29,7 @@ from cute_kernels.linear.wgmma.places import DensePlaces
 from cute_kernels.linear.wgmma.reading import Channel, StageReader, nothing
 from cute_kernels.linear.wgmma.reduction import WorkspaceReduction
 from cute_kernels.linear.wgmma.register_mainloop import MMA_DTYPE
-from cute_kernels.linear.wgmma.tiles import Shape, dense_grid, dense_scheduler
+from cute_kernels.linear.wgmma.tiles import TileSizes, dense_grid, dense_scheduler
 from cute_kernels.linear.work import Operands
 from layouts.weights.hopper import STEP_K, TILE_BYTES
 
@@ -112,7 +112,7 @@ class PortableKernel:
             scale_groups = k_blocks * config.block_k // config.group_size
         split_k_blocks = cute.ceil_div(k_blocks, splits)
         grid = dense_grid(config, m, num_tiles, whole, splits)
-        shape = Shape(
+        shape = TileSizes(
             m, n, k, num_tiles, k_blocks, scale_groups, whole, splits, split_k_blocks, activation, out_kind, grid
         )
         operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)

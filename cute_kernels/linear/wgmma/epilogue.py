@@ -20,7 +20,7 @@ from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.places import Corner
 from cute_kernels.linear.wgmma.policies import WARPGROUP_THREADS
 from cute_kernels.linear.wgmma.residual import BUFFERS, ResidualChunks
-from cute_kernels.linear.wgmma.tma_store import TmaStore
+from cute_kernels.linear.wgmma.tma_store import TmaTileStore
 from layouts.weights.hopper import TILE_N
 
 VECTOR = epilogue.VECTOR
@@ -53,7 +53,7 @@ class TileEpilogue:
     def __init__(self, config: WgmmaConfig, *, dense: bool = True):
         self.config, self.dense = config, dense
         self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
-        self.tma_store = TmaStore(config)
+        self.tma_store = TmaTileStore(config)
         self.residuals = ResidualChunks(config)
 
     @cute.jit

@@ -14,7 +14,7 @@ from cute_kernels.linear.wgmma.policies import TMA_TILE_ALIGNMENT
 
 
 @dataclass(frozen=True)
-class Memory:
+class TileMemory:
     """Shared memory of a CTA: addresses, and pointers to barriers and to the stages of activations."""
 
     x: Any
@@ -32,7 +32,7 @@ class Memory:
     x_barrier: Any  # behind all others, if there is one
 
 
-def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> Memory:
+def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> TileMemory:
     """Shared memory of a CTA.
 
     layout: of the stages of activations, of type ``element``. table_bytes: for a table of tiles, of grouped products.
@@ -57,7 +57,7 @@ def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> Memory:
     table = Int32(0)
     if const_expr(table_bytes):
         table = smem.allocate(table_bytes, byte_alignment=16).toint()
-    return Memory(
+    return TileMemory(
         x=x,
         x_address=x.iterator.toint(),
         codes=codes,
@@ -74,7 +74,7 @@ def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> Memory:
     )
 
 
-def init_barriers(config: WgmmaConfig, memory: Memory) -> None:
+def init_barriers(config: WgmmaConfig, memory: TileMemory) -> None:
     """Of one thread, before any other uses them."""
     for i in range(config.num_stages):
         cute.arch.mbarrier_init(memory.full + i, config.stage_copies)

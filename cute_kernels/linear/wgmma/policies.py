@@ -170,7 +170,7 @@ class WorkspaceSplitK(Reduction):
 
 @dataclass(frozen=True)
 class RowExchange(Reduction):
-    """CTAs of a cluster exchange accumulators, and each stores its share of the tile's rows: `.reduction.RowExchange`.
+    """CTAs of a cluster exchange accumulators, and each stores its share of the tile's rows: `.reduction.RowReduction`.
 
     Each CTA has one work tile.
     """

@@ -23,7 +23,7 @@ from cute_kernels.linear.wgmma.policies import WARPGROUP_THREADS
 VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next, of a part of K
 
 
-class Reduction(Protocol):
+class TileReduction(Protocol):
     """What a consumer warpgroup does with the accumulators of a work tile.
 
     first_tile: of the warpgroup, among the block's. k_rank: of the warpgroup, among those that interleave k blocks.
@@ -75,7 +75,7 @@ class WorkspaceReduction:
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
-        """See `Reduction`."""
+        """See `TileReduction`."""
         config = self.config
         tile_acc = config.tile_m // 2
         if const_expr(config.reduction.splits_k):
@@ -131,7 +131,7 @@ class WorkspaceReduction:
             ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4, offset=(first + i) * VECTOR_STRIDE)
 
 
-class RowExchange:
+class RowReduction:
     """Parts of K in the shared memory of a cluster, whole tiles: each CTA stores its share of the rows of x."""
 
     def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, places: Places):
@@ -151,7 +151,7 @@ class RowExchange:
         self.epilogue.prepare(operands, shape, store, self.corner(shape, work_tile, first_tile), 0)
 
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank) -> None:
-        """See `Reduction`."""
+        """See `TileReduction`."""
         self.join(store, memory.x_address, work_tile.split, acc)
         self.epilogue.run(operands, shape, store, self.corner(shape, work_tile, first_tile), acc, 0, 0)
         cute.arch.cluster_wait()  # until nobody reads this CTA's accumulators any more

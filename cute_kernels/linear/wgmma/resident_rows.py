@@ -246,7 +246,7 @@ def room_of(config: ResidentConfig) -> RowsRoom:
     return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, mainloop.k_blocks, mainloop.loads)
 
 
-class ResidentLimbs:
+class ResidentLimbLoads:
     """The limbs of x that a CTA of a `.resident_kernel.ResidentKernel` keeps: who asks for x, and who makes them.
 
     All of it is done by the consumer warps, between two uses of the room for limbs.

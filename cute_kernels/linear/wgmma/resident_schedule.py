@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_kernels.linear.schedule import Problem, weight_fields
+from cute_kernels.linear.schedule import LinearProblem, weight_fields
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import LIMB_GROUP, TMA_TILE_K, WGMMA_N_STEP, EarlyDsmem, ResidentLimbs, dsmem
 from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M, ResidentConfig
@@ -82,7 +82,7 @@ FILL_CLOCKS = 6  # of 128 inputs of a row that TMA fills in, of what is brought 
 CHUNK_CLOCKS = {True: 900, False: 300}  # of a further chunk of K, whether its rows are loaded or not
 
 
-def resident_configs(problem: Problem) -> list[ResidentConfig]:
+def resident_configs(problem: LinearProblem) -> list[ResidentConfig]:
     """Configurations for few rows in limbs; rows would depend on how many there are."""
     tile_m = next((count for count in RESIDENT_TILE_M if problem.m <= count), None)
     if problem.batch_invariant or tile_m is None:
@@ -96,7 +96,7 @@ def resident_configs(problem: Problem) -> list[ResidentConfig]:
     return [config for config in configs if config.can_implement() is None]
 
 
-def resident_config(problem: Problem, tile_m: int, loads: bool, shape: WarpgroupsOf) -> ResidentConfig:
+def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: WarpgroupsOf) -> ResidentConfig:
     """The configuration of a shape, for tiles of so many rows of a problem's weights."""
     config = WgmmaConfig(
         **weight_fields(problem),
@@ -111,20 +111,20 @@ def resident_config(problem: Problem, tile_m: int, loads: bool, shape: Warpgroup
     return with_stages(config, most, SPARE_BYTES)
 
 
-def fits(problem: Problem, shape: WarpgroupsOf) -> bool:
+def fits(problem: LinearProblem, shape: WarpgroupsOf) -> bool:
     """Whether there is room for all limbs of a CTA's part of K."""
     k_blocks = -(-problem.k_pad // LIMB_GROUP)
     return -(-k_blocks // RESIDENT_CLUSTER) <= shape.resident_k_blocks
 
 
-def ways_of_x(problem: Problem) -> tuple[bool, ...]:
+def ways_of_x(problem: LinearProblem) -> tuple[bool, ...]:
     """Whether warps load x, where both are to be considered or one can be had."""
     if problem.k % TMA_TILE_K:
         return (True,)  # TMA takes whole TMA tiles
     return (True, False) if problem.m <= MOST_LOADED_ROWS else (False,)
 
 
-def resident_start_clocks(problem: Problem, config: ResidentConfig, split_k_blocks: int, k_blocks: int) -> float:
+def resident_start_clocks(problem: LinearProblem, config: ResidentConfig, split_k_blocks: int, k_blocks: int) -> float:
     """Clocks of a launch beyond any other's start that do not go into the stream of weights.
 
     split_units: of a part of K, what a CTA of a cluster needs of x; k_blocks: of all of K, which others need.

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from cute_kernels.linear.schedule import Problem, weight_fields
+from cute_kernels.linear.schedule import LinearProblem, weight_fields
 from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.linear.wgmma.policies import (
     CHUNK_M,
@@ -241,13 +241,13 @@ def efficiency(scheduler: int, ctas: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def make_tile_schedule(problem: Problem) -> TileSchedule:
+def make_tile_schedule(problem: LinearProblem) -> TileSchedule:
     """The fastest schedule by the model."""
     options = list(tile_schedules(problem))
     return min(options, key=lambda schedule: estimate_us(problem, schedule))
 
 
-def tile_schedules(problem: Problem) -> Iterator[TileSchedule]:
+def tile_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
     """Every shape of tiles, in every number of parts of K.
 
     Each sum of a tile runs over K step by step, whatever the tile's shape. So rows do not depend on each other if K is
@@ -260,7 +260,7 @@ def tile_schedules(problem: Problem) -> Iterator[TileSchedule]:
                 yield schedule
 
 
-def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
+def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
     """The schedule of a given configuration; None if a part of K would be empty or nothing is left to be cut.
 
     Whole rounds of all CTAs are of whole tiles. CTAs that share activations by TMA multicast have a work tile together.
@@ -282,7 +282,7 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
     return replace(schedule, num_ctas=min(teams, schedule.num_work_tiles) * config.multicast)
 
 
-def cluster_schedule_of(problem: Problem, config: WgmmaConfig, k_blocks: int) -> TileSchedule | None:
+def cluster_schedule_of(problem: LinearProblem, config: WgmmaConfig, k_blocks: int) -> TileSchedule | None:
     """A cluster for each tile; None if they do not all run at once, or rows of x that are reduced in the cluster are
     not one tile."""
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, config.cluster, 0)
@@ -291,7 +291,7 @@ def cluster_schedule_of(problem: Problem, config: WgmmaConfig, k_blocks: int) ->
     return replace(schedule, num_ctas=schedule.num_work_tiles) if schedule.num_work_tiles <= problem.num_sms else None
 
 
-def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
+def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
     """Microseconds that the model expects, without the launch itself."""
     config, resident = schedule.config, schedule.num_ctas // schedule.config.multicast
     k_block = k_block_clocks(problem, schedule)
@@ -336,7 +336,7 @@ def in_small_tiles(schedule: TileSchedule) -> TileSchedule:
     return replace(schedule, config=small, m_tiles=schedule.m_tiles * config.row_parts)
 
 
-def k_block_clocks(problem: Problem, schedule: TileSchedule) -> float:
+def k_block_clocks(problem: LinearProblem, schedule: TileSchedule) -> float:
     """Clocks of a k block of a CTA's tile, the mean over token tiles."""
     config = schedule.config
     fragments = config.block_tiles * config.k_block_steps
@@ -384,7 +384,7 @@ def decode_clocks(config: WgmmaConfig) -> tuple[float, float]:
     return decode * config.format.decode_cost, token
 
 
-def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
+def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Configurations worth considering."""
     shapes = SHAPES + BETWEEN_SHAPES
     if problem.batch_invariant:  # which a cluster is not, as it cuts K
@@ -392,7 +392,7 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
     return tile_configs(problem, shapes) + dsmem_configs(problem) + limb_configs(problem) + resident_configs(problem)
 
 
-def tile_configs(problem: Problem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
+def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
     """Those tiles of some shapes, as `SHAPES` has them, that are possible and not too large."""
     configs, short = [], SHORT_CHUNK
     for tile_m, n_tiles, warpgroups, block_k, cluster in shapes:
@@ -423,7 +423,7 @@ def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
     return [with_stages(one) for one in (stored, replace(stored, multicast=MULTICAST), in_rows)]
 
 
-def dsmem_configs(problem: Problem) -> list[WgmmaConfig]:
+def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Configurations whose CTAs reduce parts of K in the cluster (DSMEM)."""
     if problem.batch_invariant or problem.k_pad % DSMEM_BLOCK_K:
         return []
@@ -443,21 +443,21 @@ def dsmem_configs(problem: Problem) -> list[WgmmaConfig]:
     return implementable(configs, {1: DSMEM_STAGES, 2: DSMEM_STAGES})
 
 
-def k_warpgroups_of(problem: Problem, shape: DsmemShape) -> int:
+def k_warpgroups_of(problem: LinearProblem, shape: DsmemShape) -> int:
     """How many warpgroups take k blocks of such a tile in turn."""
     if problem.format.has_zeros:
         return shape.zero_k_warpgroups
     return shape.group_k_warpgroups if 0 < problem.format.group_size < DSMEM_BLOCK_K else shape.k_warpgroups
 
 
-def groups_in_flight(problem: Problem, tile_m: int, block_k: int) -> int:
+def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int) -> int:
     """How many groups of MMAs of a tile without a cluster run while the next one is decoded, as measured."""
     if not 64 <= tile_m <= 128 or problem.k_pad % block_k:
         return 1
     return 1 if tile_m > 64 and (problem.format.bits, problem.dtype) == (8, "bf16") else 2
 
 
-def limb_configs(problem: Problem) -> list[WgmmaConfig]:
+def limb_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Configurations of x in limbs. Rows would depend on how many there are: more than these are not in limbs."""
     if problem.batch_invariant or problem.m > MOST_LIMB_ROWS:
         return []
@@ -487,7 +487,7 @@ def shipped_configs() -> list[WgmmaConfig]:
     formats = [("bf16", group_size) for group_size in (0, 32, 64, 128)] + [("fp16", 0), ("fp16", 128)]
     codes = ((4, False), (4, True), (8, False))
     for (bits, zero_point), (dtype, group_size) in product(codes, formats):
-        problem = Problem(8192, 8192, 8192, 8192, integers(bits, group_size, zero_point), dtype)
+        problem = LinearProblem(8192, 8192, 8192, 8192, integers(bits, group_size, zero_point), dtype)
         found = tile_configs(problem, SHAPES)
         if (dtype, group_size, zero_point) == ("bf16", 128, False):
             configs |= dict.fromkeys([*found, *tile_configs(problem, BETWEEN_SHAPES + NARROW_SHAPES)])
@@ -495,16 +495,16 @@ def shipped_configs() -> list[WgmmaConfig]:
             configs |= dict.fromkeys((found[0], found[-1]))
     for form in DSMEM_FORMS:
         for shape in DSMEM_SHAPES[form[0].bits]:
-            configs |= dict.fromkeys(dsmem_configs(Problem(shape.tile_m, 8192, 8192, 8192, *form)))
+            configs |= dict.fromkeys(dsmem_configs(LinearProblem(shape.tile_m, 8192, 8192, 8192, *form)))
     for dtype, m in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M)):
-        configs |= dict.fromkeys(resident_configs(Problem(m, 4096, 4096, 4096, integers(4), dtype)))
+        configs |= dict.fromkeys(resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4), dtype)))
     for dtype, (tile_m, *_) in product(("bf16", "fp16"), LIMB_SHAPES):
-        problem = Problem(min(tile_m, MOST_LIMB_ROWS), 8192, 8192, 8192, integers(4), dtype)
+        problem = LinearProblem(min(tile_m, MOST_LIMB_ROWS), 8192, 8192, 8192, integers(4), dtype)
         configs |= dict.fromkeys(limb_configs(problem))
     return list(configs)
 
 
-def of_format(problem: Problem, **choices: Any) -> WgmmaConfig:
+def of_format(problem: LinearProblem, **choices: Any) -> WgmmaConfig:
     """A configuration for a problem's weights."""
     return WgmmaConfig(**weight_fields(problem), **choices)
 

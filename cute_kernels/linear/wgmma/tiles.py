@@ -51,7 +51,7 @@ class TileGrid:
 
 
 @dataclass(frozen=True)
-class Shape:
+class TileSizes:
     """Sizes of a launch; run-time integers."""
 
     m: Any
@@ -96,7 +96,7 @@ class TileScheduler:
     together: they are counted as one, and the grid's blocks as many of theirs.
     """
 
-    shape: Shape
+    shape: TileSizes
     first: Any
     stride: Any
     multicast: int = 1
@@ -143,7 +143,7 @@ class TileScheduler:
 class ClusterTileScheduler:
     """As :class:`TileScheduler`, of CTAs of clusters that have the parts of K of a tile: each CTA has one part."""
 
-    shape: Shape
+    shape: TileSizes
     first: Any  # the CTA's number
     cluster: int
 
@@ -167,7 +167,7 @@ class ClusterTileScheduler:
 
 
 def dense_sizes(config: WgmmaConfig, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind) -> tuple[Any, ...]:
-    """The fields of a `Shape` but its grid."""
+    """The fields of a `TileSizes` but its grid."""
     m, k = x.shape
     scale_groups = k_blocks * config.block_k // config.group_size if config.group_size else Int32(1)
     split_k_blocks = (k_blocks + splits - 1) // splits
@@ -182,7 +182,7 @@ def dense_grid(config: WgmmaConfig, m, num_tiles, whole, splits) -> TileGrid | N
     return TileGrid.of(blocks, cute.ceil_div(m, config.tile_m), whole, splits)
 
 
-def dense_scheduler(config: WgmmaConfig, shape: Shape, cta, num_ctas) -> TileScheduler | ClusterTileScheduler:
+def dense_scheduler(config: WgmmaConfig, shape: TileSizes, cta, num_ctas) -> TileScheduler | ClusterTileScheduler:
     """The work tiles of a CTA of a dense product."""
     rank = 0
     if const_expr(config.cluster > 1):

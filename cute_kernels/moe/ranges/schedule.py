@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import MEMORY_BYTES_PER_US, weight_fields
 from cute_kernels.moe.ranges.config import (
     BLOCK_K,
@@ -17,6 +18,7 @@ from cute_kernels.moe.ranges.config import (
     ROUNDS,
     ROW_BITS,
     ROWS,
+    EntryLimbs,
     RangeConfig,
 )
 from cute_kernels.moe.schedule import MOST_DIVIDED, GroupedProblem, usual_entries, usual_rows
@@ -115,12 +117,12 @@ def among_assignments(layout: RangeLayout, count: int) -> RangeLayout | None:
     if count > MOST_ASSIGNMENTS:
         return None
     lanes = next(number for number in LANE_ASSIGNMENTS if count <= number * WARP_THREADS)
-    config = replace(layout.config, lane_assignments=lanes, expert_rounds=1)
+    config = layout.config.with_activations(lane_assignments=lanes, expert_rounds=1)
     return replace(layout, config=config) if config.can_implement() is None else None
 
 
 def row_factor(assignments: int) -> int:
-    """What `AssignedShape.row` multiplies by, where so many neighbouring assignments have a row of x together."""
+    """What `AssignedSizes.row` multiplies by, where so many neighbouring assignments have a row of x together."""
     return -(-(1 << ROW_BITS) // assignments)
 
 
@@ -169,16 +171,16 @@ def config_of(problem: GroupedProblem, shape: RangeShape, room_k_blocks: int) ->
     rounds = next((count for count in ROUNDS if problem.num_experts <= count * ROUND_EXPERTS), None)
     if rounds is None:
         return None
-    config = RangeConfig(
+    config: RangeConfig = LinearConfig(
         **weight_fields(problem),
         block_k=BLOCK_K,
         epilogue_warps=EPILOGUE_WARPS[shape.tile_m],
         use_pdl=problem.use_pdl,
         num_stages=shape.k_warps,
-        expert_rounds=rounds,
+        activations=EntryLimbs(expert_rounds=rounds),
         **shape._asdict(),
     )
-    config = replace(config, x_bytes=room_k_blocks * (config.k_block_limb_bytes + config.k_block_x_scale_bytes))
+    config = config.with_activations(x_bytes=room_k_blocks * config.activations.k_block_bytes(config))
     stage = config.stage_bytes
     room = config.limits.shared_bytes - SPARE_BYTES - (config.smem_bytes - config.stages_bytes)
     stages = min(STAGES_BYTES[shape.tile_m] // stage, room // (stage + 16)) // shape.k_warps * shape.k_warps

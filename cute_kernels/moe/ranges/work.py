@@ -14,7 +14,7 @@ from cute_kernels.moe.work import quotient
 
 
 @dataclass(frozen=True)
-class LaunchShape:
+class RangeSizes:
     """Sizes of a launch; run-time integers."""
 
     n: Any
@@ -34,7 +34,7 @@ class LaunchShape:
 
 
 @dataclass(frozen=True)
-class AssignedShape(LaunchShape):
+class AssignedSizes(RangeSizes):
     """Sizes of a launch among assignments as they are, of which ``places`` is the number."""
 
     id_words: Any  # of 32 bits, of an expert's id

@@ -53,7 +53,7 @@ TENSOR_WORK_TILE_CLOCKS = 1500  # and where tensor cores are
 WIDE_COST = {192: 1.04, 224: 1.06, 256: 1.08}
 
 
-class Shape(NamedTuple):
+class TileShape(NamedTuple):
     """A tile there is to choose from; the fields are those of `WgmmaConfig`."""
 
     tile_m: int
@@ -66,20 +66,20 @@ class Shape(NamedTuple):
 
 # An expert's last tile is half empty on average, so all have parts.
 SHAPES = (
-    Shape(16, 2, 128, 2, mainloop=Limbs()),
-    Shape(32, 2, 128, 4, mainloop=Limbs()),
-    Shape(64, 2, 128, 4, mainloop=Limbs()),
-    Shape(256, 1, 64, 2),
-    Shape(224, 1, 64, 7),
-    Shape(192, 1, 64, 6),
-    Shape(160, 1, 128, 5),
-    Shape(128, 1, 128, 4),
-    Shape(64, 2, 128, 4),
-    Shape(48, 2, 128, 6),
-    Shape(32, 2, 128, 4),
-    Shape(16, 2, 128, 2),
-    Shape(16, 2, 128, 2, mainloop=MmaSync()),
-    Shape(16, 2, 128, 2, warpgroups=4, mainloop=MmaSync()),
+    TileShape(16, 2, 128, 2, mainloop=Limbs()),
+    TileShape(32, 2, 128, 4, mainloop=Limbs()),
+    TileShape(64, 2, 128, 4, mainloop=Limbs()),
+    TileShape(256, 1, 64, 2),
+    TileShape(224, 1, 64, 7),
+    TileShape(192, 1, 64, 6),
+    TileShape(160, 1, 128, 5),
+    TileShape(128, 1, 128, 4),
+    TileShape(64, 2, 128, 4),
+    TileShape(48, 2, 128, 6),
+    TileShape(32, 2, 128, 4),
+    TileShape(16, 2, 128, 2),
+    TileShape(16, 2, 128, 2, mainloop=MmaSync()),
+    TileShape(16, 2, 128, 2, warpgroups=4, mainloop=MmaSync()),
 )
 
 
@@ -139,7 +139,7 @@ def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
     return [config for config in configs if config is not None]
 
 
-def tile_config(problem: GroupedProblem, shape: Shape) -> WgmmaConfig | None:
+def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None:
     """A tile's configuration, with as many stages as there is room for beside the table of tiles; None if not two."""
     config = WgmmaConfig(
         **weight_fields(problem),

@@ -20,7 +20,7 @@ from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.linear.wgmma.config import M_TILE_BAND
-from cute_kernels.linear.wgmma.tiles import Shape
+from cute_kernels.linear.wgmma.tiles import TileSizes
 from cute_kernels.moe.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
 from cute_kernels.moe.wgmma.schedule import ENTRY_BYTES, SUMS, TABLE_WARPS
 
@@ -28,7 +28,7 @@ TABLE_BARRIER = 9  # number of the barrier of the warps that write the table, be
 
 
 @dataclass(frozen=True)
-class GroupedShape(Shape):
+class GroupedTileSizes(TileSizes):
     """Sizes of a launch; run-time integers. ``m`` is the rows of x; nothing is cut along K."""
 
     num_experts: Any
@@ -38,7 +38,7 @@ class GroupedShape(Shape):
 
 
 @dataclass(frozen=True)
-class LimbShape(GroupedShape):
+class GroupedLimbSizes(GroupedTileSizes):
     """Sizes of a launch whose x comes in limbs, and where its scales are: fp32 [k blocks, x_scale_pitch]."""
 
     x_scales: Any
@@ -75,7 +75,7 @@ class GroupedTileScheduler:
     table: shared memory, see :func:`fill_table`; lane: of the warp, all of whose lanes ask together.
     """
 
-    shape: GroupedShape
+    shape: GroupedTileSizes
     first: Any
     stride: Any
     count: Any
