@@ -144,7 +144,9 @@ class Cta:
         parts, k_block_bytes = self.config.tile_m // WGMMA_N_STEP, self.config.mainloop.k_block_limb_bytes(self.config)
         k_block_scale_bytes = ROW_SCALE_BYTES * self.config.tile_m
         assert x + (end - begin) * k_block_bytes <= X + self.config.mainloop.k_blocks * k_block_bytes
-        assert x_scales + (end - begin) * k_block_scale_bytes <= X_SCALES + self.config.x_scale_bytes
+        assert x_scales + (end - begin) * k_block_scale_bytes <= X_SCALES + self.config.mainloop.x_scale_bytes(
+            self.config
+        )
         for k_block in range(begin, end):
             for limb in range(2):
                 for part in range(parts):

@@ -15,14 +15,14 @@ SHARED_MODULES = ("arguments", "config", "epilogue", "work")  # of the room
 KERNEL_MODULES = (
     "cluster_reduction", "compile", "config", "consumers", "epilogue", "few_rows", "kernel", "limb_blocks",
     "limb_kernel", "limb_rows", "limbs", "limbs_ahead", "loads", "memory", "places", "policies", "reading", "reduction",
-    "register_mainloop", "residual", "synchronous", "tiles", "tma_store",
+    "regions", "register_mainloop", "residual", "synchronous", "tiles", "tma_store",
 )  # fmt: skip
 RESIDENT_MODULES = (
     "resident_config", "resident_early", "resident_kernel", "resident_loads", "resident_mainloop", "resident_rows",
 )  # fmt: skip
 LIMB_MODULES = (
-    "config", "limb_rows", "limbs", "loads", "places", "policies", "reading", "resident_config", "resident_rows",
-    "tiles",
+    "config", "limb_rows", "limbs", "loads", "places", "policies", "reading", "regions", "resident_config",
+    "resident_rows", "tiles",
 )  # fmt: skip
 
 
