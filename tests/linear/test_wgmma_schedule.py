@@ -12,6 +12,7 @@ import pytest
 from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
 from cute_kernels.linear.tuned import chosen, modelled
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.costs import cost_of
 from cute_kernels.linear.wgmma.policies import RegisterWgmma, ResidentLimbs, WorkspaceSplitK, dsmem
 from cute_kernels.linear.wgmma.schedule import (
     TileSchedule,
@@ -19,7 +20,6 @@ from cute_kernels.linear.wgmma.schedule import (
     dsmem_configs,
     efficiency,
     estimate_us,
-    k_block_clocks,
     make_tile_schedule,
     schedule_of,
     tile_schedules,
@@ -335,6 +335,7 @@ def test_rows_that_are_not_there_are_counted():
     128."""
     case = problem(128, 57344, 8192)
     large, small = (measured_schedule(case, tile_m, 128, 2) for tile_m in (256, 128))
+    k_block_clocks = cost_of(RegisterWgmma()).k_block_clocks
     assert k_block_clocks(case, large) > 1.2 * k_block_clocks(replace(case, m=256), large)
     assert k_block_clocks(case, small) == k_block_clocks(replace(case, m=256), replace(small, m_tiles=2))
 

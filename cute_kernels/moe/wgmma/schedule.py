@@ -16,8 +16,9 @@ from typing import NamedTuple
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.schedule import weight_fields
 from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
+from cute_kernels.linear.wgmma.costs import K_BLOCK_CLOCKS, MEMORY_BYTES_PER_CLOCK
 from cute_kernels.linear.wgmma.policies import MOST_LOOPS, Limbs, Mainloop, MmaSync, RegisterWgmma
-from cute_kernels.linear.wgmma.schedule import K_BLOCK_CLOCKS, MAX_STAGES, MEMORY_BYTES_PER_CLOCK
+from cute_kernels.linear.wgmma.stages import MAX_STAGES
 from cute_kernels.moe.schedule import CAPACITIES, MAX_EXPERTS, GroupedProblem, usual_rows
 from layouts.weights.hopper import TILE_N
 
