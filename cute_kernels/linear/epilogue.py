@@ -35,10 +35,10 @@ ROOT_HALF = 0.7071067811865476
 class Target:
     """Where a vector of results belongs; run-time integers."""
 
-    row: Any  # of W
-    place: Any  # of the first in the output, elements
-    count: Any  # outputs, 0 or less behind the last row
-    bias: Any  # of the first among the biases, elements
+    row: Int32  # of W
+    place: Int64  # of the first in the output, elements
+    count: Int32  # outputs, 0 or less behind the last row
+    bias: Int32  # of the first among the biases, elements
 
 
 class Epilogue:

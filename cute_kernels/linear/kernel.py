@@ -25,6 +25,7 @@ from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.device.ring import advance
+from cute_kernels.device.tensors import matrix_shape
 from cute_kernels.linear.config import ROW_WARPS, X_PAD, LinearConfig
 from cute_kernels.linear.epilogue import Epilogue
 from cute_kernels.linear.work import RECIPROCAL_BITS, Operands, StreamSizes, Work
@@ -40,29 +41,29 @@ FEW_ACC = 4  # up to so many MMAs of a k16 step, successive steps of a group tak
 class StreamMemory:
     """Shared memory of a CTA: addresses, and pointers to barriers."""
 
-    stages: Any
-    x: Any
-    x_pitch: Any  # bytes from a token to the next
-    staging: Any
-    full: Any
-    empty: Any
-    staged: Any
-    drained: Any
-    x_slot_bytes: Any  # from one set of activations to the next, where there are several
-    table: Any  # room of :attr:`StreamRoles.table_bytes`
+    stages: Int32
+    x: Int32
+    x_pitch: Int32  # bytes from a token to the next
+    staging: Int32
+    full: cute.Pointer
+    empty: cute.Pointer
+    staged: cute.Pointer
+    drained: cute.Pointer
+    x_slot_bytes: Int32  # from one set of activations to the next, where there are several
+    table: Int32 | int  # room of :attr:`StreamRoles.table_bytes`
 
 
 @dataclass(frozen=True)
 class StreamLane:
     """A thread's places; run-time integers. g, t: its row and pair of columns in MMA fragments."""
 
-    row_warp: Any
-    k_warp: Any
-    g: Any
-    t: Any
-    code_offset: Any  # of its 16 bytes in a tile
-    scale_offset: Any  # of its first row's scale among those of a group
-    x_rows: Any  # for each block of tokens, where ldmatrix reads the first k16 steps
+    row_warp: Int32
+    k_warp: Int32
+    g: Int32
+    t: Int32
+    code_offset: Int32  # of its 16 bytes in a tile
+    scale_offset: Int32  # of its first row's scale among those of a group
+    x_rows: list[Int32]  # for each block of tokens, where ldmatrix reads the first k16 steps
 
 
 def allocate(config: LinearConfig, x_pitch, x_slot_bytes, table_bytes: int = 0) -> StreamMemory:
@@ -76,15 +77,15 @@ def allocate(config: LinearConfig, x_pitch, x_slot_bytes, table_bytes: int = 0) 
     x = smem.allocate(config.x_bytes, byte_alignment=config.activations.alignment)
     staging = smem.allocate(config.num_buffers * config.buffer_bytes, byte_alignment=128)
     full = smem.allocate_array(cutlass.Int64, config.num_barriers)
-    table = smem.allocate(table_bytes, byte_alignment=16).toint() if table_bytes else 0
+    table = Int32(smem.allocate(table_bytes, byte_alignment=16).toint()) if table_bytes else 0
     empty = full + config.num_stages
     staged = empty + config.num_stages
     drained = staged + config.num_buffers
     return StreamMemory(
-        stages=stages.toint(),
-        x=x.toint(),
+        stages=Int32(stages.toint()),
+        x=Int32(x.toint()),
         x_pitch=x_pitch,
-        staging=staging.toint(),
+        staging=Int32(staging.toint()),
         full=full,
         empty=empty,
         staged=staged,
@@ -433,7 +434,7 @@ class LinearKernel:
         every word EMPTY before and after. k_blocks: padded K / unit_k. activation, out_kind: see :mod:`.epilogue`.
         """
         config = self.config
-        m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
+        m, k = matrix_shape(x)
         num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
         slice_k_blocks = cute.ceil_div(k_blocks, num_slices)
         total = num_blocks * slice_k_blocks

@@ -22,6 +22,7 @@ from cutlass import Int32, Int64, Uint32, const_expr
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.ring import advance
+from cute_kernels.device.tensors import matrix_shape
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.kernel import StreamRoles, init_barriers
 from cute_kernels.moe.schedule import MAX_EXPERTS, TABLE_BYTES, TABLE_ENTRY_BYTES
@@ -131,7 +132,7 @@ class GroupedKernel:
         begin; else 1.
         """
         config = self.config
-        k = x.shape[1]  # pyright: ignore[reportGeneralTypeIssues, reportOptionalSubscript, reportIndexIssue]
+        _, k = matrix_shape(x)
         num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
         slice_k_blocks = cute.ceil_div(k_blocks, num_slices)
         shape = EntrySizes(

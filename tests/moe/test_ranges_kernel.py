@@ -30,7 +30,7 @@ from cute_kernels.moe.ranges import kernel as ranges_kernel
 from cute_kernels.moe.ranges import work as ranges_work
 from cute_kernels.moe.ranges.assigned import AssignedRangeKernel, AssignedRouting
 from cute_kernels.moe.ranges.config import RangeConfig
-from cute_kernels.moe.ranges.kernel import EntryRows, RangeKernel, RangeRoles, SortedRouting
+from cute_kernels.moe.ranges.kernel import RangeKernel, RangeRoles, SortedRouting
 from cute_kernels.moe.ranges.schedule import row_factor
 from cute_kernels.moe.reference import grouped_linear_reference, route_reference
 from cute_kernels.weight_formats import integers
@@ -72,10 +72,10 @@ def assigned_entries(ids: torch.Tensor, num_experts: int, tokens: int = 8) -> En
 
 
 class Rows:
-    """Stands for `EntryRows`: puts twice a row's inputs in the place of its limbs, and a half in that of its scale."""
+    """Stands for `ResidentRows`: twice a row's inputs are in the place of its limbs, a half in that of its scale."""
 
     def __init__(self, test: Launch):
-        self.test, self.real = test, EntryRows(ranges_kernel.room_of(test.config))
+        self.test = test
 
     def make(self, x, places, begin, end, warp, lane) -> None:
         machine, tokens = self.test.machine, self.test.config.tile_m
@@ -85,7 +85,7 @@ class Rows:
             self.test.made[machine.cta.block[0]].append((places.x_address, x.rows))
         shared = machine.cta.shared
         for row in range(tokens):
-            source = int(self.real.source_row(x, row))  # all lanes ask
+            source = int(x.row(row))  # all lanes ask
             if row >= x.rows or (row + lane) % self.test.config.consumer_warps != warp or lane >= 8:
                 continue
             for k_block in range(begin + lane, end, 8):  # each warp and lane its share

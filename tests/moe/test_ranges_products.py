@@ -68,9 +68,8 @@ class Cta:
         inputs = x.contiguous().view(torch.int16).numpy().reshape(-1)
         self.monkeypatch.setattr(resident_rows, "numbers", Numbers(inputs))
         maker, tokens, count = self.subject.rows, self.config.tile_m, len(index)
-        assert maker.constant is False, "the kernel before may be writing x"
         of_lane = Int32(np.array(index)[np.minimum(LANES, count - 1)])
-        source = EntrySource(0, count, x.shape[1] // 8, None, None, None, None, of_lane)
+        source = EntrySource(0, count, x.shape[1] // 8, of_lane)
         x_address = X + self.start
         x_scales = int(self.subject.limb_scales(self.shape, self.memory)) + int(scale_offset(self.start))
         bits = int(maker.step_bits(np.full(1, self.k_blocks, np.int32))[0])

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.schedule import LinearProblem as AttentionProblem
+from cute_kernels.attention.schedule import DecodeProblem
 from cute_kernels.integrations.vllm import attention_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_formats import format_of
@@ -114,7 +114,7 @@ def attention_specs(
         sinks=heads.sinks or None,
     )
     decodes = attention_kernels.Decodes(batches, 1 + drafted, heads.max_model_len, PAGE_SIZE, torch.bfloat16)
-    return attention_kernels.specs_of(layer, decodes, AttentionProblem.num_sms)
+    return attention_kernels.specs_of(layer, decodes, DecodeProblem.num_sms)
 
 
 def _linear() -> Iterator[KernelSpec]:

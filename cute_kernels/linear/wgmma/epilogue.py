@@ -7,7 +7,6 @@ own tiles of 64 features, through a buffer of its own, so that the others go on 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -35,11 +34,11 @@ GATED_PITCH = ROW_BYTES // 2 + 16  # of a token's results where two rows of W ma
 class Store:
     """Where a thread stands among those that store a tile; run-time integers."""
 
-    staging: Any  # shared memory of its warpgroup
-    warpgroup: Any
-    tid: Any  # in its warpgroup
-    row_warp: Any  # its 16 rows of the MMA
-    lane: Any
+    staging: Int32  # shared memory of its warpgroup
+    warpgroup: Int32
+    tid: Int32  # in its warpgroup
+    row_warp: Int32  # its 16 rows of the MMA
+    lane: Int32
 
 
 class TileEpilogue:

@@ -23,7 +23,7 @@ from cute_kernels.linear.work import RECIPROCAL_BITS
 class FewRowsSizes(TileSizes):
     """Sizes of a launch of one tile of rows of x."""
 
-    split_reciprocal: Any  # 2**RECIPROCAL_BITS over splits, rounded up
+    split_reciprocal: Int32  # 2**RECIPROCAL_BITS over splits, rounded up
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class FewRowsTileScheduler:
     """As `tiles.TileScheduler`, of one tile of rows of x, by CTAs that are in no cluster."""
 
     shape: FewRowsSizes
-    first: Any
-    stride: Any
-    count: Any
+    first: Int32
+    stride: Int32
+    count: Int32
 
     def work_tile(self, index) -> WorkTile:
         shape = self.shape

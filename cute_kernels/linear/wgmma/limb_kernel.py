@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -28,8 +27,8 @@ from cute_kernels.linear.work import Operands
 class LimbBlocksSizes(FewRowsSizes):
     """Sizes of a launch whose x comes in limbs, and where they are."""
 
-    limbs: Any  # address of blocks of `.limb_blocks`,
-    block_rows: Any  # of so many rows
+    limbs: Int64  # address of blocks of `.limb_blocks`,
+    block_rows: Int32  # of so many rows
 
 
 class LimbBlockLoads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,26 +11,27 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.regions import Region
 
 
 @dataclass(frozen=True)
 class TileMemory:
     """Shared memory of a CTA: addresses, and pointers to barriers and to the stages of activations."""
 
-    x: Any
-    x_address: Any
-    codes: Any
-    scales: Any
-    zeros: Any
-    staging: Any
-    full: Any
-    empty: Any
-    table: Any
-    x_scales: Any
-    partials: Any  # of K of a cluster's tiles, and their barriers
-    partial_barriers: Any
-    x_barrier: Any = None  # of resident limbs,
-    tile_barriers: Any = None  # and of a stage's tiles but the first, where each has its own
+    x: cute.Tensor
+    x_address: Int32
+    codes: Int32
+    scales: Int32
+    zeros: Int32
+    staging: Int32
+    full: cute.Pointer
+    empty: cute.Pointer
+    table: Int32
+    x_scales: Int32
+    partials: Int32  # of K of a cluster's tiles, and their barriers
+    partial_barriers: cute.Pointer
+    x_barrier: cute.Pointer  # of resident limbs, if there is one,
+    tile_barriers: cute.Pointer | None = None  # and of a stage's tiles but the first, where each has its own
 
 
 def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> TileMemory:
@@ -38,21 +40,33 @@ def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> TileMemo
     layout: of the stages of activations, of type ``element``. table_bytes: for a table of tiles, of grouped products.
     """
     smem = cutlass.utils.SmemAllocator()
-    activations, *others = config.regions
+    activations, *others = config.mainloop.regions(config)
     x = smem.allocate_tensor(element, layout.outer, byte_alignment=activations.alignment, swizzle=layout.inner)
-    parts: dict[str, Any] = {"x": x, "x_address": x.iterator.toint()}
-    for region in others:
-        parts[region.name] = allocate_bytes(smem, region.size, region.alignment)
-    first, count = smem.allocate_array(cutlass.Int64, config.num_barriers), 0
+    parts = addresses(smem, others)
+    (staging,) = config.store.regions(config)
+    staged = smem.allocate(staging.size, byte_alignment=staging.alignment)
+    parts |= addresses(smem, config.reduction.regions(config))
+    first = smem.allocate_array(cutlass.Int64, config.num_barriers)
+    parts |= addresses(smem, [Region("table", table_bytes, 16)])
+    where = {"x_address": x.iterator.toint(), "staging": staged.toint()}
+    return TileMemory(x=x, **where, **barriers_from(config, first), **parts)
+
+
+def addresses(smem: cutlass.utils.SmemAllocator, regions: Iterable[Region]) -> dict[str, Any]:
+    """Where regions lie, by name; 0 of those that have no bytes."""
+    return {
+        region.name: smem.allocate(region.size, byte_alignment=region.alignment).toint() if region.size else Int32(0)
+        for region in regions
+    }
+
+
+def barriers_from(config: WgmmaConfig, first: cute.Pointer) -> dict[str, Any]:
+    """Where barriers lie, by name, from the first of all on."""
+    found, count = {}, 0
     for group in config.barriers:
-        parts[group.name] = first + count if count else first
+        found[group.name] = first + count if count else first
         count += group.count
-    return TileMemory(**parts, table=allocate_bytes(smem, table_bytes, 16))
-
-
-def allocate_bytes(smem: Any, size: int, alignment: int) -> Any:
-    """The address of so many bytes; 0 of none."""
-    return smem.allocate(size, byte_alignment=alignment).toint() if size else Int32(0)
+    return found
 
 
 def init_barriers(config: WgmmaConfig, memory: TileMemory) -> None:

@@ -369,8 +369,8 @@ class Mainloop(ABC):
         )
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """Those that its device code initialises, behind all others."""
-        return ()
+        """Those that its device code initialises, behind all others: one of x where limbs are resident."""
+        return (Barriers("x_barrier", 0),)
 
     def shared_memory(self, config: WgmmaConfig) -> tuple[Region, ...]:
         """All regions of a CTA."""
@@ -537,8 +537,9 @@ class ResidentLimbs(Mainloop):
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
         """Of x, and of a stage's tiles but the first where partials leave early."""
-        tiles = (config.n_tiles - 1) * config.num_stages if config.reduction.early else 0
-        return Barriers("x_barrier", 1), Barriers("tile_barriers", tiles)
+        if not config.reduction.early:
+            return (Barriers("x_barrier", 1),)
+        return Barriers("x_barrier", 1), Barriers("tile_barriers", (config.n_tiles - 1) * config.num_stages)
 
     def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
         return RESIDENT_PREFETCHED_K_BLOCKS.get((config.block_tiles, self.loads), 0)

@@ -53,7 +53,10 @@ class TileOrder:
     def barrier(self, memory: TileMemory, stage, i: int):
         """Of a stage, for the ``i``-th tile of each warpgroup; those of the first are where other kernels have theirs,
         the others behind all barriers."""
-        return memory.full + stage if i == 0 else memory.tile_barriers + (i - 1) * self.config.num_stages + stage
+        if i == 0:
+            return memory.full + stage
+        assert memory.tile_barriers is not None  # `ResidentLimbs.more_barriers` has them
+        return memory.tile_barriers + (i - 1) * self.config.num_stages + stage
 
     def in_order(self, begins, rank: int) -> list[list[tuple[int, Any]]]:
         """[number of a warpgroup's tile][those of them that there are] (place in the block, where it begins)."""

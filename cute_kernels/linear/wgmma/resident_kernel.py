@@ -12,7 +12,6 @@ partials like those of the other CTAs of a cluster, and go the same way (:mod:`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -43,7 +42,7 @@ START_BARRIER = 15  # of the CTA, before the first stage is waited for
 class ResidentSizes(FewRowsSizes):
     """Sizes of a launch whose CTAs make limbs of x."""
 
-    reserved: Any  # not used; kernels are as they were measured with it
+    reserved: Int32  # not used; kernels are as they were measured with it
 
 
 class ResidentKernel:

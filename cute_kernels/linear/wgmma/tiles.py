@@ -23,10 +23,10 @@ class TileGrid:
     share activations by TMA multicast count as one.
     """
 
-    num_work_tiles: Any  # tiles and parts of tiles
+    num_work_tiles: Int32  # tiles and parts of tiles
     splits: Divisor  # parts of a tile that is cut
     band_tiles: Divisor  # of a whole band
-    last_band: Any  # its number
+    last_band: Int32  # its number
     last_width: Divisor  # token tiles of the last band
 
     @staticmethod
@@ -54,31 +54,31 @@ class TileGrid:
 class TileSizes:
     """Sizes of a launch; run-time integers."""
 
-    m: Any
-    n: Any
-    k: Any
-    num_tiles: Any  # tiles of 64 output features
-    k_blocks: Any  # of the padded K
-    scale_groups: Any  # of the padded K, 1 where scales are per output feature
-    whole: Any  # tiles that are computed whole
-    splits: Any  # parts that the K of the tiles after them is cut into
-    split_k_blocks: Any  # of a part; the last may have fewer
-    activation: Any
-    out_kind: Any
-    grid: Any  # `TileGrid`; None where tiles are otherwise counted: those of one token tile, and of experts
+    m: Int32
+    n: Int32
+    k: Int32
+    num_tiles: Int32  # tiles of 64 output features
+    k_blocks: Int32  # of the padded K
+    scale_groups: Int32  # of the padded K, 1 where scales are per output feature
+    whole: Int32  # tiles that are computed whole
+    splits: Int32  # parts that the K of the tiles after them is cut into
+    split_k_blocks: Int32  # of a part; the last may have fewer
+    activation: Int32
+    out_kind: Int32
+    grid: TileGrid | None  # `TileGrid`; None where tiles are otherwise counted: those of one token tile, and of experts
 
 
 @dataclass(frozen=True)
 class WorkTile:
     """A tile of the output, or a part of K of one; run-time integers."""
 
-    block: Any  # of output features
-    m_tile: Any
-    begin: Any  # k blocks
-    end: Any
-    split: Any  # which part of K, or of the tile's rows,
-    splits: Any  # of how many
-    number: Any  # of the tile among those of all CTAs that are cut
+    block: Int32  # of output features
+    m_tile: Int32
+    begin: Int32  # k blocks
+    end: Int32
+    split: Int32  # which part of K, or of the tile's rows,
+    splits: Int32  # of how many
+    number: Int32  # of the tile among those of all CTAs that are cut
 
 
 @dataclass(frozen=True)
@@ -97,20 +97,25 @@ class TileScheduler:
     """
 
     shape: TileSizes
-    first: Any
-    stride: Any
+    first: Int32
+    stride: Int32
     multicast: int = 1
-    rank: Any = 0  # among those that share
+    rank: Int32 | int = 0  # among those that share
     cuts: bool = True  # whether tiles may be cut
     cuts_rows: bool = False  # into parts of their rows of x, not along K
 
     @property
+    def grid(self) -> TileGrid:
+        assert self.shape.grid is not None  # `dense_sizes` has one for this scheduler
+        return self.shape.grid
+
+    @property
     def count(self):
         """Of all CTAs."""
-        return self.shape.grid.num_work_tiles
+        return self.grid.num_work_tiles
 
     def work_tile(self, index) -> WorkTile:
-        shape, grid = self.shape, self.shape.grid
+        shape, grid = self.shape, self.grid
         cut, number, split, tile = index >= shape.whole, Int32(0), Int32(0), index
         if self.cuts:
             number, split = grid.splits.divide_int(cutlass.max(index - shape.whole, 0))
@@ -144,7 +149,7 @@ class ClusterTileScheduler:
     """As :class:`TileScheduler`, of CTAs of clusters that have the parts of K of a tile: each CTA has one part."""
 
     shape: TileSizes
-    first: Any  # the CTA's number
+    first: Int32  # the CTA's number
     cluster: int
 
     @property

@@ -54,33 +54,27 @@ def room_of(config: RangeConfig) -> RowsRoom:
 class EntrySource(Source):
     """x, and which of its rows are an entry's."""
 
-    index: Any  # of the lane's row
+    index: Int32  # of the lane's row
+
+    def row(self, row: Int32) -> Int32:
+        return cute.arch.shuffle_sync(self.index, row)
 
 
 @dataclass(frozen=True)
 class LimbPlaces:
     """Where limbs of an entry's k blocks and their scales lie: addresses."""
 
-    x_address: Any
-    x_scales: Any
+    x_address: Int32
+    x_scales: Int32
 
 
 @dataclass(frozen=True)
 class LimbLane(StreamLane):
     """A thread's places, and what it reads of limbs."""
 
-    x: Any  # address of all limbs
-    x_scales: Any  # of the scales of the thread's two rows, of the first k block
+    x: Int32  # address of all limbs
+    x_scales: Int32  # of the scales of the thread's two rows, of the first k block
     masks: Any  # of codes
-
-
-class EntryRows(ResidentRows):
-    """Limbs of the rows of an entry."""
-
-    constant = False  # the product before may still be writing when this one begins
-
-    def source_row(self, x: EntrySource, row) -> Any:  # type: ignore[override]
-        return cute.arch.shuffle_sync(x.index, row)
 
 
 class Routing(Protocol):
@@ -183,7 +177,7 @@ class RangeRoles:
         self.config, self.routing = config, routing
         self.decoder = config.format.decoder(config.dtype, HopperMath(config.dtype))
         self.word_steps = self.decoder.steps
-        self.rows = EntryRows(room_of(config))
+        self.rows = ResidentRows(room_of(config))
         self.products = LimbProducts(config.n_tiles, config.tile_m, self.word_steps)
         self.epilogue = Epilogue(config)
 
@@ -286,7 +280,7 @@ class RangeRoles:
         if shape.x_slots == 1:
             self.meet()
         places = LimbPlaces(memory.x + start, self.limb_scales(shape, memory) + scale_offset(start))
-        rows = EntrySource(operands.x, entry.rows, shape.k >> PIECE_BITS, None, None, None, None, row)
+        rows = EntrySource(operands.x, entry.rows, shape.k >> PIECE_BITS, row)
         self.rows.make(rows, places, begin, begin + shape.k_blocks, warp, lane)
         self.meet()
 

@@ -31,8 +31,8 @@ TABLE_BARRIER = 9  # number of the barrier of the warps that write the table, be
 class GroupedTileSizes(TileSizes):
     """Sizes of a launch; run-time integers. ``m`` is the rows of x; nothing is cut along K."""
 
-    num_experts: Any
-    blocks: Any  # of output features of an expert
+    num_experts: Int32
+    blocks: Int32  # of output features of an expert
     band_tiles: Divisor  # of a whole band of an expert
     num_ctas: Divisor
 
@@ -41,8 +41,8 @@ class GroupedTileSizes(TileSizes):
 class GroupedLimbSizes(GroupedTileSizes):
     """Sizes of a launch whose x comes in limbs, and where its scales are: fp32 [k blocks, x_scale_pitch]."""
 
-    x_scales: Any
-    x_scale_pitch: Any
+    x_scales: Int64
+    x_scale_pitch: Int32
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class GroupedWorkTile:
     :class:`cute_kernels.linear.wgmma.tiles.WorkTile`.
     """
 
-    expert: Any
-    block: Any
-    token: Any
-    end_token: Any
-    begin: Any  # k blocks
-    end: Any
-    split: Any
-    splits: Any
-    number: Any
+    expert: Int32
+    block: Int32
+    token: Int32
+    end_token: Int32
+    begin: Int32  # k blocks
+    end: Int32
+    split: Int32
+    splits: Int32
+    number: Int32
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class GroupedTileScheduler:
     """
 
     shape: GroupedTileSizes
-    first: Any
-    stride: Any
-    count: Any
-    table: Any
-    lane: Any
+    first: Int32
+    stride: Int32
+    count: Int32
+    table: Int32
+    lane: Int32 | int
     tile_m: int
 
     def work_tile(self, index) -> GroupedWorkTile:
