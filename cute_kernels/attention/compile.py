@@ -33,10 +33,6 @@ class DecodeSpec(KernelSpec):
     config: DecodeConfig
     family: ClassVar[str] = "attention"
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
     def source_roots(self) -> tuple[Path, ...]:
         return *super().source_roots(), *sources_of(self.config.k_format, self.config.v_format)
 

@@ -93,10 +93,6 @@ class GatherSpec(KernelSpec):
     config: GatherConfig
     family: ClassVar[str] = "moe"
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
     def source_roots(self) -> tuple[Path, ...]:
         return _modules("arguments", "compile", "config", "gather")
 
@@ -114,10 +110,6 @@ class RoutingSpec(KernelSpec):
     config: RoutingConfig
     family: ClassVar[str] = "moe"
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
     def source_roots(self) -> tuple[Path, ...]:
         return _modules("arguments", "compile", "config", "routing", "schedule")
 
@@ -131,10 +123,6 @@ class CombineSpec(KernelSpec):
 
     config: CombineConfig
     family: ClassVar[str] = "moe"
-
-    @property
-    def symbol(self) -> str:
-        return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
         return _modules("arguments", "compile", "config", "combine")

@@ -101,8 +101,8 @@ class KernelSpec(ABC):
 
     @property
     def symbol(self) -> str:
-        """C identifier of the kernel, unique per configuration. Override it to make it readable."""
-        return self._digest_symbol
+        """C identifier of the kernel, unique per configuration: the configuration's `name`, or else a digest of it."""
+        return getattr(self.config, "name", None) or self._digest_symbol
 
     @functools.cached_property
     def _digest_symbol(self) -> str:

@@ -43,10 +43,6 @@ class WgmmaSpec(KernelSpec):
     config: WgmmaConfig
     family: ClassVar[str] = "linear"
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
     def source_roots(self) -> tuple[Path, ...]:
         """The modules that say what the kernel is, not all of the room: the others change nothing that is compiled."""
         folder = Path(__file__).resolve().parent
@@ -79,10 +75,6 @@ class LimbRowsSpec(KernelSpec):
     config: LimbRowsConfig
     family: ClassVar[str] = "linear"
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
     def source_roots(self) -> tuple[Path, ...]:
         folder = Path(__file__).resolve().parent
         return tuple(folder / f"{name}.py" for name in ("compile", "config", "limb_rows", "policies"))
@@ -97,10 +89,6 @@ class LimbBlocksSpec(KernelSpec):
 
     config: LimbBlocksConfig
     family: ClassVar[str] = "linear"
-
-    @property
-    def symbol(self) -> str:
-        return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
         folder = Path(__file__).resolve().parent
