@@ -73,10 +73,9 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
     from cutlass.cute.runtime import make_fake_stream
 
     from cute_kernels.attention.kernel import DecodeKernel
-    from cute_kernels.attention.warpgroup import WarpgroupKernel
 
     check_config(config)
-    kernel = (WarpgroupKernel if config.warpgroups else DecodeKernel)(config)
+    kernel = DecodeKernel(config)
     return cute.compile(
         entry_of(kernel, config),
         *fake_arguments(config, cutlass.AddressSpace.gmem),
