@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import math
 import sys
@@ -172,7 +173,9 @@ def _add_e2e(commands: Any) -> None:
         metavar="CASE",
         help="vllm: MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][@B,B], such as llama3-8b:w4:fp8:on@1,32; may be given again",
     )
-    e2e.add_argument("--limit", type=_count, default=300, help="vllm: seconds that a case may take")
+    e2e.add_argument("--limit", type=_count, default=300, help="vllm: seconds that a case, or all together, may take")
+    e2e.add_argument("--together", action="store_true", help="vllm: engines start side by side; each is timed alone")
+    e2e.add_argument("--kernels", action="store_true", help="vllm: record a step's kernels, too")
     e2e.add_argument("--json", type=Path, help="the record; one that is there is gone on with")
     e2e.set_defaults(run=_e2e)
 
@@ -381,7 +384,9 @@ def _e2e(options: argparse.Namespace) -> int:
     if earlier is not None:
         recorder.data["rows"] = earlier["rows"]
     cases = options.case or [e2e_vllm.case_of(text) for text in e2e_vllm.DEFAULT_CASES]
-    e2e_vllm.run(recorder, cases, _teller(recorder), options.limit)
+    cases = [dataclasses.replace(case, kernels=options.kernels) for case in cases]
+    run = e2e_vllm.run_together if options.together else e2e_vllm.run
+    run(recorder, cases, _teller(recorder), options.limit)
     return _finish(recorder, e2e_vllm.text)
 
 
