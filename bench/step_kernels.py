@@ -47,7 +47,7 @@ def profile_step(llm: Any, prompts: list[dict[str, Any]]) -> dict[str, Any]:
         engine.step()
     launches = [
         Launch(event.name[:NAME], event.time_range.start, event.time_range.end)
-        for event in profiler.events()
+        for event in profiler.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
     return summary(launches, STEPS)
