@@ -172,7 +172,8 @@ def start(scenario: Scenario, folder: Path) -> Any:
         skip_tokenizer_init=True,
         max_num_batched_tokens=scenario.chunk,
         num_gpu_blocks_override=scenario.tokens // arguments["block_size"],
-        gpu_memory_utilization=0.2,
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=1 << 30,  # nothing is profiled: others may come and go on the GPU meanwhile
         enable_prefix_caching=True,
         kv_cache_dtype=scenario.kv,
         disable_log_stats=False,
@@ -295,9 +296,12 @@ def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
 
 
 def clean_up() -> None:
-    """Frees what an engine held."""
+    """Frees what an engine held, and forgets which attention served its kind of layer: the environment changes."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
+    from vllm.v1.attention import selector
+
+    selector._cached_get_attn_backend.cache_clear()
 
     cleanup_dist_env_and_memory()
     # vLLM's graphs share a memory pool for as long as the process lives, but it is gone with the last of them.

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from bench.e2e_vllm import Case, environment_of
+from cute_kernels.integrations.vllm.environment import SEAMS
 from tests.gpu.serve_vllm import LATENT, WIDE, Scenario
 
 pytestmark = pytest.mark.gpu
@@ -209,7 +210,7 @@ def own(served: Served) -> Difference:
 def test_tokens_are_those_of_vllms_own_attention(served: Served, own: Difference, name: str, theirs: str, bound: Bound):
     ours = served(name)
     assert ours["attention"] == [OURS]
-    assert ours["replaced"] == [["linear", None], ["attention", None], ["moe", None], ["mla", None]]
+    assert ours["replaced"] == [[seam, None] for seam in SEAMS]
     found = difference(ours, served(theirs))
     print(f"{name}:", found)
     assert bound.holds(found), str(found)

@@ -1,7 +1,7 @@
 """Attention of vLLM over quantised KV caches: decoding through `append_and_decode`, prompts through FlashAttention.
 
 The backend is registered as vLLM's CUSTOM one and asked first for the cache dtypes of `kv_formats`; for what it does
-not take, vLLM goes on to its own. A layer's step has up to three parts:
+not take, vLLM goes on to its own. A layer's step puts its new tokens into the cache, and has up to three parts:
 
     decoding            requests with one new token, or all with as many (speculative): append and attention in one call
     first chunks        FlashAttention on the new K and V as they are, which are appended as well
@@ -236,17 +236,20 @@ class CuteKernelsAttentionImpl(AttentionImpl):
         if attn_metadata is None:  # a profiling run
             return output.fill_(0)
         call = _LayerCall(self, layer, kv_cache, attn_metadata)
-        first = attn_metadata.num_decode_tokens
-        if first and not self.invariant:
+        first, pieces = attn_metadata.num_decode_tokens, attn_metadata.pieces
+        if first and self.invariant:
+            first, pieces = 0, (attn_metadata.decoding, *pieces)
+        # Prompts that share a prefix share its pages from the step on that computes them: nothing is read before
+        # all new tokens of the step are in the cache.
+        if pieces and self.kv_sharing_target_layer_name is None:
+            new = slice(first, max(piece.tokens.stop for piece in pieces))
+            call.append(key[new], value[new], new)
+        if first:
             call.decode(query[:first], key, value, output[:first])
-        pieces = attn_metadata.pieces
-        for piece in (attn_metadata.decoding, *pieces) if first and self.invariant else pieces:
+        for piece in pieces:
             tokens = piece.tokens
-            new = (key[tokens], value[tokens])
-            if self.kv_sharing_target_layer_name is None:
-                call.append(*new, tokens)
             if piece.way is Way.FLASH:
-                call.first_chunks(piece, query[tokens], *new, output[tokens])
+                call.first_chunks(piece, query[tokens], key[tokens], value[tokens], output[tokens])
             else:
                 call.continued[piece.way](piece, query[tokens], output[tokens])
         return output

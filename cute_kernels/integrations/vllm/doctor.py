@@ -10,6 +10,7 @@ REPLACED = {
     "attention": "attention over 8-bit KV caches",
     "moe": "experts with 4- and 8-bit weights",
     "mla": "decoding of MLA",
+    "fusion": "gates, sums and norms around quantised linear layers",
 }
 """What each seam of `environment.SEAMS` replaces."""
 

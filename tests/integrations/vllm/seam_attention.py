@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from tests.integrations.vllm.checks import check
-from tests.integrations.vllm.steps import Layer, builder, flash_attention, serve_steps, step
+from tests.integrations.vllm.steps import Layer, builder, flash_attention, serve_shared, serve_steps, step
 
 
 @check
@@ -278,6 +278,21 @@ def steps_of_mixed_requests_give_attention_over_everything() -> None:
         given, expected = serve_steps(layer)
         error = float((given.double() - expected).abs().max())
         assert error < bound, (str(layer), error)
+    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+
+
+@check
+def a_page_is_shared_in_the_step_that_fills_it() -> None:
+    """Whatever stands where: a decoding request, a prompt that goes on, and behind them the one they begin like."""
+    from vllm.v1.attention.backends import fa_utils
+
+    fa_utils.flash_attn_varlen_func = flash_attention
+    fa_utils.get_flash_attn_version = lambda **_: 3
+    different: tuple[dict[str, Any], ...] = ({}, {"num_sms": 1}, {"extend": False}, {"invariant": True})
+    for caches in different:
+        given, expected = serve_shared(Layer("auto", "fp16", heads=4, kv_heads=2, dim=64, caches=caches))
+        error = float((given.double() - expected).abs().max())
+        assert error < 2e-3, (caches, error)
     os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
 
 
