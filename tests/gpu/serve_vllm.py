@@ -87,6 +87,40 @@ def attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     }
 
 
+GROUP = 128  # inputs of a layer that share a scale
+W4 = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP},
+            }
+        },
+    }
+}
+"""Changes to CONFIG that make 4-bit weights of it."""
+
+
+def quantised(name: str, weight: Any) -> dict[str, Any]:
+    """The tensors of a layer that compressed-tensors packs: 4 bits a weight, a scale for each group."""
+    import torch
+
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    scales = groups.abs().amax(-1, keepdim=True) / 7
+    codes = (groups / scales).round().clamp(-8, 7).long().flatten(1) + 8
+    words = (codes.unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+    shape = torch.tensor(weight.shape)
+    return {
+        f"{name}.weight_packed": words,
+        f"{name}.weight_scale": scales.squeeze(-1).half(),
+        f"{name}.weight_shape": shape,
+    }
+
+
 def write_model(folder: Path, config: dict[str, Any]) -> None:
     """Random fp16 weights. Layers do not amplify what rounding does, so that runs can be compared."""
     import torch
@@ -114,6 +148,9 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
             tensors[f"{layer}.{name}.weight"] = torch.ones(hidden).half()
         if "kv_lora_rank" in config:
             tensors[f"{layer}.self_attn.kv_a_layernorm.weight"] = torch.ones(config["kv_lora_rank"]).half()
+    if "quantization_config" in config:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            tensors |= quantised(name.removesuffix(".weight"), tensors.pop(name))
     save_file(tensors, folder / "model.safetensors")
 
 
@@ -281,8 +318,9 @@ def resident_bytes() -> int:
 
 def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
     """What a scenario gave, the attention that served it, and what the plugin replaced."""
-    from cute_kernels.integrations.vllm import plugin
+    from cute_kernels.integrations.vllm import fusion, plugin
 
+    fusion._said.clear()
     llm = start(scenario, folder / "model")
     try:
         found = globals()[scenario.what](llm, scenario, folder)
@@ -292,7 +330,7 @@ def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
         del llm, layers
         clean_up()
     replaced = [[one.seam, one.reason] for one in plugin.outcomes()]
-    return {**found, "attention": backends, "replaced": replaced}
+    return {**found, "attention": backends, "replaced": replaced, "fused": sorted(fusion._said)}
 
 
 def clean_up() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from bench.e2e_vllm import Case, environment_of
 from cute_kernels.integrations.vllm.environment import SEAMS
-from tests.gpu.serve_vllm import LATENT, WIDE, Scenario
+from tests.gpu.serve_vllm import LATENT, W4, WIDE, Scenario
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("vllm")
@@ -33,6 +33,7 @@ MANY = {
 }
 WIDE_MODEL, WIDE_ENGINE = {"max_position_embeddings": WIDE}, {"max_model_len": WIDE}
 LATENT_ENGINE = {"block_size": 64}
+COMPILED = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}}
 WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 100}
 
 SCENARIOS: dict[str, dict[str, Scenario]] = {
@@ -55,6 +56,8 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "wide": Scenario("auto", "fp16", 8192, WIDE + 4096, WIDE_MODEL, WIDE_ENGINE, "generate_wide"),
         "latent-theirs": Scenario(model=LATENT, engine={**LATENT_ENGINE, "attention_backend": "FLASH_ATTN_MLA"}),
         "latent": Scenario(model=LATENT, engine={**LATENT_ENGINE, "attention_backend": "FLASHMLA"}),
+        "w4": Scenario("fp8", model=W4),
+        "w4-fused": Scenario("fp8", model=W4, engine=COMPILED),
         "pair": Scenario(kv_format="fp16", what="beside_another"),
         "long": Scenario(kv_format="int4_g4", what="serve_long", tokens=16384),
     },
@@ -71,9 +74,11 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "theirs-cut": Scenario(chunk=384),
         "fp16": Scenario(kv_format="fp16", engine={"tensor_parallel_size": 2}),
     },
+    "off": {"latent": Scenario(model=LATENT, engine={**LATENT_ENGINE, "attention_backend": "FLASHMLA"})},
 }
 ENVIRONMENTS = {
-    "": {},
+    "": {"VLLM_DISABLE_COMPILE_CACHE": "1"},  # what is fused is said where graphs are made
+    "off": {"CUTE_KERNELS_VLLM": "0"},
     "invariant": {"VLLM_BATCH_INVARIANT": "1", "CUTE_KERNELS_VLLM_INVARIANT": "1"},
     "two": {},
 }
@@ -220,8 +225,18 @@ def test_latent_attention_gives_what_flash_attention_gives(served: Served):
     """Both keep latents in 16 bits; where prompts are cut, and so what is rounded before it is added, differs."""
     ours, theirs = served("latent"), served("latent-theirs")
     assert (ours["attention"], theirs["attention"]) == (["CuteKernelsMlaImpl"], ["FlashAttnMLAImpl"])
+    print("FlashMLA beside FlashAttention, without the plugin:", difference(served("latent", "off"), theirs))
     found = difference(ours, theirs)
     print("latent:", found)
+    assert Bound(0.004, 0.01, 0.025).holds(found), str(found)
+
+
+def test_fused_graphs_give_what_single_operations_give(served: Served):
+    fused, plain = served("w4-fused"), served("w4")
+    print(fused["fused"])
+    assert plain["fused"] == [] and any("1 gates and 2 residual sums" in line for line in fused["fused"])
+    found = difference(fused, plain)
+    print("fused:", found)
     assert Bound(0.004, 0.01, 0.025).holds(found), str(found)
 
 

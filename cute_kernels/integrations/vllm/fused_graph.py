@@ -145,7 +145,13 @@ def _run(nodes: list[fx.Node], known: dict[fx.Node, Any], rows: Any) -> torch.Te
 def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
     """Whether the residual went into a product, and whether the norm is this package's."""
     x, residual, weight, eps, *rest = node.args
-    if any(rest) or node.kwargs or not _fits(x, residual, weight) or not all(map(_is_item, node.users)):
+    if (
+        any(rest)
+        or node.kwargs
+        or not isinstance(eps, float)
+        or not _fits(x, residual, weight)
+        or not all(map(_is_item, node.users))
+    ):
         return False, False
     assert isinstance(x, fx.Node) and isinstance(residual, fx.Node) and isinstance(weight, fx.Node)
     value, graph = x.meta["val"], node.graph
@@ -166,7 +172,7 @@ def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
             normed.meta = {"val": value}
         else:
             kept = None if absorbs else residual
-            both = graph.call_function(NORM, (total, weight, None, kept, "rms", float(eps), 0.0))
+            both = graph.call_function(NORM, (total, weight, None, kept, "rms", eps, 0.0))
             other = value.new_empty(0) if absorbs else value
             both.meta = {"val": (value, other)}
             normed = _item(both, 0, value)

@@ -5,7 +5,7 @@ results again behind the product; the pass over the graph takes that away togeth
 """
 
 # vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
