@@ -20,10 +20,12 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 VOCABULARY = 2048
 NEW_TOKENS = 24
@@ -176,6 +178,7 @@ class Scenario:
         chunk: tokens of a step, at most.
         tokens: that the cache has room for.
         model: changes to CONFIG. engine: more arguments of the engine.
+        leaves_mla: whether MLA is left to FlashMLA's kernels, though the seam is replaced.
         what: of this module's functions of an engine and a scenario, the one that is called.
     """
 
@@ -186,6 +189,7 @@ class Scenario:
     model: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     what: str = "generate_twice"
+    leaves_mla: bool = False
 
 
 BLOCK = 16
@@ -318,10 +322,12 @@ def resident_bytes() -> int:
 
 def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
     """What a scenario gave, the attention that served it, and what the plugin replaced."""
-    from cute_kernels.integrations.vllm import fusion, plugin
+    from cute_kernels.integrations.vllm import fusion, mla, plugin
 
     fusion._said.clear()
-    llm = start(scenario, folder / "model")
+    reason = {"reason_against": lambda *_: "left in this engine"} if scenario.leaves_mla else {}
+    with mock.patch.multiple(mla, **reason) if reason else nullcontext():
+        llm = start(scenario, folder / "model")
     try:
         found = globals()[scenario.what](llm, scenario, folder)
     finally:
