@@ -325,8 +325,8 @@ def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
     from cute_kernels.integrations.vllm import fusion, mla, plugin
 
     fusion._said.clear()
-    reason = {"reason_against": lambda *_: "left in this engine"} if scenario.leaves_mla else {}
-    with mock.patch.multiple(mla, **reason) if reason else nullcontext():
+    left = mock.patch.object(mla, "reason_against", lambda *_: "left in this engine")
+    with left if scenario.leaves_mla else nullcontext():
         llm = start(scenario, folder / "model")
     try:
         found = globals()[scenario.what](llm, scenario, folder)
