@@ -23,6 +23,7 @@ from typing import Any
 from bench.environment import ROOT, environment
 from bench.record import Recorder
 from bench.report import in_markdown
+from bench.step_kernels import by_part, profile_step
 from bench.turns import Turn, in_turns
 
 NEW_TOKENS = 64
@@ -250,6 +251,7 @@ def text(data: dict[str, Any]) -> str:
 
 MARK = "<!-- bench:e2e -->"
 MARK_H100 = "<!-- bench:e2e-h100 -->"
+MARK_STEP = "<!-- bench:e2e-step -->"
 MODEL_NAMES = {
     "llama3-8b": "Llama-3-8B",
     "llama2-70b-shard8": "Llama-2-70B, one of 8 GPUs",
@@ -285,6 +287,23 @@ def markdown(record: dict[str, Any]) -> str:
         "fit: tokens that the cache has room for."
     )
     return in_markdown(record, head, lines, about)
+
+
+def step_markdown(record: dict[str, Any]) -> str:
+    """Where the time of the recorded steps goes, by what kernels are for."""
+    rows = [row for row in record["rows"] if row.get("step")]
+    parts = [by_part(row["step"]) for row in rows]
+    named = [name for name in parts[0] if any(part[name] for part in parts)]
+    lines = [[name, *(f"{part[name]:.0f}" for part in parts)] for name in named]
+    lines.append(["all kernels", *(f"{sum(part.values()):.0f}" for part in parts)])
+    head = ["us of a step", *(_column(row) for row in rows)]
+    about = "kernels as torch's profiler sees them, which lets none begin before the one before has ended."
+    return in_markdown(record, head, lines, about)
+
+
+def _column(row: dict[str, Any]) -> str:
+    served = "vLLM" if row["plugin"] == "off" else "plug-in"
+    return f"{served}, {row['kv_format'] or row['kv']}, {row['batch']} req."
 
 
 # -- in the engine's process ------------------------------------------------------------------------------------------
@@ -335,8 +354,6 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
     """
     import torch
     import vllm
-
-    from bench.step_kernels import profile_step
 
     beside = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": cache_bytes(case)}
     memory: dict[str, Any] = beside if case.beside else {"gpu_memory_utilization": 0.9}

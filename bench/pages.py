@@ -244,9 +244,9 @@ def engines() -> str:
     head = ["served by", "requests", "before", OURS, "times"]
     about = (
         "ms a token of Llama-3-8B over 8192 tokens, random weights, CUDA graphs. Before: in vLLM its fastest cache, "
-        "FP8, with W4, on another H200 within the hour; in transformers 16-bit SDPA. The plug-in was measured as it "
-        "was first; today's, with and without in one run on an H100: "
-        "[serve with vLLM](docs/tasks/vllm.md#what-it-brings). INT4 caches cost accuracy: [how much](docs/accuracy.md)."
+        "FP8, with W4, in the same run on the same H200: "
+        "[serve with vLLM](docs/tasks/vllm.md#what-it-brings); in transformers 16-bit SDPA. "
+        "INT4 caches cost accuracy: [how much](docs/accuracy.md)."
     )
     return f"{table(head, lines)}\n{about} {origin(generated)}.\n"
 

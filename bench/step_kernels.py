@@ -5,12 +5,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 STEPS = 4
 NAME = 140  # characters of a kernel's name that are kept
+PARTS = (
+    ("attention", r"FlashAttnFwd|attentionkernel"),
+    ("sums and norms", r"triton_red_.*rms_norm|cute_kernelsnorm"),
+    ("gate", r"silu"),
+    ("RoPE", r"triton_poi_fused_\d+$"),
+    ("experts", r"fused_moe|moe"),
+    ("products", r"machete|marlin|cute_kernelslinear"),
+    ("LM head and router", r"nvjet|gemm"),
+    ("append", r"reshape_and_cache|kv_cachekernel"),
+)
+"""What kernels are for, by their names, the first that fits; all others choose tokens and keep the books."""
+OTHER = "sampling, bookkeeping"
 
 
 @dataclass(frozen=True)
@@ -71,3 +84,12 @@ def summary(launches: Iterable[Launch], steps: int) -> dict[str, Any]:
         for name, (count, time) in sorted(totals.items(), key=lambda entry: -entry[1][1])
     ]
     return {"span_us": (until - ordered[0].start) / steps, "busy_us": busy / steps, "kernels": kernels}
+
+
+def by_part(step: dict[str, Any]) -> dict[str, float]:
+    """Microseconds of a step's kernels, by what they are for, of all PARTS and OTHER."""
+    found = dict.fromkeys([*(name for name, _ in PARTS), OTHER], 0.0)
+    for kernel in step["kernels"]:
+        part = next((name for name, pattern in PARTS if re.search(pattern, kernel["name"])), OTHER)
+        found[part] += kernel["us"]
+    return found

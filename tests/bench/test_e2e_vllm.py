@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -196,9 +197,32 @@ def test_the_table_compares_with_the_best_of_vllm(tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "mark"), [("e2e_vllm", e2e_vllm.MARK), ("e2e_vllm_h100", e2e_vllm.MARK_H100)], ids=["H200", "H100"]
+    ("name", "mark", "make"),
+    [
+        ("e2e_vllm", e2e_vllm.MARK, e2e_vllm.markdown),
+        ("e2e_vllm_h100", e2e_vllm.MARK_H100, e2e_vllm.markdown),
+        ("e2e_vllm", e2e_vllm.MARK_STEP, e2e_vllm.step_markdown),
+    ],
+    ids=["H200", "H100", "step"],
 )
-def test_the_page_has_the_records_table(name: str, mark: str):
+def test_the_page_has_the_records_table(name: str, mark: str, make: Callable[[Any], str]):
     page = (ROOT / "docs/tasks/vllm.md").read_text()
     record = json.loads((ROOT / f"bench/results/{name}.json").read_text())
-    assert report.filled(page, mark, e2e_vllm.markdown(record)) == page
+    assert report.filled(page, mark, make(record)) == page
+
+
+def test_kernels_are_told_apart_by_what_they_are_for():
+    names = {
+        "kernel_cutlass_kernel_cute_kernelsattentionkernelDecodeKernel_object": "attention",
+        "void cutlass::device_kernel<flash::FlashAttnFwdCombine<cute::tuple<": "attention",
+        "triton_red_fused_fused_add_rms_norm_machete_mm_2": "sums and norms",
+        "triton_poi_fused_machete_mm_mul_silu_slice_1": "gate",
+        "triton_poi_fused_3": "RoPE",
+        "kernel_cutlass_kernel_cute_kernelslinearwgmmakernelWgmmaKernel": "products",
+        "nvjet_sm90_tst_512x32_64x3_2x1_v_bz_TNT": "LM head and router",
+        "void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16": "append",
+        "_gumbel_sample_kernel": step_kernels.OTHER,
+    }
+    for name, part in names.items():
+        found = step_kernels.by_part({"kernels": [{"name": name, "count": 1.0, "us": 2.0}]})
+        assert found.pop(part) == 2.0 and not any(found.values()), name
