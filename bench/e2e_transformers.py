@@ -1,8 +1,12 @@
 """A model's decode step through transformers' `generate`: its own caches, and `accelerate` with each of ours.
 
 Random weights in Llama-3-8B's shape; every case is a run of `generate` over the same prompts, whose steps are timed
-from one forward pass to the next, host work included. Of a recorded step two parts are timed besides: the graph alone,
-replayed without a host between, and the host's time in ``forward``, which is all that `accelerate` adds to a step.
+from one choice of tokens to the next, host work included. `generate` waits for the device once a step; nothing else is
+waited for. Of a recorded step two parts are timed besides: the graph alone, replayed without a host between, and the
+host's time in ``forward``, which is all that `accelerate` adds to a step.
+
+What a step could take is measured in the same run: the bare loop over the library in a CUDA graph (`bench.steps`), the
+output layer, and transformers' own loop around a model that does nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ import torch
 
 from bench.record import Recorder
 from bench.report import aligned, in_markdown, number
+from bench.steps import MODELS, Shape, Step, StepCase
+from bench.timing import capture
 
 LLAMA_3_8B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -82,11 +88,11 @@ def measure(model: Any, prompt: torch.Tensor, steps: int, cache: str | None = No
 
     moments: list[float] = []
     host_s: list[float] = []
+    never = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
 
     def stop(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        torch.cuda.synchronize()
         moments.append(time.perf_counter())
-        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        return never
 
     torch.cuda.reset_peak_memory_stats()
     forward = model.__dict__.get("forward")
@@ -130,19 +136,51 @@ def _timed(forward: Callable[..., Any], host_s: list[float]) -> Callable[..., An
     return timed
 
 
+def measure_parts(model: Any, prompt: torch.Tensor, steps: int, kv_format: Any) -> dict[str, float]:
+    """Milliseconds of what a step of W4 layers cannot do without; the model is its own, not accelerated."""
+    batch, context = prompt.shape
+    bare = Step(MODELS["llama3-8b"], StepCase("w4", kv_format), Shape(batch, context), layers=len(model.model.layers))
+    hidden = torch.randn(batch, 1, model.config.hidden_size, device=prompt.device, dtype=model.dtype)
+    found = {"bare_ms": _replays_ms(capture(bare)), "lm_head_ms": _replays_ms(capture(lambda: model.lm_head(hidden)))}
+    return found | {"loop_ms": loop_ms(model, prompt, steps)}
+
+
+def loop_ms(model: Any, prompt: torch.Tensor, steps: int) -> float:
+    """A step of `generate` around a model that does nothing: its ``forward`` returns the same logits each time."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    shape = (len(prompt), 1, model.config.vocab_size)
+    logits = torch.randn(shape, device=prompt.device, dtype=model.dtype)
+
+    @functools.wraps(model.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return CausalLMOutputWithPast(logits=logits, past_key_values=kwargs.get("past_key_values"))  # type: ignore[arg-type]
+
+    model.forward = forward
+    try:
+        return measure(model, prompt, steps)["step_ms"]
+    finally:
+        del model.forward
+
+
+def _replays_ms(replay: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replay()
+    begin.record()
+    for _ in range(REPLAYS):
+        replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / REPLAYS
+
+
 def _graph_ms(cache: Any) -> float | None:
     """Time of a recorded step alone; None if there is none. The cache's tokens are not to be used any more."""
     columns: Any = getattr(cache, "columns", None)
     steps = [step for step in getattr(columns, "graphs", {}).values() if not isinstance(step, str)]
-    if not steps or columns.capacity - columns.count <= REPLAYS:
+    if not steps or columns.capacity - columns.count <= REPLAYS + 1:
         return None
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(REPLAYS):
-        steps[0].recorded.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / REPLAYS
+    return _replays_ms(steps[0].recorded.replay)
 
 
 def run(
@@ -161,6 +199,8 @@ def run(
     model = make_model(layers)
     prompt = torch.randint(1, LLAMA_3_8B["vocab_size"], (batch, context), device="cuda")
     rows: list[dict[str, Any]] = []
+    recorder.set("parts", parts := measure_parts(model, prompt, steps, "int4_g4"))
+    say(", ".join(f"{name} {value:.3f}" for name, value in parts.items()))
     for case in cases:
         if case.kv_format is None:
             ck.restore(model)
@@ -173,8 +213,11 @@ def run(
         row = {**asdict(case), **shape, **measure(model, prompt, steps, case.cache)}
         replay = getattr(model.__dict__.get("forward"), "replays", 0)
         row["replays"], row["reason"] = replay, getattr(model.__dict__.get("forward"), "reason", None)
+        row["ahead"] = getattr(model.__dict__.get("forward"), "ahead", 0)
         rows.append(row)
-        say(f"{case.name}: {row['step_ms']:.2f} ms a step, {row['memory_gb']:.1f} GB, {replay} replays{_parts(row)}")
+        say(
+            f"{case.name}: {row['step_ms']:.2f} ms a step, {row['memory_gb']:.1f} GB, {replay} replays, {row['ahead']} ahead{_parts(row)}"
+        )
         ck.restore(model)
         gc.collect()
         torch.cuda.empty_cache()

@@ -203,7 +203,10 @@ class _State:
                 kwargs["past_key_values"] = self.cache_for(*_sizes(model, args, kwargs))
             if self.replay is None:
                 return self.generate(*args, **kwargs)
-            with self.replay.within_generate():
+            cache, columns = kwargs.get("past_key_values"), 0
+            if _is_greedy(model, kwargs):
+                _, columns = _sizes(model, args, kwargs)
+            with self.replay.within_generate(cache, columns):
                 return self.generate(*args, **kwargs)
 
         model.generate = generate
@@ -241,6 +244,13 @@ class _State:
             cache = DecodeCache(self.kv_format, self.max_seq_len, capacity=columns, **options)
         weakref.finalize(cache, self.spare.append, (cache.layers, cache.book)).atexit = False
         return cache
+
+
+def _is_greedy(model: Any, options: Mapping[str, Any]) -> bool:
+    """Whether a call of `generate` seems to take the likeliest token of each request at every step."""
+    config = options.get("generation_config") or model.generation_config
+    asked = {name: options.get(name, getattr(config, name, None)) for name in ("do_sample", "num_beams")}
+    return not asked["do_sample"] and asked["num_beams"] in (None, 1)
 
 
 def _sizes(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[int, int]:

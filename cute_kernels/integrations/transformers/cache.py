@@ -282,6 +282,7 @@ class _Book:
         assert self.columns is not None
         if columns <= self.columns.capacity:
             return
+        self.columns.call_back()
         wanted = -(-max(columns, 3 * self.columns.capacity // 2) // GRANULE) * GRANULE
         self.columns.capacity = wanted if self.max_seq_len is None else min(wanted, self.max_seq_len)
         self.columns.graphs.clear()
@@ -386,6 +387,7 @@ class DecodeCache(Cache):
     def _select(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.columns is None:
             return
+        self.columns.call_back()  # before rows move
         requests = choose(torch.arange(self.columns.batch, device=self.columns.seq_lens.device))
         for layer in self._layers:
             layer.take(requests)

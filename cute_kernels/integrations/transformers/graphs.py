@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from cute_kernels.integrations.transformers.ahead import Lookahead
 from cute_kernels.integrations.transformers.cache import DecodeCache
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
 from cute_kernels.integrations.transformers.masks import recording
@@ -52,10 +53,11 @@ class CudaGraph:
 
 @dataclass
 class _Step:
-    """One recorded step: where its inputs are, and the graph."""
+    """One recorded step: where its inputs are, the graph, and what its last replay returned."""
 
     inputs: dict[str, torch.Tensor]
     recorded: Recorded
+    outputs: Any = None
 
 
 class StepReplay:
@@ -68,6 +70,7 @@ class StepReplay:
     Attributes:
         reason: why steps are not recorded, once one could not be.
         replays: steps that were replayed.
+        ahead: those of them that had been begun when they were asked for.
     """
 
     def __init__(
@@ -77,22 +80,31 @@ class StepReplay:
         self.record = record
         self.reason: str | None = None
         self.replays = 0
+        self.ahead = 0
         self._names = tuple(inspect.signature(forward).parameters)
         self._is_within = False
+        self._lookahead: Lookahead | None = None
         self._state: Any = None
         self._epoch = object()
         functools.update_wrapper(self, forward)
 
     @contextmanager
-    def within_generate(self) -> Any:
+    def within_generate(self, cache: Any = None, columns: int = 0) -> Any:
         """What every call compares is compared once: the model, and the mask's older columns, which would wait for the
-        device. `generate` changes neither; it appends a column of ones at every step."""
+        device. `generate` changes neither; it appends a column of ones at every step.
+
+        cache: where it keeps the tokens. columns: how many there will be, if each is the likeliest one: steps are
+        begun before they are asked for then. 0: they are not.
+        """
         self._look_at_model()
-        before, self._is_within = self._is_within, True
+        before = self._is_within, self._lookahead
+        self._is_within, self._lookahead = True, Lookahead(columns) if columns else None
         try:
             yield
         finally:
-            self._is_within = before
+            self._is_within, self._lookahead = before
+            if isinstance(cache, DecodeCache) and cache.columns is not None:
+                cache.columns.call_back()
 
     def _look_at_model(self) -> None:
         """Recordings are of a model as it stands: another weight, layer or hook makes another state."""
@@ -156,6 +168,7 @@ class StepReplay:
 
     def _record(self, columns: Columns, tensors: dict[str, torch.Tensor], others: dict[str, Any]) -> _Step | str:
         """The recorded step, or "as usual" if it cannot be recorded."""
+        columns.call_back()
         inputs = {name: value.clone() for name, value in tensors.items()}
 
         def step() -> Any:
@@ -183,13 +196,23 @@ class StepReplay:
 
     def _replay(self, step: _Step, cache: DecodeCache, tensors: dict[str, torch.Tensor]) -> Any:
         assert cache.columns is not None
-        for name, value in tensors.items():
-            step.inputs[name].copy_(value)
-        cache.columns.before.fill_(cache.columns.count)
-        outputs = step.recorded.replay()
+        columns, lookahead, outputs = cache.columns, self._lookahead, None
+        if lookahead is not None:
+            outputs = lookahead.take(step, columns, tensors, functools.partial(_own, cache))
+        was_begun = outputs is not None
+        if not was_begun:
+            columns.call_back()
+            for name, value in tensors.items():
+                step.inputs[name].copy_(value)
+            columns.before.fill_(columns.count)
+            step.outputs = step.recorded.replay()
+            outputs = _own(cache, step.outputs)
         cache.advance()
         self.replays += 1
-        return _own(outputs, cache)
+        self.ahead += was_begun
+        if lookahead is not None:
+            lookahead.begin(step, columns, in_order=was_begun)
+        return outputs
 
 
 def state_of(model: nn.Module) -> Any:
@@ -232,11 +255,11 @@ def _run_aside(function: Callable[[], Any], device: torch.device) -> None:
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def _own(outputs: Any, cache: DecodeCache) -> Any:
+def _own(cache: DecodeCache, outputs: Any, copied: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Any:
     """Outputs that no replay overwrites, with the caller's cache in them."""
 
     def own(value: Any) -> Any:
-        return value.clone() if isinstance(value, torch.Tensor) else cache if value is _CACHE else value
+        return copied(value) if isinstance(value, torch.Tensor) else cache if value is _CACHE else value
 
     return _mapped(outputs, own)
 
