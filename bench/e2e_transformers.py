@@ -215,9 +215,8 @@ def run(
         row["replays"], row["reason"] = replay, getattr(model.__dict__.get("forward"), "reason", None)
         row["ahead"] = getattr(model.__dict__.get("forward"), "ahead", 0)
         rows.append(row)
-        say(
-            f"{case.name}: {row['step_ms']:.2f} ms a step, {row['memory_gb']:.1f} GB, {replay} replays, {row['ahead']} ahead{_parts(row)}"
-        )
+        steps_said = f"{replay} replays, {row['ahead']} ahead"
+        say(f"{case.name}: {row['step_ms']:.2f} ms a step, {row['memory_gb']:.1f} GB, {steps_said}{_parts(row)}")
         ck.restore(model)
         gc.collect()
         torch.cuda.empty_cache()
