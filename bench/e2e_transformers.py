@@ -136,6 +136,7 @@ def _timed(forward: Callable[..., Any], host_s: list[float]) -> Callable[..., An
     return timed
 
 
+@torch.no_grad()
 def measure_parts(model: Any, prompt: torch.Tensor, steps: int, kv_format: Any) -> dict[str, float]:
     """Milliseconds of what a step of W4 layers cannot do without; the model is its own, not accelerated."""
     batch, context = prompt.shape
