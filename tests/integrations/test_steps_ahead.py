@@ -1,5 +1,5 @@
-"""Steps that are begun before they are asked for: the same tokens, logits and caches as without, whatever the caller does
-between two steps."""
+"""Steps that are begun before they are asked for: the same tokens, logits and caches as without, whatever the caller
+does between two steps."""
 
 from __future__ import annotations
 

@@ -74,6 +74,7 @@ class DecodeCacheLayer(CacheLayerMixin):
         self.index = index
         self.count = 0
 
+    @torch.inference_mode(False)  # what a call in inference mode makes, another one may write
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates the rows. key_states, value_states: [batch, num_kv_heads, tokens, head_dim]; V may have another
         head_dim."""
@@ -152,6 +153,7 @@ class DecodeCacheLayer(CacheLayerMixin):
             if rows.shape[1] < self.columns.capacity:
                 setattr(self, name, _widened(rows, self.columns.capacity))
 
+    @torch.inference_mode(False)
     def take(self, requests: torch.Tensor) -> None:
         """Request b becomes what request requests[b] was; within the allocation if the batch stays as large."""
         if not self.is_initialized:
@@ -202,6 +204,7 @@ class LatentCacheLayer(DecodeCacheLayer):
     handle_type = CachedLatents
     stored = ("keys",)
 
+    @torch.inference_mode(False)  # what a call in inference mode makes, another one may write
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates the rows. key_states, value_states: [batch, 1, tokens, 512] latents, [batch, 1, tokens, 64]."""
         form = format_of_latents(self.formats[0])
@@ -416,6 +419,7 @@ def _next_layer(book: _Book, layers: list[Any]) -> DecodeCacheLayer:
     return kind(book, len(layers))
 
 
+@torch.inference_mode(False)
 def _widened(rows: torch.Tensor, capacity: int) -> torch.Tensor:
     wider = rows.new_zeros((rows.shape[0], capacity, *rows.shape[2:]))
     wider[:, : rows.shape[1]] = rows

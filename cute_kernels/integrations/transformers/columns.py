@@ -45,6 +45,7 @@ class Columns:
         begun: a step under way that nobody has asked for, whose tokens ``seq_lens`` counts already; None for none.
     """
 
+    @torch.inference_mode(False)  # what a call in inference mode makes, another one may write
     def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
         self.count = 0
         self.new = 0
@@ -237,7 +238,8 @@ class Columns:
     def select(self, requests: torch.Tensor) -> None:
         """Request b becomes what request requests[b] was; in place if the batch stays as large."""
         self.call_back()
-        chosen = self.seq_lens.index_select(0, requests)
+        with torch.inference_mode(False):
+            chosen = self.seq_lens.index_select(0, requests)
         if self._tokens is not None:
             self._tokens = self._tokens.index_select(0, requests)
         if chosen.shape == self.seq_lens.shape:

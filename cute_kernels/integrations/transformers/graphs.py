@@ -169,7 +169,8 @@ class StepReplay:
     def _record(self, columns: Columns, tensors: dict[str, torch.Tensor], others: dict[str, Any]) -> _Step | str:
         """The recorded step, or "as usual" if it cannot be recorded."""
         columns.call_back()
-        inputs = {name: value.clone() for name, value in tensors.items()}
+        with torch.inference_mode(False):
+            inputs = {name: value.clone() for name, value in tensors.items()}
 
         def step() -> Any:
             with recording(columns):
