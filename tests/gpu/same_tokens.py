@@ -37,7 +37,7 @@ NAMES = [
 ]
 FORMATS = ("bf16", "e4m3_token_head", "int8_token_head", "int4_g4")
 FORMATS_OF_LATENTS = ("mla_bf16", "mla_fp8")
-FORCED_STEPS = 24
+FEW_STEPS = 24
 
 
 def build(name: str, device: str = "cuda") -> Any:
@@ -87,27 +87,37 @@ def compare(name: str, steps: int = STEPS, device: str = "cuda") -> dict[str, An
     row |= {"median": sorted(errors)[len(errors) // 2], "replays": replay.replays, "ahead": replay.ahead}
     row["reason"] = replay.reason
     ck.restore(model)
-    return row | {"logits": logits_errors(model, name, attention, want.sequences)}
+    return row | forced(model, name, attention, want.sequences)
 
 
 @torch.no_grad()
-def logits_errors(model: Any, name: str, attention: str, tokens: torch.Tensor) -> dict[str, float]:
-    """Relative error of the logits of steps over a cache of each format; every step is given the same tokens."""
-    found, want = {}, None
-    for kv_format in (None, *(FORMATS_OF_LATENTS if name in LATENTS else FORMATS)):
-        model.set_attn_implementation(attention if kv_format is None else ck.ATTENTION_NAME)
-        if kv_format is not None:
-            ck.accelerate(model, kv_format=kv_format, cuda_graphs=False)
-        logits = _forced(model, None if kv_format is None else ck.DecodeCache(kv_format), tokens)
+def forced(model: Any, name: str, attention: str, tokens: torch.Tensor) -> dict[str, Any]:
+    """What the model says of every step when it is given the tokens that SDPA chose, however it would have gone on.
+
+    differ, widest: choices that are others with the 16-bit cache, and how far apart the two tokens are at most, in
+    standard deviations. logits: relative error of the first steps' logits with each format.
+    """
+    model.set_attn_implementation(attention)
+    want = _logits(model, None, tokens)
+    formats, errors, choices = FORMATS_OF_LATENTS if name in LATENTS else FORMATS, {}, {}
+    for kv_format in formats:
+        is_exact = kv_format == formats[0]
+        ck.accelerate(model, kv_format=kv_format, cuda_graphs=is_exact)
+        got = _logits(
+            model, ck.DecodeCache(kv_format), tokens if is_exact else tokens[:, : PROMPT.shape[1] + FEW_STEPS]
+        )
         ck.restore(model)
-        if want is None:
-            want = logits
-        else:
-            found[str(kv_format)] = float((logits - want).norm() / want.norm())
-    return found
+        few = want[:FEW_STEPS]
+        errors[kv_format] = float((got[:FEW_STEPS] - few).norm() / few.norm())
+        if is_exact:
+            mine, its = got.argmax(-1, keepdim=True), want.argmax(-1, keepdim=True)
+            margins = ((want.gather(-1, its) - want.gather(-1, mine)) / want.std(-1, keepdim=True))[mine != its]
+            choices = {"steps": mine.numel(), "differ": margins.numel(), "widest": max(margins.tolist(), default=0.0)}
+    return {"choices": choices, "logits": errors}
 
 
-def _forced(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
+def _logits(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """fp64 [steps, requests, vocabulary] of the steps behind the prompt."""
     columns, out = PROMPT.shape[1], []
     mask = torch.nn.functional.pad(PADDED, (0, tokens.shape[1] - columns), value=1).to(tokens.device)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -115,10 +125,7 @@ def _forced(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
         from transformers import DynamicCache
 
         cache = DynamicCache(config=model.config)
-    for begin, end in (
-        (0, columns),
-        *((n, n + 1) for n in range(columns, min(tokens.shape[1], columns + FORCED_STEPS))),
-    ):
+    for begin, end in ((0, columns), *((n, n + 1) for n in range(columns, tokens.shape[1]))):
         given = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end], "past_key_values": cache}
         out.append(model(tokens[:, begin:end], **given).logits[:, -1].double())
     return torch.stack(out[1:])
@@ -126,9 +133,9 @@ def _forced(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 def text(row: dict[str, Any]) -> str:
     """A row in a line."""
-    ends = f"same tokens {row['same']}" + (
-        f", ties of {[round(x, 3) for x in row['margins']]}" if row["margins"] else ""
-    )
+    choices = row["choices"]
+    others = f"; of {choices['steps']} choices {choices['differ']} others, at most {choices['widest']:.3f} apart"
+    ends = f"same tokens {row['same']}, ties of {[round(x, 3) for x in row['margins']]}{others}"
     errors = ", ".join(f"{name} {error:.3f}" for name, error in row["logits"].items())
     return (
         f"{row['name']}: {ends}; logits {row['worst']:.4f} at most; {errors}; {row['ahead']} of {row['replays']} ahead"
