@@ -158,9 +158,6 @@ class Lookahead:
 
 
 def _can_begin(step: Any) -> bool:
-    """Whether the next step's inputs follow from this one's outputs."""
-    outputs, inputs = step.outputs, step.inputs
-    if not isinstance(outputs, Mapping) or not set(inputs) <= {"input_ids", *_COUNTED}:
-        return False
-    logits = outputs.get("logits")
-    return isinstance(logits, torch.Tensor) and logits.dim() == 3 and len(logits) == len(inputs["input_ids"])
+    """Whether the next token follows from a step's outputs. Inputs that are not counted are taken to stay the same."""
+    logits = step.outputs.get("logits") if isinstance(step.outputs, Mapping) else None
+    return isinstance(logits, torch.Tensor) and logits.dim() == 3 and len(logits) == len(step.inputs["input_ids"])
