@@ -524,6 +524,7 @@ def _table(options: argparse.Namespace) -> int:
         model_accuracy_report,
         moe,
         report,
+        same_tokens,
     )
 
     of_kind = {
@@ -533,6 +534,7 @@ def _table(options: argparse.Namespace) -> int:
         "accuracy": (accuracy_report.markdown, accuracy_report.MARK),
         "model_accuracy": (model_accuracy_report.markdown, model_accuracy_report.MARK),
         "e2e": (e2e_vllm.markdown, e2e_vllm.MARK),
+        "same_tokens": (same_tokens.markdown, same_tokens.MARK),
     }
     record = options.result
     if record.get("engine") == "transformers":
