@@ -61,12 +61,14 @@ class Begun:
 
     Attributes:
         replay: the recorded step.
+        inputs: what it was begun with, where it reads them. given: the same, in one tensor.
         outputs: where its outputs will be; the next replay overwrites them.
         ready, done: moments of the lane: its inputs are there, its outputs are.
     """
 
     replay: Any
     inputs: Mapping[str, torch.Tensor]
+    given: torch.Tensor
     outputs: Any
     lane: Lane
     ready: Any
@@ -94,9 +96,8 @@ class Lookahead:
         self.taken = 0
         self.missed = 0
         self._lane: Lane | None = None
-        self._last: torch.Tensor | None = (
-            None  # int64 [batch, 1]: what a request is given at every step; -1: its choice
-        )
+        # int64 [batch, 1]: what a request is given at every step; -1: what it chooses.
+        self._last: torch.Tensor | None = None
 
     def take(self, step: Any, columns: Columns, given: Mapping[str, torch.Tensor], own: Callable[..., Any]) -> Any:
         """The outputs of a step that was begun with these inputs, which no replay overwrites; None if there is none.
@@ -107,7 +108,7 @@ class Lookahead:
         if not isinstance(begun, Begun) or begun.replay is not step.recorded:
             return None
         begun.lane.wait(begun.ready)
-        if not all(torch.equal(value, begun.inputs[name]) for name, value in given.items()):
+        if not torch.equal(_in_one(given), begun.given):  # waits for the device, once
             self._miss(given["input_ids"], begun.inputs["input_ids"])
             return None
         columns.begun = None
@@ -152,9 +153,15 @@ class Lookahead:
                 if name in inputs:
                     inputs[name].add_(1)
             columns.before.fill_(columns.count)
+            given = _in_one(inputs)
             ready = self._lane.mark()
             outputs = step.recorded.replay()
-        columns.begun = Begun(step.recorded, inputs, outputs, self._lane, ready, self._lane.mark())
+        columns.begun = Begun(step.recorded, inputs, given, outputs, self._lane, ready, self._lane.mark())
+
+
+def _in_one(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Tensors in one, in the order of their names: to be compared at once."""
+    return torch.cat([inputs[name].reshape(-1) for name in sorted(inputs)])
 
 
 def _can_begin(step: Any) -> bool:
