@@ -3,6 +3,7 @@ does between two steps."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -168,3 +169,26 @@ def test_a_call_in_inference_mode_and_one_without_share_the_memory():
         third = generate(model, LEFT_PADDED).sequences
     assert torch.equal(first, second) and torch.equal(first, third)
     assert replay.reason is None
+
+
+def test_two_threads_may_generate_with_one_model():
+    """Neither call sees the other's state, and none is left behind."""
+    model, replay = accelerated()
+    entered, left = threading.Event(), threading.Event()
+    mine, theirs = ck.DecodeCache("int4_g4", capacity=256), ck.DecodeCache("int4_g4", capacity=256)
+
+    def other() -> None:
+        with replay.within_generate(theirs, 99):
+            entered.set()
+            left.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait()
+    assert replay._call is None
+    with replay.within_generate(mine, 99):
+        left.set()
+        thread.join()
+        assert replay._call is not None
+    assert replay._call is None
+    assert_same(generate(model, LEFT_PADDED), in_order())

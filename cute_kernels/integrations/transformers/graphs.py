@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,17 @@ class _Step:
     outputs: Any = None
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call of `generate`: what it begins ahead, if it does."""
+
+    lookahead: Lookahead | None
+
+
+_THREAD = threading.local()
+"""``calls``: by a `StepReplay`'s id, the call of `generate` that the thread is in. Two threads may share a model."""
+
+
 class StepReplay:
     """``forward`` of a model, whose decode steps are replayed.
 
@@ -82,8 +94,6 @@ class StepReplay:
         self.replays = 0
         self.ahead = 0
         self._names = tuple(inspect.signature(forward).parameters)
-        self._is_within = False
-        self._lookahead: Lookahead | None = None
         self._state: Any = None
         self._epoch = object()
         functools.update_wrapper(self, forward)
@@ -97,14 +107,22 @@ class StepReplay:
         begun before they are asked for then. 0: they are not.
         """
         self._look_at_model()
-        before = self._is_within, self._lookahead
-        self._is_within, self._lookahead = True, Lookahead(columns) if columns else None
+        before = self._call
+        calls = vars(_THREAD).setdefault("calls", {})
+        calls[id(self)] = _Call(Lookahead(columns) if columns else None)
         try:
             yield
         finally:
-            self._is_within, self._lookahead = before
+            calls.pop(id(self))
+            if before is not None:
+                calls[id(self)] = before
             if isinstance(cache, DecodeCache) and cache.columns is not None:
                 cache.columns.call_back()
+
+    @property
+    def _call(self) -> _Call | None:
+        """The call of `generate` that this thread is in."""
+        return vars(_THREAD).get("calls", {}).get(id(self))
 
     def _look_at_model(self) -> None:
         """Recordings are of a model as it stands: another weight, layer or hook makes another state."""
@@ -119,15 +137,15 @@ class StepReplay:
         if not isinstance(cache, DecodeCache) or not self._is_step(cache, given):
             return self.forward(*args, **kwargs)
         assert cache.columns is not None
-        columns = cache.columns
-        if not self._is_within:
+        columns, call = cache.columns, self._call
+        if call is None:
             self._look_at_model()
         if columns.epoch is not self._epoch:
             columns.graphs.clear()
             columns.epoch = self._epoch
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         mask = tensors.pop("attention_mask", None)
-        if mask is not None and not self._is_within:
+        if mask is not None and call is None:
             columns.check_older(mask[:, : columns.count])
             if not bool(mask[:, columns.count :].all()):
                 return self.forward(*args, **kwargs)
@@ -141,7 +159,7 @@ class StepReplay:
             step = columns.graphs[key] = self._record(columns, tensors, others)
         if step == "as usual":
             return self.forward(*args, **kwargs)
-        return self._replay(step, cache, tensors)
+        return self._replay(step, cache, tensors, None if call is None else call.lookahead)
 
     def _is_step(self, cache: DecodeCache, given: Mapping[str, Any]) -> bool:
         """Whether a call is a decode step that can be recorded."""
@@ -195,9 +213,11 @@ class StepReplay:
             return "as usual"
         return _Step(inputs, recorded)
 
-    def _replay(self, step: _Step, cache: DecodeCache, tensors: dict[str, torch.Tensor]) -> Any:
+    def _replay(
+        self, step: _Step, cache: DecodeCache, tensors: dict[str, torch.Tensor], lookahead: Lookahead | None
+    ) -> Any:
         assert cache.columns is not None
-        columns, lookahead, outputs = cache.columns, self._lookahead, None
+        columns, outputs = cache.columns, None
         if lookahead is not None:
             outputs = lookahead.take(step, columns, tensors, functools.partial(_own, cache))
         was_begun = outputs is not None
