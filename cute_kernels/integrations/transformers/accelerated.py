@@ -256,10 +256,14 @@ class _State:
 
 
 def _is_greedy(model: Any, options: Mapping[str, Any]) -> bool:
-    """Whether a call of `generate` seems to take the likeliest token of each request at every step."""
+    """Whether a call of `generate` seems to take the likeliest token of each request, one step after the other."""
     config = options.get("generation_config") or model.generation_config
-    asked = {name: options.get(name, getattr(config, name, None)) for name in ("do_sample", "num_beams")}
-    return not asked["do_sample"] and asked["num_beams"] in (None, 1)
+
+    def asked(name: str) -> Any:
+        return options.get(name, getattr(config, name, None))
+
+    drafts = asked("prompt_lookup_num_tokens") or options.get("assistant_model") is not None
+    return not drafts and not asked("do_sample") and asked("num_beams") in (None, 1)
 
 
 def _sizes(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[int, int]:

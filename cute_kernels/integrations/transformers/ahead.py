@@ -21,8 +21,7 @@ from cute_kernels.integrations.transformers.columns import Columns
 _COUNTED = ("position_ids", "cache_position")
 """Inputs that are one more in the next step."""
 _ALLOWED_MISSES, _STEPS_A_MISS = 1, 8
-"""Choices that were not foreseen, at first and for so many that were, before no step is begun any more: each costs
-one."""
+"""Steps that may be called back, at first and for so many that were not, before none is begun any more."""
 
 
 class Lane:
@@ -64,6 +63,7 @@ class Begun:
         inputs: what it was begun with, where it reads them. given: the same, in one tensor.
         outputs: where its outputs will be; the next replay overwrites them.
         ready, done: moments of the lane: its inputs are there, its outputs are.
+        of: the call that it was begun for.
     """
 
     replay: Any
@@ -73,9 +73,11 @@ class Begun:
     lane: Lane
     ready: Any
     done: Any
+    of: Lookahead
 
     def call_back(self, columns: Columns) -> None:
         """Forgets it. Its row is behind the lengths then, as if it had never been written."""
+        self.of.missed += 1
         self.lane.wait(self.done)
         columns.seq_lens.sub_(1)
 
@@ -88,7 +90,7 @@ class Lookahead:
 
     Attributes:
         taken: steps that had been begun when they were asked for.
-        missed: those that were begun with other inputs than they were asked for with.
+        missed: steps that were called back.
     """
 
     def __init__(self, limit: int) -> None:
@@ -126,7 +128,6 @@ class Lookahead:
 
     def _miss(self, given: torch.Tensor, foreseen: torch.Tensor) -> None:
         """A request that has ended is given the same token from there on, whatever the model says."""
-        self.missed += 1
         last = torch.full_like(given, -1) if self._last is None else self._last
         self._last = torch.where(given == foreseen, last, torch.where(last < 0, given, -1))
 
@@ -156,7 +157,8 @@ class Lookahead:
             given = _in_one(inputs)
             ready = self._lane.mark()
             outputs = step.recorded.replay()
-        columns.begun = Begun(step.recorded, inputs, given, outputs, self._lane, ready, self._lane.mark())
+        done = self._lane.mark()
+        columns.begun = Begun(step.recorded, inputs, given, outputs, self._lane, ready, done, self)
 
 
 def _in_one(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
