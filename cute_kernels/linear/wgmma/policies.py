@@ -286,6 +286,7 @@ class Mainloop(ABC):
         more_threads: beside those of the consumer warpgroups.
         copies: warps whose copies fill a stage.
         multicasts: whether CTAs beside each other may multicast activations.
+        rows_apart: whether rows of a dense product's x may lie apart: those that TMA brings from x itself.
         stores: types of stores that it goes with.
         most_shared_bytes: of a CTA.
         spare: tiles of 64 features that the last warpgroup has fewer than the others.
@@ -300,6 +301,7 @@ class Mainloop(ABC):
     more_threads: ClassVar[int] = WARPGROUP_THREADS  # producer warps: registers are given to whole warpgroups
     copies: ClassVar[int] = 2  # of activations and of weights
     multicasts: ClassVar[bool] = False
+    rows_apart: ClassVar[bool] = False
     stores: ClassVar[tuple[type, ...]] = (StagedStore,)
     most_shared_bytes: ClassVar[int] = MAX_SHARED_BYTES
     tile_m_sizes: ClassVar[tuple[int, ...]] = (8, *range(16, 257, 16))  # whole eights; stmatrix turns two of them
@@ -372,6 +374,7 @@ class RegisterWgmma(Mainloop):
     )  # fmt: skip
     scales_codes: ClassVar[bool] = True
     multicasts: ClassVar[bool] = True
+    rows_apart: ClassVar[bool] = True
     stores: ClassVar[tuple[type, ...]] = (StagedStore, TmaStore)
 
     @property
