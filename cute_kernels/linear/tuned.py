@@ -107,7 +107,7 @@ def modelled(problem: Problem) -> Schedule | TileSchedule:
     if problem.m > FEW_ROWS:
         return many.make_tile_schedule(problem)
     schedule = few.make_schedule(problem)
-    few_us = few.estimate_us(problem, schedule) + few.LAUNCH_US
+    few_us = few.estimate_us(problem, schedule) + few.launch_us(problem)
     fitted = [tiles for tiles in many.tile_schedules(problem) if tiles.config.limbs or tiles.config.k_warpgroups > 1]
     in_time = [
         tiles
