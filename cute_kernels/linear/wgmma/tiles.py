@@ -140,6 +140,41 @@ class TileScheduler:
 
 
 @dataclass(frozen=True)
+class SequentialScheduler:
+    """The work tiles of one CTA that has all parts of K of every ``num_ctas``-th tile; run-time integers.
+
+    It has the last part first: see `.reduction.SequentialReduction`.
+    """
+
+    shape: Shape
+    cta: Any
+    num_ctas: Any
+
+    @property
+    def first(self):
+        return Int32(0)
+
+    @property
+    def count(self):
+        """Parts of all tiles of the CTA."""
+        tiles = (self.shape.whole - self.cta + (self.num_ctas - 1)) // self.num_ctas
+        return tiles * self.shape.splits
+
+    @property
+    def stride(self):
+        return Int32(1)
+
+    def work_tile(self, index) -> WorkTile:
+        shape = self.shape
+        own, split = shape.grid.splits.divide_int(index)
+        block, m_tile = shape.grid.place(self.cta + own * self.num_ctas)
+        part = cutlass.select_(split == 0, shape.splits, split) - 1
+        begin = part * shape.split_k_blocks
+        end = cutlass.min(begin + shape.split_k_blocks, shape.k_blocks)
+        return WorkTile(block, m_tile, begin, end, split, shape.splits, Int32(0))
+
+
+@dataclass(frozen=True)
 class ClusterTileScheduler:
     """As :class:`TileScheduler`, of CTAs of clusters that have the parts of K of a tile: each CTA has one part."""
 
@@ -182,9 +217,13 @@ def dense_grid(config: WgmmaConfig, m, num_tiles, whole, splits) -> TileGrid | N
     return TileGrid.of(blocks, cute.ceil_div(m, config.tile_m), whole, splits)
 
 
-def dense_scheduler(config: WgmmaConfig, shape: Shape, cta, num_ctas) -> TileScheduler | ClusterTileScheduler:
+def dense_scheduler(
+    config: WgmmaConfig, shape: Shape, cta, num_ctas
+) -> TileScheduler | SequentialScheduler | ClusterTileScheduler:
     """The work tiles of a CTA of a dense product."""
     rank = 0
+    if const_expr(config.reduction.sequential):
+        return SequentialScheduler(shape, cta, num_ctas)
     if const_expr(config.cluster > 1):
         return ClusterTileScheduler(shape, cta, config.cluster)
     if const_expr(config.multicast > 1):
