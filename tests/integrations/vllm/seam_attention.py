@@ -99,12 +99,12 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"head_size": 256},
     ):
         assert Backend.validate_configuration(**selected(**changes)) == [], changes
-    for kv in ("fp8_e4m3", "int8_per_token_head", "fp8_per_token_head", "auto"):
+    for kv in ("fp8_e4m3", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "auto"):
         assert Backend.validate_configuration(**selected(kv_cache_dtype=kv)) == [], kv
     for changes in (
         {"head_size": 72},
         {"dtype": torch.float32},
-        {"kv_cache_dtype": "int4_per_token_head"},
+        {"kv_cache_dtype": "int4_per_token_head", "head_size": 256},
         {"kv_cache_dtype": "nvfp4"},
         {"block_size": 24},
         {"use_mla": True},
