@@ -127,7 +127,7 @@ class RowTransformer:
         if const_expr(self.parts.shift or self.parts.factor):
             if self.kv_head(given, next_head) != self.kv_head(given, head):
                 self.ask_q(constants, given, next_head, place.lane)
-        self.k_hadamard.apply(values, place.lane)
+        self.k_hadamard.multiply(values, cute.arch.lane_idx())
 
     def shift_of(self, values, centres):
         """q . k_center of the team's row.
