@@ -2,7 +2,10 @@
 
 What each does is said in :mod:`cute_kernels.kv_cache.transforms`; here it happens in registers, between RoPE and the
 quantisation. Constants are fp32 [num_kv_heads, head_dim]: some KiB that every CTA reads, so from the second one on they
-come from the L2 cache. A row's are asked for when the row is, or when the row before is written: no later registers have room for them.
+come from the L2 cache. A row's are asked for when the row is, or when the row before is written.
+
+Keys and values are rotated by butterflies, in the reference's order of additions, so that their codes are the
+reference's. Queries, most rows of a model with grouped queries, are rounded to 16 bits: tensor cores rotate them.
 """
 
 from __future__ import annotations

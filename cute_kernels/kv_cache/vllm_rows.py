@@ -1,9 +1,9 @@
 """What vLLM's ``int4_per_token_head`` does to K, V and q, as a transform of the cache.
 
-vLLM multiplies K, V and q of a head with signs and with a Hadamard matrix as wide as the head, not normalised: k' = H s k.
-The softmax's scale and the output are divided by head_dim afterwards. As a `CacheTransform` that is a rotation by the
-normalised matrix with factors of sqrt(head_dim) times the signs, whose inverse is q's. The rows it then writes are
-`layouts.kv.ZeroPointRow`.
+vLLM multiplies K, V and q of a head with signs and with a Hadamard matrix as wide as the head, which is not normalised:
+k' = H s k. It divides the softmax's scale and the output by head_dim afterwards. As a `CacheTransform` that is a
+rotation by the normalised matrix with factors of sqrt(head_dim) times the signs, whose inverse is q's. The rows it then
+writes are `layouts.kv.ZeroPointRow`.
 
 Two uses. Bytes that vLLM has written are read as ``ZeroPointRow(d).dequantize(rows)``, then `original_keys` and
 `restore` of the transform. An engine that writes rows of its own gets the same rotation for ``int4_g1`` rows, of as
@@ -40,9 +40,7 @@ def vllm_transform(
         if dim & (dim - 1):
             raise ValueError(f"{name}: got {dim}, want a power of two")
     k_factor, v_factor = (_factors(num_kv_heads, dim).to(device) for dim in dims.values())
-    return CacheTransform(
-        k_factor=k_factor, k_rotation=head_dim, v_factor=v_factor, v_rotation=dims["v_head_dim"]
-    )
+    return CacheTransform(k_factor=k_factor, k_rotation=head_dim, v_factor=v_factor, v_rotation=dims["v_head_dim"])
 
 
 def _factors(num_kv_heads: int, dim: int) -> torch.Tensor:

@@ -27,7 +27,9 @@ def test_bytes_of_a_hand_written_row():
 def test_the_scale_loses_its_low_bits_to_the_zero_point():
     row = ZeroPointRow(2)
     scale = torch.tensor([struct.unpack("<f", struct.pack("<I", 0x3F80001F))[0]])
-    codes, stored, zero = row.unpack(row.pack(torch.tensor([1, 2], dtype=torch.uint8), scale, torch.tensor([9], dtype=torch.uint8)))
+    codes, stored, zero = row.unpack(
+        row.pack(torch.tensor([1, 2], dtype=torch.uint8), scale, torch.tensor([9], dtype=torch.uint8))
+    )
     assert stored.view(torch.int32).item() == 0x3F800010 and zero.item() == 9 and codes.tolist() == [1, 2]
 
 
