@@ -27,11 +27,11 @@ class RowBlocks:
     divisor: `divisor_of` inner, None where all rows are one block.
     """
 
-    base: Any
+    base: Int64
     row_bytes: int
-    inner: Any = None
-    stride: Any = None
-    divisor: Any = None
+    inner: Int32 | None = None
+    stride: Int64 | None = None
+    divisor: Int64 | None = None
 
     def address(self, row):
         if self.divisor is None:

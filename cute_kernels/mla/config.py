@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cutlass import Int32
+
 from cute_kernels.mla.formats import FORMATS, V_DIM, format_of
 from cute_kernels.mla.layout import SLAB_COLUMNS, VALUE_SLABS, TokenLayout, layout_of
 from cute_kernels.mla.policies import (
@@ -203,7 +205,7 @@ class MlaConfig:
         """How many such parts a tile has."""
         return 2 if self.delays_pv else 1
 
-    def part_number(self, stage: Any, part: int) -> Any:
+    def part_number(self, stage: Int32, part: int) -> Any:
         """Of a part of a tile, among all that have barriers."""
         return stage if self.tile_parts == 1 else self.tile_parts * stage + part
 

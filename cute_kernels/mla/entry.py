@@ -8,6 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_kernels.mla.few_heads.kernel import FewHeadsKernel
+from cute_kernels.mla.kernel import MlaKernel
 from cute_kernels.mla.loads.locate import Chosen, PagedSource, Pages, SparseSource
 from cute_kernels.mla.loads.tma_tiles import TmaTileMap
 from cute_kernels.mla.mainloops.softmax import RESCALE_SLACK
@@ -17,7 +19,7 @@ from cute_kernels.mla.work import LaunchShape, Results
 class DecodeEntry:
     """kernel: what is launched, `MlaKernel` or `FewHeadsKernel`."""
 
-    def __init__(self, kernel: Any):
+    def __init__(self, kernel: MlaKernel | FewHeadsKernel):
         self.kernel, self.config = kernel, kernel.config
 
     @cute.jit

@@ -26,7 +26,21 @@ from cute_kernels.device import wgmma
 from cute_kernels.kv_formats import format_of
 from layouts import banks
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile, block_token
-from simulator import COLUMN, LANES, ROW, Float32, Int32, Int64, Lanes, Meanings, PlainThread, Registers, Uint32, Warp
+from simulator import (
+    COLUMN,
+    LANES,
+    ROW,
+    Float32,
+    Int32,
+    Int64,
+    Lanes,
+    Meanings,
+    PlainThread,
+    Registers,
+    Uint32,
+    Warp,
+    stand_in,
+)
 from simulator.registers import elements, from_halves, halves
 from tests.attention.rig import random_int4_rows
 
@@ -162,7 +176,7 @@ class Rig:
         self.kernel.clear_probabilities(keys.warpgroup)
         softmax = SimpleNamespace(maximum=Registers(8, Float32), total=Registers(8, Float32))
         softmax.maximum.fill(LOWEST)
-        return WarpState(keys, values, softmax, None)
+        return WarpState(keys, values, stand_in(softmax), stand_in(None))
 
     def tokens(self, index: int, j: int) -> np.ndarray:
         """Of the warpgroup, of each lane."""
