@@ -16,6 +16,7 @@ before which they have waited for the products of tile i's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import cutlass
@@ -67,7 +68,7 @@ class Rows:
 
     first: int
     s: RegisterTensor[Float32]
-    lines: list[tuple[Float32, Float32 | None]]
+    lines: Sequence[tuple[Float32, Float32 | None]]
     headers: list[list[Uint32]]
     sums: RegisterTensor[Float32]
 

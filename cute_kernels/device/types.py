@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar, cast
 
+import cutlass.cute as cute
 from cutlass import Int32
 
 Index: TypeAlias = int | Int32
@@ -25,3 +26,9 @@ class RegisterTensor(Protocol[ScalarT]):
     def fill(self, value: float, /) -> None:
         """Every register becomes ``value``."""
         ...
+
+
+def extents(tensor: cute.Tensor) -> tuple[Int32, ...]:
+    """Sizes of a tensor whose modes are not nested, which `cute.Tensor.shape` says nothing of."""
+    assert isinstance(tensor.shape, tuple)
+    return cast("tuple[Int32, ...]", tensor.shape)

@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import lanes, numbers, ptx
+from cute_kernels.device.types import extents
 from cute_kernels.norm.config import VECTOR, NormConfig
 
 
@@ -64,7 +65,7 @@ class NormKernel:
         Addresses, on 16 bytes: x and residual, whose rows are x_stride and residual_stride elements apart; total [rows,
         n], their sum; weight and bias [n]. Those that the configuration has no use for are not read. inverse_n: 1 / n.
         """
-        shape: Any = out.shape
+        shape = extents(out)
         rows = Rows(x, residual, total, ptx.address(out), shape[1], x_stride, residual_stride)
         self.kernel(rows, weight, bias, inverse_n, eps, weight_offset).launch(
             grid=(shape[0], 1, 1), block=(self.config.threads, 1, 1), use_pdl=True, stream=stream

@@ -172,7 +172,7 @@ class Rig:
         offset[0] = Int32(0)
         first = Int32(self.query_start + CONFIG.probability_offset + 2 * CONFIG.probability_bytes * GROUP)
         exchange = Int32(self.query_start + CONFIG.exchange_offset + 1024 * GROUP)
-        keys.warpgroup = Warpgroup(GROUP, Int32(index), Int32(LANES), exchange, first, offset)
+        keys.warpgroup = Warpgroup(Int32(GROUP), Int32(index), Int32(LANES), exchange, first, offset)
         self.kernel.clear_probabilities(keys.warpgroup)
         softmax = SimpleNamespace(maximum=Registers(8, Float32), total=Registers(8, Float32))
         softmax.maximum.fill(LOWEST)
@@ -295,7 +295,7 @@ def test_probabilities_have_two_places_beside_the_queries_wherever_these_are(sta
     offset = Registers(1, Int32)
     offset[0] = Int32(0)
     first = Int32(start + CONFIG.probability_offset + 2 * size * number)
-    place = Warpgroup(number, Int32(0), Int32(LANES), None, first, offset)
+    place = Warpgroup(Int32(number), Int32(0), Int32(LANES), stand_in(None), first, offset)
     for _ in range(4):
         places.append(int(np.unique(place.operand()).item()))
         place.go_on(size)

@@ -46,7 +46,8 @@ class State:
     score_scale: Float32  # from scores to powers of 2
     accumulators: RegisterTensor[Float32]
     shift_sums: RegisterTensor[Float32]
-    output_scale: Float32 | Int64
+    output_scale: Float32
+    output_scales: Int64  # address of the lane's, where every column has one
 
     def __init__(self, lane: Int32):
         self.g, self.t = lane // 4, lane % 4
