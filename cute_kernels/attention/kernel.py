@@ -12,7 +12,6 @@ Split-KV is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum Flas
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -30,11 +29,11 @@ from cute_kernels.attention.config import (
 )
 from cute_kernels.attention.copies import Pager, TileCopier
 from cute_kernels.attention.filler import RingFiller
-from cute_kernels.attention.logits import FeatureValues, Logits
+from cute_kernels.attention.logits import FeatureValues, Logits, LogitState
 from cute_kernels.attention.merge import LOWEST, Merger, Results
 from cute_kernels.attention.place import RECIPROCAL_BITS, Cta, GivenScales, Place, QueryRows, Roles, Shape, Work
 from cute_kernels.attention.readers import make_readers
-from cute_kernels.attention.readers.common import Query, query_vectors, store_vectors
+from cute_kernels.attention.readers.common import Query, State, query_vectors, store_vectors
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import lane_max
 from cute_kernels.device.ring import advance
@@ -87,7 +86,8 @@ class DecodeKernel:
         k_scale, v_scale: fp32 scales of formats that are given one, ``*_scale_stride`` elements from a KV
         head's to the next one's (0: one for all); those of a head's columns lie together, aligned to 16 bytes.
         """
-        nothing = FeatureValues(Int32(0), Float32(0.0), Int64(0), Int64(0), Int64(0), (Int64(0),) * 4)
+        strides = Int64(0), Int64(0), Int64(0), Int64(0)
+        nothing = FeatureValues(Int32(0), Float32(0.0), Int64(0), Int64(0), Int64(0), strides)
         pages = (Int64(0), Int32(0), Int32(0))
         given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
         tensors = (q, k_cache, v_cache, seq_lens, out)
@@ -270,7 +270,7 @@ class DecodeKernel:
         queries = Int32(0)
         if const_expr(config.query_bytes > 0):
             alignment = SWIZZLE_ALIGNMENT if config.warpgroups else QUERY_VECTOR_BYTES
-            queries = smem.allocate(config.query_bytes, byte_alignment=alignment).toint()
+            queries = Int32(smem.allocate(config.query_bytes, byte_alignment=alignment).toint())
         barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
         # A division would take over 100 cycles on the way to the first copy.
         head_part = (head_block * shape.query_groups_reciprocal) >> RECIPROCAL_BITS
@@ -600,10 +600,10 @@ class _Softmax:
 class WarpState:
     """What a warp keeps from tile to tile, in registers: the states of its readers, softmax and logits."""
 
-    keys: Any
-    values: Any
-    softmax: Any
-    logits: Any
+    keys: State
+    values: State
+    softmax: _Softmax
+    logits: LogitState
 
 
 def _bound(score, score_scale, log_scale):

@@ -46,8 +46,8 @@ class AppendKernel:
         self.config = config
         self.k_elements = Elements(config.dtype, config.head_dim_k, config.lanes, config.runs)
         self.v_elements = Elements(config.dtype, config.head_dim_v, config.lanes, config.runs)
-        self.k_row: Any = make_row(config.k_format, config.head_dim_k, config.lanes, config.runs)
-        self.v_row: Any = make_row(config.v_format, config.head_dim_v, config.lanes, config.runs)
+        self.k_row = make_row(config.k_format, config.head_dim_k, config.lanes, config.runs)
+        self.v_row = make_row(config.v_format, config.head_dim_v, config.lanes, config.runs)
         self.rotator = Rotator(config.rope, config.rotary_dim, config.head_dim_k, config.lanes, config.runs)
         self.transformer = RowTransformer(
             config.transform,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cute_kernels.mla.formats import FORMATS, V_DIM, format_of
 from cute_kernels.mla.layout import SLAB_COLUMNS, VALUE_SLABS, TokenLayout, layout_of
@@ -22,6 +22,9 @@ from cute_kernels.mla.policies import (
     WholeTiles,
 )
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
+
+if TYPE_CHECKING:
+    from cute_kernels.device.types import Index
 
 HEAD_DIM = 576  # columns of the wider keys
 V_HEAD_DIM = V_DIM  # columns of a value: the first ones of the key
@@ -203,7 +206,7 @@ class MlaConfig:
         """How many such parts a tile has."""
         return 2 if self.delays_pv else 1
 
-    def part_number(self, stage: Any, part: int) -> Any:
+    def part_number(self, stage: Index, part: int) -> Index:
         """Of a part of a tile, among all that have barriers."""
         return stage if self.tile_parts == 1 else self.tile_parts * stage + part
 
