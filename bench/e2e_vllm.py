@@ -16,13 +16,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.environment import ROOT, environment
 from bench.record import Recorder
 from bench.report import in_markdown
+from bench.step_kernels import by_part, profile_step
+from bench.turns import Turn, in_turns
 
 NEW_TOKENS = 64
 ENTRY_POINT = "[vllm.general_plugins]\ncute_kernels = cute_kernels.integrations.vllm:register\n"
@@ -80,6 +82,8 @@ class Case:
         plugin: "off", "on", or a list of seams as CUTE_KERNELS_VLLM takes it.
         kv_format: of this package, instead of what ``kv`` says; empty for none.
         batches: requests at a time. context: tokens of a prompt.
+        beside: whether other engines have memory on the same GPU: the cache has room for the largest batch alone.
+        kernels: whether the kernels of a step are recorded, too.
     """
 
     model: str
@@ -89,6 +93,8 @@ class Case:
     kv_format: str = ""
     batches: tuple[int, ...] = (1, 32)
     context: int = 8192
+    beside: bool = False
+    kernels: bool = False
 
     @property
     def name(self) -> str:
@@ -135,22 +141,70 @@ def run(recorder: Recorder, cases: Iterable[Case], say: Callable[[str], None], l
             say(f"{case.name}: {recorder.add_failure(case.name, error)}")
 
 
+def run_together(recorder: Recorder, cases: Iterable[Case], say: Callable[[str], None], limit_s: int = 300) -> None:
+    """Like `run`; engines start side by side and are timed one after the other, so all of them must fit the GPU.
+
+    Their rows say nothing of starts and of tokens that fit. limit_s: for all of them.
+    """
+    done = {row["case"] for row in recorder.data["rows"]}
+    waiting = [replace(case, beside=True) for case in cases if case.name not in done]
+    with tempfile.TemporaryDirectory(prefix="e2e_vllm_") as scratch:
+        started = {}
+        for index, case in enumerate(waiting):
+            folder = Path(scratch, str(index))
+            folder.mkdir()
+            started[folder] = (case, start_process(case, folder))
+            say(f"{case.name}: starting")
+
+        def record(folder: Path) -> None:
+            case, process = started[folder]
+            try:
+                rows = rows_of(process, folder)
+            except (OSError, RuntimeError, ValueError) as error:
+                say(f"{case.name}: {recorder.add_failure(case.name, error)}")
+                return
+            for row in rows:
+                recorder.add_row(row)
+                say(line_of(row))
+
+        in_turns({folder: process for folder, (_, process) in started.items()}, limit_s, record)
+
+
+def start_process(case: Case, folder: Path) -> subprocess.Popen[bytes]:
+    """A process that measures a case, with the plugin found as an entry point. folder: for what it writes, its log."""
+    command = [sys.executable, "-m", "bench.e2e_vllm", json.dumps(asdict(case)), str(folder)]
+    with open(folder / "log", "w") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=environment_of(case, folder), stdout=log, stderr=log)
+
+
+def rows_of(process: subprocess.Popen[bytes], folder: Path) -> list[dict[str, Any]]:
+    """What an ended process measured. Its log goes on to the file that BENCH_E2E_LOG names, if any.
+
+    Raises:
+        RuntimeError: it failed; the message has the end of its log.
+    """
+    log = (folder / "log").read_text(errors="replace")
+    if "BENCH_E2E_LOG" in os.environ:
+        with open(os.environ["BENCH_E2E_LOG"], "a") as kept:
+            kept.write(log)
+    result = folder / "rows.json"
+    if process.returncode or not result.is_file():
+        raise RuntimeError(f"the engine's process ended with status {process.returncode}\n{log[-3000:]}")
+    return json.loads(result.read_text())
+
+
 def measure_apart(case: Case, limit_s: int) -> list[dict[str, Any]]:
-    """The rows of a case, measured by a process of its own with the plugin found as an entry point."""
-    with tempfile.TemporaryDirectory(prefix="e2e_vllm_") as folder:
-        result = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "bench.e2e_vllm", json.dumps(asdict(case)), str(result)]
-        log_path = os.environ.get("BENCH_E2E_LOG")
-        with open(log_path or Path(folder) / "log", "a+") as log:
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment_of(case, Path(folder)), stdout=log, stderr=log, timeout=limit_s,
-                check=False,
-            )  # fmt: skip
-            log.seek(0)
-            text = log.read()
-        if done.returncode or not result.is_file():
-            raise RuntimeError(f"the engine's process ended with status {done.returncode}\n{text[-3000:]}")
-        return json.loads(result.read_text())
+    """The rows of a case, measured by a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="e2e_vllm_") as scratch:
+        folder = Path(scratch)
+        process = start_process(case, folder)
+        try:
+            process.wait(timeout=limit_s)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        return rows_of(process, folder)
 
 
 def environment_of(case: Case, folder: Path) -> dict[str, str]:
@@ -166,6 +220,7 @@ def environment_of(case: Case, folder: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path),
         "CUTE_KERNELS_VLLM": {"off": "0", "on": "1"}.get(case.plugin, case.plugin),
         "CUTE_KERNELS_VLLM_KV_FORMAT": case.kv_format,
+        **({"VLLM_CACHE_ROOT": str(folder / "cache")} if case.beside else {}),  # no two write the same graphs
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
@@ -174,9 +229,10 @@ def environment_of(case: Case, folder: Path) -> dict[str, str]:
 
 
 def line_of(row: dict[str, Any]) -> str:
+    fit = "" if row["tokens_that_fit"] is None else f"; {row['tokens_that_fit']} tokens fit"
     return (
         f"{row['case']}, {row['batch']} requests: {row['tpot_ms']:.3f} ms per token, first token after "
-        f"{row['ttft_s']:.2f} s, after a prefix hit {row['ttft_hit_s']:.3f} s; {row['tokens_that_fit']} tokens fit"
+        f"{row['ttft_s']:.2f} s, after a prefix hit {row['ttft_hit_s']:.3f} s{fit}"
     )
 
 
@@ -185,15 +241,17 @@ def text(data: dict[str, Any]) -> str:
     lines = ["| case | requests | ms per token | tokens/s | first token, s | tokens that fit | start, s |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for row in data["rows"]:
+        fit, start = ("" if row[name] is None else f"{row[name]:.0f}" for name in ("tokens_that_fit", "start_s"))
         lines.append(
             f"| {row['case']} | {row['batch']} | {row['tpot_ms']:.3f} | {row['tokens_per_s']:.0f} | "
-            f"{row['ttft_s']:.2f} | {row['tokens_that_fit']} | {row['start_s']:.0f} |"
+            f"{row['ttft_s']:.2f} | {fit} | {start} |"
         )
     return "\n".join(lines)
 
 
 MARK = "<!-- bench:e2e -->"
 MARK_H100 = "<!-- bench:e2e-h100 -->"
+MARK_STEP = "<!-- bench:e2e-step -->"
 MODEL_NAMES = {
     "llama3-8b": "Llama-3-8B",
     "llama2-70b-shard8": "Llama-2-70B, one of 8 GPUs",
@@ -217,7 +275,7 @@ def markdown(record: dict[str, Any]) -> str:
             weights = {"w4": "W4", "w8": "W8"}.get(row["weights"], row["weights"])
             gain = "" if own is None or row["plugin"] == "off" else f"{own / row['tpot_ms']:.2f}"
             cells = [MODEL_NAMES[model], str(batch), served, f"{weights}, {row['kv_format'] or row['kv']}"]
-            fit = f"{row['tokens_that_fit'] / 1e6:.2f} M"
+            fit = "" if row["tokens_that_fit"] is None else f"{row['tokens_that_fit'] / 1e6:.2f} M"
             first = f"{row['ttft_s']:.2f}", f"{row['ttft_hit_s']:.3f}"
             lines.append([*cells, f"{row['tpot_ms']:.2f}", f"{row['tokens_per_s']:.0f}", gain, *first, fit])
     head = ("model", "requests", "served by", "weights, KV", "ms per token", "tokens/s", "times vLLM's best")
@@ -229,6 +287,23 @@ def markdown(record: dict[str, Any]) -> str:
         "fit: tokens that the cache has room for."
     )
     return in_markdown(record, head, lines, about)
+
+
+def step_markdown(record: dict[str, Any]) -> str:
+    """Where the time of the recorded steps goes, by what kernels are for."""
+    rows = [row for row in record["rows"] if row.get("step")]
+    parts = [by_part(row["step"]) for row in rows]
+    named = [name for name in parts[0] if any(part[name] for part in parts)]
+    lines = [[name, *(f"{part[name]:.0f}" for part in parts)] for name in named]
+    lines.append(["all kernels", *(f"{sum(part.values()):.0f}" for part in parts)])
+    head = ["us of a step", *(_column(row) for row in rows)]
+    about = "kernels as torch's profiler sees them, which lets none begin before the one before has ended."
+    return in_markdown(record, head, lines, about)
+
+
+def _column(row: dict[str, Any]) -> str:
+    served = "vLLM" if row["plugin"] == "off" else "plug-in"
+    return f"{served}, {row['kv_format'] or row['kv']}, {row['batch']} req."
 
 
 # -- in the engine's process ------------------------------------------------------------------------------------------
@@ -258,8 +333,21 @@ def model_folder(case: Case, folder: Path) -> Path:
     return folder
 
 
-def measure(case: Case, folder: Path) -> list[dict[str, Any]]:
-    """Starts the engine and measures each batch.
+def cache_bytes(case: Case) -> int:
+    """Of a cache with room for the largest batch."""
+    from cute_kernels.kv_formats import format_of
+
+    model = MODELS[case.model]
+    forms = {"auto": "bf16", "fp8": "e4m3_tensor", "int8_per_token_head": "int8_token_head"}
+    names = (case.kv_format or forms[case.kv]).split(",")
+    head_dim = model.get("head_dim", model["hidden_size"] // model["num_attention_heads"])
+    row = sum(format_of(name).row_bytes(head_dim) for name in (names[0], names[-1]))
+    tokens = max(case.batches) * (case.context + 256) + 4096  # pages that are not full, and the one that is never used
+    return tokens * model["num_hidden_layers"] * model["num_key_value_heads"] * row
+
+
+def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
+    """Starts the engine and measures each batch, when it is its turn.
 
     Prefix caching serves a prompt again, so that a second run is decoding alone: the time per token is that of
     NEW_TOKENS more.
@@ -267,20 +355,24 @@ def measure(case: Case, folder: Path) -> list[dict[str, Any]]:
     import torch
     import vllm
 
+    beside = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": cache_bytes(case)}
+    memory: dict[str, Any] = beside if case.beside else {"gpu_memory_utilization": 0.9}
     start = time.perf_counter()
     llm = vllm.LLM(
         model=str(model_folder(case, folder)),
         load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=case.context + 256,
-        gpu_memory_utilization=0.9,
         kv_cache_dtype=case.kv,
         max_num_seqs=max(case.batches),
         enable_prefix_caching=True,
         disable_log_stats=True,
+        **memory,
     )
     start_s = time.perf_counter() - start
     cache = llm.llm_engine.vllm_config.cache_config
+    if case.beside:
+        turn.wait()
     generator = torch.Generator().manual_seed(0)
     rows = []
     for batch in case.batches:
@@ -309,11 +401,12 @@ def measure(case: Case, folder: Path) -> list[dict[str, Any]]:
                 "tokens_per_s": batch / per_token,
                 "ttft_s": cold,
                 "ttft_hit_s": hit,
-                "tokens_that_fit": cache.num_gpu_blocks * cache.block_size,
-                "start_s": start_s,
+                "tokens_that_fit": None if case.beside else cache.num_gpu_blocks * cache.block_size,
+                "start_s": None if case.beside else start_s,
                 "vllm": vllm.__version__,
                 "commit": environment()["commit"],
                 "gpu": torch.cuda.get_device_name(),
+                **({"step": profile_step(llm, prompts)} if case.kernels else {}),
             }
         )
         print(line_of(rows[-1]), flush=True)
@@ -321,11 +414,11 @@ def measure(case: Case, folder: Path) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> None:
-    """CASE RESULT: measures a case, given as JSON, and writes its rows."""
-    fields = json.loads(arguments[0])
+    """CASE FOLDER: measures a case, given as JSON, and writes its rows to FOLDER/rows.json."""
+    fields, place = json.loads(arguments[0]), Path(arguments[1])
     case = Case(**{**fields, "batches": tuple(fields["batches"])})
     with tempfile.TemporaryDirectory(prefix="e2e_model_") as folder:
-        Path(arguments[1]).write_text(json.dumps(measure(case, Path(folder))))
+        (place / "rows.json").write_text(json.dumps(measure(case, Path(folder), Turn(place))))
 
 
 if __name__ == "__main__":

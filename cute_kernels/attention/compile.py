@@ -1,9 +1,11 @@
 """From a configuration to a compiled function; the only module of this room that starts the compiler."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cute_kernels.attention.checks import WORD
 from cute_kernels.attention.config import DecodeConfig
@@ -12,6 +14,11 @@ from cute_kernels.attention.merge_states import merge_specs
 from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.kv_formats import modules_of, sources_of
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
+
+if TYPE_CHECKING:
+    import cutlass.cute as cute
+
+    from cute_kernels.attention.kernel import DecodeKernel
 
 DENSE_PAIRS = [("bf16", "bf16"), ("fp16", "fp16")]
 INT4_PAIRS = [(f"int4_g{groups}", q_dtype) for groups in (1, 2, 4, 8) for q_dtype in ("bf16", "fp16")]
@@ -84,14 +91,14 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
     )
 
 
-def entry_of(kernel: Any, config: DecodeConfig) -> Any:
+def entry_of(kernel: DecodeKernel, config: DecodeConfig) -> Any:
     """The host function of a kernel that takes the arguments of a configuration."""
     if config.features.transformed:
         return kernel.with_transform
     return kernel.with_features if config.has_features else kernel
 
 
-def fake_arguments(config: DecodeConfig, memory: Any) -> list[Any]:
+def fake_arguments(config: DecodeConfig, memory: cute.AddressSpace) -> list[Any]:
     """What stands for the arguments of a launch but the stream; a compiled function takes only what fits them.
 
     memory: the DSL's address space of the tensors, that of the GPU's global memory but for tests.

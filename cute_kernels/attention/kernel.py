@@ -81,7 +81,8 @@ class DecodeKernel:
         k_scale, v_scale: fp32 scales of formats that are given one, ``*_scale_stride`` elements from a KV
         head's to the next one's (0: one for all); those of a head's columns lie together, aligned to 16 bytes.
         """
-        nothing = FeatureValues(Int32(0), Float32(0.0), Int64(0), Int64(0), Int64(0), (Int64(0),) * 4)
+        strides = Int64(0), Int64(0), Int64(0), Int64(0)
+        nothing = FeatureValues(Int32(0), Float32(0.0), Int64(0), Int64(0), Int64(0), strides)
         pages = (Int64(0), Int32(0), Int32(0))
         given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
         tensors = (q, k_cache, v_cache, seq_lens, out)
@@ -264,7 +265,7 @@ class DecodeKernel:
         queries = Int32(0)
         if const_expr(config.query_bytes > 0):
             alignment = SWIZZLE_ALIGNMENT if config.warpgroups else QUERY_VECTOR_BYTES
-            queries = smem.allocate(config.query_bytes, byte_alignment=alignment).toint()
+            queries = Int32(smem.allocate(config.query_bytes, byte_alignment=alignment).toint())
         barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
         # A division would take over 100 cycles on the way to the first copy.
         head_part = (head_block * shape.query_groups_reciprocal) >> RECIPROCAL_BITS

@@ -4,7 +4,6 @@
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -13,9 +12,9 @@ from cutlass import Float32, Int32, const_expr
 from cute_kernels.attention.barriers import sync_attending
 from cute_kernels.attention.config import ATTENDING_REGISTERS, QUERY_VECTOR_BYTES, DecodeConfig
 from cute_kernels.attention.copies import TileCopier
-from cute_kernels.attention.logits import Logits
+from cute_kernels.attention.logits import Logits, LogitState
 from cute_kernels.attention.merge import LOWEST, Merger
-from cute_kernels.attention.readers.common import query_vectors, store_vectors
+from cute_kernels.attention.readers.common import State, query_vectors, store_vectors
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max
@@ -39,10 +38,10 @@ class _Softmax:
 class WarpState:
     """What a warp keeps from tile to tile, in registers: the states of its readers, softmax and logits."""
 
-    keys: Any
-    values: Any
-    softmax: Any
-    logits: Any
+    keys: State
+    values: State
+    softmax: _Softmax
+    logits: LogitState
 
 
 class UnitTiles:

@@ -12,7 +12,6 @@ docs/design/forward_progress.md.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -50,24 +49,24 @@ class Results:
     there is no such feature.
     """
 
-    out: Any
-    lse: Any
-    workspace: Any
-    mode: Any
-    sinks: Any
-    shifts: Any = None
-    out_factor: Any = None
+    out: Int64
+    lse: Int64
+    workspace: Int64
+    mode: Int32
+    sinks: Int64
+    shifts: tuple[Int64, Float32] | None = None
+    out_factor: Int64 | None = None
 
 
 @dataclass(frozen=True)
 class Share:
     """The vectors of its row that a combiner puts together, and how its threads divide the work; run-time integers."""
 
-    first: Any  # vector
-    count: Any
-    groups_log2: Any  # threads per vector, each for some of the splits
-    num_splits: Any  # splits that have tokens
-    split: Any  # this CTA's
+    first: Int32  # vector
+    count: Int32
+    groups_log2: Int32  # threads per vector, each for some of the splits
+    num_splits: Int32  # splits that have tokens
+    split: Int32  # this CTA's
 
 
 class Merger:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +62,12 @@ class DecodePlan:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         seq_lens: torch.Tensor,
-        kv_format: Any,
+        kv_format: object,
         softmax_scale: float | None,
         num_splits: int | None,
         return_lse: bool,
         out: torch.Tensor | None,
-        options: Any = None,
+        options: Mapping[str, Any] | None = None,
         partials: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launches on the current stream of the plan's device, which is the current one: (out or a new one, lse if
@@ -111,7 +111,7 @@ class DecodePlan:
         )
         return out, lse
 
-    def _features(self, options: Any) -> tuple[Any, ...]:
+    def _features(self, options: Mapping[str, Any]) -> tuple[Any, ...]:
         """The arguments of features."""
         sinks, slopes, bias = options["sinks"], options["alibi_slopes"], options["attn_bias"]
         uneven = self.schedule.more_rows, self.schedule.shares

@@ -540,4 +540,4 @@ def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeC
 
 
 def _change(config: DecodeConfig, **fields: int) -> DecodeConfig:
-    return replace(config, **fields)  # type: ignore[arg-type]
+    return replace(config, **fields)

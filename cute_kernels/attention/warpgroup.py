@@ -16,12 +16,12 @@ before which they have waited for the products of tile i's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from cute_kernels.attention.barriers import (
     WARPGROUP_THREADS,
@@ -46,6 +46,7 @@ from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
 from cute_kernels.device.ring import advance
+from cute_kernels.device.types import RegisterTensor
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
 MAX_TOTAL = 2.0**36  # of a lane's probabilities of a tile, where the scales of V are too small to bound them
@@ -67,10 +68,10 @@ class Rows:
     """
 
     first: int
-    s: Any
-    lines: Any
-    headers: Any
-    sums: Any
+    s: RegisterTensor[Float32]
+    lines: Sequence[tuple[Float32, Float32 | None]]
+    headers: list[list[Uint32]]
+    sums: RegisterTensor[Float32]
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,12 @@ class Warpgroup:
         offset: register tensor of one number, bytes from there to the place of the next tile's.
     """
 
-    number: Any
-    warp: Any
-    lane: Any
-    exchange: Any
-    probabilities: Any
-    offset: Any
+    number: Int32
+    warp: Int32
+    lane: Int32
+    exchange: Int32
+    probabilities: Int32
+    offset: RegisterTensor[Int32]
 
     def operand(self):
         """Shared address of the next tile's probabilities."""

@@ -20,6 +20,7 @@ from layouts.weights.hopper import TILE_N
 MAX_TOKENS = 32  # of a launch
 FEW_ROWS = 8  # columns of mma.m16n8k16: beyond, warpgroup MMAs decode each weight once for all rows
 LAUNCH_US = 7.4  # of a launch, until the memory answers, and of the last products' way out: not in `estimate_us`
+MORE_TO_DECODE_US = 0.8  # besides, of zero points, or of groups of less than 128 inputs: an H200, 0 to 3 on two days
 MEMORY_BYTES_PER_US = 4.6e6
 L2_BYTES_PER_US = 5.5e6
 COMBINE_US = 0.4  # to add parts that lie in memory
@@ -163,6 +164,13 @@ def schedules(problem: LinearProblem, config: LinearConfig) -> Iterator[StreamSc
 def x_bytes_of(problem: LinearProblem, slice_k: int) -> int:
     """Shared memory that the activations of a slice take."""
     return problem.m * (2 * slice_k + X_PAD)
+
+
+def launch_us(problem: LinearProblem) -> float:
+    """Microseconds of a launch that `estimate_us` leaves out."""
+    form = problem.format
+    more = form.bits == 4 and (form.has_zeros or 0 < form.group_size < 128)
+    return LAUNCH_US + (MORE_TO_DECODE_US if more else 0.0)
 
 
 def estimate_us(problem: LinearProblem, schedule: StreamSchedule) -> float:

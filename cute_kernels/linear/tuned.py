@@ -12,6 +12,7 @@ from cute_kernels.linear import schedule as few
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import FEW_ROWS, MAX_TOKENS, LinearProblem, StreamSchedule
 from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma import schedule as many
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule
@@ -90,7 +91,7 @@ def candidates(problem: LinearProblem) -> Iterator[Candidate[StreamSchedule | Ti
         for config in few.candidate_configs(problem):
             for schedule in few.schedules(problem, config):
                 yield Candidate(FEW, schedule, schedule.num_slices, few.estimate_us(problem, schedule))
-    for tiles in many.tile_schedules(problem):
+    for tiles in (invariant.schedules if problem.batch_invariant else many.tile_schedules)(problem):
         yield Candidate(MANY, tiles, tiles.splits, many.estimate_us(problem, tiles))
 
 
@@ -101,10 +102,12 @@ def modelled(problem: LinearProblem) -> StreamSchedule | TileSchedule:
     faster; by more than what a second launch costs the host, if they have one. Of other tiles the model is not fitted
     for so few.
     """
-    if problem.m > FEW_ROWS or problem.batch_invariant:
+    if problem.batch_invariant:
+        return invariant.make_schedule(problem)
+    if problem.m > FEW_ROWS:
         return many.make_tile_schedule(problem)
     schedule = few.make_schedule(problem)
-    few_us = few.estimate_us(problem, schedule) + few.LAUNCH_US
+    few_us = few.estimate_us(problem, schedule) + few.launch_us(problem)
     fitted = [tiles for tiles in many.tile_schedules(problem) if tiles.config.limbs or tiles.config.k_warpgroups > 1]
     in_time = [
         tiles

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
@@ -23,6 +23,9 @@ from cute_kernels.mla.policies import (
     TmaTiles,
     WholeTiles,
 )
+
+if TYPE_CHECKING:
+    from cute_kernels.device.types import Index
 
 HEAD_DIM = 576  # columns of the wider keys
 V_HEAD_DIM = V_DIM  # columns of a value: the first ones of the key
@@ -205,7 +208,7 @@ class MlaConfig:
         """How many such parts a tile has."""
         return 2 if self.delays_pv else 1
 
-    def part_number(self, stage: Any, part: int) -> Any:
+    def part_number(self, stage: Index, part: int) -> Index:
         """Of a part of a tile, among all that have barriers."""
         return stage if self.tile_parts == 1 else self.tile_parts * stage + part
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_kernels.device.types import extents
+from cute_kernels.mla.few_heads.kernel import FewHeadsKernel
+from cute_kernels.mla.kernel import MlaKernel
 from cute_kernels.mla.loads.locate import Chosen, PagedSource, Pages, SparseSource
 from cute_kernels.mla.loads.tma_tiles import TmaTileMap
 from cute_kernels.mla.mainloops.softmax import RESCALE_SLACK
@@ -17,7 +18,7 @@ from cute_kernels.mla.work import MlaSizes, Results
 class DecodeEntry:
     """kernel: what is launched, `MlaKernel` or `FewHeadsKernel`."""
 
-    def __init__(self, kernel: Any):
+    def __init__(self, kernel: MlaKernel | FewHeadsKernel):
         self.kernel, self.config = kernel, kernel.config
 
     @cute.jit
@@ -62,8 +63,7 @@ class DecodeEntry:
         apart, of page_size tokens ``token_stride`` bytes apart (their data, if pages are split), multiples of 16;
         num_tokens: indices below it exist, at most 2**31 - 1; indices int32 [batch, q_len, topk]; topk_length int32
         [batch] or 0. The same for the extra cache; extra_topk is 0 without one (page_size is then 1)."""
-        sizes: Any = q.shape
-        batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
+        batch, q_len, num_heads = extents(q)[:3]
         # Who asks for the greatest scores gets running maxima that are.
         slack = cutlass.select_(max_logits != 0, Float32(0.0), Float32(RESCALE_SLACK))
         shape = MlaSizes(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0), slack)
@@ -105,8 +105,7 @@ class DecodeEntry:
         ``table_stride`` elements apart, and seq_lens int32 [batch]. causal: 1 if query i of q_len sees the tokens up to
         seq_lens[b] - q_len + i only, else 0.
         """
-        sizes: Any = q.shape
-        batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
+        batch, q_len, num_heads = extents(q)[:3]
         slack = cutlass.select_(max_logits != 0, Float32(0.0), Float32(RESCALE_SLACK))
         shape = MlaSizes(batch, 1, q_len * num_heads, num_heads, num_parts, causal, slack)
         pages = Pages.of(cache, page_stride, token_stride, page_size)

@@ -14,8 +14,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from cute_kernels.device.division import Divisor
+from cute_kernels.device.types import RegisterTensor
 from cute_kernels.mla.config import BLOCK_HEADS
-from cute_kernels.mla.loads.locate import count_blocks
+from cute_kernels.mla.loads.locate import PagedLocator, PagedSource, SparseLocator, SparseSource, count_blocks
+from cute_kernels.mla.loads.queries import QueryLoader, QuerySource
 from cute_kernels.mla.stream_k import PartialExchange, StreamK, units_of
 from cute_kernels.mla.work import MlaSizes, WorkTile
 
@@ -49,15 +51,15 @@ class WorkTiles:
     ``start``-th of ``row`` on, over rows that follow each other."""
 
     shape: MlaSizes
-    source: Any
-    queries: Any
-    locator: Any
+    source: SparseSource | PagedSource
+    queries: QuerySource
+    locator: SparseLocator | PagedLocator
     counts: Counts
     exchange: PartialExchange
-    head_block: Any
-    row: Any  # of the first work tile
-    start: Any  # its part, or its first unit
-    left: Any  # more than 0
+    head_block: Int32
+    row: Int32  # of the first work tile
+    start: Int32  # its part, or its first unit
+    left: Int32  # more than 0
 
     has_stream_k: ClassVar[bool] = True  # whether rows may be one
 
@@ -145,9 +147,9 @@ class Cursor:
     """A block among those of all of a CTA's work tiles, in order; the same in all lanes of a warp."""
 
     work_tiles: WorkTiles
-    loader: Any
-    leads: Any  # 1 in the thread that has the queries of later work tiles brought into L2, else 0
-    state: Any  # rmem int32 [8]
+    loader: QueryLoader
+    leads: Int32  # 1 in the thread that has the queries of later work tiles brought into L2, else 0
+    state: RegisterTensor[Int32]  # rmem int32 [8]
 
     @staticmethod
     def before(work_tiles: WorkTiles, loader, leads) -> Cursor:
@@ -192,6 +194,7 @@ class Cursor:
 
     def begin(self, work: WorkTile) -> None:
         """Goes to the first block of a work tile."""
+        assert work.begin is not None and work.left is not None, "want a work tile that knows where it begins"
         kept = (LEFT, work.left), (BLOCK, work.begin), (END, work.end), (ROW, work.row), (LENGTH, work.length)
         for i, value in (*kept, (MAIN_BLOCKS, work.main_blocks), (EXTRA_LENGTH, work.extra_length)):
             self.state[i] = value

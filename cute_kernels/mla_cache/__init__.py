@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cute_kernels.deprecated import current_values, takes_old_names
+from cute_kernels.deprecated import RENAMED, current_values, takes_old_names
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.mla_cache import ops
 from cute_kernels.mla_cache.call import AppendMlaCall
@@ -29,7 +29,7 @@ def append_mla(
     cache: torch.Tensor,
     *,
     kv_format: MlaFormatName,
-    slot_mapping: torch.Tensor = None,  # pyright: ignore[reportArgumentType]  # not needed under its old name
+    slot_mapping: torch.Tensor = RENAMED,
     rope: Rope | None = None,
     position_ids: torch.Tensor | None = None,
     **old: Never,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cute_kernels import kv_cache
 from cute_kernels.mla import formats
 from cute_kernels.mla_cache.config import WriteConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 from layouts.kv.mla import ROPE_DIM
+
+if TYPE_CHECKING:
+    import cutlass.cute as cute
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +60,7 @@ def compile_write(config: WriteConfig, arch: str, *options: str) -> Any:
     )
 
 
-def fake_arguments(config: WriteConfig, memory: Any) -> list[Any]:
+def fake_arguments(config: WriteConfig, memory: cute.AddressSpace) -> list[Any]:
     """What stands for the arguments but the stream; a compiled function takes only what fits them.
 
     memory: the DSL's address space of the tensors, that of the GPU's global memory but for tests.

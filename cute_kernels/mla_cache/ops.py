@@ -77,7 +77,7 @@ launch_append = launcher(_append_key, _append_checked, _append_plan, empty=lambd
 # -- quantise ----------------------------------------------------------------------------------------------------------
 
 
-def quantize(x: Any, kv_format: str, out: torch.Tensor | None) -> torch.Tensor:
+def quantize(x: torch.Tensor, kv_format: str, out: torch.Tensor | None) -> torch.Tensor:
     """See `cute_kernels.mla_cache.quantize_mla_kv`."""
     return route(cuda=_launch_quantize, cpu=_quantize_here, operator=_quantize_through_operator, x=x)(x, kv_format, out)
 

@@ -26,7 +26,21 @@ from cute_kernels.device import wgmma
 from cute_kernels.kv_formats import format_of
 from layouts import banks
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile, block_token
-from simulator import COLUMN, LANES, ROW, Float32, Int32, Int64, Lanes, Meanings, PlainThread, Registers, Uint32, Warp
+from simulator import (
+    COLUMN,
+    LANES,
+    ROW,
+    Float32,
+    Int32,
+    Int64,
+    Lanes,
+    Meanings,
+    PlainThread,
+    Registers,
+    Uint32,
+    Warp,
+    stand_in,
+)
 from simulator.registers import elements, from_halves, halves
 from tests.attention.rig import random_int4_rows
 
@@ -158,11 +172,11 @@ class Rig:
         offset[0] = Int32(0)
         first = Int32(self.query_start + CONFIG.probability_offset + 2 * CONFIG.probability_bytes * GROUP)
         exchange = Int32(self.query_start + CONFIG.exchange_offset + 1024 * GROUP)
-        keys.warpgroup = Warpgroup(GROUP, Int32(index), Int32(LANES), exchange, first, offset)
+        keys.warpgroup = Warpgroup(Int32(GROUP), Int32(index), Int32(LANES), exchange, first, offset)
         self.kernel.clear_probabilities(keys.warpgroup)
         softmax = SimpleNamespace(maximum=Registers(8, Float32), total=Registers(8, Float32))
         softmax.maximum.fill(LOWEST)
-        return WarpState(keys, values, softmax, None)
+        return WarpState(keys, values, stand_in(softmax), stand_in(None))
 
     def tokens(self, index: int, j: int) -> np.ndarray:
         """Of the warpgroup, of each lane."""
@@ -281,7 +295,7 @@ def test_probabilities_have_two_places_beside_the_queries_wherever_these_are(sta
     offset = Registers(1, Int32)
     offset[0] = Int32(0)
     first = Int32(start + CONFIG.probability_offset + 2 * size * number)
-    place = Warpgroup(number, Int32(0), Int32(LANES), None, first, offset)
+    place = Warpgroup(Int32(number), Int32(0), Int32(LANES), stand_in(None), first, offset)
     for _ in range(4):
         places.append(int(np.unique(place.operand()).item()))
         place.go_on(size)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import e2e_vllm, report
+from bench import e2e_vllm, report, step_kernels, turns
 from bench.__main__ import main as command
 from bench.environment import ROOT
 from bench.record import SCHEMA, Recorder
@@ -74,6 +77,82 @@ def test_recorded_cases_are_not_run_again_and_failures_do_not_end_the_run(tmp_pa
     assert [each["what"] for each in data["failures"]] == ["llama3-8b:w4:fp8:linear"]
 
 
+ENGINE = """
+import json, os, sys, time
+from pathlib import Path
+from bench.turns import Turn
+folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
+time.sleep(seconds)
+if seconds < 0.1:
+    sys.exit("no memory")
+Turn(folder).wait()
+begin = time.monotonic()
+time.sleep(0.3)
+(folder / "rows.json").write_text(json.dumps([begin, time.monotonic()]))
+"""
+
+
+def test_processes_that_start_side_by_side_are_timed_one_at_a_time(tmp_path: Path):
+    folders = [tmp_path / name for name in ("slow", "fails", "quick")]
+    processes = {}
+    for folder, seconds in zip(folders, ("1.0", "0.0", "0.2"), strict=True):
+        folder.mkdir()
+        command = [sys.executable, "-c", ENGINE, str(folder), seconds]
+        processes[folder] = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    ended: list[str] = []
+    turns.in_turns(processes, 60, lambda folder: ended.append(folder.name))
+    assert ended == ["slow", "fails", "quick"]
+    assert processes[folders[1]].returncode == 1
+    slow, quick = (json.loads((tmp_path / name / "rows.json").read_text()) for name in ("slow", "quick"))
+    assert slow[1] <= quick[0]
+
+
+def test_a_process_that_does_not_start_in_time_is_ended(tmp_path: Path):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    ended: list[Path] = []
+    turns.in_turns({tmp_path: process}, 0.5, ended.append)
+    assert ended == [tmp_path] and process.returncode not in (None, 0)
+
+
+def test_engines_beside_each_other_are_recorded_with_their_failures(tmp_path: Path, monkeypatch):
+    def start(case: e2e_vllm.Case, folder: Path) -> subprocess.Popen[bytes]:
+        assert case.beside
+        rows = json.dumps([row(case.name, 1, 2.0) | {"tokens_that_fit": None, "start_s": None}])
+        fails = case.plugin == "linear"
+        (folder / "log").write_text("out of memory")
+        if not fails:
+            (folder / "rows.json").write_text(rows)
+        return subprocess.Popen([sys.executable, "-c", f"raise SystemExit({int(fails)})"])
+
+    monkeypatch.setattr(e2e_vllm, "start_process", start)
+    recorder = Recorder(tmp_path / "record.json", kind="e2e")
+    cases = [e2e_vllm.case_of(f"llama3-8b:w4:fp8:{plugin}") for plugin in ("off", "linear", "on")]
+    said: list[str] = []
+    e2e_vllm.run_together(recorder, cases, said.append)
+    assert [each["case"] for each in recorder.data["rows"]] == ["llama3-8b:w4:fp8:off", "llama3-8b:w4:fp8:on"]
+    assert "out of memory" in recorder.data["failures"][0]["error"]
+    assert "None" not in e2e_vllm.text(recorder.data) + "".join(said)
+
+
+def test_a_cache_has_room_for_the_largest_batch():
+    fp8, int4 = (e2e_vllm.case_of(f"llama3-8b:w4:{kv}") for kv in ("fp8:on@1,32", "auto:on:int4_g4@1,32"))
+    tokens = 32 * (8192 + 256) + 4096
+    assert e2e_vllm.cache_bytes(fp8) == tokens * 32 * 8 * 2 * 128
+    assert e2e_vllm.cache_bytes(int4) == tokens * 32 * 8 * 2 * 80
+    bf16 = e2e_vllm.case_of("qwen3-30b-a3b:bf16:auto:off@4")
+    assert e2e_vllm.cache_bytes(bf16) == (4 * (8192 + 256) + 4096) * 48 * 4 * 2 * 256
+
+
+def test_a_steps_kernels_are_summed_by_name():
+    Launch = step_kernels.Launch
+    launches = [Launch("b", 10.0, 12.0), Launch("a", 0.0, 4.0), Launch("a", 3.0, 6.0), Launch("c", 6.0, 7.0)]
+    found = step_kernels.summary(launches, 2)
+    assert found["span_us"] == 6.0 and found["busy_us"] == 4.5  # 0 to 7 and 10 to 12, of two steps
+    assert found["kernels"][0] == {"name": "a", "count": 1.0, "us": 3.5}
+    assert [kernel["name"] for kernel in found["kernels"]] == ["a", "b", "c"]
+    assert step_kernels.summary([], 2)["kernels"] == []
+
+
 def test_the_plugin_is_found_as_an_installed_one_is(tmp_path: Path):
     case = e2e_vllm.case_of("llama3-8b:w4:fp8:off")
     environment = e2e_vllm.environment_of(case, tmp_path)
@@ -118,9 +197,32 @@ def test_the_table_compares_with_the_best_of_vllm(tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "mark"), [("e2e_vllm", e2e_vllm.MARK), ("e2e_vllm_h100", e2e_vllm.MARK_H100)], ids=["H200", "H100"]
+    ("name", "mark", "make"),
+    [
+        ("e2e_vllm", e2e_vllm.MARK, e2e_vllm.markdown),
+        ("e2e_vllm_h100", e2e_vllm.MARK_H100, e2e_vllm.markdown),
+        ("e2e_vllm", e2e_vllm.MARK_STEP, e2e_vllm.step_markdown),
+    ],
+    ids=["H200", "H100", "step"],
 )
-def test_the_page_has_the_records_table(name: str, mark: str):
+def test_the_page_has_the_records_table(name: str, mark: str, make: Callable[[Any], str]):
     page = (ROOT / "docs/tasks/vllm.md").read_text()
     record = json.loads((ROOT / f"bench/results/{name}.json").read_text())
-    assert report.filled(page, mark, e2e_vllm.markdown(record)) == page
+    assert report.filled(page, mark, make(record)) == page
+
+
+def test_kernels_are_told_apart_by_what_they_are_for():
+    names = {
+        "kernel_cutlass_kernel_cute_kernelsattentionkernelDecodeKernel_object": "attention",
+        "void cutlass::device_kernel<flash::FlashAttnFwdCombine<cute::tuple<": "attention",
+        "triton_red_fused_fused_add_rms_norm_machete_mm_2": "sums and norms",
+        "triton_poi_fused_machete_mm_mul_silu_slice_1": "gate",
+        "triton_poi_fused_3": "RoPE",
+        "kernel_cutlass_kernel_cute_kernelslinearwgmmakernelWgmmaKernel": "products",
+        "nvjet_sm90_tst_512x32_64x3_2x1_v_bz_TNT": "LM head and router",
+        "void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16": "append",
+        "_gumbel_sample_kernel": step_kernels.OTHER,
+    }
+    for name, part in names.items():
+        found = step_kernels.by_part({"kernels": [{"name": name, "count": 1.0, "us": 2.0}]})
+        assert found.pop(part) == 2.0 and not any(found.values()), name

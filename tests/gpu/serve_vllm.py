@@ -20,10 +20,12 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 VOCABULARY = 2048
 NEW_TOKENS = 24
@@ -48,13 +50,86 @@ CONFIG = {
 }
 
 
-def write_model(folder: Path) -> None:
-    """A Llama with random fp16 weights. Its layers do not amplify what rounding does, so that runs can be compared."""
+LATENT = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": CONFIG["num_attention_heads"],
+    "head_dim": None,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": CONFIG["num_hidden_layers"],  # no experts
+}
+"""Changes to CONFIG that make latent attention (MLA) of it."""
+
+
+def attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Of the matrices of a layer's attention."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if "kv_lora_rank" not in config:
+        columns, kv = heads * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+        return {
+            "q_proj": (columns, hidden),
+            "k_proj": (kv, hidden),
+            "v_proj": (kv, hidden),
+            "o_proj": (hidden, columns),
+        }
+    latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+    return {
+        "q_proj": (heads * (nope + rope), hidden),
+        "kv_a_proj_with_mqa": (latent + rope, hidden),
+        "kv_b_proj": (heads * (nope + value), latent),
+        "o_proj": (hidden, heads * value),
+    }
+
+
+GROUP = 128  # inputs of a layer that share a scale
+W4 = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP},
+            }
+        },
+    }
+}
+"""Changes to CONFIG that make 4-bit weights of it."""
+
+
+def quantised(name: str, weight: Any) -> dict[str, Any]:
+    """The tensors of a layer that compressed-tensors packs: 4 bits a weight, a scale for each group."""
+    import torch
+
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    scales = groups.abs().amax(-1, keepdim=True) / 7
+    codes = (groups / scales).round().clamp(-8, 7).long().flatten(1) + 8
+    words = (codes.unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+    shape = torch.tensor(weight.shape)
+    return {
+        f"{name}.weight_packed": words,
+        f"{name}.weight_scale": scales.squeeze(-1).half(),
+        f"{name}.weight_shape": shape,
+    }
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> None:
+    """Random fp16 weights. Layers do not amplify what rounding does, so that runs can be compared."""
     import torch
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(0)
-    hidden, middle, heads, kv = 512, 1024, 8 * 128, 2 * 128
+    hidden, middle = config["hidden_size"], config["intermediate_size"]
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=generator) * gain * columns**-0.5).half()
@@ -64,19 +139,20 @@ def write_model(folder: Path) -> None:
         "model.norm.weight": torch.ones(hidden).half(),
         "lm_head.weight": matrix(VOCABULARY, hidden),
     }
-    for index in range(CONFIG["num_hidden_layers"]):
+    mlp = {"gate_proj": (middle, hidden), "up_proj": (middle, hidden), "down_proj": (hidden, middle)}
+    for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
-        shapes = {"q_proj": (heads, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, heads)}
-        for name, shape in shapes.items():
+        for name, shape in attention_shapes(config).items():
             tensors[f"{layer}.self_attn.{name}.weight"] = matrix(*shape)
-        for name, shape in {
-            "gate_proj": (middle, hidden),
-            "up_proj": (middle, hidden),
-            "down_proj": (hidden, middle),
-        }.items():
+        for name, shape in mlp.items():
             tensors[f"{layer}.mlp.{name}.weight"] = matrix(*shape)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{layer}.{name}.weight"] = torch.ones(hidden).half()
+        if "kv_lora_rank" in config:
+            tensors[f"{layer}.self_attn.kv_a_layernorm.weight"] = torch.ones(config["kv_lora_rank"]).half()
+    if "quantization_config" in config:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            tensors |= quantised(name.removesuffix(".weight"), tensors.pop(name))
     save_file(tensors, folder / "model.safetensors")
 
 
@@ -102,6 +178,7 @@ class Scenario:
         chunk: tokens of a step, at most.
         tokens: that the cache has room for.
         model: changes to CONFIG. engine: more arguments of the engine.
+        leaves_mla: whether MLA is left to FlashMLA's kernels, though the seam is replaced.
         what: of this module's functions of an engine and a scenario, the one that is called.
     """
 
@@ -112,6 +189,7 @@ class Scenario:
     model: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     what: str = "generate_twice"
+    leaves_mla: bool = False
 
 
 BLOCK = 16
@@ -125,18 +203,18 @@ def start(scenario: Scenario, folder: Path) -> Any:
 
     os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = scenario.kv_format
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**CONFIG, **scenario.model}))
-    write_model(folder)
-    arguments = {"compilation_config": GRAPHS, **scenario.engine}
+    config = {**CONFIG, **scenario.model}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_model(folder, config)
+    usual = {"compilation_config": GRAPHS, "max_model_len": 2048, "max_num_seqs": 32, "block_size": BLOCK}
+    arguments = {**usual, **scenario.engine}
     return vllm.LLM(
         model=str(folder),
         skip_tokenizer_init=True,
-        max_model_len=2048,
-        max_num_seqs=32,
         max_num_batched_tokens=scenario.chunk,
-        num_gpu_blocks_override=scenario.tokens // BLOCK,
-        block_size=BLOCK,
-        gpu_memory_utilization=0.2,
+        num_gpu_blocks_override=scenario.tokens // arguments["block_size"],
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=1 << 30,  # nothing is profiled: others may come and go on the GPU meanwhile
         enable_prefix_caching=True,
         kv_cache_dtype=scenario.kv,
         disable_log_stats=False,
@@ -144,7 +222,7 @@ def start(scenario: Scenario, folder: Path) -> Any:
     )
 
 
-def generate(llm: Any) -> list[dict[str, Any]]:
+def generate(llm: Any, asked: list[list[int]] | None = None) -> list[dict[str, Any]]:
     """Of each request: its tokens, their log-probabilities, and by how much each was the best."""
     import vllm
 
@@ -152,7 +230,8 @@ def generate(llm: Any) -> list[dict[str, Any]]:
         max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, temperature=0.0, logprobs=2
     )
     results = []
-    for output in llm.generate([{"prompt_token_ids": ids} for ids in prompts()], sampling, use_tqdm=False):
+    given = [{"prompt_token_ids": ids} for ids in asked or prompts()]
+    for output in llm.generate(given, sampling, use_tqdm=False):
         result = output.outputs[0]
         best = [sorted((entry.logprob for entry in step.values()), reverse=True) for step in result.logprobs]
         results.append(
@@ -168,6 +247,28 @@ def generate(llm: Any) -> list[dict[str, Any]]:
 def generate_twice(llm: Any, scenario: Scenario, folder: Path) -> dict[str, Any]:
     """The second time prefixes are in the cache."""
     return {"results": [*generate(llm), *generate(llm)]}
+
+
+def random_prompts(lengths: list[int]) -> list[list[int]]:
+    rng = random.Random(len(lengths))
+    return [[rng.randrange(5, VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+def generate_wide(llm: Any, scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """A prompt that is nearly as long as a prompt may be, beside short ones; again as a prefix hit."""
+    asked = random_prompts([WIDE - NEW_TOKENS, 1, 300])
+    return {"results": [*generate(llm, asked), *generate(llm, asked)]}
+
+
+WIDE = 131072
+
+
+def generate_many(llm: Any, scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """As many requests at a time as batches have been made for, and fewer and fewer."""
+    results = []
+    for count in (256, 100, 33, 3, 1):
+        results += generate(llm, random_prompts([1 + 7 * index % 90 for index in range(count)]))
+    return {"results": results}
 
 
 def beside_another(llm: Any, scenario: Scenario, folder: Path) -> dict[str, Any]:
@@ -221,9 +322,12 @@ def resident_bytes() -> int:
 
 def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
     """What a scenario gave, the attention that served it, and what the plugin replaced."""
-    from cute_kernels.integrations.vllm import plugin
+    from cute_kernels.integrations.vllm import fusion, mla, plugin
 
-    llm = start(scenario, folder / "model")
+    fusion._said.clear()
+    left = mock.patch.object(mla, "reason_against", lambda *_: "left in this engine")
+    with left if scenario.leaves_mla else nullcontext():
+        llm = start(scenario, folder / "model")
     try:
         found = globals()[scenario.what](llm, scenario, folder)
     finally:
@@ -232,13 +336,16 @@ def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
         del llm, layers
         clean_up()
     replaced = [[one.seam, one.reason] for one in plugin.outcomes()]
-    return {**found, "attention": backends, "replaced": replaced}
+    return {**found, "attention": backends, "replaced": replaced, "fused": sorted(fusion._said)}
 
 
 def clean_up() -> None:
-    """Frees what an engine held."""
+    """Frees what an engine held, and forgets which attention served its kind of layer: the environment changes."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
+    from vllm.v1.attention import selector
+
+    selector._cached_get_attn_backend.cache_clear()
 
     cleanup_dist_env_and_memory()
     # vLLM's graphs share a memory pool for as long as the process lives, but it is gone with the last of them.
@@ -254,8 +361,8 @@ def make_ready(scenarios: list[Scenario]) -> None:
     invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
     specs: dict[Any, None] = {}
     for scenario in scenarios:
-        if scenario.kv == "auto" and not scenario.kv_format:
-            continue
+        if (scenario.kv == "auto" and not scenario.kv_format) or "kv_lora_rank" in scenario.model:
+            continue  # vLLM's own, and MLA, which says by itself what it asks for
         os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = scenario.kv_format
         layer = SimpleNamespace(
             formats=kv_formats.formats_for(scenario.kv),
@@ -265,9 +372,11 @@ def make_ready(scenarios: list[Scenario]) -> None:
             sliding_window=scenario.model.get("sliding_window"),
             soft_cap=None,
             sinks=None,
+            transform=kv_formats.transform_for(scenario.kv, CONFIG["num_key_value_heads"], CONFIG["head_dim"], "cpu"),
         )
         drafted = scenario.engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
-        decodes = attention_kernels.Decodes((1, 8, 32), 1 + drafted, 2048, BLOCK, torch.float16, invariant)
+        longest = scenario.engine.get("max_model_len", 2048)
+        decodes = attention_kernels.Decodes((1, 8, 32, 256), 1 + drafted, longest, BLOCK, torch.float16, invariant)
         device = torch.device("cuda", 0)
         specs.update(dict.fromkeys(attention_kernels.specs([layer], decodes, device)))
     prepare.load(torch.device("cuda", 0), specs)

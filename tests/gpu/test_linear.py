@@ -239,6 +239,9 @@ def test_products_of_prepared_rows(m):
         want = run(plain, prepare_input(x, weight.perm, weight.input_scale))
         assert torch.equal(run(weight, x), want)
         assert torch.equal(run(weight, x), want), "kept"
+        want = run(plain, x.contiguous())
+        assert torch.equal(run(plain, x), want)
+        assert torch.equal(run(plain, x), want), "kept"
 
 
 @pytest.mark.parametrize("m", [1, 8, 16, 64, 300])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -15,9 +15,10 @@ from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, make_tile_plan
 from cute_kernels.linear.reference import linear_reference
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig
-from cute_kernels.linear.wgmma.policies import ResidentLimbs
+from cute_kernels.linear.wgmma.policies import Dsmem, ResidentLimbs, RowExchange, SequentialSplitK, WorkspaceSplitK
 from cute_kernels.linear.wgmma.schedule import BETWEEN_SHAPES, TileSchedule, make_tile_schedule, tile_schedules
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import POOL
@@ -57,8 +58,10 @@ TURN_FORMATS = {  # bits, dtype, group, zero points
 }
 ROWS = (33, 64, 65, 90, 129, 168, 200, 232, 257, 272, 1000, 2048)
 INVARIANT_ROWS = (1, 7, 16, 33, 100, 257, 700)
+INVARIANT_SHAPES = ((1000, 2048), (200, 520), (1001, 640), (4096, 1664))
 SHAPES = ((1000, 2048), (200, 520), (1001, 640))
 LARGE_BLOCKS = ((28_672, 4096), (24_576, 4096), (14_336, 4096))  # of four to seven tiles of 64 features
+MOST_PARTS = 3  # numbers of parts of K that are tested
 LONG = (20_000, 512)  # many tiles, with several for each CTA
 MARGIN = 512  # elements before and behind an output that nobody may touch
 BETWEEN = (300, 976, 640)  # (m, n, k): of every tile in between a last one that is not full
@@ -77,7 +80,7 @@ def specs() -> list[KernelSpec]:
     configs += [schedule.config for m, n, k in LARGE for schedule in in_large_tiles(problem_of(m, n, k))]
     configs += [schedule.config for schedule in between(problem_of(*BETWEEN))]
     for m in INVARIANT_ROWS:
-        configs += [make_tile_schedule(replace(problem_of(m, n, k), batch_invariant=True)).config for n, k in SHAPES]
+        configs += [schedule.config for _, _, schedule in of_all_parts(m)]
     for (dtype, group), m, shape in product(LIMB_FORMATS, LIMB_ROWS, LIMB_SHAPES):
         schedules = in_limbs(problem_of(m, *shape, dtype=dtype, group_size=group))
         configs += [schedule.config for schedule in schedules]
@@ -115,6 +118,32 @@ def test_products_are_those_of_fp64(bits, dtype, group, zero):
         exact = exact_product(x, reference)
         assert_near(run(weight, x, out_dtype=torch.float32), exact, SUMS)
         assert_near(run(weight, x), exact, TOLERANCE[dtype])
+
+
+def of_all_parts(m: int, shapes: Sequence[tuple[int, int]] = INVARIANT_SHAPES) -> Iterator[Any]:
+    """(shape, parts of K, schedule): whatever gives a row the same bits as others with so many parts."""
+    for shape in shapes:
+        case = problem_of(m, *shape)
+        for parts in invariant.possible_parts(case)[:MOST_PARTS]:
+            yield from ((shape, parts, schedule) for schedule in invariant.schedules_of(case, parts))
+
+
+@pytest.mark.parametrize("shape", INVARIANT_SHAPES)
+def test_schedules_with_as_many_parts_of_k_give_the_same_bits(shape):
+    """Beside each other, in a cluster, or one after the other in a CTA, of any tile."""
+    n, k = shape
+    reference = known(n, k, group_size=128)
+    weight, x = reference.pack().to(CUDA), activations(INVARIANT_ROWS[-1], k, torch.bfloat16)
+    exact = exact_product(x, reference)
+    first: dict[int, torch.Tensor] = {}
+    kinds = set()
+    for m in reversed(INVARIANT_ROWS):
+        for _, parts, schedule in of_all_parts(m, [shape]):
+            found = launch(schedule, weight, x[:m].contiguous())
+            assert_near(found, exact[:m], SUMS)
+            assert torch.equal(found, first.setdefault(parts, found)[:m]), (m, schedule)
+            kinds.add(type(schedule.config.reduction))
+    assert kinds == {WorkspaceSplitK, RowExchange, Dsmem, SequentialSplitK}
 
 
 @pytest.mark.parametrize("n, k", SHAPES)

@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.integrations.vllm.steps import BATCHES, Layer, serve_steps
+from tests.integrations.vllm.steps import BATCHES, Layer, serve_shared, serve_steps
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("vllm")
@@ -33,6 +33,8 @@ LAYERS = (
     Layer("auto", "int4_g4", caches=ALL_EXTEND),
     Layer("auto", "int4_g4", soft_cap=3.0, speculative=3),
     Layer("auto", "int8_token_head,int4_g4", caches=ALL_EXTEND),
+    Layer("int4_per_token_head", caches=ALL_EXTEND),
+    Layer("int4_per_token_head", window=24, sinks=True, speculative=3),
 )
 INVARIANT = tuple(
     Layer(kv, form, speculative=drafted, caches={"invariant": True})
@@ -94,6 +96,12 @@ def test_steps_give_what_the_reference_gives(layer: Layer):
     error = (given.double() - reference.double()).norm() / reference.double().norm()
     assert error < 2e-3, float(error)
     assert (given.double() - exact).norm() <= 1.05 * (reference.double() - exact).norm() + 2e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("layer", LAYERS[:2] + LAYERS[6:8], ids=str)
+def test_a_page_is_shared_in_the_step_that_fills_it(layer: Layer):
+    given, exact = serve_shared(layer, "cuda")
+    assert (given.double() - exact).abs().max() < 4e-3
 
 
 def by_request(given: torch.Tensor, batches: tuple[tuple[tuple[int, int], ...], ...]) -> dict[int, torch.Tensor]:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from bench.e2e_vllm import Case, environment_of
-from tests.gpu.serve_vllm import Scenario
+from cute_kernels.integrations.vllm.environment import SEAMS
+from tests.gpu.serve_vllm import LATENT, W4, WIDE, Scenario
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("vllm")
@@ -22,6 +23,17 @@ pytest.importorskip("vllm")
 ROOT = Path(__file__).resolve().parents[2]
 OURS, VLLMS = "CuteKernelsAttentionImpl", "FlashAttentionImpl"
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+MANY = {
+    "max_num_seqs": 256,
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256],
+    },
+}
+WIDE_MODEL, WIDE_ENGINE = {"max_position_embeddings": WIDE}, {"max_model_len": WIDE}
+FLASHMLA = {"block_size": 64, "attention_backend": "FLASHMLA"}
+COMPILED = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}}
 WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 100}
 
 SCENARIOS: dict[str, dict[str, Scenario]] = {
@@ -36,8 +48,18 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "fp8-rows": Scenario("fp8_per_token_head"),
         "fp8": Scenario("fp8"),
         "int4": Scenario(kv_format="int4_g4"),
+        "int4-rows": Scenario("int4_per_token_head"),
         "window-theirs": Scenario(model=WINDOW),
         "window": Scenario(kv_format="fp16", model=WINDOW),
+        "many-theirs": Scenario(tokens=65536, engine=MANY, what="generate_many"),
+        "many": Scenario(kv_format="fp16", tokens=65536, engine=MANY, what="generate_many"),
+        "wide-theirs": Scenario("auto", "", 8192, WIDE + 4096, WIDE_MODEL, WIDE_ENGINE, "generate_wide"),
+        "wide": Scenario("auto", "fp16", 8192, WIDE + 4096, WIDE_MODEL, WIDE_ENGINE, "generate_wide"),
+        "latent-theirs": Scenario(model=LATENT, engine={"block_size": 64, "attention_backend": "FLASH_ATTN_MLA"}),
+        "latent-left": Scenario(model=LATENT, engine=FLASHMLA, leaves_mla=True),
+        "latent": Scenario(model=LATENT, engine=FLASHMLA),
+        "w4": Scenario(kv_format="fp16", model=W4),
+        "w4-fused": Scenario(kv_format="fp16", model=W4, engine=COMPILED),
         "pair": Scenario(kv_format="fp16", what="beside_another"),
         "long": Scenario(kv_format="int4_g4", what="serve_long", tokens=16384),
     },
@@ -56,7 +78,7 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
     },
 }
 ENVIRONMENTS = {
-    "": {},
+    "": {"VLLM_DISABLE_COMPILE_CACHE": "1"},  # what is fused is said where graphs are made
     "invariant": {"VLLM_BATCH_INVARIANT": "1", "CUTE_KERNELS_VLLM_INVARIANT": "1"},
     "two": {},
 }
@@ -181,20 +203,42 @@ def own(served: Served) -> Difference:
         ("fp16-cut", "theirs", EXACT),
         ("speculation", "theirs", EXACT),
         ("window", "window-theirs", EXACT),
+        ("many", "many-theirs", EXACT),
+        ("wide", "wide-theirs", EXACT),
         # Smaller caches differ by what their formats lose: INT4 gave 0.015, 0.044, 0.113 on an H100.
         ("int8", "theirs", Bound(0.004, 0.01, 0.025)),
         ("fp8-rows", "theirs", Bound(0.015, 0.045, 0.12)),
         ("fp8", "theirs", Bound(0.015, 0.045, 0.12)),
         ("int4", "theirs", Bound(0.03, 0.09, 0.23)),
+        ("int4-rows", "theirs", Bound(0.04, 0.12, 0.3)),
     ],
 )
 def test_tokens_are_those_of_vllms_own_attention(served: Served, own: Difference, name: str, theirs: str, bound: Bound):
     ours = served(name)
     assert ours["attention"] == [OURS]
-    assert ours["replaced"] == [["linear", None], ["attention", None], ["moe", None], ["mla", None]]
+    assert ours["replaced"] == [[seam, None] for seam in SEAMS]
     found = difference(ours, served(theirs))
     print(f"{name}:", found)
     assert bound.holds(found), str(found)
+
+
+def test_latent_attention_gives_what_flashmla_gives(served: Served):
+    """Of vLLM's backend everything but decoding is the same; how it differs from FlashAttention's is printed beside."""
+    ours, left = served("latent"), served("latent-left")
+    assert ours["attention"] == left["attention"] == ["CuteKernelsMlaImpl"]
+    print("FlashMLA beside FlashAttention:", difference(left, served("latent-theirs")))
+    found = difference(ours, left)
+    print("latent:", found)
+    assert EXACT.holds(found), str(found)
+
+
+def test_fused_graphs_give_what_single_operations_give(served: Served):
+    fused, plain = served("w4-fused"), served("w4")
+    print(fused["fused"])
+    assert plain["fused"] == [] and any("1 gates and 2 residual sums" in line for line in fused["fused"])
+    found = difference(fused, plain)
+    print("fused:", found)
+    assert Bound(0.004, 0.01, 0.025).holds(found), str(found)
 
 
 def test_a_window_that_is_ignored_would_be_noticed(served: Served, own: Difference):

@@ -118,8 +118,3 @@ def test_the_ctas_of_a_cluster_have_the_parts_of_one_tile(m, n, k, monkeypatch):
             assert work_tile.begin < work_tile.end
             done[work_tile.block, work_tile.m_tile, work_tile.begin : work_tile.end] += 1
         assert (done == 1).all()
-
-
-def test_clusters_cut_k_and_so_are_not_batch_invariant():
-    problem = LinearProblem(128, 4096, 4096, 4096, integers(4), "bf16", batch_invariant=True)
-    assert all(schedule.config.cluster == 1 for schedule in tile_schedules(problem))

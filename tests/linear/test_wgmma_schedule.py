@@ -126,11 +126,9 @@ def variant_of(schedule: TileSchedule) -> tuple[int, int, int, bool]:
     return tile_m, config.block_rows, schedule.splits, config.dsmem_reduction
 
 
-def test_batch_invariant_rows_are_not_in_limbs():
-    """Those of more rows are not, and no row may depend on how many there are."""
+def test_few_rows_alone_are_in_limbs():
     case = problem(16, 28672, 4096)
     assert make_tile_schedule(case).config.limbs
-    assert not any(one.config.limbs for one in tile_schedules(replace(case, batch_invariant=True)))
     assert not any(one.config.limbs for one in tile_schedules(replace(case, m=25)))
 
 
@@ -353,17 +351,6 @@ def test_something_is_chosen_and_can_be_compiled(m, n, k, bits):
         (schedule.splits - 1) * schedule.split_k_blocks < schedule.k_blocks <= schedule.splits * schedule.split_k_blocks
     )
     assert estimate_us(case, schedule) == min(estimate_us(case, other) for other in tile_schedules(case))
-
-
-@pytest.mark.parametrize("n, k", SHAPES)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_batch_invariant_products_never_cut_k(n, k, bits):
-    """Few rows of a small layer then take narrower tiles than otherwise."""
-    chosen = [make_tile_schedule(problem(m, n, k, bits=bits, batch_invariant=True)) for m in (1, 8, 64, 300, 8192)]
-    assert all((schedule.splits, schedule.workspace_words) == (1, 0) for schedule in chosen)
-    assert all(schedule.config.can_implement() is None for schedule in chosen)
-    if (n, k) == (8192, 8192):
-        assert chosen[0].config.block_rows == 64 and chosen[0].num_work_tiles == 128
 
 
 @pytest.mark.parametrize("group_size", [0, 32, 64, 128, 256])

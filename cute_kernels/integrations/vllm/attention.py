@@ -1,7 +1,7 @@
 """Attention of vLLM over quantised KV caches: decoding through `append_and_decode`, prompts through FlashAttention.
 
 The backend is registered as vLLM's CUSTOM one and asked first for the cache dtypes of `kv_formats`; for what it does
-not take, vLLM goes on to its own. A layer's step has up to three parts:
+not take, vLLM goes on to its own. A layer's step puts its new tokens into the cache, and has up to three parts:
 
     decoding            requests with one new token, or all with as many (speculative): append and attention in one call
     first chunks        FlashAttention on the new K and V as they are, which are appended as well
@@ -129,12 +129,16 @@ class CuteKernelsAttentionBackend(AttentionBackend):
             return reasons
         reasons += _reasons_of_engine()
         formats = kv_formats.formats_for(kv_cache_dtype)
-        reason = kv_formats.reason_against(formats, named["head_size"], named["dtype"])
-        reasons += [reason] if reason else []
+        head_size = named["head_size"]
+        for reason in (
+            kv_formats.reason_against(formats, head_size, named["dtype"]),
+            kv_formats.reason_against_rotation(kv_cache_dtype, head_size),
+        ):
+            reasons += [reason] if reason else []
         if named.get("use_batch_invariant"):
-            reason = attention_kernels.why_not_invariant(formats, named["head_size"])
+            reason = attention_kernels.why_not_invariant(formats, head_size)
             reasons += [f"VLLM_BATCH_INVARIANT with {reason}"] if reason else []
-        reasons += [] if reasons else _missing_kernels(formats, named)
+        reasons += [] if reasons else _missing_kernels(formats, kv_cache_dtype, named)
         if not reasons:
             return []
         words = f"a {formats} cache (--kv-cache-dtype {kv_cache_dtype}): {'; '.join(reasons)}"
@@ -159,17 +163,19 @@ def _reasons_of_engine() -> list[str]:
     return [f"{what} not supported" for what, is_so in wrong.items() if is_so]
 
 
-def _missing_kernels(formats: kv_formats.Formats, named: dict[str, Any]) -> list[str]:
+def _missing_kernels(formats: kv_formats.Formats, kv_cache_dtype: str, named: dict[str, Any]) -> list[str]:
     """What is said of kernels that are in no bundle where they cannot be compiled; nothing elsewhere."""
     config = get_current_vllm_config_or_none()
     if compiler_version() is not None or config is None or config.model_config is None:
         return []
     model, parallel = config.model_config, config.parallel_config
+    num_kv_heads = model.get_num_kv_heads(parallel)
     layer = SimpleNamespace(
         formats=formats,
         head_size=named["head_size"],
         num_heads=model.get_num_attention_heads(parallel),
-        num_kv_heads=model.get_num_kv_heads(parallel),
+        num_kv_heads=num_kv_heads,
+        transform=kv_formats.transform_for(kv_cache_dtype, num_kv_heads, named["head_size"], "cpu"),
         sliding_window=1 if named.get("has_sliding_window") else None,
         soft_cap=getattr(model.hf_text_config, "attn_logit_softcapping", None),
         sinks=named.get("has_sink") or None,
@@ -179,6 +185,13 @@ def _missing_kernels(formats: kv_formats.Formats, named: dict[str, Any]) -> list
     specs = attention_kernels.specs([layer], decodes_of(config, page_size), device)
     reason = prepare.why_not_ready(device, specs)
     return [] if reason is None else [reason]
+
+
+def _device() -> torch.device:
+    """Where layers of this process are."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class CuteKernelsAttentionImpl(AttentionImpl):
@@ -209,6 +222,7 @@ class CuteKernelsAttentionImpl(AttentionImpl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks, self.sink_logits, self.flash_sinks = sinks, None, None
         self.formats = kv_formats.formats_for(kv_cache_dtype)
+        self.transform = kv_formats.transform_for(kv_cache_dtype, self.num_kv_heads, head_size, _device())
         note_served(f"attention {self.formats} {head_size}")
         self.invariant = is_invariant()
         self.flash_version = fa_utils.get_flash_attn_version(head_size=head_size)
@@ -236,17 +250,20 @@ class CuteKernelsAttentionImpl(AttentionImpl):
         if attn_metadata is None:  # a profiling run
             return output.fill_(0)
         call = _LayerCall(self, layer, kv_cache, attn_metadata)
-        first = attn_metadata.num_decode_tokens
-        if first and not self.invariant:
+        first, pieces = attn_metadata.num_decode_tokens, attn_metadata.pieces
+        if first and self.invariant:
+            first, pieces = 0, (attn_metadata.decoding, *pieces)
+        # Prompts that share a prefix share its pages from the step on that computes them: nothing is read before
+        # all new tokens of the step are in the cache.
+        if pieces and self.kv_sharing_target_layer_name is None:
+            new = slice(first, max(piece.tokens.stop for piece in pieces))
+            call.append(key[new], value[new], new)
+        if first:
             call.decode(query[:first], key, value, output[:first])
-        pieces = attn_metadata.pieces
-        for piece in (attn_metadata.decoding, *pieces) if first and self.invariant else pieces:
+        for piece in pieces:
             tokens = piece.tokens
-            new = (key[tokens], value[tokens])
-            if self.kv_sharing_target_layer_name is None:
-                call.append(*new, tokens)
             if piece.way is Way.FLASH:
-                call.first_chunks(piece, query[tokens], *new, output[tokens])
+                call.first_chunks(piece, query[tokens], key[tokens], value[tokens], output[tokens])
             else:
                 call.continued[piece.way](piece, query[tokens], output[tokens])
         return output
@@ -278,6 +295,7 @@ class _LayerCall:
             "window_size": impl.sliding_window,
             "softcap": impl.soft_cap,
             "sinks": impl.sink_logits,
+            "transform": impl.transform,
             **self.scales,
         }
 
@@ -297,8 +315,8 @@ class _LayerCall:
 
     def append(self, key: torch.Tensor, value: torch.Tensor, tokens: slice) -> None:
         slots = self.metadata.slot_mapping[tokens]
-        form = self.impl.formats.name
-        append_kv(key, value, self.k_cache, self.v_cache, kv_format=form, slot_mapping=slots, **self.scales)
+        rows = {"kv_format": self.impl.formats.name, "transform": self.impl.transform}
+        append_kv(key, value, self.k_cache, self.v_cache, slot_mapping=slots, **rows, **self.scales)
 
     def first_chunks(
         self, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor

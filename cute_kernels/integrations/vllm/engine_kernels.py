@@ -112,6 +112,7 @@ def attention_specs(
         sliding_window=heads.window,
         soft_cap=None,
         sinks=heads.sinks or None,
+        transform=None,
     )
     decodes = attention_kernels.Decodes(batches, 1 + drafted, heads.max_model_len, PAGE_SIZE, torch.bfloat16)
     return attention_kernels.specs_of(layer, decodes, DecodeProblem.num_sms)

@@ -14,7 +14,7 @@ import os
 SWITCH = "CUTE_KERNELS_VLLM"
 KV_FORMAT = "CUTE_KERNELS_VLLM_KV_FORMAT"
 INVARIANT = "CUTE_KERNELS_VLLM_INVARIANT"
-SEAMS = ("linear", "attention", "moe", "mla")
+SEAMS = ("linear", "attention", "moe", "mla", "fusion")
 """In the order in which they are replaced."""
 
 

@@ -24,10 +24,10 @@ from vllm.model_executor.parameter import permute_param_layout_
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
-from cute_kernels.integrations.vllm import prepare
+from cute_kernels.integrations.vllm import fused_layers, prepare
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
-from cute_kernels.linear import PackedWeight
+from cute_kernels.linear import PackedWeight, interleave_weights, slice_outputs
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.weight import GROUP_SIZES, padded_shape, symmetric_zero
@@ -113,14 +113,26 @@ class CuteKernelsLinearKernel(MPLinearKernel):
         super().__init__(c, *names, **more_names)
         self.form = form_of(c)
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.fused = fused_layers.wanted()
+        self.is_interleaved = False  # until the layer is known
         note_served(f"linear {self.form}")
         prepare.note(self.form.problem(_num_sms(torch.cuda.current_device())), prepare.engine_rows())
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         prepare.load_noted(torch.device("cuda", torch.cuda.current_device()))
+        self._note_fusion(layer)
         fields = self.packed(layer)
         for name, tensor in fields.items():
             replace_parameter(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
+
+    def _note_fusion(self, layer: torch.nn.Module) -> None:
+        """Settles what of the operations around a layer goes into it; graphs that vLLM keeps depend on it."""
+        form = self.form
+        self.is_interleaved = self.fused.gates and fused_layers.is_gated(layer)
+        if self.is_interleaved:
+            note_served(f"linear {form}, rows in turn")
+        if self.fused.sums and fused_layers.ends_block(layer):
+            note_served(f"norm {form.n} {form.dtype} {fused_layers.is_norm_ready(form.n, form.dtype, False)}")
 
     def packed(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The tensors of the packed weight, by the names of the parameters that they replace.
@@ -144,6 +156,9 @@ class CuteKernelsLinearKernel(MPLinearKernel):
             group_size=form.group_size or -1,
             dtype=form.dtype,
         )
+        if self.is_interleaved:
+            gate, up = (slice_outputs(weight, start, start + form.n // 2) for start in (0, form.n // 2))
+            weight = interleave_weights(gate, up)
         fields = {self.w_q_name: weight.codes, self.w_s_name: weight.scales}
         if form.zero_point:
             assert self.w_zp_name is not None
@@ -177,6 +192,8 @@ class CuteKernelsLinearKernel(MPLinearKernel):
             form.dtype,
             self.batch_invariant,
         )
+        if self.is_interleaved:
+            out = fused_layers.in_order(out)
         return out.reshape(*x.shape[:-1], form.n)
 
 

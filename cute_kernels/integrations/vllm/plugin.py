@@ -64,6 +64,11 @@ def register() -> None:
         _logger().info("cute-kernels: off (%s=0)", environment.SWITCH)
 
 
+def is_replaced(seam: str) -> bool:
+    """Whether a seam is replaced in this process."""
+    return seam in _outcomes and _outcomes[seam].reason is None
+
+
 def outcomes() -> list[Replacement]:
     """What `register` did in this process."""
     return list(_outcomes.values())

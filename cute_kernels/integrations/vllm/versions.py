@@ -23,6 +23,7 @@ class Interface:
         attention_layer: the module and class of attention layers.
         expert_methods: modules and classes of the methods of layers of experts.
         mla_backends: modules and classes of the backends whose decoding of MLA is replaced.
+        pass_manager: the module and class that says which passes rewrite a traced model.
     """
 
     tested: str
@@ -42,6 +43,7 @@ class Interface:
         ("vllm.v1.attention.backends.mla.flashmla", "FlashMLABackend"),
         ("vllm.v1.attention.backends.mla.flashmla_sparse", "FlashMLASparseBackend"),
     )
+    pass_manager: tuple[str, str] = ("vllm.compilation.passes.pass_manager", "PostGradPassManager")
 
 
 INTERFACES = {(0, 26): Interface("served on an H200, interface tests")}

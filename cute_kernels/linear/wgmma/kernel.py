@@ -39,7 +39,7 @@ from cute_kernels.linear.wgmma.loads import (
 from cute_kernels.linear.wgmma.memory import TileMemory, allocate, init_barriers
 from cute_kernels.linear.wgmma.places import DensePlaces, Places
 from cute_kernels.linear.wgmma.reading import Channel, StageReader
-from cute_kernels.linear.wgmma.reduction import RowReduction, TileReduction, WorkspaceReduction
+from cute_kernels.linear.wgmma.reduction import RowReduction, SequentialReduction, TileReduction, WorkspaceReduction
 from cute_kernels.linear.wgmma.register_mainloop import RegisterMainloop
 from cute_kernels.linear.wgmma.synchronous import SynchronousMainloop
 from cute_kernels.linear.wgmma.tiles import TileSizes, dense_grid, dense_scheduler, dense_sizes
@@ -72,6 +72,8 @@ def make_reduction(config: WgmmaConfig, epilogue: TileEpilogue, places: Places) 
     """The reduction that a configuration names."""
     if config.reduction.dsmem:
         return ClusterReduction(config, epilogue, places)
+    if isinstance(config.reduction, policies.SequentialSplitK):
+        return SequentialReduction(config, epilogue, places)
     is_exchange = isinstance(config.reduction, policies.RowExchange)
     return (RowReduction if is_exchange else WorkspaceReduction)(config, epilogue, places)
 
@@ -217,13 +219,14 @@ class WgmmaKernel:
     ):
         """Launches ``num_ctas`` CTAs.
 
-        x: [m, k], k a multiple of 8, 16-byte aligned. Addresses: codes uint8 [num_tiles, k_blocks * k_block_tiles,
-        2048], scales of x's dtype and zeros uint8 [num_tiles, groups, 64], bias [n] and residual as out, of x's dtype,
-        or 0; out [m, n] (half of n for swiglu) of the kind ``out_kind``; workspace fp32 [tiles that are cut, splits -
-        1, block_rows * tile_m], every word EMPTY before and after. k_blocks: padded K / block_k; whole: tiles that are
-        not cut, of CTAs that multicast activations together one; splits: parts of the others, of K, none of them empty,
-        or of rows of x, 1 unless the configuration cuts tiles. activation, out_kind: see
-        `cute_kernels.linear.epilogue`.
+        x: [m, k], k and the distance of rows multiples of 8, 16-byte aligned. Addresses: codes uint8
+        [num_tiles, k_blocks * k_block_tiles, 2048], scales of x's dtype and zeros uint8 [num_tiles, groups,
+        64], bias [n] and residual as out, of x's dtype, or 0; out [m, n] (half of n for swiglu) of the kind
+        ``out_kind``; workspace fp32 [tiles that are cut, splits - 1, block_rows * tile_m], every word EMPTY
+        before and after. k_blocks: padded K / block_k; whole: tiles that are not cut, of CTAs that multicast
+        activations together one; splits: parts of the others, of K, none of them empty, or of rows of x, 1
+        unless the configuration cuts tiles; of every tile, where its CTA has them one after the other.
+        activation, out_kind: see `cute_kernels.linear.epilogue`.
         """
         config = self.config
         copy_x, x_view = self.activations.tma(x)

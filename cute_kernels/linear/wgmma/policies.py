@@ -37,6 +37,7 @@ ROW_LIMB_BYTES = 2 * LIMB_GROUP  # both limbs of so many inputs of a row,
 ROW_SCALE_BYTES = 4  # and their scale
 LIMB_TILE_M = 64  # whose limbs an MMA takes
 AHEAD_TILE_M = 32  # for which a thread has registers to decode the next k block ahead
+MOST_SEQUENTIAL_M = 160  # rows of all tiles of a warpgroup whose accumulators a thread has twice
 X_SCALE_ALIGNMENT = 4  # scales of x among which a tile's first one may stand
 SYNCHRONOUS_TILE_M = 64  # of all warpgroups: what 104 registers are enough for with four
 # K blocks of each tile that are asked into L2 before a CTA makes its barriers, as measured for tiles with a DSMEM
@@ -125,6 +126,7 @@ class Reduction(ABC):
         dsmem: whether each tile of 64 output features has a CTA of the cluster that stores it, to which the others
             publish their partials: `.cluster_reduction`.
         early: whether partials leave before the last k block: `.resident_early`.
+        sequential: whether a CTA has all parts of K of a tile, one after the other.
         stores: types of stores that it goes with.
         multicasts: whether CTAs beside each other may multicast activations: only without another cluster.
     """
@@ -135,6 +137,7 @@ class Reduction(ABC):
     cuts_rows: ClassVar[bool] = False
     dsmem: ClassVar[bool] = False
     early: ClassVar[bool] = False
+    sequential: ClassVar[bool] = False
     stores: ClassVar[tuple[type, ...]] = (StagedStore,)
     multicasts: ClassVar[bool] = False
 
@@ -197,6 +200,22 @@ class WorkspaceSplitK(Reduction):
     stores: ClassVar[tuple[type, ...]] = (StagedStore, TmaStore)
     multicasts: ClassVar[bool] = True
     name: ClassVar[str] = "_split"
+
+
+@dataclass(frozen=True)
+class SequentialSplitK(Reduction):
+    """A CTA has all parts of K of a tile, one after the other, each with accumulators that begin at 0, and adds them up
+    in the order of `WorkspaceSplitK`: the same bits, of many rows without partial results in memory.
+    `.reduction.SequentialReduction`."""
+
+    splits_k: ClassVar[bool] = False
+    sequential: ClassVar[bool] = True
+    name: ClassVar[str] = "_sequential"
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        if config.n_tiles * config.tile_m > MOST_SEQUENTIAL_M:
+            return f"a thread has no registers for two sets of accumulators of {config.n_tiles * config.tile_m} rows"
+        return None
 
 
 @dataclass(frozen=True)
@@ -299,6 +318,7 @@ class Mainloop(ABC):
         more_threads: beside those of the consumer warpgroups.
         copies: warps whose copies fill a stage.
         multicasts: whether CTAs beside each other may multicast activations.
+        rows_apart: whether rows of a dense product's x may lie apart: those that TMA brings from x itself.
         stores: types of stores that it goes with.
         limits: of the architectures that its instructions are for.
         spare: tiles of 64 features that the last warpgroup has fewer than the others.
@@ -313,6 +333,7 @@ class Mainloop(ABC):
     more_threads: ClassVar[int] = WARPGROUP_THREADS  # producer warps: registers are given to whole warpgroups
     copies: ClassVar[int] = 2  # of activations and of weights
     multicasts: ClassVar[bool] = False
+    rows_apart: ClassVar[bool] = False
     stores: ClassVar[tuple[type, ...]] = (StagedStore,)
     limits: ClassVar[Limits] = HOPPER
     tile_m_sizes: ClassVar[tuple[int, ...]] = (8, *range(16, 257, 16))  # whole eights; stmatrix turns two of them
@@ -397,10 +418,11 @@ class RegisterWgmma(Mainloop):
     group_steps: int = 2
     in_flight: int = 1
     reductions: ClassVar[tuple[type[Reduction], ...]] = (
-        WholeK, RowCuts, WorkspaceSplitK, RowExchange, Dsmem, InterleavedDsmem,
+        WholeK, RowCuts, WorkspaceSplitK, SequentialSplitK, RowExchange, Dsmem, InterleavedDsmem,
     )  # fmt: skip
     scales_codes: ClassVar[bool] = True
     multicasts: ClassVar[bool] = True
+    rows_apart: ClassVar[bool] = True
     stores: ClassVar[tuple[type, ...]] = (StagedStore, TmaStore)
 
     @property

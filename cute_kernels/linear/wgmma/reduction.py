@@ -1,6 +1,6 @@
-"""How parts of K are added up, and who stores the result: three of the values of the reduction policy.
+"""How parts of K are added up, and who stores the result: four of the values of the reduction policy.
 
-The fourth and fifth, through the shared memory of a cluster tile by tile, are in `.cluster_reduction` and
+The others, through the shared memory of a cluster tile by tile, are in `.cluster_reduction` and
 `.resident_early`. All have `begin`, before the first work tile, `prepare`, before a work tile's products, `finish`, of
 its accumulators, and `end`, behind the last one.
 """
@@ -129,6 +129,46 @@ class WorkspaceReduction:
                 place_of = 4 * (first + i) + j
                 acc[place_of] = acc[place_of] + words[4 * i + j].bitcast(Float32)
             ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4, offset=(first + i) * VECTOR_STRIDE)
+
+
+class SequentialReduction:
+    """Parts of K that a CTA has one after the other: a second set of accumulators adds them up.
+
+    Parts come in the order in which `WorkspaceReduction` adds them: the last one, then the first, the second and so on.
+    """
+
+    def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
+        self.config, self.epilogue, self.places = config, epilogue, places
+        self.prepares = epilogue.dense
+
+    def begin(self) -> None:
+        """Makes the second set."""
+        self.sums = cute.make_rmem_tensor(self.config.thread_acc, Float32)
+        self.sums.fill(0.0)
+
+    @cute.jit
+    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
+        """Of the tile, before its last part."""
+        if work_tile.split == work_tile.splits - 1:
+            for i in cutlass.range_constexpr(self.config.n_tiles):
+                corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
+                self.epilogue.prepare(operands, shape, store, corner, i)
+
+    @cute.jit
+    def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
+        """See `TileReduction`."""
+        tile_acc = self.config.tile_m // 2
+        begins = work_tile.split == 0
+        for i in cutlass.range_constexpr(self.config.thread_acc):
+            self.sums[i] = cutlass.select_(begins, acc[i], self.sums[i] + acc[i])
+        if work_tile.split == work_tile.splits - 1:
+            for i in cutlass.range_constexpr(self.config.n_tiles):
+                corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
+                self.epilogue.run(operands, shape, store, corner, self.sums, i * tile_acc, i)
+
+    def end(self) -> None:
+        """Waits for the store."""
+        self.epilogue.finish()
 
 
 class RowReduction:

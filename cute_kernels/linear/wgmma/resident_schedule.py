@@ -73,9 +73,9 @@ SPARE_BYTES = 2048  # of shared memory, for alignment
 
 
 def resident_configs(problem: LinearProblem) -> list[ResidentConfig]:
-    """Configurations for few rows in limbs; rows would depend on how many there are."""
+    """Configurations for few rows in limbs."""
     tile_m = next((count for count in RESIDENT_TILE_M if problem.m <= count), None)
-    if problem.batch_invariant or tile_m is None:
+    if tile_m is None:
         return []
     configs = (
         resident_config(problem, tile_m, loads, shape)

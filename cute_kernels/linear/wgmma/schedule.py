@@ -82,7 +82,6 @@ LIMB_SHAPES = (
     (8, 1, 2, 1),
     (16, 1, 1, 1),
     (16, 1, 1, 2),
-    (16, 1, 1, 3),
     (16, 1, 2, 1),
     (32, 4, 1, 2),
     (32, 4, 2, 1),
@@ -133,7 +132,7 @@ DSMEM_FORMS = (
     (integers(8), "fp16"),
 )
 DSMEM_BLOCK_K, DSMEM_CLUSTER, DSMEM_STAGES = 128, 2, 12
-# Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
+# Where K may not be cut as the rows would like it, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
 
@@ -199,13 +198,9 @@ def make_tile_schedule(problem: LinearProblem) -> TileSchedule:
 
 
 def tile_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
-    """Every shape of tiles, in every number of parts of K.
-
-    Each sum of a tile runs over K step by step, whatever the tile's shape. So rows do not depend on each other if K is
-    in one part: that is all that being batch-invariant takes.
-    """
+    """Every shape of tiles, in every number of parts of K. Those of batch-invariant products are in `.invariant`."""
     for config in candidate_configs(problem):
-        for splits in range(1, 2 if problem.batch_invariant else MAX_SPLITS + 1):
+        for splits in range(1, MAX_SPLITS + 1):
             schedule = schedule_of(problem, config, splits)
             if schedule is not None:
                 yield schedule
@@ -256,8 +251,6 @@ def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
 def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Configurations worth considering."""
     shapes = SHAPES + BETWEEN_SHAPES
-    if problem.batch_invariant:  # which a cluster is not, as it cuts K
-        shapes = [shape for shape in shapes + NARROW_SHAPES if shape[-1] == 1]
     return tile_configs(problem, shapes) + dsmem_configs(problem) + limb_configs(problem) + resident_configs(problem)
 
 
@@ -294,7 +287,7 @@ def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
 
 def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Configurations whose CTAs reduce parts of K in the cluster (DSMEM)."""
-    if problem.batch_invariant or problem.k_pad % DSMEM_BLOCK_K:
+    if problem.k_pad % DSMEM_BLOCK_K:
         return []
     configs = (
         of_format(
@@ -327,8 +320,8 @@ def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int) -> int:
 
 
 def limb_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Configurations of x in limbs. Rows would depend on how many there are: more than these are not in limbs."""
-    if problem.batch_invariant or problem.m > MOST_LIMB_ROWS:
+    """Configurations of x in limbs, of few rows."""
+    if problem.m > MOST_LIMB_ROWS:
         return []
     configs = (
         of_format(

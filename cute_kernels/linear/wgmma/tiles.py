@@ -67,6 +67,12 @@ class TileSizes:
     out_kind: Int32
     grid: TileGrid | None  # `TileGrid`; None where tiles are otherwise counted: those of one token tile, and of experts
 
+    @property
+    def counted(self) -> TileGrid:
+        """How tiles are counted where one scheduler counts all of them."""
+        assert self.grid is not None
+        return self.grid
+
 
 @dataclass(frozen=True)
 class WorkTile:
@@ -106,8 +112,7 @@ class TileScheduler:
 
     @property
     def grid(self) -> TileGrid:
-        assert self.shape.grid is not None  # `dense_sizes` has one for this scheduler
-        return self.shape.grid
+        return self.shape.counted
 
     @property
     def count(self):
@@ -142,6 +147,41 @@ class TileScheduler:
     def own(self, number):
         """This CTA's of what those that share activations by TMA multicast count as one."""
         return number if self.multicast == 1 else number * self.multicast + self.rank
+
+
+@dataclass(frozen=True)
+class SequentialScheduler:
+    """The work tiles of one CTA that has all parts of K of every ``num_ctas``-th tile; run-time integers.
+
+    It has the last part first: see `.reduction.SequentialReduction`.
+    """
+
+    shape: TileSizes
+    cta: Int32
+    num_ctas: Int32
+
+    @property
+    def first(self):
+        return Int32(0)
+
+    @property
+    def count(self):
+        """Parts of all tiles of the CTA."""
+        tiles = (self.shape.whole - self.cta + (self.num_ctas - 1)) // self.num_ctas
+        return tiles * self.shape.splits
+
+    @property
+    def stride(self):
+        return Int32(1)
+
+    def work_tile(self, index) -> WorkTile:
+        shape = self.shape
+        own, split = shape.counted.splits.divide_int(index)
+        block, m_tile = shape.counted.place(self.cta + own * self.num_ctas)
+        part = cutlass.select_(split == 0, shape.splits, split) - 1
+        begin = part * shape.split_k_blocks
+        end = cutlass.min(begin + shape.split_k_blocks, shape.k_blocks)
+        return WorkTile(block, m_tile, begin, end, split, shape.splits, Int32(0))
 
 
 @dataclass(frozen=True)
@@ -187,9 +227,13 @@ def dense_grid(config: WgmmaConfig, m, num_tiles, whole, splits) -> TileGrid | N
     return TileGrid.of(blocks, cute.ceil_div(m, config.tile_m), whole, splits)
 
 
-def dense_scheduler(config: WgmmaConfig, shape: TileSizes, cta, num_ctas) -> TileScheduler | ClusterTileScheduler:
+def dense_scheduler(
+    config: WgmmaConfig, shape: TileSizes, cta, num_ctas
+) -> TileScheduler | SequentialScheduler | ClusterTileScheduler:
     """The work tiles of a CTA of a dense product."""
     rank = 0
+    if const_expr(config.reduction.sequential):
+        return SequentialScheduler(shape, cta, num_ctas)
     if const_expr(config.cluster > 1):
         return ClusterTileScheduler(shape, cta, config.cluster)
     if const_expr(config.multicast > 1):

@@ -9,7 +9,6 @@ warp and reader on its way out, and one for all parts on their way in.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -56,12 +55,12 @@ class PartPlaces:
     after the other, and a flag.
     """
 
-    words: Any  # addresses: of all parts
-    flags: Any  # ... and their flags
-    part: Any  # the CTA's own
-    count: Any
-    each: Any  # heads of a reader, a power of 2 from 4 to 16
-    readers: Any
+    words: Int64  # addresses: of all parts
+    flags: Int64  # ... and their flags
+    part: Int32  # the CTA's own
+    count: Int32
+    each: Int32  # heads of a reader, a power of 2 from 4 to 16
+    readers: Int32
 
     @staticmethod
     def of(work_tiles) -> PartPlaces:

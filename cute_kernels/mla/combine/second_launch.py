@@ -17,6 +17,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
+from cute_kernels.device.types import extents
 from cute_kernels.mla.combine.output import exists_sink
 from cute_kernels.mla.config import MAX_PARTS, PARTIALS, V_HEAD_DIM, CombineConfig
 from cute_kernels.mla.elements import of_name
@@ -51,7 +52,7 @@ class CombineKernel:
         """out: bf16 or fp16 [batch, q_len, num_heads, 512]. Addresses: lse fp32 [batch, q_len, num_heads], max_logits
         likewise or 0, sinks fp32 [num_heads] or 0, partials: see `Results`. row_bits: a CTA has 2**row_bits rows, of
         each as many groups of 128 threads as its slots allow."""
-        sizes: Any = out.shape
+        sizes = extents(out)
         batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
         shape = MlaSizes(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0), Float32(0.0))
         results = Results(ptx.address(out), lse, max_logits, sinks, partials)

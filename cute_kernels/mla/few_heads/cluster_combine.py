@@ -7,6 +7,7 @@ stores them where their columns are added up, in the order of the parts: results
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -69,7 +70,7 @@ class ClusterCombine:
         place = memory.ring + part * self.part_bytes + lane % 4 * (2 * self.pitch) + column * 4
         return numbers.address_in(place, owner)
 
-    def send(self, place, block: int, chunk: int, c: int, pair: list[Any]) -> None:
+    def send(self, place, block: int, chunk: int, c: int, pair: Sequence[Float32]) -> None:
         """Stores the two columns of a head; ``place`` from :meth:`destination`."""
         numbers.store_in_cluster(place, (8 * block + c) * self.pitch + 64 * chunk, pair)
 

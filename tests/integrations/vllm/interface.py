@@ -19,10 +19,10 @@ from types import SimpleNamespace
 import torch
 
 from cute_kernels.integrations.vllm import versions
-from tests.integrations.vllm import seam_attention, seam_linear, seam_mla, seam_moe, seam_plugin, stubs
+from tests.integrations.vllm import seam_attention, seam_fusion, seam_linear, seam_mla, seam_moe, seam_plugin, stubs
 from tests.integrations.vllm.checks import CHECKS, hopper
 
-SEAMS = (seam_plugin, seam_linear, seam_attention, seam_moe, seam_mla)
+SEAMS = (seam_plugin, seam_linear, seam_attention, seam_moe, seam_mla, seam_fusion)
 """Modules that put their checks on the list."""
 
 

@@ -64,8 +64,8 @@ class Layer:
     weight: torch.Tensor
 
 
-def make(form: Checkpoint, device: str, seed: int = 0) -> Layer:
-    """The layer of a checkpoint, made and processed by vLLM's method for it."""
+def make(form: Checkpoint, device: str, seed: int = 0, **attributes: Any) -> Layer:
+    """The layer of a checkpoint, made and processed by vLLM's method for it. attributes: what vLLM's layer has."""
     generator = torch.Generator().manual_seed(seed)
     groups = form.k // (form.group_size or form.k)
     top = 1 << form.bits
@@ -79,6 +79,8 @@ def make(form: Checkpoint, device: str, seed: int = 0) -> Layer:
         group_of = group_of[torch.randperm(form.k, generator=generator)]
     weight = (codes - zeros[:, group_of]).double() * scales.double()[:, group_of]
     layer = torch.nn.Module()
+    for name, value in attributes.items():
+        setattr(layer, name, value)
     parameters = "vllm.model_executor.parameter.get_tensor_model_parallel"
     with mock.patch(f"{parameters}_rank", lambda: 0), mock.patch(f"{parameters}_world_size", lambda: 1):
         method = _METHODS[form.checkpoint](form, layer, device)
@@ -88,6 +90,11 @@ def make(form: Checkpoint, device: str, seed: int = 0) -> Layer:
         method.process_weights_after_loading(layer)
     apply = getattr(method, "apply_weights", None) or method.apply
     return Layer(lambda x: apply(layer, x, None), method.kernel, weight)
+
+
+def _parts(form: Checkpoint, layer: Any) -> list[int]:
+    """Output features of the layers that are one here."""
+    return getattr(layer, "output_partition_sizes", [form.n])
 
 
 def _compressed_tensors(form: Checkpoint, layer: torch.nn.Module, device: str) -> Any:
@@ -104,7 +111,7 @@ def _compressed_tensors(form: Checkpoint, layer: torch.nn.Module, device: str) -
         actorder=ActivationOrdering.GROUP if form.act_order else None,
     )
     with torch.device(device):
-        scheme.create_weights(layer, form.n, form.k, [form.n], form.k, form.dtype, _no_loader)
+        scheme.create_weights(layer, form.n, form.k, _parts(form, layer), form.k, form.dtype, _no_loader)
     return scheme
 
 
@@ -114,7 +121,8 @@ def _gptq(form: Checkpoint, layer: torch.nn.Module, device: str) -> Any:
     config = auto_gptq.AutoGPTQConfig(form.bits, form.group_size or -1, form.act_order, True, False, {}, {})
     with mock.patch.object(auto_gptq, "verify_marlin_supported"), torch.device(device):
         method = auto_gptq.AutoGPTQLinearMethod(config)
-        method.create_weights(layer, form.k, [form.n], form.k, form.n, form.dtype, weight_loader=_no_loader)
+        parts = _parts(form, layer)
+        method.create_weights(layer, form.k, parts, form.k, form.n, form.dtype, weight_loader=_no_loader)
     return method
 
 
@@ -124,7 +132,8 @@ def _awq(form: Checkpoint, layer: torch.nn.Module, device: str) -> Any:
     config = auto_awq.AutoAWQConfig(form.bits, form.group_size or -1, form.zero_point, False)
     with mock.patch.object(auto_awq, "verify_marlin_supported"), torch.device(device):
         method = auto_awq.AutoAWQMarlinLinearMethod(config)
-        method.create_weights(layer, form.k, [form.n], form.k, form.n, form.dtype, weight_loader=_no_loader)
+        parts = _parts(form, layer)
+        method.create_weights(layer, form.k, parts, form.k, form.n, form.dtype, weight_loader=_no_loader)
     return method
 
 

@@ -15,7 +15,7 @@ def every_seam_is_replaced() -> None:
     from cute_kernels.integrations.vllm import plugin
 
     outcomes = {outcome.seam: outcome.reason for outcome in plugin.outcomes()}
-    assert outcomes == {"linear": None, "attention": None, "moe": None, "mla": None}, outcomes
+    assert outcomes == {"linear": None, "attention": None, "moe": None, "mla": None, "fusion": None}, outcomes
 
 
 @check
@@ -44,7 +44,7 @@ def the_compile_cache_tells_plugins_apart() -> None:
 
     plugin._served.clear()
     before = factor()
-    assert "attention,linear,mla,moe" in before, before
+    assert "attention,fusion,linear,mla,moe" in before, before
     # Whether a layer is served may change from one start to the next, with the bundles that are there.
     layers.make(layers.Checkpoint("ct", 4, 128), "cpu")
     one = factor()

@@ -220,3 +220,39 @@ def serve_steps(
             expected.append(causal_attention(fresh, k[request, :length], v[request, :length], *rest))
             done[request] = length
     return torch.cat(given), torch.cat(expected)
+
+
+SHARED = ((17, 1), (21, 5), (40, 40))
+"""Tokens, and new ones, of requests that begin alike: with a page that the last one fills in this step."""
+
+
+def serve_shared(served: Layer, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """(what the backend gave, what attention over everything gives) in a step whose requests share a new page.
+
+    vLLM lets a prompt begin with pages that another one of the same step computes, in whatever order they stand.
+    """
+    from cute_kernels.integrations.vllm import kv_formats
+
+    generator = torch.Generator().manual_seed(5)
+    impl, (heads, kv_heads, dim, page) = served.make(device), (served.heads, served.kv_heads, served.dim, served.page)
+    size = kv_formats.page_bytes(impl.formats, dim, page, kv_heads)
+    cache = torch.zeros(3 * served.pages, size, dtype=torch.uint8, device=device)
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.02, device=device), _v_scale=torch.tensor(0.015, device=device))
+    common = step([new for _, new in SHARED], [length for length, _ in SHARED], served.pages, page, device)
+    table = common.block_table_tensor
+    table[:, 0] = table[-1, 0]
+    k, v = (torch.randn(len(SHARED), 40, kv_heads, dim, generator=generator).half() for _ in "kv")
+    k[:, :page], v[:, :page] = k[-1, :page], v[-1, :page]
+    q = torch.randn(len(SHARED), 40, heads, dim, generator=generator).half()
+    places = [(request, at) for request, (length, new) in enumerate(SHARED) for at in range(length - new, length)]
+    slots = [int(table[request, at // page]) * page + at % page for request, at in places]
+    common.slot_mapping = torch.tensor(slots, device=device)
+    new = (torch.stack([x[request, at] for request, at in places]).to(device) for x in (q, k, v))
+    output = torch.full((len(places), heads, dim), torch.nan, dtype=torch.float16, device=device)
+    impl.forward(layer, *new, cache, builder(served.speculative, device, **served.caches).build(0, common), output)
+    rest = (served.scale, served.window, served.soft_cap, served.sink_logits)
+    expected = [
+        causal_attention(q[request, length - new : length], k[request, :length], v[request, :length], *rest)
+        for request, (length, new) in enumerate(SHARED)
+    ]
+    return output.cpu(), torch.cat(expected)

@@ -33,6 +33,7 @@ def layer(k: str, v: str, head_size: int = 128, window: int | None = None) -> Si
         sliding_window=window,
         soft_cap=None,
         sinks=None,
+        transform=None,
     )
 
 

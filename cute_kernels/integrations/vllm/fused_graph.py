@@ -1,0 +1,230 @@
+"""Rewrites a traced step of a model so that its small operations go into the products before them; torch alone.
+
+    gate, up = product(x); y = silu(gate) * up         ->  y = product(x, activation="swiglu")
+    s = product(x) + r; y = rms_norm(s)                ->  s = product(x, residual=r); y = norm(s)
+
+The first is found by what it computes, not by how it is written: what lies between a product and the one result that
+others use is run on noise, since the same source is traced otherwise by each version of torch. The second has one
+operator in vLLM. Whatever is not found stays as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn import functional
+
+from cute_kernels.norm.call import MAX_COLUMNS, VECTOR_BYTES
+
+LINEAR = torch.ops.cute_kernels.weight_only_linear.default
+RESIDUAL, COLUMNS, ACTIVATION, OUT_DTYPE = 5, 7, 9, 10  # arguments of LINEAR
+NORM = torch.ops.cute_kernels.norm.default
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_BETWEEN = 24  # operations between a product and the gated result
+NOISE_ROWS = 5
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The operator of a residual sum with its RMSNorm, and what takes its place.
+
+    Attributes:
+        add_norm: (x, residual, weight, eps, variance columns or None) -> (norm of the sum, the sum).
+        norm: (x, weight, eps, variance columns or None), of vLLM as well.
+        is_ready: whether this package's norm of rows of so many columns, in a dtype, with a residual or without, can
+            be launched.
+    """
+
+    add_norm: Any
+    norm: Any
+    is_ready: Callable[[int, torch.dtype, bool], bool]
+
+
+def fuse(graph: fx.Graph, sums: Sums | None) -> dict[str, int]:
+    """Rewrites a graph in place; how many of each kind were found. sums: None if there is no such operator."""
+    gates = sum(_fuse_gate(node) for node in [node for node in graph.nodes if is_plain_product(node)])
+    residuals = norms = 0
+    if sums is not None:
+        for node in [node for node in graph.nodes if node.target is sums.add_norm]:
+            residual, norm = _fuse_sum(node, sums)
+            residuals, norms = residuals + residual, norms + norm
+    return {"gates": gates, "residuals": residuals, "norms": norms}
+
+
+def is_product(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is LINEAR
+
+
+def is_plain_product(node: Any) -> bool:
+    """Whether a node is a product that nothing was put into yet, with results of x's dtype."""
+    if not is_product(node) or node.args[RESIDUAL] is not None or node.args[ACTIVATION] is not None:
+        return False
+    return node.args[OUT_DTYPE] in DTYPES
+
+
+# -- gates -------------------------------------------------------------------------------------------------------------
+
+
+def _fuse_gate(product: fx.Node) -> bool:
+    n = product.args[COLUMNS]
+    if not isinstance(n, int) or n % 2:
+        return False
+    for inside in _regions(product, n // 2):
+        if _is_swiglu(product, inside):
+            result = inside[-1]
+            arguments = list(product.args)
+            arguments[ACTIVATION] = "swiglu"
+            with product.graph.inserting_before(product):
+                fused = product.graph.call_function(LINEAR, tuple(arguments), dict(product.kwargs))
+            fused.meta = {**product.meta, "val": result.meta["val"]}
+            result.replace_all_uses_with(fused)
+            _erase([product, *inside])
+            return True
+    return False
+
+
+def _regions(product: fx.Node, columns: int) -> Iterator[list[fx.Node]]:
+    """Operations on a product's result alone, in order, of which only the last, with so many columns, is used by
+    others."""
+    inside: dict[fx.Node, None] = {product: None}
+    node = product.next
+    while node.op != "output" and len(inside) <= MAX_BETWEEN:
+        tensors = [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
+        if tensors and all(each in inside for each in tensors) and node.op == "call_function":
+            inside[node] = None
+            value = node.meta.get("val")
+            ends = isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == columns
+            if ends and all(user in inside for each in inside if each is not node for user in each.users):
+                yield [*inside][1:]
+        node = node.next
+
+
+def _is_swiglu(product: fx.Node, inside: list[fx.Node]) -> bool:
+    """Whether operations make silu(even columns) * odd columns of what a product gives, on noise."""
+    value, last = product.meta["val"], inside[-1].meta["val"]
+    if last.dtype != value.dtype:
+        return False
+    with unset_fake_temporarily(), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        noise = (3 * torch.randn(NOISE_ROWS, value.shape[1], generator=generator)).to(value.dtype)
+        try:
+            found = _run(inside, {product: noise}, value.shape[0])
+        except Exception:  # whatever an operation may say: then it is another one
+            return False
+        gate, up = noise[:, 0::2].float(), noise[:, 1::2].float()
+        wanted = functional.silu(gate) * up
+        return found.shape == wanted.shape and torch.allclose(found.float(), wanted, rtol=0.02, atol=1e-3)
+
+
+def _run(nodes: list[fx.Node], known: dict[fx.Node, Any], rows: Any) -> torch.Tensor:
+    """The last node's value. rows: the number of rows in the graph, which is NOISE_ROWS here."""
+
+    def value_of(node: fx.Node) -> Any:
+        if node in known:
+            return known[node]
+        number = node.meta.get("val")
+        if isinstance(number, torch.SymInt) and isinstance(rows, torch.SymInt) and number.node.expr == rows.node.expr:
+            return NOISE_ROWS
+        raise LookupError(f"{node}: not a number of rows")
+
+    for node in nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+        known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return known[nodes[-1]]
+
+
+# -- sums and their norms ----------------------------------------------------------------------------------------------
+
+
+def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
+    """Whether the residual went into a product, and whether the norm is this package's."""
+    x, residual, weight, eps, *rest = node.args
+    if (
+        any(rest)
+        or node.kwargs
+        or not isinstance(eps, float)
+        or not _fits(x, residual, weight)
+        or not all(map(_is_item, node.users))
+    ):
+        return False, False
+    assert isinstance(x, fx.Node) and isinstance(residual, fx.Node) and isinstance(weight, fx.Node)
+    x = _unviewed(x)
+    value, graph = x.meta["val"], node.graph
+    columns, dtype = value.shape[1], value.dtype
+    absorbs = is_plain_product(x) and len(x.users) == 1
+    ready = sums.is_ready(columns, dtype, not absorbs)
+    if not absorbs and not ready:
+        return False, False
+    with graph.inserting_before(node):
+        total = x
+        if absorbs:
+            arguments = list(x.args)
+            arguments[RESIDUAL] = residual
+            total = graph.call_function(LINEAR, tuple(arguments), dict(x.kwargs))
+            total.meta = dict(x.meta)
+        if not ready:
+            normed = graph.call_function(sums.norm, (total, weight, eps, None))
+            normed.meta = {"val": value}
+        else:
+            kept = None if absorbs else residual
+            both = graph.call_function(NORM, (total, weight, None, kept, "rms", eps, 0.0))
+            other = value.new_empty(0) if absorbs else value
+            both.meta = {"val": (value, other)}
+            normed = _item(both, 0, value)
+            total = total if absorbs else _item(both, 1, value)
+    items = list(node.users)
+    for item in items:
+        item.replace_all_uses_with(normed if item.args[1] == 0 else total)
+    _erase([node, *items])
+    return absorbs, ready
+
+
+def _unviewed(node: fx.Node) -> fx.Node:
+    """What a node is a view of that changes nothing, for no one else."""
+    while node.target in VIEWS and isinstance(node.args[0], fx.Node) and len(node.args[0].users) == 1:
+        before = node.args[0]
+        if len(node.users) > 1 or before.meta["val"].shape != node.meta["val"].shape:
+            break
+        node = before
+    return node
+
+
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+
+
+def _fits(x: Any, residual: Any, weight: Any) -> bool:
+    """Whether rows, what is added to them and a norm's weight are such that this package's kernels take them."""
+    if not all(isinstance(node, fx.Node) for node in (x, residual, weight)):
+        return False
+    one, other, scale = (node.meta.get("val") for node in (x, residual, weight))
+    if not all(isinstance(value, torch.Tensor) for value in (one, other, scale)):
+        return False
+    if one.dim() != 2 or other.shape != one.shape or one.dtype not in DTYPES or other.dtype != one.dtype:
+        return False
+    columns = one.shape[1]
+    sized = columns <= MAX_COLUMNS and columns * one.element_size() % VECTOR_BYTES == 0
+    weighted = scale.shape == one.shape[1:] and scale.dtype in (one.dtype, torch.float32)
+    return sized and weighted and all(value.is_contiguous() for value in (one, other, scale))
+
+
+def _is_item(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+def _item(node: fx.Node, index: int, value: torch.Tensor) -> fx.Node:
+    with node.graph.inserting_after(node):
+        found = node.graph.call_function(operator.getitem, (node, index))
+    found.meta = {"val": value}
+    return found
+
+
+def _erase(nodes: list[fx.Node]) -> None:
+    """Takes nodes away that nothing uses any more, in their order; vLLM clears up what only they used."""
+    for node in reversed(nodes):
+        node.graph.erase_node(node)

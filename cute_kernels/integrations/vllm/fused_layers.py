@@ -1,0 +1,94 @@
+"""Which layers are made for the fusion of small operations into products (`fusion`), and the norms that it takes.
+
+The epilogue "swiglu" of a product wants the rows of gate and up in turn. A layer whose rows are put so sorts its
+results again behind the product; the pass over the graph takes that away together with the gate.
+"""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
+
+from cute_kernels.integrations.vllm import plugin, prepare
+from cute_kernels.norm.call import DTYPES
+from cute_kernels.norm.compile import NormSpec
+from cute_kernels.norm.config import MAX_COLUMNS, VECTOR, NormConfig, launch_shape
+from cute_kernels.runtime.cache import default_cache
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.native import compiler_version
+
+VLLM_COMPILE = 3  # CompilationMode.VLLM_COMPILE, the mode in which passes run
+GATED = "gate_up_proj"
+"""What models call the layer of gate and up together."""
+SILU = ("silu", "swish")
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What is fused in the engine that is being made.
+
+    gates: whether its layers of gate and up feed a SwiGLU. sums: whether residuals and norms behind products are fused.
+    """
+
+    gates: bool = False
+    sums: bool = False
+
+
+def wanted() -> Fused:
+    """What the engine's configuration asks for; asked while the model is made."""
+    config = get_current_vllm_config_or_none()
+    if config is None or not plugin.is_replaced("fusion") or envs.VLLM_BATCH_INVARIANT:
+        return Fused()
+    compilation = config.compilation_config
+    if int(compilation.mode or 0) != VLLM_COMPILE or compilation.backend not in ("", "inductor"):
+        return Fused()
+    return Fused(gates=getattr(config.model_config.hf_text_config, "hidden_act", None) in SILU, sums=True)
+
+
+def is_gated(layer: Any) -> bool:
+    """Whether a layer is gate and up together, without a bias."""
+    parts = getattr(layer, "output_partition_sizes", ())
+    is_pair = len(parts) == 2 and parts[0] == parts[1]
+    named = str(getattr(layer, "prefix", "")).rpartition(".")[2] == GATED
+    return is_pair and named and getattr(layer, "bias", None) is None
+
+
+def ends_block(layer: Any) -> bool:
+    """Whether a layer's results are added to the residual stream."""
+    return type(layer).__name__ == "RowParallelLinear"
+
+
+def in_order(out: torch.Tensor) -> torch.Tensor:
+    """Results [rows, 2 columns] of rows in turn, as the model expects them: gate's, then up's."""
+    return out.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+
+
+def norm_specs(columns: int, dtype: torch.dtype) -> list[NormSpec]:
+    """The norms that may follow a layer with so many output features."""
+    if columns % VECTOR or columns > MAX_COLUMNS or dtype not in DTYPES:
+        return []
+    return [
+        NormSpec(NormConfig("rms", DTYPES[dtype], *launch_shape(columns), has_residual=with_residual))
+        for with_residual in (False, True)
+    ]
+
+
+@functools.cache
+def is_norm_ready(columns: int, dtype: torch.dtype, with_residual: bool) -> bool:
+    """Whether a norm of rows of so many columns is there before the first capture: compiled now, or in a bundle."""
+    specs = norm_specs(columns, dtype)
+    if not specs:
+        return False
+    device, spec = torch.device("cuda", torch.cuda.current_device()), specs[with_residual]
+    if compiler_version() is None and not default_cache().has(spec, arch_of(prepare.index_of(device))):
+        return False
+    prepare.load(device, [spec])
+    return True

@@ -1,0 +1,87 @@
+"""Small operations of a model go into the products before them, in the graphs that vLLM compiles.
+
+vLLM traces a model and lets passes rewrite it before Inductor makes kernels of it. One more pass comes last:
+`fused_graph` puts SwiGLU and residual sums into this package's products, and makes norms its own, so that launches
+overlap. Without torch.compile nothing is fused.
+
+`fused_layers` says which layers are made for it.
+"""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+from typing import Any
+
+import torch
+from torch import fx
+from vllm import envs
+from vllm.compilation.passes.inductor_pass import InductorPass
+
+from cute_kernels._version import __version__
+from cute_kernels.integrations.vllm import fused_graph, fused_layers
+from cute_kernels.integrations.vllm.versions import Interface
+
+logger = logging.getLogger("vllm.cute_kernels")
+
+
+class FusionPass(InductorPass):
+    """vLLM's interface of a pass."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        found = fused_graph.fuse(graph, _sums())
+        if any(found.values()):
+            _say_once(
+                f"cute-kernels: in a part of the model {found['gates']} gates and {found['residuals']} residual sums "
+                f"are fused into products, {found['norms']} norms run here"
+            )
+
+    def uuid(self) -> str:
+        return f"cute-kernels {__version__} {InductorPass.hash_source(inspect.getsource(fused_graph))}"
+
+
+@functools.cache
+def _sums() -> fused_graph.Sums | None:
+    """vLLM's operators of norms; None where it has none of these names."""
+    operators = getattr(torch.ops, _operators)
+    try:
+        add_norm, norm = operators.fused_add_rms_norm.default, operators.rms_norm.default
+    except AttributeError:
+        return None
+    return fused_graph.Sums(add_norm, norm, fused_layers.is_norm_ready)
+
+
+_operators = "vllm_ir"
+_said: set[str] = set()
+
+
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        logger.info(line)
+
+
+# -- the seam ---------------------------------------------------------------------------------------------------------
+
+
+def replace(interface: Interface) -> str:
+    """Has vLLM's passes end with this one; says what was done."""
+    module, name = interface.pass_manager
+    manager = getattr(importlib.import_module(module), name)
+    original = manager.configure
+    if not getattr(original, "ends_with_cute_kernels", False):
+
+        @functools.wraps(original)
+        def configure(self: Any, config: Any) -> None:
+            original(self, config)
+            if not envs.VLLM_BATCH_INVARIANT:
+                self.passes.append(FusionPass())
+
+        configure.ends_with_cute_kernels = True  # type: ignore[attr-defined]
+        manager.configure = configure
+    return "gates, residual sums and norms are fused into quantised products in compiled graphs"

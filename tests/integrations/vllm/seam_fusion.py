@@ -1,0 +1,229 @@
+"""Checks of what is fused in traced graphs."""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from tests.integrations.vllm.checks import check
+
+HIDDEN, MIDDLE, EPS = 256, 384, 1e-5
+
+
+def product(k: int, n: int, seed: int) -> Callable[..., torch.Tensor]:
+    """x W^T of a W4 layer, by the operator that the plugin's layers call."""
+    from cute_kernels.linear import quantize_weight
+
+    weight = quantize_weight(torch.randn(n, k, generator=torch.Generator().manual_seed(seed)).bfloat16() / k**0.5)
+    fields = weight.codes, weight.scales
+
+    def call(x: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        given = (None, None, None, weight.format.key, n, k, None, out_dtype)
+        out = torch.ops.cute_kernels.weight_only_linear(x.reshape(-1, k).contiguous(), *fields, *given)
+        return out.reshape(*x.shape[:-1], n)
+
+    return call
+
+
+def rewritten(
+    model: Callable[..., Any], *arguments: torch.Tensor, ready: bool = True
+) -> tuple[Counter[str], dict[str, int]]:
+    """(operators of the model's rewritten graph, what was found); the graph gives what the model does.
+
+    The graph is as a pass of vLLM's sees it: of any number of rows, with operations decomposed. ready: whether norms
+    of this package can be launched.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    from cute_kernels.integrations.vllm import fused_graph, fusion
+
+    sums = fusion._sums()
+    assert sums is not None
+    names: Counter[str] = Counter()
+    found: dict[str, int] = {}
+
+    def rewrite(graph: fx.GraphModule, _: Any) -> fx.GraphModule:
+        found.update(fused_graph.fuse(graph.graph, fused_graph.Sums(sums.add_norm, sums.norm, lambda *_: ready)))
+        graph.graph.eliminate_dead_code()
+        graph.graph.lint()
+        names.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        graph.recompile()
+        return graph
+
+    torch._dynamo.reset()
+    for argument in arguments:
+        torch._dynamo.mark_dynamic(argument, 0)
+    backend = aot_autograd(fw_compiler=rewrite, decompositions=select_decomp_table())
+    with torch.no_grad():
+        results = torch.compile(model, backend=backend, fullgraph=True)(*arguments)
+        for one, other in zip(results, model(*arguments), strict=True):
+            assert one.shape == other.shape and one.dtype == other.dtype
+            error = (one.float() - other.float()).norm() / other.float().norm()
+            assert error < 0.01, float(error)
+    return names, found
+
+
+LINEAR, NORM = "cute_kernels.weight_only_linear.default", "cute_kernels.norm.default"
+
+
+def rows(*columns: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(6, count, generator=generator).bfloat16() for count in columns]
+
+
+@check
+def a_block_becomes_three_launches() -> None:
+    """o, the sum with its norm, gate and up, down, the sum with its norm, as vLLM's Llama has them."""
+    from vllm.ir import ops
+
+    from cute_kernels.integrations.vllm import fused_layers
+
+    attended, both, down = product(HIDDEN, HIDDEN, 0), product(HIDDEN, 2 * MIDDLE, 1), product(MIDDLE, HIDDEN, 2)
+    weight = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+    def block(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = ops.fused_add_rms_norm(attended(x), residual, weight, EPS)
+        x = fused_layers.in_order(both(x))
+        x = functional.silu(x[..., :MIDDLE]) * x[..., MIDDLE:]
+        return ops.fused_add_rms_norm(down(x), residual, weight, EPS)
+
+    names, found = rewritten(block, *rows(HIDDEN, HIDDEN))
+    assert found == {"gates": 1, "residuals": 2, "norms": 2}, found
+    assert {name: count for name, count in names.items() if name.startswith("cute")} == {LINEAR: 3, NORM: 2}, names
+    assert not any("sigmoid" in name or "add" in name for name in names), names
+    names, found = rewritten(block, *rows(HIDDEN, HIDDEN), ready=False)
+    assert found == {"gates": 1, "residuals": 2, "norms": 0} and NORM not in names, (names, found)
+
+
+@check
+def what_only_looks_like_it_is_left_alone() -> None:
+    from vllm.ir import ops
+
+    from cute_kernels.integrations.vllm import fused_layers
+
+    both, wide = product(HIDDEN, 2 * MIDDLE, 1), product(HIDDEN, HIDDEN, 0)
+    weight = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+    def gate(act: Callable[[torch.Tensor], torch.Tensor], sort: bool = True, more: bool = False) -> Any:
+        def mlp(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = both(x)
+            ordered = fused_layers.in_order(y) if sort else y
+            gated = act(ordered[..., :MIDDLE]) * ordered[..., MIDDLE:]
+            return (gated, y.sum(1)) if more else (gated,)
+
+        return mlp
+
+    assert rewritten(gate(functional.silu), *rows(HIDDEN))[1]["gates"] == 1
+    assert rewritten(gate(functional.gelu), *rows(HIDDEN))[1]["gates"] == 0
+    assert rewritten(gate(functional.silu, sort=False), *rows(HIDDEN))[1]["gates"] == 0
+    assert rewritten(gate(functional.silu, more=True), *rows(HIDDEN))[1]["gates"] == 0
+
+    def twice(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = wide(x)  # used again
+        return (*ops.fused_add_rms_norm(y, residual, weight, EPS), y * 2)
+
+    assert rewritten(twice, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 1}
+
+    def part(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ops.fused_add_rms_norm(wide(x), residual, weight, EPS, 128)  # the norm of some columns
+
+    assert rewritten(part, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 0}
+
+    def wider(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ops.fused_add_rms_norm(wide(x, torch.float32), residual.float(), weight.float(), EPS)
+
+    assert rewritten(wider, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 0}
+
+
+@check
+def other_products_norms_are_fused_with_their_sums() -> None:
+    """Of experts, whose results no epilogue adds to: the norm takes the sum."""
+    from vllm.ir import ops
+
+    weight = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
+    after = product(HIDDEN, HIDDEN, 0)
+
+    def block(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = ops.fused_add_rms_norm(x * 2, residual, weight, EPS)
+        return after(x), residual
+
+    assert rewritten(block, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 1}
+    assert rewritten(block, *rows(HIDDEN, HIDDEN), ready=False)[1] == {"gates": 0, "residuals": 0, "norms": 0}
+
+
+@check
+def passes_end_with_the_fusion() -> None:
+    from vllm.compilation.passes.pass_manager import PostGradPassManager
+
+    from cute_kernels.integrations.vllm import fusion, versions
+
+    def configure(self: Any, config: Any) -> None:
+        self.passes.append("vLLM's")
+
+    with mock.patch.object(PostGradPassManager, "configure", configure):
+        said = [fusion.replace(versions.INTERFACES[0, 26]) for _ in range(2)]
+        assert said[0] == said[1]
+        manager: Any = SimpleNamespace(passes=[])
+        PostGradPassManager.configure(manager, None)
+    assert [str(type(one).__name__) for one in manager.passes] == ["str", "FusionPass"]
+    one, other = manager.passes[1].uuid(), fusion.FusionPass().uuid()
+    assert one == other and "cute-kernels" in one
+
+
+@check
+def layers_are_made_for_it_where_graphs_are_compiled() -> None:
+    from cute_kernels.integrations.vllm import fused_layers
+
+    def asked(mode: int = 3, backend: str = "inductor", act: str = "silu") -> fused_layers.Fused:
+        config = SimpleNamespace(
+            compilation_config=SimpleNamespace(mode=mode, backend=backend),
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(hidden_act=act)),
+        )
+        with mock.patch.object(fused_layers, "get_current_vllm_config_or_none", lambda: config):
+            return fused_layers.wanted()
+
+    assert asked() == fused_layers.Fused(gates=True, sums=True)
+    assert asked(act="gelu") == fused_layers.Fused(sums=True)
+    assert asked(mode=0) == asked(backend="eager") == fused_layers.Fused()
+    with mock.patch.object(fused_layers, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True)):
+        assert asked() == fused_layers.Fused()
+    with mock.patch.object(fused_layers.plugin, "is_replaced", lambda seam: False):
+        assert asked() == fused_layers.Fused()
+
+    def layer(prefix: str = "model.layers.0.mlp.gate_up_proj", sizes: Any = (64, 64), bias: Any = None) -> Any:
+        return SimpleNamespace(prefix=prefix, output_partition_sizes=sizes, bias=bias)
+
+    assert fused_layers.is_gated(layer())
+    assert not fused_layers.is_gated(layer("model.layers.0.self_attn.qkv_proj"))
+    assert not fused_layers.is_gated(layer(sizes=(64, 32))) and not fused_layers.is_gated(layer(sizes=(64,)))
+    assert not fused_layers.is_gated(layer(bias=torch.zeros(128)))
+
+
+@check
+def gated_layers_of_every_checkpoint_give_their_results_in_order() -> None:
+    """Whether anything is fused behind them or not."""
+    from cute_kernels.integrations.vllm import fused_layers
+    from tests.integrations.vllm import layers
+
+    with mock.patch.object(fused_layers, "wanted", lambda: fused_layers.Fused(gates=True)):
+        for form in layers.CHECKPOINTS:
+            parts = [form.n // 2, form.n // 2]
+            layer = layers.make(form, "cpu", prefix="model.layers.3.mlp.gate_up_proj", output_partition_sizes=parts)
+            assert layer.kernel.is_interleaved, str(form)
+            x = torch.randn(5, form.k, dtype=form.dtype)
+            expected = x.double() @ layer.weight.T
+            error = (layer.apply(x).double() - expected).abs().max() / expected.abs().max()
+            assert error < (2**-7 if form.dtype == torch.bfloat16 else 2**-9), (str(form), float(error))
+            plain = layers.make(form, "cpu", prefix="model.layers.3.self_attn.qkv_proj", output_partition_sizes=parts)
+            assert not plain.kernel.is_interleaved
