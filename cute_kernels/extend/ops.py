@@ -15,6 +15,7 @@ from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.plan import Plan, check_alignment, make_plan
 from cute_kernels.extend.reference import attention_of
 from cute_kernels.kv_formats import format_pair
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, launcher, on_device_of
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 
@@ -218,4 +219,4 @@ def path_of(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any, cu_seqlens_q: Any
     plain = {name: value.data if type(value) is torch.nn.Parameter else value for name, value in tensors.items()}
     if needs_dispatch(**needed, **plain):
         return dispatch
-    return launch if q.is_cuda else reference
+    return launch if q.is_cuda or GPU.takes_cpu else reference

@@ -15,6 +15,7 @@ from cute_kernels.moe.schedule import MAX_EXPERTS
 from cute_kernels.runtime import native
 from cute_kernels.runtime.cache import ProgressCallback, load_many
 from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.tuned import TunedTable, own_path
 from cute_kernels.tuning import experts, linear
 from cute_kernels.tuning.timing import ColdTimer
@@ -103,14 +104,14 @@ def run(
     """
     arch = arch_of()  # raises before anything is done
     device = torch.cuda.current_device()
-    gpu = torch.cuda.get_device_name(device)
+    gpu = GPU.name(device)
     path = arguments.output or own_path(gpu)
     table = TunedTable.read(path) if path.exists() else TunedTable(gpu, native.dsl_version())
     reason = table.mismatch(gpu)
     if reason is not None:
         print(f"{path} {reason}: begun anew")
         table = TunedTable(gpu, native.dsl_version())
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = GPU.num_sms(device)
     chosen = subjects_of(arguments, num_sms, f"cuda:{device}")
     missing = [subject for subject in chosen if arguments.again or subject.key not in table.entries]
     try:
