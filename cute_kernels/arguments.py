@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +42,17 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 # Whether every call's values are checked, too. Read once: looking at the environment would cost a call 0.7 us.
 DEBUG = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0")
+
+
+@contextmanager
+def checking_values() -> Iterator[None]:
+    """In this block every call's values are checked, as with `CUTE_KERNELS_DEBUG=1` everywhere."""
+    global DEBUG
+    before, DEBUG = DEBUG, True
+    try:
+        yield
+    finally:
+        DEBUG = before
 
 
 def check_tensors(**tensors: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,12 +27,11 @@ class RecordingCache(KernelCache):
     """Loads functions that note their launches and run nothing.
 
     Attributes:
-        function_of: by the kind of a kernel's spec, what makes of its config a function that checks its arguments. Of
-            other kinds nothing is checked.
+        function_of: of a kernel's spec, a function that takes its arguments and checks them.
         launches: every launch that its function did not refuse. loaded: every spec, as often as it was asked for.
     """
 
-    def __init__(self, function_of: Mapping[type[KernelSpec], Callable[[Any], Callable[..., Any]]]) -> None:
+    def __init__(self, function_of: Callable[[Any], Callable[..., Any]]) -> None:
         super().__init__(Path("nothing-is-kept"))
         self.function_of = function_of
         self.launches: list[Launch] = []
@@ -40,12 +39,10 @@ class RecordingCache(KernelCache):
 
     def load(self, spec: KernelSpec, arch: str) -> Callable[..., None]:
         self.loaded.append(spec)
-        make: Any = self.function_of.get(type(spec))
-        function = None if make is None else make(spec.config)  # pyright: ignore[reportAttributeAccessIssue]
+        function = self.function_of(spec)
 
         def launch(*arguments: Any) -> None:
-            if function is not None:
-                function(*arguments)
+            function(*arguments)
             self.launches.append(Launch(spec.symbol, arguments))
 
         return launch
@@ -78,14 +75,14 @@ def cpu_as_gpu(**functions: Any) -> Gpu:
 
 @contextmanager
 def recording(
-    function_of: Mapping[type[KernelSpec], Callable[[Any], Callable[..., Any]]] | None = None, **functions: Any
+    function_of: Callable[[Any], Callable[..., Any]] = lambda spec: lambda *arguments: None, **functions: Any
 ) -> Iterator[RecordingCache]:
     """In this block calls with CPU tensors go the way of those with CUDA tensors up to the launch, which is recorded.
 
     Args:
         function_of: as of `RecordingCache`. functions: as of `cpu_as_gpu`.
     """
-    with using(RecordingCache(function_of or {})) as cache, standing_in(cpu_as_gpu(**functions)):
+    with using(RecordingCache(function_of)) as cache, standing_in(cpu_as_gpu(**functions)):
         yield cache
 
 

@@ -258,7 +258,11 @@ def sorted_plans(
     places: int, gate_up: ExpertsForm, down: ExpertsForm, batch_invariant: bool = False
 ) -> tuple[ProductPlan, ProductPlan]:
     """The plans of both products of sorted assignments."""
-    first, second = (plan_of(places, form, batch_invariant) for form in (gate_up, down))
+    return behind_each_other(*(plan_of(places, form, batch_invariant) for form in (gate_up, down)))
+
+
+def behind_each_other(first: ProductPlan, second: ProductPlan) -> tuple[ProductPlan, ProductPlan]:
+    """Plans whose launches follow each other, the first that of the routing."""
     if isinstance(first, GroupedPlan | RangePlan) and isinstance(second, GroupedPlan | RangePlan):
         # No launch of the first lets another begin before it has waited for the routing itself, or for one that has.
         second = replace(second, waits=False)

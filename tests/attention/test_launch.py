@@ -26,15 +26,15 @@ pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling 
 Arguments = dict[str, Any]
 
 
-def functions() -> Any:
+def function_of(spec: DecodeSpec) -> Any:
     from tests.host_functions import attention_function
 
-    return {DecodeSpec: attention_function}
+    return attention_function(spec.config)
 
 
 @pytest.fixture
 def launches():
-    with recording(functions()) as recorded:
+    with recording(function_of) as recorded:
         yield recorded.launches
 
 
@@ -210,7 +210,7 @@ def test_strided_caches_and_queries_are_read_where_they_are(launches):
 def test_no_more_combiners_wait_for_each_other_than_the_gpu_has_places(num_sms, bits):
     """The mode of a launch says how many those are: log2 of the SMs times the CTAs of one."""
     given: Arguments = arguments() | {"num_splits": 8}
-    with recording(functions(), num_sms=lambda device: num_sms) as recorded:
+    with recording(function_of, num_sms=lambda device: num_sms) as recorded:
         decode_attention(**given)
     launches = recorded.launches
     per_sm = int(launches[-1].symbol.partition("_r")[2].partition("c")[2][0])
