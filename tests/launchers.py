@@ -28,17 +28,18 @@ class RecordingCache(KernelCache):
 
     Attributes:
         function_of: of a kernel's spec, a function that takes its arguments and checks them.
-        launches: every launch that its function did not refuse. loaded: every spec, as often as it was asked for.
+        launches: every launch that its function did not refuse.
+        loaded: every spec, and the architecture it was asked for.
     """
 
     def __init__(self, function_of: Callable[[Any], Callable[..., Any]]) -> None:
         super().__init__(Path("nothing-is-kept"))
         self.function_of = function_of
         self.launches: list[Launch] = []
-        self.loaded: list[KernelSpec] = []
+        self.loaded: list[tuple[KernelSpec, str]] = []
 
     def load(self, spec: KernelSpec, arch: str) -> Callable[..., None]:
-        self.loaded.append(spec)
+        self.loaded.append((spec, arch))
         function = self.function_of(spec)
 
         def launch(*arguments: Any) -> None:
@@ -46,6 +47,9 @@ class RecordingCache(KernelCache):
             self.launches.append(Launch(spec.symbol, arguments))
 
         return launch
+
+    def load_many(self, specs: Iterable[KernelSpec], arch: str, *_: Any, **__: Any) -> list[Any]:
+        return [self.load(spec, arch) for spec in specs]
 
 
 def cpu_as_gpu(**functions: Any) -> Gpu:

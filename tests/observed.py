@@ -8,25 +8,29 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Call(NamedTuple):
+    """One of ``function``; its arguments by name, none if the function is written in C."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
 
 
 @contextmanager
-def calls_of(*functions: Callable[..., Any]) -> Iterator[list[dict[str, Any]]]:
-    """The arguments, by name, of each call of one of ``functions`` on this thread in this block, in order.
-
-    Functions written in C are seen as well; of their calls the arguments are not known.
-    """
-    codes = {code for function in functions if (code := getattr(inspect.unwrap(function), "__code__", None))}
+def calls_of(*functions: Callable[..., Any]) -> Iterator[list[Call]]:
+    """Each call of one of ``functions`` on this thread in this block, in order."""
+    codes = {getattr(inspect.unwrap(function), "__code__", None): function for function in functions}
     builtins = [function for function in functions if inspect.isbuiltin(function)]
-    assert len(codes) + len(builtins) == len(functions), "want functions"
-    found: list[dict[str, Any]] = []
+    assert (None in codes) == bool(builtins), "want functions"
+    found: list[Call] = []
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code in codes:
-            found.append(dict(frame.f_locals))
-        elif event == "c_call" and any(argument is function for function in builtins):
-            found.append({})
+            found.append(Call(codes[frame.f_code], dict(frame.f_locals)))
+        elif event == "c_call" and argument in builtins:
+            found.append(Call(argument, {}))
 
     before = sys.getprofile()
     sys.setprofile(look)

@@ -90,14 +90,15 @@ def standing_in(gpu: Gpu) -> Iterator[None]:
     try:
         for name in names:
             setattr(GPU, name, getattr(gpu, name))
-        _forget()
+        forget()
         yield
     finally:
         for name, value in zip(names, before, strict=True):
             setattr(GPU, name, value)
-        _forget()
+        forget()
 
 
-def _forget() -> None:
+def forget() -> None:
+    """Empties all that is kept of devices: plans, launches, architectures."""
     for clear in _clears:
         clear()

@@ -20,6 +20,7 @@ from cute_kernels.extend.plan import combine_spec
 from cute_kernels.extend.schedule import choose
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
 from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, row_transform_of
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.spec import KernelSpec
 
 
@@ -65,7 +66,7 @@ def _extend_config(formats: Any, head_size: int, q_dtype: str, page_size: int, f
 
 def specs(impls: Iterable[Any], decodes: Decodes, device: torch.device) -> list[KernelSpec]:
     """The kernels of layers (`CuteKernelsAttentionImpl`): appends, decoding, short and long continuations."""
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = GPU.num_sms(device)
     found: dict[KernelSpec, None] = {}
     for impl in impls:
         found.update(dict.fromkeys(specs_of(impl, decodes, num_sms)))

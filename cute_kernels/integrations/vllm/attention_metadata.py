@@ -23,6 +23,7 @@ from cute_kernels.attention.checks import MAX_Q_LEN
 from cute_kernels.extend.schedule import count_tiles
 from cute_kernels.integrations.vllm import attention_kernels, prepare
 from cute_kernels.integrations.vllm.attention_kernels import Decodes
+from cute_kernels.runtime.gpu import GPU
 
 MAX_PARTS = 8  # of a request: each reads its cache; dequantising costs as much as seven that do
 MAX_CONTEXT = 1 << 16  # tokens that are dequantised at a time, or one request's if that has more
@@ -254,7 +255,7 @@ def is_invariant() -> bool:
 
 def caches_of(impls: list[Any], device: torch.device) -> Caches:
     """What layers that share a step's metadata have in common."""
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = GPU.num_sms(device)
     return Caches(
         num_heads=max(impl.num_heads for impl in impls),
         num_kv_heads=max(impl.num_kv_heads for impl in impls),

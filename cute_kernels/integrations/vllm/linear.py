@@ -31,6 +31,7 @@ from cute_kernels.linear import PackedWeight, interleave_weights, slice_outputs
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.weight import GROUP_SIZES, padded_shape, symmetric_zero
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.weight_formats import WeightFormat, integers
 
 WEIGHT_TYPES = {
@@ -207,4 +208,4 @@ def replace(interface: Interface) -> str:
 
 
 def _num_sms(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+    return GPU.num_sms(device_index)

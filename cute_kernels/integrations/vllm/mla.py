@@ -29,6 +29,7 @@ from cute_kernels.integrations.vllm.mla_kernels import HEAD_DIM, V_DIM, Decodes
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.names import MlaFormatName
+from cute_kernels.runtime.gpu import GPU
 
 logger = logging.getLogger("vllm.cute_kernels")
 
@@ -160,7 +161,7 @@ def _make_ready(decodes: Decodes | None) -> str | None:
     if decodes is None:
         return None
     device = torch.device("cuda", torch.cuda.current_device())
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = GPU.num_sms(device)
     specs = mla_kernels.specs(decodes, num_sms)
     reason = prepare.why_not_ready(device, specs)
     if reason is None:
