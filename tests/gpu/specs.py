@@ -21,14 +21,7 @@ from cute_kernels.kv_cache import ops as append_ops
 from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.compile import AppendSpec
-from cute_kernels.linear import ops as linear_ops
-from cute_kernels.linear import plan as linear_plan
-from cute_kernels.linear.experts import ExpertsForm
-from cute_kernels.moe import launch as moe_launch
-from cute_kernels.moe import layer as moe_layer
-from cute_kernels.moe import ops as moe_ops
 from cute_kernels.runtime import KernelSpec
-from cute_kernels.weight_formats import weight_format
 from tests.attention.cases import Call
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.cases import make_call as make_append
@@ -106,33 +99,10 @@ def needed_by(work: Callable[[], object]) -> list[KernelSpec]:
 
 
 def products_needed_by(work: Callable[[], object]) -> list[KernelSpec]:
-    """The kernels that linear layers and layers of experts of ``work``, which runs on the CPU here, need on `GPU`.
+    """The kernels that linear layers and layers of experts of ``work`` need on `GPU`, of tensors on the CPU here.
 
-    Plans are made as for it; what they would load is noted and not loaded.
+    Plans are made as for it; what they would load is noted, and what they launch computes nothing.
     """
-    with calls_of(linear_ops._on_cpu, moe_ops._grouped_on_cpu, moe_ops._moe_on_cpu) as calls:
-        work()
     with recording(name=lambda device: GPU, num_sms=lambda device: NUM_SMS) as recorded:
-        for function, given in calls:
-            x, invariant = given["x"], given["batch_invariant"]
-            if function is linear_ops._on_cpu:
-                if x.shape[0]:
-                    form = weight_format(given["format"])
-                    linear_plan.plan_of(x.shape[0], given["n"], given["k"], form, x.dtype, x.get_device(), invariant)
-            elif function is moe_ops._grouped_on_cpu:
-                places = x.shape[0] if given["rows"] is None else given["rows"].shape[0]
-                if places:
-                    options = given["activation"], given["out_dtype"], invariant
-                    moe_launch.grouped_launch_of(places, given["rows"] is not None, _form_of(given), *options)
-            elif given["topk_ids"].numel():
-                ids, forms = given["topk_ids"], (_form_of(given), _form_of(given, "down_"))
-                moe_layer.moe_plan_of(*ids.shape, 8 * ids.element_size(), *forms, given["out_dtype"], invariant)
+        work()
     return list(dict.fromkeys(spec for spec, _ in recorded.loaded))
-
-
-def _form_of(given: dict[str, Any], prefix: str = "") -> ExpertsForm:
-    """Of the weight among an operator's arguments."""
-    codes, scales, zeros, key, n, k = (
-        given[prefix + name] for name in ("codes", "scales", "zeros", "format", "n", "k")
-    )
-    return moe_launch.Weights(codes, scales, zeros, weight_format(key), n, k).form
