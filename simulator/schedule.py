@@ -24,6 +24,7 @@ class Turns:
         self._own = threading.local()
         self._ready: list[threading.Lock] = []
         self._waiting: set[threading.Lock] = set()
+        self._last: list[threading.Lock] = []
         self._error: BaseException | None = None
 
     def run(self, bodies: Sequence[Callable[[], None]]) -> None:
@@ -60,6 +61,11 @@ class Turns:
         self._ready.append(self._own.lock)
         self._rest()
 
+    def linger(self) -> None:
+        """Lets all others go as far as they can, which shows what they do too early."""
+        self._last.append(self._own.lock)
+        self._rest()
+
     def _rest(self) -> None:
         self._pass_on()
         self._own.lock.acquire()
@@ -77,6 +83,8 @@ class Turns:
         self._pass_on()
 
     def _pass_on(self) -> None:
+        if not self._ready and self._last:
+            self._ready.append(self._last.pop())
         if not self._ready and self._waiting:
             self._fail(AssertionError(f"deadlock: {len(self._waiting)} threads wait for each other"))
         if self._ready:
@@ -86,8 +94,9 @@ class Turns:
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
-        self._ready += self._waiting
+        self._ready += [*self._waiting, *self._last]
         self._waiting.clear()
+        self._last.clear()
 
 
 class Scheduler:
