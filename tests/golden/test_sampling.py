@@ -13,6 +13,13 @@ from tests import golden
 from tests.golden.toy import ToyConfig, ToySpec
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="the sources count with nvidia-cutlass-dsl alone")
+
+
+@pytest.fixture(autouse=True)
+def by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(golden.ALL, raising=False)
+
+
 CONFIGS = [ToyConfig("Before", f"toy{number}") for number in range(64)]
 
 
