@@ -78,7 +78,8 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
     },
 }
 ENVIRONMENTS = {
-    "": {"VLLM_DISABLE_COMPILE_CACHE": "1"},  # what is fused is said where graphs are made
+    # What is fused is said where graphs are made.
+    "": {"CUTE_KERNELS_VLLM": ",".join(SEAMS), "VLLM_DISABLE_COMPILE_CACHE": "1"},
     "invariant": {"VLLM_BATCH_INVARIANT": "1", "CUTE_KERNELS_VLLM_INVARIANT": "1"},
     "two": {},
 }
