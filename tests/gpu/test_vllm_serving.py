@@ -226,7 +226,7 @@ def test_tokens_are_those_of_vllms_own_attention(served: Served, own: Difference
 def test_latent_attention_gives_what_flashmla_gives(served: Served):
     """Of vLLM's backend everything but decoding is the same; how it differs from FlashAttention's is printed beside.
 
-    vLLM 0.26's FLASHMLA loses the cached part of some prompts, in code that the plugin leaves alone: docs/tasks/vllm.md.
+    vLLM 0.26's FLASHMLA loses the cached part of some prompts, in code that is left alone: docs/tasks/vllm.md.
     """
     ours, left = served("latent"), served("latent-left")
     assert ours["attention"] == left["attention"] == ["CuteKernelsMlaImpl"]
