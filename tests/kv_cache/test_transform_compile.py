@@ -10,7 +10,7 @@ from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.schedule import Problem, make_schedule
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
-from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, RowTransform
+from cute_kernels.kv_cache.config import MANY_TOKENS, AppendConfig, BulkConfig, RowTransform
 from cute_kernels.runtime import default_cache, native
 from cute_kernels.sm90 import WARP_THREADS
 from tests import golden
@@ -35,6 +35,7 @@ def decode(features: Features, kv_format: str = "int4_g4", group: int = 4, **opt
 APPENDS = [append(), append(parts=ALL), append("int8_token_head"), append(head_dim=64)]
 SPECS = [AppendSpec(kernel) for config in APPENDS for kernel in (config.for_decode(), replace(config, leads=True))]
 SPECS += [AppendSpec(replace(append(parts=FACTORS).for_decode(), leads=True))]  # of a single token
+SPECS += [AppendSpec(append(parts=parts).for_decode(MANY_TOKENS)) for parts in (FACTORS, ALL)]
 SPECS += [BulkSpec(BulkConfig("quantize", "int4_g4", "bf16", 128, strided=True, transform=CENTRED))]
 SPECS += [
     decode(Features(shift=True, sinks=True)),
