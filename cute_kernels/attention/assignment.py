@@ -18,7 +18,7 @@ from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.attention.schedule import ALIKE, CUT_STEPS, FEW_ROWS
 from cute_kernels.device import ptx
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.device.cuda import WARP_THREADS
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from cute_kernels.attention.checks import WORD
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.merge_states import merge_specs
-from cute_kernels.attention.schedule import Problem, candidate_configs
+from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.kv_formats import modules_of, sources_of
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
@@ -40,10 +40,6 @@ class DecodeSpec(KernelSpec):
     config: DecodeConfig
     family: ClassVar[str] = "attention"
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
     def source_roots(self) -> tuple[Path, ...]:
         return *super().source_roots(), *sources_of(self.config.k_format, self.config.v_format)
 
@@ -59,12 +55,14 @@ def shipped_specs() -> list[KernelSpec]:
     pairs = [(head_dim, *names) for head_dim in (64, 128, 256) for names in (*DENSE_PAIRS, *INT4_PAIRS)]
     pairs += [(128, name, "bf16") for name in BYTE_FORMATS]
     problems = [
-        Problem.uniform(1, 4096, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
+        DecodeProblem.uniform(1, 4096, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
         for head_dim, kv_format, q_dtype in pairs
         for num_kv_heads in SHIPPED_KV_HEADS
     ]
     problems += [
-        Problem.uniform(2, 4096, 8 * num_kv_heads, num_kv_heads, 128, name, "bf16", page_tokens=64, features=PAGED)
+        DecodeProblem.uniform(
+            2, 4096, 8 * num_kv_heads, num_kv_heads, 128, name, "bf16", page_tokens=64, features=PAGED
+        )
         for name in PAGED_FORMATS
         for num_kv_heads in (1, 8)
     ]
@@ -82,10 +80,9 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
     from cutlass.cute.runtime import make_fake_stream
 
     from cute_kernels.attention.kernel import DecodeKernel
-    from cute_kernels.attention.warpgroup import WarpgroupKernel
 
     check_config(config)
-    kernel = (WarpgroupKernel if config.warpgroups else DecodeKernel)(config)
+    kernel = DecodeKernel(config)
     return cute.compile(
         entry_of(kernel, config),
         *fake_arguments(config, cutlass.AddressSpace.gmem),

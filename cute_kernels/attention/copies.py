@@ -16,8 +16,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.tiles import lane_tokens, tiles_of, tokens_per_copy
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.types import Index
-from cute_kernels.sm90 import WARP_THREADS
 from layouts.kv.swizzled_tile import PANEL_BYTES, SwizzledTile
 from layouts.kv.tile import WORD_BYTES, RowTile
 

@@ -31,9 +31,10 @@ from cute_kernels.attention.logits import load_shift
 from cute_kernels.attention.place import RECIPROCAL_BITS
 from cute_kernels.attention.readers.common import load_float, load_floats
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.device.hadamard import Hadamard
 from cute_kernels.device.lanes import lane_sum
-from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
 
 LOWEST = -1.0e38  # stands for -inf in running maxima, so that differences of two of them are not NaN
 COMBINE_BATCH = 4  # partial results that a thread loads at a time

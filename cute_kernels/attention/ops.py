@@ -28,9 +28,9 @@ from cute_kernels.attention.checks import (
     head_dim_of_row,
 )
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.plan import Plan, check_alignment, make_plan, problem_of
+from cute_kernels.attention.plan import DecodePlan, check_alignment, make_plan, problem_of
 from cute_kernels.attention.reference import attention_of
-from cute_kernels.attention.schedule import Schedule, make_schedule
+from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.kv_formats import format_of, format_pair
 from cute_kernels.runtime.operator import Operator, launcher, on_device_of
 from cute_kernels.runtime.plans import ALIGNMENT, identity
@@ -109,7 +109,7 @@ def _checked(
     return call
 
 
-def _plan_of(call: AttentionCall) -> Plan | None:
+def _plan_of(call: AttentionCall) -> DecodePlan | None:
     has_tokens = call.k.cache.numel() and call.max_seq_len and call.batch
     return make_plan(call) if has_tokens else None
 
@@ -129,7 +129,7 @@ launch = launcher(_key, _checked, _plan_of, without_tokens)
 
 def schedule_for(
     q: torch.Tensor, k_cache: torch.Tensor, kv_format: str | tuple[str, str], v_cache: torch.Tensor | None = None
-) -> Schedule:
+) -> DecodeSchedule:
     """The configuration and splits that a plain call with these tensors uses; V is as K if not given."""
     seq_lens = torch.empty(q.shape[0], dtype=torch.int32, device=q.device)
     v_cache = k_cache if v_cache is None else v_cache

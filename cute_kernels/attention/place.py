@@ -85,7 +85,7 @@ class Roles:
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecodeSizes:
     """Sizes of a launch; run-time integers. ``x_reciprocal``: what to multiply by to divide by x."""
 
     batch: Int32
@@ -108,7 +108,7 @@ class Place:
     The queries of a KV head are numbered as ``rows``: query position times group plus head of the group.
     """
 
-    shape: Shape
+    shape: DecodeSizes
     first_head: Int32
     first_row: Int32
 

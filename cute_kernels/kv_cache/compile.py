@@ -23,10 +23,6 @@ class _RowSpec(KernelSpec):
 
     family: ClassVar[str] = "kv_cache"
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
     def source_roots(self) -> tuple[Path, ...]:
         return *super().source_roots(), *sources_of(*self.formats)
 

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.device import ptx
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.device.cuda import WARP_THREADS
 
 BLOCK_BYTES = 16  # of the smallest bulk copy
 

@@ -31,10 +31,6 @@ class LinearSpec(KernelSpec):
     config: LinearConfig
     family: ClassVar[str] = "linear"
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
     def source_roots(self) -> tuple[Path, ...]:
         """The modules that say what the kernel is, not all of the room: the others change nothing that is compiled."""
         folder = Path(__file__).resolve().parent

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from cute_kernels.arguments import row_stride
 from cute_kernels.linear.inputs.launch import InputRows, input_rows
-from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, Plan, plan_of
+from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, LinearPlan, plan_of
 from cute_kernels.linear.reference import out_features
 from cute_kernels.linear.weight import check_presence
 from cute_kernels.linear.wgmma.schedule import TileSchedule
@@ -30,7 +30,7 @@ class KeptLaunch:
         numbers: what follows the workspace among the function's arguments.
     """
 
-    plan: Plan
+    plan: LinearPlan
     matrix: tuple[int, int] | None
     inputs: InputRows | None
     new_out: Blank
@@ -166,7 +166,7 @@ def _is_aligned(x: torch.Tensor) -> bool:
     return not (x.shape[-1] * x.element_size() % VECTOR_BYTES or x.data_ptr() % VECTOR_BYTES)
 
 
-def _takes_apart(plan: Plan, x: torch.Tensor) -> bool:
+def _takes_apart(plan: LinearPlan, x: torch.Tensor) -> bool:
     """Whether the plan's kernel takes rows that lie apart: at one distance, whole 16-byte pieces, none in another."""
     stride = row_stride(x)
     if stride is None or stride < x.shape[-1] or stride * x.element_size() % VECTOR_BYTES:

@@ -12,7 +12,7 @@ from cute_kernels.mla.kernel import MlaKernel
 from cute_kernels.mla.loads.locate import Chosen, PagedSource, Pages, SparseSource
 from cute_kernels.mla.loads.tma_tiles import TmaTileMap
 from cute_kernels.mla.mainloops.softmax import RESCALE_SLACK
-from cute_kernels.mla.work import LaunchShape, Results
+from cute_kernels.mla.work import MlaSizes, Results
 
 
 class DecodeEntry:
@@ -66,7 +66,7 @@ class DecodeEntry:
         batch, q_len, num_heads = extents(q)[:3]
         # Who asks for the greatest scores gets running maxima that are.
         slack = cutlass.select_(max_logits != 0, Float32(0.0), Float32(RESCALE_SLACK))
-        shape = LaunchShape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0), slack)
+        shape = MlaSizes(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0), slack)
         main_pages = Pages.of(cache, page_stride, token_stride, page_size)
         extra_pages = Pages.of(extra_cache, extra_page_stride, extra_token_stride, extra_page_size)
         main = Chosen(main_pages, num_tokens, indices, topk, topk_length)
@@ -107,7 +107,7 @@ class DecodeEntry:
         """
         batch, q_len, num_heads = extents(q)[:3]
         slack = cutlass.select_(max_logits != 0, Float32(0.0), Float32(RESCALE_SLACK))
-        shape = LaunchShape(batch, 1, q_len * num_heads, num_heads, num_parts, causal, slack)
+        shape = MlaSizes(batch, 1, q_len * num_heads, num_heads, num_parts, causal, slack)
         pages = Pages.of(cache, page_stride, token_stride, page_size)
         source = PagedSource(pages, num_pages, table, table_stride, max_pages, seq_lens)
         if const_expr(self.config.tma_tiles):

@@ -20,7 +20,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
+from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.device.lanes import lane_prefix, lane_sum, over_lanes
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
@@ -30,7 +32,6 @@ from cute_kernels.mla.config import (
     WARPGROUP_WARPS,
 )
 from cute_kernels.mla.loads.locate import PagedLocator, PagedSource, SparseLocator, SparseSource, count_blocks
-from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
 
 CUT_UNITS, CUT_SHARE = 2, 80  # what cuts cost a team: so many units, and a share of all
 ALL_LANES = (1, 2, 4, 8, 16)

@@ -12,7 +12,7 @@ from cute_kernels.mla.config import BLOCK_TOKENS, PartialForm
 
 
 @dataclass(frozen=True)
-class LaunchShape:
+class MlaSizes:
     """Run-time integers of a launch.
 
     A row is what shares its tokens: a query, all heads of it, if indices name the tokens; else a request, with the
@@ -43,7 +43,7 @@ class Results:
 class WorkTile:
     """A work tile; blocks [begin, end) of the row, those of the extra cache behind ``main_blocks`` others."""
 
-    shape: LaunchShape
+    shape: MlaSizes
     row: Int32
     first_head: Int32 | None
     part: Int32 | None
@@ -77,12 +77,12 @@ def blocks_of(length):
     return (length + BLOCK_TOKENS - 1) // BLOCK_TOKENS
 
 
-def partial_values(results: Results, shape: LaunchShape, query_row, part, form: PartialForm):
+def partial_values(results: Results, shape: MlaSizes, query_row, part, form: PartialForm):
     """Address of a partial result's 512 unnormalised values."""
     return results.partials + (Int64(query_row) * shape.num_parts + part) * form.row_bytes
 
 
-def partial_stats(results: Results, shape: LaunchShape, query_row, part, form: PartialForm):
+def partial_stats(results: Results, shape: MlaSizes, query_row, part, form: PartialForm):
     """Address of a partial result's maximum, sum and so on."""
     behind = Int64(shape.rows) * shape.num_heads * shape.num_parts * form.row_bytes
     return results.partials + behind + (Int64(query_row) * shape.num_parts + part) * form.stats_bytes

@@ -19,7 +19,7 @@ from cute_kernels.mla.config import BLOCK_HEADS
 from cute_kernels.mla.loads.locate import PagedLocator, PagedSource, SparseLocator, SparseSource, count_blocks
 from cute_kernels.mla.loads.queries import QueryLoader, QuerySource
 from cute_kernels.mla.stream_k import PartialExchange, StreamK, units_of
-from cute_kernels.mla.work import LaunchShape, WorkTile
+from cute_kernels.mla.work import MlaSizes, WorkTile
 
 # What a cursor keeps in registers.
 LEFT, BLOCK, FOUND, ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH = range(8)
@@ -35,7 +35,7 @@ class Counts:
     cuts: Divisor  # parts of a row, or teams on stream-K
 
     @staticmethod
-    def of(shape: LaunchShape, head_blocks, num_ctas) -> Counts:
+    def of(shape: MlaSizes, head_blocks, num_ctas) -> Counts:
         cuts = cutlass.select_(shape.num_parts == 0, num_ctas // head_blocks, shape.num_parts)
         numbers = shape.rows * head_blocks, head_blocks, shape.request_rows, cutlass.max(cuts, 1)
         return Counts(*(Divisor.of(Int32(number)) for number in numbers))
@@ -50,7 +50,7 @@ class WorkTiles:
     the same row and part; then rows, then parts. Under stream-K a CTA has a work range, ``left`` units from the
     ``start``-th of ``row`` on, over rows that follow each other."""
 
-    shape: LaunchShape
+    shape: MlaSizes
     source: SparseSource | PagedSource
     queries: QuerySource
     locator: SparseLocator | PagedLocator
@@ -64,7 +64,7 @@ class WorkTiles:
     has_stream_k: ClassVar[bool] = True  # whether rows may be one
 
     @staticmethod
-    def of(shape: LaunchShape, source, queries, locator, counts: Counts, words, flags, cta, lane) -> WorkTiles:
+    def of(shape: MlaSizes, source, queries, locator, counts: Counts, words, flags, cta, lane) -> WorkTiles:
         """Those of the ``cta``-th CTA. words, flags: addresses of what `PartialExchange` describes."""
         team, head_block = (Int32(number) for number in counts.head_blocks.divide(Uint32(cta)))
         exchange = PartialExchange(words, flags, cta, cta - counts.head_blocks.value)
@@ -110,7 +110,7 @@ class PartTiles(WorkTiles):
     has_stream_k: ClassVar[bool] = False
 
     @staticmethod
-    def of(shape: LaunchShape, source, queries, locator, counts: Counts, words, flags, cta, lane) -> PartTiles:
+    def of(shape: MlaSizes, source, queries, locator, counts: Counts, words, flags, cta, lane) -> PartTiles:
         part, rest = counts.of_part.divide(Uint32(cta))
         row, head_block = (Int32(number) for number in counts.head_blocks.divide(rest))
         exchange = PartialExchange(words, flags, cta, cta)

@@ -13,7 +13,7 @@ import torch
 from cute_kernels.deprecated import RENAMED, current_values, takes_old_names
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.mla_cache import ops
-from cute_kernels.mla_cache.call import AppendCall
+from cute_kernels.mla_cache.call import AppendMlaCall
 from cute_kernels.names import MlaFormatName
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def append_mla(
     """
     if old:
         (slot_mapping,) = current_values("append_mla", old, slot_mapping=("slots", slot_mapping))
-    ops.append(AppendCall(latent, k_rope, cache, slot_mapping, kv_format, rope, position_ids))
+    ops.append(AppendMlaCall(latent, k_rope, cache, slot_mapping, kv_format, rope, position_ids))
 
 
 def quantize_mla_kv(x: torch.Tensor, *, kv_format: MlaFormatName, out: torch.Tensor | None = None) -> torch.Tensor:

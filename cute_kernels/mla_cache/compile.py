@@ -23,10 +23,6 @@ class WriteSpec(KernelSpec):
     family: ClassVar[str] = "mla_cache"
     config: WriteConfig
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
     def source_roots(self) -> tuple[Path, ...]:
         rotate = Path(str(kv_cache.__file__)).with_name("rotate.py")  # imported it would want the compiler
         return *super().source_roots(), Path(formats.__file__).resolve(), rotate.resolve()

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from cute_kernels.architecture import LIMITS, Limits, least_of
 from cute_kernels.runtime.device import SUPPORTED_ARCHS
 
 _C_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -109,8 +110,8 @@ class KernelSpec(ABC):
 
     @property
     def symbol(self) -> str:
-        """C identifier of the kernel, unique per configuration. Override it to make it readable."""
-        return self._digest_symbol
+        """C identifier of the kernel, unique per configuration: the configuration's `name`, or else a digest of it."""
+        return getattr(self.config, "name", None) or self._digest_symbol
 
     @functools.cached_property
     def _digest_symbol(self) -> str:
@@ -145,10 +146,17 @@ class KernelSpec(ABC):
         except TypeError as error:
             raise TypeError(f"config of {type(self).__qualname__} must hold JSON values only: {error}") from error
 
+    @property
+    def limits(self) -> Limits:
+        """What its configuration counts with: its own limits, or else the least of its architectures."""
+        return getattr(self.config, "limits", None) or least_of(self.archs)
+
     def check_arch(self, arch: str) -> None:
-        """Raises ValueError unless the kernel is written for ``arch``."""
+        """Raises ValueError unless the kernel is written for ``arch``, and counts with no more than it has."""
         if arch not in self.archs:
             raise ValueError(f"arch: got {arch!r} for {self}, want {' or '.join(map(repr, self.archs))}")
+        if not LIMITS[arch].holds(self.limits):
+            raise ValueError(f"limits: got {self.limits} for {self}, want no more than {arch} has: {LIMITS[arch]}")
 
     def check(self) -> None:
         """Raises ValueError if `family` or `symbol` cannot name a C function."""

@@ -18,10 +18,10 @@ pytest.importorskip("cutlass")
 import cutlass.cute as cute
 
 from cute_kernels.attention import readers, warpgroup
-from cute_kernels.attention.kernel import LOWEST, WarpState
-from cute_kernels.attention.schedule import Problem, candidate_configs
+from cute_kernels.attention.mainloop import LOWEST, WarpState
+from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.attention.tiles import tiles_of
-from cute_kernels.attention.warpgroup import Warpgroup, WarpgroupKernel
+from cute_kernels.attention.warpgroup import Warpgroup, WarpgroupMainloop
 from cute_kernels.device import wgmma
 from cute_kernels.kv_formats import format_of
 from layouts import banks
@@ -45,7 +45,7 @@ from simulator.registers import elements, from_halves, halves
 from tests.attention.rig import random_int4_rows
 
 CONFIG = dataclasses.replace(
-    candidate_configs(Problem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True
+    candidate_configs(DecodeProblem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True
 )
 SOFTMAX_SCALE = 0.11
 QUERIES, HEAD_DIM, TOKENS, WARPS = 32, 128, 128, 4
@@ -154,7 +154,7 @@ class Rig:
         copier = SimpleNamespace(stage_addresses=lambda tiles, stage: ADDRESSES)
         self.kernel: Any = SimpleNamespace(config=CONFIG, key_reader=self.keys, value_reader=self.sums, copier=copier)
         for name in METHODS:
-            setattr(self.kernel, name, getattr(WarpgroupKernel, name).__get__(self.kernel))
+            setattr(self.kernel, name, getattr(WarpgroupMainloop, name).__get__(self.kernel))
 
     def state(self, index: int) -> WarpState:
         """What a warp has before its first tile."""
@@ -204,7 +204,7 @@ class Rig:
 
         kernel = SimpleNamespace(**vars(self.kernel), logits=SimpleNamespace(transforms=changed, apply=apply))
         for name in METHODS:
-            setattr(kernel, name, getattr(WarpgroupKernel, name).__get__(kernel))
+            setattr(kernel, name, getattr(WarpgroupMainloop, name).__get__(kernel))
         kernel.attend(state, ADDRESSES, 0, False, Int32(BLOCK_TOKENS * index), Int32(0))
 
     def run(self, biases: Sequence[np.ndarray], recentre: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -378,20 +378,23 @@ def test_two_warpgroups_take_turns_with_the_products_of_a_tile_and_the_next(tile
         kernel = SimpleNamespace(
             config=config,
             value_reader=reader,
-            open_state=lambda *_: SimpleNamespace(
-                keys=SimpleNamespace(warpgroup=SimpleNamespace(number=number)), values=None, logits=None
+            unit=SimpleNamespace(
+                open_state=lambda *_: SimpleNamespace(
+                    keys=SimpleNamespace(warpgroup=SimpleNamespace(number=number)), values=None, logits=None
+                ),
+                await_tile=await_tile,
+                give_back=lambda cta, empty, stage: events.append((number, "back", stage)),
             ),
-            await_tile=await_tile,
+            place_queries=None,
             start_products=lambda cta, state, stage: events.append((number, "values", stage)),
-            give_back=lambda cta, empty, stage: events.append((number, "back", stage)),
             logits=SimpleNamespace(is_masked=lambda *_: False),
             copier=SimpleNamespace(stage_addresses=lambda tiles, stage: stage),
             attend=attend,
             finish=lambda *_: None,
         )
-        kernel.give_first_turn = WarpgroupKernel.give_first_turn.__get__(kernel)
+        kernel.give_first_turn = WarpgroupMainloop.give_first_turn.__get__(kernel)
         cta = SimpleNamespace(barriers=96, tiles=None, roles=SimpleNamespace(slice_index=0))
-        WarpgroupKernel.attend_tiles(kernel, cta, work, None, stage, 0)
+        WarpgroupMainloop.attend_tiles(kernel, cta, work, None, stage, 0)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, range(2)))

@@ -13,7 +13,7 @@ import torch
 from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, make_tile_plan
 from cute_kernels.linear.reference import linear_reference
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
@@ -92,18 +92,18 @@ def specs() -> list[KernelSpec]:
     return [*limbs, *(spec_of(config) for config in dict.fromkeys(configs))]
 
 
-def in_limbs(case: Problem) -> list[TileSchedule]:
+def in_limbs(case: LinearProblem) -> list[TileSchedule]:
     """Schedules that take x in limbs."""
     return [schedule for schedule in tile_schedules(case) if schedule.config.limbs]
 
 
-def resident(case: Problem) -> list[TileSchedule]:
+def resident(case: LinearProblem) -> list[TileSchedule]:
     """Schedules whose CTAs make limbs of x, of a wave that most SMs have a part of."""
     found = [schedule for schedule in in_limbs(case) if isinstance(schedule.config.mainloop, ResidentLimbs)]
     return [schedule for schedule in found if schedule.num_ctas > 66]
 
 
-def in_turn(case: Problem) -> list[TileSchedule]:
+def in_turn(case: LinearProblem) -> list[TileSchedule]:
     """Schedules of decoded weights whose warpgroups take k blocks in turn, and reduce in the cluster (DSMEM) of K."""
     found = [schedule for schedule in tile_schedules(case) if schedule.config.k_warpgroups > 1]
     return [schedule for schedule in found if not schedule.config.limbs]
@@ -169,12 +169,12 @@ def test_any_number_of_rows(n, k):
         assert_near(run(weight, x, out=out), exact_product(x, reference), SUMS)
 
 
-def in_large_tiles(case: Problem) -> list[TileSchedule]:
+def in_large_tiles(case: LinearProblem) -> list[TileSchedule]:
     """Schedules of tiles that TMA stores."""
     return [schedule for schedule in tile_schedules(case) if schedule.config.store.by_tma]
 
 
-def between(case: Problem) -> list[TileSchedule]:
+def between(case: LinearProblem) -> list[TileSchedule]:
     """Schedules of tiles for the numbers of rows in between the powers of two."""
     sizes = {shape[0] for shape in BETWEEN_SHAPES}
     return [schedule for schedule in tile_schedules(case) if schedule.config.tile_m in sizes]

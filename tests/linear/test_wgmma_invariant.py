@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cute_kernels.linear import tuned
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import MOST_SEQUENTIAL_M, SequentialSplitK, TmaStore
@@ -24,9 +24,9 @@ SHAPES = [
 FORMATS = [(4, 128, False, "bf16"), (4, 32, True, "fp16"), (8, 0, False, "bf16"), (4, 256, False, "bf16")]
 
 
-def problem(m: int, n: int, k: int, bits=4, group_size=128, zero_point=False, dtype="bf16") -> Problem:
+def problem(m: int, n: int, k: int, bits=4, group_size=128, zero_point=False, dtype="bf16") -> LinearProblem:
     k_pad = -(-k // 64) * 64 if group_size == 0 else -(-k // max(group_size, 64)) * max(group_size, 64)
-    return Problem(m, n, k, k_pad, integers(bits, group_size, zero_point), dtype, batch_invariant=True)
+    return LinearProblem(m, n, k, k_pad, integers(bits, group_size, zero_point), dtype, batch_invariant=True)
 
 
 def begins(schedule: TileSchedule) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.architecture import HOPPER
 from cute_kernels.mla.config import BLOCK_TOKENS, HEAD_DIM
 from cute_kernels.mla.few_heads import cluster_combine, producer, queries, score_loop, value_loop
 from cute_kernels.mla.few_heads.config import (
@@ -27,7 +28,6 @@ from cute_kernels.mla.few_heads.config import (
     FewHeadsConfig,
 )
 from cute_kernels.mla.mainloops.softmax import RESCALE_SLACK
-from cute_kernels.sm90 import MAX_SHARED_BYTES
 from layouts import banks
 from layouts.kv.mla import MlaFp8
 from simulator import LANES, Float32, Int32, Int64, Registers, Warp, stand_in
@@ -324,7 +324,7 @@ def test_a_cluster_knows_its_maximum_and_total(run_on):
 
 def test_configurations_fit_and_say_why_not():
     for heads, stages in ((8, 5), (16, 4), (32, 3)):
-        assert FewHeadsConfig(heads=heads, stages=stages).smem_bytes <= MAX_SHARED_BYTES
+        assert FewHeadsConfig(heads=heads, stages=stages).smem_bytes <= HOPPER.shared_bytes
         assert FewHeadsConfig(heads=heads, stages=stages).can_implement() is None
     for config, word in (
         (FewHeadsConfig("all"), "tokens"),

@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.mla import stream_k, work_tiles
 from cute_kernels.mla.config import BLOCK_HEADS, FLAG_WORDS, STATE_WORDS
-from cute_kernels.mla.work import LaunchShape
-from cute_kernels.sm90 import EMPTY_WORD
+from cute_kernels.mla.work import MlaSizes
 from simulator import LANES, Int32, Meanings, PlainThread, Warp, stand_in
 from tests.mla.test_gather import divisor_of
 
@@ -41,7 +41,7 @@ def warp() -> Warp:
 def shares_of(lengths: np.ndarray, request_rows: int, num_heads: int, teams: int) -> list[list[Any]]:
     """The shares of every CTA."""
     head_blocks, rows = -(-num_heads // BLOCK_HEADS), len(lengths) * request_rows
-    shape = LaunchShape(*map(stand_in, (rows, request_rows, num_heads, num_heads, 0, 0, 0.0)))
+    shape = MlaSizes(*map(stand_in, (rows, request_rows, num_heads, num_heads, 0, 0, 0.0)))
     counts = work_tiles.Counts(*map(divisor_of, (rows * head_blocks, head_blocks, request_rows, teams)))
     found = []
     for cta in range(teams * head_blocks):

@@ -11,9 +11,9 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.attention.config import BLOCK_QUERIES, QUERY_VECTOR_BYTES, DecodeConfig
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
 from cute_kernels.device.types import RegisterTensor
-from cute_kernels.sm90 import WARP_THREADS
 
 if TYPE_CHECKING:
     from cute_kernels.attention.warpgroup import Warpgroup

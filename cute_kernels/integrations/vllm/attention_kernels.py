@@ -12,7 +12,7 @@ from cute_kernels.attention.checks import MAX_Q_LEN, Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import PAGE_TOKENS
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.attention.schedule import Problem, make_schedule
+from cute_kernels.attention.schedule import DecodeProblem, make_schedule
 from cute_kernels.extend import schedule as extend
 from cute_kernels.extend.compile import ExtendSpec
 from cute_kernels.extend.config import HEAD_DIMS, ExtendConfig, has_token_scale
@@ -101,7 +101,7 @@ def _specs_of(impl: Any, decodes: Decodes, num_sms: int) -> Iterator[KernelSpec]
         *((q_len, (1,), False) for q_len in range(1, MAX_Q_LEN + 1)),
     ):
         for batch in batches:
-            problem = Problem(
+            problem = DecodeProblem(
                 batch=batch,
                 max_seq_len=pages * decodes.page_size,
                 num_q_heads=impl.num_heads,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import schedule as plain
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import Dsmem, RegisterWgmma, SequentialSplitK
@@ -40,23 +40,23 @@ FEW_PARTS_ROWS = 64  # from which on a CTA may have all parts of a tile
 
 
 @lru_cache(maxsize=4096)
-def make_schedule(problem: Problem) -> TileSchedule:
+def make_schedule(problem: LinearProblem) -> TileSchedule:
     """The fastest schedule by the model."""
     return min(schedules(problem), key=lambda schedule: expected_us(problem, schedule))
 
 
-def expected_us(problem: Problem, schedule: TileSchedule) -> float:
+def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
     """Microseconds that the model expects, without the launch itself."""
     return estimate_us(problem, schedule) + (WORKSPACE_US if schedule.workspace_words else 0.0)
 
 
-def schedules(problem: Problem) -> Iterator[TileSchedule]:
+def schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
     """Every schedule with the weight's number of parts: all give a row the same bits."""
     yield from schedules_of(problem, parts_of_k(replace(problem, m=1)))
 
 
 @lru_cache(maxsize=4096)
-def parts_of_k(problem: Problem) -> int:
+def parts_of_k(problem: LinearProblem) -> int:
     """Into how many parts K is cut, for any number of rows: the one whose longest time is least, over `ROWS`, relative
     to the fastest schedule of so many rows.
 
@@ -72,7 +72,7 @@ def parts_of_k(problem: Problem) -> int:
     return min((worst(parts), parts) for parts in possible_parts(problem))[1]
 
 
-def possible_parts(problem: Problem) -> list[int]:
+def possible_parts(problem: LinearProblem) -> list[int]:
     """Numbers of parts, none of them empty, that all CTAs have beside each other, of blocks of two tiles."""
     blocks = -(-problem.num_tiles // 2)
     most = min(MOST_PARTS, max(1, problem.num_sms // blocks))
@@ -85,7 +85,7 @@ def part_inputs(k_pad: int, parts: int) -> int:
     return -(-k_pad // block_k // parts) * block_k
 
 
-def schedules_of(problem: Problem, parts: int) -> Iterator[TileSchedule]:
+def schedules_of(problem: LinearProblem, parts: int) -> Iterator[TileSchedule]:
     """Every schedule whose tiles all have so many parts of K, and begin them at the same inputs."""
     shapes = (*SHAPES, *BETWEEN_SHAPES, *NARROW_SHAPES)
     configs = plain.tile_configs(problem, shapes) + (dsmem_configs(problem) if parts == DSMEM_PARTS else [])
@@ -99,7 +99,7 @@ def schedules_of(problem: Problem, parts: int) -> Iterator[TileSchedule]:
             yield schedule
 
 
-def schedule_of(problem: Problem, config: WgmmaConfig, parts: int) -> TileSchedule | None:
+def schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule | None:
     """All tiles in so many parts of K, of CTAs beside each other; None if a configuration does not do that.
 
     The parts of a tile run in one round, of neighbouring CTAs, and whoever adds them up comes last: it waits for nobody
@@ -115,19 +115,19 @@ def schedule_of(problem: Problem, config: WgmmaConfig, parts: int) -> TileSchedu
     return replace(schedule, num_ctas=min(problem.num_sms // parts * parts, schedule.num_work_tiles))
 
 
-def sequential_schedule_of(problem: Problem, config: WgmmaConfig, parts: int) -> TileSchedule:
+def sequential_schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule:
     """Every CTA has whole tiles, and all parts of K of each, one after the other."""
     schedule = _all_tiles(problem, config, parts)
     tiles = schedule.num_tiles_cut
     return replace(schedule, whole=tiles, num_ctas=min(problem.num_sms, tiles))
 
 
-def _all_tiles(problem: Problem, config: WgmmaConfig, parts: int) -> TileSchedule:
+def _all_tiles(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule:
     m_tiles, k_blocks = -(-problem.m // config.tile_m), problem.k_pad // config.block_k
     return TileSchedule(config, problem.num_tiles, m_tiles, k_blocks, parts, 0)
 
 
-def dsmem_configs(problem: Problem) -> list[WgmmaConfig]:
+def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Few rows in two parts that meet in a cluster. Warpgroups have features of their own: the sums of interleaved k
     blocks would be others."""
     if problem.k_pad % DSMEM_BLOCK_K:
@@ -149,7 +149,7 @@ def dsmem_configs(problem: Problem) -> list[WgmmaConfig]:
     return plain.implementable(configs, {1: DSMEM_STAGES, 2: DSMEM_STAGES})
 
 
-def sequential_configs(problem: Problem) -> list[WgmmaConfig]:
+def sequential_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Tiles with two sets of accumulators."""
     shapes = [shape for shape in (*SHAPES, *BETWEEN_SHAPES) if _is_sequential(*shape)]
     configs = (replace(config, reduction=SequentialSplitK()) for config in plain.tile_configs(problem, shapes))
@@ -162,6 +162,6 @@ def _is_sequential(tile_m: int, n_tiles: int, warpgroups: int, block_k: int, clu
 
 def shipped_configs() -> list[WgmmaConfig]:
     """Those of the most common format that no other product has."""
-    problems = [Problem(m, 8192, 8192, 8192, integers(4), "bf16") for m in DSMEM_TILE_M]
+    problems = [LinearProblem(m, 8192, 8192, 8192, integers(4), "bf16") for m in DSMEM_TILE_M]
     many = replace(problems[0], m=8192)
     return [*(config for problem in problems for config in dsmem_configs(problem)), *sequential_configs(many)]

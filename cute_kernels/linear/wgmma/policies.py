@@ -11,8 +11,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cute_kernels.architecture import HOPPER, LIMITS, Limits, least_of
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.config import X_PAD
-from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
+from cute_kernels.linear.wgmma.regions import Barriers, Region
 from layouts.weights.hopper import STEP_K, TILE_N
 
 if TYPE_CHECKING:
@@ -54,6 +56,11 @@ def one_of(value: Any, wanted: Any, name: str) -> str | None:
 # -- stores ------------------------------------------------------------------------------------------------------------
 
 
+def staging_of(config: WgmmaConfig, alignment: int) -> Region:
+    """The staging buffers of all warpgroups."""
+    return Region("staging", config.warpgroups * config.staging_bytes, alignment)
+
+
 @dataclass(frozen=True)
 class StagedStore:
     """Results go through a staging buffer of the warpgroup: `.epilogue`.
@@ -71,6 +78,10 @@ class StagedStore:
         """Of a warpgroup, for a chunk of ``size`` bytes."""
         return size
 
+    def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        """Its shared memory."""
+        return (staging_of(config, self.alignment),)
+
     def problem(self, config: WgmmaConfig) -> str | None:
         return one_of(self.chunk, (32, 64), "chunk")
 
@@ -86,6 +97,9 @@ class TmaStore:
 
     def staging_bytes(self, size: int) -> int:
         return -(-size // TMA_TILE_ALIGNMENT) * TMA_TILE_ALIGNMENT
+
+    def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        return (staging_of(config, self.alignment),)
 
     def problem(self, config: WgmmaConfig) -> str | None:
         if config.own_m % (STORE_BUFFERS * STORE_M):
@@ -131,6 +145,24 @@ class Reduction(ABC):
     @abstractmethod
     def name(self) -> str:
         """Its part of a kernel's name."""
+
+    def partial_slots(self, config: WgmmaConfig) -> int:
+        """Tiles of 64 output features whose parts of K a CTA of a cluster is sent, at most."""
+        return -(-config.block_tiles // self.cluster) if self.dsmem else 0
+
+    def received_bytes(self, config: WgmmaConfig) -> int:
+        """Shared memory for what a CTA is sent by the others of its cluster."""
+        return self.partial_slots(config) * (self.cluster - 1) * config.partial_bytes
+
+    def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        """Its shared memory: parts of K of a cluster's tiles that are sent, and those of other warpgroups."""
+        own = config.block_tiles * (self.k_warpgroups - 1) * config.partial_bytes
+        return (Region("partials", self.received_bytes(config) + own),)
+
+    def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
+        """One for each tile that others send parts of, which waits for the bytes of all of them."""
+        expected = (self.cluster - 1) * config.partial_bytes
+        return (Barriers("partial_barriers", self.partial_slots(config), 1, expected),)
 
     def problem(self, config: WgmmaConfig) -> str | None:
         """Why a configuration cannot be reduced so, or None."""
@@ -188,7 +220,7 @@ class SequentialSplitK(Reduction):
 
 @dataclass(frozen=True)
 class RowExchange(Reduction):
-    """CTAs of a cluster exchange accumulators, and each stores its share of the tile's rows: `.reduction.RowExchange`.
+    """CTAs of a cluster exchange accumulators, and each stores its share of the tile's rows: `.reduction.RowReduction`.
 
     Each CTA has one work tile.
     """
@@ -288,7 +320,7 @@ class Mainloop(ABC):
         multicasts: whether CTAs beside each other may multicast activations.
         rows_apart: whether rows of a dense product's x may lie apart: those that TMA brings from x itself.
         stores: types of stores that it goes with.
-        most_shared_bytes: of a CTA.
+        limits: of the architectures that its instructions are for.
         spare: tiles of 64 features that the last warpgroup has fewer than the others.
     """
 
@@ -303,7 +335,7 @@ class Mainloop(ABC):
     multicasts: ClassVar[bool] = False
     rows_apart: ClassVar[bool] = False
     stores: ClassVar[tuple[type, ...]] = (StagedStore,)
-    most_shared_bytes: ClassVar[int] = MAX_SHARED_BYTES
+    limits: ClassVar[Limits] = HOPPER
     tile_m_sizes: ClassVar[tuple[int, ...]] = (8, *range(16, 257, 16))  # whole eights; stmatrix turns two of them
     n_tiles_sizes: ClassVar[tuple[int, ...]] = (1, 2)
     block_k_sizes: ClassVar[tuple[int, ...]] = (64, 128)
@@ -335,19 +367,35 @@ class Mainloop(ABC):
         """Scales of rows of x in shared memory."""
         return config.num_stages * self.x_scale_stage_bytes(config)
 
-    def resident_bytes(self, config: WgmmaConfig) -> int:
-        """Activations, and scales of them, that stay in shared memory."""
-        return 0
+    def x_bytes(self, config: WgmmaConfig) -> int:
+        """Activations in shared memory."""
+        return config.num_stages * self.x_stage_bytes(config)
 
-    def more_barriers(self, config: WgmmaConfig) -> int:
-        """Barriers beside those of stages and of partials."""
-        return 0
+    def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        """Shared memory of all that it multiplies: activations, which begin it, weights, scales of activations."""
+        stages = config.num_stages
+        return (
+            Region("x", self.x_bytes(config), TMA_TILE_ALIGNMENT),
+            Region("codes", stages * config.code_stage_bytes),
+            Region("scales", stages * config.scale_stage_bytes),
+            Region("zeros", stages * config.zero_stage_bytes),
+            Region("x_scales", self.x_scale_bytes(config)),
+        )
 
-    def smem_bytes(self, config: WgmmaConfig) -> int:
-        """Shared memory of a CTA."""
-        acc = config.warpgroups * config.staging_bytes + config.partials_bytes
-        barriers = config.num_barriers * BARRIER_BYTES
-        return config.num_stages * config.stage_bytes + acc + self.resident_bytes(config) + barriers
+    def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
+        """Those of the pipeline: full and empty stages."""
+        return (
+            Barriers("full", config.num_stages, config.stage_copies),
+            Barriers("empty", config.num_stages, config.stage_warps),
+        )
+
+    def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
+        """Those that its device code initialises, behind all others: one of x where limbs are resident."""
+        return (Barriers("x_barrier", 0),)
+
+    def shared_memory(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        """All regions of a CTA."""
+        return (*self.regions(config), *config.store.regions(config), *config.reduction.regions(config))
 
     def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
         """K blocks of each of a block's tiles whose codes are asked into L2 before the CTA makes its barriers."""
@@ -506,12 +554,14 @@ class ResidentLimbs(Mainloop):
     def x_scale_bytes(self, config: WgmmaConfig) -> int:
         return self.k_blocks * ROW_SCALE_BYTES * config.tile_m
 
-    def resident_bytes(self, config: WgmmaConfig) -> int:
-        return self.k_blocks * self.k_block_limb_bytes(config) + self.x_scale_bytes(config)
+    def x_bytes(self, config: WgmmaConfig) -> int:
+        return self.k_blocks * self.k_block_limb_bytes(config)
 
-    def more_barriers(self, config: WgmmaConfig) -> int:
+    def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
         """Of x, and of a stage's tiles but the first where partials leave early."""
-        return 1 + ((config.n_tiles - 1) * config.num_stages if config.reduction.early else 0)
+        if not config.reduction.early:
+            return (Barriers("x_barrier", 1),)
+        return Barriers("x_barrier", 1), Barriers("tile_barriers", (config.n_tiles - 1) * config.num_stages)
 
     def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
         return RESIDENT_PREFETCHED_K_BLOCKS.get((config.block_tiles, self.loads), 0)
@@ -541,7 +591,7 @@ class PortableMmaSync(Mainloop):
     more_threads: ClassVar[int] = 0
     tile_m_sizes: ClassVar[tuple[int, ...]] = (16, 32, 64)
     block_k_sizes: ClassVar[tuple[int, ...]] = (64,)
-    most_shared_bytes: ClassVar[int] = 99 * 1024  # on sm_86, sm_89 and sm_120, which have the least of all
+    limits: ClassVar[Limits] = least_of(LIMITS)  # sm_80 and all later ones
     name: ClassVar[str] = ""
 
     def kernel_name(self, config: WgmmaConfig) -> str:
@@ -555,9 +605,13 @@ class PortableMmaSync(Mainloop):
     def x_stage_bytes(self, config: WgmmaConfig) -> int:
         return config.tile_m * self.x_pitch(config)
 
-    def smem_bytes(self, config: WgmmaConfig) -> int:
+    def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
+        """None: warps wait for groups of their own cp.async."""
+        return ()
+
+    def shared_memory(self, config: WgmmaConfig) -> tuple[Region, ...]:
         """The pipeline; results go through the same memory when all products are done."""
-        return max(config.num_stages * config.stage_bytes, config.staging_bytes)
+        return (Region("stages", max(config.num_stages * config.stage_bytes, config.staging_bytes)),)
 
     def problem(self, config: WgmmaConfig) -> str | None:
         return one_of(config.row_parts, (1,), "row_parts")

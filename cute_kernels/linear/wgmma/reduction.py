@@ -14,16 +14,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.linear.wgmma.places import Corner, Places, corner_of
 from cute_kernels.linear.wgmma.policies import WARPGROUP_THREADS
-from cute_kernels.sm90 import EMPTY_WORD
 
 VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next, of a part of K
 
 
-class Reduction(Protocol):
+class TileReduction(Protocol):
     """What a consumer warpgroup does with the accumulators of a work tile.
 
     first_tile: of the warpgroup, among the block's. k_rank: of the warpgroup, among those that interleave k blocks.
@@ -75,7 +75,7 @@ class WorkspaceReduction:
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
-        """See `Reduction`."""
+        """See `TileReduction`."""
         config = self.config
         tile_acc = config.tile_m // 2
         if const_expr(config.reduction.splits_k):
@@ -156,7 +156,7 @@ class SequentialReduction:
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
-        """See `Reduction`."""
+        """See `TileReduction`."""
         tile_acc = self.config.tile_m // 2
         begins = work_tile.split == 0
         for i in cutlass.range_constexpr(self.config.thread_acc):
@@ -171,7 +171,7 @@ class SequentialReduction:
         self.epilogue.finish()
 
 
-class RowExchange:
+class RowReduction:
     """Parts of K in the shared memory of a cluster, whole tiles: each CTA stores its share of the rows of x."""
 
     def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, places: Places):
@@ -191,7 +191,7 @@ class RowExchange:
         self.epilogue.prepare(operands, shape, store, self.corner(shape, work_tile, first_tile), 0)
 
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank) -> None:
-        """See `Reduction`."""
+        """See `TileReduction`."""
         self.join(store, memory.x_address, work_tile.split, acc)
         self.epilogue.run(operands, shape, store, self.corner(shape, work_tile, first_tile), acc, 0, 0)
         cute.arch.cluster_wait()  # until nobody reads this CTA's accumulators any more

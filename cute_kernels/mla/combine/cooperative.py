@@ -15,6 +15,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.device.lanes import lane_max, lane_sum
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.mla.combine.output import WARP_ROWS, exists_sink, scale_of_some
@@ -31,7 +33,6 @@ from cute_kernels.mla.config import (
 from cute_kernels.mla.elements import of_name
 from cute_kernels.mla.mainloops.softmax import LOWEST, row_of
 from cute_kernels.mla.stream_k import ALL_LANES
-from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
 
 PART_WRITTEN, TILES_FREE = 6, 7  # named barriers: of the consumer warpgroups, of the producer warps
 WRITTEN = 0  # a flag's value when a part is there; EMPTY_WORD otherwise

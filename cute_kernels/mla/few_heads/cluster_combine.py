@@ -15,9 +15,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.mla.config import V_HEAD_DIM
 from cute_kernels.mla.few_heads.config import VALUE_WARPS, WARP_COLUMNS, FewHeadsConfig
-from cute_kernels.sm90 import WARP_THREADS
 
 # Bytes between rows of accumulators: 16 lanes' 8 bytes of four heads 2t apart then lie in different banks.
 ROW_PADDING = 16

@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.mla.few_heads.config import (
     CONSUMER_WARPS,
     FLAG_BYTES,
@@ -19,7 +20,6 @@ from cute_kernels.mla.few_heads.config import (
     WEIGHT_BUFFERS,
     FewHeadsConfig,
 )
-from cute_kernels.sm90 import WARP_THREADS
 
 QUERIES_READY, RESULTS_READY = 1, 2  # named barriers of scoring and value warps
 RAISING, EXCHANGING = 3, 4  # ... of score warps
