@@ -104,8 +104,9 @@ class AppendPlan:
 def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
     """The kernel that a call uses; ``leads``: attention over the same caches is launched as its dependent.
 
-    One token a request, at the end of its length, has a kernel of its own, but for appends that lead: how early
-    attention may start beside them is measured for the other one only.
+    One token a request, at the end of its length, has a kernel of its own. Appends that lead are the other one, beside
+    which attention was measured, but for a single token of a cache with a transform: there what a warp has to fetch of
+    its code counts (docs/design/kv_append.md).
     """
     rope = call.rope
     config = AppendConfig(
@@ -122,8 +123,9 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
         transform=call.row_transform,
     )
     elsewhere = (call.cu_seqlens, call.slot_mapping, call.position_ids)
-    decode = not leads and call.seq_lens is not None and all(given is None for given in elsewhere)
-    return config.for_decode() if decode else config
+    alone = config.transform is not None and call.k.shape[0] == 1
+    decode = (alone or not leads) and call.seq_lens is not None and all(given is None for given in elsewhere)
+    return config.for_decode(call.k.shape[0]) if decode else config
 
 
 def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:

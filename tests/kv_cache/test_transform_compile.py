@@ -11,7 +11,7 @@ from cute_kernels.attention.features import Features
 from cute_kernels.attention.schedule import DecodeProblem, make_schedule
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
-from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, RowTransform
+from cute_kernels.kv_cache.config import MANY_TOKENS, AppendConfig, BulkConfig, RowTransform
 from cute_kernels.runtime import default_cache, native
 from tests import golden
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling 
 
 SM_REGISTERS, SCHEDULERS = 65536, 4  # each with its own registers
 CENTRED = RowTransform(center=True, k_rotation=32)
+FACTORS = replace(CENTRED, factor=True)
 ALL = RowTransform(center=True, factor=True, v_factor=True, shift=True, k_rotation=128, v_rotation=128)
 
 
@@ -33,6 +34,8 @@ def decode(features: Features, kv_format: str = "int4_g4", group: int = 4, **opt
 
 APPENDS = [append(), append(parts=ALL), append("int8_token_head"), append(head_dim=64)]
 SPECS = [AppendSpec(kernel) for config in APPENDS for kernel in (config.for_decode(), replace(config, leads=True))]
+SPECS += [AppendSpec(replace(append(parts=FACTORS).for_decode(), leads=True))]  # of a single token
+SPECS += [AppendSpec(append(parts=parts).for_decode(MANY_TOKENS)) for parts in (FACTORS, ALL)]
 SPECS += [BulkSpec(BulkConfig("quantize", "int4_g4", "bf16", 128, strided=True, transform=CENTRED))]
 SPECS += [
     decode(Features(shift=True, sinks=True)),

@@ -95,6 +95,7 @@ OTHERS = {
     "sinks": Case(BASE, BOTH, options={"sinks": True}),
     "sinks, a cap, a window": Case(BASE, BOTH, options={"sinks": True, "softcap": 20.0, "window_size": 100}),
     "many splits": Case(BASE, BOTH, (5000, 1, 700), options={"num_splits": 9}),
+    "one token": Case(BASE, BOTH, (700,)),
     "contiguous": Case(BASE.with_(place="contiguous"), BOTH),
     "heads first": Case(BASE.with_(layout="HND"), BOTH),
     "32 queries of a head": Case(BASE.with_(kv_format="int4_g1", num_q_heads=32, num_kv_heads=1), BOTH),
