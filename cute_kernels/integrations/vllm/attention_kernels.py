@@ -18,12 +18,12 @@ from cute_kernels.extend.compile import ExtendSpec
 from cute_kernels.extend.config import HEAD_DIMS, ExtendConfig, has_token_scale
 from cute_kernels.extend.plan import combine_spec
 from cute_kernels.extend.schedule import choose
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
 from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, row_transform_of
 from cute_kernels.runtime.spec import KernelSpec
 
 if TYPE_CHECKING:
-    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionImpl
     from cute_kernels.integrations.vllm.kv_formats import Formats
 
 
@@ -67,7 +67,7 @@ def _extend_config(formats: Formats, head_size: int, q_dtype: str, page_size: in
     return choose(extend.Problem(head_size, formats.k.name, formats.v.name, dense, page_tokens, features))
 
 
-def specs(impls: Iterable[CuteKernelsAttentionImpl], decodes: Decodes, device: torch.device) -> list[KernelSpec]:
+def specs(impls: Iterable[Foreign], decodes: Decodes, device: torch.device) -> list[KernelSpec]:
     """The kernels of layers (`CuteKernelsAttentionImpl`): appends, decoding, short and long continuations."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     found: dict[KernelSpec, None] = {}
@@ -76,12 +76,12 @@ def specs(impls: Iterable[CuteKernelsAttentionImpl], decodes: Decodes, device: t
     return list(found)
 
 
-def specs_of(impl: CuteKernelsAttentionImpl, decodes: Decodes, num_sms: int) -> list[KernelSpec]:
+def specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> list[KernelSpec]:
     """The kernels of one layer on a GPU of so many SMs."""
     return list(dict.fromkeys(_specs_of(impl, decodes, num_sms)))
 
 
-def _specs_of(impl: CuteKernelsAttentionImpl, decodes: Decodes, num_sms: int) -> Iterator[KernelSpec]:
+def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelSpec]:
     forms, dtype = (impl.formats.k.name, impl.formats.v.name), Q_DTYPES[decodes.dtype]
     rows = row_transform_of(impl.transform, shift=False)
     yield AppendSpec(AppendConfig(*forms, dtype, impl.head_size, impl.head_size, transform=rows))
@@ -124,7 +124,7 @@ def _specs_of(impl: CuteKernelsAttentionImpl, decodes: Decodes, num_sms: int) ->
             yield DecodeSpec(make_schedule(problem).config)
 
 
-def _features(impl: CuteKernelsAttentionImpl, q_len: int, max_seq_len: int) -> Features:
+def _features(impl: Foreign, q_len: int, max_seq_len: int) -> Features:
     window = impl.sliding_window
     return Features(
         queries=q_len > 1,

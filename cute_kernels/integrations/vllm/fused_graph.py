@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import fx
@@ -135,7 +135,7 @@ def _run(nodes: list[fx.Node], known: dict[fx.Node, Any], rows: int | torch.SymI
 
     for node in nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-        known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        known[node] = cast("Callable[..., Any]", node.target)(*args, **kwargs)
     return known[nodes[-1]]
 
 

@@ -118,7 +118,7 @@ class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
         return out.squeeze(1)
 
 
-def reason_against(impl: CuteKernelsMlaImpl | CuteKernelsSparseMlaImpl, form: str | None) -> str | None:
+def reason_against(impl: Foreign, form: str | None) -> str | None:
     """Why a layer keeps FlashMLA's kernels; None if it need not. form: of its cache, None for one that is not read."""
     wrong = {
         f"{impl.kv_cache_dtype} caches": form is None,
