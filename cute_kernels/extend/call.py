@@ -238,7 +238,7 @@ def _check_new(
     return new_k, new_v
 
 
-def check_out(out: object, q: torch.Tensor) -> None:
+def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
     """Raises TypeError or ValueError unless ``out`` can take the result for ``q``, but for its place and strides."""
     check_tensors(out=out)
     if out.dtype != q.dtype:

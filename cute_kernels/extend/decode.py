@@ -171,7 +171,7 @@ class CodedRows:
         if lane < self.warp_rows:
             ptx.store_shared(address + (warp * self.warp_rows + lane) * 4, 0, [held.scale[0]])
         if const_expr(self.operand == VALUES):
-            top = lane_max(held.scale[0].bitcast(Float32), (1, 2, 4, 8, 16))
+            top = lane_max(Float32(held.scale[0].bitcast(Float32)), (1, 2, 4, 8, 16))
             if lane == 0:
                 ptx.store_shared(address + (self.config.tile_tokens + warp) * 4, 0, [top])
 

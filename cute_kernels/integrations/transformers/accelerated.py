@@ -8,7 +8,7 @@ import re
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -251,7 +251,7 @@ class _State:
         else:
             del found  # before new memory is taken
             options: Any = {"scales": self.scales, "kv_transform": self.kv_transform}
-            cache = DecodeCache(self.kv_format, self.max_seq_len, capacity=columns, **options)
+            cache = DecodeCache(cast("FormatOfLayers", self.kv_format), self.max_seq_len, capacity=columns, **options)
         weakref.finalize(cache, self.spare.append, (cache.layers, cache.book)).atexit = False
         return cache
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -47,14 +47,18 @@ class Lane:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> Moment:
         """A moment of the lane: all that it has been given so far."""
         return None if self.stream is None else self.stream.record_event()
 
-    def wait(self, moment: torch.cuda.Event | None) -> None:
+    def wait(self, moment: Moment) -> None:
         """The current stream goes on once the lane has come to a moment."""
-        if self.stream is not None:
+        if self.stream is not None and moment is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(moment)
+
+
+Moment: TypeAlias = "torch.cuda.Event | torch._C.Event | None"
+"""Of a lane; None of one on a CPU."""
 
 
 @dataclass
@@ -74,8 +78,8 @@ class Begun:
     given: torch.Tensor
     outputs: Any
     lane: Lane
-    ready: torch.cuda.Event | None
-    done: torch.cuda.Event | None
+    ready: Moment
+    done: Moment
     of: Lookahead
 
     def call_back(self, columns: Columns) -> None:

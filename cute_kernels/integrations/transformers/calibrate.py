@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -105,7 +105,7 @@ def attending(model: PreTrainedModel, attend: Callable[..., Any]) -> Iterator[No
         yield
     finally:
         if config._attn_implementation == _WATCHED:
-            model.set_attn_implementation(before)
+            model.set_attn_implementation(cast("str", before))
 
 
 def calibrate(

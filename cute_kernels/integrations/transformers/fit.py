@@ -15,13 +15,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from cute_kernels.arguments import check_count, check_positive
-from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import formats_of_layer
 from cute_kernels.integrations.transformers.calibrate import Seen, attending, watch
@@ -141,8 +141,8 @@ class _Layer:
     def transform(self) -> CacheTransform | None:
         """What has become of it; None for one that changes nothing."""
         arrays = {name: array.detach().contiguous() for name, array in self.arrays().items()}
-        widths = {"k_rotation": self.start.k_rotation, "v_rotation": self.start.v_rotation}
-        made = replace(CacheTransform(**widths), **arrays)
+        turned = CacheTransform(k_rotation=self.start.k_rotation, v_rotation=self.start.v_rotation)
+        made = replace(turned, **arrays)
         return None if made.identity else made
 
 
@@ -173,9 +173,9 @@ def _divergence(model: PreTrainedModel, batch: Mapping[str, Any], layers: Sequen
     """KL divergence of the next token, nats per token, with the layers' rows from that with exact K and V."""
 
     def attend(
-        module: Foreign, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
     ) -> Any:
-        key, value = layers[module.layer_idx].read(key, value)
+        key, value = layers[cast("int", module.layer_idx)].read(key, value)
         return attention(module, query, key, value, *args, **options)
 
     with torch.no_grad(), attending(model, attention):

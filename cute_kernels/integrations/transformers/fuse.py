@@ -15,7 +15,7 @@ from torch import nn
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers import patterns
 from cute_kernels.integrations.transformers.blocks import AttentionBlock, Block, LayerBlock, MlpBlock
-from cute_kernels.integrations.transformers.cache import DecodeCache, Scales
+from cute_kernels.integrations.transformers.cache import DecodeCache, FormatOfLayers, Scales
 from cute_kernels.integrations.transformers.norms import has_hooks, is_plain
 from cute_kernels.integrations.transformers.patterns import recognise
 from cute_kernels.integrations.transformers.ropes import ModelRope, rope_of
@@ -40,7 +40,7 @@ class Fused:
         return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
-def fuse(model: nn.Module, kv_format: object, scales: Scales | None) -> Fused:
+def fuse(model: nn.Module, kv_format: FormatOfLayers | None, scales: Scales | None) -> Fused:
     """Gives every block that is known and passes its check a ``forward`` of fewer launches.
 
     Norms are replaced and weights quantised before. kv_format: of the cache that attention gets; None for none, and
@@ -65,7 +65,7 @@ class _Stack:
     """A model's decoder layers."""
 
     owner: Foreign
-    kv_format: object
+    kv_format: FormatOfLayers | None
     scales: Scales | None
     fused: Fused
 

@@ -151,7 +151,7 @@ class StepReplay:
                 return self.forward(*args, **kwargs)
         others = {name: value for name, value in given.items() if name not in tensors and name != "attention_mask"}
         key = _key(tensors, others)
-        step = columns.graphs.get(key)
+        step: Any = columns.graphs.get(key)
         if step is None:  # the first of its kind runs as usual: what it needs is then compiled and allocated
             columns.graphs[key] = "met"
             return self.forward(*args, **kwargs)

@@ -68,7 +68,7 @@ class CachedTokens:
         """Columns of this pass."""
         return self.new_k.shape[2]
 
-    def settle(self, padding: torch.Tensor | None) -> None:
+    def settle(self, padding: object) -> None:
         """`Columns.settle`, of the pass that this handle is of."""
         try:
             self.columns.settle(padding)

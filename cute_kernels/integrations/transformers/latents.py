@@ -38,7 +38,7 @@ class CachedLatents(CachedTokens):
         module: the attention that they are of, once it has asked for keys and values.
     """
 
-    module: Foreign | None = None
+    module: Any = None
 
     def append(self) -> None:
         if self.is_appended:
@@ -61,7 +61,7 @@ class CachedLatents(CachedTokens):
         batch, heads, new, _ = query.shape
         absorbed = torch.bmm(plain.transpose(0, 1).flatten(1, 2), of_keys).view(heads, batch, new, V_DIM)
         q = torch.cat((absorbed.permute(1, 2, 0, 3), rotated.transpose(1, 2)), dim=-1)
-        layer = self.layer
+        layer: Any = self.layer
         found = mla_decode(
             q,
             layer.rows[0],
@@ -98,7 +98,7 @@ class Expansion:
     Of a quantised projection it keeps the weight in 16 bits, unpacked once for each state of the layer.
     """
 
-    def __init__(self, module: Foreign) -> None:
+    def __init__(self, module: Any) -> None:
         self.module = module
         self._unpacked: torch.Tensor | None = None
         self._packed: list[tuple[torch.Tensor, int | None]] = []

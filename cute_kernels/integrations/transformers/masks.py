@@ -149,7 +149,7 @@ def _parts(function: Callable[..., Any]) -> int | None:
     return found[0] if len(found) == 1 and type(found[0]) is int else None
 
 
-def _same(one: object, other: object) -> bool:
+def _same(one: Any, other: Any) -> bool:
     """Whether two values are equal, functions being equal when they share their code and what they close over."""
     if not (hasattr(one, "__code__") and hasattr(other, "__code__")):
         if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)) and len(one) == len(other):

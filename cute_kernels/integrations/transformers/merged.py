@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -132,7 +132,7 @@ def interleave(parts: Sequence[nn.Module]) -> QuantizedLinear | None:
     """
     if not all(type(part) is QuantizedLinear for part in parts):
         return None
-    layers = cast("Sequence[QuantizedLinear]", parts)
+    layers: Any = parts
     if any(layer.shifts is not None or not _have_one_form(layers[0], layer) for layer in layers):
         return None
     if len(layers) == 2:
