@@ -71,7 +71,7 @@ class Plan:
         v_cache: torch.Tensor,
         seq_lens: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
-        kv_format: Any,
+        kv_format: object,
         softmax_scale: float | None,
         return_lse: bool,
         out: torch.Tensor | None,

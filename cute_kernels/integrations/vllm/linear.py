@@ -7,14 +7,10 @@ What is traced depends on a layer's configuration alone, never on the values of 
 from one start to the next, and another checkpoint of the same configuration must fit them.
 """
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm import envs
@@ -110,7 +106,7 @@ class CuteKernelsLinearKernel(MPLinearKernel):
         reason = prepare.linear_reason(form.problem(_num_sms(index)), prepare.engine_rows(), index)
         return reason is None, reason
 
-    def __init__(self, c: MPLinearLayerConfig, *names: Any, **more_names: Any) -> None:
+    def __init__(self, c: MPLinearLayerConfig, *names: object, **more_names: object) -> None:
         super().__init__(c, *names, **more_names)
         self.form = form_of(c)
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)

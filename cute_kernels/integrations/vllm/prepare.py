@@ -4,9 +4,6 @@ Inside a CUDA graph capture nothing may be compiled, and in a step that a user w
 say here what they are; the first one whose weights are processed has all of their kernels loaded, many at a time.
 """
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import functools
