@@ -36,6 +36,5 @@ def shape_of(schedule: TileSchedule, **more: Any) -> Any:
     """What of a `tiles.TileSizes` items are found by."""
     names = ("whole", "splits", "split_k_blocks", "k_blocks", "num_tiles")
     grid = None if schedule.config.one_m_tile else grid_of(schedule)
-    grid = more.pop("grid", grid)
-    sizes = {name: getattr(schedule, name) for name in names}
-    return SimpleNamespace(grid=grid, counted=grid, **sizes, **more)
+    sizes = {"grid": grid, **{name: getattr(schedule, name) for name in names}, **more}
+    return SimpleNamespace(**sizes, counted=sizes["grid"])
