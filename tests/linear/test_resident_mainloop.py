@@ -215,7 +215,15 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
         resident_mainloop, "replace", lambda one, **changes: SimpleNamespace(**{**vars(one), **changes})
     )
     subject.stages.release, subject.mainloop.limbs = cta.release, cta
-    memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, full=0, x_barrier=X_BARRIER)
+    memory = SimpleNamespace(
+        x_address=X,
+        codes=CODES,
+        scales=SCALES,
+        x_scales=X_SCALES,
+        full=0,
+        x_barrier=X_BARRIER,
+        tile_barriers=X_BARRIER + 1,
+    )
     begin, end = int(work_tile.begin), int(work_tile.end)
     fits = end - begin <= config.mainloop.k_blocks
     if fits:
