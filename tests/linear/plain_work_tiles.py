@@ -33,7 +33,7 @@ def grid_of(schedule: TileSchedule) -> tiles.TileGrid:
 
 
 def shape_of(schedule: TileSchedule, **more: Any) -> Any:
-    """What of a `tiles.Shape` items are found by."""
+    """What of a `tiles.TileSizes` items are found by."""
     names = ("whole", "splits", "split_k_blocks", "k_blocks", "num_tiles")
     grid = None if schedule.config.one_m_tile else grid_of(schedule)
     sizes = {"grid": grid, **{name: getattr(schedule, name) for name in names}, **more}

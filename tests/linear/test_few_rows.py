@@ -13,7 +13,7 @@ from cute_kernels.linear.wgmma import few_rows, tiles
 from cute_kernels.linear.wgmma.schedule import limb_configs, schedule_of
 from cute_kernels.linear.work import RECIPROCAL_BITS
 from cute_kernels.weight_formats import integers
-from simulator import PlainThread
+from simulator import PlainThread, stand_in
 from tests.linear import plain_work_tiles
 
 
@@ -29,7 +29,10 @@ def test_items_are_those_of_one_tile_of_rows(n: int, splits: int, whole: int, ru
     schedule = replace(schedule, whole=min(whole, schedule.num_tiles_cut))
     reciprocal = -(-(1 << RECIPROCAL_BITS) // splits)
     shape = plain_work_tiles.shape_of(schedule, grid=plain_work_tiles.grid_of(schedule), split_reciprocal=reciprocal)
-    known, found = tiles.TileScheduler(shape, 0, 1), few_rows.FewRowsTileScheduler(shape, 0, 1, schedule.num_work_tiles)
+    known, found = (
+        stand_in(tiles.TileScheduler)(shape, 0, 1),
+        stand_in(few_rows.FewRowsTileScheduler)(shape, 0, 1, schedule.num_work_tiles),
+    )
     assert schedule.num_work_tiles > 0
     for index in range(schedule.num_work_tiles):
         assert found.work_tile(index) == known.work_tile(index)

@@ -30,6 +30,7 @@ from cute_kernels.linear.wgmma.policies import PortableMmaSync
 from cute_kernels.linear.wgmma.tiles import dense_scheduler
 from cute_kernels.weight_formats import integer_decode, integers
 from layouts import banks
+from simulator import stand_in
 from tests.attention import warp as machine
 from tests.linear import measured_portable, plain_work_tiles
 from tests.linear.cases import known
@@ -86,7 +87,7 @@ class Launch:
         plain_work_tiles.install(monkeypatch)
         blocks, m_tiles = -(-num_tiles // config.block_tiles), -(-m // config.tile_m)
         grid = tiles.TileGrid.of(blocks, m_tiles, 0, splits)
-        self.shape = tiles.TileSizes(
+        self.shape = stand_in(tiles.TileSizes)(
             m=m, n=self.n, k=aligned.shape[1], num_tiles=num_tiles, k_blocks=k_blocks,
             scale_groups=k_pad // config.group_size if config.group_size else 1, whole=0, splits=splits,
             split_k_blocks=-(-k_blocks // splits), activation=0, out_kind=0, grid=grid,
@@ -108,7 +109,7 @@ class Launch:
         stages = config.num_stages
         x_start = stages * config.code_stage_bytes
         scales = x_start + stages * config.x_stage_bytes
-        self.stages = kernel.Stages(0, x_start, scales, scales + stages * config.scale_stage_bytes, 0)
+        self.stages = stand_in(kernel.Stages)(0, x_start, scales, scales + stages * config.scale_stage_bytes, 0)
 
     def copy(self, work_tile, k_block: int, stage: int) -> None:
         """All threads' parts of `copy_stage`."""
@@ -150,7 +151,7 @@ class Launch:
         found = np.zeros((config.tile_m, config.block_rows))
         for tile in range(config.n_tiles):
             for warp, acc in enumerate(registers):
-                store = epilogue.Store(0, 0, warp * 32 + machine.LANES, warp, machine.LANES)
+                store = stand_in(epilogue.Store)(0, 0, warp * 32 + machine.LANES, warp, machine.LANES)
                 self.epilogue.stage_acc(store, acc, tile * config.tile_m // 2, config.tile_m)
             part = self.shared[: config.tile_m * config.staging_pitch].view(np.float32)
             found[:, tile * 64 : (tile + 1) * 64] = part.reshape(config.tile_m, -1)[:, :64]

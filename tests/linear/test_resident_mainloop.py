@@ -39,6 +39,7 @@ from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.schedule import schedule_of
 from cute_kernels.linear.wgmma.tiles import WorkTile
 from cute_kernels.weight_formats import integer_decode, integers
+from simulator import stand_in
 from tests.attention import warp as machine
 from tests.linear.limbs import limbs_of
 from tests.linear.warpgroup import WarpgroupWarp, put_tma_tile
@@ -167,7 +168,7 @@ class EarlyCta(Cta):
     """The same where tiles have barriers of their own: what is there of a stage is what has been waited for."""
 
     def __init__(self, config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, work_tile: WorkTile):
-        super().__init__(config, weight, x, work_tile.begin, 0)
+        super().__init__(config, weight, x, int(work_tile.begin), 0)
         self.rank, self.came = int(work_tile.split), 0
 
     def wait(self, barrier: int, phase: int) -> None:
@@ -191,7 +192,7 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
         cta = EarlyCta(config, weight, x, work_tile)
         subject.reduction.publish = cta.publish
     else:
-        cta = Cta(config, weight, x, work_tile.begin, int(subject.stages.k_rank(warp // 4)))
+        cta = Cta(config, weight, x, int(work_tile.begin), int(subject.stages.k_rank(warp // 4)))
     gpu = WarpgroupWarp(cta.shared, np.zeros(0, np.uint8))
     for module in (resident_mainloop, resident_early):
         monkeypatch.setattr(module, "Uint32", machine.Uint32, raising=False)
@@ -214,11 +215,20 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
         resident_mainloop, "replace", lambda one, **changes: SimpleNamespace(**{**vars(one), **changes})
     )
     subject.stages.release, subject.mainloop.limbs = cta.release, cta
-    memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, full=0, x_barrier=X_BARRIER)
-    fits = work_tile.end - work_tile.begin <= config.mainloop.k_blocks
+    memory = SimpleNamespace(
+        x_address=X,
+        codes=CODES,
+        scales=SCALES,
+        x_scales=X_SCALES,
+        full=0,
+        x_barrier=X_BARRIER,
+        tile_barriers=X_BARRIER + 1,
+    )
+    begin, end = int(work_tile.begin), int(work_tile.end)
+    fits = end - begin <= config.mainloop.k_blocks
     if fits:
-        cta.bring(None, 0, work_tile.begin, work_tile.end)
-        cta.make(None, memory, work_tile.begin, work_tile.end, 0)
+        cta.bring(None, 0, begin, end)
+        cta.make(None, memory, begin, end, 0)
     place = replace(subject.lane(SimpleNamespace(m=len(x)), warp, machine.LANES), fits=int(fits))
     acc = machine.Registers(config.thread_acc, machine.Float32)
     state = (cta.k_rank, 0, 0)
@@ -234,7 +244,7 @@ def parts_of(config: ResidentConfig, n: int) -> list[WorkTile]:
     cuts = [
         (i * schedule.split_k_blocks, min((i + 1) * schedule.split_k_blocks, K // 128)) for i in range(schedule.splits)
     ]
-    return [WorkTile(0, 0, begin, end, i, len(cuts), 0) for i, (begin, end) in enumerate(cuts)]
+    return [stand_in(WorkTile)(0, 0, begin, end, i, len(cuts), 0) for i, (begin, end) in enumerate(cuts)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)

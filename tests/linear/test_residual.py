@@ -18,6 +18,7 @@ from cute_kernels.linear.wgmma.places import Corner
 from cute_kernels.linear.wgmma.policies import StagedStore
 from cute_kernels.weight_formats import integers
 from layouts import banks
+from simulator import stand_in
 from tests.attention import warp as machine
 from tests.linear.warpgroup import WarpgroupWarp
 
@@ -50,11 +51,11 @@ class Tile:
         self.acc = generator.normal(size=(4, config.tile_m // 2, 32)).astype(np.float32)
 
     def store(self, warp: int) -> Any:
-        return Store(machine.Int32(STAGING), 0, machine.Int32(warp * 32 + machine.LANES), warp, machine.LANES)
+        return stand_in(Store)(machine.Int32(STAGING), 0, machine.Int32(warp * 32 + machine.LANES), warp, machine.LANES)
 
     def bring(self, ordinal: int, chunk: int, token: int, row: int) -> None:
         operands, shape = SimpleNamespace(residual=0), SimpleNamespace(n=self.columns)
-        corner = Corner(row, token, self.rows, 0)
+        corner = stand_in(Corner)(row, token, self.rows, 0)
         for warp in range(4):
             self.chunks.bring(operands, shape, self.store(warp), corner, ordinal, chunk)
 

@@ -15,7 +15,7 @@ from cute_kernels.linear.wgmma.schedule import tile_schedules
 from cute_kernels.linear.wgmma.stages import with_stages
 from cute_kernels.weight_formats import integers
 from layouts import banks
-from simulator import PlainThread
+from simulator import PlainThread, stand_in
 from tests.attention import warp as machine
 from tests.linear import plain_work_tiles
 from tests.linear.warpgroup import WarpgroupWarp
@@ -81,7 +81,7 @@ def test_each_cta_has_all_of_k_of_its_share_of_the_tokens(config: WgmmaConfig, m
 
 def store_of(config: WgmmaConfig, warp: int) -> epilogue.Store:
     group, row_warp = divmod(warp, 4)
-    return epilogue.Store(0, group, row_warp * 32 + machine.LANES, row_warp, machine.LANES)
+    return stand_in(epilogue.Store)(0, group, row_warp * 32 + machine.LANES, row_warp, machine.LANES)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_the_ctas_of_a_cluster_have_the_parts_of_one_tile(m, n, k, run_on):
         shape = plain_work_tiles.shape_of(schedule)
         done = np.zeros((schedule.blocks, schedule.m_tiles, schedule.k_blocks), int)
         for cta in range(schedule.num_ctas):
-            scheduler = tiles.ClusterTileScheduler(shape, cta, cluster)
+            scheduler = stand_in(tiles.ClusterTileScheduler)(shape, cta, cluster)
             (index,) = range(scheduler.first, scheduler.count, scheduler.stride)
             work_tile, first = scheduler.work_tile(index), scheduler.work_tile(cta - cta % cluster)
             assert (work_tile.split, work_tile.splits) == (cta % cluster, cluster)

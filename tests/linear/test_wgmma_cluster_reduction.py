@@ -21,6 +21,7 @@ from cute_kernels.linear.wgmma.resident_kernel import START_BARRIER
 from cute_kernels.linear.wgmma.resident_rows import CHUNK_BARRIER
 from cute_kernels.linear.wgmma.schedule import schedule_of
 from cute_kernels.weight_formats import integers
+from simulator import stand_in
 from tests.attention import warp as machine
 from tests.attention.warp import Float32, Lanes, Uint32
 
@@ -127,7 +128,7 @@ RESIDENT = [
 
 
 def store_of(warp: int) -> epilogue.Store:
-    return epilogue.Store(0, warp // 4, warp % 4 * 32 + machine.LANES, warp % 4, machine.LANES)
+    return stand_in(epilogue.Store)(0, warp // 4, warp % 4 * 32 + machine.LANES, warp % 4, machine.LANES)
 
 
 def in_plain_python(config: WgmmaConfig, cluster: Cluster, monkeypatch) -> cluster_reduction.ClusterReduction:

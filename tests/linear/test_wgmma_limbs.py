@@ -22,6 +22,7 @@ from cute_kernels.linear.wgmma.policies import TMA_TILE_K, Limbs, RowExchange
 from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel, x_scale_shift
 from cute_kernels.weight_formats import integer_decode, integers
 from layouts import banks
+from simulator import stand_in
 from tests.attention import warp as machine
 from tests.linear.limbs import limbs_of
 from tests.linear.test_wgmma_products import CODES, SCALES, STAGE, STAGING, X, make_weight
@@ -113,7 +114,7 @@ class Machine:
             warps = [(warp, self.acc(4 * group + warp)) for warp in range(4)]
             for tile in range(config.n_tiles):
                 for warp, acc in warps:
-                    store = epilogue.Store(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
+                    store = stand_in(epilogue.Store)(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
                     stage = self.subject.epilogue.stage_packed if packed else self.subject.epilogue.stage_acc
                     stage(store, acc, tile * config.tile_m // 2, config.tile_m)
                 rows = slice(64 * (group * config.n_tiles + tile), 64 * (group * config.n_tiles + tile + 1))

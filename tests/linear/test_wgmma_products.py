@@ -27,6 +27,7 @@ from cute_kernels.linear.wgmma.policies import (
 )
 from cute_kernels.weight_formats import integer_decode, integers
 from layouts import banks
+from simulator import stand_in
 from tests.attention import warp as machine
 from tests.linear.cases import random_weight
 from tests.linear.warpgroup import WarpgroupWarp, put_tma_tile, take_tma_tile
@@ -172,7 +173,7 @@ class Machine:
                 for start, tile_m in config.chunks:
                     first = (tile * config.tile_m + start) // 2
                     for warp, acc in warps:
-                        store = epilogue.Store(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
+                        store = stand_in(epilogue.Store)(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
                         stage = self.subject.epilogue.stage_packed if packed else self.subject.epilogue.stage_acc
                         stage(store, acc, first, tile_m)
                     rows = slice(64 * (group * config.n_tiles + tile), 64 * (group * config.n_tiles + tile + 1))
@@ -188,7 +189,7 @@ class Machine:
             for tile in range(config.n_tiles):
                 for start, tile_m in config.chunks:
                     for warp, acc in warps:
-                        store = epilogue.Store(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
+                        store = stand_in(epilogue.Store)(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
                         self.subject.epilogue.stage_gated(store, acc, (tile * config.tile_m + start) // 2, tile_m)
                     bits = self.shared[STAGING : STAGING + tile_m * pitch].view(np.int16)
                     part = torch.from_numpy(bits.reshape(tile_m, -1)[:, :32].copy())
@@ -205,7 +206,7 @@ class Machine:
             for number in range(config.tile_m // STORE_M):
                 offset = number % STORE_BUFFERS * STORE_BYTES
                 for warp, acc in warps:
-                    store = epilogue.Store(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
+                    store = stand_in(epilogue.Store)(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
                     self.subject.epilogue.tma_store.stage(store, acc, number * STORE_M // 2, offset)
                 bits = take_tma_tile(self.shared, STAGING + offset, STORE_M)
                 tma_tile = torch.from_numpy(bits.view(np.int16)).view(DTYPES[config.dtype]).double().numpy()

@@ -26,7 +26,7 @@ from cute_kernels.linear.wgmma.schedule import (
 )
 from cute_kernels.linear.wgmma.stages import with_stages
 from cute_kernels.weight_formats import integers
-from simulator import PlainThread
+from simulator import PlainThread, stand_in
 from tests.linear import measured
 from tests.linear.measured_between import BETWEEN
 from tests.linear.measured_k_warpgroups import FORM_K_WARPGROUPS, K_WARPGROUPS, MORE_K_WARPGROUPS
@@ -383,7 +383,7 @@ def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, whole,
     done = np.zeros((schedule.blocks, schedule.m_tiles, schedule.k_blocks), int)
     parts: dict[tuple[int, int], int] = {}
     for cta in range(num_ctas):
-        scheduler = tiles.TileScheduler(shape, cta, num_ctas)
+        scheduler = stand_in(tiles.TileScheduler)(shape, cta, num_ctas)
         assert scheduler.count == schedule.num_work_tiles
         for index in range(scheduler.first, scheduler.count, scheduler.stride):
             work_tile = scheduler.work_tile(index)
@@ -416,7 +416,7 @@ def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tile_m, cluster, run_
     shape = plain_work_tiles.shape_of(schedule)
     done = np.zeros((schedule.blocks, schedule.k_blocks), int)
     for cta in range(schedule.num_ctas):
-        scheduler = tiles.ClusterTileScheduler(shape, cta, cluster)
+        scheduler = stand_in(tiles.ClusterTileScheduler)(shape, cta, cluster)
         (index,) = range(scheduler.first, scheduler.count, scheduler.stride)
         work_tile = scheduler.work_tile(index)
         assert work_tile.begin < work_tile.end and (work_tile.split, work_tile.splits) == (cta % cluster, cluster)

@@ -16,6 +16,7 @@ from cute_kernels.moe.ranges.assignments import AssignmentFinder
 from cute_kernels.moe.ranges.config import LANE_ASSIGNMENTS, MOST_ASSIGNMENTS
 from cute_kernels.moe.ranges.schedule import row_factor
 from cute_kernels.moe.ranges.work import AssignedSizes
+from simulator import stand_in
 from tests.moe.machine import Machine
 
 ENTRY_ROWS = 8
@@ -151,7 +152,7 @@ def test_bits_are_counted_from_the_lowest_on(monkeypatch):
 def shape_of(topk: int) -> AssignedSizes:
     """Of rows of x with so many assignments each; all else is 0."""
     fields = dict.fromkeys(AssignedSizes.__dataclass_fields__, 0)
-    return AssignedSizes(**fields | {"row_factor": row_factor(topk)})
+    return stand_in(AssignedSizes)(**fields | {"row_factor": row_factor(topk)})
 
 
 @pytest.mark.parametrize("topk", range(1, MOST_ASSIGNMENTS + 1))

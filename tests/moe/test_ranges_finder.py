@@ -68,7 +68,7 @@ def entries_of(counts: tuple[int, ...], entry_rows: int, rounds: int, monkeypatc
     def work() -> None:
         lane = machine.lane
         subject = ExpertFinder.of(finder.load_places(offsets, len(counts), rounds, lane), lane, entry_rows)
-        for number in shown(subject.total):
+        for number in shown(int(subject.total)):
             entry = subject.find(number)
             first, rows = int(entry.first_place), int(entry.rows)
             assert [entry.place(row) for row in range(rows)] == [*range(first, first + rows)]

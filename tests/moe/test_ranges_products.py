@@ -22,6 +22,7 @@ from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.moe.ranges.kernel import EntrySource, RangeRoles, SortedRouting, scale_offset
 from cute_kernels.weight_formats import integer_decode, integers
 from layouts import banks
+from simulator import stand_in
 from tests.attention import warp as machine
 from tests.attention.warp import LANES, Int32, Warp
 from tests.linear.cases import known
@@ -69,7 +70,7 @@ class Cta:
         self.monkeypatch.setattr(resident_rows, "numbers", Numbers(inputs))
         maker, tokens, count = self.subject.rows, self.config.tile_m, len(index)
         of_lane = Int32(np.array(index)[np.minimum(LANES, count - 1)])
-        source = EntrySource(0, count, x.shape[1] // 8, of_lane)
+        source = stand_in(EntrySource)(0, count, x.shape[1] // 8, of_lane)
         x_address = X + self.start
         x_scales = int(self.subject.limb_scales(self.shape, self.memory)) + int(scale_offset(self.start))
         bits = int(maker.step_bits(np.full(1, self.k_blocks, np.int32))[0])

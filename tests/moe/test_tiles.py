@@ -35,6 +35,7 @@ from cute_kernels.moe.wgmma.schedule import (
 )
 from cute_kernels.runtime.tuned import choice_of
 from cute_kernels.weight_formats import integers
+from simulator import stand_in
 from tests.linear import plain_work_tiles
 from tests.moe import measured
 from tests.moe.machine import Machine
@@ -58,7 +59,7 @@ def tile_scheduler(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: 
     machine.install(monkeypatch, tiles)
     offsets = machine.put(torch.tensor([0, *counts]).cumsum(0).int())
     numbers = dict.fromkeys(("m", "n", "k", "num_tiles", "scale_groups", "whole", "activation", "out_kind"), 0)
-    shape = tiles.GroupedTileSizes(
+    shape = stand_in(tiles.GroupedTileSizes)(
         **numbers,
         k_blocks=K_BLOCKS,
         splits=1,
@@ -76,7 +77,7 @@ def tile_scheduler(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: 
         tiles.fill_table(TABLE, offsets, shape, warp, lane, tokens)
         machine.cute().arch.sync_threads()
         count = machine.ptx().load_shared(TABLE + MAX_EXPERTS * ENTRY_BYTES, 0)
-        scheduler = tiles.GroupedTileScheduler(shape, cta, num_ctas, count, TABLE, lane, tokens)
+        scheduler = stand_in(tiles.GroupedTileScheduler)(shape, cta, num_ctas, count, TABLE, lane, tokens)
         for index in range(scheduler.first, scheduler.count, scheduler.stride):
             work_tile = scheduler.work_tile(index)
             if (warp, lane) == (3, 5):
