@@ -22,7 +22,8 @@ from cute_kernels.kv_cache.config import (
 from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.memory import Blank, blank, byte_view, empty_strided
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.memory import Blank, blank, byte_view
 from cute_kernels.runtime.plans import ALIGNMENT
 
 NO_ADDRESSES = (0,) * 11  # of extras
@@ -69,7 +70,7 @@ class AppendPlan:
         """
         k, v, k_cache, v_cache, _, _, _, _, norm_eps, q, q_out, seq_lens, block_table, transform = call
         if q_out is None and self.new_q_out is not None:
-            q_out = empty_strided(*self.new_q_out)
+            q_out = GPU.empty(*self.new_q_out)
         if self.k_view is not None:
             k_cache = k_cache.view(self.k_view)
         if self.v_view is not None:
@@ -146,7 +147,7 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
         phase_steps=steps,
         steps_address=0 if steps is None else steps.data_ptr(),
         rope_factor=1.0 if rope is None else rope.attention_factor,
-        wave=config.ctas_per_sm * torch.cuda.get_device_properties(device).multi_processor_count,
+        wave=config.ctas_per_sm * GPU.num_sms(device),
         mode=sum(flag for flag, is_set in flags.items() if is_set),
         new_q_out=None if call.q is None else blank(call.q.shape, call.q.dtype),
         k_view=byte_view(call.k_cache),

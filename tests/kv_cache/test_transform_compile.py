@@ -42,11 +42,12 @@ SPECS += [
     decode(Features(shift=True, soft_cap=True, paged=True), page_tokens=16, after_append=True),
     decode(Features(shift=True, soft_cap=True), "int4_g1", group=32),
 ]
+COMPILED = golden.worth_compiling(SPECS, lambda spec: spec, __file__)
 
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, golden.Entry]:
-    return golden.measure(SPECS, default_cache())
+    return golden.measure(COMPILED, default_cache())
 
 
 def test_none_spills(measured: dict[str, golden.Entry]):
@@ -56,7 +57,7 @@ def test_none_spills(measured: dict[str, golden.Entry]):
 
 def test_as_many_ctas_of_an_append_fit_an_sm_as_its_grid_reckons_with(measured: dict[str, golden.Entry]):
     """With more registers a part of the grid would wait for the rest, and no time would be won by its size."""
-    for spec in SPECS:
+    for spec in COMPILED:
         if isinstance(spec, AppendSpec):
             (kernel,), config = measured[spec.symbol], spec.config
             registers = -(-kernel["registers"] // 8) * 8 * WARP_THREADS
