@@ -321,9 +321,10 @@ def run(recorder: Recorder, plan: Plan, device: torch.device, say: Say) -> None:
     text = smollm2.read(tokenizer, plan.window, plan.calibration_windows, plan.test_windows)
     counts = [text.about[f"{part}_windows"] for part in ("calibration", "test")]
     say(f"{smollm2.NAME}: {counts[0]} windows to calibrate, {counts[1]} to test")
-    before = recorder.data.get("model", {}).get("sha256", text.about["sha256"])
-    if before != text.about["sha256"]:
-        raise OtherTextError(f"the record's text has sha256 {before[:12]}, this machine's {text.about['sha256'][:12]}")
+    own = str(text.about["sha256"])
+    before = str(recorder.data.get("model", {}).get("sha256", own))
+    if before != own:
+        raise OtherTextError(f"the record's text has sha256 {before[:12]}, this machine's {own[:12]}")
     head_dim = model.config.hidden_size // model.config.num_attention_heads
     calibration = text.calibration.to(device)
     ways, there = [], {row["name"] for row in recorder.data["rows"]}

@@ -1,7 +1,8 @@
 """INT4 rows with a zero point: the bytes that vLLM's ``int4_per_token_head`` writes.
 
 The layout is read off vLLM 0.33 (`vllm/v1/attention/ops/int4_per_token_head.py`, Apache-2.0). What vLLM does before it
-quantises, a Hadamard matrix with random signs, is a transform of the cache: `cute_kernels.kv_cache.vllm_transform`.
+quantises, a Hadamard matrix with random signs, is a transform of the cache:
+`cute_kernels.kv_cache.vllm_rows.vllm_transform`.
 """
 
 from __future__ import annotations
