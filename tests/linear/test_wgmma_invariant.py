@@ -134,9 +134,10 @@ def test_a_cta_has_all_parts_of_its_tiles_the_last_one_first(m, n, k, parts, num
     schedule = sequential(m, n, k, parts, num_sms)
     assert schedule.workspace_words == 0 and schedule.num_ctas <= num_sms
     shape = plain_work_tiles.shape_of(schedule)
+    make: Any = tiles.SequentialScheduler  # of Python's integers
     done = np.zeros((schedule.blocks, schedule.m_tiles, schedule.k_blocks), int)
     for cta in range(schedule.num_ctas):
-        scheduler = tiles.SequentialScheduler(shape, cta, schedule.num_ctas)
+        scheduler = make(shape, cta, schedule.num_ctas)
         found = [scheduler.work_tile(i) for i in range(scheduler.first, scheduler.count, scheduler.stride)]
         assert len(found) % parts == 0
         for first in range(0, len(found), parts):
