@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ pytest.importorskip("transformers")
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import cute_kernels.integrations.transformers as ck
+from cute_kernels.integrations.transformers import accelerated as own_generate
 from cute_kernels.integrations.transformers.blocks import AttentionBlock, MlpBlock
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from cute_kernels.integrations.transformers.norms import replace_norms
@@ -173,9 +176,10 @@ def test_steps_begun_ahead_have_the_bits_of_steps_in_order(change):
         options["eos_token_id"] = int(generate(model, LEFT_PADDED).sequences[0, PROMPT.shape[1] + 9])
     generate(model, LEFT_PADDED, **options)  # its memory and its recorded step serve the others
     found = []
-    for one_by_one in ({"do_sample": True, "top_k": 1}, {}):
+    for one_by_one in (True, False):
         before = replay.ahead
-        outputs = generate(model, LEFT_PADDED, **options, **one_by_one)
+        with mock.patch.object(own_generate, "is_greedy", lambda *_: False) if one_by_one else nullcontext():
+            outputs = generate(model, LEFT_PADDED, **options)
         found.append((outputs.sequences, outputs.logits, outputs.past_key_values.columns.seq_lens.clone()))
         assert (replay.ahead > before) == (not one_by_one)
         del outputs

@@ -4,13 +4,16 @@ does between two steps."""
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 import cute_kernels.integrations.transformers as ck
+from cute_kernels.integrations.transformers import accelerated as module
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from tests.integrations.architectures import DECODERS
 from tests.integrations.test_accelerate import LEFT_PADDED, NEW, PROMPT, Traced, generate, record_on_cpu
@@ -25,10 +28,16 @@ def accelerated(kv_format: Any = "int4_g4", **options: Any) -> tuple[Any, StepRe
     return model, record_on_cpu(model)
 
 
+def one_by_one() -> Any:
+    """Within it no call of `generate` is taken for a greedy one."""
+    return mock.patch.object(module, "is_greedy", lambda *_: False)
+
+
 def in_order(**options: Any) -> Any:
-    """What `generate` returns where no step is begun before it is asked for: it samples, from one token."""
+    """What `generate` returns where no step is begun before it is asked for."""
     model, replay = accelerated()
-    found = generate(model, LEFT_PADDED, **options, do_sample=True, top_k=1)
+    with one_by_one():
+        found = generate(model, LEFT_PADDED, **options)
     assert not replay.ahead
     return found
 
@@ -126,9 +135,9 @@ def test_what_happens_to_the_cache_between_two_steps_is_honoured(change):
             return torch.zeros(len(ids), dtype=torch.bool)
 
         criteria = StoppingCriteriaList([between])
-        options = {} if ahead else {"do_sample": True, "top_k": 1}
-        ones = torch.ones_like(PROMPT)
-        found.append(generate(model, ones, past_key_values=cache, stopping_criteria=criteria, **options))
+        options = {"past_key_values": cache, "stopping_criteria": criteria}
+        with nullcontext() if ahead else one_by_one():
+            found.append(generate(model, torch.ones_like(PROMPT), **options))
     assert_same(*found)
 
 
@@ -190,3 +199,10 @@ def test_two_threads_may_generate_with_one_model():
         assert replay._call is not None
     assert replay._call is None
     assert_same(generate(model, LEFT_PADDED), in_order())
+
+
+@pytest.mark.parametrize("options", [{"do_sample": True, "top_k": 5}, {"num_beams": 2}], ids=["sampled", "beams"])
+def test_steps_of_other_calls_are_not_begun_ahead(options):
+    model, replay = accelerated()
+    generate(model, LEFT_PADDED, **options)
+    assert replay.ahead == 0

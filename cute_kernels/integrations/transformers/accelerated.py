@@ -214,7 +214,7 @@ class _State:
             if self.replay is None:
                 return self.generate(*args, **kwargs)
             cache, columns = kwargs.get("past_key_values"), 0
-            if _is_greedy(model, kwargs):
+            if is_greedy(model, kwargs):
                 _, columns = _sizes(model, args, kwargs)
             with self.replay.within_generate(cache, columns):
                 return self.generate(*args, **kwargs)
@@ -256,7 +256,7 @@ class _State:
         return cache
 
 
-def _is_greedy(model: Foreign, options: Mapping[str, Any]) -> bool:
+def is_greedy(model: Foreign, options: Mapping[str, Any]) -> bool:
     """Whether a call of `generate` seems to take the likeliest token of each request, one step after the other."""
     config = options.get("generation_config") or model.generation_config
 
