@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -57,8 +58,8 @@ def time_cold(call: Callable[[], object], flush: Callable[[], None], protocol: P
     return time_cold_in_turn({"": call}, flush, protocol)[""]
 
 
-def time_cold_in_turn(
-    calls: Mapping[str, Callable[[], object]], flush: Callable[[], None], protocol: Protocol = DEFAULT_PROTOCOL
+def _by_events(
+    calls: Mapping[str, Callable[[], object]], flush: Callable[[], None], protocol: Protocol
 ) -> dict[str, Timing]:
     """As `time_cold`, for several calls by name, one sample of each after the other, the order changing.
 
@@ -104,8 +105,7 @@ def _host_us_of_a_round(calls: Mapping[str, Callable[[], object]], flush: Callab
     return taken
 
 
-def capture(call: Callable[[], object], warmup: int = 2) -> Callable[[], None]:
-    """Captures `call` in a CUDA graph and returns its replay."""
+def _in_a_graph(call: Callable[[], object], warmup: int) -> Callable[[], object]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -116,6 +116,41 @@ def capture(call: Callable[[], object], warmup: int = 2) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         call()
     return graph.replay
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How calls are timed by name, with a cold L2 each, and how one is captured."""
+
+    in_turn: Callable[..., dict[str, Timing]] = _by_events
+    capture: Callable[[Callable[[], object], int], Callable[[], object]] = _in_a_graph
+
+
+_clock = Clock()
+
+
+@contextmanager
+def ticking(clock: Clock) -> Iterator[None]:
+    """In this block all benchmarks go by ``clock``: one that stands still shows what they do with its times."""
+    global _clock
+    before, _clock = _clock, clock
+    try:
+        yield
+    finally:
+        _clock = before
+
+
+def time_cold_in_turn(
+    calls: Mapping[str, Callable[[], object]], flush: Callable[[], None], protocol: Protocol = DEFAULT_PROTOCOL
+) -> dict[str, Timing]:
+    """As `time_cold`, for several calls by name, one sample of each after the other: what slows a GPU down for a while
+    meets all of them alike."""
+    return _clock.in_turn(calls, flush, protocol)
+
+
+def capture(call: Callable[[], object], warmup: int = 2) -> Callable[[], object]:
+    """Captures `call` in a CUDA graph and returns its replay."""
+    return _clock.capture(call, warmup)
 
 
 def time_graph_cold(

@@ -86,7 +86,8 @@ def recording(
     Args:
         function_of: as of `RecordingCache`. functions: as of `cpu_as_gpu`.
     """
-    with using(RecordingCache(function_of)) as cache, standing_in(cpu_as_gpu(**functions)):
+    cache = RecordingCache(function_of)
+    with using(cache), standing_in(cpu_as_gpu(**functions)):
         yield cache
 
 

@@ -23,7 +23,9 @@ Device = Any  # what torch takes for one: an index, a name, a torch.device
 
 # Without the checks of torch's public functions, which a launch would wait for; a torch without CUDA has neither.
 _current = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_stream = getattr(torch._C, "_cuda_getCurrentRawStream", torch.cuda.current_stream)
+_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 
 
 def _num_sms(device: Device) -> int:

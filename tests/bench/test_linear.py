@@ -15,7 +15,7 @@ from bench.linear import Layer, LinearShape
 from bench.linear_peers import LinearPeer, cublas_name
 from bench.report import INVARIANT
 from bench.suites import WrongOutput
-from bench.timing import Protocol, Timing
+from bench.timing import Clock, Protocol, Timing, ticking
 from cute_kernels.linear import quantized_linear as product
 from cute_kernels.linear.compile import shipped_specs
 from cute_kernels.runtime.tuned import shipped_tables
@@ -138,7 +138,7 @@ def test_many_rows_need_only_kernels_that_ship(gpu: str):
     assert [spec for spec in linear.specs(rows=rows, gpu=gpu) if spec not in shipped] == []
 
 
-def test_a_row_holds_what_was_measured(monkeypatch):
+def test_a_row_holds_what_was_measured():
     """With clocks that stand still: the peers that agree are timed beside ours, one that is wrong is named."""
 
     def time_each(calls, _flush, protocol):
@@ -149,18 +149,19 @@ def test_a_row_holds_what_was_measured(monkeypatch):
     def wrong(_weights):
         return lambda x: torch.zeros((x.shape[0], 64), dtype=x.dtype)
 
-    monkeypatch.setattr(linear, "time_cold_in_turn", time_each)
     bench = SimpleNamespace(flush=None, protocol=Protocol(), floor=lambda num_bytes: Floor(num_bytes, 5.0, "reader"))
     weights = linear.make_weights(64, 256, Format(8), "cpu")
     layer = Layer.of(weights, [linear_peers.PEERS[0], LinearPeer("wrong", (8,), lambda: None, wrong)])
     shape = LinearShape(64, 256, 33, Format(8))
-    found = linear.measure(bench, shape, layer)  # pyright: ignore[reportArgumentType]
+    with ticking(Clock(time_each)):
+        found = linear.measure(bench, shape, layer)  # pyright: ignore[reportArgumentType]
     assert found["us"]["median_us"] == 10.0 and found["floor_ratio"] == 2.0
     assert found["batch_invariant_us"] == 10.0 + len(INVARIANT) and INVARIANT not in found["peers"]
     assert found["peers"][CUBLAS] == {"us": 10.0 + len(CUBLAS)}
     assert "disagrees" in found["peers"]["wrong"]["why_not"] and found["error"] < linear.TOLERANCE
     assert found["host_us"] is None  # measured for few rows only
-    few = linear.measure(bench, LinearShape(64, 256, 2, Format(8)), layer)  # pyright: ignore
+    with ticking(Clock(time_each)):
+        few = linear.measure(bench, LinearShape(64, 256, 2, Format(8)), layer)  # pyright: ignore
     assert 0 < few["host_us"] < 1e6
     assert found["tflops"] == pytest.approx(2 * 33 * 64 * 256 / 10e-6 * 1e-12)
 

@@ -6,7 +6,7 @@ import torch
 from bench import entry, floor, ladder, peers, suites, timing
 from bench import record as records
 from bench.peers import Peer, Variant, measure_peer
-from bench.timing import Protocol, Timing, time_host
+from bench.timing import Clock, Protocol, Timing, time_host
 from bench.workloads import DecodeShape, make_inputs
 from cute_kernels.attention.reference import decode_attention_reference
 from cute_kernels.attention.schedule import DecodeProblem, make_schedule
@@ -19,20 +19,20 @@ def inputs():
     return make_inputs(DecodeShape(5, seq_len=16, num_q_heads=4, num_kv_heads=2, head_dim=64), "bf16", device="cpu")
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """time_cold runs the call and reads its time from the call's label, put there by the test."""
-
-    def fake(call, flush, protocol=PROTOCOL):
+def fake(calls, flush, protocol):
+    """Runs calls and reads their times from their labels, put there by the test."""
+    times = {}
+    for name, call in calls.items():
         call()
         us = getattr(call, "us", 10.0)
-        return Timing(us, us, us, protocol.samples)
+        times[name] = Timing(us, us, us, protocol.samples)
+    return times
 
-    for module in (peers, suites, ladder, floor):
-        monkeypatch.setattr(module, "time_cold", fake)
-    monkeypatch.setattr(suites, "time_graph_cold", fake)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    return fake
+
+@pytest.fixture
+def clock():
+    with timing.ticking(Clock(fake, lambda call, warmup: call)):
+        yield
 
 
 def exact(inputs):
@@ -171,12 +171,12 @@ def test_a_wrong_output_is_a_failure_and_never_a_time(bench, monkeypatch):
     assert len(bench.recorder.data["failures"]) == 1
 
 
-def test_a_graph_that_cannot_be_captured_leaves_the_eager_time(bench, monkeypatch):
-    def refuse(call, flush, protocol):
+def test_a_graph_that_cannot_be_captured_leaves_the_eager_time(bench):
+    def refuse(call, warmup):
         raise RuntimeError("cannot capture")
 
-    monkeypatch.setattr(suites, "time_graph_cold", refuse)
-    suites.run_rows(bench, "main", [SMALL], ["bf16"], peers=False)
+    with timing.ticking(Clock(fake, refuse)):
+        suites.run_rows(bench, "main", [SMALL], ["bf16"], peers=False)
     (row,) = bench.recorder.data["rows"]
     assert row["us"]["median_us"] == 10.0 and "graph_us" not in row
     assert bench.recorder.data["failures"][0]["error"] == "RuntimeError: cannot capture"

@@ -8,7 +8,7 @@ import torch
 from bench import options, report
 from bench.append import AppendShape
 from bench.options import PLACES, Option
-from bench.timing import Timing
+from bench.timing import Clock, Timing, ticking
 from bench.workloads import DecodeShape, make_inputs
 
 SHAPE = DecodeShape(2, seq_len=64, num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
@@ -66,7 +66,7 @@ def test_an_option_may_take_its_bytes_and_a_share():
     assert (place.allowed_us(10.0), place.allowed_us(100.0)) == (pytest.approx(0.3), pytest.approx(1.0))
 
 
-def test_options_are_compared_within_a_run(monkeypatch):
+def test_options_are_compared_within_a_run():
     """The clock drifts by a tenth from run to run; the option always takes 2 us more than what it belongs to."""
     drift = iter((10.0, 11.0, 12.1, 13.3, 14.6))
 
@@ -75,14 +75,11 @@ def test_options_are_compared_within_a_run(monkeypatch):
         times = {"plain": base, "half": base / 2, "slow": base + 2.0, "window": base / 2 + 0.1}
         return {name: Timing(times[name], 0.0, 0.0, 1) for name in calls}
 
-    monkeypatch.setattr(options, "time_cold_in_turn", clock)
-    monkeypatch.setattr(options, "capture", lambda call: call)
     bench = type("Bench", (), {"flush": None, "protocol": None})
     work = Option(lambda: None)
-    found = options.measure(
-        bench,  # type: ignore[arg-type]
-        {"plain": work, "half": work, "slow": work, "window": Option(lambda: None, plain="half")},
-    )
+    given = {"plain": work, "half": work, "slow": work, "window": Option(lambda: None, plain="half")}
+    with ticking(Clock(clock, lambda call, warmup: call)):
+        found = options.measure(bench, given)  # type: ignore[arg-type]
     assert found["slow"]["more_us"] == pytest.approx(2.0) and not found["slow"]["met"]
     assert found["window"]["more_us"] == pytest.approx(0.1) and found["window"]["met"]
     record = {"environment": {"gpu": "Test"}, "options": [{"name": "x", "kv_format": "bf16", "options": found}]}

@@ -245,10 +245,13 @@ def test_more_tokens_than_the_grid_has_room_for_are_launched_nowhere(launches):
         fused_moe(**given)
     # As a compiled program calls the operator, whose call was not looked at.
     weights = given["gate_up"], given["down"]
-    tensors = given["x"], *(part for weight in weights for part in (weight.codes, weight.scales, weight.zeros))
-    numbers = [value for weight in weights for value in (weight.format.key, *weight.shape)]
+    tensors: list[Any] = [
+        given["x"],
+        *(part for weight in weights for part in (weight.codes, weight.scales, weight.zeros)),
+    ]
+    numbers: list[Any] = [value for weight in weights for value in (weight.format.key, *weight.shape)]
     with pytest.raises(ValueError, match="^x: got 65536 rows, want at most 65535"):
-        ops._moe_on_cuda(*tensors, given["topk_ids"], given["topk_weights"], *numbers, BF16)
+        ops._moe_on_cuda(*[*tensors, given["topk_ids"], given["topk_weights"], *numbers, BF16])
     assert not launches
 
 
