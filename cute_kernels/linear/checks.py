@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from cute_kernels.arguments import check_tensors
@@ -26,7 +24,7 @@ def check_input(x: torch.Tensor, k: int, dtype: torch.dtype, device: torch.devic
         raise ValueError(f"x: got a tensor on {x.device}, want it on {device}, where the weight is")
 
 
-def check_activation(activation: Any, n: int) -> None:
+def check_activation(activation: object, n: int) -> None:
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation: got {activation!r}, want None, {', '.join(map(repr, ACTIVATIONS))}")
     if activation == "swiglu" and n % 2:
@@ -40,7 +38,7 @@ def check_bias(bias: torch.Tensor, x: torch.Tensor, n: int) -> None:
         raise ValueError(f"bias: got strides {bias.stride()}, want a contiguous tensor")
 
 
-def result_dtype(out_dtype: Any, x: torch.Tensor, out: Any) -> torch.dtype:
+def result_dtype(out_dtype: torch.dtype | None, x: torch.Tensor, out: torch.Tensor | None) -> torch.dtype:
     """What the result is in: ``out_dtype``, or else what ``out`` is in, or else what x is in."""
     wanted = ", ".join(map(str, OUT_DTYPES))
     if out_dtype is None and out is not None:

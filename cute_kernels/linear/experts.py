@@ -242,7 +242,7 @@ def _filled(expert: Callable[[int], PackedWeight], count: int, zeros: bool) -> P
     return PackedExperts(codes, scales, points, format=chosen, shape=first.shape, check_values=False)
 
 
-def _check_alike(index: int, weight: Any, first: PackedWeight) -> None:
+def _check_alike(index: int, weight: object, first: PackedWeight) -> None:
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weights: got {type(weight).__name__} as expert {index}, want a PackedWeight")
     for name, theirs, ours in differences(weight, first):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -200,15 +200,15 @@ class QuantizedLinear(nn.Module):
 
     # -- state dicts -------------------------------------------------------------------------------------------------
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}format"] = self.weight.state_dict()["format"]
 
     def _load_from_state_dict(
         self,
-        state_dict: Any,
+        state_dict: Mapping[str, Any],
         prefix: str,
-        local_metadata: Any,
+        local_metadata: dict[str, Any],
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],

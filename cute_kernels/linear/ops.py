@@ -108,7 +108,7 @@ def apply(
     return result if out is None else out.copy_(result)
 
 
-def is_direct(x: Any, codes: Any, bias: Any, residual: Any, out: Any) -> bool:
+def is_direct(x: torch.Tensor, codes: torch.Tensor, bias: object, residual: object, out: object) -> bool:
     """Whether a kernel may be launched without the operator: in eager mode, on plain tensors on a GPU."""
     if is_compiling() or type(x) is not torch.Tensor or type(codes) is not torch.Tensor:
         return False

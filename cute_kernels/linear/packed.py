@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -74,7 +74,7 @@ class Packed:
         where = device_of(device) or self.device
         moved = {name: tensor.to(where, non_blocking=non_blocking) for name, tensor in self._tensors().items()}
         fields: dict[str, Any] = {**moved, "check_values": False}
-        return replace(self, **fields)  # type: ignore[type-var]
+        return replace(cast("Any", self), **fields)  # subclasses are dataclasses
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: value for name in self.tensor_names if (value := getattr(self, name)) is not None}

@@ -91,7 +91,7 @@ def quantize_weight(
 
 
 def chosen_format(
-    bits: Any, group_size: Any, zero_point: Any, dtype: Any, wanted: WeightFormat | str | None
+    bits: int, group_size: int | None, zero_point: bool, dtype: torch.dtype | None, wanted: WeightFormat | str | None
 ) -> WeightFormat:
     """The format that `quantize_weight`'s arguments ask for.
 
@@ -118,7 +118,7 @@ def default_dtype(chosen: WeightFormat, dtype: torch.dtype) -> torch.dtype:
     return next(found for found, name in DTYPES.items() if name in chosen.dtypes)
 
 
-def check_options(bits: Any, group_size: Any, zero_point: Any, dtype: Any) -> None:
+def check_options(bits: object, group_size: object, zero_point: object, dtype: object) -> None:
     """Raises TypeError or ValueError unless `quantize_weight` takes these for some weight."""
     check_format(bits, group_size, (1, 1))
     check_flag("zero_point", zero_point)

@@ -62,7 +62,7 @@ class LinearProblem:
         return -(-self.n // TILE_N)
 
 
-def weight_fields(problem: Any) -> dict[str, Any]:
+def weight_fields(problem: object) -> dict[str, Any]:
     """What a configuration has of a problem's weights, dense or of experts."""
     return {name: getattr(problem, name) for name in ("format", "dtype")}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.compiler import is_compiling
@@ -140,7 +140,7 @@ class PackedWeight(Packed):
         return f"PackedWeight({', '.join(parts)}, {self.nbytes / 1e6:.1f} MB on {self.device})"
 
     @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+    def __torch_function__(cls, *_: object, **__: object) -> Any:
         """No function of torch takes a packed weight.
 
         nn.TransformerEncoder looks for this on each `weight` before it hands them all to one fused function.
@@ -316,7 +316,7 @@ def format_of_numbers(
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def check_weight_format(weight_format: Any) -> None:
+def check_weight_format(weight_format: object) -> None:
     """Raises TypeError unless it is the object of a format."""
     if not isinstance(weight_format, WeightFormat):
         raise TypeError(
@@ -325,14 +325,14 @@ def check_weight_format(weight_format: Any) -> None:
         )
 
 
-def check_presence(zeros: Any, weight_format: WeightFormat) -> None:
+def check_presence(zeros: object, weight_format: WeightFormat) -> None:
     """Raises ValueError unless there are zero points just where the format has some."""
     if (zeros is not None) != bool(weight_format.has_zeros):
         found, wanted = ("none", "some") if zeros is None else ("some", "None")
         raise ValueError(f"zeros: got {found}, want {wanted} for a weight in the format {weight_format.key}")
 
 
-def check_format(bits: Any, group_size: Any, shape: Any) -> None:
+def check_format(bits: object, group_size: object, shape: object) -> None:
     """Raises TypeError or ValueError unless there is such a format of integers."""
     if not is_one_of(bits, BITS):
         raise ValueError(f"bits: got {bits!r}, want 4 or 8")
@@ -343,7 +343,10 @@ def check_format(bits: Any, group_size: Any, shape: Any) -> None:
     check_matrix_shape("shape", shape)
 
 
-def per_row(group_size: Any) -> Any:
+SizeT = TypeVar("SizeT")
+
+
+def per_row(group_size: SizeT) -> SizeT | None:
     """None for -1, which checkpoints write where a row has one scale; else ``group_size``."""
     return None if isinstance(group_size, int) and group_size == -1 else group_size
 

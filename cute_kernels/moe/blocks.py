@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ _BLOCK_MAGNITUDE = 60.0  # the one, beside that of random tokens, for whole bloc
 _FP16_MAGNITUDE = 100.0  # its square, what the second product takes, is still a number in fp16
 
 
-def is_experts(module: Any) -> bool:
+def is_experts(module: object) -> bool:
     """Whether it is a module with the weights, and no others, that `QuantizedRoutedExperts.from_experts` takes."""
     if not isinstance(module, nn.Module) or {name for name, _ in module.named_children()} - {"act_fn"}:
         return False
@@ -39,7 +39,7 @@ def is_experts(module: Any) -> bool:
     return weights["down_proj"].shape == (count, hidden, rows // 2) and _is_silu(getattr(module, "act_fn", None))
 
 
-def is_moe_block(module: Any) -> bool:
+def is_moe_block(module: object) -> bool:
     """Whether it is a module with the parts, and no others, that `QuantizedMoE.from_block` makes a layer of."""
     if not isinstance(module, nn.Module):
         return False
@@ -155,7 +155,7 @@ def _activation_refusal(experts: nn.Module) -> str | None:
     )
 
 
-def _is_silu(function: Any) -> bool:
+def _is_silu(function: object) -> bool:
     with torch.device("cpu"):  # also while a skeleton is made on the meta device
         sizes = torch.tensor((*range(5), 30.0, 500.0, 1e4), dtype=torch.float32)
         values = torch.cat((-sizes, sizes))
@@ -176,7 +176,7 @@ def _probe_refusal(block: nn.Module) -> str | None:
         size = max(functional.linear(x, w[e]).abs().max().item() for e in range(min(len(w), 8)))
         for magnitude in (size, _BLOCK_MAGNITUDE):
             inputs = x * (magnitude / size) if size else x
-            found, router = block(inputs[None].clone()), block.gate(inputs)  # pyright: ignore[reportCallIssue]
+            found, router = block(inputs[None].clone()), cast("nn.Module", block.gate)(inputs)
             if not _agree(block, inputs, found, router):
                 return (
                     f"for gates and ups up to {magnitude:.3g} it computes something else than its experts with gated "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -82,21 +83,21 @@ class QuantizedExperts(nn.Module):
         self.weight_format, self.shape = weight.format, weight.shape
         self._weight: PackedExperts | None = None
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         self._weight = None  # of tensors that may go now
         return super()._apply(fn, recurse)
 
     # -- state dicts -------------------------------------------------------------------------------------------------
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}format"] = self.weight.state_dict()["format"]
 
     def _load_from_state_dict(
         self,
-        state_dict: Any,
+        state_dict: Mapping[str, Any],
         prefix: str,
-        local_metadata: Any,
+        local_metadata: dict[str, Any],
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],
@@ -304,7 +305,7 @@ def _quantized(
     return gate_up, quantize_experts(experts.down_proj.detach(), *weights, **options)
 
 
-def _checked_shared(shared: Any) -> dict[str, nn.Module]:
+def _checked_shared(shared: object) -> dict[str, nn.Module]:
     """Raises TypeError or ValueError unless ``shared`` is None or modules by names, at most one of them an expert's."""
     if shared is not None and not isinstance(shared, dict):
         raise TypeError(f"shared: got {type(shared).__name__}, want None or a dict of modules")

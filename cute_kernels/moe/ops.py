@@ -180,10 +180,11 @@ def apply_moe(
     return result if out is None else out.copy_(result)
 
 
-def _are_swapped(topk_ids: Any, topk_weights: Any) -> bool:
+def _are_swapped(topk_ids: object, topk_weights: object) -> bool:
     """Whether the two came in the order that they had before 0.2; their dtypes tell."""
-    both = isinstance(topk_ids, torch.Tensor) and isinstance(topk_weights, torch.Tensor)
-    return both and topk_ids.is_floating_point() and topk_weights.dtype in checks.ID_DTYPES
+    if not isinstance(topk_ids, torch.Tensor) or not isinstance(topk_weights, torch.Tensor):
+        return False
+    return topk_ids.is_floating_point() and topk_weights.dtype in checks.ID_DTYPES
 
 
 _plans: dict[tuple[Any, ...], MoePlan] = {}
@@ -191,7 +192,7 @@ _launches: dict[tuple[Any, ...], GroupedLaunch] = {}
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def is_direct(x: Any, weights: Iterable[Any], tensors: Iterable[Any], options: Iterable[Any]) -> bool:
+def is_direct(x: torch.Tensor, weights: Iterable[object], tensors: Iterable[object], options: Iterable[object]) -> bool:
     """Whether kernels may be launched without the operator: in eager mode, on plain tensors on a GPU.
 
     options: tensors that may be None.
