@@ -54,7 +54,7 @@ class Arguments:
             raise TypeError(f"{kind.__name__}.__call__: got {odd}, want {wanted}, then the stream")
 
 
-def _type_name(annotation: Any) -> str:
+def _type_name(annotation: object) -> str:
     return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
 
 

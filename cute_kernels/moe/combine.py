@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.types import extents
 from cute_kernels.moe.config import COMBINE_BATCH, COMBINE_THREADS, COMBINE_VECTOR, CombineConfig
 
 
@@ -52,7 +53,7 @@ class CombineKernel:
         those outside 0 to num_experts - 1 count for nothing; their results may be of 2**part_bits parts of K, [parts,
         tokens * topk, n], all of which are added up. part_bits is 0 without ``id_bits``.
         """
-        shape: Any = out.shape
+        shape = extents(out)
         tokens, n = shape
         terms = Terms(topk << part_bits, part_bits, tokens * topk)
         self.kernel(results, places, weights, ptx.address(out), n, topk, num_experts, terms).launch(

@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
+from cute_kernels.device.types import extents
 from cute_kernels.moe.config import GatherConfig
 
 PIECE_BYTES = 16
@@ -44,7 +45,7 @@ class GatherKernel:
         places have a row; rows, int32 [places]; out [places, k] as x.
         """
         config = self.config
-        shape: Any = x.shape
+        shape = extents(x)
         row_pieces = shape[1] // (PIECE_BYTES // 2)
         grid = cute.ceil_div(places, config.block_places), cute.ceil_div(row_pieces, config.row_threads), 1
         self.kernel(ptx.address(x), end, rows, out, row_pieces, places).launch(

@@ -247,7 +247,7 @@ class GroupedKernel:
             rows = ends[i + 1] - ends[i]
             entries = work.shape.entries_of(rows)
             first, stop = cutlass.max(-entry, 0), cutlass.min(end - entry, entries)
-            for j in cutlass.range(first, stop, unroll=1):  # pyright: ignore[reportCallIssue]
+            for j in cutlass.range(first, stop, 1, unroll=1):
                 done = j * most
                 values = [thread * self.thread_experts + i, ends[i] + done, cutlass.min(rows - done, most), Int32(0)]
                 address = work.table + (entry + j) * TABLE_ENTRY_BYTES

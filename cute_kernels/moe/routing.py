@@ -8,14 +8,13 @@ all before it that have the same expert.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.types import extents
 from cute_kernels.moe.config import ROUTING_WARPS, RoutingConfig
 from cute_kernels.moe.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
 
@@ -42,7 +41,7 @@ class RoutingKernel:
         offsets [num_experts + 1], the first place of each expert; rows [tokens * topk], the token at each place; places
         [tokens * topk], the place of each assignment, -1 for those that go nowhere.
         """
-        shape: Any = topk_ids.shape
+        shape = extents(topk_ids)
         count = shape[0] * shape[1]
         self.kernel(ptx.address(topk_ids), offsets, rows, places, count, shape[1], num_experts).launch(
             grid=(1, 1, 1),

@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.types import extents
 from cute_kernels.linear.inputs.config import VECTOR, InputRowsConfig
 
 WORDS = VECTOR // 2  # of a vector
@@ -38,7 +39,7 @@ class InputRowsKernel:
         input of x each is; factors [k] of x's dtype, in x's order. Those that the configuration has no use for are not
         read.
         """
-        shape: Any = out.shape
+        shape = extents(out)
         self.kernel(ptx.address(out), shape[1] // VECTOR, x, order, factors, stride).launch(
             grid=(shape[0], parts, 1), block=(self.config.num_threads, 1, 1), use_pdl=True, stream=stream
         )

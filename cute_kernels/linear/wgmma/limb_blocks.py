@@ -8,13 +8,12 @@ the low ones; pieces of 16 bytes are exchanged among eight rows as 128-byte swiz
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels.device import ptx
+from cute_kernels.device.types import extents
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig
 from cute_kernels.linear.wgmma.limb_rows import GROUP_BYTES, GROUP_LANES, PIECE_BYTES, RowLimbs
 from cute_kernels.linear.wgmma.policies import LIMB_GROUP, ROW_SCALE_BYTES, WGMMA_N_STEP
@@ -34,7 +33,7 @@ class LimbBlocksKernel:
         the last of x are 0, as inputs beyond k are, up to 128 * groups. out: address, on 128 bytes, of the blocks, int8
         [groups, 2 * rows, 128], and behind them the scales, fp32 [groups, rows].
         """
-        shape: Any = x.shape
+        shape = extents(x)
         groups_at_once = self.config.num_threads // GROUP_LANES
         self.kernel(ptx.address(x), out, shape[0], shape[1] // (PIECE_BYTES // 2), groups).launch(
             grid=(rows, cute.ceil_div(groups, groups_at_once), 1),

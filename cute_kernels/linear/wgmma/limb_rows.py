@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import lanes, ptx
+from cute_kernels.device.types import extents
 from cute_kernels.linear.wgmma.config import LimbRowsConfig
 
 PIECE_BYTES = 16  # of a lane: 8 inputs
@@ -116,7 +117,7 @@ class LimbRowsKernel:
         places have a row, or 0: all; rows, int32 [places], or 0: each place's own number; out int8 [places, groups, 2,
         128]; scales fp32 [groups, pitch]. Inputs beyond k, up to 128 * groups, are 0.
         """
-        shape: Any = x.shape
+        shape = extents(x)
         row_pieces = shape[1] // (PIECE_BYTES // 2)
         groups_at_once = self.config.num_threads // GROUP_LANES
         self.kernel(ptx.address(x), end, rows, out, scales, row_pieces, groups, pitch).launch(

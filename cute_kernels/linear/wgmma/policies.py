@@ -8,8 +8,9 @@ of each is in the module that its docstring names.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from cute_kernels.architecture import HOPPER, LIMITS, Limits, least_of
 from cute_kernels.device.cuda import WARP_THREADS
@@ -48,7 +49,7 @@ PREFETCHED_TILE_M = 32
 RESIDENT_PREFETCHED_K_BLOCKS = {(1, True): 4, (1, False): 2, (2, False): 2, (4, True): 1, (4, False): 1}
 
 
-def one_of(value: Any, wanted: Any, name: str) -> str | None:
+def one_of(value: object, wanted: Collection[object], name: str) -> str | None:
     """That a value is none of those wanted, or None."""
     return None if value in wanted else f"{name} {value!r} is not one of {', '.join(map(str, wanted))}"
 
