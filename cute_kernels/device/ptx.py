@@ -8,7 +8,6 @@ Operands and results are DSL scalars; packed 16-bit pairs travel as ``Uint32``.
 from collections.abc import Sequence
 
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
@@ -200,7 +199,7 @@ def transpose_8x8(x: Uint32, *, loc=None, ip=None) -> Uint32:
 
 def struct_of(element, count: int):
     """What an instruction with several results, of an MLIR type, returns."""
-    return ir.Type.parse(f"!llvm.struct<({', '.join([str(element)] * count)})>")
+    return llvm.StructType.get_literal([element] * count)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _mma(asm: str, c: Sequence[Float32], a: Sequence[Uint32], b: Sequence[Uint32], *, loc=None, ip=None):

@@ -14,7 +14,7 @@ run together: they are neighbours in the grid, whose CTAs start in order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -24,9 +24,6 @@ from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.linear.config import BF16, FEW_SEGMENTS, FP32, GELU, SILU, SWIGLU, LinearConfig
-
-if TYPE_CHECKING:
-    from cute_kernels.linear.wgmma.config import WgmmaConfig
 
 VECTOR = 4  # neighbouring output features of a token that a thread takes
 VECTOR_BYTES = 4 * VECTOR
@@ -47,7 +44,7 @@ class Target:
 class Epilogue:
     """The epilogue warps' role."""
 
-    def __init__(self, config: LinearConfig | WgmmaConfig):
+    def __init__(self, config: LinearConfig):
         self.config = config
         self.num_threads = config.epilogue_warps * WARP_THREADS
         self.row_vectors = config.block_rows // VECTOR

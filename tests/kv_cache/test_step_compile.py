@@ -40,10 +40,10 @@ def after_append(of: DecodeProblem) -> DecodeConfig:
 
 
 APPENDS = [AppendConfig(name, name, "bf16", 128, 128, "half", 128, leads=True) for name in FORMATS]
+DECODES = dict.fromkeys(after_append(of) for of in PROBLEMS)
 SPECS: list[KernelSpec] = [
-    spec(config)
-    for configs, spec in ((dict.fromkeys(after_append(of) for of in PROBLEMS), DecodeSpec), (APPENDS, AppendSpec))
-    for config in golden.worth_compiling(configs, spec, __file__)
+    *(DecodeSpec(config) for config in golden.worth_compiling(DECODES, DecodeSpec, __file__)),
+    *(AppendSpec(config) for config in golden.worth_compiling(APPENDS, AppendSpec, __file__)),
 ]
 
 

@@ -67,7 +67,8 @@ def test_every_row_meets_every_weight_once(m, n, num_sms, multicast, config, spl
                 if config.reduction.cuts_rows and work_tile.splits > 1:
                     assert present == 1 and begin % config.part_m == 0
                 if work_tile.splits > 1:
-                    assert slots.setdefault((work_tile.block, work_tile.m_tile), work_tile.number) == work_tile.number
+                    tile = int(work_tile.block), int(work_tile.m_tile)
+                    assert slots.setdefault(tile, int(work_tile.number)) == int(work_tile.number)
                 if (
                     work_tile.split and not config.reduction.cuts_rows
                 ):  # what it waits for are work tiles before its own

@@ -51,7 +51,7 @@ class TileEpilogue:
 
     def __init__(self, config: WgmmaConfig, *, dense: bool = True):
         self.config, self.dense = config, dense
-        self.results = epilogue.Epilogue(config)
+        self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
         self.tma_store = TmaTileStore(config)
         self.residuals = ResidualChunks(config)
 
