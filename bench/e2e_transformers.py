@@ -1,8 +1,12 @@
 """A model's decode step through transformers' `generate`: its own caches, and `accelerate` with each of ours.
 
 Random weights in Llama-3-8B's shape; every case is a run of `generate` over the same prompts, whose steps are timed
-from one forward pass to the next, host work included. Of a recorded step two parts are timed besides: the graph alone,
-replayed without a host between, and the host's time in ``forward``, which is all that `accelerate` adds to a step.
+from one choice of tokens to the next, host work included. `generate` waits for the device once a step; nothing else is
+waited for. Of a recorded step two parts are timed besides: the graph alone, replayed without a host between, and the
+host's time in ``forward``, which is all that `accelerate` adds to a step.
+
+What a step could take is measured in the same run: the bare loop over the library in a CUDA graph (`bench.steps`), the
+output layer, and transformers' own loop around a model that does nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +25,9 @@ import torch
 
 from bench.record import Recorder
 from bench.report import aligned, in_markdown, number
+from bench.steps import MODELS, Shape, Step, StepCase
+from bench.timing import capture
+from cute_kernels import QuantizedLinear
 
 LLAMA_3_8B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -47,6 +55,7 @@ class Case:
     cuda_graphs: bool = True
     fuse_blocks: bool = True
     cache: str | None = None  # transformers' name of the cache that `generate` is asked for
+    output_layer: str | None = None
 
 
 CASES = (
@@ -58,8 +67,10 @@ CASES = (
     Case("int4_g4 cache", "int4_g4"),
     Case("int4_g4 cache, W4, blocks as they are", "int4_g4", "w4g128", fuse_blocks=False),  # weights stay quantised
     Case("int4_g4 cache, W4", "int4_g4", "w4g128"),
+    Case("int4_g4 cache, W4, output layer W8", "int4_g4", "w4g128", output_layer="w8g128"),
 )
 REPLAYS = 20
+BATCHES, BATCHES_CONTEXT = (1, 2, 4, 8, 16, 32, 64), 2048
 
 
 def make_model(layers: int, device: str = "cuda") -> Any:
@@ -82,11 +93,11 @@ def measure(model: Any, prompt: torch.Tensor, steps: int, cache: str | None = No
 
     moments: list[float] = []
     host_s: list[float] = []
+    never = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
 
     def stop(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        torch.cuda.synchronize()
         moments.append(time.perf_counter())
-        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        return never
 
     torch.cuda.reset_peak_memory_stats()
     forward = model.__dict__.get("forward")
@@ -130,19 +141,52 @@ def _timed(forward: Callable[..., Any], host_s: list[float]) -> Callable[..., An
     return timed
 
 
+@torch.no_grad()
+def measure_parts(model: Any, prompt: torch.Tensor, steps: int, kv_format: Any) -> dict[str, float]:
+    """Milliseconds of what a step of W4 layers cannot do without; the model is its own, not accelerated."""
+    batch, context = prompt.shape
+    bare = Step(MODELS["llama3-8b"], StepCase("w4", kv_format), Shape(batch, context), layers=len(model.model.layers))
+    hidden = torch.randn(batch, 1, model.config.hidden_size, device=prompt.device, dtype=model.dtype)
+    found = {"bare_ms": _replays_ms(capture(bare)), "lm_head_ms": _replays_ms(capture(lambda: model.lm_head(hidden)))}
+    return found | {"loop_ms": loop_ms(model, prompt, steps)}
+
+
+def loop_ms(model: Any, prompt: torch.Tensor, steps: int) -> float:
+    """A step of `generate` around a model that does nothing: its ``forward`` returns the same logits each time."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    shape = (len(prompt), 1, model.config.vocab_size)
+    logits = torch.randn(shape, device=prompt.device, dtype=model.dtype)
+
+    @functools.wraps(model.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return CausalLMOutputWithPast(logits=logits, past_key_values=kwargs.get("past_key_values"))  # type: ignore[arg-type]
+
+    model.forward = forward
+    try:
+        return measure(model, prompt, steps)["step_ms"]
+    finally:
+        del model.forward
+
+
+def _replays_ms(replay: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replay()
+    begin.record()
+    for _ in range(REPLAYS):
+        replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / REPLAYS
+
+
 def _graph_ms(cache: Any) -> float | None:
     """Time of a recorded step alone; None if there is none. The cache's tokens are not to be used any more."""
     columns: Any = getattr(cache, "columns", None)
     steps = [step for step in getattr(columns, "graphs", {}).values() if not isinstance(step, str)]
-    if not steps or columns.capacity - columns.count <= REPLAYS:
+    if not steps or columns.capacity - columns.count <= REPLAYS + 1:
         return None
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(REPLAYS):
-        steps[0].recorded.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / REPLAYS
+    return _replays_ms(steps[0].recorded.replay)
 
 
 def run(
@@ -154,31 +198,69 @@ def run(
     steps: int = 40,
     layers: int = 32,
     cases: Iterable[Case] = CASES,
+    batches: Iterable[int] = BATCHES,
 ) -> None:
-    """Measures the cases one after the other and records them."""
-    import cute_kernels.integrations.transformers as ck
-
+    """Measures the cases one after the other and records them; then INT4 and BF16 caches at other batches."""
     model = make_model(layers)
-    prompt = torch.randint(1, LLAMA_3_8B["vocab_size"], (batch, context), device="cuda")
+    prompt = _prompt(batch, context)
     rows: list[dict[str, Any]] = []
     for case in cases:
-        if case.kv_format is None:
-            ck.restore(model)
-            model.set_attn_implementation("sdpa")
-        else:
-            options: Any = {"cuda_graphs": case.cuda_graphs, "fuse_blocks": case.fuse_blocks}
-            weights = None if any(row["weights"] for row in rows) else case.weights  # quantised once
-            ck.accelerate(model, kv_format=case.kv_format, weights=weights, **options)
-        shape = {"batch": batch, "context": context, "layers": layers}
-        row = {**asdict(case), **shape, **measure(model, prompt, steps, case.cache)}
-        replay = getattr(model.__dict__.get("forward"), "replays", 0)
-        row["replays"], row["reason"] = replay, getattr(model.__dict__.get("forward"), "reason", None)
-        rows.append(row)
-        say(f"{case.name}: {row['step_ms']:.2f} ms a step, {row['memory_gb']:.1f} GB, {replay} replays{_parts(row)}")
-        ck.restore(model)
-        gc.collect()
-        torch.cuda.empty_cache()
+        with _accelerated(model, case):
+            rows.append(row := {**asdict(case), "layers": layers, **_row(model, prompt, steps, case.cache)})
+        said = f"{row['memory_gb']:.1f} GB, {row['replays']} replays, {row['ahead']} ahead{_parts(row)}"
+        say(f"{case.name}: {row['step_ms']:.2f} ms a step, {said}")
         recorder.set("rows", rows)
+        if "parts" not in recorder.data:  # while the output layer is as it was
+            recorder.set("parts", parts := measure_parts(model, prompt, steps, "int4_g4"))
+            say(", ".join(f"{name} {value:.3f}" for name, value in parts.items()))
+    recorder.set("batches", [])
+    for case in (Case("bf16 cache, W4", "bf16", "w4g128"), Case("int4_g4 cache, W4", "int4_g4", "w4g128")):
+        with _accelerated(model, case):
+            for other in batches:
+                row = {**asdict(case), **_row(model, _prompt(other, BATCHES_CONTEXT), SKIPPED_STEPS + 16, None)}
+                recorder.set("batches", [*recorder.data["batches"], row])
+                say(f"{case.name}, {other} requests of {BATCHES_CONTEXT} tokens: {row['step_ms']:.3f} ms a step")
+                _release()
+
+
+def _prompt(batch: int, context: int) -> torch.Tensor:
+    return torch.randint(1, LLAMA_3_8B["vocab_size"], (batch, context), device="cuda")
+
+
+@contextmanager
+def _accelerated(model: Any, case: Case) -> Iterator[None]:
+    """Within it the model generates as a case says; weights stay quantised behind it."""
+    import cute_kernels.integrations.transformers as ck
+
+    if case.kv_format is None:
+        model.set_attn_implementation("sdpa")
+    else:
+        options: Any = {"cuda_graphs": case.cuda_graphs, "fuse_blocks": case.fuse_blocks}
+        options["output_layer"] = case.output_layer
+        is_quantised = any(isinstance(layer, QuantizedLinear) for layer in model.modules())
+        options["weights"] = None if is_quantised else case.weights
+        ck.accelerate(model, kv_format=case.kv_format, **options)
+    try:
+        yield
+    finally:
+        ck.restore(model)
+        _release()
+
+
+def _row(model: Any, prompt: torch.Tensor, steps: int, cache: str | None) -> dict[str, Any]:
+    batch, context = prompt.shape
+    row = {"batch": batch, "context": context, **measure(model, prompt, steps, cache)}
+    replay = model.__dict__.get("forward")
+    return (
+        row
+        | {name: getattr(replay, name, 0) for name in ("replays", "ahead")}
+        | {"reason": getattr(replay, "reason", None)}
+    )
+
+
+def _release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _parts(row: dict[str, Any]) -> str:
@@ -198,7 +280,23 @@ def text(data: dict[str, Any]) -> str:
         parts = ["-" if row.get(name) is None else number(row[name]) for name in ("graph_ms", "host_us")]
         cells = [number(row["step_ms"]), *parts, number(rate), number(first["step_ms"] / row["step_ms"])]
         rows.append([row["name"], *cells, number(row["memory_gb"]), f"{same:.0%}"])
-    return "\n".join(aligned(rows))
+    lines = aligned(rows)
+    for bf16, int4 in pairs_of(data):
+        ratio = int4["step_ms"] / bf16["step_ms"]
+        lines.append(
+            f"{bf16['batch']} requests: INT4 {int4['step_ms']:.3f} ms, BF16 {bf16['step_ms']:.3f} ({ratio:.2f})"
+        )
+    verdicts = ((bar, "met" if bar["met"] else "MISSED") for bar in data.get("bars", ()))
+    return "\n".join([*lines, *(f"{bar['what']}: {bar['measured']} ({bar['bar']}) {met}" for bar, met in verdicts)])
+
+
+def pairs_of(record: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(with the BF16 cache, with the INT4 cache) of each batch."""
+    of_format = {
+        name: {row["batch"]: row for row in record.get("batches", ()) if row["kv_format"] == name}
+        for name in ("bf16", "int4_g4")
+    }
+    return [(row, of_format["int4_g4"][b]) for b, row in of_format["bf16"].items() if b in of_format["int4_g4"]]
 
 
 MARK = "<!-- bench:e2e-transformers -->"

@@ -11,7 +11,7 @@ import cute_kernels
 from bench.workloads import DecodeInputs
 from cute_kernels.attention import ops
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.schedule import Schedule
+from cute_kernels.attention.schedule import DecodeSchedule
 
 
 def bind(inputs: DecodeInputs, out: torch.Tensor | None = None, **options: Any) -> Callable[[], torch.Tensor]:
@@ -31,7 +31,7 @@ def bind(inputs: DecodeInputs, out: torch.Tensor | None = None, **options: Any) 
     return call
 
 
-def schedule_for(inputs: DecodeInputs) -> Schedule:
+def schedule_for(inputs: DecodeInputs) -> DecodeSchedule:
     """What the public call chooses for these inputs: configuration, splits."""
     return ops.schedule_for(inputs.q, inputs.k_cache, inputs.kv_format)
 

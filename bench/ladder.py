@@ -18,7 +18,7 @@ from bench import entry
 from bench.timing import Protocol, time_cold
 from bench.workloads import DecodeInputs
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.schedule import Schedule
+from cute_kernels.attention.schedule import DecodeSchedule
 from cute_kernels.attention.tiles import tiles_of
 from layouts.banks import wavefronts
 from layouts.kv.tile import WORD_BYTES, RowTile
@@ -45,7 +45,7 @@ class Rung:
         """The switch, in words."""
         return ", ".join(f"{key}={value}" for key, value in self.off.items())
 
-    def applied(self, schedule: Schedule) -> tuple[DecodeConfig, dict[str, int]]:
+    def applied(self, schedule: DecodeSchedule) -> tuple[DecodeConfig, dict[str, int]]:
         """Configuration and launch with this step off."""
         config = {key: value for key, value in self.off.items() if key not in LAUNCH_FIELDS}
         launch = {"num_splits": schedule.num_splits}
@@ -174,7 +174,7 @@ def measure_ladder(
 
 
 def _measure_rung(
-    rung: Rung, schedule: Schedule, time_of: Callable[[DecodeConfig, dict[str, int]], float]
+    rung: Rung, schedule: DecodeSchedule, time_of: Callable[[DecodeConfig, dict[str, int]], float]
 ) -> dict[str, Any]:
     result: dict[str, Any] = {"number": rung.number, "title": rung.title, "how": rung.how}
     if rung.count is not None:

@@ -17,7 +17,7 @@ from bench.timing import time_cold, time_graph_cold
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.mla.formats import format_of
 from cute_kernels.mla_cache import append_mla
-from cute_kernels.mla_cache.call import AppendCall
+from cute_kernels.mla_cache.call import AppendMlaCall
 from cute_kernels.mla_cache.compile import WriteSpec
 from cute_kernels.mla_cache.config import WriteConfig
 from cute_kernels.mla_cache.reference import tokens_of
@@ -61,14 +61,14 @@ def specs() -> list[WriteSpec]:
     return [WriteSpec(WriteConfig(name, head_dim, "bf16", "interleaved")) for name, head_dim in FORMATS.items()]
 
 
-def make_call(shape: MlaAppendShape, device: torch.device | str = "cuda") -> AppendCall:
+def make_call(shape: MlaAppendShape, device: torch.device | str = "cuda") -> AppendMlaCall:
     """Views of one projection, slots and positions at random."""
     generator = torch.Generator(device).manual_seed(0)
     form, tokens = format_of(shape.kv_format), shape.tokens
     x = torch.randn((tokens, shape.head_dim), generator=generator, dtype=torch.bfloat16, device=device)
     pages = -(-SPARE_SLOTS * tokens // PAGE_SIZE)
     size = (pages, PAGE_SIZE, form.row_elements(shape.head_dim))
-    return AppendCall(
+    return AppendMlaCall(
         latent=x[:, :-ROPE_DIM],
         k_rope=x[:, -ROPE_DIM:],
         cache=torch.zeros(size, dtype=form.cache_dtypes[0], device=device),
@@ -79,13 +79,13 @@ def make_call(shape: MlaAppendShape, device: torch.device | str = "cuda") -> App
     )
 
 
-def bind(call: AppendCall) -> partial[None]:
+def bind(call: AppendMlaCall) -> partial[None]:
     """The public call, with nothing left to pass."""
     given: dict[str, Any] = call._asdict()
     return partial(append_mla, **given)
 
 
-def check(call: AppendCall) -> float:
+def check(call: AppendMlaCall) -> float:
     """Relative error of the rotated columns; WrongOutput if it is large or a latent column is not the quantiser's."""
     call.cache.view(torch.uint8).fill_(0xFF)  # NaN: what is not written shows
     bind(call)()

@@ -34,6 +34,11 @@ from cute_kernels.linear import quantize_weight
 Say = Callable[[str], None]
 Store = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
+
+class OtherTextError(ValueError):
+    """A record that a run was to go on with is of another text than the run's."""
+
+
 PLAIN, CENTRED, ROTATED, CALIBRATED, FITTED = "plain", "centred", "centred, rotated", "calibrated", "fitted"
 PARTS = {CENTRED: {"factors": False, "rotation": False}, ROTATED: {"factors": False}, CALIBRATED: {}, FITTED: {}}
 WITH_VALUES, ONE_GROUP = (CALIBRATED, FITTED), ("int4_g1",)  # where V is transformed, too
@@ -70,10 +75,11 @@ WAYS = (
     *(Way(name, name) for name in ("bf16", "int8_token_head", "e4m3_token_head", "e5m2")),
     *(Way("int8_token_head", name) for name in ("int4_g4", "int4_g2", "int4_g1")),
     Way("int8_token_head", "int4_g2", CALIBRATED),
-    Way("int8_token_head", "int4_g2", FITTED),
     *(Way(name, name, method) for name in ("int4_g4", "int4_g2", "int4_g1") for method in (PLAIN, CENTRED, CALIBRATED)),
     *(Way(weights=name) for name in ("w8g64", "w4g64", "w4g32", "w4g32z")),
 )
+FITS = (Way("int8_token_head", "int4_g2", FITTED), *(Way(name, name, FITTED) for name in ("int4_g4", "int4_g2")))
+"""Two minutes each on an H200: only where they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +99,16 @@ class Plan:
     decoded_tokens: int
 
 
-def plan_for(device: torch.device, quick: bool) -> Plan:
-    """``quick``: each part once, on a few tokens, for tests."""
-    fitted = [way for way in WAYS if way.method == FITTED]
+def plan_for(device: torch.device, quick: bool, fit: bool = False) -> Plan:
+    """``quick``: each part once, on a few tokens, for tests. ``fit``: ways whose numbers are fitted as well."""
     if quick:
-        some = (Way("bf16", "bf16"), Way("int4_g4", "int4_g4"), fitted[-1], WAYS[-1])
+        some = (Way("bf16", "bf16"), Way("int4_g4", "int4_g4"), FITS[-1], WAYS[-1])
         return Plan(64, 2, 2, 2, 1, some, (128,), 1, some[1:3], 1, 4)
+    ways = WAYS + FITS * fit
     if device.type == "cuda":
-        return Plan(1024, 120, 88, 8, 120, WAYS, (8000,), 10, fitted, 8, 48)
-    return Plan(512, 4, 4, 2, 4, WAYS, (), 0, (), 0, 0)
+        decoded = [way for way in ways if way.method in WITH_VALUES]
+        return Plan(1024, 120, 88, 8, 120, ways, (8000,), 10, decoded, 8, 48)
+    return Plan(512, 4, 4, 2, 4, ways, (), 0, (), 0, 0)
 
 
 # -- a way at work ----------------------------------------------------------------------------------------------------
@@ -304,19 +311,23 @@ def decoded_losses(model: Any, windows: torch.Tensor, way: Way, constants: Cache
 
 
 def run(recorder: Recorder, plan: Plan, device: torch.device, say: Say) -> None:
-    """Loads the model, measures every way, and records it all.
+    """Loads the model, measures every way that the record lacks, and records it all.
 
     Raises:
         smollm2.MissingModelError: the weights are not installed.
+        OtherTextError: the record is of another text.
     """
     model, tokenizer = smollm2.load(smollm2.find(), device)
     text = smollm2.read(tokenizer, plan.window, plan.calibration_windows, plan.test_windows)
     counts = [text.about[f"{part}_windows"] for part in ("calibration", "test")]
     say(f"{smollm2.NAME}: {counts[0]} windows to calibrate, {counts[1]} to test")
+    before = recorder.data.get("model", {}).get("sha256", text.about["sha256"])
+    if before != text.about["sha256"]:
+        raise OtherTextError(f"the record's text has sha256 {before[:12]}, this machine's {text.about['sha256'][:12]}")
     head_dim = model.config.hidden_size // model.config.num_attention_heads
     calibration = text.calibration.to(device)
-    ways = []
-    for way in plan.ways:
+    ways, there = [], {row["name"] for row in recorder.data["rows"]}
+    for way in (way for way in plan.ways if way.name not in there):
         ways.append(prepare(model, calibration, way, plan.batch, plan.fit_steps))
         constants = ways[-1].constants
         if constants is not None:

@@ -67,4 +67,5 @@ def _about(record: Record) -> str:
         f"{str(environment['date'])[:10]}. {model.get('name')}, head_dim {model.get('head_dim')}; "
         f"{model.get('test_windows')} windows of {model.get('window')} tokens, calibrated on "
         f"{model.get('calibration_windows')} others; perplexity {model.get('perplexity', 0):.4f} with exact K and V."
+        + "".join(f" Rows before were measured at commit {commit_of(run)}." for run in record.get("resumed", []))
     )

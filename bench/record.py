@@ -34,6 +34,22 @@ class Recorder:
         """Since the run began."""
         return time.perf_counter() - self._begin
 
+    def take_up(self, earlier: dict[str, Any]) -> None:
+        """Goes on with a record of the same command that was cut: its rows stay, and where they were measured is kept
+        under "resumed", the newest first.
+
+        Raises:
+            ValueError: it is of another kind, or of another GPU.
+        """
+        for name, known, own in (
+            ("kind", earlier.get("kind"), self.data.get("kind")),
+            ("gpu", earlier["environment"].get("gpu"), self.data["environment"].get("gpu")),
+        ):
+            if known != own:
+                raise ValueError(f"got a record whose {name} is {known}, want {own}")
+        runs = [earlier["environment"], *earlier.get("resumed", [])]
+        self.data = {**earlier, "environment": self.data["environment"], "resumed": runs}
+
     def add_row(self, row: dict[str, Any]) -> None:
         self.data["rows"].append(row)
         self.save()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 from cute_kernels.linear.weight import PackedWeight
 
@@ -23,7 +22,7 @@ PROJECTS = {
 
 
 def _importer(project: str, what: str) -> Callable[..., PackedWeight]:
-    def importer(*tensors: Any, **options: Any) -> PackedWeight:
+    def importer(*tensors: object, **options: object) -> PackedWeight:
         return getattr(import_module(f"{_PACKAGE}.{project}"), f"from_{project}")(*tensors, **options)
 
     importer.__name__ = importer.__qualname__ = f"from_{project}"

@@ -106,7 +106,7 @@ def check_matrix_shape(name: str, shape: object) -> None:
         raise ValueError(f"{name}: got {list(shape)}, want (N, K) with N and K at least 1")
 
 
-def device_of(device: Any, name: str = "device") -> torch.device | None:
+def device_of(device: object, name: str = "device") -> torch.device | None:
     """A device argument as a device, None if it is None; TypeError or ValueError if it names none that is here."""
     if device is None:
         return None

@@ -15,6 +15,9 @@ from torch.compiler import is_compiling
 
 GOES_IN = "0.3"
 
+RENAMED: Any = None
+"""Default of an argument that is wanted, but may still come under its old name; None in the call."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -23,7 +26,7 @@ def takes_old_names(function: Function) -> Function:
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     signature = inspect.signature(function)
     kept = [parameter for parameter in signature.parameters.values() if parameter.kind not in variadic]
-    function.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    vars(function)["__signature__"] = signature.replace(parameters=kept)
     return function
 
 

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -339,10 +339,11 @@ def format_of(name: str) -> KvFormat:
         raise TypeError(f"kv_format: got {name!r}, want the name of a format") from None
 
 
-def format_pair(kv_format: Any) -> tuple[KvFormatName, KvFormatName]:
+def format_pair(kv_format: object) -> tuple[KvFormatName, KvFormatName]:
     """The names of K's and V's format; TypeError unless ``kv_format`` is a name or a pair of names."""
     if isinstance(kv_format, str):
-        return kv_format, kv_format  # pyright: ignore[reportReturnType]  # `format_of` says whether there is such a one
+        name = cast("KvFormatName", kv_format)  # `format_of` says whether there is such a one
+        return name, name
     if isinstance(kv_format, Sequence) and len(kv_format) == 2 and all(isinstance(name, str) for name in kv_format):
-        return kv_format[0], kv_format[1]  # pyright: ignore[reportReturnType]
+        return cast("tuple[KvFormatName, KvFormatName]", tuple(kv_format))
     raise TypeError(f"kv_format: got {kv_format!r}, want the name of a format or a pair of names (K's, V's)")

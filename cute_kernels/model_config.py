@@ -72,7 +72,9 @@ def record_layers(model: Any) -> str | None:
     return None
 
 
-def _form(layer: Any, optional: tuple[str, ...], batch_invariant: bool) -> tuple[tuple[str, Any], ...]:
+def _form(
+    layer: QuantizedLinear | QuantizedExperts, optional: tuple[str, ...], batch_invariant: bool
+) -> tuple[tuple[str, Any], ...]:
     form = layer.weight_format
     dtype = str(form.activation_dtype(layer.scales.dtype)).removeprefix("torch.")
     fields: tuple[tuple[str, Any], ...] = (("format", form.key),)
@@ -93,7 +95,7 @@ def forms_of(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, dict[s
     """
     if config.get("format_version") != FORMAT_VERSION:
         raise ValueError(f"format_version: got {config.get('format_version')!r}, want {FORMAT_VERSION}")
-    groups: Any = config.get(kind)
+    groups = config.get(kind)
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         raise TypeError(f"{kind}: got {groups!r}, want a list of forms, each with names")
     for group in groups:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def quantize_model(
     while found.places:
         module = next(iter(found.places))
         names = found.places.pop(module)
-        make: Any = QuantizedMoE._from_known_block
+        make: Callable[..., Any] = QuantizedMoE._from_known_block
         if is_dense(module):
             make = QuantizedLinear.from_linear
         elif is_experts(module):
@@ -107,7 +107,7 @@ def quantize_model(
     return model
 
 
-def _reported(name: str, swapped: Any, layer: Any) -> ReportedLayer:
+def _reported(name: str, swapped: torch.nn.Module, layer: QuantizedLinear | QuantizedRoutedExperts) -> ReportedLayer:
     kind = type(swapped).__name__
     if isinstance(layer, QuantizedLinear):
         return ReportedLayer(name, kind, weight_bytes(swapped), layer.weight.nbytes)
@@ -115,9 +115,9 @@ def _reported(name: str, swapped: Any, layer: Any) -> ReportedLayer:
     return ReportedLayer(name, kind, weight_bytes(getattr(swapped, "experts", swapped)), packed)
 
 
-def _tell(model: Any, report: QuantizationReport) -> None:
+def _tell(model: torch.nn.Module, report: QuantizationReport) -> None:
     """Keeps a report with the model, logs it, warns of what few expect, and has the configuration say it."""
-    model.quantization_report = report
+    vars(model)["quantization_report"] = report
     problem = record_layers(model) if report.quantized else None
     _log.info("%s: %s", type(model).__name__, report.summary)
     for text in (report.warning, problem):

@@ -8,7 +8,7 @@ equality test, and reading and writing CuTe's notation. `layouts.dsl` converts f
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from tensor_layouts import (
@@ -60,6 +60,10 @@ __all__ = [
 ]
 
 
+GeneralLayout: TypeAlias = Layout | ComposedLayout
+"""A layout, or a swizzle after one."""
+
+
 def swizzled(bits: int, base: int, shift: int, layout: Layout) -> Any:
     """``Swizzle<bits, base, shift>`` after ``layout``: XOR offset bits [base+shift, +bits) into bits [base, +bits)."""
     return compose(Swizzle(bits, base, shift), layout)
@@ -83,7 +87,7 @@ def from_modes(modes: tuple[tuple[int, int], ...]) -> Layout:
     return Layout(tuple(s for s, _ in modes), tuple(d for _, d in modes))
 
 
-def offsets(layout: Any) -> np.ndarray:
+def offsets(layout: GeneralLayout) -> np.ndarray:
     """Offsets of all flat coordinates, int64 [size(layout)]; works for affine and for swizzled layouts."""
     if isinstance(layout, ComposedLayout):
         if not isinstance(layout.outer, Swizzle):
@@ -102,7 +106,7 @@ def apply_swizzle(swizzle: Swizzle, values: np.ndarray) -> np.ndarray:
     return values ^ moved
 
 
-def equal(a: Any, b: Any) -> bool:
+def equal(a: GeneralLayout, b: GeneralLayout) -> bool:
     """Whether two layouts are the same function of the flat coordinate.
 
     Affine layouts are compared by canonical form, without enumerating; swizzled ones by all their offsets.
@@ -124,7 +128,7 @@ def is_permutation(layout: Layout) -> bool:
     return cursor == size(layout)
 
 
-def notation(layout: Any) -> str:
+def notation(layout: GeneralLayout | Swizzle) -> str:
     """CuTe's own notation: ``(4,8):(8,1)``, ``S<3,4,3> o 0 o (8,64):(64,1)``."""
     if isinstance(layout, ComposedLayout):
         return f"{notation(layout.outer)} o {layout.offset} o {notation(layout.inner)}"
@@ -133,7 +137,7 @@ def notation(layout: Any) -> str:
     return f"{_tuple_text(layout.shape)}:{_tuple_text(layout.stride)}"
 
 
-def _tuple_text(value: Any) -> str:
+def _tuple_text(value: object) -> str:
     return f"({','.join(_tuple_text(item) for item in value)})" if isinstance(value, tuple) else str(value)
 
 

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import xor
-from typing import Any
 
 import numpy as np
 
-from layouts.algebra import ComposedLayout, Layout, Swizzle, as_modes, size
+from layouts.algebra import ComposedLayout, GeneralLayout, Layout, Swizzle, as_modes, size
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class BitMap:
         return BitMap(tuple(swizzle(1 << i) for i in range(bits)), bits)
 
     @staticmethod
-    def from_layout(layout: Any, out_bits: int | None = None) -> BitMap:
+    def from_layout(layout: GeneralLayout, out_bits: int | None = None) -> BitMap:
         """A CuTe layout, swizzled or not, as a function of the flat coordinate.
 
         Raises:
@@ -253,6 +252,6 @@ def bits_of(extent: int) -> int:
     return extent.bit_length() - 1
 
 
-def domain_bits(layout: Any) -> int:
+def domain_bits(layout: GeneralLayout) -> int:
     """log2 of the size of a layout with power-of-two size."""
     return bits_of(size(layout))

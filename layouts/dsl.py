@@ -11,7 +11,7 @@ from typing import Any
 from layouts.algebra import ComposedLayout, Layout, Swizzle, parse
 
 
-def from_dsl(layout: Any) -> Any:
+def from_dsl(layout: object) -> Layout | ComposedLayout:
     """A static CuTe DSL layout or composed layout as a `Layout` or `ComposedLayout`.
 
     Raises:
@@ -23,7 +23,7 @@ def from_dsl(layout: Any) -> Any:
     return parse(text)
 
 
-def to_dsl(layout: Any) -> Any:
+def to_dsl(layout: object) -> Any:
     """The CuTe DSL object of a `Layout`, `Swizzle` or swizzled `ComposedLayout`; call inside a `cute.jit` function."""
     from cutlass import cute
 

@@ -13,7 +13,7 @@ from layouts.bitlinear import BitMap
 from layouts.decode import CONVERSIONS, Conversion
 from layouts.draw import Figure, figures
 from layouts.fragments import FRAGMENTS, Fragment
-from layouts.kv import Fp8E4M3, Fp8E5M2, Int4Row, Int8, KvRow, MlaDense, MlaFp8, MlaModel1
+from layouts.kv import Fp8E4M3, Fp8E5M2, Int4Row, Int8, KvRow, MlaDense, MlaFp8, MlaModel1, ZeroPointRow
 from layouts.patterns import ACCESSES, Access
 from layouts.proofs import Proof, prove
 from layouts.transform import Transform
@@ -218,6 +218,7 @@ KV_FORMATS: tuple[KvRow, ...] = (
     Int8(128, "group", 4),
     *(Fp8E4M3(128, granularity) for granularity in ("tensor", "head", "token_head")),
     Fp8E5M2(128),
+    ZeroPointRow(128),
     MlaFp8(),
     MlaModel1(),
     MlaDense("bf16"),

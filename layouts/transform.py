@@ -98,7 +98,7 @@ class Transform:
         return from_modes(self.modes)
 
     @cached_property
-    def _plan(self) -> wordshuffle.Plan:
+    def _plan(self) -> wordshuffle.ShufflePlan:
         return wordshuffle.make_plan(self.modes, self.bits)
 
     def storage_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ class Digit:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShufflePlan:
     """How to execute one digit permutation on words of ``word_bits``.
 
     Args:
@@ -54,7 +54,7 @@ class Plan:
     swaps: tuple[tuple[int, int], ...]
 
 
-def make_plan(modes: Modes, element_bits: int) -> Plan:
+def make_plan(modes: Modes, element_bits: int) -> ShufflePlan:
     """The plan with the widest words for ``destination index -> source index`` modes, fastest first.
 
     Raises:
@@ -90,7 +90,7 @@ def _split(modes: Modes, per_word: int) -> list[Digit] | None:
     return digits if whole else None
 
 
-def _plan(digits: list[Digit], word_bits: int, element_bits: int) -> Plan:
+def _plan(digits: list[Digit], word_bits: int, element_bits: int) -> ShufflePlan:
     per_word = word_bits // element_bits
     inner = per_word.bit_length() - 1
     outside = sorted((d for d in digits if d.stride >= per_word), key=lambda d: -d.stride)
@@ -112,7 +112,7 @@ def _plan(digits: list[Digit], word_bits: int, element_bits: int) -> Plan:
     order = tuple(axis_of[stand_in.get(digit, digit)] for digit in slow_first)
     places = {digit.stride: place for place, digit in enumerate(sorted_inside(digits, per_word))}
     exchanges = tuple((axis, places[d.stride]) for axis, d in enumerate(slow_first) if d in stand_in)
-    return Plan(
+    return ShufflePlan(
         word_bits,
         element_bits,
         tuple(digit.extent for digit in outside),
@@ -136,7 +136,7 @@ def _transpositions(have: list[Digit], want: list[Digit]) -> Iterator[tuple[int,
             yield place, found
 
 
-def execute(plan: Plan, data: torch.Tensor, size: int, flip: int = 0) -> torch.Tensor:
+def execute(plan: ShufflePlan, data: torch.Tensor, size: int, flip: int = 0) -> torch.Tensor:
     """Reorder a flat contiguous byte tensor that holds a whole number of arrays of ``size`` elements.
 
     Args:
@@ -230,7 +230,7 @@ def _chunks(source: torch.Tensor, whole: set[int]) -> Iterator[tuple[slice, ...]
         yield tuple(slice(start, start + step) for start, step in zip(corner, steps, strict=True))
 
 
-def _lane_mask(plan: Plan, places: list[int], element: int | None = None) -> int:
+def _lane_mask(plan: ShufflePlan, places: list[int], element: int | None = None) -> int:
     """``element`` (default: all ones) at the given places of a word, as a signed integer of the word's width."""
     ones = (1 << plan.element_bits) - 1 if element is None else element
     mask = sum(ones << place * plan.element_bits for place in places)
@@ -238,7 +238,7 @@ def _lane_mask(plan: Plan, places: list[int], element: int | None = None) -> int
     return mask - (1 << plan.word_bits) if signed else mask
 
 
-def _exchange(words: torch.Tensor, axis: int, place: int, plan: Plan) -> None:
+def _exchange(words: torch.Tensor, axis: int, place: int, plan: ShufflePlan) -> None:
     """Trade the binary digit of ``axis`` with digit ``place`` inside the word, in place."""
     per_word = plan.word_bits // plan.element_bits
     shift = (1 << place) * plan.element_bits
@@ -267,7 +267,7 @@ def _word_pairs(words: torch.Tensor, axis: int) -> torch.Tensor | None:
     return moved.as_strided(moved.shape, (*(s + s % 2 for s in moved.stride()[:-1]), 1)).view(torch.int64)
 
 
-def _swap(words: torch.Tensor, low: int, high: int, plan: Plan) -> None:
+def _swap(words: torch.Tensor, low: int, high: int, plan: ShufflePlan) -> None:
     """Trade digits ``low`` and ``high`` inside the word, in place."""
     per_word = plan.word_bits // plan.element_bits
     shift = ((1 << high) - (1 << low)) * plan.element_bits

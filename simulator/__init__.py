@@ -13,7 +13,7 @@ another meaning; :func:`running` puts it in place, for the time of a ``with`` bl
 
 from simulator.backend import Backend, Meanings, running
 from simulator.gpu import Gpu
-from simulator.plain import PlainThread
+from simulator.plain import PlainThread, stand_in
 from simulator.registers import (
     COLUMN,
     LANES,
@@ -52,4 +52,5 @@ __all__ = [
     "Uint64",
     "Warp",
     "running",
+    "stand_in",
 ]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 PACKAGE = "cute_kernels"
 SCALARS = ("Int16", "Int32", "Int64", "Uint16", "Uint32", "Uint64", "Float16", "BFloat16", "Float32", "const_expr")
@@ -36,7 +36,7 @@ class Meanings:
         modules: attributes of other modules, or classes: models of what is not to be run.
     """
 
-    instructions: Any
+    instructions: object
     arch: Mapping[str, Any] = field(default_factory=dict)
     cute: Mapping[str, Any] = field(default_factory=dict)
     cutlass: Mapping[str, Any] = field(default_factory=dict)
@@ -113,7 +113,7 @@ def _instructions(module: ModuleType) -> list[str]:
 
 
 def _missing(module: ModuleType, name: str) -> Callable[..., Any]:
-    def missing(*_: Any, **__: Any) -> Any:
+    def missing(*_: object, **__: object) -> NoReturn:
         raise MissingInstruction(f"{module.__name__}.{name}: this backend has no meaning for it")
 
     return missing
@@ -140,5 +140,5 @@ def _sites(names: frozenset[str]) -> tuple[list[tuple[Any, str, Any]], list[tupl
     return compiled, scalars
 
 
-def _is_compiled(value: Any) -> bool:
+def _is_compiled(value: object) -> bool:
     return hasattr(getattr(value, "__wrapped__", None), "_decorator_kind")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from simulator.backend import Meanings
 from simulator.registers import (
@@ -30,11 +31,12 @@ from simulator.registers import (
     lanes_range,
     select,
 )
+from simulator.warp import mma
 
 GUARD = 256  # bytes between arrays that nobody may touch
 
 
-def exact_fma(a: Any, b: Any, c: Any) -> Lanes:
+def exact_fma(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> Lanes:
     """a * b + c rounded once to fp32: rounding the exact sum to odd in fp64 keeps the second rounding honest."""
     a, b, c = (np.asarray(x, np.float32).astype(np.float64) for x in (a, b, c))
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
@@ -56,7 +58,7 @@ def bytes_to_words(pairs: np.ndarray) -> Lanes:
     return padded.view(np.uint32).reshape(32).view(Register)
 
 
-def rounded(values: Sequence[Any], dtype: torch.dtype, limit: float | None = None) -> np.ndarray:
+def rounded(values: Sequence[ArrayLike], dtype: torch.dtype, limit: float | None = None) -> np.ndarray:
     """fp32 values of each lane rounded to a narrow dtype, saturating at ``limit``: bytes [32, n * itemsize]."""
     x = torch.from_numpy(np.stack([np.asarray(value, np.float32) for value in values], axis=1))
     x = x if limit is None else torch.where(x.isnan(), x, x.clamp(-limit, limit))
@@ -134,9 +136,14 @@ class Gpu:
             modules=self.models,
         )
 
+    # -- tensor cores ------------------------------------------------------------------------------------------------
+
+    def mma_m16n8k16(self, c: Sequence[Lanes], a: Sequence[Lanes], b: Sequence[Lanes], *, dtype: str) -> list[Lanes]:
+        return mma(c, a, b, dtype)
+
     # -- what keeps the compiler from knowing more than it should ------------------------------------------------------
 
-    def pinned(self, value: Any) -> Any:
+    def pinned(self, value: Lanes) -> Lanes:
         return value
 
     def active_lanes(self) -> Lanes:
@@ -144,105 +151,105 @@ class Gpu:
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _places(self, address: Any, offset: int, num_bytes: int) -> np.ndarray:
+    def _places(self, address: ArrayLike, offset: int, num_bytes: int) -> np.ndarray:
         places = np.asarray(address, np.int64) + offset
         assert not (places % num_bytes).any(), "misaligned access"
         spans = places[:, None] + np.arange(num_bytes)
         assert self.owner[spans].all(), "access outside every array"
         return spans
 
-    def prefetch_line(self, address: Any) -> None:
+    def prefetch_line(self, address: ArrayLike) -> None:
         self._places(Int64(address) & ~3, 0, 4)  # of an array: else it would ask for something that nobody reads
 
-    def load_global_words(self, address: Any, offset: int, num_words: int) -> list[Lanes]:
+    def load_global_words(self, address: ArrayLike, offset: int, num_words: int) -> list[Lanes]:
         data = self.memory[self._places(address, offset, 4 * num_words)]
         return [
             np.ascontiguousarray(data[:, 4 * i : 4 * i + 4]).view(np.uint32).reshape(32).view(Register)
             for i in range(num_words)
         ]
 
-    def load_global_part(self, address: Any, offset: int, num_bytes: int) -> Lanes:
+    def load_global_part(self, address: ArrayLike, offset: int, num_bytes: int) -> Lanes:
         return bytes_to_words(self.memory[self._places(address, offset, num_bytes)])
 
-    def store_global_words(self, address: Any, offset: int, words: Sequence[Any]) -> None:
+    def store_global_words(self, address: ArrayLike, offset: int, words: Sequence[ArrayLike]) -> None:
         data = np.stack([np.asarray(Uint32(word)) for word in words], axis=1).view(np.uint8)
         self.memory[self._places(address, offset, 4 * len(words))] = data
 
-    def store_global_part(self, address: Any, offset: int, value: Any, num_bytes: int) -> None:
+    def store_global_part(self, address: ArrayLike, offset: int, value: ArrayLike, num_bytes: int) -> None:
         data = np.asarray(Uint32(value)).reshape(32, 1).view(np.uint8)[:, :num_bytes]
         self.memory[self._places(address, offset, num_bytes)] = data
 
     # -- bits --------------------------------------------------------------------------------------------------------
 
-    def prmt(self, a: Any, b: Any, selector: Any) -> Lanes:
+    def prmt(self, a: ArrayLike, b: ArrayLike, selector: ArrayLike) -> Lanes:
         data = np.stack([np.asarray(Uint32(a)), np.asarray(Uint32(b))], axis=1).view(np.uint8).reshape(32, 8)
         select = np.asarray(Uint32(selector))
         return bytes_to_words(np.stack([data[LANES, select >> 4 * i & 7] for i in range(4)], axis=1))
 
-    def bits(self, x: Any) -> Lanes:
+    def bits(self, x: ArrayLike) -> Lanes:
         return np.ascontiguousarray(np.asarray(Float32(x))).view(np.uint32).view(Register)
 
-    def from_bits(self, x: Any) -> Lanes:
+    def from_bits(self, x: ArrayLike) -> Lanes:
         return np.ascontiguousarray(np.asarray(Uint32(x))).view(np.float32).view(Register)
 
-    def multiply_high(self, a: Any, b: Any) -> Lanes:
+    def multiply_high(self, a: ArrayLike, b: ArrayLike) -> Lanes:
         products = [int(x) * int(y) >> 64 for x, y in zip(np.asarray(Uint64(a)), np.asarray(Uint64(b)), strict=True)]
         return np.array(products, np.uint64).view(Register)
 
     # -- conversions -------------------------------------------------------------------------------------------------
 
-    def half2_low_to_float(self, x: Any) -> Lanes:
+    def half2_low_to_float(self, x: ArrayLike) -> Lanes:
         return Float32(halves(x).view(np.float16)[:, 0])
 
-    def half2_high_to_float(self, x: Any) -> Lanes:
+    def half2_high_to_float(self, x: ArrayLike) -> Lanes:
         return Float32(halves(x).view(np.float16)[:, 1])
 
-    def bf16x2_low_to_float(self, x: Any) -> Lanes:
+    def bf16x2_low_to_float(self, x: ArrayLike) -> Lanes:
         return self.from_bits(Uint32(x) << 16)
 
-    def bf16x2_high_to_float(self, x: Any) -> Lanes:
+    def bf16x2_high_to_float(self, x: ArrayLike) -> Lanes:
         return self.from_bits(Uint32(x) & 0xFFFF0000)
 
-    def pack_f16x2(self, low: Any, high: Any) -> Lanes:
+    def pack_f16x2(self, low: ArrayLike, high: ArrayLike) -> Lanes:
         return bytes_to_words(rounded([low, high], torch.float16))
 
-    def pack_bf16x2(self, low: Any, high: Any) -> Lanes:
+    def pack_bf16x2(self, low: ArrayLike, high: ArrayLike) -> Lanes:
         return bytes_to_words(rounded([low, high], torch.bfloat16))
 
-    def pack_e4m3x2(self, low: Any, high: Any) -> Lanes:
+    def pack_e4m3x2(self, low: ArrayLike, high: ArrayLike) -> Lanes:
         return bytes_to_words(rounded([low, high], torch.float8_e4m3fn, 448.0))
 
-    def pack_e5m2x2(self, low: Any, high: Any) -> Lanes:
+    def pack_e5m2x2(self, low: ArrayLike, high: ArrayLike) -> Lanes:
         return bytes_to_words(rounded([low, high], torch.float8_e5m2, 57344.0))
 
-    def e4m3x2_to_f16x2(self, x: Any) -> Lanes:
+    def e4m3x2_to_f16x2(self, x: ArrayLike) -> Lanes:
         codes = torch.from_numpy(np.asarray(Uint32(x)).reshape(32, 1).view(np.uint8)[:, :2].copy())
         return bytes_to_words(codes.view(torch.float8_e4m3fn).half().view(torch.uint8).numpy())
 
-    def to_float(self, x: Any) -> Lanes:
+    def to_float(self, x: ArrayLike) -> Lanes:
         return Float32(Int32(x))
 
     # -- arithmetic --------------------------------------------------------------------------------------------------
 
-    def fma(self, a: Any, b: Any, c: Any) -> Lanes:
+    def fma(self, a: ArrayLike, b: ArrayLike, c: ArrayLike) -> Lanes:
         return exact_fma(a, b, c)
 
-    def fma_in_unit(self, a: Any, b: Any, c: Any) -> Lanes:
+    def fma_in_unit(self, a: ArrayLike, b: ArrayLike, c: ArrayLike) -> Lanes:
         return np.fmin(np.fmax(exact_fma(a, b, c), Float32(0.0)), Float32(1.0))
 
-    def multiply(self, a: Any, b: Any) -> Lanes:
+    def multiply(self, a: ArrayLike, b: ArrayLike) -> Lanes:
         with np.errstate(all="ignore"):
             return Float32(a) * Float32(b)
 
-    def add(self, a: Any, b: Any) -> Lanes:
+    def add(self, a: ArrayLike, b: ArrayLike) -> Lanes:
         with np.errstate(all="ignore"):
             return Float32(a) + Float32(b)
 
-    def divide(self, a: Any, b: Any) -> Lanes:
+    def divide(self, a: ArrayLike, b: ArrayLike) -> Lanes:
         with np.errstate(all="ignore"):
             return Float32(a) / Float32(b)
 
-    def reciprocal(self, x: Any) -> Lanes:
+    def reciprocal(self, x: ArrayLike) -> Lanes:
         """An ulp low, right, or an ulp high, by lane; subnormals are flushed."""
         with np.errstate(all="ignore"):
             right = Float32(1.0) / Float32(x)
@@ -250,28 +257,28 @@ class Gpu:
         off = (right.view(np.int32) + np.where(normal, LANES % 3 - 1, 0).astype(np.int32)).view(np.float32)
         return np.where(normal | ~np.isfinite(right), off, Float32(0.0)).view(Register)
 
-    def absolute(self, x: Any) -> Lanes:
+    def absolute(self, x: ArrayLike) -> Lanes:
         return np.abs(x)
 
-    def fmax(self, a: Any, b: Any) -> Lanes:
+    def fmax(self, a: ArrayLike, b: ArrayLike) -> Lanes:
         return np.fmax(Float32(a), Float32(b))
 
-    def fmin(self, a: Any, b: Any) -> Lanes:
+    def fmin(self, a: ArrayLike, b: ArrayLike) -> Lanes:
         return np.fmin(Float32(a), Float32(b))
 
-    def max_or_nan(self, a: Any, b: Any) -> Lanes:
+    def max_or_nan(self, a: ArrayLike, b: ArrayLike) -> Lanes:
         return np.maximum(Float32(a), Float32(b))
 
-    def min_or_nan(self, a: Any, b: Any) -> Lanes:
+    def min_or_nan(self, a: ArrayLike, b: ArrayLike) -> Lanes:
         return np.minimum(Float32(a), Float32(b))
 
-    def reciprocal_root(self, x: Any) -> Lanes:
+    def reciprocal_root(self, x: ArrayLike) -> Lanes:
         return Float32(np.asarray(x, np.float64) ** -0.5)
 
-    def cosine(self, x: Any) -> Lanes:
+    def cosine(self, x: ArrayLike) -> Lanes:
         return Float32(np.cos(np.asarray(x, np.float64)))
 
-    def sine(self, x: Any) -> Lanes:
+    def sine(self, x: ArrayLike) -> Lanes:
         return Float32(np.sin(np.asarray(x, np.float64)))
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 LANES = np.arange(32, dtype=np.int32)
 ROW, COLUMN = LANES // 4, LANES % 4  # g and t: a lane's place in MMA fragments
-Lanes = Any  # what instructions take and give: a `Register`, which type checkers lose sight of in arithmetic
+Lanes: TypeAlias = np.ndarray
+"""What instructions take and give: a `Register`, whose arithmetic gives what type checkers know as an array alone."""
+
+T = TypeVar("T")
 
 
 class Register(np.ndarray):
@@ -36,9 +40,10 @@ class Register(np.ndarray):
 class Scalar:
     """Stands for a DSL scalar type: a cast to 32 lanes of it."""
 
-    dtype: Any
+    dtype: type[np.number]
 
-    def __call__(self, value: Any) -> Lanes:
+    def __call__(self, value: ArrayLike) -> Any:
+        """A `Register`, which kernels take for the DSL's scalar that they ask for: hence no type of its own."""
         if isinstance(value, int) and issubclass(self.dtype, np.integer):
             value = np.uint64(value % 2**64)  # of any size and sign: what is kept are its lowest bits
         with np.errstate(over="ignore"):
@@ -60,19 +65,19 @@ class Registers(list):
         self[:] = [self.dtype(value) for _ in self]
 
 
-def select(condition: Any, chosen: Any, other: Any) -> Lanes:
+def select(condition: ArrayLike, chosen: ArrayLike, other: ArrayLike) -> Lanes:
     """`cutlass.select_`, by lane."""
     return np.where(condition, chosen, other).view(Register)
 
 
-def uniform(value: Any) -> Any:
+def uniform(value: T) -> T:
     """A value that is the same in all lanes; `cute.arch.make_warp_uniform`."""
     values = np.asarray(value)
     assert (values == values.flat[0]).all(), "lanes of a warp differ"
     return value
 
 
-def lanes_range(*bounds: Any, unroll: int = 1) -> range:
+def lanes_range(*bounds: ArrayLike, unroll: int = 1) -> range:
     """`cutlass.range` of bounds that are the same in all lanes."""
     return range(*(int(np.asarray(uniform(bound)).flat[0]) for bound in bounds))
 
@@ -80,7 +85,7 @@ def lanes_range(*bounds: Any, unroll: int = 1) -> range:
 # -- pairs of 16 bits in a word ----------------------------------------------------------------------------------------
 
 
-def halves(word: Any) -> np.ndarray:
+def halves(word: ArrayLike) -> np.ndarray:
     """The two 16-bit halves of each lane's word, low first: uint16 [32, 2]."""
     return np.ascontiguousarray(np.asarray(word, np.uint32)).view(np.uint16).reshape(32, 2)
 
@@ -101,7 +106,7 @@ def bf16_values(bits: np.ndarray) -> np.ndarray:
     return (np.asarray(bits, np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
-def elements(word: Any, dtype: str) -> np.ndarray:
+def elements(word: ArrayLike, dtype: str) -> np.ndarray:
     """A lane's packed pair as fp64 [32, 2]; ``dtype`` is "f16" or "bf16"."""
     pair = halves(word)
     values = pair.view(np.float16) if dtype == "f16" else bf16_values(pair)

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from simulator.backend import Meanings
 from simulator.registers import (
@@ -131,7 +131,7 @@ class Warp:
         return self._words(self.global_memory, _places(address, offset), num_words)
 
     def load_global_if(
-        self, condition: Any, address: Lanes, offset: int, num_words: int = 4, *, constant: bool = True
+        self, condition: ArrayLike, address: Lanes, offset: int, num_words: int = 4, *, constant: bool = True
     ) -> list[Lanes]:
         condition = np.broadcast_to(condition, (32,))
         places = np.where(condition, _places(address, offset), 0)
@@ -165,15 +165,15 @@ class Warp:
 
     # -- asynchronous copies ------------------------------------------------------------------------------------------
 
-    def copy_async(self, destination: Lanes, source: Lanes, num_bytes: Any) -> None:
+    def copy_async(self, destination: Lanes, source: Lanes, num_bytes: ArrayLike) -> None:
         """16 bytes a lane, of which ``num_bytes`` are read and the others become zeros."""
         self.accesses.append(Access("st", 16, tuple(_places(destination, 0).tolist())))
         self._copy(range(32), destination, source, num_bytes)
 
-    def copy_async_if(self, condition: Any, destination: Lanes, source: Lanes, num_bytes: Any) -> None:
+    def copy_async_if(self, condition: ArrayLike, destination: Lanes, source: Lanes, num_bytes: ArrayLike) -> None:
         self._copy(np.flatnonzero(condition), destination, source, num_bytes)
 
-    def _copy(self, lanes: Iterable[int], destination: Lanes, source: Lanes, num_bytes: Any) -> None:
+    def _copy(self, lanes: Iterable[int], destination: Lanes, source: Lanes, num_bytes: ArrayLike) -> None:
         targets, sources = _places(destination, 0), _places(source, 0)
         counts = np.broadcast_to(np.asarray(num_bytes), (32,))
         for lane in lanes:
@@ -187,7 +187,7 @@ class Warp:
 
     # -- a cluster ----------------------------------------------------------------------------------------------------
 
-    def address_in(self, address: Any, rank: Any) -> Any:
+    def address_in(self, address: Lanes, rank: int | Lanes) -> Lanes:
         return address + rank * self.cluster_stride
 
     def store_in_cluster(self, address: Lanes, offset: int, values: Sequence[Lanes]) -> None:
@@ -208,7 +208,7 @@ class Warp:
 
     # -- between lanes ------------------------------------------------------------------------------------------------
 
-    def shuffle(self, value: Lanes, lane: Any) -> Lanes:
+    def shuffle(self, value: Lanes, lane: ArrayLike) -> Lanes:
         return value[np.broadcast_to(np.asarray(lane), (32,)) % 32]
 
     def shuffle_butterfly(self, value: Lanes, offset: int) -> Lanes:
@@ -234,13 +234,13 @@ class Warp:
     def pinned(self, x: Lanes) -> Lanes:
         return x
 
-    def bits(self, x: Any) -> Lanes:
+    def bits(self, x: ArrayLike) -> Lanes:
         return Float32(x).view(np.uint32)
 
-    def from_bits(self, x: Any) -> Lanes:
+    def from_bits(self, x: ArrayLike) -> Lanes:
         return Uint32(x).view(np.float32)
 
-    def multiply_high_u32(self, a: Any, b: Any) -> Lanes:
+    def multiply_high_u32(self, a: ArrayLike, b: ArrayLike) -> Lanes:
         return Uint32(np.asarray(a, np.uint64) * np.asarray(b, np.uint64) >> np.uint64(32))
 
     def prmt(self, a: Lanes, b: Lanes, selector: Lanes) -> Lanes:
@@ -275,10 +275,10 @@ class Warp:
     def add_f16x2(self, a: Lanes, b: Lanes) -> Lanes:
         return from_halves((halves(a).view(np.float16) + halves(b).view(np.float16)).view(np.uint16))
 
-    def multiply_bf16x2(self, a: Lanes, b: Any) -> Lanes:
+    def multiply_bf16x2(self, a: Lanes, b: ArrayLike) -> Lanes:
         return from_halves(nearest_bf16(_bf16_pair(a) * _bf16_pair(b)))
 
-    def fma_bf16x2(self, a: Lanes, b: Any, c: Lanes) -> Lanes:
+    def fma_bf16x2(self, a: Lanes, b: ArrayLike, c: Lanes) -> Lanes:
         return from_halves(nearest_bf16(_bf16_pair(a) * _bf16_pair(b) + _bf16_pair(c)))
 
     def e4m3x2_low_to_f16x2(self, x: Lanes) -> Lanes:
@@ -292,37 +292,41 @@ class Warp:
     def absolute(self, x: Lanes) -> Lanes:
         return np.abs(x)
 
-    def fmax(self, a: Any, b: Any) -> Lanes:
+    def fmax(self, a: ArrayLike, b: ArrayLike) -> Lanes:
         return np.fmax(Float32(a), Float32(b))
 
-    def fmin(self, a: Any, b: Any) -> Lanes:
+    def fmin(self, a: ArrayLike, b: ArrayLike) -> Lanes:
         return np.fmin(Float32(a), Float32(b))
 
-    def fma(self, a: Any, b: Any, c: Any) -> Lanes:
-        return Float32(np.float64(a) * np.float64(b) + np.float64(c))
+    def fma(self, a: ArrayLike, b: ArrayLike, c: ArrayLike) -> Lanes:
+        return Float32(_double(a) * _double(b) + _double(c))
 
-    def multiply(self, a: Any, b: Any) -> Lanes:
-        return Float32(np.float64(a) * np.float64(b))
+    def multiply(self, a: ArrayLike, b: ArrayLike) -> Lanes:
+        return Float32(_double(a) * _double(b))
 
-    def reciprocal(self, x: Any) -> Lanes:
-        return Float32(1.0 / np.float64(x))
+    def reciprocal(self, x: ArrayLike) -> Lanes:
+        return Float32(1.0 / _double(x))
 
-    def exp2(self, x: Any) -> Lanes:
-        return Float32(np.exp2(np.float64(x)))
+    def exp2(self, x: ArrayLike) -> Lanes:
+        return Float32(np.exp2(_double(x)))
 
-    def log2(self, x: Any) -> Lanes:
-        return Float32(np.log2(np.float64(x)))
+    def log2(self, x: ArrayLike) -> Lanes:
+        return Float32(np.log2(_double(x)))
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _nothing(*_: object, **__: object) -> None:
     """What is waited for is there."""
 
 
-def _places(address: Any, offset: int) -> np.ndarray:
+def _double(x: ArrayLike) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+def _places(address: ArrayLike, offset: int) -> np.ndarray:
     return np.broadcast_to(np.asarray(address, np.int64) + offset, (32,))
 
 
-def _bf16_pair(word: Any) -> np.ndarray:
+def _bf16_pair(word: ArrayLike) -> np.ndarray:
     return elements(np.broadcast_to(np.asarray(word, np.uint32), (32,)), "bf16")
 
 
@@ -331,7 +335,7 @@ def matrix_fragment(matrix: np.ndarray) -> Lanes:
     return from_halves(np.stack([matrix[ROW, 2 * COLUMN], matrix[ROW, 2 * COLUMN + 1]], axis=1))
 
 
-def mma(c: Sequence[Any], a: Sequence[Any], b: Sequence[Any], dtype: str) -> list[Lanes]:
+def mma(c: Sequence[Lanes], a: Sequence[Lanes], b: Sequence[Lanes], dtype: str) -> list[Lanes]:
     """m16n8k8 (two registers of A) or m16n8k16 (four): products and sums exact, one rounding to fp32 at the end."""
     left, right, total = np.zeros((16, 8 * len(b))), np.zeros((8 * len(b), 8)), np.zeros((16, 8))
     for register, word in enumerate(a):

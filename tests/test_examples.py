@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SAYS = {  # that they did what they are for
+    "awq_checkpoint": r"layers +as loaded +as before[\s\S]*the same tokens from",
     "custom_layout": r"swizzled .*: 4 wavefronts, 0 conflicts[\s\S]*swizzled\.svg",
     "decode_loop": r"\{'a': 48, 'c': 48\}",
     "moe_layer": r"relative difference from 16 bits: 0\.\d+",
@@ -30,7 +31,7 @@ def test_there_is_an_expectation_for_each_and_the_index_names_it():
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs(path: Path, tmp_path: Path):
-    if path.stem == "transformers_model":
+    if path.stem in ("awq_checkpoint", "transformers_model"):
         pytest.importorskip("transformers")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::DeprecationWarning:__main__"}
     environment["CUDA_VISIBLE_DEVICES"] = ""

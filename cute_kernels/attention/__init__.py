@@ -190,15 +190,6 @@ def decode_attention(
     if tree_mask is not None:
         from cute_kernels.extend.tree import attend_to_trees  # whose kernel is built on this room
 
-        for name, what, given in (
-            ("attn_bias", "a tensor", attn_bias),
-            ("q_shift", "a tensor", q_shift),
-            ("transform", "one", transform),
-        ):
-            if given is not None:
-                raise ValueError(
-                    f"{name}: got {what} beside a tree_mask, want None: the mask of a tree is all there is"
-                )
         result, lse = attend_to_trees(
             q,
             k_cache,
@@ -216,6 +207,9 @@ def decode_attention(
             softcap=softcap,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            attn_bias=attn_bias,
+            q_shift=q_shift,
+            transform=transform,
             num_splits=num_splits,
             out=out,
         )

@@ -11,7 +11,6 @@ what is left over has nothing to do.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -19,7 +18,7 @@ from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.attention.schedule import ALIKE, CUT_STEPS, FEW_ROWS
 from cute_kernels.device import ptx
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.device.cuda import WARP_THREADS
 
 
 @dataclass(frozen=True)
@@ -32,13 +31,13 @@ class Requests:
     requests together are cut into where lengths differ.
     """
 
-    address: Any
-    batch: Any
-    max_seq_len: Any
-    seen: Any
-    parts: Any
-    more_rows: Any
-    shares: Any
+    address: Int64
+    batch: Int32
+    max_seq_len: Int32
+    seen: Int32
+    parts: Int32
+    more_rows: Int32
+    shares: Int32
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,12 @@ class Unit:
     first_unit: the number of the row's part 0, by which its partial results are found. length: of the row.
     """
 
-    row: Any
-    part: Any
-    num_parts: Any
-    first_unit: Any
-    length: Any
-    first_tile: Any
+    row: Int32
+    part: Int32
+    num_parts: Int32
+    first_unit: Int32
+    length: Int32
+    first_tile: Int32
 
 
 class Assigner:

@@ -4,7 +4,7 @@ import cutlass.cute as cute
 
 from cute_kernels.attention.config import WARPGROUP_WARPS, DecodeConfig
 from cute_kernels.device import numbers
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.device.cuda import WARP_THREADS
 
 # Barrier 0 is that of all threads, which no warp takes part in after the ring is ready.
 READY, ATTENDING, COPYING = 1, 2, 3

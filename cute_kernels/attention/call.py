@@ -264,7 +264,7 @@ def make_call(
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: Any,
+    kv_format: object,
     softmax_scale: float | None = None,
     num_splits: int | None = None,
     out: torch.Tensor | None = None,

@@ -7,7 +7,6 @@ them together; :func:`cute_kernels.attention.call.check_device_values` is what w
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 
@@ -64,7 +63,7 @@ def check_shift(shift: torch.Tensor, shape: tuple[int, int, int]) -> None:
 # -- the operands ------------------------------------------------------------------------------------------------------
 
 
-def check_formats(kv_format: Any) -> tuple[KvFormat, KvFormat]:
+def check_formats(kv_format: object) -> tuple[KvFormat, KvFormat]:
     """K's and V's format; ValueError lists the known names."""
     k_name, v_name = format_pair(kv_format)
     return format_of(k_name), format_of(v_name)
@@ -106,7 +105,7 @@ def _check_query_strides(q: torch.Tensor) -> None:
             )
 
 
-def check_layout(cache_layout: Any) -> None:
+def check_layout(cache_layout: object) -> None:
     if cache_layout not in CACHE_LAYOUTS:
         raise ValueError(f"cache_layout: got {cache_layout!r}, want {' or '.join(map(repr, CACHE_LAYOUTS))}")
 
@@ -243,7 +242,7 @@ def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[in
     return batch, query, head, key
 
 
-def check_positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: object) -> None:
     """Raises TypeError or ValueError unless a number is None or positive and finite.
 
     For softmax_scale because the kernel masks scores with -inf before it scales them: times zero or a negative number
@@ -257,7 +256,7 @@ def check_positive(name: str, value: Any) -> None:
         raise ValueError(f"{name}: got {value}, want None or a positive finite number")
 
 
-def check_count(name: str, value: Any, most: int | None = None) -> None:
+def check_count(name: str, value: object, most: int | None = None) -> None:
     """Raises ValueError unless ``value`` is None or an int from 1 (to ``most``)."""
     if value is None:
         return
@@ -267,7 +266,7 @@ def check_count(name: str, value: Any, most: int | None = None) -> None:
         )
 
 
-def check_causal(causal: Any) -> None:
+def check_causal(causal: object) -> None:
     if not isinstance(causal, bool):
         raise TypeError(f"causal: got {causal!r}, want True or False")
 

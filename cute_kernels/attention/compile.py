@@ -1,17 +1,24 @@
 """From a configuration to a compiled function; the only module of this room that starts the compiler."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cute_kernels.attention.checks import WORD
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.merge_states import merge_specs
-from cute_kernels.attention.schedule import Problem, candidate_configs
+from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.kv_formats import modules_of, sources_of
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
+
+if TYPE_CHECKING:
+    import cutlass.cute as cute
+
+    from cute_kernels.attention.kernel import DecodeKernel
 
 DENSE_PAIRS = [("bf16", "bf16"), ("fp16", "fp16")]
 INT4_PAIRS = [(f"int4_g{groups}", q_dtype) for groups in (1, 2, 4, 8) for q_dtype in ("bf16", "fp16")]
@@ -33,10 +40,6 @@ class DecodeSpec(KernelSpec):
     config: DecodeConfig
     family: ClassVar[str] = "attention"
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
     def source_roots(self) -> tuple[Path, ...]:
         return *super().source_roots(), *sources_of(self.config.k_format, self.config.v_format)
 
@@ -52,12 +55,14 @@ def shipped_specs() -> list[KernelSpec]:
     pairs = [(head_dim, *names) for head_dim in (64, 128, 256) for names in (*DENSE_PAIRS, *INT4_PAIRS)]
     pairs += [(128, name, "bf16") for name in BYTE_FORMATS]
     problems = [
-        Problem.uniform(1, 4096, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
+        DecodeProblem.uniform(1, 4096, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
         for head_dim, kv_format, q_dtype in pairs
         for num_kv_heads in SHIPPED_KV_HEADS
     ]
     problems += [
-        Problem.uniform(2, 4096, 8 * num_kv_heads, num_kv_heads, 128, name, "bf16", page_tokens=64, features=PAGED)
+        DecodeProblem.uniform(
+            2, 4096, 8 * num_kv_heads, num_kv_heads, 128, name, "bf16", page_tokens=64, features=PAGED
+        )
         for name in PAGED_FORMATS
         for num_kv_heads in (1, 8)
     ]
@@ -75,10 +80,9 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
     from cutlass.cute.runtime import make_fake_stream
 
     from cute_kernels.attention.kernel import DecodeKernel
-    from cute_kernels.attention.warpgroup import WarpgroupKernel
 
     check_config(config)
-    kernel = (WarpgroupKernel if config.warpgroups else DecodeKernel)(config)
+    kernel = DecodeKernel(config)
     return cute.compile(
         entry_of(kernel, config),
         *fake_arguments(config, cutlass.AddressSpace.gmem),
@@ -87,14 +91,14 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
     )
 
 
-def entry_of(kernel: Any, config: DecodeConfig) -> Any:
+def entry_of(kernel: DecodeKernel, config: DecodeConfig) -> Any:
     """The host function of a kernel that takes the arguments of a configuration."""
     if config.features.transformed:
         return kernel.with_transform
     return kernel.with_features if config.has_features else kernel
 
 
-def fake_arguments(config: DecodeConfig, memory: Any) -> list[Any]:
+def fake_arguments(config: DecodeConfig, memory: cute.AddressSpace) -> list[Any]:
     """What stands for the arguments of a launch but the stream; a compiled function takes only what fits them.
 
     memory: the DSL's address space of the tensors, that of the GPU's global memory but for tests.

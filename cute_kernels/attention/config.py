@@ -1,8 +1,9 @@
 """Every compile-time choice of the decode attention kernel, as data. No GPU types here."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.attention.features import PLAIN, WIDEST_RESTORED, Features
 from cute_kernels.attention.tiles import (
     cannot_read,
@@ -11,8 +12,8 @@ from cute_kernels.attention.tiles import (
     most_copy_warps,
     tiles_of,
 )
+from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.kv_formats import KvFormat, format_of
-from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, MAX_THREADS, RESERVED_SHARED_BYTES, WARP_THREADS
 from layouts.kv.tile import BLOCK_TOKENS
 
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of a launch's mode
@@ -70,6 +71,7 @@ class DecodeConfig:
             and rotates q: runs while that one does, and waits for it before it reads any of these.
     """
 
+    limits: ClassVar[Limits] = HOPPER
     k_format: str
     v_format: str
     q_dtype: str
@@ -263,7 +265,7 @@ class DecodeConfig:
 
         With more of them the SMs would have unequal shares.
         """
-        too_little = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // (self.ctas_per_sm + 1) - RESERVED_SHARED_BYTES
+        too_little = self.limits.sm_shared_bytes // (self.ctas_per_sm + 1) - self.limits.reserved_shared_bytes
         return max(self.ring_bytes, self.merge_bytes, _round_up(too_little + 1, RAW_TILE_ALIGNMENT))
 
     @property
@@ -331,12 +333,12 @@ class DecodeConfig:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
         if self.copy_warps < 1:
             return "copy_warps must be at least 1"
-        if self.cta_threads > MAX_THREADS:
-            return (
-                f"{self.num_warps} + {self.copy_warps} warps are more than the {MAX_THREADS // WARP_THREADS} of a CTA"
-            )
-        if (self.smem_bytes + RESERVED_SHARED_BYTES) * self.ctas_per_sm > MAX_SHARED_BYTES + RESERVED_SHARED_BYTES:
-            return f"{self.ctas_per_sm} CTAs of {self.smem_bytes} bytes exceed the {MAX_SHARED_BYTES} bytes of an SM"
+        limits = self.limits
+        if self.cta_threads > limits.threads:
+            most = limits.threads // WARP_THREADS
+            return f"{self.num_warps} + {self.copy_warps} warps are more than the {most} of a CTA"
+        if (self.smem_bytes + limits.reserved_shared_bytes) * self.ctas_per_sm > limits.sm_shared_bytes:
+            return f"{self.ctas_per_sm} CTAs of {self.smem_bytes} bytes exceed the {limits.shared_bytes} bytes of an SM"
         return None
 
     def _cannot_group(self) -> str | None:

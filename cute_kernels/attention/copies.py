@@ -7,7 +7,6 @@ of K of all stages, then those of V.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -17,7 +16,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.tiles import lane_tokens, tiles_of, tokens_per_copy
 from cute_kernels.device import ptx
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.types import Index
 from layouts.kv.swizzled_tile import PANEL_BYTES, SwizzledTile
 from layouts.kv.tile import WORD_BYTES, RowTile
 
@@ -226,11 +226,11 @@ class TileCopier:
 class Tiles:
     """Where a CTA's tiles come from and go to; run-time values."""
 
-    ring: Any  # shared-memory address
-    full: Any  # barriers of the stages
-    opened: Any  # of K and of V
-    max_seq_len: Any
-    pager: Any
+    ring: Int32  # shared-memory address
+    full: cute.Pointer  # barriers of the stages
+    opened: tuple[RowSource | TensorMapSource, RowSource | TensorMapSource]  # of K and of V
+    max_seq_len: Int32
+    pager: Pager
 
 
 @dataclass(frozen=True)
@@ -241,11 +241,11 @@ class Pager:
     over a page's units of 16 tokens, rounded up, so that a product and a shift divide any unit of a request by them.
     """
 
-    table: Any
-    stride: Any
-    page_size: Any
-    reciprocal: Any
-    num_pages: Any
+    table: Int64
+    stride: Int32
+    page_size: Int32
+    reciprocal: Int64
+    num_pages: Int32
 
     @staticmethod
     def of(table, stride, page_size, num_pages) -> Pager:
@@ -292,9 +292,9 @@ class _Operand:
 class RowSource:
     """Raw rows in global memory; run-time values."""
 
-    base: Any  # address of the CTA's first head of token 0 of block 0
-    block_bytes: Any  # from one block (a request, or a page) to the next, 64 bits
-    token_bytes: Any  # from one token to the next, 32 bits, or known at compile time
+    base: Int64  # address of the CTA's first head of token 0 of block 0
+    block_bytes: Int64  # from one block (a request, or a page) to the next, 64 bits
+    token_bytes: Index  # from one token to the next, 32 bits, or known at compile time
 
     def address(self, block, token):
         """Where a token's rows lie: the only place that knows. ``block``: None once entered."""
@@ -377,10 +377,10 @@ class WordOperand(RowOperand):
 class TensorMapSource:
     """A tensor map and the partitions of the cache and of the ring that it copies between; run-time values."""
 
-    atom: Any
-    shared: Any
-    cache: Any
-    first_head: Any
+    atom: cute.CopyAtom
+    shared: cute.Tensor
+    cache: cute.Tensor
+    first_head: Int32
 
 
 class TensorMapOperand(_Operand):

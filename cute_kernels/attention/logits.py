@@ -4,16 +4,22 @@ A request's queries are its last tokens: query ``place`` of q_len stands at posi
 in powers of two (times log2 e), since the softmax uses exp2 alone.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.readers.common import load_float
 from cute_kernels.device import ptx
+from cute_kernels.device.types import RegisterTensor
+
+if TYPE_CHECKING:
+    from cute_kernels.attention.place import Place, Roles
 
 BIAS_BYTES = {"fp32": 4, "bf16": 2}
 BLOCK_ROWS = 4  # of scores that a lane has of a block
@@ -29,22 +35,22 @@ class FeatureValues:
     transformed.
     """
 
-    window: Any
-    soft_cap: Any
-    sinks: Any
-    alibi_slopes: Any
-    bias: Any
-    bias_strides: Any
-    shift: Any = None
-    out_factor: Any = None
+    window: Int32
+    soft_cap: Float32
+    sinks: Int64
+    alibi_slopes: Int64
+    bias: Int64
+    bias_strides: tuple[Int64, Int64, Int64, Int64]
+    shift: Int64 | None = None
+    out_factor: Int64 | None = None
 
 
 @dataclass(frozen=True)
 class QueryColumn:
     """The query of an accumulator column: its place among the request's queries, and its head; run-time integers."""
 
-    place: Any
-    head: Any
+    place: Int32
+    head: Int32
 
 
 class Logits:
@@ -62,7 +68,7 @@ class Logits:
     def open(self, values: FeatureValues, work, roles, t, softmax_scale):
         """What a warp keeps of a unit: per column its query's slope and position, its shift, or where its bias begins,
         if needed for every score, and the bias of the next block. roles, t: which queries are the lane's."""
-        state = _LogitState()
+        state = LogitState()
         state.values, state.length, state.q_len = values, work.length, work.place.shape.q_len
         state.place, state.roles, state.t = work.place, roles, t
         if const_expr(self.features.alibi):
@@ -93,7 +99,7 @@ class Logits:
         t = ptx.pinned(state.t) if self.features.queries else state.t
         return [state.place.column(self.config, state.roles, t, column) for column in range(self.columns)]
 
-    def positions(self, state) -> list[Any]:
+    def positions(self, state) -> list[Int32]:
         """Where the columns' queries stand in their request."""
         columns = self.query_columns(state)
         return state.positions or [state.length - state.q_len + column.place for column in columns]
@@ -174,15 +180,15 @@ def load_shift(base, row):
     return ptx.load_global_words(base + row * 4, 0, 1, constant=False)[0].bitcast(Float32)
 
 
-class _LogitState:
-    values: Any
-    bias: Any = None
-    length: Any
-    q_len: Any
-    place: Any
-    roles: Any
-    t: Any
-    positions: Any = None
-    slopes: list[Any]
-    shifts: list[Any]
-    bias_rows: list[Any]
+class LogitState:
+    values: FeatureValues
+    bias: RegisterTensor[Float32]  # of variants that have one
+    length: Int32
+    q_len: Int32
+    place: Place
+    roles: Roles
+    t: Int32
+    positions: list[Int32] | None = None
+    slopes: list[Float32]
+    shifts: list[Float32]
+    bias_rows: list[Int64]

@@ -12,7 +12,6 @@ docs/design/forward_progress.md.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -32,9 +31,10 @@ from cute_kernels.attention.logits import load_shift
 from cute_kernels.attention.place import RECIPROCAL_BITS
 from cute_kernels.attention.readers.common import load_float, load_floats
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.device.hadamard import Hadamard
 from cute_kernels.device.lanes import lane_sum
-from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
 
 LOWEST = -1.0e38  # stands for -inf in running maxima, so that differences of two of them are not NaN
 COMBINE_BATCH = 4  # partial results that a thread loads at a time
@@ -49,24 +49,24 @@ class Results:
     there is no such feature.
     """
 
-    out: Any
-    lse: Any
-    workspace: Any
-    mode: Any
-    sinks: Any
-    shifts: Any = None
-    out_factor: Any = None
+    out: Int64
+    lse: Int64
+    workspace: Int64
+    mode: Int32
+    sinks: Int64
+    shifts: tuple[Int64, Float32] | None = None
+    out_factor: Int64 | None = None
 
 
 @dataclass(frozen=True)
 class Share:
     """The vectors of its row that a combiner puts together, and how its threads divide the work; run-time integers."""
 
-    first: Any  # vector
-    count: Any
-    groups_log2: Any  # threads per vector, each for some of the splits
-    num_splits: Any  # splits that have tokens
-    split: Any  # this CTA's
+    first: Int32  # vector
+    count: Int32
+    groups_log2: Int32  # threads per vector, each for some of the splits
+    num_splits: Int32  # splits that have tokens
+    split: Int32  # this CTA's
 
 
 class Merger:

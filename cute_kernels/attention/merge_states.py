@@ -32,10 +32,6 @@ class MergeStatesSpec(KernelSpec):
     config: MergeStatesConfig
     family: ClassVar[str] = "attention"
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
     def compile(self, arch: str) -> Any:
         return compile_merge_states(self.config, arch)
 

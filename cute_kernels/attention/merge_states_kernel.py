@@ -6,13 +6,12 @@ the first. One thread of a row writes the merged log-sum-exp.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.attention.merge_states_config import MergeStatesConfig
 from cute_kernels.device import ptx
+from cute_kernels.device.types import extents
 
 
 class MergeStatesKernel:
@@ -33,7 +32,7 @@ class MergeStatesKernel:
         stream,
     ):
         """Launches over the vectors of ``out``. outs [..., num_heads, head_dim], lses fp32 [..., num_heads]."""
-        shape: Any = out.shape
+        shape = extents(out)
         threads = self.config.num_threads
         row_vectors = shape[-1] // self.config.vector_elements
         num_vectors = row_vectors

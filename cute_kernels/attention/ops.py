@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.compiler import is_compiling
@@ -28,12 +28,15 @@ from cute_kernels.attention.checks import (
     head_dim_of_row,
 )
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.plan import Plan, check_alignment, make_plan, problem_of
+from cute_kernels.attention.plan import DecodePlan, check_alignment, make_plan, problem_of
 from cute_kernels.attention.reference import attention_of
-from cute_kernels.attention.schedule import Schedule, make_schedule
+from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.kv_formats import format_of, format_pair
 from cute_kernels.runtime.operator import Operator, launcher, on_device_of
 from cute_kernels.runtime.plans import ALIGNMENT, identity
+
+if TYPE_CHECKING:
+    from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.runtime.workspace import EMPTY
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # of optional arguments: sinks often are parameters
@@ -106,7 +109,7 @@ def _checked(
     return call
 
 
-def _plan_of(call: AttentionCall) -> Plan | None:
+def _plan_of(call: AttentionCall) -> DecodePlan | None:
     has_tokens = call.k.cache.numel() and call.max_seq_len and call.batch
     return make_plan(call) if has_tokens else None
 
@@ -126,7 +129,7 @@ launch = launcher(_key, _checked, _plan_of, without_tokens)
 
 def schedule_for(
     q: torch.Tensor, k_cache: torch.Tensor, kv_format: str | tuple[str, str], v_cache: torch.Tensor | None = None
-) -> Schedule:
+) -> DecodeSchedule:
     """The configuration and splits that a plain call with these tensors uses; V is as K if not given."""
     seq_lens = torch.empty(q.shape[0], dtype=torch.int32, device=q.device)
     v_cache = k_cache if v_cache is None else v_cache
@@ -242,16 +245,23 @@ def reference(
 # -- caches that are transformed ---------------------------------------------------------------------------------------
 
 
-def checked_transform(transform: Any) -> Any:
+def checked_transform(transform: object) -> CacheTransform | None:
     """The transform of a call; None for one that changes nothing. Raises TypeError for what is none."""
     from cute_kernels.kv_cache.transforms import check_transform  # a room that builds on this one
 
     check_transform("transform", transform)
-    return None if transform.kind is None else transform
+    checked = cast("CacheTransform", transform)
+    return None if checked.kind is None else checked
 
 
 def transform_query(
-    transform: Any, q: Any, q_shift: Any, caches: tuple[Any, Any], kv_format: Any, layout: str, sees_shift: bool
+    transform: CacheTransform,
+    q: torch.Tensor,
+    q_shift: torch.Tensor | None,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    kv_format: object,
+    layout: str,
+    sees_shift: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(q', its shift or None) of a q that is not transformed yet; ``sees_shift``: whether the result depends on it.
 
@@ -276,7 +286,7 @@ def transform_query(
     return transform.queries(q), shift
 
 
-def restore(transform: Any, result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def restore(transform: CacheTransform, result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """The result over V of one over the transformed V, in ``out`` if there is one."""
     restored = transform.restore(result)
     return restored if out is None else out.copy_(restored)
@@ -342,7 +352,13 @@ def are_plain(values: Iterable[Any]) -> bool:
     return not any(type(value) not in _PLAIN and isinstance(value, torch.Tensor) for value in values)
 
 
-def path_of(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any, options: CallOptions | None) -> Callable[..., Any]:
+def path_of(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    options: CallOptions | None,
+) -> Callable[..., Any]:
     """Which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a call; they are called alike.
 
     The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an

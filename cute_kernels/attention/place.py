@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import cutlass
-from cutlass import Int32, Int64
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
 
 from cute_kernels.attention.config import BLOCK_QUERIES, DecodeConfig
-from cute_kernels.attention.logits import QueryColumn
+from cute_kernels.attention.copies import Tiles
+from cute_kernels.attention.logits import FeatureValues, QueryColumn
+
+if TYPE_CHECKING:
+    from cute_kernels.attention.merge import Results
 
 RECIPROCAL_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20 and x / n < 2**11
 
@@ -18,10 +23,10 @@ RECIPROCAL_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20 an
 class GivenScales:
     """Scales beside the caches, fp32: addresses, and elements from a KV head's to the next one's."""
 
-    k_scale: Any
-    v_scale: Any
-    k_stride: Any
-    v_stride: Any
+    k_scale: Int64
+    v_scale: Int64
+    k_stride: Int32
+    v_stride: Int32
 
     def of_keys(self, head):
         """Address of a KV head's scales of K."""
@@ -38,9 +43,9 @@ class QueryRows:
     The rows of a position's heads touch; the rest may be part of something larger, such as a fused projection.
     """
 
-    base: Any
-    request_bytes: Any
-    query_bytes: Any
+    base: Int64
+    request_bytes: Int64
+    query_bytes: Int64
 
     @staticmethod
     def of(q) -> QueryRows:
@@ -57,43 +62,43 @@ class QueryRows:
 class Cta:
     """What a CTA's threads know from the beginning; run-time values."""
 
-    roles: Any
-    tiles: Any
-    results: Any
-    given: Any
-    features: Any
-    softmax_scale: Any
-    ring: Any
-    queries: Any  # address of shared memory, where the configuration shares them
-    barriers: Any
-    warp: Any
-    lane: Any
+    roles: Roles
+    tiles: Tiles
+    results: Results
+    given: GivenScales
+    features: FeatureValues
+    softmax_scale: Float32
+    ring: cute.Pointer
+    queries: Int32  # address of shared memory, where the configuration shares them
+    barriers: cute.Pointer
+    warp: Int32
+    lane: Int32
 
 
 @dataclass(frozen=True)
 class Roles:
     """A warp's part of its CTA's tiles; run-time integers."""
 
-    head: Any  # of the CTA's KV heads
-    first_row: Any  # of the queries of that KV head
-    slice_index: Any
+    head: Int32  # of the CTA's KV heads
+    first_row: Int32  # of the queries of that KV head
+    slice_index: Int32
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecodeSizes:
     """Sizes of a launch; run-time integers. ``x_reciprocal``: what to multiply by to divide by x."""
 
-    batch: Any
-    q_len: Any
-    num_q_heads: Any
-    num_kv_heads: Any
-    group: Any  # query heads per KV head
-    group_reciprocal: Any
-    query_groups: Any  # CTAs that share a KV head's queries
-    query_groups_reciprocal: Any
-    head_blocks: Any
-    max_seq_len: Any
-    block_tokens: Any
+    batch: Int32
+    q_len: Int32
+    num_q_heads: Int32
+    num_kv_heads: Int32
+    group: Int32  # query heads per KV head
+    group_reciprocal: Int32
+    query_groups: Int32  # CTAs that share a KV head's queries
+    query_groups_reciprocal: Int32
+    head_blocks: Int32
+    max_seq_len: Int32
+    block_tokens: Int32
 
 
 @dataclass(frozen=True)
@@ -103,9 +108,9 @@ class Place:
     The queries of a KV head are numbered as ``rows``: query position times group plus head of the group.
     """
 
-    shape: Any
-    first_head: Any
-    first_row: Any
+    shape: DecodeSizes
+    first_head: Int32
+    first_row: Int32
 
     def query_of(self, config: DecodeConfig, head, row):
         """(query position, query head) of a row of the CTA's ``head``-th KV head."""
@@ -126,13 +131,13 @@ class Place:
 class Work:
     """A CTA's unit: a part of a request's tokens; run-time integers."""
 
-    place: Any
-    request: Any
-    part: Any
-    num_parts: Any
-    first_unit: Any
-    length: Any
-    first_tile: Any
+    place: Place
+    request: Int32
+    part: Int32
+    num_parts: Int32
+    first_unit: Int32
+    length: Int32
+    first_tile: Int32
 
     def hidden_tokens(self, window):
         """Tokens at the request's beginning that no query sees."""

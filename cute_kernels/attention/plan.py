@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +12,16 @@ from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CacheOperand
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import KEEP_PARTIALS, PAGE_TOKENS, PLACES_SHIFT, WRITE_LSE, DecodeConfig
-from cute_kernels.attention.schedule import Problem, Schedule, head_blocks, make_schedule
+from cute_kernels.attention.schedule import DecodeProblem, DecodeSchedule, head_blocks, make_schedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.memory import Blank, blank, byte_view, empty_strided
 from cute_kernels.runtime.plans import ALIGNMENT
 from cute_kernels.runtime.workspace import POOL
-from cute_kernels.sm90 import NUM_SMS
 
 
 @dataclass(frozen=True)
-class Plan:
+class DecodePlan:
     """Everything about a launch that does not change between calls of the same shapes, dtypes, device and options.
 
     Attributes:
@@ -41,7 +40,7 @@ class Plan:
     """
 
     function: Callable[..., Any]
-    schedule: Schedule
+    schedule: DecodeSchedule
     device_index: int
     softmax_scale: float
     new_out: Blank
@@ -63,12 +62,12 @@ class Plan:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         seq_lens: torch.Tensor,
-        kv_format: Any,
+        kv_format: object,
         softmax_scale: float | None,
         num_splits: int | None,
         return_lse: bool,
         out: torch.Tensor | None,
-        options: Any = None,
+        options: Mapping[str, Any] | None = None,
         partials: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launches on the current stream of the plan's device, which is the current one: (out or a new one, lse if
@@ -112,7 +111,7 @@ class Plan:
         )
         return out, lse
 
-    def _features(self, options: Any) -> tuple[Any, ...]:
+    def _features(self, options: Mapping[str, Any]) -> tuple[Any, ...]:
         """The arguments of features."""
         sinks, slopes, bias = options["sinks"], options["alibi_slopes"], options["attn_bias"]
         uneven = self.schedule.more_rows, self.schedule.shares
@@ -133,7 +132,7 @@ def make_plan(
     num_splits: int | None = None,
     *,
     after_append: bool = False,
-) -> Plan:
+) -> DecodePlan:
     """The plan of a checked call; ``config`` and ``num_splits`` instead of what the schedule would choose.
 
     after_append: for launches that directly follow one that appends the newest tokens and lets this one start early.
@@ -143,9 +142,9 @@ def make_plan(
     if config is not None:
         splits = make_schedule(problem).num_splits if num_splits is None else num_splits
         uneven = (schedule.more_rows, schedule.shares) if config.units else (0, 0)
-        schedule = Schedule(config, splits, head_blocks(problem, config), *uneven)
+        schedule = DecodeSchedule(config, splits, head_blocks(problem, config), *uneven)
     table = call.block_table
-    return Plan(
+    return DecodePlan(
         function=load(DecodeSpec(schedule.config), arch_of(call.q.device.index)),
         schedule=schedule,
         device_index=call.q.device.index,
@@ -181,7 +180,7 @@ def places_log2(config: DecodeConfig, num_sms: int) -> int:
     return (num_sms * config.ctas_per_sm).bit_length() - 1
 
 
-def workspace_words(schedule: Schedule, problem: Problem) -> int:
+def workspace_words(schedule: DecodeSchedule, problem: DecodeProblem) -> int:
     """Words of the partial results of all units; 0 if no row has more than one."""
     if schedule.num_splits == 1 and not schedule.more_rows:
         return 0
@@ -189,10 +188,10 @@ def workspace_words(schedule: Schedule, problem: Problem) -> int:
     return units * problem.q_len * problem.num_q_heads * schedule.config.partial_words
 
 
-def problem_of(call: AttentionCall, *, after_append: bool = False) -> Problem:
+def problem_of(call: AttentionCall, *, after_append: bool = False) -> DecodeProblem:
     """What the schedule needs to know of a call."""
     rows = [operand for operand in (call.k, call.v) if operand.form.has_header]
-    return Problem(
+    return DecodeProblem(
         batch=call.batch,
         max_seq_len=call.max_seq_len,
         num_q_heads=call.num_q_heads,
@@ -222,7 +221,11 @@ def _places(call: AttentionCall, operand: CacheOperand) -> int:
 
 
 def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_SMS
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else DecodeProblem.num_sms
+    )
 
 
 def check_alignment(call: AttentionCall) -> None:

@@ -16,7 +16,6 @@ from cute_kernels.attention.config import BLOCK_QUERIES, MAX_BLOCKS_PER_WARP, De
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.tiles import cannot_read, copies_per_tile, kernel_format
 from cute_kernels.kv_formats import KvFormat, format_of
-from cute_kernels.sm90 import MAX_SHARED_BYTES, NUM_SMS, RESERVED_SHARED_BYTES
 
 MEMORY_BYTES_PER_US = 4.5e6  # what streaming kernels reach on an H200
 # How much more than its share of the memory's rate an SM can digest.
@@ -52,7 +51,7 @@ STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp 
 
 
 @dataclass(frozen=True)
-class Problem:
+class DecodeProblem:
     """Everything about a call that its schedule depends on; lengths are on the device and not known here.
 
     Attributes:
@@ -85,7 +84,7 @@ class Problem:
     aligned: bool = True
     tokens_touch: bool = True
     heads_touch: bool = True
-    num_sms: int = NUM_SMS
+    num_sms: int = DecodeConfig.limits.num_sms
     after_append: bool = False
 
     @classmethod
@@ -99,7 +98,7 @@ class Problem:
         kv_format: str,
         q_dtype: str,
         **others: Any,
-    ) -> Problem:
+    ) -> DecodeProblem:
         """K and V alike."""
         shape = (batch, max_seq_len, num_q_heads, num_kv_heads)
         return cls(*shape, head_dim, head_dim, kv_format, kv_format, q_dtype, **others)
@@ -121,7 +120,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class DecodeSchedule:
     """How one launch is laid out.
 
     Attributes:
@@ -140,7 +139,7 @@ class Schedule:
 
 
 @lru_cache(maxsize=4096)
-def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
+def make_schedule(problem: DecodeProblem, num_splits: int | None = None) -> DecodeSchedule:
     """The fastest schedule by the model; ``num_splits`` fixes the splits.
 
     Splits are combined in an order that depends on their number alone, so with fixed splits a request's result does not
@@ -148,7 +147,7 @@ def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
     """
     configs = candidate_configs(problem)
     if num_splits is not None:
-        return Schedule(configs[0], num_splits, head_blocks(problem, configs[0]))
+        return DecodeSchedule(configs[0], num_splits, head_blocks(problem, configs[0]))
     options = [(config, splits) for config in configs for splits in split_options(problem, config)]
     costs = expected_costs(problem, options)
     _, splits, index = min(
@@ -158,10 +157,10 @@ def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
     blocks = head_blocks(problem, config)
     cut_by_length = config.units and 1 < problem.batch <= MAX_CUT_BATCH
     more = rows_beyond(problem, config, splits, blocks) if cut_by_length else 0
-    return Schedule(config, splits, blocks, more, max(1, problem.num_sms * config.ctas_per_sm // blocks))
+    return DecodeSchedule(config, splits, blocks, more, max(1, problem.num_sms * config.ctas_per_sm // blocks))
 
 
-def expected_costs(problem: Problem, options: list[tuple[DecodeConfig, int]]) -> list[float]:
+def expected_costs(problem: DecodeProblem, options: list[tuple[DecodeConfig, int]]) -> list[float]:
     """What each of some (configuration, splits) is expected to take; comparable with each other alone.
 
     Microseconds where it is known what lengths there may be. A block table as wide as an engine's longest request says
@@ -183,13 +182,13 @@ def expected_costs(problem: Problem, options: list[tuple[DecodeConfig, int]]) ->
     return costs
 
 
-def head_blocks(problem: Problem, config: DecodeConfig) -> int:
+def head_blocks(problem: DecodeProblem, config: DecodeConfig) -> int:
     """CTAs that cover the heads of one request."""
     query_groups = -(-problem.rows // config.head_queries)
     return problem.num_kv_heads // config.num_heads * query_groups
 
 
-def split_options(problem: Problem, config: DecodeConfig) -> range:
+def split_options(problem: DecodeProblem, config: DecodeConfig) -> range:
     """Numbers of splits worth considering: none for what is made for many short rows."""
     if _is_for_short_rows(config):
         return range(1, 2)
@@ -199,7 +198,7 @@ def split_options(problem: Problem, config: DecodeConfig) -> range:
     return range(1, most + 1)
 
 
-def rows_beyond(problem: Problem, config: DecodeConfig, parts: int, head_blocks: int) -> int:
+def rows_beyond(problem: DecodeProblem, config: DecodeConfig, parts: int, head_blocks: int) -> int:
     """Rows of ``parts`` CTAs beyond the batch, for the parts of long requests.
 
     Few requests are cut for the CTAs that the SMs hold at a time. Many need more, since each may have one part more
@@ -252,7 +251,7 @@ def _part_tiles(tiles: list[int], ctas: int, shares: int) -> int:
     return most
 
 
-def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int) -> float:
+def estimate_us(problem: DecodeProblem, config: DecodeConfig, num_splits: int) -> float:
     """Microseconds that the model expects, without the launch itself, if every row has max_seq_len tokens."""
     rows = problem.batch * head_blocks(problem, config)
     tiles = -(-problem.max_seq_len // config.tile_tokens)
@@ -288,7 +287,7 @@ def _combine_us(num_splits: int) -> float:
 # -- configurations ---------------------------------------------------------------------------------------------------
 
 
-def candidate_configs(problem: Problem) -> list[DecodeConfig]:
+def candidate_configs(problem: DecodeProblem) -> list[DecodeConfig]:
     """The configurations worth considering for a problem, one per number of CTAs on an SM.
 
     Raises ValueError if the kernels cannot read the caches.
@@ -316,7 +315,7 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
     return [_with_warpgroups(config) for config in configs] if _fits_warpgroups(problem) else list(configs)
 
 
-def _fits_warpgroups(problem: Problem) -> bool:
+def _fits_warpgroups(problem: DecodeProblem) -> bool:
     """Whether wgmma multiplies faster than mma.sync: with four blocks of queries of one KV head, of rows in bulk."""
     forms = [format_of(kernel_format(name)) for name in (problem.k_format, problem.v_format)]
     return (
@@ -330,7 +329,7 @@ def _fits_warpgroups(problem: Problem) -> bool:
     )
 
 
-def _is_contiguous(problem: Problem, num_heads: int) -> bool:
+def _is_contiguous(problem: DecodeProblem, num_heads: int) -> bool:
     """Whether the rows that a CTA with so many KV heads takes of raw rows' tokens lie one behind the other."""
     return problem.tokens_touch and (problem.features.head_major or num_heads == problem.num_kv_heads)
 
@@ -364,7 +363,7 @@ def _roomy(config: DecodeConfig) -> DecodeConfig:
     return config
 
 
-def query_blocks(problem: Problem) -> tuple[int, int]:
+def query_blocks(problem: DecodeProblem) -> tuple[int, int]:
     """(warps that take different queries of a KV head, blocks of 8 that each of them carries); more are more CTAs."""
     per_warp = 2 if problem.rows > BLOCK_QUERIES else 1
     if problem.rows > per_warp * BLOCK_QUERIES and _fits_four_blocks(problem):
@@ -372,7 +371,7 @@ def query_blocks(problem: Problem) -> tuple[int, int]:
     return 2 if problem.rows > per_warp * BLOCK_QUERIES else 1, per_warp
 
 
-def _fits_four_blocks(problem: Problem) -> bool:
+def _fits_four_blocks(problem: DecodeProblem) -> bool:
     """Whether a warp can carry four blocks of queries, which then are decoded for once instead of twice.
 
     Their accumulators leave registers for codes with one group of columns, at most 128 of them, and for logits that
@@ -387,7 +386,7 @@ def _fits_four_blocks(problem: Problem) -> bool:
     )
 
 
-def _borrows_registers(problem: Problem) -> bool:
+def _borrows_registers(problem: DecodeProblem) -> bool:
     """Whether eight warps want more registers than 168: with four blocks of queries each, or two of INT4 with groups.
 
     Two blocks with four groups take 218, and no two CTAs of an SM have them. What is spilled finds no room in the L1
@@ -399,7 +398,7 @@ def _borrows_registers(problem: Problem) -> bool:
     return blocks_per_warp == MAX_BLOCKS_PER_WARP or (blocks_per_warp == 2 and grouped)
 
 
-def row_heads(problem: Problem, names: tuple[str, str], num_query_blocks: int) -> int:
+def row_heads(problem: DecodeProblem, names: tuple[str, str], num_query_blocks: int) -> int:
     """KV heads of a CTA such that a token's rows can be copied in bulk, 0 if there is no such number."""
     most = (TARGET_WARPS if _borrows_registers(problem) else MAX_WARPS) // num_query_blocks
     dims = (problem.head_dim, problem.v_head_dim)
@@ -414,13 +413,18 @@ def row_heads(problem: Problem, names: tuple[str, str], num_query_blocks: int) -
         if not contiguous and any(heads * size % BULK_BYTES for size in row_bytes):
             continue
         base = _base_config(problem, names, heads, num_query_blocks, contiguous, "bulk")
-        if _num_stages(base, 1) >= 2 and base.smem_bytes <= MAX_SHARED_BYTES:
+        if _num_stages(base, 1) >= 2 and base.smem_bytes <= base.limits.shared_bytes:
             return heads
     return 0
 
 
 def _base_config(
-    problem: Problem, names: tuple[str, str], num_heads: int, num_query_blocks: int, contiguous: bool, row_copy: str
+    problem: DecodeProblem,
+    names: tuple[str, str],
+    num_heads: int,
+    num_query_blocks: int,
+    contiguous: bool,
+    row_copy: str,
 ) -> DecodeConfig:
     """The fields that follow from the problem; one warp to a tile."""
     k_copy, v_copy = (row_copy if format_of(name).has_header else "tma" for name in names)
@@ -517,7 +521,7 @@ def _takes_one_block(config: DecodeConfig) -> bool:
 
 def _num_stages(config: DecodeConfig, ctas_per_sm: int) -> int:
     """Tiles that the shared memory of one of ``ctas_per_sm`` CTAs has room for."""
-    budget = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // ctas_per_sm - 2048 - config.query_bytes
+    budget = config.limits.sm_shared_bytes // ctas_per_sm - 2048 - config.query_bytes
     return budget // sum(config.tile_bytes)
 
 
@@ -536,4 +540,4 @@ def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeC
 
 
 def _change(config: DecodeConfig, **fields: int) -> DecodeConfig:
-    return replace(config, **fields)  # type: ignore[arg-type]
+    return replace(config, **fields)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Protocol
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.kv_formats import GROUP_UNIT, HEAD_DIMS, KvFormat, format_of
-from cute_kernels.sm90 import WARP_THREADS
 from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import MMA_ROWS, RowTile, plan_tiles, run_codes
 

@@ -1,10 +1,10 @@
 """Decode attention of 32 queries of a KV head by warpgroups: products by wgmma, a softmax that four warps share.
 
-What differs from :class:`cute_kernels.attention.kernel.DecodeKernel`, whose loop over tiles this is: the four warps of
-a warpgroup each score their own slice of the tokens, write the probabilities to shared memory, and sum up the values of
-all four slices in a quarter of the columns (:mod:`.readers.warpgroup`). So they have one softmax reference. They write
-probabilities as of the reference they have; the barrier after which these are read also tells whether one of them was
-too large for it. Only then is it raised, and are they written again: after the first tile hardly ever.
+What differs from :class:`cute_kernels.attention.mainloop.WarpMainloop`: the four warps of a warpgroup each score their
+own slice of the tokens, write the probabilities to shared memory, and sum up the values of all four slices in a quarter
+of the columns (:mod:`.readers.warpgroup`). So they have one softmax reference. They write probabilities as of the
+reference they have; the barrier after which these are read also tells whether one of them was too large for it. Only
+then is it raised, and are they written again: after the first tile hardly ever.
 
 Two warpgroups take turns with their products, as FlashAttention-3's do (Shah et al. 2024): one's softmax is behind the
 other's products. So a turn has all of a warpgroup's products at once, P V of the tile before and then the scores of the
@@ -16,12 +16,12 @@ before which they have waited for the products of tile i's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from cute_kernels.attention.barriers import (
     WARPGROUP_THREADS,
@@ -39,12 +39,14 @@ from cute_kernels.attention.config import (
     WARPGROUP_WARPS,
     WGMMA_QUERIES,
 )
-from cute_kernels.attention.kernel import RESCALE_SLACK, DecodeKernel
+from cute_kernels.attention.mainloop import RESCALE_SLACK, UnitTiles
+from cute_kernels.attention.merge import Merger
 from cute_kernels.attention.readers.warpgroup import ROW_HALVES
 from cute_kernels.device import ptx, wgmma
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
 from cute_kernels.device.ring import advance
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.device.types import RegisterTensor
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
 MAX_TOTAL = 2.0**36  # of a lane's probabilities of a tile, where the scales of V are too small to bound them
@@ -58,7 +60,7 @@ class Rows:
 
     Attributes:
         first: of the four that the lane has in two tiles.
-        s: register tensor [j, column] of what :meth:`WarpgroupKernel.logit` makes logits of.
+        s: register tensor [j, column] of what :meth:`WarpgroupMainloop.logit` makes logits of.
         lines: [j] what it takes for that.
         headers: [j] of the rows of V.
         sums: register tensor [2, column]: of the probabilities of all rows; of those times shifts of V, on top of what
@@ -66,10 +68,10 @@ class Rows:
     """
 
     first: int
-    s: Any
-    lines: Any
-    headers: Any
-    sums: Any
+    s: RegisterTensor[Float32]
+    lines: Sequence[tuple[Float32, Float32 | None]]
+    headers: list[list[Uint32]]
+    sums: RegisterTensor[Float32]
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,12 @@ class Warpgroup:
         offset: register tensor of one number, bytes from there to the place of the next tile's.
     """
 
-    number: Any
-    warp: Any
-    lane: Any
-    exchange: Any
-    probabilities: Any
-    offset: Any
+    number: Int32
+    warp: Int32
+    lane: Int32
+    exchange: Int32
+    probabilities: Int32
+    offset: RegisterTensor[Int32]
 
     def operand(self):
         """Shared address of the next tile's probabilities."""
@@ -105,8 +107,13 @@ class Warpgroup:
         self.offset[0] = size - self.offset[0]
 
 
-class WarpgroupKernel(DecodeKernel):
-    """One compiled variant of decode attention for 32 queries of a KV head."""
+class WarpgroupMainloop:
+    """The four warps of a warpgroup multiply together; for 32 queries of a KV head."""
+
+    def __init__(self, unit: UnitTiles, merger: Merger):
+        self.config, self.copier, self.logits = unit.config, unit.copier, unit.logits
+        self.key_reader, self.value_reader = unit.key_reader, unit.value_reader
+        self.unit, self.merger = unit, merger
 
     def place_queries(self, cta, keys):
         """Writes the queries' B operand, and finds the warp's place in its warpgroup."""
@@ -141,23 +148,23 @@ class WarpgroupKernel(DecodeKernel):
 
     @cute.jit
     def attend_tiles(self, cta, work, query, stage: Int32, phase: Int32):
-        """As the base class has it, but that the values of a tile are multiplied in the turn of the next one."""
+        """As `WarpMainloop` has it, but that the values of a tile are multiplied in the turn of the next one."""
         config = self.config
         if const_expr(config.lends_registers):
             cute.arch.setmaxregister_increase(ATTENDING_REGISTERS)
         empty = cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
-        state = self.open_state(cta, work, query)
+        state = self.unit.open_state(cta, work, query, self.place_queries)
         number = state.keys.warpgroup.number
         self.give_first_turn(number)
         before = stage  # where the last tile lies; no tile yet: one that has come, times probabilities of zero
         while token < work.length:
             # All attending warps meet where rows are cleared: before turns.
-            self.await_tile(cta, work, token, stage, phase)
+            self.unit.await_tile(cta, work, token, stage, phase)
             await_turn(number)
             self.start_products(cta, state, before)
             if token > work.first_token(config):
-                self.give_back(cta, empty, before)
+                self.unit.give_back(cta, empty, before)
             masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
             first_token = token + cta.roles.slice_index * config.slice_tokens
             self.attend(state, self.copier.stage_addresses(cta.tiles, stage), 0, masked, first_token, token + stride)
@@ -185,7 +192,7 @@ class WarpgroupKernel(DecodeKernel):
 
     @cute.jit
     def attend(self, state, addresses, block: int, masked, first_token: Int32, next_token: Int32):
-        """Logits and online softmax of the 128 tokens of a warpgroup; arguments as the base class has them.
+        """Logits and online softmax of the 128 tokens of a warpgroup; arguments as of `WarpMainloop`.
 
         Passes the turn. When it returns, no products are running, and probabilities are where all warps see them.
         """

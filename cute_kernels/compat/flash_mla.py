@@ -24,7 +24,6 @@ that say what is wanted, where FlashMLA has assertions.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 
@@ -88,7 +87,7 @@ class FlashMLASchedMeta:
                 )
 
 
-def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
     """(what `flash_mla_with_kvcache` keeps its configuration in, None); arguments of any kind are ignored."""
     return FlashMLASchedMeta(), None
 
@@ -233,9 +232,9 @@ def _dense(
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse [b, s_q, h_q]); each head of the cache serves a run of q's heads."""
-    for name, tensor in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
-        if tensor is None:
-            raise ValueError(f"{name}: got None without indices, want it for dense attention")
+    if block_table is None or cache_seqlens is None:
+        name = "block_table" if block_table is None else "cache_seqlens"
+        raise ValueError(f"{name}: got None without indices, want it for dense attention")
     h_q, h_k = q.shape[2], k_cache.shape[2]
     if h_k == 0 or h_q % h_k:
         raise ValueError(f"q: got {h_q} heads, want a multiple of the {h_k} heads of k_cache")

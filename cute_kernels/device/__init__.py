@@ -1,1 +1,1 @@
-"""Shared GPU pieces: PTX wrappers and number decoding. Imported by kernels only."""
+"""Shared GPU pieces: PTX wrappers and number decoding. Imported by kernels only, but for `cuda` and `exchange`."""

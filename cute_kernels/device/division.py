@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 from cutlass import Int32, Int64, Uint32
@@ -20,9 +19,9 @@ class Divisor:
     Montgomery 1994). 32 bits hold the multiplier and 2 n, whose product's upper half wants a shift alone.
     """
 
-    value: Any
-    multiplier: Any  # Uint32
-    shift: Any  # Uint32, 0 to 31
+    value: Int32
+    multiplier: Uint32  # Uint32
+    shift: Uint32  # Uint32, 0 to 31
 
     @staticmethod
     def of(value) -> Divisor:
@@ -33,12 +32,12 @@ class Divisor:
         multiplier = ((Int64(1) << (Int64(shift) + 31)) + (Int64(value) - 1)) // Int64(value)
         return Divisor(value, Uint32(multiplier), Uint32(shift))
 
-    def divide(self, number) -> tuple[Any, Any]:
+    def divide(self, number) -> tuple[Uint32, Uint32]:
         """(quotient, remainder) of a Uint32 below 2**31, as Uint32."""
         quotient = numbers.multiply_high_u32(number << 1, self.multiplier) >> self.shift
         return quotient, number - quotient * Uint32(self.value)
 
-    def divide_int(self, number) -> tuple[Any, Any]:
+    def divide_int(self, number) -> tuple[Int32, Int32]:
         """The same of an int32 that is not negative, as Int32."""
         quotient = Int32(numbers.multiply_high_u32(Uint32(number) << 1, self.multiplier) >> self.shift)
         return quotient, number - quotient * self.value

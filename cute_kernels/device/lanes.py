@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.device import ptx
 
+T = TypeVar("T")
 
-def in_pairs(combine: Callable[[Any, Any], Any], values: Sequence[Any]) -> Any:
+
+def in_pairs(combine: Callable[[T, T], T], values: Sequence[T]) -> T:
     """``combine`` over a lane's own values as a tree, so that no more than log2 of them wait for each other."""
     while len(values) > 1:
         pairs = [combine(values[i], values[i + 1]) for i in range(0, len(values) - 1, 2)]
@@ -21,7 +23,7 @@ def in_pairs(combine: Callable[[Any, Any], Any], values: Sequence[Any]) -> Any:
     return values[0]
 
 
-def over_lanes(combine: Callable[[Any, Any], Any], value: Any, offsets: Iterable[int]) -> Any:
+def over_lanes(combine: Callable[[T, T], T], value: T, offsets: Iterable[int]) -> T:
     """``combine`` over the lanes whose numbers differ in the bits ``offsets``."""
     for offset in offsets:
         value = combine(value, cute.arch.shuffle_sync_bfly(value, offset))
@@ -33,7 +35,7 @@ def neighbours(count: int) -> list[int]:
     return [1 << bit for bit in range(count.bit_length() - 1)]
 
 
-def transpose_quad(words: Sequence[Any], lane: Any) -> list[Any]:
+def transpose_quad(words: Sequence[Uint32], lane: Int32) -> list[Uint32]:
     """Transposes a 4 x 4 matrix of 4 neighbouring lanes: lane t's i-th word becomes lane i's t-th."""
     words = list(words)
     for offset in (1, 2):
@@ -48,7 +50,7 @@ def transpose_quad(words: Sequence[Any], lane: Any) -> list[Any]:
     return words
 
 
-def lane_prefix(value: Any, lane: Any, none: Any) -> tuple[Any, Any]:
+def lane_prefix(value: Int32, lane: Int32, none: Int32) -> tuple[Int32, Int32]:
     """(sum over the lanes before, sum over all 32). none: the zero of the value's type."""
     before = none
     for offset in neighbours(32):

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
-from cute_kernels.device.ptx import _effect, _pure, _struct
+from cute_kernels.device.ptx import _effect, _pure, struct_of
 
 ROUNDER = 12582912.0  # 1.5 * 2**23: x + ROUNDER is x rounded to an integer (ties to even) in its low mantissa bits
 ROUNDER_BITS = 0x4B400000
@@ -210,7 +210,7 @@ def load_global_if(
     u32 = Uint32.mlir_type
     outputs = [f"${i}" for i in range(num_words)]
     struct = llvm.inline_asm(
-        _struct(u32, num_words),
+        struct_of(u32, num_words),
         [Int32(condition).ir_value(loc=loc, ip=ip), Int64(address).ir_value(loc=loc, ip=ip)],
         f"{{ .reg .pred p; setp.ne.b32 p, ${num_words}, 0; {' '.join(f'mov.u32 {word}, 0;' for word in outputs)} "
         f"@p ld.global{'.nc' if constant else ''}.v{num_words}.u32 {{{', '.join(outputs)}}}, "
@@ -344,7 +344,7 @@ def load_in_cluster(address: Int32, num_words: int, *, loc=None, ip=None) -> lis
     u32 = Uint32.mlir_type
     outputs = ", ".join(f"${i}" for i in range(num_words))
     struct = llvm.inline_asm(
-        _struct(u32, num_words),
+        struct_of(u32, num_words),
         [Int32(address).ir_value(loc=loc, ip=ip)],
         f"ld.shared::cluster.v{num_words}.u32 {{{outputs}}}, [${num_words}];",
         ",".join(["=r"] * num_words) + ",r,~{memory}",

@@ -7,8 +7,6 @@ b is the sum, and a times b plus -0 the product, signs of zeros included.
 
 from __future__ import annotations
 
-from typing import Any
-
 from cutlass import Uint32
 
 from cute_kernels.device import numbers, ptx
@@ -22,21 +20,21 @@ class PortableMath:
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
 
-    def word(self, value: Any) -> Any:
+    def word(self, value: int | Uint32) -> Uint32:
         """A Uint32; the operators of Python compute with it."""
         return Uint32(value)
 
-    def prmt(self, a: Any, b: Any, selector: Any) -> Any:
+    def prmt(self, a: Uint32, b: Uint32, selector: Uint32) -> Uint32:
         """Four of the eight bytes of a and b: nibble i of the selector's lower half says which is byte i."""
         return ptx.prmt(a, b, selector)
 
-    def add(self, a: Any, b: Any) -> Any:
+    def add(self, a: Uint32, b: Uint32) -> Uint32:
         return numbers.fma_bf16x2(a, Uint32(BF16_ONE), b) if self.dtype == "bf16" else ptx.add_f16x2(a, b)
 
-    def multiply(self, a: Any, b: Any) -> Any:
+    def multiply(self, a: Uint32, b: Uint32) -> Uint32:
         return numbers.fma_bf16x2(a, b, Uint32(BF16_MINUS_ZERO)) if self.dtype == "bf16" else ptx.mul_f16x2(a, b)
 
-    def fma(self, a: Any, b: Any, c: Any) -> Any:
+    def fma(self, a: Uint32, b: Uint32, c: Uint32) -> Uint32:
         """a * b + c."""
         return numbers.fma_bf16x2(a, b, c) if self.dtype == "bf16" else ptx.fma_f16x2(a, b, c)
 
@@ -44,8 +42,8 @@ class PortableMath:
 class HopperMath(PortableMath):
     """The same for sm_90 and later."""
 
-    def add(self, a: Any, b: Any) -> Any:
+    def add(self, a: Uint32, b: Uint32) -> Uint32:
         return ptx.add_bf16x2(a, b) if self.dtype == "bf16" else ptx.add_f16x2(a, b)
 
-    def multiply(self, a: Any, b: Any) -> Any:
+    def multiply(self, a: Uint32, b: Uint32) -> Uint32:
         return ptx.mul_bf16x2(a, b) if self.dtype == "bf16" else ptx.mul_f16x2(a, b)

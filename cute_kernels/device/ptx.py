@@ -197,15 +197,15 @@ def transpose_8x8(x: Uint32, *, loc=None, ip=None) -> Uint32:
     )
 
 
-def _struct(element, count: int):
-    """What an instruction with several results returns."""
+def struct_of(element, count: int):
+    """What an instruction with several results, of an MLIR type, returns."""
     return llvm.StructType.get_literal([element] * count)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _mma(asm: str, c: Sequence[Float32], a: Sequence[Uint32], b: Sequence[Uint32], *, loc=None, ip=None):
     """Emits an mma.sync with four fp32 accumulators; returns the four results."""
     f32 = Float32.mlir_type
-    result_type = _struct(f32, 4)
+    result_type = struct_of(f32, 4)
     operands = [Uint32(x).ir_value(loc=loc, ip=ip) for x in (*a, *b)]
     operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in c]
     constraints = ",".join(["=f"] * 4 + ["r"] * (len(a) + len(b)) + ["f"] * 4)
@@ -247,7 +247,7 @@ def load_matrix_x4(address: Int32, offset: int, *, transpose: bool, loc=None, ip
     ``offset`` bytes, known at compile time, are added to every address.
     """
     u32 = Uint32.mlir_type
-    result_type = _struct(u32, 4)
+    result_type = struct_of(u32, 4)
     trans = ".trans" if transpose else ""
     struct = llvm.inline_asm(
         result_type,
@@ -328,7 +328,7 @@ def load_shared_vector(address: Int32, offset: int, num_words: int, *, loc=None,
     u32 = Uint32.mlir_type
     outputs = ", ".join(f"${i}" for i in range(num_words))
     struct = llvm.inline_asm(
-        _struct(u32, num_words),
+        struct_of(u32, num_words),
         [Int32(address).ir_value(loc=loc, ip=ip)],
         f"ld.shared.v{num_words}.u32 {{{outputs}}}, [${num_words} + {offset}];",
         ",".join(["=r"] * num_words) + ",r,~{memory}",
@@ -391,7 +391,7 @@ def load_global_words(
     u32 = Uint32.mlir_type
     outputs = ", ".join(f"${i}" for i in range(num_words))
     target = f".v{num_words}.u32 {{{outputs}}}" if num_words > 1 else ".u32 $0"
-    result_type = _struct(u32, num_words) if num_words > 1 else u32
+    result_type = struct_of(u32, num_words) if num_words > 1 else u32
     result = llvm.inline_asm(
         result_type,
         [Int64(address).ir_value(loc=loc, ip=ip)],
@@ -432,7 +432,7 @@ def load_relaxed(address: Int64, num_words: int, *, offset: int = 0, loc=None, i
     u32 = Uint32.mlir_type
     outputs = ", ".join(f"${i}" for i in range(num_words))
     struct = llvm.inline_asm(
-        _struct(u32, num_words),
+        struct_of(u32, num_words),
         [Int64(address).ir_value(loc=loc, ip=ip)],
         f"ld.relaxed.gpu.global.v{num_words}.u32 {{{outputs}}}, [${num_words}+{offset}];",
         ",".join(["=r"] * num_words) + ",l,~{memory}",

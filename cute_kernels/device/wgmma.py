@@ -18,6 +18,8 @@ from cutlass import Float32, Int32, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
+from cute_kernels.device.ptx import struct_of
+
 ROW_BYTES = 128  # of a row of B in shared memory: 64 elements of 16 bits, what 128-byte swizzling permutes
 ATOM_BYTES = 8 * ROW_BYTES  # rows among which pieces of 16 bytes are exchanged; B starts on a multiple of it
 STEP_BYTES = 32  # of a row: the 16 elements of one instruction
@@ -46,7 +48,7 @@ def _through(asm: str, values: Sequence, dtype, letter: str, *, loc=None, ip=Non
     # A one-element struct is no struct to inline assembly, so nothing less than two registers is taken.
     assert len(values) > 1
     struct = llvm.inline_asm(
-        llvm.StructType.get_literal([dtype.mlir_type] * len(values)),  # pyright: ignore[reportAttributeAccessIssue]
+        struct_of(dtype.mlir_type, len(values)),
         [dtype(value).ir_value(loc=loc, ip=ip) for value in values],
         asm,
         ",".join([f"={letter}"] * len(values) + [str(i) for i in range(len(values))] + ["~{memory}"]),
@@ -143,7 +145,7 @@ def _issue(sums, count: int, a, b_low, kind: str, scales: str, number, constrain
     operands = [Uint32(x).ir_value(loc=loc, ip=ip) for x in (*a, b_low)]
     operands += [number(x).ir_value(loc=loc, ip=ip) for x in sums]
     struct = llvm.inline_asm(
-        llvm.StructType.get_literal([kind_of_sums] * count),  # pyright: ignore[reportAttributeAccessIssue]
+        struct_of(kind_of_sums, count),
         operands,
         asm,
         ",".join([f"={constraint}"] * count + ["r"] * 5 + [str(i) for i in range(len(sums))] + ["~{memory}"]),

@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32
+from cutlass import BFloat16, Float32, Int32, Numeric
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandSource, SmemLayoutAtomKind
+
+from cute_kernels.device.types import Index
 
 WARPGROUP_THREADS = 128
 WARPGROUP_ROWS = 64  # M of an instruction
@@ -21,23 +23,23 @@ ROW_BYTES = 128  # of a row in a slab
 PIECE_BYTES = 16  # what the swizzle permutes
 
 
-def piece_offset(row: Any, piece: Any) -> Any:
-    """Byte offset in a slab of 16-byte piece ``piece`` (0 to 7) of a row; Python or run-time integers."""
+def piece_offset(row: Int32, piece: Index) -> Int32:
+    """Byte offset in a slab of 16-byte piece ``piece`` (0 to 7) of a row."""
     return row * ROW_BYTES + (piece ^ (row & 7)) * PIECE_BYTES
 
 
-def tile(pointer, rows: int, columns: int, dtype: Any = BFloat16) -> cute.Tensor:
+def tile(pointer, rows: int, columns: int, dtype: type[Numeric] = BFloat16) -> cute.Tensor:
     """The K-major tensor [rows, columns] at a pointer to shared memory aligned to 1024 bytes; BFloat16 or Float16."""
     return _tensor(pointer, tile_layout(rows, columns, dtype), dtype)
 
 
-def tile_layout(rows: int, columns: int, dtype: Any = BFloat16):
+def tile_layout(rows: int, columns: int, dtype: type[Numeric] = BFloat16):
     """The layout of :func:`tile`, with its swizzle."""
     atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, dtype)
     return cute.tile_to_shape(atom, (rows, columns), order=(0, 1))
 
 
-def transposed_tile(pointer, rows: int, columns: int, dtype: Any = BFloat16) -> cute.Tensor:
+def transposed_tile(pointer, rows: int, columns: int, dtype: type[Numeric] = BFloat16) -> cute.Tensor:
     """The bytes of :func:`tile` as the MN-major tensor [columns, rows]."""
     atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.MN_SW128, dtype)
     return _tensor(pointer, cute.tile_to_shape(atom, (columns, rows), order=(1, 0)), dtype)
@@ -48,7 +50,9 @@ def _tensor(pointer, layout, dtype) -> cute.Tensor:
     return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), layout.outer)
 
 
-def mma(n: int, *, a_in_registers: bool = False, b_transposed: bool = False, dtype: Any = BFloat16) -> cute.TiledMma:
+def mma(
+    n: int, *, a_in_registers: bool = False, b_transposed: bool = False, dtype: type[Numeric] = BFloat16
+) -> cute.TiledMma:
     """One warpgroup's product with M = 64, N = ``n`` and fp32 sums; made anew for every use, as it holds state."""
     operation = warpgroup.MmaF16BF16Op(
         dtype,

@@ -10,11 +10,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
 from cute_kernels.extend.config import ELEMENT_BYTES, CombineConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.softmax import LOWEST, load_float
-from cute_kernels.sm90 import WARP_THREADS
 
 ALL_LANES = (1, 2, 4, 8, 16)
 LANE_COLUMNS = 4  # that a lane adds up at a time

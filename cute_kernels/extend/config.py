@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.attention.config import PAGE_TOKENS
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.tiles import kernel_format
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.kv_formats import GROUP_UNIT, KvFormat, format_of
-from cute_kernels.sm90 import MAX_SHARED_BYTES, WARP_THREADS
 
 MMA_WARPGROUPS = 2  # consumers: 64 rows of queries each
 WARPGROUP_WARPS = 4
@@ -68,6 +70,7 @@ class ExtendConfig:
         ping_pong: whether the consumers take turns issuing their products.
     """
 
+    limits: ClassVar[Limits] = HOPPER
     k_format: str
     v_format: str
     q_dtype: str
@@ -204,9 +207,7 @@ class ExtendConfig:
             return "a tree's mask says what is seen: neither order nor positions do"
         if self.features.bias is not None:
             return "there is no additive bias"
-        if self.smem_bytes > MAX_SHARED_BYTES:
-            return f"{self.smem_bytes} bytes of shared memory exceed {MAX_SHARED_BYTES}"
-        return None
+        return self.limits.refuses(self.num_threads, self.smem_bytes)
 
 
 MAX_SPLITS = 32  # a lane of the combining warp for each

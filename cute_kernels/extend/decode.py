@@ -18,13 +18,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from cute_kernels.device import ptx, wgmma_tiles
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max
 from cute_kernels.device.ring import advance
 from cute_kernels.extend.config import SLAB_COLUMNS, ExtendConfig, has_token_scale
 from cute_kernels.extend.loads import load_word_below
 from cute_kernels.extend.memory import KEYS, VALUES
 from cute_kernels.kv_formats import load_code
-from cute_kernels.sm90 import WARP_THREADS
 
 WORD_BITS = 32
 SIGN_BITS = 0x80808080

@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma, wgmma_tiles
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.ring import advance
 from cute_kernels.extend.config import (
     MMA_THREADS,
@@ -32,7 +33,6 @@ from cute_kernels.extend.queries import WARP_ROWS, QueryLoader, query_row
 from cute_kernels.extend.results import ResultWriter
 from cute_kernels.extend.softmax import LOWEST, Rows, Softmax, load_float, rescale
 from cute_kernels.extend.work import END, Work, Worker
-from cute_kernels.sm90 import WARP_THREADS
 
 FIRST_WARPGROUP = 1  # named barriers: of each warpgroup, then of their turns
 FIRST_TURN = 3

@@ -14,9 +14,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, neighbours
 from cute_kernels.extend.config import ELEMENT_BYTES, SLAB_COLUMNS, WARPGROUP_ROWS, ExtendConfig
-from cute_kernels.sm90 import WARP_THREADS
 
 TOP_EXPONENT = 14  # of a row's greatest number in fp16
 WARP_ROWS = 16

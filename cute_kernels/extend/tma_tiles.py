@@ -12,11 +12,11 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import numbers, wgmma_tiles
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.ring import advance
 from cute_kernels.extend.config import SLAB_COLUMNS, ExtendConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.memory import KEYS, VALUES
-from cute_kernels.sm90 import WARP_THREADS
 
 
 class TmaTileProducer:

@@ -9,6 +9,8 @@ import torch
 from cute_kernels.arguments import check_tensors, shape_of
 
 WORD_BITS = 32
+# Options of `decode_attention` that do not go with a tree's mask, and what one is called.
+REFUSED = {"attn_bias": "a tensor", "q_shift": "a tensor", "transform": "one"}
 
 
 def pack_tree_mask(seen: torch.Tensor) -> torch.Tensor:
@@ -49,12 +51,15 @@ def attend_to_trees(
         q, out: [batch, q_len, num_q_heads, head_dim].
         k_cache, v_cache, seq_lens: as `decode_attention` has them.
         tree_mask: int32 [batch, q_len, words].
-        options: as `extend_attention` has them.
+        options: as `extend_attention` has them; those of `REFUSED` are refused.
 
     Raises TypeError and ValueError, naming the argument, what came and what is wanted.
     """
     from cute_kernels.extend import extend_attention
 
+    for name, what in REFUSED.items():
+        if options.pop(name, None) is not None:
+            raise ValueError(f"{name}: got {what} beside a tree_mask, want None: the mask of a tree is all there is")
     check_tensors(q=q, tree_mask=tree_mask)
     if q.dim() != 4:
         raise ValueError(f"q: got {q.dim()} dimensions, want 4: [batch, q_len, num_q_heads, head_dim]")

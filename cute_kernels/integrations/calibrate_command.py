@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from cute_kernels.kv_formats import format_of, format_pair
 
 
-def add_parser(commands: Any) -> argparse.ArgumentParser:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Adds the command to what `add_subparsers` made."""
     command = commands.add_parser(
         "calibrate",
@@ -108,7 +108,7 @@ def model_of(name: str, device: torch.device, dtype: torch.dtype | None = None) 
     from transformers import AutoModelForCausalLM
 
     where, options = _source(name)
-    model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto", **options)
+    model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto", **options)
     return model.to(device).eval()
 
 
@@ -118,7 +118,7 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
     return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (name, {})
 
 
-def tokens_of(tokenizer: Any, files: Iterable[Path]) -> torch.Tensor:
+def tokens_of(tokenizer: Callable[..., Mapping[str, Any]], files: Iterable[Path]) -> torch.Tensor:
     """The tokens of text files, one after the other: int64 [tokens]. ValueError, naming it, for a file that is none."""
 
     def read() -> Iterator[torch.Tensor]:

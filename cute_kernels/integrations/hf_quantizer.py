@@ -14,7 +14,7 @@ Without `register` transformers does not know the method: it says so in a log li
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class CuteKernelsConfig(QuantizationConfigMixin):
     def __init__(self, quant_method: str = METHOD, **fields: Any) -> None:
         if quant_method != METHOD:
             raise ValueError(f"quant_method: got {quant_method!r}, want {METHOD!r}")
-        self.quant_method = METHOD  # pyright: ignore[reportAttributeAccessIssue]
+        vars(self)["quant_method"] = METHOD  # transformers declares it as one of its own methods
         self.layers: dict[str, Any] | None = None
         self.options: dict[str, Any] = {}
         if "linear" in fields or "experts" in fields:
@@ -85,11 +85,11 @@ class CuteKernelsQuantizer(HfQuantizer):
 
     requires_calibration = False
 
-    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+    def validate_environment(self, *_: object, device_map: object = None, **__: object) -> None:
         if isinstance(device_map, Mapping) and "disk" in device_map.values():
             raise ValueError("device_map: got layers on the disk, want quantised layers on GPUs or a CPU")
 
-    def update_dtype(self, dtype: Any) -> Any:
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the layers' scales, which is that of activations."""
         found = {form["dtype"] for kind in ("linear", "experts") for _, form in self._forms(kind)}
         if self.pre_quantized and len(found) == 1 and dtype not in (None, *found):
@@ -101,7 +101,7 @@ class CuteKernelsQuantizer(HfQuantizer):
         layers = getattr(self.quantization_config, "layers", None)
         return [] if layers is None else list(forms_of(layers, kind))
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: object) -> nn.Module:
         if not self.pre_quantized:
             return model
         if getattr(self.quantization_config, "layers", None) is None:
@@ -121,9 +121,11 @@ class CuteKernelsQuantizer(HfQuantizer):
             _swap(model, name, made, modules, lambda block, pair=pair: _empty_moe(block, pair))
         return model
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: object) -> nn.Module:
         if not self.pre_quantized:
-            quantize_model(model, **self.quantization_config.options)  # pyright: ignore[reportAttributeAccessIssue]
+            asked = self.quantization_config
+            assert isinstance(asked, CuteKernelsConfig)
+            quantize_model(model, **asked.options)
             self.quantization_config = CuteKernelsConfig(**describe_layers(model))
             self.pre_quantized = True
             model.config.quantization_config = self.quantization_config
@@ -133,7 +135,7 @@ class CuteKernelsQuantizer(HfQuantizer):
                 _check_loaded(name, module)
         return model
 
-    def is_serializable(self, *_: Any, **__: Any) -> bool:
+    def is_serializable(self, *_: object, **__: object) -> bool:
         return True
 
     @property
@@ -156,7 +158,13 @@ def register() -> None:
 # -- skeletons ---------------------------------------------------------------------------------------------------------
 
 
-def _swap(model: nn.Module, name: str, made: Any, modules: dict[str, nn.Module], make: Any) -> None:
+def _swap(
+    model: nn.Module,
+    name: str,
+    made: dict[nn.Module, nn.Module],
+    modules: dict[str, nn.Module],
+    make: Callable[[nn.Module], nn.Module],
+) -> None:
     module = modules.get(name)
     if module is None:
         raise ValueError(f"{name}: got no such layer in {type(model).__name__}, want the model that was saved")
@@ -213,15 +221,17 @@ def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE | Qu
             if name in ("codes", "scales", "zeros")
         }
         experts[own] = PackedExperts(**tensors, format=_format_of(form), shape=(n, k), check_values=False)
-    layer: Any = QuantizedRoutedExperts(**experts) if alone else None
-    layer = layer or QuantizedMoE(block.gate, **experts, shared=shared_of(block))
+    if alone:
+        layer = QuantizedRoutedExperts(**experts)
+    else:
+        layer = QuantizedMoE(block.gate, **experts, shared=shared_of(block))
     layer.batch_invariant = pair["down"]["batch_invariant"]
     for own, weight in experts.items():
         _expect_format(getattr(layer, own), weight.state_dict()[_FORMAT])
     return layer
 
 
-def _empty_tensors(shape: Any, form: dict[str, Any]) -> dict[str, Any]:
+def _empty_tensors(shape: tuple[int, int], form: dict[str, Any]) -> dict[str, Any]:
     """The tensors of a `PackedWeight` on the meta device."""
     found, dtype = _format_of(form), form["dtype"]
     check_matrix_shape("shape", shape)
@@ -244,12 +254,12 @@ def _empty_tensors(shape: Any, form: dict[str, Any]) -> dict[str, Any]:
 # -- what was loaded ---------------------------------------------------------------------------------------------------
 
 
-def _expect_format(layer: Any, wanted: torch.Tensor) -> None:
+def _expect_format(layer: nn.Module, wanted: torch.Tensor) -> None:
     """Has transformers load the layer's "format" too; `_check_loaded` takes it away again."""
     layer.register_buffer(_FORMAT, torch.empty_like(wanted, device="meta"))
 
 
-def _check_loaded(name: str, layer: Any) -> None:
+def _check_loaded(name: str, layer: QuantizedLinear | QuantizedExperts) -> None:
     """Raises ValueError unless all of a layer's tensors came from the files, and are what the configuration said.
 
     transformers gives a tensor that is missing random values and says so in a table; a layer would compute with them.

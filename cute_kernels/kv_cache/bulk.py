@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.rows import Elements
+from cute_kernels.device.types import extents
 from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import BulkConfig
 from cute_kernels.kv_cache.operands import Transforms
@@ -27,11 +28,11 @@ class RowBlocks:
     divisor: `divisor_of` inner, None where all rows are one block.
     """
 
-    base: Any
+    base: Int64
     row_bytes: int
-    inner: Any = None
-    stride: Any = None
-    divisor: Any = None
+    inner: Int32 | None = None
+    stride: Int64 | None = None
+    divisor: Int64 | None = None
 
     def address(self, row):
         if self.divisor is None:
@@ -69,8 +70,7 @@ class BulkKernel:
         numbers: [num_rows, head_dim], contiguous. Addresses: rows [num_rows, row], contiguous; scale fp32 for formats
         that are given one, of head ``row % num_heads``. head_divisor: `divisor_of` num_heads.
         """
-        shape: Any = numbers.shape
-        num_rows = shape[0]
+        num_rows = extents(numbers)[0]
         work = self.kernel(ptx.address(numbers), rows, scale, num_rows, num_heads, head_divisor)
         work.launch(**self.grid(num_rows), stream=stream)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from cute_kernels.arguments import check_tensors, is_one_of, shape_of
@@ -22,7 +20,7 @@ MAX_ROWS = 2**31 - 2**16  # rounded up to whole CTAs, they fit 32 bits
 
 
 def quantize(
-    x: Any,
+    x: torch.Tensor,
     kv_format: str,
     scale: torch.Tensor | None,
     out: torch.Tensor | None,
@@ -85,7 +83,7 @@ def check_half(half: CacheTransform, x: torch.Tensor) -> None:
 
 
 def dequantize(
-    rows: Any,
+    rows: torch.Tensor,
     kv_format: str,
     head_dim: int,
     dtype: torch.dtype,

@@ -517,7 +517,7 @@ class KVCache:
         pages = pages.transpose(2, 3) if self.cache_layout == "HND" else pages
         return pages.flatten(1, 2)[:, :length].contiguous()
 
-    def _checked_transforms(self, name: str, given: Any) -> tuple[CacheTransform | None, ...]:
+    def _checked_transforms(self, name: str, given: object) -> tuple[CacheTransform | None, ...]:
         """Each layer's, on the device; None for those that change nothing."""
         transforms = check_transforms(name, given, self.num_layers)
         for layer, transform in enumerate(transforms):

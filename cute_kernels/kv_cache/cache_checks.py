@@ -11,7 +11,7 @@ from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.kv_formats import KvFormat, format_of, format_pair
 
 
-def formats_for(kv_format: Any, dtype: torch.dtype) -> tuple[KvFormat, KvFormat]:
+def formats_for(kv_format: object, dtype: torch.dtype) -> tuple[KvFormat, KvFormat]:
     """K's and V's format; TypeError or ValueError unless a model in ``dtype`` may have them."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"dtype: got {dtype}, want torch.bfloat16 or torch.float16")

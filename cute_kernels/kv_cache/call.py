@@ -95,7 +95,7 @@ NUM_USUAL = AppendCall._fields.index("cu_seqlens")
 """How many fields most calls have: what follows are extras."""
 
 
-def split_bias(name: str, bias: Any) -> tuple[Any, Any, Any]:
+def split_bias(name: str, bias: object) -> tuple[Any, Any, Any]:
     """q's, k's and v's of a bias argument that is given; TypeError unless it is a tuple of three."""
     if not isinstance(bias, (tuple, list)) or len(bias) != 3:
         found = f"{len(bias)} of them" if isinstance(bias, (tuple, list)) else type(bias).__name__

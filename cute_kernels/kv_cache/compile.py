@@ -1,12 +1,19 @@
 """From a configuration to a compiled function; the only module of this room that starts the compiler."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, row_alignment
 from cute_kernels.kv_formats import FORMATS, format_of, modules_of, sources_of
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
+
+if TYPE_CHECKING:
+    import cutlass.cute as cute
+
+    from cute_kernels.device.rows import Elements
 
 SHIPPED_SMALL_FORMATS = ("bf16", "int4_g1", "int4_g4")  # at head_dim 64 and 256
 
@@ -15,10 +22,6 @@ class _RowSpec(KernelSpec):
     """A kernel that rows of a cache format are compiled into."""
 
     family: ClassVar[str] = "kv_cache"
-
-    @property
-    def symbol(self) -> str:
-        return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
         return *super().source_roots(), *sources_of(*self.formats)
@@ -102,7 +105,7 @@ def compile_append(config: AppendConfig, arch: str, *options: str) -> Any:
     )
 
 
-def fake_arguments(config: AppendConfig, memory: Any) -> list[Any]:
+def fake_arguments(config: AppendConfig, memory: cute.AddressSpace) -> list[Any]:
     """What stands for the arguments of an append but the stream; a compiled function takes only what fits them.
 
     memory: the DSL's address space of the tensors, that of the GPU's global memory but for tests.
@@ -116,7 +119,7 @@ def fake_arguments(config: AppendConfig, memory: Any) -> list[Any]:
     kernel = AppendKernel(config)
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
 
-    def rows(heads: Any, elements: Any, head_dim: int):
+    def rows(heads: cute.SymInt, elements: Elements, head_dim: int):
         unit = elements.piece.unit
         strides = (cute.sym_int64(divisibility=unit // 2), head_dim, 1)
         return make_fake_tensor(
@@ -131,7 +134,7 @@ def fake_arguments(config: AppendConfig, memory: Any) -> list[Any]:
         shape = (num_pages, page_size, kv_heads, form.row_elements(head_dim))
         return make_fake_tensor(element, shape, stride=(*strides, 1), assumed_align=align, memspace=memory)
 
-    def integers(*shape: Any):
+    def integers(*shape: cute.SymInt):
         order = tuple(reversed(range(len(shape))))
         return make_fake_compact_tensor(cutlass.Int32, shape, stride_order=order, assumed_align=4, memspace=memory)
 
@@ -153,7 +156,7 @@ def fake_arguments(config: AppendConfig, memory: Any) -> list[Any]:
     ]
 
 
-def _check(config: Any) -> None:
+def _check(config: AppendConfig | BulkConfig) -> None:
     check_config(config)
 
 

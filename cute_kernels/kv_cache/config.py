@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of
-from cute_kernels.sm90 import WARP_THREADS
 
 if TYPE_CHECKING:
     from cute_kernels.kv_cache.transforms import CacheTransform

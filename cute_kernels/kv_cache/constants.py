@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -155,7 +155,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
 def _rotations(path: str | Path, header: Mapping[str, str]) -> list[tuple[int, int]]:
     """The widths that a header gives, for each layer."""
     try:
-        found: Any = json.loads(header["rotations"])
+        found = json.loads(header["rotations"])
         widths = [(k, v) for k, v in found]
         if not widths or not all(type(width) is int for pair in widths for width in pair):
             raise ValueError("not numbers")

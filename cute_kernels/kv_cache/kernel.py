@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_sum, neighbours
 from cute_kernels.device.rows import Elements
 from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
@@ -34,7 +35,6 @@ from cute_kernels.kv_cache.page import PageFetch
 from cute_kernels.kv_cache.rotate import Rotator
 from cute_kernels.kv_cache.row_transform import RowTransformer
 from cute_kernels.kv_cache.rows import make_row
-from cute_kernels.sm90 import WARP_THREADS
 
 MAX_GRID_Y = 32768
 
@@ -46,8 +46,8 @@ class AppendKernel:
         self.config = config
         self.k_elements = Elements(config.dtype, config.head_dim_k, config.lanes, config.runs)
         self.v_elements = Elements(config.dtype, config.head_dim_v, config.lanes, config.runs)
-        self.k_row: Any = make_row(config.k_format, config.head_dim_k, config.lanes, config.runs)
-        self.v_row: Any = make_row(config.v_format, config.head_dim_v, config.lanes, config.runs)
+        self.k_row = make_row(config.k_format, config.head_dim_k, config.lanes, config.runs)
+        self.v_row = make_row(config.v_format, config.head_dim_v, config.lanes, config.runs)
         self.rotator = Rotator(config.rope, config.rotary_dim, config.head_dim_k, config.lanes, config.runs)
         self.transformer = RowTransformer(
             config.transform,
@@ -58,6 +58,7 @@ class AppendKernel:
         self.pages = PageFetch(config.lanes, config.num_warps)
         # Rows one after the other, by one copy of the code: where a warp runs it once or twice, or where it is long.
         self.rolled = config.decode or config.transform is not None
+        self.values_last = False
         self.row_words = max(self.k_elements.piece.num_words, self.v_elements.piece.num_words)
         self.raw_words = max(config.rows_in_flight, config.q_rows_in_flight) * self.row_words
 
@@ -255,10 +256,7 @@ class AppendKernel:
             token = warp_token + lane // config.lanes
             valid = token < inputs.num_tokens
             token = cutlass.min(token, inputs.num_tokens - 1)  # teams without a token of their own work along
-            # K first, then V, then q: rows that are most work begin first.
-            is_q, is_v = chunk >= 2 * shares.kv_chunks, chunk >= shares.kv_chunks
-            is_v = is_v & ~is_q
-            before = cutlass.select_(is_q, 2 * shares.kv_chunks, cutlass.select_(is_v, shares.kv_chunks, Int32(0)))
+            is_q, is_v, before = self.kind_of(chunk, shares)
             rows = cutlass.select_(is_q, shares.q_rows, shares.kv_rows)
             num_heads = cutlass.select_(is_q, inputs.num_q_heads, inputs.num_kv_heads)
             first = (chunk - before) * rows
@@ -298,6 +296,21 @@ class AppendKernel:
                     self.process_q(raw, constants, source, cos, sin, heads, extras, targets, place)
                 else:
                     self.process_k(raw, scales, constants, source, cos, sin, heads, extras, targets, place)
+
+    @cute.jit
+    def kind_of(self, chunk, shares):
+        """(whether a chunk is of q, whether of V, chunks before the first of its kind): what is most work first."""
+        if const_expr(self.values_last):
+            grid_x, grid_y, _ = cute.arch.grid_dim()
+            chunks = cutlass.select_(shares.by_kind, grid_y, grid_x)
+            values = chunks - shares.kv_chunks
+            is_v = chunk >= values
+            is_q = (chunk >= shares.kv_chunks) & ~is_v
+            return is_q, is_v, cutlass.select_(is_q, shares.kv_chunks, cutlass.select_(is_v, values, Int32(0)))
+        is_q, is_v = chunk >= 2 * shares.kv_chunks, chunk >= shares.kv_chunks
+        is_v = is_v & ~is_q
+        before = cutlass.select_(is_q, 2 * shares.kv_chunks, cutlass.select_(is_v, shares.kv_chunks, Int32(0)))
+        return is_q, is_v, before
 
     # -- getting there ------------------------------------------------------------------------------------------------
 
@@ -515,10 +528,13 @@ class AppendKernel:
         def prepare(values, head):
             self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
             if const_expr(self.config.transform is not None):
-                next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
-                self.transformer.transform_k(values, constants, extras.transforms, next_head, place.lane)
+                self.transformer.transform_k(values, constants, place.lane)
 
-        self.process_rows(raw, scales, source, self.k_elements, heads, target, place, prepare)
+        def ask(head):
+            if const_expr(self.config.transform is not None):
+                self.transformer.ask_k(constants, extras.transforms, head, place.lane)
+
+        self.process_rows(raw, scales, source, self.k_elements, heads, target, place, prepare, ask)
 
     @cute.jit
     def process_v(self, raw, scales, constants, source, heads, extras, targets, place):
@@ -529,14 +545,18 @@ class AppendKernel:
             if const_expr(self.config.has_bias):
                 self.add_bias(values, self.v_elements, extras.v_bias, head, place.lane)
             if const_expr(self.config.transform is not None):
-                next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
-                self.transformer.transform_v(values, constants, extras.transforms, next_head, place.lane)
+                self.transformer.transform_v(values, constants, place.lane)
 
-        self.process_rows(raw, scales, source, self.v_elements, heads, target, place, prepare)
+        def ask(head):
+            if const_expr(self.config.transform is not None):
+                self.transformer.ask_v(constants, extras.transforms, head, place.lane)
+
+        self.process_rows(raw, scales, source, self.v_elements, heads, target, place, prepare, ask)
 
     @cute.jit
-    def process_rows(self, raw, scales, source, elements, heads, target, place, prepare):
-        """The team's heads of one cache; ``prepare`` does to a row's values what comes before quantisation."""
+    def process_rows(self, raw, scales, source, elements, heads, target, place, prepare, ask):
+        """The team's heads of one cache; ``prepare`` does to a row's values what comes before quantisation, and ``ask``
+        asks for what it needs of the next row."""
         cache_row, scale, cache, strides = target
         ahead = self.config.rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
@@ -553,6 +573,7 @@ class AppendKernel:
                 prepare(values, head)
                 self.write(cache_row, values, given, cache, strides, place, head)
                 head = head + 1
+                ask(cutlass.min(head, stop - 1))
             source = source + ahead * elements.row_bytes
             if const_expr(not self.config.decode):
                 self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)

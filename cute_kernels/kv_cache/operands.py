@@ -1,9 +1,10 @@
 """What the append kernel works on, as objects of run-time values."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
+
+from cute_kernels.kv_cache.page import PageSlot
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Targets:
     k_cache: Int64
     v_cache: Int64
     q_out_stride: Int64
-    k_strides: Any
-    v_strides: Any
+    k_strides: tuple[Int64, Int64, Int64]
+    v_strides: tuple[Int64, Int64, Int64]
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Extras:
     k_scale: Int64
     v_scale: Int64
     norm_eps: Float32
-    transforms: Any = None
+    transforms: Transforms | None = None
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ class Shares:
     q_rows: Int32
     kv_rows: Int32
     kv_chunks: Int32
-    by_kind: Any
-    few: Any
+    by_kind: Boolean
+    few: Boolean
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,9 @@ class Place:
     """
 
     token: Int32
-    valid: Any
+    valid: Boolean
     page: Int32
     num_pages: Int32
     row: Int32
     lane: Int32
-    page_slot: Any = None
+    page_slot: PageSlot | None = None

@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 from cute_kernels import arguments
 from cute_kernels.arguments import needs_dispatch
 from cute_kernels.kv_cache.call import NUM_USUAL, AppendCall, check_append
-from cute_kernels.kv_cache.plan import Plan, check_alignment, config_of, make_plan
+from cute_kernels.kv_cache.plan import AppendPlan, check_alignment, config_of, make_plan
 from cute_kernels.kv_cache.reference import append_kv_reference
 from cute_kernels.kv_cache.rope import rope_of
 from cute_kernels.kv_cache.transforms import TRANSFORM_SCHEMA, parts_of, transform_of
@@ -73,7 +73,7 @@ def _checked(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> AppendCal
     return checked
 
 
-def _plan_of(call: AppendCall) -> Plan | None:
+def _plan_of(call: AppendCall) -> AppendPlan | None:
     return make_plan(call) if call.k.shape[0] else None
 
 

@@ -9,14 +9,13 @@ allocations begin and end on larger units.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.device import ptx
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.device.cuda import WARP_THREADS
 
 BLOCK_BYTES = 16  # of the smallest bulk copy
 
@@ -25,7 +24,7 @@ BLOCK_BYTES = 16  # of the smallest bulk copy
 class PageSlot:
     """Where a team's page comes to: the warp's barrier, and the address in shared memory of the team's 16 bytes."""
 
-    barrier: Any
+    barrier: cute.Pointer
     address: Int32
 
 

@@ -29,7 +29,7 @@ NO_ADDRESSES = (0,) * 11  # of extras
 
 
 @dataclass(frozen=True)
-class Plan:
+class AppendPlan:
     """Everything about a launch that does not change between calls of the same shapes, dtypes, device and options.
 
     Attributes:
@@ -125,7 +125,7 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
     return config.for_decode() if decode else config
 
 
-def make_plan(call: AppendCall, *, leads: bool = False) -> Plan:
+def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
     """The plan of a checked call that has tokens; ``leads`` as `config_of` has it."""
     device, rope = call.k.device, call.rope
     steps = None if rope is None else rope.phase_steps(device)
@@ -138,7 +138,7 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> Plan:
     }
     nothing = torch.zeros((1, 1), dtype=torch.int32, device=device)
     config = config_of(call, leads=leads)
-    return Plan(
+    return AppendPlan(
         function=load(AppendSpec(config), arch_of(device.index)),
         device_index=device.index,
         phase_steps=steps,

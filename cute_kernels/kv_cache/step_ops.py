@@ -97,8 +97,8 @@ class StepPlan:
         restores: whether attention brings its output back from V's transform.
     """
 
-    append: append_plan.Plan
-    attention: attention_plan.Plan
+    append: append_plan.AppendPlan
+    attention: attention_plan.DecodePlan
     q_shape: torch.Size
     token_shapes: tuple[torch.Size, torch.Size, torch.Size]
     cu_seqlens: torch.Tensor | None

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -114,8 +114,10 @@ class CacheTransform:
     @cached_property
     def addresses(self) -> tuple[int, int, int, int]:
         """Where k_center, k_factor, q_factor and v_factor lie; 0 for those that there are not."""
-        arrays = self.k_center, self.k_factor, self.q_factor, self.v_factor
-        return tuple(0 if x is None else x.data_ptr() for x in arrays)  # type: ignore[return-value]
+        center, k_factor, q_factor, v_factor = (
+            0 if x is None else x.data_ptr() for x in (self.k_center, self.k_factor, self.q_factor, self.v_factor)
+        )
+        return center, k_factor, q_factor, v_factor
 
     @property
     def changes_values(self) -> bool:
@@ -149,7 +151,7 @@ class CacheTransform:
         moved = {name: array.to(device) for name, array in self.arrays.items()}
         if all(moved[name] is array for name, array in self.arrays.items()):
             return self
-        return CacheTransform(**moved, k_rotation=self.k_rotation, v_rotation=self.v_rotation)  # type: ignore[arg-type]
+        return replace(self, **moved)
 
     # -- the reference ------------------------------------------------------------------------------------------------
     # In x's dtype, 16-bit ones in fp32 and rounded once.

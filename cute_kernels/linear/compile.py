@@ -11,6 +11,7 @@ from cute_kernels.linear import tuned
 from cute_kernels.linear.arguments import STREAM, compile_kernel
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.inputs import compile as inputs
+from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma import schedule as many_rows
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
 from cute_kernels.linear.wgmma.policies import PortableMmaSync, ResidentLimbs
@@ -30,10 +31,6 @@ class LinearSpec(KernelSpec):
     config: LinearConfig
     family: ClassVar[str] = "linear"
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
     def source_roots(self) -> tuple[Path, ...]:
         """The modules that say what the kernel is, not all of the room: the others change nothing that is compiled."""
         folder = Path(__file__).resolve().parent
@@ -45,7 +42,8 @@ class LinearSpec(KernelSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile; others compile on demand."""
-    configs = [*few_rows.shipped_configs(), *many_rows.shipped_configs(), *tuned.shipped_configs()]
+    rooms = (few_rows, many_rows, invariant, tuned)
+    configs = [config for room in rooms for config in room.shipped_configs()]
     products = dict.fromkeys(spec for config in configs for spec in specs_of(config))
     return [*products, *inputs.shipped_specs()]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Generic, TypeVar
 
-from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, MAX_THREADS, WARP_THREADS
+from cute_kernels.architecture import HOPPER, Limits
+from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.weight_formats import WeightFormat
 from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
 
@@ -24,7 +26,55 @@ BF16, FP16, FP32 = range(3)
 
 
 @dataclass(frozen=True)
-class LinearConfig:
+class Activations(ABC):
+    """How a CTA's part of x reaches shared memory, and how much of it there is room for.
+
+    Attributes:
+        x_bytes: shared memory for the activations of a CTA's part of K.
+        producer_warps: warps whose copies fill a stage.
+        alignment: of activations in shared memory, bytes.
+    """
+
+    x_bytes: int = 48 * 1024
+    producer_warps: ClassVar[int]
+    alignment: ClassVar[int]
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Its part of a kernel's name, behind all others."""
+
+    @abstractmethod
+    def stage_warps(self, config: LinearConfig[Any]) -> int:
+        """Warps that give a stage back."""
+
+    @abstractmethod
+    def problem(self, config: LinearConfig[Any]) -> str | None:
+        """Why a configuration cannot have its activations so, or None."""
+
+
+@dataclass(frozen=True)
+class Slices(Activations):
+    """The slice of K of all rows, brought by a warp of its own along with the first weights that meet it."""
+
+    producer_warps: ClassVar[int] = 2  # one that copies weights, and one that copies activations
+    alignment: ClassVar[int] = ALIGNMENT
+    name: ClassVar[str] = ""
+
+    def stage_warps(self, config: LinearConfig[Any]) -> int:
+        """All that multiply."""
+        return config.consumer_warps
+
+    def problem(self, config: LinearConfig[Any]) -> str | None:
+        return None
+
+
+SLICES = Slices()
+ActivationsT = TypeVar("ActivationsT", bound=Activations)
+
+
+@dataclass(frozen=True)
+class LinearConfig(Generic[ActivationsT]):
     """One compiled variant.
 
     A persistent CTA takes *blocks* of ``64 * n_tiles`` output features. K is cut into *k blocks* of ``block_k`` inputs;
@@ -42,10 +92,11 @@ class LinearConfig:
         num_stages: pipeline stages; nearly all of them are in flight.
         num_buffers: of results on their way from the consumer warps to those that store them.
         epilogue_warps: warps that add up, store and combine results.
-        x_bytes: shared memory for the activations of a CTA's part of K.
+        activations: how x reaches shared memory.
         use_pdl: programmatic dependent launch: weights are asked for before the previous kernel has ended.
     """
 
+    limits: ClassVar[Limits] = HOPPER
     format: WeightFormat
     dtype: str
     tile_m: int = 8
@@ -56,7 +107,7 @@ class LinearConfig:
     num_stages: int = 6
     num_buffers: int = 2
     epilogue_warps: int = 4
-    x_bytes: int = 48 * 1024
+    activations: ActivationsT = SLICES  # type: ignore[assignment]
     use_pdl: bool = False
 
     @property
@@ -85,13 +136,12 @@ class LinearConfig:
 
     @property
     def producer_warps(self) -> int:
-        """One that copies weights, and one that copies activations."""
-        return 2
+        return self.activations.producer_warps
 
     @property
     def stage_warps(self) -> int:
-        """Warps that give a stage back: all that multiply."""
-        return self.consumer_warps
+        """Warps that give a stage back."""
+        return self.activations.stage_warps(self)
 
     @property
     def num_threads(self) -> int:
@@ -99,9 +149,13 @@ class LinearConfig:
         return (self.consumer_warps + self.producer_warps + self.epilogue_warps) * WARP_THREADS
 
     @property
-    def x_alignment(self) -> int:
-        """Of activations in shared memory, bytes."""
-        return ALIGNMENT
+    def x_bytes(self) -> int:
+        """Shared memory for activations."""
+        return self.activations.x_bytes
+
+    def with_activations(self, **fields: int) -> LinearConfig[ActivationsT]:
+        """The same with other fields of its activations."""
+        return replace(self, activations=replace(self.activations, **fields))
 
     @property
     def k_block_tiles(self) -> int:
@@ -183,13 +237,16 @@ class LinearConfig:
         weight = self.format.symbol_name(self.dtype)
         shape = f"m{self.tile_m}n{self.block_rows}k{self.block_k}w{self.k_warps}e{self.epilogue_warps}"
         state = f"c{self.chunk_k_blocks}r{self.num_stages}b{self.num_buffers}x{self.x_bytes // 1024}"
-        return f"linear_{weight}_{shape}_{state}{'_pdl' if self.use_pdl else ''}"
+        return f"linear_{weight}_{shape}_{state}{'_pdl' if self.use_pdl else ''}{self.activations.name}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
+        return self.activations.problem(self) or self._problem()
+
+    def _problem(self) -> str | None:
         choices = {
             "dtype": self.format.dtypes,
             "tile_m": (8, 16, 32),
@@ -208,11 +265,7 @@ class LinearConfig:
             return f"k_warps {self.k_warps} and chunk_units {self.chunk_k_blocks} must be at least 1"
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
-        if self.num_threads > MAX_THREADS:
-            return f"{self.num_threads} threads are more than the {MAX_THREADS} of a CTA"
-        if self.smem_bytes > MAX_SHARED_BYTES:
-            return f"{self.smem_bytes} bytes of shared memory exceed the {MAX_SHARED_BYTES} of an SM"
-        return None
+        return self.limits.refuses(self.num_threads, self.smem_bytes)
 
 
 def _round_up(value: int, multiple: int) -> int:

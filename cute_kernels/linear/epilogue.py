@@ -21,8 +21,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.linear.config import BF16, FEW_SEGMENTS, FP32, GELU, SILU, SWIGLU, LinearConfig
-from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
 
 VECTOR = 4  # neighbouring output features of a token that a thread takes
 VECTOR_BYTES = 4 * VECTOR
@@ -34,10 +35,10 @@ ROOT_HALF = 0.7071067811865476
 class Target:
     """Where a vector of results belongs; run-time integers."""
 
-    row: Any  # of W
-    place: Any  # of the first in the output, elements
-    count: Any  # outputs, 0 or less behind the last row
-    bias: Any  # of the first among the biases, elements
+    row: Int32  # of W
+    place: Int64  # of the first in the output, elements
+    count: Int32  # outputs, 0 or less behind the last row
+    bias: Int32  # of the first among the biases, elements
 
 
 class Epilogue:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_flag, check_tensors, device_of
+from cute_kernels.arguments import check_flag, check_tensors
+from cute_kernels.linear.packed import Packed
 from cute_kernels.linear.quantize import chosen_format, differences, interleave_weights, points_of, quantize_weight
 from cute_kernels.linear.weight import (
     PackedWeight,
@@ -38,7 +39,7 @@ class ExpertsForm(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedExperts:
+class PackedExperts(Packed):
     """Weights [E, N, K] in 4- or 8-bit codes: those of `PackedWeight`, one behind the other in each tensor.
 
     ``experts[e]`` is expert e as a `PackedWeight` that shares the memory. Act-order and input scales, which would be
@@ -59,6 +60,8 @@ class PackedExperts:
     format: WeightFormat
     shape: tuple[int, int]
     check_values: InitVar[bool] = True
+
+    tensor_names: ClassVar[tuple[str, ...]] = _TENSORS
 
     def __post_init__(self, check_values: bool) -> None:
         check_weight_format(self.format)
@@ -96,46 +99,11 @@ class PackedExperts:
     def __iter__(self) -> Iterator[PackedWeight]:
         return (self[expert] for expert in range(len(self)))
 
-    @property
-    def bits(self) -> int:
-        """Of a code."""
-        return self.format.bits
-
-    @property
-    def group_size(self) -> int | None:
-        """Consecutive inputs that share a scale; None for one scale per row."""
-        return self.format.group_size or None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the activations that the weights take; that of the scales of integers."""
-        return self.format.activation_dtype(self.scales.dtype)
-
-    @property
-    def device(self) -> torch.device:
-        """Of all tensors."""
-        return self.codes.device
-
     @cached_property
     def form(self) -> ExpertsForm:
         """All that a plan for these weights relies on but where they are."""
         k_pad = padded_shape(self.shape, self.group_size)[1]
         return ExpertsForm(len(self), *self.shape, k_pad, self.format, self.dtype, self.codes.get_device())
-
-    @property
-    def out_features(self) -> int:
-        """N, rows of each expert without padding."""
-        return self.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        """K, columns of each expert without padding."""
-        return self.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, padding included."""
-        return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def __repr__(self) -> str:
         kind = f"{self.bits}-bit" if isinstance(self.format, IntegerFormat) else self.format.key
@@ -143,18 +111,9 @@ class PackedExperts:
         zeros = ", with zeros" if self.zeros is not None else ""
         return f"PackedExperts({sizes}, {self.dtype}{zeros}, {self.nbytes / 1e6:.1f} MB on {self.device})"
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {name: value for name in _TENSORS if (value := getattr(self, name)) is not None}
-
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """W [E, N, K] in ``dtype`` (default: that of the scales)."""
         return torch.stack([weight.dequantize(dtype) for weight in self])
-
-    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedExperts:
-        """The weights on another device; themselves if they are there. Errors as `PackedWeight.to`."""
-        where = device_of(device) or self.device
-        moved: dict[str, Any] = {k: v.to(where, non_blocking=non_blocking) for k, v in self._tensors().items()}
-        return replace(self, **moved, check_values=False)
 
     def shard_n(self, rank: int, world_size: int) -> PackedExperts:
         """A rank's output features of every expert; see `PackedWeight.shard_n`."""

@@ -22,12 +22,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.device.ring import advance
+from cute_kernels.device.tensors import matrix_shape
 from cute_kernels.linear.config import ROW_WARPS, X_PAD, LinearConfig
 from cute_kernels.linear.epilogue import Epilogue
-from cute_kernels.linear.work import RECIPROCAL_BITS, Operands, Shape, Work
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.linear.work import RECIPROCAL_BITS, Operands, StreamSizes, Work
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile
@@ -37,35 +38,35 @@ FEW_ACC = 4  # up to so many MMAs of a k16 step, successive steps of a group tak
 
 
 @dataclass(frozen=True)
-class Memory:
+class StreamMemory:
     """Shared memory of a CTA: addresses, and pointers to barriers."""
 
-    stages: Any
-    x: Any
-    x_pitch: Any  # bytes from a token to the next
-    staging: Any
-    full: Any
-    empty: Any
-    staged: Any
-    drained: Any
-    x_slot_bytes: Any  # from one set of activations to the next, where there are several
-    table: Any  # room of :attr:`StreamRoles.table_bytes`
+    stages: Int32
+    x: Int32
+    x_pitch: Int32  # bytes from a token to the next
+    staging: Int32
+    full: cute.Pointer
+    empty: cute.Pointer
+    staged: cute.Pointer
+    drained: cute.Pointer
+    x_slot_bytes: Int32  # from one set of activations to the next, where there are several
+    table: Int32 | int  # room of :attr:`StreamRoles.table_bytes`
 
 
 @dataclass(frozen=True)
-class Lane:
+class StreamLane:
     """A thread's places; run-time integers. g, t: its row and pair of columns in MMA fragments."""
 
-    row_warp: Any
-    k_warp: Any
-    g: Any
-    t: Any
-    code_offset: Any  # of its 16 bytes in a tile
-    scale_offset: Any  # of its first row's scale among those of a group
-    x_rows: Any  # for each block of tokens, where ldmatrix reads the first k16 steps
+    row_warp: Int32
+    k_warp: Int32
+    g: Int32
+    t: Int32
+    code_offset: Int32  # of its 16 bytes in a tile
+    scale_offset: Int32  # of its first row's scale among those of a group
+    x_rows: list[Int32]  # for each block of tokens, where ldmatrix reads the first k16 steps
 
 
-def allocate(config: LinearConfig, x_pitch, x_slot_bytes, table_bytes: int = 0) -> Memory:
+def allocate(config: LinearConfig, x_pitch, x_slot_bytes, table_bytes: int = 0) -> StreamMemory:
     """Shared memory of a CTA.
 
     x_pitch: bytes from a row of activations to the next. x_slot_bytes: of a set of activations. table_bytes: for a
@@ -73,18 +74,18 @@ def allocate(config: LinearConfig, x_pitch, x_slot_bytes, table_bytes: int = 0) 
     """
     smem = cutlass.utils.SmemAllocator()
     stages = smem.allocate(config.stages_bytes, byte_alignment=128)
-    x = smem.allocate(config.x_bytes, byte_alignment=config.x_alignment)
+    x = smem.allocate(config.x_bytes, byte_alignment=config.activations.alignment)
     staging = smem.allocate(config.num_buffers * config.buffer_bytes, byte_alignment=128)
     full = smem.allocate_array(cutlass.Int64, config.num_barriers)
-    table = smem.allocate(table_bytes, byte_alignment=16).toint() if table_bytes else 0
+    table = Int32(smem.allocate(table_bytes, byte_alignment=16).toint()) if table_bytes else 0
     empty = full + config.num_stages
     staged = empty + config.num_stages
     drained = staged + config.num_buffers
-    return Memory(
-        stages=stages.toint(),
-        x=x.toint(),
+    return StreamMemory(
+        stages=Int32(stages.toint()),
+        x=Int32(x.toint()),
         x_pitch=x_pitch,
-        staging=staging.toint(),
+        staging=Int32(staging.toint()),
         full=full,
         empty=empty,
         staged=staged,
@@ -94,7 +95,7 @@ def allocate(config: LinearConfig, x_pitch, x_slot_bytes, table_bytes: int = 0) 
     )
 
 
-def init_barriers(config: LinearConfig, memory: Memory) -> None:
+def init_barriers(config: LinearConfig, memory: StreamMemory) -> None:
     """Of one thread, before any other uses them."""
     for i in range(config.num_stages):
         cute.arch.mbarrier_init(memory.full + i, config.producer_warps)
@@ -105,14 +106,14 @@ def init_barriers(config: LinearConfig, memory: Memory) -> None:
     cute.arch.mbarrier_init_fence()
 
 
-class ActivationLoads(Protocol):
+class StreamActivationLoads(Protocol):
     """What loads a CTA's activations, along with the first weights that meet them; one warp."""
 
     def copy(self, operands, memory, work, lane) -> None: ...
 
 
 class SliceLoads:
-    """The slice of K of all rows of x, which stays for all blocks: see `ActivationLoads`."""
+    """The slice of K of all rows of x, which stays for all blocks: see `StreamActivationLoads`."""
 
     def __init__(self, config: LinearConfig):
         self.config = config
@@ -161,12 +162,12 @@ class StreamRoles:
         table_bytes: of shared memory for a table, which grouped products have.
     """
 
-    def __init__(self, config: LinearConfig, activations: ActivationLoads, table_bytes: int = 0):
+    def __init__(self, config: LinearConfig, activations: StreamActivationLoads, table_bytes: int = 0):
         self.config, self.activations, self.table_bytes = config, activations, table_bytes
         self.decoder = config.format.decoder(config.dtype, HopperMath(config.dtype))
         self.epilogue = Epilogue(config)
 
-    def allocate(self, shape) -> Memory:
+    def allocate(self, shape) -> StreamMemory:
         pitch = shape.slice_k_blocks * (2 * self.config.block_k) + X_PAD
         return allocate(self.config, pitch, shape.m * pitch, self.table_bytes)
 
@@ -239,13 +240,13 @@ class StreamRoles:
                         address,
                     )
 
-    def lane_places(self, memory, work, warp, lane) -> Lane:
+    def lane_places(self, memory, work, warp, lane) -> StreamLane:
         row_warp, g = warp % ROW_WARPS, lane // 4
         rows = [
             memory.x + cutlass.min(8 * block + lane % 8, work.shape.m - 1) * memory.x_pitch + lane // 8 * 16
             for block in range(self.config.m_fragments)
         ]
-        return Lane(
+        return StreamLane(
             row_warp=row_warp,
             k_warp=warp // ROW_WARPS,
             g=g,
@@ -286,7 +287,7 @@ class StreamRoles:
                 cute.arch.mbarrier_arrive(memory.staged + buffer)
             buffer, drained_phase = advance(buffer, drained_phase, config.num_buffers)
 
-    def multiply_k_block(self, acc, base, k_block, x_offset, place: Lane, channel):
+    def multiply_k_block(self, acc, base, k_block, x_offset, place: StreamLane, channel):
         """Adds W X^T of a k block to ``acc``: [tile][block of tokens][4].
 
         base: address of the stage; k_block: its place in the chunk; x_offset: bytes from where rows begin.
@@ -327,7 +328,7 @@ class StreamRoles:
                 for block in range(config.m_fragments):
                     self.add_group(acc, i, block, parts[i][block], numbers[i][0])
 
-    def load_group(self, base, tile: int, k_block, group: int, place: Lane, channel):
+    def load_group(self, base, tile: int, k_block, group: int, place: StreamLane, channel):
         """(scales, offsets) of the thread's two rows in a group of a k block; scales are None if applied at the end."""
         config, decoder = self.config, self.decoder
         if not config.group_size:
@@ -350,7 +351,7 @@ class StreamRoles:
         word = ptx.load_shared_part(address, offset, self.config.format.scale_bytes)
         return to_float(self.config.dtype, self.decoder.scale_word(word))
 
-    def load_channel(self, operands, work, segment, place: Lane):
+    def load_channel(self, operands, work, segment, place: StreamLane):
         """[tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
         config, decoder, size = self.config, self.decoder, self.config.format.scale_bytes
         channel = []
@@ -378,7 +379,7 @@ class StreamRoles:
                     acc[first + i] = ptx.fma(chain[i], scales[i // 2], acc[first + i])
 
 
-def stage_acc(config: LinearConfig, acc, memory, buffer, place: Lane, channel):
+def stage_acc(config: LinearConfig, acc, memory, buffer, place: StreamLane, channel):
     """Stores a warp's results where the epilogue finds them: token by token, the block's rows side by side."""
     base = memory.staging + buffer * config.buffer_bytes + place.k_warp * config.slice_bytes
     base = base + place.t * (2 * config.staging_pitch) + place.scale_offset * 4
@@ -433,12 +434,12 @@ class LinearKernel:
         every word EMPTY before and after. k_blocks: padded K / unit_k. activation, out_kind: see :mod:`.epilogue`.
         """
         config = self.config
-        m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
+        m, k = matrix_shape(x)
         num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
         slice_k_blocks = cute.ceil_div(k_blocks, num_slices)
         total = num_blocks * slice_k_blocks
         base = total // num_groups
-        shape = Shape(
+        shape = StreamSizes(
             m=m,
             n=n,
             k=k,

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from cute_kernels.arguments import row_stride
 from cute_kernels.linear.inputs.launch import InputRows, input_rows
-from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, Plan, plan_of
+from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, LinearPlan, plan_of
 from cute_kernels.linear.reference import out_features
 from cute_kernels.linear.weight import check_presence
+from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.memory import Blank, blank, empty_strided
 from cute_kernels.weight_formats import WeightFormat
 
@@ -28,7 +30,7 @@ class KeptLaunch:
         numbers: what follows the workspace among the function's arguments.
     """
 
-    plan: Plan
+    plan: LinearPlan
     matrix: tuple[int, int] | None
     inputs: InputRows | None
     new_out: Blank
@@ -92,11 +94,11 @@ def keep_launch(
     (n, k), m = shape, x.numel() // shape[1]
     if m == 0:
         return None
-    as_it_is = perm is input_scale is None and x.is_contiguous() and _is_aligned(x)
+    plan = plan_of(m, n, k, form, x.dtype, x.get_device(), batch_invariant)
+    as_it_is = perm is input_scale is None and _is_aligned(x) and (x.is_contiguous() or _takes_apart(plan, x))
     inputs = None if as_it_is else input_rows(x, perm, input_scale)
     if inputs is None and not as_it_is:
         return None
-    plan = plan_of(m, n, k, form, x.dtype, x.get_device(), batch_invariant)
     return KeptLaunch(
         plan=plan,
         matrix=None if x.dim() == 2 or inputs is not None else (m, k),
@@ -162,6 +164,14 @@ def _address(tensor: torch.Tensor | None) -> int:
 def _is_aligned(x: torch.Tensor) -> bool:
     """Whether rows [..., K], one behind the other, are whole 16-byte pieces that start on 16 bytes."""
     return not (x.shape[-1] * x.element_size() % VECTOR_BYTES or x.data_ptr() % VECTOR_BYTES)
+
+
+def _takes_apart(plan: LinearPlan, x: torch.Tensor) -> bool:
+    """Whether the plan's kernel takes rows that lie apart: at one distance, whole 16-byte pieces, none in another."""
+    stride = row_stride(x)
+    if stride is None or stride < x.shape[-1] or stride * x.element_size() % VECTOR_BYTES:
+        return False
+    return isinstance(plan.schedule, TileSchedule) and plan.schedule.config.mainloop.rows_apart
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

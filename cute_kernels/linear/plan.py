@@ -14,7 +14,7 @@ from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
 from cute_kernels.linear.portable.schedule import make_portable_schedule
 from cute_kernels.linear.quantize import DTYPES
-from cute_kernels.linear.schedule import Problem, Schedule
+from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.limb_launch import limb_product
@@ -30,7 +30,7 @@ OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
 
 @dataclass(frozen=True)
-class Plan:
+class LinearPlan:
     """Everything about a launch that does not change between calls of the same shapes and formats.
 
     Attributes:
@@ -41,7 +41,7 @@ class Plan:
     """
 
     function: Callable[..., Any]
-    schedule: Schedule | TileSchedule
+    schedule: StreamSchedule | TileSchedule
     device_index: int
     sizes: tuple[int, ...]
     num_words: int
@@ -77,12 +77,12 @@ def plan_of(
     device: int,
     batch_invariant: bool = False,
     portable: bool = False,
-) -> Plan:
+) -> LinearPlan:
     """The plan of a product of any number of rows on a CUDA device.
 
     portable: whether the portable kernel is wanted where others run too, as tests want it.
     """
-    problem = Problem(
+    problem = LinearProblem(
         m=m,
         n=n,
         k=k,
@@ -97,11 +97,11 @@ def plan_of(
     return make_plan(chosen(problem, torch.cuda.get_device_name(device)), m, device)
 
 
-def make_plan(schedule: Schedule | TileSchedule, m: int, device_index: int) -> Plan:
+def make_plan(schedule: StreamSchedule | TileSchedule, m: int, device_index: int) -> LinearPlan:
     """The plan of a given schedule for products of ``m`` rows."""
     if isinstance(schedule, TileSchedule):
         return make_tile_plan(schedule, m, device_index)
-    return Plan(
+    return LinearPlan(
         function=load(spec_of(schedule.config), arch_of(device_index)),
         schedule=schedule,
         device_index=device_index,
@@ -117,14 +117,14 @@ def make_plan(schedule: Schedule | TileSchedule, m: int, device_index: int) -> P
     )
 
 
-def make_tile_plan(schedule: TileSchedule, m: int, device_index: int) -> Plan:
+def make_tile_plan(schedule: TileSchedule, m: int, device_index: int) -> LinearPlan:
     """The plan of a given schedule of the kernel for many rows, or of the portable one, for products of ``m`` rows."""
     is_portable = isinstance(schedule.config.mainloop, PortableMmaSync)
     arch = (portable_arch_of if is_portable else arch_of)(device_index)
     function = load(spec_of(schedule.config), arch)
     if not is_portable and schedule.config.makes_limbs_before:
         function = limb_product(schedule.config, function, m, schedule.k_blocks, arch)
-    return Plan(
+    return LinearPlan(
         function=function,
         schedule=schedule,
         device_index=device_index,

@@ -14,13 +14,13 @@ from itertools import product
 from typing import Any
 
 from cute_kernels.linear.config import X_PAD, LinearConfig
-from cute_kernels.sm90 import MAX_SHARED_BYTES, NUM_SMS
 from cute_kernels.weight_formats import GROUP_SIZES, WeightFormat, integers
 from layouts.weights.hopper import TILE_N
 
 MAX_TOKENS = 32  # of a launch
 FEW_ROWS = 8  # columns of mma.m16n8k16: beyond, warpgroup MMAs decode each weight once for all rows
 LAUNCH_US = 7.4  # of a launch, until the memory answers, and of the last products' way out: not in `estimate_us`
+MORE_TO_DECODE_US = 0.8  # besides, of zero points, or of groups of less than 128 inputs: an H200, 0 to 3 on two days
 MEMORY_BYTES_PER_US = 4.6e6
 L2_BYTES_PER_US = 5.5e6
 COMBINE_US = 0.4  # to add parts that lie in memory
@@ -36,7 +36,7 @@ FEW_STAGES = 4  # enough for the memory's latency
 
 
 @dataclass(frozen=True)
-class Problem:
+class LinearProblem:
     """What decides how a product is computed.
 
     Attributes:
@@ -54,7 +54,7 @@ class Problem:
     format: WeightFormat
     dtype: str
     use_pdl: bool = False
-    num_sms: int = NUM_SMS
+    num_sms: int = LinearConfig.limits.num_sms
     batch_invariant: bool = False
 
     @property
@@ -68,7 +68,7 @@ def weight_fields(problem: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StreamSchedule:
     """How one launch is laid out: ``num_groups`` groups of ``num_slices`` CTAs.
 
     Attributes:
@@ -129,7 +129,7 @@ class Schedule:
 
 
 @lru_cache(maxsize=4096)
-def make_schedule(problem: Problem) -> Schedule:
+def make_schedule(problem: LinearProblem) -> StreamSchedule:
     """The fastest schedule by the model.
 
     Raises ValueError if K is too long for the shared memory of all SMs together.
@@ -148,7 +148,7 @@ def make_schedule(problem: Problem) -> Schedule:
     return min(options)[2]
 
 
-def schedules(problem: Problem, config: LinearConfig) -> Iterator[Schedule]:
+def schedules(problem: LinearProblem, config: LinearConfig) -> Iterator[StreamSchedule]:
     """All ways to cut K for which the activations fit."""
     k_blocks = problem.k_pad // config.block_k
     for num_slices in range(1, min(k_blocks, problem.num_sms) + 1):
@@ -157,16 +157,23 @@ def schedules(problem: Problem, config: LinearConfig) -> Iterator[Schedule]:
             continue  # the last slice would be empty
         if x_bytes_of(problem, slice_k_blocks * config.block_k) > config.x_bytes:
             continue
-        schedule = Schedule(config, problem.num_tiles, k_blocks, num_slices, 1)
+        schedule = StreamSchedule(config, problem.num_tiles, k_blocks, num_slices, 1)
         yield replace(schedule, num_groups=min(problem.num_sms // num_slices, schedule.total))
 
 
-def x_bytes_of(problem: Problem, slice_k: int) -> int:
+def x_bytes_of(problem: LinearProblem, slice_k: int) -> int:
     """Shared memory that the activations of a slice take."""
     return problem.m * (2 * slice_k + X_PAD)
 
 
-def estimate_us(problem: Problem, schedule: Schedule) -> float:
+def launch_us(problem: LinearProblem) -> float:
+    """Microseconds of a launch that `estimate_us` leaves out."""
+    form = problem.format
+    more = form.bits == 4 and (form.has_zeros or 0 < form.group_size < 128)
+    return LAUNCH_US + (MORE_TO_DECODE_US if more else 0.0)
+
+
+def estimate_us(problem: LinearProblem, schedule: StreamSchedule) -> float:
     """Microseconds that the model expects, without the launch itself."""
     config = schedule.config
     k_block_bytes = config.k_block_stage_bytes
@@ -185,7 +192,7 @@ def estimate_us(problem: Problem, schedule: Schedule) -> float:
 # -- configurations ---------------------------------------------------------------------------------------------------
 
 
-def candidate_configs(problem: Problem) -> list[LinearConfig]:
+def candidate_configs(problem: LinearProblem) -> list[LinearConfig]:
     """The configurations worth considering: one for each amount of shared memory that the activations may take."""
     base = base_config(problem)
     # Three warps for the k blocks of a chunk keep pace with the memory better, where their longer stages leave a
@@ -201,7 +208,7 @@ def in_flight(config: LinearConfig) -> int:
     return (config.num_stages - 1) * config.chunk_k_blocks * config.n_tiles * config.k_block_bytes
 
 
-def base_config(problem: Problem) -> LinearConfig:
+def base_config(problem: LinearProblem) -> LinearConfig:
     """What follows from the format and the number of rows."""
     tile_m = next(tile_m for tile_m in (8, 16, 32) if problem.m <= tile_m)
     block_k = 256 if problem.format.group_size == 256 else 128
@@ -219,7 +226,7 @@ def base_config(problem: Problem) -> LinearConfig:
     )
 
 
-def shares_activations(problem: Problem, tile_m: int) -> bool:
+def shares_activations(problem: LinearProblem, tile_m: int) -> bool:
     """Whether a warp takes two tiles, which share what ldmatrix reads, and are twice as much to do between two waits.
 
     With small groups, 32 tokens of two tiles and their scales are more than 168 registers hold.
@@ -233,14 +240,15 @@ def most_x_bytes(base: LinearConfig) -> int:
     """What activations may take beside a pipeline of the least that has IN_FLIGHT_BYTES on the way, in whole KB."""
     two = replace(with_stages(base, 0), num_stages=2)
     least = replace(two, num_stages=max(2, 1 + -(-IN_FLIGHT_BYTES // in_flight(two))))
-    return (MAX_SHARED_BYTES - least.smem_bytes) // 1024 * 1024
+    return (least.limits.shared_bytes - least.smem_bytes) // 1024 * 1024
 
 
 def with_stages(base: LinearConfig, x_bytes: int) -> LinearConfig:
     """``base`` with room for activations, and as many stages of about STAGE_BYTES as there is room for."""
     chunk = max(base.k_warps, STAGE_BYTES // (base.n_tiles * base.k_block_bytes))
-    config = replace(base, chunk_k_blocks=chunk // base.k_warps * base.k_warps, x_bytes=x_bytes, num_stages=2)
-    room = (MAX_SHARED_BYTES - config.smem_bytes) // (config.stage_bytes + 16)
+    chunk_k_blocks = chunk // base.k_warps * base.k_warps
+    config = replace(base, chunk_k_blocks=chunk_k_blocks, num_stages=2).with_activations(x_bytes=x_bytes)
+    room = (config.limits.shared_bytes - config.smem_bytes) // (config.stage_bytes + 16)
     return replace(config, num_stages=min(FEW_STAGES if x_bytes == X_BYTES[0] else MAX_STAGES, 2 + room))
 
 
@@ -250,7 +258,7 @@ def shipped_configs() -> list[LinearConfig]:
     configs: dict[LinearConfig, None] = {}
     formats = [("bf16", group_size) for group_size in (0, *GROUP_SIZES)] + [("fp16", 0), ("fp16", 128)]
     for bits, (dtype, group_size), zero_point, m in product((4, 8), formats, (False, True), (1, 8)):
-        problem = Problem(m, 8192, 8192, 8192, integers(bits, group_size, zero_point), dtype)
+        problem = LinearProblem(m, 8192, 8192, 8192, integers(bits, group_size, zero_point), dtype)
         configs[make_schedule(problem).config] = None
         if (dtype, group_size, zero_point) == ("bf16", 128, False):
             configs[make_schedule(replace(problem, n=57344)).config] = None

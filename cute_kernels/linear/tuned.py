@@ -10,8 +10,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from cute_kernels.linear import schedule as few
 from cute_kernels.linear.config import LinearConfig
-from cute_kernels.linear.schedule import FEW_ROWS, MAX_TOKENS, Problem, Schedule
+from cute_kernels.linear.schedule import FEW_ROWS, MAX_TOKENS, LinearProblem, StreamSchedule
 from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma import schedule as many
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule
@@ -70,41 +71,43 @@ def weight_of(n: int, k: int, name: str) -> tuple[int, int, int, WeightFormat, s
     return None if found is None else (n, k, padded_shape((n, k), found[0].group_size)[1], *found)
 
 
-def key_of(problem: Problem) -> str:
+def key_of(problem: LinearProblem) -> str:
     """A problem as tables name it."""
     return f"linear {weight_name(problem)} n{problem.n} k{problem.k} m{problem.m} sms{problem.num_sms}"
 
 
-def problem_of(key: str) -> Problem | None:
+def problem_of(key: str) -> LinearProblem | None:
     """The problem that a key of `key_of` names, None for other keys."""
     match = re.fullmatch(rf"linear {WEIGHT_PATTERN} n(\d+) k(\d+) m(\d+) sms(\d+)", key)
     if match is None:
         return None
     weight = weight_of(int(match[2]), int(match[3]), match[1])
-    return None if weight is None else Problem(int(match[4]), *weight, num_sms=int(match[5]))
+    return None if weight is None else LinearProblem(int(match[4]), *weight, num_sms=int(match[5]))
 
 
-def candidates(problem: Problem) -> Iterator[Candidate[Schedule | TileSchedule]]:
+def candidates(problem: LinearProblem) -> Iterator[Candidate[StreamSchedule | TileSchedule]]:
     """Every schedule of either kernel that is right for a problem."""
     if problem.m <= MAX_TOKENS and not problem.batch_invariant:
         for config in few.candidate_configs(problem):
             for schedule in few.schedules(problem, config):
                 yield Candidate(FEW, schedule, schedule.num_slices, few.estimate_us(problem, schedule))
-    for tiles in many.tile_schedules(problem):
+    for tiles in (invariant.schedules if problem.batch_invariant else many.tile_schedules)(problem):
         yield Candidate(MANY, tiles, tiles.splits, many.estimate_us(problem, tiles))
 
 
-def modelled(problem: Problem) -> Schedule | TileSchedule:
+def modelled(problem: LinearProblem) -> StreamSchedule | TileSchedule:
     """What is taken if no table says otherwise.
 
     Few rows are the memory-bound kernel's, unless tiles in limbs, or of warpgroups that take turns, are expected to be
     faster; by more than what a second launch costs the host, if they have one. Of other tiles the model is not fitted
     for so few.
     """
-    if problem.m > FEW_ROWS or problem.batch_invariant:
+    if problem.batch_invariant:
+        return invariant.make_schedule(problem)
+    if problem.m > FEW_ROWS:
         return many.make_tile_schedule(problem)
     schedule = few.make_schedule(problem)
-    few_us = few.estimate_us(problem, schedule) + few.LAUNCH_US
+    few_us = few.estimate_us(problem, schedule) + few.launch_us(problem)
     fitted = [tiles for tiles in many.tile_schedules(problem) if tiles.config.limbs or tiles.config.k_warpgroups > 1]
     in_time = [
         tiles
@@ -114,7 +117,7 @@ def modelled(problem: Problem) -> Schedule | TileSchedule:
     return min(in_time, key=lambda tiles: many.estimate_us(problem, tiles), default=schedule)
 
 
-def worth_measuring(problem: Problem) -> list[Candidate[Schedule | TileSchedule]]:
+def worth_measuring(problem: LinearProblem) -> list[Candidate[StreamSchedule | TileSchedule]]:
     """What is taken without a table, first, and of each kernel the schedules that its model expects most of."""
     return shortlist(candidates(problem), modelled(problem))
 
@@ -139,7 +142,7 @@ def shortlist(found: Iterable[Candidate[S]], first: S) -> list[Candidate[S]]:
     return kept
 
 
-def chosen(problem: Problem, gpu: str) -> Schedule | TileSchedule:
+def chosen(problem: LinearProblem, gpu: str) -> StreamSchedule | TileSchedule:
     """What serves a problem on a GPU: what a table says, or else what is expected to be the fastest."""
     return tuned(problem, gpu) or modelled(problem)
 
@@ -163,7 +166,7 @@ def configs_of_tables(
     return list(found)
 
 
-def tuned(problem: Problem, gpu: str) -> Schedule | TileSchedule | None:
+def tuned(problem: LinearProblem, gpu: str) -> StreamSchedule | TileSchedule | None:
     """What a table says is fastest, if it says so and is possible."""
     if problem.batch_invariant:
         return None  # tables hold what is fastest without
@@ -175,7 +178,7 @@ def tuned(problem: Problem, gpu: str) -> Schedule | TileSchedule | None:
     return None
 
 
-def find(problem: Problem, choice: Choice) -> Schedule | TileSchedule | None:
+def find(problem: LinearProblem, choice: Choice) -> StreamSchedule | TileSchedule | None:
     """The schedule that a choice names, None if there is none of that name any more."""
     name = choice.kernel, choice.config, choice.cut
     return next((one.schedule for one in candidates(problem) if one.name == name), None)

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch.compiler import is_compiling
 
-from cute_kernels.arguments import check_count, check_flag, check_matrix_shape, check_tensors, device_of, is_one_of
+from cute_kernels.arguments import check_count, check_flag, check_matrix_shape, check_tensors, is_one_of
+from cute_kernels.linear.packed import Packed
 from cute_kernels.weight_formats import GROUP_SIZES, IntegerFormat, WeightFormat, integers, weight_format
 from cute_kernels.weight_formats.base import CODE_BITS as BITS
 from cute_kernels.weight_formats.integers import SCALE_DTYPES as SCALE_DTYPES
@@ -49,7 +50,7 @@ def row_blocks(num_tiles: int, k: int) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedWeight:
+class PackedWeight(Packed):
     """A weight [N, K] (out_features, in_features) in 4- or 8-bit codes of a format; of integers
     W[n, k] = (code - zero) * scale.
 
@@ -92,6 +93,7 @@ class PackedWeight:
     from_torchao: ClassVar[Callable[..., PackedWeight]]
     from_fastertransformer: ClassVar[Callable[..., PackedWeight]]
 
+    tensor_names: ClassVar[tuple[str, ...]] = TENSOR_NAMES
     _is_hf_initialized = True  # what transformers' initialisation of a loaded model asks each `weight` that it finds
 
     def __post_init__(self, check_values: bool) -> None:
@@ -130,41 +132,6 @@ class PackedWeight:
         if tensor.device != self.codes.device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {self.codes.device}, where codes is")
 
-    @property
-    def bits(self) -> int:
-        """Of a code."""
-        return self.format.bits
-
-    @property
-    def group_size(self) -> int | None:
-        """Consecutive inputs that share a scale; None for one scale per row."""
-        return self.format.group_size or None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the activations that the weight takes; that of the scales of integers."""
-        return self.format.activation_dtype(self.scales.dtype)
-
-    @property
-    def device(self) -> torch.device:
-        """Of all tensors."""
-        return self.codes.device
-
-    @property
-    def out_features(self) -> int:
-        """N, rows without padding."""
-        return self.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        """K, columns without padding."""
-        return self.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, padding included."""
-        return sum(tensor.nbytes for tensor in self._tensors().values())
-
     def __repr__(self) -> str:
         n, k = self.shape
         kind = f"{self.bits}-bit" if isinstance(self.format, IntegerFormat) else self.format.key
@@ -179,9 +146,6 @@ class PackedWeight:
         nn.TransformerEncoder looks for this on each `weight` before it hands them all to one fused function.
         """
         return NotImplemented
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {name: value for name in TENSOR_NAMES if (value := getattr(self, name)) is not None}
 
     # -- values ------------------------------------------------------------------------------------------------------
 
@@ -218,16 +182,6 @@ class PackedWeight:
         return unpack(hopper.restore(self.codes[first:last], self.bits), self.bits)
 
     # -- places ------------------------------------------------------------------------------------------------------
-
-    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedWeight:
-        """The weight on another device; itself if it is there.
-
-        Raises:
-            TypeError, ValueError: there is no such device.
-        """
-        where = device_of(device) or self.device
-        moved: dict[str, Any] = {k: v.to(where, non_blocking=non_blocking) for k, v in self._tensors().items()}
-        return replace(self, **moved, check_values=False)
 
     def shard_n(self, rank: int, world_size: int) -> PackedWeight:
         """A rank's output features (column-parallel), copied: equals packing those rows alone.

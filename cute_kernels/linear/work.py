@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32
 
 RECIPROCAL_BITS = 40  # x // n is x * ceil(2**40 / n) >> 40 for x * n < 2**40
 
@@ -15,33 +14,33 @@ RECIPROCAL_BITS = 40  # x // n is x * ceil(2**40 / n) >> 40 for x * n < 2**40
 class Operands:
     """Addresses of a launch. bias, residual, zeros and workspace are 0 where there is none."""
 
-    x: Any  # [m, k] of the configuration's dtype
-    codes: Any
-    scales: Any
-    zeros: Any
-    bias: Any  # [n] of x's dtype
-    residual: Any  # as out, of x's dtype
-    out: Any
-    workspace: Any  # [blocks, max_parts, m * block_rows] fp32, EMPTY
+    x: Int64  # [m, k] of the configuration's dtype
+    codes: Int64
+    scales: Int64
+    zeros: Int64
+    bias: Int64  # [n] of x's dtype
+    residual: Int64  # as out, of x's dtype
+    out: Int64
+    workspace: Int64  # [blocks, max_parts, m * block_rows] fp32, EMPTY
 
 
 @dataclass(frozen=True)
-class Shape:
+class StreamSizes:
     """Sizes of a launch; run-time integers."""
 
-    m: Any
-    n: Any
-    k: Any
-    num_tiles: Any  # tiles of 64 output features
-    k_blocks: Any  # of the padded K
-    slice_k_blocks: Any  # of a slice of K; the last slice may have fewer
-    slice_reciprocal: Any  # 2**RECIPROCAL_BITS over slice_units, rounded up
-    num_slices: Any  # CTAs of a group: each takes a slice of K
-    base: Any  # k blocks of a slice, over all blocks, that a group takes;
-    rest: Any  # the first ``rest`` groups take one more
-    max_parts: Any  # partial results of a block, at most
-    activation: Any
-    out_kind: Any
+    m: Int32
+    n: Int32
+    k: Int32
+    num_tiles: Int32  # tiles of 64 output features
+    k_blocks: Int32  # of the padded K
+    slice_k_blocks: Int32  # of a slice of K; the last slice may have fewer
+    slice_reciprocal: Int64 | Uint32  # 2**RECIPROCAL_BITS over slice_units, rounded up
+    num_slices: Int32  # CTAs of a group: each takes a slice of K
+    base: Int32  # k blocks of a slice, over all blocks, that a group takes;
+    rest: Int32  # the first ``rest`` groups take one more
+    max_parts: Int32  # partial results of a block, at most
+    activation: Int32
+    out_kind: Int32
 
     @property
     def base_divisor(self):
@@ -65,10 +64,10 @@ class Segment:
     ``last``: whether its group is the last of those that share the block, and so puts the result together.
     """
 
-    block: Any
-    begin: Any
-    end: Any
-    last: Any
+    block: Int32
+    begin: Int32
+    end: Int32
+    last: cutlass.Boolean
 
 
 @dataclass(frozen=True)
@@ -79,17 +78,17 @@ class Work:
     group, which takes it last, adds it up.
     """
 
-    shape: Shape
-    group: Any
-    slice_index: Any
-    first: Any
-    count: Any
-    first_block: Any
-    num_segments: Any
-    own_k_blocks: Any  # of the slice
+    shape: StreamSizes
+    group: Int32
+    slice_index: Int32
+    first: Int32
+    count: Int32
+    first_block: Int32
+    num_segments: Int32
+    own_k_blocks: Int32  # of the slice
 
     @staticmethod
-    def of(shape: Shape, group, slice_index) -> Work:
+    def of(shape: StreamSizes, group, slice_index) -> Work:
         first, count = shape.range_of(group)
         # A division would take over 100 cycles on the way to the first copy.
         first_block = shape.block_of(first)

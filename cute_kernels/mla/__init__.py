@@ -7,11 +7,11 @@ Writing tokens is :mod:`cute_kernels.mla_cache`.
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 
-from cute_kernels.deprecated import takes_old_names, warn
+from cute_kernels.deprecated import RENAMED, takes_old_names, warn
 from cute_kernels.mla import ops
 from cute_kernels.mla.problem import SparseExtras
 from cute_kernels.names import MlaFormatName
@@ -56,7 +56,7 @@ def mla_decode(
     seq_lens: torch.Tensor,
     *old: torch.Tensor,
     kv_format: MlaFormatName,
-    block_table: torch.Tensor = None,  # pyright: ignore[reportArgumentType]  # the overloads want it
+    block_table: torch.Tensor = RENAMED,
     softmax_scale: float | None = None,
     causal: bool = True,
     return_lse: bool = False,
@@ -186,7 +186,9 @@ def _empty_is_least(lse: torch.Tensor) -> torch.Tensor:
     return lse.nan_to_num_(torch.nan, -torch.inf, -torch.inf)
 
 
-def _old_order(third: torch.Tensor, rest: tuple[Any, ...], block_table: Any) -> tuple[Any, Any]:
+def _old_order(
+    third: torch.Tensor, rest: tuple[torch.Tensor, ...], block_table: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(block_table, seq_lens) of a call that has both by place, as they were before 0.2."""
     if len(rest) != 1 or block_table is not None:
         raise TypeError(f"mla_decode() takes 3 positional arguments, q, cache and seq_lens; got {3 + len(rest)}")

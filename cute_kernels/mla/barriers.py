@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import cutlass.cute as cute
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.mla.config import CONSUMER_THREADS, MlaConfig
-from cute_kernels.sm90 import WARP_THREADS
 
 # Named barriers: of the consumer warps, and of the producer warps with the warp that makes barriers. One of all
 # threads would do, but those that wait would do so at two places of the program, and synccheck wants them at one.

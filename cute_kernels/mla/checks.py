@@ -6,8 +6,6 @@ a GPU; `check_dense_values` and `check_sparse_values`, for debug mode and the CP
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from cute_kernels.arguments import check_tensors, shape_of
@@ -28,8 +26,8 @@ def dense_problem(
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: Any,
-    causal: Any = True,
+    kv_format: object,
+    causal: bool = True,
 ) -> DenseProblem:
     """Arguments as `cute_kernels.mla.mla_decode` has them; raises TypeError or ValueError."""
     form = _form_of(kv_format)
@@ -69,7 +67,7 @@ def sparse_problem(
     cache: torch.Tensor,
     indices: torch.Tensor,
     *,
-    kv_format: Any,
+    kv_format: object,
     topk_length: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     extra_cache: torch.Tensor | None = None,
@@ -125,7 +123,7 @@ def sparse_problem(
 # -- one argument ------------------------------------------------------------------------------------------------------
 
 
-def _form_of(kv_format: Any) -> MlaFormat:
+def _form_of(kv_format: object) -> MlaFormat:
     if not isinstance(kv_format, str):
         raise TypeError(f"kv_format: got {kv_format!r}, want the name of a format")
     return format_of(kv_format)

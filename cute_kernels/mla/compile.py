@@ -23,10 +23,6 @@ class _MlaFamily(KernelSpec):
 
     family: ClassVar[str] = "mla"
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
 
 @dataclass(frozen=True, eq=False)
 class MlaSpec(_MlaFamily):

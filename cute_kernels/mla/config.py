@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from cute_kernels.architecture import HOPPER, Limits
+from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.mla.formats import FORMATS, V_DIM, format_of
 from cute_kernels.mla.layout import SLAB_COLUMNS, VALUE_SLABS, TokenLayout, layout_of
 from cute_kernels.mla.policies import (
@@ -21,7 +23,9 @@ from cute_kernels.mla.policies import (
     TmaTiles,
     WholeTiles,
 )
-from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
+
+if TYPE_CHECKING:
+    from cute_kernels.device.types import Index
 
 HEAD_DIM = 576  # columns of the wider keys
 V_HEAD_DIM = V_DIM  # columns of a value: the first ones of the key
@@ -96,6 +100,7 @@ class MlaConfig:
         tile the number of blocks of 64 heads of a row must be even.
     """
 
+    limits: ClassVar[Limits] = HOPPER
     tokens: str = "sparse"
     form: str = "mla_fp8"
     head_dim: int = HEAD_DIM
@@ -203,7 +208,7 @@ class MlaConfig:
         """How many such parts a tile has."""
         return 2 if self.delays_pv else 1
 
-    def part_number(self, stage: Any, part: int) -> Any:
+    def part_number(self, stage: Index, part: int) -> Index:
         """Of a part of a tile, among all that have barriers."""
         return stage if self.tile_parts == 1 else self.tile_parts * stage + part
 
@@ -291,10 +296,7 @@ class MlaConfig:
             return f"load is {load.kind!r}; {self.tokens} tokens do not lie side by side"
         if self.tiles.cooperative and self.partials != SCALED_PARTIALS:
             return f"tiles are cooperative; want a format whose parts are {SCALED_PARTIALS}"
-        reason = self.tiles.reason()
-        if reason is None and self.smem_bytes > MAX_SHARED_BYTES:
-            return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
-        return reason
+        return self.tiles.reason() or self.limits.refuses(self.num_threads, self.smem_bytes)
 
 
 COMBINE_SLOTS = (1, 8)

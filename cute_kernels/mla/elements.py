@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from cutlass import BFloat16, Float16
+from cutlass import BFloat16, Float16, Float32, Numeric, Uint32
 
 from cute_kernels.device import ptx
 
@@ -20,15 +19,15 @@ class ElementType:
         pack: two fp32, rounded to nearest, into a word, the first in the lower half.
     """
 
-    type: Any
-    pack: Callable[..., Any]
+    type: type[Numeric]
+    pack: Callable[[Float32, Float32], Uint32]
 
 
-def _pack_bf16(low: Any, high: Any) -> Any:
+def _pack_bf16(low: Float32, high: Float32) -> Uint32:
     return ptx.pack_bf16x2(low, high)
 
 
-def _pack_fp16(low: Any, high: Any) -> Any:
+def _pack_fp16(low: Float32, high: Float32) -> Uint32:
     return ptx.pack_f16x2(low, high)
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_kernels.device.types import extents
+from cute_kernels.mla.few_heads.kernel import FewHeadsKernel
+from cute_kernels.mla.kernel import MlaKernel
 from cute_kernels.mla.loads.locate import Chosen, PagedSource, Pages, SparseSource
 from cute_kernels.mla.loads.tma_tiles import TmaTileMap
 from cute_kernels.mla.mainloops.softmax import RESCALE_SLACK
-from cute_kernels.mla.work import LaunchShape, Results
+from cute_kernels.mla.work import MlaSizes, Results
 
 
 class DecodeEntry:
     """kernel: what is launched, `MlaKernel` or `FewHeadsKernel`."""
 
-    def __init__(self, kernel: Any):
+    def __init__(self, kernel: MlaKernel | FewHeadsKernel):
         self.kernel, self.config = kernel, kernel.config
 
     @cute.jit
@@ -62,11 +63,10 @@ class DecodeEntry:
         apart, of page_size tokens ``token_stride`` bytes apart (their data, if pages are split), multiples of 16;
         num_tokens: indices below it exist, at most 2**31 - 1; indices int32 [batch, q_len, topk]; topk_length int32
         [batch] or 0. The same for the extra cache; extra_topk is 0 without one (page_size is then 1)."""
-        sizes: Any = q.shape
-        batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
+        batch, q_len, num_heads = extents(q)[:3]
         # Who asks for the greatest scores gets running maxima that are.
         slack = cutlass.select_(max_logits != 0, Float32(0.0), Float32(RESCALE_SLACK))
-        shape = LaunchShape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0), slack)
+        shape = MlaSizes(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0), slack)
         main_pages = Pages.of(cache, page_stride, token_stride, page_size)
         extra_pages = Pages.of(extra_cache, extra_page_stride, extra_token_stride, extra_page_size)
         main = Chosen(main_pages, num_tokens, indices, topk, topk_length)
@@ -105,10 +105,9 @@ class DecodeEntry:
         ``table_stride`` elements apart, and seq_lens int32 [batch]. causal: 1 if query i of q_len sees the tokens up to
         seq_lens[b] - q_len + i only, else 0.
         """
-        sizes: Any = q.shape
-        batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
+        batch, q_len, num_heads = extents(q)[:3]
         slack = cutlass.select_(max_logits != 0, Float32(0.0), Float32(RESCALE_SLACK))
-        shape = LaunchShape(batch, 1, q_len * num_heads, num_heads, num_parts, causal, slack)
+        shape = MlaSizes(batch, 1, q_len * num_heads, num_heads, num_parts, causal, slack)
         pages = Pages.of(cache, page_stride, token_stride, page_size)
         source = PagedSource(pages, num_pages, table, table_stride, max_pages, seq_lens)
         if const_expr(self.config.tma_tiles):

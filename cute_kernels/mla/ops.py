@@ -27,10 +27,10 @@ SparseResults = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def dense(
-    q: Any,
-    cache: Any,
-    block_table: Any,
-    seq_lens: Any,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
     kv_format: str,
     softmax_scale: float | None,
     causal: bool,
@@ -120,9 +120,9 @@ def _dense_here(
 
 
 def sparse(
-    q: Any,
-    cache: Any,
-    indices: Any,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
     kv_format: str,
     softmax_scale: float | None,
     extras: SparseExtras,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.device.cuda import WARP_THREADS
 
 PRODUCER_WARPS = (4, 8)  # that a CTA may have: one or two on every scheduler of an SM
 FENCES = ("writer", "reader")

@@ -27,7 +27,6 @@ from cute_kernels.mla.config import (
 )
 from cute_kernels.mla.few_heads.config import FORM as FEW_HEADS_FORM
 from cute_kernels.mla.few_heads.config import SERVED_CLUSTER, FewHeadsConfig, served_few_heads
-from cute_kernels.sm90 import NUM_SMS
 
 COMBINE_US = 6.8  # what a second launch costs besides reading
 PARTIAL_BYTES_PER_US = 4.4e6  # written, then read
@@ -86,7 +85,7 @@ class Workload:
     num_rows: int
     num_heads: int
     num_tokens: int
-    num_sms: int = NUM_SMS
+    num_sms: int = MlaConfig.limits.num_sms
     tma_tiles: bool = False
 
     @property

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 
 from cute_kernels.mla.config import FLAG_BYTES, NUM_STAGES, ROW_VALUE_BYTES, WEIGHT_BYTES, MlaConfig
 
@@ -19,17 +19,17 @@ class SharedMemory:
     of asynchronous copies are counted) and ``empty`` (consumer warps arrive, those of both CTAs of a pair).
     """
 
-    tile_pointer: Any
-    tiles: Any
-    query_pointer: Any
-    queries: Any
-    weight_pointer: Any
-    row_values: Any  # a number a row, fp32 [64]
-    flags: Any
-    entries: Any  # of FP8 caches: indices or page numbers of the next blocks, int32 [blocks, 64]
-    full: Any
-    empty: Any
-    queries_full: Any
+    tile_pointer: cute.Pointer
+    tiles: Int32
+    query_pointer: cute.Pointer
+    queries: Int32
+    weight_pointer: cute.Pointer
+    row_values: Int32  # a number a row, fp32 [64]
+    flags: Int32
+    entries: Int32  # of FP8 caches: indices or page numbers of the next blocks, int32 [blocks, 64]
+    full: cute.Pointer
+    empty: cute.Pointer
+    queries_full: cute.Pointer
 
 
 def allocate(config: MlaConfig) -> SharedMemory:
@@ -45,13 +45,13 @@ def allocate(config: MlaConfig) -> SharedMemory:
     full = smem.allocate_array(cutlass.Int64, 2 * num_parts + 1)
     return SharedMemory(
         tile_pointer=tiles,
-        tiles=tiles.toint(),
+        tiles=Int32(tiles.toint()),
         query_pointer=queries,
-        queries=queries.toint(),
+        queries=Int32(queries.toint()),
         weight_pointer=weights,
-        row_values=row_values.toint(),
-        flags=flags.toint(),
-        entries=entries.toint(),
+        row_values=Int32(row_values.toint()),
+        flags=Int32(flags.toint()),
+        entries=Int32(entries.toint()),
         full=full,
         empty=full + num_parts,
         queries_full=full + 2 * num_parts,

@@ -14,13 +14,15 @@ the hardware starts before it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.division import Divisor
+from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.device.lanes import lane_prefix, lane_sum, over_lanes
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
@@ -29,8 +31,7 @@ from cute_kernels.mla.config import (
     V_HEAD_DIM,
     WARPGROUP_WARPS,
 )
-from cute_kernels.mla.loads.locate import count_blocks
-from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
+from cute_kernels.mla.loads.locate import PagedLocator, PagedSource, SparseLocator, SparseSource, count_blocks
 
 CUT_UNITS, CUT_SHARE = 2, 80  # what cuts cost a team: so many units, and a share of all
 ALL_LANES = (1, 2, 4, 8, 16)
@@ -53,11 +54,11 @@ class StreamK:
     request_rows: rows of a request, which are equally long. teams: a `Divisor`.
     """
 
-    locator: Any
-    source: Any
-    requests: Any
-    request_rows: Any
-    teams: Any
+    locator: SparseLocator | PagedLocator
+    source: SparseSource | PagedSource
+    requests: Int32
+    request_rows: Int32
+    teams: Divisor
 
     @cute.jit
     def work_range(self, team, lane):
@@ -119,10 +120,10 @@ class PartialExchange:
     time. A flag is `EMPTY_WORD` between launches: who has loaded puts it back.
     """
 
-    words: Any  # fp32 [CTAs, STATE_WORDS]
-    flags: Any  # int32 [CTAs, FLAG_WORDS]
-    own: Any
-    following: Any  # the CTA with the next work range and the same heads
+    words: Int64  # fp32 [CTAs, STATE_WORDS]
+    flags: Int64  # int32 [CTAs, FLAG_WORDS]
+    own: Int32
+    following: Int32  # the CTA with the next work range and the same heads
 
     @cute.jit
     def publish(self, work, acc, stats, warp, lane, half: cutlass.Constexpr):

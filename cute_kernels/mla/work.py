@@ -3,58 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
-from cutlass import Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
+from cute_kernels.device.types import Index
 from cute_kernels.mla.config import BLOCK_TOKENS, PartialForm
 
 
 @dataclass(frozen=True)
-class LaunchShape:
+class MlaSizes:
     """Run-time integers of a launch.
 
     A row is what shares its tokens: a query, all heads of it, if indices name the tokens; else a request, with the
     heads of all of its queries side by side, as they lie in memory.
     """
 
-    rows: Any
-    request_rows: Any  # rows of a request
-    num_heads: Any  # of a row
-    query_heads: Any  # of a query
-    num_parts: Any  # into which each row is cut; 0: work ranges over all of them, see `stream_k`
-    causal: Any  # 1 if later queries of a row see more tokens, else 0
-    slack: Any  # fp32: by how many powers of 2 running maxima may fall behind
+    rows: Int32
+    request_rows: Index  # rows of a request
+    num_heads: Int32  # of a row
+    query_heads: Int32  # of a query
+    num_parts: Int32  # into which each row is cut; 0: work ranges over all of them, see `stream_k`
+    causal: Int32  # 1 if later queries of a row see more tokens, else 0
+    slack: Float32  # fp32: by how many powers of 2 running maxima may fall behind
 
 
 @dataclass(frozen=True)
 class Results:
     """Addresses of what is written; ``sinks`` is read. 0 where absent."""
 
-    out: Any  # bf16 or fp16 [rows, num_heads, 512]
-    lse: Any  # fp32 [rows, num_heads]
-    max_logits: Any  # fp32 [rows, num_heads]: the greatest scores, scaled
-    sinks: Any  # fp32 [num_heads]
-    partials: Any  # [rows * num_heads, num_parts, 512] values, then [rows * num_heads, num_parts] of statistics
+    out: Int64  # bf16 or fp16 [rows, num_heads, 512]
+    lse: Int64  # fp32 [rows, num_heads]
+    max_logits: Int64  # fp32 [rows, num_heads]: the greatest scores, scaled
+    sinks: Int64  # fp32 [num_heads]
+    partials: Int64  # [rows * num_heads, num_parts, 512] values, then [rows * num_heads, num_parts] of statistics
 
 
 @dataclass(frozen=True)
 class WorkTile:
     """A work tile; blocks [begin, end) of the row, those of the extra cache behind ``main_blocks`` others."""
 
-    shape: Any
-    row: Any
-    first_head: Any
-    part: Any
-    begin: Any
-    end: Any
-    length: Any  # tokens, those of the extra cache not counted
-    main_blocks: Any
-    extra_length: Any
-    left: Any = None  # of the CTA's work range, behind this work tile
-    publishes: Any = None  # whether an earlier part of the row is another CTA's, which ends the row
-    resumes: Any = None  # whether a later part of the row is another CTA's, which began it
+    shape: MlaSizes
+    row: Int32
+    first_head: Int32 | None
+    part: Int32 | None
+    begin: Int32 | None
+    end: Int32
+    length: Int32  # tokens, those of the extra cache not counted
+    main_blocks: Int32
+    extra_length: Int32
+    left: Int32 | None = None  # of the CTA's work range, behind this work tile
+    publishes: Boolean | None = None  # whether an earlier part of the row is another CTA's, which ends the row
+    resumes: Boolean | None = None  # whether a later part of the row is another CTA's, which began it
 
     @staticmethod
     def share(num_blocks, num_parts, part):
@@ -77,12 +77,12 @@ def blocks_of(length):
     return (length + BLOCK_TOKENS - 1) // BLOCK_TOKENS
 
 
-def partial_values(results: Results, shape: LaunchShape, query_row, part, form: PartialForm):
+def partial_values(results: Results, shape: MlaSizes, query_row, part, form: PartialForm):
     """Address of a partial result's 512 unnormalised values."""
     return results.partials + (Int64(query_row) * shape.num_parts + part) * form.row_bytes
 
 
-def partial_stats(results: Results, shape: LaunchShape, query_row, part, form: PartialForm):
+def partial_stats(results: Results, shape: MlaSizes, query_row, part, form: PartialForm):
     """Address of a partial result's maximum, sum and so on."""
     behind = Int64(shape.rows) * shape.num_heads * shape.num_parts * form.row_bytes
     return results.partials + behind + (Int64(query_row) * shape.num_parts + part) * form.stats_bytes

@@ -14,10 +14,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from cute_kernels.device.division import Divisor
+from cute_kernels.device.types import RegisterTensor
 from cute_kernels.mla.config import BLOCK_HEADS
-from cute_kernels.mla.loads.locate import count_blocks
+from cute_kernels.mla.loads.locate import PagedLocator, PagedSource, SparseLocator, SparseSource, count_blocks
+from cute_kernels.mla.loads.queries import QueryLoader, QuerySource
 from cute_kernels.mla.stream_k import PartialExchange, StreamK, units_of
-from cute_kernels.mla.work import LaunchShape, WorkTile
+from cute_kernels.mla.work import MlaSizes, WorkTile
 
 # What a cursor keeps in registers.
 LEFT, BLOCK, FOUND, ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH = range(8)
@@ -33,7 +35,7 @@ class Counts:
     cuts: Divisor  # parts of a row, or teams on stream-K
 
     @staticmethod
-    def of(shape: LaunchShape, head_blocks, num_ctas) -> Counts:
+    def of(shape: MlaSizes, head_blocks, num_ctas) -> Counts:
         cuts = cutlass.select_(shape.num_parts == 0, num_ctas // head_blocks, shape.num_parts)
         numbers = shape.rows * head_blocks, head_blocks, shape.request_rows, cutlass.max(cuts, 1)
         return Counts(*(Divisor.of(Int32(number)) for number in numbers))
@@ -48,21 +50,21 @@ class WorkTiles:
     the same row and part; then rows, then parts. Under stream-K a CTA has a work range, ``left`` units from the
     ``start``-th of ``row`` on, over rows that follow each other."""
 
-    shape: LaunchShape
-    source: Any
-    queries: Any
-    locator: Any
+    shape: MlaSizes
+    source: SparseSource | PagedSource
+    queries: QuerySource
+    locator: SparseLocator | PagedLocator
     counts: Counts
     exchange: PartialExchange
-    head_block: Any
-    row: Any  # of the first work tile
-    start: Any  # its part, or its first unit
-    left: Any  # more than 0
+    head_block: Int32
+    row: Int32  # of the first work tile
+    start: Int32  # its part, or its first unit
+    left: Int32  # more than 0
 
     has_stream_k: ClassVar[bool] = True  # whether rows may be one
 
     @staticmethod
-    def of(shape: LaunchShape, source, queries, locator, counts: Counts, words, flags, cta, lane) -> WorkTiles:
+    def of(shape: MlaSizes, source, queries, locator, counts: Counts, words, flags, cta, lane) -> WorkTiles:
         """Those of the ``cta``-th CTA. words, flags: addresses of what `PartialExchange` describes."""
         team, head_block = (Int32(number) for number in counts.head_blocks.divide(Uint32(cta)))
         exchange = PartialExchange(words, flags, cta, cta - counts.head_blocks.value)
@@ -108,7 +110,7 @@ class PartTiles(WorkTiles):
     has_stream_k: ClassVar[bool] = False
 
     @staticmethod
-    def of(shape: LaunchShape, source, queries, locator, counts: Counts, words, flags, cta, lane) -> PartTiles:
+    def of(shape: MlaSizes, source, queries, locator, counts: Counts, words, flags, cta, lane) -> PartTiles:
         part, rest = counts.of_part.divide(Uint32(cta))
         row, head_block = (Int32(number) for number in counts.head_blocks.divide(rest))
         exchange = PartialExchange(words, flags, cta, cta)
@@ -145,9 +147,9 @@ class Cursor:
     """A block among those of all of a CTA's work tiles, in order; the same in all lanes of a warp."""
 
     work_tiles: WorkTiles
-    loader: Any
-    leads: Any  # 1 in the thread that has the queries of later work tiles brought into L2, else 0
-    state: Any  # rmem int32 [8]
+    loader: QueryLoader
+    leads: Int32  # 1 in the thread that has the queries of later work tiles brought into L2, else 0
+    state: RegisterTensor[Int32]  # rmem int32 [8]
 
     @staticmethod
     def before(work_tiles: WorkTiles, loader, leads) -> Cursor:
@@ -192,6 +194,7 @@ class Cursor:
 
     def begin(self, work: WorkTile) -> None:
         """Goes to the first block of a work tile."""
+        assert work.begin is not None and work.left is not None, "want a work tile that knows where it begins"
         kept = (LEFT, work.left), (BLOCK, work.begin), (END, work.end), (ROW, work.row), (LENGTH, work.length)
         for i, value in (*kept, (MAIN_BLOCKS, work.main_blocks), (EXTRA_LENGTH, work.extra_length)):
             self.state[i] = value

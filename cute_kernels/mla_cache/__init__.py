@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cute_kernels.deprecated import current_values, takes_old_names
+from cute_kernels.deprecated import RENAMED, current_values, takes_old_names
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.mla_cache import ops
-from cute_kernels.mla_cache.call import AppendCall
+from cute_kernels.mla_cache.call import AppendMlaCall
 from cute_kernels.names import MlaFormatName
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def append_mla(
     cache: torch.Tensor,
     *,
     kv_format: MlaFormatName,
-    slot_mapping: torch.Tensor = None,  # pyright: ignore[reportArgumentType]  # not needed under its old name
+    slot_mapping: torch.Tensor = RENAMED,
     rope: Rope | None = None,
     position_ids: torch.Tensor | None = None,
     **old: Never,
@@ -59,7 +59,7 @@ def append_mla(
     """
     if old:
         (slot_mapping,) = current_values("append_mla", old, slot_mapping=("slots", slot_mapping))
-    ops.append(AppendCall(latent, k_rope, cache, slot_mapping, kv_format, rope, position_ids))
+    ops.append(AppendMlaCall(latent, k_rope, cache, slot_mapping, kv_format, rope, position_ids))
 
 
 def quantize_mla_kv(x: torch.Tensor, *, kv_format: MlaFormatName, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -20,7 +20,7 @@ POSITION_DTYPES = (torch.int32, torch.int64)
 MAX_TOKENS = 2**31 - 2**16  # rounded up to whole CTAs, they fit 32 bits
 
 
-class AppendCall(NamedTuple):
+class AppendMlaCall(NamedTuple):
     """The arguments of `append_mla`, in the operator's order; see there."""
 
     latent: torch.Tensor
@@ -45,7 +45,7 @@ class AppendCall(NamedTuple):
         return format_of(self.kv_format)
 
 
-def check_append(call: AppendCall) -> CacheShape:
+def check_append(call: AppendMlaCall) -> CacheShape:
     """The cache's shape; TypeError or ValueError unless the arguments describe an append.
 
     Looks at shapes, dtypes, strides and devices only: nothing here waits for a GPU.
@@ -89,7 +89,7 @@ def _check_rows(name: str, x: torch.Tensor, columns: tuple[int, ...], form: MlaF
         raise ValueError(f"{name}: got strides {x.stride()}, want columns side by side")
 
 
-def _check_rope(call: AppendCall) -> None:
+def _check_rope(call: AppendMlaCall) -> None:
     rope, positions = call.rope, call.position_ids
     if rope is None:
         if positions is not None:
@@ -106,7 +106,7 @@ def _check_rope(call: AppendCall) -> None:
     check_vector("position_ids", positions, positions.dtype, call.num_tokens, "one for each token of latent")
 
 
-def check_append_values(call: AppendCall, shape: CacheShape) -> None:
+def check_append_values(call: AppendMlaCall, shape: CacheShape) -> None:
     """Raises ValueError, naming the token, if one would not go to a place of its own; waits for the device.
 
     Slots of -1 ask for that and are no error.

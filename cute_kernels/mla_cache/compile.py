@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cute_kernels import kv_cache
 from cute_kernels.mla import formats
 from cute_kernels.mla_cache.config import WriteConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 from layouts.kv.mla import ROPE_DIM
+
+if TYPE_CHECKING:
+    import cutlass.cute as cute
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,10 +22,6 @@ class WriteSpec(KernelSpec):
 
     family: ClassVar[str] = "mla_cache"
     config: WriteConfig
-
-    @property
-    def symbol(self) -> str:
-        return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
         rotate = Path(str(kv_cache.__file__)).with_name("rotate.py")  # imported it would want the compiler
@@ -61,7 +60,7 @@ def compile_write(config: WriteConfig, arch: str, *options: str) -> Any:
     )
 
 
-def fake_arguments(config: WriteConfig, memory: Any) -> list[Any]:
+def fake_arguments(config: WriteConfig, memory: cute.AddressSpace) -> list[Any]:
     """What stands for the arguments but the stream; a compiled function takes only what fits them.
 
     memory: the DSL's address space of the tensors, that of the GPU's global memory but for tests.

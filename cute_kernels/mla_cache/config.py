@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.mla.formats import MlaFormat, format_of
-from cute_kernels.sm90 import WARP_THREADS
 from layouts.kv.format import Field
 from layouts.kv.mla import ROPE_DIM, MlaDense, MlaFp8, MlaModel1
 

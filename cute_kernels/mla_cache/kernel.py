@@ -24,12 +24,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, neighbours
 from cute_kernels.device.rows import Elements
+from cute_kernels.device.types import extents
 from cute_kernels.device.write_row import divide_by
 from cute_kernels.kv_cache.rotate import Rotator
 from cute_kernels.mla_cache.config import LANE_COLUMNS, WIDE_POSITIONS, WriteConfig
-from cute_kernels.sm90 import WARP_THREADS
 from layouts.kv.mla import BF16_MAX, ROPE_DIM, MlaDense, MlaModel1
 
 ABOVE_1_75 = 0x1FFFFF  # added to an fp32's bits, it carries into the exponent where the mantissa exceeds 1.75
@@ -79,7 +80,7 @@ class WriteKernel:
         page_size.
         """
         config = self.config
-        latent_shape: Any = latent.shape
+        latent_shape = extents(latent)
         num_tokens = latent_shape[0]
         source = Source(
             latent=ptx.address(latent),

@@ -14,7 +14,7 @@ from cute_kernels.mla.problem import CacheShape
 from cute_kernels.mla_cache.call import (
     BULK_DTYPES,
     MAX_TOKENS,
-    AppendCall,
+    AppendMlaCall,
     check_append,
     check_append_values,
 )
@@ -27,7 +27,7 @@ from layouts.kv.mla import ROPE_DIM
 # -- append ------------------------------------------------------------------------------------------------------------
 
 
-def append(call: AppendCall) -> None:
+def append(call: AppendMlaCall) -> None:
     """Append where the tensors are."""
     tensors: dict[str, Any] = {
         "latent": call.latent,
@@ -38,18 +38,18 @@ def append(call: AppendCall) -> None:
     route(cuda=launch_append, cpu=_append_here, operator=_append_through_operator, **tensors)(call)
 
 
-def _append_through_operator(call: AppendCall) -> None:
+def _append_through_operator(call: AppendMlaCall) -> None:
     rope = None if call.rope is None else call.rope.text
     _append_operator(*call[:5], rope, call.position_ids)
 
 
-def _append_here(call: AppendCall) -> None:
+def _append_here(call: AppendMlaCall) -> None:
     shape = check_append(call)
     check_append_values(call, shape)
     append_mla_reference(call, shape)
 
 
-def _append_key(call: AppendCall) -> tuple[Any, ...]:
+def _append_key(call: AppendMlaCall) -> tuple[Any, ...]:
     positions = call.position_ids
     return (
         *map(identity, call[:4]),
@@ -59,14 +59,14 @@ def _append_key(call: AppendCall) -> tuple[Any, ...]:
     )
 
 
-def _append_checked(call: AppendCall) -> tuple[AppendCall, CacheShape]:
+def _append_checked(call: AppendMlaCall) -> tuple[AppendMlaCall, CacheShape]:
     shape = check_append(call)
     if arguments.DEBUG:
         check_append_values(call, shape)
     return call, shape
 
 
-def _append_plan(checked: tuple[AppendCall, CacheShape]) -> AppendMlaPlan | None:
+def _append_plan(checked: tuple[AppendMlaCall, CacheShape]) -> AppendMlaPlan | None:
     call, shape = checked
     return make_plan(call, shape) if call.num_tokens and shape.num_slots else None
 
@@ -77,7 +77,7 @@ launch_append = launcher(_append_key, _append_checked, _append_plan, empty=lambd
 # -- quantise ----------------------------------------------------------------------------------------------------------
 
 
-def quantize(x: Any, kv_format: str, out: torch.Tensor | None) -> torch.Tensor:
+def quantize(x: torch.Tensor, kv_format: str, out: torch.Tensor | None) -> torch.Tensor:
     """See `cute_kernels.mla_cache.quantize_mla_kv`."""
     return route(cuda=_launch_quantize, cpu=_quantize_here, operator=_quantize_through_operator, x=x)(x, kv_format, out)
 
@@ -153,9 +153,9 @@ def _launch_quantize(x: torch.Tensor, kv_format: str, out: torch.Tensor | None =
 # -- the operators -----------------------------------------------------------------------------------------------------
 
 
-def _call_of(latent, k_rope, cache, slot_mapping, kv_format, rope, position_ids) -> AppendCall:
+def _call_of(latent, k_rope, cache, slot_mapping, kv_format, rope, position_ids) -> AppendMlaCall:
     """The operator's arguments as a call: its rope is a text."""
-    return AppendCall(
+    return AppendMlaCall(
         latent, k_rope, cache, slot_mapping, kv_format, None if rope is None else rope_of(rope), position_ids
     )
 

@@ -11,7 +11,7 @@ import torch
 from cute_kernels.kv_cache.config import divisor_of
 from cute_kernels.mla.formats import format_of
 from cute_kernels.mla.problem import CacheShape
-from cute_kernels.mla_cache.call import BULK_DTYPES, DTYPES, AppendCall
+from cute_kernels.mla_cache.call import BULK_DTYPES, DTYPES, AppendMlaCall
 from cute_kernels.mla_cache.compile import WriteSpec
 from cute_kernels.mla_cache.config import WIDE_POSITIONS, WriteConfig
 from cute_kernels.runtime.cache import load
@@ -33,7 +33,7 @@ class AppendMlaPlan:
     phase_steps: torch.Tensor | None
     numbers: tuple[int | float, ...]
 
-    def launch(self, call: AppendCall) -> None:
+    def launch(self, call: AppendMlaCall) -> None:
         """Launches on the current stream of the plan's device, which is the current one."""
         steps, positions = self.phase_steps, call.position_ids
         self.function(
@@ -47,13 +47,13 @@ class AppendMlaPlan:
         )
 
 
-def config_of(call: AppendCall) -> WriteConfig:
+def config_of(call: AppendMlaCall) -> WriteConfig:
     """The kernel that an append uses."""
     style = "none" if call.rope is None else call.rope.style
     return WriteConfig(call.kv_format, call.head_dim, DTYPES[call.latent.dtype], style)
 
 
-def make_plan(call: AppendCall, shape: CacheShape) -> AppendMlaPlan:
+def make_plan(call: AppendMlaCall, shape: CacheShape) -> AppendMlaPlan:
     """The plan of a checked call that has tokens."""
     config, device = config_of(call), call.latent.device
     check_alignment(config, shape, latent=call.latent, k_rope=call.k_rope, cache=call.cache)

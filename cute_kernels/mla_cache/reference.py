@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.mla.problem import CacheShape
-from cute_kernels.mla_cache.call import AppendCall
+from cute_kernels.mla_cache.call import AppendMlaCall
 
 
-def append_mla_reference(call: AppendCall, shape: CacheShape) -> None:
+def append_mla_reference(call: AppendMlaCall, shape: CacheShape) -> None:
     """Writes the tokens of a checked call to their slots, those outside the cache to none."""
     rows = call.form.quantize(tokens_of(call))
     inside = (call.slot_mapping >= 0) & (call.slot_mapping < shape.num_slots)
     call.form.scatter(call.cache, call.slot_mapping[inside], rows[inside])
 
 
-def tokens_of(call: AppendCall, compute_dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def tokens_of(call: AppendMlaCall, compute_dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The numbers that are quantised, [tokens, head_dim]: latent columns as they are, RoPE columns rotated."""
     k_rope = call.k_rope.to(compute_dtype)
     if call.rope is not None and call.position_ids is not None:

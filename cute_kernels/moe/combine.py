@@ -21,9 +21,9 @@ from cute_kernels.moe.config import COMBINE_BATCH, COMBINE_THREADS, COMBINE_VECT
 class Terms:
     """What is added up for a token: results of its assignments one after the other, of each all parts of K."""
 
-    count: Any
-    part_bits: Any
-    part_rows: Any  # of the results, from a part to the next
+    count: Int32
+    part_bits: Int32
+    part_rows: Int32  # of the results, from a part to the next
 
 
 class CombineKernel:

@@ -15,7 +15,7 @@ from cute_kernels.linear.wgmma.config import LimbRowsConfig, WgmmaConfig
 from cute_kernels.moe import tuned
 from cute_kernels.moe.arguments import ASSIGNED, COMBINE, GATHER, GROUPED, LIMB_TILES, RANGES, ROUTING, TILES
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.moe.ranges.config import RangeConfig
+from cute_kernels.moe.ranges.config import EntryLimbs, RangeConfig
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.moe.wgmma.schedule import TABLE_WARPS, candidate_configs
 from cute_kernels.runtime.spec import KernelSpec, check_config
@@ -78,7 +78,7 @@ class RangeSpec(GroupedSpec):
         own = _modules(
             "arguments", "compile", "ranges/config", "ranges/finder", "ranges/kernel", "ranges/work", "schedule", "work"
         )
-        if self.config.lane_assignments:
+        if self.config.activations.lane_assignments:
             own += _modules("ranges/assigned", "ranges/assignments")
         return *own, *linear_wgmma.limb_roots(), *linear.LinearSpec(self.config).source_roots()
 
@@ -92,10 +92,6 @@ class GatherSpec(KernelSpec):
 
     config: GatherConfig
     family: ClassVar[str] = "moe"
-
-    @property
-    def symbol(self) -> str:
-        return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
         return _modules("arguments", "compile", "config", "gather")
@@ -114,10 +110,6 @@ class RoutingSpec(KernelSpec):
     config: RoutingConfig
     family: ClassVar[str] = "moe"
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
     def source_roots(self) -> tuple[Path, ...]:
         return _modules("arguments", "compile", "config", "routing", "schedule")
 
@@ -131,10 +123,6 @@ class CombineSpec(KernelSpec):
 
     config: CombineConfig
     family: ClassVar[str] = "moe"
-
-    @property
-    def symbol(self) -> str:
-        return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
         return _modules("arguments", "compile", "config", "combine")
@@ -171,9 +159,9 @@ def grouped_spec(problem: GroupedProblem) -> GroupedSpec | GroupedWgmmaSpec:
 
 def spec_of(config: LinearConfig | WgmmaConfig) -> GroupedSpec | GroupedWgmmaSpec:
     """The kernel of a configuration."""
-    if isinstance(config, RangeConfig):
-        return RangeSpec(config)
-    return GroupedSpec(config) if isinstance(config, LinearConfig) else GroupedWgmmaSpec(config)
+    if isinstance(config, WgmmaConfig):
+        return GroupedWgmmaSpec(config)
+    return RangeSpec(config) if isinstance(config.activations, EntryLimbs) else GroupedSpec(config)
 
 
 def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
@@ -206,7 +194,7 @@ def compile_ranges(config: RangeConfig, arch: str, *options: str) -> Any:
     from cute_kernels.moe.ranges.assigned import AssignedRangeKernel
     from cute_kernels.moe.ranges.kernel import RangeKernel
 
-    if config.lane_assignments:
+    if config.activations.lane_assignments:
         return compile_kernel(AssignedRangeKernel, config, ASSIGNED, arch, *options)
     return compile_kernel(RangeKernel, config, RANGES, arch, *options)
 

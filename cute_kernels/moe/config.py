@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.moe.schedule import MAX_EXPERTS
-from cute_kernels.sm90 import WARP_THREADS
 
 ROUTING_WARPS = 32
 COMBINE_THREADS = 128

@@ -20,16 +20,17 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.ring import advance
+from cute_kernels.device.tensors import matrix_shape
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.kernel import StreamRoles, init_barriers
 from cute_kernels.moe.schedule import MAX_EXPERTS, TABLE_BYTES, TABLE_ENTRY_BYTES
-from cute_kernels.moe.work import GroupedOperands, GroupedShape, GroupedWork, reciprocal
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.moe.work import EntrySizes, GroupedOperands, GroupedWork, reciprocal
 
 
 class EntryLoads:
-    """An entry's rows of x by index, slice by slice: see `cute_kernels.linear.kernel.ActivationLoads`."""
+    """An entry's rows of x by index, slice by slice: see `cute_kernels.linear.kernel.StreamActivationLoads`."""
 
     def __init__(self, config: LinearConfig):
         self.config = config
@@ -131,10 +132,10 @@ class GroupedKernel:
         begin; else 1.
         """
         config = self.config
-        k = x.shape[1]  # pyright: ignore[reportGeneralTypeIssues, reportOptionalSubscript, reportIndexIssue]
+        _, k = matrix_shape(x)
         num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
         slice_k_blocks = cute.ceil_div(k_blocks, num_slices)
-        shape = GroupedShape(
+        shape = EntrySizes(
             m=Int32(1) << entry_shift,
             n=n,
             k=k,

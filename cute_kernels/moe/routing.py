@@ -15,9 +15,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.moe.config import ROUTING_WARPS, RoutingConfig
 from cute_kernels.moe.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
-from cute_kernels.sm90 import WARP_THREADS
 
 
 class RoutingKernel:

@@ -1,7 +1,7 @@
 """How a grouped product is laid out, decided by upper bounds alone: which rows go where is known on the device only.
 
 The cut of a launch with so many entries (:mod:`.work`) is that of a dense product whose blocks are those of all
-entries, so what is proved for :class:`cute_kernels.linear.schedule.Schedule` holds.
+entries, so what is proved for :class:`cute_kernels.linear.schedule.StreamSchedule` holds.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.config import X_PAD, LinearConfig
-from cute_kernels.linear.schedule import IN_FLIGHT_BYTES, Problem, candidate_configs, in_flight
-from cute_kernels.sm90 import MAX_SHARED_BYTES, NUM_SMS, WARP_THREADS
+from cute_kernels.linear.schedule import IN_FLIGHT_BYTES, LinearProblem, candidate_configs, in_flight
 from cute_kernels.weight_formats import WeightFormat
 from layouts.weights.hopper import TILE_N
 
@@ -37,8 +37,7 @@ class GroupedProblem:
     Attributes:
         places: rows of the result, at least 1.
         num_experts: 1 to MAX_EXPERTS.
-        n, k, k_pad, format, dtype, use_pdl, num_sms, batch_invariant: as in `cute_kernels.linear.schedule.Problem`, n
-            and k of one expert.
+        n, k, k_pad, format, dtype, use_pdl, num_sms, batch_invariant: as in `LinearProblem`; n and k of one expert.
     """
 
     places: int
@@ -49,12 +48,12 @@ class GroupedProblem:
     format: WeightFormat
     dtype: str
     use_pdl: bool = True
-    num_sms: int = NUM_SMS
+    num_sms: int = LinearConfig.limits.num_sms
     batch_invariant: bool = False
 
-    def dense(self, m: int) -> Problem:
+    def dense(self, m: int) -> LinearProblem:
         """One expert's product with ``m`` rows."""
-        return Problem(m, self.n, self.k, self.k_pad, self.format, self.dtype, self.use_pdl, self.num_sms)
+        return LinearProblem(m, self.n, self.k, self.k_pad, self.format, self.dtype, self.use_pdl, self.num_sms)
 
     def max_entries(self, capacity: int) -> int:
         """Entries of up to ``capacity`` rows there may be, however rows fall to experts."""
@@ -191,7 +190,7 @@ def schedules(problem: GroupedProblem, capacity: int) -> Iterator[GroupedSchedul
 
 def with_table(config: LinearConfig) -> LinearConfig:
     """A configuration with room for the entries of a CTA beside all else."""
-    while config.smem_bytes + TABLE_BYTES > MAX_SHARED_BYTES:
+    while config.smem_bytes + TABLE_BYTES > config.limits.shared_bytes:
         config = replace(config, num_stages=config.num_stages - 1)
     return config
 

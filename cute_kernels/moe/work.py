@@ -13,13 +13,12 @@ place of the CTA's number in the workspace, however many blocks there are; the p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import cutlass
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.linear.work import Shape, Work
+from cute_kernels.linear.work import StreamSizes, Work
 from cute_kernels.moe.schedule import TABLE_ENTRY_BYTES
 
 
@@ -40,36 +39,36 @@ def quotient(count, of):
 class GroupedOperands:
     """Addresses of a launch. bias, zeros, rows and workspace are 0 where there is none."""
 
-    x: Any  # [.., k] of the configuration's dtype
-    codes: Any  # of all experts, one after the other; scales and zeros too
-    scales: Any
-    zeros: Any
-    bias: Any  # [experts, n] of x's dtype
-    residual: Any  # 0
-    out: Any  # [places, columns]
-    workspace: Any  # parts of m * block_rows fp32, EMPTY
-    offsets: Any  # int32 [experts + 1]: the first place of each expert
-    rows: Any  # int32 [places]: the row of x at each place, or 0: its own number
+    x: Int64  # [.., k] of the configuration's dtype
+    codes: Int64  # of all experts, one after the other; scales and zeros too
+    scales: Int64
+    zeros: Int64
+    bias: Int64  # [experts, n] of x's dtype
+    residual: Int64  # 0
+    out: Int64  # [places, columns]
+    workspace: Int64  # parts of m * block_rows fp32, EMPTY
+    offsets: Int64  # int32 [experts + 1]: the first place of each expert
+    rows: Int64  # int32 [places]: the row of x at each place, or 0: its own number
 
 
 @dataclass(frozen=True)
-class GroupedShape(Shape):
+class EntrySizes(StreamSizes):
     """Sizes of a launch; run-time integers. ``m`` is the rows that an entry may have; ``base`` and ``rest`` are 0
     until :meth:`cut`, and count ``grain`` k blocks each."""
 
-    num_blocks: Any  # of an expert
-    entry_k_blocks: Any  # of all blocks of an entry, in a slice
-    block_reciprocal: Any  # as `reciprocal`, of num_blocks; slice_reciprocal is another
-    num_groups: Any
-    group_reciprocal: Any
-    num_experts: Any
-    entry_shift: Any  # of 1, the rows that an entry may have
-    x_slots: Any  # sets of activations that shared memory holds, 1 or 2
-    first_entry: Any  # that this launch computes,
-    max_entries: Any  # and how many of those that there are
-    slack: Any  # k blocks that a group may have beyond its share so that blocks stay whole
-    waits: Any  # whether offsets may be of the kernel before this one
-    grain: Any  # 1, or the k blocks of a block where blocks stay whole
+    num_blocks: Int32  # of an expert
+    entry_k_blocks: Int32  # of all blocks of an entry, in a slice
+    block_reciprocal: Uint32  # as `reciprocal`, of num_blocks; slice_reciprocal is another
+    num_groups: Int32
+    group_reciprocal: Uint32
+    num_experts: Int32
+    entry_shift: Int32  # of 1, the rows that an entry may have
+    x_slots: Int32  # sets of activations that shared memory holds, 1 or 2
+    first_entry: Int32  # that this launch computes,
+    max_entries: Int32  # and how many of those that there are
+    slack: Int32  # k blocks that a group may have beyond its share so that blocks stay whole
+    waits: Int32  # whether offsets may be of the kernel before this one
+    grain: Int32  # 1, or the k blocks of a block where blocks stay whole
 
     @property
     def base_divisor(self):
@@ -90,7 +89,7 @@ class GroupedShape(Shape):
         first, count = super().range_of(group)
         return first * self.grain, count * self.grain
 
-    def cut(self, num_entries) -> GroupedShape:
+    def cut(self, num_entries) -> EntrySizes:
         """With the k blocks of ``num_entries`` entries dealt out: groups without any if there are too few.
 
         Blocks stay whole, and leave no partial results, where no group has more than ``slack`` k blocks more by that.
@@ -113,15 +112,15 @@ class GroupedSegment:
     those of all entries; entry: among the CTA's; first_row, rows: its places.
     """
 
-    block: Any
-    begin: Any
-    end: Any
-    last: Any
-    flat_block: Any
-    entry: Any
-    expert: Any
-    first_row: Any
-    rows: Any
+    block: Int32
+    begin: Int32
+    end: Int32
+    last: cutlass.Boolean
+    flat_block: Int32
+    entry: Int32
+    expert: Int32
+    first_row: Int32
+    rows: Int32
 
 
 @dataclass(frozen=True)
@@ -132,13 +131,13 @@ class GroupedWork(Work):
     first of them, and what is behind the last.
     """
 
-    shape: Any  # GroupedShape
-    table: Any
-    own_entry: Any
-    end_entry: Any
+    shape: EntrySizes  # EntrySizes
+    table: Int32
+    own_entry: Int32
+    end_entry: Int32
 
     @staticmethod
-    def of_entries(shape: GroupedShape, group, slice_index, table) -> GroupedWork:
+    def of_entries(shape: EntrySizes, group, slice_index, table) -> GroupedWork:
         """``shape`` is cut already."""
         first, count = shape.range_of(group)
         first_block = shape.block_of(first)

@@ -19,10 +19,6 @@ class NormSpec(KernelSpec):
     config: NormConfig
     family: ClassVar[str] = "norm"
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
     def compile(self, arch: str) -> Any:
         return compile_norm(self.config, arch)
 

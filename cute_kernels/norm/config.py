@@ -18,9 +18,9 @@ USUAL_THREADS = 512  # of a CTA where that is enough: 2 or more CTAs then share 
 class NormConfig:
     """One compiled variant; a CTA takes one row and keeps it in registers.
 
-    kind: "rms" or "layer". dtype: of x. fp32_weight: whether weight and bias are fp32, not x's dtype. has_bias: "layer"
-    alone. has_residual: whether a residual is added first and the sum stored. threads: of a CTA. vectors: of 16 bytes
-    that a thread holds.
+    kind: "rms" or "layer". dtype: of x. threads: of a CTA. vectors: of 16 bytes that a thread holds. has_residual:
+    whether a residual is added first and the sum stored. has_bias: "layer" alone. weight_dtype: of weight and bias,
+    "fp32" or x's "own".
     """
 
     kind: str
@@ -29,9 +29,14 @@ class NormConfig:
     vectors: int
     has_residual: bool = False
     has_bias: bool = False
-    fp32_weight: bool = False
+    weight_dtype: str = "own"
 
     warp: ClassVar[int] = 32
+
+    @property
+    def fp32_weight(self) -> bool:
+        """Whether weight and bias are fp32, whatever x is."""
+        return self.weight_dtype == "fp32"
 
     @property
     def columns(self) -> int:
@@ -58,6 +63,8 @@ class NormConfig:
             return f"kind {self.kind!r} is not 'rms' or 'layer'"
         if self.dtype not in DTYPES:
             return f"dtype {self.dtype!r} is not one of {', '.join(map(repr, DTYPES))}"
+        if self.weight_dtype not in ("own", "fp32"):
+            return f"weight_dtype {self.weight_dtype!r} is not 'own' or 'fp32'"
         if self.threads not in THREADS or self.vectors not in VECTORS:
             return f"{self.threads} threads of {self.vectors} vectors, want one of {THREADS} and of {VECTORS}"
         if self.columns > MAX_COLUMNS:

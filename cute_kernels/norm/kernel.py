@@ -14,9 +14,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import lanes, numbers, ptx
+from cute_kernels.device.types import extents
 from cute_kernels.norm.config import VECTOR, NormConfig
 
 
@@ -24,13 +25,13 @@ from cute_kernels.norm.config import VECTOR, NormConfig
 class Rows:
     """Addresses and strides of what has one row a CTA; run-time values."""
 
-    x: Any
-    residual: Any
-    total: Any
-    out: Any
-    n: Any
-    x_stride: Any  # elements
-    residual_stride: Any
+    x: Int64
+    residual: Int64
+    total: Int64
+    out: Int64
+    n: Int32
+    x_stride: Int32  # elements
+    residual_stride: Int32
 
 
 class NormKernel:
@@ -64,7 +65,7 @@ class NormKernel:
         Addresses, on 16 bytes: x and residual, whose rows are x_stride and residual_stride elements apart; total [rows,
         n], their sum; weight and bias [n]. Those that the configuration has no use for are not read. inverse_n: 1 / n.
         """
-        shape: Any = out.shape
+        shape = extents(out)
         rows = Rows(x, residual, total, ptx.address(out), shape[1], x_stride, residual_stride)
         self.kernel(rows, weight, bias, inverse_n, eps, weight_offset).launch(
             grid=(shape[0], 1, 1), block=(self.config.threads, 1, 1), use_pdl=True, stream=stream
@@ -128,13 +129,13 @@ class NormKernel:
         words = [*ptx.load_global_words(at, 0, 4), *ptx.load_global_words(at, 16, 4)]
         return [word.bitcast(Float32) for word in words]
 
-    def unpack(self, words: Sequence[Any]) -> list[Any]:
+    def unpack(self, words: Sequence[Uint32]) -> list[Any]:
         return [half(word) for word in words for half in self.halves]
 
-    def pack_all(self, values: Sequence[Any]) -> list[Any]:
+    def pack_all(self, values: Sequence[Float32]) -> list[Any]:
         return [self.pack(values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
-    def add(self, a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+    def add(self, a: Sequence[Uint32], b: Sequence[Uint32]) -> list[Any]:
         """The sum of two vectors, rounded: what a separate addition gives."""
         return self.pack_all([x + y for x, y in zip(self.unpack(a), self.unpack(b), strict=True)])
 

@@ -114,7 +114,7 @@ def config_of(call: NormCall) -> NormConfig:
         *launch_shape(call.x.shape[-1]),
         has_residual=call.residual is not None,
         has_bias=call.bias is not None,
-        fp32_weight=call.weight.dtype == torch.float32,
+        weight_dtype="fp32" if call.weight.dtype == torch.float32 else "own",
     )
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple, SupportsInt
 
 import torch
 
@@ -21,11 +23,11 @@ class Capture(NamedTuple):
     """A capture in progress; ``graph``: what is captured so far."""
 
     identity: int
-    graph: Any
+    graph: SupportsInt  # a cudaGraph_t
 
     def watch(self) -> Callable[[], bool]:
         """A function that says whether the graph is gone, with all that was instantiated from it."""
-        from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]
+        runtime = _runtime()
 
         semaphore = _Semaphore()
         destroy = runtime.cudaHostFn_t(init_value=semaphore.post_address)
@@ -44,12 +46,15 @@ def is_capturing() -> bool:
 
 def capture_of(stream: int) -> Capture:
     """The capture that a stream (a raw handle) belongs to."""
-    # Here, as it looks for CUDA's libraries, and a process that captures no graph has no use for them.
-    from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]
-
+    runtime = _runtime()
     status, _, identity, graph, *_ = runtime.cudaStreamGetCaptureInfo(stream)
     _checked("cudaStreamGetCaptureInfo", status)
     return Capture(int(identity), graph)
+
+
+def _runtime() -> ModuleType:
+    """CUDA's runtime. It looks for CUDA's libraries, and a process that captures no graph has no use for them."""
+    return import_module("cuda.bindings.runtime")
 
 
 class _Semaphore:
@@ -86,7 +91,7 @@ class _Semaphore:
         return True
 
 
-def _checked(function: str, status: Any, *result: Any) -> Any:
+def _checked(function: str, status: SupportsInt, *result: object) -> Any:
     """The result of a call of CUDA's; RuntimeError unless it succeeded."""
     if int(status) != 0:
         raise RuntimeError(f"{function} failed: {status}")

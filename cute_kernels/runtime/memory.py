@@ -16,7 +16,7 @@ def _allocator() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], to
     Should a release of torch move it, the public function does the same.
     """
     try:
-        return torch._C._dynamo.guards._empty_strided_cuda  # pyright: ignore[reportAttributeAccessIssue]
+        return getattr(torch._C, "_dynamo").guards._empty_strided_cuda  # noqa: B009  # the stubs do not know it
     except AttributeError:
         return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 

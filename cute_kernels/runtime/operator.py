@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
@@ -51,6 +51,7 @@ class Launcher(Protocol[P, ResultT_co]):
     """
 
     plans: dict[Hashable, Any]
+    __module__: str
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT_co: ...
 
@@ -115,7 +116,7 @@ def launcher(
     scope = {"_key_of": key, "_check": check, "_make": make, "_empty": empty, "_always": always, "_plans": plans}
     scope |= {"_keep": keep, "_package": arguments, "_torch": torch}
     exec(compile(source, f"<launcher of {key.__module__}>", "exec"), scope)
-    made: Any = scope["launch"]
+    made = cast("Launcher[P, ResultT]", scope["launch"])
     made.plans, made.__module__ = plans, key.__module__
     return made
 

@@ -82,7 +82,7 @@ def find_tool(name: str) -> str:
     return found
 
 
-def resource_report(source: Any) -> list[KernelResources]:
+def resource_report(source: object) -> list[KernelResources]:
     """Resources of every kernel in `source`, in the order they are launched where that is known, else by name.
 
     source: an Artifact, the object that `cute.compile` returned (kept with its CUBIN: `--keep-cubin`), or the bytes or
@@ -102,7 +102,7 @@ def resource_report(source: Any) -> list[KernelResources]:
     return sorted(found.values(), key=lambda item: (order.get(item.kernel, len(order)), item.kernel))
 
 
-def _content_of(source: Any) -> tuple[bytes, tuple[Launch, ...]]:
+def _content_of(source: object) -> tuple[bytes, tuple[Launch, ...]]:
     if isinstance(source, Artifact):
         return source.object_code, source.launches
     if isinstance(source, (bytes, bytearray)):
@@ -111,7 +111,7 @@ def _content_of(source: Any) -> tuple[bytes, tuple[Launch, ...]]:
         return Path(source).read_bytes(), ()
     cubin = getattr(getattr(source, "artifacts", None), "CUBIN", None)
     if isinstance(cubin, bytes):
-        return cubin, launches_in(str(source.ir_module))
+        return cubin, launches_in(str(getattr(source, "ir_module", "")))
     raise TypeError(
         f"source must be an Artifact, a compiled kernel with its CUBIN kept, bytes or a path, got {source!r}"
     )

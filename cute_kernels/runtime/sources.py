@@ -31,11 +31,11 @@ def _shared_roots() -> tuple[Path, ...]:
     package = Path(__file__).resolve().parent.parent
     layouts = importlib.util.find_spec("layouts")
     folders = [Path(folder) for folder in (layouts.submodule_search_locations or [])] if layouts else []
-    return package / "device", package / "sm90.py", package / "runtime" / "spec.py", *folders
+    return package / "device", package / "architecture.py", package / "runtime" / "spec.py", *folders
 
 
 def source_state(spec: KernelSpec) -> SourceState:
-    """The state of a kernel's sources: `device/`, `sm90.py`, `layouts`, and the spec's own `source_roots`."""
+    """The state of a kernel's sources: `device/`, `architecture.py`, `layouts`, and the spec's own `source_roots`."""
     return _state_of(tuple(dict.fromkeys((*_shared_roots(), *spec.source_roots()))))
 
 

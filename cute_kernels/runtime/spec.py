@@ -14,12 +14,22 @@ import re
 import sys
 import typing
 from abc import ABC, ABCMeta, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
+from cute_kernels.architecture import LIMITS, Limits, least_of
 from cute_kernels.runtime.device import SUPPORTED_ARCHS
 
 _C_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+class Config(Protocol):
+    """A configuration that can say whether it can be implemented."""
+
+    def can_implement(self) -> str | None:
+        """None, or why not."""
+        ...
 
 
 def compile_options(arch: str, *extra: str) -> str:
@@ -31,7 +41,7 @@ def compile_options(arch: str, *extra: str) -> str:
     return " ".join(("--enable-tvm-ffi", f"--gpu-arch {arch}", *extra))
 
 
-def check_config(config: Any) -> None:
+def check_config(config: Config) -> None:
     """Raises ValueError if the configuration cannot be implemented."""
     reason = config.can_implement()
     if reason is not None:
@@ -39,7 +49,7 @@ def check_config(config: Any) -> None:
 
 
 def compile_matrix_kernel(
-    kernel: Any,
+    kernel: Callable[..., object],
     dtype: str,
     counts: tuple[int, int],
     arch: str,
@@ -100,8 +110,8 @@ class KernelSpec(ABC):
 
     @property
     def symbol(self) -> str:
-        """C identifier of the kernel, unique per configuration. Override it to make it readable."""
-        return self._digest_symbol
+        """C identifier of the kernel, unique per configuration: the configuration's `name`, or else a digest of it."""
+        return getattr(self.config, "name", None) or self._digest_symbol
 
     @functools.cached_property
     def _digest_symbol(self) -> str:
@@ -136,10 +146,17 @@ class KernelSpec(ABC):
         except TypeError as error:
             raise TypeError(f"config of {type(self).__qualname__} must hold JSON values only: {error}") from error
 
+    @property
+    def limits(self) -> Limits:
+        """What its configuration counts with: its own limits, or else the least of its architectures."""
+        return getattr(self.config, "limits", None) or least_of(self.archs)
+
     def check_arch(self, arch: str) -> None:
-        """Raises ValueError unless the kernel is written for ``arch``."""
+        """Raises ValueError unless the kernel is written for ``arch``, and counts with no more than it has."""
         if arch not in self.archs:
             raise ValueError(f"arch: got {arch!r} for {self}, want {' or '.join(map(repr, self.archs))}")
+        if not LIMITS[arch].holds(self.limits):
+            raise ValueError(f"limits: got {self.limits} for {self}, want no more than {arch} has: {LIMITS[arch]}")
 
     def check(self) -> None:
         """Raises ValueError if `family` or `symbol` cannot name a C function."""
@@ -161,7 +178,7 @@ class KernelSpec(ABC):
         return f"{self.family}:{self.symbol}"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A configuration, or what one holds, as JSON has it."""
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
@@ -183,7 +200,7 @@ def unclear_fields(config: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(config) if _is_unclear(hints[field.name]))
 
 
-def _is_unclear(declared: Any) -> bool:
+def _is_unclear(declared: object) -> bool:
     """Whether it is an abstract class, or a union of dataclasses with the same fields."""
     kinds = [_told_by(each) for each in typing.get_args(declared) if dataclasses.is_dataclass(each)]
     bound = declared.__bound__ if isinstance(declared, typing.TypeVar) else declared

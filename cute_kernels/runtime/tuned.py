@@ -16,6 +16,7 @@ import os
 import re
 import tempfile
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ class TunedTable:
             TableError: the file holds no table of this version. OSError: it cannot be read.
         """
         try:
-            content: Any = json.loads(path.read_text())
+            content = json.loads(path.read_text())
             if content["version"] != VERSION:
                 raise TableError(f"{path}: got a table of version {content['version']!r}, want {VERSION}")
             entries = {key: _choice(value) for key, value in content["entries"].items()}
@@ -148,7 +149,7 @@ def choice_of(key: str, gpu: str) -> Choice | None:
     return next((table.entries[key] for table in tables(gpu) if key in table.entries), None)
 
 
-def _choice(value: Any) -> Choice:
+def _choice(value: Mapping[str, Any]) -> Choice:
     choice = Choice(**value)
     kinds = {"kernel": str, "config": str, "cut": int, "us": (int, float), "model_us": (int, float)}
     for name, kind in kinds.items():

@@ -14,7 +14,7 @@ import os
 import tempfile
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,8 @@ def spec_of(record: dict[str, Any]) -> KernelSpec:
     spec_class = _class_of(record["spec"])
     if not issubclass(spec_class, KernelSpec):
         raise ValueError(f"got {record['spec']!r}, want a KernelSpec")
-    return spec_class(_rebuilt(typing.get_type_hints(spec_class)["config"], record["config"]))  # type: ignore[call-arg]
+    make = typing.cast("Callable[[Any], KernelSpec]", spec_class)  # subclasses are dataclasses with a configuration
+    return make(_rebuilt(typing.get_type_hints(spec_class)["config"], record["config"]))
 
 
 def _class_of(name: str) -> type:

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -104,7 +104,13 @@ def _encode(spec: KernelSpec) -> str:
     return base64.b64encode(pickle.dumps((spec.modules(), spec))).decode()
 
 
-def _serve(tasks: Any, results: Any, arch: str, directory: Path, stop: threading.Event) -> None:
+def _serve(
+    tasks: queue.SimpleQueue[tuple[KernelSpec, str] | None],
+    results: queue.SimpleQueue[_Result],
+    arch: str,
+    directory: Path,
+    stop: threading.Event,
+) -> None:
     """One thread, one worker process at a time: hands it tasks and replaces it if it dies."""
     worker: _Worker | None = None
     try:

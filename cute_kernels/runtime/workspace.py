@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.runtime.captures import capture_of, is_capturing
-from cute_kernels.sm90 import EMPTY_WORD
 
 EMPTY = EMPTY_WORD - 2**32  # as int32: what CTAs wait to see overwritten
 _WORDS = 1 << 18  # per stream, at first

@@ -67,13 +67,13 @@ def layer(text: str) -> tuple[int, int]:
 def layer_of_experts(text: str) -> tuple[int, int, int, int]:
     """(experts, topk, hidden, intermediate) of "8x2x4096x14336"."""
     match = re.fullmatch("[xX]".join(4 * [r"([1-9]\d*)"]), text)
-    sizes = tuple(map(int, match.groups())) if match else (0, 1, 0, 0)
-    if not sizes[1] <= sizes[0] <= MAX_EXPERTS:
+    experts, topk, hidden, intermediate = map(int, match.groups()) if match else (0, 1, 0, 0)
+    if not topk <= experts <= MAX_EXPERTS:
         raise argparse.ArgumentTypeError(
             f"got {text!r}, want experts x experts of a token x hidden x intermediate size, such as 8x2x4096x14336, "
             f"of at most {MAX_EXPERTS} experts"
         )
-    return sizes  # pyright: ignore[reportReturnType]
+    return experts, topk, hidden, intermediate
 
 
 def rows(text: str) -> tuple[int, ...]:

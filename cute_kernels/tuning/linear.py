@@ -11,12 +11,11 @@ import torch
 from cute_kernels.linear import plan
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.config import NO_ACTIVATION
-from cute_kernels.linear.schedule import Problem, Schedule
+from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
 from cute_kernels.linear.tuned import Candidate, key_of, worth_measuring
 from cute_kernels.linear.weight import TILE_BYTES, TILE_N, PackedWeight, num_groups, padded_shape
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.spec import KernelSpec
-from cute_kernels.sm90 import NUM_SMS
 from cute_kernels.weight_formats import WeightFormat, integers
 from layouts.weights.hopper import tile_k
 
@@ -49,9 +48,9 @@ class Format:
         """Along K of W [n, k]."""
         return num_groups((n, k), self.group_size or None)
 
-    def problem(self, m: int, n: int, k: int, num_sms: int = NUM_SMS) -> Problem:
+    def problem(self, m: int, n: int, k: int, num_sms: int = LinearProblem.num_sms) -> LinearProblem:
         k_pad = padded_shape((n, k), self.group_size or None)[1]
-        return Problem(m, n, k, k_pad, self.format, self.dtype, num_sms=num_sms)
+        return LinearProblem(m, n, k, k_pad, self.format, self.dtype, num_sms=num_sms)
 
 
 class Weights:
@@ -61,7 +60,7 @@ class Weights:
         self.device = device
         self._held: tuple[tuple[object, ...], PackedWeight] | None = None
 
-    def of(self, problem: Problem) -> PackedWeight:
+    def of(self, problem: LinearProblem) -> PackedWeight:
         key = problem.n, problem.k, problem.format, problem.dtype
         if self._held is None or self._held[0] != key:
             self._held = None  # its memory may be wanted
@@ -71,7 +70,7 @@ class Weights:
 
 
 def random_parts(
-    problem: Problem, lead: tuple[int, ...], device: torch.device | str
+    problem: LinearProblem, lead: tuple[int, ...], device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Codes, scales and zeros [*lead, ...] of a packed weight that makes results of about k block size."""
     shape, form, size = (problem.n, problem.k), problem.format, problem.format.group_size
@@ -93,11 +92,11 @@ def random_parts(
 class LinearSubject:
     """A product, whose weight is made when it is measured."""
 
-    problem: Problem
+    problem: LinearProblem
     weights: Weights = field(repr=False)
 
     @cached_property
-    def candidates(self) -> list[Candidate[Schedule | TileSchedule]]:
+    def candidates(self) -> list[Candidate[StreamSchedule | TileSchedule]]:
         return worth_measuring(self.problem)
 
     @property
@@ -133,7 +132,7 @@ class LinearSubject:
             calls.append(call if agree(out, first) else None)
         return calls
 
-    def plan(self, candidate: Candidate[Schedule | TileSchedule], device: int) -> plan.Plan:
+    def plan(self, candidate: Candidate[StreamSchedule | TileSchedule], device: int) -> plan.LinearPlan:
         return plan.make_plan(candidate.schedule, self.problem.m, device)
 
 

@@ -14,7 +14,7 @@ import torch
 from layouts.weights.hopper import STEP_K, TILE_N
 
 if TYPE_CHECKING:
-    from cute_kernels.weight_formats.decoder import CodeDecoder
+    from cute_kernels.weight_formats.decoder import CodeDecoder, PackedMath
 
 CODE_BITS = (4, 8)  # that `layouts.weights.hopper` lays out
 GROUP_MULTIPLE = 2 * STEP_K  # of a group size: kernels multiply by pairs of k16 steps
@@ -162,14 +162,14 @@ class WeightFormat(ABC):
     # -- device --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def decoder(self, dtype: str, math: Any) -> CodeDecoder:
+    def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
         """What makes numbers of ``dtype`` of codes, exactly, without their scales.
 
         math: words, and packed pairs of ``dtype``, as the architecture has them: of `cute_kernels.device.packed_math`.
             A format computes with nothing else, so its file needs no compiler.
         """
 
-    def scaling_decoder(self, dtype: str, math: Any) -> CodeDecoder:
+    def scaling_decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
         """What makes scaled weights of codes at once, rounded once, on Hopper; of formats that `scales_codes`. Others
         are decoded by `decoder`, and multiplied with their scales."""
         raise NotImplementedError(f"{self.key} is not scaled as it is decoded")

@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cute_kernels.weight_formats.base import CODE_BITS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cutlass import Uint32
+
+
+class PackedMath(Protocol):
+    """What decoders compute with, for one dtype: see `cute_kernels.device.packed_math`, which has two."""
+
+    def word(self, value: int | Uint32) -> Uint32: ...
+
+    def prmt(self, a: Uint32, b: Uint32, selector: Uint32) -> Uint32: ...
+
+    def add(self, a: Uint32, b: Uint32) -> Uint32: ...
+
+    def multiply(self, a: Uint32, b: Uint32) -> Uint32: ...
+
+    def fma(self, a: Uint32, b: Uint32, c: Uint32) -> Uint32: ...
 
 
 class CodeDecoder(ABC):
@@ -34,15 +53,15 @@ class CodeDecoder(ABC):
         self.words_per_step = bits // 4
         self.steps = 4 // self.words_per_step
 
-    def scale_word(self, word: Any) -> Any:
+    def scale_word(self, word: Uint32) -> Uint32:
         """A word whose low 16 bits are a scale in the activations' dtype; word: a stored scale, zero-extended."""
         return word
 
-    def masks(self, nothing: Any) -> tuple[Any, ...]:
+    def masks(self, nothing: Uint32) -> tuple[Uint32, ...]:
         """Constants for `fragment`, to be made before a loop; nothing: a run-time word that is 0."""
         return ()
 
-    def row_numbers(self, scales: Any, points: Any) -> Any:
+    def row_numbers(self, scales: Sequence[Uint32] | None, points: Sequence[Uint32 | int]) -> Any:
         """What `fragment` wants to know of the thread's two rows.
 
         scales: of the rows, packed pairs of the dtype, or None for those that meet the accumulators; points: their zero
@@ -51,7 +70,9 @@ class CodeDecoder(ABC):
         return None
 
     @abstractmethod
-    def fragment(self, words: Any, step: int, rows: Any, masks: Any = None) -> list[Any]:
+    def fragment(
+        self, words: Sequence[Uint32], step: int, rows: Any, masks: Sequence[Uint32] | None = None
+    ) -> list[Uint32]:
         """The four registers of the A operand of a k16 step.
 
         words: the thread's 16 bytes, four registers. rows: of `row_numbers`. masks: of `masks`, or None.

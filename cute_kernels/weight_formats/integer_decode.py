@@ -16,7 +16,7 @@ from typing import Any
 from cutlass import Float32, Uint32
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.weight_formats.decoder import CodeDecoder
+from cute_kernels.weight_formats.decoder import CodeDecoder, PackedMath
 
 LOW_NIBBLES, HIGH_NIBBLES = 0x000F000F, 0x00F000F0
 BF16_128 = 0x43004300  # a code in its low bits: 128 + code
@@ -39,7 +39,7 @@ class IntegerDecoder(CodeDecoder):
         math: of `cute_kernels.device.packed_math`, for ``dtype``.
     """
 
-    def __init__(self, bits: int, dtype: str, math: Any):
+    def __init__(self, bits: int, dtype: str, math: PackedMath):
         super().__init__(bits)
         self.dtype, self.math = dtype, math
         self.symmetric_zero = 1 << (bits - 1)

@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.arguments import is_one_of
 from cute_kernels.weight_formats.base import CODE_BITS, WeightFormat, register
-from cute_kernels.weight_formats.decoder import CodeDecoder
+from cute_kernels.weight_formats.decoder import CodeDecoder, PackedMath
 
 GROUP_SIZES = (32, 64, 128, 256)
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
@@ -94,7 +94,7 @@ class IntegerFormat(WeightFormat):
 
     # -- device --------------------------------------------------------------------------------------------------------
 
-    def decoder(self, dtype: str, math: Any) -> CodeDecoder:
+    def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
         from cute_kernels.weight_formats.integer_decode import IntegerDecoder
 
         return IntegerDecoder(self.bits, dtype, math)
@@ -102,7 +102,7 @@ class IntegerFormat(WeightFormat):
     def scales_codes(self, dtype: str) -> bool:
         return dtype == "bf16"
 
-    def scaling_decoder(self, dtype: str, math: Any) -> CodeDecoder:
+    def scaling_decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
         from cute_kernels.weight_formats.integer_decode import SubnormalDecoder
 
         return SubnormalDecoder(self.bits, dtype, self.has_zeros)
@@ -131,7 +131,7 @@ def integers(bits: int = 4, group_size: int | None = 128, zero_points: bool = Fa
     return found
 
 
-def _size_of(group_size: Any) -> Any:
+def _size_of(group_size: object) -> Any:
     """0 for one scale per row, None for what is no group size."""
     if group_size is None or (is_one_of(group_size, (0, -1))):
         return 0

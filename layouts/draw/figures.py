@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from layouts.transform import Transform
 WRAP = 64
 
 
-def value_grid(layout: Any, title: str = "", element_bytes: int = 2) -> Figure:
+def value_grid(layout: algebra.GeneralLayout, title: str = "", element_bytes: int = 2) -> Figure:
     """Offsets of a rank-2 layout (or a flat one, as a single row), coloured by the bank that each falls in.
 
     Args:
@@ -27,7 +26,7 @@ def value_grid(layout: Any, title: str = "", element_bytes: int = 2) -> Figure:
         title: default: the layout in CuTe notation.
         element_bytes: to compute bytes and banks.
     """
-    shape: Any = layout.shape
+    shape = layout.shape
     rows = algebra.size(algebra.Layout(shape[0])) if isinstance(shape, tuple) and len(shape) > 1 else 1
     table = algebra.offsets(layout).reshape(-1, rows).T
     cells = []

@@ -9,7 +9,7 @@ import pytest
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import WARPGROUP_WARPS, DecodeConfig
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.schedule import Problem, candidate_configs
+from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.runtime import default_cache, native
 from tests import golden
 
@@ -38,7 +38,7 @@ def config(
     several = q_len > 1
     features = Features(several, several, window=window, soft_cap=soft_cap, paged=page_tokens > 0)
     more = {"q_len": q_len, "page_tokens": page_tokens, "features": features, "aligned": aligned}
-    problem = Problem(1, 4096, *heads, head_dim, v_head_dim or head_dim, *formats, q_dtype, **more)
+    problem = DecodeProblem(1, 4096, *heads, head_dim, v_head_dim or head_dim, *formats, q_dtype, **more)
     found = candidate_configs(problem)
     chosen = next((c for c in found if c.ctas_per_sm == ctas_per_sm), found[0])
     return dataclasses.replace(chosen, **fields)

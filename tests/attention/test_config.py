@@ -6,11 +6,11 @@ import re
 
 import pytest
 
+from cute_kernels.architecture import HOPPER
 from cute_kernels.attention.compile import DecodeSpec, shipped_specs
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.tiles import tiles_of
-from cute_kernels.sm90 import MAX_SHARED_BYTES, RESERVED_SHARED_BYTES
 from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import BLOCK_TOKENS
 
@@ -82,8 +82,8 @@ def test_shared_memory_holds_the_ring_the_merge_and_the_barriers(config: DecodeC
     num_outputs = config.num_warps // 4 if config.warpgroups else config.num_warps
     assert config.merge_bytes >= num_outputs * config.warp_queries * (4 * config.v_head_dim + 8)
     assert config.smem_bytes >= max(config.ring_bytes, config.merge_bytes) + 2 * config.num_stages * 8
-    resident = config.ctas_per_sm * (config.smem_bytes + RESERVED_SHARED_BYTES)
-    assert resident <= MAX_SHARED_BYTES + RESERVED_SHARED_BYTES
+    resident = config.ctas_per_sm * (config.smem_bytes + HOPPER.reserved_shared_bytes)
+    assert resident <= HOPPER.sm_shared_bytes
 
 
 @pytest.mark.parametrize("config", [DENSE, MIXED, change(MIXED, k_format="int4_g1", v_format="e5m2")], ids=str)

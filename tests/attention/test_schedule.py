@@ -10,7 +10,7 @@ from cute_kernels.attention.compile import DecodeSpec, shipped_specs
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.schedule import (
-    Problem,
+    DecodeProblem,
     candidate_configs,
     cut_rows,
     estimate_us,
@@ -27,13 +27,13 @@ FORMATS = ["bf16", "fp16", "int4_g1", "int4_g2", "int4_g4", "int4_g8"]
 BYTE_FORMATS = ["int8_token_head", "int8_tensor", "int8_head", "int8_channel", "e4m3_token_head", "e4m3_head", "e5m2"]
 
 
-def issue_problem(kv_format: str, batch: int) -> Problem:
+def issue_problem(kv_format: str, batch: int) -> DecodeProblem:
     """8 query heads on one KV head of 128, 8192 tokens: the shapes of the published INT4 decode benchmarks."""
-    return Problem.uniform(batch, 8192, 8, 1, 128, kv_format, "bf16")
+    return DecodeProblem.uniform(batch, 8192, 8, 1, 128, kv_format, "bf16")
 
 
 @st.composite
-def problems(draw, formats=tuple(ALL_FORMATS), mixed: bool = True) -> Problem:
+def problems(draw, formats=tuple(ALL_FORMATS), mixed: bool = True) -> DecodeProblem:
     """Shapes that the kernels read; ``mixed``: K and V may differ."""
     names = [draw(st.sampled_from(formats)) for _ in range(2)]
     dims = [draw(st.sampled_from(HEAD_DIMS)) for _ in range(2)]
@@ -43,7 +43,7 @@ def problems(draw, formats=tuple(ALL_FORMATS), mixed: bool = True) -> Problem:
     assume(len(dense) < 2)
     assume(not any(cannot_read(format_of(name), d) for name, d in zip(names, dims, strict=True)))
     num_kv_heads = draw(st.one_of(st.integers(1, 40), st.sampled_from([64, 128])))
-    return Problem(
+    return DecodeProblem(
         batch=draw(st.one_of(st.integers(1, 64), st.integers(1, 65535))),
         max_seq_len=draw(st.one_of(st.integers(1, 300), st.integers(1, 1 << 20))),
         num_q_heads=num_kv_heads * draw(st.one_of(st.integers(1, 16), st.sampled_from([24, 32, 64, 128]))),
@@ -58,7 +58,7 @@ def problems(draw, formats=tuple(ALL_FORMATS), mixed: bool = True) -> Problem:
     )
 
 
-def heads_of_cta(problem: Problem, config: DecodeConfig, block: int) -> list[int]:
+def heads_of_cta(problem: DecodeProblem, config: DecodeConfig, block: int) -> list[int]:
     """Query heads of head block ``block``, as the kernel numbers them."""
     query_groups = -(-problem.group // config.head_queries)
     first_kv = block // query_groups * config.num_heads
@@ -76,7 +76,7 @@ def heads_of_cta(problem: Problem, config: DecodeConfig, block: int) -> list[int
 
 @settings(max_examples=300, deadline=None)
 @given(problems(), st.one_of(st.none(), st.integers(1, 64)))
-def test_every_problem_gets_a_schedule_that_can_be_compiled(problem: Problem, num_splits: int | None):
+def test_every_problem_gets_a_schedule_that_can_be_compiled(problem: DecodeProblem, num_splits: int | None):
     schedule = make_schedule(problem, num_splits)
     config = schedule.config
     assert config.can_implement() is None
@@ -87,7 +87,7 @@ def test_every_problem_gets_a_schedule_that_can_be_compiled(problem: Problem, nu
 
 @settings(max_examples=300, deadline=None)
 @given(problems())
-def test_the_head_blocks_cover_every_query_head_once(problem: Problem):
+def test_the_head_blocks_cover_every_query_head_once(problem: DecodeProblem):
     schedule = make_schedule(problem)
     heads = [head for block in range(schedule.head_blocks) for head in heads_of_cta(problem, schedule.config, block)]
     assert sorted(heads) == list(range(problem.num_q_heads))
@@ -95,7 +95,7 @@ def test_the_head_blocks_cover_every_query_head_once(problem: Problem):
 
 @settings(max_examples=300, deadline=None)
 @given(problems())
-def test_splits_are_bounded(problem: Problem):
+def test_splits_are_bounded(problem: DecodeProblem):
     schedule = make_schedule(problem)
     tiles = -(-problem.max_seq_len // schedule.config.tile_tokens)
     assert 1 <= schedule.num_splits <= max(1, tiles)
@@ -106,7 +106,7 @@ def test_splits_are_bounded(problem: Problem):
 
 @settings(max_examples=200, deadline=None)
 @given(problems())
-def test_the_choice_is_the_cheapest_by_the_model(problem: Problem):
+def test_the_choice_is_the_cheapest_by_the_model(problem: DecodeProblem):
     chosen = make_schedule(problem)
     options = [(config, splits) for config in candidate_configs(problem) for splits in split_options(problem, config)]
     costs = dict(zip(options, expected_costs(problem, options), strict=True))
@@ -118,9 +118,9 @@ def test_the_choice_is_the_cheapest_by_the_model(problem: Problem):
 def test_a_table_for_128k_tokens_does_not_make_requests_of_8k_slow(kv_format, heads, batch):
     """By the model, within a tenth of what is best where 8k are known; and long requests within three tenths."""
 
-    def problem(tokens: int) -> Problem:
+    def problem(tokens: int) -> DecodeProblem:
         features = Features(paged=True)
-        return Problem.uniform(
+        return DecodeProblem.uniform(
             batch, tokens, 4 * heads, heads, 128, kv_format, "bf16", page_tokens=16, features=features
         )
 
@@ -138,7 +138,9 @@ def test_a_table_for_128k_tokens_does_not_make_requests_of_8k_slow(kv_format, he
 
 @settings(max_examples=200, deadline=None)
 @given(problems(), st.integers(1, 64), st.integers(1, 500), st.integers(1, 500))
-def test_fixed_splits_are_taken_as_given_whatever_the_batch(problem: Problem, num_splits: int, batch: int, other: int):
+def test_fixed_splits_are_taken_as_given_whatever_the_batch(
+    problem: DecodeProblem, num_splits: int, batch: int, other: int
+):
     """The order of every sum must not depend on the rest of the batch, nor on what else the model might prefer."""
     schedules = [make_schedule(dataclasses.replace(problem, batch=b), num_splits) for b in (batch, other)]
     assert schedules[0] == schedules[1]
@@ -147,7 +149,7 @@ def test_fixed_splits_are_taken_as_given_whatever_the_batch(problem: Problem, nu
 
 @settings(max_examples=300, deadline=None)
 @given(problems())
-def test_rows_are_copied_in_bulk_only_where_16_bytes_divide_the_copies(problem: Problem):
+def test_rows_are_copied_in_bulk_only_where_16_bytes_divide_the_copies(problem: DecodeProblem):
     for config in candidate_configs(problem):
         for form, copy, tile in zip(config.formats, config.copies, tiles_of(config), strict=True):
             if not form.has_header:
@@ -167,14 +169,14 @@ def test_rows_are_copied_in_bulk_only_where_16_bytes_divide_the_copies(problem: 
 def test_groups_that_no_mma_can_take_are_refused(kv_format, head_dim):
     width = head_dim // int(kv_format[-1])
     with pytest.raises(ValueError, match=f"kv_format: groups of {width} columns"):
-        candidate_configs(Problem.uniform(1, 100, 8, 1, head_dim, kv_format, "bf16"))
+        candidate_configs(DecodeProblem.uniform(1, 100, 8, 1, head_dim, kv_format, "bf16"))
 
 
 def test_one_kernel_serves_scales_per_tensor_and_per_head():
     """A scale for all heads is one per head that they share."""
     for codes in ("int8", "e4m3"):
         per_head, per_tensor = (
-            candidate_configs(Problem.uniform(1, 4096, 8, 1, 128, f"{codes}_{granularity}", "bf16"))
+            candidate_configs(DecodeProblem.uniform(1, 4096, 8, 1, 128, f"{codes}_{granularity}", "bf16"))
             for granularity in ("head", "tensor")
         )
         assert per_head == per_tensor
@@ -235,7 +237,7 @@ def test_warpgroups_serve_many_queries_of_one_head_of_int4(changes, together):
 
 def test_warps_that_borrow_registers_are_eight_whatever_the_kv_heads():
     for num_kv_heads, heads in ((1, 1), (2, 2), (8, 4)):
-        problem = Problem.uniform(32, 8192, 8 * num_kv_heads, num_kv_heads, 128, "int4_g4", "bf16", q_len=4)
+        problem = DecodeProblem.uniform(32, 8192, 8 * num_kv_heads, num_kv_heads, 128, "int4_g4", "bf16", q_len=4)
         (config,) = candidate_configs(problem)
         assert (config.num_heads, config.num_warps, config.copy_warps) == (heads, 8, 4)
 
@@ -244,7 +246,7 @@ def test_warps_that_borrow_registers_are_eight_whatever_the_kv_heads():
 @pytest.mark.parametrize("max_seq_len", [0, 1])
 def test_an_empty_or_tiny_cache_gets_one_split(kv_format, max_seq_len):
     q_dtype = "fp16" if kv_format == "fp16" else "bf16"
-    schedule = make_schedule(Problem.uniform(1, max_seq_len, 8, 1, 128, kv_format, q_dtype))
+    schedule = make_schedule(DecodeProblem.uniform(1, max_seq_len, 8, 1, 128, kv_format, q_dtype))
     assert schedule.num_splits == 1
 
 
@@ -299,7 +301,7 @@ def test_int4_splits_are_the_measured_best(kv_format, batch, num_splits):
 @pytest.mark.parametrize("batch, seq_len", [(2048, 1024), (4096, 512), (1024, 512), (512, 1024), (512, 2048)])
 def test_many_short_int4_rows_get_four_ctas_with_small_tiles(batch, seq_len):
     """Measured: 4 to 16 % faster than two CTAs of 8 warps."""
-    schedule = make_schedule(Problem.uniform(batch, seq_len, 8, 1, 128, "int4_g1", "bf16"))
+    schedule = make_schedule(DecodeProblem.uniform(batch, seq_len, 8, 1, 128, "int4_g1", "bf16"))
     config = schedule.config
     assert (config.ctas_per_sm, config.num_slices, config.blocks_per_slice, schedule.num_splits) == (4, 4, 1, 1)
 
@@ -307,7 +309,7 @@ def test_many_short_int4_rows_get_four_ctas_with_small_tiles(batch, seq_len):
 @pytest.mark.parametrize("batch", [1, 32, 64, 128, 256, 512])
 def test_small_tiles_are_not_for_long_rows(batch):
     """Measured at 128 to 512 requests of 8192 tokens: 2 to 40 % slower."""
-    assert make_schedule(Problem.uniform(batch, 8192, 8, 1, 128, "int4_g1", "bf16")).config.ctas_per_sm < 4
+    assert make_schedule(DecodeProblem.uniform(batch, 8192, 8, 1, 128, "int4_g1", "bf16")).config.ctas_per_sm < 4
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
@@ -338,7 +340,9 @@ def test_common_head_layouts_use_what_ships(kv_format, head_dim, num_kv_heads):
     shipped = {spec.config for spec in shipped_specs() if isinstance(spec, DecodeSpec)}
     for batch in (1, 7, 32, 64, 512):
         for max_seq_len in (64, 1024, 8192, 131072):
-            problem = Problem.uniform(batch, max_seq_len, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
+            problem = DecodeProblem.uniform(
+                batch, max_seq_len, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype
+            )
             assert make_schedule(problem).config in shipped
 
 
@@ -348,7 +352,7 @@ def test_paged_int4_rows_go_to_fewer_warps_where_two_ctas_share_an_sm(page_token
     paged = Features(paged=True)
 
     def of(num_kv_heads=1, q_len=1, **others):
-        problem = Problem.uniform(
+        problem = DecodeProblem.uniform(
             512, 8192, 8 * num_kv_heads, num_kv_heads, 128, "int4_g1", "bf16", q_len=q_len, **others
         )
         return [(c.num_warps, c.blocks_per_slice) for c in candidate_configs(problem) if c.ctas_per_sm == 2]

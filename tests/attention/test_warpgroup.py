@@ -18,20 +18,34 @@ pytest.importorskip("cutlass")
 import cutlass.cute as cute
 
 from cute_kernels.attention import readers, warpgroup
-from cute_kernels.attention.kernel import LOWEST, WarpState
-from cute_kernels.attention.schedule import Problem, candidate_configs
+from cute_kernels.attention.mainloop import LOWEST, WarpState
+from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.attention.tiles import tiles_of
-from cute_kernels.attention.warpgroup import Warpgroup, WarpgroupKernel
+from cute_kernels.attention.warpgroup import Warpgroup, WarpgroupMainloop
 from cute_kernels.device import wgmma
 from cute_kernels.kv_formats import format_of
 from layouts import banks
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile, block_token
-from simulator import COLUMN, LANES, ROW, Float32, Int32, Int64, Lanes, Meanings, PlainThread, Registers, Uint32, Warp
+from simulator import (
+    COLUMN,
+    LANES,
+    ROW,
+    Float32,
+    Int32,
+    Int64,
+    Lanes,
+    Meanings,
+    PlainThread,
+    Registers,
+    Uint32,
+    Warp,
+    stand_in,
+)
 from simulator.registers import elements, from_halves, halves
 from tests.attention.rig import random_int4_rows
 
 CONFIG = dataclasses.replace(
-    candidate_configs(Problem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True
+    candidate_configs(DecodeProblem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True
 )
 SOFTMAX_SCALE = 0.11
 QUERIES, HEAD_DIM, TOKENS, WARPS = 32, 128, 128, 4
@@ -140,7 +154,7 @@ class Rig:
         copier = SimpleNamespace(stage_addresses=lambda tiles, stage: ADDRESSES)
         self.kernel: Any = SimpleNamespace(config=CONFIG, key_reader=self.keys, value_reader=self.sums, copier=copier)
         for name in METHODS:
-            setattr(self.kernel, name, getattr(WarpgroupKernel, name).__get__(self.kernel))
+            setattr(self.kernel, name, getattr(WarpgroupMainloop, name).__get__(self.kernel))
 
     def state(self, index: int) -> WarpState:
         """What a warp has before its first tile."""
@@ -158,11 +172,11 @@ class Rig:
         offset[0] = Int32(0)
         first = Int32(self.query_start + CONFIG.probability_offset + 2 * CONFIG.probability_bytes * GROUP)
         exchange = Int32(self.query_start + CONFIG.exchange_offset + 1024 * GROUP)
-        keys.warpgroup = Warpgroup(GROUP, Int32(index), Int32(LANES), exchange, first, offset)
+        keys.warpgroup = Warpgroup(Int32(GROUP), Int32(index), Int32(LANES), exchange, first, offset)
         self.kernel.clear_probabilities(keys.warpgroup)
         softmax = SimpleNamespace(maximum=Registers(8, Float32), total=Registers(8, Float32))
         softmax.maximum.fill(LOWEST)
-        return WarpState(keys, values, softmax, None)
+        return WarpState(keys, values, stand_in(softmax), stand_in(None))
 
     def tokens(self, index: int, j: int) -> np.ndarray:
         """Of the warpgroup, of each lane."""
@@ -190,7 +204,7 @@ class Rig:
 
         kernel = SimpleNamespace(**vars(self.kernel), logits=SimpleNamespace(transforms=changed, apply=apply))
         for name in METHODS:
-            setattr(kernel, name, getattr(WarpgroupKernel, name).__get__(kernel))
+            setattr(kernel, name, getattr(WarpgroupMainloop, name).__get__(kernel))
         kernel.attend(state, ADDRESSES, 0, False, Int32(BLOCK_TOKENS * index), Int32(0))
 
     def run(self, biases: Sequence[np.ndarray], recentre: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -281,7 +295,7 @@ def test_probabilities_have_two_places_beside_the_queries_wherever_these_are(sta
     offset = Registers(1, Int32)
     offset[0] = Int32(0)
     first = Int32(start + CONFIG.probability_offset + 2 * size * number)
-    place = Warpgroup(number, Int32(0), Int32(LANES), None, first, offset)
+    place = Warpgroup(Int32(number), Int32(0), Int32(LANES), stand_in(None), first, offset)
     for _ in range(4):
         places.append(int(np.unique(place.operand()).item()))
         place.go_on(size)
@@ -364,20 +378,23 @@ def test_two_warpgroups_take_turns_with_the_products_of_a_tile_and_the_next(tile
         kernel = SimpleNamespace(
             config=config,
             value_reader=reader,
-            open_state=lambda *_: SimpleNamespace(
-                keys=SimpleNamespace(warpgroup=SimpleNamespace(number=number)), values=None, logits=None
+            unit=SimpleNamespace(
+                open_state=lambda *_: SimpleNamespace(
+                    keys=SimpleNamespace(warpgroup=SimpleNamespace(number=number)), values=None, logits=None
+                ),
+                await_tile=await_tile,
+                give_back=lambda cta, empty, stage: events.append((number, "back", stage)),
             ),
-            await_tile=await_tile,
+            place_queries=None,
             start_products=lambda cta, state, stage: events.append((number, "values", stage)),
-            give_back=lambda cta, empty, stage: events.append((number, "back", stage)),
             logits=SimpleNamespace(is_masked=lambda *_: False),
             copier=SimpleNamespace(stage_addresses=lambda tiles, stage: stage),
             attend=attend,
             finish=lambda *_: None,
         )
-        kernel.give_first_turn = WarpgroupKernel.give_first_turn.__get__(kernel)
+        kernel.give_first_turn = WarpgroupMainloop.give_first_turn.__get__(kernel)
         cta = SimpleNamespace(barriers=96, tiles=None, roles=SimpleNamespace(slice_index=0))
-        WarpgroupKernel.attend_tiles(kernel, cta, work, None, stage, 0)
+        WarpgroupMainloop.attend_tiles(kernel, cta, work, None, stage, 0)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, range(2)))

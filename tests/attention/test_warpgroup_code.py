@@ -8,7 +8,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.schedule import Problem, candidate_configs
+from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.resources import ToolMissingError, find_tool, resource_report
 
@@ -22,7 +22,7 @@ def test_products_are_not_put_one_after_the_other_and_nothing_is_spilled():
         pytest.skip(str(error))
     features = Features(queries=True, causal=True)
     (config,) = candidate_configs(
-        Problem.uniform(128, 8192, 8, 1, HEAD_DIM, "int4_g1", "bf16", q_len=4, features=features)
+        DecodeProblem.uniform(128, 8192, 8, 1, HEAD_DIM, "int4_g1", "bf16", q_len=4, features=features)
     )
     assert config.warpgroups
     # In a process of its own: tracing leaves functions changed that other tests run as plain Python.

@@ -9,7 +9,7 @@ from bench.peers import Peer, Variant, measure_peer
 from bench.timing import Protocol, Timing, time_host
 from bench.workloads import DecodeShape, make_inputs
 from cute_kernels.attention.reference import decode_attention_reference
-from cute_kernels.attention.schedule import Problem, make_schedule
+from cute_kernels.attention.schedule import DecodeProblem, make_schedule
 
 PROTOCOL = Protocol(samples=3, warmup=0)
 
@@ -194,7 +194,7 @@ def test_one_shape_failing_does_not_stop_the_suite(bench, monkeypatch):
 
 
 def problem(batch, kv_format="int4_g1"):
-    return Problem.uniform(batch, 8192, 8, 1, 128, kv_format, "bf16")
+    return DecodeProblem.uniform(batch, 8192, 8, 1, 128, kv_format, "bf16")
 
 
 def fake_kernels(monkeypatch, batch, us_of):
@@ -275,7 +275,7 @@ def test_padding_and_token_order_are_counted_in_wavefronts():
     one_head = rung.count(make_schedule(problem(512)).config)
     assert one_head.startswith("wavefronts per load of K 1, of V 1, with 0 words between copies")
     assert one_head.endswith("without padding: K 2, V 4")
-    eight_heads = rung.count(make_schedule(Problem.uniform(64, 8192, 64, 8, 128, "int4_g4", "bf16")).config)
+    eight_heads = rung.count(make_schedule(DecodeProblem.uniform(64, 8192, 64, 8, 128, "int4_g4", "bf16")).config)
     assert eight_heads.startswith("wavefronts per load of K 1, of V 1, with 4 words between copies")
     assert eight_heads.endswith("without padding: K 8, V 4")
 

@@ -9,6 +9,7 @@ import torch
 from bench import model_accuracy, model_accuracy_report, smollm2
 from bench.__main__ import main
 from bench.model_accuracy import CALIBRATED, CENTRED, Prepared, Way
+from bench.record import Recorder
 from cute_kernels.kv_cache import CacheTransform
 from cute_kernels.kv_cache.constants import CacheConstants
 from tests.integrations.architectures import DECODERS, VOCABULARY
@@ -155,3 +156,37 @@ def test_the_real_model_goes_through_every_part(tmp_path):
     table = model_accuracy_report.markdown(record)
     assert "| int4_g4 | 96 |" in table and "needles at 128" in table and "Decoded token by token" in table
     assert "int4_g4" in model_accuracy_report.text(record)
+
+    cut = {**record, "rows": record["rows"][:2]}
+    path.write_text(json.dumps(cut))
+    command = ["accuracy", "--model", "--quick", "--device", "cpu", "--resume", "--json", str(path)]
+    assert main(command) == 0
+    resumed = json.loads(path.read_text())
+    assert [row["name"] for row in resumed["rows"]] == [row["name"] for row in record["rows"]]
+    assert resumed["rows"][:2] == cut["rows"] and len(resumed["resumed"]) == 1
+    path.write_text(json.dumps(cut | {"model": record["model"] | {"sha256": "0" * 64}}))
+    assert main(command) == 2
+
+
+def test_a_record_that_was_cut_is_taken_up_by_the_same_command_on_the_same_gpu():
+    earlier = Recorder(None, kind="model_accuracy")
+    earlier.add_row({"suite": "model_accuracy", "name": "bf16"})
+    recorder = Recorder(None, kind="model_accuracy")
+    recorder.take_up(earlier.data)
+    assert [row["name"] for row in recorder.data["rows"]] == ["bf16"]
+    assert recorder.data["resumed"] == [earlier.data["environment"]]
+    again = Recorder(None, kind="model_accuracy")
+    again.take_up(recorder.data)
+    assert len(again.data["resumed"]) == 2
+    with pytest.raises(ValueError, match="kind is model_accuracy, want accuracy"):
+        Recorder(None, kind="accuracy").take_up(earlier.data)
+    other = earlier.data | {"environment": earlier.data["environment"] | {"gpu": "another"}}
+    with pytest.raises(ValueError, match="gpu is another"):
+        again.take_up(other)
+
+
+def test_fitted_ways_are_measured_where_they_are_asked_for():
+    gpu = torch.device("cuda")
+    plain, fitted = (model_accuracy.plan_for(gpu, False, fit) for fit in (False, True))
+    assert set(model_accuracy.FITS) == set(fitted.ways) - set(plain.ways)
+    assert all(way in fitted.decoded for way in model_accuracy.FITS)

@@ -18,7 +18,7 @@ import torch
 
 from cute_kernels.attention import decode_attention
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.attention.schedule import Problem, candidate_configs
+from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.kv_cache import KVCache, append_kv, dequantize_kv, quantize_kv
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
@@ -227,7 +227,7 @@ def _assert_close(got: np.ndarray, want: np.ndarray, terms: np.ndarray) -> None:
 def _configs(form: KvFormat, head_dim: int) -> list[Any]:
     q_dtype = form.name if not form.is_coded else "bf16"
     name = form.kernel_name
-    return candidate_configs(Problem(1, 4096, 16, 2, head_dim, head_dim, name, name, q_dtype))
+    return candidate_configs(DecodeProblem(1, 4096, 16, 2, head_dim, head_dim, name, name, q_dtype))
 
 
 def specs_of(form: KvFormat, head_dim: int) -> list[KernelSpec]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.schedule import Problem, candidate_configs
+from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.kv_formats import format_of
 
 
@@ -37,8 +37,8 @@ class HeadLayout:
             wanted += 1
         return wanted
 
-    def problem(self, batch: int, max_seq_len: int, group: int | None = None) -> Problem:
-        return Problem.uniform(
+    def problem(self, batch: int, max_seq_len: int, group: int | None = None) -> DecodeProblem:
+        return DecodeProblem.uniform(
             batch=batch,
             max_seq_len=max_seq_len,
             num_q_heads=self.num_kv_heads * (group or self.groups[0]),

@@ -17,7 +17,7 @@ from cute_kernels import quantized_linear
 from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.plan import problem_of
-from cute_kernels.attention.schedule import Schedule, make_schedule
+from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.moe import fused_moe, fused_moe_reference
@@ -72,7 +72,7 @@ class AttentionCase:
             poison=False,
         )
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> DecodeSchedule:
         """What the call uses on an H100 or H200."""
         call = self.call()
         checked = check_call(*call.tensors, kv_format=call.kv_format, **call.options)

@@ -372,6 +372,7 @@ def make_ready(scenarios: list[Scenario]) -> None:
             sliding_window=scenario.model.get("sliding_window"),
             soft_cap=None,
             sinks=None,
+            transform=kv_formats.transform_for(scenario.kv, CONFIG["num_key_value_heads"], CONFIG["head_dim"], "cpu"),
         )
         drafted = scenario.engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
         longest = scenario.engine.get("max_model_len", 2048)

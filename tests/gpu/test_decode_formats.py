@@ -14,7 +14,7 @@ import torch
 from cute_kernels.attention import ops
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.schedule import Problem, candidate_configs
+from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.kv_formats import FORMATS, HEAD_DIMS, KvFormat, format_of
 from cute_kernels.runtime import arch_of, load_many
@@ -60,7 +60,9 @@ class Case:
         heads = (self.num_kv_heads * self.group, self.num_kv_heads)
         dims = (self.head_dim, self.v_head_dim)
         formats = (self.k_format, self.v_format)
-        problem = Problem(len(LENGTHS), TOKENS, *heads, *dims, *formats, self.q_dtype, aligned=not self.word_copies)
+        problem = DecodeProblem(
+            len(LENGTHS), TOKENS, *heads, *dims, *formats, self.q_dtype, aligned=not self.word_copies
+        )
         found = candidate_configs(problem)
         if self.k_format != self.v_format or dims != (128, 128):
             found = found[:1]

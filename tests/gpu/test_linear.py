@@ -18,7 +18,7 @@ from cute_kernels.linear.inputs.launch import input_rows
 from cute_kernels.linear.ops import apply
 from cute_kernels.linear.plan import make_plan
 from cute_kernels.linear.reference import linear_reference, prepare_input
-from cute_kernels.linear.schedule import MAX_TOKENS, Problem, make_schedule, schedules
+from cute_kernels.linear.schedule import MAX_TOKENS, LinearProblem, make_schedule, schedules
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
@@ -67,7 +67,7 @@ SUMS = [
 ]
 
 
-def spec_of(problem: Problem) -> KernelSpec:
+def spec_of(problem: LinearProblem) -> KernelSpec:
     """The kernel that `cute_kernels.quantized_linear` takes for a product on an H200."""
     return spec_of_config(chosen(problem, GPU).config)
 
@@ -110,7 +110,7 @@ def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tens
     return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)).to(CUDA, dtype)
 
 
-def is_rounded(problem: Problem) -> bool:
+def is_rounded(problem: LinearProblem) -> bool:
     """Whether W is rounded to the dtype of x: in tiles of decoded weights, where a scale is not a whole row's."""
     config = chosen(problem, GPU).config
     return problem.format.group_size > 0 and isinstance(config, WgmmaConfig) and not config.limbs
@@ -239,6 +239,9 @@ def test_products_of_prepared_rows(m):
         want = run(plain, prepare_input(x, weight.perm, weight.input_scale))
         assert torch.equal(run(weight, x), want)
         assert torch.equal(run(weight, x), want), "kept"
+        want = run(plain, x.contiguous())
+        assert torch.equal(run(plain, x), want)
+        assert torch.equal(run(plain, x), want), "kept"
 
 
 @pytest.mark.parametrize("m", [1, 8, 16, 64, 300])
@@ -329,7 +332,7 @@ def test_every_cut_gives_the_same_numbers_each_time(n, k, m):
     weight = reference.pack().to(CUDA)
     x = activations(m, k, torch.bfloat16)
     exact = x.double() @ reference.dense.to(CUDA).T
-    problem = Problem(m, n, k, k, integers(4), "bf16")
+    problem = LinearProblem(m, n, k, k, integers(4), "bf16")
     config = make_schedule(problem).config
     addresses = (weight.codes.data_ptr(), weight.scales.data_ptr(), 0, 0, 0)
     for schedule in schedules(problem, config):

@@ -13,7 +13,7 @@ from cute_kernels.linear.portable.compile import PortableSpec
 from cute_kernels.linear.portable.config import PortableConfig
 from cute_kernels.linear.portable.schedule import make_portable_schedule, portable_schedules
 from cute_kernels.linear.reference import linear_reference, out_features
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.policies import PortableMmaSync
 from cute_kernels.runtime.spec import KernelSpec
@@ -30,7 +30,7 @@ SHAPES = [  # (m, n, k) of the tests below that take 4-bit bf16 weights in group
 ]
 
 
-def portable_config(problem: Problem) -> PortableConfig:
+def portable_config(problem: LinearProblem) -> PortableConfig:
     config = make_portable_schedule(problem).config
     assert isinstance(config.mainloop, PortableMmaSync)
     return config

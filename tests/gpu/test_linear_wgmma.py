@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -13,11 +13,12 @@ import torch
 from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, make_tile_plan
 from cute_kernels.linear.reference import linear_reference
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig
-from cute_kernels.linear.wgmma.policies import ResidentLimbs
+from cute_kernels.linear.wgmma.policies import Dsmem, ResidentLimbs, RowExchange, SequentialSplitK, WorkspaceSplitK
 from cute_kernels.linear.wgmma.schedule import BETWEEN_SHAPES, TileSchedule, make_tile_schedule, tile_schedules
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import POOL
@@ -57,8 +58,10 @@ TURN_FORMATS = {  # bits, dtype, group, zero points
 }
 ROWS = (33, 64, 65, 90, 129, 168, 200, 232, 257, 272, 1000, 2048)
 INVARIANT_ROWS = (1, 7, 16, 33, 100, 257, 700)
+INVARIANT_SHAPES = ((1000, 2048), (200, 520), (1001, 640), (4096, 1664))
 SHAPES = ((1000, 2048), (200, 520), (1001, 640))
 LARGE_BLOCKS = ((28_672, 4096), (24_576, 4096), (14_336, 4096))  # of four to seven tiles of 64 features
+MOST_PARTS = 3  # numbers of parts of K that are tested
 LONG = (20_000, 512)  # many tiles, with several for each CTA
 MARGIN = 512  # elements before and behind an output that nobody may touch
 BETWEEN = (300, 976, 640)  # (m, n, k): of every tile in between a last one that is not full
@@ -77,7 +80,7 @@ def specs() -> list[KernelSpec]:
     configs += [schedule.config for m, n, k in LARGE for schedule in in_large_tiles(problem_of(m, n, k))]
     configs += [schedule.config for schedule in between(problem_of(*BETWEEN))]
     for m in INVARIANT_ROWS:
-        configs += [make_tile_schedule(replace(problem_of(m, n, k), batch_invariant=True)).config for n, k in SHAPES]
+        configs += [schedule.config for _, _, schedule in of_all_parts(m)]
     for (dtype, group), m, shape in product(LIMB_FORMATS, LIMB_ROWS, LIMB_SHAPES):
         schedules = in_limbs(problem_of(m, *shape, dtype=dtype, group_size=group))
         configs += [schedule.config for schedule in schedules]
@@ -89,18 +92,18 @@ def specs() -> list[KernelSpec]:
     return [*limbs, *(spec_of(config) for config in dict.fromkeys(configs))]
 
 
-def in_limbs(case: Problem) -> list[TileSchedule]:
+def in_limbs(case: LinearProblem) -> list[TileSchedule]:
     """Schedules that take x in limbs."""
     return [schedule for schedule in tile_schedules(case) if schedule.config.limbs]
 
 
-def resident(case: Problem) -> list[TileSchedule]:
+def resident(case: LinearProblem) -> list[TileSchedule]:
     """Schedules whose CTAs make limbs of x, of a wave that most SMs have a part of."""
     found = [schedule for schedule in in_limbs(case) if isinstance(schedule.config.mainloop, ResidentLimbs)]
     return [schedule for schedule in found if schedule.num_ctas > 66]
 
 
-def in_turn(case: Problem) -> list[TileSchedule]:
+def in_turn(case: LinearProblem) -> list[TileSchedule]:
     """Schedules of decoded weights whose warpgroups take k blocks in turn, and reduce in the cluster (DSMEM) of K."""
     found = [schedule for schedule in tile_schedules(case) if schedule.config.k_warpgroups > 1]
     return [schedule for schedule in found if not schedule.config.limbs]
@@ -115,6 +118,32 @@ def test_products_are_those_of_fp64(bits, dtype, group, zero):
         exact = exact_product(x, reference)
         assert_near(run(weight, x, out_dtype=torch.float32), exact, SUMS)
         assert_near(run(weight, x), exact, TOLERANCE[dtype])
+
+
+def of_all_parts(m: int, shapes: Sequence[tuple[int, int]] = INVARIANT_SHAPES) -> Iterator[Any]:
+    """(shape, parts of K, schedule): whatever gives a row the same bits as others with so many parts."""
+    for shape in shapes:
+        case = problem_of(m, *shape)
+        for parts in invariant.possible_parts(case)[:MOST_PARTS]:
+            yield from ((shape, parts, schedule) for schedule in invariant.schedules_of(case, parts))
+
+
+@pytest.mark.parametrize("shape", INVARIANT_SHAPES)
+def test_schedules_with_as_many_parts_of_k_give_the_same_bits(shape):
+    """Beside each other, in a cluster, or one after the other in a CTA, of any tile."""
+    n, k = shape
+    reference = known(n, k, group_size=128)
+    weight, x = reference.pack().to(CUDA), activations(INVARIANT_ROWS[-1], k, torch.bfloat16)
+    exact = exact_product(x, reference)
+    first: dict[int, torch.Tensor] = {}
+    kinds = set()
+    for m in reversed(INVARIANT_ROWS):
+        for _, parts, schedule in of_all_parts(m, [shape]):
+            found = launch(schedule, weight, x[:m].contiguous())
+            assert_near(found, exact[:m], SUMS)
+            assert torch.equal(found, first.setdefault(parts, found)[:m]), (m, schedule)
+            kinds.add(type(schedule.config.reduction))
+    assert kinds == {WorkspaceSplitK, RowExchange, Dsmem, SequentialSplitK}
 
 
 @pytest.mark.parametrize("n, k", SHAPES)
@@ -140,12 +169,12 @@ def test_any_number_of_rows(n, k):
         assert_near(run(weight, x, out=out), exact_product(x, reference), SUMS)
 
 
-def in_large_tiles(case: Problem) -> list[TileSchedule]:
+def in_large_tiles(case: LinearProblem) -> list[TileSchedule]:
     """Schedules of tiles that TMA stores."""
     return [schedule for schedule in tile_schedules(case) if schedule.config.store.by_tma]
 
 
-def between(case: Problem) -> list[TileSchedule]:
+def between(case: LinearProblem) -> list[TileSchedule]:
     """Schedules of tiles for the numbers of rows in between the powers of two."""
     sizes = {shape[0] for shape in BETWEEN_SHAPES}
     return [schedule for schedule in tile_schedules(case) if schedule.config.tile_m in sizes]

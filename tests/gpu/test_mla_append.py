@@ -10,7 +10,7 @@ import torch
 from cute_kernels.kv_cache.rope import Rope, YarnScaling
 from cute_kernels.mla.formats import format_of
 from cute_kernels.mla_cache import append_mla, plan, quantize_mla_kv
-from cute_kernels.mla_cache.call import AppendCall
+from cute_kernels.mla_cache.call import AppendMlaCall
 from cute_kernels.mla_cache.compile import WriteSpec
 from cute_kernels.mla_cache.config import WriteConfig
 from cute_kernels.runtime import arch_of, load_many
@@ -44,7 +44,7 @@ def write_kernels() -> None:
     load_many(specs(), arch_of())
 
 
-def on_gpu(call: AppendCall) -> AppendCall:
+def on_gpu(call: AppendMlaCall) -> AppendMlaCall:
     """The call with its tensors on the GPU; its cache keeps its gaps, and latent and RoPE columns are views of one."""
     x = torch.cat((call.latent, call.k_rope), dim=1).to(CUDA)
     pages, _, row = call.cache.shape
@@ -61,12 +61,12 @@ def on_gpu(call: AppendCall) -> AppendCall:
     )
 
 
-def run(call: AppendCall) -> None:
+def run(call: AppendMlaCall) -> None:
     arguments: dict[str, Any] = call._asdict()
     append_mla(**arguments)
 
 
-def check(call: AppendCall) -> None:
+def check(call: AppendMlaCall) -> None:
     """Appends on the GPU, and compares with what the CPU says must have come of it."""
     before, given = call.cache.clone(), on_gpu(call)
     run(given)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.architecture import HOPPER
 from cute_kernels.mla.compile import MlaSpec, combine_specs
 from cute_kernels.mla.config import MlaConfig, served_config
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
@@ -17,13 +18,13 @@ from cute_kernels.mla.plan import NO_CACHE, make_plan
 from cute_kernels.mla.policies import Copies, Crossover, Decode, SplitCrossover, SplitTiles, TmaTiles, WholeTiles
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
 from cute_kernels.mla.schedule import STREAM_K, Workload
-from cute_kernels.sm90 import NUM_SMS
 from layouts.kv.mla import MlaModel1
 from tests.mla.cases import DenseCall, SparseCall, assert_as_close_as_flash_mla, make_dense, make_sparse, moved
 
 pytestmark = pytest.mark.gpu
 
 DEVIATION, SCALE = 0.1, 0.5
+SMS = HOPPER.num_sms
 FEW_HEADS = [
     FewHeadsConfig(heads=8, stages=5, ahead=1),
     FewHeadsConfig(heads=16),
@@ -107,7 +108,7 @@ def run(
     tokens: tuple[int, ...],
     num_parts: int,
     sinks=None,
-    num_sms: int = NUM_SMS,
+    num_sms: int = SMS,
 ):
     """(out, lse) of a kernel over ``tokens``, what it takes behind num_ctas and flags; twice, with equal bits. num_sms:
     so many CTAs at most share stream-K, if num_parts is STREAM_K."""
@@ -122,9 +123,7 @@ def run(
     return results[0]
 
 
-def check_sparse(
-    config: MlaConfig | FewHeadsConfig, num_parts: int = 1, *, num_sms: int = NUM_SMS, **shape: Any
-) -> None:
+def check_sparse(config: MlaConfig | FewHeadsConfig, num_parts: int = 1, *, num_sms: int = SMS, **shape: Any) -> None:
     shape = {"num_pages": 40, "page_size": 64, "length": True, "sinks": True} | shape
     shape = {"head_dim": config.head_dim, "deviation": DEVIATION} | shape
     call = moved(make_sparse(config.form, **shape), "cuda")
@@ -144,7 +143,7 @@ def check_paged(
     num_parts: int = 1,
     causal: bool = True,
     *,
-    num_sms: int = NUM_SMS,
+    num_sms: int = SMS,
     **shape: Any,
 ) -> None:
     call = moved(make_dense(config.form, lengths, deviation=DEVIATION, **shape), "cuda")
@@ -242,7 +241,7 @@ def test_queries_that_all_see_everything(config):
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 64])
-@pytest.mark.parametrize(("num_parts", "num_sms"), [(1, NUM_SMS), (3, NUM_SMS), (STREAM_K, 4), (STREAM_K, 12)])
+@pytest.mark.parametrize(("num_parts", "num_sms"), [(1, SMS), (3, SMS), (STREAM_K, 4), (STREAM_K, 12)])
 def test_whole_contexts_by_crossover(num_parts, num_sms, page_size):
     """Pairs want an even number of blocks of heads."""
     lengths = [0, 1, 64, 65, 777, 130]

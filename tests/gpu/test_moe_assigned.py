@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.experts import ExpertsForm, PackedExperts
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS
 from cute_kernels.linear.weight import padded_shape
@@ -23,7 +24,6 @@ from cute_kernels.moe.ranges import schedule as ranges
 from cute_kernels.moe.ranges.config import LANE_ASSIGNMENTS
 from cute_kernels.moe.ranges.schedule import RangeLayout, among_assignments
 from cute_kernels.runtime import KernelSpec, arch_of, load_many
-from cute_kernels.sm90 import WARP_THREADS
 from cute_kernels.weight_formats import integers
 from tests.gpu.compiled import assert_replays, compiled
 from tests.gpu.specs import products_needed_by

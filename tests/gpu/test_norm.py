@@ -24,13 +24,13 @@ ROWS = (1, 3, 64, 1000)
 def specs() -> list[NormSpec]:
     """The kernels of the sizes above with every option."""
     return [
-        NormSpec(NormConfig(kind, dtype, *shape, residual, bias, wide))
+        NormSpec(NormConfig(kind, dtype, *shape, residual, bias, weight_dtype))
         for kind in KINDS
         for dtype in ("bf16", "fp16")
         for shape in dict.fromkeys(map(launch_shape, SIZES))
         for residual in (False, True)
         for bias in ((False, True) if kind == "layer" else (False,))
-        for wide in (False, True)
+        for weight_dtype in ("own", "fp32")
     ]
 
 

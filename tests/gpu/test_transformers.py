@@ -13,9 +13,9 @@ import cute_kernels.integrations.transformers as ck
 from cute_kernels.integrations.transformers.blocks import AttentionBlock, MlpBlock
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from cute_kernels.integrations.transformers.norms import replace_norms
+from tests.gpu import same_tokens
 from tests.integrations.architectures import DECODERS, VOCABULARY
 from tests.integrations.test_accelerate import CACHES_LATENTS
-from tests.integrations.test_transformers_models import LATENTS, OWN_ATTENTION
 
 pytestmark = [pytest.mark.gpu]
 
@@ -25,11 +25,6 @@ LEFT_PADDED = torch.ones_like(PROMPT)
 LEFT_PADDED[0, :17] = 0
 NEW = 40
 NAMES = ("llama", "mistral, window", "gemma 2", "gemma 3", "gpt-oss", "qwen3", "qwen3-moe", "llama 4", "phi-3")
-LONG = 256
-LATENT_DIMS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-DECODES_LONG = [name for name, each in DECODERS.items() if each.available and name not in (*OWN_ATTENTION, *LATENTS)]
-EAGER_ONLY = ("gemma 2", "gpt-oss")
-"""SDPA has no soft caps and no sinks."""
 MIXTURES = ("llama 4",)
 """One expert of several: random routers have ties, and a token that takes another expert is another token."""
 
@@ -97,21 +92,16 @@ def test_generate_replays_graphs_and_chooses_the_tokens_of_eager_attention(name,
     assert (replay.reason, replay.replays) == (None, NEW - 2 if static else 0)
 
 
-@pytest.mark.parametrize("name", DECODES_LONG)
+@pytest.mark.parametrize("name", same_tokens.NAMES)
 def test_256_greedy_steps_choose_the_tokens_of_sdpa(name):
     """As far as two tokens are not as good but for rounding; both rotate and norm by what `accelerate` puts in."""
-    positions = {"n_positions" if name == "gpt-2" else "max_position_embeddings": 512}
-    model = DECODERS[name].build(torch.bfloat16, **positions).to(CUDA)
-    model.set_attn_implementation("eager" if name in EAGER_ONLY else "sdpa")
-    replace_norms(model)
-    want = generate(model, LEFT_PADDED, max_new_tokens=LONG)
-    ck.accelerate(model, kv_format="bf16")
-    got = generate(model, LEFT_PADDED, max_new_tokens=LONG)
+    row = same_tokens.compare(name)
+    print(same_tokens.text(row))
     if name in MIXTURES:
-        assert_same_experts_mostly(got, want)
+        assert row["median"] <= 4e-2
     else:
-        ends = assert_same_choices(got, want)
-        print(f"{name}: same tokens up to step {ends}")
+        assert row["worst"] <= 4e-2 and all(margin < same_tokens.TIE for margin in row["margins"])
+        assert row["choices"]["widest"] < same_tokens.TIE
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi-3", "llama, biases"])
@@ -129,7 +119,7 @@ def test_fused_blocks_give_what_the_blocks_give(name):
 @pytest.mark.skipif(not CACHES_LATENTS, reason="caches keys and values in this release of transformers")
 @pytest.mark.parametrize(("kv_format", "tolerance"), [("mla_bf16", 4e-2), ("mla_fp8", 0.15)])
 def test_latents_are_decoded_by_recorded_steps(kv_format, tolerance):
-    model = DECODERS["deepseek-v3"].build(torch.bfloat16, **LATENT_DIMS).to(CUDA)
+    model = DECODERS["deepseek-v3"].build(torch.bfloat16, **same_tokens.LATENT_DIMS).to(CUDA)
     model.set_attn_implementation("eager")
     replace_norms(model)
     want = generate(model, LEFT_PADDED)

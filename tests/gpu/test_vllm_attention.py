@@ -33,6 +33,8 @@ LAYERS = (
     Layer("auto", "int4_g4", caches=ALL_EXTEND),
     Layer("auto", "int4_g4", soft_cap=3.0, speculative=3),
     Layer("auto", "int8_token_head,int4_g4", caches=ALL_EXTEND),
+    Layer("int4_per_token_head", caches=ALL_EXTEND),
+    Layer("int4_per_token_head", window=24, sinks=True, speculative=3),
 )
 INVARIANT = tuple(
     Layer(kv, form, speculative=drafted, caches={"invariant": True})

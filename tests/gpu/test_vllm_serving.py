@@ -48,6 +48,7 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "fp8-rows": Scenario("fp8_per_token_head"),
         "fp8": Scenario("fp8"),
         "int4": Scenario(kv_format="int4_g4"),
+        "int4-rows": Scenario("int4_per_token_head"),
         "window-theirs": Scenario(model=WINDOW),
         "window": Scenario(kv_format="fp16", model=WINDOW),
         "many-theirs": Scenario(tokens=65536, engine=MANY, what="generate_many"),
@@ -209,6 +210,7 @@ def own(served: Served) -> Difference:
         ("fp8-rows", "theirs", Bound(0.015, 0.045, 0.12)),
         ("fp8", "theirs", Bound(0.015, 0.045, 0.12)),
         ("int4", "theirs", Bound(0.03, 0.09, 0.23)),
+        ("int4-rows", "theirs", Bound(0.04, 0.12, 0.3)),
     ],
 )
 def test_tokens_are_those_of_vllms_own_attention(served: Served, own: Difference, name: str, theirs: str, bound: Bound):

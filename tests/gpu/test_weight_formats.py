@@ -16,7 +16,7 @@ from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.launch import launch
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.portable.schedule import make_portable_schedule
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import PackedWeight, padded_shape
 from cute_kernels.linear.wgmma.config import WgmmaConfig
@@ -48,8 +48,8 @@ def weight_of(form: WeightFormat, dtype: torch.dtype, n: int = N, k: int = K) ->
     return quantize_weight(random(n, k), format=form, dtype=dtype)
 
 
-def problem_of(form: WeightFormat, dtype: torch.dtype, m: int, n: int = N, k: int = K, **options: Any) -> Problem:
-    return Problem(m, n, k, padded_shape((n, k), form.group_size)[1], form, DTYPES[dtype], **options)
+def problem_of(form: WeightFormat, dtype: torch.dtype, m: int, n: int = N, k: int = K, **options: Any) -> LinearProblem:
+    return LinearProblem(m, n, k, padded_shape((n, k), form.group_size)[1], form, DTYPES[dtype], **options)
 
 
 def specs() -> list[KernelSpec]:
@@ -68,7 +68,7 @@ def specs() -> list[KernelSpec]:
     return list(dict.fromkeys(found))
 
 
-def seen(weight: PackedWeight, problem: Problem) -> torch.Tensor:
+def seen(weight: PackedWeight, problem: LinearProblem) -> torch.Tensor:
     """W in fp64 as the tensor cores see it: rounded in tiles of warpgroups, where scales are groups' own."""
     config = chosen(problem, GPU).config
     exact = weight.dequantize(torch.float64)

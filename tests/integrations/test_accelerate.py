@@ -363,9 +363,29 @@ def test_weights_are_quantised_and_it_says_so():
     assert generate(model, torch.ones_like(PROMPT)).sequences.shape == (2, PROMPT.shape[1] + NEW)
 
 
+@pytest.mark.parametrize(("name", "weights"), [("llama", "w4g64"), ("gemma 2", None)])
+def test_the_output_layer_has_a_format_of_its_own(name, weights):
+    """Gemma's is its embedding, which stays in 16 bits."""
+    model = DECODERS[name].build(torch.bfloat16)
+    want = generate(model, LEFT_PADDED).logits[0].double()
+    embedding = model.get_input_embeddings().weight.clone()
+    summary = ck.accelerate(model, kv_format="bf16", weights=weights, output_layer="w8g64")
+    head = model.lm_head
+    assert isinstance(head, QuantizedLinear) and (head.weight.bits, head.weight.group_size) == (8, 64)
+    assert "output layer" in str(summary) and torch.equal(model.get_input_embeddings().weight, embedding)
+    others = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear) and layer is not head]
+    assert {layer.weight.bits for layer in others} == (set() if weights is None else {4})
+    if weights is None:
+        got = generate(model, LEFT_PADDED).logits[0].double()
+        assert (got - want).norm() <= 3e-2 * want.norm()
+    again = ck.accelerate(model, kv_format="int4_g4", output_layer="w4g64")  # it is quantised already
+    assert model.lm_head is head and "output layer" in str(again)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
+        ("llama", {"output_layer": "w8"}, ValueError, "output_layer: got 'w8', want one such as"),
         ("bloom", {}, ValueError, "BloomForCausalLM, which offers no choice of attention"),
         ("deepseek-v3", {}, ValueError, "DeepseekV3ForCausalLM, whose DeepseekV3Attention has latents and"),
         ("llama", {"kv_format": "int5"}, ValueError, "kv_format: got 'int5'"),

@@ -43,3 +43,23 @@ def test_a_decode_step_compiles_as_one_graph(name, padded):
     got = steps(model, torch.compile(model.forward, fullgraph=True, backend=counter), mask)
     assert counter.frame_count <= 3  # lengths, and a sliding window that begins to hide keys
     assert (got - want).norm() <= 4e-2 * want.norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "phi-3"])
+def test_quantised_blocks_are_computed_once_in_a_compiled_step(name):
+    torch.compiler.reset()
+    model = DECODERS[name].build(torch.bfloat16)
+    ck.accelerate(model, kv_format="int4_g4", weights="w4g64", cuda_graphs=False)
+    mask = torch.ones_like(IDS)
+    want = steps(model, model.forward, mask)
+    products: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        products.append(sum("linear" in str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return graph.forward
+
+    got = steps(model, torch.compile(model.forward, fullgraph=True, backend=backend), mask)
+    assert (got - want).norm() <= 4e-2 * want.norm()
+    print(products)
+    projections = 6 if name == "llama" else 4  # q, k, v; o; gate and up; down
+    assert set(products) == {projections * 2 + 1}  # and the output layer

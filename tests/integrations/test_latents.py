@@ -109,6 +109,15 @@ def test_the_projection_of_latents_stays_and_a_quantised_one_is_read():
         layer.self_attn.kv_b_proj = QuantizedLinear.from_linear(layer.self_attn.kv_b_proj, 8, 64)
     got = logits_of(model, ck.DecodeCache("mla_bf16"), LEFT_PADDED)
     assert 0 < (got - want).norm() <= 5e-2 * want.norm()
+    projection = attention.kv_b_proj
+    unpacked = attention.expand_kv.weight()
+    assert torch.equal(unpacked, projection.weight.dequantize())
+    again = logits_of(model, ck.DecodeCache("mla_bf16"), LEFT_PADDED)
+    assert attention.expand_kv.weight() is unpacked and torch.equal(again, got)
+    with torch.no_grad():
+        projection.scales.mul_(2)
+    assert torch.equal(attention.expand_kv.weight(), projection.weight.dequantize())
+    assert not torch.equal(attention.expand_kv.weight(), unpacked)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from cute_kernels.kv_cache.config import (
     BulkConfig,
     divisor_of,
 )
-from simulator import Float32, Gpu, Int32, Int64, running
+from simulator import Float32, Gpu, Int32, Int64, running, stand_in
 
 WHERE = ("seq_lens", "block_table", "cu_seqlens", "slot_mapping", "position_ids")
 EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale")
@@ -120,7 +120,9 @@ def simulate_append(
     factor = Float32(1.0 if call.rope is None else call.rope.attention_factor)
     kv_rows = max(rows_per_team // config.q_rows_per_kv_row, 1)
     q_chunks, kv_chunks = -(-call.num_q_heads // rows_per_team), -(-call.num_kv_heads // kv_rows)
-    shares = kernel.Shares(*(Int32(n) for n in (rows_per_team, kv_rows, kv_chunks)), by_kind=by_kind, few=True)
+    shares = kernel.Shares(
+        *(Int32(n) for n in (rows_per_team, kv_rows, kv_chunks)), by_kind=stand_in(by_kind), few=stand_in(True)
+    )
     blocks, chunks = range(-(-call.num_tokens // config.tokens_per_cta)), range(q_chunks + 2 * kv_chunks)
     with running(gpu):
         simulated: Any = kernel.AppendKernel(config)

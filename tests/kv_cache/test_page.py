@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cute_kernels.kv_cache import page
-from simulator import Int32, Int64, Meanings
+from simulator import Int32, Int64, Meanings, stand_in
 
 TABLE = 0x1000  # where the block table's memory begins
 
@@ -75,7 +75,7 @@ def run(run_on, lanes: int, entries: list[int] | None) -> list[int]:
     warp = Warp(table)
     run_on(warp)
     fetch = page.PageFetch(lanes, num_warps=2)
-    slots = [page.PageSlot(Barrier(0x800), Int32(0x100 + 16 * (lane // lanes))) for lane in range(32)]
+    slots = [page.PageSlot(stand_in(Barrier(0x800)), Int32(0x100 + 16 * (lane // lanes))) for lane in range(32)]
     steps: list[Any] = [lambda slot, lane, word: fetch.open(slot, True, Int32(lane))]
     if entries is None:
         steps.append(lambda slot, lane, word: fetch.give(slot, Int32(7 + lane // lanes)))

@@ -8,11 +8,11 @@ import pytest
 
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.schedule import Problem, make_schedule
+from cute_kernels.attention.schedule import DecodeProblem, make_schedule
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
 from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, RowTransform
 from cute_kernels.runtime import default_cache, native
-from cute_kernels.sm90 import WARP_THREADS
 from tests import golden
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
@@ -27,7 +27,7 @@ def append(kv_format: str = "int4_g4", parts: RowTransform = CENTRED, head_dim: 
 
 
 def decode(features: Features, kv_format: str = "int4_g4", group: int = 4, **options) -> DecodeSpec:
-    problem = Problem.uniform(32, 8192, 8 * group, 8, 128, kv_format, "bf16", features=features, **options)
+    problem = DecodeProblem.uniform(32, 8192, 8 * group, 8, 128, kv_format, "bf16", features=features, **options)
     return DecodeSpec(make_schedule(problem).config)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.quantize import pack_codes
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.weight import TILE_N, PackedWeight, padded_shape
 from cute_kernels.weight_formats import WeightFormat, integers
 from layouts import transform
@@ -49,7 +49,7 @@ class Known:
     def shape(self) -> tuple[int, int]:
         return (self.codes.shape[0], self.codes.shape[1])
 
-    def problem(self, m: int) -> Problem:
+    def problem(self, m: int) -> LinearProblem:
         """A product with ``m`` rows of x of the scales' dtype."""
         return problem_of(m, *self.shape, self.bits, self.scales.dtype, self.group_size, self.zeros is not None)
 
@@ -92,8 +92,8 @@ def problem_of(
     dtype: torch.dtype = torch.bfloat16,
     group_size: int | None = 128,
     zero_point: bool = False,
-) -> Problem:
+) -> LinearProblem:
     """A product of ``m`` rows of x with a weight [n, k] of a format."""
-    return Problem(
+    return LinearProblem(
         m, n, k, padded_shape((n, k), group_size)[1], integers(bits, group_size or 0, zero_point), DTYPES[dtype]
     )

@@ -8,7 +8,7 @@ import pytest
 
 from cute_kernels.linear.compile import KERNEL_MODULES, LinearSpec, compile_linear, spec_of
 from cute_kernels.linear.config import LinearConfig
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import (
@@ -112,7 +112,7 @@ BETWEEN = {shape[0] for shape in BETWEEN_SHAPES}
 WGMMA_CONFIGS += [  # tiles for numbers of rows in between, in formats of more and of less decoding
     config
     for form in ((integers(4), "bf16"), (integers(4, 32, True), "bf16"), (integers(8, 64, True), "fp16"))
-    for config in candidate_configs(Problem(8192, 8192, 8192, 8192, *form))
+    for config in candidate_configs(LinearProblem(8192, 8192, 8192, 8192, *form))
     if config.tile_m in BETWEEN and config.can_implement() is None and not config.limbs
 ]
 SQUARE = WgmmaConfig(
@@ -134,7 +134,7 @@ INTERLEAVED = {  # tiles whose warpgroups take turns: what ships, and other form
         (integers(8, 64, True), "fp16"),
     )
     for rows in (16, 32, 64)
-    for config in dsmem_configs(Problem(rows, 8192, 8192, 8192, *form))
+    for config in dsmem_configs(LinearProblem(rows, 8192, 8192, 8192, *form))
 }
 OPCODES = {
     SQUARE: {"LOP3": 4, "SHF": 1, "HFMA2": 4},
@@ -222,7 +222,9 @@ def test_copies_come_first_and_wait_for_no_division(config: WgmmaConfig, tmp_pat
 
 MOST_PREFETCHED_BYTES = 24 << 10  # of a CTA: with more, x came later (docs/design/weight_only_few_rows.md)
 PREFETCHING = [
-    config for config in dsmem_configs(Problem(16, 4096, 4096, 4096, integers(4), "bf16")) if config.prefetched_k_blocks
+    config
+    for config in dsmem_configs(LinearProblem(16, 4096, 4096, 4096, integers(4), "bf16"))
+    if config.prefetched_k_blocks
 ]
 PREFETCHING_RESIDENT = [
     WgmmaConfig(

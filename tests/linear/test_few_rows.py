@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import few_rows, tiles
 from cute_kernels.linear.wgmma.schedule import limb_configs, schedule_of
 from cute_kernels.linear.work import RECIPROCAL_BITS
@@ -21,7 +21,7 @@ from tests.linear import plain_work_tiles
 @pytest.mark.parametrize("whole", [0, 5])
 def test_items_are_those_of_one_tile_of_rows(n: int, splits: int, whole: int, monkeypatch):
     plain_work_tiles.install(monkeypatch, few_rows)
-    case = Problem(16, n, 2688, 2688, integers(4), "bf16")
+    case = LinearProblem(16, n, 2688, 2688, integers(4), "bf16")
     config = next(one for one in limb_configs(case) if not one.dsmem_reduction)
     schedule = schedule_of(case, config, splits)
     assert schedule is not None

@@ -72,6 +72,12 @@ CALLS: dict[str, Any] = {
         "x": torch.ones(3, 2 * K, dtype=BF16)[:, 1 : K + 1],
         "weight": weight(),
     },
+    "many parts of wider rows": lambda: {"x": torch.ones(64, 2 * K, dtype=BF16)[:, K:], "weight": weight()},
+    "many parts of wider rows of three dimensions": lambda: {
+        "x": torch.ones(2, 32, 2 * K, dtype=BF16)[..., :K],
+        "weight": weight(),
+    },
+    "many rows in each other": lambda: {"x": torch.ones(1, K, dtype=BF16).expand(64, K), "weight": weight()},
     "input scale": lambda: {"x": rows(3), "weight": scaled()},
     "act-order and input scale": lambda: {
         "x": rows(1, 3),
@@ -127,6 +133,7 @@ PREPARED = {
     "rows with gaps": "linear_inputs_bf16",
     "part of wider rows": "linear_inputs_bf16",
     "part of wider rows of three dimensions": "linear_inputs_bf16",
+    "many rows in each other": "linear_inputs_bf16",
     "input scale": "linear_inputs_bf16_scaled",
     "act-order": "linear_inputs_bf16_order8192",
     "act-order and input scale": "linear_inputs_bf16_order8192_scaled",
@@ -208,6 +215,14 @@ def test_rows_that_are_not_as_products_take_them_are_prepared_in_one_launch(name
         assert x == given["x"].data_ptr() and stride == given["x"].stride(-2) and parts == 1
         for address, tensor in ((order, given["weight"].perm), (factors, given["weight"].input_scale)):
             assert address == (0 if tensor is None else tensor.data_ptr())
+
+
+@pytest.mark.parametrize("name", ["many parts of wider rows", "many parts of wider rows of three dimensions"])
+def test_many_rows_that_lie_apart_are_taken_where_they_lie(name, launches):
+    run(launches, made(name))
+    (only,) = launches
+    x, given = only.arguments[0], made(name)["x"]
+    assert x.data_ptr() == given.data_ptr() and x.shape == (64, K) and x.stride() == (2 * K, 1)
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -20,9 +20,9 @@ pytest.importorskip("cutlass")
 from cute_kernels.device import packed_math
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.portable import kernel
-from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, PortableConfig, portable_config
+from cute_kernels.linear.portable.config import PortableConfig, portable_config
 from cute_kernels.linear.portable.schedule import make_portable_schedule, portable_schedules
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import epilogue, reading, tiles
 from cute_kernels.linear.wgmma import places as tile_places
@@ -86,7 +86,7 @@ class Launch:
         plain_work_tiles.install(monkeypatch)
         blocks, m_tiles = -(-num_tiles // config.block_tiles), -(-m // config.tile_m)
         grid = tiles.TileGrid.of(blocks, m_tiles, 0, splits)
-        self.shape = tiles.Shape(
+        self.shape = tiles.TileSizes(
             m=m, n=self.n, k=aligned.shape[1], num_tiles=num_tiles, k_blocks=k_blocks,
             scale_groups=k_pad // config.group_size if config.group_size else 1, whole=0, splits=splits,
             split_k_blocks=-(-k_blocks // splits), activation=0, out_kind=0, grid=grid,
@@ -99,7 +99,7 @@ class Launch:
             pieces += [data, np.full(64 + -data.size % 64, POISON, np.uint8)]
             end += pieces[-2].size + pieces[-1].size
         self.operands = SimpleNamespace(**places)
-        self.shared = np.full(MAX_SHARED_BYTES, POISON, np.uint8)
+        self.shared = np.full(config.limits.shared_bytes, POISON, np.uint8)
         self.gpu = PortableWarp(self.shared, np.concatenate(pieces))
         modules = kernel, tile_places, tiles, reading, integer_decode, packed_math, epilogue, linear_epilogue
         self.gpu.install(monkeypatch, *modules)
@@ -324,12 +324,12 @@ def test_shared_memory_is_read_and_written_without_conflicts(config: PortableCon
 
 @given(problems(), st.integers(1, 5000))
 @settings(max_examples=100, deadline=None)
-def test_every_problem_has_a_schedule_that_fits(problem: Problem, m: int):
+def test_every_problem_has_a_schedule_that_fits(problem: LinearProblem, m: int):
     problem = replace(problem, m=m)
     schedule = make_portable_schedule(problem)
     config = schedule.config
     assert isinstance(config.mainloop, PortableMmaSync) and config.can_implement() is None
-    assert 2 * config.smem_bytes <= MAX_SHARED_BYTES
+    assert 2 * config.smem_bytes <= config.limits.shared_bytes
     assert schedule.k_blocks * config.block_k == problem.k_pad
     assert schedule.num_ctas == schedule.num_work_tiles
     assert (schedule.splits - 1) * schedule.split_k_blocks < schedule.k_blocks
@@ -337,7 +337,7 @@ def test_every_problem_has_a_schedule_that_fits(problem: Problem, m: int):
 
 def test_rows_do_not_depend_on_each_other_if_k_is_in_one_part():
     for m in (1, 8, 17, 64, 1000):
-        problem = Problem(m, 4096, 4096, 4096, integers(4), "bf16", batch_invariant=True)
+        problem = LinearProblem(m, 4096, 4096, 4096, integers(4), "bf16", batch_invariant=True)
         assert {schedule.splits for schedule in portable_schedules(problem)} == {1}
 
 
@@ -345,7 +345,7 @@ def test_choices_are_near_the_fastest_that_was_measured():
     """Of every layer and number of rows at most 15 % from it, 3 % on average."""
     losses = []
     for (n, k, m), times in measured_portable.MICROSECONDS.items():
-        schedule = make_portable_schedule(Problem(m, n, k, k, integers(4), "bf16"))
+        schedule = make_portable_schedule(LinearProblem(m, n, k, k, integers(4), "bf16"))
         assert schedule.whole == 0
         best = min(us for parts in times.values() for us in parts.values())
         losses.append(times[schedule.config.n_tiles][schedule.splits] / best)
@@ -354,7 +354,9 @@ def test_choices_are_near_the_fastest_that_was_measured():
 
 @pytest.mark.parametrize("m", [1, 32, 64])
 def test_tiles_of_64_and_of_128_features_are_candidates(m: int):
-    found = {schedule.config for schedule in portable_schedules(Problem(m, 4096, 4096, 4096, integers(4), "bf16"))}
+    found = {
+        schedule.config for schedule in portable_schedules(LinearProblem(m, 4096, 4096, 4096, integers(4), "bf16"))
+    }
     assert {config.n_tiles for config in found if isinstance(config.mainloop, PortableMmaSync)} == {1, 2}
     assert all(config.can_implement() is None for config in found)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import loads, places
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import tile_schedules
@@ -19,7 +19,7 @@ CONFIGS = {
     for m in (1, 8, 16, 32)
     for bits in (4, 8)
     for n in (4096, 8192, 12288)
-    for schedule in tile_schedules(Problem(m, n, 4096, 4096, integers(bits), "bf16"))
+    for schedule in tile_schedules(LinearProblem(m, n, 4096, 4096, integers(bits), "bf16"))
     if schedule.config.prefetched_k_blocks
 }
 

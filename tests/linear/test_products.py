@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.device.cuda import WARP_THREADS
 
 pytest.importorskip("cutlass")
 

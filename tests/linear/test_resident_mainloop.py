@@ -15,7 +15,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.device import packed_math, ring
 from cute_kernels.linear.quantize import quantize_weight
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import (
     limbs,
@@ -144,7 +144,9 @@ class Cta:
         parts, k_block_bytes = self.config.tile_m // WGMMA_N_STEP, self.config.mainloop.k_block_limb_bytes(self.config)
         k_block_scale_bytes = ROW_SCALE_BYTES * self.config.tile_m
         assert x + (end - begin) * k_block_bytes <= X + self.config.mainloop.k_blocks * k_block_bytes
-        assert x_scales + (end - begin) * k_block_scale_bytes <= X_SCALES + self.config.x_scale_bytes
+        assert x_scales + (end - begin) * k_block_scale_bytes <= X_SCALES + self.config.mainloop.x_scale_bytes(
+            self.config
+        )
         for k_block in range(begin, end):
             for limb in range(2):
                 for part in range(parts):
@@ -226,7 +228,7 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
 
 def parts_of(config: ResidentConfig, n: int) -> list[WorkTile]:
     """The parts of K of the first block."""
-    problem = Problem(config.tile_m, n, K, K, integers(4), "bf16")
+    problem = LinearProblem(config.tile_m, n, K, K, integers(4), "bf16")
     schedule = schedule_of(problem, config, config.cluster)
     assert schedule is not None
     cuts = [

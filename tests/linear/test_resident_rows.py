@@ -34,6 +34,7 @@ class Numbers:
         self.words = memory.view(np.uint32)
 
     def load_global_if(self, condition, address, offset: int, num_words: int = 4, *, constant: bool = True):
+        assert not constant, "the kernel before may be writing x"
         inside, places = np.asarray(condition) != 0, np.asarray(address, np.int64) + offset
         assert not (places[inside] % 16).any() and (places[inside] >= 0).all()
         assert (places[inside] + 4 * num_words <= 4 * self.words.size).all(), "access out of bounds"

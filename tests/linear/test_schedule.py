@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cute_kernels.architecture import HOPPER
 from cute_kernels.linear import schedule as schedules
 from cute_kernels.linear.config import FEW_SEGMENTS, LinearConfig
-from cute_kernels.linear.schedule import MAX_TOKENS, Problem, Schedule, candidate_configs, make_schedule
-from cute_kernels.sm90 import MAX_SHARED_BYTES
+from cute_kernels.linear.schedule import MAX_TOKENS, LinearProblem, StreamSchedule, candidate_configs, make_schedule
 from cute_kernels.weight_formats import integers
 
 FORMATS = st.tuples(
@@ -22,11 +22,11 @@ FORMATS = st.tuples(
 
 
 @st.composite
-def problems(draw) -> Problem:
+def problems(draw) -> LinearProblem:
     bits, dtype, group_size, zero_point = draw(FORMATS)
     k = draw(st.integers(1, 40_000))
     multiple = max(64, group_size)
-    return Problem(
+    return LinearProblem(
         m=draw(st.integers(1, MAX_TOKENS)),
         n=draw(st.integers(1, 60_000)),
         k=k,
@@ -38,23 +38,23 @@ def problems(draw) -> Problem:
 
 
 @st.composite
-def cuts(draw) -> Schedule:
+def cuts(draw) -> StreamSchedule:
     k_blocks = draw(st.integers(1, 60))
     num_slices = draw(st.integers(1, k_blocks))
     slice_k_blocks = -(-k_blocks // num_slices)
     num_slices = -(-k_blocks // slice_k_blocks)
     config = LinearConfig(integers(4), "bf16", n_tiles=draw(st.sampled_from([1, 2])))
-    schedule = Schedule(config, draw(st.integers(1, 30)), k_blocks, num_slices, 1)
+    schedule = StreamSchedule(config, draw(st.integers(1, 30)), k_blocks, num_slices, 1)
     return replace(schedule, num_groups=draw(st.integers(1, schedule.total)))
 
 
-LONG_K_ON_FEW_SMS = Problem(m=27, n=65, k=20481, k_pad=20736, num_sms=16, format=integers(4, 256), dtype="bf16")
+LONG_K_ON_FEW_SMS = LinearProblem(m=27, n=65, k=20481, k_pad=20736, num_sms=16, format=integers(4, 256), dtype="bf16")
 
 
-TOO_LONG_K_ON_FEW_SMS = Problem(m=32, n=1, k=32769, k_pad=32832, num_sms=16, format=integers(4, 0), dtype="bf16")
+TOO_LONG_K_ON_FEW_SMS = LinearProblem(m=32, n=1, k=32769, k_pad=32832, num_sms=16, format=integers(4, 0), dtype="bf16")
 
 
-def fits_cut_for_all_sms(problem: Problem, config: LinearConfig) -> bool:
+def fits_cut_for_all_sms(problem: LinearProblem, config: LinearConfig) -> bool:
     """Whether an SM has room for its part of the activations if each has one."""
     k_blocks = problem.k_pad // config.block_k
     own = -(-k_blocks // min(k_blocks, problem.num_sms))
@@ -65,7 +65,7 @@ def fits_cut_for_all_sms(problem: Problem, config: LinearConfig) -> bool:
 @example(LONG_K_ON_FEW_SMS)
 @example(TOO_LONG_K_ON_FEW_SMS)
 @settings(max_examples=100, deadline=None)
-def test_every_problem_has_a_schedule_that_fits(problem: Problem):
+def test_every_problem_has_a_schedule_that_fits(problem: LinearProblem):
     """Unless its activations fit nowhere, which is said."""
     if not any(fits_cut_for_all_sms(problem, config) for config in candidate_configs(problem)):
         with pytest.raises(ValueError, match=f"k: got {problem.k}, want {problem.m} rows of activations to fit"):
@@ -74,7 +74,7 @@ def test_every_problem_has_a_schedule_that_fits(problem: Problem):
     schedule = make_schedule(problem)
     config = schedule.config
     assert config.can_implement() is None
-    assert config.smem_bytes <= MAX_SHARED_BYTES
+    assert config.smem_bytes <= HOPPER.shared_bytes
     assert schedule.num_slices * schedule.num_groups <= problem.num_sms
     assert schedule.k_blocks * config.block_k == problem.k_pad
     assert schedules.x_bytes_of(problem, schedule.slice_k_blocks * config.block_k) <= config.x_bytes
@@ -83,7 +83,7 @@ def test_every_problem_has_a_schedule_that_fits(problem: Problem):
 
 @given(cuts())
 @settings(max_examples=200, deadline=None)
-def test_every_k_block_of_every_block_is_taken_once(schedule: Schedule):
+def test_every_k_block_of_every_block_is_taken_once(schedule: StreamSchedule):
     taken = Counter()
     for group in range(schedule.num_groups):
         for slice_index in range(schedule.num_slices):
@@ -96,14 +96,14 @@ def test_every_k_block_of_every_block_is_taken_once(schedule: Schedule):
 
 @given(cuts())
 @settings(max_examples=200, deadline=None)
-def test_groups_take_equally_many_k_blocks(schedule: Schedule):
+def test_groups_take_equally_many_k_blocks(schedule: StreamSchedule):
     sizes = [end - first for first, end in map(schedule.group_range, range(schedule.num_groups))]
     assert sum(sizes) == schedule.total and max(sizes) - min(sizes) <= 1
 
 
 @given(cuts())
 @settings(max_examples=200, deadline=None)
-def test_a_block_has_one_last_group_and_its_parts_have_places(schedule: Schedule):
+def test_a_block_has_one_last_group_and_its_parts_have_places(schedule: StreamSchedule):
     groups, last = defaultdict(set), defaultdict(set)
     for group in range(schedule.num_groups):
         for block, _, _, is_last in schedule.segments(group, 0):
@@ -146,7 +146,7 @@ def epilogue_steps(
 
 @given(cuts(), st.sampled_from([1, 2]))
 @settings(max_examples=150, deadline=None)
-def test_no_two_ctas_wait_for_each_other(schedule: Schedule, num_buffers: int):
+def test_no_two_ctas_wait_for_each_other(schedule: StreamSchedule, num_buffers: int):
     """Consumer warps want a buffer, epilogue warps want accumulators and others' parts: all of them come to their
     ends."""
     ctas = [(group, index) for group in range(schedule.num_groups) for index in range(schedule.num_slices)]
@@ -200,7 +200,7 @@ def test_no_two_ctas_wait_for_each_other(schedule: Schedule, num_buffers: int):
 
 @given(cuts())
 @settings(max_examples=100, deadline=None)
-def test_the_device_computes_the_same_segments(schedule: Schedule):
+def test_the_device_computes_the_same_segments(schedule: StreamSchedule):
     work = pytest.importorskip("cute_kernels.linear.work")
     base, rest = divmod(schedule.total, schedule.num_groups)
     shape = work.Shape(
@@ -227,7 +227,7 @@ def test_the_device_computes_the_same_segments(schedule: Schedule):
 @pytest.mark.parametrize("m", [1, 8, 16])
 @pytest.mark.parametrize("n, k", [(8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096)])
 def test_all_sms_of_an_h200_get_nearly_equal_bytes(m: int, n: int, k: int):
-    schedule = make_schedule(Problem(m, n, k, k, integers(4), "bf16"))
+    schedule = make_schedule(LinearProblem(m, n, k, k, integers(4), "bf16"))
     each = max(end - first for first, end in map(schedule.group_range, range(schedule.num_groups)))
     mean = schedule.num_blocks * schedule.k_blocks / 132
     assert each <= 1.06 * mean

@@ -12,7 +12,7 @@ import pytest
 
 from cute_kernels.linear import tuned
 from cute_kernels.linear.compile import shipped_specs, spec_of
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.tuned import candidates, chosen, find, key_of, modelled, problem_of, worth_measuring
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.policies import ResidentLimbs
@@ -24,7 +24,7 @@ from tests.tuned_tables import GPU, choice, no_tables, table
 
 SHIPPED = sorted(tables.SHIPPED.glob("*.json"))
 PROBLEMS = [
-    Problem(m, n, k, -(-k // 256) * 256, integers(bits, group_size), "bf16")
+    LinearProblem(m, n, k, -(-k // 256) * 256, integers(bits, group_size), "bf16")
     for m, bits, group_size in ((1, 4, 128), (8, 4, 32), (16, 8, 256), (33, 4, 0), (1000, 4, 128))
     for n, k in ((8192, 8192), (100, 520))
 ]
@@ -37,7 +37,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=key_of)
-def test_every_candidate_is_found_by_its_name(problem: Problem):
+def test_every_candidate_is_found_by_its_name(problem: LinearProblem):
     found = list(candidates(problem))
     assert len({candidate.name for candidate in found}) == len(found)
     for candidate in found:
@@ -46,7 +46,7 @@ def test_every_candidate_is_found_by_its_name(problem: Problem):
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=key_of)
-def test_keys_name_problems(problem: Problem):
+def test_keys_name_problems(problem: LinearProblem):
     k_pad = padded_shape((problem.n, problem.k), problem.format.group_size)[1]
     assert problem_of(key_of(problem)) == replace(problem, k_pad=k_pad)
     assert problem_of("x" + key_of(problem)) is None
@@ -92,7 +92,7 @@ def test_a_table_does_not_hold_back_sixteen_rows_whose_limbs_stay():
     (path,) = (path for path in SHIPPED if path.name == tables.file_name(GPU))
     shipped = TunedTable.read(path)
     for m in (9, 16):
-        case = Problem(m, 28672, 4096, 4096, integers(4), "bf16")
+        case = LinearProblem(m, 28672, 4096, 4096, integers(4), "bf16")
         entry = shipped.entries.get(key_of(case))
         schedule = modelled(case) if entry is None else find(case, entry)
         assert schedule is not None
@@ -107,7 +107,7 @@ def test_a_table_decides_for_its_problem_only():
     table({key_of(first): choice(slow)}).write(own_path(GPU))
     assert tuned.tuned(first, GPU) == slow.schedule
     assert tuned.tuned(other, GPU) is None
-    assert tuned.tuned(Problem(**{**vars(first), "batch_invariant": True}), GPU) is None
+    assert tuned.tuned(LinearProblem(**{**vars(first), "batch_invariant": True}), GPU) is None
 
 
 def test_few_rows_are_served_as_the_next_number_that_a_table_has():

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import epilogue, places, reduction, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import RowExchange
@@ -52,7 +52,7 @@ def test_each_cta_has_all_of_k_of_its_share_of_the_tokens(config: WgmmaConfig, m
     cluster, warps = config.cluster, config.consumer_warps
     gpu = ClusterWarp(np.full(cluster * CTA_BYTES, 0xFF, np.uint8), np.zeros(0, np.uint8))  # NaN where nothing is
     gpu.install(monkeypatch, reduction)
-    subject = reduction.RowExchange(config, epilogue.TileEpilogue(config), places.DensePlaces(config))
+    subject = reduction.RowReduction(config, epilogue.TileEpilogue(config), places.DensePlaces(config))
     generator = np.random.default_rng(0)
     parts = generator.integers(-100, 100, (cluster, warps, config.thread_acc, 32))
     acc = [[[machine.Float32(value) for value in warp] for warp in cta] for cta in parts]
@@ -100,7 +100,7 @@ def test_clusters_that_cannot_be_are_refused(options, reason):
 def test_the_ctas_of_a_cluster_have_the_parts_of_one_tile(m, n, k, monkeypatch):
     """Each CTA has one work tile, no part of K is empty, and all run at once: nobody waits for who has not begun."""
     plain_work_tiles.install(monkeypatch)
-    problem = Problem(m, n, k, k, integers(4), "bf16")
+    problem = LinearProblem(m, n, k, k, integers(4), "bf16")
     schedules = [schedule for schedule in tile_schedules(problem) if schedule.config.cluster > 1]
     assert schedules
     for schedule in schedules:
@@ -118,8 +118,3 @@ def test_the_ctas_of_a_cluster_have_the_parts_of_one_tile(m, n, k, monkeypatch):
             assert work_tile.begin < work_tile.end
             done[work_tile.block, work_tile.m_tile, work_tile.begin : work_tile.end] += 1
         assert (done == 1).all()
-
-
-def test_clusters_cut_k_and_so_are_not_batch_invariant():
-    problem = Problem(128, 4096, 4096, 4096, integers(4), "bf16", batch_invariant=True)
-    assert all(schedule.config.cluster == 1 for schedule in tile_schedules(problem))

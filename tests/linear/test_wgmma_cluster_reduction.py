@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import cluster_reduction, epilogue, kernel, places, resident_early
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import EarlyDsmem, Limbs, ResidentLimbs, dsmem
@@ -195,7 +195,7 @@ def test_every_tile_is_added_up_by_one_warpgroup(config: WgmmaConfig, monkeypatc
         found = np.array([np.asarray(value) for value in every[rank, warp]])[i * count : (i + 1) * count]
         np.testing.assert_allclose(found, exact[tile, warp % 4], rtol=0, atol=2e-6)
     last = max(cluster.written) % RANK_BYTES
-    assert last + 16 <= PARTS + config.partials_bytes
+    assert last + 16 <= PARTS + config.reduction.regions(config)[0].size
 
 
 EARLY = [
@@ -255,7 +255,8 @@ def test_what_leaves_early_is_added_up_by_the_other_cta(config: ResidentConfig, 
 def test_tiles_that_come_one_by_one_have_barriers_of_their_own():
     for config in EARLY:
         config = replace(config, num_stages=3)
-        memory: Any = SimpleNamespace(full=0, x_barrier=2 * config.num_stages + config.partial_slots)
+        x_barrier = 2 * config.num_stages + config.reduction.partial_slots(config)
+        memory: Any = SimpleNamespace(full=0, x_barrier=x_barrier, tile_barriers=x_barrier + 1)
         order = resident_early.TileOrder(config)
         found = [order.barrier(memory, s, i) for s in range(3) for i in range(config.n_tiles)]
         own = set(range(config.num_stages, memory.x_barrier + 1))  # of empty stages, of parts, of x
@@ -277,7 +278,7 @@ def test_every_tile_is_copied_before_those_that_stay(config: ResidentConfig, ran
     copy = SimpleNamespace(bulk_copy_to_shared=lambda *place: copies.append(tuple(map(int, place))))
     monkeypatch.setattr(resident_early, "ptx", copy)
     codes, scales, stage, k_block = 1 << 16, 1 << 18, 2, 5
-    memory = SimpleNamespace(codes=codes, scales=scales, full=Barrier(0), x_barrier=Barrier(1 << 10))
+    memory = SimpleNamespace(codes=codes, scales=scales, full=Barrier(0), tile_barriers=Barrier(1 << 10))
     begins = [(tile << 20, (tile << 20) + (1 << 19)) for tile in range(config.block_tiles)]
     subject.copy_stage(memory, stage, k_block, order.in_order(begins, rank))
     counted: Counter[int] = Counter()
@@ -305,18 +306,20 @@ def test_barriers_of_turns_are_nobody_elses():
 
 def test_memory_of_parts_is_counted():
     for config in (*CONFIGS, *TURNING):
-        partial_address = config.partial_slots * (config.cluster - 1)
+        partial_address = config.reduction.partial_slots(config) * (config.cluster - 1)
         local_partial_address = config.block_tiles * (config.k_warpgroups - 1)
-        assert config.received_bytes == partial_address * config.partial_bytes
-        assert config.partials_bytes == (partial_address + local_partial_address) * config.partial_bytes
-        assert config.num_barriers == 2 * config.num_stages + config.partial_slots
+        assert config.reduction.received_bytes(config) == partial_address * config.partial_bytes
+        assert (
+            config.reduction.regions(config)[0].size == (partial_address + local_partial_address) * config.partial_bytes
+        )
+        assert config.num_barriers == 2 * config.num_stages + config.reduction.partial_slots(config)
         assert config.can_implement() is None
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_a_cluster_has_the_parts_of_one_tile(config: WgmmaConfig):
     for n, k in ((4096, 4096), (2048, 1024), (1000, 8192)):
-        schedule = schedule_of(Problem(16, n, k, k, integers(4), "bf16"), config, config.cluster)
+        schedule = schedule_of(LinearProblem(16, n, k, k, integers(4), "bf16"), config, config.cluster)
         if schedule is not None:
             assert schedule.num_ctas == schedule.blocks * config.cluster <= 132
             assert schedule.workspace_words == 0 and schedule.whole == 0

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import places, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import Limbs, MmaSync, RowCuts, RowExchange, TmaStore, WholeK, WorkspaceSplitK
@@ -41,7 +41,7 @@ def tile_scheduler(schedule: TileSchedule, m: int, cta: int) -> tiles.TileSchedu
 def test_every_row_meets_every_weight_once(m, n, num_sms, multicast, config, splits):
     config = with_stages(replace(config, multicast=multicast))
     assert config.can_implement() is None
-    problem = Problem(m, n, 2048, 2048, integers(4), "bf16", num_sms=num_sms)
+    problem = LinearProblem(m, n, 2048, 2048, integers(4), "bf16", num_sms=num_sms)
     schedule = schedule_of(problem, config, splits)
     assert schedule is not None and schedule.whole and schedule.num_tiles_cut
     subject = places.DensePlaces(config)
@@ -114,12 +114,14 @@ def test_rows_are_cut_only_where_a_last_round_is_left():
     """A product of fewer tiles than SMs has smaller tiles, of longer k blocks; one of whole rounds has nothing to
     cut."""
     for m, n in ((512, 4096), (256, 4096)):
-        assert schedule_of(Problem(m, n, 4096, 4096, integers(4), "bf16"), with_stages(ROWS), 2) is None
-    assert schedule_of(Problem(256, 132 * 128, 4096, 4096, integers(4), "bf16"), with_stages(ROWS), 2) is None
-    assert schedule_of(Problem(512, 28672, 4096, 4096, integers(4), "bf16"), with_stages(ROWS), 1) is None
+        assert schedule_of(LinearProblem(m, n, 4096, 4096, integers(4), "bf16"), with_stages(ROWS), 2) is None
+    assert schedule_of(LinearProblem(256, 132 * 128, 4096, 4096, integers(4), "bf16"), with_stages(ROWS), 2) is None
+    assert schedule_of(LinearProblem(512, 28672, 4096, 4096, integers(4), "bf16"), with_stages(ROWS), 1) is None
     assert (
         schedule_of(
-            Problem(512, 28672, 4096, 4096, integers(4), "bf16"), with_stages(replace(ALONG_K, reduction=WholeK())), 2
+            LinearProblem(512, 28672, 4096, 4096, integers(4), "bf16"),
+            with_stages(replace(ALONG_K, reduction=WholeK())),
+            2,
         )
         is None
     )

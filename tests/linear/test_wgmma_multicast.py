@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import memory, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import Limbs, MmaSync, RowExchange
@@ -50,7 +50,7 @@ def test_sharers_have_neighbouring_blocks_of_the_same_rows_all_the_time(m, n, k,
     """They take the same number of work tiles, each with one token tile, so that nobody waits for who has come to an
     end."""
     plain_work_tiles.install(monkeypatch)
-    problem = Problem(m, n, k, k, integers(4), "bf16", num_sms=num_sms)
+    problem = LinearProblem(m, n, k, k, integers(4), "bf16", num_sms=num_sms)
     schedule = schedule_of(problem, replace(SHARED, num_stages=5))
     assert schedule is not None and schedule.num_ctas <= num_sms and schedule.num_ctas % 2 == 0
     blocks = -(-schedule.num_tiles // schedule.config.block_tiles)
@@ -84,7 +84,7 @@ def test_each_stage_is_given_back_to_all_that_fill_it(monkeypatch):
 @pytest.mark.parametrize("m", [1024, 2048, 4096])
 def test_many_rows_are_shared_where_no_rounds_are_lost_by_it(m):
     for n, k in ((8192, 8192), (57344, 8192)):
-        case = Problem(m, n, k, k, integers(4), "bf16")
+        case = LinearProblem(m, n, k, k, integers(4), "bf16")
         assert make_tile_schedule(case).config.multicast == 2
-    few = Problem(1024, 4096, 4096, 4096, integers(4), "bf16")  # one round, longer by what meeting takes
+    few = LinearProblem(1024, 4096, 4096, 4096, integers(4), "bf16")  # one round, longer by what meeting takes
     assert make_tile_schedule(few).config.multicast == 1

@@ -15,7 +15,7 @@ from cute_kernels.mla import work
 from cute_kernels.mla.combine import second_launch
 from cute_kernels.mla.config import MAX_PARTS, PARTIALS, V_HEAD_DIM, CombineConfig
 from cute_kernels.mla.mainloops.softmax import LOWEST
-from simulator import LANES, Float32, Int32, Meanings, Warp
+from simulator import LANES, Float32, Int32, Meanings, Warp, stand_in
 from simulator.registers import bf16_bits, bf16_values
 
 
@@ -83,7 +83,7 @@ def test_parts_of_all_rows_are_added_up(run_on, slots, row_bits, num_parts, part
     run_on(machine)
     kernel: Any = second_launch.CombineKernel(CombineConfig(slots=slots, partials=partials))
     shape = SimpleNamespace(rows=1, num_heads=num_heads, num_parts=num_parts)
-    out, lse, top = run(kernel, shape, work.Results(0, 0, 0, 0, 0), sinks, row_bits)
+    out, lse, top = run(kernel, shape, work.Results(*[stand_in(0)] * 5), sinks, row_bits)
 
     weights = np.where(empty, 0.0, totals * np.exp2(np.float64(maxima)))
     tops = np.where(empty, -np.inf, np.float64(maxima)).max(1) * np.log(2)

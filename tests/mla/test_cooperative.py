@@ -32,8 +32,8 @@ from cute_kernels.mla.mainloops.pipeline import NoNextQueries
 from cute_kernels.mla.mainloops.softmax import LOWEST, row_of
 from cute_kernels.mla.policies import CooperativeTiles, Crossover
 from cute_kernels.mla.schedule import cooperative_heads
-from cute_kernels.mla.work import LaunchShape
-from simulator import LANES, Int32, Meanings, PlainThread, Warp
+from cute_kernels.mla.work import MlaSizes
+from simulator import LANES, Int32, Meanings, PlainThread, Warp, stand_in
 from tests.mla import orders, test_stepped
 from tests.mla.test_output import accumulators, assert_no_conflicts
 
@@ -135,7 +135,7 @@ class Locator:
 def test_ctas_have_the_parts_of_a_launch_without_a_line(run_on, rows, num_heads, num_parts):
     run_on(PlainThread())
     head_blocks = -(-num_heads // BLOCK_HEADS)
-    shape = LaunchShape(rows, 1, num_heads, num_heads, num_parts, 0, 0.0)
+    shape = MlaSizes(rows, 1, num_heads, num_heads, num_parts, stand_in(0), stand_in(0.0))
     num_ctas = rows * head_blocks * num_parts
     counts = work_tiles.Counts.of(shape, head_blocks, num_ctas)
     for cta in range(num_ctas):

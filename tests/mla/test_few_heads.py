@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.architecture import HOPPER
 from cute_kernels.mla.config import BLOCK_TOKENS, HEAD_DIM
 from cute_kernels.mla.few_heads import cluster_combine, producer, queries, score_loop, value_loop
 from cute_kernels.mla.few_heads.config import (
@@ -27,10 +28,9 @@ from cute_kernels.mla.few_heads.config import (
     FewHeadsConfig,
 )
 from cute_kernels.mla.mainloops.softmax import RESCALE_SLACK
-from cute_kernels.sm90 import MAX_SHARED_BYTES
 from layouts import banks
 from layouts.kv.mla import MlaFp8
-from simulator import LANES, Float32, Int32, Int64, Registers, Warp
+from simulator import LANES, Float32, Int32, Int64, Registers, Warp, stand_in
 from simulator.registers import bf16_bits, bf16_values, halves
 from tests.mla.test_gather import NUM_PAGES, PAGE_SIZE, fp8_tokens, paged, pages_of, some_indices, sparse_source
 
@@ -99,7 +99,8 @@ def publish(machine: Warp, config: FewHeadsConfig, num_heads: int) -> None:
         operands = queries.Queries(config)
         for block, words in enumerate(operands.load(Int64(0), share, *lanes_of(warp))):
             to_fp16, from_fp16 = operands.store_latent(words, MEMORY, block, *lanes_of(warp))
-            pair = machine.pack_bf16x2(to_fp16, to_fp16)
+            factor = np.asarray(to_fp16)
+            pair = machine.pack_bf16x2(factor, factor)
             place = QUERY_SCALES // 4 + 8 * block + warp
             machine.shared_memory.view(np.float32)[place] = np.asarray(from_fp16)[0]
             # A branch of some lanes: the others write what those write.
@@ -116,7 +117,7 @@ def state_of(scorer, scales: list[Any]) -> score_loop.State:
     maxima, totals, limits = Registers(columns, Float32), Registers(columns, Float32), Registers(NUM_TILES, Float32)
     maxima.fill(score_loop.LOWEST)
     limits.fill(score_loop.MIN_LIMIT)
-    return score_loop.State(scales, maxima, totals, limits)
+    return score_loop.State(stand_in(scales), maxima, totals, limits)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -164,7 +165,8 @@ def test_values(run_on, heads):
     scorer, adder = score_loop.ScoreLoop(config), value_loop.ValueLoop(config)
     for warp in range(SCORE_WARPS):
         state = state_of(scorer, [])
-        state.limits[:] = limits
+        for tile, limit in enumerate(limits):
+            state.limits[tile] = limit
         rows = Int32(warp * WARP_TOKENS * ROW_BYTES)
         own = []
         for i in range(2 * scorer.columns):
@@ -255,7 +257,9 @@ def test_references_follow_and_weights_stay_within_fp16(run_on, slack):
             wanted = sum(np.exp2(x - state.maxima[c]) * k for x, k in zip(logits, tile_scales, strict=True))
             assert np.allclose(acc[j, c] * state.limits[j] * 2.0**-score_loop.WEIGHT_SLACK, wanted, rtol=1e-5)
             if j == 0:
-                assert np.allclose(state.totals[c], sum(np.exp2(x - state.maxima[c]) for x in logits), rtol=1e-5)
+                assert np.allclose(
+                    np.asarray(state.totals[c]), sum(np.exp2(x - state.maxima[c]) for x in logits), rtol=1e-5
+                )
 
 
 def test_powers_of_2(run_on):
@@ -320,7 +324,7 @@ def test_a_cluster_knows_its_maximum_and_total(run_on):
 
 def test_configurations_fit_and_say_why_not():
     for heads, stages in ((8, 5), (16, 4), (32, 3)):
-        assert FewHeadsConfig(heads=heads, stages=stages).smem_bytes <= MAX_SHARED_BYTES
+        assert FewHeadsConfig(heads=heads, stages=stages).smem_bytes <= HOPPER.shared_bytes
         assert FewHeadsConfig(heads=heads, stages=stages).can_implement() is None
     for config, word in (
         (FewHeadsConfig("all"), "tokens"),

@@ -27,7 +27,7 @@ from cute_kernels.mla.loads import dequantize, destination, entries, gather, loc
 from cute_kernels.mla.policies import Copies, Crossover, Decode, SplitCrossover, SplitTiles, WholeTiles
 from layouts import banks
 from layouts.kv.mla import MlaFp8, MlaModel1
-from simulator import LANES, Int32, Meanings, PlainThread, Uint32, Warp, running
+from simulator import LANES, Int32, Meanings, PlainThread, Uint32, Warp, running, stand_in
 from simulator.registers import bf16_values
 from tests.mla.test_tiles import place_of
 
@@ -80,17 +80,17 @@ def read_tile(shared: np.ndarray) -> np.ndarray:
 def divisor_of(value: int) -> division.Divisor:
     """As the host finds it."""
     shift = (value - 1).bit_length()
-    return division.Divisor(value, np.uint32(-(-(2 ** (31 + shift)) // value)), np.uint32(shift))
+    return division.Divisor(*map(stand_in, (value, np.uint32(-(-(2 ** (31 + shift)) // value)), np.uint32(shift))))
 
 
 def pages_of(base: int, page_stride: int, token_stride: int, page_size: int) -> locate.Pages:
-    return locate.Pages(base, page_stride, token_stride, divisor_of(page_size))
+    return locate.Pages(stand_in(base), stand_in(page_stride), stand_in(token_stride), divisor_of(page_size))
 
 
 def sparse_source(pages, num_tokens: int) -> locate.SparseSource:
     chosen = SimpleNamespace(pages=pages, num_tokens=num_tokens)
     nothing = SimpleNamespace(pages=pages_of(0, 0, 0, 1), num_tokens=0)
-    return locate.SparseSource(chosen, nothing)
+    return locate.SparseSource(stand_in(chosen), stand_in(nothing))
 
 
 def fill_tile(config: MlaConfig, machine: Warp, pages, indices: np.ndarray) -> None:
@@ -210,7 +210,7 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(run_on, form, order):
             start, rows = rank * config.tile_bytes, load.tiles.first_row(warp) * 128
             distance = (1 - 2 * rank) * config.tile_bytes
             tiles = [
-                destination.SharedTile(Int32(start), start + rows, distance, (1 - rank, part))
+                destination.SharedTile(Int32(start), start + rows, Int32(distance), stand_in((1 - rank, part)))
                 for part in range(config.tile_parts)
             ]
             if order == "delayed_pv":
@@ -270,7 +270,7 @@ def test_every_code_times_every_scale(run_on, scales, exponents):
     dequantizer = dequantize.Dequantizer(scales, 4)
     for exponent in exponents:
         words = [Uint32(np.full(32, np.float32(scale).view(np.uint32))) for scale in (1, 2.0**exponent, 2, 2.0**119)]
-        factors = dequantizer.factors(words, 4)
+        factors = dequantizer.factors(stand_in(words), 4)
         assert scales == "power_of_2" or (factors.large[0] == 8 + 2 * (exponent >= 7)).all()
         for first in range(0, 64, 32):
             products: Any = dequantizer.word(Uint32(codes.view(np.uint32)[first : first + 32]), factors.scales[1])

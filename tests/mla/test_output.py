@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cutlass import BFloat16
 
 pytest.importorskip("cutlass")
 
@@ -16,7 +17,7 @@ from cute_kernels.mla.config import BLOCK_TOKENS, PARTIALS, WEIGHT_BYTES, MlaCon
 from cute_kernels.mla.elements import ElementType
 from cute_kernels.mla.mainloops import serial, softmax
 from layouts import banks
-from simulator import LANES, Float32, Int32, Warp
+from simulator import LANES, Float32, Int32, Warp, stand_in
 from simulator.registers import bf16_bits, bf16_values
 from tests.mla.test_tiles import place_of
 
@@ -53,7 +54,7 @@ def test_output_is_written_by_whole_sectors(run_on):
     """Four lanes of a row trade words until each has 16 bytes side by side: nothing is staged."""
     machine = Warp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
     run_on(machine)
-    writer = output.Writer(ElementType(None, machine.pack_bf16x2), PARTIALS["fp16"])
+    writer = output.Writer(ElementType(BFloat16, stand_in(machine.pack_bf16x2)), PARTIALS["fp16"])
     acc = np.random.default_rng(1).standard_normal((64, 2 * output.HALF)).astype(np.float32)
     factors = [Float32(2.0), Float32(0.5)]
     memory = np.zeros((64, 2 * output.HALF), np.uint16)
@@ -76,7 +77,7 @@ def test_partial_results_are_fp16_of_any_size(run_on, size):
     """A power of 2 brings the greatest of a row's half below 2**15; what is far smaller than all fp16 becomes 0."""
     machine = Warp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
     run_on(machine)
-    writer = output.Writer(ElementType(None, machine.pack_bf16x2), PARTIALS["fp16"])
+    writer = output.Writer(ElementType(BFloat16, stand_in(machine.pack_bf16x2)), PARTIALS["fp16"])
     acc = np.random.default_rng(3).uniform(-size, size, (64, output.HALF)).astype(np.float32)
     found = np.full((64, output.HALF), np.nan)
     for warp, below in itertools.product(range(4), range(2)):

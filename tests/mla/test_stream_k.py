@@ -13,11 +13,11 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.mla import stream_k, work_tiles
 from cute_kernels.mla.config import BLOCK_HEADS, FLAG_WORDS, STATE_WORDS
-from cute_kernels.mla.work import LaunchShape
-from cute_kernels.sm90 import EMPTY_WORD
-from simulator import LANES, Int32, Meanings, PlainThread, Warp
+from cute_kernels.mla.work import MlaSizes
+from simulator import LANES, Int32, Meanings, PlainThread, Warp, stand_in
 from tests.mla.test_gather import divisor_of
 
 
@@ -41,11 +41,11 @@ def warp() -> Warp:
 def shares_of(lengths: np.ndarray, request_rows: int, num_heads: int, teams: int) -> list[list[Any]]:
     """The shares of every CTA."""
     head_blocks, rows = -(-num_heads // BLOCK_HEADS), len(lengths) * request_rows
-    shape = LaunchShape(rows, request_rows, num_heads, num_heads, 0, 0, 0.0)
+    shape = MlaSizes(*map(stand_in, (rows, request_rows, num_heads, num_heads, 0, 0, 0.0)))
     counts = work_tiles.Counts(*map(divisor_of, (rows * head_blocks, head_blocks, request_rows, teams)))
     found = []
     for cta in range(teams * head_blocks):
-        own = work_tiles.WorkTiles.of(shape, lengths, None, Locator(), counts, 0, 0, Int32(cta), LANES)
+        own: Any = work_tiles.WorkTiles.of(shape, lengths, None, Locator(), counts, 0, 0, Int32(cta), LANES)
         row, start, left, shares = own.row, own.start, own.left, []
         while left[0] > 0:
             work = own.work(row, start, left)
@@ -160,14 +160,14 @@ def test_states_come_back_to_their_lanes(run_on, num_heads):
     for half, warp, lane in places:
         acc, stats = [next(numbers) for _ in range(stream_k.ACC)], [[next(numbers)] * 2 for _ in range(2 - 2 * half)]
         put[half, warp, lane] = acc, stats
-        stream_k.PartialExchange(0, flags, 1, None).publish(work, acc, stats, warp, lane, half)
+        stream_k.PartialExchange(*map(stand_in, (0, flags, 1, None))).publish(work, acc, stats, warp, lane, half)
     existing = [place for place in places if first_head + 16 * place[1] < num_heads]
     wanted = sorted(x for place in existing for x in (*put[place][0], *itertools.chain(*put[place][1])))
     assert sorted(word for word in memory.words[: flags // 4] if word != EMPTY_WORD) == wanted
     assert len(memory.released) == len(existing) // 32
     for half, warp, lane in places:
         acc, stats = [None] * stream_k.ACC, [[None] * 2 for _ in range(2 - 2 * half)]
-        stream_k.PartialExchange(0, flags, None, 1).resume(work, acc, stats, warp, lane, half)
+        stream_k.PartialExchange(*map(stand_in, (0, flags, None, 1))).resume(work, acc, stats, warp, lane, half)
         found = put[half, warp, lane]
         assert (acc, stats) == found if (half, warp, lane) in existing else acc == [None] * stream_k.ACC
     assert set(memory.words[flags // 4 :]) == {EMPTY_WORD}

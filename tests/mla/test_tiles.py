@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from simulator import stand_in
+
 pytest.importorskip("cutlass")
 
 from cute_kernels.device import wgmma_tiles
@@ -21,7 +23,7 @@ def swizzled(byte: int) -> int:
 def place_of(row: int, column: int) -> int:
     """Byte offset in a tile as the producer warps compute it."""
     slab, within = divmod(column, wgmma_tiles.SLAB_COLUMNS)
-    return slab * SLAB_BYTES + wgmma_tiles.piece_offset(row, within // 8) + within % 8 * 2
+    return slab * SLAB_BYTES + wgmma_tiles.piece_offset(stand_in(row), within // 8) + within % 8 * 2
 
 
 def outer_offsets(kind: str, shape: tuple[int, int], order: tuple[int, int]) -> list[int]:

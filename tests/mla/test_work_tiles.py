@@ -12,8 +12,8 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.mla import work, work_tiles
 from cute_kernels.mla.config import BLOCK_HEADS
-from cute_kernels.mla.work import LaunchShape
-from simulator import PlainThread
+from cute_kernels.mla.work import MlaSizes
+from simulator import PlainThread, stand_in
 
 
 class Locator:
@@ -29,7 +29,7 @@ class Locator:
 def test_every_share_once(run_on, rows, request_rows, num_heads, parts):
     run_on(PlainThread())
     head_blocks = -(-num_heads // BLOCK_HEADS)
-    shape = LaunchShape(rows, request_rows, num_heads, num_heads, parts, 0, 0.0)
+    shape = MlaSizes(rows, request_rows, num_heads, num_heads, parts, stand_in(0), stand_in(0.0))
     num_ctas = rows * head_blocks * parts
     counts = work_tiles.Counts.of(shape, head_blocks, num_ctas)
     shares: list[Any] = []

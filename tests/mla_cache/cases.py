@@ -8,7 +8,7 @@ import torch
 
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.mla.formats import format_of
-from cute_kernels.mla_cache.call import AppendCall
+from cute_kernels.mla_cache.call import AppendMlaCall
 from cute_kernels.mla_cache.reference import tokens_of
 from layouts.kv.mla import ROPE_DIM
 
@@ -51,7 +51,7 @@ def make_call(
     padding: int = 0,
     lost: int = 2,
     seed: int = 0,
-) -> AppendCall:
+) -> AppendMlaCall:
     """An append of x [n, head_dim], a view of which is its latent and another its RoPE columns, to random slots.
 
     padding: elements between pages; lost: tokens whose slot is -1. The cache is filled with 0xA5.
@@ -71,10 +71,10 @@ def make_call(
         where = torch.randint(0, 200_000, (tokens,), generator=generator).to(positions)
         where[0] = 0
     latent, k_rope = x[:, :-ROPE_DIM], x[:, -ROPE_DIM:]
-    return AppendCall(latent, k_rope, cache, slots, kv_format, rope, where)
+    return AppendMlaCall(latent, k_rope, cache, slots, kv_format, rope, where)
 
 
-def assert_appended(call: AppendCall, before: torch.Tensor) -> None:
+def assert_appended(call: AppendMlaCall, before: torch.Tensor) -> None:
     """The cache holds each token at its slot, bit for bit but for rotated columns, and all else as it was.
 
     Rotated columns are compared with exact ones: within a rounding of their dtype and the errors of fp32 sines.
@@ -100,7 +100,7 @@ def assert_appended(call: AppendCall, before: torch.Tensor) -> None:
     assert torch.equal(_but_tokens(call, call.cache), _but_tokens(call, before))
 
 
-def _but_tokens(call: AppendCall, cache: torch.Tensor) -> torch.Tensor:
+def _but_tokens(call: AppendMlaCall, cache: torch.Tensor) -> torch.Tensor:
     copy = cache.clone()
     slots = call.slot_mapping[call.slot_mapping >= 0]
     rows = torch.zeros(slots.shape[0], cache.shape[2], dtype=call.form.cache_dtypes[0])

@@ -8,13 +8,13 @@ import torch
 
 from cute_kernels.mla.problem import CacheShape
 from cute_kernels.mla_cache import plan
-from cute_kernels.mla_cache.call import AppendCall, check_append
+from cute_kernels.mla_cache.call import AppendMlaCall, check_append
 from cute_kernels.mla_cache.config import WIDE_POSITIONS, WriteConfig
 from layouts.kv.mla import ROPE_DIM
 from simulator import Float32, Gpu, Int32, Int64, running
 
 
-def simulate_append(call: AppendCall) -> None:
+def simulate_append(call: AppendMlaCall) -> None:
     """Launches the kernel that `append_mla` would, every warp in turn, and writes the cache."""
     gpu = Gpu()
     shape = check_append(call)

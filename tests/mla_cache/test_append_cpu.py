@@ -13,18 +13,18 @@ from cute_kernels.kv_cache.config import divisor_of
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.mla.formats import format_of
 from cute_kernels.mla_cache import append_mla, ops, plan, quantize_mla_kv
-from cute_kernels.mla_cache.call import AppendCall
+from cute_kernels.mla_cache.call import AppendMlaCall
 from tests.launchers import as_if_on_a_gpu
 from tests.mla_cache.cases import ROPES, TOKENS, assert_appended, awkward, bytes_of, make_call
 
 every_token = pytest.mark.parametrize(("kv_format", "head_dim"), TOKENS)
 
 
-def arguments_of(call: AppendCall) -> dict[str, Any]:
+def arguments_of(call: AppendMlaCall) -> dict[str, Any]:
     return {name: value for name, value in call._asdict().items() if value is not None}
 
 
-def small(kv_format: str = "mla_fp8", head_dim: int = 576, **options: Any) -> AppendCall:
+def small(kv_format: str = "mla_fp8", head_dim: int = 576, **options: Any) -> AppendMlaCall:
     x = torch.randn(6, head_dim, generator=torch.Generator().manual_seed(1)).bfloat16()
     return make_call(kv_format, head_dim, x, **options)
 
@@ -92,7 +92,7 @@ def test_parameters_are_as_good_as_tensors():
     assert torch.equal(call.cache, other.cache)
 
 
-Change = Callable[[AppendCall], AppendCall]
+Change = Callable[[AppendMlaCall], AppendMlaCall]
 MISTAKES: dict[str, tuple[Change, type[Exception], str]] = {
     "format": (lambda c: c._replace(kv_format="e4m3"), ValueError, "kv_format: got 'e4m3', want one of mla_bf16"),
     "format none": (lambda c: c._replace(kv_format=1), TypeError, "kv_format: got 1"),  # type: ignore[arg-type]

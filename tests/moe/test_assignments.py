@@ -10,12 +10,12 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.moe.ranges import assignments
 from cute_kernels.moe.ranges.assignments import AssignmentFinder
 from cute_kernels.moe.ranges.config import LANE_ASSIGNMENTS, MOST_ASSIGNMENTS
 from cute_kernels.moe.ranges.schedule import row_factor
-from cute_kernels.moe.ranges.work import AssignedShape
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.moe.ranges.work import AssignedSizes
 from tests.moe.machine import Machine
 
 ENTRY_ROWS = 8
@@ -148,10 +148,10 @@ def test_bits_are_counted_from_the_lowest_on(monkeypatch):
         assert [assignments.nth_bit(bits, number) for number in range(len(places))] == places
 
 
-def shape_of(topk: int) -> AssignedShape:
+def shape_of(topk: int) -> AssignedSizes:
     """Of rows of x with so many assignments each; all else is 0."""
-    fields = dict.fromkeys(AssignedShape.__dataclass_fields__, 0)
-    return AssignedShape(**fields | {"row_factor": row_factor(topk)})
+    fields = dict.fromkeys(AssignedSizes.__dataclass_fields__, 0)
+    return AssignedSizes(**fields | {"row_factor": row_factor(topk)})
 
 
 @pytest.mark.parametrize("topk", range(1, MOST_ASSIGNMENTS + 1))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.config import NO_ACTIVATION, SWIGLU
 from cute_kernels.linear.plan import OUT_KINDS
 from cute_kernels.linear.weight import padded_shape
@@ -25,7 +26,6 @@ from cute_kernels.moe.schedule import GroupedSchedule
 from cute_kernels.moe.tuned import candidates, modelled
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime import native
-from cute_kernels.sm90 import WARP_THREADS
 from cute_kernels.weight_formats import integers
 from tests.tensors import apart, offset
 

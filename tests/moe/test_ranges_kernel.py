@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +30,7 @@ from cute_kernels.moe.ranges import kernel as ranges_kernel
 from cute_kernels.moe.ranges import work as ranges_work
 from cute_kernels.moe.ranges.assigned import AssignedRangeKernel, AssignedRouting
 from cute_kernels.moe.ranges.config import RangeConfig
-from cute_kernels.moe.ranges.kernel import EntryRows, RangeKernel, RangeRoles, SortedRouting
+from cute_kernels.moe.ranges.kernel import RangeKernel, RangeRoles, SortedRouting
 from cute_kernels.moe.ranges.schedule import row_factor
 from cute_kernels.moe.reference import grouped_linear_reference, route_reference
 from cute_kernels.weight_formats import integers
@@ -39,11 +38,12 @@ from layouts.transform import unpack
 from layouts.weights import hopper
 from tests.linear.cases import known
 from tests.moe.machine import Machine, unwrapped
+from tests.moe.range_configs import changed, range_config
 
 MODULES = (
     ring, linear_kernel, epilogue, loads, limbs, moe_work, finder, assignments, ranges_kernel, assigned, ranges_work
 )  # fmt: skip
-CONFIG = RangeConfig(
+CONFIG = range_config(
     integers(4), "bf16", k_warps=2, chunk_k_blocks=1, num_stages=4, num_buffers=2, epilogue_warps=1, use_pdl=True
 )
 ROW_BYTES = 256  # of 128 inputs: as many as their limbs take
@@ -72,10 +72,10 @@ def assigned_entries(ids: torch.Tensor, num_experts: int, tokens: int = 8) -> En
 
 
 class Rows:
-    """Stands for `EntryRows`: puts twice a row's inputs in the place of its limbs, and a half in that of its scale."""
+    """Stands for `ResidentRows`: twice a row's inputs are in the place of its limbs, a half in that of its scale."""
 
     def __init__(self, test: Launch):
-        self.test, self.real = test, EntryRows(ranges_kernel.room_of(test.config))
+        self.test = test
 
     def make(self, x, places, begin, end, warp, lane) -> None:
         machine, tokens = self.test.machine, self.test.config.tile_m
@@ -85,7 +85,7 @@ class Rows:
             self.test.made[machine.cta.block[0]].append((places.x_address, x.rows))
         shared = machine.cta.shared
         for row in range(tokens):
-            source = int(self.real.source_row(x, row))  # all lanes ask
+            source = int(x.row(row))  # all lanes ask
             if row >= x.rows or (row + lane) % self.test.config.consumer_warps != warp or lane >= 8:
                 continue
             for k_block in range(begin + lane, end, 8):  # each warp and lane its share
@@ -137,9 +137,9 @@ class Launch:
             "multiply_block",
             "store_blocks",
         )
-        self.kind = AssignedRangeKernel if config.lane_assignments else RangeKernel
+        self.kind = AssignedRangeKernel if config.activations.lane_assignments else RangeKernel
         self.kernel: Any = self.kind(config)
-        routing = unwrapped(AssignedRouting, "entry_row") if config.lane_assignments else None
+        routing = unwrapped(AssignedRouting, "entry_row") if config.activations.lane_assignments else None
         routing = routing or unwrapped(SortedRouting, "row_at", "entry_row")
         roles: Any = unwrapped(RangeRoles, *names)(config, routing(config))
         self.kernel.roles = self.roles = roles
@@ -184,7 +184,7 @@ class Launch:
                     shared[codes : codes + config.k_block_bytes].tobytes(),
                     shared[scales : scales + config.k_block_scale_bytes].tobytes(),
                 )
-                at = x_offset + k_block * config.k_block_limb_bytes
+                at = x_offset + k_block * config.activations.k_block_limb_bytes(config)
                 for i in range(4 * config.m_fragments):
                     token = i // 4 * 8 + 2 * place.t + i % 2
                     feature = 16 * place.row_warp + place.g + 8 * (i // 2 % 2)
@@ -265,9 +265,9 @@ class Launch:
 
 
 def config_of(k: int, x_slots: int, **fields: Any) -> RangeConfig:
-    config = replace(CONFIG, **fields)
+    config = changed(CONFIG, **fields)
     k_blocks = x_slots * -(-k // 128)
-    config = replace(config, x_bytes=k_blocks * (config.k_block_limb_bytes + config.k_block_x_scale_bytes))
+    config = config.with_activations(x_bytes=k_blocks * config.activations.k_block_bytes(config))
     assert config.can_implement() is None
     return config
 
@@ -363,7 +363,7 @@ def check_limbs(launch: Launch, weight: PackedExperts, entries: Entries) -> None
         own = list(dict.fromkeys((entry, part) for entry, part, _, _ in blocks))
         assert [count for _, count in made] == [entries[entry][1] for entry, _ in own]
         places = [place for place, _ in made]
-        pitch = k_blocks * config.k_block_limb_bytes
+        pitch = k_blocks * config.activations.k_block_limb_bytes(config)
         slots = [min(places) + i % launch.x_slots * pitch for i in range(len(made))]
         assert places == slots
 

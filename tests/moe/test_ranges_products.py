@@ -4,7 +4,6 @@ index, codes, scales, and accumulators in the staging buffer against exact produ
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,12 +27,13 @@ from tests.attention.warp import LANES, Int32, Warp
 from tests.linear.cases import known
 from tests.linear.test_resident_rows import Numbers
 from tests.linear.warpgroup import WarpgroupWarp
+from tests.moe.range_configs import range_config
 
 STAGES, STAGING, NOWHERE = 3 << 17, 1 << 19, 5 << 17
 X = 1024 * 3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CONFIGS = [
-    RangeConfig(integers(4), dtype, tile_m=rows, n_tiles=n_tiles, k_warps=3, chunk_k_blocks=chunk, num_stages=6)
+    range_config(integers(4), dtype, tile_m=rows, n_tiles=n_tiles, k_warps=3, chunk_k_blocks=chunk, num_stages=6)
     for dtype, rows, n_tiles, chunk in (
         ("bf16", 8, 1, 2),
         ("bf16", 8, 2, 1),
@@ -50,13 +50,13 @@ class Cta:
 
     def __init__(self, config: RangeConfig, k: int, slot: int, monkeypatch):
         self.k_blocks = -(-k // 128)
-        room = 2 * self.k_blocks * (config.k_block_limb_bytes + config.k_block_x_scale_bytes)
-        self.config = replace(config, x_bytes=room)
+        room = 2 * self.k_blocks * config.activations.k_block_bytes(config)
+        self.config = config.with_activations(x_bytes=room)
         self.subject = RangeRoles(self.config, SortedRouting(self.config))
         self.shared = np.full(6 << 17, 0xFF, np.uint8)  # NaN, whatever it is read as
         self.monkeypatch = monkeypatch
         self.shape = SimpleNamespace(k_blocks=self.k_blocks, x_slots=2, n=64, k=k)
-        slot_bytes = self.k_blocks * config.k_block_limb_bytes
+        slot_bytes = self.k_blocks * config.activations.k_block_limb_bytes(config)
         self.memory = SimpleNamespace(state=STAGES, x=X, staging=STAGING, x_slot_bytes=slot_bytes)
         self.start = int(self.subject.x_start(self.shape, self.memory, slot))
         assert X + room <= STAGES and self.config.num_stages * self.config.stage_bytes <= STAGING - STAGES
@@ -68,9 +68,8 @@ class Cta:
         inputs = x.contiguous().view(torch.int16).numpy().reshape(-1)
         self.monkeypatch.setattr(resident_rows, "numbers", Numbers(inputs))
         maker, tokens, count = self.subject.rows, self.config.tile_m, len(index)
-        assert maker.constant is False, "the kernel before may be writing x"
         of_lane = Int32(np.array(index)[np.minimum(LANES, count - 1)])
-        source = EntrySource(0, count, x.shape[1] // 8, None, None, None, None, of_lane)
+        source = EntrySource(0, count, x.shape[1] // 8, of_lane)
         x_address = X + self.start
         x_scales = int(self.subject.limb_scales(self.shape, self.memory)) + int(scale_offset(self.start))
         bits = int(maker.step_bits(np.full(1, self.k_blocks, np.int32))[0])
@@ -100,7 +99,9 @@ class Cta:
                 stage = k_block // chunk % config.num_stages
                 base = STAGES + stage * config.stage_bytes
                 self.bring(weight, k_block, base)
-                self.subject.multiply_k_blocks(acc, base, k_block * config.k_block_limb_bytes + self.start, place)
+                self.subject.multiply_k_blocks(
+                    acc, base, k_block * config.activations.k_block_limb_bytes(config) + self.start, place
+                )
             linear_kernel.stage_acc(config, acc, self.memory, 0, place, [])
         found = np.zeros((config.tile_m, config.block_rows))
         for part in range(config.k_warps):

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.architecture import HOPPER
 from cute_kernels.moe import tuned
 from cute_kernels.moe import work as moe_work
 from cute_kernels.moe.ranges import schedule
@@ -34,10 +35,10 @@ from cute_kernels.moe.ranges.schedule import (
 )
 from cute_kernels.moe.ranges.work import BlockRange
 from cute_kernels.moe.schedule import MAX_EXPERTS, MOST_DIVIDED, GroupedProblem, GroupedSchedule
-from cute_kernels.sm90 import MAX_SHARED_BYTES
 from cute_kernels.weight_formats import integers
 from tests.moe import measured
 from tests.moe.machine import Machine
+from tests.moe.range_configs import changed
 
 
 def problem(places=8, experts=128, n=1536, k=2048, bits=4, group=128, zero=False, dtype="bf16", **more):
@@ -98,11 +99,11 @@ def test_every_layout_can_be_compiled_and_fits_shared_memory(n, k, experts, roun
     assert shapes_of(grouped) == [one for one in SHAPES if one.tile_m == 8 or one.n_tiles * rounds <= 2]
     for layout in layouts(grouped):
         config = layout.config
-        assert config.can_implement() is None and config.expert_rounds == rounds and config.dtype == dtype
-        assert config.smem_bytes + SPARE_BYTES <= MAX_SHARED_BYTES and config.stages_bytes >= LEAST_STAGES_BYTES
+        assert config.can_implement() is None and config.activations.expert_rounds == rounds and config.dtype == dtype
+        assert config.smem_bytes + SPARE_BYTES <= HOPPER.shared_bytes and config.stages_bytes >= LEAST_STAGES_BYTES
         assert config.num_stages % config.k_warps == 0
         assert layout.k_blocks * 128 == grouped.k_pad and layout.k_blocks % config.chunk_k_blocks == 0
-        assert layout.x_slots in (1, 2) and config.room_k_blocks == layout.x_slots * layout.k_blocks
+        assert layout.x_slots in (1, 2) and config.activations.room_k_blocks(config) == layout.x_slots * layout.k_blocks
         assert layout.num_tiles == -(-n // 64) and layout.num_blocks == -(-layout.num_tiles // config.n_tiles)
         assert layout.num_ctas == grouped.num_sms
 
@@ -170,7 +171,7 @@ def test_no_more_blocks_are_counted_than_quotients_hold():
 )
 def test_what_the_kernel_has_no_code_for_is_refused(changes):
     config = next(iter(layouts(problem()))).config
-    assert config.can_implement() is None and replace(config, **changes).can_implement()
+    assert config.can_implement() is None and changed(config, **changes).can_implement()
 
 
 # -- what serves a product ---------------------------------------------------------------------------------------------
@@ -219,20 +220,20 @@ def test_entries_of_few_rows_are_found_among_assignments_as_well(experts, count,
             assert same is None
         else:
             assert same is not None and same.config.can_implement() is None
-            assert same.config.lane_assignments == lanes and same.config.expert_rounds == 1
+            assert same.config.activations.lane_assignments == lanes and same.config.activations.expert_rounds == 1
             assert replace(same, config=layout.config) == layout
-            rounds = layout.config.expert_rounds
-            assert replace(same.config, lane_assignments=0, expert_rounds=rounds) == layout.config
+            rounds = layout.config.activations.expert_rounds
+            assert same.config.with_activations(lane_assignments=0, expert_rounds=rounds) == layout.config
 
 
 @pytest.mark.parametrize("lanes", LANE_ASSIGNMENTS)
 @pytest.mark.parametrize("changes", [{"tile_m": 16}, {"expert_rounds": 2}, {"expert_rounds": 4}], ids=str)
 def test_assignments_are_found_by_few_rows_in_one_round(changes, lanes):
     config = next(layout.config for layout in layouts(problem()) if layout.config.n_tiles == 1)
-    assert replace(config, **changes).can_implement() is None
-    assert replace(config, lane_assignments=lanes).can_implement() is None
-    assert "assignments" in str(replace(config, lane_assignments=lanes, **changes).can_implement())
-    assert "lane_assignments" in str(replace(config, lane_assignments=LANE_ASSIGNMENTS[-1] + 1).can_implement())
+    assert changed(config, **changes).can_implement() is None
+    assert config.with_activations(lane_assignments=lanes).can_implement() is None
+    assert "assignments" in str(changed(config, lane_assignments=lanes, **changes).can_implement())
+    assert "lane_assignments" in str(config.with_activations(lane_assignments=LANE_ASSIGNMENTS[-1] + 1).can_implement())
 
 
 def test_names_tell_kernels_of_assignments_from_others():
@@ -279,7 +280,9 @@ def test_a_last_product_whose_k_has_no_room_is_in_as_few_parts_as_have():
     first, second = tuned.assigned(16, [other, long], served) or (None, None)
     assert first is not None and second is not None and (first.parts, second.parts) == (1, 2)
     assert second.parts * second.k_blocks * 128 == long.k_pad and second.part_bits == 1
-    assert 2 * second.k_blocks > second.config.room_k_blocks >= second.x_slots * second.k_blocks
+    assert (
+        2 * second.k_blocks > second.config.activations.room_k_blocks(second.config) >= second.x_slots * second.k_blocks
+    )
     assert tuned.assigned(16, [long, other], served[::-1]) is None, "parts have no activation"
     longer = make_parts(of_long_k(16, 28672))
     assert longer is not None and longer.parts == 4, "two parts have no room either"

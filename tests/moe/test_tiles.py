@@ -11,11 +11,12 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.architecture import HOPPER
 from cute_kernels.device.division import Divisor
 from cute_kernels.linear.wgmma.config import M_TILE_BAND
 from cute_kernels.linear.wgmma.consumers import in_loop_of
+from cute_kernels.linear.wgmma.costs import CLOCKS_PER_US, START_CLOCKS
 from cute_kernels.linear.wgmma.policies import MmaSync, RegisterWgmma
-from cute_kernels.linear.wgmma.schedule import CLOCKS_PER_US, START_CLOCKS
 from cute_kernels.moe import tuned
 from cute_kernels.moe.ranges.schedule import MODELLED_ROWS, RangeLayout
 from cute_kernels.moe.schedule import MAX_EXPERTS, GroupedProblem
@@ -33,7 +34,6 @@ from cute_kernels.moe.wgmma.schedule import (
     usual_tiles,
 )
 from cute_kernels.runtime.tuned import choice_of
-from cute_kernels.sm90 import MAX_SHARED_BYTES
 from cute_kernels.weight_formats import integers
 from tests.linear import plain_work_tiles
 from tests.moe import measured
@@ -58,7 +58,7 @@ def tile_scheduler(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: 
     machine.install(monkeypatch, tiles)
     offsets = machine.put(torch.tensor([0, *counts]).cumsum(0).int())
     numbers = dict.fromkeys(("m", "n", "k", "num_tiles", "scale_groups", "whole", "activation", "out_kind"), 0)
-    shape = tiles.GroupedShape(
+    shape = tiles.GroupedTileSizes(
         **numbers,
         k_blocks=K_BLOCKS,
         splits=1,
@@ -137,7 +137,7 @@ def test_every_layout_can_be_compiled_and_leaves_room_for_the_table(bits, group,
     for layout in layouts(problem(1024, 8, k=k, bits=bits, group=group)):
         config = layout.config
         assert config.can_implement() is None and not config.reduction.splits_k
-        assert config.smem_bytes + TABLE_BYTES + schedule.SMEM_RESERVE <= MAX_SHARED_BYTES
+        assert config.smem_bytes + TABLE_BYTES + schedule.SMEM_RESERVE <= HOPPER.shared_bytes
         assert layout.k_blocks * config.block_k == k
 
 

@@ -151,6 +151,7 @@ def test_every_row_length_has_a_kernel():
         (NormConfig("rms", "bf16", 96, 1), "96 threads"),
         (NormConfig("rms", "bf16", 1024, 4), "32768 columns"),
         (NormConfig("rms", "bf16", 64, 1, has_bias=True), "no bias"),
+        (NormConfig("rms", "bf16", 64, 1, weight_dtype="bf16"), "weight_dtype 'bf16'"),
     ],
 )
 def test_what_no_kernel_can_be_is_said(config, reason):

@@ -17,7 +17,7 @@ import torch
 
 from cute_kernels import PackedWeight, quantize_experts, quantize_model, quantize_weight, quantized_linear
 from cute_kernels.linear.plan import DTYPES
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.slices import slice_inputs, slice_outputs
 from cute_kernels.linear.tuned import key_of, problem_of
 from cute_kernels.linear.weight import padded_shape
@@ -84,7 +84,7 @@ def test_what_is_no_format_is_refused_by_name():
 def test_tables_name_problems_of_a_format(form):
     for dtype in form.dtypes:
         k_pad = padded_shape((4096, 2048), form.group_size)[1]
-        problem = Problem(16, 4096, 2048, k_pad, form, dtype)
+        problem = LinearProblem(16, 4096, 2048, k_pad, form, dtype)
         assert problem_of(key_of(problem)) == problem
         grouped = GroupedProblem(64, 8, 4096, 2048, k_pad, form, dtype)
         assert moe_tuned.problem_of(moe_tuned.key_of(grouped)) == grouped
@@ -177,7 +177,7 @@ def test_a_configuration_is_a_format_as_json(form):
     from cute_kernels.linear.compile import spec_of
     from cute_kernels.linear.tuned import modelled
 
-    problem = Problem(16, 4096, 4096, 4096, form, form.dtypes[0])
+    problem = LinearProblem(16, 4096, 4096, 4096, form, form.dtypes[0])
     spec = spec_of(modelled(problem).config)
     assert json.loads(spec.config_json())["format"]["group_size"] == form.group_size
     assert form.symbol_name(form.dtypes[0]) in spec.symbol
@@ -270,7 +270,7 @@ def test_the_kernels_that_serve_it_compile_without_spills(form):
     from cute_kernels.runtime.cache import default_cache
     from tests import golden
 
-    problems = [Problem(m, 4096, 4096, 4096, form, form.dtypes[0]) for m in (1, 16, 512)]
+    problems = [LinearProblem(m, 4096, 4096, 4096, form, form.dtypes[0]) for m in (1, 16, 512)]
     grouped = [GroupedProblem(places, 8, 4096, 4096, 4096, form, form.dtypes[0]) for places in (8, 4096)]
     specs = [spec for problem in problems for spec in specs_of(modelled(problem).config)]
     specs += specs_of(make_portable_schedule(problems[1]).config)

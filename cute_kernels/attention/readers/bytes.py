@@ -261,7 +261,7 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
         state.lane_offsets = self.lane_offsets(lane, head, slice_index)
         state.accumulators = self.make_accumulators()
         if self.given_scale == "channel":
-            state.output_scale = given_scale + Int64(state.g * 8)  # columns 2g and 2g + 1
+            state.output_scales = given_scale + Int64(state.g * 8)  # columns 2g and 2g + 1
         elif self.given_scale is not None:
             state.output_scale = load_float(given_scale) * self.codes.unit
         return state
@@ -300,4 +300,4 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
             return None if self.codes.unit == 1.0 else [self.codes.unit] * 2
         if self.given_scale != "channel":
             return [state.output_scale] * 2
-        return [scale * self.codes.unit for scale in load_floats(state.output_scale, 4 * CHUNK_COLUMNS * chunk, 2)]
+        return [scale * self.codes.unit for scale in load_floats(state.output_scales, 4 * CHUNK_COLUMNS * chunk, 2)]

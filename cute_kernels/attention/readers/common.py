@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
@@ -11,8 +11,12 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.attention.config import BLOCK_QUERIES, QUERY_VECTOR_BYTES, DecodeConfig
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.device.types import RegisterTensor
+
+if TYPE_CHECKING:
+    from cute_kernels.attention.warpgroup import Warpgroup
 
 # Queries are scaled so that the largest lies in [2**14, 2**15): fp16 keeps all bits of bf16 and fp16.
 QUERY_EXPONENT = 14
@@ -24,25 +28,26 @@ assert BLOCK_QUERIES == 8  # the N of the MMA: a lane's columns of a block are q
 class State:
     """Registers of a warp that live as long as it does; a namespace that a reader's ``make_state`` fills."""
 
-    g: Any
-    t: Any
-    lane_offsets: Any  # of the loads of codes, bytes
-    header_offset: Any  # of the loads of scales, bytes
-    shift: Any  # where the lane's codes are in its words
-    select: Any
-    query: Any  # B operands: [block][register]
-    query_sums: Any  # [column][group]
-    shared_query: Any  # the lane's address of both, where they are shared
-    query_operand: Any  # descriptor of the queries of warpgroups
-    warp: Any  # of the warpgroup
-    warpgroup: Any  # the warp's place in it
-    centres: Any  # shared address of what every output of the warp has too little, by query
-    query_sum_address: Any  # shared address of the queries' sums
-    probability_row: Any  # the lane's row of a probability operand, bytes
-    score_scale: Any  # from scores to powers of 2
-    accumulators: Any
-    shift_sums: Any
-    output_scale: Any
+    g: Int32
+    t: Int32
+    lane_offsets: Int32 | list[Int32]  # of the loads of codes, bytes
+    header_offset: Int32  # of the loads of scales, bytes
+    shift: Uint32  # where the lane's codes are in its words
+    select: Uint32
+    query: list[list[Uint32]]  # B operands: [block][register]
+    query_sums: list[list[Any]]  # [column][group], or the operands that readers of codes make of them
+    shared_query: Int32  # the lane's address of both, where they are shared
+    query_operand: Uint32  # descriptor of the queries of warpgroups
+    warp: Int32  # of the warpgroup
+    warpgroup: Warpgroup  # the warp's place in it
+    centres: Int32  # shared address of what every output of the warp has too little, by query
+    query_sum_address: Int32  # shared address of the queries' sums
+    probability_row: Int32  # the lane's row of a probability operand, bytes
+    score_scale: Float32  # from scores to powers of 2
+    accumulators: RegisterTensor[Float32]
+    shift_sums: RegisterTensor[Float32]
+    output_scale: Float32
+    output_scales: Int64  # address of the lane's, where every column has one
 
     def __init__(self, lane: Int32):
         self.g, self.t = lane // 4, lane % 4
@@ -58,9 +63,9 @@ class Query:
         column_scales: [unit] the given scales of the columns that ``words`` are for, or None.
     """
 
-    words: Any
-    head_scale: Any = None
-    column_scales: Any = None
+    words: list[list[Any]]
+    head_scale: Float32 | None = None
+    column_scales: list[list[Float32]] | None = None
 
 
 class CodeKeyReader:

@@ -112,7 +112,7 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         words = self.tile.header_words + self.tile.k_unit_words * unit
         return WORD_BYTES * (self._row_offset(j) + words)
 
-    def _score_rows(self, state: State, words, headers, scores: list[list[Any]]):
+    def _score_rows(self, state: State, words, headers, scores: list[list[Float32 | None]]):
         """Scores of row halves, two to an MMA tile, added to ``scores``: [row half][column]."""
         blocks, tiles = range(self.config.blocks_per_warp), range(len(words) // 2)
         for group in range(self.num_groups):

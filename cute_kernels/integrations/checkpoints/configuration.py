@@ -19,7 +19,7 @@ AUTO_ROUND = ("auto-round", "intel/auto-round")
 COMPRESSED = ("compressed-tensors", "compressed_tensors")
 
 
-def checked(name: str, config: Any) -> Config:
+def checked(name: str, config: object) -> Config:
     """The configuration, if it is a mapping; TypeError else."""
     if not isinstance(config, Mapping):
         raise TypeError(f"{name}: got {type(config).__name__}, want the quantisation configuration, a mapping")
@@ -56,7 +56,7 @@ def read_config(path: Path) -> Config:
     return {}
 
 
-def _all_configs(settings: Any, prefix: str) -> Iterator[tuple[str, Config]]:
+def _all_configs(settings: object, prefix: str) -> Iterator[tuple[str, Config]]:
     """(place, configuration) of each one in settings, the outermost first."""
     if not isinstance(settings, Mapping):
         return
@@ -141,7 +141,7 @@ def _group_of(config: Config, name: str) -> Config:
 
     Targets are names, patterns behind "re:", or classes, in this order; a layer whose weight is packed is a Linear.
     """
-    groups: Any = config["config_groups"]
+    groups = config["config_groups"]
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         raise TypeError(f"config_groups: got {groups!r}, want groups of layers by name, each a mapping")
     ranked = []

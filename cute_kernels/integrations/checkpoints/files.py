@@ -17,6 +17,7 @@ from cute_kernels.integrations.checkpoints.experts import Experts
 from cute_kernels.integrations.checkpoints.headers import Entry, read_headers
 from cute_kernels.integrations.checkpoints.layer_formats import (
     OWN,
+    Converted,
     LayerFormat,
     find_layers,
     is_stacked,
@@ -181,9 +182,10 @@ class Filling:
         if full:
             pair: Any = experts if isinstance(experts, dict) else experts.finish()
             del self._experts[place.module]
-            made: Any = QuantizedRoutedExperts(**pair)
             if hasattr(module, "experts"):
                 made = QuantizedMoE(module.gate, **pair, shared=shared_of(module))
+            else:
+                made = QuantizedRoutedExperts(**pair)
             self._made[module] = made.train(module.training)
 
     def swap(self, model: nn.Module) -> None:
@@ -199,7 +201,7 @@ class Filling:
             raise ValueError(f"{name}: got a weight {list(found)}, want {list(wanted)}, that of the model's layer")
 
 
-def path_of(path: Any) -> Path:
+def path_of(path: object) -> Path:
     """The path; TypeError if it is none."""
     if not isinstance(path, (str, PathLike)):
         raise TypeError(f"path: got {type(path).__name__}, want the path of a file or directory")
@@ -242,7 +244,7 @@ def read_layers(
             yield name, layer
 
 
-def _layer_of(converted: Any, bias: torch.Tensor | None) -> QuantizedLinear | QuantizedExperts:
+def _layer_of(converted: Converted, bias: torch.Tensor | None) -> QuantizedLinear | QuantizedExperts:
     if isinstance(converted, PackedExperts):
         return QuantizedExperts(converted)
     weight, shifts = (converted, None) if isinstance(converted, PackedWeight) else converted

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -73,7 +72,7 @@ def _stored_as(path: Path) -> str | None:
     from cute_kernels.integrations.checkpoints.configuration import read_config
 
     file = (path if path.is_dir() else path.parent) / "hf_quant_config.json"
-    scheme: Any = None if file.exists() else read_config(path).get("kv_cache_scheme")
+    scheme = None if file.exists() else read_config(path).get("kv_cache_scheme")
     if file.exists():
         said = read_json(file).get("quantization")
         algorithm = said.get("kv_cache_quant_algo") if isinstance(said, Mapping) else None
@@ -82,7 +81,7 @@ def _stored_as(path: Path) -> str | None:
         return None
     if scheme.get("symmetric", True) is not True:
         raise ValueError("kv_cache_scheme: got zero points (symmetric is false), want a symmetric scheme")
-    kind: Any = scheme.get("type"), scheme.get("num_bits")
+    kind = scheme.get("type"), scheme.get("num_bits")
     if kind not in _FORMATS:
         raise ValueError(f"kv_cache_scheme: got {kind[1]!r} bits of type {kind[0]!r}, want 8 of 'float' or 'int'")
     return _FORMATS[kind]

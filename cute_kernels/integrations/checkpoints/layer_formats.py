@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -19,9 +19,19 @@ from cute_kernels.integrations.checkpoints.torchao_tensors import ACTIVATION_PAR
 from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.weight import TENSOR_NAMES, PackedWeight, symmetric_zero
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Tensors = dict[str, torch.Tensor]
 Converted = PackedWeight | tuple[PackedWeight, torch.Tensor | None] | PackedExperts
 """A weight, one and what `QuantizedLinear` calls shifts, or the experts of a layer."""
+
+
+class Options(TypedDict):
+    """What converters of layers take besides: see `cute_kernels.load_safetensors`."""
+
+    dtype: torch.dtype | None
+    device: torch.device | str | None
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class LayerFormat:
 # -- converters --------------------------------------------------------------------------------------------------------
 
 
-def _awq(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
+def _awq(tensors: Tensors, config: Config, **options: Unpack[Options]) -> PackedWeight:
     if config.get("bits", config.get("w_bit", 4)) != 4:
         raise ValueError(f"bits: got {config.get('bits', config.get('w_bit'))}, want 4 for AWQ")
     version = config.get("version") or config.get("format") or config.get("checkpoint_format") or "gemm"
@@ -64,7 +74,7 @@ def _awq(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
     return weight
 
 
-def _gptq(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
+def _gptq(tensors: Tensors, config: Config, **options: Unpack[Options]) -> PackedWeight:
     stored_as, also = (config.get(key) for key in ("checkpoint_format", "format"))
     if stored_as and also and stored_as != also:
         raise ValueError(f"checkpoint_format: got {stored_as!r} and {also!r} as format, want one of them")
@@ -93,7 +103,7 @@ def _gptq(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
     return weight
 
 
-def _compressed_tensors(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
+def _compressed_tensors(tensors: Tensors, config: Config, **options: Unpack[Options]) -> PackedWeight:
     stored, make = (
         ("int-quantized", from_int_quantized) if "weight" in tensors else ("pack-quantized", from_compressed_tensors)
     )
@@ -146,7 +156,7 @@ def _check_order_is_there(name: str, tensors: Tensors, weight: PackedWeight, sai
         raise ValueError(f"{name}: got no such tensor, want it: the configuration says {said}")
 
 
-def _hqq(tensors: Tensors, config: Config, **options: Any) -> Converted:
+def _hqq(tensors: Tensors, config: Config, **options: Unpack[Options]) -> Converted:
     """Each layer says what it is in tensors of its own; what none says is HQQ's default."""
     shape = tensors.pop("shape").tolist()
     numbers = ("nbits", "axis", "group_size", "view_as_float", "quant_scale", "quant_zero")
@@ -161,7 +171,7 @@ def _hqq(tensors: Tensors, config: Config, **options: Any) -> Converted:
     return layer_from_hqq(**tensors, shape=shape, bits=found["nbits"], axis=found["axis"], group_size=size, **options)
 
 
-def _torchao(tensors: Tensors, config: Config, **options: Any) -> Converted:
+def _torchao(tensors: Tensors, config: Config, **options: Unpack[Options]) -> Converted:
     said = config.get("tensor")
     if not isinstance(said, Mapping):
         raise ValueError("weight: got no metadata in the file that says of which class it is, want torchao's")
@@ -178,7 +188,7 @@ def _integer(name: str, tensor: torch.Tensor) -> int:
     return int(tensor)
 
 
-def _own(tensors: Tensors, _: Config, *, dtype: torch.dtype | None, device: Any) -> Converted:
+def _own(tensors: Tensors, _: Config, *, dtype: torch.dtype | None, device: torch.device | str | None) -> Converted:
     if tensors["codes"].dim() == 4:
         experts = PackedExperts.from_state_dict(tensors)
         _check_dtype(dtype, experts.dtype)
@@ -195,7 +205,7 @@ def _check_dtype(dtype: torch.dtype | None, own: torch.dtype) -> None:
         raise TypeError(f"dtype: got {dtype}, want None or {own}, that of the packed weight")
 
 
-def _auto_round(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
+def _auto_round(tensors: Tensors, config: Config, **options: Unpack[Options]) -> PackedWeight:
     """AutoRound keeps AutoGPTQ's or AutoAWQ's words; zero points less one only where its packing format says so."""
     _check_no_transforms(config)
     data_type = config.get("data_type", "int")

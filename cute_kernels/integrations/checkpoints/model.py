@@ -34,7 +34,7 @@ def load_model(
     path: str | PathLike[str],
     *,
     config: Config | None = None,
-    model_class: Any = None,
+    model_class: type | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     attn_implementation: str | None = None,
@@ -103,7 +103,7 @@ def read_kv_scales(path: str | PathLike[str]) -> dict[int, KvScale]:
 # -- the skeleton and what is not quantised ----------------------------------------------------------------------------
 
 
-def _class_of(path: Path, model_class: Any) -> tuple[Any, Any]:
+def _class_of(path: Path, model_class: type | None) -> tuple[Any, Any]:
     """The configuration of transformers, and the model's class, neither of them from the directory's own code."""
     try:
         import transformers
@@ -244,21 +244,28 @@ def _config_class() -> Any:
         class ImportConfig(QuantizationConfigMixin):
             """Carries a task through transformers, which copies configurations."""
 
-            def __init__(self, task: Any = None) -> None:
-                self.quant_method: Any = IMPORT_METHOD
+            def __init__(self, task: _Task | None = None) -> None:
+                vars(self)["quant_method"] = IMPORT_METHOD  # transformers declares its own methods
                 self.task = task
 
-            def __deepcopy__(self, _: Any) -> Any:
+            def __deepcopy__(self, _: object) -> ImportConfig:
                 return self
 
             def to_dict(self) -> dict[str, Any]:
                 return {"quant_method": IMPORT_METHOD}
 
-            def get(self, key: str, default: Any = None) -> Any:  # transformers reads one of a file, a dict
+            def get(self, key: str, default: object = None) -> object:  # transformers reads one of a file, a dict
                 return self.to_dict().get(key, default)
 
         _classes["config"] = ImportConfig
     return _classes["config"]
+
+
+def task_of(config: object) -> _Task:
+    """What the configuration that `_config_class` makes carries."""
+    task = getattr(config, "task", None)
+    assert isinstance(task, _Task)
+    return task
 
 
 def _quantizer_class() -> Any:
@@ -268,16 +275,16 @@ def _quantizer_class() -> Any:
         class ImportQuantizer(HfQuantizer):
             """Calls a task before and after transformers loads what is not quantised."""
 
-            def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
-                self.quantization_config.task.make_room(model)  # pyright: ignore[reportAttributeAccessIssue]
+            def _process_model_before_weight_loading(self, model: nn.Module, **_: object) -> nn.Module:
+                task_of(self.quantization_config).make_room(model)
                 return model
 
-            def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-                self.quantization_config.task.fill(model)  # pyright: ignore[reportAttributeAccessIssue]
+            def _process_model_after_weight_loading(self, model: nn.Module, **_: object) -> nn.Module:
+                task_of(self.quantization_config).fill(model)
                 self.remove_quantization_config(model)
                 return model
 
-            def is_serializable(self, *_: Any, **__: Any) -> bool:
+            def is_serializable(self, *_: object, **__: object) -> bool:
                 return True
 
             @property

@@ -7,7 +7,7 @@ stacked. The library's own table of conversions says which names go where; nothi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,12 +71,20 @@ def _narrowed(modules: Mapping[str, nn.Module], place: Place) -> Place:
     """The place, at the experts alone where their block does more than is served."""
     block = modules.get(place.module)
     experts = modules.get(f"{place.module}.experts")
-    if place.role is None or not is_experts(experts) or (is_moe_block(block) and refusal(block) is None):  # pyright: ignore[reportArgumentType]
+    if (
+        place.role is None
+        or not is_experts(experts)
+        or (block is not None and is_moe_block(block) and refusal(block) is None)
+    ):
         return place
     return replace(place, module=f"{place.module}.experts")
 
 
-def _place(modules: Mapping[str, nn.Module], rename: Any, name: str) -> Place:
+Renamer = Callable[[str], tuple[str, Any, Any]]
+"""What `_renamer` describes."""
+
+
+def _place(modules: Mapping[str, nn.Module], rename: Renamer, name: str) -> Place:
     module = modules.get(name)
     if isinstance(module, nn.Linear):
         return Place(name)
@@ -101,7 +109,7 @@ def _place(modules: Mapping[str, nn.Module], rename: Any, name: str) -> Place:
     return Place(block, role, int(expert[1]))
 
 
-def _renamer(model: Any) -> Any:
+def _renamer(model: nn.Module) -> Renamer:
     """(key of a checkpoint) -> (key of the model, the conversion that merges it or None, which of its sources)."""
 
     def unchanged(key: str) -> tuple[str, Any, Any]:
@@ -139,7 +147,7 @@ def _check_experts(modules: Mapping[str, nn.Module], places: Mapping[str, Place]
             raise ValueError(f"{name}: got it and {found[key]} for one place in {place.module}, want one of them")
         found[key] = name
     for name, found in blocks.items():
-        block: Any = modules.get(name)
+        block = modules.get(name)
         first = next(iter(found.values()))
         alone = is_experts(block)
         if not alone and not is_moe_block(block):

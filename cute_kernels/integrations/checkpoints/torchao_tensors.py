@@ -7,7 +7,7 @@ which class it is and what attributes it has. Nothing of the metadata is run: cl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,12 +21,15 @@ ACTIVATION_PARTS = ("act_quant_scale", "act_quant_zero_point")  # of 8-bit activ
 KINDS = ("Int4Tensor", "Int4TilePackedTo4dTensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _Layer = tuple[PackedWeight, torch.Tensor | None]
+Tensors = Mapping[str, torch.Tensor]
+Attributes = Mapping[str, Any]
+Device = torch.device | str | None
 
 
 def layer_from_torchao(
     kind: str,
-    tensors: Mapping[str, torch.Tensor],
-    attributes: Mapping[str, Any],
+    tensors: Tensors,
+    attributes: Attributes,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -63,7 +66,7 @@ def layer_from_torchao(
 # -- the kinds ---------------------------------------------------------------------------------------------------------
 
 
-def _int4(tensors: Any, attributes: Any, dtype: Any, device: Any) -> _Layer:
+def _int4(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> _Layer:
     """W = q * s + z, q signed: int8 [N, K / 2], even k in the low half; scale and zero_point [G, N]."""
     n, k = _shape_of(attributes)
     qdata, scale, zero_point = tensors["qdata"], tensors["scale"], tensors.get("zero_point")
@@ -83,7 +86,7 @@ def _int4(tensors: Any, attributes: Any, dtype: Any, device: Any) -> _Layer:
     )
 
 
-def _tile_packed(tensors: Any, attributes: Any, dtype: Any, device: Any) -> _Layer:
+def _tile_packed(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> _Layer:
     """W = (q - 8) * s + z in tinygemm's tiles; N and K are padded."""
     n, k = _shape_of(attributes)
     codes_of, scales, shifts, _ = torchao._tiles(tensors["qdata"], tensors["scale_and_zero"], (n, k))
@@ -95,11 +98,11 @@ def _tile_packed(tensors: Any, attributes: Any, dtype: Any, device: Any) -> _Lay
     return _packed(codes_of, rounded, shifts, form, tensors.get("act_pre_scale"), device)
 
 
-def _int8(tensors: Any, attributes: Any, dtype: Any, device: Any) -> _Layer:
+def _int8(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> _Layer:
     return _plain(tensors, attributes, 8, dtype, device)
 
 
-def _intx(tensors: Any, attributes: Any, dtype: Any, device: Any) -> _Layer:
+def _intx(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> _Layer:
     """Codes of up to 4 bits are kept in 4, others in 8."""
     target = attributes.get("target_dtype")
     name = target.get("_data") if isinstance(target, Mapping) else str(target).removeprefix("torch.")
@@ -108,7 +111,7 @@ def _intx(tensors: Any, attributes: Any, dtype: Any, device: Any) -> _Layer:
     return _plain(tensors, attributes, 4 if int(name[3:]) <= 4 else 8, dtype, device)
 
 
-def _plain(tensors: Any, attributes: Any, bits: int, dtype: Any, device: Any) -> _Layer:
+def _plain(tensors: Tensors, attributes: Attributes, bits: int, dtype: torch.dtype | None, device: Device) -> _Layer:
     """W = (q - z) * s of int8 [N, K]; scale and zero_point have a number for each group of a row, or one."""
     qdata, zero_point = tensors["qdata"], tensors.get("zero_point")
     fields.check_tensor("qdata", qdata, (torch.int8,), 2, "[N, K]")
@@ -135,7 +138,14 @@ def _plain(tensors: Any, attributes: Any, bits: int, dtype: Any, device: Any) ->
 # -- what they share ---------------------------------------------------------------------------------------------------
 
 
-def _packed(codes_of: Any, scales: Any, shifts: Any, form: Any, input_scale: Any, device: Any) -> _Layer:
+def _packed(
+    codes_of: Callable[[int, int], torch.Tensor],
+    scales: torch.Tensor,
+    shifts: torch.Tensor | None,
+    form: tuple[int, int, tuple[int, int]],
+    input_scale: torch.Tensor | None,
+    device: Device,
+) -> _Layer:
     """W = (q - m) * s + shift with the symmetric zero m; shifts that are whole scales become zero points."""
     bits, group_size, shape = form
     zeros = None
@@ -180,7 +190,7 @@ def _shape_of(attributes: Mapping[str, Any]) -> tuple[int, int]:
 
 def _grouping(attributes: Mapping[str, Any], shape: tuple[int, int]) -> tuple[int, int | None]:
     """(groups along K, group size or None) of block_size: [1, group], [1, K], or [N, K] for one scale of all."""
-    block: Any = attributes.get("block_size")
+    block = attributes.get("block_size")
     n, k = shape
     if (
         not isinstance(block, (list, tuple))

@@ -11,7 +11,8 @@ that it has just computed; only later tokens see the quantised ones.
 
 The attention implementation takes what transformers' SDPA takes, and computes the same: encoders, cross-attention,
 every mask and every cache of transformers. Read on in `masks` (what a mask says), `attend` (which path a call takes),
-`columns` (which tokens are cached), `cache`, `handle`, `graphs` (a decode step, recorded) and `accelerated`.
+`columns` (which tokens are cached), `cache`, `handle`, `graphs` (a decode step, recorded), `ahead` (begun before it is
+asked for) and `accelerated`.
 """
 
 from __future__ import annotations

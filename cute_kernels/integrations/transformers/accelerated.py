@@ -39,6 +39,8 @@ from cute_kernels.integrations.transformers.latents import (
 from cute_kernels.integrations.transformers.masks import make_mask
 from cute_kernels.integrations.transformers.norms import replace_norms, restore_norms
 from cute_kernels.kv_formats import HEAD_DIMS, format_of, format_pair
+from cute_kernels.linear import QuantizedLinear
+from cute_kernels.model_layers import is_dense
 from cute_kernels.models import quantize_model
 
 _LOG = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ def accelerate(
     kv_format: FormatOfLayers | None = "int4_g4",
     weights: str | None = None,
     skip: Sequence[str] = ("lm_head",),
+    output_layer: str | None = None,
     scales: Scales | None = None,
     kv_transform: Transforms | None = None,
     max_seq_len: int | None = None,
@@ -104,6 +107,9 @@ def accelerate(
         weights: of the Linear layers and experts: "w4g128", "w8g128", "w4g64z" ...: bits, group size ("gchannel": one
             scale per row), z for zero points. None leaves them as they are.
         skip: layers that stay as they are, as `quantize_model` takes them.
+        output_layer: of the layer that makes logits, as ``weights`` says it; None leaves it to ``weights`` and
+            ``skip``. It is the most read of all layers, and the one whose rounding nothing comes after: "w8g128" halves
+            its bytes.
         scales: for formats whose scale lies beside the cache, as `DecodeCache` takes them.
         kv_transform: how K and V are written, as `DecodeCache` takes it: what `cute-kernels calibrate` has found.
         max_seq_len: columns that a request may reach; None: no limit.
@@ -125,7 +131,8 @@ def accelerate(
         scales, kv_transform = constants_for(scales, kv_transform)
         check_formats(kv_format, scales, kv_transform)
         _check_cacheable(model, config, kv_format)
-    quantisation = None if weights is None else _weight_options(weights)
+    quantisation = None if weights is None else _weight_options("weights", weights)
+    output = None if output_layer is None else (_output_name(model), _weight_options("output_layer", output_layer))
     before = config._attn_implementation
     register()
     _set_attention(model, config)
@@ -151,6 +158,8 @@ def accelerate(
         total = len(report.quantized) + len(report.left)
         rows.append(("layers", f"{total} with weights", f"{len(report.quantized)} of them {weights}"))
         notes = str(report).splitlines()
+    if output is not None:
+        rows.append(("output layer", "as loaded", _quantise_output(model, *output)))
     fused = fuse(model, kv_format, scales) if fuse_blocks else Fused()
     rows.append(("blocks", "an operator a launch", f"fused: {fused}" if str(fused) else "as before"))
     notes += [f"left: {reason}" for reason in fused.reasons]
@@ -203,7 +212,10 @@ class _State:
                 kwargs["past_key_values"] = self.cache_for(*_sizes(model, args, kwargs))
             if self.replay is None:
                 return self.generate(*args, **kwargs)
-            with self.replay.within_generate():
+            cache, columns = kwargs.get("past_key_values"), 0
+            if _is_greedy(model, kwargs):
+                _, columns = _sizes(model, args, kwargs)
+            with self.replay.within_generate(cache, columns):
                 return self.generate(*args, **kwargs)
 
         model.generate = generate
@@ -241,6 +253,17 @@ class _State:
             cache = DecodeCache(self.kv_format, self.max_seq_len, capacity=columns, **options)
         weakref.finalize(cache, self.spare.append, (cache.layers, cache.book)).atexit = False
         return cache
+
+
+def _is_greedy(model: Any, options: Mapping[str, Any]) -> bool:
+    """Whether a call of `generate` seems to take the likeliest token of each request, one step after the other."""
+    config = options.get("generation_config") or model.generation_config
+
+    def asked(name: str) -> Any:
+        return options.get(name, getattr(config, name, None))
+
+    drafts = asked("prompt_lookup_num_tokens") or options.get("assistant_model") is not None
+    return not drafts and not asked("do_sample") and asked("num_beams") in (None, 1)
 
 
 def _sizes(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[int, int]:
@@ -321,11 +344,29 @@ def _set_attention(model: Any, config: Any) -> None:
         )
 
 
-def _weight_options(weights: Any) -> dict[str, Any]:
+def _output_name(model: Any) -> str:
+    """The qualified name of the layer that makes logits; ValueError for a model without a Linear that does."""
+    found = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if module is found and (isinstance(module, QuantizedLinear) or is_dense(module)):
+            return name
+    raise ValueError(f"output_layer: got {type(model).__name__}, whose logits no Linear makes, want None")
+
+
+def _quantise_output(model: Any, name: str, options: dict[str, Any]) -> str:
+    """Quantises the layer that makes logits, unless it is; says what it is then."""
+    if not isinstance(model.get_submodule(name), QuantizedLinear):
+        others = [other for other, _ in model.named_modules() if other != name]
+        quantize_model(model, **options, skip=others)
+    layer: Any = model.get_submodule(name)
+    return f"{layer.weight_format.key}"
+
+
+def _weight_options(argument: str, weights: Any) -> dict[str, Any]:
     """What "w4g128" says, as `quantize_model` takes it."""
     match = _WEIGHTS.fullmatch(weights) if isinstance(weights, str) else None
     if match is None:
-        raise ValueError(f"weights: got {weights!r}, want one such as 'w4g128', 'w8gchannel' or 'w4g64z'")
+        raise ValueError(f"{argument}: got {weights!r}, want one such as 'w4g128', 'w8gchannel' or 'w4g64z'")
     size = None if match[2] == "channel" else int(match[2])
     return {"bits": int(match[1]), "group_size": size, "zero_point": bool(match[3])}
 

@@ -34,7 +34,13 @@ _SILU = tuple(type(ACT2FN[name]) for name in ("silu", "swish"))
 
 
 class Block:
-    """A ``forward`` in place of a module's own, which ``own`` is."""
+    """A ``forward`` in place of a module's own, which ``own`` is.
+
+    Attributes:
+        compiles: whether all that its call looks at is something that torch.compile guards.
+    """
+
+    compiles = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
@@ -50,7 +56,9 @@ class Block:
 
     def _may_pass_by(self, parts: Sequence[nn.Module]) -> bool:
         """Whether a call needs nothing but the results of these modules."""
-        if self.module.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self.module.training or torch.is_grad_enabled():
+            return False
+        if torch.compiler.is_compiling() and not self.compiles:
             return False
         return not any(map(has_hooks, parts))
 
@@ -149,6 +157,8 @@ class AttentionBlock(Block):
 class MlpBlock(Block):
     """A gated MLP whose projections are quantised: see `interleave`."""
 
+    compiles = True
+
     def __init__(self, module: nn.Module, known: KnownMlp) -> None:
         super().__init__(module)
         self.names = known.projections
@@ -205,6 +215,8 @@ class LayerBlock(Block):
         next_layer: what calls that norm, None for a norm behind all layers.
     """
 
+    compiles = True
+
     def __init__(
         self, module: nn.Module, known: KnownLayer, following: nn.Module | None, next_layer: nn.Module | None
     ) -> None:
@@ -232,6 +244,8 @@ class LayerBlock(Block):
 
     def _is_seen_by_the_next_alone(self) -> bool:
         """Whether the sum goes to the next norm as it is."""
+        if torch.compiler.is_compiling():  # which sees no notes on tensors
+            return False
         if self.following is None or not is_plain(self.following) or has_hooks(self.module):
             return False
         return self.next_layer is None or not has_hooks(self.next_layer)

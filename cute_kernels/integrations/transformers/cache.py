@@ -74,6 +74,7 @@ class DecodeCacheLayer(CacheLayerMixin):
         self.index = index
         self.count = 0
 
+    @torch.inference_mode(False)  # what a call in inference mode makes, another one may write
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates the rows. key_states, value_states: [batch, num_kv_heads, tokens, head_dim]; V may have another
         head_dim."""
@@ -152,6 +153,7 @@ class DecodeCacheLayer(CacheLayerMixin):
             if rows.shape[1] < self.columns.capacity:
                 setattr(self, name, _widened(rows, self.columns.capacity))
 
+    @torch.inference_mode(False)
     def take(self, requests: torch.Tensor) -> None:
         """Request b becomes what request requests[b] was; within the allocation if the batch stays as large."""
         if not self.is_initialized:
@@ -202,6 +204,7 @@ class LatentCacheLayer(DecodeCacheLayer):
     handle_type = CachedLatents
     stored = ("keys",)
 
+    @torch.inference_mode(False)  # what a call in inference mode makes, another one may write
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates the rows. key_states, value_states: [batch, 1, tokens, 512] latents, [batch, 1, tokens, 64]."""
         form = format_of_latents(self.formats[0])
@@ -282,6 +285,7 @@ class _Book:
         assert self.columns is not None
         if columns <= self.columns.capacity:
             return
+        self.columns.call_back()
         wanted = -(-max(columns, 3 * self.columns.capacity // 2) // GRANULE) * GRANULE
         self.columns.capacity = wanted if self.max_seq_len is None else min(wanted, self.max_seq_len)
         self.columns.graphs.clear()
@@ -386,6 +390,7 @@ class DecodeCache(Cache):
     def _select(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.columns is None:
             return
+        self.columns.call_back()  # before rows move
         requests = choose(torch.arange(self.columns.batch, device=self.columns.seq_lens.device))
         for layer in self._layers:
             layer.take(requests)
@@ -414,6 +419,7 @@ def _next_layer(book: _Book, layers: list[Any]) -> DecodeCacheLayer:
     return kind(book, len(layers))
 
 
+@torch.inference_mode(False)
 def _widened(rows: torch.Tensor, capacity: int) -> torch.Tensor:
     wider = rows.new_zeros((rows.shape[0], capacity, *rows.shape[2:]))
     wider[:, : rows.shape[1]] = rows

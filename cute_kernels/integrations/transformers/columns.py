@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,12 @@ GRANULE = 256
 
 class NotStaticError(RuntimeError):
     """A decode step cannot be recorded: it takes a path that depends on the step."""
+
+
+class BegunStep(Protocol):
+    """A step that was begun before it was asked for; see `ahead`."""
+
+    def call_back(self, columns: Columns) -> None: ...
 
 
 class Columns:
@@ -36,8 +42,10 @@ class Columns:
         before: int64 []: columns before the step, for models that ask in a recorded one.
         graphs: recorded steps, by what they were called with.
         epoch: stands for the model that they are of, as it stood; another state of it has another one.
+        begun: a step under way that nobody has asked for, whose tokens ``seq_lens`` counts already; None for none.
     """
 
+    @torch.inference_mode(False)  # what a call in inference mode makes, another one may write
     def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
         self.count = 0
         self.new = 0
@@ -47,6 +55,7 @@ class Columns:
         self.static = False
         self.graphs: dict[Any, Any] = {}
         self.epoch: object = None
+        self.begun: BegunStep | None = None
         self._tokens: torch.Tensor | None = None  # bool [batch, the first columns]; what follows are tokens
         self._is_left = True
         self._is_certain = True
@@ -88,10 +97,18 @@ class Columns:
         """Whether the new columns are tokens, all of them."""
         return self._fresh is None
 
+    def call_back(self) -> None:
+        """Forgets a step that was begun before it was asked for: before anything else reads or changes the cache."""
+        if self.begun is not None:
+            begun, self.begun = self.begun, None
+            begun.call_back(self)
+
     # -- a pass -------------------------------------------------------------------------------------------------------
 
     def begin(self, new: int) -> None:
         """A forward pass over ``new`` columns has reached its first layer."""
+        if not self.static:
+            self.call_back()
         self.new = new
         self._is_open = True
         if self.static:
@@ -202,6 +219,7 @@ class Columns:
 
     def forget(self, columns: int) -> None:
         """Forgets the newest columns."""
+        self.call_back()
         kept = self.count - columns
         self.seq_lens.sub_(self.tokens(self.count)[:, kept:].sum(1, dtype=torch.int32))
         if self._tokens is not None:
@@ -210,6 +228,7 @@ class Columns:
 
     def reset(self) -> None:
         """Forgets all columns, keeps the memory."""
+        self.call_back()
         self.count = self.new = 0
         self.seq_lens.zero_()
         self._tokens, self._is_left, self._is_certain = None, True, True
@@ -218,7 +237,9 @@ class Columns:
 
     def select(self, requests: torch.Tensor) -> None:
         """Request b becomes what request requests[b] was; in place if the batch stays as large."""
-        chosen = self.seq_lens.index_select(0, requests)
+        self.call_back()
+        with torch.inference_mode(False):
+            chosen = self.seq_lens.index_select(0, requests)
         if self._tokens is not None:
             self._tokens = self._tokens.index_select(0, requests)
         if chosen.shape == self.seq_lens.shape:

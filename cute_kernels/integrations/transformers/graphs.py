@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from cute_kernels.integrations.transformers.ahead import Lookahead
 from cute_kernels.integrations.transformers.cache import DecodeCache
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
 from cute_kernels.integrations.transformers.masks import recording
@@ -52,10 +54,22 @@ class CudaGraph:
 
 @dataclass
 class _Step:
-    """One recorded step: where its inputs are, and the graph."""
+    """One recorded step: where its inputs are, the graph, and what its last replay returned."""
 
     inputs: dict[str, torch.Tensor]
     recorded: Recorded
+    outputs: Any = None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of `generate`: what it begins ahead, if it does."""
+
+    lookahead: Lookahead | None
+
+
+_THREAD = threading.local()
+"""``calls``: by a `StepReplay`'s id, the call of `generate` that the thread is in. Two threads may share a model."""
 
 
 class StepReplay:
@@ -68,6 +82,7 @@ class StepReplay:
     Attributes:
         reason: why steps are not recorded, once one could not be.
         replays: steps that were replayed.
+        ahead: those of them that had been begun when they were asked for.
     """
 
     def __init__(
@@ -77,22 +92,37 @@ class StepReplay:
         self.record = record
         self.reason: str | None = None
         self.replays = 0
+        self.ahead = 0
         self._names = tuple(inspect.signature(forward).parameters)
-        self._is_within = False
         self._state: Any = None
         self._epoch = object()
         functools.update_wrapper(self, forward)
 
     @contextmanager
-    def within_generate(self) -> Any:
+    def within_generate(self, cache: Any = None, columns: int = 0) -> Any:
         """What every call compares is compared once: the model, and the mask's older columns, which would wait for the
-        device. `generate` changes neither; it appends a column of ones at every step."""
+        device. `generate` changes neither; it appends a column of ones at every step.
+
+        cache: where it keeps the tokens. columns: how many there will be, if each is the likeliest one: steps are
+        begun before they are asked for then. 0: they are not.
+        """
         self._look_at_model()
-        before, self._is_within = self._is_within, True
+        before = self._call
+        calls = vars(_THREAD).setdefault("calls", {})
+        calls[id(self)] = _Call(Lookahead(columns) if columns else None)
         try:
             yield
         finally:
-            self._is_within = before
+            calls.pop(id(self))
+            if before is not None:
+                calls[id(self)] = before
+            if isinstance(cache, DecodeCache) and cache.columns is not None:
+                cache.columns.call_back()
+
+    @property
+    def _call(self) -> _Call | None:
+        """The call of `generate` that this thread is in."""
+        return vars(_THREAD).get("calls", {}).get(id(self))
 
     def _look_at_model(self) -> None:
         """Recordings are of a model as it stands: another weight, layer or hook makes another state."""
@@ -107,15 +137,15 @@ class StepReplay:
         if not isinstance(cache, DecodeCache) or not self._is_step(cache, given):
             return self.forward(*args, **kwargs)
         assert cache.columns is not None
-        columns = cache.columns
-        if not self._is_within:
+        columns, call = cache.columns, self._call
+        if call is None:
             self._look_at_model()
         if columns.epoch is not self._epoch:
             columns.graphs.clear()
             columns.epoch = self._epoch
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         mask = tensors.pop("attention_mask", None)
-        if mask is not None and not self._is_within:
+        if mask is not None and call is None:
             columns.check_older(mask[:, : columns.count])
             if not bool(mask[:, columns.count :].all()):
                 return self.forward(*args, **kwargs)
@@ -129,7 +159,7 @@ class StepReplay:
             step = columns.graphs[key] = self._record(columns, tensors, others)
         if step == "as usual":
             return self.forward(*args, **kwargs)
-        return self._replay(step, cache, tensors)
+        return self._replay(step, cache, tensors, None if call is None else call.lookahead)
 
     def _is_step(self, cache: DecodeCache, given: Mapping[str, Any]) -> bool:
         """Whether a call is a decode step that can be recorded."""
@@ -156,7 +186,9 @@ class StepReplay:
 
     def _record(self, columns: Columns, tensors: dict[str, torch.Tensor], others: dict[str, Any]) -> _Step | str:
         """The recorded step, or "as usual" if it cannot be recorded."""
-        inputs = {name: value.clone() for name, value in tensors.items()}
+        columns.call_back()
+        with torch.inference_mode(False):
+            inputs = {name: value.clone() for name, value in tensors.items()}
 
         def step() -> Any:
             with recording(columns):
@@ -181,15 +213,27 @@ class StepReplay:
             return "as usual"
         return _Step(inputs, recorded)
 
-    def _replay(self, step: _Step, cache: DecodeCache, tensors: dict[str, torch.Tensor]) -> Any:
+    def _replay(
+        self, step: _Step, cache: DecodeCache, tensors: dict[str, torch.Tensor], lookahead: Lookahead | None
+    ) -> Any:
         assert cache.columns is not None
-        for name, value in tensors.items():
-            step.inputs[name].copy_(value)
-        cache.columns.before.fill_(cache.columns.count)
-        outputs = step.recorded.replay()
+        columns, outputs = cache.columns, None
+        if lookahead is not None:
+            outputs = lookahead.take(step, columns, tensors, functools.partial(_own, cache))
+        was_begun = outputs is not None
+        if not was_begun:
+            columns.call_back()
+            for name, value in tensors.items():
+                step.inputs[name].copy_(value)
+            columns.before.fill_(columns.count)
+            step.outputs = step.recorded.replay()
+            outputs = _own(cache, step.outputs)
         cache.advance()
         self.replays += 1
-        return _own(outputs, cache)
+        self.ahead += was_begun
+        if lookahead is not None:
+            lookahead.begin(step, columns, in_order=was_begun)
+        return outputs
 
 
 def state_of(model: nn.Module) -> Any:
@@ -232,11 +276,11 @@ def _run_aside(function: Callable[[], Any], device: torch.device) -> None:
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def _own(outputs: Any, cache: DecodeCache) -> Any:
+def _own(cache: DecodeCache, outputs: Any, copied: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Any:
     """Outputs that no replay overwrites, with the caller's cache in them."""
 
     def own(value: Any) -> Any:
-        return value.clone() if isinstance(value, torch.Tensor) else cache if value is _CACHE else value
+        return copied(value) if isinstance(value, torch.Tensor) else cache if value is _CACHE else value
 
     return _mapped(outputs, own)
 

@@ -16,6 +16,7 @@ from cute_kernels.integrations.transformers.columns import NotStaticError
 from cute_kernels.integrations.transformers.handle import CachedTokens
 from cute_kernels.integrations.transformers.known_code import method_code, model_class
 from cute_kernels.integrations.transformers.norms import has_hooks
+from cute_kernels.integrations.transformers.ropes import version_of
 from cute_kernels.linear import QuantizedLinear
 from cute_kernels.mla import mla_decode
 from cute_kernels.mla.formats import FORMATS, V_DIM, MlaFormat
@@ -91,10 +92,31 @@ class CachedLatents(CachedTokens):
 
 
 class Expansion:
-    """``expand_kv`` in place of an attention's own: it hands on what is packed."""
+    """``expand_kv`` in place of an attention's own: it hands on what is packed.
+
+    Of a quantised projection it keeps the weight in 16 bits, unpacked once for each state of the layer.
+    """
 
     def __init__(self, module: Any) -> None:
         self.module = module
+        self._unpacked: torch.Tensor | None = None
+        self._packed: list[tuple[torch.Tensor, int | None]] = []
+        self.weight()
+
+    def weight(self) -> torch.Tensor | None:
+        """The projection's weight [rows, 512]; None for a layer that is not known."""
+        layer = self.module.kv_b_proj
+        if not isinstance(layer, QuantizedLinear):
+            return getattr(layer, "weight", None)
+        packed = [(x, version_of(x)) for x in layer.buffers()]
+        is_current = len(packed) == len(self._packed) and all(
+            x is y and version == known for (x, version), (y, known) in zip(packed, self._packed, strict=True)
+        )
+        if self._unpacked is None or not is_current:
+            self._packed = packed
+            with torch.inference_mode(False), torch.no_grad():
+                self._unpacked = layer.weight.dequantize()
+        return self._unpacked
 
     def __call__(self, kv_nope: Any, k_rot: Any) -> Any:
         if not isinstance(kv_nope, CachedLatents):
@@ -145,11 +167,10 @@ def is_absorbable(module: Any) -> bool:
 def up_projections(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """[heads, qk_nope_head_dim, 512] that makes keys of latents, [heads, 512, v_head_dim] that makes values.
 
-    Views of the projection's weight; of a quantised one it is unpacked, at every call.
+    Views of the projection's weight, as `Expansion` has it.
     """
-    layer = module.kv_b_proj
-    weight = layer.weight.dequantize() if isinstance(layer, QuantizedLinear) else layer.weight
-    weight = weight.view(module.config.num_attention_heads, -1, V_DIM)
+    expansion: Any = module.expand_kv
+    weight = expansion.weight().view(module.config.num_attention_heads, -1, V_DIM)
     return weight[:, : module.qk_nope_head_dim], weight[:, module.qk_nope_head_dim :].transpose(1, 2)
 
 

@@ -4,9 +4,10 @@ vLLM finds :func:`register` as an entry point of the group ``vllm.general_plugin
 processes; a program may call it, too, before it makes an engine. One file replaces one seam:
 
     linear      weight-only linear layers (AWQ, GPTQ, compressed-tensors)
-    attention   decoding from 8-bit KV caches, and from caches in this package's own formats
+    attention   quantised KV caches: vLLM's of 8 and 4 bits, and this package's own formats
     moe         layers of experts with 4- and 8-bit weights
     mla         decoding of latent attention (DeepSeek), over whole contexts and chosen tokens
+    fusion      gates, residual sums and norms around quantised layers, in the graphs that vLLM compiles
 
 `environment` has the switches, `versions` what each supported vLLM calls things. What cannot be served here is left
 to vLLM, and one line of its log says why.

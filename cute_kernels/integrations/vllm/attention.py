@@ -129,12 +129,16 @@ class CuteKernelsAttentionBackend(AttentionBackend):
             return reasons
         reasons += _reasons_of_engine()
         formats = kv_formats.formats_for(kv_cache_dtype)
-        reason = kv_formats.reason_against(formats, named["head_size"], named["dtype"])
-        reasons += [reason] if reason else []
+        head_size = named["head_size"]
+        for reason in (
+            kv_formats.reason_against(formats, head_size, named["dtype"]),
+            kv_formats.reason_against_rotation(kv_cache_dtype, head_size),
+        ):
+            reasons += [reason] if reason else []
         if named.get("use_batch_invariant"):
-            reason = attention_kernels.why_not_invariant(formats, named["head_size"])
+            reason = attention_kernels.why_not_invariant(formats, head_size)
             reasons += [f"VLLM_BATCH_INVARIANT with {reason}"] if reason else []
-        reasons += [] if reasons else _missing_kernels(formats, named)
+        reasons += [] if reasons else _missing_kernels(formats, kv_cache_dtype, named)
         if not reasons:
             return []
         words = f"a {formats} cache (--kv-cache-dtype {kv_cache_dtype}): {'; '.join(reasons)}"
@@ -159,17 +163,19 @@ def _reasons_of_engine() -> list[str]:
     return [f"{what} not supported" for what, is_so in wrong.items() if is_so]
 
 
-def _missing_kernels(formats: kv_formats.Formats, named: dict[str, Any]) -> list[str]:
+def _missing_kernels(formats: kv_formats.Formats, kv_cache_dtype: str, named: dict[str, Any]) -> list[str]:
     """What is said of kernels that are in no bundle where they cannot be compiled; nothing elsewhere."""
     config = get_current_vllm_config_or_none()
     if compiler_version() is not None or config is None or config.model_config is None:
         return []
     model, parallel = config.model_config, config.parallel_config
+    num_kv_heads = model.get_num_kv_heads(parallel)
     layer = SimpleNamespace(
         formats=formats,
         head_size=named["head_size"],
         num_heads=model.get_num_attention_heads(parallel),
-        num_kv_heads=model.get_num_kv_heads(parallel),
+        num_kv_heads=num_kv_heads,
+        transform=kv_formats.transform_for(kv_cache_dtype, num_kv_heads, named["head_size"], "cpu"),
         sliding_window=1 if named.get("has_sliding_window") else None,
         soft_cap=getattr(model.hf_text_config, "attn_logit_softcapping", None),
         sinks=named.get("has_sink") or None,
@@ -179,6 +185,13 @@ def _missing_kernels(formats: kv_formats.Formats, named: dict[str, Any]) -> list
     specs = attention_kernels.specs([layer], decodes_of(config, page_size), device)
     reason = prepare.why_not_ready(device, specs)
     return [] if reason is None else [reason]
+
+
+def _device() -> torch.device:
+    """Where layers of this process are."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class CuteKernelsAttentionImpl(AttentionImpl):
@@ -209,6 +222,7 @@ class CuteKernelsAttentionImpl(AttentionImpl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks, self.sink_logits, self.flash_sinks = sinks, None, None
         self.formats = kv_formats.formats_for(kv_cache_dtype)
+        self.transform = kv_formats.transform_for(kv_cache_dtype, self.num_kv_heads, head_size, _device())
         note_served(f"attention {self.formats} {head_size}")
         self.invariant = is_invariant()
         self.flash_version = fa_utils.get_flash_attn_version(head_size=head_size)
@@ -281,6 +295,7 @@ class _LayerCall:
             "window_size": impl.sliding_window,
             "softcap": impl.soft_cap,
             "sinks": impl.sink_logits,
+            "transform": impl.transform,
             **self.scales,
         }
 
@@ -300,8 +315,8 @@ class _LayerCall:
 
     def append(self, key: torch.Tensor, value: torch.Tensor, tokens: slice) -> None:
         slots = self.metadata.slot_mapping[tokens]
-        form = self.impl.formats.name
-        append_kv(key, value, self.k_cache, self.v_cache, kv_format=form, slot_mapping=slots, **self.scales)
+        rows = {"kv_format": self.impl.formats.name, "transform": self.impl.transform}
+        append_kv(key, value, self.k_cache, self.v_cache, slot_mapping=slots, **rows, **self.scales)
 
     def first_chunks(
         self, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor

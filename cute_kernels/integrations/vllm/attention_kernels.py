@@ -12,14 +12,14 @@ from cute_kernels.attention.checks import MAX_Q_LEN, Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import PAGE_TOKENS
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.attention.schedule import Problem, make_schedule
+from cute_kernels.attention.schedule import DecodeProblem, make_schedule
 from cute_kernels.extend import schedule as extend
 from cute_kernels.extend.compile import ExtendSpec
 from cute_kernels.extend.config import HEAD_DIMS, ExtendConfig, has_token_scale
 from cute_kernels.extend.plan import combine_spec
 from cute_kernels.extend.schedule import choose
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
-from cute_kernels.kv_cache.config import AppendConfig, BulkConfig
+from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, row_transform_of
 from cute_kernels.runtime.spec import KernelSpec
 
 
@@ -79,11 +79,13 @@ def specs_of(impl: Any, decodes: Decodes, num_sms: int) -> list[KernelSpec]:
 
 def _specs_of(impl: Any, decodes: Decodes, num_sms: int) -> Iterator[KernelSpec]:
     forms, dtype = (impl.formats.k.name, impl.formats.v.name), Q_DTYPES[decodes.dtype]
-    yield AppendSpec(AppendConfig(*forms, dtype, impl.head_size, impl.head_size))
-    yield AppendSpec(AppendConfig(*forms, dtype, impl.head_size, impl.head_size, leads=True))
+    rows = row_transform_of(impl.transform, shift=False)
+    yield AppendSpec(AppendConfig(*forms, dtype, impl.head_size, impl.head_size, transform=rows))
+    yield AppendSpec(AppendConfig(*forms, dtype, impl.head_size, impl.head_size, leads=True, transform=rows))
     pages = -(-decodes.max_seq_len // decodes.page_size)
     if can_extend(impl.formats, impl.head_size):
-        features = replace(_features(impl, 1, pages * decodes.page_size), causal=True)
+        # What a transform does is undone behind the kernel.
+        features = replace(_features(impl, 1, pages * decodes.page_size), causal=True, v_rotation=1, v_factor=False)
         config = _extend_config(impl.formats, impl.head_size, dtype, decodes.page_size, features)
         yield ExtendSpec(config)
         if not decodes.invariant:
@@ -99,7 +101,7 @@ def _specs_of(impl: Any, decodes: Decodes, num_sms: int) -> Iterator[KernelSpec]
         *((q_len, (1,), False) for q_len in range(1, MAX_Q_LEN + 1)),
     ):
         for batch in batches:
-            problem = Problem(
+            problem = DecodeProblem(
                 batch=batch,
                 max_seq_len=pages * decodes.page_size,
                 num_q_heads=impl.num_heads,
@@ -126,5 +128,7 @@ def _features(impl: Any, q_len: int, max_seq_len: int) -> Features:
         window=window is not None and window < max_seq_len,
         soft_cap=impl.soft_cap is not None,
         sinks=impl.sinks is not None,
+        v_rotation=1 if impl.transform is None else impl.transform.v_rotation,
+        v_factor=impl.transform is not None and impl.transform.v_factor is not None,
         paged=True,
     )

@@ -7,7 +7,7 @@ from cute_kernels.runtime.doctor import LIMITED, OK, Finding
 
 REPLACED = {
     "linear": "weight-only linear layers",
-    "attention": "attention over 8-bit KV caches",
+    "attention": "attention over quantised KV caches",
     "moe": "experts with 4- and 8-bit weights",
     "mla": "decoding of MLA",
     "fusion": "gates, sums and norms around quantised linear layers",

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from cute_kernels.attention.schedule import DecodeProblem
 from cute_kernels.integrations.vllm import attention_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_formats import format_of
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.runtime.spec import KernelSpec
-from cute_kernels.sm90 import NUM_SMS
 from cute_kernels.weight_formats import integers
 
 GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
@@ -112,15 +112,16 @@ def attention_specs(
         sliding_window=heads.window,
         soft_cap=None,
         sinks=heads.sinks or None,
+        transform=None,
     )
     decodes = attention_kernels.Decodes(batches, 1 + drafted, heads.max_model_len, PAGE_SIZE, torch.bfloat16)
-    return attention_kernels.specs_of(layer, decodes, NUM_SMS)
+    return attention_kernels.specs_of(layer, decodes, DecodeProblem.num_sms)
 
 
 def _linear() -> Iterator[KernelSpec]:
     rows = prepare.RowCounts(CAPTURED, MOST_TOKENS).all()
     shapes = dict.fromkeys(shape for layers in LAYERS for shape in layers.shapes)
     for (n, k), (bits, group_size), gpu in itertools.product(shapes, WEIGHTS, GPUS):
-        problem = Problem(1, n, k, k, integers(bits, group_size), "bf16")
+        problem = LinearProblem(1, n, k, k, integers(bits, group_size), "bf16")
         for m in rows:
             yield from prepare.specs_for(problem, m, gpu)

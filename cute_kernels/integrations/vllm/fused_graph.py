@@ -154,6 +154,7 @@ def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
     ):
         return False, False
     assert isinstance(x, fx.Node) and isinstance(residual, fx.Node) and isinstance(weight, fx.Node)
+    x = _unviewed(x)
     value, graph = x.meta["val"], node.graph
     columns, dtype = value.shape[1], value.dtype
     absorbs = is_plain_product(x) and len(x.users) == 1
@@ -180,8 +181,21 @@ def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
     items = list(node.users)
     for item in items:
         item.replace_all_uses_with(normed if item.args[1] == 0 else total)
-    _erase([*([x] if absorbs else []), node, *items])
+    _erase([node, *items])
     return absorbs, ready
+
+
+def _unviewed(node: fx.Node) -> fx.Node:
+    """What a node is a view of that changes nothing, for no one else."""
+    while node.target in VIEWS and isinstance(node.args[0], fx.Node) and len(node.args[0].users) == 1:
+        before = node.args[0]
+        if len(node.users) > 1 or before.meta["val"].shape != node.meta["val"].shape:
+            break
+        node = before
+    return node
+
+
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
 def _fits(x: Any, residual: Any, weight: Any) -> bool:
@@ -211,6 +225,6 @@ def _item(node: fx.Node, index: int, value: torch.Tensor) -> fx.Node:
 
 
 def _erase(nodes: list[fx.Node]) -> None:
-    """Takes nodes away that nothing uses any more; in their order."""
+    """Takes nodes away that nothing uses any more, in their order; vLLM clears up what only they used."""
     for node in reversed(nodes):
         node.graph.erase_node(node)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cute_kernels.integrations.vllm import environment
+from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.kv_formats import ALIASES, FORMATS, HEAD_DIMS, KvFormat, format_of
 
 BY_DTYPE = {
@@ -15,8 +16,12 @@ BY_DTYPE = {
     "fp8_e4m3": "e4m3_tensor",
     "int8_per_token_head": "int8_token_head",
     "fp8_per_token_head": "e4m3_token_head",
+    "int4_per_token_head": "int4_g1",
 }
 """vLLM's `--kv-cache-dtype` and the format that means the same, in rows of as many bytes."""
+ROTATED = ("int4_per_token_head",)
+"""Those whose rows vLLM multiplies with signs and a Hadamard matrix before it quantises them."""
+SIGNS_SEED = 0
 OWN = ("auto", "bfloat16", "float16")
 """Dtypes of `--kv-cache-dtype` beside which the environment may name a format of this package."""
 
@@ -81,6 +86,31 @@ def reason_against(formats: Formats, head_size: int, dtype: torch.dtype) -> str 
         if not form.fits(dtype):
             return f"a {form.name} cache with queries in {dtype}"
     return None
+
+
+def reason_against_rotation(kv_cache_dtype: str, head_size: int) -> str | None:
+    """Why rows of a dtype, which are rotated, do not serve a layer; None if they do, or are not rotated."""
+    if kv_cache_dtype not in ROTATED or head_size in ROTATED_SIZES:
+        return None
+    return f"head size {head_size} with rows that are rotated; supported: {', '.join(map(str, ROTATED_SIZES))}"
+
+
+ROTATED_SIZES = (64, 128)  # which attention turns back in its own launch
+
+
+def transform_for(
+    kv_cache_dtype: str, num_kv_heads: int, head_size: int, device: torch.device | str
+) -> CacheTransform | None:
+    """What is done to a layer's K and V before they are quantised; None for nothing.
+
+    Signs keep a channel that all tokens have in common from becoming one large column. They are the same in every
+    process: caches that are handed over can be read.
+    """
+    if kv_cache_dtype not in ROTATED:
+        return None
+    generator = torch.Generator().manual_seed(SIGNS_SEED)
+    signs = torch.randint(0, 2, (num_kv_heads, head_size), generator=generator).float().mul(2).sub(1).to(device)
+    return CacheTransform(k_factor=signs, k_rotation=head_size, v_factor=signs, v_rotation=head_size)
 
 
 def row_bytes(formats: Formats, head_size: int) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.linear import PackedWeight, interleave_weights, slice_outputs
 from cute_kernels.linear.plan import DTYPES
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.weight import GROUP_SIZES, padded_shape, symmetric_zero
 from cute_kernels.weight_formats import WeightFormat, integers
 
@@ -57,9 +57,9 @@ class Form:
     def format(self) -> WeightFormat:
         return integers(self.bits, self.group_size, self.zero_point)
 
-    def problem(self, num_sms: int) -> Problem:
+    def problem(self, num_sms: int) -> LinearProblem:
         """The layer as the schedules know it, for one row."""
-        return Problem(
+        return LinearProblem(
             m=1,
             n=self.n,
             k=self.k,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cute_kernels.linear.compile import specs_of
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.runtime import wanted
 from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
@@ -73,10 +73,10 @@ def engine_rows() -> RowCounts:
     return RowCounts(tuple(sorted(captured)), config.scheduler_config.max_num_batched_tokens)
 
 
-_noted: dict[Problem, RowCounts] = {}
+_noted: dict[LinearProblem, RowCounts] = {}
 
 
-def note(problem: Problem, rows: RowCounts) -> None:
+def note(problem: LinearProblem, rows: RowCounts) -> None:
     """Remembers a layer (a problem of one row) for `load_noted`."""
     _noted[problem] = rows
 
@@ -112,7 +112,7 @@ def index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def specs_for(problem: Problem, m: int, gpu: str) -> list[KernelSpec]:
+def specs_for(problem: LinearProblem, m: int, gpu: str) -> list[KernelSpec]:
     """The kernels that serve ``m`` rows of a layer on a GPU of that name."""
     return specs_of(chosen(replace(problem, m=m), gpu).config)
 
@@ -142,7 +142,7 @@ def why_not_ready(device: torch.device, specs: Iterable[KernelSpec]) -> str | No
 
 
 @functools.cache
-def linear_reason(problem: Problem, rows: RowCounts, device_index: int) -> str | None:
+def linear_reason(problem: LinearProblem, rows: RowCounts, device_index: int) -> str | None:
     """`why_not_ready` of a linear layer, found once for all that are alike."""
     if compiler_version() is not None:
         return None

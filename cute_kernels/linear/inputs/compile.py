@@ -20,10 +20,6 @@ class InputRowsSpec(KernelSpec):
     config: InputRowsConfig
     family: ClassVar[str] = "linear"
 
-    @property
-    def symbol(self) -> str:  # type: ignore[override]
-        return self.config.name
-
     def source_roots(self) -> tuple[Path, ...]:
         folder = Path(__file__).resolve().parent
         return tuple(folder / f"{name}.py" for name in ("compile", "config", "kernel"))

@@ -27,10 +27,6 @@ class PortableSpec(KernelSpec):
     family: ClassVar[str] = "linear"
     archs: ClassVar[tuple[str, ...]] = tuple(PORTABLE_ARCHS.values())
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
     def source_roots(self) -> tuple[Path, ...]:
         """The modules that say what the kernel is, those that it builds on among them."""
         folder = Path(__file__).resolve().parent

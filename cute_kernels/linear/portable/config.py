@@ -12,7 +12,6 @@ from cute_kernels.weight_formats import WeightFormat
 
 TILE_M_SIZES = PortableMmaSync.tile_m_sizes
 VECTOR_BYTES = 16  # of a cp.async
-MAX_SHARED_BYTES = PortableMmaSync.most_shared_bytes
 PortableConfig = WgmmaConfig[PortableMmaSync]
 
 

@@ -20,7 +20,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import PortableMath
+from cute_kernels.device.tensors import matrix_shape
 from cute_kernels.linear.config import MMA_N
 from cute_kernels.linear.portable.config import VECTOR_BYTES, PortableConfig
 from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
@@ -28,9 +30,8 @@ from cute_kernels.linear.wgmma.places import DensePlaces
 from cute_kernels.linear.wgmma.reading import Channel, StageReader, nothing
 from cute_kernels.linear.wgmma.reduction import WorkspaceReduction
 from cute_kernels.linear.wgmma.register_mainloop import MMA_DTYPE
-from cute_kernels.linear.wgmma.tiles import Shape, dense_grid, dense_scheduler
+from cute_kernels.linear.wgmma.tiles import TileSizes, dense_grid, dense_scheduler
 from cute_kernels.linear.work import Operands
-from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import STEP_K, TILE_BYTES
 
 
@@ -38,11 +39,11 @@ from layouts.weights.hopper import STEP_K, TILE_BYTES
 class Stages:
     """Shared memory of a CTA: addresses of the first stage's parts."""
 
-    codes: Any
-    x: Any
-    scales: Any
-    zeros: Any
-    staging: Any  # of the results; over the pipeline, when it is no longer read
+    codes: Int32
+    x: Int32
+    scales: Int32
+    zeros: Int32
+    staging: Int32  # of the results; over the pipeline, when it is no longer read
 
 
 class PortableStore:
@@ -106,13 +107,13 @@ class PortableKernel:
         together.
         """
         config = self.config
-        m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
+        m, k = matrix_shape(x)
         scale_groups = Int32(1)
         if const_expr(config.group_size):
             scale_groups = k_blocks * config.block_k // config.group_size
         split_k_blocks = cute.ceil_div(k_blocks, splits)
         grid = dense_grid(config, m, num_tiles, whole, splits)
-        shape = Shape(
+        shape = TileSizes(
             m, n, k, num_tiles, k_blocks, scale_groups, whole, splits, split_k_blocks, activation, out_kind, grid
         )
         operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
@@ -144,7 +145,7 @@ class PortableKernel:
 
     def allocate_stages(self) -> Stages:
         config = self.config
-        start = cutlass.utils.SmemAllocator().allocate(config.smem_bytes, byte_alignment=128).toint()
+        start = Int32(cutlass.utils.SmemAllocator().allocate(config.smem_bytes, byte_alignment=128).toint())
         x = start + config.num_stages * config.code_stage_bytes
         scales = x + config.num_stages * config.x_stage_bytes
         zeros = scales + config.num_stages * config.scale_stage_bytes

@@ -12,14 +12,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, TILE_M_SIZES, PortableConfig, portable_config
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.portable.config import TILE_M_SIZES, PortableConfig, portable_config
+from cute_kernels.linear.schedule import LinearProblem
+from cute_kernels.linear.wgmma.policies import PortableMmaSync
 from cute_kernels.linear.wgmma.schedule import MAX_SPLITS, TileSchedule, schedule_of
 from cute_kernels.weight_formats import integers
 
 RESIDENT = 3  # CTAs of an SM, by their registers
 MAX_STAGES = 6
-MOST_SHARED_BYTES = MAX_SHARED_BYTES // 2  # so that also the smallest GPUs run two CTAs at a time
+MOST_SHARED_BYTES = PortableMmaSync.limits.shared_bytes // 2  # so that also the smallest GPUs run two CTAs at a time
 K_BLOCK_COST = {1: 0.75, 2: 1.0}  # of a k block, by the tiles of 64 features that share its activations,
 ALONE = 0.4  # and which share of it is left where few CTAs run: the rest is what they take from each other
 WORK_TILE_COST = 0.5  # until the first products, and of storing the results
@@ -28,12 +29,12 @@ PART_ROW_COST = 0.5  # and of the tokens of a tile of 64 features by 64 tokens o
 
 
 @lru_cache(maxsize=4096)
-def make_portable_schedule(problem: Problem) -> TileSchedule:
+def make_portable_schedule(problem: LinearProblem) -> TileSchedule:
     """The fastest schedule by the model; one work tile for each CTA."""
     return min(portable_schedules(problem), key=lambda schedule: estimate(problem, schedule))
 
 
-def portable_schedules(problem: Problem) -> Iterator[TileSchedule]:
+def portable_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
     """Every configuration, in every number of parts of K; one if the product is to be batch-invariant.
 
     Accumulators run over K step by step whatever the tile's shape, as those of `cute_kernels.linear.wgmma`.
@@ -46,7 +47,7 @@ def portable_schedules(problem: Problem) -> Iterator[TileSchedule]:
                 yield replace(schedule, num_ctas=schedule.num_work_tiles)
 
 
-def estimate(problem: Problem, schedule: TileSchedule) -> float:
+def estimate(problem: LinearProblem, schedule: TileSchedule) -> float:
     """What the model expects, in k blocks of a tile."""
     config, resident = schedule.config, RESIDENT * problem.num_sms
     k_block = K_BLOCK_COST[config.n_tiles]
@@ -59,13 +60,13 @@ def estimate(problem: Problem, schedule: TileSchedule) -> float:
     return whole + -(-parts // resident) * part
 
 
-def candidate_configs(problem: Problem) -> list[PortableConfig]:
+def candidate_configs(problem: LinearProblem) -> list[PortableConfig]:
     """Tiles of as many tokens as there are rows, or the most, by one and by two tiles of features."""
     tile_m = next((tile_m for tile_m in TILE_M_SIZES if problem.m <= tile_m), TILE_M_SIZES[-1])
     return [config_of(problem, tile_m, n_tiles) for n_tiles in (2, 1)]
 
 
-def config_of(problem: Problem, tile_m: int, n_tiles: int) -> PortableConfig:
+def config_of(problem: LinearProblem, tile_m: int, n_tiles: int) -> PortableConfig:
     config = portable_config(problem.format, problem.dtype, tile_m, n_tiles)
     return replace(config, num_stages=max(2, min(MAX_STAGES, MOST_SHARED_BYTES // config.stage_bytes)))
 
@@ -78,4 +79,6 @@ def example_configs() -> list[PortableConfig]:
         (integers(8, 64, True), "bf16", 32),
         (integers(8, None), "fp16", 16),
     ]
-    return [config_of(Problem(tile_m, 8192, 8192, 8192, form, dtype), tile_m, 2) for form, dtype, tile_m in formats]
+    return [
+        config_of(LinearProblem(tile_m, 8192, 8192, 8192, form, dtype), tile_m, 2) for form, dtype, tile_m in formats
+    ]

@@ -112,7 +112,7 @@ class InterleavedReduction:
         """Where a thread publishes the ``number``-th part of a tile for the warpgroup that adds them up."""
         config = self.config
         place = tile * (config.k_warpgroups - 1) + number
-        return memory.partials + config.received_bytes + place * config.partial_bytes + store.tid * 16
+        return memory.partials + config.reduction.received_bytes(config) + place * config.partial_bytes + store.tid * 16
 
     def publish_locally(self, memory, store, rank, k_rank, tile, acc, i: int) -> None:
         """Publishes a thread's accumulators of a tile to the warpgroup that adds them up."""

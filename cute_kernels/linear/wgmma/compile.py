@@ -15,14 +15,14 @@ SHARED_MODULES = ("arguments", "config", "epilogue", "work")  # of the room
 KERNEL_MODULES = (
     "cluster_reduction", "compile", "config", "consumers", "epilogue", "few_rows", "kernel", "limb_blocks",
     "limb_kernel", "limb_rows", "limbs", "limbs_ahead", "loads", "memory", "places", "policies", "reading", "reduction",
-    "register_mainloop", "residual", "synchronous", "tiles", "tma_store",
+    "regions", "register_mainloop", "residual", "synchronous", "tiles", "tma_store",
 )  # fmt: skip
 RESIDENT_MODULES = (
     "resident_config", "resident_early", "resident_kernel", "resident_loads", "resident_mainloop", "resident_rows",
 )  # fmt: skip
 LIMB_MODULES = (
-    "config", "limb_rows", "limbs", "loads", "places", "policies", "reading", "resident_config", "resident_rows",
-    "tiles",
+    "config", "limb_rows", "limbs", "loads", "places", "policies", "reading", "regions", "resident_config",
+    "resident_rows", "tiles",
 )  # fmt: skip
 
 
@@ -42,10 +42,6 @@ class WgmmaSpec(KernelSpec):
 
     config: WgmmaConfig
     family: ClassVar[str] = "linear"
-
-    @property
-    def symbol(self) -> str:
-        return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
         """The modules that say what the kernel is, not all of the room: the others change nothing that is compiled."""
@@ -79,10 +75,6 @@ class LimbRowsSpec(KernelSpec):
     config: LimbRowsConfig
     family: ClassVar[str] = "linear"
 
-    @property
-    def symbol(self) -> str:
-        return self.config.name
-
     def source_roots(self) -> tuple[Path, ...]:
         folder = Path(__file__).resolve().parent
         return tuple(folder / f"{name}.py" for name in ("compile", "config", "limb_rows", "policies"))
@@ -97,10 +89,6 @@ class LimbBlocksSpec(KernelSpec):
 
     config: LimbBlocksConfig
     family: ClassVar[str] = "linear"
-
-    @property
-    def symbol(self) -> str:
-        return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
         folder = Path(__file__).resolve().parent

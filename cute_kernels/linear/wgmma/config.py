@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from math import gcd
 from typing import Any, Generic, TypeVar
 
+from cute_kernels.architecture import Limits
+from cute_kernels.device.cuda import BARRIER_BYTES
 from cute_kernels.linear.wgmma.policies import (
     MOST_LOOPS,
     REGISTER_WGMMA,
@@ -20,6 +22,7 @@ from cute_kernels.linear.wgmma.policies import (
     Store,
     one_of,
 )
+from cute_kernels.linear.wgmma.regions import Barriers, Region
 from cute_kernels.weight_formats import WeightFormat
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N, tile_k
 
@@ -157,6 +160,11 @@ class WgmmaConfig(Generic[M]):
         return WARPGROUP_WARPS
 
     @property
+    def limits(self) -> Limits:
+        """Of the architectures that its mainloop is written for."""
+        return self.mainloop.limits
+
+    @property
     def num_threads(self) -> int:
         return self.warpgroups * WARPGROUP_THREADS + self.mainloop.more_threads
 
@@ -191,24 +199,9 @@ class WgmmaConfig(Generic[M]):
         return self.tile_m // (1 if self.dsmem_reduction else self.cluster)
 
     @property
-    def partial_slots(self) -> int:
-        """Tiles of 64 output features whose parts of K a CTA of a cluster is sent, at most."""
-        return -(-self.block_tiles // self.cluster) if self.dsmem_reduction else 0
-
-    @property
     def partial_bytes(self) -> int:
         """A tile of 64 output features' accumulators of a part of K in fp32."""
         return 4 * TILE_N * self.tile_m
-
-    @property
-    def received_bytes(self) -> int:
-        """Shared memory for what a CTA is sent by the others of its cluster."""
-        return self.partial_slots * (self.cluster - 1) * self.partial_bytes
-
-    @property
-    def partials_bytes(self) -> int:
-        """Shared memory for the parts of K of a cluster's tiles: those that are sent, and those of other turns."""
-        return self.received_bytes + self.block_tiles * (self.k_warpgroups - 1) * self.partial_bytes
 
     @property
     def k_block_steps(self) -> int:
@@ -254,11 +247,6 @@ class WgmmaConfig(Generic[M]):
     def x_scale_stage_bytes(self) -> int:
         """Scales of a tile's rows of x of a stage."""
         return self.mainloop.x_scale_stage_bytes(self)
-
-    @property
-    def x_scale_bytes(self) -> int:
-        """Shared memory for scales of rows of x."""
-        return self.mainloop.x_scale_bytes(self)
 
     @property
     def code_stage_bytes(self) -> int:
@@ -323,13 +311,23 @@ class WgmmaConfig(Generic[M]):
         return self.consumer_warps // self.k_warpgroups * self.multicast
 
     @property
+    def regions(self) -> tuple[Region, ...]:
+        """Shared memory of a CTA, as its policies declare it, in order."""
+        return self.mainloop.shared_memory(self)
+
+    @property
+    def barriers(self) -> tuple[Barriers, ...]:
+        """Barriers of a CTA, in order."""
+        mainloop = self.mainloop
+        return (*mainloop.barriers(self), *self.reduction.barriers(self), *mainloop.more_barriers(self))
+
+    @property
     def num_barriers(self) -> int:
-        """Of full and of empty stages, of parts of K that other CTAs send, and the mainloop's."""
-        return 2 * self.num_stages + self.partial_slots + self.mainloop.more_barriers(self)
+        return sum(group.count for group in self.barriers)
 
     @property
     def smem_bytes(self) -> int:
-        return self.mainloop.smem_bytes(self)
+        return sum(region.size for region in self.regions) + self.num_barriers * BARRIER_BYTES
 
     @property
     def name(self) -> str:
@@ -392,10 +390,7 @@ class WgmmaConfig(Generic[M]):
         """Why there is no room for the pipeline, or None."""
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
-        most = self.mainloop.most_shared_bytes
-        if self.smem_bytes > most:
-            return f"{self.smem_bytes} bytes of shared memory exceed the {most} of a CTA"
-        return None
+        return self.limits.refuses(self.num_threads, self.smem_bytes)
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.linear.wgmma.epilogue import Store
 from cute_kernels.linear.wgmma.places import Places, parts_of
 from cute_kernels.linear.wgmma.reading import Channel, Lane, StageReader
-from cute_kernels.linear.wgmma.reduction import Reduction
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.linear.wgmma.reduction import TileReduction
 
 
-class Mainloop(Protocol):
+class TileMainloop(Protocol):
     """How W X^T of a work tile is computed: `.register_mainloop` says what its methods do."""
 
     def masks(self, shape, lane) -> Any: ...
@@ -32,7 +32,7 @@ class Consumers:
     """The consumer warps: a mainloop, a reduction and, within that, a store."""
 
     def __init__(
-        self, config: WgmmaConfig, stages: StageReader, places: Places, mainloop: Mainloop, reduction: Reduction
+        self, config: WgmmaConfig, stages: StageReader, places: Places, mainloop: TileMainloop, reduction: TileReduction
     ):
         self.config, self.stages, self.places = config, stages, places
         self.mainloop, self.reduction = mainloop, reduction

@@ -7,7 +7,6 @@ own tiles of 64 features, through a buffer of its own, so that the others go on 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -20,7 +19,7 @@ from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.places import Corner
 from cute_kernels.linear.wgmma.policies import WARPGROUP_THREADS
 from cute_kernels.linear.wgmma.residual import BUFFERS, ResidualChunks
-from cute_kernels.linear.wgmma.tma_store import TmaStore
+from cute_kernels.linear.wgmma.tma_store import TmaTileStore
 from layouts.weights.hopper import TILE_N
 
 VECTOR = epilogue.VECTOR
@@ -35,11 +34,11 @@ GATED_PITCH = ROW_BYTES // 2 + 16  # of a token's results where two rows of W ma
 class Store:
     """Where a thread stands among those that store a tile; run-time integers."""
 
-    staging: Any  # shared memory of its warpgroup
-    warpgroup: Any
-    tid: Any  # in its warpgroup
-    row_warp: Any  # its 16 rows of the MMA
-    lane: Any
+    staging: Int32  # shared memory of its warpgroup
+    warpgroup: Int32
+    tid: Int32  # in its warpgroup
+    row_warp: Int32  # its 16 rows of the MMA
+    lane: Int32
 
 
 class TileEpilogue:
@@ -53,7 +52,7 @@ class TileEpilogue:
     def __init__(self, config: WgmmaConfig, *, dense: bool = True):
         self.config, self.dense = config, dense
         self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
-        self.tma_store = TmaStore(config)
+        self.tma_store = TmaTileStore(config)
         self.residuals = ResidualChunks(config)
 
     @cute.jit

@@ -15,25 +15,25 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.tiles import Shape, WorkTile, dense_grid, dense_scheduler, dense_sizes
+from cute_kernels.linear.wgmma.tiles import TileSizes, WorkTile, dense_grid, dense_scheduler, dense_sizes
 from cute_kernels.linear.work import RECIPROCAL_BITS
 
 
 @dataclass(frozen=True)
-class FewRowsShape(Shape):
+class FewRowsSizes(TileSizes):
     """Sizes of a launch of one tile of rows of x."""
 
-    split_reciprocal: Any  # 2**RECIPROCAL_BITS over splits, rounded up
+    split_reciprocal: Int32  # 2**RECIPROCAL_BITS over splits, rounded up
 
 
 @dataclass(frozen=True)
 class FewRowsTileScheduler:
     """As `tiles.TileScheduler`, of one tile of rows of x, by CTAs that are in no cluster."""
 
-    shape: FewRowsShape
-    first: Any
-    stride: Any
-    count: Any
+    shape: FewRowsSizes
+    first: Int32
+    stride: Int32
+    count: Int32
 
     def work_tile(self, index) -> WorkTile:
         shape = self.shape
@@ -54,7 +54,7 @@ class FewRowsTileScheduler:
 
 
 def few_rows_sizes(config: WgmmaConfig, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind) -> Any:
-    """The fields of a `FewRowsShape`."""
+    """The fields of a `FewRowsSizes`."""
     reciprocal = ((Int64(1) << RECIPROCAL_BITS) + (splits - 1)) // splits
     dense = dense_sizes(config, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind)
     return *dense, dense_grid(config, dense[0], num_tiles, whole, splits), reciprocal

@@ -24,7 +24,7 @@ from cutlass import Int32, Int64, const_expr
 from cute_kernels.linear.wgmma import policies
 from cute_kernels.linear.wgmma.cluster_reduction import ClusterReduction
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.consumers import Consumers, Mainloop
+from cute_kernels.linear.wgmma.consumers import Consumers, TileMainloop
 from cute_kernels.linear.wgmma.epilogue import TileEpilogue
 from cute_kernels.linear.wgmma.limbs import LimbMainloop, Shift
 from cute_kernels.linear.wgmma.limbs_ahead import AheadMainloop
@@ -36,13 +36,13 @@ from cute_kernels.linear.wgmma.loads import (
     prefetch_biases,
     prefetch_k_blocks,
 )
-from cute_kernels.linear.wgmma.memory import Memory, allocate, init_barriers
+from cute_kernels.linear.wgmma.memory import TileMemory, allocate, init_barriers
 from cute_kernels.linear.wgmma.places import DensePlaces, Places
 from cute_kernels.linear.wgmma.reading import Channel, StageReader
-from cute_kernels.linear.wgmma.reduction import Reduction, RowExchange, WorkspaceReduction
+from cute_kernels.linear.wgmma.reduction import RowReduction, SequentialReduction, TileReduction, WorkspaceReduction
 from cute_kernels.linear.wgmma.register_mainloop import RegisterMainloop
 from cute_kernels.linear.wgmma.synchronous import SynchronousMainloop
-from cute_kernels.linear.wgmma.tiles import Shape, dense_grid, dense_scheduler, dense_sizes
+from cute_kernels.linear.wgmma.tiles import TileSizes, dense_grid, dense_scheduler, dense_sizes
 from cute_kernels.linear.work import Operands
 
 BEGIN = 8  # number of the barrier that others are there, behind those of `.epilogue`
@@ -55,7 +55,7 @@ def make_mainloop(
     *,
     masks_by_lane: bool = True,
     x_scale_shift: Shift | None = None,
-) -> Mainloop:
+) -> TileMainloop:
     """The mainloop that a configuration names, of activations that come through the pipeline.
 
     masks_by_lane: as of `RegisterMainloop`. x_scale_shift: as of `LimbReader`.
@@ -68,12 +68,14 @@ def make_mainloop(
     return RegisterMainloop(config, stages, channel, masks_by_lane=masks_by_lane)
 
 
-def make_reduction(config: WgmmaConfig, epilogue: TileEpilogue, places: Places) -> Reduction:
+def make_reduction(config: WgmmaConfig, epilogue: TileEpilogue, places: Places) -> TileReduction:
     """The reduction that a configuration names."""
     if config.reduction.dsmem:
         return ClusterReduction(config, epilogue, places)
+    if isinstance(config.reduction, policies.SequentialSplitK):
+        return SequentialReduction(config, epilogue, places)
     is_exchange = isinstance(config.reduction, policies.RowExchange)
-    return (RowExchange if is_exchange else WorkspaceReduction)(config, epilogue, places)
+    return (RowReduction if is_exchange else WorkspaceReduction)(config, epilogue, places)
 
 
 def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> dict[str, Any]:
@@ -113,11 +115,11 @@ class TileRoles:
         """The warp that loads weights."""
         return self.config.consumer_warps + 1
 
-    def allocate(self) -> Memory:
+    def allocate(self) -> TileMemory:
         layout = TmaLoads(self.config, self.places).layout()
         return allocate(self.config, layout, ELEMENTS[self.config.dtype], self.table_bytes)
 
-    def init_barriers(self, memory: Memory) -> None:
+    def init_barriers(self, memory: TileMemory) -> None:
         init_barriers(self.config, memory)
 
     @cute.jit
@@ -217,18 +219,19 @@ class WgmmaKernel:
     ):
         """Launches ``num_ctas`` CTAs.
 
-        x: [m, k], k a multiple of 8, 16-byte aligned. Addresses: codes uint8 [num_tiles, k_blocks * k_block_tiles,
-        2048], scales of x's dtype and zeros uint8 [num_tiles, groups, 64], bias [n] and residual as out, of x's dtype,
-        or 0; out [m, n] (half of n for swiglu) of the kind ``out_kind``; workspace fp32 [tiles that are cut, splits -
-        1, block_rows * tile_m], every word EMPTY before and after. k_blocks: padded K / block_k; whole: tiles that are
-        not cut, of CTAs that multicast activations together one; splits: parts of the others, of K, none of them empty,
-        or of rows of x, 1 unless the configuration cuts tiles. activation, out_kind: see
-        `cute_kernels.linear.epilogue`.
+        x: [m, k], k and the distance of rows multiples of 8, 16-byte aligned. Addresses: codes uint8
+        [num_tiles, k_blocks * k_block_tiles, 2048], scales of x's dtype and zeros uint8 [num_tiles, groups,
+        64], bias [n] and residual as out, of x's dtype, or 0; out [m, n] (half of n for swiglu) of the kind
+        ``out_kind``; workspace fp32 [tiles that are cut, splits - 1, block_rows * tile_m], every word EMPTY
+        before and after. k_blocks: padded K / block_k; whole: tiles that are not cut, of CTAs that multicast
+        activations together one; splits: parts of the others, of K, none of them empty, or of rows of x, 1
+        unless the configuration cuts tiles; of every tile, where its CTA has them one after the other.
+        activation, out_kind: see `cute_kernels.linear.epilogue`.
         """
         config = self.config
         copy_x, x_view = self.activations.tma(x)
         sizes = dense_sizes(config, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind)
-        shape = Shape(*sizes, grid=dense_grid(config, sizes[0], num_tiles, whole, splits))
+        shape = TileSizes(*sizes, grid=dense_grid(config, sizes[0], num_tiles, whole, splits))
         operands = Operands(Int64(0), codes, scales, zeros, bias, residual, out, workspace)
         if const_expr(config.store.by_tma):
             operands = self.epilogue.tma_store.operands(operands, shape.m, n)

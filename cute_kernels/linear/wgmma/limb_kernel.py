@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -14,7 +13,7 @@ from cute_kernels.device.ring import advance
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.consumers import Consumers
 from cute_kernels.linear.wgmma.epilogue import TileEpilogue
-from cute_kernels.linear.wgmma.few_rows import FewRowsShape, few_rows_scheduler, few_rows_sizes
+from cute_kernels.linear.wgmma.few_rows import FewRowsSizes, few_rows_scheduler, few_rows_sizes
 from cute_kernels.linear.wgmma.kernel import TileRoles, launch_options, make_mainloop, make_reduction
 from cute_kernels.linear.wgmma.limb_rows import GROUP_BYTES
 from cute_kernels.linear.wgmma.loads import WeightLoads, product
@@ -25,11 +24,11 @@ from cute_kernels.linear.work import Operands
 
 
 @dataclass(frozen=True)
-class LimbBlocksShape(FewRowsShape):
+class LimbBlocksSizes(FewRowsSizes):
     """Sizes of a launch whose x comes in limbs, and where they are."""
 
-    limbs: Any  # address of blocks of `.limb_blocks`,
-    block_rows: Any  # of so many rows
+    limbs: Int64  # address of blocks of `.limb_blocks`,
+    block_rows: Int32  # of so many rows
 
 
 class LimbBlockLoads:
@@ -101,7 +100,7 @@ class LimbWgmmaKernel:
         the launch before it, which makes limbs, has ended.
         """
         sizes = few_rows_sizes(self.config, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind)
-        shape = LimbBlocksShape(*sizes, limbs=limbs, block_rows=block_rows)
+        shape = LimbBlocksSizes(*sizes, limbs=limbs, block_rows=block_rows)
         operands = Operands(Int64(0), codes, scales, Int64(0), bias, residual, out, workspace)
         self.kernel(operands, shape).launch(**launch_options(self.config, num_ctas, stream, use_pdl=True))
 

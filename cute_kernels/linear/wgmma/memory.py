@@ -2,87 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import TMA_TILE_ALIGNMENT
+from cute_kernels.linear.wgmma.regions import Region
 
 
 @dataclass(frozen=True)
-class Memory:
+class TileMemory:
     """Shared memory of a CTA: addresses, and pointers to barriers and to the stages of activations."""
 
-    x: Any
-    x_address: Any
-    codes: Any
-    scales: Any
-    zeros: Any
-    staging: Any
-    full: Any
-    empty: Any
-    table: Any
-    x_scales: Any
-    partials: Any  # of K of a cluster's tiles, and their barriers
-    partial_barriers: Any
-    x_barrier: Any  # behind all others, if there is one
+    x: cute.Tensor
+    x_address: Int32
+    codes: Int32
+    scales: Int32
+    zeros: Int32
+    staging: Int32
+    full: cute.Pointer
+    empty: cute.Pointer
+    table: Int32
+    x_scales: Int32
+    partials: Int32  # of K of a cluster's tiles, and their barriers
+    partial_barriers: cute.Pointer
+    x_barrier: cute.Pointer  # of resident limbs, if there is one,
+    tile_barriers: cute.Pointer | None = None  # and of a stage's tiles but the first, where each has its own
 
 
-def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> Memory:
-    """Shared memory of a CTA.
+def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> TileMemory:
+    """Shared memory of a CTA: the regions and barriers that the policies of a configuration declare.
 
     layout: of the stages of activations, of type ``element``. table_bytes: for a table of tiles, of grouped products.
     """
     smem = cutlass.utils.SmemAllocator()
-    stages = config.num_stages
-    x = smem.allocate_tensor(element, layout.outer, byte_alignment=TMA_TILE_ALIGNMENT, swizzle=layout.inner)
-    codes = smem.allocate(stages * config.code_stage_bytes, byte_alignment=128).toint()
-    scales = zeros = Int32(0)
-    if const_expr(config.scale_stage_bytes):
-        scales = smem.allocate(stages * config.scale_stage_bytes, byte_alignment=128).toint()
-    if const_expr(config.zero_stage_bytes):
-        zeros = smem.allocate(stages * config.zero_stage_bytes, byte_alignment=128).toint()
-    x_scales = Int32(0)
-    if const_expr(config.limbs):
-        x_scales = smem.allocate(config.x_scale_bytes, byte_alignment=128).toint()
-    staging = smem.allocate(config.warpgroups * config.staging_bytes, byte_alignment=config.store.alignment)
-    partials = Int32(0)
-    if const_expr(config.partials_bytes):
-        partials = smem.allocate(config.partials_bytes, byte_alignment=128).toint()
-    full = smem.allocate_array(cutlass.Int64, config.num_barriers)
-    table = Int32(0)
-    if const_expr(table_bytes):
-        table = smem.allocate(table_bytes, byte_alignment=16).toint()
-    return Memory(
-        x=x,
-        x_address=x.iterator.toint(),
-        codes=codes,
-        scales=scales,
-        zeros=zeros,
-        staging=staging.toint(),
-        full=full,
-        empty=full + stages,
-        table=table,
-        x_scales=x_scales,
-        partials=partials,
-        partial_barriers=full + 2 * stages,
-        x_barrier=full + (2 * stages + config.partial_slots),
-    )
+    activations, *others = config.mainloop.regions(config)
+    x = smem.allocate_tensor(element, layout.outer, byte_alignment=activations.alignment, swizzle=layout.inner)
+    parts = addresses(smem, others)
+    (staging,) = config.store.regions(config)
+    staged = smem.allocate(staging.size, byte_alignment=staging.alignment)
+    parts |= addresses(smem, config.reduction.regions(config))
+    first = smem.allocate_array(cutlass.Int64, config.num_barriers)
+    parts |= addresses(smem, [Region("table", table_bytes, 16)])
+    where = {"x_address": x.iterator.toint(), "staging": staged.toint()}
+    return TileMemory(x=x, **where, **barriers_from(config, first), **parts)
 
 
-def init_barriers(config: WgmmaConfig, memory: Memory) -> None:
-    """Of one thread, before any other uses them."""
+def addresses(smem: cutlass.utils.SmemAllocator, regions: Iterable[Region]) -> dict[str, Any]:
+    """Where regions lie, by name; 0 of those that have no bytes."""
+    return {
+        region.name: smem.allocate(region.size, byte_alignment=region.alignment).toint() if region.size else Int32(0)
+        for region in regions
+    }
+
+
+def barriers_from(config: WgmmaConfig, first: cute.Pointer) -> dict[str, Any]:
+    """Where barriers lie, by name, from the first of all on."""
+    found, count = {}, 0
+    for group in config.barriers:
+        found[group.name] = first + count if count else first
+        count += group.count
+    return found
+
+
+def init_barriers(config: WgmmaConfig, memory: TileMemory) -> None:
+    """Of one thread, before any other uses them: all but those that their owner initialises."""
     for i in range(config.num_stages):
-        cute.arch.mbarrier_init(memory.full + i, config.stage_copies)
-        cute.arch.mbarrier_init(memory.empty + i, config.stage_warps)
-    for slot in range(config.partial_slots):
-        # It waits for the bytes of all other CTAs' parts.
-        cute.arch.mbarrier_init(memory.partial_barriers + slot, 1)
-        cute.arch.mbarrier_arrive_and_expect_tx(
-            memory.partial_barriers + slot, (config.cluster - 1) * config.partial_bytes
-        )
+        for group in config.mainloop.barriers(config):
+            cute.arch.mbarrier_init(getattr(memory, group.name) + i, group.arrivals)
+    for group in config.reduction.barriers(config):
+        for i in range(group.count):
+            barrier = getattr(memory, group.name) + i
+            cute.arch.mbarrier_init(barrier, group.arrivals)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, group.expected_bytes)
     cute.arch.mbarrier_init_fence()

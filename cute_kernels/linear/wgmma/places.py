@@ -16,10 +16,10 @@ from layouts.weights.hopper import TILE_N
 class Corner:
     """Where a warpgroup's tile of 64 features begins; run-time integers."""
 
-    row: Any  # of W
-    token: Any
-    end: Any  # behind the last row of x
-    bias: Any  # of its first row among the biases, elements
+    row: Int32  # of W
+    token: Int32
+    end: Int32  # behind the last row of x
+    bias: Int32  # of its first row among the biases, elements
 
 
 class Places(Protocol):

@@ -11,8 +11,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cute_kernels.architecture import HOPPER, LIMITS, Limits, least_of
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.config import X_PAD
-from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
+from cute_kernels.linear.wgmma.regions import Barriers, Region
 from layouts.weights.hopper import STEP_K, TILE_N
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ ROW_LIMB_BYTES = 2 * LIMB_GROUP  # both limbs of so many inputs of a row,
 ROW_SCALE_BYTES = 4  # and their scale
 LIMB_TILE_M = 64  # whose limbs an MMA takes
 AHEAD_TILE_M = 32  # for which a thread has registers to decode the next k block ahead
+MOST_SEQUENTIAL_M = 160  # rows of all tiles of a warpgroup whose accumulators a thread has twice
 X_SCALE_ALIGNMENT = 4  # scales of x among which a tile's first one may stand
 SYNCHRONOUS_TILE_M = 64  # of all warpgroups: what 104 registers are enough for with four
 # K blocks of each tile that are asked into L2 before a CTA makes its barriers, as measured for tiles with a DSMEM
@@ -51,6 +54,11 @@ def one_of(value: Any, wanted: Any, name: str) -> str | None:
 
 
 # -- stores ------------------------------------------------------------------------------------------------------------
+
+
+def staging_of(config: WgmmaConfig, alignment: int) -> Region:
+    """The staging buffers of all warpgroups."""
+    return Region("staging", config.warpgroups * config.staging_bytes, alignment)
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,10 @@ class StagedStore:
         """Of a warpgroup, for a chunk of ``size`` bytes."""
         return size
 
+    def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        """Its shared memory."""
+        return (staging_of(config, self.alignment),)
+
     def problem(self, config: WgmmaConfig) -> str | None:
         return one_of(self.chunk, (32, 64), "chunk")
 
@@ -85,6 +97,9 @@ class TmaStore:
 
     def staging_bytes(self, size: int) -> int:
         return -(-size // TMA_TILE_ALIGNMENT) * TMA_TILE_ALIGNMENT
+
+    def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        return (staging_of(config, self.alignment),)
 
     def problem(self, config: WgmmaConfig) -> str | None:
         if config.own_m % (STORE_BUFFERS * STORE_M):
@@ -111,6 +126,7 @@ class Reduction(ABC):
         dsmem: whether each tile of 64 output features has a CTA of the cluster that stores it, to which the others
             publish their partials: `.cluster_reduction`.
         early: whether partials leave before the last k block: `.resident_early`.
+        sequential: whether a CTA has all parts of K of a tile, one after the other.
         stores: types of stores that it goes with.
         multicasts: whether CTAs beside each other may multicast activations: only without another cluster.
     """
@@ -121,6 +137,7 @@ class Reduction(ABC):
     cuts_rows: ClassVar[bool] = False
     dsmem: ClassVar[bool] = False
     early: ClassVar[bool] = False
+    sequential: ClassVar[bool] = False
     stores: ClassVar[tuple[type, ...]] = (StagedStore,)
     multicasts: ClassVar[bool] = False
 
@@ -128,6 +145,24 @@ class Reduction(ABC):
     @abstractmethod
     def name(self) -> str:
         """Its part of a kernel's name."""
+
+    def partial_slots(self, config: WgmmaConfig) -> int:
+        """Tiles of 64 output features whose parts of K a CTA of a cluster is sent, at most."""
+        return -(-config.block_tiles // self.cluster) if self.dsmem else 0
+
+    def received_bytes(self, config: WgmmaConfig) -> int:
+        """Shared memory for what a CTA is sent by the others of its cluster."""
+        return self.partial_slots(config) * (self.cluster - 1) * config.partial_bytes
+
+    def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        """Its shared memory: parts of K of a cluster's tiles that are sent, and those of other warpgroups."""
+        own = config.block_tiles * (self.k_warpgroups - 1) * config.partial_bytes
+        return (Region("partials", self.received_bytes(config) + own),)
+
+    def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
+        """One for each tile that others send parts of, which waits for the bytes of all of them."""
+        expected = (self.cluster - 1) * config.partial_bytes
+        return (Barriers("partial_barriers", self.partial_slots(config), 1, expected),)
 
     def problem(self, config: WgmmaConfig) -> str | None:
         """Why a configuration cannot be reduced so, or None."""
@@ -168,8 +203,24 @@ class WorkspaceSplitK(Reduction):
 
 
 @dataclass(frozen=True)
+class SequentialSplitK(Reduction):
+    """A CTA has all parts of K of a tile, one after the other, each with accumulators that begin at 0, and adds them up
+    in the order of `WorkspaceSplitK`: the same bits, of many rows without partial results in memory.
+    `.reduction.SequentialReduction`."""
+
+    splits_k: ClassVar[bool] = False
+    sequential: ClassVar[bool] = True
+    name: ClassVar[str] = "_sequential"
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        if config.n_tiles * config.tile_m > MOST_SEQUENTIAL_M:
+            return f"a thread has no registers for two sets of accumulators of {config.n_tiles * config.tile_m} rows"
+        return None
+
+
+@dataclass(frozen=True)
 class RowExchange(Reduction):
-    """CTAs of a cluster exchange accumulators, and each stores its share of the tile's rows: `.reduction.RowExchange`.
+    """CTAs of a cluster exchange accumulators, and each stores its share of the tile's rows: `.reduction.RowReduction`.
 
     Each CTA has one work tile.
     """
@@ -267,8 +318,9 @@ class Mainloop(ABC):
         more_threads: beside those of the consumer warpgroups.
         copies: warps whose copies fill a stage.
         multicasts: whether CTAs beside each other may multicast activations.
+        rows_apart: whether rows of a dense product's x may lie apart: those that TMA brings from x itself.
         stores: types of stores that it goes with.
-        most_shared_bytes: of a CTA.
+        limits: of the architectures that its instructions are for.
         spare: tiles of 64 features that the last warpgroup has fewer than the others.
     """
 
@@ -281,8 +333,9 @@ class Mainloop(ABC):
     more_threads: ClassVar[int] = WARPGROUP_THREADS  # producer warps: registers are given to whole warpgroups
     copies: ClassVar[int] = 2  # of activations and of weights
     multicasts: ClassVar[bool] = False
+    rows_apart: ClassVar[bool] = False
     stores: ClassVar[tuple[type, ...]] = (StagedStore,)
-    most_shared_bytes: ClassVar[int] = MAX_SHARED_BYTES
+    limits: ClassVar[Limits] = HOPPER
     tile_m_sizes: ClassVar[tuple[int, ...]] = (8, *range(16, 257, 16))  # whole eights; stmatrix turns two of them
     n_tiles_sizes: ClassVar[tuple[int, ...]] = (1, 2)
     block_k_sizes: ClassVar[tuple[int, ...]] = (64, 128)
@@ -314,19 +367,35 @@ class Mainloop(ABC):
         """Scales of rows of x in shared memory."""
         return config.num_stages * self.x_scale_stage_bytes(config)
 
-    def resident_bytes(self, config: WgmmaConfig) -> int:
-        """Activations, and scales of them, that stay in shared memory."""
-        return 0
+    def x_bytes(self, config: WgmmaConfig) -> int:
+        """Activations in shared memory."""
+        return config.num_stages * self.x_stage_bytes(config)
 
-    def more_barriers(self, config: WgmmaConfig) -> int:
-        """Barriers beside those of stages and of partials."""
-        return 0
+    def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        """Shared memory of all that it multiplies: activations, which begin it, weights, scales of activations."""
+        stages = config.num_stages
+        return (
+            Region("x", self.x_bytes(config), TMA_TILE_ALIGNMENT),
+            Region("codes", stages * config.code_stage_bytes),
+            Region("scales", stages * config.scale_stage_bytes),
+            Region("zeros", stages * config.zero_stage_bytes),
+            Region("x_scales", self.x_scale_bytes(config)),
+        )
 
-    def smem_bytes(self, config: WgmmaConfig) -> int:
-        """Shared memory of a CTA."""
-        acc = config.warpgroups * config.staging_bytes + config.partials_bytes
-        barriers = config.num_barriers * BARRIER_BYTES
-        return config.num_stages * config.stage_bytes + acc + self.resident_bytes(config) + barriers
+    def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
+        """Those of the pipeline: full and empty stages."""
+        return (
+            Barriers("full", config.num_stages, config.stage_copies),
+            Barriers("empty", config.num_stages, config.stage_warps),
+        )
+
+    def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
+        """Those that its device code initialises, behind all others: one of x where limbs are resident."""
+        return (Barriers("x_barrier", 0),)
+
+    def shared_memory(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        """All regions of a CTA."""
+        return (*self.regions(config), *config.store.regions(config), *config.reduction.regions(config))
 
     def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
         """K blocks of each of a block's tiles whose codes are asked into L2 before the CTA makes its barriers."""
@@ -349,10 +418,11 @@ class RegisterWgmma(Mainloop):
     group_steps: int = 2
     in_flight: int = 1
     reductions: ClassVar[tuple[type[Reduction], ...]] = (
-        WholeK, RowCuts, WorkspaceSplitK, RowExchange, Dsmem, InterleavedDsmem,
+        WholeK, RowCuts, WorkspaceSplitK, SequentialSplitK, RowExchange, Dsmem, InterleavedDsmem,
     )  # fmt: skip
     scales_codes: ClassVar[bool] = True
     multicasts: ClassVar[bool] = True
+    rows_apart: ClassVar[bool] = True
     stores: ClassVar[tuple[type, ...]] = (StagedStore, TmaStore)
 
     @property
@@ -484,12 +554,14 @@ class ResidentLimbs(Mainloop):
     def x_scale_bytes(self, config: WgmmaConfig) -> int:
         return self.k_blocks * ROW_SCALE_BYTES * config.tile_m
 
-    def resident_bytes(self, config: WgmmaConfig) -> int:
-        return self.k_blocks * self.k_block_limb_bytes(config) + self.x_scale_bytes(config)
+    def x_bytes(self, config: WgmmaConfig) -> int:
+        return self.k_blocks * self.k_block_limb_bytes(config)
 
-    def more_barriers(self, config: WgmmaConfig) -> int:
+    def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
         """Of x, and of a stage's tiles but the first where partials leave early."""
-        return 1 + ((config.n_tiles - 1) * config.num_stages if config.reduction.early else 0)
+        if not config.reduction.early:
+            return (Barriers("x_barrier", 1),)
+        return Barriers("x_barrier", 1), Barriers("tile_barriers", (config.n_tiles - 1) * config.num_stages)
 
     def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
         return RESIDENT_PREFETCHED_K_BLOCKS.get((config.block_tiles, self.loads), 0)
@@ -519,7 +591,7 @@ class PortableMmaSync(Mainloop):
     more_threads: ClassVar[int] = 0
     tile_m_sizes: ClassVar[tuple[int, ...]] = (16, 32, 64)
     block_k_sizes: ClassVar[tuple[int, ...]] = (64,)
-    most_shared_bytes: ClassVar[int] = 99 * 1024  # on sm_86, sm_89 and sm_120, which have the least of all
+    limits: ClassVar[Limits] = least_of(LIMITS)  # sm_80 and all later ones
     name: ClassVar[str] = ""
 
     def kernel_name(self, config: WgmmaConfig) -> str:
@@ -533,9 +605,13 @@ class PortableMmaSync(Mainloop):
     def x_stage_bytes(self, config: WgmmaConfig) -> int:
         return config.tile_m * self.x_pitch(config)
 
-    def smem_bytes(self, config: WgmmaConfig) -> int:
+    def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
+        """None: warps wait for groups of their own cp.async."""
+        return ()
+
+    def shared_memory(self, config: WgmmaConfig) -> tuple[Region, ...]:
         """The pipeline; results go through the same memory when all products are done."""
-        return max(config.num_stages * config.stage_bytes, config.staging_bytes)
+        return (Region("stages", max(config.num_stages * config.stage_bytes, config.staging_bytes)),)
 
     def problem(self, config: WgmmaConfig) -> str | None:
         return one_of(config.row_parts, (1,), "row_parts")

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.device.ring import advance, advance_by
 from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.linear.wgmma.places import Places
-from cute_kernels.sm90 import WARP_THREADS
 from cute_kernels.weight_formats.decoder import CodeDecoder
 from layouts.weights.hopper import TILE_BYTES, TILE_N
 
@@ -25,13 +26,13 @@ FRAGMENT_BYTES = 16  # of a thread, in a tile
 class Lane:
     """A thread's places in a stage; run-time integers."""
 
-    code_offset: Any  # of its 16 bytes in the first tile of its warpgroup
-    row: Any  # its first row in the first tile of its warpgroup, among the block's
+    code_offset: Int32  # of its 16 bytes in the first tile of its warpgroup
+    row: Int32  # its first row in the first tile of its warpgroup, among the block's
     masks: Any  # of the decoder
-    k_rank: Any  # of its warpgroup, among those that interleave k blocks
-    warp: Any
-    lane: Any
-    fits: Any = None  # of resident limbs: whether all of x that the CTA needs is made at once
+    k_rank: Int32  # of its warpgroup, among those that interleave k blocks
+    warp: Int32
+    lane: Int32
+    fits: cutlass.Boolean | None = None  # of resident limbs: whether all of x that the CTA needs is made at once
 
 
 def make_decoder(config: WgmmaConfig) -> CodeDecoder:

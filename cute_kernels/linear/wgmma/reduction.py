@@ -1,6 +1,6 @@
-"""How parts of K are added up, and who stores the result: three of the values of the reduction policy.
+"""How parts of K are added up, and who stores the result: four of the values of the reduction policy.
 
-The fourth and fifth, through the shared memory of a cluster tile by tile, are in `.cluster_reduction` and
+The others, through the shared memory of a cluster tile by tile, are in `.cluster_reduction` and
 `.resident_early`. All have `begin`, before the first work tile, `prepare`, before a work tile's products, `finish`, of
 its accumulators, and `end`, behind the last one.
 """
@@ -14,16 +14,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.linear.wgmma.places import Corner, Places, corner_of
 from cute_kernels.linear.wgmma.policies import WARPGROUP_THREADS
-from cute_kernels.sm90 import EMPTY_WORD
 
 VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next, of a part of K
 
 
-class Reduction(Protocol):
+class TileReduction(Protocol):
     """What a consumer warpgroup does with the accumulators of a work tile.
 
     first_tile: of the warpgroup, among the block's. k_rank: of the warpgroup, among those that interleave k blocks.
@@ -75,7 +75,7 @@ class WorkspaceReduction:
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
-        """See `Reduction`."""
+        """See `TileReduction`."""
         config = self.config
         tile_acc = config.tile_m // 2
         if const_expr(config.reduction.splits_k):
@@ -131,7 +131,47 @@ class WorkspaceReduction:
             ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4, offset=(first + i) * VECTOR_STRIDE)
 
 
-class RowExchange:
+class SequentialReduction:
+    """Parts of K that a CTA has one after the other: a second set of accumulators adds them up.
+
+    Parts come in the order in which `WorkspaceReduction` adds them: the last one, then the first, the second and so on.
+    """
+
+    def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
+        self.config, self.epilogue, self.places = config, epilogue, places
+        self.prepares = epilogue.dense
+
+    def begin(self) -> None:
+        """Makes the second set."""
+        self.sums = cute.make_rmem_tensor(self.config.thread_acc, Float32)
+        self.sums.fill(0.0)
+
+    @cute.jit
+    def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
+        """Of the tile, before its last part."""
+        if work_tile.split == work_tile.splits - 1:
+            for i in cutlass.range_constexpr(self.config.n_tiles):
+                corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
+                self.epilogue.prepare(operands, shape, store, corner, i)
+
+    @cute.jit
+    def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
+        """See `TileReduction`."""
+        tile_acc = self.config.tile_m // 2
+        begins = work_tile.split == 0
+        for i in cutlass.range_constexpr(self.config.thread_acc):
+            self.sums[i] = cutlass.select_(begins, acc[i], self.sums[i] + acc[i])
+        if work_tile.split == work_tile.splits - 1:
+            for i in cutlass.range_constexpr(self.config.n_tiles):
+                corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
+                self.epilogue.run(operands, shape, store, corner, self.sums, i * tile_acc, i)
+
+    def end(self) -> None:
+        """Waits for the store."""
+        self.epilogue.finish()
+
+
+class RowReduction:
     """Parts of K in the shared memory of a cluster, whole tiles: each CTA stores its share of the rows of x."""
 
     def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, places: Places):
@@ -151,7 +191,7 @@ class RowExchange:
         self.epilogue.prepare(operands, shape, store, self.corner(shape, work_tile, first_tile), 0)
 
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank) -> None:
-        """See `Reduction`."""
+        """See `TileReduction`."""
         self.join(store, memory.x_address, work_tile.split, acc)
         self.epilogue.run(operands, shape, store, self.corner(shape, work_tile, first_tile), acc, 0, 0)
         cute.arch.cluster_wait()  # until nobody reads this CTA's accumulators any more

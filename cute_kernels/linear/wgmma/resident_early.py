@@ -19,19 +19,19 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.device import ptx, wgmma
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.wgmma.cluster_reduction import Partials
 from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS
 from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.linear.wgmma.limbs import LimbProducts, LimbReader
 from cute_kernels.linear.wgmma.loads import first_group
-from cute_kernels.linear.wgmma.memory import Memory, init_barriers
+from cute_kernels.linear.wgmma.memory import TileMemory, init_barriers
 from cute_kernels.linear.wgmma.places import Places, corner_of
 from cute_kernels.linear.wgmma.reading import StageReader
 from cute_kernels.linear.wgmma.resident_config import EARLY_CLUSTER, ResidentConfig
 from cute_kernels.linear.wgmma.resident_loads import tile_begins, tile_bytes_of
 from cute_kernels.linear.wgmma.resident_mainloop import at
-from cute_kernels.sm90 import WARP_THREADS
 
 
 class TileOrder:
@@ -50,10 +50,13 @@ class TileOrder:
         parity = 1 - rank if i < self.published else rank
         return EARLY_CLUSTER * (i % self.published) + parity
 
-    def barrier(self, memory: Memory, stage, i: int):
+    def barrier(self, memory: TileMemory, stage, i: int):
         """Of a stage, for the ``i``-th tile of each warpgroup; those of the first are where other kernels have theirs,
         the others behind all barriers."""
-        return memory.full + stage if i == 0 else memory.x_barrier + (1 + (i - 1) * self.config.num_stages) + stage
+        if i == 0:
+            return memory.full + stage
+        assert memory.tile_barriers is not None  # `ResidentLimbs.more_barriers` has them
+        return memory.tile_barriers + (i - 1) * self.config.num_stages + stage
 
     def in_order(self, begins, rank: int) -> list[list[tuple[int, Any]]]:
         """[number of a warpgroup's tile][those of them that there are] (place in the block, where it begins)."""
@@ -72,7 +75,7 @@ class OrderedLoads:
     def __init__(self, config: ResidentConfig, places: Places, order: TileOrder):
         self.config, self.places, self.order = config, places, order
 
-    def init_barriers(self, memory: Memory) -> None:
+    def init_barriers(self, memory: TileMemory) -> None:
         for i in range(1, self.config.n_tiles):
             for stage in range(self.config.num_stages):
                 cute.arch.mbarrier_init(self.order.barrier(memory, stage, i), self.config.stage_copies)

@@ -12,38 +12,37 @@ partials like those of the other CTAs of a cluster, and go the same way (:mod:`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma.cluster_reduction import ClusterReduction
 from cute_kernels.linear.wgmma.consumers import Consumers
 from cute_kernels.linear.wgmma.epilogue import TileEpilogue
-from cute_kernels.linear.wgmma.few_rows import FewRowsShape, few_rows_scheduler, few_rows_sizes
+from cute_kernels.linear.wgmma.few_rows import FewRowsSizes, few_rows_scheduler, few_rows_sizes
 from cute_kernels.linear.wgmma.kernel import launch_options
 from cute_kernels.linear.wgmma.loads import ELEMENTS, prefetch_biases, prefetch_k_blocks, tma_tiles_layout
 from cute_kernels.linear.wgmma.memory import allocate
 from cute_kernels.linear.wgmma.places import DensePlaces
 from cute_kernels.linear.wgmma.reading import StageReader
-from cute_kernels.linear.wgmma.reduction import Reduction
+from cute_kernels.linear.wgmma.reduction import TileReduction
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_early import EarlyReduction, OrderedLoads, TileByTile, TileOrder
 from cute_kernels.linear.wgmma.resident_loads import ResidentWeights, StageLoads
 from cute_kernels.linear.wgmma.resident_mainloop import ChunkLoop, EachKBlock, KBlocksAhead, ResidentMainloop
-from cute_kernels.linear.wgmma.resident_rows import K_BLOCK_TMA_TILES, ResidentLimbs
+from cute_kernels.linear.wgmma.resident_rows import K_BLOCK_TMA_TILES, ResidentLimbLoads
 from cute_kernels.linear.work import Operands
-from cute_kernels.sm90 import WARP_THREADS
 
 START_BARRIER = 15  # of the CTA, before the first stage is waited for
 
 
 @dataclass(frozen=True)
-class ResidentShape(FewRowsShape):
+class ResidentSizes(FewRowsSizes):
     """Sizes of a launch whose CTAs make limbs of x."""
 
-    reserved: Any  # not used; kernels are as they were measured with it
+    reserved: Int32  # not used; kernels are as they were measured with it
 
 
 class ResidentKernel:
@@ -54,7 +53,7 @@ class ResidentKernel:
         self.places, stages, epilogue = DensePlaces(config), StageReader(config), TileEpilogue(config)
         self.weights: ResidentWeights
         loop: ChunkLoop
-        reduction: Reduction
+        reduction: TileReduction
         if config.reduction.early:
             order = TileOrder(config)
             self.weights = OrderedLoads(config, self.places, order)
@@ -64,7 +63,7 @@ class ResidentKernel:
             self.weights = StageLoads(config, self.places)
             reduction = ClusterReduction(config, epilogue, self.places)
             loop = (KBlocksAhead if config.mainloop.ahead else EachKBlock)(config, stages)
-        self.limbs = ResidentLimbs(config)
+        self.limbs = ResidentLimbLoads(config)
         mainloop = ResidentMainloop(config, self.limbs, loop)
         self.consumers = Consumers(config, stages, self.places, mainloop, reduction)
 
@@ -93,7 +92,7 @@ class ResidentKernel:
         config = self.config
         copy_x, x_view = self.limbs.rows.k_block_copy(x, tma_tiles_layout(config, config.tile_m, K_BLOCK_TMA_TILES))
         sizes = few_rows_sizes(config, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind)
-        shape = ResidentShape(*sizes, reserved=Int32(1))
+        shape = ResidentSizes(*sizes, reserved=Int32(1))
         operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
         options = launch_options(config, num_ctas, stream, use_pdl=True)
         self.kernel(operands, shape, copy_x, x_view).launch(**options)

@@ -15,7 +15,7 @@ from cutlass import Int32
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.wgmma.loads import first_group, product
-from cute_kernels.linear.wgmma.memory import Memory, init_barriers
+from cute_kernels.linear.wgmma.memory import TileMemory, init_barriers
 from cute_kernels.linear.wgmma.places import Places
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from layouts.weights.hopper import TILE_BYTES
@@ -24,7 +24,7 @@ from layouts.weights.hopper import TILE_BYTES
 class ResidentWeights(Protocol):
     """The load policy of a resident kernel's weights."""
 
-    def init_barriers(self, memory: Memory) -> None:
+    def init_barriers(self, memory: TileMemory) -> None:
         """Of one thread, before any other uses them."""
         ...
 
@@ -58,7 +58,7 @@ class StageLoads:
     def __init__(self, config: ResidentConfig, places: Places):
         self.config, self.places = config, places
 
-    def init_barriers(self, memory: Memory) -> None:
+    def init_barriers(self, memory: TileMemory) -> None:
         init_barriers(self.config, memory)
 
     def copy_first(self, operands, shape, memory, work_tile) -> None:

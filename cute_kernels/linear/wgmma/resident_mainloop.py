@@ -22,7 +22,7 @@ from cute_kernels.linear.wgmma.limbs import LimbProducts, LimbReader
 from cute_kernels.linear.wgmma.limbs_ahead import AheadSteps
 from cute_kernels.linear.wgmma.reading import StageReader, nothing
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.linear.wgmma.resident_rows import ROW_BYTES, ResidentLimbs
+from cute_kernels.linear.wgmma.resident_rows import ROW_BYTES, ResidentLimbLoads
 
 
 class ChunkLoop(Protocol):
@@ -51,7 +51,7 @@ def at(memory, index, tile_m: int):
 class ResidentMainloop:
     """MMAs of int8 limbs that stay in shared memory, in chunks of K where there is no room for all of them."""
 
-    def __init__(self, config: ResidentConfig, limbs: ResidentLimbs, loop: ChunkLoop):
+    def __init__(self, config: ResidentConfig, limbs: ResidentLimbLoads, loop: ChunkLoop):
         self.config, self.limbs, self.loop = config, limbs, loop
 
     def masks(self, shape, lane):

@@ -21,11 +21,11 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import lanes, numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma.limb_rows import MAGIC, RowLimbs
 from cute_kernels.linear.wgmma.policies import LIMB_GROUP, ROW_LIMB_BYTES, TMA_TILE_K, WGMMA_N_STEP
 from cute_kernels.linear.wgmma.reading import Lane
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.sm90 import WARP_THREADS
 
 GROUP_LANES = 4  # that have 128 inputs of a row
 STEP_ROWS = 2  # of a warp at a time,
@@ -51,13 +51,23 @@ SIGNS = 0x80808080
 class Source:
     """x, and what brings k blocks of it."""
 
-    address: Any
-    rows: Any
-    row_pieces: Any  # of 16 bytes
-    copy: Any
-    view: Any  # as TMA tiles are taken from it: [rows, 64 inputs, K / 64]
-    places: Any  # [a k block, number]
-    barrier: Any  # that counts their bytes
+    address: Int64
+    rows: Int32
+    row_pieces: Int32  # of 16 bytes
+
+    def row(self, row: Int32) -> Int32:
+        """Which row of x is the ``row``-th of those whose limbs are made; here the same."""
+        return row
+
+
+@dataclass(frozen=True)
+class TmaSource(Source):
+    """x that TMA may bring."""
+
+    copy: cute.CopyAtom
+    view: cute.Tensor  # as TMA tiles are taken from it: [rows, 64 inputs, K / 64]
+    places: cute.Tensor  # [a k block, number]
+    barrier: cute.Pointer  # that counts their bytes
 
 
 @dataclass(frozen=True)
@@ -79,16 +89,14 @@ class RowsRoom:
 class ResidentRows:
     """What the consumer warps of a :class:`.resident_kernel.ResidentKernel` do with x."""
 
-    constant = False  # whether nobody writes x while the kernel runs: the launch before may, until it is waited for
-
     def __init__(self, room: RowsRoom):
         self.room = room
         self.limb_rows = RowLimbs(room.dtype)
 
-    def source(self, operands, shape, memory, copy_x, x_view) -> Source:
+    def source(self, operands, shape, memory, copy_x, x_view) -> TmaSource:
         """x of a launch."""
         places = cute.group_modes(cute.local_tile(memory.x, self.tma_tile, (0, 0, None)), 0, 3)
-        return Source(operands.x, shape.m, shape.k >> PIECE_BITS, copy_x, x_view, places, memory.x_barrier)
+        return TmaSource(operands.x, shape.m, shape.k >> PIECE_BITS, copy_x, x_view, places, memory.x_barrier)
 
     @property
     def tma_tile(self) -> tuple[int, int, int]:
@@ -107,7 +115,7 @@ class ResidentRows:
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, layout, self.tma_tile)
 
     @cute.jit
-    def bring(self, x: Source, first_place, begin, end, warp):
+    def bring(self, x: TmaSource, first_place, begin, end, warp):
         """Asks for x of k blocks [begin, end), into places from ``first_place`` on.
 
         Each of the consumer warps asks for its share, and counts on the barrier.
@@ -166,7 +174,7 @@ class ResidentRows:
         """As :meth:`load`, of x in memory; zeros behind its rows, the ends of rows and all steps."""
         row, k_block = self.place(bits, step, lane)
         first = (begin + k_block) * GROUP_PIECES
-        start = x.address + (Int64(self.source_row(x, row)) * x.row_pieces + first) * PIECE_BYTES
+        start = x.address + (Int64(x.row(row)) * x.row_pieces + first) * PIECE_BYTES
         there = cutlass.select_((step < steps) & (row < x.rows), x.row_pieces - first, Int32(0))
         words = []
         for number in range(LANE_BLOCKS):
@@ -174,14 +182,9 @@ class ResidentRows:
             for i in range(BLOCK_PIECES):
                 piece = block * BLOCK_PIECES + i
                 inside = cutlass.select_(piece < there, Int32(1), Int32(0))
-                words += numbers.load_global_if(
-                    inside, start + Int64(piece) * PIECE_BYTES, 0, 4, constant=self.constant
-                )
+                # Not as constant memory: the launch before may write x, until it is waited for.
+                words += numbers.load_global_if(inside, start + Int64(piece) * PIECE_BYTES, 0, 4, constant=False)
         return words
-
-    def source_row(self, x: Source, row) -> Any:
-        """Which row of x is the ``row``-th of those whose limbs are made; here the same."""
-        return row
 
     def step_bits(self, k_blocks) -> Any:
         """log2 of the steps of a row of so many k blocks, rounded up: a division would take as long as a step."""
@@ -246,7 +249,7 @@ def room_of(config: ResidentConfig) -> RowsRoom:
     return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, mainloop.k_blocks, mainloop.loads)
 
 
-class ResidentLimbs:
+class ResidentLimbLoads:
     """The limbs of x that a CTA of a `.resident_kernel.ResidentKernel` keeps: who asks for x, and who makes them.
 
     All of it is done by the consumer warps, between two uses of the room for limbs.
@@ -255,7 +258,7 @@ class ResidentLimbs:
     def __init__(self, config: ResidentConfig):
         self.config = config
         self.rows = ResidentRows(room_of(config))
-        self.source: Any = None
+        self.source: TmaSource | None = None
 
     def attach(self, operands, shape, memory, copy_x, x_view) -> None:
         """Says where x is, once for a kernel: no dynamic condition can carry what describes copies."""

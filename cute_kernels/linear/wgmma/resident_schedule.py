@@ -1,4 +1,4 @@
-"""Configurations whose CTAs make limbs of x themselves, and what launches of them take. Plain Python, no GPU.
+"""Configurations whose CTAs make limbs of x themselves. Plain Python, no GPU.
 
 One launch instead of two, and nothing of x in the pipeline; so they are the fastest up to eight rows. Up to sixteen
 they are where a CTA has four tiles of 64 features and more, whose weights take as long as its limbs, and where the
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_kernels.linear.schedule import Problem, weight_fields
+from cute_kernels.linear.schedule import LinearProblem, weight_fields
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import LIMB_GROUP, TMA_TILE_K, WGMMA_N_STEP, EarlyDsmem, ResidentLimbs, dsmem
+from cute_kernels.linear.wgmma.policies import LIMB_GROUP, TMA_TILE_K, EarlyDsmem, ResidentLimbs, dsmem
 from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M, ResidentConfig
 from cute_kernels.linear.wgmma.stages import with_stages
 
@@ -70,22 +70,12 @@ RESIDENT_SHAPES = {
 }
 RESIDENT_CLUSTER = 2
 SPARE_BYTES = 2048  # of shared memory, for alignment
-# An H200's, fitted to measured times (tests/facts/linear.json).
-RESIDENT_START_CLOCKS = 3300  # beyond a launch's: until limbs are made, and the way out of the last work tile
-RESIDENT_ROW_CLOCKS = 100  # of that, for each row beyond eight
-RESIDENT_TILE_CLOCKS = {
-    8: 0,
-    16: 350,
-}  # of a tile's k block and a warpgroup, by the rows; of few the memory takes longer
-LOAD_CLOCKS = 9  # of a row's 128 inputs that warps load
-FILL_CLOCKS = 6  # of 128 inputs of a row that TMA fills in, of what is brought before the first weights
-CHUNK_CLOCKS = {True: 900, False: 300}  # of a further chunk of K, whether its rows are loaded or not
 
 
-def resident_configs(problem: Problem) -> list[ResidentConfig]:
-    """Configurations for few rows in limbs; rows would depend on how many there are."""
+def resident_configs(problem: LinearProblem) -> list[ResidentConfig]:
+    """Configurations for few rows in limbs."""
     tile_m = next((count for count in RESIDENT_TILE_M if problem.m <= count), None)
-    if problem.batch_invariant or tile_m is None:
+    if tile_m is None:
         return []
     configs = (
         resident_config(problem, tile_m, loads, shape)
@@ -96,7 +86,7 @@ def resident_configs(problem: Problem) -> list[ResidentConfig]:
     return [config for config in configs if config.can_implement() is None]
 
 
-def resident_config(problem: Problem, tile_m: int, loads: bool, shape: WarpgroupsOf) -> ResidentConfig:
+def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: WarpgroupsOf) -> ResidentConfig:
     """The configuration of a shape, for tiles of so many rows of a problem's weights."""
     config = WgmmaConfig(
         **weight_fields(problem),
@@ -111,34 +101,14 @@ def resident_config(problem: Problem, tile_m: int, loads: bool, shape: Warpgroup
     return with_stages(config, most, SPARE_BYTES)
 
 
-def fits(problem: Problem, shape: WarpgroupsOf) -> bool:
+def fits(problem: LinearProblem, shape: WarpgroupsOf) -> bool:
     """Whether there is room for all limbs of a CTA's part of K."""
     k_blocks = -(-problem.k_pad // LIMB_GROUP)
     return -(-k_blocks // RESIDENT_CLUSTER) <= shape.resident_k_blocks
 
 
-def ways_of_x(problem: Problem) -> tuple[bool, ...]:
+def ways_of_x(problem: LinearProblem) -> tuple[bool, ...]:
     """Whether warps load x, where both are to be considered or one can be had."""
     if problem.k % TMA_TILE_K:
         return (True,)  # TMA takes whole TMA tiles
     return (True, False) if problem.m <= MOST_LOADED_ROWS else (False,)
-
-
-def resident_start_clocks(problem: Problem, config: ResidentConfig, split_k_blocks: int, k_blocks: int) -> float:
-    """Clocks of a launch beyond any other's start that do not go into the stream of weights.
-
-    split_units: of a part of K, what a CTA of a cluster needs of x; k_blocks: of all of K, which others need.
-    """
-    made = split_k_blocks if config.cluster > 1 else k_blocks
-    first, chunks = made, 0.0
-    if made > config.mainloop.k_blocks:  # of a tile's rows each
-        made, first = split_k_blocks, config.mainloop.k_blocks // 2
-        chunks = CHUNK_CLOCKS[config.mainloop.loads] * made / first
-    missing = config.tile_m - problem.m
-    rows = LOAD_CLOCKS * problem.m * made if config.mainloop.loads else FILL_CLOCKS * missing * first
-    return RESIDENT_START_CLOCKS + RESIDENT_ROW_CLOCKS * (config.tile_m - WGMMA_N_STEP) + rows + chunks
-
-
-def resident_k_block_clocks(config: ResidentConfig, bytes_per_clock: float) -> float:
-    """Clocks of a k block of a CTA's block, whose weights come at so many bytes a clock."""
-    return max(config.weight_stage_bytes / bytes_per_clock, RESIDENT_TILE_CLOCKS[config.tile_m] * config.n_tiles)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
+from cute_kernels.device.cuda import BARRIER_BYTES
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES
 
 MAX_STAGES = 8  # where nothing else is said
 ALIGNMENT_BYTES = 1024  # of shared memory, as pipelines are laid out in whole 128 bytes
@@ -19,6 +19,6 @@ def with_stages(config: Config, most: int = MAX_STAGES, spare: int = ALIGNMENT_B
     most: stages; spare: bytes of shared memory that are left for alignment.
     """
     least = replace(config, num_stages=2 * config.k_warpgroups)
-    room = (MAX_SHARED_BYTES - spare - least.smem_bytes) // (least.stage_bytes + 2 * BARRIER_BYTES)
+    room = (config.limits.shared_bytes - spare - least.smem_bytes) // (least.stage_bytes + 2 * BARRIER_BYTES)
     stages = min(most, least.num_stages + max(room, 0))
     return replace(config, num_stages=stages // config.k_warpgroups * config.k_warpgroups)

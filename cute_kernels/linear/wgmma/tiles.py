@@ -23,10 +23,10 @@ class TileGrid:
     share activations by TMA multicast count as one.
     """
 
-    num_work_tiles: Any  # tiles and parts of tiles
+    num_work_tiles: Int32  # tiles and parts of tiles
     splits: Divisor  # parts of a tile that is cut
     band_tiles: Divisor  # of a whole band
-    last_band: Any  # its number
+    last_band: Int32  # its number
     last_width: Divisor  # token tiles of the last band
 
     @staticmethod
@@ -51,34 +51,40 @@ class TileGrid:
 
 
 @dataclass(frozen=True)
-class Shape:
+class TileSizes:
     """Sizes of a launch; run-time integers."""
 
-    m: Any
-    n: Any
-    k: Any
-    num_tiles: Any  # tiles of 64 output features
-    k_blocks: Any  # of the padded K
-    scale_groups: Any  # of the padded K, 1 where scales are per output feature
-    whole: Any  # tiles that are computed whole
-    splits: Any  # parts that the K of the tiles after them is cut into
-    split_k_blocks: Any  # of a part; the last may have fewer
-    activation: Any
-    out_kind: Any
-    grid: Any  # `TileGrid`; None where tiles are otherwise counted: those of one token tile, and of experts
+    m: Int32
+    n: Int32
+    k: Int32
+    num_tiles: Int32  # tiles of 64 output features
+    k_blocks: Int32  # of the padded K
+    scale_groups: Int32  # of the padded K, 1 where scales are per output feature
+    whole: Int32  # tiles that are computed whole
+    splits: Int32  # parts that the K of the tiles after them is cut into
+    split_k_blocks: Int32  # of a part; the last may have fewer
+    activation: Int32
+    out_kind: Int32
+    grid: TileGrid | None  # `TileGrid`; None where tiles are otherwise counted: those of one token tile, and of experts
+
+    @property
+    def counted(self) -> TileGrid:
+        """How tiles are counted where one scheduler counts all of them."""
+        assert self.grid is not None
+        return self.grid
 
 
 @dataclass(frozen=True)
 class WorkTile:
     """A tile of the output, or a part of K of one; run-time integers."""
 
-    block: Any  # of output features
-    m_tile: Any
-    begin: Any  # k blocks
-    end: Any
-    split: Any  # which part of K, or of the tile's rows,
-    splits: Any  # of how many
-    number: Any  # of the tile among those of all CTAs that are cut
+    block: Int32  # of output features
+    m_tile: Int32
+    begin: Int32  # k blocks
+    end: Int32
+    split: Int32  # which part of K, or of the tile's rows,
+    splits: Int32  # of how many
+    number: Int32  # of the tile among those of all CTAs that are cut
 
 
 @dataclass(frozen=True)
@@ -96,21 +102,25 @@ class TileScheduler:
     together: they are counted as one, and the grid's blocks as many of theirs.
     """
 
-    shape: Shape
-    first: Any
-    stride: Any
+    shape: TileSizes
+    first: Int32
+    stride: Int32
     multicast: int = 1
-    rank: Any = 0  # among those that share
+    rank: Int32 | int = 0  # among those that share
     cuts: bool = True  # whether tiles may be cut
     cuts_rows: bool = False  # into parts of their rows of x, not along K
 
     @property
+    def grid(self) -> TileGrid:
+        return self.shape.counted
+
+    @property
     def count(self):
         """Of all CTAs."""
-        return self.shape.grid.num_work_tiles
+        return self.grid.num_work_tiles
 
     def work_tile(self, index) -> WorkTile:
-        shape, grid = self.shape, self.shape.grid
+        shape, grid = self.shape, self.grid
         cut, number, split, tile = index >= shape.whole, Int32(0), Int32(0), index
         if self.cuts:
             number, split = grid.splits.divide_int(cutlass.max(index - shape.whole, 0))
@@ -140,11 +150,46 @@ class TileScheduler:
 
 
 @dataclass(frozen=True)
+class SequentialScheduler:
+    """The work tiles of one CTA that has all parts of K of every ``num_ctas``-th tile; run-time integers.
+
+    It has the last part first: see `.reduction.SequentialReduction`.
+    """
+
+    shape: TileSizes
+    cta: Int32
+    num_ctas: Int32
+
+    @property
+    def first(self):
+        return Int32(0)
+
+    @property
+    def count(self):
+        """Parts of all tiles of the CTA."""
+        tiles = (self.shape.whole - self.cta + (self.num_ctas - 1)) // self.num_ctas
+        return tiles * self.shape.splits
+
+    @property
+    def stride(self):
+        return Int32(1)
+
+    def work_tile(self, index) -> WorkTile:
+        shape = self.shape
+        own, split = shape.counted.splits.divide_int(index)
+        block, m_tile = shape.counted.place(self.cta + own * self.num_ctas)
+        part = cutlass.select_(split == 0, shape.splits, split) - 1
+        begin = part * shape.split_k_blocks
+        end = cutlass.min(begin + shape.split_k_blocks, shape.k_blocks)
+        return WorkTile(block, m_tile, begin, end, split, shape.splits, Int32(0))
+
+
+@dataclass(frozen=True)
 class ClusterTileScheduler:
     """As :class:`TileScheduler`, of CTAs of clusters that have the parts of K of a tile: each CTA has one part."""
 
-    shape: Shape
-    first: Any  # the CTA's number
+    shape: TileSizes
+    first: Int32  # the CTA's number
     cluster: int
 
     @property
@@ -167,7 +212,7 @@ class ClusterTileScheduler:
 
 
 def dense_sizes(config: WgmmaConfig, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind) -> tuple[Any, ...]:
-    """The fields of a `Shape` but its grid."""
+    """The fields of a `TileSizes` but its grid."""
     m, k = x.shape
     scale_groups = k_blocks * config.block_k // config.group_size if config.group_size else Int32(1)
     split_k_blocks = (k_blocks + splits - 1) // splits
@@ -182,9 +227,13 @@ def dense_grid(config: WgmmaConfig, m, num_tiles, whole, splits) -> TileGrid | N
     return TileGrid.of(blocks, cute.ceil_div(m, config.tile_m), whole, splits)
 
 
-def dense_scheduler(config: WgmmaConfig, shape: Shape, cta, num_ctas) -> TileScheduler | ClusterTileScheduler:
+def dense_scheduler(
+    config: WgmmaConfig, shape: TileSizes, cta, num_ctas
+) -> TileScheduler | SequentialScheduler | ClusterTileScheduler:
     """The work tiles of a CTA of a dense product."""
     rank = 0
+    if const_expr(config.reduction.sequential):
+        return SequentialScheduler(shape, cta, num_ctas)
     if const_expr(config.cluster > 1):
         return ClusterTileScheduler(shape, cta, config.cluster)
     if const_expr(config.multicast > 1):

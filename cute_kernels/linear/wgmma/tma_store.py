@@ -41,7 +41,7 @@ class StoredOperands(Operands):
     out_view: Any
 
 
-class TmaStore:
+class TmaTileStore:
     """The storing part of a consumer warpgroup, of plain results in 16 bits."""
 
     def __init__(self, config: WgmmaConfig):

@@ -9,13 +9,14 @@ warp and reader on its way out, and one for all parts on their way in.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.device.lanes import lane_max, lane_sum
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.mla.combine.output import WARP_ROWS, exists_sink, scale_of_some
@@ -32,7 +33,6 @@ from cute_kernels.mla.config import (
 from cute_kernels.mla.elements import of_name
 from cute_kernels.mla.mainloops.softmax import LOWEST, row_of
 from cute_kernels.mla.stream_k import ALL_LANES
-from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
 
 PART_WRITTEN, TILES_FREE = 6, 7  # named barriers: of the consumer warpgroups, of the producer warps
 WRITTEN = 0  # a flag's value when a part is there; EMPTY_WORD otherwise
@@ -55,12 +55,12 @@ class PartPlaces:
     after the other, and a flag.
     """
 
-    words: Any  # addresses: of all parts
-    flags: Any  # ... and their flags
-    part: Any  # the CTA's own
-    count: Any
-    each: Any  # heads of a reader, a power of 2 from 4 to 16
-    readers: Any
+    words: Int64  # addresses: of all parts
+    flags: Int64  # ... and their flags
+    part: Int32  # the CTA's own
+    count: Int32
+    each: Int32  # heads of a reader, a power of 2 from 4 to 16
+    readers: Int32
 
     @staticmethod
     def of(work_tiles) -> PartPlaces:

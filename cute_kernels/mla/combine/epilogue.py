@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass.cute as cute
 
 from cute_kernels.device.lanes import lane_sum
@@ -11,6 +9,7 @@ from cute_kernels.mla.combine.output import Writer
 from cute_kernels.mla.config import PARTIALS, MlaConfig
 from cute_kernels.mla.elements import of_name
 from cute_kernels.mla.mainloops import softmax
+from cute_kernels.mla.mainloops.weights import SteppedWeights, WholeWeights
 
 
 class Epilogue:
@@ -19,7 +18,7 @@ class Epilogue:
     weights: how the first warpgroup tells the second one that it may end, `WholeWeights` or `SteppedWeights`.
     """
 
-    def __init__(self, config: MlaConfig, weights: Any):
+    def __init__(self, config: MlaConfig, weights: WholeWeights | SteppedWeights):
         self.weights = weights
         self.writer = Writer(of_name(config.layout.dtype), PARTIALS[config.partials])
 

@@ -15,13 +15,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
+from cute_kernels.device.types import extents
 from cute_kernels.mla.combine.output import exists_sink
 from cute_kernels.mla.config import MAX_PARTS, PARTIALS, V_HEAD_DIM, CombineConfig
 from cute_kernels.mla.elements import of_name
 from cute_kernels.mla.mainloops.softmax import LOWEST
-from cute_kernels.mla.work import LaunchShape, Results, partial_stats, partial_values
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.mla.work import MlaSizes, Results, partial_stats, partial_values
 
 ROW_THREADS = V_HEAD_DIM // 4
 LANES = (1, 2, 4, 8, 16)  # bits of a lane's number
@@ -51,9 +52,9 @@ class CombineKernel:
         """out: bf16 or fp16 [batch, q_len, num_heads, 512]. Addresses: lse fp32 [batch, q_len, num_heads], max_logits
         likewise or 0, sinks fp32 [num_heads] or 0, partials: see `Results`. row_bits: a CTA has 2**row_bits rows, of
         each as many groups of 128 threads as its slots allow."""
-        sizes: Any = out.shape
+        sizes = extents(out)
         batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
-        shape = LaunchShape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0), Float32(0.0))
+        shape = MlaSizes(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0), Float32(0.0))
         results = Results(ptx.address(out), lse, max_logits, sinks, partials)
         rows = Int32(1) << row_bits
         self.kernel(results, shape, row_bits).launch(

@@ -7,6 +7,7 @@ stores them where their columns are added up, in the order of the parts: results
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -14,9 +15,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.mla.config import V_HEAD_DIM
 from cute_kernels.mla.few_heads.config import VALUE_WARPS, WARP_COLUMNS, FewHeadsConfig
-from cute_kernels.sm90 import WARP_THREADS
 
 # Bytes between rows of accumulators: 16 lanes' 8 bytes of four heads 2t apart then lie in different banks.
 ROW_PADDING = 16
@@ -69,7 +70,7 @@ class ClusterCombine:
         place = memory.ring + part * self.part_bytes + lane % 4 * (2 * self.pitch) + column * 4
         return numbers.address_in(place, owner)
 
-    def send(self, place, block: int, chunk: int, c: int, pair: list[Any]) -> None:
+    def send(self, place, block: int, chunk: int, c: int, pair: Sequence[Float32]) -> None:
         """Stores the two columns of a head; ``place`` from :meth:`destination`."""
         numbers.store_in_cluster(place, (8 * block + c) * self.pitch + 64 * chunk, pair)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from cute_kernels.architecture import HOPPER, Limits
+from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.mla.config import BLOCK_TOKENS, HEAD_DIM, PARTIALS, TOKENS, V_HEAD_DIM
 from cute_kernels.mla.layout import SLAB_COLUMNS, TokenLayout, layout_of
-from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 
 HEADS = (8, 16, 32)  # columns of a CTA's products
 FORM = "mla_fp8"
@@ -57,6 +58,7 @@ class FewHeadsConfig:
     ahead: blocks ahead of its copies that a token's index, or page, is asked for.
     """
 
+    limits: ClassVar[Limits] = HOPPER
     form: ClassVar[str] = FORM
     head_dim: ClassVar[int] = HEAD_DIM
     layout: ClassVar[TokenLayout] = LAYOUT
@@ -145,9 +147,7 @@ class FewHeadsConfig:
             return f"cluster is {self.cluster}; want one of {CLUSTERS}"
         if not 1 <= self.ahead <= 8:
             return f"ahead is {self.ahead}; want 1 to 8"
-        if self.smem_bytes > MAX_SHARED_BYTES:
-            return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
-        return None
+        return self.limits.refuses(NUM_THREADS, self.smem_bytes)
 
 
 def served_few_heads(tokens: str, heads: int, cluster: int = 1) -> FewHeadsConfig:

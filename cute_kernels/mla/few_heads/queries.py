@@ -18,10 +18,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max
 from cute_kernels.mla.config import HEAD_DIM, V_HEAD_DIM
 from cute_kernels.mla.few_heads.config import LATENT_STEPS, VALUE_WARPS, FewHeadsConfig
-from cute_kernels.sm90 import WARP_THREADS
 
 VECTOR_COLUMNS = 8  # of 16 bytes
 LATENT_VECTORS = V_HEAD_DIM // VECTOR_COLUMNS // WARP_THREADS  # of a lane

@@ -23,6 +23,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.lanes import lane_max, lane_sum
 from cute_kernels.device.ring import advance
+from cute_kernels.device.types import RegisterTensor
 from cute_kernels.mla.combine.output import exists_sink
 from cute_kernels.mla.config import BLOCK_TOKENS
 from cute_kernels.mla.few_heads.cluster_combine import ClusterCombine, cluster_sync
@@ -62,10 +63,10 @@ MIN_LIMIT, MAX_LIMIT = 2.0**-80, 2.0**126
 class State:
     """Registers of a lane: by its columns, heads 8b + 2t and 8b + 2t + 1 of every block b; in powers of 2."""
 
-    scales: Any  # powers of 2 per unit of score
-    maxima: Any
-    totals: Any  # over the lane's own tokens
-    limits: Any  # [tile]
+    scales: RegisterTensor[Float32]  # powers of 2 per unit of score
+    maxima: RegisterTensor[Float32]
+    totals: RegisterTensor[Float32]  # over the lane's own tokens
+    limits: RegisterTensor[Float32]  # [tile]
 
 
 class ScoreLoop:

@@ -7,7 +7,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.mla.few_heads.config import (
     CONSUMER_WARPS,
     FLAG_BYTES,
@@ -18,7 +20,6 @@ from cute_kernels.mla.few_heads.config import (
     WEIGHT_BUFFERS,
     FewHeadsConfig,
 )
-from cute_kernels.sm90 import WARP_THREADS
 
 QUERIES_READY, RESULTS_READY = 1, 2  # named barriers of scoring and value warps
 RAISING, EXCHANGING = 3, 4  # ... of score warps
@@ -28,30 +29,30 @@ RAISING, EXCHANGING = 3, 4  # ... of score warps
 class FewHeadsMemory:
     """Where everything lies: addresses as Int32, barriers as pointers."""
 
-    ring: Any  # raw tokens, stages of 64
-    queries: Any  # as operands: see `Queries`
-    query_scales: Any  # fp32 [heads]: what a head's scores are multiplied by to undo its queries' scaling
-    weights: Any  # fp16 [buffer, tile, block of 8 heads, token, head]
-    factors: Any  # fp32 [buffer, tile, head]: what accumulators shrink by before a block is added
-    raised: Any  # word [buffer], 16 bytes apart: whether there are such factors
-    exchange: Any  # fp32 [score warp, head], then [score warp, tile]
-    results: Any  # fp32 [tile, head]: what accumulators are multiplied by in the end
-    statistics: Any  # fp32 [head, (maximum, total)] of a part of a cluster
-    flags: Any  # word [stage, score warp]: which of its 16 tokens exist
-    full: Any  # a stage holds tokens
-    empty: Any  # nobody needs them any more
-    weighed: Any  # a buffer holds weights
-    added: Any  # nobody needs them any more
+    ring: Int32  # raw tokens, stages of 64
+    queries: Int32  # as operands: see `Queries`
+    query_scales: Int32  # fp32 [heads]: what a head's scores are multiplied by to undo its queries' scaling
+    weights: Int32  # fp16 [buffer, tile, block of 8 heads, token, head]
+    factors: Int32  # fp32 [buffer, tile, head]: what accumulators shrink by before a block is added
+    raised: Int32  # word [buffer], 16 bytes apart: whether there are such factors
+    exchange: Int32  # fp32 [score warp, head], then [score warp, tile]
+    results: Int32  # fp32 [tile, head]: what accumulators are multiplied by in the end
+    statistics: Int32 | None  # fp32 [head, (maximum, total)] of a part of a cluster
+    flags: Int32  # word [stage, score warp]: which of its 16 tokens exist
+    full: cute.Pointer  # a stage holds tokens
+    empty: cute.Pointer  # nobody needs them any more
+    weighed: cute.Pointer  # a buffer holds weights
+    added: cute.Pointer  # nobody needs them any more
 
 
 def allocate(config: FewHeadsConfig) -> FewHeadsMemory:
     smem = cutlass.utils.SmemAllocator()
 
-    def take(size: int) -> Any:
-        return smem.allocate(size, byte_alignment=16).toint()
+    def take(size: int) -> Int32:
+        return Int32(smem.allocate(size, byte_alignment=16).toint())
 
     stages, buffers = config.stages, WEIGHT_BUFFERS
-    ring = smem.allocate(config.ring_bytes, byte_alignment=128).toint()
+    ring = Int32(smem.allocate(config.ring_bytes, byte_alignment=128).toint())
     queries, query_scales = take(config.query_bytes), take(config.head_bytes)
     weights, factors = take(buffers * config.weight_bytes), take(buffers * config.factor_bytes)
     raised, exchange = take(buffers * 16), take(config.exchange_bytes)
@@ -79,7 +80,7 @@ def init_barriers(config: FewHeadsConfig, memory: FewHeadsMemory) -> None:
     cute.arch.mbarrier_init_fence()
 
 
-def matrix_lane(lane: Any) -> Any:
+def matrix_lane(lane: Int32) -> Any:
     """A lane's address for ldmatrix in 16 tokens and 32 bytes of each: matrices of tokens 0 to 7 and 8 to 15 of the
     first 16 bytes, then of the other 16. Rows are an odd number of 16 bytes apart: no bank conflicts."""
     return lane % 16 * ROW_BYTES + lane // 16 * 16

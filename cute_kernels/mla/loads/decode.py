@@ -20,6 +20,7 @@ from cutlass import Uint32, const_expr
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.mla.config import MlaConfig
 from cute_kernels.mla.loads.dequantize import Dequantizer, Factors
+from cute_kernels.mla.loads.destination import CrossoverTiles, OwnTiles
 from cute_kernels.mla.loads.gather import SLAB_BYTES, LanePlaces
 from cute_kernels.mla.loads.locate import Token
 
@@ -32,7 +33,7 @@ class TokenDecoder:
     tiles: where rows go, `OwnTiles` or `CrossoverTiles`. constant: whether the compiler may put loads of tokens off.
     """
 
-    def __init__(self, config: MlaConfig, tiles: Any, constant: bool):
+    def __init__(self, config: MlaConfig, tiles: OwnTiles | CrossoverTiles, constant: bool):
         self.config, self.tiles, self.constant = config, tiles, constant
         self.layout = config.layout
         self.num_loads = self.layout.code_slabs + ROPE_LOADS
@@ -116,7 +117,7 @@ class TokenDecoder:
                 if token is not None:
                     self.load_piece(words, token, place, i)
 
-    def decode(self, codes: list[Any], factors) -> list[Uint32]:
+    def decode(self, codes: list[Uint32], factors) -> list[Uint32]:
         """16 codes, 4 words, times their scale: 8 words."""
         return [pair for word in codes for pair in self.dequantizer.word(word, factors)]
 
@@ -143,7 +144,7 @@ class TokenDecoder:
         first = 4 * (self.layout.code_slabs + i)
         self.store_rope([words[first + j] for j in range(4)], i, tile, place)
 
-    def store_rope(self, values: list[Any], i: int, tile, place) -> None:
+    def store_rope(self, values: list[Uint32], i: int, tile, place) -> None:
         """Stores a lane's i-th 8 RoPE columns, 4 words."""
         # Piece 4 + p of a row is 4 pieces from p whatever the row: the swizzle leaves that bit to itself.
         offset = place.rope ^ (4 * wgmma_tiles.PIECE_BYTES * i)

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Any
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
 from cute_kernels.device import numbers, ptx
@@ -59,7 +59,7 @@ class Dequantizer:
         """Whether there may be large ones."""
         return self.scales != "power_of_2"
 
-    def factors(self, words: Any, count: int) -> Factors:
+    def factors(self, words: cute.Tensor, count: int) -> Factors:
         """Of the first ``count`` scales of a token, of its words.
 
         fp32 scales become a sum of two bf16, which is the scale to within 2**-17 of it. Exponents are moved to where

@@ -8,11 +8,10 @@ a tile is announced.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Uint32, const_expr
+from cutlass import Int32, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.ring import advance
@@ -70,18 +69,18 @@ class OwnTiles:
 class PeerLink:
     """The other CTA of a pair; run-time values."""
 
-    first_row: Any  # of the warp's rows in a block
-    distance: Any  # from an address of this CTA's shared memory to the same place in the other's
+    first_row: Int32  # of the warp's rows in a block
+    distance: Int32  # from an address of this CTA's shared memory to the same place in the other's
 
 
 @dataclass(frozen=True)
 class SharedTile:
     """Where rows go: here, and as far away in the other CTA, which counts them on its barrier; run-time values."""
 
-    address: Any
-    rows: Any  # of the warp's group, the same in all lanes
-    distance: Any
-    barrier: Any
+    address: Int32
+    rows: Int32  # of the warp's group, the same in all lanes
+    distance: Int32
+    barrier: Int32
 
 
 class CrossoverTiles:

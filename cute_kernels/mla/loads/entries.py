@@ -15,9 +15,9 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.mla.config import BLOCK_TOKENS, ENTRY_BLOCK_BYTES, GROUP_TOKENS, MlaConfig
-from cute_kernels.mla.loads.locate import Token, make_locator
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.mla.loads.locate import PagedLocator, SparseLocator, Token, make_locator
 
 LINE_BYTES = 128  # of L2
 
@@ -32,7 +32,7 @@ class Entries:
     the queries come the same way.
     """
 
-    locator: Any
+    locator: SparseLocator | PagedLocator
     rows: int  # of a block, that a warp fetches
     ring: int  # blocks, a power of 2
     lead: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -31,11 +30,11 @@ GROUP_BYTES = GROUP_TOKENS * wgmma_tiles.ROW_BYTES  # of a slab
 class LanePlaces:
     """A producer lane's constant places."""
 
-    row: Any  # of its token in a block, in the warp's first group
-    source: Any  # bytes into a token
-    even: Any  # byte offsets in a slab: of the first 8 of 16 columns
-    odd: Any  # ... of the other 8
-    rope: Any  # ... of the first RoPE piece
+    row: Int32  # of its token in a block, in the warp's first group
+    source: Int32  # bytes into a token
+    even: Int32  # byte offsets in a slab: of the first 8 of 16 columns
+    odd: Int32  # ... of the other 8
+    rope: Int32  # ... of the first RoPE piece
 
     @staticmethod
     def of(first_row, lane) -> LanePlaces:

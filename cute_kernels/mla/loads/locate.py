@@ -26,9 +26,9 @@ BEHIND_BYTES = 8  # of a token, behind the data of all tokens of a split page
 class Pages:
     """A paged cache; run-time values, strides in bytes. Of split pages token_stride is that of the data."""
 
-    base: Any
-    page_stride: Any
-    token_stride: Any
+    base: Int64
+    page_stride: Int64
+    token_stride: Int32
     page_size: Divisor  # tokens
 
     @staticmethod
@@ -51,40 +51,40 @@ class Pages:
 class Chosen:
     """Indices into a cache; run-time values."""
 
-    pages: Any
-    num_tokens: Any  # indices below it exist
-    indices: Any  # int32 [rows, topk]
-    topk: Any
-    lengths: Any  # int32 [batch], or 0: topk for all
+    pages: Pages
+    num_tokens: Int32  # indices below it exist
+    indices: Int64  # int32 [rows, topk]
+    topk: Int32
+    lengths: Int64  # int32 [batch], or 0: topk for all
 
 
 @dataclass(frozen=True)
 class SparseSource:
     """The tokens of a row: those of the cache, then those of the extra one in blocks of their own."""
 
-    main: Any
-    extra: Any
+    main: Chosen
+    extra: Chosen
 
 
 @dataclass(frozen=True)
 class PagedSource:
     """The first tokens of a request by its block table; run-time values."""
 
-    pages: Any
-    num_pages: Any
-    table: Any  # int32 [batch, table_stride]
-    table_stride: Any
-    max_pages: Any
-    lengths: Any  # int32 [batch]
+    pages: Pages
+    num_pages: Int32
+    table: Int64  # int32 [batch, table_stride]
+    table_stride: Int32
+    max_pages: Int32
+    lengths: Int64  # int32 [batch]
 
 
 @dataclass(frozen=True)
 class Token:
     """Where a token lies and whether there is one; run-time values. One that does not exist must not be read."""
 
-    address: Any
-    valid: Any  # 1 or 0
-    behind: Any = None  # where its scales lie in a split page
+    address: Int64
+    valid: Int32  # 1 or 0
+    behind: Int64  # where its scales lie in a split page
 
 
 def load_int(address) -> Int32:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -21,9 +20,9 @@ BOX = (BLOCK_HEADS, wgmma_tiles.SLAB_COLUMNS)
 class QuerySource:
     """The queries of a launch by a tensor map."""
 
-    copy: Any
-    view: Any  # coordinates [heads, columns, rows]
-    address: Any
+    copy: cute.CopyAtom
+    view: cute.Tensor  # coordinates [heads, columns, rows]
+    address: Int64
 
 
 class QueryLoader:

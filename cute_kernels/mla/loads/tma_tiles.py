@@ -8,7 +8,6 @@ cluster, with different heads of a row, want the same tokens: each asks for half
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -20,6 +19,7 @@ from cute_kernels.device.ring import advance
 from cute_kernels.mla.barriers import await_barriers
 from cute_kernels.mla.config import BLOCK_TOKENS, GROUP_TOKENS, NUM_STAGES, MlaConfig
 from cute_kernels.mla.elements import of_name
+from cute_kernels.mla.few_heads.config import FewHeadsConfig
 from cute_kernels.mla.loads.destination import drain
 from cute_kernels.mla.loads.gather import GROUP_BYTES, SLAB_BYTES, LanePlaces, leads
 from cute_kernels.mla.loads.locate import PagedSource, make_locator
@@ -34,14 +34,14 @@ HALF_PIECES = 4  # 16-byte pieces of a row of a slab that a lane's two loads are
 class TmaPagedSource(PagedSource):
     """A paged cache with a tensor map of it."""
 
-    copy: Any
-    view: Any  # coordinates [tokens of a page, columns, pages]
+    copy: cute.CopyAtom
+    view: cute.Tensor  # coordinates [tokens of a page, columns, pages]
 
 
 class TmaTileMap:
     """The tensor map of a cache: boxes of 64 columns and the tokens that a CTA asks for of a block."""
 
-    def __init__(self, config: MlaConfig):
+    def __init__(self, config: MlaConfig | FewHeadsConfig):
         self.cluster, self.width = config.cluster, config.head_dim
         self.type = of_name(config.layout.dtype).type
         self.box = (BLOCK_TOKENS // config.cluster, wgmma_tiles.SLAB_COLUMNS)

@@ -6,9 +6,9 @@ import cutlass.cute as cute
 from cutlass import const_expr
 
 from cute_kernels.device import numbers
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.mla.config import WARPGROUP_WARPS, MlaConfig
 from cute_kernels.mla.loads.queries import QueryLoader
-from cute_kernels.sm90 import WARP_THREADS
 
 SCORE_THREADS = WARPGROUP_WARPS * WARP_THREADS
 QUERIES_READ = 5  # named barrier of the first warpgroup

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
 from cute_kernels.device import wgmma_tiles
+from cute_kernels.device.types import RegisterTensor
 from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, V_HEAD_DIM, MlaConfig
 from cute_kernels.mla.elements import of_name
 from cute_kernels.mla.layout import HALF_SLABS
@@ -24,11 +24,11 @@ HALF_ACC = HALF // 2  # accumulators of a thread
 class Rows:
     """What a thread keeps of its two rows: registers that all blocks change."""
 
-    acc: Any  # fp32 [128] of the output
-    scores: Any  # fp32 [32]
-    packed: Any  # weights, pairs of 16-bit numbers [16]
-    maxima: Any  # fp32 [2]: of unscaled scores, among all that the row has seen
-    totals: Any  # fp32 [2]: of weights
+    acc: RegisterTensor[Float32]  # fp32 [128] of the output
+    scores: RegisterTensor[Float32]  # fp32 [32]
+    packed: RegisterTensor[Uint32]  # weights, pairs of 16-bit numbers [16]
+    maxima: RegisterTensor[Float32]  # fp32 [2]: of unscaled scores, among all that the row has seen
+    totals: RegisterTensor[Float32]  # fp32 [2]: of weights
 
     @staticmethod
     def make() -> Rows:

@@ -7,8 +7,6 @@ weights of a row are there. Where memory or gathering is what is waited for, :mo
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
@@ -29,7 +27,7 @@ class Stepped:
     def __init__(self, config: MlaConfig, next_queries: NextQueries | NoNextQueries | None = None):
         self.pipeline = TilePipeline(config)
         self.products = Products(config, self.pipeline)
-        self.weights: Any = SteppedWeights(config, self.products, fenced=True)
+        self.weights = SteppedWeights(config, self.products, fenced=True)
         self.next_queries = next_queries or NextQueries(config)
         self.epilogue = Epilogue(config, self.weights)
 

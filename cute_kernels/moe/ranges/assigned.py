@@ -13,11 +13,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.moe.ranges.assignments import AssignmentFinder, load_expert
 from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.moe.ranges.kernel import RangeRoles, launch_options, range_sizes
-from cute_kernels.moe.ranges.work import AssignedShape, RangeOperands
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.moe.ranges.work import AssignedSizes, RangeOperands
 
 
 class AssignedRouting:
@@ -29,7 +29,7 @@ class AssignedRouting:
     def load(self, operands, shape, lane) -> Any:
         return [
             load_expert(operands.offsets, i * WARP_THREADS + lane, shape.places, shape.id_words, shape.num_experts)
-            for i in range(self.config.lane_assignments)
+            for i in range(self.config.activations.lane_assignments)
         ]
 
     def find(self, shape, known, lane) -> tuple[Any, Any]:
@@ -89,7 +89,7 @@ class AssignedRangeKernel:
         """As `RangeKernel`, but for the routing.
 
         ids: address of ``count`` experts' ids of ``id_words`` words of 32 bits, of which those outside 0 to num_experts
-        - 1 go nowhere. out: [count, ..], a row for each assignment. row_factor: as `AssignedShape`. k_blocks: of one of
+        - 1 go nowhere. out: [count, ..], a row for each assignment. row_factor: as `AssignedSizes`. k_blocks: of one of
         2**part_bits equal parts of K, each of which has a result of its own, out [2**part_bits, count, ..]: without
         bias or activation, for whoever adds them up.
         """
@@ -97,7 +97,7 @@ class AssignedRangeKernel:
             self.config, x, n, num_tiles, k_blocks, num_ctas, num_experts, count, x_slots, waits, activation, out_kind
         )
         operands = RangeOperands(ptx.address(x), codes, scales, bias, Int64(0), out, ids, Int64(0))
-        shape = AssignedShape(*sizes, id_words=id_words, row_factor=row_factor, part_bits=part_bits)
+        shape = AssignedSizes(*sizes, id_words=id_words, row_factor=row_factor, part_bits=part_bits)
         self.kernel(operands, shape).launch(**launch_options(self.config, num_ctas, stream))
 
     @cute.kernel

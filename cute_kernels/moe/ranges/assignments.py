@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.device.cuda import WARP_THREADS
 
 ALL_LANES = 0xFFFFFFFF
 
@@ -28,9 +28,9 @@ class AssignedEntry:
     words: the expert's assignments, from the entry's first one on.
     """
 
-    expert: Any
-    words: Sequence[Any]
-    rows: Any
+    expert: Int32
+    words: Sequence[Uint32]
+    rows: Int32
 
     def place(self, row):
         """Of its ``row``-th row: the number of the assignment."""
@@ -57,11 +57,11 @@ class AssignmentFinder:
         entry_rows: that an entry may have, a power of two.
     """
 
-    experts: Sequence[Any]
-    peers: Sequence[Sequence[Any]]
-    begins: Sequence[Any]
-    numbers: Sequence[Any]
-    total: Any
+    experts: Sequence[Int32]
+    peers: Sequence[Sequence[Uint32]]
+    begins: Sequence[Int32]
+    numbers: Sequence[Int32]
+    total: Int32
     entry_rows: int
 
     @staticmethod

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from cute_kernels.linear.config import MMA_N, ROW_WARPS, LinearConfig
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.linear.config import MMA_N, ROW_WARPS, Activations, LinearConfig
 from cute_kernels.linear.wgmma.policies import LIMB_GROUP, ROW_LIMB_BYTES, ROW_SCALE_BYTES, TMA_TILE_ALIGNMENT
-from cute_kernels.sm90 import WARP_THREADS
 
 BLOCK_K = LIMB_GROUP  # inputs that share a scale of x, and of the weights
 ROWS = (MMA_N, 2 * MMA_N)  # of an expert that are multiplied together, at most
@@ -22,8 +23,8 @@ MOST_ROUNDS_OF_TILES = (
 
 
 @dataclass(frozen=True)
-class RangeConfig(LinearConfig):
-    """A variant whose consumer warps make limbs of x, which stay in shared memory; products are those of bytes.
+class EntryLimbs(Activations):
+    """Consumer warps make limbs of an expert's rows of x, which stay in shared memory; products are those of bytes.
 
     The four warps that have the same ``k_warps``-th share of k blocks are a warpgroup. It takes whole pipeline stages,
     in turn with the others. One warp copies, weights alone.
@@ -35,59 +36,54 @@ class RangeConfig(LinearConfig):
 
     expert_rounds: int = 1
     lane_assignments: int = 0
-
-    @property
-    def producer_warps(self) -> int:
-        return 1
-
-    @property
-    def stage_warps(self) -> int:
-        return ROW_WARPS
-
-    @property
-    def x_alignment(self) -> int:
-        return TMA_TILE_ALIGNMENT
-
-    @property
-    def room_k_blocks(self) -> int:
-        """K blocks whose limbs there is room for."""
-        return self.x_bytes // (self.k_block_limb_bytes + self.k_block_x_scale_bytes)
-
-    @property
-    def k_block_limb_bytes(self) -> int:
-        """Limbs of a k block of as many rows as there is room for."""
-        return ROW_LIMB_BYTES * self.tile_m
-
-    @property
-    def k_block_x_scale_bytes(self) -> int:
-        """Their scales."""
-        return ROW_SCALE_BYTES * self.tile_m
+    producer_warps: ClassVar[int] = 1
+    alignment: ClassVar[int] = TMA_TILE_ALIGNMENT
 
     @property
     def name(self) -> str:
-        kind = f"assigned{self.lane_assignments}" if self.lane_assignments else f"ranges{self.expert_rounds}"
-        return f"{super().name}_{kind}"
+        return f"_assigned{self.lane_assignments}" if self.lane_assignments else f"_ranges{self.expert_rounds}"
 
-    def can_implement(self) -> str | None:
+    def stage_warps(self, config: LinearConfig[Any]) -> int:
+        return ROW_WARPS
+
+    def k_block_limb_bytes(self, config: RangeConfig) -> int:
+        """Limbs of a k block of as many rows as there is room for."""
+        return ROW_LIMB_BYTES * config.tile_m
+
+    def k_block_scale_bytes(self, config: RangeConfig) -> int:
+        """Their scales."""
+        return ROW_SCALE_BYTES * config.tile_m
+
+    def k_block_bytes(self, config: RangeConfig) -> int:
+        """Limbs of a k block and their scales."""
+        return self.k_block_limb_bytes(config) + self.k_block_scale_bytes(config)
+
+    def room_k_blocks(self, config: RangeConfig) -> int:
+        """K blocks whose limbs there is room for."""
+        return self.x_bytes // self.k_block_bytes(config)
+
+    def problem(self, config: LinearConfig[Any]) -> str | None:
         choices = {
-            "group_size": (BLOCK_K,),
-            "block_k": (BLOCK_K,),
-            "tile_m": ROWS,
-            "k_warps": (2, 3, 4),
-            "expert_rounds": ROUNDS,
-            "lane_assignments": (0, *LANE_ASSIGNMENTS),
+            "group_size": (config.group_size, (BLOCK_K,)),
+            "block_k": (config.block_k, (BLOCK_K,)),
+            "tile_m": (config.tile_m, ROWS),
+            "k_warps": (config.k_warps, (2, 3, 4)),
+            "expert_rounds": (self.expert_rounds, ROUNDS),
+            "lane_assignments": (self.lane_assignments, (0, *LANE_ASSIGNMENTS)),
         }
-        for field, wanted in choices.items():
-            found = getattr(self, field)
+        for field, (found, wanted) in choices.items():
             if found not in wanted:
                 return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
-        if not self.format.takes_limbs:
-            return f"limbs want 4-bit integers without zero points, not {self.format.key}"
-        if self.num_stages % self.k_warps:
+        if not config.format.takes_limbs:
+            return f"limbs want 4-bit integers without zero points, not {config.format.key}"
+        if config.num_stages % config.k_warps:
             # By its parity a use of a stage would be taken for the next but one.
-            return f"num_stages {self.num_stages} is no multiple of the {self.k_warps} warpgroups that take turns"
-        if self.tile_m > MMA_N and self.n_tiles * self.expert_rounds > MOST_ROUNDS_OF_TILES:
-            return f"{self.tile_m} rows of {self.n_tiles} tiles and {self.expert_rounds} rounds of experts spill"
-        if self.lane_assignments and (self.tile_m > MMA_N or self.expert_rounds > 1):
-            return f"assignments are found by {MMA_N} rows an entry, not {self.tile_m}, in one round"
-        return super().can_implement()
+            return f"num_stages {config.num_stages} is no multiple of the {config.k_warps} warpgroups that take turns"
+        if config.tile_m > MMA_N and config.n_tiles * self.expert_rounds > MOST_ROUNDS_OF_TILES:
+            return f"{config.tile_m} rows of {config.n_tiles} tiles and {self.expert_rounds} rounds of experts spill"
+        if self.lane_assignments and (config.tile_m > MMA_N or self.expert_rounds > 1):
+            return f"assignments are found by {MMA_N} rows an entry, not {config.tile_m}, in one round"
+        return None
+
+
+RangeConfig = LinearConfig[EntryLimbs]

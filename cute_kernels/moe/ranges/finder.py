@@ -23,9 +23,9 @@ from cute_kernels.moe.ranges.config import LANE_EXPERTS, ROUND_EXPERTS
 class Entry:
     """Rows of an expert that are multiplied together; run-time integers, the same in all lanes."""
 
-    expert: Any
-    first_place: Any
-    rows: Any
+    expert: Int32
+    first_place: Int32
+    rows: Int32
 
     def place(self, row):
         """Of its ``row``-th row."""
@@ -43,10 +43,10 @@ class ExpertFinder:
         entry_rows: that an entry may have, a power of two.
     """
 
-    places: list[list[Any]]
-    before: list[list[Any]]
-    total: Any
-    lane: Any
+    places: list[list[Int32]]
+    before: list[list[Int32]]
+    total: Int32
+    lane: Int32
     entry_rows: int
 
     @staticmethod

@@ -24,20 +24,20 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx, wgmma
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.device.ring import advance, advance_by
 from cute_kernels.linear.config import MMA_N, ROW_WARPS
 from cute_kernels.linear.epilogue import Epilogue
-from cute_kernels.linear.kernel import FRAGMENT_BYTES, Lane, allocate, init_barriers, stage_acc, to_float
+from cute_kernels.linear.kernel import FRAGMENT_BYTES, StreamLane, allocate, init_barriers, stage_acc, to_float
 from cute_kernels.linear.wgmma.limbs import LimbProducts, Part
 from cute_kernels.linear.wgmma.loads import product
 from cute_kernels.linear.wgmma.policies import ROW_LIMB_BYTES, ROW_SCALE_BYTES
 from cute_kernels.linear.wgmma.resident_rows import PIECE_BITS, ResidentRows, RowsRoom, Source
 from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.moe.ranges.finder import Entry, ExpertFinder, load_places
-from cute_kernels.moe.ranges.work import BlockRange, LaunchShape, RangeOperands
+from cute_kernels.moe.ranges.work import BlockRange, RangeOperands, RangeSizes
 from cute_kernels.moe.work import reciprocal
-from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import TILE_BYTES
 
 # Numbers of barriers: of the consumer warps; and of these, and of the storing ones, with the producer warp, which has
@@ -47,40 +47,34 @@ MEETING, CONSUMERS, EPILOGUE = 1, 2, 3
 
 def room_of(config: RangeConfig) -> RowsRoom:
     """How limbs of a configuration are made."""
-    return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, config.room_k_blocks)
+    return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, config.activations.room_k_blocks(config))
 
 
 @dataclass(frozen=True)
 class EntrySource(Source):
     """x, and which of its rows are an entry's."""
 
-    index: Any  # of the lane's row
+    index: Int32  # of the lane's row
+
+    def row(self, row: Int32) -> Int32:
+        return cute.arch.shuffle_sync(self.index, row)
 
 
 @dataclass(frozen=True)
 class LimbPlaces:
     """Where limbs of an entry's k blocks and their scales lie: addresses."""
 
-    x_address: Any
-    x_scales: Any
+    x_address: Int32
+    x_scales: Int32
 
 
 @dataclass(frozen=True)
-class LimbLane(Lane):
+class LimbLane(StreamLane):
     """A thread's places, and what it reads of limbs."""
 
-    x: Any  # address of all limbs
-    x_scales: Any  # of the scales of the thread's two rows, of the first k block
+    x: Int32  # address of all limbs
+    x_scales: Int32  # of the scales of the thread's two rows, of the first k block
     masks: Any  # of codes
-
-
-class EntryRows(ResidentRows):
-    """Limbs of the rows of an entry."""
-
-    constant = False  # the product before may still be writing when this one begins
-
-    def source_row(self, x: EntrySource, row) -> Any:  # type: ignore[override]
-        return cute.arch.shuffle_sync(x.index, row)
 
 
 class Routing(Protocol):
@@ -130,7 +124,7 @@ class SortedRouting:
 
         Of few places the row of each, which is not known to be of use before offsets have come.
         """
-        places = load_places(operands.offsets, shape.num_experts, self.config.expert_rounds, lane)
+        places = load_places(operands.offsets, shape.num_experts, self.config.activations.expert_rounds, lane)
         return places, self.row_at(operands, cutlass.min(lane, shape.places - 1))
 
     def find(self, shape, known, lane) -> tuple[Any, Any]:
@@ -183,7 +177,7 @@ class RangeRoles:
         self.config, self.routing = config, routing
         self.decoder = config.format.decoder(config.dtype, HopperMath(config.dtype))
         self.word_steps = self.decoder.steps
-        self.rows = EntryRows(room_of(config))
+        self.rows = ResidentRows(room_of(config))
         self.products = LimbProducts(config.n_tiles, config.tile_m, self.word_steps)
         self.epilogue = Epilogue(config)
 
@@ -194,7 +188,7 @@ class RangeRoles:
         cta, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        memory = allocate(config, Int32(0), shape.k_blocks * config.k_block_limb_bytes)
+        memory = allocate(config, Int32(0), shape.k_blocks * config.activations.k_block_limb_bytes(config))
         if const_expr(config.use_pdl):
             if shape.waits != 0:
                 cute.arch.griddepcontrol_wait()
@@ -286,7 +280,7 @@ class RangeRoles:
         if shape.x_slots == 1:
             self.meet()
         places = LimbPlaces(memory.x + start, self.limb_scales(shape, memory) + scale_offset(start))
-        rows = EntrySource(operands.x, entry.rows, shape.k >> PIECE_BITS, None, None, None, None, row)
+        rows = EntrySource(operands.x, entry.rows, shape.k >> PIECE_BITS, row)
         self.rows.make(rows, places, begin, begin + shape.k_blocks, warp, lane)
         self.meet()
 
@@ -356,7 +350,7 @@ class RangeRoles:
         for k_block in cutlass.range(first, shape.k_blocks, config.k_warps * chunk, unroll=1):
             cute.arch.mbarrier_wait(memory.full + stage, phase)
             base = memory.stages + stage * config.stage_bytes
-            self.multiply_k_blocks(acc, base, k_block * config.k_block_limb_bytes + start, place)
+            self.multiply_k_blocks(acc, base, k_block * config.activations.k_block_limb_bytes(config) + start, place)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(memory.empty + stage)
@@ -393,13 +387,14 @@ class RangeRoles:
     def load_limbs(self, place: LimbLane, x_offset, k_block: int) -> tuple[Any, Any]:
         """(scales of x, descriptor) of the ``k_block``-th k block from ``x_offset`` on."""
         config, address = self.config, place.x_scales + scale_offset(x_offset)
+        k_block_bytes = config.activations.k_block_scale_bytes(config)
         pairs = [
-            ptx.load_shared_vector(address, k_block * config.k_block_x_scale_bytes + block * MMA_N * ROW_SCALE_BYTES, 2)
+            ptx.load_shared_vector(address, k_block * k_block_bytes + block * MMA_N * ROW_SCALE_BYTES, 2)
             for block in range(config.m_fragments)
         ]
         x = wgmma.descriptor(cute.arch.make_warp_uniform(Int32(place.x + x_offset)))
         scales = [word.bitcast(Float32) for pair in pairs for word in pair]
-        return scales, wgmma.advanced(x, k_block * config.k_block_limb_bytes)
+        return scales, wgmma.advanced(x, k_block * config.activations.k_block_limb_bytes(config))
 
     @cute.jit
     def store_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder, tid, lane):
@@ -452,7 +447,7 @@ def range_sizes(
     activation,
     out_kind,
 ) -> Any:
-    """The fields of a `LaunchShape`."""
+    """The fields of a `RangeSizes`."""
     num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
     blocks, ctas = reciprocal(num_blocks), reciprocal(num_ctas)
     work_range = num_tiles, k_blocks, num_blocks, blocks, num_ctas, ctas, num_experts, places, x_slots, waits
@@ -504,7 +499,7 @@ class RangeKernel:
             self.config, x, n, num_tiles, k_blocks, num_ctas, num_experts, places, x_slots, waits, activation, out_kind
         )
         operands = RangeOperands(ptx.address(x), codes, scales, bias, Int64(0), out, offsets, rows)
-        self.kernel(operands, LaunchShape(*sizes)).launch(**launch_options(self.config, num_ctas, stream))
+        self.kernel(operands, RangeSizes(*sizes)).launch(**launch_options(self.config, num_ctas, stream))
 
     @cute.kernel
     def kernel(self, operands, shape):

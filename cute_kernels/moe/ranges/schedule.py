@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import MEMORY_BYTES_PER_US, weight_fields
 from cute_kernels.moe.ranges.config import (
     BLOCK_K,
@@ -16,10 +18,10 @@ from cute_kernels.moe.ranges.config import (
     ROUNDS,
     ROW_BITS,
     ROWS,
+    EntryLimbs,
     RangeConfig,
 )
 from cute_kernels.moe.schedule import MOST_DIVIDED, GroupedProblem, usual_entries, usual_rows
-from cute_kernels.sm90 import MAX_SHARED_BYTES, WARP_THREADS
 from layouts.weights.hopper import TILE_N
 
 # By the rows of an entry: bytes of weights in a pipeline, at most. What is asked for at once is not to be more than
@@ -115,12 +117,12 @@ def among_assignments(layout: RangeLayout, count: int) -> RangeLayout | None:
     if count > MOST_ASSIGNMENTS:
         return None
     lanes = next(number for number in LANE_ASSIGNMENTS if count <= number * WARP_THREADS)
-    config = replace(layout.config, lane_assignments=lanes, expert_rounds=1)
+    config = layout.config.with_activations(lane_assignments=lanes, expert_rounds=1)
     return replace(layout, config=config) if config.can_implement() is None else None
 
 
 def row_factor(assignments: int) -> int:
-    """What `AssignedShape.row` multiplies by, where so many neighbouring assignments have a row of x together."""
+    """What `AssignedSizes.row` multiplies by, where so many neighbouring assignments have a row of x together."""
     return -(-(1 << ROW_BITS) // assignments)
 
 
@@ -169,18 +171,18 @@ def config_of(problem: GroupedProblem, shape: RangeShape, room_k_blocks: int) ->
     rounds = next((count for count in ROUNDS if problem.num_experts <= count * ROUND_EXPERTS), None)
     if rounds is None:
         return None
-    config = RangeConfig(
+    config: RangeConfig = LinearConfig(
         **weight_fields(problem),
         block_k=BLOCK_K,
         epilogue_warps=EPILOGUE_WARPS[shape.tile_m],
         use_pdl=problem.use_pdl,
         num_stages=shape.k_warps,
-        expert_rounds=rounds,
+        activations=EntryLimbs(expert_rounds=rounds),
         **shape._asdict(),
     )
-    config = replace(config, x_bytes=room_k_blocks * (config.k_block_limb_bytes + config.k_block_x_scale_bytes))
+    config = config.with_activations(x_bytes=room_k_blocks * config.activations.k_block_bytes(config))
     stage = config.stage_bytes
-    room = MAX_SHARED_BYTES - SPARE_BYTES - (config.smem_bytes - config.stages_bytes)
+    room = config.limits.shared_bytes - SPARE_BYTES - (config.smem_bytes - config.stages_bytes)
     stages = min(STAGES_BYTES[shape.tile_m] // stage, room // (stage + 16)) // shape.k_warps * shape.k_warps
     if stages * stage < LEAST_STAGES_BYTES:
         return None

@@ -7,39 +7,39 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Int32
+from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.moe.ranges.config import ROW_BITS
 from cute_kernels.moe.work import quotient
 
 
 @dataclass(frozen=True)
-class LaunchShape:
+class RangeSizes:
     """Sizes of a launch; run-time integers."""
 
-    n: Any
-    k: Any
-    num_tiles: Any  # of 64 output features of an expert
-    k_blocks: Any  # that a block is multiplied with: of the padded K, or of a part of it
-    num_blocks: Any  # of output features of an expert
-    block_reciprocal: Any  # as `cute_kernels.moe.work.reciprocal`
-    num_ctas: Any
-    cta_reciprocal: Any
-    num_experts: Any
-    places: Any
-    x_slots: Any  # sets of limbs that shared memory holds, 1 or 2
-    waits: Any  # whether offsets may be of the kernel before this one
-    activation: Any
-    out_kind: Any
+    n: Int32
+    k: Int32
+    num_tiles: Int32  # of 64 output features of an expert
+    k_blocks: Int32  # that a block is multiplied with: of the padded K, or of a part of it
+    num_blocks: Int32  # of output features of an expert
+    block_reciprocal: Uint32  # as `cute_kernels.moe.work.reciprocal`
+    num_ctas: Int32
+    cta_reciprocal: Uint32
+    num_experts: Int32
+    places: Int32
+    x_slots: Int32  # sets of limbs that shared memory holds, 1 or 2
+    waits: Int32  # whether offsets may be of the kernel before this one
+    activation: Int32
+    out_kind: Int32
 
 
 @dataclass(frozen=True)
-class AssignedShape(LaunchShape):
+class AssignedSizes(RangeSizes):
     """Sizes of a launch among assignments as they are, of which ``places`` is the number."""
 
-    id_words: Any  # of 32 bits, of an expert's id
-    row_factor: Any  # 2**ROW_BITS over the assignments of a row of x, rounded up
-    part_bits: Any  # log2 of the parts of K, which entries are counted with: all parts of one, then of the next
+    id_words: Int32  # of 32 bits, of an expert's id
+    row_factor: Int32  # 2**ROW_BITS over the assignments of a row of x, rounded up
+    part_bits: Int32  # log2 of the parts of K, which entries are counted with: all parts of one, then of the next
 
     def row(self, place) -> Any:
         """The row of x of an assignment."""
@@ -54,23 +54,23 @@ class AssignedShape(LaunchShape):
 class RangeOperands:
     """Addresses of a launch. bias and rows are 0 where there is none."""
 
-    x: Any  # [.., k] of the configuration's dtype
-    codes: Any  # of all experts, one after the other; scales too
-    scales: Any
-    bias: Any  # [experts, n] of x's dtype
-    residual: Any  # 0
-    out: Any  # [places, columns], of parts of K one behind the other
-    offsets: Any  # int32 [experts + 1]: the first place of each expert; or ids of assignments
-    rows: Any  # int32 [places]: the row of x at each place, or 0: its own number
+    x: Int64  # [.., k] of the configuration's dtype
+    codes: Int64  # of all experts, one after the other; scales too
+    scales: Int64
+    bias: Int64  # [experts, n] of x's dtype
+    residual: Int64  # 0
+    out: Int64  # [places, columns], of parts of K one behind the other
+    offsets: Int64  # int32 [experts + 1]: the first place of each expert; or ids of assignments
+    rows: Int64  # int32 [places]: the row of x at each place, or 0: its own number
 
 
 @dataclass(frozen=True)
 class BlockRange:
     """A CTA's blocks of output features, ``count`` from the ``first`` on, those of all entries counted through."""
 
-    shape: Any
-    first: Any
-    count: Any
+    shape: RangeSizes
+    first: Int32
+    count: Int32
 
     @staticmethod
     def of(shape, entries, cta) -> BlockRange:

@@ -26,7 +26,7 @@ from cute_kernels.linear.wgmma.tiles import dense_sizes
 from cute_kernels.linear.work import Operands
 from cute_kernels.moe.schedule import MAX_EXPERTS
 from cute_kernels.moe.wgmma.schedule import ENTRY_BYTES, TABLE_BYTES, TABLE_WARPS
-from cute_kernels.moe.wgmma.tiles import GroupedShape, GroupedTileScheduler, LimbShape, fill_table
+from cute_kernels.moe.wgmma.tiles import GroupedLimbSizes, GroupedTileScheduler, GroupedTileSizes, fill_table
 
 
 class ExpertPlaces:
@@ -88,7 +88,7 @@ class GroupedRoles:
 
 
 def grouped_sizes(config: WgmmaConfig, x, n, num_tiles, k_blocks, num_experts, num_ctas, activation, out_kind) -> Any:
-    """The fields of a `GroupedShape`; an expert's tiles are counted on the device."""
+    """The fields of a `GroupedTileSizes`; an expert's tiles are counted on the device."""
     dense = dense_sizes(config, x, n, num_tiles, k_blocks, Int32(0), Int32(1), activation, out_kind)
     blocks = cute.ceil_div(num_tiles, config.block_tiles)
     return *dense, None, num_experts, blocks, Divisor.of(blocks * M_TILE_BAND), Divisor.of(num_ctas)
@@ -131,7 +131,7 @@ class GroupedWgmmaKernel:
         sizes = grouped_sizes(self.config, x, n, num_tiles, k_blocks, num_experts, num_ctas, activation, out_kind)
         operands = Operands(Int64(0), codes, scales, zeros, bias, Int64(0), out, Int64(0))
         options = launch_options(self.config, num_ctas, stream, use_pdl=True)
-        self.kernel(operands, GroupedShape(*sizes), offsets, copy_x, x_view).launch(**options)
+        self.kernel(operands, GroupedTileSizes(*sizes), offsets, copy_x, x_view).launch(**options)
 
     @cute.kernel
     def kernel(self, operands, shape, offsets, copy_x, x_view):
@@ -179,7 +179,7 @@ class GroupedLimbKernel:
         """
         copy_x, x_view = self.activations.tma(x)
         sizes = grouped_sizes(self.config, x, n, num_tiles, k_blocks, num_experts, num_ctas, activation, out_kind)
-        shape = LimbShape(*sizes, x_scales=x_scales, x_scale_pitch=x_scale_pitch)
+        shape = GroupedLimbSizes(*sizes, x_scales=x_scales, x_scale_pitch=x_scale_pitch)
         operands = Operands(Int64(0), codes, scales, Int64(0), bias, Int64(0), out, Int64(0))
         options = launch_options(self.config, num_ctas, stream, use_pdl=True)
         self.kernel(operands, shape, offsets, copy_x, x_view).launch(**options)

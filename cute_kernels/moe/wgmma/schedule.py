@@ -2,7 +2,7 @@
 
 How many rows each expert gets is known on the device only, so the host weighs tiles by how many of them an expert takes
 on average if rows fall to experts at random: small tiles waste the tensor cores, large ones their last rows. The time
-of a tile is that of `cute_kernels.linear.wgmma.schedule`. Rates are an H200's, fitted to tests/facts/moe.json.
+of a tile is that of `.costs`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.schedule import weight_fields
 from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
+from cute_kernels.linear.wgmma.costs import MEMORY_BYTES_PER_CLOCK
 from cute_kernels.linear.wgmma.policies import MOST_LOOPS, Limbs, Mainloop, MmaSync, RegisterWgmma
-from cute_kernels.linear.wgmma.schedule import K_BLOCK_CLOCKS, MAX_STAGES, MEMORY_BYTES_PER_CLOCK
+from cute_kernels.linear.wgmma.stages import MAX_STAGES
 from cute_kernels.moe.schedule import CAPACITIES, MAX_EXPERTS, GroupedProblem, usual_rows
-from cute_kernels.sm90 import MAX_SHARED_BYTES, WARP_THREADS
+from cute_kernels.moe.wgmma.costs import TENSOR_WORK_TILE_CLOCKS, WORK_TILE_CLOCKS, cost_of, scaled_as_decoded
 from layouts.weights.hopper import TILE_N
 
 ENTRY_BYTES = 8  # of an expert in the table: work tiles before it, its first place
@@ -36,24 +38,8 @@ LIMB_ROWS = 2  # the same where tiles of limbs are possible, and enough of them
 LIKELY = 0.05  # tiles of an expert: kinds of which there are fewer are not what a launch ends with
 SMEM_RESERVE = 1024  # pipelines are laid out in whole 128 bytes
 
-DECODE_CLOCKS = {4: 25, 8: 30}  # per k16 step of a tile of 64 features, however few rows,
-DECODE_ROW_CLOCKS = 0.2  # and for each of them; both as measured with experts of few rows
-# The same of codes of so many bits that one instruction scales as it decodes them, with the launch that brings rows.
-SCALED_BITS, SCALED_CLOCKS, SCALED_ROW_CLOCKS = 4, 20, 0.25
-SYNCHRONOUS_CLOCKS = {4: 20, 8: 25}  # the same where warps multiply each for itself: scales are on accumulators,
-SYNCHRONOUS_ROW_CLOCKS = 0.43  # and each of them has instructions of its own
-# The same where products are of bytes, tensor cores included: decoding is little, and what there is left to do for each
-# row are its limbs' columns and the scales of its accumulators.
-LIMB_CLOCKS, LIMB_ROW_CLOCKS = 12, 0.62
-SHORT_PIPELINE, SHORT_PIPELINE_COST = 5, 1.05  # the memory's time with so few stages
-MMA_CLOCKS = 16  # per k16 step of a tile of 64 features, beside those of its products
-WORK_TILE_CLOCKS = 2200  # that results of two warpgroups take where decoding or memory is the bound,
-TENSOR_WORK_TILE_CLOCKS = 1500  # and where tensor cores are
-# Tiles of so many rows take that much longer than a dense product's, as measured.
-WIDE_COST = {192: 1.04, 224: 1.06, 256: 1.08}
 
-
-class Shape(NamedTuple):
+class TileShape(NamedTuple):
     """A tile there is to choose from; the fields are those of `WgmmaConfig`."""
 
     tile_m: int
@@ -66,20 +52,20 @@ class Shape(NamedTuple):
 
 # An expert's last tile is half empty on average, so all have parts.
 SHAPES = (
-    Shape(16, 2, 128, 2, mainloop=Limbs()),
-    Shape(32, 2, 128, 4, mainloop=Limbs()),
-    Shape(64, 2, 128, 4, mainloop=Limbs()),
-    Shape(256, 1, 64, 2),
-    Shape(224, 1, 64, 7),
-    Shape(192, 1, 64, 6),
-    Shape(160, 1, 128, 5),
-    Shape(128, 1, 128, 4),
-    Shape(64, 2, 128, 4),
-    Shape(48, 2, 128, 6),
-    Shape(32, 2, 128, 4),
-    Shape(16, 2, 128, 2),
-    Shape(16, 2, 128, 2, mainloop=MmaSync()),
-    Shape(16, 2, 128, 2, warpgroups=4, mainloop=MmaSync()),
+    TileShape(16, 2, 128, 2, mainloop=Limbs()),
+    TileShape(32, 2, 128, 4, mainloop=Limbs()),
+    TileShape(64, 2, 128, 4, mainloop=Limbs()),
+    TileShape(256, 1, 64, 2),
+    TileShape(224, 1, 64, 7),
+    TileShape(192, 1, 64, 6),
+    TileShape(160, 1, 128, 5),
+    TileShape(128, 1, 128, 4),
+    TileShape(64, 2, 128, 4),
+    TileShape(48, 2, 128, 6),
+    TileShape(32, 2, 128, 4),
+    TileShape(16, 2, 128, 2),
+    TileShape(16, 2, 128, 2, mainloop=MmaSync()),
+    TileShape(16, 2, 128, 2, warpgroups=4, mainloop=MmaSync()),
 )
 
 
@@ -139,7 +125,7 @@ def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
     return [config for config in configs if config is not None]
 
 
-def tile_config(problem: GroupedProblem, shape: Shape) -> WgmmaConfig | None:
+def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None:
     """A tile's configuration, with as many stages as there is room for beside the table of tiles; None if not two."""
     config = WgmmaConfig(
         **weight_fields(problem),
@@ -153,14 +139,9 @@ def tile_config(problem: GroupedProblem, shape: Shape) -> WgmmaConfig | None:
     )
     if shape.row_parts > MOST_LOOPS and shape.n_tiles > 1 and not scaled_as_decoded(config):
         return None  # not measured
-    room = MAX_SHARED_BYTES - SMEM_RESERVE - TABLE_BYTES - config.smem_bytes
+    room = config.limits.shared_bytes - SMEM_RESERVE - TABLE_BYTES - config.smem_bytes
     config = replace(config, num_stages=min(MAX_STAGES, 2 + max(0, room // (config.stage_bytes + 16))))
     return config if config.can_implement() is None and room >= 0 else None
-
-
-def scaled_as_decoded(config: WgmmaConfig) -> bool:
-    """Whether weights are those of which the tables in tests/facts/moe.json hold for such decoding."""
-    return config.scales_codes and config.format.bits == SCALED_BITS and not config.format.has_zeros
 
 
 def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]:
@@ -182,27 +163,13 @@ def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]
 
 def work_tile_clocks(layout: GroupedTiles, tile_m: int, tiles: float) -> float:
     """Clocks of a tile of which ``tile_m`` are computed, in an expert of so many tiles."""
-    config, cost = layout.config, layout.config.format.decode_cost
-    fragments = config.block_tiles * config.k_block_steps
-    if config.limbs:
-        tensor = 0.0
-        decoding = K_BLOCK_CLOCKS + fragments * (LIMB_CLOCKS + LIMB_ROW_CLOCKS * tile_m)
-    elif isinstance(config.mainloop, MmaSync):
-        tensor = 0.0
-        clocks = SYNCHRONOUS_CLOCKS[config.format.bits] * cost
-        decoding = K_BLOCK_CLOCKS + fragments * (clocks + SYNCHRONOUS_ROW_CLOCKS * tile_m)
-    else:
-        tensor = fragments * (tile_m / 2 + MMA_CLOCKS) * WIDE_COST.get(config.tile_m, 1.0)
-        clocks, token_clocks = DECODE_CLOCKS[config.format.bits] * cost, DECODE_ROW_CLOCKS
-        if scaled_as_decoded(config):
-            clocks, token_clocks = SCALED_CLOCKS, SCALED_ROW_CLOCKS
-        decoding = K_BLOCK_CLOCKS + fragments * (clocks + token_clocks * tile_m)
+    config = layout.config
+    cost = cost_of(config.mainloop)
     # Tiles of an expert that run side by side read a weight from memory once.
-    shared = min(max(tiles, 1.0), M_TILE_BAND)
-    memory = config.weight_stage_bytes * layout.num_ctas / MEMORY_BYTES_PER_CLOCK / shared
-    if config.limbs and config.num_stages <= SHORT_PIPELINE:
-        memory *= SHORT_PIPELINE_COST
-    k_block = max(tensor, decoding, memory)
+    side_by_side = min(max(tiles, 1.0), M_TILE_BAND)
+    memory = config.weight_stage_bytes * layout.num_ctas / MEMORY_BYTES_PER_CLOCK / side_by_side
+    tensor = cost.tensor_clocks(config, tile_m)
+    k_block = max(tensor, cost.decode_clocks(config, tile_m), memory * cost.memory_factor(config))
     # Of the tensor cores the other warpgroup makes use while one stores results.
     results = WORK_TILE_CLOCKS * config.warpgroups / 2 if k_block > tensor else TENSOR_WORK_TILE_CLOCKS
     return layout.k_blocks * k_block + results

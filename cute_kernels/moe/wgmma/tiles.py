@@ -17,32 +17,32 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.linear.wgmma.config import M_TILE_BAND
-from cute_kernels.linear.wgmma.tiles import Shape
+from cute_kernels.linear.wgmma.tiles import TileSizes
 from cute_kernels.moe.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
 from cute_kernels.moe.wgmma.schedule import ENTRY_BYTES, SUMS, TABLE_WARPS
-from cute_kernels.sm90 import WARP_THREADS
 
 TABLE_BARRIER = 9  # number of the barrier of the warps that write the table, behind those of the dense kernel
 
 
 @dataclass(frozen=True)
-class GroupedShape(Shape):
+class GroupedTileSizes(TileSizes):
     """Sizes of a launch; run-time integers. ``m`` is the rows of x; nothing is cut along K."""
 
-    num_experts: Any
-    blocks: Any  # of output features of an expert
+    num_experts: Int32
+    blocks: Int32  # of output features of an expert
     band_tiles: Divisor  # of a whole band of an expert
     num_ctas: Divisor
 
 
 @dataclass(frozen=True)
-class LimbShape(GroupedShape):
+class GroupedLimbSizes(GroupedTileSizes):
     """Sizes of a launch whose x comes in limbs, and where its scales are: fp32 [k blocks, x_scale_pitch]."""
 
-    x_scales: Any
-    x_scale_pitch: Any
+    x_scales: Int64
+    x_scale_pitch: Int32
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class GroupedWorkTile:
     :class:`cute_kernels.linear.wgmma.tiles.WorkTile`.
     """
 
-    expert: Any
-    block: Any
-    token: Any
-    end_token: Any
-    begin: Any  # k blocks
-    end: Any
-    split: Any
-    splits: Any
-    number: Any
+    expert: Int32
+    block: Int32
+    token: Int32
+    end_token: Int32
+    begin: Int32  # k blocks
+    end: Int32
+    split: Int32
+    splits: Int32
+    number: Int32
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class GroupedTileScheduler:
     table: shared memory, see :func:`fill_table`; lane: of the warp, all of whose lanes ask together.
     """
 
-    shape: GroupedShape
-    first: Any
-    stride: Any
-    count: Any
-    table: Any
-    lane: Any
+    shape: GroupedTileSizes
+    first: Int32
+    stride: Int32
+    count: Int32
+    table: Int32
+    lane: Int32 | int
     tile_m: int
 
     def work_tile(self, index) -> GroupedWorkTile:

@@ -32,6 +32,7 @@ def pages_have_the_bytes_that_vllm_counts() -> None:
         ("fp8_e4m3", ""),
         ("int8_per_token_head", ""),
         ("fp8_per_token_head", ""),
+        ("int4_per_token_head", ""),
         ("auto", "int4_g4"),
         ("auto", "bf16"),
         ("bfloat16", "int8_token_head,int4_g4"),
@@ -98,12 +99,12 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"head_size": 256},
     ):
         assert Backend.validate_configuration(**selected(**changes)) == [], changes
-    for kv in ("fp8_e4m3", "int8_per_token_head", "fp8_per_token_head", "auto"):
+    for kv in ("fp8_e4m3", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "auto"):
         assert Backend.validate_configuration(**selected(kv_cache_dtype=kv)) == [], kv
     for changes in (
         {"head_size": 72},
         {"dtype": torch.float32},
-        {"kv_cache_dtype": "int4_per_token_head"},
+        {"kv_cache_dtype": "int4_per_token_head", "head_size": 256},
         {"kv_cache_dtype": "nvfp4"},
         {"block_size": 24},
         {"use_mla": True},
@@ -272,6 +273,8 @@ def steps_of_mixed_requests_give_attention_over_everything() -> None:
         (Layer("int8_per_token_head", **small), 0.03),
         (Layer("fp8", caches=one_sm, **small), 0.15),
         (Layer("fp8_per_token_head", window=24, speculative=3, **small), 0.15),
+        (Layer("int4_per_token_head", **small), 0.5),
+        (Layer("int4_per_token_head", window=24, sinks=True, soft_cap=3.0, speculative=3, caches=one_sm, **small), 0.5),
         (Layer("auto", "int4_g4", caches=one_sm, **small), 0.5),
         (Layer("auto", "int8_token_head,int4", caches={"extend": False}, **small), 0.5),
     ):
@@ -279,6 +282,49 @@ def steps_of_mixed_requests_give_attention_over_everything() -> None:
         error = float((given.double() - expected).abs().max())
         assert error < bound, (str(layer), error)
     os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+
+
+@check
+def rotated_rows_lose_no_more_than_vllms() -> None:
+    """`int4_per_token_head`: of rows with outliers, with a mean and of one sign, less is lost than by vLLM's rows."""
+    from cute_kernels import dequantize_kv, quantize_kv
+    from cute_kernels.integrations.vllm import kv_formats
+
+    generator = torch.Generator().manual_seed(2)
+    for dim in (64, 128):
+        plain = torch.randn(2000, 2, dim, generator=generator)
+        outliers = plain.clone()
+        outliers[..., 5] += 20
+        rows = {"plain": plain, "outliers": outliers, "mean": plain + 3, "positive": plain.abs()}
+        transform = kv_formats.transform_for("int4_per_token_head", 2, dim, "cpu")
+        assert transform is not None
+        losses = {}
+        for name, x in rows.items():
+            written = transform.keys(x)
+            ours = dequantize_kv(quantize_kv(written, kv_format="int4_g1"), kv_format="int4_g1", head_dim=dim)
+            losses[name] = (ours.float() - written).pow(2).mean().sqrt() / x.std()
+            assert losses[name] <= 1.001 * ((zero_point_rows(written) - written).pow(2).mean().sqrt() / x.std()), name
+        bare = dequantize_kv(quantize_kv(outliers, kv_format="int4_g1"), kv_format="int4_g1", head_dim=dim)
+        assert losses["outliers"] < 0.7 * (bare.float() - outliers).pow(2).mean().sqrt() / outliers.std()
+
+
+def zero_point_rows(x: torch.Tensor) -> torch.Tensor:
+    """What is left of rows that vLLM's `int4_per_token_head` writes: 4-bit codes, a scale and a 4-bit zero point."""
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    scale = ((high - low) / 15).clamp(min=1e-6)
+    zero = (-low / scale).round().clamp(0, 15)
+    return ((x / scale + zero).round().clamp(0, 15) - zero) * scale
+
+
+@check
+def sizes_that_are_not_rotated_are_left_to_vllm() -> None:
+    from cute_kernels.integrations.vllm import kv_formats
+
+    assert kv_formats.reason_against_rotation("int4_per_token_head", 128) is None
+    assert "head size 96 with rows that are rotated" in str(
+        kv_formats.reason_against_rotation("int4_per_token_head", 96)
+    )
+    assert kv_formats.reason_against_rotation("fp8", 96) is None
 
 
 @check

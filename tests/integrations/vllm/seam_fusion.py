@@ -29,7 +29,8 @@ def product(k: int, n: int, seed: int) -> Callable[..., torch.Tensor]:
 
     def call(x: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         given = (None, None, None, weight.format.key, n, k, None, out_dtype)
-        return torch.ops.cute_kernels.weight_only_linear(x, *fields, *given)
+        out = torch.ops.cute_kernels.weight_only_linear(x.reshape(-1, k).contiguous(), *fields, *given)
+        return out.reshape(*x.shape[:-1], n)
 
     return call
 
@@ -54,6 +55,7 @@ def rewritten(
 
     def rewrite(graph: fx.GraphModule, _: Any) -> fx.GraphModule:
         found.update(fused_graph.fuse(graph.graph, fused_graph.Sums(sums.add_norm, sums.norm, lambda *_: ready)))
+        graph.graph.eliminate_dead_code()
         graph.graph.lint()
         names.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         graph.recompile()
@@ -98,9 +100,8 @@ def a_block_becomes_three_launches() -> None:
 
     names, found = rewritten(block, *rows(HIDDEN, HIDDEN))
     assert found == {"gates": 1, "residuals": 2, "norms": 2}, found
-    assert set(names) == {LINEAR, NORM, "<built-in function getitem>"} and names[LINEAR] == 3 and names[NORM] == 2, (
-        names
-    )
+    assert {name: count for name, count in names.items() if name.startswith("cute")} == {LINEAR: 3, NORM: 2}, names
+    assert not any("sigmoid" in name or "add" in name for name in names), names
     names, found = rewritten(block, *rows(HIDDEN, HIDDEN), ready=False)
     assert found == {"gates": 1, "residuals": 2, "norms": 0} and NORM not in names, (names, found)
 

@@ -12,7 +12,7 @@ from cute_kernels.integrations.vllm import attention_kernels, expert_kernels, pr
 from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_formats import format_of
 from cute_kernels.linear.experts import ExpertsForm
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.weight_formats import integers
 
@@ -33,6 +33,7 @@ def layer(k: str, v: str, head_size: int = 128, window: int | None = None) -> Si
         sliding_window=window,
         soft_cap=None,
         sinks=None,
+        transform=None,
     )
 
 
@@ -89,7 +90,7 @@ def test_layers_are_loaded_once_and_all_together(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(prepare, "load", lambda device, specs: loaded.append([spec.symbol for spec in specs]))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     for n in (4096, 6144):
-        prepare.note(Problem(1, n, 4096, 4096, integers(4), "bf16"), prepare.RowCounts((1, 8), 8))
+        prepare.note(LinearProblem(1, n, 4096, 4096, integers(4), "bf16"), prepare.RowCounts((1, 8), 8))
     prepare.load_noted(torch.device("cuda", 0))
     prepare.load_noted(torch.device("cuda", 0))
     assert len(loaded) == 1 and len(loaded[0]) >= 4

@@ -1,0 +1,222 @@
+"""What attending warps do with the tiles of a unit, each warp for itself: scores, online softmax, P V.
+
+`.warpgroup` has the mainloop of warps that multiply together. `UnitTiles` is what both do alike.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_kernels.attention.barriers import sync_attending
+from cute_kernels.attention.config import ATTENDING_REGISTERS, QUERY_VECTOR_BYTES, DecodeConfig
+from cute_kernels.attention.copies import TileCopier
+from cute_kernels.attention.logits import Logits, LogitState
+from cute_kernels.attention.merge import LOWEST, Merger
+from cute_kernels.attention.readers.common import State, query_vectors, store_vectors
+from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.lanes import lane_max
+from cute_kernels.device.ring import advance
+from layouts.kv.tile import BLOCK_TOKENS, block_token
+
+RESCALE_SLACK = 8.0  # probabilities may grow to 2**8 before the accumulators are rescaled
+
+
+class _Softmax:
+    """Running maximum (log2 units) and sum per column of a lane; the sum is over the lane's own tokens."""
+
+    def __init__(self, columns: int):
+        self.maximum = cute.make_rmem_tensor(columns, Float32)
+        self.total = cute.make_rmem_tensor(columns, Float32)
+        self.maximum.fill(LOWEST)
+        self.total.fill(0.0)
+
+
+@dataclass(frozen=True)
+class WarpState:
+    """What a warp keeps from tile to tile, in registers: the states of its readers, softmax and logits."""
+
+    keys: State
+    values: State
+    softmax: _Softmax
+    logits: LogitState
+
+
+class UnitTiles:
+    """The tiles of a unit as an attending warp meets them: what it keeps between them, when they come and go."""
+
+    def __init__(self, config: DecodeConfig, copier: TileCopier, key_reader, value_reader, logits: Logits):
+        self.config, self.copier, self.logits = config, copier, logits
+        self.key_reader, self.value_reader = key_reader, value_reader
+
+    def open_state(self, cta, work, query, place_queries):
+        """What a warp keeps of a unit from tile to tile.
+
+        place_queries: puts the queries where the key reader looks for them.
+        """
+        roles = cta.roles
+        keys = self.key_reader.make_state(cta.lane, roles.head, roles.slice_index)
+        self.key_reader.take_query(keys, query, cta.softmax_scale)
+        place_queries(cta, keys)
+        v_scale = cta.given.of_values(work.place.first_head + roles.head)
+        values = self.value_reader.make_state(cta.lane, roles.head, roles.slice_index, v_scale, keys)
+        logits = self.logits.open(cta.features, work, roles, keys.t, cta.softmax_scale)
+        return WarpState(keys, values, _Softmax(self.config.columns), logits)
+
+    @cute.jit
+    def await_tile(self, cta, work, token: Int32, stage: Int32, phase: Int32):
+        """Waits for the tile that begins with ``token``, and clears its rows that no query sees."""
+        config, warp, lane = self.config, cta.warp, cta.lane
+        cute.arch.mbarrier_wait(cta.barriers + stage, phase)
+        if token + config.tile_tokens > work.length:
+            # The request's last tile: the rows behind its end must not count, whatever they hold.
+            self.copier.clear_rows(cta.tiles, stage, work.length - token, warp * WARP_THREADS + lane)
+            sync_attending(config)
+        if const_expr(config.features.window):
+            hidden = work.hidden_tokens(cta.features.window) - token
+            if hidden > 0:
+                # Rows that no query sees may be anything too, and their pages gone.
+                self.copier.clear_first_rows(cta.tiles, stage, hidden, warp * WARP_THREADS + lane)
+                sync_attending(config)
+
+    @cute.jit
+    def give_back(self, cta, empty, stage: Int32):
+        """The warp is done with the tile in ``stage``."""
+        cute.arch.sync_warp()
+        if cta.lane == 0:
+            cute.arch.mbarrier_arrive(empty + stage)
+
+
+class WarpMainloop:
+    """Each warp multiplies its own slice of a tile's tokens, and has a softmax of its own."""
+
+    def __init__(self, unit: UnitTiles, merger: Merger):
+        self.config, self.copier, self.logits = unit.config, unit.copier, unit.logits
+        self.key_reader, self.value_reader = unit.key_reader, unit.value_reader
+        self.unit, self.merger = unit, merger
+
+    @cute.jit
+    def attend_tiles(self, cta, work, query, stage: Int32, phase: Int32):
+        """One unit; ``stage`` and ``phase`` are the ring's position."""
+        config = self.config
+        if const_expr(config.lends_registers):
+            cute.arch.setmaxregister_increase(ATTENDING_REGISTERS)
+        empty = cta.barriers + config.num_stages
+        token, stride = work.first_token(config), work.num_parts * config.tile_tokens
+        state = self.unit.open_state(cta, work, query, self.place_queries)
+        slice_offset = cta.roles.slice_index * config.slice_tokens
+        self.ask_bias(state, token + slice_offset)
+        while token < work.length:
+            self.unit.await_tile(cta, work, token, stage, phase)
+            masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
+            first_token = token + slice_offset
+            addresses = self.copier.stage_addresses(cta.tiles, stage)
+            for block in cutlass.range_constexpr(config.blocks_per_slice):
+                last = block == config.blocks_per_slice - 1
+                next_token = first_token + (stride if last else (block + 1) * BLOCK_TOKENS)
+                self.attend(state, addresses, block, masked, first_token + block * BLOCK_TOKENS, next_token)
+            # Every other time round the ring: often enough, and without a counter of its own; not at the first tile.
+            if (stage == config.num_stages - 1) & (phase == 1):
+                self.value_reader.recentre(state.values)
+            self.unit.give_back(cta, empty, stage)
+            token = token + stride
+            stage, phase = advance(stage, phase, config.num_stages)
+        self.finish(cta, work, state)
+
+    def finish(self, cta, work, state):
+        """Hands over what the warp has summed up."""
+        self.merger.finish(work, state, cta.results, cta.ring, cta.warp, cta.lane, cta.roles.slice_index)
+
+    def place_queries(self, cta, keys):
+        """Puts the queries where the key reader looks for them; they are in registers."""
+        if const_expr(self.config.shares_queries):
+            keys.shared_query = self.share_query(cta, query_vectors(keys))
+
+    @cute.jit
+    def share_query(self, cta, vectors):
+        """Puts what the key reader needs of a role's queries into shared memory; the lane's address of it."""
+        config, roles = self.config, cta.roles
+        role = cta.warp % config.num_roles
+        address = cta.queries + role * config.role_query_bytes + cta.lane * QUERY_VECTOR_BYTES
+        if roles.slice_index == 0:
+            # All warps of the role have made the same.
+            store_vectors(address, vectors)
+        sync_attending(config)
+        return address
+
+    def tokens_of(self, state, first_token):
+        """Positions of the keys whose scores a lane has of a block."""
+        return [first_token + block_token(self.config.token_bits, state.keys.g, j) for j in range(4)]
+
+    @cute.jit
+    def ask_bias(self, state, first_token):
+        """Asks for the bias of the next block, which begins with ``first_token``: it comes from memory meanwhile."""
+        if const_expr(self.config.features.bias is not None):
+            self.logits.ask_bias(state.logits, self.tokens_of(state, first_token))
+
+    @cute.jit
+    def attend(self, state, addresses, block: int, masked, first_token: Int32, next_token: Int32):
+        """Logits, online softmax and P V of one block of 32 tokens of a slice.
+
+        masked: whether some query does not see some key of the tile. next_token: the first of the warp's next block.
+        """
+        columns = self.config.columns
+        value_offset = self.value_reader.block_offset(block)
+        scores = self.key_reader.scores(state.keys, addresses[0], self.key_reader.block_offset(block))
+        headers = self.value_reader.load_scales(state.values, addresses[1], value_offset)
+        s = cute.make_rmem_tensor(4 * columns, Float32)
+        for j in cutlass.range_constexpr(4):
+            for column in cutlass.range_constexpr(columns):
+                s[columns * j + column] = scores[j][column]
+        tokens = self.tokens_of(state, first_token)
+        scale = self.logits.apply(state.logits, s, state.keys.score_scale, tokens, masked)
+        self.ask_bias(state, next_token)
+        self.update_maximum(state, s, scale, headers)
+        probabilities = []
+        for j in cutlass.range_constexpr(4):
+            row = self.probabilities(state, [s[columns * j + column] for column in range(columns)], scale)
+            probabilities.append(row)
+        self.value_reader.accumulate(state.values, addresses[1], value_offset, probabilities, headers)
+
+    def probabilities(self, state, scores, scale):
+        """Exponentials of a token's logits, by column, added to the softmax sums."""
+        row = []
+        for column, score in enumerate(scores):
+            p = ptx.exp2(ptx.fma(score, scale, -state.softmax.maximum[column]))
+            state.softmax.total[column] = state.softmax.total[column] + p
+            row.append(p)
+        return row
+
+    @cute.jit
+    def update_maximum(self, state, s, scale, headers):
+        """Raises the softmax reference when a probability would pass 2**RESCALE_SLACK; rare after the first blocks."""
+        columns = self.config.columns
+        log_scales = [self.value_reader.log_scale(headers, j) for j in range(4)]
+        block_max = []
+        for column in cutlass.range_constexpr(columns):
+            bounds = [_bound(s[columns * j + column], scale, log_scales[j]) for j in range(4)]
+            block_max.append(ptx.fmax(ptx.fmax(bounds[0], bounds[1]), ptx.fmax(bounds[2], bounds[3])))
+        exceeds = block_max[0] > state.softmax.maximum[0] + RESCALE_SLACK
+        for column in cutlass.range_constexpr(1, columns):
+            exceeds = exceeds | (block_max[column] > state.softmax.maximum[column] + RESCALE_SLACK)
+        if cute.arch.vote_any_sync(exceeds):
+            self.raise_maximum(state, block_max)
+
+    def raise_maximum(self, state, block_max):
+        """Takes the warp's new maxima as reference and rescales what was accumulated under the old ones."""
+        softmax = state.softmax
+        factors = []
+        for column in range(self.config.columns):
+            raised = ptx.fmax(lane_max(block_max[column], (4, 8, 16)), softmax.maximum[column])
+            factor = ptx.exp2(softmax.maximum[column] - raised)
+            softmax.maximum[column] = raised
+            softmax.total[column] = softmax.total[column] * factor
+            factors.append(factor)
+        self.value_reader.rescale(state.values, factors)
+
+
+def _bound(score, score_scale, log_scale):
+    """log2 of what a token adds to the operand of P V: its score, plus the scale of its V row if there is one."""
+    return score * score_scale if log_scale is None else ptx.fma(score, score_scale, log_scale)

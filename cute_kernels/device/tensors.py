@@ -1,0 +1,13 @@
+"""Sizes of tensors that a kernel is given."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+def matrix_shape(x: cute.Tensor) -> tuple[Int32, Int32]:
+    """Rows and columns of a matrix; the DSL types a shape as any nest of integers."""
+    return cast("tuple[Int32, Int32]", x.shape)

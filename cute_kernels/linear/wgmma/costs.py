@@ -1,0 +1,244 @@
+"""What the policies of a kernel of tiles take: a cost model for each mainloop, and what reductions and stores add.
+
+A k block takes as long as the slowest of four: the tensor cores, decoding, the memory's rate for weights, the filling
+in of rows that x does not have. Clocks are an H200's, fitted to measured times (tests/facts/linear.json,
+docs/design/weight_only_linear.md). They stand beside `.policies` and not in it, since they change when a GPU is
+measured, and what is compiled does not. Plain Python, no GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from cute_kernels.linear.schedule import LinearProblem
+from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
+from cute_kernels.linear.wgmma.policies import (
+    TMA_TILE_K,
+    WGMMA_N_STEP,
+    Limbs,
+    Mainloop,
+    MmaSync,
+    RegisterWgmma,
+    ResidentLimbs,
+    WholeK,
+)
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+
+if TYPE_CHECKING:
+    from cute_kernels.linear.wgmma.schedule import TileSchedule
+
+CLOCKS_PER_US = 1650.0
+MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
+SM_BYTES_PER_CLOCK = 26  # that an SM takes in at most
+START_CLOCKS = 7300  # of the launch, and until the first MMAs
+K_BLOCK_CLOCKS = 90  # of each k block that is decoded
+MULTICAST_GAIN = 0.02  # of a k block's time, in a launch between others; 0.05 in launches of the same kind
+MULTICAST_CLOCKS = 3000  # of a cluster that multicasts, to meet before its first copy and after its last
+
+
+class MainloopCost(Protocol):
+    """Clocks of what a mainloop does, and of what it leaves to its reduction and store."""
+
+    def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        """Of a launch, beyond `START_CLOCKS`."""
+        ...
+
+    def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        """Of a k block of a CTA's tile, the mean over tiles of rows."""
+        ...
+
+    def work_tile_clocks(self, config: WgmmaConfig) -> float:
+        """Of the results of a whole tile, while nothing is multiplied."""
+        ...
+
+    def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
+        """Of a part of a tile that is cut, with its reduction; k_block: of `k_block_clocks`."""
+        ...
+
+
+def present_parts(problem: LinearProblem, config: WgmmaConfig) -> int:
+    """Parts of a tile's rows that a problem of one tile has."""
+    return -(-problem.m // config.part_m)
+
+
+def bytes_per_clock(schedule: TileSchedule) -> float:
+    """Of a CTA's weights."""
+    return min(MEMORY_BYTES_PER_CLOCK / schedule.num_ctas, SM_BYTES_PER_CLOCK)
+
+
+class DecodedCost:
+    """Of weights that are decoded to 16 bits: `RegisterWgmma`, `MmaSync`."""
+
+    # Per k16 step of a tile: however few rows, by the bits of a code; for each row; MMAs beside those of its products.
+    decode: ClassVar[dict[int, float]] = {4: 29.5, 8: 32}
+    row, mma = 0.1, 14
+    # The same where codes are scaled as they are decoded;
+    scaled, scaled_row, scaled_mma = 20, 0.25, 10
+    # where not, of 4 bits and warpgroups that interleave k blocks; what a scale of a whole row saves these.
+    interleaved, interleaved_row, row_scale = 30.5, 0.2, -5
+    # What zero points take besides, where codes are scaled as they are decoded and where not; groups of less than a k
+    # block.
+    scaled_zero, zero, small_group = 6.5, 1, 3.5
+    # Of a k block's time: the stall of a warpgroup when no other one can overlap decoding with its MMAs; what two
+    # groups of MMAs in flight gain where codes are scaled as they are decoded.
+    alone, in_flight_gain = 1.1, 0.05
+    # For each row of a TMA tile of activations that x does not have, which TMA fills in; the same of the small TMA
+    # tiles of a DSMEM reduction.
+    fill, dsmem_fill = 11, 8.5
+    # Of a work tile's results; where TMA stores, whose start takes more.
+    work_tile, tma_work_tile, tma_start = 3100, 2200, 1100
+    # To exchange parts of K through the workspace, and each other part of each accumulator of a thread.
+    combine, combine_part = 2100, 46
+    # The same of a cluster that exchanges rows; of DSMEM.
+    join, join_acc, dsmem = 2800, 40, 1500
+
+    def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        return self.tma_start if schedule.config.store.by_tma else 0
+
+    def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        config = schedule.config
+        fragments = config.block_tiles * config.k_block_steps
+        mma = self.scaled_mma if config.scales_codes else self.mma
+        decode, decode_row = self.decode_clocks(config)
+        tile_m = config.loop_m(present_parts(problem, config)) if config.dsmem_reduction else config.tile_m
+        tensor = fragments * (tile_m / 2 + mma) * (1 - MULTICAST_GAIN * (config.multicast > 1))
+        decoding = fragments * (decode + decode_row * tile_m)
+        if config.k_warpgroups == 1:
+            decoding += K_BLOCK_CLOCKS  # all of which another warpgroup's products hide
+        # Tiles of rows that run side by side read a weight from memory once.
+        side_by_side = min(schedule.m_tiles, M_TILE_BAND)
+        memory = config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK / side_by_side
+        k_block = max(tensor, decoding, memory) * self.overlap(config)
+        missing = tile_m * schedule.m_tiles - problem.m  # rows of the last tile
+        fill = self.dsmem_fill if config.dsmem_reduction else self.fill
+        filling = missing * fill * (config.block_k // TMA_TILE_K)
+        return k_block + max(filling - k_block, 0) / schedule.m_tiles
+
+    def overlap(self, config: WgmmaConfig) -> float:
+        """By what a k block takes longer or shorter, for how its MMAs overlap with decoding."""
+        if config.warpgroups == 1:
+            return self.alone
+        in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
+        return 1 - self.in_flight_gain if in_flight > 1 and config.scales_codes else 1.0
+
+    def decode_clocks(self, config: WgmmaConfig) -> tuple[float, float]:
+        """Of decoding, for each k16 step of a tile: however few rows there are, and for each of them."""
+        decode, row = self.decode[config.format.bits], self.row
+        if config.scales_codes:
+            decode, row = self.scaled, self.scaled_row
+        elif config.k_warpgroups > 1 and config.format.bits == 4:
+            decode, row = self.interleaved + (0 if config.group_size else self.row_scale), self.interleaved_row
+        if config.format.has_zeros:
+            decode += self.scaled_zero if config.scales_codes else self.zero
+        if config.k_block_groups > 1:
+            decode += self.small_group
+        return decode * config.format.decode_cost, row
+
+    def work_tile_clocks(self, config: WgmmaConfig) -> float:
+        return self.tma_work_tile if config.store.by_tma else self.work_tile
+
+    def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
+        config, results = schedule.config, self.work_tile_clocks(schedule.config)
+        if config.reduction.cuts_rows:
+            k_block = self.k_block_clocks(problem, in_small_tiles(schedule))
+            return schedule.k_blocks * k_block + results / config.row_parts
+        products = schedule.split_k_blocks * k_block
+        if config.dsmem_reduction:
+            return products + results + self.dsmem
+        if config.cluster > 1:
+            return (
+                products
+                + results / config.cluster
+                + (self.join + self.join_acc * (config.cluster - 1) * config.own_m / 2)
+            )
+        others = schedule.splits - 1
+        return products + results + (self.combine + self.combine_part * config.thread_acc * others if others else 0)
+
+
+class LimbCost:
+    """Of x in limbs of a launch before: `Limbs`.
+
+    Decoding is little. What there is to do for each row are its limbs' columns and the scales of its accumulators. A
+    work tile's results take no time while the next one's weights are on their way.
+    """
+
+    step, row, k_block = 10.8, 0.566, 110  # per k16 step of a tile, tensor cores included; for each row; of a k block
+    row_share = 0.1  # of a row's bytes that take as long as the memory's
+    start = 5200  # of the launch that makes limbs, and of the way out of the last work tile
+    combine, combine_part = 1300, 55  # as of `DecodedCost`
+
+    def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        return self.start
+
+    def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        config = schedule.config
+        tile_m = min(present_parts(problem, config) * config.part_m, config.tile_m)
+        decoding = self.k_block + config.block_tiles * config.k_block_steps * (self.step + self.row * tile_m)
+        stage_bytes = config.weight_stage_bytes + self.row_share * tile_m * config.x_stage_bytes / config.tile_m
+        return max(decoding, stage_bytes / bytes_per_clock(schedule))
+
+    def work_tile_clocks(self, config: WgmmaConfig) -> float:
+        return 0.0
+
+    def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
+        """Parts that are reduced in the cluster take no longer than a way out."""
+        config, others = schedule.config, schedule.splits - 1
+        part = schedule.split_k_blocks * k_block
+        if others and not config.dsmem_reduction:
+            part += self.combine + self.combine_part * config.thread_acc * others
+        return part
+
+
+class ResidentCost:
+    """Of limbs that a CTA makes itself: `ResidentLimbs`."""
+
+    start = 3300  # until limbs are made, and the way out of the last work tile
+    start_row = 100  # of that, for each row beyond eight
+    # Of a tile's k block and a warpgroup, by the rows; of few the memory takes longer.
+    tile: ClassVar[dict[int, float]] = {8: 0, 16: 350}
+    load = 9  # of a row's 128 inputs that warps load
+    fill = 6  # of 128 inputs of a row that TMA fills in, of what is brought before the first weights
+    # Of a further chunk of K, whether its rows are loaded or not.
+    chunk: ClassVar[dict[bool, float]] = {True: 900, False: 300}
+
+    def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        config: ResidentConfig = schedule.config
+        mainloop = config.mainloop
+        made = schedule.split_k_blocks if config.cluster > 1 else schedule.k_blocks
+        first, chunks = made, 0.0
+        if made > mainloop.k_blocks:  # of a tile's rows each
+            made, first = schedule.split_k_blocks, mainloop.k_blocks // 2
+            chunks = self.chunk[mainloop.loads] * made / first
+        missing = config.tile_m - problem.m
+        rows = self.load * problem.m * made if mainloop.loads else self.fill * missing * first
+        return self.start + self.start_row * (config.tile_m - WGMMA_N_STEP) + rows + chunks
+
+    def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        """A tile has all rows that there are."""
+        config = schedule.config
+        return max(config.weight_stage_bytes / bytes_per_clock(schedule), self.tile[config.tile_m] * config.n_tiles)
+
+    def work_tile_clocks(self, config: WgmmaConfig) -> float:
+        return 0.0
+
+    def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
+        """Parts are reduced in the cluster, which takes no longer than a way out."""
+        return schedule.split_k_blocks * k_block
+
+
+COSTS: dict[type[Mainloop], MainloopCost] = {
+    RegisterWgmma: DecodedCost(), MmaSync: DecodedCost(), Limbs: LimbCost(), ResidentLimbs: ResidentCost(),
+}  # fmt: skip
+
+
+def cost_of(mainloop: Mainloop) -> MainloopCost:
+    """The cost model of a mainloop; KeyError if it has none."""
+    return COSTS[type(mainloop)]
+
+
+def in_small_tiles(schedule: TileSchedule) -> TileSchedule:
+    """The schedule with its tiles' parts of rows for tiles."""
+    config = schedule.config
+    small = replace(config, tile_m=config.part_m, row_parts=1, reduction=WholeK())
+    return replace(schedule, config=small, m_tiles=schedule.m_tiles * config.row_parts)

@@ -1,0 +1,167 @@
+"""Schedules of batch-invariant products: K is cut by what the weight is, never by how many rows there are.
+
+A sum over K runs step by step within a part of K, whatever the tile, and parts are added in one order: the last, then
+the first, the second and so on. So a row has the same bits in every schedule of one number of parts. Parts of few rows
+are different CTAs', and meet in memory or, of two, in a cluster: one addition has no order. Of many rows a CTA has them
+one after the other. Plain Python, no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import chain
+
+from cute_kernels.linear.schedule import LinearProblem
+from cute_kernels.linear.wgmma import schedule as plain
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.policies import Dsmem, RegisterWgmma, SequentialSplitK
+from cute_kernels.linear.wgmma.schedule import (
+    BETWEEN_SHAPES,
+    DSMEM_BLOCK_K,
+    DSMEM_STAGES,
+    NARROW_SHAPES,
+    SHAPES,
+    TileSchedule,
+    estimate_us,
+)
+from cute_kernels.linear.wgmma.stages import with_stages
+from cute_kernels.weight_formats import integers
+
+ROWS = (1, 16, 64, 256, 1024)  # that a cut of K is chosen for
+MOST_PARTS = 16
+MOST_WORKSPACE_WORDS = 16 << 20  # of partial results; more rows have them one after the other
+DSMEM_PARTS, DSMEM_TILE_M = 2, (16, 32, 64)  # of tiles of few rows whose parts of K meet in a cluster
+SEQUENTIAL_TILE_M = (64, 96, 128, 160)
+# What parts that meet in memory take besides, beyond what tiles that are cut in a last round do: an H200, 1 to 32 rows.
+WORKSPACE_US = 2.2
+FEW_PARTS_ROWS = 64  # from which on a CTA may have all parts of a tile
+
+
+@lru_cache(maxsize=4096)
+def make_schedule(problem: LinearProblem) -> TileSchedule:
+    """The fastest schedule by the model."""
+    return min(schedules(problem), key=lambda schedule: expected_us(problem, schedule))
+
+
+def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
+    """Microseconds that the model expects, without the launch itself."""
+    return estimate_us(problem, schedule) + (WORKSPACE_US if schedule.workspace_words else 0.0)
+
+
+def schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
+    """Every schedule with the weight's number of parts: all give a row the same bits."""
+    yield from schedules_of(problem, parts_of_k(replace(problem, m=1)))
+
+
+@lru_cache(maxsize=4096)
+def parts_of_k(problem: LinearProblem) -> int:
+    """Into how many parts K is cut, for any number of rows: the one whose longest time is least, over `ROWS`, relative
+    to the fastest schedule of so many rows.
+
+    problem: of any number of rows; all else decides, the number of SMs as well.
+    """
+    problems = [replace(problem, m=m, batch_invariant=False) for m in ROWS]
+    fastest = [estimate_us(one, plain.make_tile_schedule(one)) for one in problems]
+
+    def worst(parts: int) -> float:
+        times = [min(expected_us(one, schedule) for schedule in schedules_of(one, parts)) for one in problems]
+        return max(time / least for time, least in zip(times, fastest, strict=True))
+
+    return min((worst(parts), parts) for parts in possible_parts(problem))[1]
+
+
+def possible_parts(problem: LinearProblem) -> list[int]:
+    """Numbers of parts, none of them empty, that all CTAs have beside each other, of blocks of two tiles."""
+    blocks = -(-problem.num_tiles // 2)
+    most = min(MOST_PARTS, max(1, problem.num_sms // blocks))
+    return [parts for parts in range(1, most + 1) if -(-problem.k_pad // part_inputs(problem.k_pad, parts)) == parts]
+
+
+def part_inputs(k_pad: int, parts: int) -> int:
+    """Inputs of a part of K, whole k blocks of any size; the last part may have fewer."""
+    block_k = max(size for size in RegisterWgmma.block_k_sizes if k_pad % size == 0)
+    return -(-k_pad // block_k // parts) * block_k
+
+
+def schedules_of(problem: LinearProblem, parts: int) -> Iterator[TileSchedule]:
+    """Every schedule whose tiles all have so many parts of K, and begin them at the same inputs."""
+    shapes = (*SHAPES, *BETWEEN_SHAPES, *NARROW_SHAPES)
+    configs = plain.tile_configs(problem, shapes) + (dsmem_configs(problem) if parts == DSMEM_PARTS else [])
+    found = (schedule_of(problem, config, parts) for config in configs)
+    if parts > 1 and problem.m >= FEW_PARTS_ROWS:
+        found = chain(found, (sequential_schedule_of(problem, one, parts) for one in sequential_configs(problem)))
+    for schedule in found:
+        if schedule is None or schedule.workspace_words > MOST_WORKSPACE_WORDS:
+            continue
+        if schedule.split_k_blocks * schedule.config.block_k == part_inputs(problem.k_pad, parts):
+            yield schedule
+
+
+def schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule | None:
+    """All tiles in so many parts of K, of CTAs beside each other; None if a configuration does not do that.
+
+    The parts of a tile run in one round, of neighbouring CTAs, and whoever adds them up comes last: it waits for nobody
+    of a higher number.
+    """
+    if (config.multicast > 1 and parts > 1) or config.reduction.cuts_rows or config.cluster not in (1, parts):
+        return None
+    if parts == 1 or config.cluster > 1:
+        return plain.schedule_of(problem, config, parts)
+    if not config.reduction.splits_k:
+        return None
+    schedule = _all_tiles(problem, config, parts)
+    return replace(schedule, num_ctas=min(problem.num_sms // parts * parts, schedule.num_work_tiles))
+
+
+def sequential_schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule:
+    """Every CTA has whole tiles, and all parts of K of each, one after the other."""
+    schedule = _all_tiles(problem, config, parts)
+    tiles = schedule.num_tiles_cut
+    return replace(schedule, whole=tiles, num_ctas=min(problem.num_sms, tiles))
+
+
+def _all_tiles(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule:
+    m_tiles, k_blocks = -(-problem.m // config.tile_m), problem.k_pad // config.block_k
+    return TileSchedule(config, problem.num_tiles, m_tiles, k_blocks, parts, 0)
+
+
+def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Few rows in two parts that meet in a cluster. Warpgroups have features of their own: the sums of interleaved k
+    blocks would be others."""
+    if problem.k_pad % DSMEM_BLOCK_K:
+        return []
+    tile_m = next((size for size in DSMEM_TILE_M if problem.m <= size), None)
+    if tile_m is None:
+        return []
+    configs = (
+        plain.of_format(
+            problem,
+            tile_m=tile_m,
+            row_parts=2,
+            warpgroups=warpgroups,
+            block_k=DSMEM_BLOCK_K,
+            reduction=Dsmem(DSMEM_PARTS),
+        )
+        for warpgroups in (1, 2)
+    )
+    return plain.implementable(configs, {1: DSMEM_STAGES, 2: DSMEM_STAGES})
+
+
+def sequential_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Tiles with two sets of accumulators."""
+    shapes = [shape for shape in (*SHAPES, *BETWEEN_SHAPES) if _is_sequential(*shape)]
+    configs = (replace(config, reduction=SequentialSplitK()) for config in plain.tile_configs(problem, shapes))
+    return [config for config in map(with_stages, configs) if config.can_implement() is None]
+
+
+def _is_sequential(tile_m: int, n_tiles: int, warpgroups: int, block_k: int, cluster: int) -> bool:
+    return tile_m in SEQUENTIAL_TILE_M and (n_tiles, warpgroups, cluster) == (1, 2, 1)
+
+
+def shipped_configs() -> list[WgmmaConfig]:
+    """Those of the most common format that no other product has."""
+    problems = [LinearProblem(m, 8192, 8192, 8192, integers(4), "bf16") for m in DSMEM_TILE_M]
+    many = replace(problems[0], m=8192)
+    return [*(config for problem in problems for config in dsmem_configs(problem)), *sequential_configs(many)]

@@ -1,0 +1,75 @@
+"""The record of `generate`: what it is judged by, and how it is printed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from bench import e2e_transformers
+from bench.bars import judge
+
+
+def record(**ours: Any) -> dict[str, Any]:
+    """A run in which "int4_g4 cache, W4" takes 4 ms, SDPA 64 and the compiled static cache 40."""
+    times = {"transformers, SDPA": 64.0, "transformers, static cache, compiled": 40.0, "int4_g4 cache, W4": 4.0}
+    rows = []
+    for case in e2e_transformers.CASES:
+        row = {**asdict(case), "batch": 2, "context": 8, "layers": 1, "memory_gb": 1.0, "tokens": [[1, 2], [3, 4]]}
+        rows.append(row | {"step_ms": times.get(case.name, 8.0), "host_us": 100.0, "graph_ms": 3.5})
+    rows[[row["name"] for row in rows].index("int4_g4 cache, W4")].update(ours)
+    batches = [
+        {"kv_format": kv, "batch": b, "step_ms": ms} for kv, ms in (("bf16", 2.0), ("int4_g4", 1.9)) for b in (1, 64)
+    ]
+    environment = {
+        "gpu": "GPU",
+        "versions": {"torch": "2", "transformers": "5"},
+        "commit": "0" * 10,
+        "date": "2026-11-26",
+    }
+    found = {"engine": "transformers", "rows": rows, "batches": batches, "environment": environment}
+    return found | {"parts": {"bare_ms": 3.0, "lm_head_ms": 0.4, "loop_ms": 0.2}}
+
+
+def met(data: dict[str, Any]) -> dict[str, bool]:
+    return {verdict.what: verdict.met for verdict in judge(data)}
+
+
+def test_every_bar_is_judged():
+    assert list(met(record()).values()) == [True] * 6
+    assert len(met(record())) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "missed"),
+    [
+        ({"step_ms": 4.3}, {"SDPA", "output layer"}),
+        ({"step_ms": 17.0}, {"SDPA", "static", "output layer"}),
+        ({"host_us": 151.0}, {"host"}),
+    ],
+)
+def test_a_bar_that_is_missed_says_so(changes, missed):
+    found = {what for what, is_met in met(record(**changes)).items() if not is_met}
+    assert len(found) == len(missed) and all(any(word in what for what in found) for word in missed)
+
+
+def test_int4_is_judged_at_every_batch():
+    data = record()
+    data["batches"][-1]["step_ms"] = 2.1
+    assert [what for what, is_met in met(data).items() if not is_met] == [
+        "generate: a step with the INT4 cache over BF16's, 64 requests"
+    ]
+
+
+def test_the_record_is_printed_with_its_bars():
+    data = record()
+    data["bars"] = [verdict.as_dict() for verdict in judge(data)]
+    text = e2e_transformers.text(data)
+    assert "64 requests: INT4 1.900 ms, BF16 2.000 (0.95)" in text and "MISSED" not in text
+    assert "| int4_g4 cache, W4 | **4.0** |" in e2e_transformers.markdown(data)
+
+
+def test_a_record_without_figures_is_no_table():
+    with pytest.raises(ValueError, match="record: got no measured case"):
+        e2e_transformers.markdown({"rows": []})

@@ -1,0 +1,192 @@
+"""Steps that are begun before they are asked for: the same tokens, logits and caches as without, whatever the caller
+does between two steps."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+
+import cute_kernels.integrations.transformers as ck
+from cute_kernels.integrations.transformers.graphs import StepReplay
+from tests.integrations.architectures import DECODERS
+from tests.integrations.test_accelerate import LEFT_PADDED, NEW, PROMPT, Traced, generate, record_on_cpu
+
+FIRST = 2
+"""Steps of a call that are not replayed: one runs as usual, one is recorded and replayed, but was not begun."""
+
+
+def accelerated(kv_format: Any = "int4_g4", **options: Any) -> tuple[Any, StepReplay]:
+    model = DECODERS["llama"].build(torch.bfloat16)
+    ck.accelerate(model, kv_format=kv_format, **options)
+    return model, record_on_cpu(model)
+
+
+def in_order(**options: Any) -> Any:
+    """What `generate` returns where no step is begun before it is asked for: it samples, from one token."""
+    model, replay = accelerated()
+    found = generate(model, LEFT_PADDED, **options, do_sample=True, top_k=1)
+    assert not replay.ahead
+    return found
+
+
+def assert_same(got: Any, want: Any) -> None:
+    assert torch.equal(got.sequences, want.sequences)
+    for ours, theirs in zip(got.logits, want.logits, strict=True):
+        assert torch.equal(ours, theirs)
+    assert_same_caches(got.past_key_values, want.past_key_values)
+
+
+def assert_same_caches(got: Any, want: Any) -> None:
+    assert (got.columns.count, got.columns.begun) == (want.columns.count, None)
+    assert torch.equal(got.columns.seq_lens, want.columns.seq_lens)
+    for ours, theirs in zip(got.layers, want.layers, strict=True):
+        for a, b in zip(ours.rows, theirs.rows, strict=True):
+            for request, tokens in enumerate(got.columns.seq_lens.tolist()):
+                assert torch.equal(a[request, :tokens], b[request, :tokens])
+
+
+def test_greedy_steps_are_begun_before_they_are_asked_for():
+    model, replay = accelerated()
+    got = generate(model, LEFT_PADDED)
+    assert (replay.replays, replay.ahead) == (NEW - FIRST, NEW - FIRST - 1)
+    assert_same(got, in_order())
+
+
+def test_no_step_is_begun_behind_the_last_one():
+    model, replay = accelerated()
+    began = []
+
+    class Counted(Traced):
+        def replay(self) -> Any:
+            began.append(1)
+            return super().replay()
+
+    replay.record = lambda function, device: Counted(function, device)
+    generate(model, LEFT_PADDED)
+    assert len(began) == replay.replays == NEW - FIRST
+
+
+class Other(LogitsProcessor):
+    """Forbids the likeliest token at some steps."""
+
+    def __init__(self, steps: set[int]) -> None:
+        self.steps = steps
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] - PROMPT.shape[1] not in self.steps:
+            return scores
+        return scores.scatter(1, scores.argmax(-1, keepdim=True), float("-inf"))
+
+
+@pytest.mark.parametrize("steps", [{4}, {4, 5}, set(range(NEW))], ids=["once", "twice", "always"])
+def test_a_choice_that_was_not_foreseen_is_honoured(steps):
+    options = {"logits_processor": LogitsProcessorList([Other(steps)])}
+    model, replay = accelerated()
+    got = generate(model, LEFT_PADDED, **options)
+    assert 0 < replay.replays - replay.ahead
+    assert_same(got, in_order(**options))
+    if len(steps) == NEW:
+        assert replay.ahead == 0  # and after two of them none is begun any more
+
+
+def test_a_request_that_has_ended_costs_one_step():
+    want = in_order()
+    ends = int(want.sequences[0, PROMPT.shape[1] + 4])
+    options = {"eos_token_id": ends, "max_new_tokens": NEW}
+    want = in_order(**options)
+    model, replay = accelerated()
+    got = generate(model, LEFT_PADDED, **options)
+    assert_same(got, want)
+    misses = replay.replays - replay.ahead - 1
+    assert misses <= 2 and got.sequences.shape == want.sequences.shape
+
+
+@pytest.mark.parametrize("change", ["crop", "reorder", "another pass"])
+def test_what_happens_to_the_cache_between_two_steps_is_honoured(change):
+    """A step that was begun is called back before anything else reads or changes the cache."""
+    found = []
+    for ahead in (True, False):
+        model, _ = accelerated(cuda_graphs=True)
+        cache = ck.DecodeCache("int4_g4", capacity=256)
+
+        def between(ids: torch.Tensor, scores: Any, cache: Any = cache, model: Any = model, **_: Any) -> torch.Tensor:
+            if ids.shape[1] == PROMPT.shape[1] + 6:
+                if change == "crop":
+                    cache.crop(-1)
+                    model.model(ids[:, -2:-1], past_key_values=cache)
+                elif change == "reorder":
+                    cache.reorder_cache(torch.tensor([1, 1]))
+                else:
+                    model.model(ids[:, -1:], past_key_values=cache)
+                    cache.crop(-1)
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        criteria = StoppingCriteriaList([between])
+        options = {} if ahead else {"do_sample": True, "top_k": 1}
+        ones = torch.ones_like(PROMPT)
+        found.append(generate(model, ones, past_key_values=cache, stopping_criteria=criteria, **options))
+    assert_same(*found)
+
+
+def test_an_error_between_two_steps_leaves_the_cache_as_it_is():
+    model, replay = accelerated()
+    cache = ck.DecodeCache("int4_g4", capacity=256)
+
+    def fails(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if ids.shape[1] == PROMPT.shape[1] + 6:
+            raise KeyboardInterrupt
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, LEFT_PADDED, past_key_values=cache, stopping_criteria=StoppingCriteriaList([fails]))
+    columns = cache.columns
+    assert columns is not None and columns.begun is None and replay.ahead
+    padding = (LEFT_PADDED == 0).sum(1)
+    assert torch.equal(columns.seq_lens, (columns.count - padding).int())
+
+
+def test_outputs_are_the_callers_to_keep():
+    model, replay = accelerated()
+    kept = generate(model, LEFT_PADDED, output_scores=True, output_hidden_states=True)
+    again = generate(model, LEFT_PADDED, output_scores=True, output_hidden_states=True)
+    for one, other in zip(kept.logits, again.logits, strict=True):
+        assert torch.equal(one, other)
+    assert replay.ahead
+
+
+def test_a_call_in_inference_mode_and_one_without_share_the_memory():
+    model, replay = accelerated()
+    with torch.inference_mode():
+        first = generate(model, LEFT_PADDED).sequences.clone()
+    second = generate(model, LEFT_PADDED).sequences
+    with torch.inference_mode():
+        third = generate(model, LEFT_PADDED).sequences
+    assert torch.equal(first, second) and torch.equal(first, third)
+    assert replay.reason is None
+
+
+def test_two_threads_may_generate_with_one_model():
+    """Neither call sees the other's state, and none is left behind."""
+    model, replay = accelerated()
+    entered, left = threading.Event(), threading.Event()
+    mine, theirs = ck.DecodeCache("int4_g4", capacity=256), ck.DecodeCache("int4_g4", capacity=256)
+
+    def other() -> None:
+        with replay.within_generate(theirs, 99):
+            entered.set()
+            left.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait()
+    assert replay._call is None
+    with replay.within_generate(mine, 99):
+        left.set()
+        thread.join()
+        assert replay._call is not None
+    assert replay._call is None
+    assert_same(generate(model, LEFT_PADDED), in_order())

@@ -1,0 +1,66 @@
+"""The house's own rules, counted: names with one meaning, kernels without kernel parents, small configurations."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import cute_kernels
+import layouts
+from tests import golden
+
+SOURCES = [path for package in (cute_kernels, layouts) for path in Path(str(package.__path__[0])).rglob("*.py")]
+# The stages from a call to a launch (docs/glossary.md): a class that is named by one belongs to one family.
+STAGE = re.compile(r"(Call|Problem|Schedule|Plan|Sizes|Shape|Memory|KvFormat|WeightFormat)\Z")
+MOST_FIELDS, MOST_BOOLEANS = 12, 2
+# Configurations that still have more, and how much: a number here may only become smaller.
+LARGER = {"DecodeConfig": (22, 4), "ExtendConfig": (13, 4), "AppendConfig": (18, 5)}
+
+
+def classes() -> Iterator[tuple[Path, ast.ClassDef]]:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                yield path, node
+
+
+def name_of(base: ast.expr) -> str:
+    """Of a base class, without what it is subscripted with."""
+    found = base.value if isinstance(base, ast.Subscript) else base
+    return found.attr if isinstance(found, ast.Attribute) else getattr(found, "id", "")
+
+
+def test_a_stages_class_has_one_meaning():
+    places = collections.defaultdict(list)
+    for path, node in classes():
+        if STAGE.search(node.name):
+            places[node.name].append(path)
+    assert len(places) > 20
+    assert not {name: paths for name, paths in places.items() if len(paths) > 1 and name != "Plan"}
+
+
+def test_no_kernel_derives_from_a_kernel():
+    kernels = [(path, node) for path, node in classes() if node.name.endswith("Kernel") and "vllm" not in path.parts]
+    assert len(kernels) > 20
+    assert not [(path, node.name) for path, node in kernels if node.bases]
+
+
+def configs() -> list[type]:
+    return sorted({type(spec.config) for spec, _ in golden.inventory()}, key=str)
+
+
+@pytest.mark.parametrize("config", configs(), ids=lambda config: f"{config.__module__}.{config.__name__}")
+def test_a_configuration_has_few_fields_and_hardly_a_flag(config: type):
+    hints = typing.get_type_hints(config)
+    fields = dataclasses.fields(config)
+    most_fields, most_booleans = LARGER.get(config.__name__, (MOST_FIELDS, MOST_BOOLEANS))
+    assert len(fields) <= most_fields
+    assert sum(hints[field.name] is bool for field in fields) <= most_booleans
+    assert not any(dataclasses.is_dataclass(base) for base in config.__mro__[1:])

@@ -1,0 +1,45 @@
+"""What type checkers are told nothing of: `: Any` and suppressions, which may only become fewer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_ANY, MOST_SUPPRESSIONS = 365, 32  # lines; lower them when there are fewer
+ANY, SUPPRESSION = re.compile(r":\s*Any\b"), re.compile(r"#\s*(type:\s*ignore|pyright:)")
+INSTEAD = """
+A field or argument of device code has one of the DSL's types (Int32, Float32, cute.Pointer ...), or RegisterTensor or
+Index (cute_kernels/device/types.py). One that several classes fit has their union, or a Protocol. What is not known
+before it is checked is an object. A test's double goes through simulator.stand_in. Where a library's stubs are wrong,
+narrow with isinstance or typing.cast, in one place."""
+
+
+def lines_with(pattern: re.Pattern[str], *folders: str, root: Path = ROOT) -> Iterator[str]:
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                if pattern.search(line):
+                    yield f"{path.relative_to(root)}:{number}: {line.strip()}"
+
+
+def check(found: list[str], most: int, what: str) -> None:
+    assert len(found) <= most, f"{len(found)} lines have {what}, want at most {most}.{INSTEAD}\n" + "\n".join(found)
+
+
+def test_any_is_no_more_frequent_than_it_was():
+    check(list(lines_with(ANY, "cute_kernels", "layouts", "simulator")), MOST_ANY, "`: Any`")
+
+
+def test_suppressions_are_no_more_frequent_than_they_were():
+    check(list(lines_with(SUPPRESSION, "cute_kernels")), MOST_SUPPRESSIONS, "type: ignore or pyright:")
+
+
+def test_lines_are_found(tmp_path):
+    """An annotation, one without a space, and both suppressions; not what only looks like them."""
+    text = "x: Any\nx:Any = 1\nx: AnyOther\nx = 1  # type: ignore[x]\nx = 2  # pyright: ignore\nx = 'pyright:'\n"
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.py").write_text(text)
+    assert [line.split(":")[1] for line in lines_with(ANY, "code", root=tmp_path)] == ["1", "2"]
+    assert [line.split(":")[1] for line in lines_with(SUPPRESSION, "code", root=tmp_path)] == ["4", "5"]
