@@ -226,7 +226,7 @@ def latent() -> str:
 
 def engines() -> str:
     """Whole models: a served one with and without the plug-in, and `generate` with and without `accelerate`."""
-    steps, generated = _steps_of_vllm(), load("e2e_transformers")
+    steps, generated = _steps_of_vllm(), load("e2e_transformers_ahead")
     lines = []
     for label, kv in (("the same command line, FP8 cache", "fp8"), ("INT4 cache", "int4_g4")):
         for batch in (1, 32):

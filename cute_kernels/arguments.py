@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+
+from cute_kernels.runtime.gpu import GPU
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MOST = 2**63 - 1  # of anything that is counted
@@ -41,6 +44,17 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 # Whether every call's values are checked, too. Read once: looking at the environment would cost a call 0.7 us.
 DEBUG = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0")
+
+
+@contextmanager
+def checking_values() -> Iterator[None]:
+    """In this block every call's values are checked, as with `CUTE_KERNELS_DEBUG=1` everywhere."""
+    global DEBUG
+    before, DEBUG = DEBUG, True
+    try:
+        yield
+    finally:
+        DEBUG = before
 
 
 def check_tensors(**tensors: object) -> None:
@@ -116,8 +130,8 @@ def device_of(device: object, name: str = "device") -> torch.device | None:
         found = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"{name}: got {device!r}, want None or a device such as 'cpu' or 'cuda:0'") from error
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        there = ", ".join(["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))])
+    if found.type == "cuda" and (found.index or 0) >= GPU.count():
+        there = ", ".join(["cpu", *(f"cuda:{index}" for index in range(GPU.count()))])
         raise ValueError(f"{name}: got {str(found)!r}, want one of the devices that torch finds here: {there}")
     return found
 

@@ -28,7 +28,7 @@ from simulator.registers import (
     Uint32,
     Uint64,
 )
-from simulator.schedule import Scheduler
+from simulator.schedule import Scheduler, Turns
 from simulator.warp import Access, Warp
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "Registers",
     "Scalar",
     "Scheduler",
+    "Turns",
     "Uint32",
     "Uint64",
     "Warp",

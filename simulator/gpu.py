@@ -31,7 +31,6 @@ from simulator.registers import (
     lanes_range,
     select,
 )
-from simulator.warp import mma
 
 GUARD = 256  # bytes between arrays that nobody may touch
 
@@ -135,11 +134,6 @@ class Gpu:
             },
             modules=self.models,
         )
-
-    # -- tensor cores ------------------------------------------------------------------------------------------------
-
-    def mma_m16n8k16(self, c: Sequence[Lanes], a: Sequence[Lanes], b: Sequence[Lanes], *, dtype: str) -> list[Lanes]:
-        return mma(c, a, b, dtype)
 
     # -- what keeps the compiler from knowing more than it should ------------------------------------------------------
 

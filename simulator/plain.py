@@ -16,15 +16,16 @@ def stand_in(value: object) -> Any:
 
 
 class PlainThread:
-    """A scalar is a Python number. modules: as in :class:`Meanings`, what else is put in place."""
+    """A scalar is a Python number. modules, arch: as in :class:`Meanings`, what else is put in place."""
 
-    def __init__(self, modules: Mapping[Any, Mapping[str, Any]] | None = None):
+    def __init__(self, modules: Mapping[Any, Mapping[str, Any]] | None = None, arch: Mapping[str, Any] | None = None):
         self.modules = modules or {}
+        self.arch = {"make_warp_uniform": lambda value: value, **(arch or {})}
 
     def meanings(self) -> Meanings:
         return Meanings(
             instructions=self,
-            arch={"make_warp_uniform": lambda value: value},
+            arch=self.arch,
             cutlass={
                 "min": min,
                 "max": max,

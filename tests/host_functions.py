@@ -1,30 +1,16 @@
 """Compiled functions that take what a kernel's take, check it natively as those do, and launch nothing: on a CPU.
 
-A launch is then what the function was called with, and what the native checks refuse is refused here too. Used with
-`standing_in`, which makes CPU tensors go the way of CUDA ones up to the launch.
+For `tests.launchers.recording`: what the native checks refuse is refused there too.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
-import torch
 from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, cute
 
 from cute_kernels.runtime import compile_options
-from cute_kernels.runtime.workspace import POOL
-
-# Programs on Linux begin at 4 MiB if they are not position-independent, and their memory right behind: with such a
-# Python addresses are small numbers. No size here is as large.
-LOWEST_ADDRESS = 1 << 22
-
-
-class Launch(NamedTuple):
-    symbol: str  # of the kernel
-    arguments: tuple[Any, ...]
 
 
 @cute.jit
@@ -132,65 +118,3 @@ def append_function(config: Any) -> Any:
 
     function = append if config.transform is None else append_with_transform
     return cute.compile(function, *fake_arguments(config, AddressSpace.generic), options=compile_options("sm_90a"))
-
-
-def standing_in(
-    patch: pytest.MonkeyPatch, plan: Any, function_of: Callable[[Any], Any], launches: list[Launch] | None = None
-) -> list[Launch]:
-    """Makes a room's `plan` module plan for the CPU; the list (``launches``, or a new one) gets every launch that its
-    function did not refuse."""
-    launches = [] if launches is None else launches
-
-    def load(spec: Any, arch: str) -> Callable[..., None]:
-        function = function_of(spec.config)
-
-        def launch(*arguments: Any) -> None:
-            function(*arguments)
-            launches.append(Launch(spec.symbol, arguments))
-
-        return launch
-
-    def new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(shape, strides, dtype=dtype)
-
-    patch.setattr(plan, "load", load)
-    patch.setattr(plan, "arch_of", lambda index: "sm_90a")
-    patch.setattr(plan, "empty_strided", new, raising=False)
-    patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of the CPU's device
-    patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    patch.setattr(POOL, "get", lambda index, stream, num_words: num_words)
-    return launches
-
-
-def outcome(launches: list[Launch], call: Callable[[], Any], given: dict[str, Any]) -> Any:
-    """What a call launches, in a form to compare, or the message that refuses it.
-
-    Tensors become their address, shape, strides and dtype. Addresses of what was not ``given`` to the call become None.
-    """
-    launches.clear()
-    try:
-        call()
-    except (TypeError, ValueError) as error:
-        assert not launches
-        return type(error), str(error)
-    places = {x.data_ptr() for x in given.values() if isinstance(x, torch.Tensor)}
-
-    def described(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return described(x.data_ptr()), x.shape, x.stride(), x.dtype
-        return None if x >= LOWEST_ADDRESS and x not in places else x
-
-    return [(launch.symbol, [described(x) for x in launch.arguments]) for launch in launches]
-
-
-def assert_launched_alike_after_any_other(
-    name: str, calls: Iterable[str], outcome_of: Callable[[str], Any], plans: dict[Any, Any]
-) -> Any:
-    """That a call of ``calls`` launches what it does when no ``plans`` are kept, whatever was launched before it;
-    returns its outcome."""
-    want = outcome_of(name)
-    for other in calls:
-        plans.clear()
-        outcome_of(other)
-        assert outcome_of(name) == want, f"after {other}"
-    return want

@@ -19,6 +19,7 @@ from cute_kernels.attention.merge_states_config import DTYPES, NDIMS, VECTOR_BYT
 from cute_kernels.attention.reference import merge_states_reference
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.gpu import GPU, forgotten
 from cute_kernels.runtime.operator import Operator, route
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
@@ -133,6 +134,7 @@ def reference(
 
 
 _functions: dict[tuple[torch.dtype, int, int], Callable[..., Any]] = {}
+forgotten(_functions.clear)
 
 
 def launch(
@@ -148,8 +150,8 @@ def launch(
         function = _functions[key] = load(MergeStatesSpec(config), arch_of(key[2]))
     if not out_a.numel():
         return torch.empty_like(out_a), torch.empty_like(lse_a)
-    if key[2] != torch._C._cuda_getDevice():
-        with torch.cuda.device(key[2]):
+    if key[2] != GPU.current():
+        with GPU.guard(key[2]):
             return launch(out_a, lse_a, out_b, lse_b)
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
     function(out_a, lse_a, out_b, lse_b, out, lse)

@@ -32,6 +32,7 @@ from cute_kernels.attention.plan import DecodePlan, check_alignment, make_plan, 
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.kv_formats import format_of, format_pair
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, launcher, on_device_of
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 
@@ -373,6 +374,6 @@ def path_of(
         if not (q.is_cuda or q.is_cpu):
             check_together(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
             return dispatch
-        return launch if q.is_cuda else reference
+        return launch if q.is_cuda or GPU.takes_cpu else reference
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
     return dispatch

@@ -15,9 +15,9 @@ from cute_kernels.attention.config import KEEP_PARTIALS, PAGE_TOKENS, PLACES_SHI
 from cute_kernels.attention.schedule import DecodeProblem, DecodeSchedule, head_blocks, make_schedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.memory import Blank, blank, byte_view, empty_strided
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.memory import Blank, blank, byte_view
 from cute_kernels.runtime.plans import ALIGNMENT
-from cute_kernels.runtime.workspace import POOL
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ class DecodePlan:
         step of a model waits for it once a layer.
         """
         if out is None:
-            out = empty_strided(*self.new_out)
+            out = GPU.empty(*self.new_out)
         lse, lse_address, mode = None, 0, self.mode
         if return_lse:
-            lse = empty_strided(*self.new_lse)
+            lse = GPU.empty(*self.new_lse)
             lse_address, mode = lse.data_ptr(), mode | WRITE_LSE
         workspace = 0
         if partials is not None:
             workspace, mode = partials.data_ptr(), mode | KEEP_PARTIALS
         elif self.num_words:
             index = self.device_index
-            workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), self.num_words)
+            workspace = GPU.workspace(index, GPU.stream(index), self.num_words)
         k_scale = v_scale = 0
         if options is not None:
             k_scale, v_scale = address_of(options["k_scale"]), address_of(options["v_scale"])
@@ -221,11 +221,7 @@ def _places(call: AttentionCall, operand: CacheOperand) -> int:
 
 
 def _num_sms(device: torch.device) -> int:
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else DecodeProblem.num_sms
-    )
+    return GPU.num_sms(device) if device.type == "cuda" or GPU.takes_cpu else DecodeProblem.num_sms
 
 
 def check_alignment(call: AttentionCall) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from cute_kernels import blocks
 from cute_kernels.attention.call import AttentionCall, CacheOperand, CallOptions, check_device_values, make_call
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def attend(call: AttentionCall, start: torch.Tensor, stop: torch.Tensor, compute
     start = torch.maximum(start, call.first_seen(call.seq_lens.to(torch.int64)))
     first, last = (int(start.min()), int(stop.max())) if batch else (0, 0)
     token_elements = batch * max(heads * max(call.head_dim, call.v.head_dim), q_len * call.num_q_heads)
-    block = max(1, _BLOCK_ELEMENTS // max(1, token_elements))
+    block = max(1, blocks.elements(_BLOCK_ELEMENTS) // max(1, token_elements))
     for begin in range(first, last, block):
         keys_at = torch.arange(begin, min(begin + block, last), device=call.q.device)
         inside = (keys_at >= start[:, None]) & (keys_at < stop[:, None])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -129,7 +128,7 @@ def make_call(
     seq_lens: torch.Tensor,
     *,
     cu_seqlens_q: torch.Tensor,
-    kv_format: Any,
+    kv_format: object,
     block_table: torch.Tensor | None = None,
     cache_layout: CacheLayout = "NHD",
     softmax_scale: float | None = None,
@@ -201,7 +200,7 @@ def make_call(
     return ExtendCall(q, cu_seqlens_q, base, new, out, tree_mask, num_splits, sm_margin)
 
 
-def _check_tree_mask(mask: torch.Tensor, q: torch.Tensor, **positional: Any) -> None:
+def _check_tree_mask(mask: torch.Tensor, q: torch.Tensor, **positional: object) -> None:
     check_tensors(tree_mask=mask)
     checks.check_place("tree_mask", mask, q.device)
     if mask.dtype != torch.int32:
@@ -239,7 +238,7 @@ def _check_new(
     return new_k, new_v
 
 
-def check_out(out: Any, q: torch.Tensor) -> None:
+def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
     """Raises TypeError or ValueError unless ``out`` can take the result for ``q``, but for its place and strides."""
     check_tensors(out=out)
     if out.dtype != q.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Int64
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
+from cute_kernels.device.types import extents
 from cute_kernels.extend.config import ELEMENT_BYTES, CombineConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.softmax import LOWEST, load_float
@@ -29,13 +30,13 @@ class Parts:
     times heads. lse: fp32 [rows] or 0. sinks: fp32 [num_q_heads] or 0.
     """
 
-    partials: Any
-    out: Any
-    lse: Any
-    sinks: Any
-    rows: Any
-    num_splits: Any
-    num_q_heads: Any
+    partials: Int64
+    out: Int64
+    lse: Int64
+    sinks: Int64
+    rows: Int32
+    num_splits: Int32
+    num_q_heads: Int32
 
 
 class CombineKernel:
@@ -60,9 +61,9 @@ class CombineKernel:
     ):
         """out: [total_q, num_q_heads, head_dim], of which queries from ``cu_seqlens[-1]`` on are left alone; others as
         :class:`Parts` has them. num_splits: at most 32."""
-        shape: Any = out.shape
+        shape = extents(out)
         rows = shape[0] * shape[1]
-        ends: Any = cu_seqlens.shape
+        ends = extents(cu_seqlens)
         parts = Parts(partials, ptx.address(out), lse, sinks, rows, num_splits, shape[1])
         self.kernel(parts, ptx.address(cu_seqlens) + Int64(ends[0] - 1) * 4).launch(
             grid=(cute.ceil_div(rows, self.num_warps), 1, 1),

@@ -49,7 +49,7 @@ class CombineSpec(KernelSpec):
     family: ClassVar[str] = "extend"
 
     @property
-    def symbol(self) -> str:  # type: ignore[override]
+    def symbol(self) -> str:
         return self.config.name
 
     def compile(self, arch: str) -> Any:

@@ -11,7 +11,6 @@ rows are multiplied out in fp16, rounded once: half of code * scale + shift.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -21,6 +20,7 @@ from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max
 from cute_kernels.device.ring import advance
+from cute_kernels.device.types import RegisterTensor
 from cute_kernels.extend.config import SLAB_COLUMNS, ExtendConfig, has_token_scale
 from cute_kernels.extend.loads import load_word_below
 from cute_kernels.extend.memory import KEYS, VALUES
@@ -74,9 +74,9 @@ class Held:
     """What a warp holds of a tile: registers. words: a lane's, by load. headers: of INT4, by load. scale: of a row of
     bytes, by lane."""
 
-    words: Any
-    headers: Any
-    scale: Any
+    words: RegisterTensor[Uint32]
+    headers: RegisterTensor[Uint32]
+    scale: RegisterTensor[Uint32]
 
 
 class CodedRows:
@@ -171,7 +171,7 @@ class CodedRows:
         if lane < self.warp_rows:
             ptx.store_shared(address + (warp * self.warp_rows + lane) * 4, 0, [held.scale[0]])
         if const_expr(self.operand == VALUES):
-            top = lane_max(held.scale[0].bitcast(Float32), (1, 2, 4, 8, 16))
+            top = lane_max(Float32(held.scale[0].bitcast(Float32)), (1, 2, 4, 8, 16))
             if lane == 0:
                 ptx.store_shared(address + (self.config.tile_tokens + warp) * 4, 0, [top])
 

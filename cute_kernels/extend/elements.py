@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from cutlass import BFloat16, Float16
+from cutlass import BFloat16, Float16, Float32, Numeric, Uint32
 
 from cute_kernels.device import ptx
 
@@ -21,9 +20,9 @@ class Elements:
         halves: a word's lower and upper number as fp32.
     """
 
-    type: Any
-    pack: Callable[..., Any]
-    halves: tuple[Callable[..., Any], Callable[..., Any]]
+    type: type[Numeric]
+    pack: Callable[..., Uint32]
+    halves: tuple[Callable[..., Float32], Callable[..., Float32]]
 
 
 def of_name(dtype: str) -> Elements:

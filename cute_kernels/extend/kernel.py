@@ -11,14 +11,13 @@ docs/design/extend_attention.md has the balance of clocks, bytes and registers b
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.ring import advance
+from cute_kernels.device.types import extents
 from cute_kernels.extend.config import ELEMENT_BYTES, MMA_WARPS, TILE_ROWS, WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
 from cute_kernels.extend.decode import RowProducer
 from cute_kernels.extend.memory import Memory, Pages, Rows, Source
@@ -32,7 +31,7 @@ class ExtendKernel:
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        self.producer: Any = RowProducer(config) if config.coded else TmaTileProducer(config)
+        self.producer = RowProducer(config) if config.coded else TmaTileProducer(config)
         self.consumer, self.worker = Consumer(config), Worker(config)
 
     @cute.jit
@@ -80,9 +79,8 @@ class ExtendKernel:
         else 0.
         """
         config = self.config
-        shapes: Any = (q.shape, k_cache.shape)
-        (total_q, num_q_heads, _), cache = shapes
-        ends: Any = cu_seqlens.shape
+        (total_q, num_q_heads, _), cache = extents(q), extents(k_cache)
+        ends = extents(cu_seqlens)
         batch = ends[0] - 1
         tokens, kv_heads = (cache[2], cache[1]) if config.features.head_major else (cache[1], cache[2])
         group = num_q_heads // kv_heads

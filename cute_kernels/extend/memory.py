@@ -8,6 +8,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
+from cutlass.cute.nvgpu.cpasync import TmaInfo
 
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
@@ -31,17 +32,17 @@ class Memory:
     """
 
     config: ExtendConfig
-    tile_pointer: Any
-    tiles: Any
-    query_pointer: Any
-    queries: Any
-    scales: Any
-    query_scales: Any
-    slots: Any
-    full: Any
-    empty: Any
-    work_full: Any
-    work_empty: Any
+    tile_pointer: cute.Pointer
+    tiles: Int32
+    query_pointer: cute.Pointer
+    queries: Int32
+    scales: Int32
+    query_scales: Int32
+    slots: Int32
+    full: cute.Pointer
+    empty: cute.Pointer
+    work_full: cute.Pointer
+    work_empty: cute.Pointer
 
     @staticmethod
     def allocate(config: ExtendConfig) -> Memory:
@@ -56,12 +57,12 @@ class Memory:
         return Memory(
             config=config,
             tile_pointer=tiles,
-            tiles=tiles.toint(),
+            tiles=Int32(tiles.toint()),
             query_pointer=queries,
-            queries=queries.toint(),
-            scales=scales.toint(),
-            query_scales=query_scales.toint(),
-            slots=slots.toint(),
+            queries=Int32(queries.toint()),
+            scales=Int32(scales.toint()),
+            query_scales=Int32(query_scales.toint()),
+            slots=Int32(slots.toint()),
             full=barriers,
             empty=barriers + count,
             work_full=barriers + 2 * count,
@@ -102,10 +103,10 @@ class Rows:
             the next.
     """
 
-    base: Any
-    block_bytes: Any
-    token_bytes: Any
-    head_bytes: Any
+    base: Int64
+    block_bytes: Int64
+    token_bytes: Int32
+    head_bytes: Int64
 
     @staticmethod
     def of(cache: cute.Tensor, element_bytes: int, head_major: bool) -> Rows:
@@ -113,8 +114,7 @@ class Rows:
         strides: Any = cache.stride
         block, outer, inner = (Int64(stride) * element_bytes for stride in strides[:3])
         token, head = (inner, outer) if head_major else (outer, inner)
-        first: Any = cache.iterator
-        return Rows(first.toint(), block, token.to(Int32), head)
+        return Rows(ptx.address(cache), block, token.to(Int32), head)
 
     def address(self, block, place, head):
         """Of a head's row of the token at a place in a block."""
@@ -129,9 +129,9 @@ class Rows:
 class Pages:
     """Which block a token of a request lies in; run-time values. table: int32 [batch, max_pages], or 0."""
 
-    table: Any
-    max_pages: Any
-    num_blocks: Any
+    table: Int64
+    max_pages: Int32
+    num_blocks: Int32
     page_size: Divisor
 
     @cute.jit
@@ -153,7 +153,7 @@ class Source:
     keys: Rows
     values: Rows
     pages: Pages
-    maps: Any
+    maps: tuple[TmaInfo, TmaInfo] | None
 
     def rows(self, operand: int) -> Rows:
         return (self.keys, self.values)[operand]

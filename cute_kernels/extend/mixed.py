@@ -7,6 +7,7 @@ rest; docs/design/extend_attention.md has what that takes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from cute_kernels.arguments import check_tensors, shape_of
 from cute_kernels.attention import checks, decode_attention
 from cute_kernels.extend.call import check_out, check_query
+from cute_kernels.names import KvFormats
 
 DECODE_SMS = 16  # that a prefill leaves alone from the start; decoding has the others as they become free
 
@@ -28,7 +30,7 @@ def mixed_attention(
     *,
     cu_seqlens_q: torch.Tensor,
     num_decodes: int,
-    kv_format: Any,
+    kv_format: KvFormats,
     out: torch.Tensor | None = None,
     sm_margin: int = DECODE_SMS,
     **options: Any,
@@ -97,7 +99,7 @@ def mixed_attention(
     return out
 
 
-def _check(q: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_decodes: Any) -> None:
+def _check(q: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_decodes: object) -> None:
     """Raises ValueError for what keeps a batch from being cut in two; both calls check the rest."""
     check_query(q)
     if seq_lens.dim() != 1:
@@ -126,7 +128,7 @@ def _part_of(k_cache: torch.Tensor, v_cache: torch.Tensor, options: dict[str, An
     return {"k_cache": k_cache[part], "v_cache": v_cache[part], **options}
 
 
-def _side_by_side(device: torch.device, decode: Any, extend: Any) -> None:
+def _side_by_side(device: torch.device, decode: Callable[[], object], extend: Callable[[], object]) -> None:
     """Decoding on a stream of its own, begun and waited for by the current one."""
     index = torch.cuda.current_device() if device.index is None else device.index
     side = _streams.get(index)

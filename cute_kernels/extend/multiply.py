@@ -46,12 +46,12 @@ class Features:
     """Run-time values of a launch's features. sinks, alibi_slopes: addresses of fp32 [num_q_heads]; tree_mask: that of
     int32 [total_q, tree_words]."""
 
-    window: Any
-    soft_cap: Any
-    sinks: Any
-    alibi_slopes: Any
-    tree_mask: Any
-    tree_words: Any
+    window: Int32
+    soft_cap: Float32
+    sinks: Int64
+    alibi_slopes: Int64
+    tree_mask: Int64
+    tree_words: Int32
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class Operands:
     KV head's to the next one's.
     """
 
-    q: Any
-    out: Any
-    lse: Any
-    other_out: Any
-    other_lse: Any
-    partials: Any
-    k_scale: Any
-    v_scale: Any
-    k_scale_stride: Any
-    v_scale_stride: Any
-    softmax_scale: Any
+    q: Int64
+    out: Int64
+    lse: Int64
+    other_out: Int64
+    other_lse: Int64
+    partials: Int64
+    k_scale: Int64
+    v_scale: Int64
+    k_scale_stride: Int32
+    v_scale_stride: Int32
+    softmax_scale: Float32
 
 
 class Consumer:

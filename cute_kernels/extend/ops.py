@@ -15,6 +15,7 @@ from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.plan import Plan, check_alignment, make_plan
 from cute_kernels.extend.reference import attention_of
 from cute_kernels.kv_formats import format_pair
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, launcher, on_device_of
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 
@@ -70,12 +71,12 @@ def _has_odd_number(
     return any(options[name] is not None and options[name].shape[:1] != q.shape[:1] for name in ROWS_OF_QUERIES)
 
 
-def _key_of(name: str, value: Any) -> Any:
+def _key_of(name: str, value: object) -> Any:
     """What of an option decides a plan; not how many queries there are, which q's rows say."""
     if not isinstance(value, torch.Tensor):
         return value
-    parts: Any = identity(value)
-    shape, stride, *others = parts
+    shape, stride, *others = identity(value)
+    assert isinstance(shape, tuple)
     return (shape[1:], stride, *others) if name in ROWS_OF_QUERIES else (shape, stride, *others)
 
 
@@ -208,7 +209,14 @@ _operator = Operator(
 )
 
 
-def path_of(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any, cu_seqlens_q: Any, options: dict[str, Any]) -> Any:
+def path_of(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    options: dict[str, Any],
+) -> Any:
     """Which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a call; they are called alike.
 
     Raises TypeError for an argument that is no tensor at all.
@@ -218,4 +226,4 @@ def path_of(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any, cu_seqlens_q: Any
     plain = {name: value.data if type(value) is torch.nn.Parameter else value for name, value in tensors.items()}
     if needs_dispatch(**needed, **plain):
         return dispatch
-    return launch if q.is_cuda else reference
+    return launch if q.is_cuda or GPU.takes_cpu else reference

@@ -18,9 +18,9 @@ from cute_kernels.extend.config import CombineConfig, ExtendConfig
 from cute_kernels.extend.schedule import Problem, choose, choose_newer, choose_splits, count_tiles
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.memory import blank, byte_view, empty_strided
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.memory import blank, byte_view
 from cute_kernels.runtime.plans import ALIGNMENT
-from cute_kernels.runtime.workspace import POOL
 
 MAX_TOKEN_STRIDE = 2**23  # bytes: those of a tile fit 32 bits
 COUNTER_WORDS = 4  # of workspace, of which one counts work tiles
@@ -71,7 +71,7 @@ class Plan:
         v_cache: torch.Tensor,
         seq_lens: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
-        kv_format: Any,
+        kv_format: object,
         softmax_scale: float | None,
         return_lse: bool,
         out: torch.Tensor | None,
@@ -80,12 +80,12 @@ class Plan:
         """Launches on the current stream of the plan's device, which is the current one: (out or a new one, lse if
         asked for)."""
         if out is None:
-            out = empty_strided(*blank(tuple(q.shape), q.dtype))
+            out = GPU.empty(*blank(tuple(q.shape), q.dtype))
         lse = self._new_lse(q) if return_lse else None
         if self.newer is None:
             self.call(q, k_cache, v_cache, cu_seqlens_q, seq_lens, out, lse, softmax_scale, options)
             return out, lse
-        older = empty_strided(*blank(tuple(q.shape), q.dtype)), self._new_lse(q)
+        older = GPU.empty(*blank(tuple(q.shape), q.dtype)), self._new_lse(q)
         if self.has_cache:
             self.call(q, k_cache, v_cache, cu_seqlens_q, seq_lens, *older, softmax_scale, options, prefix_only=1)
         else:
@@ -95,7 +95,7 @@ class Plan:
         return out, lse
 
     def _new_lse(self, q: torch.Tensor) -> torch.Tensor:
-        return empty_strided(*blank(tuple(q.shape[:2]), torch.float32))
+        return GPU.empty(*blank(tuple(q.shape[:2]), torch.float32))
 
     def call(
         self,
@@ -120,7 +120,7 @@ class Plan:
             table = table.contiguous()  # may be freed before it is read: its memory is reused in the stream's order
         splits, partials = self.splits_of(q), None
         if splits > 1:
-            partials = empty_strided(*blank((splits, q.shape[0], q.shape[1], q.shape[2] + 1), torch.float32))
+            partials = GPU.empty(*blank((splits, q.shape[0], q.shape[1], q.shape[2] + 1), torch.float32))
         num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], self.num_kv_heads) * splits
         mask = options["tree_mask"] if config.tree else None
         self.function(
@@ -132,7 +132,7 @@ class Plan:
             out,
             address_of(lse),
             *map(address_of, other),
-            POOL.get(index, torch._C._cuda_getCurrentRawStream(index), COUNTER_WORDS),
+            GPU.workspace(index, GPU.stream(index), COUNTER_WORDS),
             prefix_only,
             address_of(options["k_scale"]),
             address_of(options["v_scale"]),
@@ -188,7 +188,7 @@ def make_plan_of(call: ExtendCall, config: ExtendConfig, newer: Plan | None = No
         function=load(ExtendSpec(config), arch_of(device.index)),
         config=config,
         device_index=device.index,
-        num_sms=max(torch.cuda.get_device_properties(device).multi_processor_count - call.sm_margin, 1),
+        num_sms=max(GPU.num_sms(device) - call.sm_margin, 1),
         batch=call.batch,
         num_kv_heads=base.num_kv_heads,
         softmax_scale=base.softmax_scale,

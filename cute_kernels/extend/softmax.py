@@ -17,6 +17,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import in_pairs, lane_max
+from cute_kernels.device.types import RegisterTensor
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.loads import load_word_below
@@ -44,12 +45,12 @@ class Rows:
         references, totals: rmem fp32 [2].
     """
 
-    positions: Any
-    scales: Any
-    slopes: Any
-    masks: Any
-    references: Any
-    totals: Any
+    positions: list[Int32]
+    scales: list[Float32]
+    slopes: list[Float32]
+    masks: list[Int64]
+    references: RegisterTensor[Float32]
+    totals: RegisterTensor[Float32]
 
 
 class Softmax:

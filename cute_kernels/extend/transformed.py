@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
     shift: torch.Tensor | None
 
 
-def inputs_of(transform: CacheTransform, q: Any, options: dict[str, Any], return_lse: bool) -> Inputs:
+def inputs_of(transform: CacheTransform, q: torch.Tensor, options: dict[str, Any], return_lse: bool) -> Inputs:
     """The transformed inputs of a call with these options.
 
     Raises:

@@ -11,7 +11,6 @@ last queries of a request first, which see most keys. Who draws the last ticket 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -40,16 +39,16 @@ class Shape:
         window: keys that a query sees, itself included.
     """
 
-    total_q: Any
-    batch: Any
-    num_q_heads: Any
-    max_seq_len: Any
+    total_q: Int32
+    batch: Int32
+    num_q_heads: Int32
+    max_seq_len: Int32
     group: Divisor
     kv_heads: Divisor
     splits: Divisor
-    num_slots: Any
-    num_tiles: Any
-    window: Any
+    num_slots: Int32
+    num_tiles: Int32
+    window: Int32
 
 
 @dataclass(frozen=True)
@@ -67,14 +66,14 @@ class Work:
             the beginning of the caches if these are ragged.
     """
 
-    request: Any
-    part: Any
-    first_row: Any
-    num_rows: Any
-    q_start: Any
-    before: Any
-    kv_start: Any
-    kv_stop: Any
+    request: Int32
+    part: Int32
+    first_row: Int32
+    num_rows: Int32
+    q_start: Int32
+    before: Int32
+    kv_start: Int32
+    kv_stop: Int32
 
     def words(self) -> list[Uint32]:
         """As they are told to consumers."""
@@ -103,10 +102,10 @@ class Lengths:
     of work tiles. prefix_only: 1 if a request's last tokens, its queries' own, are left to another launch, else 0.
     """
 
-    cu_seqlens_q: Any
-    seq_lens: Any
-    counter: Any
-    prefix_only: Any
+    cu_seqlens_q: Int64
+    seq_lens: Int64
+    counter: Int64
+    prefix_only: Int32
 
 
 @dataclass(frozen=True)
@@ -118,10 +117,10 @@ class Span:
         begin, end: blocks of tokens [begin, end); none is 0, 0.
     """
 
-    first_position: Any
-    last_position: Any
-    begin: Any
-    end: Any
+    first_position: Int32
+    last_position: Int32
+    begin: Int32
+    end: Int32
 
 
 class Worker:

@@ -108,7 +108,7 @@ def model_of(name: str, device: torch.device, dtype: torch.dtype | None = None) 
     from transformers import AutoModelForCausalLM
 
     where, options = _source(name)
-    model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto", **options)
+    model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto", **options)
     return model.to(device).eval()
 
 

@@ -121,7 +121,7 @@ class CuteKernelsQuantizer(HfQuantizer):
             _swap(model, name, made, modules, lambda block, pair=pair: _empty_moe(block, pair))
         return model
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: object) -> nn.Module:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:
         if not self.pre_quantized:
             asked = self.quantization_config
             assert isinstance(asked, CuteKernelsConfig)
@@ -259,7 +259,7 @@ def _expect_format(layer: nn.Module, wanted: torch.Tensor) -> None:
     layer.register_buffer(_FORMAT, torch.empty_like(wanted, device="meta"))
 
 
-def _check_loaded(name: str, layer: QuantizedLinear | QuantizedExperts) -> None:
+def _check_loaded(name: str, layer: Any) -> None:
     """Raises ValueError unless all of a layer's tensors came from the files, and are what the configuration said.
 
     transformers gives a tensor that is missing random values and says so in a table; a layer would compute with them.

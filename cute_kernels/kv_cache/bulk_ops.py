@@ -13,6 +13,7 @@ from cute_kernels.kv_cache.transforms import CacheTransform, check_transform, tr
 from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, route
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -301,7 +302,7 @@ def _launch(
         blocks += [inner, stride * tensor.element_size(), divisor_of(inner)]
     index = x.get_device()
     function = load(BulkSpec(config), arch_of(index))
-    with torch.cuda.device(index):
+    with GPU.guard(index):
         given = (rows.data_ptr(), 0 if scale is None else scale.data_ptr(), num_heads, divisor_of(num_heads))
         if strided:
             constants = () if half is None else half.addresses[:2]

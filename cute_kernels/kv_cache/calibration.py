@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from cute_kernels import blocks
 from cute_kernels.arguments import check_positive, check_tensors
 from cute_kernels.kv_formats import format_of
 
@@ -74,7 +75,7 @@ class Calibrator:
         if x.shape[-2:] != self._top.shape:
             raise ValueError(f"x: got shape {list(x.shape)}, want [..., {', '.join(map(str, self._top.shape))}]")
         samples = x.reshape(-1, *x.shape[-2:])
-        for chunk in samples.split(max(1, _CHUNK_ELEMENTS // max(1, self._top.numel()))):
+        for chunk in samples.split(max(1, blocks.elements(_CHUNK_ELEMENTS) // max(1, self._top.numel()))):
             self._take(chunk.detach().float().abs())
         return self
 

@@ -144,13 +144,15 @@ class AppendConfig:
     decode: bool = False
     transform: RowTransform | None = None
 
-    def for_decode(self) -> AppendConfig:
+    def for_decode(self, num_tokens: int = 1) -> AppendConfig:
         """The kernel that does the same where ``decode`` holds, sooner.
 
         A warp runs most of its code once then, and waits for instructions longer than for arithmetic: twice the lanes
-        to a row have half as many to fetch.
+        to a row have half as many to fetch. But for many tokens whose rows meet several constants: their registers
+        leave room for too few warps of that kind.
         """
-        return replace(self, decode=True, lane_columns=LANE_ELEMENTS)
+        crowded = self.transform is not None and self.transform.num_parts > 1 and num_tokens >= MANY_TOKENS
+        return replace(self, decode=True, lane_columns=self.lane_columns if crowded else LANE_ELEMENTS)
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
@@ -183,7 +185,7 @@ class AppendConfig:
     @property
     def ctas_per_sm(self) -> int:
         """CTAs that an SM is reckoned to hold at a time."""
-        counts = DECODE_CTAS_PER_SM if self.decode else CTAS_PER_SM
+        counts = DECODE_CTAS_PER_SM if self.decode and self.lane_columns == LANE_ELEMENTS else CTAS_PER_SM
         if self.transform is None:
             return counts[0]
         return counts[self.transform.num_parts + (self.transform.shift and self.transform.factor)]
@@ -315,6 +317,7 @@ RESIDENT_WARPS = 16  # that the registers of an SM must have room for
 # of them, two, and two on q's side as well. Those for decode need fewer.
 CTAS_PER_SM = 9, 8, 8, 8
 DECODE_CTAS_PER_SM = 16, 16, 12, 10
+MANY_TOKENS = 512  # of a decode step, for rows that meet several constants
 DECODE_SMEM_PERCENT = 14  # 32 of 228 KiB
 MAX_ROWS_PER_TEAM = 16  # what precedes the first row, angles above all, is then little beside the rows
 

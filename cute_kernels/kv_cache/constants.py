@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -113,7 +113,7 @@ class CacheConstants:
         for layer, (found, (k_rotation, v_rotation)) in enumerate(zip(layers, rotations, strict=True)):
             scales.append((found.pop("k_scale", None), found.pop("v_scale", None)))
             try:
-                made = CacheTransform(**found, k_rotation=k_rotation, v_rotation=v_rotation)  # type: ignore[arg-type]
+                made = replace(CacheTransform(k_rotation=k_rotation, v_rotation=v_rotation), **found)
             except (TypeError, ValueError) as error:
                 raise ConstantsError(f"{path}: layer {layer}: {error}") from error
             transforms.append(None if made.identity else made)

@@ -58,7 +58,6 @@ class AppendKernel:
         self.pages = PageFetch(config.lanes, config.num_warps)
         # Rows one after the other, by one copy of the code: where a warp runs it once or twice, or where it is long.
         self.rolled = config.decode or config.transform is not None
-        self.values_last = False
         self.row_words = max(self.k_elements.piece.num_words, self.v_elements.piece.num_words)
         self.raw_words = max(config.rows_in_flight, config.q_rows_in_flight) * self.row_words
 
@@ -256,7 +255,10 @@ class AppendKernel:
             token = warp_token + lane // config.lanes
             valid = token < inputs.num_tokens
             token = cutlass.min(token, inputs.num_tokens - 1)  # teams without a token of their own work along
-            is_q, is_v, before = self.kind_of(chunk, shares)
+            # K first, then V, then q: rows that are most work begin first.
+            is_q, is_v = chunk >= 2 * shares.kv_chunks, chunk >= shares.kv_chunks
+            is_v = is_v & ~is_q
+            before = cutlass.select_(is_q, 2 * shares.kv_chunks, cutlass.select_(is_v, shares.kv_chunks, Int32(0)))
             rows = cutlass.select_(is_q, shares.q_rows, shares.kv_rows)
             num_heads = cutlass.select_(is_q, inputs.num_q_heads, inputs.num_kv_heads)
             first = (chunk - before) * rows
@@ -296,21 +298,6 @@ class AppendKernel:
                     self.process_q(raw, constants, source, cos, sin, heads, extras, targets, place)
                 else:
                     self.process_k(raw, scales, constants, source, cos, sin, heads, extras, targets, place)
-
-    @cute.jit
-    def kind_of(self, chunk, shares):
-        """(whether a chunk is of q, whether of V, chunks before the first of its kind): what is most work first."""
-        if const_expr(self.values_last):
-            grid_x, grid_y, _ = cute.arch.grid_dim()
-            chunks = cutlass.select_(shares.by_kind, grid_y, grid_x)
-            values = chunks - shares.kv_chunks
-            is_v = chunk >= values
-            is_q = (chunk >= shares.kv_chunks) & ~is_v
-            return is_q, is_v, cutlass.select_(is_q, shares.kv_chunks, cutlass.select_(is_v, values, Int32(0)))
-        is_q, is_v = chunk >= 2 * shares.kv_chunks, chunk >= shares.kv_chunks
-        is_v = is_v & ~is_q
-        before = cutlass.select_(is_q, 2 * shares.kv_chunks, cutlass.select_(is_v, shares.kv_chunks, Int32(0)))
-        return is_q, is_v, before
 
     # -- getting there ------------------------------------------------------------------------------------------------
 
@@ -528,13 +515,10 @@ class AppendKernel:
         def prepare(values, head):
             self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
             if const_expr(self.config.transform is not None):
-                self.transformer.transform_k(values, constants, place.lane)
+                next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
+                self.transformer.transform_k(values, constants, extras.transforms, next_head, place.lane)
 
-        def ask(head):
-            if const_expr(self.config.transform is not None):
-                self.transformer.ask_k(constants, extras.transforms, head, place.lane)
-
-        self.process_rows(raw, scales, source, self.k_elements, heads, target, place, prepare, ask)
+        self.process_rows(raw, scales, source, self.k_elements, heads, target, place, prepare)
 
     @cute.jit
     def process_v(self, raw, scales, constants, source, heads, extras, targets, place):
@@ -545,18 +529,14 @@ class AppendKernel:
             if const_expr(self.config.has_bias):
                 self.add_bias(values, self.v_elements, extras.v_bias, head, place.lane)
             if const_expr(self.config.transform is not None):
-                self.transformer.transform_v(values, constants, place.lane)
+                next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
+                self.transformer.transform_v(values, constants, extras.transforms, next_head, place.lane)
 
-        def ask(head):
-            if const_expr(self.config.transform is not None):
-                self.transformer.ask_v(constants, extras.transforms, head, place.lane)
-
-        self.process_rows(raw, scales, source, self.v_elements, heads, target, place, prepare, ask)
+        self.process_rows(raw, scales, source, self.v_elements, heads, target, place, prepare)
 
     @cute.jit
-    def process_rows(self, raw, scales, source, elements, heads, target, place, prepare, ask):
-        """The team's heads of one cache; ``prepare`` does to a row's values what comes before quantisation, and ``ask``
-        asks for what it needs of the next row."""
+    def process_rows(self, raw, scales, source, elements, heads, target, place, prepare):
+        """The team's heads of one cache; ``prepare`` does to a row's values what comes before quantisation."""
         cache_row, scale, cache, strides = target
         ahead = self.config.rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
@@ -573,7 +553,6 @@ class AppendKernel:
                 prepare(values, head)
                 self.write(cache_row, values, given, cache, strides, place, head)
                 head = head + 1
-                ask(cutlass.min(head, stop - 1))
             source = source + ahead * elements.row_bytes
             if const_expr(not self.config.decode):
                 self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels import blocks
 from cute_kernels.arguments import check_floating, check_positive, shape_of
 from cute_kernels.kv_cache.transforms import GREATEST_FACTOR, CacheTransform
 from cute_kernels.kv_formats import KvFormat
@@ -164,7 +165,7 @@ def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -
     tokens = k.shape[1]
     weighted, weights = torch.zeros_like(k), k.new_zeros(k.shape[:2])
     places = torch.arange(tokens, device=k.device)
-    for rows in places.split(max(1, _SCORES // (q.shape[0] * q.shape[1] * tokens))):
+    for rows in places.split(max(1, blocks.elements(_SCORES) // (q.shape[0] * q.shape[1] * tokens))):
         some = q[:, :, rows]
         scores = torch.einsum("hgnd,htd->hgnt", some, k) * scale
         p = scores.masked_fill_(places > rows[:, None], -torch.inf).softmax(-1)

@@ -15,6 +15,7 @@ from cute_kernels.kv_cache.reference import append_kv_reference
 from cute_kernels.kv_cache.rope import rope_of
 from cute_kernels.kv_cache.transforms import TRANSFORM_SCHEMA, parts_of, transform_of
 from cute_kernels.kv_cache.values import check_append_values
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, launcher
 from cute_kernels.runtime.plans import identity
 
@@ -31,8 +32,9 @@ def append(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tenso
     argument that is no tensor at all.
     """
     k, v, k_cache, v_cache, *_ = call
-    if type(k) is type(v) is type(k_cache) is type(v_cache) is torch.Tensor and k.is_cuda and not is_compiling():
-        return launch(call, extras)
+    if type(k) is type(v) is type(k_cache) is type(v_cache) is torch.Tensor and not is_compiling():
+        if k.is_cuda or GPU.takes_cpu:
+            return launch(call, extras)
     path = dispatch if needs_dispatch(k=k, v=v, k_cache=k_cache, v_cache=v_cache) else reference
     return path(AppendCall(*call, *(extras or ())))
 

@@ -22,7 +22,8 @@ from cute_kernels.kv_cache.config import (
 from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.memory import Blank, blank, byte_view, empty_strided
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.memory import Blank, blank, byte_view
 from cute_kernels.runtime.plans import ALIGNMENT
 
 NO_ADDRESSES = (0,) * 11  # of extras
@@ -69,7 +70,7 @@ class AppendPlan:
         """
         k, v, k_cache, v_cache, _, _, _, _, norm_eps, q, q_out, seq_lens, block_table, transform = call
         if q_out is None and self.new_q_out is not None:
-            q_out = empty_strided(*self.new_q_out)
+            q_out = GPU.empty(*self.new_q_out)
         if self.k_view is not None:
             k_cache = k_cache.view(self.k_view)
         if self.v_view is not None:
@@ -103,8 +104,9 @@ class AppendPlan:
 def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
     """The kernel that a call uses; ``leads``: attention over the same caches is launched as its dependent.
 
-    One token a request, at the end of its length, has a kernel of its own, but for appends that lead: how early
-    attention may start beside them is measured for the other one only.
+    One token a request, at the end of its length, has a kernel of its own. Appends that lead are the other one, beside
+    which attention was measured, but for a single token of a cache with a transform: there what a warp has to fetch of
+    its code counts (docs/design/kv_append.md).
     """
     rope = call.rope
     config = AppendConfig(
@@ -121,8 +123,9 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
         transform=call.row_transform,
     )
     elsewhere = (call.cu_seqlens, call.slot_mapping, call.position_ids)
-    decode = not leads and call.seq_lens is not None and all(given is None for given in elsewhere)
-    return config.for_decode() if decode else config
+    alone = config.transform is not None and call.k.shape[0] == 1
+    decode = (alone or not leads) and call.seq_lens is not None and all(given is None for given in elsewhere)
+    return config.for_decode(call.k.shape[0]) if decode else config
 
 
 def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
@@ -144,7 +147,7 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
         phase_steps=steps,
         steps_address=0 if steps is None else steps.data_ptr(),
         rope_factor=1.0 if rope is None else rope.attention_factor,
-        wave=config.ctas_per_sm * torch.cuda.get_device_properties(device).multi_processor_count,
+        wave=config.ctas_per_sm * GPU.num_sms(device),
         mode=sum(flag for flag, is_set in flags.items() if is_set),
         new_q_out=None if call.q is None else blank(call.q.shape, call.q.dtype),
         k_view=byte_view(call.k_cache),

@@ -2,10 +2,7 @@
 
 What each does is said in :mod:`cute_kernels.kv_cache.transforms`; here it happens in registers, between RoPE and the
 quantisation. Constants are fp32 [num_kv_heads, head_dim]: some KiB that every CTA reads, so from the second one on they
-come from the L2 cache. A row's are asked for when the row is, or when the row before is written.
-
-Keys and values are rotated by butterflies, in the reference's order of additions, so that their codes are the
-reference's. Queries, most rows of a model with grouped queries, are rounded to 16 bits: tensor cores rotate them.
+come from the L2 cache. A row's are asked for when the row is, or when the row before has met its own.
 """
 
 from __future__ import annotations
@@ -91,9 +88,10 @@ class RowTransformer:
         for i, value in enumerate(elements.load(base + Int64(head) * elements.row_bytes, lane)):
             constants[part * elements.count + i] = value
 
-    def transform_k(self, values, constants, lane):
-        """k' of a row."""
+    def transform_k(self, values, constants, given, next_head, lane):
+        """k' of a row, whose ``constants`` then become those of the next one: they come while this one is written."""
         self.apply_constants(values, constants)
+        self.ask_k(constants, given, next_head, lane)
         self.k_hadamard.apply(values, lane)
 
     def apply_constants(self, values, constants):
@@ -106,10 +104,11 @@ class RowTransformer:
             for i in range(count):
                 values[i] = numbers.multiply(values[i], constants[self.parts.center * count + i])
 
-    def transform_v(self, values, constants, lane):
+    def transform_v(self, values, constants, given, next_head, lane):
         if self.parts.v_factor:
             for i in range(self.v_constants.count):
                 values[i] = numbers.multiply(values[i], constants[i])
+        self.ask_v(constants, given, next_head, lane)
         self.v_hadamard.apply(values, lane)
 
     @cute.jit
@@ -128,7 +127,7 @@ class RowTransformer:
         if const_expr(self.parts.shift or self.parts.factor):
             if self.kv_head(given, next_head) != self.kv_head(given, head):
                 self.ask_q(constants, given, next_head, place.lane)
-        self.k_hadamard.multiply(values, cute.arch.lane_idx())
+        self.k_hadamard.apply(values, place.lane)
 
     def shift_of(self, values, centres):
         """q . k_center of the team's row.

@@ -36,6 +36,7 @@ from cute_kernels.kv_cache.transforms import (
 )
 from cute_kernels.kv_cache.values import check_append_values
 from cute_kernels.kv_formats import format_of, format_pair
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.operator import Operator, launcher
 from cute_kernels.runtime.plans import ALIGNMENT, identity
@@ -115,7 +116,7 @@ class StepPlan:
         more = None
         if self.has_extras:
             scales = (None, None) if options is None else (options["k_scale"], options["v_scale"])
-            q_shift = None if self.q_shift is None else append_plan.empty_strided(*self.q_shift)
+            q_shift = None if self.q_shift is None else GPU.empty(*self.q_shift)
             more = (self.cu_seqlens, None, *(extras or NO_EXTRAS), *scales, q_shift)
             if q_shift is not None:
                 options = (options or NO_OPTIONS) | {"q_shift": q_shift}
@@ -380,6 +381,6 @@ def path_of(step: Step) -> Callable[[Step], tuple[torch.Tensor, Any]]:
         return dispatch
     are_plain, options = attention_ops.are_plain, step.options
     if are_plain(step.extras or ()) and (options is None or are_plain(options.values())):
-        return launch if step.q.is_cuda else reference
+        return launch if step.q.is_cuda or GPU.takes_cpu else reference
     check_given_tensors(dict(zip(EXTRA_NAMES, step.extras or NO_EXTRAS, strict=True)) | dict(options or {}))
     return dispatch

@@ -13,7 +13,8 @@ from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, LinearPlan, plan_of
 from cute_kernels.linear.reference import out_features
 from cute_kernels.linear.weight import check_presence
 from cute_kernels.linear.wgmma.schedule import TileSchedule
-from cute_kernels.runtime.memory import Blank, blank, empty_strided
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.weight_formats import WeightFormat
 
 VECTOR_BYTES = 16  # what bulk copies of activations are aligned to
@@ -54,15 +55,15 @@ class KeptLaunch:
         """
         plan = self.plan
         index = plan.device_index
-        if index != torch._C._cuda_getDevice():
-            with torch.cuda.device(index):
+        if index != GPU.current():
+            with GPU.guard(index):
                 return self.run(x, codes, scales, zeros, bias, residual, out, perm, input_scale)
         if self.inputs is not None:
             x = self.inputs.make(x, perm, input_scale)
         if x.requires_grad:
             x = x.detach()
         if out is None:
-            out = empty_strided(*self.new_out)
+            out = GPU.empty(*self.new_out)
         plan.function(
             x if self.matrix is None else x.view(self.matrix),
             codes.data_ptr(),
@@ -136,8 +137,8 @@ def launch(
         portable: whether to take the kernel for other GPUs on a Hopper too.
     """
     index = x.get_device()
-    if index != torch._C._cuda_getDevice():
-        with torch.cuda.device(index):
+    if index != GPU.current():
+        with GPU.guard(index):
             options = activation, out_dtype, batch_invariant, out, portable
             return launch(x, codes, scales, zeros, bias, residual, form, n, k, *options)
     if out is None:

@@ -12,10 +12,12 @@ from cute_kernels.linear import checks
 from cute_kernels.linear.launch import VECTOR_BYTES, KeptLaunch, keep_launch, launch
 from cute_kernels.linear.reference import linear_reference, out_features, prepare_input
 from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.runtime.gpu import GPU, forgotten
 from cute_kernels.runtime.plans import identity, keep
 from cute_kernels.weight_formats import WeightFormat, weight_format
 
 _kept: dict[tuple[Any, ...], KeptLaunch] = {}
+forgotten(_kept.clear)
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
@@ -97,7 +99,7 @@ def apply(
                 rows, codes, scales, zeros, bias, residual, format.key, n, k, activation, out_dtype, batch_invariant
             )
     else:
-        work = _on_cuda if rows.is_cuda else _on_cpu
+        work = _on_cuda if rows.is_cuda or GPU.takes_cpu else _on_cpu
         target = out if out is None or out.dim() == 2 else out.view(-1, columns)
         given = (codes, scales, zeros, bias, residual, format.key, n, k, activation, out_dtype, batch_invariant)
         result = work(rows, *given, target)
@@ -112,7 +114,9 @@ def is_direct(x: Any, codes: Any, bias: Any, residual: Any, out: Any) -> bool:
     """Whether a kernel may be launched without the operator: in eager mode, on plain tensors on a GPU."""
     if is_compiling() or type(x) is not torch.Tensor or type(codes) is not torch.Tensor:
         return False
-    return x.is_cuda and type(bias) in _PLAIN and type(residual) in _PLAIN and type(out) in _PLAIN
+    if not (x.is_cuda or GPU.takes_cpu):
+        return False
+    return type(bias) in _PLAIN and type(residual) in _PLAIN and type(out) in _PLAIN
 
 
 def _rows(tensor: torch.Tensor, columns: int) -> torch.Tensor:

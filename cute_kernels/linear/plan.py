@@ -22,7 +22,7 @@ from cute_kernels.linear.wgmma.policies import PortableMmaSync
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported, portable_arch_of
-from cute_kernels.runtime.workspace import POOL
+from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.weight_formats import WeightFormat
 
 ACTIVATIONS = {None: NO_ACTIVATION, "silu": SILU, "gelu": GELU, "swiglu": SWIGLU}
@@ -64,9 +64,10 @@ class LinearPlan:
         if not self.num_words:
             return 0
         index = self.device_index
-        return POOL.get(index, torch._C._cuda_getCurrentRawStream(index), self.num_words)
+        return GPU.workspace(index, GPU.stream(index), self.num_words)
 
 
+@per_gpu
 @lru_cache(maxsize=4096)
 def plan_of(
     m: int,
@@ -89,12 +90,12 @@ def plan_of(
         k_pad=padded_shape((n, k), form.group_size)[1],
         format=form,
         dtype=DTYPES[dtype],
-        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        num_sms=GPU.num_sms(device),
         batch_invariant=batch_invariant,
     )
     if portable or not is_supported(device):
         return make_tile_plan(make_portable_schedule(problem), m, device)
-    return make_plan(chosen(problem, torch.cuda.get_device_name(device)), m, device)
+    return make_plan(chosen(problem, GPU.name(device)), m, device)
 
 
 def make_plan(schedule: StreamSchedule | TileSchedule, m: int, device_index: int) -> LinearPlan:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.compiler import is_compiling
 
+from cute_kernels import blocks
 from cute_kernels.arguments import check_count, check_flag, check_matrix_shape, check_tensors, is_one_of
 from cute_kernels.linear.packed import Packed
 from cute_kernels.weight_formats import GROUP_SIZES, IntegerFormat, WeightFormat, integers, weight_format
@@ -44,7 +45,7 @@ def num_groups(shape: tuple[int, int], group_size: int | None) -> int:
 
 def row_blocks(num_tiles: int, k: int) -> Iterator[tuple[int, int]]:
     """Ranges of N tiles that cover ``num_tiles``, each of about `BLOCK_ELEMENTS` weights of ``k`` a row."""
-    step = max(1, BLOCK_ELEMENTS // (TILE_N * k))
+    step = max(1, blocks.elements(BLOCK_ELEMENTS) // (TILE_N * k))
     for first in range(0, num_tiles, step):
         yield first, min(first + step, num_tiles)
 

@@ -26,7 +26,7 @@ from cute_kernels.mla.few_heads.config import FewHeadsConfig
 from cute_kernels.mla.schedule import STREAM_K, Workload, choose, choose_combine, count_ctas, fits_cooperative
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.workspace import POOL
+from cute_kernels.runtime.gpu import GPU, per_gpu
 from layouts.kv.mla import MlaModel1
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class MlaPlan:
         addresses = lse.data_ptr(), _address(max_logits), _address(sink), _address(partials)
         flags, device = 0, q.get_device()
         if self.flag_words:
-            flags = POOL.get(device, torch._C._cuda_getCurrentRawStream(device), self.flag_words)
+            flags = GPU.workspace(device, GPU.stream(device), self.flag_words)
         cut = self.num_parts, self.num_ctas, flags
         self.function(q, out.data_ptr(), *addresses, softmax_scale, *cut, *tokens)
         if self.combine is not None:
@@ -155,6 +155,7 @@ def _chosen(
     return *_pages(shape, cache), num_tokens, indices.data_ptr(), topk, _address(lengths)
 
 
+@per_gpu
 @lru_cache(maxsize=4096)
 def _plan(
     tokens: str,
@@ -165,7 +166,7 @@ def _plan(
     num_heads: int,
     num_tokens: int,
 ) -> MlaPlan:
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = GPU.num_sms(device)
     tma_tiles = fits_tma_tiles(tokens, cache.form.name, cache.page_size)
     shape = Workload(rows, num_heads, num_tokens, num_sms, tma_tiles)
     config, num_parts = choose(tokens, cache.form.name, head_dim, shape)

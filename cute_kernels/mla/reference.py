@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cute_kernels import blocks
 from cute_kernels.mla import checks
 from cute_kernels.mla.formats import V_DIM
 from cute_kernels.mla.problem import CacheShape, DenseProblem, SparseProblem
@@ -199,5 +200,5 @@ def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> to
 
 def _blocks(count: int, elements: int) -> list[tuple[int, int]]:
     """Ranges that cover ``count`` items of ``elements`` elements each, no more than is held at a time."""
-    step = max(1, _BLOCK_ELEMENTS // max(elements, 1))
+    step = max(1, blocks.elements(_BLOCK_ELEMENTS) // max(elements, 1))
     return [(first, min(first + step, count)) for first in range(0, count, step)]

@@ -20,6 +20,7 @@ from cute_kernels.mla_cache.call import (
 )
 from cute_kernels.mla_cache.plan import AppendMlaPlan, bulk_config, function_of, make_plan, place_arguments
 from cute_kernels.mla_cache.reference import append_mla_reference
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, launcher, route
 from cute_kernels.runtime.plans import identity
 from layouts.kv.mla import ROPE_DIM
@@ -145,7 +146,7 @@ def _launch_quantize(x: torch.Tensor, kv_format: str, out: torch.Tensor | None =
             raise ValueError(f"{name}: got a tensor that does not start on a multiple of {unit} bytes, want it to")
     index = x.get_device()
     function = function_of(config, index)
-    with torch.cuda.device(index):
+    with GPU.guard(index):
         function(latent, k_rope, rows.data_ptr(), 0, 0, 0, *place_arguments(shape), 1.0, 0)
     return rows
 

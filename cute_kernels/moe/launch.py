@@ -15,7 +15,8 @@ from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS
 from cute_kernels.linear.reference import out_features
 from cute_kernels.linear.weight import check_presence
 from cute_kernels.moe.plan import ProductPlan, gather_function, plan_of, routing_function
-from cute_kernels.runtime.memory import Blank, blank, empty_strided
+from cute_kernels.runtime.gpu import GPU, per_gpu
+from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.plans import MAX_PLANS
 from cute_kernels.weight_formats import WeightFormat
 from layouts.weights.hopper import tile_k
@@ -103,8 +104,8 @@ class GroupedLaunch:
         x: [tokens, K], any strides; the others contiguous. On the current stream of the plan's device.
         """
         index = self.device_index
-        if index != torch._C._cuda_getDevice():
-            with torch.cuda.device(index):
+        if index != GPU.current():
+            with GPU.guard(index):
                 return self.run(x, weight, expert_offsets, rows, bias, out)
         if x.requires_grad:
             x = x.detach()
@@ -113,18 +114,19 @@ class GroupedLaunch:
         if self.pads or x.data_ptr() % VECTOR_BYTES:
             x = _aligned(x)
         if out is None:
-            out = empty_strided(*self.new_out)
+            out = GPU.empty(*self.new_out)
         if expert_offsets.data_ptr() % VECTOR_BYTES:  # runs read those of four experts at a time
             expert_offsets = expert_offsets.clone()
         offsets, row_index = expert_offsets.data_ptr(), _address(rows)
         if self.gather is not None:
-            source, x = x, empty_strided(*self.new_gathered)
+            source, x = x, GPU.empty(*self.new_gathered)
             self.gather(source, offsets + 4 * self.num_experts, row_index, x.data_ptr(), self.places)
         addresses = *addresses_of(weight), _address(bias), out.data_ptr()
         self.plan.run(x, addresses, (offsets, row_index), self.numbers)
         return out
 
 
+@per_gpu
 @lru_cache(maxsize=MAX_PLANS)
 def grouped_launch_of(
     places: int,

@@ -34,7 +34,8 @@ from cute_kernels.moe.plan import (
     routing_function,
 )
 from cute_kernels.moe.tuned import assigned
-from cute_kernels.runtime.memory import Blank, blank, empty_strided
+from cute_kernels.runtime.gpu import GPU, per_gpu
+from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.plans import MAX_PLANS
 
 PART_BYTES = 128  # where each part of the scratch memory starts
@@ -107,8 +108,8 @@ class MoePlan:
         as each layer of each decoding step of a model waits for it.
         """
         index = self.device_index
-        if index != torch._C._cuda_getDevice():
-            with torch.cuda.device(index):
+        if index != GPU.current():
+            with GPU.guard(index):
                 return self.run(x, gate_up, down, topk_ids, topk_weights, out)
         if x.requires_grad:
             x = x.detach()
@@ -121,8 +122,8 @@ class MoePlan:
         if self.pads[0] or x.data_ptr() % VECTOR_BYTES:
             x = _aligned(x)
         if out is None:
-            out = empty_strided(*self.new_out)
-        hidden = empty_strided(*self.scratch.hidden)
+            out = GPU.empty(*self.new_out)
+        hidden = GPU.empty(*self.scratch.hidden)
         base = hidden.data_ptr()
         results = base + self.scratch.results
         x, of_first, of_second, places = self.route(x, topk_ids, base)
@@ -159,7 +160,7 @@ class SortedMoePlan(MoePlan):
         offsets, rows, places = base + scratch.offsets, base + scratch.token_rows, base + scratch.places
         self.routing(topk_ids, offsets, rows, places, self.num_experts)
         if self.gather is not None:
-            source, x = x, empty_strided(*self.new_gathered)
+            source, x = x, GPU.empty(*self.new_gathered)
             self.gather(source, offsets + 4 * self.num_experts, rows, x.data_ptr(), self.num_places)
         return x, (offsets, rows), (offsets, 0), places
 
@@ -173,6 +174,7 @@ class AssignedMoePlan(MoePlan):
         return x, ids, ids, ids
 
 
+@per_gpu
 @lru_cache(maxsize=MAX_PLANS)
 def moe_plan_of(
     tokens: int,
@@ -256,7 +258,11 @@ def sorted_plans(
     places: int, gate_up: ExpertsForm, down: ExpertsForm, batch_invariant: bool = False
 ) -> tuple[ProductPlan, ProductPlan]:
     """The plans of both products of sorted assignments."""
-    first, second = (plan_of(places, form, batch_invariant) for form in (gate_up, down))
+    return behind_each_other(*(plan_of(places, form, batch_invariant) for form in (gate_up, down)))
+
+
+def behind_each_other(first: ProductPlan, second: ProductPlan) -> tuple[ProductPlan, ProductPlan]:
+    """Plans whose launches follow each other, the first that of the routing."""
     if isinstance(first, GroupedPlan | RangePlan) and isinstance(second, GroupedPlan | RangePlan):
         # No launch of the first lets another begin before it has waited for the routing itself, or for one that has.
         second = replace(second, waits=False)

@@ -18,6 +18,7 @@ from cute_kernels.moe import checks
 from cute_kernels.moe.launch import GroupedLaunch, Weights, grouped_launch_of
 from cute_kernels.moe.layer import MoePlan, moe_plan_of
 from cute_kernels.moe.reference import fused_moe_reference, grouped_linear_reference
+from cute_kernels.runtime.gpu import GPU, forgotten
 from cute_kernels.runtime.plans import identity, keep
 from cute_kernels.weight_formats import weight_format
 
@@ -81,7 +82,7 @@ def apply_grouped(
     if key is not None and places:
         if arguments.DEBUG:
             checks.check_routing(expert_offsets, rows, x.shape[0])
-        with torch.cuda.device(x.device):
+        with GPU.guard(x.device):
             made = _launch_of(places, rows, weight, activation, out_dtype, batch_invariant)
             launch = keep(_launches, key, made)
         return launch.run(x, weight, expert_offsets, rows, bias, out)
@@ -89,7 +90,7 @@ def apply_grouped(
     tensors += [expert_offsets, rows, bias]
     numbers: list[Any] = [weight.format.key, n, k, activation, out_dtype, batch_invariant]
     if not dispatch:
-        work: Any = _grouped_on_cuda if x.is_cuda else _grouped_on_cpu
+        work: Any = _grouped_on_cuda if x.is_cuda or GPU.takes_cpu else _grouped_on_cpu
         return work(*tensors, *numbers, out)
     with torch.no_grad():  # there is no way back, so nothing may look as if there were
         result = torch.ops.cute_kernels.grouped_linear(*tensors, *numbers)
@@ -167,13 +168,13 @@ def apply_moe(
     tensors += [topk_ids.contiguous(), topk_weights.detach().float().contiguous()]
     numbers: list[Any] = [value for w in (gate_up, down) for value in (w.format.key, *w.shape)]
     if key is not None and topk_ids.numel():
-        with torch.cuda.device(x.device):
+        with GPU.guard(x.device):
             sizes = *topk_ids.shape, 8 * topk_ids.element_size()
             made = moe_plan_of(*sizes, gate_up.form, down.form, out_dtype, batch_invariant)
             plan = keep(_plans, key, made)
         return plan.run(x, gate_up, down, topk_ids, topk_weights, out)
     if not dispatch:
-        work: Any = _moe_on_cuda if x.is_cuda else _moe_on_cpu
+        work: Any = _moe_on_cuda if x.is_cuda or GPU.takes_cpu else _moe_on_cpu
         return work(*tensors, *numbers, out_dtype, batch_invariant, out)
     with torch.no_grad():
         result = torch.ops.cute_kernels.fused_moe(*tensors, *numbers, out_dtype, batch_invariant)
@@ -188,6 +189,8 @@ def _are_swapped(topk_ids: Any, topk_weights: Any) -> bool:
 
 _plans: dict[tuple[Any, ...], MoePlan] = {}
 _launches: dict[tuple[Any, ...], GroupedLaunch] = {}
+forgotten(_plans.clear)
+forgotten(_launches.clear)
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -196,7 +199,7 @@ def is_direct(x: Any, weights: Iterable[Any], tensors: Iterable[Any], options: I
 
     options: tensors that may be None.
     """
-    if is_compiling() or type(x) not in _PLAIN or not x.is_cuda:
+    if is_compiling() or type(x) not in _PLAIN or not (x.is_cuda or GPU.takes_cpu):
         return False
     for weight in weights:
         if type(weight) is not PackedExperts or type(weight.codes) is not torch.Tensor:
@@ -260,7 +263,7 @@ def _grouped_on_cuda(
     if not places:
         return x.new_empty((0, out_features(n, activation)), dtype=out_dtype) if out is None else out
     weights = Weights(codes, scales, zeros, weight_format(format), n, k)
-    with torch.cuda.device(x.device):
+    with GPU.guard(x.device):
         launch = _launch_of(places, rows, weights, activation, out_dtype, batch_invariant)
         return launch.run(x, weights, expert_offsets, rows, bias, out)
 
@@ -294,7 +297,7 @@ def _moe_on_cuda(
         return x.new_zeros((x.shape[0], down_n), dtype=out_dtype) if out is None else out.zero_()
     gate_up = Weights(codes, scales, zeros, weight_format(format), n, k)
     down = Weights(down_codes, down_scales, down_zeros, weight_format(down_format), down_n, down_k)
-    with torch.cuda.device(x.device):
+    with GPU.guard(x.device):
         sizes = *topk_ids.shape, 8 * topk_ids.element_size()
         plan = moe_plan_of(*sizes, gate_up.form, down.form, out_dtype, batch_invariant)
         return plan.run(x, gate_up, down, topk_ids, topk_weights, out)

@@ -22,7 +22,7 @@ from cute_kernels.moe.tuned import GroupedLayout, chosen
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.workspace import POOL
+from cute_kernels.runtime.gpu import GPU, per_gpu
 
 FEW_PLACES = 256  # results of a layer that are stored in fp32 before they are added up: more are worth half the bytes
 
@@ -56,7 +56,7 @@ class GroupedPlan:
         of offsets and rows. numbers: n, activation, kind of the output.
         """
         index = self.device_index
-        workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), self.num_words)
+        workspace = GPU.workspace(index, GPU.stream(index), self.num_words)
         n, activation, out_kind = numbers
         for sizes in self.launches:
             self.function(x, *addresses, workspace, *routing, n, *sizes, self.waits, activation, out_kind)
@@ -167,12 +167,14 @@ class LimbsPlan:
 ProductPlan = GroupedPlan | RangePlan | TilesPlan | LimbsPlan
 
 
+@per_gpu
 @lru_cache(maxsize=4096)
 def layout_of(places: int, form: ExpertsForm, batch_invariant: bool = False) -> GroupedLayout:
     """How a grouped product on a CUDA device is laid out."""
-    return chosen(problem_of(places, form, batch_invariant), torch.cuda.get_device_name(form.device_index))
+    return chosen(problem_of(places, form, batch_invariant), GPU.name(form.device_index))
 
 
+@per_gpu
 @lru_cache(maxsize=4096)
 def problem_of(places: int, form: ExpertsForm, batch_invariant: bool = False) -> GroupedProblem:
     """A grouped product on a CUDA device, as layouts are chosen for it."""
@@ -184,11 +186,12 @@ def problem_of(places: int, form: ExpertsForm, batch_invariant: bool = False) ->
         k_pad=form.k_pad,
         format=form.format,
         dtype=DTYPES[form.dtype],
-        num_sms=torch.cuda.get_device_properties(form.device_index).multi_processor_count,
+        num_sms=GPU.num_sms(form.device_index),
         batch_invariant=batch_invariant,
     )
 
 
+@per_gpu
 @lru_cache(maxsize=4096)
 def plan_of(places: int, form: ExpertsForm, batch_invariant: bool = False) -> ProductPlan:
     """The plan of a grouped product on a CUDA device."""
@@ -295,18 +298,21 @@ def make_limbs_plan(tiles: GroupedTiles, places: int, num_experts: int, device_i
     )
 
 
+@per_gpu
 @lru_cache(maxsize=64)
 def routing_function(id_bits: int, device_index: int) -> Callable[..., Any]:
     """The kernel that sorts assignments."""
     return load(RoutingSpec(RoutingConfig(id_bits)), arch_of(device_index))
 
 
+@per_gpu
 @lru_cache(maxsize=64)
 def combine_function(dtype: str, source: str, id_bits: int, device_index: int) -> Callable[..., Any]:
     """The kernel that adds up results; id_bits: as of `CombineConfig`."""
     return load(CombineSpec(CombineConfig(dtype, source, id_bits)), arch_of(device_index))
 
 
+@per_gpu
 @lru_cache(maxsize=64)
 def gather_function(dtype: str, device_index: int) -> Callable[..., Any]:
     """The kernel that lays rows in the order of their places."""

@@ -15,7 +15,8 @@ from cute_kernels.norm.config import NormConfig, launch_shape
 from cute_kernels.norm.reference import norm_reference
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.memory import Blank, blank, empty_strided
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.operator import Operator, launcher, route
 from cute_kernels.runtime.plans import identity
 
@@ -68,9 +69,9 @@ class NormPlan:
     def launch(self, call: NormCall) -> Results:
         """Launches on the current stream of the plan's device, which is the current one."""
         x, residual, bias, total = call.x, call.residual, call.bias, call.residual_out
-        y = empty_strided(*self.new) if call.out is None else call.out
+        y = GPU.empty(*self.new) if call.out is None else call.out
         if residual is not None and total is None:
-            total = empty_strided(*self.new)
+            total = GPU.empty(*self.new)
         if self.function is not None:
             self.function(
                 y.view(self.flat),

@@ -8,7 +8,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -253,14 +254,31 @@ def _open_artifact(artifact: Artifact) -> Any:
         return native.open_library(path.with_suffix(".so"))(artifact.symbol)
 
 
-@functools.cache
+_used: list[KernelCache] = []  # by blocks of `using`, the innermost last
+
+
 def default_cache() -> KernelCache:
     """The process's cache: `CUTE_KERNELS_CACHE_DIR`, the bundles in `CUTE_KERNELS_AOT_DIR` (separated by ":"), and
-    those that are installed as packages.
+    those that are installed as packages. In a block of :func:`using` the cache of that block.
 
     Raises aot.BundleError if a bundle named there does not fit this installation; one that is installed is left out
     then, with a warning.
     """
+    return _used[-1] if _used else _cache_of_process()
+
+
+@contextmanager
+def using(cache: KernelCache) -> Iterator[KernelCache]:
+    """Has the whole process take kernels from ``cache`` in this block. Plans that are kept keep their functions."""
+    _used.append(cache)
+    try:
+        yield cache
+    finally:
+        _used.remove(cache)
+
+
+@functools.cache
+def _cache_of_process() -> KernelCache:
     folders = [Path(path) for path in os.environ.get(BUNDLES_VARIABLE, "").split(os.pathsep) if path]
     return KernelCache(default_directory(), [*(open_bundle(folder) for folder in folders), *open_installed()])
 

@@ -6,6 +6,8 @@ import functools
 
 import torch
 
+from cute_kernels.runtime.gpu import GPU, per_gpu
+
 # Compute capability -> the architecture the kernels are compiled for. Hopper's wgmma and TMA need the "a" variant.
 SUPPORTED_ARCHS: dict[tuple[int, int], str] = {(9, 0): "sm_90a"}
 
@@ -38,10 +40,11 @@ def arch_of(device_index: int | None = None) -> str:
     Raises UnsupportedGPUError, naming the device and what is supported.
     """
     if device_index is None:
-        device_index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        device_index = (GPU.current() or 0) if GPU.is_available() else 0
     return _arch_of(device_index)
 
 
+@per_gpu
 @functools.cache
 def portable_arch_of(device_index: int) -> str:
     """The architecture that portable kernels are compiled for on a CUDA device, such as "sm_80".
@@ -58,9 +61,10 @@ def portable_arch_of(device_index: int) -> str:
 
 def is_supported(device_index: int) -> bool:
     """Whether all kernels run on a CUDA device, not the portable ones alone."""
-    return torch.cuda.get_device_capability(device_index) in SUPPORTED_ARCHS
+    return GPU.capability(device_index) in SUPPORTED_ARCHS
 
 
+@per_gpu
 @functools.cache
 def _arch_of(device_index: int) -> str:
     capability, name = _device(device_index, supported())
@@ -72,10 +76,10 @@ def _arch_of(device_index: int) -> str:
 
 def _device(device_index: int, wanted: str) -> tuple[tuple[int, int], str]:
     """Compute capability and name of a CUDA device; UnsupportedGPUError, which ends with ``wanted``, without any."""
-    if not torch.cuda.is_available():
+    if not GPU.is_available():
         build = "built without CUDA" if torch.version.cuda is None else "finds no CUDA GPU"
         raise UnsupportedGPUError(f"no GPU: torch {torch.__version__} {build}; {wanted}")
-    count = torch.cuda.device_count()
-    if not 0 <= device_index < count:
+    count, lowest = GPU.count(), -1 if GPU.takes_cpu else 0  # CPU tensors say that they are on device -1
+    if not lowest <= device_index < count:
         raise ValueError(f"device_index must be in [0, {count}), got {device_index}")
-    return torch.cuda.get_device_capability(device_index), torch.cuda.get_device_name(device_index)
+    return GPU.capability(device_index), GPU.name(device_index)

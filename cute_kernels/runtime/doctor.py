@@ -107,7 +107,7 @@ def _runtime_library() -> Finding:
 def _linker() -> Finding:
     command = native.find_linker()
     if command is None:
-        tried = ", ".join(name for name, _ in native.LINKERS)
+        tried = native.linker_names()
         remedy = "install cc or ld: bundles cannot be built, and cached kernels load through the compiler (slower)"
         return Finding("linker", LIMITED, f"none found (tried {tried})", remedy)
     return Finding("linker", OK, command[0])

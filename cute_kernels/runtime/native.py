@@ -16,7 +16,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +61,7 @@ class LinkerMissingError(RuntimeError):
     """A shared library has to be made and no linker was found."""
 
 
-def dsl_version() -> str | None:
-    """Version of the installed nvidia-cutlass-dsl; None where only its runtime library is present."""
+def _dsl_version() -> str | None:
     try:
         return importlib.metadata.version(DSL_DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -100,8 +101,7 @@ def tvm_ffi_version() -> str:
 
 
 @functools.cache
-def driver_version() -> tuple[int, int] | None:
-    """The newest CUDA version that the installed driver takes, as (major, minor); None without a driver."""
+def _driver_version() -> tuple[int, int] | None:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -110,6 +110,45 @@ def driver_version() -> tuple[int, int] | None:
     if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
         return None
     return version.value // 1000, version.value % 1000 // 10
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """What this machine has to compile, link and run kernels with: functions that look, and commands that are tried."""
+
+    dsl_version: Callable[[], str | None] = _dsl_version
+    driver_version: Callable[[], tuple[int, int] | None] = _driver_version
+    linkers: Sequence[tuple[str, tuple[str, ...]]] = LINKERS
+    c_compilers: Sequence[str] = C_COMPILERS
+
+
+_toolchain = Toolchain()
+
+
+@contextmanager
+def having(**others: Any) -> Iterator[None]:
+    """In this block the machine has other tools: fields of `Toolchain`, as to see what a machine without them does."""
+    global _toolchain
+    before, _toolchain = _toolchain, replace(_toolchain, **others)
+    try:
+        yield
+    finally:
+        _toolchain = before
+
+
+def dsl_version() -> str | None:
+    """Version of the installed nvidia-cutlass-dsl; None where only its runtime library is present."""
+    return _toolchain.dsl_version()
+
+
+def driver_version() -> tuple[int, int] | None:
+    """The newest CUDA version that the installed driver takes, as (major, minor); None without a driver."""
+    return _toolchain.driver_version()
+
+
+def linker_names() -> str:
+    """The linkers that are tried, in words."""
+    return ", ".join(name for name, _ in _toolchain.linkers)
 
 
 def runtime_library() -> Path:
@@ -223,7 +262,7 @@ def isa_runs(built_for: str, host: str) -> bool:
 
 def find_linker() -> list[str] | None:
     """Command that links objects into a shared library (without `-o` and inputs); None if the machine has none."""
-    for name, options in LINKERS:
+    for name, options in _toolchain.linkers:
         path = shutil.which(name)
         if path:
             return [path, *options]
@@ -235,7 +274,7 @@ def compile_c(source: Path, output: Path) -> bool:
 
     Raises RuntimeError with the compiler's words if it fails.
     """
-    compiler = next((path for name in C_COMPILERS if (path := shutil.which(name))), None)
+    compiler = next((path for name in _toolchain.c_compilers if (path := shutil.which(name))), None)
     if compiler is None:
         return False
     options = ["-c", "-O2", "-fPIC", "-ffreestanding", "-fno-stack-protector"]
@@ -254,7 +293,7 @@ def link(objects: list[Path], output: Path) -> None:
     """
     command = find_linker()
     if command is None:
-        raise LinkerMissingError(f"no linker found (tried {', '.join(name for name, _ in LINKERS)})")
+        raise LinkerMissingError(f"no linker found (tried {linker_names()})")
     # A response file: hundreds of kernels exceed the length of a command line.
     with tempfile.NamedTemporaryFile("w", suffix=".rsp") as response:
         response.write("\n".join(f'"{path}"' for path in objects))

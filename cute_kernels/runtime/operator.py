@@ -17,6 +17,7 @@ import torch
 
 from cute_kernels import arguments
 from cute_kernels.arguments import needs_dispatch
+from cute_kernels.runtime.gpu import GPU, forgotten
 from cute_kernels.runtime.plans import keep
 
 P = ParamSpec("P")
@@ -72,9 +73,9 @@ def launch({parameters}):
                 return _empty(_call)
             _keep(_plans, _key, _plan)
     try:
-        if _plan.device_index == _torch._C._cuda_getDevice():
+        if _plan.device_index == _gpu.current():
             return _plan.launch({arguments})
-        with _torch.cuda.device(_plan.device_index):
+        with _gpu.guard(_plan.device_index):
             return _plan.launch({arguments})
     except (TypeError, ValueError, RuntimeError):
         _check({arguments})
@@ -114,7 +115,8 @@ def launcher(
     )
     plans: dict[Hashable, Any] = {}
     scope = {"_key_of": key, "_check": check, "_make": make, "_empty": empty, "_always": always, "_plans": plans}
-    scope |= {"_keep": keep, "_package": arguments, "_torch": torch}
+    scope |= {"_keep": keep, "_package": arguments, "_gpu": GPU}
+    forgotten(plans.clear)
     exec(compile(source, f"<launcher of {key.__module__}>", "exec"), scope)
     made = cast("Launcher[P, ResultT]", scope["launch"])
     made.plans, made.__module__ = plans, key.__module__
@@ -123,9 +125,9 @@ def launcher(
 
 def on_device_of(plan: Plan[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
     """A plan's launch with its device as the current one, for what is no launcher's."""
-    if plan.device_index == torch._C._cuda_getDevice():
+    if plan.device_index == GPU.current():
         return plan.launch(*args, **kwargs)
-    with torch.cuda.device(plan.device_index):
+    with GPU.guard(plan.device_index):
         return plan.launch(*args, **kwargs)
 
 
@@ -165,4 +167,4 @@ def route(
     if needs_dispatch(**tensors):
         return operator
     first: Any = next(iter(tensors.values()))
-    return cuda if first.is_cuda else cpu
+    return cuda if first.is_cuda or GPU.takes_cpu else cpu

@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -84,10 +85,45 @@ class _Captured:
     owned: list[torch.Tensor] = field(default_factory=list)
 
 
+def _filled(device_index: int, num_words: int) -> torch.Tensor:
+    return torch.full((num_words,), EMPTY, dtype=torch.int32, device=torch.device("cuda", device_index))
+
+
+def _synchronize(device_index: int) -> None:
+    torch.cuda.current_stream(device_index).synchronize()
+
+
+class Watched(Protocol):
+    """A capture in progress, as :class:`cute_kernels.runtime.captures.Capture`."""
+
+    @property
+    def identity(self) -> int: ...
+
+    def watch(self) -> Callable[[], bool]: ...
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a pool asks of CUDA: captures in progress, EMPTY words on a device, the end of what a device does.
+
+    Attributes:
+        stream_words: per stream, at first. slab_words: set aside, per device, for captured launches.
+    """
+
+    is_capturing: Callable[[], bool] = is_capturing
+    capture_of: Callable[[int], Watched] = capture_of
+    filled: Callable[[int, int], torch.Tensor] = _filled
+    synchronize: Callable[[int], None] = _synchronize
+    stream_words: int = _WORDS
+    slab_words: int = _GRAPH_SLAB
+
+
 class WorkspacePool:
     """Hands out workspaces. Threads may call it at the same time, for one stream or for several."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory | None = None) -> None:
+        self._memory = memory or Memory()
+        self._is_capturing = self._memory.is_capturing  # which each launch waits for
         self._by_stream: dict[tuple[int, int], torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
         self._by_capture: dict[tuple[int, int], _Captured] = {}
@@ -108,7 +144,7 @@ class WorkspacePool:
 
     def get(self, device_index: int, stream: int, num_words: int) -> int:
         """Address of at least ``num_words`` words of 4 bytes for launches on ``stream`` (a raw handle) of a device."""
-        if is_capturing():
+        if self._is_capturing():
             with self._lock:
                 return self._captured(device_index, stream, num_words)
         words = self._by_stream.get((device_index, stream))
@@ -122,11 +158,11 @@ class WorkspacePool:
         if words is not None and words.numel() >= num_words:  # another thread was here first
             return words
         self._set_aside(device_index)
-        size = _WORDS
+        size = self._memory.stream_words
         if words is not None:
             self._outgrown.append(words)
             size = 2 * words.numel()
-        words = self._by_stream[device_index, stream] = _filled(device_index, max(num_words, size))
+        words = self._by_stream[device_index, stream] = self._memory.filled(device_index, max(num_words, size))
         return words
 
     def prepare(self, device_index: int) -> None:
@@ -136,14 +172,15 @@ class WorkspacePool:
 
     def _set_aside(self, device_index: int) -> None:
         if device_index not in self._slabs:
-            self._slabs[device_index] = _Slab(_filled(device_index, _GRAPH_SLAB), [(0, _GRAPH_SLAB)])
-            _synchronize(device_index)  # once: a graph on any stream may use it from now on
+            size = self._memory.slab_words
+            self._slabs[device_index] = _Slab(self._memory.filled(device_index, size), [(0, size)])
+            self._memory.synchronize(device_index)  # once: a graph on any stream may use it from now on
 
     def _captured(self, device_index: int, stream: int, num_words: int) -> int:
         shared = self._of_all_captures(device_index, stream, num_words)
         if shared is not None:
             return shared
-        capture = capture_of(stream)
+        capture = self._memory.capture_of(stream)
         held = self._by_capture.get((device_index, stream))
         if held is None or held.capture != capture.identity:
             held = self._by_capture[device_index, stream] = _Captured(capture.identity, 0, 0)
@@ -153,7 +190,7 @@ class WorkspacePool:
             piece = self._piece(device_index, held.num_words, capture)
             if piece is None:
                 # No launch before this capture, or too many graphs at a time: the graph fills its own.
-                held.owned.append(_filled(device_index, held.num_words))
+                held.owned.append(self._memory.filled(device_index, held.num_words))
                 held.address = held.owned[-1].data_ptr()
             else:
                 held.address = piece.slab.address(piece.first)
@@ -175,7 +212,7 @@ class WorkspacePool:
         self._shared[device_index, stream] = slab.address(first), size
         return slab.address(first)
 
-    def _piece(self, device_index: int, num_words: int, capture) -> _Piece | None:
+    def _piece(self, device_index: int, num_words: int, capture: Watched) -> _Piece | None:
         """Words of the slab that live as long as the graph that is captured; None if there are none."""
         slab = self._slabs.get(device_index)
         if slab is None:
@@ -197,14 +234,6 @@ class WorkspacePool:
             else:
                 living.append(piece)
         self._pieces = living
-
-
-def _filled(device_index: int, num_words: int) -> torch.Tensor:
-    return torch.full((num_words,), EMPTY, dtype=torch.int32, device=torch.device("cuda", device_index))
-
-
-def _synchronize(device_index: int) -> None:
-    torch.cuda.current_stream(device_index).synchronize()
 
 
 POOL = WorkspacePool()

@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from cute_kernels.moe.schedule import MAX_EXPERTS
 from cute_kernels.runtime import native
 from cute_kernels.runtime.cache import ProgressCallback, load_many
 from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.tuned import TunedTable, own_path
 from cute_kernels.tuning import experts, linear
 from cute_kernels.tuning.timing import ColdTimer
@@ -102,16 +101,16 @@ def run(
     Raises UnsupportedGPUError without a GPU that there is anything to tune on, TableError for a damaged table.
     """
     arch = arch_of()  # raises before anything is done
-    device = torch.cuda.current_device()
-    gpu = torch.cuda.get_device_name(device)
+    device = GPU.current()
+    gpu = GPU.name(device)
     path = arguments.output or own_path(gpu)
     table = TunedTable.read(path) if path.exists() else TunedTable(gpu, native.dsl_version())
     reason = table.mismatch(gpu)
     if reason is not None:
         print(f"{path} {reason}: begun anew")
         table = TunedTable(gpu, native.dsl_version())
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    chosen = subjects_of(arguments, num_sms, f"cuda:{device}")
+    num_sms = GPU.num_sms(device)
+    chosen = subjects_of(arguments, num_sms, "cpu" if GPU.takes_cpu else f"cuda:{device}")
     missing = [subject for subject in chosen if arguments.again or subject.key not in table.entries]
     try:
         load_many(dict.fromkeys(spec for subject in missing for spec in subject.specs()), arch, progress=show_kernel)
@@ -138,11 +137,11 @@ def subjects_of(arguments: argparse.Namespace, num_sms: int, device: str) -> lis
 class ShowSteps:
     """Prints steps: all of them in a terminal, elsewhere one a second, the last one and those with warnings."""
 
-    def __init__(self) -> None:
-        self._next = 0.0  # seconds of the monotonic clock
+    def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._next = seconds, 0.0
 
     def __call__(self, step: Step) -> None:
-        now = time.monotonic()
+        now = self._seconds()
         if now < self._next and not (step.refused or step.done == step.total or sys.stdout.isatty()):
             return
         self._next = now + QUIET_SECONDS

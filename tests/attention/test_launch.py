@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.attention import decode_attention, ops, plan
+from cute_kernels.attention import decode_attention, ops
+from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import PLACES_SHIFT
 from cute_kernels.runtime import native
 from tests.attention.cases import ALL_FORMATS, make_call
+from tests.launchers import assert_launched_alike_after_any_other, outcome, recording
+from tests.observed import calls_of
 from tests.tensors import among_others, apart, fused, offset, padded, side_by_side
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
@@ -23,13 +26,16 @@ pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling 
 Arguments = dict[str, Any]
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    from tests.host_functions import attention_function, standing_in
+def function_of(spec: DecodeSpec) -> Any:
+    from tests.host_functions import attention_function
 
-    ops.launch.plans.clear()
-    monkeypatch.setattr(ops, "path_of", lambda *tensors: ops.launch)
-    return standing_in(monkeypatch, plan, attention_function)
+    return attention_function(spec.config)
+
+
+@pytest.fixture
+def launches():
+    with recording(function_of) as recorded:
+        yield recorded.launches
 
 
 def arguments(kv_format: Any = "int4_g4", lengths: tuple[int, ...] = (64, 5), **options: Any) -> Arguments:
@@ -136,15 +142,11 @@ made = functools.cache(lambda name: CALLS[name]())
 
 
 def run(launches: list[Any], given: Arguments) -> Any:
-    from tests.host_functions import outcome
-
     return outcome(launches, lambda: decode_attention(**given), given)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_launches_the_same_after_any_other(name, launches):
-    from tests.host_functions import assert_launched_alike_after_any_other
-
     assert_launched_alike_after_any_other(name, CALLS, lambda call: run(launches, made(call)), ops.launch.plans)
 
 
@@ -168,13 +170,13 @@ def test_tensors_that_were_changed_in_place_are_looked_at_again(name, launches):
 
 
 @pytest.mark.parametrize("name", ["plain", "lse", "out", "int8", "pages", "sinks"])
-def test_a_repeated_call_is_not_checked_again_and_needs_no_plan(name, launches, monkeypatch):
+def test_a_repeated_call_is_not_checked_again_and_needs_no_plan(name, launches):
     given = made(name)
     want = run(launches, given)
     assert len(want) == 1
-    for step in ("make_call", "make_plan"):
-        monkeypatch.setattr(ops, step, lambda *_, **__: pytest.fail("checked or planned again"))
-    assert run(launches, given) == want
+    with calls_of(ops.make_call, ops.make_plan) as repeated:
+        assert run(launches, given) == want
+    assert not repeated
 
 
 def test_results_are_new_and_contiguous(launches):
@@ -205,12 +207,12 @@ def test_strided_caches_and_queries_are_read_where_they_are(launches):
 
 
 @pytest.mark.parametrize(("num_sms", "bits"), [(132, 7), (114, 6), (16, 4), (1, 0)])
-def test_no_more_combiners_wait_for_each_other_than_the_gpu_has_places(num_sms, bits, launches, monkeypatch):
+def test_no_more_combiners_wait_for_each_other_than_the_gpu_has_places(num_sms, bits):
     """The mode of a launch says how many those are: log2 of the SMs times the CTAs of one."""
-    monkeypatch.setattr(plan, "_num_sms", lambda device: num_sms)
-    ops.launch.plans.clear()
     given: Arguments = arguments() | {"num_splits": 8}
-    decode_attention(**given)
+    with recording(function_of, num_sms=lambda device: num_sms) as recorded:
+        decode_attention(**given)
+    launches = recorded.launches
     per_sm = int(launches[-1].symbol.partition("_r")[2].partition("c")[2][0])
     places = num_sms * per_sm
     assert 2**bits <= num_sms < 2 ** (bits + 1)

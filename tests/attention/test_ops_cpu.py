@@ -18,6 +18,7 @@ from cute_kernels.attention.reference import combine
 from tests.attention import strategies
 from tests.attention.cases import ALL_FORMATS, FORMATS, Call, assert_close, assert_is, make_call, poison_unseen
 from tests.attention.oracle import oracle
+from tests.observed import calls_of
 
 every_format = pytest.mark.parametrize("kv_format", FORMATS)
 
@@ -285,13 +286,13 @@ def test_other_kinds_of_tensors_do():
         assert ops.path_of(*call.tensors, {"sinks": mode.from_tensor(call.options["sinks"])}) is ops.dispatch
 
 
-def test_the_public_call_hands_on_complete_options_in_their_order(monkeypatch):
-    seen = []
-    monkeypatch.setattr(ops, "reference", lambda *arguments: seen.append(arguments[-1]) or (None, None))
+def test_the_public_call_hands_on_complete_options_in_their_order():
     call = small_call("bf16", sinks=True)
-    call.run()
-    call.run(sinks=None)
-    torch.ops.cute_kernels.decode_attention(*call.tensors, "bf16", "bf16", attn_bias=None, causal=False)
+    with calls_of(ops.reference) as calls:
+        call.run()
+        call.run(sinks=None)
+        torch.ops.cute_kernels.decode_attention(*call.tensors, "bf16", "bf16", attn_bias=None, causal=False)
+    seen = [one.arguments["options"] for one in calls]
     assert list(seen[0]) == list(NO_OPTIONS) and seen[1] is None
     assert all(seen[0][name] == default for name, default in NO_OPTIONS.items() if name != "sinks")
 

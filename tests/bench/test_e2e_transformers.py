@@ -70,6 +70,19 @@ def test_the_record_is_printed_with_its_bars():
     assert "| int4_g4 cache, W4 | **4.0** |" in e2e_transformers.markdown(data)
 
 
+def test_the_parts_of_a_step_are_a_table():
+    lines = e2e_transformers.markdown_ahead(record(replays=30, ahead=29)).splitlines()
+    assert lines[2:6] == [
+        "| bare loop over the library, a CUDA graph | 3.00 |",
+        "| output layer, 16 bits | 0.40 |",
+        "| transformers' loop around an empty model | 0.20 |",
+        "| their sum | 3.60 |",
+    ]
+    assert lines[7] == "| **a step of `generate`** | **4.00** |" and "16.0 times as long" in lines[-1]
+    with pytest.raises(ValueError, match="record: got no parts of a step"):
+        e2e_transformers.markdown_ahead({"rows": []})
+
+
 def test_a_record_without_figures_is_no_table():
     with pytest.raises(ValueError, match="record: got no measured case"):
         e2e_transformers.markdown({"rows": []})

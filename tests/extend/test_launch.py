@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from cute_kernels.extend import extend_attention, ops, plan, ragged
+from cute_kernels.extend import extend_attention, ops, ragged
 from cute_kernels.extend.ragged import ragged_attention
-from tests.launchers import as_if_on_a_gpu
+from tests.launchers import recording
+from tests.observed import calls_of
 
 
 @pytest.fixture
-def launches(monkeypatch):
-    """Symbols and arguments of what would be launched."""
-    found: list[tuple[Any, ...]] = []
-
-    def load(spec: Any, arch: str) -> Callable[..., None]:
-        return lambda *arguments: found.append((spec.symbol, *arguments))
-
-    monkeypatch.setattr(plan, "load", load)
-    monkeypatch.setattr(plan, "arch_of", lambda index: "sm_90a")
-    monkeypatch.setattr(plan, "empty_strided", lambda *blank: torch.empty_strided(*blank[:2], dtype=blank[2]))
-    properties = type("Properties", (), {"multi_processor_count": 132})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    monkeypatch.setattr(plan.POOL, "get", lambda index, stream, num_words: num_words)
-    monkeypatch.setattr(ops, "path_of", lambda *arguments: ops.launch)
-    as_if_on_a_gpu(monkeypatch, ops.launch, ragged.launch)
-    return found
+def launches():
+    """What would be launched."""
+    with recording() as recorded:
+        yield recorded.launches
 
 
 def given(num_queries: int, **options: Any) -> dict[str, Any]:
@@ -47,11 +33,11 @@ def given(num_queries: int, **options: Any) -> dict[str, Any]:
     }
 
 
-def test_a_plan_serves_any_number_of_queries(launches, monkeypatch):
+def test_a_plan_serves_any_number_of_queries(launches):
     out = extend_attention(**given(6))
-    monkeypatch.setattr(ops, "make_plan", lambda call: pytest.fail("planned again"))
-    monkeypatch.setattr(ops, "make_call", lambda *_, **__: pytest.fail("checked again"))
-    assert extend_attention(**given(40)).shape == (40, 4, 64) and out.shape == (6, 4, 64)
+    with calls_of(ops.make_plan, ops.make_call) as repeated:
+        assert extend_attention(**given(40)).shape == (40, 4, 64) and out.shape == (6, 4, 64)
+    assert not repeated
     assert len(launches) == 2 and len(ops.launch.plans) == 1
 
 

@@ -5,17 +5,20 @@ of each kernel of each shipped configuration. A change in it is a change in the 
 It also names the compiler, and the sources by their digest: what those compile to is known. So tests compile a sample
 of the kernels whose sources are the same, and all others.
 `portable.json` has the same of some portable kernels, by architecture.
+`passed.json` names test files that compile kernels of their own, with the sources that they have passed with in full:
+they compile a sample, too, until a source, the compiler or the file itself is another one.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cute_kernels import families
 from cute_kernels.linear.portable.compile import PortableSpec
@@ -29,9 +32,13 @@ ARCH = "sm_90a"
 PATH = Path(__file__).parent / "resources.json"
 PORTABLE_ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100")
 PORTABLE_PATH = Path(__file__).parent / "portable.json"
-SAMPLED = 8
+PASSED_PATH = Path(__file__).parent / "passed.json"
+SAMPLED = 16
 ALL = "GOLDEN_ALL"  # set: tests compile every kernel
 COMMAND = "make golden (or: python -m tests.golden.update)"
+
+ConfigT = TypeVar("ConfigT")
+asked: dict[str, set[str]] = {}  # by test file, digests of the sources of what it may compile
 
 Entry = list[dict[str, Any]]
 """The kernels of one spec in launch order, each with its resources."""
@@ -88,13 +95,66 @@ def to_compile(specs: Iterable[KernelSpec], reviewed: dict[str, Any]) -> list[Ke
     return [spec for spec in specs if _sampled(spec) or not _is_known(spec, reviewed, known)]
 
 
+def worth_compiling(
+    configs: Iterable[ConfigT],
+    spec_of: Callable[[ConfigT], KernelSpec],
+    file: str,
+    known: dict[str, Any] | None = None,
+) -> list[ConfigT]:
+    """Those of ``configs`` that the tests in ``file`` compile: all of which it has not passed with the same sources and
+    compiler, and of the others one in SAMPLED, at least one.
+
+    known: the content of `passed.json`, if not that of the file.
+    """
+    configs = list(configs)
+    if native.dsl_version() is None:
+        return configs
+    path = Path(file)
+    name = path.relative_to(Path(__file__).parents[2]).as_posix()
+    digests = {config: source_state(spec_of(config)).digest for config in configs}
+    asked.setdefault(name, set()).update(digests.values())
+    passed = set() if os.environ.get(ALL) else _passed(name, file_digest(path), known)
+    rest = [config for config in configs if digests[config] in passed]
+    drawn = {config: _draw(spec_of(config)) for config in rest}
+    sample = {config for config in rest if drawn[config] % SAMPLED == 0} or set(sorted(rest, key=drawn.__getitem__)[:1])
+    return [config for config in configs if digests[config] not in passed or config in sample]
+
+
+def file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _passed(name: str, digest: str, known: dict[str, Any] | None) -> set[str]:
+    """The digests of sources that a test file, as it is now, has passed with."""
+    known = known or _passed_files()
+    entry = known["files"].get(name, {}) if known["toolchain"] == toolchain() else {}
+    return set(entry["sources"]) if entry.get("tests") == digest else set()
+
+
+@functools.cache
+def _passed_files() -> dict[str, Any]:
+    return read(PASSED_PATH) if PASSED_PATH.exists() else {"toolchain": None, "files": {}}
+
+
+def write_passed(files: Mapping[str, Iterable[str]], path: Path = PASSED_PATH) -> None:
+    """files: :data:`asked`, after all tests of these files have passed with `GOLDEN_ALL` set."""
+    root = Path(__file__).parents[2]
+    entries = {name: {"tests": file_digest(root / name), "sources": sorted(sources)} for name, sources in files.items()}
+    path.write_text(json.dumps({"toolchain": toolchain(), "files": entries}, indent=1, sort_keys=True) + "\n")
+
+
 def _is_known(spec: KernelSpec, reviewed: dict[str, Any], known: set[str]) -> bool:
     return spec.symbol in reviewed["kernels"] and source_state(spec).digest in known
 
 
 def _sampled(spec: KernelSpec) -> bool:
+    return _draw(spec) % SAMPLED == 0
+
+
+def _draw(spec: KernelSpec) -> int:
+    """A number that follows from a kernel's sources, so that every process draws the same."""
     name = f"{spec.symbol} {source_state(spec).digest}"
-    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % SAMPLED == 0
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16)
 
 
 def write_portable(measured: dict[str, dict[str, Entry]], path: Path = PORTABLE_PATH) -> None:

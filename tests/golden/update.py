@@ -1,6 +1,15 @@
-"""Measures every shipped kernel and rewrites the files of reviewed resources: `python -m tests.golden.update`."""
+"""Measures every shipped kernel and rewrites the files of reviewed resources: `python -m tests.golden.update`.
+
+Then the test files that compile kernels of their own run in full (`python -m tests.golden.update passed`: they alone).
+"""
 
 from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 from cute_kernels import families
 from cute_kernels.__main__ import show_progress
@@ -23,6 +32,7 @@ def main() -> None:
     golden.write(measured, golden.known_sources(specs))
     update_portable()
     print(f"{golden.PATH}: {len(measured)} configurations; review the diff before committing it")
+    update_passed()
 
 
 def update_portable() -> None:
@@ -33,5 +43,19 @@ def update_portable() -> None:
     golden.write_portable(measured)
 
 
+def update_passed() -> None:
+    """Runs the test files that compile kernels of their own, in full, and writes down that they have passed."""
+    tests = Path(__file__).parents[1]
+    asking = [path for path in sorted(tests.glob("*/test_*.py")) if "golden.worth_compiling(" in path.read_text()]
+    files = [path for path in asking if path.parent.name != "golden"]  # whose tests are about this
+    environment = {**os.environ, golden.ALL: "1"}
+    if subprocess.run([sys.executable, "-m", "pytest", "-q", *files], env=environment, check=False).returncode:
+        raise SystemExit(f"{golden.PASSED_PATH} is as it was: not all tests of {len(files)} files have passed")
+    for path in files:
+        importlib.import_module(".".join(path.relative_to(tests.parent).with_suffix("").parts))
+    golden.write_passed(golden.asked)
+    print(f"{golden.PASSED_PATH}: {len(files)} files of tests have passed in full")
+
+
 if __name__ == "__main__":
-    main()
+    update_passed() if sys.argv[1:] == ["passed"] else main()

@@ -387,17 +387,17 @@ def test_bad_input_is_refused_by_name_and_nothing_is_launched(spoil, message, se
     assert not (call.k_cache == POISON).all()
 
 
-def test_debug_mode_looks_at_the_values(monkeypatch):
+def test_debug_mode_looks_at_the_values():
     call = on(make_call(Shape("int4_g4", lengths=(17, 2, 30, 32))), CUDA)
     assert call.block_table is not None
-    monkeypatch.setattr(cute_kernels.arguments, "DEBUG", True)
-    run(call)
-    call.block_table[2, 1] = -1
-    with pytest.raises(ValueError, match="block_table: request 2, position 29: got page -1, want 0 to 9"):
+    with cute_kernels.arguments.checking_values():
         run(call)
-    call.block_table[2, 1] = call.block_table[0, 1]
-    with pytest.raises(ValueError, match=r"block_table: request .* and request .* both go to page"):
-        run(call, seq_lens=torch.tensor([30, 2, 30, 32], dtype=torch.int32, device=CUDA))
+        call.block_table[2, 1] = -1
+        with pytest.raises(ValueError, match="block_table: request 2, position 29: got page -1, want 0 to 9"):
+            run(call)
+        call.block_table[2, 1] = call.block_table[0, 1]
+        with pytest.raises(ValueError, match=r"block_table: request .* and request .* both go to page"):
+            run(call, seq_lens=torch.tensor([30, 2, 30, 32], dtype=torch.int32, device=CUDA))
 
 
 @pytest.mark.parametrize("place", ["table", "slots"])

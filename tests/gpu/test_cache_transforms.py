@@ -14,7 +14,10 @@ import torch
 from cute_kernels import append_and_decode, append_kv, decode_attention, merge_states
 from cute_kernels.kv_cache import CacheTransform
 from cute_kernels.kv_cache import reference as append_reference
+from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.compile import AppendSpec
+from cute_kernels.kv_cache.config import MANY_TOKENS
+from cute_kernels.kv_cache.plan import config_of
 from cute_kernels.runtime import arch_of, load_many
 from tests.gpu.specs import step_specs
 from tests.kv_cache.cases import assert_appended, clone_caches, make_call
@@ -25,7 +28,7 @@ from tests.kv_cache.transformed_steps import BOTH, CASES, assert_near, calls_of,
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transform_kernels")]
 
 CUDA = "cuda"
-APART = ("int4_g4", "a cap", "sinks", "sinks, a cap, a window", "4 new tokens, a cap", "contiguous")
+APART = ("int4_g4", "one token", "a cap", "sinks", "sinks, a cap, a window", "4 new tokens, a cap", "contiguous")
 APPENDS = {
     "decode": {"new": (1,) * 9},
     "prefill": {"new": (3, 0, 50, 17)},
@@ -45,7 +48,15 @@ def specs():
     found += step_specs(plain, fused=True)
     leading = [spec.config for spec in found if isinstance(spec, AppendSpec) and spec.config.leads]
     apart = [replace(config, leads=False) for config in leading]
-    return list(dict.fromkeys([*found, *map(AppendSpec, apart), *(AppendSpec(c.for_decode()) for c in apart)]))
+    many = [config_of(many_tokens("cpu"))]
+    decode = (config.for_decode() for config in apart)
+    return list(dict.fromkeys([*found, *(AppendSpec(config) for config in (*apart, *decode, *many))]))
+
+
+def many_tokens(device: str) -> AppendCall:
+    """So many that rows with several constants have fewer lanes."""
+    case = CASES["int4_g4"]
+    return with_transform(make_call(case.shape.with_(new=(1,) * (MANY_TOKENS + 3)), device), case.transform(device))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +72,15 @@ def transform_kernels() -> None:
 def test_rows_are_those_of_the_transformed_keys_and_values(case, name):
     """Bit for bit where nothing but the transform is computed; q comes out transformed, and its shifts."""
     given = CASES[case]
-    call = with_transform(make_call(given.shape.with_(**APPENDS[name]), CUDA), given.transform(CUDA))
+    check_rows(with_transform(make_call(given.shape.with_(**APPENDS[name]), CUDA), given.transform(CUDA)))
+
+
+def test_rows_of_many_tokens():
+    check_rows(many_tokens(CUDA))
+
+
+def check_rows(call: AppendCall) -> None:
+    """`append_kv` writes what the reference does."""
     before = clone_caches(call)
     fields = call._asdict()
     fields["kv_format"] = (fields.pop("k_format"), fields.pop("v_format"))

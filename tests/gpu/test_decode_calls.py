@@ -270,12 +270,12 @@ def test_lengths_outside_the_cache_are_clamped(kv_format):
 
 
 @pytest.mark.parametrize(("lengths", "found"), [([257, 1], "257 for request 0"), ([3, -1], "-1 for request 1")])
-def test_debug_mode_reads_the_lengths(monkeypatch, lengths, found):
+def test_debug_mode_reads_the_lengths(lengths, found):
     call = make_call("int4_g4", [256, 3], max_seq_len=256, device=CUDA)
-    monkeypatch.setattr(cute_kernels.arguments, "DEBUG", True)
-    call.run()
-    with pytest.raises(ValueError, match=f"seq_lens: got {found}, want 0 to 256"):
-        call.with_lengths(lengths).run()
+    with cute_kernels.arguments.checking_values():
+        call.run()
+        with pytest.raises(ValueError, match=f"seq_lens: got {found}, want 0 to 256"):
+            call.with_lengths(lengths).run()
 
 
 def run_python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -360,6 +361,16 @@ def test_every_schedule_gives_the_same_numbers_each_time(m):
 @pytest.mark.parametrize("n, k, m", [(200, 520, 65), (1000, 2048, 257)])
 def test_epilogues(activation, out_dtype, n, k, m):
     check_epilogues(known(n, k, group_size=128), m, activation, out_dtype)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "swiglu"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("m, reduction", [(5, Dsmem), (40, Dsmem), (100, RowExchange), (700, SequentialSplitK)])
+def test_epilogues_of_batch_invariant_products(activation, out_dtype, m, reduction):
+    n, k = SHAPES[0]
+    case = replace(problem_of(m, n, k), batch_invariant=True)
+    assert isinstance(invariant.make_schedule(case).config.reduction, reduction)
+    check_epilogues(known(n, k, group_size=128), m, activation, out_dtype, batch_invariant=True)
 
 
 @pytest.mark.parametrize("offset", [0, 1])

@@ -6,21 +6,18 @@ import gc
 import resource
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from cute_kernels import append_and_decode, fused_moe, quantized_linear
-from cute_kernels.attention import ops as attention_ops
-from cute_kernels.kv_cache import Rope, step_ops
+from cute_kernels.kv_cache import Rope
 from cute_kernels.mla import mla_decode, sparse_mla_decode
-from cute_kernels.mla import plan as mla_plan
-from cute_kernels.runtime.workspace import POOL
+from cute_kernels.runtime import gpu
+from cute_kernels.runtime.workspace import POOL, WorkspacePool
 from tests.attention.cases import make_call
 from tests.gpu import moe_forms
-from tests.gpu.specs import forget_plans
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.steps import make_step
 from tests.linear.cases import known
@@ -89,26 +86,10 @@ CUT: dict[str, Callable[[], Work]] = {
 
 
 @pytest.fixture
-def few_sms(monkeypatch):
+def few_sms():
     """Every family plans for a GPU of `FEW_SMS` SMs."""
-    real = torch.cuda.get_device_properties
-
-    def properties(device: Any = None) -> Any:
-        found = real(device)
-        names = [name for name in dir(found) if not name.startswith("_")]
-        return SimpleNamespace(**{name: getattr(found, name) for name in names} | {"multi_processor_count": FEW_SMS})
-
-    forget()
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    yield
-    forget()
-
-
-def forget() -> None:
-    forget_plans()
-    mla_plan._plan.cache_clear()
-    for plans in (attention_ops.launch.plans, step_ops.launch.plans):
-        plans.clear()
+    with gpu.standing_in(gpu.Gpu(num_sms=lambda device: FEW_SMS)):
+        yield
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -171,15 +152,19 @@ def test_a_thousand_captures_leave_memory_as_it_was():
     assert len(POOL._pieces) <= 8 * len(works)
 
 
-def test_captures_without_a_launch_before_them_are_not_held(monkeypatch):
-    """The graph fills its own memory, and torch frees it with the graph."""
-    from cute_kernels.attention import plan
-    from cute_kernels.runtime.workspace import WorkspacePool
+@pytest.fixture
+def fresh_pool():
+    """A pool of workspaces that nothing has been launched with."""
+    pool = WorkspacePool()
+    with gpu.standing_in(gpu.Gpu(workspace=pool.get)):
+        yield pool
 
+
+def test_captures_without_a_launch_before_them_are_not_held(fresh_pool):
+    """The graph fills its own memory, and torch frees it with the graph."""
+    pool = fresh_pool
     work = attention("bf16", (3000, 50), num_splits=7)
     wanted = work()
-    pool = WorkspacePool()
-    monkeypatch.setattr(plan, "POOL", pool)
     marks = []
     for i in range(60):
         graph = torch.cuda.CUDAGraph()
@@ -207,7 +192,7 @@ def test_threads_do_not_disturb_each_other(one_stream):
     works = [make() for make in makers]
     wanted = [work().clone() for work in works]
     torch.cuda.synchronize()
-    forget()
+    gpu.forget()
     POOL._by_stream.clear()
     shared, failures = torch.cuda.Stream(), []
     start = threading.Barrier(8)

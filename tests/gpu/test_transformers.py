@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import LogitsProcessor, LogitsProcessorList
+
 import cute_kernels.integrations.transformers as ck
 from cute_kernels.integrations.transformers.blocks import AttentionBlock, MlpBlock
 from cute_kernels.integrations.transformers.graphs import StepReplay
@@ -147,6 +149,40 @@ def test_the_next_call_replays_the_same_graph():
     assert isinstance(replay, StepReplay) and replay.replays == NEW - 2
     again = generate(model, LEFT_PADDED).sequences
     assert replay.replays == 2 * NEW - 3 and torch.equal(first, again)
+
+
+class NotTheLikeliest(LogitsProcessor):
+    """Forbids the likeliest token at one step."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] != PROMPT.shape[1] + 11:
+            return scores
+        return scores.scatter(1, scores.argmax(-1, keepdim=True), float("-inf"))
+
+
+@pytest.mark.parametrize("change", ["none", "a token that was not foreseen", "requests that end"])
+def test_steps_begun_ahead_have_the_bits_of_steps_in_order(change):
+    """On a stream of their own, beside what `generate` does with the step before."""
+    model = build("qwen3")
+    ck.accelerate(model, kv_format="int4_g4", weights="w4g64")
+    replay, options = model.forward, {}
+    assert isinstance(replay, StepReplay)
+    if change == "a token that was not foreseen":
+        options["logits_processor"] = LogitsProcessorList([NotTheLikeliest()])
+    elif change == "requests that end":
+        options["eos_token_id"] = int(generate(model, LEFT_PADDED).sequences[0, PROMPT.shape[1] + 9])
+    generate(model, LEFT_PADDED, **options)  # its memory and its recorded step serve the others
+    found = []
+    for one_by_one in ({"do_sample": True, "top_k": 1}, {}):
+        before = replay.ahead
+        outputs = generate(model, LEFT_PADDED, **options, **one_by_one)
+        found.append((outputs.sequences, outputs.logits, outputs.past_key_values.columns.seq_lens.clone()))
+        assert (replay.ahead > before) == (not one_by_one)
+        del outputs
+    (want, want_logits, want_lens), (got, got_logits, lens) = found
+    assert torch.equal(got, want) and torch.equal(lens, want_lens)
+    for ours, theirs in zip(got_logits, want_logits, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_beams_and_assisted_steps():

@@ -78,7 +78,8 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
     },
 }
 ENVIRONMENTS = {
-    "": {"VLLM_DISABLE_COMPILE_CACHE": "1"},  # what is fused is said where graphs are made
+    # What is fused is said where graphs are made.
+    "": {"CUTE_KERNELS_VLLM": ",".join(SEAMS), "VLLM_DISABLE_COMPILE_CACHE": "1"},
     "invariant": {"VLLM_BATCH_INVARIANT": "1", "CUTE_KERNELS_VLLM_INVARIANT": "1"},
     "two": {},
 }
@@ -223,7 +224,10 @@ def test_tokens_are_those_of_vllms_own_attention(served: Served, own: Difference
 
 
 def test_latent_attention_gives_what_flashmla_gives(served: Served):
-    """Of vLLM's backend everything but decoding is the same; how it differs from FlashAttention's is printed beside."""
+    """Of vLLM's backend everything but decoding is the same; how it differs from FlashAttention's is printed beside.
+
+    vLLM 0.26's FLASHMLA loses the cached part of some prompts, in code that is left alone: docs/tasks/vllm.md.
+    """
     ours, left = served("latent"), served("latent-left")
     assert ours["attention"] == left["attention"] == ["CuteKernelsMlaImpl"]
     print("FlashMLA beside FlashAttention:", difference(left, served("latent-theirs")))

@@ -16,6 +16,7 @@ from cute_kernels.integrations.transformers.norms import replace_norms
 from cute_kernels.runtime import operator
 from tests.integrations.architectures import DECODERS, VOCABULARY
 from tests.integrations.test_accelerate import CACHES_LATENTS, assert_same_choices, generate, record_on_cpu
+from tests.observed import calls_of
 
 pytestmark = pytest.mark.skipif(not CACHES_LATENTS, reason="caches keys and values in this release of transformers")
 
@@ -80,21 +81,16 @@ def test_generate_replays_steps_over_latents(padded, monkeypatch):
     assert (replay.reason, replay.replays) == (None, 10)
 
 
-def test_steps_are_absorbed_and_other_passes_are_expanded(monkeypatch):
-    calls: list[int] = []
-    decode = latents.mla_decode
-    monkeypatch.setattr(
-        latents, "mla_decode", lambda q, *args, **given: calls.append(q.shape[1]) or decode(q, *args, **given)
-    )
+def test_steps_are_absorbed_and_other_passes_are_expanded():
     model = built()
     ck.accelerate(model, kv_format="mla_bf16")
-    calls.clear()
-    logits_of(model, ck.DecodeCache("mla_bf16"), torch.ones_like(IDS))
-    assert calls == [size for size in (1, 1, 3, 1, 11) for _ in range(2)]
-    calls.clear()
+    with calls_of(latents.mla_decode) as calls:
+        logits_of(model, ck.DecodeCache("mla_bf16"), torch.ones_like(IDS))
+    assert [call.arguments["q"].shape[1] for call in calls] == [size for size in (1, 1, 3, 1, 11) for _ in range(2)]
     handle = model.model.layers[0].self_attn.kv_b_proj.register_forward_hook(lambda module, given, out: 2 * out)
-    logits_of(model, ck.DecodeCache("mla_bf16"), torch.ones_like(IDS))
-    assert calls == [1, 1, 3, 1, 11]  # the other layer's
+    with calls_of(latents.mla_decode) as calls:
+        logits_of(model, ck.DecodeCache("mla_bf16"), torch.ones_like(IDS))
+    assert [call.arguments["q"].shape[1] for call in calls] == [1, 1, 3, 1, 11]  # the other layer's
     handle.remove()
 
 
@@ -109,7 +105,7 @@ def test_the_projection_of_latents_stays_and_a_quantised_one_is_read():
         layer.self_attn.kv_b_proj = QuantizedLinear.from_linear(layer.self_attn.kv_b_proj, 8, 64)
     got = logits_of(model, ck.DecodeCache("mla_bf16"), LEFT_PADDED)
     assert 0 < (got - want).norm() <= 5e-2 * want.norm()
-    projection = attention.kv_b_proj
+    projection: Any = attention.kv_b_proj
     unpacked = attention.expand_kv.weight()
     assert torch.equal(unpacked, projection.weight.dequantize())
     again = logits_of(model, ck.DecodeCache("mla_bf16"), LEFT_PADDED)

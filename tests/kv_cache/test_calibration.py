@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cute_kernels import blocks
 from cute_kernels.kv_cache import Calibrator, compute_kv_scale
 from cute_kernels.kv_formats import FORMATS, format_of
 
@@ -84,12 +85,11 @@ def test_the_histogram_does_not_grow():
         assert int(calibrator._counts.sum()) == (seed + 1) * 200 * HEADS * DIM
 
 
-def test_large_samples_are_taken_in_chunks(monkeypatch):
-    from cute_kernels.kv_cache import calibration
-
-    whole = compute_kv_scale(samples(), kv_format="int8_channel", method="percentile", percentile=90)
-    monkeypatch.setattr(calibration, "_CHUNK_ELEMENTS", 1000)
-    assert torch.equal(compute_kv_scale(samples(), kv_format="int8_channel", method="percentile", percentile=90), whole)
+def test_large_samples_are_taken_in_chunks():
+    options = {"kv_format": "int8_channel", "method": "percentile", "percentile": 90}
+    whole = compute_kv_scale(samples(), **options)
+    with blocks.at_most(1000):
+        assert torch.equal(compute_kv_scale(samples(), **options), whole)
 
 
 def test_bf16_samples_and_other_leading_dimensions():

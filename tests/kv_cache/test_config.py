@@ -22,6 +22,7 @@ from cute_kernels.kv_cache.plan import config_of
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.kv_formats import FORMATS, HEAD_DIMS
 from tests.kv_cache.cases import Shape, make_call
+from tests.kv_cache.transformed import make_transform, with_transform
 
 DECODE = AppendConfig("e4m3_head", "e4m3_head", "bf16", 128, 128, "half", 128).for_decode()
 APPEND = AppendConfig("int4_g4", "int4_g4", "bf16", 128, 128, "half", 128)
@@ -93,6 +94,16 @@ def test_one_token_a_request_at_its_end_has_a_kernel_of_its_own(place, new, posi
     general = dataclasses.replace(DECODE, decode=False, lane_columns=16)
     assert config_of(call) == (DECODE if own else general)
     assert config_of(call, leads=True) == dataclasses.replace(general, leads=True)
+
+
+@pytest.mark.parametrize("new", [(1,), (1, 1), (2,)], ids=["one token", "two requests", "two tokens"])
+def test_a_single_token_of_a_transformed_cache_leads_by_the_kernel_for_decode(new):
+    call = make_call(Shape("int4_g4", new=new, lengths=(40,) * len(new), rope=Rope(128)))
+    transformed = with_transform(call, make_transform(call.k.shape[1], 128, k_rotation=32))
+    own, leading = config_of(transformed), config_of(transformed, leads=True)
+    assert leading.leads and leading.decode == (new == (1,))
+    assert leading == dataclasses.replace(own, leads=True) or new == (1, 1)
+    assert not config_of(call, leads=True).decode
 
 
 @pytest.mark.parametrize("v_head_dim", HEAD_DIMS)

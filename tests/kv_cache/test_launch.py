@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.kv_cache import CacheTransform, Rope, append_kv, ops, plan
+from cute_kernels.kv_cache import CacheTransform, Rope, append_kv, ops
 from cute_kernels.kv_cache.call import NUM_USUAL, AppendCall
 from cute_kernels.runtime import native
 from tests.kv_cache.cases import Shape, make_call
 from tests.kv_cache.test_append_cpu import arguments
 from tests.kv_cache.transformed import make_transform
+from tests.launchers import assert_launched_alike_after_any_other, outcome, recording
+from tests.observed import calls_of
 from tests.tensors import apart, offset, padded
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
@@ -27,18 +29,12 @@ PLAIN = Shape("int4_g4", rope=Rope(128))
 TURNED = make_transform(2, 128, k_rotation=32)
 
 
-class Properties:
-    multi_processor_count = 132
-
-
 @pytest.fixture
-def launches(monkeypatch):
-    from tests.host_functions import append_function, standing_in
+def launches():
+    from tests.host_functions import append_function
 
-    ops.launch.plans.clear()
-    monkeypatch.setattr(ops, "append", ops.launch)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    return standing_in(monkeypatch, plan, append_function)
+    with recording(lambda spec: append_function(spec.config)) as recorded:
+        yield recorded.launches
 
 
 def of(shape: Shape = PLAIN, **changes: Any) -> Arguments:
@@ -137,26 +133,22 @@ made = functools.cache(lambda name: CALLS[name]())
 
 
 def run(launches: list[Any], given: Arguments) -> Any:
-    from tests.host_functions import outcome
-
     return outcome(launches, lambda: append_kv(**given), given)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_launches_the_same_after_any_other(name, launches):
-    from tests.host_functions import assert_launched_alike_after_any_other
-
     assert_launched_alike_after_any_other(name, CALLS, lambda call: run(launches, made(call)), ops.launch.plans)
 
 
 @pytest.mark.parametrize("name", ["plain", "q_out", "no q", "int8", "slots", "bias"])
-def test_a_repeated_call_is_not_checked_again_and_needs_no_plan(name, launches, monkeypatch):
+def test_a_repeated_call_is_not_checked_again_and_needs_no_plan(name, launches):
     given = made(name)
     want = run(launches, given)
     assert len(want) == 1
-    for step in ("check_append", "make_plan"):
-        monkeypatch.setattr(ops, step, lambda *_: pytest.fail("checked or planned again"))
-    assert run(launches, given) == want
+    with calls_of(ops.check_append, ops.make_plan) as repeated:
+        assert run(launches, given) == want
+    assert not repeated
 
 
 def test_a_new_q_is_contiguous_and_a_given_one_comes_back(launches):

@@ -12,7 +12,7 @@ from cute_kernels.attention.features import Features
 from cute_kernels.attention.schedule import DecodeProblem, make_schedule
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.kv_cache.config import AppendConfig
-from cute_kernels.runtime import default_cache, native
+from cute_kernels.runtime import KernelSpec, default_cache, native
 from tests import golden
 
 needs_compiler = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
@@ -39,6 +39,14 @@ def after_append(of: DecodeProblem) -> DecodeConfig:
     return make_schedule(dataclasses.replace(of, after_append=True)).config
 
 
+APPENDS = [AppendConfig(name, name, "bf16", 128, 128, "half", 128, leads=True) for name in FORMATS]
+SPECS: list[KernelSpec] = [
+    spec(config)
+    for configs, spec in ((dict.fromkeys(after_append(of) for of in PROBLEMS), DecodeSpec), (APPENDS, AppendSpec))
+    for config in golden.worth_compiling(configs, spec, __file__)
+]
+
+
 @pytest.mark.parametrize("of", PROBLEMS, ids=lambda of: make_schedule(of).config.name)
 def test_a_step_is_scheduled_as_attention_alone_but_takes_no_tile_early(of: DecodeProblem):
     """So both give the same numbers."""
@@ -56,9 +64,7 @@ def test_a_tile_that_may_be_unwritten_is_not_taken_early():
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, golden.Entry]:
-    configs = dict.fromkeys(after_append(of) for of in PROBLEMS)
-    appends = [AppendConfig(name, name, "bf16", 128, 128, "half", 128, leads=True) for name in FORMATS]
-    return golden.measure([*map(DecodeSpec, configs), *map(AppendSpec, appends)], default_cache())
+    return golden.measure(SPECS, default_cache())
 
 
 @needs_compiler

@@ -14,13 +14,15 @@ import pytest
 import torch
 
 from cute_kernels import append_and_decode
-from cute_kernels.attention import plan as attention_plan
+from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.kv_cache import Rope, step_ops
-from cute_kernels.kv_cache import plan as append_plan
+from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.runtime import native
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.steps import Arguments, make_step
 from tests.kv_cache.transformed import make_transform
+from tests.launchers import assert_launched_alike_after_any_other, outcome, recording
+from tests.observed import calls_of
 from tests.tensors import apart, fused, padded, side_by_side
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
@@ -29,19 +31,15 @@ PLAIN = Shape("int4_g4", rope=Rope(64), head_dim=64)
 TURNED = make_transform(2, 64, k_rotation=64, parts="center")
 
 
-class Properties:
-    multi_processor_count = 132
-
-
 @pytest.fixture
-def launches(monkeypatch):
-    from tests.host_functions import append_function, attention_function, standing_in
+def launches():
+    from tests.host_functions import append_function, attention_function
 
-    step_ops.launch.plans.clear()
-    monkeypatch.setattr(step_ops, "path_of", lambda step: step_ops.launch)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    found = standing_in(monkeypatch, append_plan, append_function)
-    return standing_in(monkeypatch, attention_plan, attention_function, found)
+    def function_of(spec: AppendSpec | DecodeSpec) -> Any:
+        return append_function(spec.config) if isinstance(spec, AppendSpec) else attention_function(spec.config)
+
+    with recording(function_of) as recorded:
+        yield recorded.launches
 
 
 def of(
@@ -115,16 +113,12 @@ made = functools.cache(lambda name: CALLS[name]())
 
 
 def outcome_of(launches: list[Any], step: Arguments) -> Any:
-    from tests.host_functions import outcome
-
     return outcome(launches, lambda: append_and_decode(**step), step)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_step_launches_the_same_after_any_other(name, launches):
     """Both kernels or, if it is refused, none."""
-    from tests.host_functions import assert_launched_alike_after_any_other
-
     plans = step_ops.launch.plans
     want = assert_launched_alike_after_any_other(name, CALLS, lambda call: outcome_of(launches, made(call)), plans)
     assert len(want) == 2
@@ -146,24 +140,22 @@ def test_attention_follows_the_append_and_takes_its_queries(name, launches):
 
 
 @pytest.mark.parametrize("name", ["plain", "3 tokens", "lse", "out", "int8", "bias"])
-def test_a_repeated_step_is_not_checked_again_and_needs_no_plan(name, launches, monkeypatch):
+def test_a_repeated_step_is_not_checked_again_and_needs_no_plan(name, launches):
     step = made(name)
     want = outcome_of(launches, step)
-    for part in ("make_calls", "make_plan"):
-        monkeypatch.setattr(step_ops, part, lambda *_, **__: pytest.fail("checked or planned again"))
-    assert outcome_of(launches, step) == want
+    with calls_of(step_ops.make_calls, step_ops.make_plan) as repeated:
+        assert outcome_of(launches, step) == want
+    assert not repeated
 
 
 @pytest.mark.parametrize("restores", [True, False])
-def test_what_the_kernel_restores_is_not_restored_once_more(restores, launches, monkeypatch):
+def test_what_the_kernel_restores_is_not_restored_once_more(restores, launches):
     """V's transform is undone by attention where it can, else by operations behind it: once in either case."""
-    done = []
-    monkeypatch.setattr(step_ops.attention_ops, "restore", lambda transform, result, out: done.append(1) or result)
     given: dict[str, Any] = of() | {"transform": make_transform(2, 64, k_rotation=64, v_rotation=64)}
     append_and_decode(**given)
     ((key, plan),) = step_ops.launch.plans.items()
-    done.clear()
     if plan.restores != restores:
         step_ops.launch.plans[key] = dataclasses.replace(plan, restores=restores)
-    append_and_decode(**given)
+    with calls_of(step_ops.attention_ops.restore) as done:
+        append_and_decode(**given)
     assert len(done) == (not restores)

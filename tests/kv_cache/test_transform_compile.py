@@ -11,7 +11,7 @@ from cute_kernels.attention.features import Features
 from cute_kernels.attention.schedule import DecodeProblem, make_schedule
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
-from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, RowTransform
+from cute_kernels.kv_cache.config import MANY_TOKENS, AppendConfig, BulkConfig, RowTransform
 from cute_kernels.runtime import default_cache, native
 from tests import golden
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling 
 
 SM_REGISTERS, SCHEDULERS = 65536, 4  # each with its own registers
 CENTRED = RowTransform(center=True, k_rotation=32)
+FACTORS = replace(CENTRED, factor=True)
 ALL = RowTransform(center=True, factor=True, v_factor=True, shift=True, k_rotation=128, v_rotation=128)
 
 
@@ -33,17 +34,20 @@ def decode(features: Features, kv_format: str = "int4_g4", group: int = 4, **opt
 
 APPENDS = [append(), append(parts=ALL), append("int8_token_head"), append(head_dim=64)]
 SPECS = [AppendSpec(kernel) for config in APPENDS for kernel in (config.for_decode(), replace(config, leads=True))]
+SPECS += [AppendSpec(replace(append(parts=FACTORS).for_decode(), leads=True))]  # of a single token
+SPECS += [AppendSpec(append(parts=parts).for_decode(MANY_TOKENS)) for parts in (FACTORS, ALL)]
 SPECS += [BulkSpec(BulkConfig("quantize", "int4_g4", "bf16", 128, strided=True, transform=CENTRED))]
 SPECS += [
     decode(Features(shift=True, sinks=True)),
     decode(Features(shift=True, soft_cap=True, paged=True), page_tokens=16, after_append=True),
     decode(Features(shift=True, soft_cap=True), "int4_g1", group=32),
 ]
+COMPILED = golden.worth_compiling(SPECS, lambda spec: spec, __file__)
 
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, golden.Entry]:
-    return golden.measure(SPECS, default_cache())
+    return golden.measure(COMPILED, default_cache())
 
 
 def test_none_spills(measured: dict[str, golden.Entry]):
@@ -53,7 +57,7 @@ def test_none_spills(measured: dict[str, golden.Entry]):
 
 def test_as_many_ctas_of_an_append_fit_an_sm_as_its_grid_reckons_with(measured: dict[str, golden.Entry]):
     """With more registers a part of the grid would wait for the rest, and no time would be won by its size."""
-    for spec in SPECS:
+    for spec in COMPILED:
         if isinstance(spec, AppendSpec):
             (kernel,), config = measured[spec.symbol], spec.config
             registers = -(-kernel["registers"] // 8) * 8 * WARP_THREADS

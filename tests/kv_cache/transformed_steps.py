@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
 import torch
 
 from cute_kernels import append_and_decode
@@ -14,9 +13,11 @@ from cute_kernels.kv_cache import CacheTransform, Rope, step_ops
 from cute_kernels.kv_cache import reference as append_reference
 from cute_kernels.kv_cache.reference import shaped_scale
 from cute_kernels.kv_formats import format_of, format_pair
+from tests import observed
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.steps import Arguments, make_step
 from tests.kv_cache.transformed import make_transform
+from tests.launchers import recording
 
 LENGTHS = (4, 31, 33, 64, 129, 257, 0, 700, 1025)
 # q' is rounded to 16 bits, and the rounding of a channel goes into all of its block.
@@ -94,6 +95,7 @@ OTHERS = {
     "sinks": Case(BASE, BOTH, options={"sinks": True}),
     "sinks, a cap, a window": Case(BASE, BOTH, options={"sinks": True, "softcap": 20.0, "window_size": 100}),
     "many splits": Case(BASE, BOTH, (5000, 1, 700), options={"num_splits": 9}),
+    "one token": Case(BASE, BOTH, (700,)),
     "contiguous": Case(BASE.with_(place="contiguous"), BOTH),
     "heads first": Case(BASE.with_(layout="HND"), BOTH),
     "32 queries of a head": Case(BASE.with_(kv_format="int4_g1", num_q_heads=32, num_kv_heads=1), BOTH),
@@ -132,16 +134,9 @@ def expected(step: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 def calls_of(step: Arguments) -> tuple[Any, Any]:
     """The two calls that a step stands for."""
-    found: list[Any] = []
-
-    def collect(given: step_ops.Step):
-        found.append(step_ops.make_calls(given))
-        return None, None
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_ops, "path_of", lambda given: collect)
+    with recording(), observed.calls_of(step_ops.make_calls) as found:
         append_and_decode(**step)
-    return found[0]
+    return step_ops.make_calls(found[0].arguments["step"])
 
 
 def assert_near(out: torch.Tensor, lse: torch.Tensor | None, want: torch.Tensor, want_lse: torch.Tensor) -> None:

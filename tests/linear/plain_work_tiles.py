@@ -36,4 +36,5 @@ def shape_of(schedule: TileSchedule, **more: Any) -> Any:
     """What of a `tiles.Shape` items are found by."""
     names = ("whole", "splits", "split_k_blocks", "k_blocks", "num_tiles")
     grid = None if schedule.config.one_m_tile else grid_of(schedule)
-    return SimpleNamespace(**{"grid": grid, **{name: getattr(schedule, name) for name in names}, **more})
+    sizes = {"grid": grid, **{name: getattr(schedule, name) for name in names}, **more}
+    return SimpleNamespace(**sizes, counted=sizes["grid"])

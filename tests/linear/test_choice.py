@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,26 +13,19 @@ from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma.policies import PortableMmaSync, RegisterWgmma, ResidentLimbs
 from cute_kernels.runtime import device
 from cute_kernels.weight_formats import integers
+from tests.launchers import RecordingCache, recording
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch):
+def gpu():
     """A machine with one GPU of a given compute capability, and functions that are never called."""
+    with ExitStack() as stack:
 
-    def found(capability: tuple[int, int]) -> None:
-        for cached in (plan.plan_of, device._arch_of, device.portable_arch_of):
-            cached.cache_clear()
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Test GPU")
-        properties = SimpleNamespace(multi_processor_count=108)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-        monkeypatch.setattr(plan, "load", lambda spec, arch: (spec, arch))
+        def found(capability: tuple[int, int]) -> RecordingCache:
+            numbers = {"capability": lambda index: capability, "num_sms": lambda index: 108}
+            return stack.enter_context(recording(**numbers))
 
-    yield found
-    for cached in (plan.plan_of, device._arch_of, device.portable_arch_of):
-        cached.cache_clear()
+        yield found
 
 
 def planned(m: int, **options):
@@ -54,9 +47,9 @@ def test_hopper_takes_its_own_kernels(gpu):
 @pytest.mark.parametrize("capability, arch", [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((10, 0), "sm_100")])
 @pytest.mark.parametrize("m", [1, 64, 5000])
 def test_other_gpus_take_the_portable_kernel(gpu, capability, arch: str, m: int):
-    gpu(capability)
-    found: Any = planned(m).function
-    spec, compiled_for = found
+    recorded = gpu(capability)
+    planned(m)
+    ((spec, compiled_for),) = recorded.loaded
     assert isinstance(spec.config.mainloop, PortableMmaSync) and compiled_for == arch
 
 

@@ -44,9 +44,10 @@ CONFIGS = [
     LinearConfig(integers(8, 128, True), "bf16", k_warps=3, chunk_k_blocks=3, num_stages=5),
     LinearConfig(integers(8, 32), "fp16", block_k=64, tile_m=16, num_stages=4),
 ]
+COMPILED = golden.worth_compiling(CONFIGS, LinearSpec, __file__)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", COMPILED, ids=lambda config: config.name)
 def test_it_compiles_without_spills(config: LinearConfig):
     spec = LinearSpec(config)
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
@@ -136,11 +137,13 @@ INTERLEAVED = {  # tiles whose warpgroups take turns: what ships, and other form
     for rows in (16, 32, 64)
     for config in dsmem_configs(LinearProblem(rows, 8192, 8192, 8192, *form))
 }
+MULTIPLIED, IN_TURN = (golden.worth_compiling(of, WgmmaSpec, __file__) for of in (WGMMA_CONFIGS, INTERLEAVED))
 OPCODES = {
     SQUARE: {"LOP3": 4, "SHF": 1, "HFMA2": 4},
     replace(SQUARE, format=integers(8), store=StagedStore(32)): {"LOP3": 2, "PRMT": 2, "HFMA2": 4},
     replace(SQUARE, format=integers(4, zero_points=True)): {"LOP3": 4, "SHF": 1, "HADD2": 4, "HMUL2": 4},
 }
+COUNTED = {config: OPCODES[config] for config in golden.worth_compiling(OPCODES, WgmmaSpec, __file__)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -148,7 +151,7 @@ def compiled() -> None:
     """All kernels of this file at once: one by one, each would wait for a compiler to start."""
     shipped = LinearSpec(LinearConfig(integers(4), "bf16"))
     default_cache().artifacts(
-        [shipped, *map(LinearSpec, CONFIGS), *map(WgmmaSpec, (*WGMMA_CONFIGS, IN_ROWS, *INTERLEAVED, *OPCODES))], ARCH
+        [shipped, *map(LinearSpec, COMPILED), *map(WgmmaSpec, (*MULTIPLIED, STORED, IN_ROWS, *IN_TURN, *COUNTED))], ARCH
     )
 
 
@@ -159,7 +162,7 @@ def compiled_apart(spec: KernelSpec) -> Artifact:
     return artifact
 
 
-@pytest.mark.parametrize("config", WGMMA_CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", MULTIPLIED, ids=lambda config: config.name)
 def test_warpgroup_mmas_run_side_by_side_with_decoding(config: WgmmaConfig):
     """No spills, and no more waits and fences than are written: the compiler has not put MMAs one after the other."""
     spec = WgmmaSpec(config)
@@ -170,7 +173,7 @@ def test_warpgroup_mmas_run_side_by_side_with_decoding(config: WgmmaConfig):
     assert kernel["opcodes"]["WARPGROUP"] == 2 * groups + 1
 
 
-@pytest.mark.parametrize("config", INTERLEAVED, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", IN_TURN, ids=lambda config: config.name)
 def test_mmas_run_side_by_side_where_warpgroups_take_turns(config: WgmmaConfig):
     """As above, a loop for each number of parts of rows."""
     spec = WgmmaSpec(config)
@@ -183,7 +186,7 @@ def test_mmas_run_side_by_side_where_warpgroups_take_turns(config: WgmmaConfig):
 
 @pytest.mark.parametrize(
     "config",
-    [*WGMMA_CONFIGS, *(config for config in INTERLEAVED if config.row_parts == 1)],
+    [*MULTIPLIED, *(config for config in IN_TURN if config.row_parts == 1)],
     ids=lambda config: config.name,
 )
 def test_operands_stay_until_the_mmas_that_read_them_are_done(config: WgmmaConfig, tmp_path):
@@ -197,7 +200,7 @@ def test_operands_stay_until_the_mmas_that_read_them_are_done(config: WgmmaConfi
     assert machine_code.early_writes(loop) == []
 
 
-@pytest.mark.parametrize("config, per_step", OPCODES.items(), ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize("config, per_step", COUNTED.items(), ids=lambda value: getattr(value, "name", ""))
 def test_a_code_takes_no_more_than_what_is_written(config: WgmmaConfig, per_step: dict[str, int], tmp_path):
     """A mask for two codes, one HFMA2 for their weights, and none made or copied again; four more with zero points."""
     artifact = compiled_apart(WgmmaSpec(config))
@@ -241,7 +244,10 @@ PREFETCHING_RESIDENT = [
 ]
 
 
-@pytest.mark.parametrize("config", [*PREFETCHING, *PREFETCHING_RESIDENT], ids=lambda config: config.name)
+ASKING = golden.worth_compiling([*PREFETCHING, *PREFETCHING_RESIDENT], spec_of, __file__)
+
+
+@pytest.mark.parametrize("config", ASKING, ids=lambda config: config.name)
 def test_first_k_blocks_are_asked_for_before_barriers_are_there(config: WgmmaConfig, tmp_path):
     """One instruction a tile, before the first copy and most barriers."""
     code = machine_code.instructions(compiled_apart(spec_of(config)).object_code, tmp_path)

@@ -13,14 +13,15 @@ from cute_kernels.linear.wgmma import few_rows, tiles
 from cute_kernels.linear.wgmma.schedule import limb_configs, schedule_of
 from cute_kernels.linear.work import RECIPROCAL_BITS
 from cute_kernels.weight_formats import integers
+from simulator import PlainThread
 from tests.linear import plain_work_tiles
 
 
 @pytest.mark.parametrize("n", [64, 1000, 8192, 57344])
 @pytest.mark.parametrize("splits", [1, 2, 3, 7])
 @pytest.mark.parametrize("whole", [0, 5])
-def test_items_are_those_of_one_tile_of_rows(n: int, splits: int, whole: int, monkeypatch):
-    plain_work_tiles.install(monkeypatch, few_rows)
+def test_items_are_those_of_one_tile_of_rows(n: int, splits: int, whole: int, run_on):
+    run_on(PlainThread())
     case = LinearProblem(16, n, 2688, 2688, integers(4), "bf16")
     config = next(one for one in limb_configs(case) if not one.dsmem_reduction)
     schedule = schedule_of(case, config, splits)

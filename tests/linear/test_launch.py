@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from cute_kernels.linear import PackedWeight, checks, launch, ops, plan, quantized_linear
-from cute_kernels.linear.inputs import launch as inputs
+from cute_kernels.linear import PackedWeight, checks, ops, quantized_linear
+from cute_kernels.linear.inputs.compile import InputRowsSpec
 from cute_kernels.runtime import native
+from tests.launchers import assert_launched_alike_after_any_other, outcome, recording
 from tests.linear.cases import known
+from tests.observed import calls_of
 from tests.tensors import apart, offset
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
@@ -143,50 +144,33 @@ made = functools.cache(lambda name: CALLS[name]())
 
 
 @pytest.fixture
-def launches(monkeypatch):
-    from tests.host_functions import input_rows_function, product_function, standing_in
+def launches():
+    from tests.host_functions import input_rows_function, product_function
 
-    def is_direct(x: Any, codes: Any, *others: Any) -> bool:
-        return type(x) is torch.Tensor and all(type(tensor) in ops._PLAIN for tensor in others)
+    def function_of(spec: Any) -> Any:
+        return (input_rows_function if isinstance(spec, InputRowsSpec) else product_function)(spec.config)
 
-    monkeypatch.setattr(ops, "_kept", {})
-    monkeypatch.setattr(ops, "is_direct", is_direct)
-    monkeypatch.setattr(ops, "_on_cpu", ops._on_cuda)
-    monkeypatch.setattr(
-        launch, "empty_strided", lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Test GPU")  # which has no tuned table
-    monkeypatch.setattr(plan, "is_supported", lambda index: True)
-    plan.plan_of.cache_clear()
-    monkeypatch.setattr(inputs, "is_supported", lambda index: True)
-    launches = standing_in(monkeypatch, plan, product_function)
-    standing_in(monkeypatch, inputs, input_rows_function, launches)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)  # what tensors on the CPU say they are on
-    yield launches
-    plan.plan_of.cache_clear()
+    with recording(function_of) as recorded:
+        yield recorded.launches
 
 
 def run(launches: list[Any], given: dict[str, Any]) -> Any:
-    from tests.host_functions import outcome
-
     tensors = {**given, **{name: getattr(given["weight"], name) for name in ("codes", "scales", "zeros")}}
     return outcome(launches, lambda: quantized_linear(**given), tensors)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_launches_the_same_after_any_other(name, launches):
-    from tests.host_functions import assert_launched_alike_after_any_other
-
     want = assert_launched_alike_after_any_other(name, CALLS, lambda other: run(launches, made(other)), ops._kept)
     assert (name in REFUSED) == isinstance(want, tuple), want
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in REFUSED | NOT_KEPT])
-def test_a_repeated_call_is_not_checked_again(name, launches, monkeypatch):
+def test_a_repeated_call_is_not_checked_again(name, launches):
     first = run(launches, made(name))
-    monkeypatch.setattr(checks, "check_input", lambda *arguments: pytest.fail("checked again"))
-    assert run(launches, made(name)) == first
+    with calls_of(checks.check_input) as repeated:
+        assert run(launches, made(name)) == first
+    assert not repeated
 
 
 @pytest.mark.parametrize("name", sorted(NOT_KEPT))

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from cute_kernels.linear.wgmma import limb_launch
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.limb_launch import LimbProduct, LimbRows, block_rows
 from cute_kernels.linear.wgmma.policies import LIMB_GROUP, LIMB_TILE_M, X_SCALE_ALIGNMENT, Limbs
+from cute_kernels.runtime.gpu import standing_in
 from cute_kernels.weight_formats import integers
+from tests.launchers import cpu_as_gpu
 
 
 @pytest.fixture
-def new(monkeypatch) -> list[torch.Tensor]:
+def new() -> Iterator[list[torch.Tensor]]:
     """What is allocated, in order."""
     found: list[torch.Tensor] = []
 
-    def empty_strided(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+    def empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
         found.append(torch.empty_strided(shape, strides, dtype=dtype))
         return found[-1]
 
-    monkeypatch.setattr(limb_launch, "empty_strided", empty_strided)
-    return found
+    with standing_in(cpu_as_gpu(empty=empty)):
+        yield found
 
 
 @pytest.mark.parametrize("rows, groups", [(8, 1), (16, 64), (24, 5)])

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from cute_kernels import PackedWeight, QuantizedLinear, quantize_model, quantize_weight, quantized_linear
+from cute_kernels.linear import ops
 from tests.linear.cases import known
+from tests.observed import calls_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -132,16 +134,15 @@ def test_it_says_what_it_is():
     assert "in_features=100, out_features=70, bias=True, bits=4, group_size=None, torch.bfloat16, with zeros" in text
 
 
-def test_whether_rows_may_depend_on_each_other_is_passed_on(monkeypatch):
+def test_whether_rows_may_depend_on_each_other_is_passed_on():
     layer = QuantizedLinear.from_linear(dense_layer())
     assert not layer.batch_invariant and "batch_invariant" not in repr(layer)
     layer.batch_invariant = True
     assert copy.deepcopy(layer).batch_invariant and "with batch_invariant" in repr(layer)
     assert not any("invariant" in name for name in layer.state_dict())
-    seen: list[object] = []
-    monkeypatch.setattr("cute_kernels.linear.ops.apply", lambda *_, batch_invariant, **__: seen.append(batch_invariant))
-    layer(numbers(2, 100))
-    assert seen == [True]
+    with calls_of(ops.apply) as calls:
+        layer(numbers(2, 100))
+    assert [call.arguments["batch_invariant"] for call in calls] == [True]
 
 
 @pytest.mark.parametrize("compiled", [False, True])

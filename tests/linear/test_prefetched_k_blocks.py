@@ -13,6 +13,7 @@ from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import tile_schedules
 from cute_kernels.weight_formats import integers
 from layouts.weights.hopper import TILE_BYTES
+from simulator import PlainThread
 
 CONFIGS = {
     schedule.config.name: schedule.config
@@ -24,17 +25,25 @@ CONFIGS = {
 }
 
 
+class AskingThread(PlainThread):
+    """Keeps what is asked for into L2: whether it is, where, and how many bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[bool, int, int]] = []
+
+    def prefetch_bulk_if(self, condition: bool, address: int, num_bytes: int) -> None:
+        self.asked.append((condition, address, num_bytes))
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=lambda config: config.name)
 @pytest.mark.parametrize("k_blocks", [1, 2, 3, 4, 5, 32])
 @pytest.mark.parametrize("num_tiles", [1, 5, 64])
-def test_runs_lie_within_their_tiles(config: WgmmaConfig, k_blocks: int, num_tiles: int, monkeypatch):
+def test_runs_lie_within_their_tiles(config: WgmmaConfig, k_blocks: int, num_tiles: int, run_on):
     """Of blocks and parts of K of all kinds; tiles behind the last one are that one again."""
-    asked: list[tuple[bool, int, int]] = []
-    monkeypatch.setattr(loads, "Int32", int)
-    monkeypatch.setattr(loads, "product", lambda a, b: a * b)
-    for module in (loads, places):
-        monkeypatch.setattr(module, "cutlass", SimpleNamespace(select_=lambda this, a, b: a if this else b, min=min))
-    monkeypatch.setattr(loads, "numbers", SimpleNamespace(prefetch_bulk_if=lambda *run: asked.append(run)))
+    thread = AskingThread()
+    asked = thread.asked
+    run_on(thread)
     shape: Any = SimpleNamespace(k_blocks=k_blocks, num_tiles=num_tiles)
     tile_bytes = k_blocks * config.k_block_tiles * TILE_BYTES
     for block in range(-(-num_tiles // config.block_tiles)):

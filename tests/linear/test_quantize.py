@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cute_kernels import blocks
 from cute_kernels.linear import PackedWeight, quantize_weight
-from cute_kernels.linear import weight as weight_module
 from cute_kernels.linear.quantize import pack_codes
 from cute_kernels.linear.weight import rows_of
 from cute_kernels.weight_formats.integers import SCALE_LIMIT
@@ -111,12 +111,12 @@ def test_groups_near_the_end_of_fp16_are_kept_to_its_smallest_step(magnitude):
     assert ((back - w).abs() <= max(2**-25, magnitude / 200)).all()
 
 
-def test_the_result_does_not_depend_on_the_blocks(monkeypatch):
+def test_the_result_does_not_depend_on_the_blocks():
     w = random_weight(200, 130)
     whole = quantize_weight(w, 4, 64, zero_point=True).state_dict()
-    monkeypatch.setattr(weight_module, "BLOCK_ELEMENTS", 1)
-    blocks = quantize_weight(w, 4, 64, zero_point=True).state_dict()
-    assert all(torch.equal(whole[name], blocks[name]) for name in whole)
+    with blocks.at_most(1):
+        parts = quantize_weight(w, 4, 64, zero_point=True).state_dict()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 def test_scales_take_the_weights_dtype_or_bf16():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,6 +14,7 @@ from cute_kernels.linear import schedule as schedules
 from cute_kernels.linear.config import FEW_SEGMENTS, LinearConfig
 from cute_kernels.linear.schedule import MAX_TOKENS, LinearProblem, StreamSchedule, candidate_configs, make_schedule
 from cute_kernels.weight_formats import integers
+from simulator import PlainThread, running
 
 FORMATS = st.tuples(
     st.sampled_from([4, 8]), st.sampled_from(["bf16", "fp16"]), st.sampled_from([0, 32, 64, 128, 256]), st.booleans()
@@ -208,10 +208,7 @@ def test_the_device_computes_the_same_segments(schedule: StreamSchedule):
         slice_reciprocal=-(-(1 << work.RECIPROCAL_BITS) // schedule.slice_k_blocks),
         num_slices=schedule.num_slices, base=base, rest=rest, max_parts=schedule.max_parts, activation=0, out_kind=0,
     )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "cutlass", SimpleNamespace(min=min, max=max, select_=lambda c, a, b: a if c else b))
-        patch.setattr(work, "Int32", int)
-        patch.setattr(work, "Int64", int)
+    with running(PlainThread()):
         first_groups: dict[int, int] = {}
         for group in range(schedule.num_groups):
             for index in range(schedule.num_slices):

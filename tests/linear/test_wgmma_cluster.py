@@ -15,6 +15,7 @@ from cute_kernels.linear.wgmma.schedule import tile_schedules
 from cute_kernels.linear.wgmma.stages import with_stages
 from cute_kernels.weight_formats import integers
 from layouts import banks
+from simulator import PlainThread
 from tests.attention import warp as machine
 from tests.linear import plain_work_tiles
 from tests.linear.warpgroup import WarpgroupWarp
@@ -97,9 +98,9 @@ def test_clusters_that_cannot_be_are_refused(options, reason):
 
 
 @pytest.mark.parametrize("m, n, k", [(128, 4096, 4096), (100, 1000, 1152), (256, 8192, 8192), (300, 200, 2048)])
-def test_the_ctas_of_a_cluster_have_the_parts_of_one_tile(m, n, k, monkeypatch):
+def test_the_ctas_of_a_cluster_have_the_parts_of_one_tile(m, n, k, run_on):
     """Each CTA has one work tile, no part of K is empty, and all run at once: nobody waits for who has not begun."""
-    plain_work_tiles.install(monkeypatch)
+    run_on(PlainThread())
     problem = LinearProblem(m, n, k, k, integers(4), "bf16")
     schedules = [schedule for schedule in tile_schedules(problem) if schedule.config.cluster > 1]
     assert schedules

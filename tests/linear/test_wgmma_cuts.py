@@ -16,6 +16,7 @@ from cute_kernels.linear.wgmma.policies import Limbs, MmaSync, RowCuts, RowExcha
 from cute_kernels.linear.wgmma.schedule import TileSchedule, schedule_of
 from cute_kernels.linear.wgmma.stages import with_stages
 from cute_kernels.weight_formats import integers
+from simulator import PlainThread
 from tests.linear import plain_work_tiles
 
 ROWS = WgmmaConfig(integers(4), "bf16", row_parts=2, reduction=RowCuts())
@@ -23,8 +24,8 @@ ALONG_K = WgmmaConfig(integers(4), "bf16", reduction=WorkspaceSplitK())
 
 
 @pytest.fixture(autouse=True)
-def plain_integers(monkeypatch):
-    plain_work_tiles.install(monkeypatch, places)
+def plain_integers(run_on):
+    run_on(PlainThread())
 
 
 def tile_scheduler(schedule: TileSchedule, m: int, cta: int) -> tiles.TileScheduler:

@@ -10,14 +10,14 @@ pytest.importorskip("cutlass")
 from cute_kernels.device.division import Divisor
 from cute_kernels.linear.wgmma.config import M_TILE_BAND
 from cute_kernels.linear.wgmma.tiles import TileGrid
-from tests.linear import plain_work_tiles
+from simulator import PlainThread
 
 LARGEST = 2**31 - 1
 
 
 @pytest.fixture(autouse=True)
-def plain_integers(monkeypatch):
-    plain_work_tiles.install(monkeypatch)
+def plain_integers(run_on):
+    run_on(PlainThread())
 
 
 def test_quotients_are_exact():

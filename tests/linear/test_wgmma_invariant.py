@@ -15,7 +15,9 @@ from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import MOST_SEQUENTIAL_M, SequentialSplitK, TmaStore
 from cute_kernels.linear.wgmma.schedule import TileSchedule, estimate_us, make_tile_schedule
 from cute_kernels.weight_formats import integers
+from tests import facts
 
+NAME_ENDS = 27  # characters of a kernel's name before what the measured table has of it
 ROWS = (1, 8, 17, 64, 100, 300, 1000, 8192)
 SHAPES = [
     (4096, 4096), (4096, 14336), (8192, 8192), (1280, 8192), (8192, 1024), (5120, 12800), (28672, 4096), (200, 520),
@@ -93,6 +95,26 @@ def test_two_sets_of_accumulators_want_registers():
     assert most.can_implement() is None
     assert "two sets of accumulators" in str(replace(most, tile_m=MOST_SEQUENTIAL_M + 16).can_implement())
     assert "does not go with" in str(replace(most, tile_m=128, store=TmaStore()).can_implement())
+
+
+MEASURED = facts.table("linear_invariant", "INVARIANT")
+
+
+@pytest.mark.parametrize("n, k, m", MEASURED)
+def test_choices_are_near_the_fastest_measured_and_seldom_far_from_plain_products(n, k, m):
+    plain, times = MEASURED[n, k, m]
+    schedule = invariant.make_schedule(problem(m, n, k))
+    us = times[f"{schedule.config.name[NAME_ENDS:]}/{schedule.splits}"]
+    assert us <= 1.06 * min(times.values())
+    assert us <= 1.25 * plain
+
+
+def test_most_products_take_at_most_fifteen_percent_more():
+    found = []
+    for (n, k, m), (plain, times) in MEASURED.items():
+        schedule = invariant.make_schedule(problem(m, n, k))
+        found.append(times[f"{schedule.config.name[NAME_ENDS:]}/{schedule.splits}"] / plain)
+    assert sum(ratio > 1.155 for ratio in found) <= 7
 
 
 def sequential(m: int, n: int, k: int, parts: int, num_sms: int) -> TileSchedule:

@@ -10,27 +10,20 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import ring
 from cute_kernels.linear.wgmma import reading, register_mainloop
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import Limbs, MmaSync, dsmem
 from cute_kernels.weight_formats import integers
+from simulator import PlainThread
 
 DSMEM = WgmmaConfig(integers(4), "bf16", tile_m=16, block_k=128, num_stages=6, reduction=dsmem(2, 2))
 
 
 @pytest.fixture
-def stepping(monkeypatch) -> list[tuple[int, int]]:
+def stepping(run_on) -> list[tuple[int, int]]:
     """The kernel's loops in plain Python, and what they wait for: (stage, parity)."""
     waited: list[tuple[int, int]] = []
-    wait = SimpleNamespace(mbarrier_wait=lambda stage, phase: waited.append((stage, phase)))
-    monkeypatch.setattr(register_mainloop, "cute", SimpleNamespace(arch=wait))
-    loops = SimpleNamespace(
-        range=lambda begin, end, step, unroll: range(begin, end, step), select_=lambda which, a, b: a if which else b
-    )
-    monkeypatch.setattr(register_mainloop, "cutlass", loops)
-    monkeypatch.setattr(ring, "cutlass", loops)
-    monkeypatch.setattr(reading, "Int32", int)
+    run_on(PlainThread(arch={"mbarrier_wait": lambda stage, phase: waited.append((stage, phase))}))
     return waited
 
 
@@ -51,10 +44,9 @@ def test_every_k_block_is_multiplied_once_and_given_back_once(
         k_rank = stages.k_rank(group)
         work_tile = SimpleNamespace(begin=begin, end=begin + k_blocks)
         place, memory = SimpleNamespace(k_rank=k_rank), SimpleNamespace(full=0)
-        multiply = register_mainloop.RegisterMainloop.multiply.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
         stepping.clear()
         state = (k_rank, 0, 0)
-        _, _, last = multiply(subject, None, memory, work_tile, place, [], state, True, config.tile_m)
+        _, _, last = subject.multiply(None, memory, work_tile, place, [], state, True, config.tile_m)
         own = range(k_rank, k_blocks, k_warpgroups)
         assert stepping == [(k_block % num_stages, k_block // num_stages % 2) for k_block in own]
         assert [at for at, _, _ in log] == [k_block % num_stages for k_block in own]

@@ -17,6 +17,7 @@ from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import Limbs, MmaSync, RowExchange
 from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, schedule_of
 from cute_kernels.weight_formats import integers
+from simulator import PlainThread
 from tests.linear import plain_work_tiles
 
 SHARED = WgmmaConfig(integers(4), "bf16", multicast=2)
@@ -46,10 +47,10 @@ def tile_scheduler(schedule: TileSchedule, m: int, cta: int) -> tiles.TileSchedu
 @pytest.mark.parametrize(
     "m, n, k, num_sms", [(8192, 8192, 512, 132), (300, 1000, 2048, 132), (5000, 64, 512, 8), (2049, 4000, 128, 7)]
 )
-def test_sharers_have_neighbouring_blocks_of_the_same_rows_all_the_time(m, n, k, num_sms, monkeypatch):
+def test_sharers_have_neighbouring_blocks_of_the_same_rows_all_the_time(m, n, k, num_sms, run_on):
     """They take the same number of work tiles, each with one token tile, so that nobody waits for who has come to an
     end."""
-    plain_work_tiles.install(monkeypatch)
+    run_on(PlainThread())
     problem = LinearProblem(m, n, k, k, integers(4), "bf16", num_sms=num_sms)
     schedule = schedule_of(problem, replace(SHARED, num_stages=5))
     assert schedule is not None and schedule.num_ctas <= num_sms and schedule.num_ctas % 2 == 0
@@ -70,12 +71,13 @@ def test_sharers_have_neighbouring_blocks_of_the_same_rows_all_the_time(m, n, k,
     assert schedule.blocks == -(-blocks // 2)  # a last block that is not there stores nothing
 
 
-def test_each_stage_is_given_back_to_all_that_fill_it(monkeypatch):
+def test_each_stage_is_given_back_to_all_that_fill_it(run_on):
     counts = []
-    arch = SimpleNamespace(
-        mbarrier_init=lambda barrier, count: counts.append((barrier, count)), mbarrier_init_fence=lambda: None
-    )
-    monkeypatch.setattr(memory, "cute", SimpleNamespace(arch=arch))
+    arch = {
+        "mbarrier_init": lambda barrier, count: counts.append((barrier, count)),
+        "mbarrier_init_fence": lambda: None,
+    }
+    run_on(PlainThread(arch=arch))
     config = replace(SHARED, num_stages=3)
     memory.init_barriers(config, SimpleNamespace(full=0, empty=3))  # type: ignore
     assert dict(counts) == {**dict.fromkeys(range(3), 2), **dict.fromkeys(range(3, 6), 2 * config.consumer_warps)}

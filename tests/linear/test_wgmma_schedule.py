@@ -26,6 +26,7 @@ from cute_kernels.linear.wgmma.schedule import (
 )
 from cute_kernels.linear.wgmma.stages import with_stages
 from cute_kernels.weight_formats import integers
+from simulator import PlainThread
 from tests.linear import measured
 from tests.linear.measured_between import BETWEEN
 from tests.linear.measured_k_warpgroups import FORM_K_WARPGROUPS, K_WARPGROUPS, MORE_K_WARPGROUPS
@@ -366,12 +367,12 @@ def test_every_format_has_configurations_for_any_number_of_rows(bits, dtype, gro
 @pytest.mark.parametrize(
     "m, n, splits, num_ctas", [(300, 700, 1, 132), (5000, 700, 1, 8), (70, 4096, 5, 12), (64, 64, 3, 2)]
 )
-def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, whole, monkeypatch):
+def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, whole, run_on):
     pytest.importorskip("cutlass")
     from cute_kernels.linear.wgmma import tiles
     from tests.linear import plain_work_tiles
 
-    plain_work_tiles.install(monkeypatch)
+    run_on(PlainThread())
     schedule = schedule_of(
         problem(m, n, 2048), WgmmaConfig(integers(4), "bf16", tile_m=64, reduction=WorkspaceSplitK()), splits
     )
@@ -403,12 +404,12 @@ def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, whole,
 
 
 @pytest.mark.parametrize("n, k, tile_m, cluster", [(700, 2048, 16, 2), (4096, 4096, 16, 3), (64, 384, 32, 3)])
-def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tile_m, cluster, monkeypatch):
+def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tile_m, cluster, run_on):
     pytest.importorskip("cutlass")
     from cute_kernels.linear.wgmma import tiles
     from tests.linear import plain_work_tiles
 
-    plain_work_tiles.install(monkeypatch)
+    run_on(PlainThread())
     config = WgmmaConfig(integers(4), "bf16", tile_m=tile_m, row_parts=2, block_k=128, reduction=dsmem(cluster))
     schedule = schedule_of(problem(tile_m, n, k), config, cluster)
     assert schedule is not None and schedule_of(problem(tile_m + 1, n, k), config, cluster) is None

@@ -16,6 +16,7 @@ import torch
 
 import cute_kernels
 from cute_kernels import arguments
+from cute_kernels.runtime.gpu import Gpu, standing_in
 from tests.misuse.calls import CALLS, Call
 from tests.misuse.mistakes import mistakes, wrong_kinds
 
@@ -99,14 +100,15 @@ def test_a_device_that_is_one():
 
 
 @pytest.mark.parametrize(("count", "there"), [(0, "cpu"), (2, "cpu, cuda:0, cuda:1")])
-def test_a_device_that_is_not_here(count, there, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    for one in ("cuda:2", torch.device("cuda", 2), *(["cuda"] if not count else [])):
-        wanted = f"^device: got '{one}', want one of the devices that torch finds here: {there}$"
-        with pytest.raises(ValueError, match=wanted):
-            arguments.device_of(one)
-    if count:
-        assert arguments.device_of("cuda:1") == arguments.device_of(torch.device("cuda", 1)) == torch.device("cuda:1")
+def test_a_device_that_is_not_here(count, there):
+    with standing_in(Gpu(count=lambda: count)):
+        for one in ("cuda:2", torch.device("cuda", 2), *(["cuda"] if not count else [])):
+            wanted = f"^device: got '{one}', want one of the devices that torch finds here: {there}$"
+            with pytest.raises(ValueError, match=wanted):
+                arguments.device_of(one)
+        if count:
+            here = torch.device("cuda", 1)
+            assert arguments.device_of("cuda:1") == arguments.device_of(here) == torch.device("cuda:1")
 
 
 @pytest.mark.parametrize(

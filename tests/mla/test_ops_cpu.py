@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 from typing import Any
 
 import pytest
@@ -16,8 +15,9 @@ from cute_kernels import arguments
 from cute_kernels.mla import mla_decode, ops, sparse_mla_decode
 from cute_kernels.mla.problem import SparseExtras
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
-from tests.launchers import as_if_on_a_gpu
+from tests.launchers import recording
 from tests.mla.cases import FORMATS, DenseCall, SparseCall, as_flash_mla, make_dense, make_sparse
+from tests.observed import calls_of
 
 every_format = pytest.mark.parametrize("kv_format", FORMATS)
 EVERYTHING: dict[str, Any] = {"length": True, "sinks": True, "extra": (4, 2, 5), "extra_length": True}
@@ -155,32 +155,21 @@ def test_compiled_calls_give_the_same():
 # -- the kernels' side -------------------------------------------------------------------------------------------------
 
 
-class Recorder:
-    """Stands for the kernels' plan module and remembers what it was given."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def dense(self, *arguments: Any) -> tuple[str, str]:
-        self.calls.append(arguments)
-        return "out", "lse"
-
-    sparse = dense
-
-
 @pytest.fixture
-def recorder(monkeypatch):
-    found = Recorder()
-    monkeypatch.setattr(cute_kernels.mla, "plan", found, raising=False)
-    monkeypatch.setitem(sys.modules, "cute_kernels.mla.plan", found)
-    as_if_on_a_gpu(monkeypatch, ops.launch_dense, ops.launch_sparse)
-    return found
+def given():
+    """The arguments of what makes and launches plans, of each call."""
+    pytest.importorskip("cutlass")
+    from cute_kernels.mla import plan
+
+    with recording(), calls_of(plan.dense, plan.sparse) as found:
+        yield found
 
 
-def test_what_a_dense_launch_is_given(recorder):
+def test_what_a_dense_launch_is_given(given):
     call = make_dense("mla_fp8", [3, 9], q_len=2, page_size=5, padding=32)
-    assert ops.launch_dense(*call.tensors, "mla_fp8", None, True) == ("out", "lse")
-    problem, *tensors, scale, out = recorder.calls[0]
+    result, lse = ops.launch_dense(*call.tensors, "mla_fp8", None, True)
+    assert result.shape == (2, 2, 4, 512) and lse.shape == (2, 2, 4)
+    problem, *tensors, scale, out = given[0].arguments.values()
     assert all(ours is theirs for ours, theirs in zip(tensors, call.tensors, strict=True))
     assert scale == 576**-0.5 and out is None
     shape = problem.cache
@@ -188,13 +177,13 @@ def test_what_a_dense_launch_is_given(recorder):
     assert (problem.batch, problem.q_len, problem.num_heads, problem.head_dim) == (2, 2, 4, 576)
     assert (problem.max_pages, problem.table_stride, problem.causal) == (3, 3, True)
     ops.launch_dense(*call.tensors, "mla_fp8", 0.5, True)
-    assert recorder.calls[1][0] is problem and recorder.calls[1][5] == 0.5
+    assert given[1].arguments["problem"] is problem and given[1].arguments["softmax_scale"] == 0.5
     single = make_dense("mla_fp8", [3], q_len=1)
     ops.launch_dense(*single.tensors, "mla_fp8", None, True)
-    assert recorder.calls[2][0].causal is False  # one query has no later token
+    assert given[2].arguments["problem"].causal is False  # one query has no later token
 
 
-def test_what_a_sparse_launch_is_given(recorder):
+def test_what_a_sparse_launch_is_given(given):
     call = make_sparse("mla_model1", page_size=2, **EVERYTHING)
     extras = SparseExtras(**call.options)
     with pytest.raises(ValueError, match="extra_cache: got pages 2920 bytes apart"):
@@ -205,38 +194,39 @@ def test_what_a_sparse_launch_is_given(recorder):
     call = make_sparse("mla_model1", page_size=2, length=True, sinks=True, extra=(4, 2, 6), extra_length=True)
     extras = SparseExtras(**call.options)
     *_, top = ops.launch_sparse(*call.tensors, "mla_model1", 0.1, extras, True, None)
-    problem, q, cache, indices, scale, out, length, sinks, extra, extra_indices, extra_length, given = recorder.calls[0]
+    (known,) = given
+    problem, q, cache, indices, scale, out, *extra_given, maxima = known.arguments.values()
     assert (q, cache, indices) == call.tensors and scale == 0.1 and out is None
-    assert (length, sinks, extra, extra_indices, extra_length) == extras
-    assert given is top and top.shape == (3, 2, 4)
+    assert tuple(extra_given) == extras
+    assert maxima is top and top.shape == (3, 2, 4)
     assert (problem.topk, problem.extra_topk, problem.extra.page_size) == (7, 4, 6)
     assert (problem.has_length, problem.has_extra_length, problem.has_sink) == (True, True, True)
     assert problem.cache.page_stride == 2 * 584
 
 
-def test_nothing_is_launched_where_there_is_nothing_to_see(recorder):
+def test_nothing_is_launched_where_there_is_nothing_to_see(given):
     out, lse = ops.launch_dense(*make_dense("mla_bf16", [0], spare_pages=0).tensors, "mla_bf16", None, True)
     assert not out.any() and torch.all(lse == math.inf)
     call = make_sparse("mla_bf16", topk=0)
     out, lse, top = ops.launch_sparse(*call.tensors, "mla_bf16", None, SparseExtras(), True, None)
     assert not out.any() and torch.all(lse == math.inf) and torch.all(top == -math.inf)
-    assert not recorder.calls
+    assert not given
 
 
-def test_debug_mode_looks_at_indices(monkeypatch):
+def test_debug_mode_looks_at_indices():
     call = make_sparse("mla_fp8", extra=(4, 2, 3))
     call.indices.fill_(-1)
     run_sparse(call)
-    monkeypatch.setattr(arguments, "DEBUG", True)
     call.options["extra_indices"].fill_(0)
-    run_sparse(call)
-    call.indices[1, 0, 5] = 15
-    with pytest.raises(ValueError, match="indices: got 15 for request 1, query 0, position 5, want -1 or 0 to 14"):
+    with arguments.checking_values():
         run_sparse(call)
-    assert run_sparse(call, topk_length=torch.full((3,), 5, dtype=torch.int32)) is not None
-    with pytest.raises(ValueError, match="topk_length: got 8 for request 0, want 0 to 7"):
-        run_sparse(call, topk_length=torch.tensor([8, 0, 0], dtype=torch.int32))
-    call.indices.fill_(-1)
-    call.options["extra_indices"][2, 1, 3] = -2
-    with pytest.raises(ValueError, match="extra_indices: got -2 for request 2, query 1, position 3"):
-        run_sparse(call)
+        call.indices[1, 0, 5] = 15
+        with pytest.raises(ValueError, match="indices: got 15 for request 1, query 0, position 5, want -1 or 0 to 14"):
+            run_sparse(call)
+        assert run_sparse(call, topk_length=torch.full((3,), 5, dtype=torch.int32)) is not None
+        with pytest.raises(ValueError, match="topk_length: got 8 for request 0, want 0 to 7"):
+            run_sparse(call, topk_length=torch.tensor([8, 0, 0], dtype=torch.int32))
+        call.indices.fill_(-1)
+        call.options["extra_indices"][2, 1, 3] = -2
+        with pytest.raises(ValueError, match="extra_indices: got -2 for request 2, query 1, position 3"):
+            run_sparse(call)

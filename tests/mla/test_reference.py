@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cute_kernels.mla import reference
+from cute_kernels import blocks
 from cute_kernels.mla.reference import apply_sinks, mla_decode_reference, sparse_mla_decode_reference
 from tests.mla.cases import FORMATS, assert_near, make_dense, make_sparse
 
@@ -103,14 +103,14 @@ def test_scales_that_are_no_powers_of_two_are_honoured():
     assert_near(lse, wanted[1], SHARP)
 
 
-def test_small_blocks_give_the_same(monkeypatch):
+def test_small_blocks_give_the_same():
     dense, sparse = make_dense("mla_fp8", [5, 30], q_len=4), make_sparse("mla_model1", extra=(4, 2, 3))
     before = mla_decode_reference(*dense.tensors, kv_format="mla_fp8", compute_dtype=torch.float64)
     options = {"kv_format": "mla_model1", "compute_dtype": torch.float64}
     chosen = sparse_mla_decode_reference(*sparse.tensors, **options, **sparse.options)
-    monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", 1)
-    after = mla_decode_reference(*dense.tensors, kv_format="mla_fp8", compute_dtype=torch.float64)
-    again = sparse_mla_decode_reference(*sparse.tensors, **options, **sparse.options)
+    with blocks.at_most(1):
+        after = mla_decode_reference(*dense.tensors, kv_format="mla_fp8", compute_dtype=torch.float64)
+        again = sparse_mla_decode_reference(*sparse.tensors, **options, **sparse.options)
     for first, second in zip((*before, *chosen), (*after, *again), strict=True):
         torch.testing.assert_close(first, second, rtol=SHARP, atol=SHARP)
 

@@ -12,9 +12,9 @@ import cute_kernels
 from cute_kernels.kv_cache.config import divisor_of
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.mla.formats import format_of
-from cute_kernels.mla_cache import append_mla, ops, plan, quantize_mla_kv
+from cute_kernels.mla_cache import append_mla, ops, quantize_mla_kv
 from cute_kernels.mla_cache.call import AppendMlaCall
-from tests.launchers import as_if_on_a_gpu
+from tests.launchers import recording
 from tests.mla_cache.cases import ROPES, TOKENS, assert_appended, awkward, bytes_of, make_call
 
 every_token = pytest.mark.parametrize(("kv_format", "head_dim"), TOKENS)
@@ -169,18 +169,15 @@ def test_mistakes_of_bulk_are_named(x, out, error, words):
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def launches():
     """What compiled functions would be called with, and which."""
     found: list[tuple[Any, ...]] = []
 
-    def load(spec: Any, arch: str) -> Callable[..., None]:
+    def function_of(spec: Any) -> Callable[..., None]:
         return lambda *arguments: found.append((spec.config, *arguments))
 
-    monkeypatch.setattr(plan, "load", load)
-    monkeypatch.setattr(plan, "arch_of", lambda index: "sm_90a")
-    monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
-    as_if_on_a_gpu(monkeypatch, ops.launch_append)
-    return found
+    with recording(function_of):
+        yield found
 
 
 def test_what_an_append_is_given(launches):

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-TIMEOUT = 60.0  # of a wait, seconds: longer is a deadlock
+from simulator import Turns
+
+TIMEOUT = 60.0  # of who polls, seconds: longer is a deadlock
 
 
 class Word(int):
@@ -60,51 +63,49 @@ class Registers(list):
 class Barrier:
     """An mbarrier: a phase ends with its last arrival and its last byte."""
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, turns: Turns):
         self.count, self.pending, self.bytes, self.phase = count, count, 0, 0
+        self.turns: Turns = turns
+        self.waiting: list[Any] = []
 
     def settle(self) -> None:
         assert self.pending >= 0, "more arrivals than were said"
         if self.pending == 0 and self.bytes == 0:
             self.pending, self.phase = self.count, self.phase + 1
+            self.turns.wake(self.waiting)
+
+    def wait(self, parity: int) -> None:
+        while (self.phase - 1) % 2 != parity:
+            self.turns.wait(self.waiting)
 
 
 class NamedBarrier:
     """A barrier of some of a CTA's threads, of which some may only say that they have come."""
 
-    def __init__(self, parties: int):
-        self.parties, self.come, self.rounds, self.failed = parties, 0, 0, False
-        self.condition = threading.Condition()
+    def __init__(self, parties: int, turns: Turns):
+        self.parties, self.come = parties, 0
+        self.turns: Turns = turns
+        self.waiting: list[Any] = []
 
-    def pass_by(self, waits: bool) -> None:
-        with self.condition:
-            own = self.rounds
-            self.come += 1
-            if self.come == self.parties:
-                self.come, self.rounds = 0, own + 1
-                self.condition.notify_all()
-            elif waits:
-                passed = self.condition.wait_for(lambda: self.failed or self.rounds > own, TIMEOUT)
-                assert passed and not self.failed, "deadlock: a barrier of some threads"
-
-    def abort(self) -> None:
-        with self.condition:
-            self.failed = True
-            self.condition.notify_all()
+    def pass_by(self, waits: bool = True) -> None:
+        self.come += 1
+        if self.come == self.parties:
+            self.come = 0
+            self.turns.wake(self.waiting)
+        elif waits:
+            self.turns.wait(self.waiting)
 
 
 class Cta:
     """What the threads of a CTA share."""
 
-    def __init__(self, block: tuple[int, int, int], num_threads: int, shared_bytes: int = 1 << 18):
+    def __init__(self, block: tuple[int, int, int], num_threads: int, turns: Turns, shared_bytes: int = 1 << 18):
         self.block = block
         self.shared = np.full(shared_bytes, 0xFF, np.uint8)  # NaN, whatever it is read as
         self.barriers: dict[int, Barrier] = {}
-        self.condition = threading.Condition()
-        self.all = threading.Barrier(num_threads)
-        self.warps = [threading.Barrier(32) for _ in range(num_threads // 32)]
+        self.all = NamedBarrier(num_threads, turns)
+        self.warps = [NamedBarrier(32, turns) for _ in range(num_threads // 32)]
         self.named: dict[int, NamedBarrier] = {}
-        self.lock = threading.Lock()
         self.exchange = [[0] * 32 for _ in self.warps]
         self.used = 0
 
@@ -116,7 +117,7 @@ class Machine:
         self.memory = np.zeros(global_bytes, np.uint8)
         self.top = 256
         self.here = threading.local()
-        self.errors: list[BaseException] = []
+        self.turns = Turns()
         self.copies: list[tuple[tuple[int, int, int], int, int]] = []  # CTA, source, bytes
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -139,28 +140,16 @@ class Machine:
 
     def run(self, work: Callable[[], None], blocks: list[tuple[int, int, int]], num_threads: int) -> None:
         """Runs a kernel: all CTAs at the same time."""
-        threads = []
-        self.deadline = time.monotonic() + TIMEOUT
+        self.turns, self.deadline = Turns(), time.monotonic() + TIMEOUT
+        bodies = []
         for block in blocks:
-            cta = Cta(block, num_threads)
-            for number in range(num_threads):
-                threads.append(threading.Thread(target=self._thread, args=(work, cta, number), daemon=True))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * TIMEOUT)
-        if self.errors:
-            raise next((e for e in self.errors if not isinstance(e, threading.BrokenBarrierError)), self.errors[0])
-        assert not any(thread.is_alive() for thread in threads), "a thread does not end"
+            cta = Cta(block, num_threads, self.turns)
+            bodies += [partial(self._thread, work, cta, number) for number in range(num_threads)]
+        self.turns.run(bodies)
 
     def _thread(self, work: Callable[[], None], cta: Cta, number: int) -> None:
         self.here.cta, self.here.thread, self.here.allocated, self.here.idle = cta, number, 0, False
-        try:
-            work()
-        except BaseException as error:
-            self.errors.append(error)
-            for barrier in (cta.all, *cta.warps, *list(cta.named.values())):
-                barrier.abort()
+        work()
 
     @property
     def cta(self) -> Cta:
@@ -174,16 +163,12 @@ class Machine:
     def lane(self) -> int:
         return self.here.thread % 32
 
-    def _wait(self, barrier: threading.Barrier) -> None:
-        barrier.wait(TIMEOUT)
-
     def sync_warp(self) -> None:
-        self._wait(self.cta.warps[self.here.thread // 32])
+        self.cta.warps[self.here.thread // 32].pass_by()
 
     def barrier(self, barrier_id: int, number_of_threads: int, waits: bool = True) -> None:
         """A barrier of some of the CTA's threads."""
-        with self.cta.lock:
-            named = self.cta.named.setdefault(barrier_id, NamedBarrier(number_of_threads))
+        named = self.cta.named.setdefault(barrier_id, NamedBarrier(number_of_threads, self.turns))
         assert named.parties == number_of_threads
         named.pass_by(waits)
 
@@ -207,23 +192,18 @@ class Machine:
     # -- mbarriers ----------------------------------------------------------------------------------------------------
 
     def mbarrier_init(self, barrier: int, count: int) -> None:
-        self.cta.barriers[int(barrier)] = Barrier(count)
+        self.cta.barriers[int(barrier)] = Barrier(count, self.turns)
 
     def mbarrier_change(self, barrier: int, arrivals: int, num_bytes: int) -> None:
         if self.here.idle:
             return
-        with self.cta.condition:
-            found = self.cta.barriers[int(barrier)]
-            found.pending -= arrivals
-            found.bytes += num_bytes
-            found.settle()
-            self.cta.condition.notify_all()
+        found = self.cta.barriers[int(barrier)]
+        found.pending -= arrivals
+        found.bytes += num_bytes
+        found.settle()
 
     def mbarrier_wait(self, barrier: int, parity: int) -> None:
-        found = self.cta.barriers[int(barrier)]
-        with self.cta.condition:
-            passed = self.cta.condition.wait_for(lambda: self.errors or (found.phase - 1) % 2 == parity, TIMEOUT)
-        assert passed and not self.errors, f"deadlock: barrier {barrier} of CTA {self.cta.block}"
+        self.cta.barriers[int(barrier)].wait(parity)
 
     # -- instructions, under the names of `cute_kernels.device.ptx` ---------------------------------------------------
 
@@ -239,8 +219,7 @@ class Machine:
                 memory[address + 4 * i : address + 4 * i + 4].view(np.uint32)[0] = bits
 
         def load_relaxed(address: int, count: int) -> list[Word]:
-            time.sleep(0.01)  # whoever polls leaves the interpreter to others
-            assert not self.errors, "another thread has failed"
+            self.turns.pause()
             assert time.monotonic() < self.deadline, f"deadlock: CTA {self.cta.block} polls"
             return words(self.memory, address, count)
 
@@ -305,7 +284,7 @@ class Machine:
             warp_idx=lambda: self.here.thread // 32,
             lane_idx=lambda: self.lane,
             make_warp_uniform=lambda value: value,
-            sync_threads=lambda: self._wait(self.cta.all),
+            sync_threads=lambda: self.cta.all.pass_by(),
             sync_warp=self.sync_warp,
             barrier=self.barrier,
             barrier_arrive=lambda barrier_id, number_of_threads: self.barrier(barrier_id, number_of_threads, False),

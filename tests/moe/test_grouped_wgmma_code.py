@@ -19,9 +19,11 @@ from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.artifact import Artifact
 from cute_kernels.runtime.resources import ToolMissingError, find_tool, resource_report
 from cute_kernels.weight_formats import integers
+from tests import golden
 from tests.linear.machine_code import MMAS, early_writes, instructions
 
 TILES = [layout.config for layout in layouts(GroupedProblem(4096, 8, 4096, 4096, 4096, integers(4), "bf16"))]
+TILES = golden.worth_compiling(TILES, GroupedWgmmaSpec, __file__)
 CONFIGS = [config for config in TILES if not isinstance(config.mainloop, MmaSync) and not config.limbs]
 LIMBS = [config for config in TILES if config.limbs]
 SYNCHRONOUS = [config for config in TILES if isinstance(config.mainloop, MmaSync)]

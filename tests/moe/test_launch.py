@@ -5,7 +5,6 @@ With functions in the kernels' places that look at what they are given as those 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 from types import SimpleNamespace
@@ -18,8 +17,7 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.config import NO_ACTIVATION, SWIGLU
 from cute_kernels.linear.plan import OUT_KINDS
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma import limb_launch
-from cute_kernels.moe import PackedExperts, checks, fused_moe, grouped_linear, launch, layer, ops, plan
+from cute_kernels.moe import PackedExperts, checks, fused_moe, grouped_linear, layer, ops, plan
 from cute_kernels.moe.layer import AssignedMoePlan, Scratch, SortedMoePlan
 from cute_kernels.moe.ranges.schedule import RangeLayout, layouts
 from cute_kernels.moe.schedule import GroupedSchedule
@@ -27,6 +25,8 @@ from cute_kernels.moe.tuned import candidates, modelled
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime import native
 from cute_kernels.weight_formats import integers
+from tests.launchers import assert_launched_alike_after_any_other, outcome, recording
+from tests.observed import calls_of
 from tests.tensors import apart, offset
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="the stand-ins are made with nvidia-cutlass-dsl")
@@ -141,12 +141,6 @@ def products(request):
 
 @pytest.fixture
 def launches(monkeypatch, products):
-    from tests.host_functions import standing_in
-
-    def is_direct(x: Any, weights: Any, tensors: Any, options: Any) -> bool:
-        plain = all(type(tensor) in {*ops._PLAIN, type(None)} for tensor in (x, *tensors, *options))
-        return plain and all(type(weight) is PackedExperts for weight in weights)
-
     def chosen(problem: Any, gpu: str) -> Any:
         if products == "modelled":
             return modelled(problem)
@@ -159,34 +153,26 @@ def launches(monkeypatch, products):
                 return one.schedule
         return modelled(problem)
 
-    monkeypatch.setattr(ops, "_plans", {})
-    monkeypatch.setattr(ops, "_launches", {})
-    monkeypatch.setattr(ops, "is_direct", is_direct)
-    monkeypatch.setattr(ops, "_moe_on_cpu", ops._moe_on_cuda)
-    monkeypatch.setattr(ops, "_grouped_on_cpu", ops._grouped_on_cuda)
     monkeypatch.setattr(plan, "chosen", chosen)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Test GPU")
-    launches = standing_in(monkeypatch, plan, checked)
-    monkeypatch.setattr(limb_launch, "load", plan.load)
-    for module in (limb_launch, launch, layer):
-        monkeypatch.setattr(module, "empty_strided", lambda *blank: torch.empty_strided(*blank[:2], dtype=blank[2]))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)  # what tensors on the CPU say they are on
-    forget()
-    yield launches
-    forget()
+    with recording(lambda spec: checked(spec.config)) as recorded:
+        yield recorded.launches
 
 
-def forget() -> None:
-    of_plans = plan.layout_of, plan.plan_of, plan.routing_function, plan.gather_function, plan.combine_function
-    for cached in (layer.moe_plan_of, launch.grouped_launch_of, *of_plans):
-        cached.cache_clear()
+class Derived(PackedExperts):
+    """Experts that a call takes through the operator's own function, as those that it cannot look into."""
+
+
+def derived(given: dict[str, Any]) -> dict[str, Any]:
+    """A call whose experts are `Derived`."""
+    of_weights = {
+        name: Derived(weight.codes, weight.scales, weight.zeros, weight.format, weight.shape)
+        for name, weight in given.items()
+        if isinstance(weight, PackedExperts)
+    }
+    return given | of_weights
 
 
 def run(launches: list[Any], given: dict[str, Any]) -> Any:
-    from tests.host_functions import outcome
-
     tensors, function = dict(given), fused_moe if "down" in given else grouped_linear
     for name in given.keys() & {"gate_up", "down", "weight"}:
         tensors |= {f"{name}.{part}": getattr(given[name], part, None) for part in ("codes", "scales", "zeros")}
@@ -195,8 +181,6 @@ def run(launches: list[Any], given: dict[str, Any]) -> Any:
 
 def check_launches_after_any_other(name, calls, refused, run_other, kept):
     """A call launches the same, or is refused by the same name, whichever of ``calls`` came before it."""
-    from tests.host_functions import assert_launched_alike_after_any_other
-
     others = calls if name in ("plain", "out", *refused) else ("plain", name)
     want = assert_launched_alike_after_any_other(name, others, run_other, kept)
     assert (name in refused) == isinstance(want, tuple), want
@@ -211,10 +195,11 @@ def test_a_call_launches_the_same_after_any_other(name, launches):
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in REFUSED and name != "no tokens"])
-def test_a_repeated_call_is_not_checked_again(name, launches, monkeypatch):
+def test_a_repeated_call_is_not_checked_again(name, launches):
     first = run(launches, made(name))
-    monkeypatch.setattr(checks, "check_experts", lambda *arguments: pytest.fail("checked again"))
-    assert run(launches, made(name)) == first
+    with calls_of(checks.check_experts) as repeated:
+        assert run(launches, made(name)) == first
+    assert not repeated
 
 
 @pytest.mark.parametrize(
@@ -235,11 +220,10 @@ def test_one_launch_a_step(products, kernels, launches):
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "operator"])
 @pytest.mark.parametrize("tokens", [1, 16, 700])
-def test_batch_invariant_products_are_by_tiles_of_decoded_weights(tokens, direct, launches, monkeypatch):
+def test_batch_invariant_products_are_by_tiles_of_decoded_weights(tokens, direct, launches):
     """However few the tokens: sorted, with rows in order, neither in limbs nor by runs."""
-    if not direct:
-        monkeypatch.setattr(ops, "is_direct", lambda *arguments: False)
-    fused_moe(**call(tokens), batch_invariant=True)
+    given = call(tokens)
+    fused_moe(**(given if direct else derived(given)), batch_invariant=True)
     kernels = [launch.symbol for launch in launches]
     assert [kernel.split("_w4")[0] for kernel in kernels[2:4]] == ["grouped_linear_wgmma"] * 2
     assert not any("limbs" in kernel or "sync" in kernel for kernel in kernels)
@@ -250,19 +234,21 @@ def test_batch_invariant_products_are_by_tiles_of_decoded_weights(tokens, direct
 @pytest.mark.parametrize(
     "name", ["plain", "short rows", "short rows between the products", "x with gaps", "out of fp32"]
 )
-def test_the_operator_launches_what_the_call_does(name, products, launches, monkeypatch):
+def test_the_operator_launches_what_the_call_does(name, products, launches):
     want = run(launches, made(name))
-    monkeypatch.setattr(ops, "is_direct", lambda *arguments: False)
-    assert run(launches, made(name)) == want and len(want) == NUM_LAUNCHES[products]
+    assert run(launches, derived(made(name))) == want and len(want) == NUM_LAUNCHES[products]
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_more_tokens_than_the_grid_has_room_for_are_launched_nowhere(direct, launches, monkeypatch):
-    if not direct:  # as the operator is called by a compiled program, whose call was not looked at
-        monkeypatch.setattr(ops, "is_direct", lambda *arguments: False)
-        monkeypatch.setattr(ops, "is_compiling", lambda: True)
+def test_more_tokens_than_the_grid_has_room_for_are_launched_nowhere(launches):
+    given = call(65536)
     with pytest.raises(ValueError, match="^x: got 65536 rows, want at most 65535"):
-        fused_moe(**call(65536))
+        fused_moe(**given)
+    # As a compiled program calls the operator, whose call was not looked at.
+    weights = given["gate_up"], given["down"]
+    tensors = given["x"], *(part for weight in weights for part in (weight.codes, weight.scales, weight.zeros))
+    numbers = [value for weight in weights for value in (weight.format.key, *weight.shape)]
+    with pytest.raises(ValueError, match="^x: got 65536 rows, want at most 65535"):
+        ops._moe_on_cuda(*tensors, given["topk_ids"], given["topk_weights"], *numbers, BF16)
     assert not launches
 
 
@@ -307,17 +293,14 @@ def test_a_product_by_itself_waits_for_whatever_made_its_offsets(launches):
     assert "grouped_linear_w4" in product.symbol and product.arguments[WAITS]
 
 
-def test_a_second_product_waits_behind_one_of_another_kind(launches, monkeypatch):
+def test_a_second_product_waits_behind_one_of_another_kind(launches):
     """Only the kernels of few rows are known to wait for the routing before they let the next launch begin."""
     few, ranges = (plan.plan_of(6, experts(HIDDEN, INNER, zero_point).form) for zero_point in (True, False))
     assert isinstance(few, plan.GroupedPlan) and isinstance(ranges, plan.RangePlan) and few.waits and ranges.waits
     other = SimpleNamespace(gathers=True, stores_fp32=True)
     for first, waits in ((few, False), (ranges, False), (other, True)):
         for second in (few, ranges):
-            kinds = [first, second]
-            monkeypatch.setattr(layer, "plan_of", lambda *arguments, left=kinds: left.pop(0))
-            forms = (experts(2 * INNER, HIDDEN).form, experts(HIDDEN, INNER).form)
-            _, found = layer.sorted_plans(6, *forms)
+            _, found = layer.behind_each_other(first, second)  # type: ignore[arg-type]
             assert type(found) is type(second) and found.waits == waits  # type: ignore[union-attr]
 
 
@@ -552,18 +535,18 @@ def test_a_product_launches_the_same_after_any_other(name, launches):
 
 
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in REFUSED_PRODUCTS and name != "no places"])
-def test_a_repeated_product_is_not_checked_again(name, launches, monkeypatch):
+def test_a_repeated_product_is_not_checked_again(name, launches):
     first = run(launches, product_made(name))
-    monkeypatch.setattr(checks, "check_experts", lambda *arguments: pytest.fail("checked again"))
-    assert run(launches, product_made(name)) == first
+    with calls_of(checks.check_experts) as repeated:
+        assert run(launches, product_made(name)) == first
+    assert not repeated
 
 
 @pytest.mark.parametrize("products", KINDS, indirect=True)
 @pytest.mark.parametrize("name", ["plain", "rows by index", "short rows by index", "bias", "swiglu", "out of fp32"])
-def test_the_products_operator_launches_what_the_call_does(name, products, launches, monkeypatch):
+def test_the_products_operator_launches_what_the_call_does(name, products, launches):
     want = run(launches, product_made(name))
-    monkeypatch.setattr(ops, "is_direct", lambda *arguments: False)
-    assert run(launches, product_made(name)) == want and want
+    assert run(launches, derived(product_made(name))) == want and want
 
 
 @pytest.mark.parametrize("products", KINDS[:4], indirect=True)
@@ -586,37 +569,32 @@ def test_rows_by_index_are_brought_in_order_where_a_kernel_wants_them_so(product
 
 @pytest.mark.parametrize("products", KINDS[:4], indirect=True)
 @pytest.mark.parametrize("num_bytes", [4, 8, 12])
-def test_offsets_that_are_not_on_16_bytes_are_laid_there(num_bytes, products, launches, monkeypatch):
+def test_offsets_that_are_not_on_16_bytes_are_laid_there(num_bytes, products, launches):
     """All launches of the product see the same copy, which has what was given."""
     place = {"few rows": 7, "ranges": 5, "tiles": 6, "limbs": 6}[products]
     seen: list[tuple[int, bytes]] = []
-    load = plan.load
 
-    def loading(spec: Any, arch: str) -> Any:
-        function = load(spec, arch)
-
+    def reading(spec: Any) -> Any:
         def launch(*arguments: Any) -> None:
             if spec.symbol.startswith("grouped"):
                 seen.append((arguments[place], ctypes.string_at(arguments[place], OFFSETS.nbytes)))
-            function(*arguments)
 
         return launch
 
-    monkeypatch.setattr(plan, "load", loading)
     given = product(rows=ROWS, expert_offsets=offset(OFFSETS, num_bytes))
     assert given["expert_offsets"].data_ptr() % 16
-    grouped_linear(**given)
+    with recording(reading) as recorded:
+        grouped_linear(**given)
     ((address, content),) = seen
     assert address % 16 == 0 and content == OFFSETS.numpy().tobytes()
-    for before in launches[:-1]:
+    for before in recorded.launches[:-1]:
         assert address + 4 * EXPERTS in before.arguments[1:]
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_values_are_looked_at_in_every_call_where_that_is_asked_for(direct, launches, monkeypatch):
-    monkeypatch.setattr(ops.arguments, "DEBUG", True)
-    if not direct:
-        monkeypatch.setattr(ops, "is_direct", lambda *arguments: False)
-    grouped_linear(**product())
-    with pytest.raises(ValueError, match="^expert_offsets: got .*, want them to rise from 0 to at most 3"):
-        grouped_linear(**product(expert_offsets=OFFSETS.flip(0).contiguous()))
+def test_values_are_looked_at_in_every_call_where_that_is_asked_for(direct, launches):
+    right, wrong = product(), product(expert_offsets=OFFSETS.flip(0).contiguous())
+    with ops.arguments.checking_values():
+        grouped_linear(**(right if direct else derived(right)))
+        with pytest.raises(ValueError, match="^expert_offsets: got .*, want them to rise from 0 to at most 3"):
+            grouped_linear(**(wrong if direct else derived(wrong)))

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from cute_kernels import PackedExperts, QuantizedLinear, QuantizedMoE, quantize_model
 from cute_kernels.moe import ops
 from tests.moe import blocks
+from tests.observed import calls_of
 
 BF16 = torch.bfloat16
 
@@ -186,18 +187,16 @@ def test_quantize_model_swaps_blocks_with_progress(make):
     assert (got - dense).norm() <= 0.1 * dense.norm()
 
 
-def test_whether_tokens_may_depend_on_each_other_is_passed_on(monkeypatch):
+def test_whether_tokens_may_depend_on_each_other_is_passed_on():
     model = quantize_model(blocks.mixtral_model(), bits=8, group_size=32, batch_invariant=True)
     layers = [module for module in model.modules() if isinstance(module, QuantizedMoE)]
     assert len(layers) == 2 and all(layer.batch_invariant for layer in layers)
     assert not any("invariant" in name for name in model.state_dict())
-    seen: list[object] = []
-    mix = ops.apply_moe
-    monkeypatch.setattr(ops, "apply_moe", lambda *given: seen.append(given[-2]) or mix(*given))
-    model(torch.arange(6).view(1, 6))
-    layers[0].batch_invariant = False
-    model(torch.arange(6).view(1, 6))
-    assert seen == [True, True, False, True]
+    with calls_of(ops.apply_moe) as calls:
+        model(torch.arange(6).view(1, 6))
+        layers[0].batch_invariant = False
+        model(torch.arange(6).view(1, 6))
+    assert [call.arguments["batch_invariant"] for call in calls] == [True, True, False, True]
 
 
 def test_blocks_that_are_skipped_stay():

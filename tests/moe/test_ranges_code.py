@@ -12,9 +12,11 @@ from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.artifact import Artifact
 from cute_kernels.runtime.resources import ToolMissingError, find_tool, resource_report
+from tests import golden
 from tests.linear.machine_code import MMAS, early_writes, instructions, main_loop
 
-CONFIGS = [spec.config for spec in shipped_specs() if isinstance(spec, RangeSpec)]
+SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec, RangeSpec)]
+CONFIGS = golden.worth_compiling(SHIPPED, RangeSpec, __file__)
 INSTRUCTION_BYTES = 16
 # Before the first weights each instruction comes from memory itself, a line after the other.
 MOST_CODE_BEFORE = 6 * 1024
@@ -61,4 +63,4 @@ def test_the_way_to_the_first_weights_is_short(config: RangeConfig, tmp_path, ar
 
 
 def test_kernels_of_all_numbers_of_rows_ship():
-    assert {config.tile_m for config in CONFIGS} == {8, 16} and {config.n_tiles for config in CONFIGS} == {1, 2}
+    assert {config.tile_m for config in SHIPPED} == {8, 16} and {config.n_tiles for config in SHIPPED} == {1, 2}

@@ -5,7 +5,6 @@ the making of limbs, in whose place lie the rows themselves, and what the tensor
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from functools import lru_cache
 from types import SimpleNamespace
@@ -157,8 +156,7 @@ class Launch:
             assert self.readers[cta, before] == 4 * self.chunks[cta][before], "limbs are made that are still read"
 
     def end_entry(self) -> None:
-        with self.machine.cta.lock:
-            self.makers[self.machine.cta.block[0], self.machine.here.entry] += 1
+        self.makers[self.machine.cta.block[0], self.machine.here.entry] += 1
 
     def copy_k_blocks(self, memory, begins, k_block, stage) -> None:
         """As the kernel, into a stage that all warps of its warpgroup have given back."""
@@ -174,7 +172,7 @@ class Launch:
         cta = self.machine.cta.block[0]
         assert self.makers[cta, entry] == 32 * config.consumer_warps, "limbs are read that are not all there"
         if self.machine.warp == config.consumer_warps - 1:
-            time.sleep(0.1)  # what others do too early is seen
+            self.machine.turns.linger()  # what others do too early is seen
         for tile in range(config.n_tiles):
             for k_block in range(config.chunk_k_blocks):
                 number = tile * config.chunk_k_blocks + k_block
@@ -195,9 +193,8 @@ class Launch:
                         index = tile * 4 * config.m_fragments + i
                         acc[index] = np.float32(acc[index] + float(w[feature] @ x) * scale)
         if self.machine.lane == 0:
-            with self.machine.cta.lock:
-                self.read[cta, base // config.stage_bytes] += 1
-                self.readers[cta, entry] += 1
+            self.read[cta, base // config.stage_bytes] += 1
+            self.readers[cta, entry] += 1
 
     def run(
         self,

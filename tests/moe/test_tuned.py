@@ -7,7 +7,6 @@ import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +35,7 @@ from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.tuned import own_path
 from cute_kernels.weight_formats import integers
+from tests.launchers import recording
 from tests.tuned_tables import GPU, choice, no_tables, table
 
 
@@ -55,15 +55,8 @@ PROBLEMS = [
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    forget()
     with no_tables(monkeypatch, tmp_path):
         yield
-    forget()
-
-
-def forget() -> None:
-    plan.layout_of.cache_clear()
-    plan.plan_of.cache_clear()
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=key_of)
@@ -138,7 +131,7 @@ def test_an_entry_that_names_nothing_is_no_entry(changes):
 
 
 @pytest.mark.parametrize("kind", [GroupedSchedule, RangeLayout, GroupedTiles])
-def test_plans_are_of_what_a_table_chooses(monkeypatch, kind):
+def test_plans_are_of_what_a_table_chooses(kind):
     """Each kernel for a product that the model would give to another one, on the table's GPU only."""
     problem = {
         GroupedSchedule: grouped(64, 8, 4096, 14336),
@@ -148,22 +141,20 @@ def test_plans_are_of_what_a_table_chooses(monkeypatch, kind):
     assert not isinstance(modelled(problem), kind)
     wanted = next(one for one in worth_measuring(problem) if isinstance(one.schedule, kind))
     table({key_of(problem): choice(wanted)}).write(own_path(GPU))
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(plan, "arch_of", lambda index: "sm_90a")
-    monkeypatch.setattr(plan, "load", lambda spec, arch: spec)
 
-    def made(places: int, gpu: str) -> Any:
-        forget()
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
+    def made(places: int, gpu: str) -> tuple[Any, Any]:
+        """The plan and the configuration of its kernel."""
         p = problem
         form = ExpertsForm(p.num_experts, p.n, p.k, p.k_pad, integers(4), torch.bfloat16, 0)
-        return plan.plan_of(places, form)
+        with recording(name=lambda index: gpu) as recorded:
+            found = plan.plan_of(places, form)
+        config: Any = recorded.loaded[0][0]
+        return found, config.config
 
-    assert made(problem.places, GPU).function.config == wanted.schedule.config
-    assert made(problem.places, GPU).gathers == (kind is not GroupedTiles)
+    found, config = made(problem.places, GPU)
+    assert config == wanted.schedule.config and found.gathers == (kind is not GroupedTiles)
     for places, gpu in ((problem.places, "NVIDIA H100"), (problem.places + 1, GPU)):
-        assert made(places, gpu).function.config == modelled(replace(problem, places=places)).config
+        assert made(places, gpu)[1] == modelled(replace(problem, places=places)).config
 
 
 @pytest.mark.parametrize("room", ["linear", "moe"])

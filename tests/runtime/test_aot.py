@@ -155,15 +155,15 @@ def test_a_bundle_brings_how_errors_are_raised_where_the_runtime_library_lacks_i
     assert said == [(b"CUDADialectError", [b"CUDA Error Code: ", text]) for text in (b"1", b"719", b"-4")]
 
 
-def test_a_bundle_without_it_wants_it(tmp_path: Path, warm_cache: KernelCache, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "C_COMPILERS", ())
-    manifest = aot_build.build(SPECS[:1], ARCH, tmp_path, cache=warm_cache)
+def test_a_bundle_without_it_wants_it(tmp_path: Path, warm_cache: KernelCache):
+    with native.having(c_compilers=()):
+        manifest = aot_build.build(SPECS[:1], ARCH, tmp_path, cache=warm_cache)
     assert "CuteDSLRT_TVMFFISetRaisedCudaError" in manifest["wanted"]
 
 
-def test_a_bundle_for_a_newer_driver_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "driver_version", lambda: (12, 8))
-    with pytest.raises(BundleError, match=r"built for CUDA 13, the driver takes CUDA 12\.8"):
+def test_a_bundle_for_a_newer_driver_is_refused(bundle: Path):
+    words = r"built for CUDA 13, the driver takes CUDA 12\.8"
+    with native.having(driver_version=lambda: (12, 8)), pytest.raises(BundleError, match=words):
         aot.open_bundle(bundle)
 
 
@@ -214,7 +214,6 @@ def test_building_asks_for_kernels_with_symbols_of_their_own(tmp_path: Path, war
         aot_build.build([SPECS[0], Namesake()], ARCH, tmp_path, cache=warm_cache)
 
 
-def test_building_needs_a_linker(tmp_path: Path, warm_cache: KernelCache, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "LINKERS", ())
-    with pytest.raises(LinkerMissingError, match="install cc or ld"):
+def test_building_needs_a_linker(tmp_path: Path, warm_cache: KernelCache):
+    with native.having(linkers=()), pytest.raises(LinkerMissingError, match="install cc or ld"):
         aot_build.build(SPECS, ARCH, tmp_path, cache=warm_cache)

@@ -63,8 +63,8 @@ def test_the_key_follows_the_settings_that_change_the_code(monkeypatch: pytest.M
     monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
     assert plain != store.key_of(SPEC, ARCH)
     monkeypatch.delenv("CUTE_DSL_LINEINFO")
-    monkeypatch.setattr(native, "dsl_version", lambda: "4.9.0")
-    assert plain != store.key_of(SPEC, ARCH)
+    with native.having(dsl_version=lambda: "4.9.0"):
+        assert plain != store.key_of(SPEC, ARCH)
 
 
 def replace(path: Path, content: bytes) -> None:
@@ -120,11 +120,11 @@ def test_an_entry_that_does_not_load_is_rebuilt(tmp_path: Path):
         assert KernelCache(tmp_path).load_from(SPEC, ARCH)[1] == "compiled"
 
 
-def test_without_a_linker_the_object_is_loaded_by_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "LINKERS", ())
-    assert KernelCache(tmp_path).load_from(SPEC, ARCH)[1] == "compiled"
-    assert sorted(path.name for path in entry_folder(tmp_path).iterdir()) == ["entry.json", "kernel.o"]
-    function, source = KernelCache(tmp_path).load_from(SPEC, ARCH)
+def test_without_a_linker_the_object_is_loaded_by_the_compiler(tmp_path: Path):
+    with native.having(linkers=()):
+        assert KernelCache(tmp_path).load_from(SPEC, ARCH)[1] == "compiled"
+        assert sorted(path.name for path in entry_folder(tmp_path).iterdir()) == ["entry.json", "kernel.o"]
+        function, source = KernelCache(tmp_path).load_from(SPEC, ARCH)
     assert source == "disk"
     with pytest.raises(ValueError, match="device_type=cuda"):
         function(torch.zeros(8), torch.zeros(8))

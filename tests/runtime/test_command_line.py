@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,20 @@ import pytest
 from cute_kernels import __main__ as command_line
 from cute_kernels import __version__, families
 from cute_kernels.runtime import KernelCache
+from cute_kernels.runtime.cache import using
+from tests.observed import calls_of
 from tests.runtime.conftest import ARCH
 from tests.runtime.tiny import tiny_specs
 
 
 @pytest.fixture
-def tiny_family(monkeypatch: pytest.MonkeyPatch, warm_directory: Path) -> None:
+def tiny_family(monkeypatch: pytest.MonkeyPatch, warm_directory: Path) -> Iterator[None]:
     """The tiny family is all that ships, and its cache is warm."""
     monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(warm_directory))
     monkeypatch.delenv("CUTE_KERNELS_AOT_DIR", raising=False)
     monkeypatch.setattr(families, "shipped_specs", lambda: tiny_specs(2))
-    monkeypatch.setattr(command_line, "default_cache", lambda: KernelCache(warm_directory))
+    with using(KernelCache(warm_directory)):
+        yield
 
 
 def test_the_doctor_ends_with_what_can_be_done(tiny_family: None, capsys: pytest.CaptureFixture[str]):
@@ -48,15 +52,14 @@ def test_a_pattern_selects_kernels(tiny_family: None, tmp_path: Path, capsys: py
     assert "no shipped kernel matches moe:*" in capsys.readouterr().err
 
 
-def test_shipped_kernels_are_listed_without_compiling_any(
-    tiny_family: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(KernelCache, "artifacts", lambda *arguments: pytest.fail("compiled"))
-    assert command_line.main(["aot", "list"]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(spec) for spec in tiny_specs(2)]
-    assert command_line.main(["aot", "list", "--only", f"*:{tiny_specs(1)[0].symbol}"]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(tiny_specs(1)[0])]
-    assert command_line.main(["aot", "list", "--only", "moe:*"]) == 2
+def test_shipped_kernels_are_listed_without_compiling_any(tiny_family: None, capsys: pytest.CaptureFixture[str]):
+    with calls_of(KernelCache.artifacts) as compiled:
+        assert command_line.main(["aot", "list"]) == 0
+        assert capsys.readouterr().out.splitlines() == [str(spec) for spec in tiny_specs(2)]
+        assert command_line.main(["aot", "list", "--only", f"*:{tiny_specs(1)[0].symbol}"]) == 0
+        assert capsys.readouterr().out.splitlines() == [str(tiny_specs(1)[0])]
+        assert command_line.main(["aot", "list", "--only", "moe:*"]) == 2
+    assert not compiled
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
@@ -72,12 +75,13 @@ def test_an_unsupported_architecture_is_refused(tiny_family: None, tmp_path: Pat
 
 
 def test_a_place_that_cannot_be_written_is_said_before_anything_is_compiled(
-    tiny_family: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_family: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(KernelCache, "artifacts", lambda *arguments: pytest.fail("compiled"))
     place = tmp_path / "file"
     place.touch()
-    assert command_line.main(["aot", "build", "--arch", ARCH, "-o", str(place)]) == 1
+    with calls_of(KernelCache.artifacts) as compiled:
+        assert command_line.main(["aot", "build", "--arch", ARCH, "-o", str(place)]) == 1
+    assert not compiled
     said = capsys.readouterr().err
     assert said.startswith("error: ") and str(place) in said and said.count("\n") == 1
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.runtime import UnsupportedGPUError, doctor, native
+from cute_kernels.runtime import doctor, native
 from cute_kernels.runtime.doctor import LIMITED, MISSING, OK, Finding
+from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.resources import ToolMissingError
+from tests.launchers import cpu_as_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -29,55 +31,50 @@ def test_every_subject_is_looked_at_and_whatever_is_not_well_has_a_remedy(scratc
     assert not scratch_cache.exists()
 
 
-def test_no_gpu_stops_running_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
-    def no_gpu() -> str:
-        raise UnsupportedGPUError("no GPU here")
-
-    monkeypatch.setattr(doctor, "arch_of", no_gpu)
-    monkeypatch.setattr(native, "driver_version", lambda: None)
-    blocked = doctor.abilities(doctor.examine())
+def test_no_gpu_stops_running_and_nothing_else():
+    with standing_in(Gpu(is_available=lambda: False)), native.having(driver_version=lambda: None):
+        blocked = doctor.abilities(doctor.examine())
+        found = finding("gpu")
     assert blocked["run kernels"] == ["driver", "gpu"]
     assert blocked["compile kernels"] == [] and blocked["load ahead-of-time bundles"] == []
-    assert finding("gpu").detail == "no GPU here"
+    assert found.detail.startswith("no GPU: torch")
 
 
-def test_a_gpu_for_the_portable_kernel_alone_is_a_limit(monkeypatch: pytest.MonkeyPatch):
-    def no_hopper() -> str:
-        raise UnsupportedGPUError("an A100 here")
-
-    monkeypatch.setattr(doctor, "arch_of", no_hopper)
-    monkeypatch.setattr(doctor, "portable_arch_of", lambda index: "sm_80")
-    monkeypatch.setattr(native, "driver_version", lambda: (13, 0))
-    found = finding("gpu")
-    assert (found.status, found.detail) == (LIMITED, "an A100 here") and "compiled for sm_80" in found.remedy
-    blocked = doctor.abilities(doctor.examine())
+def test_a_gpu_for_the_portable_kernel_alone_is_a_limit():
+    a100 = cpu_as_gpu(capability=lambda index: (8, 0), name=lambda index: "NVIDIA A100", current=lambda: 0)
+    with standing_in(a100), native.having(driver_version=lambda: (13, 0)):
+        found = finding("gpu")
+        blocked = doctor.abilities(doctor.examine())
+    assert found.status == LIMITED and found.detail.startswith("cuda:0 is NVIDIA A100")
+    assert "compiled for sm_80" in found.remedy
     assert "gpu" in blocked["run kernels"] and "gpu" not in blocked["run weight-only linear layers"]
 
 
-def test_a_compiler_of_another_version_is_none(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "dsl_version", lambda: "4.6.0")
-    found = finding("compiler")
+def test_a_compiler_of_another_version_is_none():
+    with native.having(dsl_version=lambda: "4.6.0"):
+        found, blocked = finding("compiler"), doctor.abilities(doctor.examine())
     assert found.status == MISSING and "4.6.0 is installed, by another package" in found.detail
     assert "build a bundle with 4.8.1" in found.remedy
-    assert doctor.abilities(doctor.examine())["load ahead-of-time bundles"] == []
+    assert blocked["load ahead-of-time bundles"] == []
 
 
-def test_an_old_driver_is_a_limit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "driver_version", lambda: (12, 8))
-    assert (finding("driver").status, finding("driver").detail) == (LIMITED, "takes CUDA 12.8")
+def test_an_old_driver_is_a_limit():
+    with native.having(driver_version=lambda: (12, 8)):
+        found = finding("driver")
+    assert (found.status, found.detail) == (LIMITED, "takes CUDA 12.8")
 
 
-def test_without_the_compiler_bundles_still_load(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "dsl_version", lambda: None)
-    findings = doctor.examine()
+def test_without_the_compiler_bundles_still_load():
+    with native.having(dsl_version=lambda: None):
+        findings, found = doctor.examine(), finding("compiler")
     assert doctor.abilities(findings)["compile kernels"] == ["compiler"]
     assert doctor.abilities(findings)["load ahead-of-time bundles"] == []
-    assert "pip install 'cute-kernels[compiler]'" in finding("compiler").remedy
+    assert "pip install 'cute-kernels[compiler]'" in found.remedy
 
 
-def test_without_a_linker_bundles_are_not_built(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "LINKERS", ())
-    assert doctor.abilities(doctor.examine())["build ahead-of-time bundles"] == ["linker"]
+def test_without_a_linker_bundles_are_not_built():
+    with native.having(linkers=()):
+        assert doctor.abilities(doctor.examine())["build ahead-of-time bundles"] == ["linker"]
 
 
 def test_a_runtime_library_that_is_not_there_is_missing(monkeypatch: pytest.MonkeyPatch):

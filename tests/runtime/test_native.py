@@ -36,13 +36,13 @@ def test_the_library_follows_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_pat
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "nvidia_cutlass_dsl", raising=False)
-    monkeypatch.setattr(native, "driver_version", lambda: driver)
-    assert native._installed_runtime_library.__wrapped__().parent.parent.name == flavor
+    with native.having(driver_version=lambda: driver):
+        assert native._installed_runtime_library.__wrapped__().parent.parent.name == flavor
 
 
-def test_a_driver_older_than_every_library_is_a_clear_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "driver_version", lambda: (11, 8))
-    with pytest.raises(RuntimeLibraryError, match=r"installed for CUDA 12, CUDA 13, the driver takes CUDA 11\.8"):
+def test_a_driver_older_than_every_library_is_a_clear_error():
+    words = r"installed for CUDA 12, CUDA 13, the driver takes CUDA 11\.8"
+    with native.having(driver_version=lambda: (11, 8)), pytest.raises(RuntimeLibraryError, match=words):
         native._installed_runtime_library.__wrapped__()
 
 
@@ -61,14 +61,12 @@ def test_code_runs_on_the_same_machine_of_at_least_its_level(built_for: str, hos
     assert native.isa_runs(built_for, host) is runs
 
 
-def test_the_plain_linker_serves_where_there_is_no_compiler_driver(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, warm_directory: Path
-):
-    monkeypatch.setattr(native, "LINKERS", [entry for entry in native.LINKERS if entry[0] == "ld"])
-    if native.find_linker() is None:
-        pytest.skip("ld is not installed")
-    source = next(warm_directory.glob("tiny/*/kernel.o"))
-    native.link([source], tmp_path / "kernel.so")
+def test_the_plain_linker_serves_where_there_is_no_compiler_driver(tmp_path: Path, warm_directory: Path):
+    with native.having(linkers=[entry for entry in native.LINKERS if entry[0] == "ld"]):
+        if native.find_linker() is None:
+            pytest.skip("ld is not installed")
+        source = next(warm_directory.glob("tiny/*/kernel.o"))
+        native.link([source], tmp_path / "kernel.so")
     assert native.open_library(tmp_path / "kernel.so")(source.parent.name.rsplit("-", 1)[0]) is not None
 
 
@@ -78,7 +76,7 @@ def test_a_linker_that_fails_is_quoted(tmp_path: Path):
         native.link([tmp_path / "broken.o"], tmp_path / "out.so")
 
 
-def test_no_linker_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(native, "LINKERS", (("no-such-linker", ("-shared",)),))
-    with pytest.raises(LinkerMissingError, match="tried no-such-linker"):
+def test_no_linker_is_a_clear_error(tmp_path: Path):
+    none = [("no-such-linker", ("-shared",))]
+    with native.having(linkers=none), pytest.raises(LinkerMissingError, match="tried no-such-linker"):
         native.link([], tmp_path / "out.so")

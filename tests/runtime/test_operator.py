@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cute_kernels import arguments
+from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.operator import Operator, launcher, route
 
 
@@ -51,8 +52,8 @@ class Family:
 
 
 @pytest.fixture(autouse=True)
-def current_device(monkeypatch):
-    """The current device, as a list that may be changed; `torch.cuda.device` changes it, too."""
+def current_device():
+    """The current device, as a list that may be changed; a guard changes it, too."""
     current = [0]
 
     class Guard:
@@ -65,9 +66,8 @@ def current_device(monkeypatch):
         def __exit__(self, *_: object) -> None:
             current[0] = self.before
 
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
-    monkeypatch.setattr(torch.cuda, "device", Guard)
-    return current
+    with standing_in(Gpu(current=lambda: current[0], guard=Guard)):
+        yield current
 
 
 def test_a_call_like_an_earlier_one_is_neither_checked_nor_planned_again():
@@ -101,11 +101,11 @@ def test_an_argument_of_no_kind_is_explained_by_the_checks():
         Family().launcher(3, y=[])  # pyright: ignore[reportArgumentType]
 
 
-def test_in_debug_mode_every_call_is_checked(monkeypatch):
-    monkeypatch.setattr(arguments, "DEBUG", True)
+def test_in_debug_mode_every_call_is_checked():
     family = Family()
-    for x in (5, 6):
-        family.launcher(x)
+    with arguments.checking_values():
+        for x in (5, 6):
+            family.launcher(x)
     assert family.checked == [5, 6] and family.made == [5]
 
 

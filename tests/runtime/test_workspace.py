@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cute_kernels.runtime import captures, workspace
-from cute_kernels.runtime.workspace import EMPTY, WorkspacePool
+from cute_kernels.runtime import captures
+from cute_kernels.runtime.workspace import EMPTY, Memory, WorkspacePool
 
 SLAB = 1 << 12
 FIRST = 1 << 6
@@ -45,6 +45,11 @@ class Graphs:
         self.filled.append(weakref.ref(words))
         return words
 
+    def pool(self) -> WorkspacePool:
+        """One whose memory and captures these are."""
+        memory = Memory(self.is_capturing, self.capture_of, self.fill, lambda index: None, FIRST, SLAB)
+        return WorkspacePool(memory)
+
     class Capture:
         def __init__(self, graphs: Graphs, identity: int) -> None:
             self.graphs, self.identity = graphs, identity
@@ -61,23 +66,12 @@ def living(graphs: Graphs) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def graphs(monkeypatch) -> Graphs:
-    found = Graphs()
-    install(monkeypatch, found)
-    return found
-
-
-def install(patch: pytest.MonkeyPatch, graphs: Graphs) -> None:
-    patch.setattr(workspace, "is_capturing", graphs.is_capturing)
-    patch.setattr(workspace, "capture_of", graphs.capture_of)
-    patch.setattr(workspace, "_filled", graphs.fill)
-    patch.setattr(workspace, "_synchronize", lambda index: None)
-    patch.setattr(workspace, "_GRAPH_SLAB", SLAB)
-    patch.setattr(workspace, "_WORDS", FIRST)
+def graphs() -> Graphs:
+    return Graphs()
 
 
 def test_a_stream_has_one_buffer_and_others_another(graphs):
-    pool = WorkspacePool()
+    pool = graphs.pool()
     first = pool.get(0, STREAM, 5)
     assert pool.get(0, STREAM, FIRST) == first
     assert len({first, pool.get(0, OTHER, 5), pool.get(1, STREAM, 5)}) == 3
@@ -85,7 +79,7 @@ def test_a_stream_has_one_buffer_and_others_another(graphs):
 
 def test_a_buffer_that_was_outgrown_is_kept_and_all_are_less_than_twice_the_last(graphs):
     """Somebody may have its address and not have launched yet."""
-    pool = WorkspacePool()
+    pool = graphs.pool()
     addresses = [pool.get(0, STREAM, size) for size in range(1, 40 * FIRST)]
     assert addresses == sorted(addresses, key=addresses.index)
     buffers = {words.data_ptr(): words.numel() for words in living(graphs) if words is not pool._slabs[0].words}
@@ -95,7 +89,7 @@ def test_a_buffer_that_was_outgrown_is_kept_and_all_are_less_than_twice_the_last
 
 
 def test_threads_that_ask_for_more_at_once_get_buffers_that_stay(graphs):
-    pool, found = WorkspacePool(), []
+    pool, found = graphs.pool(), []
     start = threading.Barrier(8)
 
     def work(size: int) -> None:
@@ -112,7 +106,7 @@ def test_threads_that_ask_for_more_at_once_get_buffers_that_stay(graphs):
 
 def test_captures_one_after_the_other_take_no_more_than_one(graphs):
     """A thousand graphs, each destroyed when the next one is there, as where a model is captured again and again."""
-    pool = WorkspacePool()
+    pool = graphs.pool()
     pool.get(0, STREAM, 1)
     addresses, last = set(), None
     for _ in range(1000):
@@ -126,7 +120,7 @@ def test_captures_one_after_the_other_take_no_more_than_one(graphs):
 
 def test_a_thousand_graphs_that_fill_their_own_are_not_held(graphs):
     """Without a launch before there is no slab; torch frees the memory with the graph."""
-    pool = WorkspacePool()
+    pool = graphs.pool()
     for i in range(1000):
         graphs.begin()
         pool.get(0, STREAM, 100)
@@ -137,7 +131,7 @@ def test_a_thousand_graphs_that_fill_their_own_are_not_held(graphs):
 
 
 def test_a_capture_that_needs_more_keeps_what_it_had(graphs):
-    pool = WorkspacePool()
+    pool = graphs.pool()
     pool.get(0, STREAM, 1)
     graph = graphs.begin()
     small, large = pool.get(0, STREAM, 100), pool.get(0, STREAM, 500)
@@ -150,7 +144,7 @@ def test_a_capture_that_needs_more_keeps_what_it_had(graphs):
 
 
 def test_two_streams_of_one_capture_do_not_share(graphs):
-    pool = WorkspacePool()
+    pool = graphs.pool()
     pool.get(0, STREAM, 1)
     graphs.begin()
     one, two = pool.get(0, STREAM, 64), pool.get(0, OTHER, 64)
@@ -158,7 +152,7 @@ def test_two_streams_of_one_capture_do_not_share(graphs):
 
 
 def test_where_the_slab_is_taken_a_graph_fills_its_own(graphs):
-    pool = WorkspacePool()
+    pool = graphs.pool()
     pool.get(0, STREAM, 1)
     graphs.begin()
     pool.get(0, STREAM, SLAB)
@@ -172,34 +166,32 @@ def test_where_the_slab_is_taken_a_graph_fills_its_own(graphs):
 @given(st.lists(st.tuples(st.sampled_from("cdg"), st.integers(1, SLAB // 3), st.integers(0, 10)), max_size=60))
 def test_words_belong_to_one_living_graph_at_a_time(steps):
     """Begin a capture (c), ask for words (g), destroy a graph (d), in any order."""
-    with pytest.MonkeyPatch.context() as patch:
-        graphs = Graphs()
-        install(patch, graphs)
-        pool = WorkspacePool()
-        eager = pool.get(0, STREAM, 1)
-        slab = pool._slabs[0]
-        taken: dict[int, set[range]] = {}
-        for kind, size, which in steps:
-            if kind == "c":
-                taken[graphs.begin()] = set()
-            elif kind == "d" and taken:
-                graph = list(taken)[which % len(taken)]
-                graphs.living.discard(graph)
-                del taken[graph]
-                graphs.capture = None if graphs.capture == graph else graphs.capture
-            elif kind == "g" and graphs.capture is not None:
-                address = pool.get(0, STREAM, size)
-                assert address != eager and address % 4 == 0
-                first = (address - slab.words.data_ptr()) // 4
-                if 0 <= first < SLAB:
-                    assert first % 64 == 0 and first + size <= SLAB
-                    taken[graphs.capture].add(range(first, first + size))
-            words = [word for pieces in taken.values() for piece in merged(pieces) for word in piece]
-            assert len(words) == len(set(words)), "words of two graphs"
-        for graph in list(taken):
+    graphs = Graphs()
+    pool = graphs.pool()
+    eager = pool.get(0, STREAM, 1)
+    slab = pool._slabs[0]
+    taken: dict[int, set[range]] = {}
+    for kind, size, which in steps:
+        if kind == "c":
+            taken[graphs.begin()] = set()
+        elif kind == "d" and taken:
+            graph = list(taken)[which % len(taken)]
             graphs.living.discard(graph)
-        pool._collect()
-        assert slab.free == [(0, SLAB)]
+            del taken[graph]
+            graphs.capture = None if graphs.capture == graph else graphs.capture
+        elif kind == "g" and graphs.capture is not None:
+            address = pool.get(0, STREAM, size)
+            assert address != eager and address % 4 == 0
+            first = (address - slab.words.data_ptr()) // 4
+            if 0 <= first < SLAB:
+                assert first % 64 == 0 and first + size <= SLAB
+                taken[graphs.capture].add(range(first, first + size))
+        words = [word for pieces in taken.values() for piece in merged(pieces) for word in piece]
+        assert len(words) == len(set(words)), "words of two graphs"
+    for graph in list(taken):
+        graphs.living.discard(graph)
+    pool._collect()
+    assert slab.free == [(0, SLAB)]
 
 
 def merged(pieces: set[range]) -> list[range]:

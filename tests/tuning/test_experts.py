@@ -22,7 +22,7 @@ from cute_kernels.runtime.tuned import TunedTable
 from cute_kernels.tuning import command, experts
 from cute_kernels.tuning.experts import Experts, ExpertsSubject, random_routing
 from cute_kernels.tuning.linear import Format
-from tests.tuning.gpu import stand_for_a_gpu
+from tests.launchers import recording
 
 LAYER = 4, 2, 128, 192
 
@@ -77,16 +77,9 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.wrong: set[Any] = set()
         self.seen: list[Any] = []
-        self.loaded: list[Any] = []
         self.brought: list[int] = []
-        stand_for_a_gpu(monkeypatch, self.loaded)
         monkeypatch.setattr(experts, "launch_gather", self._gather)
         monkeypatch.setattr(ExpertsSubject, "plan", lambda subject, one, device: CpuPlan(self, subject, one))
-        monkeypatch.setattr(Experts, "__init__", self._on_the_cpu)
-
-    @staticmethod
-    def _on_the_cpu(weights: Experts, device: str) -> None:
-        weights.device, weights._held = "cpu", None
 
     def _gather(self, x, offsets, rows):
         self.brought.append(int(offsets[-1]))
@@ -168,16 +161,18 @@ def test_the_command_writes_a_table_of_experts(machine, tmp_path: Path, capsys):
             call()
         return [100.0 / (1 + index) for index in range(len(calls))]
 
-    assert command.run(given, lambda _: None, lambda: timer) == 0
+    with recording() as recorded:
+        assert command.run(given, lambda _: None, lambda: timer) == 0
     table = TunedTable.read(path)
     assert set(table.entries) == {one.key for one in subjects(1, 16)}
     for subject in subjects(1, 16):
         entry = table.entries[subject.key]
         assert (entry.kernel, entry.config, entry.cut) in subject.names[1:] and entry.us < entry.model_us
-        assert set(subject.specs()) <= set(machine.loaded)
+        assert set(subject.specs()) <= {spec for spec, _ in recorded.loaded}
     assert "[4/4] experts w4_bf16_g128" in capsys.readouterr().out
     machine.seen.clear()
-    assert command.run(given, lambda _: None, lambda: timer) == 0
+    with recording():
+        assert command.run(given, lambda _: None, lambda: timer) == 0
     assert not machine.seen, "what the table has is not measured again"
 
 

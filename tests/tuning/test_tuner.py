@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from cute_kernels.linear.reference import linear_reference
 from cute_kernels.runtime.tuned import Choice, TunedTable
 from cute_kernels.tuning import command, linear
 from cute_kernels.tuning.tuner import Step, measure, tune
-from tests.tuning.gpu import stand_for_a_gpu
+from tests.launchers import RecordingCache, recording
 
 
 @dataclass
@@ -111,16 +111,10 @@ class Machine:
     """Stands for what launches: candidate i writes x W^T, wrong where it is to be; the i-th takes ``times[i]``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, wrong: set[int], times: Callable[[int], float]):
-        self.times, self.loaded = times, []
-        stand_for_a_gpu(monkeypatch, self.loaded)
-        monkeypatch.setattr(linear.Weights, "__init__", self._on_the_cpu)
+        self.times = times
         monkeypatch.setattr(linear.LinearSubject, "plan", lambda subject, candidate, device: candidate)
         monkeypatch.setattr(linear, "_run", self._run)
         self.wrong, self.seen = wrong, {}
-
-    @staticmethod
-    def _on_the_cpu(weights: linear.Weights, device: str) -> None:
-        weights.device, weights._held = "cpu", None
 
     def _run(self, candidate, x, addresses, n, out_kind, kept) -> int:
         out, weight = kept
@@ -134,11 +128,18 @@ class Machine:
         return lambda calls: [self.times(call()) for call in calls]
 
 
+@pytest.fixture
+def gpu() -> Iterator[RecordingCache]:
+    """What `python -m cute_kernels tune` sees of a GPU that is not there."""
+    with recording() as recorded:
+        yield recorded
+
+
 def arguments(*words: str) -> argparse.Namespace:
     return command_line.parser().parse_args(["tune", *words])
 
 
-def test_the_command_measures_what_it_is_asked_for(monkeypatch, tmp_path: Path, capsys):
+def test_the_command_measures_what_it_is_asked_for(monkeypatch, gpu: RecordingCache, tmp_path: Path, capsys):
     machine = Machine(monkeypatch, wrong={2}, times=lambda index: 5.0 if index == 2 else 10.0 - index)
     path = tmp_path / "table.json"
     given = arguments("--shape", "256x512", "--rows", "4", "--format", "w4g128", "-o", str(path))
@@ -149,13 +150,13 @@ def test_the_command_measures_what_it_is_asked_for(monkeypatch, tmp_path: Path, 
     choice = table.entries[key]
     assert (choice.kernel, choice.config, choice.cut) != list(machine.seen)[2]
     assert choice.us < choice.model_us == 10.0
-    assert machine.loaded and "1 candidates computed something else" in capsys.readouterr().out
+    assert gpu.loaded and "1 candidates computed something else" in capsys.readouterr().out
     assert command.run(given, lambda _: None, machine.timer) == 0
     assert "known" in capsys.readouterr().out
 
 
-def test_an_interrupted_command_says_what_it_keeps(monkeypatch, tmp_path: Path, capsys):
-    machine = Machine(monkeypatch, wrong=set(), times=lambda index: 1.0)
+def test_an_interrupted_command_says_what_it_keeps(monkeypatch, gpu: RecordingCache, tmp_path: Path, capsys):
+    Machine(monkeypatch, wrong=set(), times=lambda index: 1.0)
 
     def make_timer():
         def stop(calls):
@@ -165,9 +166,10 @@ def test_an_interrupted_command_says_what_it_keeps(monkeypatch, tmp_path: Path, 
 
     given = arguments("--shape", "64x64", "--rows", "1", "-o", str(tmp_path / "table.json"))
     assert command.run(given, lambda _: None, make_timer) == command.INTERRUPTED
-    assert "keeps 0 problems" in capsys.readouterr().out and machine.loaded
+    assert "keeps 0 problems" in capsys.readouterr().out and gpu.loaded
 
 
+@pytest.mark.usefixtures("gpu")
 def test_a_table_of_another_gpu_is_begun_anew(monkeypatch, tmp_path: Path, capsys):
     machine, path = Machine(monkeypatch, wrong=set(), times=float), tmp_path / "table.json"
     TunedTable("NVIDIA Other", None, {"a": Choice("k", "c", 1, 1.0, 1.0)}).write(path)
@@ -184,10 +186,9 @@ def test_bad_arguments_are_named(words, capsys):
     assert f"argument {words[0]}: got '{words[1]}'" in capsys.readouterr().err
 
 
-def test_steps_are_said_once_a_second_where_nobody_watches(monkeypatch, capsys):
+def test_steps_are_said_once_a_second_where_nobody_watches(capsys):
     now = [0.0]
-    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
-    show = command.ShowSteps()
+    show = command.ShowSteps(lambda: now[0])
     for done in range(1, 8):
         show(Step(done, 7, f"problem{done}", None, refused=int(done == 3)))
         now[0] += 0.4

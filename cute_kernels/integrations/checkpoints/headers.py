@@ -118,8 +118,8 @@ def _describes_a_tensor(entry: object) -> bool:
     """Whether an entry of a header has a dtype, a shape and the place of as many bytes as these say."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
-    shape = entry.get("shape")
-    place = entry.get("data_offsets")
+    shape: Any = entry.get("shape")
+    place: Any = entry.get("data_offsets")
     for numbers in (shape, place):
         if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
             return False

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -81,7 +82,7 @@ def _stored_as(path: Path) -> str | None:
         return None
     if scheme.get("symmetric", True) is not True:
         raise ValueError("kv_cache_scheme: got zero points (symmetric is false), want a symmetric scheme")
-    kind = scheme.get("type"), scheme.get("num_bits")
+    kind: Any = scheme.get("type"), scheme.get("num_bits")
     if kind not in _FORMATS:
         raise ValueError(f"kv_cache_scheme: got {kind[1]!r} bits of type {kind[0]!r}, want 8 of 'float' or 'int'")
     return _FORMATS[kind]

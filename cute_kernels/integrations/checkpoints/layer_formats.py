@@ -103,7 +103,7 @@ def _gptq(tensors: Tensors, config: Config, **options: Unpack[Options]) -> Packe
     return weight
 
 
-def _compressed_tensors(tensors: Tensors, config: Config, **options: Unpack[Options]) -> PackedWeight:
+def _compressed_tensors(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
     stored, make = (
         ("int-quantized", from_int_quantized) if "weight" in tensors else ("pack-quantized", from_compressed_tensors)
     )

@@ -34,7 +34,7 @@ def load_model(
     path: str | PathLike[str],
     *,
     config: Config | None = None,
-    model_class: type | None = None,
+    model_class: Any = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     attn_implementation: str | None = None,
@@ -103,7 +103,7 @@ def read_kv_scales(path: str | PathLike[str]) -> dict[int, KvScale]:
 # -- the skeleton and what is not quantised ----------------------------------------------------------------------------
 
 
-def _class_of(path: Path, model_class: type | None) -> tuple[Any, Any]:
+def _class_of(path: Path, model_class: Any) -> tuple[Any, Any]:
     """The configuration of transformers, and the model's class, neither of them from the directory's own code."""
     try:
         import transformers

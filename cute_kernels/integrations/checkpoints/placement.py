@@ -109,7 +109,7 @@ def _place(modules: Mapping[str, nn.Module], rename: Renamer, name: str) -> Plac
     return Place(block, role, int(expert[1]))
 
 
-def _renamer(model: nn.Module) -> Renamer:
+def _renamer(model: Any) -> Renamer:
     """(key of a checkpoint) -> (key of the model, the conversion that merges it or None, which of its sources)."""
 
     def unchanged(key: str) -> tuple[str, Any, Any]:
@@ -147,7 +147,7 @@ def _check_experts(modules: Mapping[str, nn.Module], places: Mapping[str, Place]
             raise ValueError(f"{name}: got it and {found[key]} for one place in {place.module}, want one of them")
         found[key] = name
     for name, found in blocks.items():
-        block = modules.get(name)
+        block: Any = modules.get(name)
         first = next(iter(found.values()))
         alone = is_experts(block)
         if not alone and not is_moe_block(block):

@@ -142,7 +142,7 @@ def _packed(
     codes_of: Callable[[int, int], torch.Tensor],
     scales: torch.Tensor,
     shifts: torch.Tensor | None,
-    form: tuple[int, int, tuple[int, int]],
+    form: tuple[int, int | None, tuple[int, int]],
     input_scale: torch.Tensor | None,
     device: Device,
 ) -> _Layer:

@@ -8,13 +8,14 @@ import re
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from cute_kernels.integrations import hf_quantizer
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import (
     DecodeCache,
@@ -154,7 +155,7 @@ def accelerate(
     else:
         # Steps read the projection of latents as it is.
         left = (*skip, "kv_b_proj") if any(map(caches_latents, model.modules())) else skip
-        report: Any = quantize_model(model, **quantisation, skip=left).quantization_report
+        report = vars(quantize_model(model, **quantisation, skip=left))["quantization_report"]
         total = len(report.quantized) + len(report.left)
         rows.append(("layers", f"{total} with weights", f"{len(report.quantized)} of them {weights}"))
         notes = str(report).splitlines()
@@ -183,9 +184,9 @@ class _State:
     def __init__(
         self,
         model: Any,
-        kv_format: Any,
+        kv_format: object,
         scales: Scales | None,
-        kv_transform: Any,
+        kv_transform: object,
         max_seq_len: int | None,
         graphs: bool,
     ) -> None:
@@ -250,12 +251,12 @@ class _State:
         else:
             del found  # before new memory is taken
             options: Any = {"scales": self.scales, "kv_transform": self.kv_transform}
-            cache = DecodeCache(self.kv_format, self.max_seq_len, capacity=columns, **options)
+            cache = DecodeCache(cast("FormatOfLayers", self.kv_format), self.max_seq_len, capacity=columns, **options)
         weakref.finalize(cache, self.spare.append, (cache.layers, cache.book)).atexit = False
         return cache
 
 
-def _is_greedy(model: Any, options: Mapping[str, Any]) -> bool:
+def _is_greedy(model: Foreign, options: Mapping[str, Any]) -> bool:
     """Whether a call of `generate` seems to take the likeliest token of each request, one step after the other."""
     config = options.get("generation_config") or model.generation_config
 
@@ -266,7 +267,7 @@ def _is_greedy(model: Any, options: Mapping[str, Any]) -> bool:
     return not drafts and not asked("do_sample") and asked("num_beams") in (None, 1)
 
 
-def _sizes(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[int, int]:
+def _sizes(model: Foreign, args: Sequence[object], options: Mapping[str, Any]) -> tuple[int, int]:
     """(requests, columns) that a call of `generate` comes to: where it is off, the cache grows."""
     config = options.get("generation_config") or model.generation_config
 
@@ -291,7 +292,7 @@ def _checked_config(model: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def _check_cacheable(model: Any, config: Any, kv_format: Any) -> None:
+def _check_cacheable(model: Any, config: Any, kv_format: object) -> None:
     """Raises TypeError or ValueError, naming the model, unless its keys and values fit a cache of this format."""
     name = type(model).__name__
     if model.dtype not in (torch.bfloat16, torch.float16):
@@ -313,7 +314,7 @@ def _check_cacheable(model: Any, config: Any, kv_format: Any) -> None:
         formats_of_layer(kv_format, layer)
 
 
-def _checked_latents(model: Any, kv_format: Any) -> bool:
+def _checked_latents(model: nn.Module, kv_format: object) -> bool:
     """Whether a model caches latents, and does so in this format; ValueError for another format or other latents."""
     name = type(model).__name__
     found = [module for module in model.modules() if caches_latents(module)]
@@ -334,7 +335,7 @@ def _checked_latents(model: Any, kv_format: Any) -> bool:
     return True
 
 
-def _set_attention(model: Any, config: Any) -> None:
+def _set_attention(model: Foreign, config: Foreign) -> None:
     """Raises ValueError, with the attention as it was, for a model that takes no other."""
     model.set_attn_implementation(ATTENTION_NAME)
     if config._attn_implementation != ATTENTION_NAME:
@@ -358,11 +359,12 @@ def _quantise_output(model: Any, name: str, options: dict[str, Any]) -> str:
     if not isinstance(model.get_submodule(name), QuantizedLinear):
         others = [other for other, _ in model.named_modules() if other != name]
         quantize_model(model, **options, skip=others)
-    layer: Any = model.get_submodule(name)
-    return f"{layer.weight_format.key}"
+    layer = model.get_submodule(name)
+    assert isinstance(layer, QuantizedLinear)
+    return layer.weight_format.key
 
 
-def _weight_options(argument: str, weights: Any) -> dict[str, Any]:
+def _weight_options(argument: str, weights: object) -> dict[str, Any]:
     """What "w4g128" says, as `quantize_model` takes it."""
     match = _WEIGHTS.fullmatch(weights) if isinstance(weights, str) else None
     if match is None:
@@ -371,7 +373,7 @@ def _weight_options(argument: str, weights: Any) -> dict[str, Any]:
     return {"bits": int(match[1]), "group_size": size, "zero_point": bool(match[3])}
 
 
-def _named(kv_format: Any) -> str:
+def _named(kv_format: object) -> str:
     """A format as the summary prints it."""
     if isinstance(kv_format, str) and kv_format in LATENT_FORMATS:
         return kv_format

@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from cute_kernels.integrations.transformers.columns import Columns
+
+if TYPE_CHECKING:
+    from cute_kernels.integrations.transformers.graphs import Recorded, Step
 
 _COUNTED = ("position_ids", "cache_position")
 """Inputs that are one more in the next step."""
@@ -44,14 +47,18 @@ class Lane:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
-    def mark(self) -> Any:
+    def mark(self) -> Moment:
         """A moment of the lane: all that it has been given so far."""
         return None if self.stream is None else self.stream.record_event()
 
-    def wait(self, moment: Any) -> None:
+    def wait(self, moment: Moment) -> None:
         """The current stream goes on once the lane has come to a moment."""
-        if self.stream is not None:
+        if self.stream is not None and moment is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(moment)
+
+
+Moment: TypeAlias = "torch.cuda.Event | torch._C.Event | None"
+"""Of a lane; None of one on a CPU."""
 
 
 @dataclass
@@ -66,13 +73,13 @@ class Begun:
         of: the call that it was begun for.
     """
 
-    replay: Any
+    replay: Recorded
     inputs: Mapping[str, torch.Tensor]
     given: torch.Tensor
     outputs: Any
     lane: Lane
-    ready: Any
-    done: Any
+    ready: Moment
+    done: Moment
     of: Lookahead
 
     def call_back(self, columns: Columns) -> None:
@@ -101,7 +108,7 @@ class Lookahead:
         # int64 [batch, 1]: what a request is given at every step; -1: what it chooses.
         self._last: torch.Tensor | None = None
 
-    def take(self, step: Any, columns: Columns, given: Mapping[str, torch.Tensor], own: Callable[..., Any]) -> Any:
+    def take(self, step: Step, columns: Columns, given: Mapping[str, torch.Tensor], own: Callable[..., Any]) -> Any:
         """The outputs of a step that was begun with these inputs, which no replay overwrites; None if there is none.
 
         own: outputs -> their copy, made by a function that copies a tensor.
@@ -131,7 +138,7 @@ class Lookahead:
         last = torch.full_like(given, -1) if self._last is None else self._last
         self._last = torch.where(given == foreseen, last, torch.where(last < 0, given, -1))
 
-    def begin(self, step: Any, columns: Columns, in_order: bool) -> None:
+    def begin(self, step: Step, columns: Columns, in_order: bool) -> None:
         """Begins the step after ``step``, whose outputs are being made, and which is counted.
 
         in_order: whether those are made by the lane.
@@ -166,7 +173,7 @@ def _in_one(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([inputs[name].reshape(-1) for name in sorted(inputs)])
 
 
-def _can_begin(step: Any) -> bool:
+def _can_begin(step: Step) -> bool:
     """Whether the next token follows from a step's outputs. Inputs that are not counted are taken to stay the same."""
     logits = step.outputs.get("logits") if isinstance(step.outputs, Mapping) else None
     return isinstance(logits, torch.Tensor) and logits.dim() == 3 and len(logits) == len(step.inputs["input_ids"])

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -124,7 +124,7 @@ class DecodeCacheLayer(CacheLayerMixin):
         known = {"k_cache": k, "v_cache": v, "kv_format": self.formats, "k_scale": k_scale, "v_scale": v_scale}
         return known if self.transform is None else known | {"transform": self.transform}
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
         """Takes tokens [batch, num_kv_heads, tokens, head_dim]; returns a handle twice, in place of K and V.
 
         Raises ValueError for more tokens than the cache may hold, before anything has changed.
@@ -236,7 +236,7 @@ class _Book:
 
     def __init__(
         self,
-        kv_format: Any,
+        kv_format: object,
         max_seq_len: int | None,
         capacity: int,
         scales: Scales | None,
@@ -330,11 +330,11 @@ class DecodeCache(Cache):
         self._take_layers([])
 
     def _take_layers(self, layers: list[Any]) -> None:
-        super().__init__(layer_class_to_replicate=partial(_next_layer, self.book, layers))  # type: ignore[arg-type]
+        super().__init__(layer_class_to_replicate=cast("type[Any]", partial(_next_layer, self.book, layers)))
         self.layers = layers
 
     @classmethod
-    def over(cls, layers: list[Any], book: Any) -> DecodeCache:
+    def over(cls, layers: list[Any], book: _Book) -> DecodeCache:
         """An empty cache in the memory of another one, which nobody uses any more: its recorded steps serve again."""
         cache = cls.__new__(cls)
         cache.kv_format, cache.max_seq_len, cache.book = book.kv_format, book.max_seq_len, book
@@ -398,10 +398,10 @@ class DecodeCache(Cache):
 
     @property
     def _layers(self) -> list[DecodeCacheLayer]:
-        return self.layers  # type: ignore[return-value]
+        return cast("list[DecodeCacheLayer]", self.layers)
 
 
-def formats_of_layer(kv_format: Any, index: int) -> tuple[Any, Any]:
+def formats_of_layer(kv_format: object, index: int) -> tuple[Any, Any]:
     """K's and V's of a layer; ValueError if a dict has none for it. A format of latents is both."""
     if kv_format in LATENT_FORMATS:
         return kv_format, kv_format
@@ -427,7 +427,7 @@ def _widened(rows: torch.Tensor, capacity: int) -> torch.Tensor:
 
 
 def constants_for(
-    scales: Scales | None, kv_transform: Any
+    scales: Scales | None, kv_transform: object
 ) -> tuple[Scales | None, CacheTransform | Sequence[CacheTransform | None] | None]:
     """(scales, transforms) of what `DecodeCache` is given of both.
 
@@ -443,10 +443,10 @@ def constants_for(
             check_transform(f"kv_transform[{layer}]", transform)
     else:
         check_transform("kv_transform", kv_transform)
-    return scales, kv_transform
+    return scales, cast("CacheTransform | Sequence[CacheTransform | None] | None", kv_transform)
 
 
-def check_formats(kv_format: Any, scales: Scales | None, transforms: Any = None) -> None:
+def check_formats(kv_format: object, scales: Scales | None, transforms: object = None) -> None:
     """Raises TypeError or ValueError unless every format is known and has the scales that it wants, and transforms
     only where there are K and V."""
     if isinstance(kv_format, str) and kv_format in LATENT_FORMATS:

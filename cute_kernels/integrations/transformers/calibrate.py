@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from cute_kernels import __version__
@@ -41,13 +42,13 @@ class Seen(NamedTuple):
 class _SeenLayer(DynamicLayer):
     """transformers' own layer, which keeps what it is given for the attention that follows."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
         self.given = (key_states, value_states)
         return super().update(key_states, value_states, *args, **kwargs)
 
 
 @torch.no_grad()
-def watch(model: Any, batches: Iterable[Mapping[str, Any]], see: Callable[[Seen], None]) -> int:
+def watch(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], see: Callable[[Seen], None]) -> int:
     """Runs a model over batches and shows what every layer attends to; returns the number of tokens.
 
     Args:
@@ -73,7 +74,9 @@ def watch(model: Any, batches: Iterable[Mapping[str, Any]], see: Callable[[Seen]
 def _shown(layers: Sequence[Any], mask: torch.Tensor | None, see: Callable[[Seen], None]) -> Callable[..., Any]:
     """Attention that shows what a pass over the layers of a cache attends to."""
 
-    def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+    def attend(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+    ) -> Any:
         layer = getattr(module, "layer_idx", None)
         if layer is not None and layer < len(layers):  # others read a cache that is not theirs
             k, v = layers[layer].given
@@ -86,7 +89,7 @@ def _shown(layers: Sequence[Any], mask: torch.Tensor | None, see: Callable[[Seen
 
 
 @contextmanager
-def attending(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
+def attending(model: PreTrainedModel, attend: Callable[..., Any]) -> Iterator[None]:
     """A model whose attention is ``attend``, called as transformers calls its own; as it was afterwards."""
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
@@ -102,13 +105,13 @@ def attending(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         if config._attn_implementation == _WATCHED:
-            model.set_attn_implementation(before)
+            model.set_attn_implementation(cast("str", before))
 
 
 def calibrate(
-    model: Any,
+    model: PreTrainedModel,
     batches: Iterable[Mapping[str, Any]],
-    kv_format: Any,
+    kv_format: object,
     *,
     method: Method = "absmax",
     percentile: float = 99.9,
@@ -132,9 +135,9 @@ def calibrate(
 
 
 def calibrate_cache(
-    model: Any,
+    model: PreTrainedModel,
     batches: Sequence[Mapping[str, Any]],
-    kv_format: Any,
+    kv_format: object,
     *,
     center: bool = True,
     factors: bool = True,
@@ -229,9 +232,9 @@ def _transform(
 
 
 def _scales(
-    model: Any,
+    model: PreTrainedModel,
     batches: Iterable[Mapping[str, Any]],
-    kv_format: Any,
+    kv_format: object,
     transforms: Sequence[CacheTransform | None],
     method: Method,
     percentile: float,

@@ -116,7 +116,7 @@ class Columns:
         else:
             self.count += new
 
-    def settle(self, padding: Any) -> None:
+    def settle(self, padding: object) -> None:
         """Takes in what the pass's mask says; called by every layer, and the first call counts.
 
         padding: bool [batch, count], True where a column is a token; None where all are; or `UNKNOWN`.

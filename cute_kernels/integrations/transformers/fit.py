@@ -14,9 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from cute_kernels.arguments import check_count, check_positive
 from cute_kernels.integrations.transformers.attend import attention
@@ -30,9 +33,9 @@ _BETAS = (0.9, 0.98)
 
 
 def fit_transforms(
-    model: Any,
+    model: PreTrainedModel,
     batches: Sequence[Mapping[str, Any]],
-    kv_format: Any,
+    kv_format: object,
     constants: CacheConstants,
     *,
     steps: int = 150,
@@ -138,8 +141,8 @@ class _Layer:
     def transform(self) -> CacheTransform | None:
         """What has become of it; None for one that changes nothing."""
         arrays = {name: array.detach().contiguous() for name, array in self.arrays().items()}
-        widths = {"k_rotation": self.start.k_rotation, "v_rotation": self.start.v_rotation}
-        made = CacheTransform(**arrays, **widths)  # type: ignore[arg-type]
+        turned = CacheTransform(k_rotation=self.start.k_rotation, v_rotation=self.start.v_rotation)
+        made = replace(turned, **arrays)
         return None if made.identity else made
 
 
@@ -166,11 +169,13 @@ def _step(form: KvFormat, x: torch.Tensor) -> torch.Tensor | None:
     return step.expand_as(parts).flatten(-2)
 
 
-def _divergence(model: Any, batch: Mapping[str, Any], layers: Sequence[_Layer]) -> torch.Tensor:
+def _divergence(model: PreTrainedModel, batch: Mapping[str, Any], layers: Sequence[_Layer]) -> torch.Tensor:
     """KL divergence of the next token, nats per token, with the layers' rows from that with exact K and V."""
 
-    def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
-        key, value = layers[module.layer_idx].read(key, value)
+    def attend(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+    ) -> Any:
+        key, value = layers[cast("int", module.layer_idx)].read(key, value)
         return attention(module, query, key, value, *args, **options)
 
     with torch.no_grad(), attending(model, attention):
@@ -182,7 +187,7 @@ def _divergence(model: Any, batch: Mapping[str, Any], layers: Sequence[_Layer]) 
     return each.mean() if mask is None else each[mask.bool()].mean()
 
 
-def _check_differentiable(model: Any) -> None:
+def _check_differentiable(model: PreTrainedModel) -> None:
     """ValueError, naming the first, for a model with layers that this package computes: they have no gradients."""
     for name, module in model.named_modules():
         own = vars(module).get("forward")
@@ -194,7 +199,7 @@ def _check_differentiable(model: Any) -> None:
             )
 
 
-def _deviations(model: Any, batch: Mapping[str, Any]) -> list[torch.Tensor]:
+def _deviations(model: PreTrainedModel, batch: Mapping[str, Any]) -> list[torch.Tensor]:
     """Each layer's standard deviation of K's channels, fp32 [num_kv_heads, head_dim]."""
     found: list[torch.Tensor] = []
 
@@ -206,7 +211,7 @@ def _deviations(model: Any, batch: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _frozen(model: Any) -> Iterator[None]:
+def _frozen(model: PreTrainedModel) -> Iterator[None]:
     """A model whose weights ask for no gradients."""
     asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in asking:

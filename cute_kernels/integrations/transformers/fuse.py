@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers import patterns
 from cute_kernels.integrations.transformers.blocks import AttentionBlock, Block, LayerBlock, MlpBlock
-from cute_kernels.integrations.transformers.cache import DecodeCache, Scales
+from cute_kernels.integrations.transformers.cache import DecodeCache, FormatOfLayers, Scales
 from cute_kernels.integrations.transformers.norms import has_hooks, is_plain
 from cute_kernels.integrations.transformers.patterns import recognise
 from cute_kernels.integrations.transformers.ropes import ModelRope, rope_of
@@ -39,7 +40,7 @@ class Fused:
         return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
-def fuse(model: nn.Module, kv_format: Any, scales: Scales | None) -> Fused:
+def fuse(model: nn.Module, kv_format: FormatOfLayers | None, scales: Scales | None) -> Fused:
     """Gives every block that is known and passes its check a ``forward`` of fewer launches.
 
     Norms are replaced and weights quantised before. kv_format: of the cache that attention gets; None for none, and
@@ -63,8 +64,8 @@ def restore_blocks(model: nn.Module) -> None:
 class _Stack:
     """A model's decoder layers."""
 
-    owner: Any
-    kv_format: Any
+    owner: Foreign
+    kv_format: FormatOfLayers | None
     scales: Scales | None
     fused: Fused
 
@@ -75,11 +76,11 @@ class _Stack:
             self._fuse_mlp(layer)
             known = recognise(layer, patterns.LAYERS)
             if known is not None and is_plain(getattr(layer, known.before_mlp)):
-                norm: Any = self.owner.norm if following is None else getattr(following, known.before, None)
+                norm = self.owner.norm if following is None else getattr(following, known.before, None)
                 results = partial(self._passes, layer.self_attn)
                 self.fused.layers += _installed(LayerBlock(layer, known, norm, following), results, self.fused)
 
-    def _fuse_attention(self, layer: Any) -> None:
+    def _fuse_attention(self, layer: Foreign) -> None:
         attention = getattr(layer, "self_attn", None)
         if self.kv_format is None or attention is None:
             return
@@ -91,7 +92,7 @@ class _Stack:
         results = partial(self._passes, attention)
         self.fused.attention += _installed(AttentionBlock(attention, known, rope), results, self.fused)
 
-    def _fuse_mlp(self, layer: Any) -> None:
+    def _fuse_mlp(self, layer: Foreign) -> None:
         mlp = getattr(layer, "mlp", None)
         known = None if mlp is None else recognise(mlp, patterns.MLPS)
         if mlp is None or known is None or any(has_hooks(getattr(mlp, name)) for name in known.projections):
@@ -100,13 +101,13 @@ class _Stack:
         if block.pair is not None:
             self.fused.mlp += _installed(block, lambda own: [own(self._noise(CHECKED_TOKENS))], self.fused)
 
-    def _rope_of(self, attention: Any) -> ModelRope | None:
+    def _rope_of(self, attention: Foreign) -> ModelRope | None:
         rotary = getattr(self.owner, "rotary_emb", None)
         if rotary is None or recognise(rotary, patterns.ROTARIES) is None:
             return None
         return rope_of(rotary, self._layer_type(attention))
 
-    def _layer_type(self, attention: Any) -> str | None:
+    def _layer_type(self, attention: Foreign) -> str | None:
         """The name of a layer's rotary embedding, where a model has several."""
         own = getattr(attention, "layer_type", None)
         return own if own is not None and hasattr(self.owner.rotary_emb, f"{own}_inv_freq") else None
@@ -120,7 +121,7 @@ class _Stack:
         noise = torch.randn(2, tokens, self.owner.config.hidden_size, generator=generator)
         return noise.to(weight.device, weight.dtype)
 
-    def _passes(self, attention: Any, run: Callable[..., Any]) -> list[torch.Tensor]:
+    def _passes(self, attention: Foreign, run: Callable[..., Any]) -> list[torch.Tensor]:
         """What a layer, or its attention, makes of a first turn and of a step; the requests stand at the first
         positions and at the last ones."""
         cache = None if self.kv_format is None else DecodeCache(self.kv_format, scales=self.scales)

@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,7 +53,7 @@ class CudaGraph:
 
 
 @dataclass
-class _Step:
+class Step:
     """One recorded step: where its inputs are, the graph, and what its last replay returned."""
 
     inputs: dict[str, torch.Tensor]
@@ -99,7 +99,7 @@ class StepReplay:
         functools.update_wrapper(self, forward)
 
     @contextmanager
-    def within_generate(self, cache: Any = None, columns: int = 0) -> Any:
+    def within_generate(self, cache: object = None, columns: int = 0) -> Iterator[None]:
         """What every call compares is compared once: the model, and the mask's older columns, which would wait for the
         device. `generate` changes neither; it appends a column of ones at every step.
 
@@ -126,7 +126,7 @@ class StepReplay:
 
     def _look_at_model(self) -> None:
         """Recordings are of a model as it stands: another weight, layer or hook makes another state."""
-        found = state_of(self.forward.__self__)  # type: ignore[attr-defined]
+        found = state_of(getattr(self.forward, "__self__"))  # noqa: B009  # it is a method
         if found != self._state:
             self._state, self._epoch = found, object()
 
@@ -184,7 +184,7 @@ class StepReplay:
         known = (torch.Tensor, DecodeCache, *_PLAIN)
         return all(isinstance(value, known) for value in given.values())
 
-    def _record(self, columns: Columns, tensors: dict[str, torch.Tensor], others: dict[str, Any]) -> _Step | str:
+    def _record(self, columns: Columns, tensors: dict[str, torch.Tensor], others: dict[str, Any]) -> Step | str:
         """The recorded step, or "as usual" if it cannot be recorded."""
         columns.call_back()
         with torch.inference_mode(False):
@@ -211,10 +211,10 @@ class StepReplay:
             self.reason = f"{type(error).__name__}: {error}"
             _LOG.warning("decode steps run without a CUDA graph: %s", self.reason)
             return "as usual"
-        return _Step(inputs, recorded)
+        return Step(inputs, recorded)
 
     def _replay(
-        self, step: _Step, cache: DecodeCache, tensors: dict[str, torch.Tensor], lookahead: Lookahead | None
+        self, step: Step, cache: DecodeCache, tensors: dict[str, torch.Tensor], lookahead: Lookahead | None
     ) -> Any:
         assert cache.columns is not None
         columns, outputs = cache.columns, None
@@ -279,7 +279,7 @@ def _run_aside(function: Callable[[], Any], device: torch.device) -> None:
 def _own(cache: DecodeCache, outputs: Any, copied: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Any:
     """Outputs that no replay overwrites, with the caller's cache in them."""
 
-    def own(value: Any) -> Any:
+    def own(value: object) -> object:
         return copied(value) if isinstance(value, torch.Tensor) else cache if value is _CACHE else value
 
     return _mapped(outputs, own)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -59,7 +60,7 @@ class CachedTokens:
         raise AttributeError(f"{name}: {_why_not()}")
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, function: object, types: object, args: object = (), kwargs: object = None) -> NoReturn:
         raise AttributeError(f"{getattr(function, '__name__', function)}: {_why_not()}")
 
     @property
@@ -67,7 +68,7 @@ class CachedTokens:
         """Columns of this pass."""
         return self.new_k.shape[2]
 
-    def settle(self, padding: Any) -> None:
+    def settle(self, padding: object) -> None:
         """`Columns.settle`, of the pass that this handle is of."""
         try:
             self.columns.settle(padding)
@@ -163,9 +164,9 @@ def _numbers(
 def _why_not() -> str:
     """Why a reader does not understand the handle: names the module whose code asks, and what it does instead."""
     rule = f"a DecodeCache hands out packed rows, not K and V; only attn_implementation={ATTENTION_NAME!r} reads them"
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and not isinstance(frame.f_locals.get("self"), torch.nn.Module):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if frame is None:
         return rule
     module = frame.f_locals["self"]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.columns import NotStaticError
 from cute_kernels.integrations.transformers.handle import CachedTokens
 from cute_kernels.integrations.transformers.known_code import method_code, model_class
@@ -43,7 +44,7 @@ class CachedLatents(CachedTokens):
         if self.is_appended:
             return
         latent, k_rope = (x.flatten(0, 2) for x in (self.new_k, self.new_v))
-        name: Any = self.layer.formats[0]
+        name = self.layer.formats[0]
         append_mla(latent, k_rope, self.layer.rows[0], kv_format=name, slot_mapping=self.columns.slots)
         self.is_appended = True
 
@@ -118,7 +119,7 @@ class Expansion:
                 self._unpacked = layer.weight.dequantize()
         return self._unpacked
 
-    def __call__(self, kv_nope: Any, k_rot: Any) -> Any:
+    def __call__(self, kv_nope: object, k_rot: object) -> tuple[object, object]:
         if not isinstance(kv_nope, CachedLatents):
             return type(self.module).expand_kv(self.module, kv_nope, k_rot)
         kv_nope.module = self.module
@@ -130,7 +131,7 @@ def replace_expansions(model: nn.Module) -> None:
     against."""
     for module in model.modules():
         if hasattr(type(module), "expand_kv"):
-            module.expand_kv = Expansion(module)  # type: ignore[assignment]
+            vars(module)["expand_kv"] = Expansion(module)
 
 
 def restore_expansions(model: nn.Module) -> None:
@@ -145,7 +146,7 @@ def caches_latents(module: nn.Module) -> bool:
     return hasattr(module, "expand_kv")
 
 
-def latents_refusal(module: Any) -> str | None:
+def latents_refusal(module: Foreign) -> str | None:
     """Why an attention's latents cannot be decoded by `mla_decode`, or None."""
     known = model_class(*EXPANSION)
     if known is None or method_code(type(module), ("expand_kv",)) != method_code(known, ("expand_kv",)):
@@ -158,18 +159,18 @@ def latents_refusal(module: Any) -> str | None:
     return None
 
 
-def is_absorbable(module: Any) -> bool:
+def is_absorbable(module: Foreign) -> bool:
     """Whether keys and values are their projection of the latents and nothing else."""
     layer = module.kv_b_proj
     return type(layer) in (nn.Linear, QuantizedLinear) and layer.bias is None and not has_hooks(layer)
 
 
-def up_projections(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def up_projections(module: Foreign) -> tuple[torch.Tensor, torch.Tensor]:
     """[heads, qk_nope_head_dim, 512] that makes keys of latents, [heads, 512, v_head_dim] that makes values.
 
     Views of the projection's weight, as `Expansion` has it.
     """
-    expansion: Any = module.expand_kv
+    expansion = module.expand_kv
     weight = expansion.weight().view(module.config.num_attention_heads, -1, V_DIM)
     return weight[:, : module.qk_nope_head_dim], weight[:, module.qk_nope_head_dim :].transpose(1, 2)
 

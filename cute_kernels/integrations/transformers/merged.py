@@ -7,7 +7,7 @@ layer can be a view of that; `PartOfPair` stands in their places, and makes of i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -195,16 +195,23 @@ class PartOfPair(QuantizedLinear):
     def extra_repr(self) -> str:
         return f"rows of {self.pair[0]}"
 
-    def _apply(self, fn: Any, recurse: bool = True) -> PartOfPair:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartOfPair:
         # By each part of a pair: what moves or casts a tensor leaves one alone that it has moved already.
         self.pair[0]._apply(fn, recurse)
         return self
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
         self.separate()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: Any, missing: Any, unexpected: Any, errors: Any
+        self,
+        state_dict: Mapping[str, object],
+        prefix: str,
+        local_metadata: object,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
         errors.append(
             f"{prefix}codes: got a weight to load into a block that is accelerated, want restore(model) before"

@@ -16,6 +16,7 @@ from torch.nn.modules.module import _global_forward_hooks as _HOOKS_OF_ALL
 from torch.nn.modules.module import _global_forward_pre_hooks as _PRE_HOOKS_OF_ALL
 
 from cute_kernels import rms_norm
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.known_code import method_code, model_class
 from cute_kernels.integrations.transformers.ropes import version_of
 
@@ -54,7 +55,7 @@ def _is_replaced(module: nn.Module) -> bool:
     return isinstance(own, partial) and own.func is _forward
 
 
-def _forward(module: Any, eps: float, offset: float, hidden_states: torch.Tensor) -> torch.Tensor:
+def _forward(module: Foreign, eps: float, offset: float, hidden_states: torch.Tensor) -> torch.Tensor:
     if (made := getattr(hidden_states, _NOTE, None)) is not None and made.is_of(module, hidden_states):
         return made.result
     return rms_norm(hidden_states.contiguous(), module.weight, eps=eps, weight_offset=offset)
@@ -87,13 +88,13 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or _HOOKS_OF_ALL or _PRE_HOOKS_OF_ALL)
 
 
-def terms_of(module: Any) -> tuple[torch.Tensor, float, float]:
+def terms_of(module: Foreign) -> tuple[torch.Tensor, float, float]:
     """(weight, epsilon, what is added to the weight) of a norm that `is_plain`."""
     _, eps, offset = module.forward.args
     return module.weight, eps, offset
 
 
-def add_and_norm(x: torch.Tensor, residual: torch.Tensor, module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def add_and_norm(x: torch.Tensor, residual: torch.Tensor, module: Foreign) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm of the sum, the sum) by a norm that `is_plain`."""
     weight, eps, offset = terms_of(module)
     return rms_norm(x, weight, residual=residual, eps=eps, weight_offset=offset)

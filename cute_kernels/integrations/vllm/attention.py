@@ -9,9 +9,6 @@ not take, vLLM goes on to its own. A layer's step puts its new tokens into the c
                         `attention_metadata.Way` has what serves those that it does not read
 """
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import importlib
@@ -33,6 +30,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from cute_kernels import append_and_decode, append_kv, decode_attention, dequantize_kv, extend_attention
 from cute_kernels.attention.checks import head_dim_of_row
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import attention_kernels, environment, kv_formats, prepare
 from cute_kernels.integrations.vllm.attention_metadata import (
     Context,
@@ -113,7 +111,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         return False
 
     @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
+    def supports_compute_capability(cls, capability: Foreign) -> bool:
         return (capability.major, capability.minor) == (9, 0)
 
     @classmethod
@@ -234,7 +232,7 @@ class CuteKernelsAttentionImpl(AttentionImpl):
 
     def forward(
         self,
-        layer: Any,
+        layer: Foreign,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -272,7 +270,9 @@ class CuteKernelsAttentionImpl(AttentionImpl):
 class _LayerCall:
     """One layer's step: its cache, its scales, and what each part of the step does."""
 
-    def __init__(self, impl: CuteKernelsAttentionImpl, layer: Any, kv_cache: torch.Tensor, metadata: Metadata) -> None:
+    def __init__(
+        self, impl: CuteKernelsAttentionImpl, layer: Foreign, kv_cache: torch.Tensor, metadata: Metadata
+    ) -> None:
         self.impl, self.metadata = impl, metadata
         self.k_cache, self.v_cache = kv_formats.views(kv_cache, impl.formats, impl.head_size, impl.num_kv_heads)
         self.scales: dict[str, Any] = {
@@ -431,11 +431,11 @@ def _ask_first(module_name: str, name: str) -> None:
     if getattr(original, "asks_cute_kernels_first", False):
         return
 
-    def priorities(use_mla: bool, *arguments: Any, **named: Any) -> list[Any]:
+    def priorities(use_mla: bool, *arguments: object, **named: object) -> list[Any]:
         found = original(use_mla, *arguments, **named)
         return found if use_mla else [AttentionBackendEnum.CUSTOM, *found]
 
-    priorities.asks_cute_kernels_first = True  # type: ignore[attr-defined]
+    vars(priorities)["asks_cute_kernels_first"] = True
     setattr(module, name, priorities)
 
 
@@ -446,20 +446,20 @@ def _count_bytes(module_name: str, name: str) -> None:
     if getattr(original, "counts_bytes", False):
         return
 
-    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+    def get_kv_cache_spec(self: Foreign, vllm_config: object) -> Any:
         spec = original(self, vllm_config)
         return cache_spec(self, spec) if spec is not None and is_ours(self) else spec
 
-    get_kv_cache_spec.counts_bytes = True  # type: ignore[attr-defined]
+    vars(get_kv_cache_spec)["counts_bytes"] = True
     layer_class.get_kv_cache_spec = get_kv_cache_spec
 
 
-def is_ours(layer: Any) -> bool:
+def is_ours(layer: object) -> bool:
     """Whether a layer of vLLM uses this backend."""
     return isinstance(getattr(layer, "impl", None), CuteKernelsAttentionImpl)
 
 
-def cache_spec(layer: Any, spec: Any) -> Any:
+def cache_spec(layer: Foreign, spec: Any) -> Any:
     """A layer's cache specification; of formats that vLLM does not know, with the bytes of rows for head sizes."""
     import dataclasses
 

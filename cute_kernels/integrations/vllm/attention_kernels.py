@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,9 +18,14 @@ from cute_kernels.extend.compile import ExtendSpec
 from cute_kernels.extend.config import HEAD_DIMS, ExtendConfig, has_token_scale
 from cute_kernels.extend.plan import combine_spec
 from cute_kernels.extend.schedule import choose
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
 from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, row_transform_of
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.spec import KernelSpec
+
+if TYPE_CHECKING:
+    from cute_kernels.integrations.vllm.kv_formats import Formats
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,14 @@ class Decodes:
     invariant: bool = False
 
 
-def can_extend(formats: Any, head_size: int) -> bool:
+def can_extend(formats: Formats, head_size: int) -> bool:
     """Whether extend attention reads caches of these formats, K's and V's."""
     if head_size not in HEAD_DIMS:
         return False
     return _extend_config(formats, head_size, "fp16", 16, PLAIN).can_implement() is None
 
 
-def why_not_invariant(formats: Any, head_size: int) -> str | None:
+def why_not_invariant(formats: Formats, head_size: int) -> str | None:
     """Why a token's result would depend on the batch; None if it does not.
 
     Extend attention looks at the greatest scale of a tile of V's rows, and a tile has what a prompt's part has.
@@ -57,27 +62,27 @@ def why_not_invariant(formats: Any, head_size: int) -> str | None:
     return "a scale for each of V's rows" if has_token_scale(formats.v) else None
 
 
-def _extend_config(formats: Any, head_size: int, q_dtype: str, page_size: int, features: Features) -> ExtendConfig:
+def _extend_config(formats: Formats, head_size: int, q_dtype: str, page_size: int, features: Features) -> ExtendConfig:
     dense = formats.k.name if not formats.k.is_coded else q_dtype  # a cache of 16 bits is in q's dtype
     page_tokens = max(size for size in PAGE_TOKENS if page_size % size == 0)
     return choose(extend.Problem(head_size, formats.k.name, formats.v.name, dense, page_tokens, features))
 
 
-def specs(impls: Iterable[Any], decodes: Decodes, device: torch.device) -> list[KernelSpec]:
+def specs(impls: Iterable[Foreign], decodes: Decodes, device: torch.device) -> list[KernelSpec]:
     """The kernels of layers (`CuteKernelsAttentionImpl`): appends, decoding, short and long continuations."""
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = GPU.num_sms(device)
     found: dict[KernelSpec, None] = {}
     for impl in impls:
         found.update(dict.fromkeys(specs_of(impl, decodes, num_sms)))
     return list(found)
 
 
-def specs_of(impl: Any, decodes: Decodes, num_sms: int) -> list[KernelSpec]:
+def specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> list[KernelSpec]:
     """The kernels of one layer on a GPU of so many SMs."""
     return list(dict.fromkeys(_specs_of(impl, decodes, num_sms)))
 
 
-def _specs_of(impl: Any, decodes: Decodes, num_sms: int) -> Iterator[KernelSpec]:
+def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelSpec]:
     forms, dtype = (impl.formats.k.name, impl.formats.v.name), Q_DTYPES[decodes.dtype]
     rows = row_transform_of(impl.transform, shift=False)
     yield AppendSpec(AppendConfig(*forms, dtype, impl.head_size, impl.head_size, transform=rows))
@@ -120,7 +125,7 @@ def _specs_of(impl: Any, decodes: Decodes, num_sms: int) -> Iterator[KernelSpec]
             yield DecodeSpec(make_schedule(problem).config)
 
 
-def _features(impl: Any, q_len: int, max_seq_len: int) -> Features:
+def _features(impl: Foreign, q_len: int, max_seq_len: int) -> Features:
     window = impl.sliding_window
     return Features(
         queries=q_len > 1,

@@ -1,8 +1,5 @@
 """What a step of vLLM asks of attention: which requests decode, which begin, which continue; made once a step."""
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -21,8 +18,10 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from cute_kernels.attention.checks import MAX_Q_LEN
 from cute_kernels.extend.schedule import count_tiles
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import attention_kernels, prepare
 from cute_kernels.integrations.vllm.attention_kernels import Decodes
+from cute_kernels.runtime.gpu import GPU
 
 MAX_PARTS = 8  # of a request: each reads its cache; dequantising costs as much as seven that do
 MAX_CONTEXT = 1 << 16  # tokens that are dequantised at a time, or one request's if that has more
@@ -145,7 +144,9 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Foreign, layer_names: list[str], vllm_config: Foreign, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         assert self.reorder_batch_threshold is not None
@@ -224,14 +225,14 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         return Context(pages, position % self.page_size, on_device, max(lengths))
 
 
-def decode_batches(vllm_config: Any) -> tuple[int, ...]:
+def decode_batches(vllm_config: Foreign) -> tuple[int, ...]:
     """Requests of the decoding steps that are captured, and of the largest."""
     captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
     most = vllm_config.scheduler_config.max_num_seqs
     return tuple(sorted({1, most, *(size for size in captured if size <= most)}))
 
 
-def decodes_of(vllm_config: Any, page_size: int) -> Decodes:
+def decodes_of(vllm_config: Foreign, page_size: int) -> Decodes:
     """The decoding steps of an engine."""
     speculation = vllm_config.speculative_config
     tokens = 0 if speculation is None else speculation.num_speculative_tokens or 0
@@ -254,7 +255,7 @@ def is_invariant() -> bool:
 
 def caches_of(impls: list[Any], device: torch.device) -> Caches:
     """What layers that share a step's metadata have in common."""
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = GPU.num_sms(device)
     return Caches(
         num_heads=max(impl.num_heads for impl in impls),
         num_kv_heads=max(impl.num_kv_heads for impl in impls),

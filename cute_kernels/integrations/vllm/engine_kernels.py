@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -104,7 +103,7 @@ def attention_specs(
     heads: Heads, formats: Formats, drafted: int, batches: tuple[int, ...] = DECODED
 ) -> list[KernelSpec]:
     """The kernels of a model's attention, with bf16 queries."""
-    layer: Any = SimpleNamespace(
+    layer = SimpleNamespace(
         formats=formats,
         head_size=heads.head_size,
         num_heads=heads.num_heads,

@@ -1,6 +1,6 @@
 """Switches of the plugin, read from the environment.
 
-CUTE_KERNELS_VLLM            unset or "1": every seam; "0": none; else a list such as "linear,attention"
+CUTE_KERNELS_VLLM            unset or "1": the usual seams; "0": none; else a list such as "linear,attention"
 CUTE_KERNELS_VLLM_KV_FORMAT  a cache format of this package that replaces the one `--kv-cache-dtype` names
 CUTE_KERNELS_VLLM_INVARIANT  "1": attention runs here under VLLM_BATCH_INVARIANT, too. For experiments: steps of up to
                              128 tokens of a request gave the same bits however they were cut, but of a served model's
@@ -16,6 +16,8 @@ KV_FORMAT = "CUTE_KERNELS_VLLM_KV_FORMAT"
 INVARIANT = "CUTE_KERNELS_VLLM_INVARIANT"
 SEAMS = ("linear", "attention", "moe", "mla", "fusion")
 """In the order in which they are replaced."""
+USUAL = tuple(seam for seam in SEAMS if seam != "fusion")
+"""Those that are replaced unasked. Fusion is not, as long as no GPU has run a served model with it."""
 
 
 def wanted_seams() -> tuple[str, ...]:
@@ -28,7 +30,7 @@ def wanted_seams() -> tuple[str, ...]:
     if text in ("", "0"):
         return ()
     if text == "1":
-        return SEAMS
+        return USUAL
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in SEAMS]
     if unknown:

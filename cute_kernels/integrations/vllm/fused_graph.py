@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import fx
@@ -41,8 +41,8 @@ class Sums:
             be launched.
     """
 
-    add_norm: Any
-    norm: Any
+    add_norm: Callable[..., Any]
+    norm: Callable[..., Any]
     is_ready: Callable[[int, torch.dtype, bool], bool]
 
 
@@ -57,11 +57,11 @@ def fuse(graph: fx.Graph, sums: Sums | None) -> dict[str, int]:
     return {"gates": gates, "residuals": residuals, "norms": norms}
 
 
-def is_product(node: Any) -> bool:
+def is_product(node: object) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and node.target is LINEAR
 
 
-def is_plain_product(node: Any) -> bool:
+def is_plain_product(node: object) -> TypeGuard[fx.Node]:
     """Whether a node is a product that nothing was put into yet, with results of x's dtype."""
     if not is_product(node) or node.args[RESIDUAL] is not None or node.args[ACTIVATION] is not None:
         return False
@@ -122,7 +122,7 @@ def _is_swiglu(product: fx.Node, inside: list[fx.Node]) -> bool:
         return found.shape == wanted.shape and torch.allclose(found.float(), wanted, rtol=0.02, atol=1e-3)
 
 
-def _run(nodes: list[fx.Node], known: dict[fx.Node, Any], rows: Any) -> torch.Tensor:
+def _run(nodes: list[fx.Node], known: dict[fx.Node, Any], rows: int | torch.SymInt) -> torch.Tensor:
     """The last node's value. rows: the number of rows in the graph, which is NOISE_ROWS here."""
 
     def value_of(node: fx.Node) -> Any:
@@ -135,7 +135,7 @@ def _run(nodes: list[fx.Node], known: dict[fx.Node, Any], rows: Any) -> torch.Te
 
     for node in nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-        known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        known[node] = cast("Callable[..., Any]", node.target)(*args, **kwargs)
     return known[nodes[-1]]
 
 

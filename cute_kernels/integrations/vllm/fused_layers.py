@@ -4,14 +4,10 @@ The epilogue "swiglu" of a product wants the rows of gate and up in turn. A laye
 results again behind the product; the pass over the graph takes that away together with the gate.
 """
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm import envs
@@ -53,7 +49,7 @@ def wanted() -> Fused:
     return Fused(gates=getattr(config.model_config.hf_text_config, "hidden_act", None) in SILU, sums=True)
 
 
-def is_gated(layer: Any) -> bool:
+def is_gated(layer: object) -> bool:
     """Whether a layer is gate and up together, without a bias."""
     parts = getattr(layer, "output_partition_sizes", ())
     is_pair = len(parts) == 2 and parts[0] == parts[1]
@@ -61,7 +57,7 @@ def is_gated(layer: Any) -> bool:
     return is_pair and named and getattr(layer, "bias", None) is None
 
 
-def ends_block(layer: Any) -> bool:
+def ends_block(layer: object) -> bool:
     """Whether a layer's results are added to the residual stream."""
     return type(layer).__name__ == "RowParallelLinear"
 

@@ -7,16 +7,12 @@ overlap. Without torch.compile nothing is fused.
 `fused_layers` says which layers are made for it.
 """
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import functools
 import importlib
 import inspect
 import logging
-from typing import Any
 
 import torch
 from torch import fx
@@ -24,6 +20,7 @@ from vllm import envs
 from vllm.compilation.passes.inductor_pass import InductorPass
 
 from cute_kernels._version import __version__
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import fused_graph, fused_layers
 from cute_kernels.integrations.vllm.versions import Interface
 
@@ -77,11 +74,11 @@ def replace(interface: Interface) -> str:
     if not getattr(original, "ends_with_cute_kernels", False):
 
         @functools.wraps(original)
-        def configure(self: Any, config: Any) -> None:
+        def configure(self: Foreign, config: object) -> None:
             original(self, config)
             if not envs.VLLM_BATCH_INVARIANT:
                 self.passes.append(FusionPass())
 
-        configure.ends_with_cute_kernels = True  # type: ignore[attr-defined]
+        vars(configure)["ends_with_cute_kernels"] = True
         manager.configure = configure
     return "gates, residual sums and norms are fused into quantised products in compiled graphs"

@@ -7,14 +7,10 @@ What is traced depends on a layer's configuration alone, never on the values of 
 from one start to the next, and another checkpoint of the same configuration must fit them.
 """
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm import envs
@@ -31,6 +27,7 @@ from cute_kernels.linear import PackedWeight, interleave_weights, slice_outputs
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.weight import GROUP_SIZES, padded_shape, symmetric_zero
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.weight_formats import WeightFormat, integers
 
 WEIGHT_TYPES = {
@@ -109,7 +106,7 @@ class CuteKernelsLinearKernel(MPLinearKernel):
         reason = prepare.linear_reason(form.problem(_num_sms(index)), prepare.engine_rows(), index)
         return reason is None, reason
 
-    def __init__(self, c: MPLinearLayerConfig, *names: Any, **more_names: Any) -> None:
+    def __init__(self, c: MPLinearLayerConfig, *names: object, **more_names: object) -> None:
         super().__init__(c, *names, **more_names)
         self.form = form_of(c)
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
@@ -207,4 +204,4 @@ def replace(interface: Interface) -> str:
 
 
 def _num_sms(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+    return GPU.num_sms(device_index)

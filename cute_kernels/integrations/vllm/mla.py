@@ -5,15 +5,11 @@ they make of a layer becomes a subclass whose decoding runs here, with as many h
 for chosen tokens want 64 or 128, and vLLM pads.
 """
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import functools
 import importlib
 import logging
-from typing import Any
 
 import torch
 from vllm import envs
@@ -23,12 +19,14 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
 from vllm.v1.attention.backends.utils import reshape_attn_output_for_spec_decode, reshape_query_for_spec_decode
 
 from cute_kernels import mla_decode, sparse_mla_decode
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import mla_kernels, prepare
 from cute_kernels.integrations.vllm.attention_metadata import decode_batches
 from cute_kernels.integrations.vllm.mla_kernels import HEAD_DIM, V_DIM, Decodes
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.names import MlaFormatName
+from cute_kernels.runtime.gpu import GPU
 
 logger = logging.getLogger("vllm.cute_kernels")
 
@@ -43,7 +41,7 @@ SCALED = "mla_fp8"  # DeepSeek-V3.2's tokens of 656 bytes, vLLM's fp8_ds_mla
 class CuteKernelsMlaImpl(FlashMLAImpl):
     """Whole contexts in 16 bits; FP8 with one scale is left to FlashMLA."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)
         self.serves = False
         dtype = _model_dtype()
@@ -56,8 +54,8 @@ class CuteKernelsMlaImpl(FlashMLAImpl):
         self,
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         kv_c_and_k_pe_cache: torch.Tensor,
-        attn_metadata: Any,
-        layer: Any,
+        attn_metadata: Foreign,
+        layer: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """q: [tokens, heads, 576], or its latent and its RoPE columns; returns [tokens, heads, 512] and no lse."""
         queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
@@ -78,7 +76,7 @@ class CuteKernelsMlaImpl(FlashMLAImpl):
 class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
     """Chosen tokens, of 656 bytes or in bf16, for as many heads as there are."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)
         self.serves = False
         form = SCALED if self.kv_cache_dtype == "fp8_ds_mla" else "mla_bf16"
@@ -88,7 +86,7 @@ class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
         self.serves = _outcome(f"mla chosen {form} {self.num_heads}", reason)
 
     def _fp8_flash_mla_kernel(
-        self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, topk_indices: torch.Tensor, kernel_metadata: Any
+        self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, topk_indices: torch.Tensor, kernel_metadata: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """q: [batch, q_len, heads, 576]; topk_indices: int32 [batch, q_len, topk] slots, -1 for none."""
         if not self.serves:
@@ -121,7 +119,7 @@ class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
         return out.squeeze(1)
 
 
-def reason_against(impl: Any, form: str | None) -> str | None:
+def reason_against(impl: Foreign, form: str | None) -> str | None:
     """Why a layer keeps FlashMLA's kernels; None if it need not. form: of its cache, None for one that is not read."""
     wrong = {
         f"{impl.kv_cache_dtype} caches": form is None,
@@ -160,7 +158,7 @@ def _make_ready(decodes: Decodes | None) -> str | None:
     if decodes is None:
         return None
     device = torch.device("cuda", torch.cuda.current_device())
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = GPU.num_sms(device)
     specs = mla_kernels.specs(decodes, num_sms)
     reason = prepare.why_not_ready(device, specs)
     if reason is None:

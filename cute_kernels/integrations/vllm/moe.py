@@ -5,9 +5,6 @@ results back, and the experts. The method's parameters stay as they are; once th
 experts are these. What is not served keeps vLLM's experts, and one line says why.
 """
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import functools
@@ -24,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.platforms import current_platform
 
 from cute_kernels import fused_moe
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import expert_kernels, expert_weights, prepare
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
@@ -57,17 +55,17 @@ class Source:
     form: Callable[[Any], tuple[int, int, bool, bool]]
 
 
-def _compressed_tensors_form(method: Any) -> tuple[int, int, bool, bool]:
+def _compressed_tensors_form(method: Foreign) -> tuple[int, int, bool, bool]:
     order = getattr(method.actorder, "value", method.actorder)
     return method.num_bits, method.group_size, not method.symmetric, order == "group"
 
 
-def _gptq_form(method: Any) -> tuple[int, int, bool, bool]:
+def _gptq_form(method: Foreign) -> tuple[int, int, bool, bool]:
     config = method.quant_config
     return config.quant_type.size_bits, config.group_size, False, bool(config.desc_act)
 
 
-def _awq_form(method: Any) -> tuple[int, int, bool, bool]:
+def _awq_form(method: Foreign) -> tuple[int, int, bool, bool]:
     config = method.quant_config
     if not config.zero_point:
         raise ValueError("AWQ without zero points")
@@ -91,7 +89,7 @@ SOURCES = {
 class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
     """vLLM's interface of experts: both products, and the sum over a token's experts."""
 
-    def __init__(self, moe_config: Any, quant_config: Any, gate_up: PackedExperts, down: PackedExperts) -> None:
+    def __init__(self, moe_config: Foreign, quant_config: Foreign, gate_up: PackedExperts, down: PackedExperts) -> None:
         super().__init__(moe_config=moe_config, quant_config=quant_config)
         self.gate_up, self.down = gate_up, down
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
@@ -109,15 +107,15 @@ class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
         return False
 
     @staticmethod
-    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+    def _supports_quant_scheme(weight_key: object, activation_key: object) -> bool:
         return activation_key is None
 
     @staticmethod
-    def _supports_activation(activation: Any) -> bool:
+    def _supports_activation(activation: Foreign) -> bool:
         return activation.value == "silu"
 
     @staticmethod
-    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+    def _supports_parallel_config(moe_parallel_config: Foreign) -> bool:
         return not moe_parallel_config.use_all2all_kernels
 
     @staticmethod
@@ -132,7 +130,7 @@ class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
     ) -> tuple[int, int, int, int, int]:
         return len(self.gate_up), a1.shape[0], self.gate_up.out_features, a1.shape[-1], topk_ids.shape[1]
 
-    def workspace_shapes(self, M: int, N: int, K: int, *_: Any, **__: Any) -> tuple[tuple[int, ...], ...]:
+    def workspace_shapes(self, M: int, N: int, K: int, *_: object, **__: object) -> tuple[tuple[int, ...], ...]:
         return (0,), (0,), (M, K)
 
     def apply(
@@ -143,14 +141,14 @@ class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
         w2: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        activation: Any,
+        activation: Foreign,
         global_num_experts: int,
         expert_map: torch.Tensor | None,
         a1q_scale: torch.Tensor | None,
         a2_scale: torch.Tensor | None,
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
-        expert_tokens_meta: Any,
+        expert_tokens_meta: object,
         apply_router_weight_on_input: bool,
     ) -> None:
         if apply_router_weight_on_input or activation.value != "silu":
@@ -172,7 +170,7 @@ class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
             )
 
 
-def reason_against(method: Any, layer: Any, source: Source) -> str | None:
+def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | None:
     """Why a layer keeps vLLM's experts; None if it need not."""
     try:
         bits, group_size, _, act_order = source.form(method)
@@ -210,7 +208,7 @@ def reason_against(method: Any, layer: Any, source: Source) -> str | None:
     return prepare.why_not_ready(words.device, _kernels_of(method, layer, source)) if words.is_cuda else None
 
 
-def _kernels_of(method: Any, layer: Any, source: Source) -> Iterator[KernelSpec]:
+def _kernels_of(method: Foreign, layer: Foreign, source: Source) -> Iterator[KernelSpec]:
     """The kernels that a layer will ask for once it is packed; looked for where they cannot be compiled alone."""
     if compiler_version() is not None:
         return
@@ -235,13 +233,13 @@ def _specs(gate_up: ExpertsForm, down: ExpertsForm, topk: int, tokens: tuple[int
     return tuple(expert_kernels.specs(gate_up, down, topk, tokens, gate_up.dtype, invariant))
 
 
-def _asked(method: Any, gate_up: ExpertsForm, down: ExpertsForm) -> tuple[KernelSpec, ...]:
+def _asked(method: Foreign, gate_up: ExpertsForm, down: ExpertsForm) -> tuple[KernelSpec, ...]:
     """The kernels of a layer; layers of one form share them, and those of a model are nearly always alike."""
     tokens = tuple(count for count in prepare.engine_rows().all() if count <= MAX_TOKENS)
     return _specs(gate_up, down, method.moe.experts_per_token, tokens)
 
 
-def process(method: Any, layer: Any, source: Source) -> None:
+def process(method: Foreign, layer: Foreign, source: Source) -> None:
     """Packs a layer's weights, and gives the method these experts."""
     bits, group_size, zero_point, _ = source.form(method)
     packed = {}
@@ -280,13 +278,13 @@ def process(method: Any, layer: Any, source: Source) -> None:
     method.moe_kernel = modular_kernel.FusedMoEKernel(hand_out, experts)
 
 
-def _set(layer: Any, name: str, tensor: torch.Tensor | None) -> None:
+def _set(layer: Foreign, name: str, tensor: torch.Tensor | None) -> None:
     parameter = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
     delattr(layer, name)
     layer.register_parameter(name, parameter)
 
 
-def _load_kernels(method: Any, gate_up: PackedExperts, down: PackedExperts) -> None:
+def _load_kernels(method: Foreign, gate_up: PackedExperts, down: PackedExperts) -> None:
     """Makes a layer's kernels ready, unless a layer like it has done so."""
     if not gate_up.codes.is_cuda:
         return
@@ -310,12 +308,12 @@ def replace(interface: Interface) -> str:
     return "experts (AWQ, GPTQ, compressed-tensors; 4 and 8 bits) run here"
 
 
-def _replace_method(method_class: Any, source: Source) -> None:
+def _replace_method(method_class: Foreign, source: Source) -> None:
     original = method_class.process_weights_after_loading
     if getattr(original, "makes_cute_experts", False):
         return
 
-    def process_weights_after_loading(self: Any, layer: Any) -> None:
+    def process_weights_after_loading(self: Foreign, layer: Foreign) -> None:
         reason = reason_against(self, layer, source)
         if reason is None:
             process(self, layer, source)
@@ -324,7 +322,7 @@ def _replace_method(method_class: Any, source: Source) -> None:
             _say_once(f"cute-kernels: experts are left to vLLM: {reason}")
             original(self, layer)
 
-    process_weights_after_loading.makes_cute_experts = True  # type: ignore[attr-defined]
+    vars(process_weights_after_loading)["makes_cute_experts"] = True
     method_class.process_weights_after_loading = process_weights_after_loading
 
 

@@ -1,8 +1,5 @@
 """What vLLM calls: it replaces the seams that are wanted, and says so."""
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import hashlib

@@ -4,15 +4,12 @@ Inside a CUDA graph capture nothing may be compiled, and in a step that a user w
 say here what they are; the first one whose weights are processed has all of their kernels loaded, many at a time.
 """
 
-# vLLM is not installed where types are checked.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import functools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +21,7 @@ from cute_kernels.runtime import wanted
 from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
 from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.native import compiler_remedy, compiler_version
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.store import default_directory
@@ -81,14 +79,16 @@ def note(problem: LinearProblem, rows: RowCounts) -> None:
     _noted[problem] = rows
 
 
-def load_noted(device: torch.device) -> None:
-    """Loads the kernels of every layer that was noted since the last call; compiles those that are nowhere yet."""
+def load_noted(
+    device: torch.device, load_all: Callable[[torch.device, Iterable[KernelSpec]], None] | None = None
+) -> None:
+    """Loads the kernels of every layer that was noted since the last call, by :func:`load` or ``load_all``."""
     if not _noted:
         return
     problems = dict(_noted)
     _noted.clear()
-    gpu = torch.cuda.get_device_name(index_of(device))
-    load(
+    gpu = GPU.name(index_of(device))
+    (load_all or load)(
         device, [spec for problem, rows in problems.items() for m in rows.all() for spec in specs_for(problem, m, gpu)]
     )
 
@@ -146,6 +146,6 @@ def linear_reason(problem: LinearProblem, rows: RowCounts, device_index: int) ->
     """`why_not_ready` of a linear layer, found once for all that are alike."""
     if compiler_version() is not None:
         return None
-    gpu = torch.cuda.get_device_name(device_index)
+    gpu = GPU.name(device_index)
     specs = [spec for m in rows.all() for spec in specs_for(problem, m, gpu)]
     return why_not_ready(torch.device("cuda", device_index), specs)

@@ -13,7 +13,8 @@ from cute_kernels.linear.inputs.compile import InputRowsSpec
 from cute_kernels.linear.inputs.config import VECTOR, InputRowsConfig, parts_of, room_for
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
-from cute_kernels.runtime.memory import Blank, blank, empty_strided
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.memory import Blank, blank
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ALIGNMENT = 16  # bytes
@@ -37,7 +38,7 @@ class InputRows:
 
     def make(self, x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
         """x [..., k] as contiguous rows [m, k], each input times its scale, in the order of perm."""
-        rows = empty_strided(*self.new)
+        rows = GPU.empty(*self.new)
         self.function(
             rows,
             x.data_ptr(),
@@ -64,5 +65,5 @@ def input_rows(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Te
         function=load(InputRowsSpec(config), arch_of(index)),
         new=blank((m, k), x.dtype),
         stride=stride,
-        parts=parts_of(m, k, torch.cuda.get_device_properties(index).multi_processor_count),
+        parts=parts_of(m, k, GPU.num_sms(index)),
     )

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
+from math import inf
+from typing import NamedTuple
 
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import schedule as plain
@@ -66,7 +68,9 @@ def parts_of_k(problem: LinearProblem) -> int:
     fastest = [estimate_us(one, plain.make_tile_schedule(one)) for one in problems]
 
     def worst(parts: int) -> float:
-        times = [min(expected_us(one, schedule) for schedule in schedules_of(one, parts)) for one in problems]
+        times = [
+            min((expected_us(one, schedule) for schedule in schedules_of(one, parts)), default=inf) for one in problems
+        ]
         return max(time / least for time, least in zip(times, fastest, strict=True))
 
     return min((worst(parts), parts) for parts in possible_parts(problem))[1]
@@ -87,16 +91,30 @@ def part_inputs(k_pad: int, parts: int) -> int:
 
 def schedules_of(problem: LinearProblem, parts: int) -> Iterator[TileSchedule]:
     """Every schedule whose tiles all have so many parts of K, and begin them at the same inputs."""
-    shapes = (*SHAPES, *BETWEEN_SHAPES, *NARROW_SHAPES)
-    configs = plain.tile_configs(problem, shapes) + (dsmem_configs(problem) if parts == DSMEM_PARTS else [])
-    found = (schedule_of(problem, config, parts) for config in configs)
-    if parts > 1 and problem.m >= FEW_PARTS_ROWS:
-        found = chain(found, (sequential_schedule_of(problem, one, parts) for one in sequential_configs(problem)))
+    configs = configs_of(problem)
+    found = (schedule_of(problem, config, parts) for config in (*configs.tiles, *configs.dsmem))
+    if parts > 1:
+        found = chain(found, (sequential_schedule_of(problem, config, parts) for config in configs.sequential))
     for schedule in found:
         if schedule is None or schedule.workspace_words > MOST_WORKSPACE_WORDS:
             continue
         if schedule.split_k_blocks * schedule.config.block_k == part_inputs(problem.k_pad, parts):
             yield schedule
+
+
+class Configs(NamedTuple):
+    """Configurations worth considering for any number of parts; `schedule_of` leaves out those that are for others."""
+
+    tiles: list[WgmmaConfig]
+    dsmem: list[WgmmaConfig]
+    sequential: list[WgmmaConfig]
+
+
+@lru_cache(maxsize=64)
+def configs_of(problem: LinearProblem) -> Configs:
+    """Those of a problem: made once for all numbers of parts that are compared."""
+    tiles = plain.tile_configs(problem, (*SHAPES, *BETWEEN_SHAPES, *NARROW_SHAPES))
+    return Configs(tiles, dsmem_configs(problem), sequential_configs(problem) if problem.m >= FEW_PARTS_ROWS else [])
 
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule | None:

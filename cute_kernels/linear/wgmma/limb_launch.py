@@ -19,7 +19,8 @@ from cute_kernels.linear.wgmma.policies import (
     X_SCALE_ALIGNMENT,
 )
 from cute_kernels.runtime.cache import load
-from cute_kernels.runtime.memory import Blank, blank, empty_strided
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.memory import Blank, blank
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -59,7 +60,7 @@ class LimbRows:
 
         x: [.., k], 16-byte aligned. end, rows: addresses, see `LimbRowsKernel.__call__`.
         """
-        limbs, scales = empty_strided(*self.new_limbs), empty_strided(*self.new_scales)
+        limbs, scales = GPU.empty(*self.new_limbs), GPU.empty(*self.new_scales)
         self.function(x, end, rows, limbs.data_ptr(), scales.data_ptr(), self.places, self.groups, self.pitch)
         return limbs, scales
 
@@ -97,7 +98,7 @@ class LimbProduct:
         workspace: int,
         *numbers: int,
     ) -> None:
-        blocks = empty_strided(*self.new_blocks)
+        blocks = GPU.empty(*self.new_blocks)
         limbs = blocks.data_ptr()
         self.make(x, limbs, self.rows, self.groups)
         self.function(x, codes, scales, limbs, bias, residual, out, workspace, *numbers, self.rows)

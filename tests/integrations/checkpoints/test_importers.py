@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from cute_kernels import PackedWeight, quantized_linear
+from cute_kernels import PackedWeight, blocks, quantized_linear
 from cute_kernels.integrations.checkpoints import hqq, torchao
 from tests.integrations.checkpoints import goldens
 from tests.layouts.test_fastertransformer import CASES, naive_preprocess
@@ -212,10 +212,14 @@ def test_fastertransformer_of_every_architecture(bits, arch, activation_bits, gr
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_of_rows_are_unpacked_one_at_a_time(monkeypatch):
-    from cute_kernels.linear import weight as weight_module
+@pytest.fixture
+def smallest_blocks():
+    with blocks.at_most(1):
+        yield
 
-    monkeypatch.setattr(weight_module, "BLOCK_ELEMENTS", 1)
+
+@pytest.mark.usefixtures("smallest_blocks")
+def test_blocks_of_rows_are_unpacked_one_at_a_time():
     golden = goldens.layer(200, 128, 64, act_order=True, lowest_zero=1)
     assert_exact(PackedWeight.from_gptq(**goldens.gptq(golden)), golden)
     golden = goldens.layer(200, 128, 64)

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import torch
 
-from cute_kernels.integrations.vllm import versions
+from cute_kernels.integrations.vllm import environment, versions
 from tests.integrations.vllm import seam_attention, seam_fusion, seam_linear, seam_mla, seam_moe, seam_plugin, stubs
 from tests.integrations.vllm.checks import CHECKS, hopper
 
@@ -29,6 +29,7 @@ SEAMS = (seam_plugin, seam_linear, seam_attention, seam_moe, seam_mla, seam_fusi
 def set_up() -> None:
     """The plugin, registered, in a vLLM that believes to be on a Hopper."""
     os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+    os.environ["CUTE_KERNELS_VLLM"] = ",".join(environment.SEAMS)
     sys.modules["vllm._C_stable_libtorch"] = SimpleNamespace()  # type: ignore[assignment]
     from cute_kernels.integrations.vllm import linear, prepare, register
 

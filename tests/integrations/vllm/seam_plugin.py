@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from unittest import mock
 
 from tests.integrations.vllm.checks import check
@@ -68,3 +69,29 @@ def other_versions_and_seams_that_do_not_fit_are_left_to_vllm_with_a_line() -> N
     with mock.patch.dict(plugin._outcomes, {"linear": left}), mock.patch.object(plugin, "_logger") as logger:
         plugin._log(["linear"])
     assert logger().warning.call_count == 1 and not logger().info.called
+
+
+@check
+def fusion_is_replaced_only_where_it_is_asked_for() -> None:
+    from cute_kernels.integrations.vllm import doctor, environment, versions
+
+    def seams(text: str | None) -> tuple[str, ...]:
+        with mock.patch.dict("os.environ", {} if text is None else {environment.SWITCH: text}):
+            if text is None:
+                os.environ.pop(environment.SWITCH, None)
+            found = environment.wanted_seams()
+            with mock.patch.object(versions, "installed", lambda: "0.26.0"):
+                said = doctor.examine().detail
+            for seam, what in doctor.REPLACED.items():
+                assert (what in said) == (seam in found), said
+            return found
+
+    assert seams(None) == seams("1") == ("linear", "attention", "moe", "mla")
+    assert seams("0") == ()
+    assert seams("fusion,linear") == ("linear", "fusion")
+    try:
+        seams("everything")
+    except ValueError as error:
+        assert "got 'everything', want 0, 1 or a list of linear" in str(error)
+    else:
+        raise AssertionError("a seam that there is not was taken")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -13,14 +14,15 @@ from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_formats import format_of
 from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.schedule import LinearProblem
+from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.weight_formats import integers
 
 
 @pytest.fixture
-def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+def h200() -> Iterator[None]:
+    with standing_in(Gpu(num_sms=lambda device: 132, name=lambda device: "NVIDIA H200")):
+        yield
 
 
 def layer(k: str, v: str, head_size: int = 128, window: int | None = None) -> SimpleNamespace:
@@ -85,23 +87,24 @@ def test_numbers_of_rows(captured: tuple[int, ...], most: int, expected: list[in
     assert prepare.RowCounts(captured, most).all() == expected
 
 
-def test_layers_are_loaded_once_and_all_together(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("h200")
+def test_layers_are_loaded_once_and_all_together():
     loaded: list[list[str]] = []
-    monkeypatch.setattr(prepare, "load", lambda device, specs: loaded.append([spec.symbol for spec in specs]))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+
+    def load_all(device: torch.device, specs: Iterable[KernelSpec]) -> None:
+        loaded.append([spec.symbol for spec in specs])
+
     for n in (4096, 6144):
         prepare.note(LinearProblem(1, n, 4096, 4096, integers(4), "bf16"), prepare.RowCounts((1, 8), 8))
-    prepare.load_noted(torch.device("cuda", 0))
-    prepare.load_noted(torch.device("cuda", 0))
+    for _ in range(2):
+        prepare.load_noted(torch.device("cuda", 0), load_all)
     assert len(loaded) == 1 and len(loaded[0]) >= 4
 
 
 @pytest.mark.usefixtures("h200")
-def test_experts_of_few_and_of_many_tokens_are_ready(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
-    # A device that no other test has: layouts are kept by it.
-    gate_up = ExpertsForm(128, 1536, 2048, 2048, integers(4), torch.bfloat16, 63)
-    down = ExpertsForm(128, 2048, 768, 768, integers(4), torch.bfloat16, 63)
+def test_experts_of_few_and_of_many_tokens_are_ready():
+    gate_up = ExpertsForm(128, 1536, 2048, 2048, integers(4), torch.bfloat16, 0)
+    down = ExpertsForm(128, 2048, 768, 768, integers(4), torch.bfloat16, 0)
     specs = expert_kernels.specs(gate_up, down, 8, (1, 32, 4096), torch.bfloat16, False)
     kinds = {type(spec).__name__ for spec in specs}
     assert {"RangeSpec", "GroupedWgmmaSpec", "RoutingSpec", "CombineSpec"} <= kinds

@@ -1,0 +1,104 @@
+"""The GPU as the host's code asks for it: one object, so that another can stand in for it.
+
+A launch asks a device for little: which one is current, torch's stream on it, memory, how many SMs it has. All of that
+goes through :data:`GPU`. :func:`standing_in` puts other functions there for a block, for all families at once: a test
+records launches on a machine without a GPU (`tests/host_functions.py`), a tool plans for a GPU that is not there. The
+kernels' side of the same idea is `simulator.running`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from cute_kernels.runtime.memory import empty_strided
+from cute_kernels.runtime.workspace import POOL
+
+Device = Any  # what torch takes for one: an index, a name, a torch.device
+
+
+# Without the checks of torch's public functions, which a launch would wait for; a torch without CUDA has neither.
+_current = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", torch.cuda.current_stream)
+
+
+def _num_sms(device: Device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@dataclass(slots=True)
+class Gpu:
+    """Functions that say what there is, and give what launches need; the defaults are torch's.
+
+    Attributes:
+        is_available, count: whether there is a GPU, and how many there are.
+        capability, name, num_sms: of a device.
+        current: index of the current device. guard: a context in which a device is the current one.
+        stream: raw handle of torch's current stream of a device (index).
+        empty: as `torch.empty_strided` (shape, strides, dtype), on the current device.
+        workspace: (index, stream, number of words) -> address, as `WorkspacePool.get`.
+        takes_cpu: whether CPU tensors are launched for as CUDA tensors are, instead of the reference.
+    """
+
+    is_available: Callable[[], bool] = torch.cuda.is_available
+    count: Callable[[], int] = torch.cuda.device_count
+    capability: Callable[[Device], tuple[int, int]] = torch.cuda.get_device_capability
+    name: Callable[[Device], str] = torch.cuda.get_device_name
+    num_sms: Callable[[Device], int] = _num_sms
+    current: Callable[[], int | None] = _current
+    guard: Callable[[Device], AbstractContextManager[Any]] = torch.cuda.device
+    stream: Callable[[int], int] = _stream
+    empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = empty_strided
+    workspace: Callable[[int, int, int], int] = POOL.get
+    takes_cpu: bool = False
+
+
+GPU = Gpu()
+
+
+class _Cached(Protocol):
+    def cache_clear(self) -> None: ...
+
+
+CachedT = TypeVar("CachedT", bound=_Cached)
+_clears: list[Callable[[], object]] = []
+
+
+def forgotten(clear: Callable[[], object]) -> None:
+    """Has ``clear`` called whenever a stand-in comes or goes: it empties what is kept of devices."""
+    _clears.append(clear)
+
+
+def per_gpu(cached: CachedT) -> CachedT:
+    """Decorates a function under `functools.cache` whose results hold for the GPUs that there are."""
+    forgotten(cached.cache_clear)
+    return cached
+
+
+@contextmanager
+def standing_in(gpu: Gpu) -> Iterator[None]:
+    """Whoever asks for a GPU in this block asks ``gpu``; plans that were kept are forgotten before and behind it.
+
+    For the whole process, so not beside threads that launch.
+    """
+    names = [field.name for field in fields(Gpu)]
+    before = [getattr(GPU, name) for name in names]
+    try:
+        for name in names:
+            setattr(GPU, name, getattr(gpu, name))
+        forget()
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(GPU, name, value)
+        forget()
+
+
+def forget() -> None:
+    """Empties all that is kept of devices: plans, launches, architectures."""
+    for clear in _clears:
+        clear()
