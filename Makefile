@@ -7,7 +7,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export OFFLINE
 
-.PHONY: help setup demo quick test lint format typecheck pytest notebooks docs dist bundle golden doctor clean
+.PHONY: help setup demo quick test lint format typecheck pytest notebooks docs dist bundle golden versions doctor clean
 
 help:
 	@echo "make demo        a small Llama decodes with an INT4 KV cache (GPU if there is one)"
@@ -18,6 +18,7 @@ help:
 	@echo "make bundle      the wheel of compiled kernels, into dist (an hour on two cores, once)"
 	@echo "make format      apply the formatter and the linter's fixes"
 	@echo "make golden      compile every shipped kernel and rewrite tests/golden/resources.json for review"
+	@echo "make versions    the quick tests under the oldest and newest torch, transformers and Python (half an hour)"
 	@echo "make doctor      what works on this machine, and why not"
 
 setup:
@@ -78,6 +79,9 @@ bundle: setup
 
 golden: setup
 	$(PY) -m tests.golden.update
+
+versions: setup
+	$(PY) tools/try_versions.py $(QUICK)
 
 doctor: setup
 	$(PY) -m cute_kernels doctor

@@ -57,18 +57,19 @@ def _fastest(row: Record) -> tuple[float, str] | None:
 
 
 def headline() -> str:
-    """The one figure: the largest batch, INT4 beside the fastest 16-bit attention of the same run."""
+    """The one figure: the largest batch, INT4 beside the fastest 16-bit attention of others in the same run."""
     main = load("main")["rows"]
     batch = max(BATCHES)
     ours, exact = _by_batch(main, "int4_g4")[batch], _by_batch(main, "bf16")[batch]
     best = _fastest(exact)
     assert best is not None
     us, peer = ours["us"]["median_us"], best[1].replace("SDPA cudnn", "cuDNN")
+    gpu = load("main")["environment"]["gpu"]
     return (
-        f"Attention of {batch} requests over 8192 cached tokens each: **{number(us, 0)} us** from an INT4 cache, where "
-        f"the fastest 16-bit kernel, {peer}'s, takes {number(best[0], 0)} us: **{number(best[0] / us)} times** as "
-        f"long. {number(ours['gb_per_s'] / 1000)} TB/s, {number(100 / ours['floor_ratio'], 0)} % of what reading alone "
-        f"reaches. {_served()}\n"
+        f"On one {gpu}, attention of {batch} requests over 8192 cached tokens each takes **{number(us, 0)} us** from "
+        f"an INT4 cache. From a 16-bit cache the fastest other kernel, {peer}'s, takes {number(best[0], 0)} us, "
+        f"**{number(best[0] / us)} times** as long. The INT4 kernel reads {number(ours['gb_per_s'] / 1000)} TB/s, "
+        f"{number(100 / ours['floor_ratio'], 0)} % of the rate of a kernel that only reads. {_served()}\n"
     )
 
 
@@ -76,8 +77,11 @@ def _served() -> str:
     """What a served model gains, in a sentence."""
     steps = _steps_of_vllm()
     gains = [steps[batch, "off", "fp8"]["tpot_ms"] / steps[batch, "on", "fp8"]["tpot_ms"] for batch in (1, 32)]
-    first, last = (number(gain) for gain in sorted(gains))
-    return f"vLLM serves Llama-3-8B with 4-bit weights {first} to {last} times as fast, by the same command."
+    first, last = (number(gain, 2) for gain in sorted(gains))
+    return (
+        f"With the plug-in, vLLM serves Llama-3-8B with 4-bit weights {first} to {last} times as fast, started by "
+        "the same command."
+    )
 
 
 def _steps_of_vllm() -> dict[tuple[int, str, str], Record]:
@@ -244,9 +248,9 @@ def engines() -> str:
     lines.append([f"transformers {version}, `generate`, W4 and INT4 cache", str(first["batch"]), *cells])
     head = ["served by", "requests", "before", OURS, "times"]
     about = (
-        "ms a token of Llama-3-8B over 8192 tokens, random weights, CUDA graphs. Before: in vLLM its fastest cache, "
-        "FP8, with W4, in the same run on the same H200: "
-        "[serve with vLLM](docs/tasks/vllm.md#what-it-brings); in transformers 16-bit SDPA. "
+        'Milliseconds per token of Llama-3-8B, prompts of 8192 tokens, random weights, CUDA graphs. "Before" is vLLM '
+        "with W4 and FP8, its fastest cache, in the same run on the same H200 "
+        "([details](docs/tasks/vllm.md#what-it-brings)), and transformers with 16-bit weights and SDPA. "
         "INT4 caches cost accuracy: [how much](docs/accuracy.md)."
     )
     return f"{table(head, lines)}\n{about} {origin(generated)}.\n"
@@ -281,23 +285,45 @@ FULL: tuple[tuple[str, str, str, Callable[[Record], str]], ...] = (
     (
         "KV caches",
         "cache",
-        "8-bit formats, pages, several queries, ragged batches, MHA.",
+        "8-bit formats, pages, several queries, ragged batches, MHA. B requests of T cached tokens, HQ query heads on "
+        "HKV KV heads, head_dim D.",
         lambda r: report.markdown(r, "cache"),
     ),
-    ("Other shapes", "shapes", "Head dimensions, contexts, grouped heads.", lambda r: report.markdown(r, "shapes")),
-    ("MLA decode", "mla", "Chosen tokens and whole contexts, beside FlashMLA.", mla.markdown),
-    ("Linear layers, H200", "linear", "4- and 8-bit weights, beside cuBLAS, Marlin and Machete.", linear.markdown),
-    ("Linear layers, H100", "linear_h100", "The same.", linear.markdown),
-    ("Mixtures of experts, H200", "moe", "4-bit weights, beside torch and Marlin.", moe.markdown),
-    ("Mixtures of experts, H100", "moe_h100", "The same.", moe.markdown),
+    (
+        "Other shapes",
+        "shapes",
+        "Head dimensions, contexts, grouped heads; letters as above.",
+        lambda r: report.markdown(r, "shapes"),
+    ),
+    ("MLA decode", "mla", 'Chosen tokens ("2048 of 32768") and whole contexts, beside FlashMLA.', mla.markdown),
+    (
+        "Linear layers, H200",
+        "linear",
+        "4- and 8-bit weights (w4a16, w8a16), M rows of x, beside cuBLAS, Marlin and Machete.",
+        linear.markdown,
+    ),
+    ("Linear layers, H100", "linear_h100", "The same layers and peers.", linear.markdown),
+    (
+        "Mixtures of experts, H200",
+        "moe",
+        "4-bit weights, beside torch and Marlin. The first product is the gate and up projections of all experts.",
+        moe.markdown,
+    ),
+    ("Mixtures of experts, H100", "moe_h100", "The same layers and peers.", moe.markdown),
     (
         "A served model, H100",
         "e2e_vllm_h100",
-        "Llama-3-8B served by vLLM with and without the plug-in, one engine after the other.",
+        "Llama-3-8B served by vLLM with and without the plug-in, one engine after the other. "
+        "[Serve with vLLM](tasks/vllm.md#what-it-brings) has the H200.",
         e2e_vllm.markdown,
     ),
-    ("Norms", "norm", "RMSNorm in bf16, alone and of a sum, beside torch's operators.", norm.markdown),
-    ("What formats cost in accuracy", "accuracy", "A small model's perplexity.", accuracy_report.markdown),
+    ("Norms", "norm", "RMSNorm in bf16, alone and with the residual sum, beside torch's operators.", norm.markdown),
+    (
+        "What formats cost in accuracy",
+        "accuracy",
+        "Errors and a small model's perplexity; [accuracy](accuracy.md) explains the columns.",
+        accuracy_report.markdown,
+    ),
 )
 FIGURES = {
     "main": ("decode_ratio", "Time over the streaming floor, by batch"),

@@ -63,3 +63,8 @@ def test_what_make_quick_runs_is_there():
     names = listed.split()
     assert len(names) == len(set(names)) > 20
     assert all((ROOT / name).exists() for name in names), [name for name in names if not (ROOT / name).exists()]
+
+
+def test_the_sdist_names_every_package_of_the_tree():
+    grafted = set(re.findall(r"^graft (\S+)$", (ROOT / "MANIFEST.in").read_text(), re.MULTILINE))
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} <= grafted

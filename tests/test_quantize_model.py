@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from typing import Any
 
@@ -43,10 +44,15 @@ def reasons(model: Any) -> dict[str, str]:
 # -- mixtures of experts of another meaning ----------------------------------------------------------------------------
 
 
-def deepseek_v4(kind: str) -> Any:
-    from transformers.models.deepseek_v4 import configuration_deepseek_v4 as configuration
-    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
+def modules_of(model: str) -> tuple[Any, Any]:
+    """A model's configuration and modeling modules; the oldest releases of transformers lack the newest models."""
+    package = f"transformers.models.{model}"
+    pytest.importorskip(package, reason=f"this release of transformers has no {model}")
+    return tuple(importlib.import_module(f"{package}.{part}_{model}") for part in ("configuration", "modeling"))
 
+
+def deepseek_v4(kind: str) -> Any:
+    configuration, modeling = modules_of("deepseek_v4")
     options: dict[str, Any] = {"num_local_experts": 8, "mlp_layer_types": [kind, "moe"]}
     config = configuration.DeepseekV4Config(
         hidden_size=64,
@@ -60,9 +66,7 @@ def deepseek_v4(kind: str) -> Any:
 
 
 def step3p7(limit: float | None) -> Any:
-    from transformers.models.step3p7 import configuration_step3p7 as configuration
-    from transformers.models.step3p7 import modeling_step3p7 as modeling
-
+    configuration, modeling = modules_of("step3p7")
     config = configuration.Step3p7TextConfig(
         hidden_size=64, moe_intermediate_size=96, share_expert_dim=96, num_local_experts=8, num_experts_per_tok=2,
         num_hidden_layers=1, moe_router_scaling_factor=1.0,

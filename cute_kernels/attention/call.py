@@ -388,7 +388,8 @@ def _check_caches(
         raise ValueError("k_cache: got no KV heads, want at least 1")
     if v_cache.shape[:3] != k_cache.shape[:3]:
         raise ValueError(
-            f"v_cache: got shape {shape_of(v_cache)}, want that of k_cache, {shape_of(k_cache)}, but for the rows"
+            f"v_cache: got shape {shape_of(v_cache)}, want that of k_cache, {shape_of(k_cache)}, in all but the last "
+            "dimension"
         )
     if num_q_heads % num_kv_heads:
         raise ValueError(f"q: got {num_q_heads} query heads, want a multiple of the cache's {num_kv_heads} KV heads")

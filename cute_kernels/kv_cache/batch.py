@@ -112,8 +112,8 @@ class Batch:
         if size < num_sequences:
             raise ValueError(f"pad_to: got {size}, want at least the {num_sequences} sequences")
         if size > self.max_batch:
-            name = "seq_ids" if size == num_sequences else "pad_to"
-            raise ValueError(f"{name}: got {size} rows, want at most max_batch {self.max_batch}")
+            got = f"seq_ids: got {size} sequences" if size == num_sequences else f"pad_to: got {size}"
+            raise ValueError(f"{got}, want at most max_batch {self.max_batch}")
 
     def _changed_entries(self, sequences: Sequence[SequencePages]) -> tuple[np.ndarray, np.ndarray]:
         """Flat indices and values of the block table's entries that differ from what the device holds."""

@@ -66,7 +66,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("k-batch", {"k_cache": rows(2, 12, 2, 80)}, ValueError, "k_cache: got a batch of 2, want 3, that of q"),
     ("v-batch", {"v_cache": rows(4, 12, 2, 80)}, ValueError, "v_cache: got a batch of 4, want 3, that of q"),
     ("v-tokens", {"v_cache": rows(3, 11, 2, 80)}, ValueError,
-     r"v_cache: got shape \[3, 11, 2, 80\], want that of k_cache, \[3, 12, 2, 80\], but for the rows"),
+     r"v_cache: got shape \[3, 11, 2, 80\], want that of k_cache, \[3, 12, 2, 80\], in all but the last"),
     ("head-ratio", {"q": zeros(3, 1, 7, 128)}, ValueError,
      "q: got 7 query heads, want a multiple of the cache's 2 KV heads"),
     ("no-q-heads", {"q": zeros(3, 1, 0, 128)}, ValueError, "q: got no query heads, want at least one per KV head"),

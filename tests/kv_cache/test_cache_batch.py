@@ -107,8 +107,8 @@ def test_bad_updates_are_refused_and_change_nothing():
         cache.allocate(name, 2)
     batch = cache.make_batch(2).update("ab")
     for refused, message in (
-        (lambda: batch.update("abc"), "seq_ids: got 3 rows, want at most max_batch 2"),
-        (lambda: batch.update("a", pad_to=3), "pad_to: got 3 rows, want at most max_batch 2"),
+        (lambda: batch.update("abc"), "seq_ids: got 3 sequences, want at most max_batch 2"),
+        (lambda: batch.update("a", pad_to=3), "pad_to: got 3, want at most max_batch 2"),
         (lambda: batch.update("ab", pad_to=1), "pad_to: got 1, want at least the 2 sequences"),
         (lambda: batch.update("aa"), "seq_ids: got 'a' twice"),
         (lambda: batch.update("ad"), "seq_id: got 'd'"),
