@@ -19,7 +19,6 @@ from tests import golden
 SOURCES = [path for package in (cute_kernels, layouts) for path in Path(str(package.__path__[0])).rglob("*.py")]
 # The stages from a call to a launch (docs/glossary.md): a class that is named by one belongs to one family.
 STAGE = re.compile(r"(Call|Problem|Schedule|Plan|Sizes|Shape|Memory|KvFormat|WeightFormat)\Z")
-SHARED = {"Plan", "Memory"}  # extend's, beside the runtime's: names that still have two meanings
 MOST_FIELDS, MOST_BOOLEANS = 12, 2
 # Configurations that still have more, and how much: a number here may only become smaller.
 LARGER = {"DecodeConfig": (22, 4), "ExtendConfig": (13, 4), "AppendConfig": (18, 5)}
@@ -44,7 +43,7 @@ def test_a_stages_class_has_one_meaning():
         if STAGE.search(node.name):
             places[node.name].append(path)
     assert len(places) > 20
-    assert {name for name, paths in places.items() if len(paths) > 1} <= SHARED
+    assert {name for name, paths in places.items() if len(paths) > 1} == set()
 
 
 def test_no_kernel_derives_from_a_kernel():

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from cute_kernels import attention
 from cute_kernels.attention.features import Features
 from cute_kernels.extend.config import CombineConfig, ExtendConfig
-from cute_kernels.extend.schedule import Problem, choose
+from cute_kernels.extend.schedule import ExtendProblem, choose
 from cute_kernels.kv_formats import modules_of, sources_of
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
@@ -58,9 +58,9 @@ class CombineSpec(KernelSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile: causal calls over pages of 64 tokens. Others compile on demand."""
-    problems = [Problem(128, name, name, "bf16", 64, CAUSAL_PAGES) for name in SHIPPED_FORMATS]
-    problems += [Problem(64, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)]
-    problems += [Problem(128, "bf16", "bf16", "bf16", 16, CAUSAL_PAGES)]
+    problems = [ExtendProblem(128, name, name, "bf16", 64, CAUSAL_PAGES) for name in SHIPPED_FORMATS]
+    problems += [ExtendProblem(64, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)]
+    problems += [ExtendProblem(128, "bf16", "bf16", "bf16", 16, CAUSAL_PAGES)]
     combines = [CombineConfig("bf16", head_dim) for head_dim in (64, 128)]
     return [*(ExtendSpec(choose(problem)) for problem in problems), *map(CombineSpec, combines)]
 

@@ -20,10 +20,10 @@ from cute_kernels.device.ring import advance
 from cute_kernels.device.types import extents
 from cute_kernels.extend.config import ELEMENT_BYTES, MMA_WARPS, TILE_ROWS, WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
 from cute_kernels.extend.decode import RowProducer
-from cute_kernels.extend.memory import Memory, Pages, Rows, Source
+from cute_kernels.extend.memory import ExtendMemory, Pages, Rows, Source
 from cute_kernels.extend.multiply import Consumer, Features, Operands
 from cute_kernels.extend.tma_tiles import TmaTileProducer
-from cute_kernels.extend.work import END, Lengths, Shape, Work, Worker
+from cute_kernels.extend.work import END, ExtendSizes, Lengths, Work, Worker
 
 
 class ExtendKernel:
@@ -85,7 +85,7 @@ class ExtendKernel:
         tokens, kv_heads = (cache[2], cache[1]) if config.features.head_major else (cache[1], cache[2])
         group = num_q_heads // kv_heads
         num_slots = total_q * group // TILE_ROWS + batch
-        shape = Shape(
+        shape = ExtendSizes(
             total_q=total_q,
             batch=batch,
             num_q_heads=num_q_heads,
@@ -116,7 +116,7 @@ class ExtendKernel:
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        memory = Memory.allocate(config)
+        memory = ExtendMemory.allocate(config)
         if warp == 0:
             if lane == 0:
                 memory.init_barriers()

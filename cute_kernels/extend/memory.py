@@ -18,7 +18,7 @@ KEYS, VALUES = 0, 1
 
 
 @dataclass(frozen=True)
-class Memory:
+class ExtendMemory:
     """Pointers and addresses of shared memory; a tile is found by its operand (KEYS or VALUES) and stage.
 
     Attributes:
@@ -45,7 +45,7 @@ class Memory:
     work_empty: cute.Pointer
 
     @staticmethod
-    def allocate(config: ExtendConfig) -> Memory:
+    def allocate(config: ExtendConfig) -> ExtendMemory:
         smem = cutlass.utils.SmemAllocator()
         tiles = smem.allocate(2 * config.num_stages * config.tile_bytes, byte_alignment=1024)
         queries = smem.allocate(MMA_WARPGROUPS * config.query_bytes, byte_alignment=1024)
@@ -54,7 +54,7 @@ class Memory:
         slots = smem.allocate(WORK_SLOTS * WORK_BYTES, byte_alignment=16)
         barriers = smem.allocate_array(cutlass.Int64, 4 * config.num_stages + 2 * WORK_SLOTS)
         count = 2 * config.num_stages
-        return Memory(
+        return ExtendMemory(
             config=config,
             tile_pointer=tiles,
             tiles=Int32(tiles.toint()),

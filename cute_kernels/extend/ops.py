@@ -12,7 +12,7 @@ from cute_kernels.arguments import needs_dispatch
 from cute_kernels.attention.checks import check_positive
 from cute_kernels.extend.call import MAX_ROWS, ExtendCall, check_device_values, check_out, make_call
 from cute_kernels.extend.config import ExtendConfig
-from cute_kernels.extend.plan import Plan, check_alignment, make_plan
+from cute_kernels.extend.plan import ExtendPlan, check_alignment, make_plan
 from cute_kernels.extend.reference import attention_of
 from cute_kernels.kv_formats import format_pair
 from cute_kernels.runtime.gpu import GPU
@@ -91,7 +91,7 @@ def _checked(
     return call
 
 
-def _plan_of(call: ExtendCall) -> Plan | None:
+def _plan_of(call: ExtendCall) -> ExtendPlan | None:
     has_keys = call.new is not None or (call.base.k.cache.numel() and call.base.max_seq_len)
     return make_plan(call) if call.batch and call.q.shape[0] and has_keys else None
 

@@ -15,7 +15,7 @@ from cute_kernels.attention.plan import address_of
 from cute_kernels.extend.call import ExtendCall
 from cute_kernels.extend.compile import CombineSpec, ExtendSpec
 from cute_kernels.extend.config import CombineConfig, ExtendConfig
-from cute_kernels.extend.schedule import Problem, choose, choose_newer, choose_splits, count_tiles
+from cute_kernels.extend.schedule import ExtendProblem, choose, choose_newer, choose_splits, count_tiles
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU
@@ -27,7 +27,7 @@ COUNTER_WORDS = 4  # of workspace, of which one counts work tiles
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExtendPlan:
     """Everything about a launch that does not change between calls of the same shapes, but for how many queries there
     are, dtypes, device and options.
 
@@ -59,7 +59,7 @@ class Plan:
     copies_table: bool
     numbers: tuple[int, int, float]
     has_cache: bool = True
-    newer: Plan | None = None
+    newer: ExtendPlan | None = None
     combine: Callable[..., Any] | None = None
     num_splits: int | None = None
     max_seq_len: int = 0
@@ -163,7 +163,7 @@ class Plan:
         return choose_splits(q.shape[0], self.batch, q.shape[1], self.num_kv_heads, self.max_seq_len, self.num_sms)
 
 
-def make_plan(call: ExtendCall, config: ExtendConfig | None = None) -> Plan:
+def make_plan(call: ExtendCall, config: ExtendConfig | None = None) -> ExtendPlan:
     """The plan of a checked call; ``config`` instead of what the schedule would choose."""
     config, *others = configs_of(call, config)
     newer = make_plan_of(call, others[0]) if others else None
@@ -180,11 +180,11 @@ def configs_of(call: ExtendCall, config: ExtendConfig | None = None) -> list[Ext
     return [older, choose_newer(config)]
 
 
-def make_plan_of(call: ExtendCall, config: ExtendConfig, newer: Plan | None = None) -> Plan:
+def make_plan_of(call: ExtendCall, config: ExtendConfig, newer: ExtendPlan | None = None) -> ExtendPlan:
     """The plan of a launch of ``config``; newer: that of a launch that merges what this one makes."""
     base, coded = call.base, config.coded
     table, device = base.block_table, call.q.device
-    return Plan(
+    return ExtendPlan(
         function=load(ExtendSpec(config), arch_of(device.index)),
         config=config,
         device_index=device.index,
@@ -211,11 +211,11 @@ def combine_spec(config: ExtendConfig) -> CombineSpec:
     return CombineSpec(CombineConfig(config.q_dtype, config.head_dim))
 
 
-def problem_of(call: ExtendCall) -> Problem:
+def problem_of(call: ExtendCall) -> ExtendProblem:
     """What the schedule needs to know of a call."""
     base = call.base
     paged = base.block_table is not None
-    return Problem(
+    return ExtendProblem(
         head_dim=call.q.shape[2],
         k_format=base.k.form.name,
         v_format=base.v.form.name,

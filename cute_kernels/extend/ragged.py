@@ -13,7 +13,7 @@ from cute_kernels.attention import call as attention_call
 from cute_kernels.attention import checks
 from cute_kernels.extend import ops
 from cute_kernels.extend.call import ExtendCall, check_query
-from cute_kernels.extend.plan import Plan, check_alignment, make_plan_of, problem_of
+from cute_kernels.extend.plan import ExtendPlan, check_alignment, make_plan_of, problem_of
 from cute_kernels.extend.schedule import choose, choose_newer
 from cute_kernels.runtime.operator import launcher
 from cute_kernels.runtime.plans import identity
@@ -50,7 +50,7 @@ def ragged_attention(
 class RaggedPlan:
     """What of a launch stays the same from call to call: that of the kernel."""
 
-    plan: Plan
+    plan: ExtendPlan
 
     @property
     def device_index(self) -> int:

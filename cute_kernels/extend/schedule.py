@@ -18,7 +18,7 @@ TILE_COST, PARTIAL_COST, COMBINE_COST = 1.5, 4.0, 3.0
 
 
 @dataclass(frozen=True)
-class Problem:
+class ExtendProblem:
     """Everything about a call that its configuration depends on.
 
     Attributes:
@@ -37,7 +37,7 @@ class Problem:
     tree: bool = False
 
 
-def choose(problem: Problem) -> ExtendConfig:
+def choose(problem: ExtendProblem) -> ExtendConfig:
     """The configuration that serves a problem."""
     return ExtendConfig(
         k_format=kernel_format(problem.k_format),

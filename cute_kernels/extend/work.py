@@ -27,7 +27,7 @@ SPLIT_SHIFT = 16  # a KV head's number and a split's share a word
 
 
 @dataclass(frozen=True)
-class Shape:
+class ExtendSizes:
     """Run-time numbers of a launch.
 
     Attributes:
@@ -130,7 +130,7 @@ class Worker:
         self.tokens, self.ragged, self.tree = config.tile_tokens, config.ragged, config.tree
         self.features = config.features
 
-    def slot_of(self, shape: Shape, cu_seqlens, request):
+    def slot_of(self, shape: ExtendSizes, cu_seqlens, request):
         """The slot of a request's first work tile."""
         before = self.load(cu_seqlens, request)
         return cutlass.min(cutlass.max(before, 0), shape.total_q) * shape.group.value // TILE_ROWS + request
@@ -139,7 +139,7 @@ class Worker:
         return Int32(ptx.load_global_words(address + Int64(index) * 4, 0, 1)[0])
 
     @cute.jit
-    def find(self, shape: Shape, lengths: Lengths, tile: Int32, lane: Int32):
+    def find(self, shape: ExtendSizes, lengths: Lengths, tile: Int32, lane: Int32):
         """The work tile of a number, as what `Work` has; num_rows is at most first_row where there is none."""
         cu_seqlens = lengths.cu_seqlens_q
         outer, head = shape.kv_heads.divide_int(tile)
@@ -172,7 +172,7 @@ class Worker:
         return low, head + split * (1 << SPLIT_SHIFT), first_row, rows, q_start, before, kv_start, kv_stop
 
     @cute.jit
-    def draw(self, shape: Shape, counter: Int64, lane: Int32):
+    def draw(self, shape: ExtendSizes, counter: Int64, lane: Int32):
         """The number of the CTA's next work tile: at least num_tiles where there is no more."""
         ticket = Int32(0)
         if lane == 0:
@@ -181,7 +181,7 @@ class Worker:
                 ptx.store_global(counter, [Uint32(EMPTY_WORD)])
         return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
 
-    def span(self, shape: Shape, work: Work) -> Span:
+    def span(self, shape: ExtendSizes, work: Work) -> Span:
         """Which keys a work tile sees."""
         first, _ = shape.group.divide_int(work.first_row)
         last, _ = shape.group.divide_int(cutlass.min(work.first_row + TILE_ROWS, work.num_rows) - 1)
@@ -197,7 +197,7 @@ class Worker:
         after, _ = shape.splits.divide_int((end - begin) * (work.split + 1))
         return Span(first_position, last_position, begin + before, begin + after)
 
-    def is_masked(self, shape: Shape, work: Work, span: Span, block):
+    def is_masked(self, shape: ExtendSizes, work: Work, span: Span, block):
         """Whether some query may not see some key of a block."""
         stop = work.kv_stop
         if self.features.causal:
@@ -209,7 +209,7 @@ class Worker:
             masked = masked | (block * self.tokens <= span.last_position - shape.window)
         return masked
 
-    def first_valid(self, shape: Shape, work: Work):
+    def first_valid(self, shape: ExtendSizes, work: Work):
         """The first token that some query of the request sees; what lies before, and from kv_stop on, may be
         anything."""
         if not self.features.window:

@@ -13,21 +13,21 @@ pytest.importorskip("cutlass")
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.extend.compile import CAUSAL_PAGES, ExtendSpec
 from cute_kernels.extend.config import MMA_WARPS
-from cute_kernels.extend.schedule import Problem, choose, choose_newer
+from cute_kernels.extend.schedule import ExtendProblem, choose, choose_newer
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.resources import ToolMissingError, cubins_in, find_tool, resource_report
 from tests import golden
 
 FEATURES = Features(causal=True, window=True, soft_cap=True, sinks=True, alibi=True, paged=True)
 CONFIGS = {
-    "bf16": choose(Problem(128, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)),
-    "features": choose(Problem(128, "bf16", "bf16", "bf16", 16, FEATURES)),
-    "int8": choose(Problem(128, "int8_token_head", "int8_token_head", "bf16", 64, CAUSAL_PAGES)),
-    "int4": choose(Problem(128, "int4_g4", "int4_g4", "bf16", 64, CAUSAL_PAGES)),
-    "contiguous": choose(Problem(64, "e4m3_tensor", "e4m3_tensor", "fp16", 0, PLAIN)),
+    "bf16": choose(ExtendProblem(128, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)),
+    "features": choose(ExtendProblem(128, "bf16", "bf16", "bf16", 16, FEATURES)),
+    "int8": choose(ExtendProblem(128, "int8_token_head", "int8_token_head", "bf16", 64, CAUSAL_PAGES)),
+    "int4": choose(ExtendProblem(128, "int4_g4", "int4_g4", "bf16", 64, CAUSAL_PAGES)),
+    "contiguous": choose(ExtendProblem(64, "e4m3_tensor", "e4m3_tensor", "fp16", 0, PLAIN)),
 }
-CONFIGS["tree"] = choose(Problem(128, "bf16", "bf16", "bf16", 64, Features(paged=True), tree=True))
-CONFIGS["head_dim 80"] = choose(Problem(80, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES))
+CONFIGS["tree"] = choose(ExtendProblem(128, "bf16", "bf16", "bf16", 64, Features(paged=True), tree=True))
+CONFIGS["head_dim 80"] = choose(ExtendProblem(80, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES))
 CONFIGS["new tokens"] = choose_newer(CONFIGS["bf16"])
 COMPILED = golden.worth_compiling(CONFIGS, lambda name: ExtendSpec(CONFIGS[name]), __file__)
 

@@ -9,7 +9,7 @@ import pytest
 
 from cute_kernels.attention.features import Features
 from cute_kernels.extend.config import REGISTERS, TILE_ROWS, ExtendConfig
-from cute_kernels.extend.schedule import Problem, choose, choose_splits, count_tiles
+from cute_kernels.extend.schedule import ExtendProblem, choose, choose_splits, count_tiles
 from tests.extend.cases import FORMATS
 
 
@@ -39,7 +39,7 @@ def test_every_work_tile_has_one_slot(group):
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_every_format_has_a_kernel(kv_format, head_dim):
     q_dtype = "fp16" if kv_format == "fp16" else "bf16"
-    config = choose(Problem(head_dim, kv_format, kv_format, q_dtype, 64, Features(causal=True, paged=True)))
+    config = choose(ExtendProblem(head_dim, kv_format, kv_format, q_dtype, 64, Features(causal=True, paged=True)))
     assert config.can_implement() is None
     assert config.name.isidentifier()
 

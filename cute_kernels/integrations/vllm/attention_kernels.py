@@ -65,7 +65,7 @@ def why_not_invariant(formats: Formats, head_size: int) -> str | None:
 def _extend_config(formats: Formats, head_size: int, q_dtype: str, page_size: int, features: Features) -> ExtendConfig:
     dense = formats.k.name if not formats.k.is_coded else q_dtype  # a cache of 16 bits is in q's dtype
     page_tokens = max(size for size in PAGE_TOKENS if page_size % size == 0)
-    return choose(extend.Problem(head_size, formats.k.name, formats.v.name, dense, page_tokens, features))
+    return choose(extend.ExtendProblem(head_size, formats.k.name, formats.v.name, dense, page_tokens, features))
 
 
 def specs(impls: Iterable[Foreign], decodes: Decodes, device: torch.device) -> list[KernelSpec]:
