@@ -48,7 +48,8 @@ def modules_of(model: str) -> tuple[Any, Any]:
     """A model's configuration and modeling modules; the oldest releases of transformers lack the newest models."""
     package = f"transformers.models.{model}"
     pytest.importorskip(package, reason=f"this release of transformers has no {model}")
-    return tuple(importlib.import_module(f"{package}.{part}_{model}") for part in ("configuration", "modeling"))
+    configuration, modeling = (f"{package}.{part}_{model}" for part in ("configuration", "modeling"))
+    return importlib.import_module(configuration), importlib.import_module(modeling)
 
 
 def deepseek_v4(kind: str) -> Any:

@@ -87,7 +87,8 @@ def run(case: Case, tests: list[str]) -> dict[str, object]:
             raise RuntimeError(
                 f"pytest ended with {done.returncode} and said nothing of failures: {done.stderr[-2000:]}"
             )
-    return asdict(case) | {"numpy": found} | counts | {"date": date.today().isoformat(), "commit": commit()}
+    row: dict[str, object] = {**asdict(case), "numpy": found, **counts}
+    return row | {"date": date.today().isoformat(), "commit": commit()}
 
 
 def table(rows: list[dict[str, object]]) -> str:
