@@ -160,6 +160,8 @@ class Layer:
         )
         impl.process_weights_after_loading(torch.float16)
         impl.invariant = self.caches.get("invariant", False)
+        if impl.transform is not None:
+            impl.transform = impl.transform.to(device)  # an engine's layers are where its process is
         return impl
 
 
