@@ -179,7 +179,7 @@ LAYERS = {
     "linear-24-rows-parts": LinearCase(8192, 8192, 24),
     "linear-64-rows-cluster": LinearCase(8192, 8192, 64),
     "linear-limbs-before": LinearCase(57344, 8192, 8),
-    "linear-mma-sync": LinearCase(2048, 2048, 1, Format(4, 32, True, "fp16")),
+    "linear-mma-sync": LinearCase(256, 4096, 1, Format(4, 32, True, "fp16")),
     "linear-zeros-turns": LinearCase(2048, 2048, 16, Format(4, 32, True, "fp16")),
     "linear-w8": LinearCase(2048, 2048, 16, Format(8, 128, False, "bf16")),
     "linear-w8-zeros": LinearCase(2048, 2048, 40, Format(8, 64, True, "fp16")),

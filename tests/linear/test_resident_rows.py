@@ -73,7 +73,7 @@ def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, monkeypa
     bits = int(subject.step_bits(np.full(1, count, np.int32))[0])
     assert resident_rows.STEP_K_BLOCKS << bits >= count
     done: set[tuple[int, int]] = set()
-    source = SimpleNamespace(address=0, rows=rows, row_pieces=k // 8)
+    source = SimpleNamespace(address=0, rows=rows, row_pieces=k // 8, row=lambda row: row)
     steps = -(-rows // resident_rows.STEP_ROWS) << bits
     for step in range(steps):
         row, k_block = subject.place(bits, step, LANES)

@@ -203,7 +203,7 @@ def test_no_two_ctas_wait_for_each_other(schedule: StreamSchedule, num_buffers: 
 def test_the_device_computes_the_same_segments(schedule: StreamSchedule):
     work = pytest.importorskip("cute_kernels.linear.work")
     base, rest = divmod(schedule.total, schedule.num_groups)
-    shape = work.Shape(
+    shape = work.StreamSizes(
         m=1, n=0, k=0, num_tiles=schedule.num_tiles, k_blocks=schedule.k_blocks, slice_k_blocks=schedule.slice_k_blocks,
         slice_reciprocal=-(-(1 << work.RECIPROCAL_BITS) // schedule.slice_k_blocks),
         num_slices=schedule.num_slices, base=base, rest=rest, max_parts=schedule.max_parts, activation=0, out_kind=0,

@@ -179,7 +179,8 @@ def _is_sequential(tile_m: int, n_tiles: int, warpgroups: int, block_k: int, clu
 
 
 def shipped_configs() -> list[WgmmaConfig]:
-    """Those of the most common format that no other product has."""
-    problems = [LinearProblem(m, 8192, 8192, 8192, integers(4), "bf16") for m in DSMEM_TILE_M]
-    many = replace(problems[0], m=8192)
-    return [*(config for problem in problems for config in dsmem_configs(problem)), *sequential_configs(many)]
+    """Those of the most common formats that no other product has."""
+    problems = [LinearProblem(m, 8192, 8192, 8192, integers(bits), "bf16") for bits in (4, 8) for m in DSMEM_TILE_M]
+    many = [replace(problem, m=8192) for problem in problems[:: len(DSMEM_TILE_M)]]
+    small = [config for problem in problems for config in dsmem_configs(problem)]
+    return [*small, *(config for problem in many for config in sequential_configs(problem))]

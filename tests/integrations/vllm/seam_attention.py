@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -358,7 +359,8 @@ def without_the_compiler_layers_are_left_to_vllm_and_kernels_are_listed() -> Non
 
     from cute_kernels.integrations.vllm import attention, prepare
     from cute_kernels.integrations.vllm.linear import CuteKernelsLinearKernel, MPLinearLayerConfig
-    from cute_kernels.runtime import wanted
+    from cute_kernels.runtime import gpu, wanted
+    from cute_kernels.runtime.gpu import standing_in
 
     shape = (4096, 6144)
     layer = MPLinearLayerConfig(shape, shape, scalar_types.uint4b8, torch.bfloat16, 128, False, False)
@@ -389,7 +391,7 @@ def without_the_compiler_layers_are_left_to_vllm_and_kernels_are_listed() -> Non
             default_cache=lambda: SimpleNamespace(has=lambda spec, arch: False),
         ),
         mock.patch.multiple(attention, compiler_version=lambda: None, get_current_vllm_config_or_none=lambda: engine),
-        mock.patch.object(torch.cuda, "get_device_name", lambda index: "NVIDIA H200"),
+        standing_in(replace(gpu.Gpu(), name=lambda index: "NVIDIA H200", num_sms=lambda device: 132)),
         mock.patch.object(
             torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)
         ),
