@@ -432,7 +432,7 @@ def _recorder(path: Path, resume: bool = False, **about: object) -> records.Reco
     recorder = records.Recorder(path, **about)
     try:
         if resume:
-            recorder.take_up(records.load(path))
+            recorder.resume_from(records.load(path))
         recorder.save()
     except (OSError, ValueError) as error:
         print(f"--json {path}: {error}", file=sys.stderr)

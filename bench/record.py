@@ -34,7 +34,7 @@ class Recorder:
         """Since the run began."""
         return time.perf_counter() - self._begin
 
-    def take_up(self, earlier: dict[str, Any]) -> None:
+    def resume_from(self, earlier: dict[str, Any]) -> None:
         """Goes on with a record of the same command that was cut: its rows stay, and where they were measured is kept
         under "resumed", the newest first.
 

@@ -172,17 +172,17 @@ def test_a_record_that_was_cut_is_taken_up_by_the_same_command_on_the_same_gpu()
     earlier = Recorder(None, kind="model_accuracy")
     earlier.add_row({"suite": "model_accuracy", "name": "bf16"})
     recorder = Recorder(None, kind="model_accuracy")
-    recorder.take_up(earlier.data)
+    recorder.resume_from(earlier.data)
     assert [row["name"] for row in recorder.data["rows"]] == ["bf16"]
     assert recorder.data["resumed"] == [earlier.data["environment"]]
     again = Recorder(None, kind="model_accuracy")
-    again.take_up(recorder.data)
+    again.resume_from(recorder.data)
     assert len(again.data["resumed"]) == 2
     with pytest.raises(ValueError, match="kind is model_accuracy, want accuracy"):
-        Recorder(None, kind="accuracy").take_up(earlier.data)
+        Recorder(None, kind="accuracy").resume_from(earlier.data)
     other = earlier.data | {"environment": earlier.data["environment"] | {"gpu": "another"}}
     with pytest.raises(ValueError, match="gpu is another"):
-        again.take_up(other)
+        again.resume_from(other)
 
 
 def test_fitted_ways_are_measured_where_they_are_asked_for():

@@ -392,9 +392,6 @@ def without_the_compiler_layers_are_left_to_vllm_and_kernels_are_listed() -> Non
         ),
         mock.patch.multiple(attention, compiler_version=lambda: None, get_current_vllm_config_or_none=lambda: engine),
         standing_in(replace(gpu.Gpu(), name=lambda index: "NVIDIA H200", num_sms=lambda device: 132)),
-        mock.patch.object(
-            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)
-        ),
     ):
         able, reason = CuteKernelsLinearKernel.can_implement(layer)
         assert not able and "kernels are in no bundle. Build one where the compiler is" in str(reason), reason
