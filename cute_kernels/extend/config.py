@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cute_kernels.architecture import HOPPER, Limits
-from cute_kernels.attention.config import PAGE_TOKENS
 from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.kv_formats import GROUP_UNIT, KvFormat, format_of

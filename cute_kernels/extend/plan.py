@@ -10,8 +10,8 @@ import torch
 
 from cute_kernels.attention.call import CacheOperand
 from cute_kernels.attention.checks import Q_DTYPES
-from cute_kernels.attention.config import PAGE_TOKENS
 from cute_kernels.attention.plan import address_of
+from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.extend.call import ExtendCall
 from cute_kernels.extend.compile import CombineSpec, ExtendSpec
 from cute_kernels.extend.config import CombineConfig, ExtendConfig
