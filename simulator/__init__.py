@@ -11,7 +11,7 @@ another meaning; :func:`running` puts it in place, for the time of a ``with`` bl
     backend     how meanings are installed
 """
 
-from simulator.backend import Backend, Meanings, running
+from simulator.backend import Altered, Backend, Meanings, running
 from simulator.gpu import Gpu
 from simulator.plain import PlainThread, stand_in
 from simulator.registers import (
@@ -36,6 +36,7 @@ __all__ = [
     "LANES",
     "ROW",
     "Access",
+    "Altered",
     "Backend",
     "Float32",
     "Gpu",
