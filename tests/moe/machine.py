@@ -12,14 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
-from simulator import Turns
+from simulator import Meanings, Turns
 
 TIMEOUT = 60.0  # of who polls, seconds: longer is a deadlock
 
@@ -324,32 +323,12 @@ class Machine:
             min=min,
             max=max,
             select_=lambda condition, a, b: a if condition else b,
-            Int64=int,
             utils=SimpleNamespace(SmemAllocator=Allocator),
         )
 
-    def install(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
-        """Puts the machine in the place of what kernels of these modules see; their functions are plain Python."""
-        names = {
-            "ptx": self.ptx(),
-            "numbers": self.numbers(),
-            "cute": self.cute(),
-            "cutlass": self.cutlass(),
-            "Int32": int32,
-            "Int64": int,
-            "Uint32": uint32,
-            "Float32": np.float32,
-            "const_expr": bool,
-        }
-        for module in modules:
-            for name, own in list(vars(module).items()):
-                if name in names:
-                    monkeypatch.setattr(module, name, names[name])
-                elif isinstance(own, FunctionType) and hasattr(own, "__wrapped__"):
-                    monkeypatch.setattr(module, name, own.__wrapped__)
-
-
-def unwrapped(kind: type, *names: str) -> type:
-    """A kernel class whose methods are plain Python."""
-    methods = {name: getattr(kind, name).__wrapped__ for name in names}
-    return type(f"Plain{kind.__name__}", (kind,), methods)
+    def meanings(self) -> Meanings:
+        """What kernels see; their functions are plain Python."""
+        instructions = SimpleNamespace(**{**vars(self.ptx()), **vars(self.numbers())})
+        scalars = {"Int32": int32, "Int64": int, "Uint32": uint32, "Float32": np.float32, "const_expr": bool}
+        cute, cutlass = vars(self.cute()), vars(self.cutlass())
+        return Meanings(instructions, arch=vars(cute.pop("arch")), cute=cute, cutlass=cutlass, scalars=scalars)
