@@ -7,7 +7,6 @@ is run are the kernels' own addresses, loops and waits; the tensor cores are not
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,7 +104,7 @@ class Cta:
         self.all = NamedBarrier(num_threads, turns)
         self.warps = [NamedBarrier(32, turns) for _ in range(num_threads // 32)]
         self.named: dict[int, NamedBarrier] = {}
-        self.exchange = [[0] * 32 for _ in self.warps]
+        self.exchange: list[list[Any]] = [[None] * 32 for _ in self.warps]
         self.used = 0
 
 
@@ -115,7 +114,6 @@ class Machine:
     def __init__(self, global_bytes: int = 1 << 22):
         self.memory = np.zeros(global_bytes, np.uint8)
         self.top = 256
-        self.here = threading.local()
         self.turns = Turns()
         self.copies: list[tuple[tuple[int, int, int], int, int]] = []  # CTA, source, bytes
 
@@ -151,8 +149,13 @@ class Machine:
         work()
 
     @property
+    def here(self) -> Any:
+        """What the thread that asks has of its own."""
+        return self.turns.own()
+
+    @property
     def cta(self) -> Cta:
-        return self.here.cta
+        return self.turns.own().cta
 
     @property
     def warp(self) -> int:
@@ -180,12 +183,14 @@ class Machine:
         self.here.idle = False
 
     def exchanged(self, value: int) -> list[int]:
-        """The values of all lanes."""
-        warp = self.here.thread // 32
-        self.cta.exchange[warp][self.lane] = value
-        self.sync_warp()
-        values = list(self.cta.exchange[warp])
-        self.sync_warp()
+        """The values of all lanes. Each exchange has a list of its own, so nobody waits before the next one."""
+        here = self.here
+        cta, (warp, lane) = here.cta, divmod(here.thread, 32)
+        values = cta.exchange[warp]
+        values[lane] = value
+        if None not in values:
+            cta.exchange[warp] = [None] * 32
+        cta.warps[warp].pass_by()
         return values
 
     # -- mbarriers ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.moe import combine
 from cute_kernels.moe.config import COMBINE_BATCH, CombineConfig
 from cute_kernels.moe.reference import combine_reference
-from simulator import Altered
+from simulator import Altered, Turns
 from tests.moe.machine import Machine
 
 THREADS = 32  # of a CTA: Python threads are slow
@@ -166,15 +165,15 @@ def test_sums_by_ids_are_those_by_places(bits, run_on):
 def test_what_the_products_write_is_read_when_they_have_ended(bits, use_pdl, run_on):
     """Ids and weights may be read before: they are older than the products."""
     config = CombineConfig("fp32", id_bits=bits, use_pdl=use_pdl)
-    here, loads = threading.local(), []
+    loads = []
     wait, load = combine.CombineKernel.wait, combine.CombineKernel.load_vector
 
     def waits(self) -> None:
         wait(self)
-        here.waited = True
+        Turns.own().waited = True
 
     def load_vector(self, source):
-        assert here.waited, "results are read too early"
+        assert Turns.own().waited, "results are read too early"
         loads.append(source)
         return load(self, source)
 
