@@ -15,9 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from simulator import Meanings, Turns
+pytest.importorskip("greenlet", reason="threads of the machine are greenlets: pip install .[dev]")
+
+from simulator import Meanings
+from simulator.turns import Turns
 
 TIMEOUT = 60.0  # of who polls, seconds: longer is a deadlock
 

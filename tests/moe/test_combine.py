@@ -13,8 +13,8 @@ pytest.importorskip("cutlass")
 from cute_kernels.moe import combine
 from cute_kernels.moe.config import COMBINE_BATCH, CombineConfig
 from cute_kernels.moe.reference import combine_reference
-from simulator import Altered, Turns
-from tests.moe.machine import Machine
+from simulator import Altered
+from tests.moe.machine import Machine, Turns
 
 THREADS = 32  # of a CTA: Python threads are slow
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
