@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench import entry
+from bench.entry import Entry
 from bench.timing import Protocol, time_cold
 from bench.workloads import DecodeInputs
 from cute_kernels.attention.config import DecodeConfig
@@ -150,6 +150,7 @@ LADDER = (
 
 def measure_ladder(
     inputs: DecodeInputs,
+    entry: Entry,
     flush: Callable[[], None],
     protocol: Protocol,
     check: Callable[[torch.Tensor], object],

@@ -99,7 +99,7 @@ class Warp:
                 "make_warp_uniform": uniform,
                 "block_idx_in_cluster": lambda: self.rank,
             },
-            cute={"make_rmem_tensor": Registers},
+            cute={"make_rmem_tensor": Registers, "size": len},
             cutlass={
                 "min": np.minimum,
                 "max": np.maximum,
