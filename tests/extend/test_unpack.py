@@ -238,7 +238,9 @@ def test_rows_of_a_tile_may_have_scales_of_all_sizes():
 def test_scales_too_great_are_loud():
     call = make_call("int8_token_head", [4], [100])
     call.caches[1][..., :4].view(torch.float32).mul_(2.0**60)
-    assert Unpacked(call).rows[1][0, :, :100].isinf().any()
+    with np.errstate(over="ignore"):
+        found = Unpacked(call)
+    assert found.rows[1][0, :, :100].isinf().any()
 
 
 def test_codes_without_scales_are_exact():
