@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.extend import HEAD_DIM, ExtendShape, text
+from bench.extend import HEAD_DIM, SHAPES, ExtendShape, text
 
 
 def test_flops_are_those_of_keys_that_queries_see():
@@ -17,3 +17,15 @@ def test_the_table_has_tflops_of_every_call():
     printed = text({"extend": [row, other]})
     assert "a shape" in printed and "500" in printed and "625" in printed
     assert len(printed.splitlines()) >= 3
+
+
+def test_mixed_batches_are_printed_as_a_share_of_both_in_turn():
+    times = {"decode": 300.0, "chunk": 200.0, "in turn": 500.0, "side by side": 400.0}
+    row = {"name": "63 decode", "us": {name: {"median_us": us} for name, us in times.items()}}
+    assert "0.80" in text({"extend_mixed": [row]})
+
+
+def test_every_bar_of_the_record_has_its_shape():
+    names = {shape.name for shape in SHAPES}
+    assert {"1 x 16384 over 16384, 32/8", "1 x 2048 over 32768, 64/8", "32 x 17 over 8192, 32/8"} <= names
+    assert len(names) == len(SHAPES)
