@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bench.peers import fa3_missing
-from bench.report import aligned, number
+from bench.report import aligned, in_markdown, number
 from bench.suites import TOLERANCE, Bench, WrongOutput
 from bench.timing import Timing, time_cold_in_turn
 from cute_kernels import decode_attention, extend_attention, mixed_attention
@@ -286,6 +286,27 @@ def _error(out: torch.Tensor, arguments: dict[str, Any]) -> float:
     return float((out[-count:].double() - want).norm() / want.norm())
 
 
+def markdown(record: dict[str, Any]) -> str:
+    """The record as Markdown tables. Raises ValueError if it has no row."""
+    rows = record.get("extend", [])
+    if not rows:
+        raise ValueError("record: got no measured call of extend attention, want some")
+    names = [name for name in dict.fromkeys(name for row in rows for name in row["us"]) if not name.startswith("FA3")]
+    head = ["queries, heads", "FlashAttention-3", *names]
+    lines = []
+    for row in rows:
+        rates = {name: row["flops"] * 1e-6 / time["median_us"] for name, time in row["us"].items()}
+        peer = max((rate for name, rate in rates.items() if name.startswith("FA3")), default=None)
+        lines.append([row["name"], number(peer, 0), *(number(rates.get(name), 0) for name in names)])
+    about = f"TFLOPS, median of {record.get('samples')} calls with a cold L2; FlashAttention-3: bf16, its fastest call."
+    parts = [in_markdown(record, head, lines, about)]
+    for key, what in (("extend_mixed", "both kernels' calls in graphs"), ("extend_few_queries", "decode attention")):
+        if record.get(key):
+            head, *lines = _cells(record[key])
+            parts.append(in_markdown(record, head, lines, what + "."))
+    return "\n".join(parts)
+
+
 def text(data: dict[str, Any]) -> str:
     """The record as a table."""
     lines = table(data.get("extend", []))
@@ -295,15 +316,17 @@ def text(data: dict[str, Any]) -> str:
 
 
 def _times(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Microseconds of each call, by row, and what the last takes of the one before, as aligned lines."""
-    if not rows:
-        return []
+    return ["", *aligned(_cells(rows))] if rows else []
+
+
+def _cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Microseconds of each call, by row, and what the last takes of the one before, under their names."""
     names = list(rows[0]["us"])
     cells = [["us", *names, f"{names[-1]} / {names[-2]}"]]
     for row in rows:
         medians = [row["us"][name]["median_us"] for name in names]
         cells.append([row["name"], *map(number, medians), f"{medians[-1] / medians[-2]:.2f}"])
-    return ["", *aligned(cells)]
+    return cells
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
