@@ -15,7 +15,7 @@ from typing import Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
@@ -98,46 +98,11 @@ class Held:
     scale: RegisterTensor[Uint32]
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where a warp's rows of a tile lie, by run of rows that lie together: a block of the cache and a place in it."""
-
-    blocks: RegisterTensor[Int32]
-    places: RegisterTensor[Int32]
-
-
-class RowRuns:
-    """The rows of a tile that a warp reads, K's and V's, as runs that lie together in the cache."""
-
-    def __init__(self, shape: RowShape):
-        self.tile_tokens, self.warp_rows, self.paged = shape.tile_tokens, shape.warp_rows, shape.page_tokens > 0
-        self.rows = min(self.warp_rows, shape.page_tokens or self.warp_rows)  # of a run
-        self.count = self.warp_rows // self.rows
-
-    def make(self) -> Places:
-        return Places(cute.make_rmem_tensor(self.count, Int32), cute.make_rmem_tensor(self.count, Int32))
-
-    @cute.jit
-    def locate(self, places: Places, source, work, block: Int32, warp: Int32):
-        """Finds a warp's rows of a block."""
-        first = block * self.tile_tokens + warp * self.warp_rows
-        last = cutlass.max(work.kv_stop - 1, 0)
-        for run in cutlass.range_constexpr(self.count):
-            token = first + run * self.rows
-            # The table may end, or its entries may be anything, where no token is.
-            token = cutlass.select_(token > last, Int32(0), token)
-            places.blocks[run], places.places[run] = source.pages.locate(self.paged, work.request, token)
-
-    def bases(self, rows, places: Places, head) -> list[Int64]:
-        """Addresses of the runs' first rows, of K or of V."""
-        return [rows.address(places.blocks[run], places.places[run], head) for run in range(self.count)]
-
-
 class CodedRows:
     """K or V: which words are whose, and how a warp's rows of a tile come."""
 
     def __init__(self, shape: RowShape, operand: int):
-        self.tile_tokens, self.operand, self.runs = shape.tile_tokens, operand, RowRuns(shape)
+        self.tile_tokens, self.paged, self.operand = shape.tile_tokens, shape.page_tokens > 0, operand
         form = shape.formats[operand]
         assert form.extend is not None  # `ExtendConfig.can_implement` has said so
         self.decoder = load_code(form.extend.words)()
@@ -151,6 +116,7 @@ class CodedRows:
         self.group_words = self.real_units // form.num_groups
         self.warp_rows = shape.warp_rows
         self.num_loads = self.warp_rows * self.row_units // WARP_THREADS
+        self.run_rows = min(self.warp_rows, shape.page_tokens or self.warp_rows)
 
     def make(self) -> Held:
         return Held(
@@ -160,19 +126,26 @@ class CodedRows:
         )
 
     @cute.jit
-    def load(self, held: Held, places: Places, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
+    def load(self, held: Held, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
         """Asks for a warp's rows of a block; those that no query of the request sees become zeros."""
-        rows = source.rows(self.operand)
+        rows, paged = source.rows(self.operand), self.paged
         first = block * self.tile_tokens + warp * self.warp_rows
         below = lane // self.row_units if const_expr(self.row_units < WARP_THREADS) else Int32(0)
         word = lane % self.row_units if const_expr(self.row_units < WARP_THREADS) else lane
         low = cutlass.max(first_valid - first, 0)
         count = cutlass.max(work.kv_stop - first - low, 0)
-        bases = self.runs.bases(rows, places, work.head)
+        last = cutlass.max(work.kv_stop - 1, 0)
+        bases = []
+        for run in cutlass.range_constexpr(self.warp_rows // self.run_rows):
+            token = first + run * self.run_rows
+            # The table may end, or its entries may be anything, where no token is.
+            token = cutlass.select_(token > last, Int32(0), token)
+            found, place = source.pages.locate(paged, work.request, token)
+            bases.append(rows.address(found, place, work.head))
         for k in cutlass.range_constexpr(self.num_loads):
             row = k * WARP_THREADS // self.row_units
-            run, part = row // self.runs.rows, k * WARP_THREADS % self.row_units
-            row_address = bases[run] + ((row % self.runs.rows) + below) * rows.token_bytes
+            run, part = row // self.run_rows, k * WARP_THREADS % self.row_units
+            row_address = bases[run] + ((row % self.run_rows) + below) * rows.token_bytes
             index, limit = (below - low) + row, count
             if const_expr(self.real_units < self.row_units):
                 limit = cutlass.select_(word + part < self.real_units, count, Int32(0))
@@ -184,8 +157,8 @@ class CodedRows:
             row = lane % self.warp_rows
             base = bases[0]
             for run in cutlass.range_constexpr(1, len(bases)):
-                base = cutlass.select_(row >= run * self.runs.rows, bases[run], base)
-            held.scale[0] = load_word_below(row - low, count, base + (row % self.runs.rows) * rows.token_bytes)
+                base = cutlass.select_(row >= run * self.run_rows, bases[run], base)
+            held.scale[0] = load_word_below(row - low, count, base + (row % self.run_rows) * rows.token_bytes)
 
     def numbers(self, held: Held, k: int):
         """What a lane's word of a load stands for: packed pairs, without a row's scale."""
@@ -240,7 +213,7 @@ class RowProducer:
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        self.keys, self.values, self.runs = TileWriter(config, KEYS), TileWriter(config, VALUES), RowRuns(config)
+        self.keys, self.values = TileWriter(config, KEYS), TileWriter(config, VALUES)
 
     def make_maps(self, k_cache, v_cache):
         """No tensor maps."""
@@ -249,21 +222,15 @@ class RowProducer:
     def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
         """Fills the tiles of a work tile, the last block first; the ring's next stage and phase."""
         keys, values = self.keys.rows.make(), self.values.rows.make()
-        here, below = self.runs.make(), self.runs.make()
         # Not what they are made of: registers are scarce.
         places = ptx.pinned(self.keys.place(warp, lane)), ptx.pinned(self.values.place(warp, lane))
         if span.begin < span.end:
-            self.runs.locate(here, source, work, span.end - 1, warp)
-            self.keys.rows.load(keys, here, source, work, first_valid, span.end - 1, warp, lane)
+            self.keys.rows.load(keys, source, work, first_valid, span.end - 1, warp, lane)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
-            following = cutlass.max(block - 1, span.begin)
-            self.runs.locate(below, source, work, following, warp)
-            self.values.rows.load(values, here, source, work, first_valid, block, warp, lane)
+            self.values.rows.load(values, source, work, first_valid, block, warp, lane)
             self.publish(self.keys, keys, memory, places[0], warp, lane, stage, phase)
-            self.keys.rows.load(keys, below, source, work, first_valid, following, warp, lane)
-            for run in cutlass.range_constexpr(self.runs.count):
-                here.blocks[run], here.places[run] = below.blocks[run], below.places[run]
+            self.keys.rows.load(keys, source, work, first_valid, cutlass.max(block - 1, span.begin), warp, lane)
             self.publish(self.values, values, memory, places[1], warp, lane, stage, phase)
             stage, phase = advance(stage, phase, self.config.num_stages)
         return stage, phase
@@ -284,7 +251,7 @@ class RowProducer:
         number = memory.barrier(writer.operand, stage)
         cute.arch.mbarrier_wait(memory.empty + number, phase)
         writer.store(held, memory, stage, place, warp, lane)
-        # Who multiplies fences: here the fence would wait for the loads that have just been issued.
+        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(memory.full + number)

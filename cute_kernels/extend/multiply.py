@@ -189,7 +189,7 @@ class Consumer:
 
     def score(self, scores, memory, group, stage, phase) -> None:
         """Issues the scores of a block, which it waits for."""
-        self.await_tile(memory, KEYS, stage, phase)
+        cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
         config = self.config
         place = memory.tile_pointer + memory.tile(KEYS, stage)
         keys = wgmma_tiles.tile(place, config.tile_tokens, config.columns, self.operands.type)
@@ -200,15 +200,9 @@ class Consumer:
         wgmma_tiles.multiply(scores, queries, keys, config.tile_tokens, zero=True, steps=steps)
         wgmma_tiles.commit()
 
-    def await_tile(self, memory, operand: int, stage, phase) -> None:
-        """Waits for a tile. What producers have stored becomes what products read by a fence of who reads it."""
-        cute.arch.mbarrier_wait(memory.full + memory.barrier(operand, stage), phase)
-        if self.config.decodes:
-            cute.arch.fence_proxy("async.shared", space="cta")
-
     def add_values(self, sums, packed, memory, stage, phase) -> None:
         """Issues sums += probabilities times the values of a block, to be committed."""
-        self.await_tile(memory, VALUES, stage, phase)
+        cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
         config = self.config
         place = memory.tile_pointer + memory.tile(VALUES, stage)
         values = wgmma_tiles.transposed_tile(place, config.tile_tokens, config.columns, self.operands.type)
