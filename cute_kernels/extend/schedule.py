@@ -29,9 +29,9 @@ BLOCK_TOKENS = 128
 TILE_COST, PARTIAL_COST, COMBINE_COST = 1.5, 4.0, 3.0
 # What kernels that read a cache as it is reach of the rate over unpacked keys, by what rows' scales are
 # (`ExtendReader`), and for 16 bits in pages of so many tokens: H200, docs/design/history/extend_attention.md.
-READING_RATES: dict[str | int, float] = {"row": 0.61, "outside": 0.73, "groups": 0.63, 16: 0.92}
-PRODUCTS_PER_US = 660e6  # FLOP over unpacked keys
-UNPACKED_BYTES_PER_US = 4.0e6  # read and written
+READING_RATES: dict[str | int, float] = {"row": 0.65, "outside": 0.77, "groups": 0.64, 16: 0.95}
+PRODUCTS_PER_US = 690e6  # FLOP over unpacked keys
+UNPACKED_BYTES_PER_US = 3.0e6  # read and written
 MAX_UNPACKED_BYTES = 2**29  # that a call takes by itself
 
 
