@@ -418,19 +418,20 @@ def run(recorder: Recorder, plan: Plan, device: torch.device, say: Say) -> None:
     moments = None
     if any(way.method != PLAIN for way in lacking):
         moments = moments_of(model, calibration, plan.batch)
-    ways = []
-    for way in lacking:
-        ways.append(prepare(model, calibration, way, plan.batch, plan.fit_steps, moments))
-        constants = ways[-1].constants
-        if constants is not None:
-            say(f"{way.name}: {constants.about.get('fitted', constants.about['method'])}")
-    new = [prepared for prepared in ways if prepared.way.name not in rows]
-    for first in range(0, len(new), WAYS_AT_A_TIME):
-        some = new[first : first + WAYS_AT_A_TIME]
-        exact, found = measure(model, test, some, plan.batch)
+    ways: list[Prepared] = []
+    for some in (lacking[i : i + WAYS_AT_A_TIME] for i in range(0, len(lacking), WAYS_AT_A_TIME)):
+        for way in some:
+            ways.append(prepare(model, calibration, way, plan.batch, plan.fit_steps, moments))
+            constants = ways[-1].constants
+            if constants is not None:
+                say(f"{way.name}: {constants.about.get('fitted', constants.about['method'])}")
+        new = [prepared for prepared in ways[-len(some) :] if prepared.way.name not in rows]
+        if not new:
+            continue
+        exact, found = measure(model, test, new, plan.batch)
         about = {"name": smollm2.NAME, "head_dim": head_dim, "perplexity": math.exp(float(exact.mean())), **text.about}
         recorder.set("model", about)
-        for prepared, (loss, kl) in zip(some, found, strict=True):
+        for prepared, (loss, kl) in zip(new, found, strict=True):
             row = _row(prepared.way, head_dim) | _increase(loss, exact) | _divergence(kl)
             rows[row["name"]] = row
             recorder.add_row(row)
