@@ -18,6 +18,7 @@ from tests.integrations.vllm.checks import check
 from tests.integrations.vllm.steps import (
     Layer,
     builder,
+    constants_file,
     flash_attention,
     give_constants,
     serve_shared,
@@ -292,19 +293,6 @@ def steps_of_mixed_requests_give_attention_over_everything() -> None:
         error = float((given.double() - expected).abs().max())
         assert error < bound, (str(layer), error)
     os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
-
-
-def constants_file(folder: str, kv_heads: int = 2, dim: int = 128, **changes: Any) -> str:
-    """Of a model of two layers, the first without a transform."""
-    from cute_kernels.kv_cache import CacheConstants, CacheTransform
-
-    generator = torch.Generator().manual_seed(4)
-    center, factor, of_v = (torch.randn(kv_heads, dim, generator=generator) for _ in range(3))
-    arrays: dict[str, Any] = {"k_center": center, "k_factor": factor.sign() * (0.5 + factor.abs())}
-    arrays |= {"v_factor": (of_v / 4).exp(), "k_rotation": 32, "v_rotation": 1}
-    path = os.path.join(folder, f"constants{len(os.listdir(folder))}.safetensors")
-    CacheConstants((None, CacheTransform(**arrays | changes))).save(path)
-    return path
 
 
 @check

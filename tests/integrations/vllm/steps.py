@@ -169,6 +169,19 @@ class Layer:
         return impl
 
 
+def constants_file(folder: str, kv_heads: int = 2, dim: int = 128, **changes: Any) -> str:
+    """Of a model of two layers, the first without a transform."""
+    from cute_kernels.kv_cache import CacheConstants, CacheTransform
+
+    generator = torch.Generator().manual_seed(4)
+    center, factor, of_v = (torch.randn(kv_heads, dim, generator=generator) for _ in range(3))
+    arrays: dict[str, Any] = {"k_center": center, "k_factor": factor.sign() * (0.5 + factor.abs())}
+    arrays |= {"v_factor": (of_v / 4).exp(), "k_rotation": 32, "v_rotation": 1}
+    path = os.path.join(folder, f"constants{len(os.listdir(folder))}.safetensors")
+    CacheConstants((None, CacheTransform(**arrays | changes))).save(path)
+    return path
+
+
 def give_constants(
     impl: Any, path: str, name: str = "model.layers.1.self_attn.attn", *, layers: int = 2, ranks: int = 1, rank: int = 0
 ) -> None:
