@@ -495,7 +495,7 @@ def _model_accuracy(options: argparse.Namespace, path: Path, device: Any) -> int
     recorder = _recorder(path, kind="model_accuracy", command=sys.argv[1:], device=device.type, resume=options.resume)
     if recorder is None:
         return 2
-    plan = model_accuracy.plan_for(device, options.quick, options.fit)
+    plan = model_accuracy.plan_for(device, options.quick, options.fit, not options.no_decode)
     try:
         model_accuracy.run(recorder, plan, device, say=_teller(recorder))
     except model_accuracy.OtherTextError as error:

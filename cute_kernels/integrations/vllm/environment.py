@@ -2,6 +2,7 @@
 
 CUTE_KERNELS_VLLM            unset or "1": the usual seams; "0": none; else a list such as "linear,attention"
 CUTE_KERNELS_VLLM_KV_FORMAT  a cache format of this package that replaces the one `--kv-cache-dtype` names
+CUTE_KERNELS_VLLM_CONSTANTS  what `cute-kernels calibrate` has found for such a cache: a file
 CUTE_KERNELS_VLLM_INVARIANT  "1": attention runs here under VLLM_BATCH_INVARIANT, too. For experiments: steps of up to
                              128 tokens of a request gave the same bits however they were cut, but of a served model's
                              84 requests 14 differed in last bits, for a reason that is not known
@@ -10,9 +11,11 @@ CUTE_KERNELS_VLLM_INVARIANT  "1": attention runs here under VLLM_BATCH_INVARIANT
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 SWITCH = "CUTE_KERNELS_VLLM"
 KV_FORMAT = "CUTE_KERNELS_VLLM_KV_FORMAT"
+CONSTANTS = "CUTE_KERNELS_VLLM_CONSTANTS"
 INVARIANT = "CUTE_KERNELS_VLLM_INVARIANT"
 SEAMS = ("linear", "attention", "moe", "mla", "fusion")
 """In the order in which they are replaced."""
@@ -41,6 +44,20 @@ def wanted_seams() -> tuple[str, ...]:
 def wanted_kv_format() -> str | None:
     """The cache format that the environment asks for, None for what vLLM's own flag says."""
     return os.environ.get(KV_FORMAT, "").strip() or None
+
+
+def wanted_constants() -> Path | None:
+    """The file of a cache's constants that the environment asks for.
+
+    Raises:
+        ValueError: it asks for no cache that could have them.
+    """
+    text = os.environ.get(CONSTANTS, "").strip()
+    if not text:
+        return None
+    if wanted_kv_format() is None or "attention" not in wanted_seams():
+        raise ValueError(f"{CONSTANTS}: got {text!r}, want {KV_FORMAT} with it, and the seam attention in {SWITCH}")
+    return Path(text)
 
 
 def tries_invariance() -> bool:
