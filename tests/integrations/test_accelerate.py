@@ -41,17 +41,24 @@ class Traced:
 
         def run() -> list[torch.Tensor]:
             self.outputs = function()
-            return [value for value in self.outputs.values() if isinstance(value, torch.Tensor)]
+            return tensors_of(self.outputs)
 
         with mock.patch.object(step_ops, "path_of", lambda step: step_ops.dispatch):  # as one operator
             self.run = make_fx(run, tracing_mode="real")()
         Traced.count += 1
 
-    def replay(self) -> Any:
-        tensors = iter(self.run())
-        return type(self.outputs)(
-            **{name: next(tensors) if isinstance(x, torch.Tensor) else x for name, x in self.outputs.items()}
-        )
+    def replay(self) -> None:
+        with torch.inference_mode():
+            for kept, new in zip(tensors_of(self.outputs), self.run(), strict=True):
+                kept.copy_(new)
+
+
+def tensors_of(outputs: Any) -> list[torch.Tensor]:
+    """The tensors of a model's outputs, in order."""
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    nested = outputs.values() if isinstance(outputs, dict) else outputs if isinstance(outputs, (tuple, list)) else ()
+    return [tensor for value in nested for tensor in tensors_of(value)]
 
 
 def record_on_cpu(model: Any) -> StepReplay:

@@ -70,9 +70,10 @@ def test_no_step_is_begun_behind_the_last_one():
     began = []
 
     class Counted(Traced):
-        def replay(self) -> Any:
-            began.append(1)
-            return super().replay()
+        def replay(self) -> None:
+            if "logits" in self.outputs:  # else it makes the next one's inputs
+                began.append(1)
+            super().replay()
 
     replay.record = lambda function, device: Counted(function, device)
     generate(model, LEFT_PADDED)

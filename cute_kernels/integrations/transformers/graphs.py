@@ -14,14 +14,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
-from cute_kernels.integrations.transformers.ahead import Lookahead
+from cute_kernels.integrations.transformers.ahead import Lookahead, NextInputs, has_choices
 from cute_kernels.integrations.transformers.cache import DecodeCache
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
+from cute_kernels.integrations.transformers.inputs import StepInputs
 from cute_kernels.integrations.transformers.masks import recording
 from cute_kernels.integrations.transformers.merged import PartOfPair
 from cute_kernels.integrations.transformers.ropes import version_of
@@ -33,32 +34,38 @@ _CACHE = object()
 
 
 class Recorded(Protocol):
-    """A recorded function of no arguments."""
+    """A recorded function of no arguments. ``outputs`` is what it returned; a replay fills it again."""
 
-    def replay(self) -> Any: ...
+    outputs: Any
+
+    def replay(self) -> None: ...
+
+
+Record: TypeAlias = Callable[[Callable[[], Any], torch.device], Recorded]
+"""How a function is recorded, on a device."""
 
 
 class CudaGraph:
-    """A function as a CUDA graph. ``outputs`` is what it returned; a replay fills it again."""
+    """A function as a CUDA graph."""
 
     def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.graph(self.graph):
             self.outputs = function()
 
-    def replay(self) -> Any:
-        """Runs it; returns the outputs, which the next replay overwrites."""
+    def replay(self) -> None:
+        """Runs it."""
         self.graph.replay()
-        return self.outputs
 
 
 @dataclass
 class Step:
-    """One recorded step: where its inputs are, the graph, and what its last replay returned."""
+    """One recorded step: where its inputs are, the graph, and what makes the next step's inputs; None before it is
+    wanted, or where the outputs do not say them."""
 
-    inputs: dict[str, torch.Tensor]
+    inputs: StepInputs
     recorded: Recorded
-    outputs: Any = None
+    following: NextInputs | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ class StepReplay:
     """
 
     def __init__(
-        self, forward: Callable[..., Any], record: Callable[[Callable[[], Any], torch.device], Recorded] | None = None
+        self, forward: Callable[..., Any], record: Record | None = None
     ) -> None:
         self.forward = forward
         self.record = record
@@ -96,6 +103,7 @@ class StepReplay:
         self._names = tuple(inspect.signature(forward).parameters)
         self._state: Any = None
         self._epoch = object()
+        self._foresees = True
         functools.update_wrapper(self, forward)
 
     @contextmanager
@@ -187,12 +195,12 @@ class StepReplay:
     def _record(self, columns: Columns, tensors: dict[str, torch.Tensor], others: dict[str, Any]) -> Step | str:
         """The recorded step, or "as usual" if it cannot be recorded."""
         columns.call_back()
-        with torch.inference_mode(False):
-            inputs = {name: value.clone() for name, value in tensors.items()}
+        inputs = StepInputs(tensors)
 
         def step() -> Any:
             with recording(columns):
-                outputs = self.forward(**inputs, **others, attention_mask=None)
+                outputs = self.forward(**inputs.tensors, **others, attention_mask=None)
+                columns.before.add_(1)
             return _mapped(outputs, lambda value: _CACHE if isinstance(value, DecodeCache) else value)
 
         lens, device = columns.seq_lens.clone(), columns.seq_lens.device
@@ -217,23 +225,39 @@ class StepReplay:
         self, step: Step, cache: DecodeCache, tensors: dict[str, torch.Tensor], lookahead: Lookahead | None
     ) -> Any:
         assert cache.columns is not None
-        columns, outputs = cache.columns, None
-        if lookahead is not None:
-            outputs = lookahead.take(step, columns, tensors, functools.partial(_own, cache))
-        was_begun = outputs is not None
-        if not was_begun:
+        columns, copies = cache.columns, []
+        was_begun = lookahead is not None and lookahead.take(step, columns, tensors)
+        if was_begun:
+
+            def copied(value: torch.Tensor) -> torch.Tensor:
+                copy = torch.empty_like(value)  # of the current stream, all of whose work `take` has waited for
+                copies.append((copy, value))
+                return copy
+
+            outputs = _own(cache, step.recorded.outputs, copied)
+        else:
             columns.call_back()
-            for name, value in tensors.items():
-                step.inputs[name].copy_(value)
-            columns.before.fill_(columns.count)
-            step.outputs = step.recorded.replay()
-            outputs = _own(cache, step.outputs)
+            step.inputs.place(tensors)
+            columns.place_before()
+            step.recorded.replay()
+            outputs = _own(cache, step.recorded.outputs, torch.clone)
         cache.advance()
         self.replays += 1
         self.ahead += was_begun
         if lookahead is not None:
-            lookahead.begin(step, columns, in_order=was_begun)
+            self._record_following(step)
+            lookahead.go_on(step, columns, copies)
         return outputs
+
+    def _record_following(self, step: Step) -> None:
+        """What makes the next step's inputs, if that can be recorded; else no step is begun ahead."""
+        if step.following is not None or not self._foresees or not has_choices(step):
+            return
+        try:
+            step.following = NextInputs(step, self.record or CudaGraph)
+        except Exception as error:
+            self._foresees = False
+            _LOG.warning("decode steps are not begun ahead: %s: %s", type(error).__name__, error)
 
 
 def state_of(model: nn.Module) -> Any:
@@ -276,7 +300,7 @@ def _run_aside(function: Callable[[], Any], device: torch.device) -> None:
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def _own(cache: DecodeCache, outputs: Any, copied: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Any:
+def _own(cache: DecodeCache, outputs: Any, copied: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Outputs that no replay overwrites, with the caller's cache in them."""
 
     def own(value: object) -> object:
