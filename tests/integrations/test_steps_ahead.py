@@ -55,7 +55,7 @@ def assert_same_caches(got: Any, want: Any) -> None:
     for ours, theirs in zip(got.layers, want.layers, strict=True):
         for a, b in zip(ours.rows, theirs.rows, strict=True):
             for request, tokens in enumerate(got.columns.seq_lens.tolist()):
-                assert torch.equal(a[request, :tokens], b[request, :tokens])
+                assert torch.equal(a[request, ..., :tokens, :], b[request, ..., :tokens, :])
 
 
 def test_greedy_steps_are_begun_before_they_are_asked_for():

@@ -172,7 +172,7 @@ def test_beams_are_those_of_another_cache(model, tokens):
 def requests(cache: Any) -> tuple[list[list[float]], list[int]]:
     """Each request's tokens of the first layer, as one number for each token."""
     layer: Any = cache.layers[0]
-    return layer.keys[:, : layer.count].double().sum((2, 3)).tolist(), cache.columns.seq_lens.tolist()
+    return layer.keys[:, :, : layer.count].double().sum((1, 3)).tolist(), cache.columns.seq_lens.tolist()
 
 
 def test_requests_are_repeated_selected_and_reordered(model, tokens):
