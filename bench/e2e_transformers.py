@@ -232,7 +232,11 @@ def run(
     for case in (Case("bf16 cache, W4", "bf16", "w4g128"), Case("int4_g4 cache, W4", "int4_g4", "w4g128")):
         with _accelerated(model, case):
             for other in batches:
-                row = {**asdict(case), **_row(model, _prompt(other, BATCHES_CONTEXT), SKIPPED_STEPS + 16, None)}
+                row = {
+                    **asdict(case),
+                    "layers": layers,
+                    **_row(model, _prompt(other, BATCHES_CONTEXT), SKIPPED_STEPS + 16, None),
+                }
                 recorder.set("batches", [*recorder.data["batches"], row])
                 say(f"{case.name}, {other} requests of {BATCHES_CONTEXT} tokens: {row['step_ms']:.3f} ms a step")
                 _release()
@@ -318,6 +322,7 @@ def pairs_of(record: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any
 
 MARK = "<!-- bench:e2e-transformers -->"
 MARK_AHEAD = "<!-- bench:e2e-transformers-ahead -->"
+MARK_BATCHES = "<!-- bench:e2e-transformers-batches -->"
 PART_NAMES = {
     "bare_ms": "bare loop over the library, a CUDA graph",
     "lm_head_ms": "output layer, 16 bits",
@@ -353,9 +358,39 @@ def markdown(record: dict[str, Any]) -> str:
     for row in rows:
         rate, times = 1e3 * row["batch"] / row["step_ms"], rows[0]["step_ms"] / row["step_ms"]
         cells = [f"**{number(row['step_ms'])}**", number(rate, 0), number(times), number(row["memory_gb"])]
-        lines.append([row["name"], *cells])
+        host = [row[name] for name in TRANSFORMERS_HOST if row["cuda_graphs"] and row.get(name) is not None]
+        lines.append([row["name"], *cells, ", ".join(number(us, 0) for us in host) or "-"])
     first, versions = rows[0], record["environment"]["versions"]
     shape = f"{first['batch']} requests of {first['context']} tokens, Llama-3-8B's shape, {first['layers']} layers"
     graphs = 'steps are recorded as CUDA graphs where "eager" does not say otherwise'
     about = f"transformers {versions['transformers']}; {shape}, random weights; {graphs}."
-    return in_markdown(record, ["`generate` with", "ms a step", "tokens/s", "times", "GB"], lines, about)
+    about += f" host: what `accelerate` adds to a step, us, {' and '.join(TRANSFORMERS_HOST.values())}."
+    return in_markdown(record, ["`generate` with", "ms a step", "tokens/s", "times", "GB", "host"], lines, about)
+
+
+def markdown_batches(record: dict[str, Any]) -> str:
+    """A step with the INT4 cache beside one with the BF16 cache. Raises ValueError if no batch has both."""
+    pairs = pairs_of(record)
+    if not pairs:
+        raise ValueError("record: got no batch with both caches, want some")
+    lines = [
+        [
+            str(bf16["batch"]),
+            number(bf16["step_ms"], 2),
+            number(int4["step_ms"], 2),
+            number(int4["step_ms"] / bf16["step_ms"], 2),
+        ]
+        for bf16, int4 in pairs
+    ]
+    first, versions = pairs[0][0], record["environment"]["versions"]
+    shape = f"{first['context']} tokens a request, Llama-3-8B's shape, {first['layers']} layers"
+    about = f"Milliseconds a step of `generate`; transformers {versions['transformers']}; W4, {shape}."
+    return in_markdown(record, ["requests", "BF16 cache", "INT4 cache", "INT4 / BF16"], lines, about)
+
+
+TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
+    "main": (markdown, MARK),
+    "ahead": (markdown_ahead, MARK_AHEAD),
+    "batches": (markdown_batches, MARK_BATCHES),
+}
+"""What `python -m bench table --suite` makes of a record, and where it goes."""

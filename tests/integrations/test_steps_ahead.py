@@ -15,6 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 import cute_kernels.integrations.transformers as ck
 from cute_kernels.integrations.transformers import accelerated as module
 from cute_kernels.integrations.transformers.graphs import StepReplay
+from cute_kernels.integrations.transformers.inputs import StepInputs
 from tests.integrations.architectures import DECODERS
 from tests.integrations.test_accelerate import LEFT_PADDED, NEW, PROMPT, Traced, generate, record_on_cpu
 
@@ -22,8 +23,8 @@ FIRST = 2
 """Steps of a call that are not replayed: one runs as usual, one is recorded and replayed, but was not begun."""
 
 
-def accelerated(kv_format: Any = "int4_g4", **options: Any) -> tuple[Any, StepReplay]:
-    model = DECODERS["llama"].build(torch.bfloat16)
+def accelerated(kv_format: Any = "int4_g4", name: str = "llama", **options: Any) -> tuple[Any, StepReplay]:
+    model = DECODERS[name].build(torch.bfloat16)
     ck.accelerate(model, kv_format=kv_format, **options)
     return model, record_on_cpu(model)
 
@@ -101,6 +102,22 @@ def test_a_choice_that_was_not_foreseen_is_honoured(steps):
     assert_same(got, in_order(**options))
     if len(steps) == NEW:
         assert replay.ahead == 0  # and after two of them none is begun any more
+
+
+def test_a_step_that_reads_the_caches_length_reads_its_own():
+    """Llama 4's chunks: a mask of columns before the step, which is another number after one that was called back."""
+    found = []
+    for ahead in (True, False):
+        model, replay = accelerated("bf16", "llama 4")
+        with nullcontext() if ahead else one_by_one():
+            options = {"logits_processor": LogitsProcessorList([Other({4})])}
+            outputs = [generate(model, torch.ones_like(PROMPT), **options) for _ in range(2)]  # in the same memory
+        assert bool(replay.ahead) == ahead and replay.replays > NEW
+        found.append(outputs)
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got.sequences, want.sequences)
+        for ours, theirs in zip(got.logits, want.logits, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_a_request_that_has_ended_costs_one_step():
@@ -207,3 +224,24 @@ def test_steps_of_other_calls_are_not_begun_ahead(options):
     model, replay = accelerated()
     generate(model, LEFT_PADDED, **options)
     assert replay.ahead == 0
+
+
+def test_inputs_of_a_step_lie_side_by_side_and_are_compared_to_the_last_element():
+    given = {
+        "input_ids": torch.tensor([[5], [6], [7]]),
+        "position_ids": torch.arange(9).view(3, 3, 1),
+        "scale": torch.tensor(0.5),
+        "types": torch.tensor([[1], [0], [1]], dtype=torch.int32),
+    }
+    inputs = StepInputs(given)
+    other = {name: value + 1 for name, value in given.items()}
+    for values in (given, other):
+        inputs.place(values)
+        assert inputs.are(values)
+        for name, tensor in inputs.tensors.items():
+            assert torch.equal(tensor, values[name]) and tensor.shape == values[name].shape
+            assert tensor.data_ptr() % 64 == inputs.tensors["input_ids"].data_ptr() % 64
+    for name, value in other.items():
+        changed = value.clone()
+        changed.view(-1)[-1] += 1
+        assert not inputs.are(other | {name: changed})

@@ -200,4 +200,6 @@ def has_choices(step: Step) -> bool:
     """Whether the next token follows from a step's outputs. Inputs that are not counted are taken to stay the same."""
     outputs = step.recorded.outputs
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
-    return isinstance(logits, torch.Tensor) and logits.dim() == 3 and len(logits) == len(step.inputs.tensors["input_ids"])
+    return (
+        isinstance(logits, torch.Tensor) and logits.dim() == 3 and len(logits) == len(step.inputs.tensors["input_ids"])
+    )

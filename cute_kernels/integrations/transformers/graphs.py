@@ -92,9 +92,7 @@ class StepReplay:
         ahead: those of them that had been begun when they were asked for.
     """
 
-    def __init__(
-        self, forward: Callable[..., Any], record: Record | None = None
-    ) -> None:
+    def __init__(self, forward: Callable[..., Any], record: Record | None = None) -> None:
         self.forward = forward
         self.record = record
         self.reason: str | None = None

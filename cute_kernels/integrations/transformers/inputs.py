@@ -57,7 +57,10 @@ class _Group:
 
     def parts(self, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """What lies in the memory, one after the other."""
-        return [part for name, padding in zip(self.names, self.padding) for part in (given[name].reshape(-1), padding)]
+        parts: list[torch.Tensor] = []
+        for name, padding in zip(self.names, self.padding, strict=True):
+            parts += (given[name].reshape(-1), padding)
+        return parts
 
 
 def _kind(x: torch.Tensor) -> tuple[torch.dtype, torch.device]:
