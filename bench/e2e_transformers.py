@@ -175,7 +175,8 @@ def loop_ms(model: Any, prompt: torch.Tensor, steps: int) -> float:
 
     @functools.wraps(model.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return CausalLMOutputWithPast(logits=logits, past_key_values=kwargs.get("past_key_values"))  # type: ignore[arg-type]
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)  # type: ignore[arg-type]
 
     model.forward = forward
     try:

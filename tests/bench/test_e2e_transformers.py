@@ -21,7 +21,7 @@ def record(**ours: Any) -> dict[str, Any]:
         rows.append(row | {"step_ms": times.get(case.name, 8.0), "graph_ms": 3.5} | host)
     rows[[row["name"] for row in rows].index("int4_g4 cache, W4")].update(ours)
     batches = [
-        {"kv_format": kv, "batch": b, "context": 4, "step_ms": ms}
+        {"kv_format": kv, "batch": b, "context": 4, "layers": 1, "step_ms": ms}
         for kv, ms in (("bf16", 2.0), ("int4_g4", 1.9))
         for b in (1, 64)
     ]

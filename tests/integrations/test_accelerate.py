@@ -45,7 +45,7 @@ class Traced:
 
         with mock.patch.object(step_ops, "path_of", lambda step: step_ops.dispatch):  # as one operator
             self.run = make_fx(run, tracing_mode="real")()
-        Traced.count += 1
+        Traced.count += "logits" in self.outputs  # a step, not the inputs of the next one
 
     def replay(self) -> None:
         with torch.inference_mode():
@@ -374,6 +374,7 @@ def test_weights_are_quantised_and_it_says_so():
 def test_the_output_layer_has_a_format_of_its_own(name, weights):
     """Gemma's is its embedding, which stays in 16 bits."""
     model = DECODERS[name].build(torch.bfloat16)
+    model.set_attn_implementation("eager")  # SDPA of some releases drops Gemma's soft cap
     want = generate(model, LEFT_PADDED).logits[0].double()
     embedding = model.get_input_embeddings().weight.clone()
     summary = ck.accelerate(model, kv_format="bf16", weights=weights, output_layer="w8g64")

@@ -30,6 +30,7 @@ from cute_kernels.integrations.transformers.columns import GRANULE, Columns
 from cute_kernels.integrations.transformers.fuse import Fused, fuse, restore_blocks
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME
+from cute_kernels.integrations.transformers.known_code import cache_argument, cache_in
 from cute_kernels.integrations.transformers.latents import (
     LATENT_FORMATS,
     caches_latents,
@@ -193,7 +194,7 @@ class _State:
         self.model = weakref.ref(model)
         self.kv_format, self.scales, self.max_seq_len = kv_format, scales, max_seq_len
         self.kv_transform = kv_transform
-        self.generate = model.generate
+        self.generate, self.forward = model.generate, model.forward
         self.replay = StepReplay(model.forward) if graphs and kv_format is not None else None
         self.spare: list[tuple[list[Any], Any]] = []
 
@@ -210,10 +211,10 @@ class _State:
         @functools.wraps(self.generate)
         def generate(*args: Any, **kwargs: Any) -> Any:
             if self._wants_cache(kwargs):
-                kwargs["past_key_values"] = self.cache_for(*_sizes(model, args, kwargs))
+                kwargs[cache_argument(self.forward)] = self.cache_for(*_sizes(model, args, kwargs))
             if self.replay is None:
                 return self.generate(*args, **kwargs)
-            cache, columns = kwargs.get("past_key_values"), 0
+            cache, columns = cache_in(kwargs), 0
             if is_greedy(model, kwargs):
                 _, columns = _sizes(model, args, kwargs)
             with self.replay.within_generate(cache, columns):
@@ -229,7 +230,7 @@ class _State:
             model.__dict__.pop(name, None)
 
     def _wants_cache(self, options: Mapping[str, Any]) -> bool:
-        if options.get("past_key_values") is not None:
+        if cache_in(options) is not None:
             return False
         config = options.get("generation_config") or getattr(self.model(), "generation_config", None)
 

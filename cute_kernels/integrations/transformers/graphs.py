@@ -23,6 +23,7 @@ from cute_kernels.integrations.transformers.ahead import Lookahead, NextInputs, 
 from cute_kernels.integrations.transformers.cache import DecodeCache
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
 from cute_kernels.integrations.transformers.inputs import StepInputs
+from cute_kernels.integrations.transformers.known_code import cache_in
 from cute_kernels.integrations.transformers.masks import recording
 from cute_kernels.integrations.transformers.merged import PartOfPair
 from cute_kernels.integrations.transformers.ropes import version_of
@@ -139,7 +140,7 @@ class StepReplay:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As ``forward``."""
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        cache = given.get("past_key_values")
+        cache = cache_in(given)
         if not isinstance(cache, DecodeCache) or not self._is_step(cache, given):
             return self.forward(*args, **kwargs)
         assert cache.columns is not None
