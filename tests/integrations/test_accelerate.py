@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -358,6 +360,25 @@ def test_scales_come_from_samples(kv_format):
         ck.DecodeCache(kv_format)
     with pytest.raises(ValueError, match="batches: got none"):
         ck.calibrate(model, [], kv_format)
+
+
+def test_a_copy_of_an_accelerated_model_is_a_model_of_its_own():
+    model = DECODERS["qwen3"].build(torch.bfloat16)
+    ck.accelerate(model, kv_format="int4_g4", weights="w4g64")
+    record_on_cpu(model)
+    want = generate(model, LEFT_PADDED)
+    copied = copy.deepcopy(model)
+    replay = record_on_cpu(copied)
+    got = generate(copied, LEFT_PADDED)
+    assert replay.replays == NEW - 2 and torch.equal(got.sequences, want.sequences)
+    with torch.no_grad():
+        copied.lm_head.weight.zero_()
+    assert not generate(copied, LEFT_PADDED).sequences[:, PROMPT.shape[1] :].any()
+    assert torch.equal(generate(model, LEFT_PADDED).sequences, want.sequences)
+    ck.restore(copied)
+    assert "generate" not in vars(copied) and "generate" in vars(model)
+    with pytest.raises(TypeError, match="accelerated model to pickle"):
+        pickle.dumps(model)
 
 
 def test_weights_are_quantised_and_it_says_so():

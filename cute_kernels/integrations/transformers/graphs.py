@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -104,6 +105,11 @@ class StepReplay:
         self._epoch = object()
         self._foresees = True
         functools.update_wrapper(self, forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepReplay:
+        """That of a copy of the model, which has recorded nothing."""
+        memo[id(self)] = copied = StepReplay(deepcopy(self.forward, memo), self.record)
+        return copied
 
     @contextmanager
     def within_generate(self, cache: object = None, columns: int = 0) -> Iterator[None]:
