@@ -11,9 +11,11 @@ from unittest import mock
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels.integrations.transformers import accelerated as module
+from cute_kernels.integrations.transformers import graphs
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from cute_kernels.integrations.transformers.inputs import StepInputs
 from tests.integrations.architectures import DECODERS
@@ -237,6 +239,8 @@ def test_inputs_of_a_step_lie_side_by_side_and_are_compared_to_the_last_element(
     other = {name: value + 1 for name, value in given.items()}
     for values in (given, other):
         inputs.place(values)
+        assert not inputs.are(values)  # it is what was noted that is compared
+        inputs.note()
         assert inputs.are(values)
         for name, tensor in inputs.tensors.items():
             assert torch.equal(tensor, values[name]) and tensor.shape == values[name].shape
@@ -245,3 +249,20 @@ def test_inputs_of_a_step_lie_side_by_side_and_are_compared_to_the_last_element(
         changed = value.clone()
         changed.view(-1)[-1] += 1
         assert not inputs.are(other | {name: changed})
+
+
+def test_a_replays_outputs_are_made_as_the_models_own_are():
+    """The same class, fields, items and order, with another cache and copies of tensors, nested ones too."""
+    hidden = (torch.randn(2, 3), torch.randn(2, 3))
+    stand_in: Any = graphs._CACHE
+    recorded = CausalLMOutputWithPast(logits=torch.randn(2, 5), past_key_values=stand_in, hidden_states=hidden)
+    cache: Any = ck.DecodeCache("bf16")
+    made = graphs._own(cache, recorded, torch.clone)
+    want = CausalLMOutputWithPast(logits=recorded.logits, past_key_values=cache, hidden_states=hidden)
+    assert type(made) is type(want) and list(made) == list(want) and vars(made).keys() == vars(want).keys()
+    assert made.past_key_values is cache and made["past_key_values"] is cache and made.loss is None
+    assert torch.equal(made.logits, recorded.logits) and made.logits is made["logits"] is made[0]
+    assert made.logits.data_ptr() != recorded.logits.data_ptr()
+    for ours, theirs in zip(made.hidden_states, hidden, strict=True):
+        assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
+    assert recorded.past_key_values is graphs._CACHE

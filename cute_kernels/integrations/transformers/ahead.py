@@ -39,6 +39,7 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._moment = torch.cuda.Event() if self.stream is not None else None
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -54,18 +55,15 @@ class Lane:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
-    def mark(self) -> Moment:
-        """A moment of the lane: all that it has been given so far."""
-        return None if self.stream is None else self.stream.record_event()
+    def mark(self) -> None:
+        """Marks a moment of the lane: all that it has been given so far."""
+        if self._moment is not None:
+            self._moment.record(self.stream)
 
-    def wait(self, moment: Moment) -> None:
-        """The current stream goes on once the lane has come to a moment."""
-        if self.stream is not None and moment is not None:
-            torch.cuda.current_stream(self.stream.device).wait_event(moment)
-
-
-Moment: TypeAlias = "torch.cuda.Event | torch._C.Event | None"
-"""Of a lane; None of one on a CPU."""
+    def wait(self) -> None:
+        """The current stream goes on once the lane has come to the moment that was marked last."""
+        if self.stream is not None and self._moment is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(self._moment)
 
 
 class NextInputs:
@@ -116,7 +114,8 @@ class Begun:
     def call_back(self, columns: Columns) -> None:
         """Forgets it. Its row is behind the lengths then, as if it had never been written."""
         self.of.missed += 1
-        self.lane.wait(self.lane.mark())
+        self.lane.mark()
+        self.lane.wait()
         columns.seq_lens.sub_(1)
 
 
@@ -176,11 +175,12 @@ class Lookahead:
                 copy.copy_(value)
             if follower is not None:
                 follower.make()
-            ready = lane.mark()
+                step.inputs.note()
+            lane.mark()
             if follower is not None:
                 columns.place_before()
                 step.recorded.replay()
-        lane.wait(ready)
+        lane.wait()
         if follower is not None:
             columns.begun = Begun(step, lane, self)
 

@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -19,6 +20,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
 from cute_kernels.integrations.transformers.ahead import Lookahead, NextInputs, has_choices
 from cute_kernels.integrations.transformers.cache import DecodeCache
@@ -147,23 +149,21 @@ class StepReplay:
         """As ``forward``."""
         given = dict(zip(self._names, args, strict=False)) | kwargs
         cache = cache_in(given)
-        if not isinstance(cache, DecodeCache) or not self._is_step(cache, given):
+        split = _split(given) if isinstance(cache, DecodeCache) and self._is_step(cache.columns, given) else None
+        if split is None:
             return self.forward(*args, **kwargs)
-        assert cache.columns is not None
-        columns, call = cache.columns, self._call
+        assert isinstance(cache, DecodeCache) and cache.columns is not None
+        (key, tensors, others), columns, call = split, cache.columns, self._call
         if call is None:
             self._look_at_model()
         if columns.epoch is not self._epoch:
             columns.graphs.clear()
             columns.epoch = self._epoch
-        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        mask = tensors.pop("attention_mask", None)
+        mask = given.get("attention_mask")
         if mask is not None and call is None:
             columns.check_older(mask[:, : columns.count])
             if not bool(mask[:, columns.count :].all()):
                 return self.forward(*args, **kwargs)
-        others = {name: value for name, value in given.items() if name not in tensors and name != "attention_mask"}
-        key = _key(tensors, others)
         step: Any = columns.graphs.get(key)
         if step is None:  # the first of its kind runs as usual: what it needs is then compiled and allocated
             columns.graphs[key] = "met"
@@ -174,12 +174,12 @@ class StepReplay:
             return self.forward(*args, **kwargs)
         return self._replay(step, cache, tensors, None if call is None else call.lookahead)
 
-    def _is_step(self, cache: DecodeCache, given: Mapping[str, Any]) -> bool:
+    def _is_step(self, columns: Columns | None, given: Mapping[str, Any]) -> bool:
         """Whether a call is a decode step that can be recorded."""
-        columns, ids = cache.columns, given.get("input_ids")
+        ids = given.get("input_ids")
         if self.reason is not None or columns is None or columns.static or not columns.count or not columns.is_certain:
             return False
-        if not isinstance(ids, torch.Tensor) or tuple(ids.shape) != (columns.batch, 1):
+        if not isinstance(ids, torch.Tensor) or ids.shape != (columns.batch, 1):
             return False
         if self.record is None and (not ids.is_cuda or torch.cuda.is_current_stream_capturing()):
             return False
@@ -190,12 +190,8 @@ class StepReplay:
             return False
         mask = given.get("attention_mask")
         if mask is None:
-            if not columns.all_tokens:
-                return False
-        elif not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (columns.batch, columns.count + 1):
-            return False
-        known = (torch.Tensor, DecodeCache, *_PLAIN)
-        return all(isinstance(value, known) for value in given.values())
+            return columns.all_tokens
+        return isinstance(mask, torch.Tensor) and mask.shape == (columns.batch, columns.count + 1)
 
     def _record(self, columns: Columns, tensors: dict[str, torch.Tensor], others: dict[str, Any]) -> Step | str:
         """The recorded step, or "as usual" if it cannot be recorded."""
@@ -286,11 +282,26 @@ def _tensors_of(module: nn.Module) -> Iterable[torch.Tensor | None]:
     return (*module._parameters.values(), *module._buffers.values())
 
 
-def _key(tensors: Mapping[str, torch.Tensor], others: Mapping[str, Any]) -> Any:
-    """What decides a recording."""
-    shapes = tuple((name, x.shape, x.dtype, x.device) for name, x in sorted(tensors.items()))
-    plain = tuple((name, value) for name, value in sorted(others.items()) if not isinstance(value, DecodeCache))
-    return shapes, plain
+def _split(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]] | None:
+    """(what decides a recording, tensors, other arguments) of a step's arguments but the mask; None for arguments that
+    a recording knows nothing of."""
+    parts: list[Any] = []
+    tensors: dict[str, torch.Tensor] = {}
+    others: dict[str, Any] = {}
+    for name, value in given.items():
+        if name == "attention_mask":
+            continue
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+            parts.append((name, value.shape, value.dtype, value.device))
+        elif isinstance(value, _PLAIN):
+            others[name] = value
+            parts.append((name, type(value), value))
+        elif isinstance(value, DecodeCache):
+            others[name] = value
+        else:
+            return None
+    return frozenset(parts), tensors, others
 
 
 def _run_aside(function: Callable[[], Any], device: torch.device) -> None:
@@ -316,6 +327,14 @@ def _own(cache: DecodeCache, outputs: Any, copied: Callable[[torch.Tensor], torc
 
 def _mapped(outputs: Any, function: Callable[[Any], Any]) -> Any:
     """A model's outputs, each one's function in its place."""
+    if isinstance(outputs, ModelOutput):
+        # As its constructor makes it, which takes as long as all else that a replay does on the host.
+        values = {name: _mapped(value, function) for name, value in outputs.items()}
+        made = type(outputs).__new__(type(outputs))
+        vars(made).update(vars(outputs) | values)
+        for name, value in values.items():
+            OrderedDict.__setitem__(made, name, value)
+        return made
     if isinstance(outputs, Mapping):
         return type(outputs)(**{name: _mapped(value, function) for name, value in outputs.items()})
     if isinstance(outputs, (tuple, list)):
