@@ -205,6 +205,15 @@ def test_offloading_is_refused_by_name(model, tokens):
             move()
 
 
+@pytest.mark.parametrize("method", ["update_conv_state", "update_recurrent_state", "update_indexer"])
+def test_other_states_than_keys_and_values_are_refused_by_name(method):
+    """Hybrids' layers of convolution or recurrence, and sparse attention's indexers."""
+    with pytest.raises(NotImplementedError, match="layer 3 caches another state than keys and values"):
+        getattr(DecodeCache("bf16"), method)(torch.zeros(1, 4), 3)
+    with pytest.raises(NotImplementedError, match="layer 0 caches another state than keys and values"):
+        DecodeCache("bf16").get_recurrent_state(0)
+
+
 def test_without_a_cache_it_is_causal_attention(model, tokens):
     want = in_one(model, tokens)
     model.set_attn_implementation(ATTENTION_NAME)

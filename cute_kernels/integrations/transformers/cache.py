@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import transformers
@@ -379,6 +379,21 @@ class DecodeCache(Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the requests that ``indices`` names, a tensor of numbers or a boolean mask, in its order."""
         self._select(lambda requests: requests[torch.as_tensor(indices, device=requests.device)])
+
+    def get_conv_state(self, layer_idx: int, *args: object, **kwargs: object) -> NoReturn:
+        """Refused, as all that layers cache besides K and V: states of convolutions and recurrences, indexers' keys."""
+        raise NotImplementedError(
+            f"past_key_values: layer {layer_idx} caches another state than keys and values, of which a DecodeCache has "
+            "no room; want one of transformers' caches for this model"
+        )
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(self, state: object, layer_idx: int, *args: object, **kwargs: object) -> NoReturn:
+        """Refused, as `get_conv_state`."""
+        self.get_conv_state(layer_idx)
+
+    update_recurrent_state = update_indexer = update_conv_state
 
     def advance(self) -> None:
         """A replay of a recorded step has added one token to each request."""
