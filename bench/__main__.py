@@ -547,9 +547,7 @@ def _table(options: argparse.Namespace) -> int:
     }
     record = options.result
     if record.get("engine") == "transformers":
-        of_kind["e2e"] = (e2e_transformers.markdown, e2e_transformers.MARK)
-        if options.suite == "ahead":
-            of_kind["e2e"] = (e2e_transformers.markdown_ahead, e2e_transformers.MARK_AHEAD)
+        of_kind["e2e"] = e2e_transformers.TABLES.get(options.suite, e2e_transformers.TABLES["main"])
     if record.get("engine") == "steps":
         of_kind["e2e"] = (e2e_steps.markdown, e2e_steps.MARK)
     of_suite = partial(report.markdown, suite=options.suite), report.mark(options.suite)
