@@ -330,13 +330,25 @@ def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
         llm = start(scenario, folder / "model")
     try:
         found = globals()[scenario.what](llm, scenario, folder)
+        ranks = llm.collective_rpc(kinds_of_layers)
     finally:
-        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-        backends = sorted({type(layer.impl).__name__ for layer in layers.values() if hasattr(layer, "impl")})
-        del llm, layers
+        if scenario.engine.get("tensor_parallel_size", 1) > 1:
+            llm.llm_engine.engine_core.shutdown()  # its processes would live as long as this one
+        del llm
         clean_up()
+    kinds = {name: sorted({kind for rank in ranks for kind in rank[name]}) for name in ranks[0]}
     replaced = [[one.seam, one.reason] for one in plugin.outcomes()]
-    return {**found, "attention": backends, "replaced": replaced, "fused": sorted(fusion._said)}
+    return {**found, **kinds, "ranks": len(ranks), "replaced": replaced, "fused": sorted(fusion._said)}
+
+
+def kinds_of_layers(worker: Any) -> dict[str, list[str]]:
+    """What serves the attention and the quantised linear layers of a worker."""
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    kernels = [getattr(getattr(module, "scheme", None), "kernel", None) for module in worker.get_model().modules()]
+    return {
+        "attention": [type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")],
+        "linear": [type(kernel).__name__ for kernel in kernels if kernel is not None],
+    }
 
 
 def clean_up() -> None:
@@ -364,15 +376,17 @@ def make_ready(scenarios: list[Scenario]) -> None:
         if (scenario.kv == "auto" and not scenario.kv_format) or "kv_lora_rank" in scenario.model:
             continue  # vLLM's own, and MLA, which says by itself what it asks for
         os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = scenario.kv_format
+        config, ranks = {**CONFIG, **scenario.model}, scenario.engine.get("tensor_parallel_size", 1)
+        kv_heads = max(config["num_key_value_heads"] // ranks, 1)
         layer = SimpleNamespace(
             formats=kv_formats.formats_for(scenario.kv),
-            head_size=CONFIG["head_dim"],
-            num_heads=CONFIG["num_attention_heads"],
-            num_kv_heads=CONFIG["num_key_value_heads"],
+            head_size=config["head_dim"],
+            num_heads=config["num_attention_heads"] // ranks,
+            num_kv_heads=kv_heads,
             sliding_window=scenario.model.get("sliding_window"),
             soft_cap=None,
             sinks=None,
-            transform=kv_formats.transform_for(scenario.kv, CONFIG["num_key_value_heads"], CONFIG["head_dim"], "cpu"),
+            transform=kv_formats.transform_for(scenario.kv, kv_heads, config["head_dim"], "cpu"),
         )
         drafted = scenario.engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
         longest = scenario.engine.get("max_model_len", 2048)
