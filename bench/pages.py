@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bench import accuracy_report, e2e_vllm, linear, mla, moe, norm, report
+from bench import accuracy_report, e2e_vllm, linear, mla, moe, norm, perplexity, report
 from bench import record as records
 from bench.environment import ROOT
 from bench.report import MARK_END, OURS, Record, filled, number
@@ -69,7 +69,8 @@ def headline() -> str:
         f"On one {gpu}, attention of {batch} requests over 8192 cached tokens each takes **{number(us, 0)} us** from "
         f"an INT4 cache. From a 16-bit cache the fastest other kernel, {peer}'s, takes {number(best[0], 0)} us, "
         f"**{number(best[0] / us)} times** as long. The INT4 kernel reads {number(ours['gb_per_s'] / 1000)} TB/s, "
-        f"{number(100 / ours['floor_ratio'], 0)} % of the rate of a kernel that only reads. {_served()}\n"
+        f"{number(100 / ours['floor_ratio'], 0)} % of the rate of a kernel that only reads. "
+        f"{perplexity.beside({'rows': [ours]})} {_served()}\n"
     )
 
 
@@ -126,7 +127,8 @@ def decode() -> str:
         over = number(us[str(last)] / floors[row["kv_format"]], 2) if measured else "-"
         lines.append([f"INT4, {groups}", f"{row['kernel']} [{mark}]", *cells, over])
     said = "\n".join(f"[{index}] {note}.  " for index, note in enumerate(notes, 1))
-    return f'{table(head, lines)}\nus; {origin(main)}. "Over the floor": of {last} requests.\n\n{said}\n'
+    costs = perplexity.beside(main)
+    return f'{table(head, lines)}\nus; {origin(main)}. "Over the floor": of {last} requests. {costs}\n\n{said}\n'
 
 
 def _note(row: Record) -> str:
@@ -251,7 +253,7 @@ def engines() -> str:
         'Milliseconds per token of Llama-3-8B, prompts of 8192 tokens, random weights, CUDA graphs. "Before" is vLLM '
         "with W4 and FP8, its fastest cache, in the same run on the same H200 "
         "([details](docs/tasks/vllm.md#what-it-brings)), and transformers with 16-bit weights and SDPA. "
-        "INT4 caches cost accuracy: [how much](docs/accuracy.md)."
+        f"{perplexity.beside(load('e2e_vllm'))} [Accuracy](docs/accuracy.md) has more."
     )
     return f"{table(head, lines)}\n{about} {origin(generated)}.\n"
 
