@@ -2,9 +2,6 @@
 
 CUTE_KERNELS_VLLM            unset or "1": the usual seams; "0": none; else a list such as "linear,attention"
 CUTE_KERNELS_VLLM_KV_FORMAT  a cache format of this package that replaces the one `--kv-cache-dtype` names
-CUTE_KERNELS_VLLM_INVARIANT  "1": attention runs here under VLLM_BATCH_INVARIANT, too. For experiments: steps of up to
-                             128 tokens of a request gave the same bits however they were cut, but of a served model's
-                             84 requests 14 differed in last bits, for a reason that is not known
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ import os
 
 SWITCH = "CUTE_KERNELS_VLLM"
 KV_FORMAT = "CUTE_KERNELS_VLLM_KV_FORMAT"
-INVARIANT = "CUTE_KERNELS_VLLM_INVARIANT"
 SEAMS = ("linear", "attention", "moe", "mla", "fusion")
 """In the order in which they are replaced."""
 USUAL = tuple(seam for seam in SEAMS if seam != "fusion")
@@ -41,8 +37,3 @@ def wanted_seams() -> tuple[str, ...]:
 def wanted_kv_format() -> str | None:
     """The cache format that the environment asks for, None for what vLLM's own flag says."""
     return os.environ.get(KV_FORMAT, "").strip() or None
-
-
-def tries_invariance() -> bool:
-    """Whether attention is asked for under VLLM_BATCH_INVARIANT."""
-    return os.environ.get(INVARIANT, "").strip() == "1"

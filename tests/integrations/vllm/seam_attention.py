@@ -111,7 +111,7 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"use_mla": True},
         {"use_mm_prefix": True},
         {"use_non_causal": True},
-        {"use_batch_invariant": True},
+        {"use_batch_invariant": True, "kv_cache_dtype": "int8_per_token_head"},
         {"use_kv_connector": True},
         {"use_per_head_quant_scales": True},
         {"attn_type": "encoder_only"},
@@ -121,17 +121,14 @@ def attention_takes_what_it_serves_and_no_more() -> None:
 
 
 @check
-def invariance_is_served_where_it_is_tried_and_can_be() -> None:
+def invariance_is_served_where_it_can_be() -> None:
     from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend as Backend
 
     def reasons(**changes: Any) -> list[str]:
         return Backend.validate_configuration(**selected(use_batch_invariant=True, **changes))
 
-    assert any("batch invariance" in reason for reason in reasons())
-    with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_INVARIANT": "1"}):
-        assert reasons() == []
-        assert any("each of V's rows" in reason for reason in reasons(kv_cache_dtype="int8_per_token_head"))
-        assert reasons(head_size=256) == []
+    assert reasons() == reasons(head_size=256) == reasons(kv_cache_dtype="auto") == []
+    assert any("each of V's rows" in reason for reason in reasons(kv_cache_dtype="int8_per_token_head"))
 
 
 @check
