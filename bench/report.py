@@ -160,9 +160,10 @@ def in_markdown(record: Record, head: Sequence[str], lines: Iterable[Sequence[st
     What INT4 caches cost in perplexity stands with their figures.
     """
     environment = record["environment"]
+    commits = dict.fromkeys(str(each["commit"])[:10] for each in (environment, *record.get("resumed", [])))
     origin = (
         f"{environment['gpu']}, driver {environment.get('driver')}, torch {environment['versions']['torch']}, commit "
-        f"{str(environment['commit'])[:10]}, {str(environment['date'])[:10]}"
+        f"{' and '.join(commits)}, {str(environment['date'])[:10]}"
     )
     cells = [head, ["---"] * len(head), *lines]
     said = " ".join(filter(None, [f"{origin}; {about}", perplexity.beside(record)]))
