@@ -16,7 +16,7 @@ import torch
 
 from bench import model_accuracy, smollm2
 from bench.record import RESULTS, Recorder, load
-from bench.report import in_markdown
+from bench.report import commit_of
 from cute_kernels.integrations.vllm.kv_formats import BY_DTYPE, transform_for
 from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.kv_formats import format_of
@@ -111,12 +111,14 @@ def markdown(record: dict[str, Any]) -> str:
         ]
         for row in record["rows"]
     ]
-    model = record["model"]
+    model, environment = record["model"], record["environment"]
     about = (
-        f"{model['name']}, head_dim {model['head_dim']}, {model['windows']} windows of {model['window']} tokens; "
-        f"perplexity {model['perplexity']:.3f} with exact K and V."
+        f"{environment['gpu'] or 'CPU'}, torch {environment['versions']['torch']}, commit {commit_of(environment)}, "
+        f"{str(environment['date'])[:10]}; {model['name']}, head_dim {model['head_dim']}, {model['windows']} windows "
+        f"of {model['window']} tokens; perplexity {model['perplexity']:.3f} with exact K and V."
     )
-    return in_markdown(record, (DTYPE, "perplexity, %", "KL, nats"), lines, about)
+    cells = [[DTYPE, "perplexity, %", "KL, nats"], ["---", "---:", "---:"], *lines]
+    return "".join("| " + " | ".join(line) + " |\n" for line in cells) + f"\n{about}\n"
 
 
 def main() -> None:

@@ -1,16 +1,16 @@
 """Products of a server: kernels are made ready before its first step, and a step may have any number of rows.
 
 Which kernel is the fastest depends on the number of rows. A server says here for which numbers it made kernels ready.
-Products of numbers in between take one of these kernels: that of the next larger numbers which is expected to be the
-fastest. So no step waits for a compiler, or fails where there is none.
+Products of numbers in between take the one of these kernels that is expected to be the fastest. So no step waits for a
+compiler, or fails where there is none.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
+from functools import lru_cache
+from typing import TypeAlias
 
 from cute_kernels.linear import schedule as few
 from cute_kernels.linear.config import LinearConfig
@@ -19,10 +19,10 @@ from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma import schedule as many
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import SequentialSplitK
+from cute_kernels.linear.wgmma.policies import RegisterWgmma, SequentialSplitK
 from cute_kernels.linear.wgmma.schedule import MAX_SPLITS, TileSchedule
 
-COMPARED = 3  # kernels of larger numbers of rows
+Config: TypeAlias = "LinearConfig | WgmmaConfig"
 
 _ready: dict[LinearProblem, tuple[int, ...]] = {}
 
@@ -42,35 +42,35 @@ def forget_ready() -> None:
 
 def schedule_for(problem: LinearProblem, gpu: str) -> StreamSchedule | TileSchedule:
     """What serves a product on a GPU of that name; of kernels that are ready, where the product was noted."""
-    rows = _ready.get(replace(problem, m=1), ())
+    one = replace(problem, m=1)
+    rows = _ready.get(one, ())
     if problem.m in rows or not rows or problem.m > rows[-1]:
         return chosen(problem, gpu)
-    larger = rows[bisect.bisect(rows, problem.m) :]
-    found = list(islice(_of_others(problem, (chosen(replace(problem, m=m), gpu) for m in larger)), COMPARED))
-    if not found or isinstance(found[0], StreamSchedule):
-        return found[0] if found else chosen(problem, gpu)
+    after = next(m for m in rows if m > problem.m)
+    nearest = with_config(problem, chosen(replace(problem, m=after), gpu).config)
+    if isinstance(nearest, StreamSchedule):
+        return nearest
     expected = invariant.expected_us if problem.batch_invariant else many.estimate_us
-    tiles = [one for one in found if isinstance(one, TileSchedule)]
-    return min(tiles, key=lambda one: expected(problem, one))
+    configs = (config for config, most in _configs(one, rows, gpu) if most > problem.m or takes_any_rows(config))
+    found = (with_config(problem, config) for config in configs)
+    tiles = [schedule for schedule in found if isinstance(schedule, TileSchedule)]
+    return min(tiles, key=lambda schedule: expected(problem, schedule)) if tiles else chosen(problem, gpu)
 
 
-def _of_others(
-    problem: LinearProblem, others: Iterable[StreamSchedule | TileSchedule]
-) -> Iterator[StreamSchedule | TileSchedule]:
-    """The best schedule for a problem of each configuration that others have, where there is one."""
-    seen = set()
-    for config in (other.config for other in others):
-        if config in seen:
-            continue
-        seen.add(config)
-        found = with_config(problem, config)
-        if found is not None:
-            yield found
+@lru_cache(maxsize=256)
+def _configs(one: LinearProblem, rows: tuple[int, ...], gpu: str) -> tuple[tuple[Config, int], ...]:
+    """The configurations of some numbers of rows, each with the largest of these."""
+    return tuple({chosen(replace(one, m=m), gpu).config: m for m in rows}.items())
 
 
-def with_config(problem: LinearProblem, config: LinearConfig | WgmmaConfig) -> StreamSchedule | TileSchedule | None:
-    """The best schedule of a configuration for a product of no more rows than those that it was chosen for; None if it
-    has none for so few."""
+def takes_any_rows(config: Config) -> bool:
+    """Whether a configuration serves more rows than those that it was chosen for: tiles side by side."""
+    return isinstance(config, WgmmaConfig) and config.cluster == 1 and isinstance(config.mainloop, RegisterWgmma)
+
+
+def with_config(problem: LinearProblem, config: Config) -> StreamSchedule | TileSchedule | None:
+    """The best schedule of a configuration for a product of no more rows than those that it was chosen for, or any that
+    it takes; None if it has none for so few."""
     if isinstance(config, LinearConfig):
         cuts = few.schedules(problem, config)
         return min(cuts, key=lambda one: few.estimate_us(problem, one), default=None)
