@@ -16,6 +16,7 @@ import torch
 
 from bench import e2e_vllm, report, step_kernels, turns, vllm_rows
 from bench.__main__ import main as command
+from bench.bars import judge
 from bench.environment import ROOT
 from bench.record import SCHEMA, Recorder
 
@@ -211,6 +212,27 @@ def test_the_page_has_the_records_table(name: str, mark: str, make: Callable[[An
     page = (ROOT / "docs/tasks/vllm.md").read_text()
     record = json.loads((ROOT / f"bench/results/{name}.json").read_text())
     assert report.filled(page, mark, make(record)) == page
+
+
+def test_bars_are_of_the_same_weights_and_batch():
+    rows = [
+        row("llama3-8b:w4:fp8:off", 32, 10.0),
+        row("llama3-8b:w4:fp8:on", 32, 7.0),
+        row("llama3-8b:w4:auto:on:int4_g4", 32, 5.0) | {"tokens_that_fit": 2_900_000, "ttft_s": 9.0},
+        row("llama3-8b:bf16:fp8:off", 32, 11.0),
+        row("llama3-8b:bf16:int8_per_token_head:on", 32, 10.0),
+        row("llama3-8b:w4:fp8:linear", 32, 1.0),
+        row("qwen3-30b-a3b:w4:fp8:on", 1, 2.0),
+    ]
+    found = {each.what: each for each in judge({"engine": "vllm", "rows": rows})}
+    name = "llama3-8b w4, 32 requests"
+    assert found[f"{name}: times vLLM's best"].measured == 2.0 and found[f"{name}: times vLLM's best"].met
+    assert abs(found[f"{name}: the same flags"].measured - 10 / 7) < 1e-9
+    assert not found[f"{name}: tokens that fit, int4_g4"].met  # 1.53
+    assert found[f"{name}: first token, of vLLM's time"].measured == 1.0  # of the same flags
+    assert not found["llama3-8b bf16, 32 requests: times vLLM's best"].met  # 1.1
+    assert not any("qwen3" in what for what in found)  # vLLM's side was not measured
+    assert judge({"engine": "steps", "rows": []}) == []
 
 
 def test_rows_of_vllms_int4_lose_what_their_zero_point_and_its_place_lose():
