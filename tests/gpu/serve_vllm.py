@@ -192,7 +192,7 @@ class Scenario:
     leaves_mla: bool = False
 
 
-BLOCK = 16
+BLOCK, MAX_REQUESTS = 16, 32
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}
 """No torch.compile: a model of this size gains nothing, and starts four times as fast."""
 
@@ -206,7 +206,7 @@ def start(scenario: Scenario, folder: Path) -> Any:
     config = {**CONFIG, **scenario.model}
     (folder / "config.json").write_text(json.dumps(config))
     write_model(folder, config)
-    usual = {"compilation_config": GRAPHS, "max_model_len": 2048, "max_num_seqs": 32, "block_size": BLOCK}
+    usual = {"compilation_config": GRAPHS, "max_model_len": 2048, "max_num_seqs": MAX_REQUESTS, "block_size": BLOCK}
     arguments = {**usual, **scenario.engine}
     return vllm.LLM(
         model=str(folder),
@@ -390,7 +390,8 @@ def make_ready(scenarios: list[Scenario]) -> None:
         )
         drafted = scenario.engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
         longest = scenario.engine.get("max_model_len", 2048)
-        decodes = attention_kernels.Decodes((1, 8, 32, 256), 1 + drafted, longest, BLOCK, torch.float16, invariant)
+        batches = attention_kernels.batches_up_to(scenario.engine.get("max_num_seqs", MAX_REQUESTS))
+        decodes = attention_kernels.Decodes(batches, 1 + drafted, longest, BLOCK, torch.float16, invariant)
         device = torch.device("cuda", 0)
         specs.update(dict.fromkeys(attention_kernels.specs([layer], decodes, device)))
     prepare.load(torch.device("cuda", 0), specs)
