@@ -124,7 +124,7 @@ class Served:
         missing = {
             name: asdict(each) for name, each in SCENARIOS[family].items() if not (place / f"{name}.json").exists()
         }
-        if not missing:
+        if not missing or "JUDGE_ONLY" in os.environ:
             return ""
         environment = environment_of(Case("llama3-8b", "bf16", "auto", "on"), place) | ENVIRONMENTS[family]
         with open(place / "log", "w+") as log:
@@ -143,7 +143,8 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """OUT in the environment names a folder to keep results in, and to take them from."""
+    """OUT in the environment names a folder to keep results in, and to take them from; with JUDGE_ONLY, no others are
+    made."""
     return Served(Path(os.environ["OUT"]) if "OUT" in os.environ else tmp_path_factory.mktemp("served"))
 
 
