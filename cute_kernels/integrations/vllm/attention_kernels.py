@@ -93,8 +93,8 @@ def specs(impls: Iterable[Foreign], decodes: Decodes, device: torch.device) -> l
 def _kind(impl: Foreign) -> tuple[object, ...]:
     """What kernels know of a layer; most layers of a model are alike."""
     shape = impl.formats, impl.head_size, impl.num_heads, impl.num_kv_heads
-    options = impl.sliding_window, impl.soft_cap is None, impl.sinks is None, impl.transform is None
-    return *shape, *options
+    options = impl.sliding_window, impl.soft_cap is None, impl.sinks is None
+    return *shape, *options, row_transform_of(impl.transform, shift=False), _features(impl, 1, 1)
 
 
 def specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> list[KernelSpec]:
