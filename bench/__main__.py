@@ -447,8 +447,11 @@ def _teller(recorder: records.Recorder) -> Callable[[str], None]:
 
 def _finish(recorder: records.Recorder, text: Callable[[dict[str, Any]], str]) -> int:
     """Completes the record and prints it; returns the exit status."""
+    from bench import perplexity
+
     recorder.set("seconds", round(recorder.seconds(), 1))
-    print(f"\n{text(recorder.data)}\n\nrecorded in {recorder.path}")
+    print("\n".join(filter(None, ["", text(recorder.data), "", perplexity.beside(recorder.data)])))
+    print(f"recorded in {recorder.path}")
     return 1 if recorder.data["failures"] else 0
 
 

@@ -40,6 +40,13 @@ TRANSFORMERS_OVER_SDPA, TRANSFORMERS_OVER_STATIC = 15.0, 2.5
 TRANSFORMERS_OVER_PARTS, TRANSFORMERS_HOST_MICROSECONDS = 1.15, 150.0
 TRANSFORMERS_HOST = {"host_us": "steps ahead", "host_in_order_us": "in order"}
 TRANSFORMERS_INT4_OVER_BF16 = 1.0
+# Of a served model: times the tokens/s of vLLM's best, with the same flags and with whatever cache is the fastest.
+VLLM_SAME_FLAGS = {("llama3-8b", "w4", 1): 1.3, ("llama3-8b", "w4", 32): 1.3}
+VLLM_SAME_FLAGS |= {("qwen3-30b-a3b", "w4", batch): 1.4 for batch in (1, 32)}
+VLLM_BEST = {("llama3-8b", "w4", 1): 1.55, ("llama3-8b", "w4", 32): 1.75}
+VLLM_BEST |= {("llama3-8b", "bf16", 32): 1.15, ("llama2-70b-shard8", "w4", 64): 1.35}
+VLLM_FIRST_TOKEN, VLLM_PREFIX_HIT = 1.03, 1.10  # of vLLM's time, with the same flags
+VLLM_TOKENS_THAT_FIT = {"int4_g4": 1.55, "int4_g1": 1.8}  # of FP8's
 MLA_BARS = {  # of `bench.mla_workloads`' shapes: what is judged, and its limit
     "sparse mla_fp8 b=128 h=128 s_q=2 topk=2048": ("tflops", 460),
     "sparse mla_fp8 b=148 h=128 s_q=2 topk=32768": ("tflops", 520),
@@ -97,6 +104,39 @@ def judge(record: Record) -> list[Verdict]:
     verdicts += [verdict for row in record.get("mla_append", []) for verdict in _judge_mla_append(row)]
     if record.get("engine") == "transformers":
         verdicts += _judge_transformers(record)
+    if record.get("engine") == "vllm":
+        verdicts += _judge_vllm(record["rows"])
+    return verdicts
+
+
+def _judge_vllm(rows: list[Record]) -> list[Verdict]:
+    """A served model with the plug-in beside vLLM's best of the same weights and batch."""
+    verdicts = []
+    groups: dict[tuple[str, str, int], list[Record]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["weights"], row["batch"]), []).append(row)
+    for key, group in groups.items():
+        own = min((row for row in group if row["plugin"] == "off"), key=lambda row: row["tpot_ms"], default=None)
+        ours = [row for row in group if row["plugin"] == "on"]
+        if own is None or not ours:
+            continue
+        name = "{} {}, {} requests".format(*key)
+        best = max(own["tpot_ms"] / row["tpot_ms"] for row in ours)
+        if key in VLLM_BEST:
+            verdicts.append(Verdict(f"{name}: times vLLM's best", best, VLLM_BEST[key], "", at_most=False))
+        for row in ours:
+            fit = VLLM_TOKENS_THAT_FIT.get(row["kv_format"])
+            if fit and row["tokens_that_fit"] and own["tokens_that_fit"]:
+                ratio = row["tokens_that_fit"] / own["tokens_that_fit"]
+                verdicts.append(Verdict(f"{name}: tokens that fit, {row['kv_format']}", ratio, fit, "", at_most=False))
+            if (row["kv"], row["kv_format"]) != (own["kv"], own["kv_format"]):
+                continue
+            if key in VLLM_SAME_FLAGS:
+                times = own["tpot_ms"] / row["tpot_ms"]
+                verdicts.append(Verdict(f"{name}: the same flags", times, VLLM_SAME_FLAGS[key], "", at_most=False))
+            first, hit = (row[part] / own[part] for part in ("ttft_s", "ttft_hit_s"))
+            verdicts.append(Verdict(f"{name}: first token, of vLLM's time", first, VLLM_FIRST_TOKEN, ""))
+            verdicts.append(Verdict(f"{name}: after a prefix hit, of vLLM's time", hit, VLLM_PREFIX_HIT, ""))
     return verdicts
 
 

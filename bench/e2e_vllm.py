@@ -260,15 +260,15 @@ MODEL_NAMES = {
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The table of a record: of each model and batch every case, vLLM's own first, and how much faster the others are
-    than the best of those."""
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    """The table of a record: of each model, its weights and batch every case, vLLM's own first, and how much faster
+    the others are than the best of those."""
+    groups: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
     for row in sorted(record["rows"], key=lambda row: (row["plugin"] != "off", row["tpot_ms"])):
-        groups.setdefault((row["model"], row["batch"]), []).append(row)
+        place = list(MODELS).index(row["model"]), -WEIGHTS.index(row["weights"]), row["batch"]
+        groups.setdefault(place, []).append(row)
     lines = []
-    for (model, batch), rows in sorted(
-        groups.items(), key=lambda group: (list(MODELS).index(group[0][0]), group[0][1])
-    ):
+    for _, rows in sorted(groups.items()):
+        model, batch = rows[0]["model"], rows[0]["batch"]
         own = min((row["tpot_ms"] for row in rows if row["plugin"] == "off"), default=None)
         for row in rows:
             served = {"off": "vLLM", "on": "plugin"}.get(row["plugin"], f"plugin, {row['plugin']} alone")
@@ -290,8 +290,10 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def step_markdown(record: dict[str, Any]) -> str:
-    """Where the time of the recorded steps goes, by what kernels are for."""
-    rows = [row for row in record["rows"] if row.get("step")]
+    """Where the time of the first model's recorded steps goes, by what kernels are for."""
+    first = record["rows"][0]
+    alike = [row for row in record["rows"] if (row["model"], row["weights"]) == (first["model"], first["weights"])]
+    rows = [row for row in alike if row.get("step")]
     parts = [by_part(row["step"]) for row in rows]
     named = [name for name in parts[0] if any(part[name] for part in parts)]
     lines = [[name, *(f"{part[name]:.0f}" for part in parts)] for name in named]

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bench import accuracy_report, e2e_vllm, linear, mla, moe, norm, report
+from bench import accuracy_report, e2e_vllm, linear, mla, moe, norm, perplexity, report
 from bench import record as records
 from bench.environment import ROOT
 from bench.report import MARK_END, OURS, Record, filled, number
@@ -69,25 +69,38 @@ def headline() -> str:
         f"On one {gpu}, attention of {batch} requests over 8192 cached tokens each takes **{number(us, 0)} us** from "
         f"an INT4 cache. From a 16-bit cache the fastest other kernel, {peer}'s, takes {number(best[0], 0)} us, "
         f"**{number(best[0] / us)} times** as long. The INT4 kernel reads {number(ours['gb_per_s'] / 1000)} TB/s, "
-        f"{number(100 / ours['floor_ratio'], 0)} % of the rate of a kernel that only reads. {_served()}\n"
+        f"{number(100 / ours['floor_ratio'], 0)} % of the rate of a kernel that only reads. "
+        f"{perplexity.beside({'rows': [ours]})} {_served()}\n"
     )
 
 
 def _served() -> str:
     """What a served model gains, in a sentence."""
-    steps = _steps_of_vllm()
-    gains = [steps[batch, "off", "fp8"]["tpot_ms"] / steps[batch, "on", "fp8"]["tpot_ms"] for batch in (1, 32)]
-    first, last = (number(gain, 2) for gain in sorted(gains))
+    models = _steps_of_vllm(), _steps_of_vllm("qwen3-30b-a3b")
+    times = [
+        [steps[batch, plugin, "fp8"]["tpot_ms"] for plugin in ("off", "on")] for steps in models for batch in (1, 32)
+    ]
+    gains = sorted(before / after for before, after in times)
     return (
-        f"With the plug-in, vLLM serves Llama-3-8B with 4-bit weights {first} to {last} times as fast, started by "
-        "the same command."
+        f"With the plug-in, vLLM serves Llama-3-8B and Qwen3-30B-A3B with 4-bit weights {number(gains[0], 2)} to "
+        f"{number(gains[-1], 2)} times as fast, started by the same command."
     )
 
 
-def _steps_of_vllm() -> dict[tuple[int, str, str], Record]:
-    """Cases of Llama-3-8B by requests, plug-in and cache."""
-    rows = (row for row in load("e2e_vllm")["rows"] if row["model"] == "llama3-8b")
+def _steps_of_vllm(model: str = "llama3-8b", weights: str = "w4") -> dict[tuple[int, str, str], Record]:
+    """Cases of a model by requests, plug-in and cache."""
+    rows = (row for row in load("e2e_vllm")["rows"] if (row["model"], row["weights"]) == (model, weights))
     return {(row["batch"], row["plugin"], row["kv_format"] or row["kv"]): row for row in rows}
+
+
+SERVED = (
+    ("Llama-3-8B, W4, the same command line", "llama3-8b", "w4", "fp8", (1, 32)),
+    ("Llama-3-8B, W4, INT4 cache", "llama3-8b", "w4", "int4_g4", (1, 32)),
+    ("Llama-3-8B, 16-bit weights, INT8 cache", "llama3-8b", "bf16", "int8_per_token_head", (32,)),
+    ("Llama-2-70B, one of 8 GPUs, W4, INT4 cache", "llama2-70b-shard8", "w4", "int4_g4", (64,)),
+    ("Qwen3-30B-A3B, W4, the same command line", "qwen3-30b-a3b", "w4", "fp8", (1, 32)),
+)
+"""What the README shows of vLLM: words, model, weights, cache with the plug-in, requests."""
 
 
 def decode() -> str:
@@ -126,7 +139,8 @@ def decode() -> str:
         over = number(us[str(last)] / floors[row["kv_format"]], 2) if measured else "-"
         lines.append([f"INT4, {groups}", f"{row['kernel']} [{mark}]", *cells, over])
     said = "\n".join(f"[{index}] {note}.  " for index, note in enumerate(notes, 1))
-    return f'{table(head, lines)}\nus; {origin(main)}. "Over the floor": of {last} requests.\n\n{said}\n'
+    costs = perplexity.beside(main)
+    return f'{table(head, lines)}\nus; {origin(main)}. "Over the floor": of {last} requests. {costs}\n\n{said}\n'
 
 
 def _note(row: Record) -> str:
@@ -230,13 +244,14 @@ def latent() -> str:
 
 def engines() -> str:
     """Whole models: a served one with and without the plug-in, and `generate` with and without `accelerate`."""
-    steps, generated = _steps_of_vllm(), load("e2e_transformers_ahead")
+    generated = load("e2e_transformers_ahead")
     lines = []
-    for label, kv in (("the same command line, FP8 cache", "fp8"), ("INT4 cache", "int4_g4")):
-        for batch in (1, 32):
+    for label, model, weights, kv, batches in SERVED:
+        steps = _steps_of_vllm(model, weights)
+        for batch in batches:
             before, after = steps[batch, "off", "fp8"]["tpot_ms"], steps[batch, "on", kv]["tpot_ms"]
             cells = [number(before, 2), f"**{number(after, 2)}**", number(before / after, 2)]
-            lines.append([f"vLLM {steps[batch, 'on', kv]['vllm']}, W4, {label}", str(batch), *cells])
+            lines.append([f"vLLM {steps[batch, 'on', kv]['vllm']}, {label}", str(batch), *cells])
     first = generated["rows"][0]
     last = next(row for row in generated["rows"] if row["name"] == "int4_g4 cache, W4")
     cells = [
@@ -245,13 +260,14 @@ def engines() -> str:
         number(first["step_ms"] / last["step_ms"], 1),
     ]
     version = generated["environment"]["versions"]["transformers"]
-    lines.append([f"transformers {version}, `generate`, W4 and INT4 cache", str(first["batch"]), *cells])
+    label = f"transformers {version}, Llama-3-8B, `generate`, W4 and INT4 cache"
+    lines.append([label, str(first["batch"]), *cells])
     head = ["served by", "requests", "before", OURS, "times"]
     about = (
-        'Milliseconds per token of Llama-3-8B, prompts of 8192 tokens, random weights, CUDA graphs. "Before" is vLLM '
-        "with W4 and FP8, its fastest cache, in the same run on the same H200 "
+        'Milliseconds per token, prompts of 8192 tokens, random weights, CUDA graphs. "Before" is vLLM with the same '
+        "weights and FP8, its fastest cache, in the same run on the same H200 "
         "([details](docs/tasks/vllm.md#what-it-brings)), and transformers with 16-bit weights and SDPA. "
-        "INT4 caches cost accuracy: [how much](docs/accuracy.md)."
+        f"{perplexity.beside(load('e2e_vllm'))} [Accuracy](docs/accuracy.md) has more."
     )
     return f"{table(head, lines)}\n{about} {origin(generated)}.\n"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from bench import perplexity
+
 Record = dict[str, Any]
 Column = tuple[str, Callable[[Record], str]]
 
@@ -153,14 +155,19 @@ def markdown(record: Record, suite: str = "main") -> str:
 
 
 def in_markdown(record: Record, head: Sequence[str], lines: Iterable[Sequence[str]], about: str) -> str:
-    """A Markdown table, and below it where its figures are from; about: how they were made, what cells hold."""
+    """A Markdown table, and below it where its figures are from; about: how they were made, what cells hold.
+
+    What INT4 caches cost in perplexity stands with their figures.
+    """
     environment = record["environment"]
+    commits = dict.fromkeys(str(each["commit"])[:10] for each in (environment, *record.get("resumed", [])))
     origin = (
         f"{environment['gpu']}, driver {environment.get('driver')}, torch {environment['versions']['torch']}, commit "
-        f"{str(environment['commit'])[:10]}, {str(environment['date'])[:10]}"
+        f"{' and '.join(commits)}, {str(environment['date'])[:10]}"
     )
     cells = [head, ["---"] * len(head), *lines]
-    return "\n".join("| " + " | ".join(line) + " |" for line in cells) + f"\n\n{origin}; {about}\n"
+    said = " ".join(filter(None, [f"{origin}; {about}", perplexity.beside(record)]))
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells) + f"\n\n{said}\n"
 
 
 MARK_LINEAR = "<!-- bench:linear -->"

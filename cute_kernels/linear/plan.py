@@ -15,7 +15,7 @@ from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SI
 from cute_kernels.linear.portable.schedule import make_portable_schedule
 from cute_kernels.linear.quantize import DTYPES
 from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
-from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.served import schedule_for
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.limb_launch import limb_product
 from cute_kernels.linear.wgmma.policies import PortableMmaSync
@@ -95,7 +95,7 @@ def plan_of(
     )
     if portable or not is_supported(device):
         return make_tile_plan(make_portable_schedule(problem), m, device)
-    return make_plan(chosen(problem, GPU.name(device)), m, device)
+    return make_plan(schedule_for(problem, GPU.name(device)), m, device)
 
 
 def make_plan(schedule: StreamSchedule | TileSchedule, m: int, device_index: int) -> LinearPlan:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from bench import e2e_vllm, report, step_kernels, turns
+from bench import e2e_vllm, report, step_kernels, turns, vllm_rows
 from bench.__main__ import main as command
+from bench.bars import judge
 from bench.environment import ROOT
 from bench.record import SCHEMA, Recorder
 
@@ -202,13 +204,46 @@ def test_the_table_compares_with_the_best_of_vllm(tmp_path: Path, capsys):
         ("e2e_vllm", e2e_vllm.MARK, e2e_vllm.markdown),
         ("e2e_vllm_h100", e2e_vllm.MARK_H100, e2e_vllm.markdown),
         ("e2e_vllm", e2e_vllm.MARK_STEP, e2e_vllm.step_markdown),
+        ("vllm_rows", vllm_rows.MARK, vllm_rows.markdown),
     ],
-    ids=["H200", "H100", "step"],
+    ids=["H200", "H100", "step", "rows"],
 )
 def test_the_page_has_the_records_table(name: str, mark: str, make: Callable[[Any], str]):
     page = (ROOT / "docs/tasks/vllm.md").read_text()
     record = json.loads((ROOT / f"bench/results/{name}.json").read_text())
     assert report.filled(page, mark, make(record)) == page
+
+
+def test_bars_are_of_the_same_weights_and_batch():
+    rows = [
+        row("llama3-8b:w4:fp8:off", 32, 10.0),
+        row("llama3-8b:w4:fp8:on", 32, 7.0),
+        row("llama3-8b:w4:auto:on:int4_g4", 32, 5.0) | {"tokens_that_fit": 2_900_000, "ttft_s": 9.0},
+        row("llama3-8b:bf16:fp8:off", 32, 11.0),
+        row("llama3-8b:bf16:int8_per_token_head:on", 32, 10.0),
+        row("llama3-8b:w4:fp8:linear", 32, 1.0),
+        row("qwen3-30b-a3b:w4:fp8:on", 1, 2.0),
+    ]
+    found = {each.what: each for each in judge({"engine": "vllm", "rows": rows})}
+    name = "llama3-8b w4, 32 requests"
+    assert found[f"{name}: times vLLM's best"].measured == 2.0 and found[f"{name}: times vLLM's best"].met
+    assert abs(found[f"{name}: the same flags"].measured - 10 / 7) < 1e-9
+    assert not found[f"{name}: tokens that fit, int4_g4"].met  # 1.53
+    assert found[f"{name}: first token, of vLLM's time"].measured == 1.0  # of the same flags
+    assert not found["llama3-8b bf16, 32 requests: times vLLM's best"].met  # 1.1
+    assert not any("qwen3" in what for what in found)  # vLLM's side was not measured
+    assert judge({"engine": "steps", "rows": []}) == []
+
+
+def test_rows_of_vllms_int4_lose_what_their_zero_point_and_its_place_lose():
+    """Of rows around zero hardly more than a code is off by; rows of one sign lose what a zero point cannot shift."""
+    x = torch.randn(400, 64, generator=torch.Generator().manual_seed(4))
+    left = vllm_rows.vllms(x)
+    step = (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)) / 15
+    assert ((left - x).abs() <= 1.01 * step).all()  # a zero point is off by half a step, a code by another half
+    assert (left - x).pow(2).mean() < 1.2 * (step**2 / 12).mean() and not torch.equal(left, x)
+    error, own = (((rows(x.abs() + 3) - x.abs() - 3) / step).abs().max() for rows in (vllm_rows.vllms, vllm_rows.ours))
+    assert own < 0.6 < error
 
 
 def test_kernels_are_told_apart_by_what_they_are_for():

@@ -1,8 +1,12 @@
-"""What `tests.gpu.sanitize` runs: attention, linear layers and layers of experts, one case for each kind of kernel."""
+"""What `tests.gpu.sanitize` runs: attention, linear layers and layers of experts, one case for each kind of kernel.
+
+Where vLLM is installed: steps of an engine, too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,17 +21,20 @@ from cute_kernels import quantized_linear
 from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.plan import problem_of
-from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
+from cute_kernels.attention.schedule import DecodeProblem, DecodeSchedule, make_schedule
+from cute_kernels.integrations.vllm import attention_kernels
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.moe import fused_moe, fused_moe_reference
 from cute_kernels.runtime import KernelSpec
 from tests.attention.cases import Call, assert_close, make_call
 from tests.gpu.specs import GPU
+from tests.integrations.vllm.steps import BATCHES, Layer, serve_steps
 
 CALLS = 2  # of each case: what a launch leaves in a workspace, the next one finds
 PRODUCT_TOLERANCE = 5e-3  # of the norm of a product's results in bf16 or fp16,
 LAYER_TOLERANCE = 1e-2  # and of a layer's, whose hidden activations are rounded too
+SERVED_TOLERANCE = 0.2  # of the norm of attention's results, next to exact K and V: what 4 bits in one group lose
 CHECKED_TOKENS = 3
 W4 = Format(4, 128, False, "bf16")
 
@@ -144,6 +151,28 @@ class LayerCase:
         return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
 
 
+@dataclass(frozen=True)
+class ServedCase:
+    """Steps of vLLM through the plugin's attention: requests that begin, go on and decode side by side."""
+
+    layer: Layer
+    batches: tuple[tuple[tuple[int, int], ...], ...] = BATCHES[:4]
+
+    def specs(self) -> list[KernelSpec]:
+        impl = self.layer.make("cpu")
+        decodes = attention_kernels.Decodes(
+            (1, 2, 3, 4), self.layer.speculative + 1, 128, self.layer.page, torch.float16, False
+        )
+        return attention_kernels.specs_of(impl, decodes, DecodeProblem.num_sms)
+
+    def run(self, device: str = "cuda") -> str:
+        given, exact = serve_steps(self.layer, device, self.batches)
+        assert not given.isnan().any()
+        error = relative_error(given, exact)
+        assert error <= SERVED_TOLERANCE, error
+        return f"{error:.1e}, {len(given)} tokens of {len(self.batches)} steps"
+
+
 ATTENTION = {
     "int4_g1": AttentionCase("int4_g1", (600, 33, 0)),
     "int4_g1-one-combiner": AttentionCase("int4_g1", (1024,)),
@@ -197,4 +226,11 @@ EXPERTS = {
     "experts-limbs": LayerCase(MoeShape(MIXTRAL, 64)),
     "experts-48-rows": LayerCase(MoeShape(MIXTRAL, 128)),
 }
+SERVED = {
+    "served-int4_g4": ServedCase(Layer("auto", "int4_g4")),
+    "served-int4_per_token_head": ServedCase(Layer("int4_per_token_head")),
+    "served-fp8-drafts": ServedCase(Layer("fp8", window=24, sinks=True, speculative=3, caches={"num_sms": 1})),
+}
 CASES: dict[str, Case] = {**ATTENTION, **LAYERS, **EXPERTS}
+if importlib.util.find_spec("vllm") is not None:
+    CASES |= SERVED

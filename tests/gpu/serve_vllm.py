@@ -192,7 +192,7 @@ class Scenario:
     leaves_mla: bool = False
 
 
-BLOCK = 16
+BLOCK, MAX_REQUESTS = 16, 32
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}
 """No torch.compile: a model of this size gains nothing, and starts four times as fast."""
 
@@ -206,7 +206,7 @@ def start(scenario: Scenario, folder: Path) -> Any:
     config = {**CONFIG, **scenario.model}
     (folder / "config.json").write_text(json.dumps(config))
     write_model(folder, config)
-    usual = {"compilation_config": GRAPHS, "max_model_len": 2048, "max_num_seqs": 32, "block_size": BLOCK}
+    usual = {"compilation_config": GRAPHS, "max_model_len": 2048, "max_num_seqs": MAX_REQUESTS, "block_size": BLOCK}
     arguments = {**usual, **scenario.engine}
     return vllm.LLM(
         model=str(folder),
@@ -330,13 +330,25 @@ def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
         llm = start(scenario, folder / "model")
     try:
         found = globals()[scenario.what](llm, scenario, folder)
+        ranks = llm.collective_rpc(kinds_of_layers)
     finally:
-        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-        backends = sorted({type(layer.impl).__name__ for layer in layers.values() if hasattr(layer, "impl")})
-        del llm, layers
+        if scenario.engine.get("tensor_parallel_size", 1) > 1:
+            llm.llm_engine.engine_core.shutdown()  # its processes would live as long as this one
+        del llm
         clean_up()
+    kinds = {name: sorted({kind for rank in ranks for kind in rank[name]}) for name in ranks[0]}
     replaced = [[one.seam, one.reason] for one in plugin.outcomes()]
-    return {**found, "attention": backends, "replaced": replaced, "fused": sorted(fusion._said)}
+    return {**found, **kinds, "ranks": len(ranks), "replaced": replaced, "fused": sorted(fusion._said)}
+
+
+def kinds_of_layers(worker: Any) -> dict[str, list[str]]:
+    """What serves the attention and the quantised linear layers of a worker."""
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    kernels = [getattr(getattr(module, "scheme", None), "kernel", None) for module in worker.get_model().modules()]
+    return {
+        "attention": [type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")],
+        "linear": [type(kernel).__name__ for kernel in kernels if kernel is not None],
+    }
 
 
 def clean_up() -> None:
@@ -364,19 +376,22 @@ def make_ready(scenarios: list[Scenario]) -> None:
         if (scenario.kv == "auto" and not scenario.kv_format) or "kv_lora_rank" in scenario.model:
             continue  # vLLM's own, and MLA, which says by itself what it asks for
         os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = scenario.kv_format
+        config, ranks = {**CONFIG, **scenario.model}, scenario.engine.get("tensor_parallel_size", 1)
+        kv_heads = max(config["num_key_value_heads"] // ranks, 1)
         layer = SimpleNamespace(
             formats=kv_formats.formats_for(scenario.kv),
-            head_size=CONFIG["head_dim"],
-            num_heads=CONFIG["num_attention_heads"],
-            num_kv_heads=CONFIG["num_key_value_heads"],
+            head_size=config["head_dim"],
+            num_heads=config["num_attention_heads"] // ranks,
+            num_kv_heads=kv_heads,
             sliding_window=scenario.model.get("sliding_window"),
             soft_cap=None,
             sinks=None,
-            transform=kv_formats.transform_for(scenario.kv, CONFIG["num_key_value_heads"], CONFIG["head_dim"], "cpu"),
+            transform=kv_formats.transform_for(scenario.kv, kv_heads, config["head_dim"], "cpu"),
         )
         drafted = scenario.engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
         longest = scenario.engine.get("max_model_len", 2048)
-        decodes = attention_kernels.Decodes((1, 8, 32, 256), 1 + drafted, longest, BLOCK, torch.float16, invariant)
+        batches = attention_kernels.batches_up_to(scenario.engine.get("max_num_seqs", MAX_REQUESTS))
+        decodes = attention_kernels.Decodes(batches, 1 + drafted, longest, BLOCK, torch.float16, invariant)
         device = torch.device("cuda", 0)
         specs.update(dict.fromkeys(attention_kernels.specs([layer], decodes, device)))
     prepare.load(torch.device("cuda", 0), specs)

@@ -1,5 +1,7 @@
 """Layers, also of experts, that vLLM makes run on these kernels, and give what their checkpoints say; needs vLLM."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -61,6 +63,23 @@ def test_a_layer_of_vllm_gives_what_its_checkpoint_says(form):
     layer = layers.make(form, "cuda")
     assert type(layer.kernel).__name__ == "CuteKernelsLinearKernel"
     for rows in ROWS:
+        x = torch.randn(rows, form.k, dtype=form.dtype, device="cuda")
+        expected = x.double() @ layer.weight.cuda().T
+        error = (layer.apply(x).double() - expected).abs().max() / expected.abs().max()
+        assert error < (2**-7 if form.dtype == torch.bfloat16 else 2**-9)
+
+
+@pytest.mark.parametrize("form", layers.CHECKPOINTS[:3], ids=str)
+def test_rows_in_between_run_kernels_that_are_ready(form):
+    from cute_kernels.linear.compile import specs_of
+    from cute_kernels.linear.served import schedule_for
+    from cute_kernels.runtime import arch_of, default_cache
+
+    layer = layers.make(form, "cuda")
+    problem = layer.kernel.form.problem(torch.cuda.get_device_properties(0).multi_processor_count)
+    for rows in (3, 17, 33, 41):
+        asked = specs_of(schedule_for(dataclasses.replace(problem, m=rows), torch.cuda.get_device_name()).config)
+        assert all(default_cache().has(spec, arch_of()) for spec in asked)
         x = torch.randn(rows, form.k, dtype=form.dtype, device="cuda")
         expected = x.double() @ layer.weight.cuda().T
         error = (layer.apply(x).double() - expected).abs().max() / expected.abs().max()

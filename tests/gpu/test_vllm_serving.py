@@ -34,6 +34,8 @@ MANY = {
 WIDE_MODEL, WIDE_ENGINE = {"max_position_embeddings": WIDE}, {"max_model_len": WIDE}
 FLASHMLA = {"block_size": 64, "attention_backend": "FLASHMLA"}
 COMPILED = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}}
+TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
+ONE_KV_HEAD = {**W4, "num_key_value_heads": 1, "intermediate_size": 1280}  # both GPUs have it; five groups of each MLP
 WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 100}
 
 SCENARIOS: dict[str, dict[str, Scenario]] = {
@@ -74,14 +76,27 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
     "two": {
         "theirs": Scenario(),
         "theirs-cut": Scenario(chunk=384),
-        "fp16": Scenario(kv_format="fp16", engine={"tensor_parallel_size": 2}),
+        "w4-fp8": Scenario("fp8", model=W4),
+        "w4-int4": Scenario(kv_format="int4_g4", model=W4),
+        "w4-one-head": Scenario("int8_per_token_head", model=ONE_KV_HEAD),
+        "fp16-two": Scenario(kv_format="fp16", engine=TWO),
+        "w4-fp8-two": Scenario("fp8", model=W4, engine=TWO),
+        "w4-int4-two": Scenario(kv_format="int4_g4", model=W4, engine=TWO),
+        "w4-one-head-two": Scenario("int8_per_token_head", model=ONE_KV_HEAD, engine=TWO),
     },
 }
 ENVIRONMENTS = {
     # What is fused is said where graphs are made.
     "": {"CUTE_KERNELS_VLLM": ",".join(SEAMS), "VLLM_DISABLE_COMPILE_CACHE": "1"},
-    "invariant": {"VLLM_BATCH_INVARIANT": "1", "CUTE_KERNELS_VLLM_INVARIANT": "1"},
-    "two": {},
+    "invariant": {"VLLM_BATCH_INVARIANT": "1"},
+    # No addresses are looked up, and nothing is sent by NVLink's multicast, which not every machine lends.
+    "two": {
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "NCCL_NVLS_ENABLE": "0",
+        "VLLM_DISABLE_COMPILE_CACHE": "1",
+    },
 }
 
 
@@ -109,7 +124,7 @@ class Served:
         missing = {
             name: asdict(each) for name, each in SCENARIOS[family].items() if not (place / f"{name}.json").exists()
         }
-        if not missing:
+        if not missing or "JUDGE_ONLY" in os.environ:
             return ""
         environment = environment_of(Case("llama3-8b", "bf16", "auto", "on"), place) | ENVIRONMENTS[family]
         with open(place / "log", "w+") as log:
@@ -128,7 +143,8 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """OUT in the environment names a folder to keep results in, and to take them from."""
+    """OUT in the environment names a folder to keep results in, and to take them from; with JUDGE_ONLY, no others are
+    made."""
     return Served(Path(os.environ["OUT"]) if "OUT" in os.environ else tmp_path_factory.mktemp("served"))
 
 
@@ -269,11 +285,12 @@ def test_memory_stays_as_it_is_while_requests_come_and_go(served: Served):
 def test_tokens_do_not_depend_on_how_prompts_are_cut(served: Served, form: str):
     """VLLM_BATCH_INVARIANT: other chunks, other neighbours and prefixes from the cache leave tokens as they are.
 
-    Not every bit: on an H100 14 and 15 of 84 requests had log-probabilities that differed by up to two units of a
-    logit, for a reason that is not known; so attention is left to vLLM unless it is tried. What vLLM's own give is
-    printed beside.
+    Not every bit of a served model: with vLLM's own attention and with this one 14 of 84 requests had log-probabilities
+    that differed, by up to two units of a logit (an H200). Of attention alone `test_vllm_attention` wants every bit.
     """
-    print("vLLM's own:", difference(served("theirs-cut", "invariant"), served("theirs", "invariant")))
+    own = difference(served("theirs-cut", "invariant"), served("theirs", "invariant"))
+    print("vLLM's own:", own)
+    assert own.parted == [] and max(own.logprobs) <= 2 * LOGIT_ULP, str(own)
     whole, cut = served(form.rstrip("-") or "whole", "invariant"), served(f"{form}cut", "invariant")
     assert whole["attention"] == [OURS]
     found = difference(cut, whole)
@@ -281,8 +298,21 @@ def test_tokens_do_not_depend_on_how_prompts_are_cut(served: Served, form: str):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_give_what_one_does(served: Served):
-    theirs = served("theirs", "two")
-    own, found = difference(served("theirs-cut", "two"), theirs), difference(served("fp16", "two"), theirs)
-    print("vLLM against itself:", own, "\ntwo GPUs:", found)
-    assert EXACT.holds(own) and EXACT.holds(found), (str(own), str(found))
+@pytest.mark.parametrize(
+    ("name", "one", "bound"),
+    [
+        ("fp16-two", "theirs", EXACT),
+        # Sums over GPUs round otherwise, and a code of the cache may be another one.
+        ("w4-fp8-two", "w4-fp8", Bound(0.015, 0.045, 0.12)),
+        ("w4-int4-two", "w4-int4", Bound(0.03, 0.09, 0.23)),
+        ("w4-one-head-two", "w4-one-head", Bound(0.004, 0.01, 0.025)),
+    ],
+)
+def test_two_gpus_give_what_one_does(served: Served, name: str, one: str, bound: Bound):
+    ours, alone = served(name, "two"), served(one, "two")
+    assert (ours["ranks"], alone["ranks"], ours["attention"]) == (2, 1, [OURS])
+    assert set(ours["linear"]) == (set() if name == "fp16-two" else {"CuteKernelsLinearKernel"})
+    found = difference(ours, alone)
+    print("vLLM against itself:", difference(served("theirs-cut", "two"), served("theirs", "two")))
+    print(f"{name}:", found)
+    assert bound.holds(found), str(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -26,6 +27,18 @@ from cute_kernels.runtime.spec import KernelSpec
 
 if TYPE_CHECKING:
     from cute_kernels.integrations.vllm.kv_formats import Formats
+
+
+BATCHES = (*range(1, 65), *range(72, 4097, 8))
+"""Requests of a decoding step that kernels are looked for: those of numbers in between are the same."""
+PART_BATCHES = (1, *range(8, 257, 8))
+"""The same of requests that continue a prompt by few tokens, which are cut into requests of their own."""
+
+
+def batches_up_to(most: int) -> tuple[int, ...]:
+    """Those of BATCHES that steps of up to ``most`` requests want kernels of; the same for every engine."""
+    below = bisect.bisect_left(BATCHES, most)
+    return BATCHES[: below + 1]
 
 
 @dataclass(frozen=True)
@@ -72,9 +85,16 @@ def specs(impls: Iterable[Foreign], decodes: Decodes, device: torch.device) -> l
     """The kernels of layers (`CuteKernelsAttentionImpl`): appends, decoding, short and long continuations."""
     num_sms = GPU.num_sms(device)
     found: dict[KernelSpec, None] = {}
-    for impl in impls:
+    for impl in {_kind(impl): impl for impl in impls}.values():
         found.update(dict.fromkeys(specs_of(impl, decodes, num_sms)))
     return list(found)
+
+
+def _kind(impl: Foreign) -> tuple[object, ...]:
+    """What kernels know of a layer; most layers of a model are alike."""
+    shape = impl.formats, impl.head_size, impl.num_heads, impl.num_kv_heads
+    options = impl.sliding_window, impl.soft_cap is None, impl.sinks is None
+    return *shape, *options, row_transform_of(impl.transform, shift=False), _features(impl, 1, 1)
 
 
 def specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> list[KernelSpec]:
@@ -100,10 +120,10 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
     if decodes.invariant:
         return
     for q_len, batches, after_append in (
-        (1, decodes.batches, True),
-        *([(decodes.q_len, decodes.batches, True)] if decodes.q_len > 1 else []),
+        # A step has as many drafted tokens as were found, up to those that are asked for.
+        *((q_len, decodes.batches, True) for q_len in range(1, decodes.q_len + 1)),
         # What continues a prompt by few tokens: any number of them.
-        *((q_len, (1,), False) for q_len in range(1, MAX_Q_LEN + 1)),
+        *((q_len, PART_BATCHES, False) for q_len in range(1, MAX_Q_LEN + 1)),
     ):
         for batch in batches:
             problem = DecodeProblem(

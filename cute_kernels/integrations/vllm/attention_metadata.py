@@ -226,19 +226,12 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         return Context(pages, position % self.page_size, on_device, max(lengths))
 
 
-def decode_batches(vllm_config: Foreign) -> tuple[int, ...]:
-    """Requests of the decoding steps that are captured, and of the largest."""
-    captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
-    most = vllm_config.scheduler_config.max_num_seqs
-    return tuple(sorted({1, most, *(size for size in captured if size <= most)}))
-
-
 def decodes_of(vllm_config: Foreign, page_size: int) -> Decodes:
     """The decoding steps of an engine."""
     speculation = vllm_config.speculative_config
     tokens = 0 if speculation is None else speculation.num_speculative_tokens or 0
     return Decodes(
-        batches=decode_batches(vllm_config),
+        batches=attention_kernels.batches_up_to(vllm_config.scheduler_config.max_num_seqs),
         q_len=min(1 + tokens, MAX_Q_LEN),
         max_seq_len=vllm_config.model_config.max_model_len,
         page_size=page_size,

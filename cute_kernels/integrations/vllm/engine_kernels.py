@@ -22,8 +22,8 @@ from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.weight_formats import integers
 
 GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
-CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-DECODED = (1, 8, 32, 128, 512)  # requests: what is between them has the kernels of one or the other
+CAPTURED = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))  # what vLLM captures
+DECODED = attention_kernels.batches_up_to(512)
 MOST_TOKENS = 16384  # of a step
 KV_FORMATS = (
     ("e4m3_tensor", "e4m3_tensor"),

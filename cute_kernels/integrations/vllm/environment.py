@@ -3,9 +3,6 @@
 CUTE_KERNELS_VLLM            unset or "1": the usual seams; "0": none; else a list such as "linear,attention"
 CUTE_KERNELS_VLLM_KV_FORMAT  a cache format of this package that replaces the one `--kv-cache-dtype` names
 CUTE_KERNELS_VLLM_CONSTANTS  what `cute-kernels calibrate` has found for such a cache: a file
-CUTE_KERNELS_VLLM_INVARIANT  "1": attention runs here under VLLM_BATCH_INVARIANT, too. For experiments: steps of up to
-                             128 tokens of a request gave the same bits however they were cut, but of a served model's
-                             84 requests 14 differed in last bits, for a reason that is not known
 """
 
 from __future__ import annotations
@@ -16,11 +13,11 @@ from pathlib import Path
 SWITCH = "CUTE_KERNELS_VLLM"
 KV_FORMAT = "CUTE_KERNELS_VLLM_KV_FORMAT"
 CONSTANTS = "CUTE_KERNELS_VLLM_CONSTANTS"
-INVARIANT = "CUTE_KERNELS_VLLM_INVARIANT"
 SEAMS = ("linear", "attention", "moe", "mla", "fusion")
 """In the order in which they are replaced."""
 USUAL = tuple(seam for seam in SEAMS if seam != "fusion")
-"""Those that are replaced unasked. Fusion is not, as long as no GPU has run a served model with it."""
+"""Those that are replaced unasked. Fusion is not: of one request a step takes 7 % longer with it, of 32 it takes 3 %
+less (Llama-3-8B, W4, on an H200)."""
 
 
 def wanted_seams() -> tuple[str, ...]:
@@ -58,8 +55,3 @@ def wanted_constants() -> Path | None:
     if wanted_kv_format() is None or "attention" not in wanted_seams():
         raise ValueError(f"{CONSTANTS}: got {text!r}, want {KV_FORMAT} with it, and the seam attention in {SWITCH}")
     return Path(text)
-
-
-def tries_invariance() -> bool:
-    """Whether attention is asked for under VLLM_BATCH_INVARIANT."""
-    return os.environ.get(INVARIANT, "").strip() == "1"

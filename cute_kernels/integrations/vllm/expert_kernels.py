@@ -19,6 +19,12 @@ from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime.spec import KernelSpec
 
 ID_BITS = 32  # of an expert's id: vLLM's router makes int32
+EACH_TOKENS = 16  # up to so many, every number has kernels of its own; from then on neighbours share theirs
+
+
+def tokens_of(rows: Iterable[int], most: int) -> tuple[int, ...]:
+    """The numbers of tokens, ``most`` at most, whose kernels serve steps of an engine that runs such rows."""
+    return tuple(count for count in sorted({*range(1, EACH_TOKENS + 1), *rows}) if count <= most)
 
 
 def specs(

@@ -77,6 +77,12 @@ def norm_specs(columns: int, dtype: torch.dtype) -> list[NormSpec]:
     ]
 
 
+def norms_there(columns: int, dtype: torch.dtype) -> list[bool]:
+    """Of each norm that may follow a layer, whether it can be had here: compiled, or from a bundle. Loads nothing."""
+    arch = arch_of(torch.cuda.current_device())
+    return [compiler_version() is not None or default_cache().has(spec, arch) for spec in norm_specs(columns, dtype)]
+
+
 @functools.cache
 def is_norm_ready(columns: int, dtype: torch.dtype, with_residual: bool) -> bool:
     """Whether a norm of rows of so many columns is there before the first capture: compiled now, or in a bundle."""

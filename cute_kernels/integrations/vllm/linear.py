@@ -129,7 +129,9 @@ class CuteKernelsLinearKernel(MPLinearKernel):
         if self.is_interleaved:
             note_served(f"linear {form}, rows in turn")
         if self.fused.sums and fused_layers.ends_block(layer):
-            note_served(f"norm {form.n} {form.dtype} {fused_layers.is_norm_ready(form.n, form.dtype, False)}")
+            note_served(f"norm {form.n} {form.dtype} {fused_layers.norms_there(form.n, form.dtype)}")
+            # A graph that vLLM kept asks for it in the first step. Of sums over GPUs the residual goes into the norm.
+            fused_layers.is_norm_ready(form.n, form.dtype, getattr(layer, "tp_size", 1) > 1)
 
     def packed(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The tensors of the packed weight, by the names of the parameters that they replace.

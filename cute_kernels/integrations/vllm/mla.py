@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.utils import reshape_attn_output_for_spec_decode
 from cute_kernels import mla_decode, sparse_mla_decode
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import mla_kernels, prepare
-from cute_kernels.integrations.vllm.attention_metadata import decode_batches
+from cute_kernels.integrations.vllm.attention_kernels import batches_up_to
 from cute_kernels.integrations.vllm.mla_kernels import HEAD_DIM, V_DIM, Decodes
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
@@ -143,7 +143,8 @@ def _dense_decodes(form: str, num_heads: int) -> Decodes | None:
     speculation = config.speculative_config
     drafted = 0 if speculation is None else speculation.num_speculative_tokens or 0
     q_lens = tuple(dict.fromkeys((1, 1 + drafted, MAX_Q_LEN)))
-    return Decodes(form, False, num_heads, decode_batches(config), q_lens, config.model_config.max_model_len, PAGE_SIZE)
+    batches = batches_up_to(config.scheduler_config.max_num_seqs)
+    return Decodes(form, False, num_heads, batches, q_lens, config.model_config.max_model_len, PAGE_SIZE)
 
 
 def _sparse_decodes(form: str, num_heads: int, topk: int) -> Decodes | None:

@@ -235,7 +235,7 @@ def _specs(gate_up: ExpertsForm, down: ExpertsForm, topk: int, tokens: tuple[int
 
 def _asked(method: Foreign, gate_up: ExpertsForm, down: ExpertsForm) -> tuple[KernelSpec, ...]:
     """The kernels of a layer; layers of one form share them, and those of a model are nearly always alike."""
-    tokens = tuple(count for count in prepare.engine_rows().all() if count <= MAX_TOKENS)
+    tokens = expert_kernels.tokens_of(prepare.engine_rows().all(), MAX_TOKENS)
     return _specs(gate_up, down, method.moe.experts_per_token, tokens)
 
 

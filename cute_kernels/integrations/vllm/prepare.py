@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.schedule import LinearProblem
+from cute_kernels.linear.served import note_ready
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.runtime import wanted
 from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
@@ -27,8 +28,11 @@ from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.store import default_directory
 from cute_kernels.runtime.workspace import POOL
 
-GRID = ((1024, 128), (4096, 512), (1 << 20, 2048))
-"""Numbers of rows beyond captured ones that kernels are made ready for: up to so many, in such steps."""
+GRID = ((256, 16), (512, 32), (1024, 128), (4096, 512), (1 << 20, 2048))
+"""Numbers of rows beyond captured ones that kernels are made ready for: up to so many, in such steps.
+
+Steps of other numbers of rows run these kernels too (`cute_kernels.linear.served`).
+"""
 
 WANTED = "wanted_by_vllm.json"
 """In the directory of the kernel cache: kernels that were asked for, are in no bundle, and cannot be compiled here."""
@@ -47,13 +51,23 @@ class RowCounts:
     most: int
 
     def all(self) -> list[int]:
-        """Captured ones, and a grid of those beyond."""
-        found, last = {*self.captured, 1, self.most}, max(self.captured, default=0)
-        for end, step in GRID:
-            beyond = range(last + step, min(end, self.most) + 1, step)
-            found.update(beyond)
-            last = max(last, end) if beyond else last
+        """Captured ones, and a grid of those beyond, up to the first that is not below ``most``.
+
+        The grid is the same for every engine, so that compiled kernels can be there for all of them.
+        """
+        last, found = max(self.captured, default=0), {1, *self.captured}
+        for m in _grid():
+            found.update([m] if m > last else [])
+            if m >= self.most:
+                break
         return sorted(found)
+
+
+def _grid() -> Iterator[int]:
+    begin = 0
+    for end, step in GRID:
+        yield from range(begin + step, end + 1, step)
+        begin = end
 
 
 DEFAULT_ROWS = RowCounts((), 2048)
@@ -91,6 +105,8 @@ def load_noted(
     (load_all or load)(
         device, [spec for problem, rows in problems.items() for m in rows.all() for spec in specs_for(problem, m, gpu)]
     )
+    for problem, rows in problems.items():
+        note_ready(problem, rows.all())
 
 
 def load(device: torch.device, specs: Iterable[KernelSpec]) -> None:

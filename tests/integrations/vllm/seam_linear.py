@@ -70,6 +70,7 @@ def other_layers_are_left_to_vllm_with_a_reason() -> None:
         ({"out_type": torch.float32}, "results in torch.float32"),
         ({"group_size": 96}, "groups of 96"),
         ({"group_size": 512, "partition_weight_shape": (256, 256)}, "groups of 512"),
+        ({"full_weight_shape": (1152, 256), "partition_weight_shape": (576, 256)}, "groups of 128 of 576 inputs"),
         ({"has_g_idx": True, "partition_weight_shape": (256, 256)}, "act-order"),
     ):
         able, reason = CuteKernelsLinearKernel.can_implement(config(**changes))

@@ -52,7 +52,7 @@ def builder(speculative: int = 0, device: str = "cpu", **caches: Any) -> Any:
         scheduler_config=SimpleNamespace(max_num_seqs=3),
         model_config=SimpleNamespace(max_model_len=512, dtype=torch.bfloat16),
     )
-    assert attention_metadata.decode_batches(config) == (1, 2, 3)
+    assert attention_metadata.decodes_of(config, 16).batches == (1, 2, 3)
     with (
         mock.patch.object(attention_metadata.prepare, "load"),
         mock.patch.object(attention_metadata.attention_kernels, "specs", lambda *_: []),

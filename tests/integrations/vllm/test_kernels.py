@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.integrations.vllm import attention_kernels, expert_kernels, prepare
+from cute_kernels.integrations.vllm import attention_kernels, engine_kernels, expert_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_formats import format_of
 from cute_kernels.linear.experts import ExpertsForm
@@ -25,13 +25,15 @@ def h200() -> Iterator[None]:
         yield
 
 
-def layer(k: str, v: str, head_size: int = 128, window: int | None = None) -> SimpleNamespace:
-    """What of a layer of 32 heads decides its kernels."""
+def layer(
+    k: str, v: str, head_size: int = 128, window: int | None = None, num_heads: int = 32, num_kv_heads: int = 8
+) -> SimpleNamespace:
+    """What of a layer decides its kernels."""
     return SimpleNamespace(
         formats=Formats(format_of(k), format_of(v)),
         head_size=head_size,
-        num_heads=32,
-        num_kv_heads=8,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         sliding_window=window,
         soft_cap=None,
         sinks=None,
@@ -78,13 +80,42 @@ def test_a_step_that_must_not_depend_on_its_batch_has_no_kernels_that_do():
     ("captured", "most", "expected"),
     [
         ((1, 2, 512), 8192, [1, 2, 512, 640, 768, 896, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 6144, 8192]),
-        ((), 300, [1, 128, 256, 300]),
-        ((1, 5, 40), 40, [1, 5, 40]),
-        ((1, 2), 1, [1, 2]),
+        ((1, 208), 300, [1, 208, 224, 240, 256, 288, 320]),
+        ((), 30, [1, 16, 32]),
+        ((1, 5, 40), 40, [1, 5, 40, 48]),
+        ((1, 2), 1, [1, 2, 16]),
     ],
 )
 def test_numbers_of_rows(captured: tuple[int, ...], most: int, expected: list[int]):
     assert prepare.RowCounts(captured, most).all() == expected
+
+
+def test_the_wheel_has_the_kernels_of_every_engines_rows_and_batches():
+    """Whatever vLLM captures, which is part of what it captures at most, and however many tokens a step may have."""
+    there = set(prepare.RowCounts(engine_kernels.CAPTURED, engine_kernels.MOST_TOKENS).all())
+    for most_captured in (1, 8, 24, 200, 256, 304, 512):
+        captured = tuple(m for m in engine_kernels.CAPTURED if m <= most_captured)
+        for tokens in (1, 33, 300, 512, 2048, 5000, 8192, 16384):
+            assert set(prepare.RowCounts(captured, max(tokens, most_captured)).all()) <= there, (captured, tokens)
+    for requests in (1, 3, 64, 65, 100, 256, 512):
+        asked = attention_kernels.batches_up_to(requests)
+        assert asked[-1] >= requests and set(asked) <= set(engine_kernels.DECODED)
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(32, 8), (8, 1), (32, 4)])
+@pytest.mark.parametrize("name", ["e4m3_tensor", "int4_g4"])
+def test_steps_of_any_number_of_requests_have_kernels(name: str, num_heads: int, num_kv_heads: int):
+    one = layer(name, name, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+    def asked(batches: tuple[int, ...], q_len: int = 3) -> set[KernelSpec]:
+        decodes = attention_kernels.Decodes(batches, q_len, 8448, 64, torch.bfloat16)
+        return set(attention_kernels.specs([one], decodes, torch.device("cuda", 0)))
+
+    ready = asked(attention_kernels.batches_up_to(200))
+    for batch in range(1, 201):
+        assert asked((batch,)) <= ready, batch
+    assert asked((5,), 2) <= ready  # fewer tokens are drafted than asked for
 
 
 @pytest.mark.usefixtures("h200")
@@ -99,6 +130,21 @@ def test_layers_are_loaded_once_and_all_together():
     for _ in range(2):
         prepare.load_noted(torch.device("cuda", 0), load_all)
     assert len(loaded) == 1 and len(loaded[0]) >= 4
+
+
+@pytest.mark.usefixtures("h200")
+def test_experts_of_any_number_of_tokens_have_kernels():
+    """Of the tokens that `moe` asks for; in between kernels are those of neighbours."""
+    gate_up = ExpertsForm(128, 1536, 2048, 2048, integers(4), torch.bfloat16, 0)
+    down = ExpertsForm(128, 2048, 768, 768, integers(4), torch.bfloat16, 0)
+    rows = prepare.RowCounts((1, 2, 4, 8, 16, 24, 32), 4096).all()
+
+    def asked(tokens: Iterable[int]) -> set[KernelSpec]:
+        return set(expert_kernels.specs(gate_up, down, 8, tokens, torch.bfloat16, False))
+
+    ready = asked(expert_kernels.tokens_of(rows, 8192))
+    for tokens in (*range(1, 300), *range(300, 4096, 37)):
+        assert asked([tokens]) <= ready, tokens
 
 
 @pytest.mark.usefixtures("h200")

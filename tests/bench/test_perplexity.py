@@ -1,0 +1,87 @@
+"""No INT4 figure stands without what it costs in perplexity."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from bench import e2e_vllm, perplexity, report
+from bench.environment import ROOT
+from bench.perplexity import Cache
+
+
+@pytest.mark.parametrize(
+    ("text", "caches"),
+    [
+        ("int4_g1", [Cache(None, 1)]),
+        ("W4, int4_g4 cache", [Cache(None, 4)]),
+        ("int8_token_head,int4_g2 and int4_g8", [Cache(None, 8), Cache("int8_token_head", 2)]),
+        ("e4m3_head + int4_g4, calibrated", [Cache("e4m3_head", 4)]),
+        ("int4_g3, int8_g4, w4a16, int4_per_token_head", []),
+    ],
+)
+def test_caches_are_found_by_name(text: str, caches: list[Cache]):
+    assert perplexity.caches_in([text]) == caches
+
+
+def rows(**increases: float) -> dict[str, Any]:
+    named = [(name.replace("_AND_", " + "), increase) for name, increase in increases.items()]
+    return {
+        "model": {"head_dim": 64},
+        "rows": [
+            {
+                "name": name,
+                "k_format": name.partition(" + ")[0],
+                "v_format": name.rpartition(" + ")[2],
+                "increase_percent": increase,
+            }
+            for name, increase in named
+        ],
+    }
+
+
+def test_costs_are_of_as_many_columns_to_a_scale():
+    model = perplexity.model_of(rows(int4_g2=7.0, int4_g4=4.0, bf16=0.0, int8_token_head_AND_int4_g2=0.5), "m")
+    assert model.cost(Cache(None, 4)) == "+7.00 %"  # 32 columns
+    assert model.cost(Cache(None, 8)) == "+4.00 %"
+    assert model.cost(Cache("int8_token_head", 4)) == "+0.50 %"
+    assert model.cost(Cache("int8_token_head", 8)) is None
+    finer = perplexity.model_of(rows(int4_g4=4.0), "m")
+    assert finer.cost(Cache(None, 4)) == finer.cost(Cache(None, 1)) == "more than +4.00 %"
+
+
+def test_rows_of_other_methods_are_not_a_plain_caches():
+    record = rows(int4_g2=7.0)
+    record["rows"] += [
+        {"name": "int4_g2, smoothed", "k_format": "int4_g2", "v_format": "int4_g2", "increase_percent": 1.0}
+    ]
+    assert perplexity.model_of(record, "m").cost(Cache(None, 4)) == "+7.00 %"
+
+
+def test_a_table_says_what_its_int4_caches_cost():
+    record = json.loads((ROOT / "bench/results/e2e_vllm.json").read_text())
+    below = e2e_vllm.markdown(record).partition("\n\n")[2]
+    assert "Perplexity beside 16-bit caches: int4_g4 +" in below
+    others = {**record, "rows": [row for row in record["rows"] if not row["kv_format"]]}
+    assert "erplexity" not in e2e_vllm.markdown(others)
+
+
+def test_a_cache_that_nobody_measured_is_said_to_be_so():
+    assert perplexity.sentence([Cache(None, 2)], [perplexity.Model("m", 128, {})]).endswith("int4_g2 not measured.")
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/performance.md", "docs/tasks/vllm.md", "docs/tasks/transformers.md"]
+)
+def test_pages_with_int4_figures_say_what_they_cost(page: str):
+    """Every table between marks that names an INT4 cache, and the sentence that the README begins with."""
+    text = (ROOT / page).read_text()
+    parts = text.split("<!-- bench:")[1:] if page != "docs/performance.md" else text.split("\n## ")[1:]
+    named = [part.partition(report.MARK_END)[0] for part in parts]
+    times = [part for part in named if not part.startswith("same-tokens")]  # which is about accuracy itself
+    shown = [part for part in times if "INT4" in part or perplexity.caches_in([part])]
+    assert shown
+    for part in shown:
+        assert "erplexity" in part, part[:300]
