@@ -164,7 +164,7 @@ class Logits:
         address = state.bias_rows[column] + Int64(token) * (state.values.bias_strides[3] * size)
         return numbers.load_global_part(address, 0, 2) if size == 2 else ptx.load_global_words(address, 0, 1)[0]
 
-    def bias_of(self, word: Uint32) -> Float32:
+    def bias_of(self, word: Uint32):
         """A bias in fp32. Where it is used and not where it is loaded: what computes with a load waits for it."""
         return (word << 16 if self.features.bias == "bf16" else word).bitcast(Float32)
 

@@ -323,7 +323,7 @@ class Merger:
         """The sink of a vector's query head, asked for before what the vector waits for; 0 where there are none."""
         if not self.config.features.sinks:
             return Float32(0.0)
-        query_row, head, valid = work.query_row(self.config, self.vector(index)[0])
+        _, head, valid = work.query_row(self.config, self.vector(index)[0])
         return load_float(results.sinks + Int64(cutlass.select_(valid, head, Int32(0))) * 4)
 
     def ask_sinks(self, sinks, work, results, tid):
