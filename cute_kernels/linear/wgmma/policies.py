@@ -547,7 +547,8 @@ class ResidentLimbs(Mainloop):
 
     def kernel_name(self, config: WgmmaConfig) -> str:
         spare, early = f"less{self.spare}" if self.spare else "", "early" if config.reduction.early else ""
-        return f"{super().kernel_name(config)}_resident{self.k_blocks}{spare}{early}{'loads' if self.loads else ''}{self.factors}"
+        rows = ("loads" if self.loads else "") + self.factors
+        return f"{super().kernel_name(config)}_resident{self.k_blocks}{spare}{early}{rows}"
 
     def x_stage_bytes(self, config: WgmmaConfig) -> int:
         return 0

@@ -96,7 +96,7 @@ class ResidentRows:
     def __init__(self, room: RowsRoom):
         self.room = room
         self.limb_rows = RowLimbs(room.dtype)
-        self.factors = RowFactors(room.factors, room.dtype, room.consumer_warps) if room.factors else None
+        self.factors = RowFactors(room.factors, room.dtype, room.consumer_warps)
 
     def source(self, operands, shape, memory, copy_x, x_view) -> TmaSource:
         """x of a launch."""
@@ -150,7 +150,7 @@ class ResidentRows:
             cute.copy(x.copy, source[None, k_block], target[None, first_place + k_block], tma_bar_ptr=x.barrier)
 
     @cute.jit
-    def make(self, x: Source, memory, begin, end, warp, lane, asked=None):
+    def make(self, x: Source, memory, begin, end, warp, lane, asked: Any = None):
         """Limbs and scales of k blocks [begin, end), in the place of x, where it has come, or of x that is loaded.
 
         Visible to MMAs after a barrier of all warps that make them. asked: of `ask_factors`, where those are on their
@@ -161,7 +161,7 @@ class ResidentRows:
         words = cute.make_rmem_tensor(STEP_WORDS, Uint32)
         coming = cute.make_rmem_tensor(STEP_WORDS, Uint32)
         of_rows = Float32(1.0)
-        if const_expr(self.factors is not None):
+        if const_expr(self.room.factors != ""):
             of_rows = self.factors.of_rows(x, memory, lane)
             asked = self.ask_factors(x, begin, end, warp, lane) if asked is None else asked
         if const_expr(self.room.loads):
@@ -175,9 +175,9 @@ class ResidentRows:
                 self.keep(coming, self.load_global(x, begin, bits, steps, following, lane))
             else:
                 self.keep(words, self.load(start, tile_m, row, lane))
-            if const_expr(self.factors is not None):
-                given = [[tensor[i] for i in range(STEP_WORDS)] for tensor in (words, asked)]
-                self.keep(words, self.factors.apply(x, *given, self.factors.of_row(of_rows, row)))
+            if const_expr(self.room.factors != ""):
+                inputs, factors = ([tensor[i] for i in range(STEP_WORDS)] for tensor in (words, asked))
+                self.keep(words, self.factors.apply(x, inputs, factors, self.factors.of_row(of_rows, row)))
                 self.keep(asked, self.load_factors(x, begin, bits, step + self.room.consumer_warps, lane))
             scale, limbs = self.split([words[i] for i in range(STEP_WORDS)])
             cute.arch.sync_warp()  # until all lanes have their inputs
@@ -195,6 +195,7 @@ class ResidentRows:
 
     def load_factors(self, x: Source, begin, bits, step, lane) -> list[Any]:
         """Factors of a lane's inputs of a step, in their order; zeros behind the ends of rows."""
+        assert x.factors is not None
         first = (begin + self.place(bits, step, lane)[1]) * GROUP_PIECES
         start = x.factors.address + Int64(first) * PIECE_BYTES
         return self.load_pieces(start, x.row_pieces - first, lane, constant=True)
@@ -309,6 +310,7 @@ class ResidentLimbLoads:
         """Of :meth:`make_first`, before the launch before is waited for; None where rows meet none."""
         if not self.config.mainloop.factors:
             return None
+        assert self.source is not None
         work_tile = scheduler.work_tile(scheduler.first)
         return self.rows.ask_factors(self.source, work_tile.begin, work_tile.end, warp, lane)
 

@@ -66,7 +66,9 @@ class RowFactors:
             row, part, parts = warp & ((1 << bits) - 1), warp >> bits, Int32(self.warps) >> bits
             start = x.address + Int64(cutlass.min(row, x.rows - 1)) * (x.row_pieces * PIECE_BYTES)
             total = Float32(0.0)
-            for piece in cutlass.range(part * WARP_THREADS + lane, x.row_pieces, parts * WARP_THREADS, unroll=IN_FLIGHT):
+            for piece in cutlass.range(
+                part * WARP_THREADS + lane, x.row_pieces, parts * WARP_THREADS, unroll=IN_FLIGHT
+            ):
                 # Not as constant memory: the launch before wrote x.
                 words = ptx.load_global_words(start + Int64(piece) * PIECE_BYTES, 0, 4, constant=False)
                 squares = [half * half for word in words for half in self.to_floats(word)]
