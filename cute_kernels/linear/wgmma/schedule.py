@@ -17,7 +17,10 @@ from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.costs import CLOCKS_PER_US, MULTICAST_CLOCKS, START_CLOCKS, cost_of
 from cute_kernels.linear.wgmma.policies import (
     CHUNK_M,
+    FACTOR_ROWS,
     LIMB_GROUP,
+    NORMED,
+    SCALED,
     Dsmem,
     Limbs,
     RegisterWgmma,
@@ -29,7 +32,7 @@ from cute_kernels.linear.wgmma.policies import (
     dsmem,
 )
 from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M
-from cute_kernels.linear.wgmma.resident_schedule import resident_configs
+from cute_kernels.linear.wgmma.resident_schedule import resident_configs, with_factors
 from cute_kernels.linear.wgmma.stages import MAX_STAGES, with_stages
 from cute_kernels.weight_formats import integers
 
@@ -359,7 +362,11 @@ def shipped_configs() -> list[WgmmaConfig]:
         for shape in DSMEM_SHAPES[form[0].bits]:
             configs |= dict.fromkeys(dsmem_configs(LinearProblem(shape.tile_m, 8192, 8192, 8192, *form)))
     for dtype, m in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M)):
-        configs |= dict.fromkeys(resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4), dtype)))
+        found = resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4), dtype))
+        configs |= dict.fromkeys(found)
+        if dtype == "bf16" and m <= FACTOR_ROWS:
+            changed = (with_factors(config, kind) for config in found for kind in (SCALED, NORMED))
+            configs |= dict.fromkeys(config for config in changed if config is not None)
     for dtype, (tile_m, *_) in product(("bf16", "fp16"), LIMB_SHAPES):
         problem = LinearProblem(min(tile_m, MOST_LIMB_ROWS), 8192, 8192, 8192, integers(4), dtype)
         configs |= dict.fromkeys(limb_configs(problem))
