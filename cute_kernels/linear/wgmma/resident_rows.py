@@ -12,7 +12,7 @@ the low ones, pieces of 16 bytes exchanged among eight rows as 128-byte swizzlin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cutlass
@@ -55,14 +55,14 @@ class Source:
     address: Int64
     rows: Int32
     row_pieces: Int32  # of 16 bytes
-    factors: Factors | None = None  # of configurations that have some
+    factors: Factors | None = field(default=None, kw_only=True)  # of configurations that have some
 
     def row(self, row: Int32) -> Int32:
         """Which row of x is the ``row``-th of those whose limbs are made; here the same."""
         return row
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TmaSource(Source):
     """x that TMA may bring."""
 
