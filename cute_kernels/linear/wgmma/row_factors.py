@@ -66,16 +66,16 @@ class RowFactors:
             row, part, parts = warp & ((1 << bits) - 1), warp >> bits, Int32(self.warps) >> bits
             start = x.address + Int64(cutlass.min(row, x.rows - 1)) * (x.row_pieces * PIECE_BYTES)
             total = Float32(0.0)
-            for piece in cutlass.range(
-                part * WARP_THREADS + lane, x.row_pieces, parts * WARP_THREADS, unroll=IN_FLIGHT
-            ):
+            for first in cutlass.range(part * WARP_THREADS, x.row_pieces, parts * WARP_THREADS, unroll=IN_FLIGHT):
+                inside = cutlass.select_(first + lane < x.row_pieces, Int32(1), Int32(0))
                 # Not as constant memory: the launch before wrote x.
-                words = ptx.load_global_words(start + Int64(piece) * PIECE_BYTES, 0, 4, constant=False)
+                address = start + Int64(first + lane) * PIECE_BYTES
+                words = numbers.load_global_if(inside, address, 0, 4, constant=False)
                 squares = [half * half for word in words for half in self.to_floats(word)]
                 total = total + lanes.in_pairs(operator.add, squares)
             total = lanes.lane_sum(total, lanes.neighbours(WARP_THREADS))
-            if lane == 0:
-                ptx.store_shared(memory.row_sums + (row * self.warps + part) * SUM_BYTES, 0, [total])
+            # All lanes have it, and store the same.
+            ptx.store_shared(memory.row_sums + (row * self.warps + part) * SUM_BYTES, 0, [total])
 
     def row_bits(self, x):
         """log2 of the rows that warps are shared out to: those there are, rounded up to a power of two."""
