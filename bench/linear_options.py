@@ -16,9 +16,9 @@ from bench.suites import TOLERANCE, Bench, WrongOutput
 from cute_kernels import rms_norm
 from cute_kernels.linear import PackedWeight, linear_reference, quantized_linear
 from cute_kernels.linear.compile import spec_of, specs_of
+from cute_kernels.linear.plan import factored
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.policies import NORMED, SCALED
-from cute_kernels.linear.wgmma.resident_schedule import with_factors
 from cute_kernels.runtime import KernelSpec
 from cute_kernels.tuning.linear import TORCH_DTYPES, Format, Weights
 
@@ -140,11 +140,11 @@ def _specs(layers: Iterable[Layer], form: Format, gpu: str) -> Iterator[KernelSp
     for layer in layers:
         for changes in ({}, *other_formats(form).values()):
             problem = replace(form, **changes).problem(layer.m, layer.n, layer.k)
-            config = chosen(problem, gpu).config
-            yield from specs_of(config)
+            schedule = chosen(problem, gpu)
+            yield from specs_of(schedule.config)
             if not changes:
-                factored = [with_factors(config, kind) for kind in (SCALED, NORMED)]
-                yield from (spec_of(one) for one in factored if one is not None)
+                found = [factored(schedule, kind) for kind in (SCALED, NORMED)]
+                yield from (spec_of(one.config) for one in found if one is not None)
                 yield from specs_of(chosen(replace(problem, batch_invariant=True), gpu).config)
 
 

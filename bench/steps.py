@@ -23,9 +23,9 @@ from cute_kernels.kv_cache import Rope
 from cute_kernels.kv_formats import KvFormatName, format_of
 from cute_kernels.linear import PackedWeight
 from cute_kernels.linear.compile import specs_of
+from cute_kernels.linear.plan import factored
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.policies import NORMED
-from cute_kernels.linear.wgmma.resident_schedule import with_factors
 from cute_kernels.moe import fused_moe
 from cute_kernels.runtime import KernelSpec
 from cute_kernels.tuning.linear import Format, Weights
@@ -136,9 +136,9 @@ def specs(model: StepModel, case: StepCase, batch: int, gpu: str) -> list[Kernel
         return []
     found: dict[KernelSpec, None] = {}
     for name, (n, k) in model.products.items():
-        config = chosen(FORMATS[case.weights].problem(batch, n, k), gpu).config
-        normed = with_factors(config, NORMED) if name in NORMED_PRODUCTS else None
-        found |= dict.fromkeys(specs_of(normed or config))
+        schedule = chosen(FORMATS[case.weights].problem(batch, n, k), gpu)
+        normed = factored(schedule, NORMED) if name in NORMED_PRODUCTS else None
+        found |= dict.fromkeys(specs_of((normed or schedule).config))
     if model.experts:
         sizes = moe.MoeModel(model.name, model.experts, model.topk, model.hidden, model.intermediate)
         found |= dict.fromkeys(moe.specs([sizes], [batch], gpu))

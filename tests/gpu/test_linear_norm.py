@@ -9,11 +9,10 @@ import torch
 
 from cute_kernels import quantized_linear, rms_norm
 from cute_kernels.linear.compile import spec_of
-from cute_kernels.linear.plan import factored_plan_of
+from cute_kernels.linear.plan import factored, factored_plan_of
 from cute_kernels.linear.reference import activate
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.policies import NORMED, SCALED
-from cute_kernels.linear.wgmma.resident_schedule import with_factors
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
 from tests.gpu.test_linear import activations
@@ -22,7 +21,7 @@ from tests.linear.cases import known, problem_of
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16)
-# (n, k): one, two, four and seven tiles of features; K in chunks; ends of rows within 128 inputs.
+# (n, k): one, two, four and seven tiles of features; K in chunks, which is normed before; ends of rows in 128 inputs.
 LAYERS = [(520, 1024), (6144, 4096), (28_672, 1024), (4096, 14_336), (1000, 1096), (384, 136)]
 ROWS = (1, 2, 3, 4, 5, 8)
 
@@ -33,9 +32,9 @@ def specs() -> list[KernelSpec]:
     for dtype in DTYPES:
         for n, k in LAYERS:
             for m in (*ROWS, 9):
-                config = chosen(problem_of(m, n, k, 4, dtype, 128, False), GPU).config
-                kinds = [changed for kind in (SCALED, NORMED) if (changed := with_factors(config, kind)) is not None]
-                found |= dict.fromkeys(spec_of(one) for one in (config, *kinds))
+                schedule = chosen(problem_of(m, n, k, 4, dtype, 128, False), GPU)
+                kinds = [factored(schedule, kind) for kind in (SCALED, NORMED)]
+                found |= dict.fromkeys(spec_of(one.config) for one in (schedule, *kinds) if one is not None)
     return list(found)
 
 
