@@ -328,7 +328,8 @@ class AppendConfig:
         """CTAs that an SM is reckoned to hold at a time."""
         counts = DECODE_CTAS_PER_SM if self.decode and self.lane_columns == LANE_ELEMENTS else CTAS_PER_SM
         if self.transform is None:
-            return counts[0]
+            extras = self.decode and (self.has_bias or self.has_norm)  # whose words wait in registers
+            return counts[0] if not extras else min(counts[0], EXTRAS_CTAS_PER_SM)
         return counts[self.transform.num_parts + (self.transform.shift and self.transform.factor)]
 
     @property
@@ -443,6 +444,7 @@ RESIDENT_WARPS = 16  # that the registers of an SM must have room for
 # of them, two, and two on q's side as well. Those for decode need fewer.
 CTAS_PER_SM = 9, 8, 8, 8
 DECODE_CTAS_PER_SM = 16, 16, 12, 10
+EXTRAS_CTAS_PER_SM = 12  # of decode with biases or norms
 MANY_TOKENS = 512  # of a decode step, for rows that meet several constants
 DECODE_SMEM_PERCENT = 14  # 32 of 228 KiB
 MAX_ROWS_PER_TEAM = 16  # what precedes the first row, angles above all, is then little beside the rows
