@@ -108,7 +108,7 @@ class WarpMainloop:
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
         state = self.unit.open_state(cta, work, query, self.place_queries)
         slice_offset = cta.roles.slice_index * config.slice_tokens
-        self.ask_bias(state, token + slice_offset)
+        self.ask(state, token + slice_offset)
         while token < work.length:
             self.unit.await_tile(cta, work, token, stage, phase)
             masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
@@ -152,10 +152,10 @@ class WarpMainloop:
         return [first_token + block_token(self.config.token_bits, state.keys.g, j) for j in range(4)]
 
     @cute.jit
-    def ask_bias(self, state, first_token):
-        """Asks for the bias of the next block, which begins with ``first_token``: it comes from memory meanwhile."""
-        if const_expr(self.config.features.bias is not None):
-            self.logits.ask_bias(state.logits, self.tokens_of(state, first_token))
+    def ask(self, state, first_token):
+        """Asks for what options want of the next block, which begins with ``first_token``: it comes meanwhile."""
+        if const_expr(self.logits.asks):
+            self.logits.ask(state.logits, self.tokens_of(state, first_token))
 
     @cute.jit
     def attend(self, state, addresses, block: int, masked, first_token: Int32, next_token: Int32):
@@ -173,7 +173,7 @@ class WarpMainloop:
                 s[columns * j + column] = scores[j][column]
         tokens = self.tokens_of(state, first_token)
         scale = self.logits.apply(state.logits, s, state.keys.score_scale, tokens, masked)
-        self.ask_bias(state, next_token)
+        self.ask(state, next_token)
         self.update_maximum(state, s, scale, headers)
         probabilities = []
         for j in cutlass.range_constexpr(4):
