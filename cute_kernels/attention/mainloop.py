@@ -66,6 +66,21 @@ class UnitTiles:
         logits = self.logits.open(cta.features, work, roles, keys.t, cta.softmax_scale)
         return WarpState(keys, values, _Softmax(self.config.columns), logits)
 
+    def begin(self, cta, work, query, place_queries):
+        """(what a warp keeps, empty barriers, first token of its first tile, tokens from one tile to its next)."""
+        config = self.config
+        if config.lends_registers:
+            cute.arch.setmaxregister_increase(ATTENDING_REGISTERS)
+        empty = cta.barriers + config.num_stages
+        token, stride = work.first_token(config), work.num_parts * config.tile_tokens
+        return self.open_state(cta, work, query, place_queries), empty, token, stride
+
+    @cute.jit
+    def recentre(self, state, stage: Int32, phase: Int32):
+        """Every other time round the ring: often enough, and without a counter of its own; not at the first tile."""
+        if (stage == self.config.num_stages - 1) & (phase == 1):
+            self.value_reader.recentre(state.values)
+
     @cute.jit
     def await_tile(self, cta, work, token: Int32, stage: Int32, phase: Int32):
         """Waits for the tile that begins with ``token``, and clears its rows that no query sees."""
@@ -102,11 +117,7 @@ class WarpMainloop:
     def attend_tiles(self, cta, work, query, stage: Int32, phase: Int32):
         """One unit; ``stage`` and ``phase`` are the ring's position."""
         config = self.config
-        if const_expr(config.lends_registers):
-            cute.arch.setmaxregister_increase(ATTENDING_REGISTERS)
-        empty = cta.barriers + config.num_stages
-        token, stride = work.first_token(config), work.num_parts * config.tile_tokens
-        state = self.unit.open_state(cta, work, query, self.place_queries)
+        state, empty, token, stride = self.unit.begin(cta, work, query, self.place_queries)
         slice_offset = cta.roles.slice_index * config.slice_tokens
         self.ask(state, token + slice_offset)
         while token < work.length:
@@ -118,9 +129,7 @@ class WarpMainloop:
                 last = block == config.blocks_per_slice - 1
                 next_token = first_token + (stride if last else (block + 1) * BLOCK_TOKENS)
                 self.attend(state, addresses, block, masked, first_token + block * BLOCK_TOKENS, next_token)
-            # Every other time round the ring: often enough, and without a counter of its own; not at the first tile.
-            if (stage == config.num_stages - 1) & (phase == 1):
-                self.value_reader.recentre(state.values)
+            self.unit.recentre(state, stage, phase)
             self.unit.give_back(cta, empty, stage)
             token = token + stride
             stage, phase = advance(stage, phase, config.num_stages)
