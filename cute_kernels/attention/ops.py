@@ -322,12 +322,13 @@ def dispatch(
     return out.copy_(result), lse
 
 
-def _with_score_options(options: Any) -> Any:
+def _with_score_options(options: CallOptions | None) -> Any:
     """Options as the calls have them, of those that the operator has."""
-    if options is None or "score_names" not in options:
-        return options
-    names, tensors = options.pop("score_names"), options.pop("score_tensors")
-    return options | {"score_options": dict(zip(names.split(","), tensors, strict=True))} if names else options
+    given: dict[str, Any] = dict(options or {})
+    names, tensors = given.pop("score_names", ""), given.pop("score_tensors", None)
+    if names:
+        given["score_options"] = dict(zip(names.split(","), tensors, strict=True))
+    return given or None
 
 
 def _on_cpu(q, k_cache, v_cache, seq_lens, k_format, v_format, *, softmax_scale=None, num_splits=None, **options):

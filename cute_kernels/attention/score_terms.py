@@ -6,7 +6,7 @@ configuration in the order in which scores meet them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
@@ -15,6 +15,10 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.readers.common import load_float
 from cute_kernels.device import numbers, ptx
+
+if TYPE_CHECKING:
+    from cute_kernels.attention.logits import LogitState, QueryColumn
+    from cute_kernels.attention.place import Work
 
 BIAS_BYTES = {"fp32": 4, "bf16": 2}
 BLOCK_ROWS = 4  # of scores that a lane has of a block
@@ -36,25 +40,25 @@ class ScoreTerm:
     def __init__(self, features: Features, columns: int):
         self.features, self.columns = features, columns
 
-    def start(self, state: Any) -> None:
+    def start(self, state: LogitState) -> None:
         """Before any column is opened."""
 
-    def open(self, state: Any, work: Any, query: Any, softmax_scale: Float32) -> Any:
+    def open(self, state: LogitState, work: Work, query: QueryColumn, softmax_scale: Float32) -> Any:
         """What is kept of a query: `change` gets it back."""
         return None
 
-    def change(self, state: Any, kept: Any, place: tuple[int, int], x: Float32, token: Int32) -> Float32:
+    def change(self, state: LogitState, kept: object, place: tuple[int, int], x: Float32, token: Int32) -> Float32:
         """A score that may have been changed already, times log2 e; ``place``: (row of the block, column) of it."""
         return x
 
-    def ask(self, state: Any, kept: list[Any], tokens: list[Int32]) -> None:
+    def ask(self, state: LogitState, kept: list[object], tokens: list[Int32]) -> None:
         """Starts loading what the next block wants, whose keys stand at ``tokens``; ``kept`` by column."""
 
-    def may_hide(self, state: Any, token: Int32) -> Any:
+    def may_hide(self, state: LogitState, token: Int32) -> Any:
         """Whether it hides keys of a tile that begins with ``token`` from some query; None for never."""
         return None
 
-    def hides(self, state: Any, position: Int32, token: Int32) -> Any:
+    def hides(self, state: LogitState, position: Int32, token: Int32) -> Any:
         """Whether the query at ``position`` does not see a key; None for never."""
         return None
 
