@@ -70,8 +70,16 @@ def headline() -> str:
         f"an INT4 cache. From a 16-bit cache the fastest other kernel, {peer}'s, takes {number(best[0], 0)} us, "
         f"**{number(best[0] / us)} times** as long. The INT4 kernel reads {number(ours['gb_per_s'] / 1000)} TB/s, "
         f"{number(100 / ours['floor_ratio'], 0)} % of the rate of a kernel that only reads. "
-        f"{perplexity.beside({'rows': [ours]})} {_served()}\n"
+        f"{_cost('int4_g4')} {_served()}\n"
     )
+
+
+def _cost(name: str) -> str:
+    """What a cache costs in perplexity, in a sentence."""
+    (cache,) = perplexity.caches_in([name])
+    costs = [(model.cost(cache), model.name) for model in perplexity.models()]
+    said = " and ".join(f"by {cost.replace('+', '')} for {name}" for cost, name in costs if cost is not None)
+    return f"In exchange perplexity rises, {said}."
 
 
 def _served() -> str:
