@@ -121,10 +121,11 @@ def test_unpacked_keys_take_no_more_memory_than_is_theirs(launches):
     too_many = MAX_UNPACKED_BYTES // (2 * 2 * 2 * 64 * 2) + 128
     table = torch.zeros(2, too_many // 64 + 1, dtype=torch.int32)
     pages = torch.zeros(3, 64, 2, 68, dtype=torch.uint8)
-    call = coded(4000) | {"k_cache": pages, "v_cache": pages, "block_table": table}
+    call: dict[str, Any] = coded(4000) | {"k_cache": pages, "v_cache": pages, "block_table": table}
     extend_attention(**call)
     assert len(launches) == 1
-    extend_attention(**call, max_seq_len=256)
+    call["max_seq_len"] = 256
+    extend_attention(**call)
     assert len(launches) == 3
 
 
