@@ -204,12 +204,13 @@ def test_a_full_mask_is_full():
     assert torch.equal(out, everything.run())
 
 
+@pytest.mark.parametrize("sm_margin", [None, 16])
 @pytest.mark.parametrize("name", ["bf16", "int8_token_head", "int4_g4"])
-def test_a_mixed_batch_is_what_its_parts_are(name):
-    """Also in a graph, whose queries that decode run beside the others."""
+def test_a_mixed_batch_is_what_its_parts_are(name, sm_margin):
+    """Also in a graph, and where queries that decode run beside the others."""
     call = variant(name, [1] * 9 + [300, 0, 70], [700, 1, 64, 65, 5, 900, 128, 3, 1000, 800, 30, 70])
     out = torch.full_like(call.q, torch.nan)
-    arguments = {**call.keywords, "num_decodes": 9, "out": out}
+    arguments = {**call.keywords, "num_decodes": 9, "out": out, "sm_margin": sm_margin}
     mixed_attention(*call.tensors, **arguments)
     assert_close(call, out)
     graph = torch.cuda.CUDAGraph()
