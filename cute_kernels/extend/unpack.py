@@ -251,12 +251,12 @@ class UnpackKernel:
         """A tile of one operand, chunk by chunk, the next one's words asked for before one is stored."""
         rows = self.rows[operand]
         line = Int64(work.request) * shape.kv_heads.value + work.head  # of the target's: a request's head
-        held = [rows.make(), rows.make()]
-        rows.load(held[0], source, work, first_valid, block, Int32(0), lane)
         factor = Float32(1.0)
         if const_expr(any(self.config.tile_scales)):
             factor = self.scale_tile(operand, shape, source, target, work, first_valid, block, line, lane)
         place = (line * shape.room + block * self.config.tile_tokens) * self.row_bytes
+        held = [rows.make(), rows.make()]
+        rows.load(held[0], source, work, first_valid, block, Int32(0), lane)
         for chunk in cutlass.range_constexpr(UNPACK_CHUNKS):
             if const_expr(chunk + 1 < UNPACK_CHUNKS):
                 rows.load(held[(chunk + 1) % 2], source, work, first_valid, block, Int32(chunk + 1), lane)
