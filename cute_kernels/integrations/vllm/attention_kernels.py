@@ -113,7 +113,8 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
         config = _extend_config(impl.formats, impl.head_size, dtype, decodes.page_size, features)
         yield from extend_specs_of(config, splits=not decodes.invariant)
     else:
-        yield from (BulkSpec(BulkConfig("dequantize", form, dtype, impl.head_size)) for form in forms)
+        wide = dtype if rows is None else "fp32"  # rounded once, when the transform is undone
+        yield from (BulkSpec(BulkConfig("dequantize", form, wide, impl.head_size)) for form in forms)
     if decodes.invariant:
         return
     for q_len, batches, after_append in (
