@@ -56,9 +56,11 @@ typecheck: setup
 # Modules side by side where pytest-xdist is installed; tests/conftest.py says how many.
 PARALLEL = $(shell $(PY) -c "import xdist; print('-n auto --dist loadscope')" 2>/dev/null)
 
-# vLLM's Python (a wheel of 300 MB, once) is for the plugin's interface tests; they are skipped without.
+# vLLM's Python (a wheel of 300 MB, once) is for the plugin's interface tests, a small model's weights (93 MB) for that of
+# `bench accuracy --model`; they are skipped without.
 pytest: setup
 	$(PY) tools/fetch_vllm.py
+	$(PY) tools/fetch_smollm2.py
 	$(PY) -m pytest $(PARALLEL)
 
 # Executed into a scratch folder: a run never changes the files in the repository.

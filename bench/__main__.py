@@ -498,7 +498,7 @@ def _model_accuracy(options: argparse.Namespace, path: Path, device: Any) -> int
     recorder = _recorder(path, kind="model_accuracy", command=sys.argv[1:], device=device.type, resume=options.resume)
     if recorder is None:
         return 2
-    plan = model_accuracy.plan_for(device, options.quick, options.fit)
+    plan = model_accuracy.plan_for(device, options.quick, options.fit, not options.no_decode)
     try:
         model_accuracy.run(recorder, plan, device, say=_teller(recorder))
     except model_accuracy.OtherTextError as error:
@@ -550,9 +550,7 @@ def _table(options: argparse.Namespace) -> int:
     }
     record = options.result
     if record.get("engine") == "transformers":
-        of_kind["e2e"] = (e2e_transformers.markdown, e2e_transformers.MARK)
-        if options.suite == "ahead":
-            of_kind["e2e"] = (e2e_transformers.markdown_ahead, e2e_transformers.MARK_AHEAD)
+        of_kind["e2e"] = e2e_transformers.TABLES.get(options.suite, e2e_transformers.TABLES["main"])
     if record.get("engine") == "steps":
         of_kind["e2e"] = (e2e_steps.markdown, e2e_steps.MARK)
     of_suite = partial(report.markdown, suite=options.suite), report.mark(options.suite)

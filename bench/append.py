@@ -11,7 +11,7 @@ import torch
 
 from bench.report import aligned, number
 from bench.suites import Bench, WrongOutput
-from bench.timing import time_cold, time_graph_cold, time_host
+from bench.timing import empty_launch, time_cold, time_graph_cold, time_host
 from cute_kernels.kv_cache import Llama3Scaling, Rope, append_kv
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.reference import append_kv_reference
@@ -107,9 +107,12 @@ def bind(call: AppendCall) -> Callable[[], object]:
     return lambda: append_kv(**given)
 
 
-def check(call: AppendCall) -> float:
-    """Relative error of q against the reference; WrongOutput if it or the rows that K and V decode to are off."""
-    bind(call)()
+def check(call: AppendCall, append: Callable[[], object] | None = None) -> float:
+    """Relative error of q against the reference; WrongOutput if it or the rows that K and V decode to are off.
+
+    append: what is checked, if not the public call.
+    """
+    (append or bind(call))()
     assert call.q is not None and call.q_out is not None
     wanted = call._replace(k_cache=torch.zeros_like(call.k_cache), v_cache=torch.zeros_like(call.v_cache))
     q = append_kv_reference(wanted)
@@ -135,7 +138,7 @@ def run(bench: Bench, chosen: Iterable[AppendShape], formats: Iterable[str], pee
     """One row per shape and format under the record's key "append"."""
     rows: list[dict[str, Any]] = []
     formats = tuple(formats)
-    empty = time_cold(lambda: torch.cuda._sleep(0), bench.flush, bench.protocol).median_us
+    empty = time_cold(empty_launch, bench.flush, bench.protocol).median_us
     bench.recorder.set("empty_launch_us", empty)
     copy_bytes_per_us = COPY_BYTES / copy_us(bench, COPY_BYTES)
     bench.recorder.set("copy_gb_per_s", round(copy_bytes_per_us * 1e-3, 1))
@@ -179,7 +182,7 @@ def _measure(
 
 def copy_us(bench: Bench, num_bytes: int) -> float:
     """Microseconds of a device copy that reads and writes ``num_bytes`` together, at least 2."""
-    source = torch.zeros(num_bytes // 2, dtype=torch.uint8, device="cuda")
+    source = torch.zeros(num_bytes // 2, dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     return time_cold(lambda: target.copy_(source), bench.flush, bench.protocol).median_us
 

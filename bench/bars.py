@@ -38,6 +38,7 @@ MOE_HOST_MICROSECONDS = 25.0
 LINEAR_LARGE = ((8192, 28672), (57344, 8192))
 TRANSFORMERS_OVER_SDPA, TRANSFORMERS_OVER_STATIC = 15.0, 2.5
 TRANSFORMERS_OVER_PARTS, TRANSFORMERS_HOST_MICROSECONDS = 1.15, 150.0
+TRANSFORMERS_HOST = {"host_us": "steps ahead", "host_in_order_us": "in order"}
 TRANSFORMERS_INT4_OVER_BF16 = 1.0
 # Of a served model: times the tokens/s of vLLM's best, with the same flags and with whatever cache is the fastest.
 VLLM_SAME_FLAGS = {("llama3-8b", "w4", 1): 1.3, ("llama3-8b", "w4", 32): 1.3}
@@ -155,9 +156,11 @@ def _judge_transformers(record: Record) -> list[Verdict]:
         ratio = ours["step_ms"] / sum(record["parts"].values())
         what = "generate: a step over the bare step, the output layer and transformers' loop"
         verdicts.append(Verdict(what, ratio, TRANSFORMERS_OVER_PARTS, ""))
-    if ours is not None and ours.get("host_us") is not None:
-        host = ours["host_us"]
-        verdicts.append(Verdict("generate: host work added to a step", host, TRANSFORMERS_HOST_MICROSECONDS, "us"))
+    for name, row in rows.items():
+        for key, how in TRANSFORMERS_HOST.items():
+            if row.get("cuda_graphs") and row.get(key) is not None:
+                what = f"generate: host work added to a step, {name}, {how}"
+                verdicts.append(Verdict(what, row[key], TRANSFORMERS_HOST_MICROSECONDS, "us"))
     times = {(row["kv_format"], row["batch"]): row["step_ms"] for row in record.get("batches", ())}
     for (kv_format, batch), ms in times.items():
         if kv_format == "int4_g4" and ("bf16", batch) in times:

@@ -59,12 +59,22 @@ class Run:
     cache: Any
 
 
-def run(kv_format: str = "int4_g4", steps: int | None = None, prompt: Path | None = None) -> int:
-    """Runs the demo and prints what it finds; returns a process exit code (1: the kernel disagrees)."""
+def run(
+    kv_format: str = "int4_g4",
+    steps: int | None = None,
+    prompt: Path | None = None,
+    *,
+    scale: Scale | None = None,
+    show_kernels: Callable[[str, int], None] | None = None,
+) -> int:
+    """Runs the demo and prints what it finds; returns a process exit code (1: the kernel disagrees).
+
+    scale: if given, the model is that large and runs on the CPU. show_kernels: what the CPU's run ends with.
+    """
     from cute_kernels.integrations import transformers as integration
 
-    on_gpu = torch.cuda.is_available()
-    scale = ON_GPU if on_gpu else ON_CPU
+    on_gpu = torch.cuda.is_available() and scale is None
+    scale = scale or (ON_GPU if on_gpu else ON_CPU)
     device = torch.device("cuda" if on_gpu else "cpu")
     steps = steps or scale.steps
     if not on_gpu:
@@ -90,7 +100,7 @@ def run(kv_format: str = "int4_g4", steps: int | None = None, prompt: Path | Non
         print_steps(tokens[0, -steps:].tolist(), runs["bf16"], runs[kv_format], exact)
         agrees = print_summary(runs, scale)
     if not on_gpu:
-        print_kernels(kv_format, scale.head_dim)
+        (show_kernels or print_kernels)(kv_format, scale.head_dim)
     return 0 if agrees else 1
 
 

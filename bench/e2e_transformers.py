@@ -3,8 +3,9 @@
 Random weights in Llama-3-8B's shape; every case is a run of `generate` over the same prompts, whose steps are timed
 from one choice of tokens to the next, host work included. `generate` waits for the device once a step; nothing else is
 waited for. Of a recorded step two parts are timed besides: the graph alone, replayed without a host between, and the
-host's time in ``forward``, which is all that `accelerate` adds to a step. Where a step was begun before it was asked
-for, ``forward`` waits for the device once, behind the graph that runs already; that is no work, and not counted.
+host's time in ``forward``, which is all that `accelerate` adds to a step: of steps begun ahead, and of sampled ones,
+which run in order. Where a step was begun before it was asked for, ``forward`` waits for the device once, to compare
+its inputs. The wait is no work, and not counted; the comparison is.
 
 What a step could take is measured in the same run: the bare loop over the library in a CUDA graph (`bench.steps`), the
 output layer, and transformers' own loop around a model that does nothing.
@@ -25,11 +26,13 @@ from unittest import mock
 
 import torch
 
+from bench.bars import TRANSFORMERS_HOST
 from bench.record import Recorder
 from bench.report import aligned, in_markdown, number
-from bench.steps import MODELS, Shape, Step, StepCase
+from bench.steps import MODELS, Shape, Step, StepCase, specs
 from bench.timing import capture
 from cute_kernels import QuantizedLinear
+from cute_kernels.runtime import arch_of, load_many
 
 LLAMA_3_8B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -44,6 +47,7 @@ LLAMA_3_8B: dict[str, Any] = {
     "pad_token_id": 0,
 }
 SKIPPED_STEPS = 8  # of those that are timed: the first run as usual, one is recorded
+SAMPLED_CONTEXT = 128  # tokens of a prompt whose steps are sampled: what the host does does not depend on it
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,9 @@ def make_model(layers: int, device: str = "cuda") -> Any:
 
 
 @torch.inference_mode()
-def measure(model: Any, prompt: torch.Tensor, steps: int, cache: str | None = None) -> dict[str, Any]:
+def measure(
+    model: Any, prompt: torch.Tensor, steps: int, cache: str | None = None, do_sample: bool = False
+) -> dict[str, Any]:
     """Times of the decode steps of one `generate`, in ms, and its tokens."""
     from transformers import StoppingCriteriaList
 
@@ -102,22 +108,16 @@ def measure(model: Any, prompt: torch.Tensor, steps: int, cache: str | None = No
         return never
 
     torch.cuda.reset_peak_memory_stats()
-    forward = model.__dict__.get("forward")
-    if forward is not None:
-        model.forward = _timed(forward, host_s)
-    try:
+    with _timed(model, host_s):
         outputs = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=steps,
-            do_sample=False,
+            do_sample=do_sample,
             return_dict_in_generate=True,
             stopping_criteria=StoppingCriteriaList([stop]),
             **({} if cache is None else {"cache_implementation": cache}),
         )
-    finally:
-        if forward is not None:
-            model.forward = forward
     sequences = outputs.sequences
     gaps = [1e3 * (after - before) for before, after in itertools.pairwise(moments)][SKIPPED_STEPS:]
     return {
@@ -130,27 +130,30 @@ def measure(model: Any, prompt: torch.Tensor, steps: int, cache: str | None = No
     }
 
 
-def _timed(forward: Callable[..., Any], host_s: list[float]) -> Callable[..., Any]:
-    """A ``forward`` that notes how long the host worked in it: without `torch.equal`, which waits."""
-    equal, waited = torch.equal, [0.0]
+@contextmanager
+def _timed(model: Any, host_s: list[float]) -> Iterator[None]:
+    """Within it an accelerated model's ``forward`` notes how long the host worked in it: not while it waited for what
+    it compares."""
+    forward = model.__dict__.get("forward")
+    if forward is None:
+        yield
+        return
+    synchronize, waited = torch.cuda.Stream.synchronize, [0.0]
 
-    def waiting(*args: Any) -> bool:
+    def waiting(stream: torch.cuda.Stream) -> None:
         begin = time.perf_counter()
-        try:
-            return equal(*args)
-        finally:
-            waited[0] += time.perf_counter() - begin
+        synchronize(stream)
+        waited[0] += time.perf_counter() - begin
 
     @functools.wraps(forward)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        waited[0] = 0.0
-        begin = time.perf_counter()
-        with mock.patch.object(torch, "equal", waiting):
-            outputs = forward(*args, **kwargs)
+        waited[0], begin = 0.0, time.perf_counter()
+        outputs = forward(*args, **kwargs)
         host_s.append(time.perf_counter() - begin - waited[0])
         return outputs
 
-    return timed
+    with mock.patch.object(torch.cuda.Stream, "synchronize", waiting), mock.patch.object(model, "forward", timed):
+        yield
 
 
 @torch.no_grad()
@@ -172,7 +175,8 @@ def loop_ms(model: Any, prompt: torch.Tensor, steps: int) -> float:
 
     @functools.wraps(model.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return CausalLMOutputWithPast(logits=logits, past_key_values=kwargs.get("past_key_values"))  # type: ignore[arg-type]
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)  # type: ignore[arg-type]
 
     model.forward = forward
     try:
@@ -213,6 +217,11 @@ def run(
     batches: Iterable[int] = BATCHES,
 ) -> None:
     """Measures the cases one after the other and records them; then INT4 and BF16 caches at other batches."""
+    batches, gpu = tuple(batches), torch.cuda.get_device_name()
+    of_layers = [specs(MODELS["llama3-8b"], StepCase("w4", "int4_g4"), b, gpu) for b in (batch, *batches)]
+    load_many(
+        list(dict.fromkeys(itertools.chain(*of_layers))), arch_of()
+    )  # side by side, where they would wait in turn
     model = make_model(layers)
     prompt = _prompt(batch, context)
     rows: list[dict[str, Any]] = []
@@ -229,7 +238,11 @@ def run(
     for case in (Case("bf16 cache, W4", "bf16", "w4g128"), Case("int4_g4 cache, W4", "int4_g4", "w4g128")):
         with _accelerated(model, case):
             for other in batches:
-                row = {**asdict(case), **_row(model, _prompt(other, BATCHES_CONTEXT), SKIPPED_STEPS + 16, None)}
+                row = {
+                    **asdict(case),
+                    "layers": layers,
+                    **_row(model, _prompt(other, BATCHES_CONTEXT), SKIPPED_STEPS + 16, None),
+                }
                 recorder.set("batches", [*recorder.data["batches"], row])
                 say(f"{case.name}, {other} requests of {BATCHES_CONTEXT} tokens: {row['step_ms']:.3f} ms a step")
                 _release()
@@ -263,11 +276,12 @@ def _row(model: Any, prompt: torch.Tensor, steps: int, cache: str | None) -> dic
     batch, context = prompt.shape
     row = {"batch": batch, "context": context, **measure(model, prompt, steps, cache)}
     replay = model.__dict__.get("forward")
-    return (
-        row
-        | {name: getattr(replay, name, 0) for name in ("replays", "ahead")}
-        | {"reason": getattr(replay, "reason", None)}
-    )
+    row |= {name: getattr(replay, name, 0) for name in ("replays", "ahead")}
+    row |= {"reason": getattr(replay, "reason", None), "host_in_order_us": None}
+    if row["replays"]:
+        sampled = measure(model, prompt[:, :SAMPLED_CONTEXT], 3 * SKIPPED_STEPS, do_sample=True)
+        row["host_in_order_us"] = sampled["host_us"]
+    return row
 
 
 def _release() -> None:
@@ -278,18 +292,19 @@ def _release() -> None:
 def _parts(row: dict[str, Any]) -> str:
     if row.get("graph_ms") is None:
         return ""
-    return f"; the graph alone {row['graph_ms']:.2f} ms, the host in forward {row['host_us']:.0f} us"
+    host = f"the host in forward {row['host_us']:.0f} us ahead, {row['host_in_order_us']:.0f} us in order"
+    return f"; the graph alone {row['graph_ms']:.3f} ms, {host}"
 
 
 def text(data: dict[str, Any]) -> str:
     """The record as a table."""
     first = data["rows"][0]
-    rows = [["", "ms a step", "graph, ms", "host, us", "tokens/s", "times", "GB", "same tokens"]]
+    rows = [["", "ms a step", "graph, ms", "host, us", "in order", "tokens/s", "times", "GB", "same tokens"]]
     for row in data["rows"]:
         ours, theirs = (itertools.chain.from_iterable(one["tokens"]) for one in (row, first))
         same = statistics.fmean(one == other for one, other in zip(ours, theirs, strict=True))
         rate = 1e3 * row["batch"] / row["step_ms"]
-        parts = ["-" if row.get(name) is None else number(row[name]) for name in ("graph_ms", "host_us")]
+        parts = ["-" if row.get(name) is None else number(row[name]) for name in ("graph_ms", *TRANSFORMERS_HOST)]
         cells = [number(row["step_ms"]), *parts, number(rate), number(first["step_ms"] / row["step_ms"])]
         rows.append([row["name"], *cells, number(row["memory_gb"]), f"{same:.0%}"])
     lines = aligned(rows)
@@ -313,6 +328,7 @@ def pairs_of(record: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any
 
 MARK = "<!-- bench:e2e-transformers -->"
 MARK_AHEAD = "<!-- bench:e2e-transformers-ahead -->"
+MARK_BATCHES = "<!-- bench:e2e-transformers-batches -->"
 PART_NAMES = {
     "bare_ms": "bare loop over the library, a CUDA graph",
     "lm_head_ms": "output layer, 16 bits",
@@ -348,9 +364,39 @@ def markdown(record: dict[str, Any]) -> str:
     for row in rows:
         rate, times = 1e3 * row["batch"] / row["step_ms"], rows[0]["step_ms"] / row["step_ms"]
         cells = [f"**{number(row['step_ms'])}**", number(rate, 0), number(times), number(row["memory_gb"])]
-        lines.append([row["name"], *cells])
+        host = [row[name] for name in TRANSFORMERS_HOST if row["cuda_graphs"] and row.get(name) is not None]
+        lines.append([row["name"], *cells, ", ".join(number(us, 0) for us in host) or "-"])
     first, versions = rows[0], record["environment"]["versions"]
     shape = f"{first['batch']} requests of {first['context']} tokens, Llama-3-8B's shape, {first['layers']} layers"
     graphs = 'steps are recorded as CUDA graphs where "eager" does not say otherwise'
     about = f"transformers {versions['transformers']}; {shape}, random weights; {graphs}."
-    return in_markdown(record, ["`generate` with", "ms a step", "tokens/s", "times", "GB"], lines, about)
+    about += f" host: what `accelerate` adds to a step, us, {' and '.join(TRANSFORMERS_HOST.values())}."
+    return in_markdown(record, ["`generate` with", "ms a step", "tokens/s", "times", "GB", "host"], lines, about)
+
+
+def markdown_batches(record: dict[str, Any]) -> str:
+    """A step with the INT4 cache beside one with the BF16 cache. Raises ValueError if no batch has both."""
+    pairs = pairs_of(record)
+    if not pairs:
+        raise ValueError("record: got no batch with both caches, want some")
+    lines = [
+        [
+            str(bf16["batch"]),
+            number(bf16["step_ms"], 2),
+            number(int4["step_ms"], 2),
+            number(int4["step_ms"] / bf16["step_ms"], 2),
+        ]
+        for bf16, int4 in pairs
+    ]
+    first, versions = pairs[0][0], record["environment"]["versions"]
+    shape = f"{first['context']} tokens a request, Llama-3-8B's shape, {first['layers']} layers"
+    about = f"Milliseconds a step of `generate`; transformers {versions['transformers']}; W4, {shape}."
+    return in_markdown(record, ["requests", "BF16 cache", "INT4 cache", "INT4 / BF16"], lines, about)
+
+
+TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
+    "main": (markdown, MARK),
+    "ahead": (markdown_ahead, MARK_AHEAD),
+    "batches": (markdown_batches, MARK_BATCHES),
+}
+"""What `python -m bench table --suite` makes of a record, and where it goes."""

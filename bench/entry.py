@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,3 +46,12 @@ def bind_config(config: DecodeConfig, inputs: DecodeInputs, **call: Any) -> Call
     return ops.bind_config(
         config, inputs.q, inputs.k_cache, inputs.v_cache, inputs.seq_lens, out=out, **(inputs.options | call)
     )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is measured, by the functions above: another implementation can be put in its place."""
+
+    bind: Callable[..., Callable[[], torch.Tensor]] = bind
+    schedule_for: Callable[[DecodeInputs], DecodeSchedule] = schedule_for
+    bind_config: Callable[..., Callable[[], torch.Tensor]] = bind_config

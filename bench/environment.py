@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,15 +16,16 @@ ROOT = Path(__file__).resolve().parent.parent
 _DISTRIBUTIONS = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers", "numpy")
 
 
-def environment() -> dict[str, object]:
+def environment(git: Callable[..., str] | None = None) -> dict[str, object]:
     """JSON-able description of this machine and this checkout.
 
     A machine that was sent the files alone, or with an older history, is told the commit by CUTE_KERNELS_COMMIT;
-    whether they differ from it ("dirty") nobody can say there: None.
+    whether they differ from it ("dirty") nobody can say there: None. git: what runs its commands, if not the program.
     """
-    head = _git("rev-parse", "HEAD")
+    git = git or _git
+    head = git("rev-parse", "HEAD")
     commit = os.environ.get("CUTE_KERNELS_COMMIT") or head
-    changed = bool(_git("status", "--porcelain", "--untracked-files=no")) if commit == head else None
+    changed = bool(git("status", "--porcelain", "--untracked-files=no")) if commit == head else None
     record: dict[str, object] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit,

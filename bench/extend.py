@@ -1,8 +1,11 @@
-"""Benchmark of extend attention: chunks of a prefill over pages in every format, beside FlashAttention-3 in bf16."""
+"""Benchmark of extend attention: chunks, verified drafts and mixed batches over pages in every format.
+
+FlashAttention-3 in bf16 runs beside it. Every figure's output is compared with fp64 first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -10,10 +13,10 @@ from typing import Any
 import torch
 
 from bench.peers import fa3_missing
-from bench.report import aligned, number
+from bench.report import aligned, in_markdown, number
 from bench.suites import TOLERANCE, Bench, WrongOutput
-from bench.timing import time_cold_in_turn
-from cute_kernels import extend_attention
+from bench.timing import Timing, time_cold_in_turn
+from cute_kernels import decode_attention, extend_attention, mixed_attention
 from cute_kernels.extend.reference import extend_attention_reference
 from cute_kernels.kv_formats import format_of
 
@@ -45,14 +48,16 @@ class ExtendShape:
         return 4 * HEAD_DIM * self.num_q_heads * self.batch * seen
 
 
-SHAPES = (
-    ExtendShape(1, 16384, 16384),
-    ExtendShape(1, 16384, 16384, 64),
-    ExtendShape(4, 4096, 4096),
-    ExtendShape(1, 2048, 32768),
-    ExtendShape(1, 512, 16384),
-    ExtendShape(32, 32, 8192),
-)
+PREFILLS = (ExtendShape(1, 16384, 16384), ExtendShape(1, 16384, 16384, 64), ExtendShape(4, 4096, 4096))
+CHUNKS = tuple(ExtendShape(1, q_len, seq_len) for q_len in (512, 2048) for seq_len in (8192, 32768, 65536))
+CHUNKS = (*CHUNKS, ExtendShape(1, 2048, 32768, 64))
+DRAFTS = tuple(ExtendShape(32, q_len, 8192) for q_len in (17, 32, 64))
+SHAPES = (*PREFILLS, *CHUNKS, *DRAFTS)
+PLACES: dict[str, int | None] = {"pages of 16": 16, "contiguous": None}  # of bf16, beside pages of 64
+MIXED_FORMATS = ("bf16", "int8_token_head", "int4_g4")
+MIXED_DECODES, MIXED_CHUNK, MIXED_TOKENS = 63, 2048, 8192
+FEW_QUERIES = (1, 4)  # that decode attention has for INT4
+FEW_QUERIES_BATCHES = (1, 8, 32)
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,16 @@ class Inputs:
             order.view(shape.batch, pages),
         )
 
-    def call(self, kv_format: str) -> tuple[Callable[[], torch.Tensor], dict[str, Any]]:
-        """(our call, its arguments) over caches in a format."""
+    def call(self, kv_format: str, page_size: int | None = PAGE_SIZE) -> tuple[Callable[[], Any], dict[str, Any]]:
+        """(our call, its arguments) over caches in a format; page_size: None for contiguous ones."""
         form, scales = format_of(kv_format), {}
-        caches = [self.k, self.v]
+        caches, table = [self.k, self.v], self.table
+        if page_size is None:
+            caches = [cache[self.table.long()].flatten(1, 2) for cache in caches]
+        elif page_size < PAGE_SIZE:
+            parts = PAGE_SIZE // page_size
+            caches = [cache.view(-1, page_size, *cache.shape[2:]) for cache in caches]
+            table = (table[..., None] * parts + torch.arange(parts, device="cuda", dtype=torch.int32)).flatten(1)
         if form.is_coded:
             scale = torch.tensor(TENSOR_SCALE, device="cuda") if form.given_scale == "tensor" else None
             scales = {} if scale is None else {"k_scale": scale, "v_scale": scale}
@@ -105,7 +116,7 @@ class Inputs:
             "seq_lens": self.lengths,
             "cu_seqlens_q": self.ends,
             "kv_format": kv_format,
-            "block_table": self.table,
+            "block_table": None if page_size is None else table,
             **scales,
         }
         out = torch.empty_like(self.q)
@@ -161,13 +172,87 @@ def run(bench: Bench, shapes: Sequence[ExtendShape] = SHAPES, formats: Sequence[
 
     for shape in shapes:
         bench.attempt(shape.name, partial(work, shape))
+    mixed: list[dict[str, Any]] = []
+    for name in formats:
+        if name in MIXED_FORMATS:
+            bench.attempt(f"mixed, {name}", lambda name=name: mixed.append(_measure_mixed(bench, name)))
+            bench.recorder.set("extend_mixed", mixed)
+    few: list[dict[str, Any]] = []
+    for name in formats:
+        if name.startswith("int4"):
+            for batch in FEW_QUERIES_BATCHES:
+                what = f"decode, {name}, batch {batch}"
+                bench.attempt(what, lambda name=name, batch=batch: few.append(_measure_few(bench, name, batch)))
+            bench.recorder.set("extend_few_queries", few)
+
+
+def _measure_mixed(bench: Bench, kv_format: str) -> dict[str, Any]:
+    """Requests that decode and one chunk: both calls in turn, and side by side."""
+    inputs = Inputs.of(ExtendShape(MIXED_DECODES + 1, 1, MIXED_TOKENS))
+    _, given = inputs.call(kv_format)
+    count, chunk = MIXED_DECODES, torch.randn(MIXED_CHUNK, *inputs.q.shape[1:], device="cuda").bfloat16()
+    q = torch.cat((inputs.q[:count], chunk))
+    ends = torch.cat((torch.arange(count + 1), torch.tensor([len(q)]))).to(device="cuda", dtype=torch.int32)
+    given |= {"q": q, "cu_seqlens_q": ends}
+    out, apart = torch.empty_like(q), torch.empty_like(q)
+    caches = {name: given[name] for name in ("k_cache", "v_cache", "kv_format")}
+    first, rest = (
+        {**caches, "block_table": given["block_table"][part], "seq_lens": given["seq_lens"][part], "out": apart[part]}
+        for part in (slice(0, count), slice(count, None))
+    )
+    first["out"] = first["out"].unsqueeze(1)
+    decode = partial(decode_attention, q[:count].unsqueeze(1), **first)
+    extend = partial(extend_attention, chunk, cu_seqlens_q=ends[count:] - count, **rest)
+
+    def in_turn() -> None:
+        decode()
+        extend()
+
+    together = partial(mixed_attention, **given, num_decodes=count, out=out)
+    in_turn()
+    together()
+    error = float((out - apart).float().norm() / apart.float().norm())  # splits may differ with the SMs
+    if not error <= TOLERANCE:
+        raise WrongOutput(f"side by side is {error:.2e} from what both calls are in turn, at most {TOLERANCE:g}")
+    calls = {"decode": decode, "chunk": extend, "in turn": in_turn, "side by side": together}
+    times = time_cold_in_turn({name: _captured(call) for name, call in calls.items()}, bench.flush, bench.protocol)
+    name = f"{count} decode, {MIXED_CHUNK} new, over {MIXED_TOKENS}, {kv_format}"
+    return {"name": name, "kv_format": kv_format, "us": _microseconds(times)}
+
+
+def _measure_few(bench: Bench, kv_format: str, batch: int) -> dict[str, Any]:
+    """Decode attention of a few queries a request."""
+    inputs = Inputs.of(ExtendShape(batch, max(FEW_QUERIES), MIXED_TOKENS))
+    _, given = inputs.call(kv_format)
+    options = {name: given[name] for name in ("k_cache", "v_cache", "seq_lens", "kv_format", "block_table")}
+    q = inputs.q.view(batch, max(FEW_QUERIES), *inputs.q.shape[1:])
+    calls = {
+        f"{count} queries": partial(decode_attention, q[:, :count].contiguous(), **options) for count in FEW_QUERIES
+    }
+    times = time_cold_in_turn(calls, bench.flush, bench.protocol)
+    return {"name": f"{batch} x {MIXED_TOKENS}, {kv_format}", "kv_format": kv_format, "us": _microseconds(times)}
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], None]:
+    """A replay of a graph: what the host does on two streams takes no part."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _microseconds(times: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
+    return {name: time.as_dict() for name, time in times.items()}
 
 
 def _measure(bench: Bench, inputs: Inputs, formats: Sequence[str]) -> dict[str, Any]:
     calls: dict[str, Callable[[], Any]] = {}
     errors: dict[str, float] = {}
-    for name in formats:
-        calls[name], arguments = inputs.call(name)
+    places = {name: (name, PAGE_SIZE) for name in formats}
+    if "bf16" in formats:
+        places |= {f"bf16, {place}": ("bf16", page_size) for place, page_size in PLACES.items()}
+    for name, (kv_format, page_size) in places.items():
+        calls[name], arguments = inputs.call(kv_format, page_size)
         errors[name] = _error(calls[name](), arguments)
         if not errors[name] <= TOLERANCE:
             raise WrongOutput(f"{name}: relative error {errors[name]:.2e} to fp64, at most {TOLERANCE:g}")
@@ -180,7 +265,7 @@ def _measure(bench: Bench, inputs: Inputs, formats: Sequence[str]) -> dict[str, 
         "shape": asdict(inputs.shape),
         "flops": inputs.shape.flops,
         "errors": errors,
-        "us": {name: time.as_dict() for name, time in times.items()},
+        "us": _microseconds(times),
         "missing": {} if missing is None else {"FA3": missing},
     }
 
@@ -192,15 +277,56 @@ def _error(out: torch.Tensor, arguments: dict[str, Any]) -> float:
         "q": arguments["q"][-count:],
         "seq_lens": arguments["seq_lens"][-1:],
         "cu_seqlens_q": torch.tensor([0, count], dtype=torch.int32, device=out.device),
-        "block_table": arguments["block_table"][-1:],
     }
+    if arguments["block_table"] is None:
+        part |= {name: arguments[name][-1:] for name in ("k_cache", "v_cache")}
+    else:
+        part["block_table"] = arguments["block_table"][-1:]
     want, _ = extend_attention_reference(**(arguments | part), compute_dtype=torch.float64)
     return float((out[-count:].double() - want).norm() / want.norm())
 
 
+def markdown(record: dict[str, Any]) -> str:
+    """The record as Markdown tables. Raises ValueError if it has no row."""
+    rows = record.get("extend", [])
+    if not rows:
+        raise ValueError("record: got no measured call of extend attention, want some")
+    names = [name for name in dict.fromkeys(name for row in rows for name in row["us"]) if not name.startswith("FA3")]
+    head = ["queries, heads", "FlashAttention-3", *names]
+    lines = []
+    for row in rows:
+        rates = {name: row["flops"] * 1e-6 / time["median_us"] for name, time in row["us"].items()}
+        peer = max((rate for name, rate in rates.items() if name.startswith("FA3")), default=None)
+        lines.append([row["name"], number(peer, 0), *(number(rates.get(name), 0) for name in names)])
+    about = f"TFLOPS, median of {record.get('samples')} calls with a cold L2; FlashAttention-3: bf16, its fastest call."
+    parts = [in_markdown(record, head, lines, about)]
+    for key, what in (("extend_mixed", "both kernels' calls in graphs"), ("extend_few_queries", "decode attention")):
+        if record.get(key):
+            head, *lines = _cells(record[key])
+            parts.append(in_markdown(record, head, lines, what + "."))
+    return "\n".join(parts)
+
+
 def text(data: dict[str, Any]) -> str:
     """The record as a table."""
-    return "\n".join(table(data.get("extend", [])))
+    lines = table(data.get("extend", []))
+    for key in ("extend_mixed", "extend_few_queries"):
+        lines += _times(data.get(key, []))
+    return "\n".join(lines)
+
+
+def _times(rows: Sequence[dict[str, Any]]) -> list[str]:
+    return ["", *aligned(_cells(rows))] if rows else []
+
+
+def _cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Microseconds of each call, by row, and what the last takes of the one before, under their names."""
+    names = list(rows[0]["us"])
+    cells = [["us", *names, f"{names[-1]} / {names[-2]}"]]
+    for row in rows:
+        medians = [row["us"][name]["median_us"] for name in names]
+        cells.append([row["name"], *map(number, medians), f"{medians[-1] / medians[-2]:.2f}"])
+    return cells
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:

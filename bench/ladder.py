@@ -7,19 +7,19 @@ is measured both ways; or by construction, then the text says where it comes fro
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from bench import entry
+from bench.entry import Entry
 from bench.timing import Protocol, time_cold
 from bench.workloads import DecodeInputs
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.schedule import DecodeSchedule
 from cute_kernels.attention.tiles import tiles_of
+from cute_kernels.runtime.composed import changed
 from layouts.banks import wavefronts
 from layouts.kv.tile import WORD_BYTES, RowTile
 
@@ -50,7 +50,7 @@ class Rung:
         config = {key: value for key, value in self.off.items() if key not in LAUNCH_FIELDS}
         launch = {"num_splits": schedule.num_splits}
         launch |= {key: value for key, value in self.off.items() if key in LAUNCH_FIELDS}
-        return dataclasses.replace(schedule.config, **config), launch
+        return changed(schedule.config, **config), launch
 
 
 def bank_counts(config: DecodeConfig) -> str:
@@ -150,6 +150,7 @@ LADDER = (
 
 def measure_ladder(
     inputs: DecodeInputs,
+    entry: Entry,
     flush: Callable[[], None],
     protocol: Protocol,
     check: Callable[[torch.Tensor], object],

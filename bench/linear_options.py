@@ -13,9 +13,12 @@ from bench.linear import CHECKED_ROWS, GPU
 from bench.options import Bar, Option, measure, run_cases
 from bench.peers import relative_error
 from bench.suites import TOLERANCE, Bench, WrongOutput
+from cute_kernels import rms_norm
 from cute_kernels.linear import PackedWeight, linear_reference, quantized_linear
-from cute_kernels.linear.compile import specs_of
+from cute_kernels.linear.compile import spec_of, specs_of
+from cute_kernels.linear.plan import factored
 from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.wgmma.policies import NORMED, SCALED
 from cute_kernels.runtime import KernelSpec
 from cute_kernels.tuning.linear import TORCH_DTYPES, Format, Weights
 
@@ -98,6 +101,7 @@ class LinearOptions:
             "act order": self.option(INPUT, weight=replace(self.weight, perm=order)),
             "input scale": self.option(INPUT, weight=replace(self.weight, input_scale=random(layer.k))),
             "strided x": self.option(INPUT, x=wide),
+            "norm": self.option(INPUT, norm=random(layer.k)),
             "batch invariant": self.option(INVARIANT, batch_invariant=True),
         }
         for name, changes in other_formats(self.form).items():
@@ -111,9 +115,11 @@ class LinearOptions:
             assert isinstance(option.call, partial)
             (x, weight), arguments = option.call.args, dict(option.call.keywords)
             arguments.pop("batch_invariant", None)
+            rows, norm = x[some], arguments.pop("norm", None)
+            rows = rows if norm is None else rms_norm(rows, norm)
             if "residual" in arguments:
                 arguments["residual"] = arguments["residual"][some]
-            error = relative_error(option.call()[some], linear_reference(x[some], weight, **arguments).float())
+            error = relative_error(option.call()[some], linear_reference(rows, weight, **arguments).float())
             if not error <= TOLERANCE:
                 raise WrongOutput(f"{name}: relative error {error:.2e}, at most {TOLERANCE:g}")
 
@@ -134,8 +140,11 @@ def _specs(layers: Iterable[Layer], form: Format, gpu: str) -> Iterator[KernelSp
     for layer in layers:
         for changes in ({}, *other_formats(form).values()):
             problem = replace(form, **changes).problem(layer.m, layer.n, layer.k)
-            yield from specs_of(chosen(problem, gpu).config)
+            schedule = chosen(problem, gpu)
+            yield from specs_of(schedule.config)
             if not changes:
+                found = [factored(schedule, kind) for kind in (SCALED, NORMED)]
+                yield from (spec_of(one.config) for one in found if one is not None)
                 yield from specs_of(chosen(replace(problem, batch_invariant=True), gpu).config)
 
 

@@ -42,11 +42,17 @@ def specs(suites: Iterable[str] = SUITES) -> list[KernelSpec]:
 
 def run(bench: Bench, suites: Iterable[str] = SUITES, peers: Iterable[MlaPeer] = PEERS) -> None:
     """One row per shape under the record's key "mla", then the appends under "mla_append"."""
-    suites, peers, rows = tuple(suites), tuple(peers), list[dict[str, Any]]()
-    for shape in shapes(suites, bench.quick):
-        bench.attempt(f"mla: {shape.name}", partial(_run_row, bench, rows, shape, peers))
+    suites = tuple(suites)
+    run_shapes(bench, shapes(suites, bench.quick), peers)
     if "append" in suites:
         mla_append.run(bench)
+
+
+def run_shapes(bench: Bench, chosen: Iterable[MlaShape], peers: Iterable[MlaPeer] = PEERS) -> None:
+    """A row for each of some shapes under the record's key "mla"."""
+    peers, rows = tuple(peers), list[dict[str, Any]]()
+    for shape in chosen:
+        bench.attempt(f"mla: {shape.name}", partial(_run_row, bench, rows, shape, peers))
 
 
 def _run_row(bench: Bench, rows: list[dict[str, Any]], shape: MlaShape, peers: Iterable[MlaPeer]) -> None:
@@ -59,7 +65,7 @@ def _run_row(bench: Bench, rows: list[dict[str, Any]], shape: MlaShape, peers: I
         "gathered_bytes": shape.gathered_bytes,
         "peers": {},
     }
-    failure = measure(bench, row, make_inputs(shape), peers)
+    failure = measure(bench, row, make_inputs(shape, bench.device), peers)
     rows.append(row)
     bench.recorder.set("mla", rows)
     if failure is not None:

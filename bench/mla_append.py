@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from bench.append import copy_us
 from bench.mla_workloads import PAGE_SIZE
 from bench.report import aligned, number
 from bench.suites import Bench, WrongOutput
-from bench.timing import time_cold, time_graph_cold
+from bench.timing import empty_launch, time_cold, time_graph_cold
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.mla.formats import format_of
 from cute_kernels.mla_cache import append_mla
@@ -85,10 +85,13 @@ def bind(call: AppendMlaCall) -> partial[None]:
     return partial(append_mla, **given)
 
 
-def check(call: AppendMlaCall) -> float:
-    """Relative error of the rotated columns; WrongOutput if it is large or a latent column is not the quantiser's."""
+def check(call: AppendMlaCall, append: Callable[[], None] | None = None) -> float:
+    """Relative error of the rotated columns; WrongOutput if it is large or a latent column is not the quantiser's.
+
+    append: what writes the call's tokens, if not the public call.
+    """
     call.cache.view(torch.uint8).fill_(0xFF)  # NaN: what is not written shows
-    bind(call)()
+    (append or bind(call))()
     steps, device = min(call.num_tokens, CHECKED_TOKENS), call.slot_mapping.device
     rows = torch.linspace(0, call.num_tokens - 1, steps, device=device).long()
     assert call.position_ids is not None
@@ -111,21 +114,21 @@ def check(call: AppendMlaCall) -> float:
     return error
 
 
-def run(bench: Bench) -> None:
+def run(bench: Bench, shapes: Sequence[MlaAppendShape] = SHAPES) -> None:
     """One row per shape under the record's key "mla_append"."""
     rows: list[dict[str, Any]] = []
-    empty = time_cold(lambda: torch.cuda._sleep(0), bench.flush, bench.protocol).median_us
+    empty = time_cold(empty_launch, bench.flush, bench.protocol).median_us
 
     def work(shape: MlaAppendShape) -> None:
         rows.append(_measure(bench, shape, empty))
         bench.recorder.set("mla_append", rows)
 
-    for shape in SHAPES:
+    for shape in shapes:
         bench.attempt(f"mla: {shape.name}", partial(work, shape))
 
 
 def _measure(bench: Bench, shape: MlaAppendShape, empty: float) -> dict[str, Any]:
-    call = make_call(shape)
+    call = make_call(shape, bench.device)
     error, work = check(call), bind(call)
     row: dict[str, Any] = {
         "name": shape.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,16 +35,16 @@ class MlaPeer:
     prepare: Callable[[MlaInputs], Prepared]
 
 
+FLASH_MLA = "FlashMLA"
 # Its own package, and the copy that vLLM's wheels bring along (on PYTHONPATH, or installed).
 _FLASH_MLA_MODULES = ("flash_mla", "vllm.third_party.flashmla.flash_mla_interface")
 _FLASH_MLA_SPARSE_HEADS = 64  # its sparse kernels for Hopper take multiples of them
 
 
-@functools.cache
-def _flash_mla() -> Any:
+def import_flash_mla(modules: Iterable[str] = _FLASH_MLA_MODULES) -> Any:
     """The module of FlashMLA's calls; ImportError lists what became of each place."""
     reasons = []
-    for name in _FLASH_MLA_MODULES:
+    for name in modules:
         try:
             module = importlib.import_module(name)
         except Exception as error:  # a library of another torch fails in its own ways
@@ -56,12 +56,18 @@ def _flash_mla() -> Any:
     raise ImportError("; ".join(reasons))
 
 
-def _flash_mla_missing() -> str | None:
-    try:
-        _flash_mla()
-    except ImportError as error:
-        return f"not installed: {error}"
-    return None
+def flash_mla_peer(load: Callable[[], Any] = import_flash_mla) -> MlaPeer:
+    """FlashMLA, whose module ``load`` gives or says in an ImportError why there is none; it is asked once."""
+    load = functools.cache(load)
+
+    def missing() -> str | None:
+        try:
+            load()
+        except ImportError as error:
+            return f"not installed: {error}"
+        return None
+
+    return MlaPeer(FLASH_MLA, missing, _flash_mla_refuses, lambda inputs: _prepare_flash_mla(load(), inputs))
 
 
 def _flash_mla_refuses(shape: MlaShape) -> str | None:
@@ -70,12 +76,12 @@ def _flash_mla_refuses(shape: MlaShape) -> str | None:
     return None
 
 
-def _prepare_flash_mla(inputs: MlaInputs) -> Prepared:
+def _prepare_flash_mla(module: Any, inputs: MlaInputs) -> Prepared:
     """Its schedule is made by the first call and kept, as the layers of a model do.
 
     Sparse decode is given queries padded to the heads that it wants, before any timing.
     """
-    module, heads = _flash_mla(), inputs.shape.num_heads
+    heads = inputs.shape.num_heads
     if inputs.shape.shared:
         return _prepare_prefill(module, inputs)
     metadata, _ = module.get_mla_metadata()
@@ -107,5 +113,4 @@ def _first_heads(heads: int, result: Result) -> Result:
     return out[:, :, :heads], lse.transpose(1, 2)[:, :, :heads]
 
 
-FLASH_MLA = "FlashMLA"
-PEERS = (MlaPeer(FLASH_MLA, _flash_mla_missing, _flash_mla_refuses, _prepare_flash_mla),)
+PEERS = (flash_mla_peer(),)

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,10 @@ from bench.record import Recorder
 from cute_kernels.kv_cache.constants import CacheConstants
 from cute_kernels.kv_formats import format_of
 from cute_kernels.linear import quantize_weight
+from layouts.kv.int4 import Int4Row
+
+if TYPE_CHECKING:
+    from cute_kernels.integrations.transformers.calibrate import CacheMoments
 
 Say = Callable[[str], None]
 Store = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -40,8 +44,18 @@ class OtherTextError(ValueError):
 
 
 PLAIN, CENTRED, ROTATED, CALIBRATED, FITTED = "plain", "centred", "centred, rotated", "calibrated", "fitted"
-PARTS = {CENTRED: {"factors": False, "rotation": False}, ROTATED: {"factors": False}, CALIBRATED: {}, FITTED: {}}
-WITH_VALUES, ONE_GROUP = (CALIBRATED, FITTED), ("int4_g1",)  # where V is transformed, too
+BOTH = "calibrated with V"
+PARTS: dict[str, dict[str, Any]] = {
+    CENTRED: {"factors": False, "rotation": False},
+    ROTATED: {"factors": False},
+    CALIBRATED: {},
+    BOTH: {"values": "factors"},
+    FITTED: {},
+}
+WITH_VALUES, ONE_GROUP = (CALIBRATED, BOTH, FITTED), ("int4_g1",)  # where V is rotated, too
+KIVI, KIVI_TOKENS = "kivi32", 32
+"""K a channel over 32 tokens, 4 bits and (fp16 scale, fp16 shift) a block: here alone, no cache is written so."""
+WAYS_AT_A_TIME = 4  # that are measured before their rows are recorded
 MOMENTS_SHARE = 3  # one window in so many of those that a fit sees is enough for moments
 CITIES = ("Lima", "Oslo", "Cairo", "Quito", "Hanoi", "Accra", "Dakar", "Sofia", "Tunis", "Minsk")
 
@@ -66,16 +80,34 @@ class Way:
     def formats(self) -> tuple[str, str]:
         return self.k_format, self.v_format
 
+    @property
+    def constants_formats(self) -> tuple[str, str]:
+        """Formats whose transforms suit the rows: KIVI's blocks have as many numbers as a group of 32 columns."""
+        return ("int4_g2" if self.k_format == KIVI else self.k_format), self.v_format
+
     def bytes_per_token(self, head_dim: int) -> int:
         """Of K and V of one KV head."""
-        return sum(format_of(name).row_bytes(head_dim) for name in self.formats)
+        k_format, v_format = self.formats
+        of_v = format_of(v_format).row_bytes(head_dim)
+        if k_format == KIVI:
+            return head_dim * Int4Row(KIVI_TOKENS).row_bytes // KIVI_TOKENS + of_v
+        return format_of(k_format).row_bytes(head_dim) + of_v
 
 
 WAYS = (
     *(Way(name, name) for name in ("bf16", "int8_token_head", "e4m3_token_head", "e5m2")),
     *(Way("int8_token_head", name) for name in ("int4_g4", "int4_g2", "int4_g1")),
-    Way("int8_token_head", "int4_g2", CALIBRATED),
-    *(Way(name, name, method) for name in ("int4_g4", "int4_g2", "int4_g1") for method in (PLAIN, CENTRED, CALIBRATED)),
+    *(Way("int8_token_head", name, method) for name in ("int4_g2", "int4_g4") for method in (CALIBRATED, BOTH)),
+    *(
+        Way(name, name, method)
+        for name, methods in (
+            ("int4_g4", (PLAIN, CENTRED, CALIBRATED, BOTH)),
+            ("int4_g2", (PLAIN, CENTRED, ROTATED, CALIBRATED, BOTH)),
+            ("int4_g1", (PLAIN, CENTRED, CALIBRATED)),
+        )
+        for method in methods
+    ),
+    *(Way(KIVI, "int4_g2", method) for method in (PLAIN, ROTATED, CALIBRATED)),
     *(Way(weights=name) for name in ("w8g64", "w4g64", "w4g32", "w4g32z")),
 )
 FITS = (Way("int8_token_head", "int4_g2", FITTED), *(Way(name, name, FITTED) for name in ("int4_g4", "int4_g2")))
@@ -99,14 +131,15 @@ class Plan:
     decoded_tokens: int
 
 
-def plan_for(device: torch.device, quick: bool, fit: bool = False) -> Plan:
-    """``quick``: each part once, on a few tokens, for tests. ``fit``: ways whose numbers are fitted as well."""
+def plan_for(device: torch.device, quick: bool, fit: bool = False, decode: bool = True) -> Plan:
+    """``quick``: each part once, on a few tokens, for tests. ``fit``: ways whose numbers are fitted as well.
+    ``decode``: some windows by the operators as well."""
     if quick:
-        some = (Way("bf16", "bf16"), Way("int4_g4", "int4_g4"), FITS[-1], WAYS[-1])
-        return Plan(64, 2, 2, 2, 1, some, (128,), 1, some[1:3], 1, 4)
+        some = (Way("bf16", "bf16"), Way("int4_g4", "int4_g4"), Way(KIVI, "int4_g2", CALIBRATED), FITS[-1], WAYS[-1])
+        return Plan(64, 2, 2, 2, 1, some, (128,), 1, (some[1], some[3]) if decode else (), 1, 4)
     ways = WAYS + FITS * fit
     if device.type == "cuda":
-        decoded = [way for way in ways if way.method in WITH_VALUES]
+        decoded = [way for way in ways if way.method in WITH_VALUES and way.k_format != KIVI and decode]
         return Plan(1024, 120, 88, 8, 120, ways, (8000,), 10, decoded, 8, 48)
     return Plan(512, 4, 4, 2, 4, ways, (), 0, (), 0, 0)
 
@@ -123,8 +156,29 @@ class Prepared:
     weights: tuple[tuple[torch.nn.Linear, torch.Tensor], ...] = ()
 
 
-def prepare(model: Any, windows: torch.Tensor, way: Way, batch: int, fit_steps: int = 1) -> Prepared:
-    """What the way's method finds on calibration windows, or makes of the model's weights."""
+def moments_of(model: Any, windows: torch.Tensor, batch: int) -> CacheMoments:
+    """What all methods of calibration begin with."""
+    from cute_kernels.integrations.transformers.calibrate import gather_moments
+
+    return gather_moments(model, _parts(windows, batch))
+
+
+def _parts(windows: torch.Tensor, batch: int) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": part} for part in windows[::MOMENTS_SHARE].split(batch)]
+
+
+def prepare(
+    model: Any,
+    windows: torch.Tensor,
+    way: Way,
+    batch: int,
+    fit_steps: int = 1,
+    moments: CacheMoments | None = None,
+) -> Prepared:
+    """What the way's method finds on calibration windows, or makes of the model's weights.
+
+    moments: those of `moments_of`, where more than one way wants them.
+    """
     from cute_kernels.integrations.transformers.calibrate import calibrate_cache
     from cute_kernels.integrations.transformers.fit import fit_transforms
 
@@ -132,9 +186,10 @@ def prepare(model: Any, windows: torch.Tensor, way: Way, batch: int, fit_steps: 
         return Prepared(way, weights=tuple(_dequantised(model, way.weights)))
     if way.method == PLAIN:
         return Prepared(way)
-    parts = [{"input_ids": part} for part in windows[::MOMENTS_SHARE].split(batch)]
-    options: dict[str, Any] = PARTS[way.method] | {"values": way.v_format in ONE_GROUP and way.method in WITH_VALUES}
-    constants = calibrate_cache(model, parts, way.formats, **options)
+    options = dict(PARTS[way.method])
+    if way.v_format in ONE_GROUP and way.method in WITH_VALUES:
+        options["values"] = True
+    constants = calibrate_cache(model, _parts(windows, batch), way.constants_formats, moments=moments, **options)
     if way.method == FITTED:
         torch.set_float32_matmul_precision("high")  # TF32, for the fit alone
         parts = [{"input_ids": part} for part in windows.split(max(1, batch // 2))]
@@ -158,19 +213,36 @@ def _dequantised(model: Any, text: str) -> Iterator[tuple[torch.nn.Linear, torch
 
 def store_of(way: Way, constants: CacheConstants | None) -> Store:
     """What a layer's k and v [batch, heads, tokens, head_dim] are after the cache."""
-    forms = [format_of(name) for name in way.formats]
+    k_form, v_form = (_kivi if name == KIVI else _rounding(name) for name in way.formats)
 
     def store(layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         transform = None if constants is None else constants.transforms[layer]
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         if transform is not None:
             k, v = transform.keys(k), transform.values(v)
-        k, v = (form.dequantize(form.quantize(x), x.shape[-1], x.dtype) for form, x in zip(forms, (k, v), strict=True))
+        k, v = k_form(k), v_form(v)
         if transform is not None:
             k, v = transform.original_keys(k), transform.restore(v)
         return k.transpose(1, 2), v.transpose(1, 2)
 
     return store
+
+
+def _rounding(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a format's rows [..., columns] are read as."""
+    form = format_of(name)
+    return lambda x: form.dequantize(form.quantize(x), x.shape[-1], x.dtype)
+
+
+def _kivi(k: torch.Tensor) -> torch.Tensor:
+    """K [batch, tokens, heads, columns] as KIVI's blocks are read; tokens that fill no block stay as they are.
+
+    A token's own block counts as written, though a cache would keep the newest one in 16 bits until it is full.
+    """
+    row, whole = Int4Row(KIVI_TOKENS), k.shape[1] // KIVI_TOKENS * KIVI_TOKENS
+    blocks = k[:, :whole].unflatten(1, (-1, KIVI_TOKENS)).movedim(2, -1)
+    read = row.dequantize(row.quantize(blocks), k.dtype).movedim(-1, 2).flatten(1, 2)
+    return torch.cat((read, k[:, whole:]), 1)
 
 
 @contextmanager
@@ -182,10 +254,21 @@ def stored(model: Any, store: Store | None) -> Iterator[None]:
     def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
         if store is not None:
             key, value = store(module.layer_idx, key, value)
+        mask = args[0] if args else options.get("attention_mask")
+        if mask is None and query.shape[2] == key.shape[2]:
+            return _causal(query, key, value, options.get("scaling")), None
         return attention(module, query, key, value, *args, **options)
 
     with attending(model, attend):
         yield
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """Causal attention of a whole window. With each KV head repeated, SDPA has a kernel that keeps no scores; with
+    grouped queries in fp32 it has none."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    return out.transpose(1, 2).contiguous()
 
 
 @contextmanager
@@ -326,34 +409,73 @@ def run(recorder: Recorder, plan: Plan, device: torch.device, say: Say) -> None:
     if before != own:
         raise OtherTextError(f"the record's text has sha256 {before[:12]}, this machine's {own[:12]}")
     head_dim = model.config.hidden_size // model.config.num_attention_heads
-    calibration = text.calibration.to(device)
-    ways, there = [], {row["name"] for row in recorder.data["rows"]}
-    for way in (way for way in plan.ways if way.name not in there):
-        ways.append(prepare(model, calibration, way, plan.batch, plan.fit_steps))
-        constants = ways[-1].constants
-        if constants is not None:
-            say(f"{way.name}: {constants.about.get('fitted', constants.about['method'])}")
-    exact, found = measure(model, text.test.to(device), ways, plan.batch)
-    about = {"name": smollm2.NAME, "head_dim": head_dim, "perplexity": math.exp(float(exact.mean())), **text.about}
-    recorder.set("model", about)
-    say(f"perplexity {about['perplexity']:.4f} with exact K and V")
+    calibration, test = text.calibration.to(device), text.test.to(device)
     needles = {
         length: needles_of(tokenizer, text.rest, length, plan.needles) for length in plan.needle_lengths if plan.needles
     }
-    if needles:
-        recorder.set("needles", {str(length): _retrieved(model, some, device) for length, some in needles.items()})
-    for prepared, (loss, kl) in zip(ways, found, strict=True):
-        row = _row(prepared.way, head_dim) | _increase(loss, exact) | _divergence(kl)
-        if needles:
+    rows = {row["name"]: row for row in recorder.data["rows"]}
+    lacking = [way for way in plan.ways if way.name not in rows or (needles and "needles" not in rows[way.name])]
+    moments = None
+    if any(way.method != PLAIN for way in lacking):
+        moments = moments_of(model, calibration, plan.batch)
+    ways: list[Prepared] = []
+    for some in (lacking[i : i + WAYS_AT_A_TIME] for i in range(0, len(lacking), WAYS_AT_A_TIME)):
+        for way in some:
+            ways.append(prepare(model, calibration, way, plan.batch, plan.fit_steps, moments))
+            constants = ways[-1].constants
+            if constants is not None:
+                say(f"{way.name}: {constants.about.get('fitted', constants.about['method'])}")
+        new = [prepared for prepared in ways[-len(some) :] if prepared.way.name not in rows]
+        if not new:
+            continue
+        exact, found = measure(model, test, new, plan.batch)
+        about = {"name": smollm2.NAME, "head_dim": head_dim, "perplexity": math.exp(float(exact.mean())), **text.about}
+        recorder.set("model", about)
+        for prepared, (loss, kl) in zip(new, found, strict=True):
+            row = _row(prepared.way, head_dim) | _increase(loss, exact) | _divergence(kl)
+            rows[row["name"]] = row
+            recorder.add_row(row)
+            say(
+                f"{row['name']}: {row['increase_percent']:+.2f} ± {row['increase_error_percent']:.2f} %, "
+                f"KL {row['kl']:.5f}"
+            )
+    _find_needles(recorder, model, needles, ways, device, say)
+    _in_order(recorder, plan.ways)
+    if plan.decoded:
+        windows = test[: plan.decoded_windows, : plan.decoded_tokens + 1]
+        _decode_all(recorder, model, windows, [one for one in ways if one.way in plan.decoded], say)
+
+
+def _find_needles(
+    recorder: Recorder,
+    model: Any,
+    needles: dict[int, list[Needle]],
+    ways: Sequence[Prepared],
+    device: torch.device,
+    say: Say,
+) -> None:
+    """The needles of every way that are not recorded yet, after all rows: a run that is cut lacks them alone."""
+    if not needles or not ways:
+        return
+    if "needles" not in recorder.data:
+        with changed(model, None):
+            exact = {str(length): _retrieved(model, some, device) for length, some in needles.items()}
+        recorder.set("needles", exact)
+    rows = {row["name"]: row for row in recorder.data["rows"]}
+    for prepared in ways:
+        row = rows[prepared.way.name]
+        if "needles" not in row:
             with changed(model, prepared):
                 row["needles"] = {str(length): _retrieved(model, some, device) for length, some in needles.items()}
-        recorder.add_row(row)
-        say(
-            f"{row['name']}: {row['increase_percent']:+.2f} ± {row['increase_error_percent']:.2f} %, KL {row['kl']:.5f}"
-        )
-    if plan.decoded:
-        windows = text.test[: plan.decoded_windows, : plan.decoded_tokens + 1].to(device)
-        _decode_all(recorder, model, windows, [one for one in ways if one.way in plan.decoded], say)
+            recorder.save()
+            say(f"{prepared.way.name}: needles {row['needles']}")
+
+
+def _in_order(recorder: Recorder, ways: Sequence[Way]) -> None:
+    """Rows in the order of the ways, whichever run has measured them; others, say of fits, after them."""
+    place = {way.name: i for i, way in enumerate((*ways, *FITS))}
+    recorder.data["rows"].sort(key=lambda row: place.get(row["name"], len(place)))
+    recorder.save()
 
 
 def _retrieved(model: Any, needles: Sequence[Needle], device: torch.device) -> dict[str, float]:

@@ -22,11 +22,13 @@ def columns_of(record: Record) -> Sequence[tuple[str, Callable[[Record], str]]]:
     ]
     for length, exact in record.get("needles", {}).items():
         title = f"needles at {length} (exact {exact['found']} of {exact['of']}, {exact['loss']:.2f} nats)"
-        columns.append((title, lambda row, length=length: _needles(row["needles"][length])))
+        columns.append((title, lambda row, length=length: _needles(row.get("needles", {}).get(length))))
     return columns
 
 
-def _needles(found: Record) -> str:
+def _needles(found: Record | None) -> str:
+    if found is None:
+        return ""
     return f"{found['found']}, {found['loss']:.2f}"
 
 

@@ -12,7 +12,7 @@ import torch
 from bench.floor import GRANULE_BYTES
 from bench.report import OURS, aligned, in_markdown, number
 from bench.suites import Bench, WrongOutput
-from bench.timing import time_cold, time_cold_in_turn, time_graph_cold
+from bench.timing import empty_launch, time_cold, time_cold_in_turn, time_graph_cold
 from cute_kernels import rms_norm
 
 COLUMNS = (4096, 8192)
@@ -46,7 +46,7 @@ SHAPES = tuple(NormShape(rows, n, residual) for residual in (False, True) for n 
 def run(bench: Bench) -> None:
     """One row per shape under the record's key "norm"."""
     rows: list[dict[str, Any]] = []
-    empty = time_cold(lambda: torch.cuda._sleep(0), bench.flush, bench.protocol).median_us
+    empty = time_cold(empty_launch, bench.flush, bench.protocol).median_us
 
     def work(shape: NormShape) -> None:
         rows.append(_measure(bench, shape, empty))

@@ -23,7 +23,9 @@ from cute_kernels.kv_cache import Rope
 from cute_kernels.kv_formats import KvFormatName, format_of
 from cute_kernels.linear import PackedWeight
 from cute_kernels.linear.compile import specs_of
+from cute_kernels.linear.plan import factored
 from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.wgmma.policies import NORMED
 from cute_kernels.moe import fused_moe
 from cute_kernels.runtime import KernelSpec
 from cute_kernels.tuning.linear import Format, Weights
@@ -33,6 +35,7 @@ PAGE_SIZE = 64
 FILLED_ROWS = 1 << 20
 EPS = 1e-5
 ROPE_THETA = 500000.0
+NORMED_PRODUCTS = ("qkv", "gate_up")
 SDPA_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 FORMATS = {"w4": Format(4), "w8": Format(8)}
 
@@ -132,8 +135,10 @@ def specs(model: StepModel, case: StepCase, batch: int, gpu: str) -> list[Kernel
     if case.weights == "bf16":
         return []
     found: dict[KernelSpec, None] = {}
-    for n, k in model.products.values():
-        found |= dict.fromkeys(specs_of(chosen(FORMATS[case.weights].problem(batch, n, k), gpu).config))
+    for name, (n, k) in model.products.items():
+        schedule = chosen(FORMATS[case.weights].problem(batch, n, k), gpu)
+        normed = factored(schedule, NORMED) if name in NORMED_PRODUCTS else None
+        found |= dict.fromkeys(specs_of((normed or schedule).config))
     if model.experts:
         sizes = moe.MoeModel(model.name, model.experts, model.topk, model.hidden, model.intermediate)
         found |= dict.fromkeys(moe.specs([sizes], [batch], gpu))
@@ -224,16 +229,23 @@ class Step:
     def layer(self, parts: dict[str, Any], hidden: torch.Tensor) -> torch.Tensor:
         """The residual stream behind a layer."""
         model, batch = self.model, self.shape.batch
-        qkv = parts["qkv"](rms_norm(hidden, parts["norm"], eps=EPS))
+        qkv = self.normed(parts["qkv"], hidden, parts["norm"])
         heads = qkv.view(batch, 1, -1, model.head_dim)
         q, k, v = heads.split((model.num_q_heads, model.num_kv_heads, model.num_kv_heads), dim=2)
         attended = self.attend(q, k, v, parts["cache"]).view(batch, -1)
         hidden = parts["o"](attended, residual=hidden)
-        x = rms_norm(hidden, parts["mlp_norm"], eps=EPS)
         if model.experts:
+            x = rms_norm(hidden, parts["mlp_norm"], eps=EPS)
             weights, ids = torch.topk(functional.linear(x, parts["router"]).float().softmax(-1), model.topk, dim=-1)
             return hidden + parts["experts"](x, weights, ids)
-        return parts["down"](parts["gate_up"](x, activation="swiglu"), residual=hidden)
+        gated = self.normed(parts["gate_up"], hidden, parts["mlp_norm"], activation="swiglu")
+        return parts["down"](gated, residual=hidden)
+
+    def normed(self, product: Callable[..., torch.Tensor], x: torch.Tensor, norm: torch.Tensor, **options: Any) -> Any:
+        """A product of normed rows; `quantized_linear` norms them itself, or has them normed before."""
+        if self.case.weights == "bf16":
+            return product(rms_norm(x, norm, eps=EPS), **options)
+        return product(x, norm=norm, norm_eps=EPS, **options)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: dict[str, Any]) -> torch.Tensor:
         if not self.case.sdpa:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from bench import entry
+from bench.entry import Entry
 from bench.floor import StreamingFloor
 from bench.ladder import measure_ladder
 from bench.peers import PEERS, Peer, kernels_of, measure_peer, relative_error
@@ -29,17 +29,28 @@ class WrongOutput(RuntimeError):
 
 @dataclass
 class Bench:
-    """What the suites share: one GPU's flush buffer, floors, and the record they write to."""
+    """What the suites share: one GPU's flush buffer, floors, and the record they write to.
+
+    Attributes:
+        device: where inputs are made.
+        flush: makes L2 cold. make_floor: of flush and protocol, what measures the floors.
+        entry: what of attention is measured.
+        free_bytes: memory that the device has left.
+    """
 
     recorder: Recorder
     protocol: Protocol
     peers: tuple[Peer, ...] = PEERS
     quick: bool = False
     say: Callable[[str], None] = lambda line: None
+    device: str = "cuda"
+    flush: Callable[[], None] = field(default_factory=ColdL2)
+    make_floor: Callable[..., StreamingFloor] = StreamingFloor
+    entry: Entry = field(default_factory=Entry)
+    free_bytes: Callable[[], int] = lambda: torch.cuda.mem_get_info()[0]
 
     def __post_init__(self) -> None:
-        self.flush = ColdL2()
-        self.floor = StreamingFloor(self.flush, self.protocol, quick=self.quick)
+        self.floor = self.make_floor(self.flush, self.protocol, quick=self.quick)
 
     def attempt(self, what: str, work: Callable[[], None]) -> None:
         """Runs one measurement; a failure is recorded and the run goes on."""
@@ -64,8 +75,8 @@ def run_rows(bench: Bench, suite: str, shapes: Iterable[DecodeShape], formats: I
 
 def _run_row(bench: Bench, suite: str, shape: DecodeShape, kv_format: str, with_peers: bool) -> None:
     num_bytes = shape.cache_bytes(kv_format)
-    _require_memory(num_bytes)
-    inputs = make_inputs(shape, kv_format)
+    _require_memory(bench, num_bytes)
+    inputs = make_inputs(shape, kv_format, device=bench.device)
     rows, want = reference_rows(inputs)
     row: dict[str, Any] = {
         "suite": suite,
@@ -100,7 +111,7 @@ def _run_row(bench: Bench, suite: str, shape: DecodeShape, kv_format: str, with_
 
 def _measure_own(bench: Bench, inputs: DecodeInputs, rows: torch.Tensor, want: torch.Tensor) -> dict[str, Any]:
     out = torch.full_like(inputs.q, torch.nan)  # poisoned: whatever is not written shows
-    call = entry.bind(inputs, out=out)
+    call = bench.entry.bind(inputs, out=out)
     call()
     error = _check(out, rows, want)
     timing = time_cold(call, bench.flush, bench.protocol)
@@ -142,26 +153,29 @@ def run_host_cost(bench: Bench) -> None:
     """Host cost of the public call, on a shape whose GPU time is small."""
 
     def work() -> None:
-        inputs = make_inputs(DecodeShape(1, seq_len=256), "int4_g1")
+        inputs = make_inputs(DecodeShape(1, seq_len=256), "int4_g1", device=bench.device)
         out = torch.empty_like(inputs.q)
-        eager = time_host(entry.bind(inputs)).median_us
-        given = time_host(entry.bind(inputs, out=out)).median_us
+        eager = time_host(bench.entry.bind(inputs)).median_us
+        given = time_host(bench.entry.bind(inputs, out=out)).median_us
         bench.recorder.set("host_us", {"eager": round(eager, 3), "eager with out=": round(given, 3)})
 
     bench.attempt("host cost", work)
 
 
 def run_ladder(
-    bench: Bench, batches: Iterable[int] = (32, 512), formats: Iterable[str] = ("int4_g1", "int4_g4")
+    bench: Bench,
+    batches: Iterable[int] = (32, 512),
+    formats: Iterable[str] = ("int4_g1", "int4_g4"),
+    shape_of: Callable[[int], DecodeShape] = DecodeShape,
 ) -> None:
-    """The optimisation ladder at each batch of the main table's shape and in each format."""
+    """The optimisation ladder at each batch of the main table's shape (or ``shape_of`` it) and in each format."""
     ladders: list[dict[str, Any]] = []
 
     def work(batch: int, kv_format: str) -> None:
-        shape = DecodeShape(batch)
-        inputs = make_inputs(shape, kv_format)
+        shape = shape_of(batch)
+        inputs = make_inputs(shape, kv_format, device=bench.device)
         rows, want = reference_rows(inputs)
-        rungs = measure_ladder(inputs, bench.flush, bench.protocol, lambda out: _check(out, rows, want))
+        rungs = measure_ladder(inputs, bench.entry, bench.flush, bench.protocol, lambda out: _check(out, rows, want))
         ladders.append({"name": shape.name, "shape": shape.as_dict(), "kv_format": kv_format, "rungs": rungs})
         bench.recorder.set("ladder", ladders)
 
@@ -176,7 +190,7 @@ def run_evidence(bench: Bench) -> None:
     def work() -> None:
         kernels: dict[str, dict[str, dict[str, list[str]]]] = {}
         for kv_format in ("bf16", "int4_g1"):
-            inputs = make_inputs(DecodeShape(16), kv_format)
+            inputs = make_inputs(DecodeShape(16), kv_format, device=bench.device)
             found = {peer.name: kernels_of(peer, inputs) for peer in bench.peers if kv_format in peer.formats}
             kernels[kv_format] = {name: names for name, names in found.items() if names}
         bench.recorder.set("peer_kernels", kernels)
@@ -184,9 +198,9 @@ def run_evidence(bench: Bench) -> None:
     bench.attempt("peers' kernels", work)
 
 
-def _require_memory(num_bytes: int) -> None:
+def _require_memory(bench: Bench, num_bytes: int) -> None:
     """The cache, as much again for the floor's buffer, and room for temporaries."""
-    free, _ = torch.cuda.mem_get_info()
+    free = bench.free_bytes()
     needed = 2 * num_bytes + MEMORY_RESERVE
     if free < needed:
         raise MemoryError(f"this shape wants {needed >> 30} GiB of GPU memory, {free >> 30} GiB are free")

@@ -120,10 +120,11 @@ def _in_a_graph(call: Callable[[], object], warmup: int) -> Callable[[], object]
 
 @dataclass(frozen=True)
 class Clock:
-    """How calls are timed by name, with a cold L2 each, and how one is captured."""
+    """How calls are timed by name, with a cold L2 each, how one is captured, and a launch that does nothing."""
 
     in_turn: Callable[..., dict[str, Timing]] = _by_events
     capture: Callable[[Callable[[], object], int], Callable[[], object]] = _in_a_graph
+    empty_launch: Callable[[], object] = lambda: torch.cuda._sleep(0)
 
 
 _clock = Clock()
@@ -146,6 +147,11 @@ def time_cold_in_turn(
     """As `time_cold`, for several calls by name, one sample of each after the other: what slows a GPU down for a while
     meets all of them alike."""
     return _clock.in_turn(calls, flush, protocol)
+
+
+def empty_launch() -> None:
+    """A launch whose kernel does nothing."""
+    _clock.empty_launch()
 
 
 def capture(call: Callable[[], object], warmup: int = 2) -> Callable[[], object]:

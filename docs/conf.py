@@ -12,6 +12,12 @@ sys.path.insert(0, str(ROOT))
 
 from cute_kernels import __version__  # noqa: E402
 
+try:
+    import tomllib  # pyright: ignore[reportMissingImports]
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib  # pyright: ignore[reportMissingImports]
+
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
 project = "cute-kernels"
 author = "the cute-kernels authors"
 copyright = f"2026, {author}"
@@ -34,6 +40,8 @@ napoleon_use_param = False
 napoleon_use_rtype = False
 
 html_theme = "furo"
+if source := URLS.get("Source"):  # "view" and "edit" of a page
+    html_theme_options = {"source_repository": source, "source_branch": "main", "source_directory": "docs/"}
 html_title = f"cute-kernels {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

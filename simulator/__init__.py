@@ -8,10 +8,11 @@ another meaning; :func:`running` puts it in place, for the time of a ``with`` bl
     gpu         whole kernels over rows of global memory, a warp at a time
     plain       one thread, with Python's integers: for addresses and schedules
     schedule    warps as threads of which one runs at a time, in random order: for barriers
+    turns       many threads that take turns: not imported here, as it needs greenlet
     backend     how meanings are installed
 """
 
-from simulator.backend import Backend, Meanings, running
+from simulator.backend import Altered, Backend, Meanings, running
 from simulator.gpu import Gpu
 from simulator.plain import PlainThread, stand_in
 from simulator.registers import (
@@ -28,7 +29,7 @@ from simulator.registers import (
     Uint32,
     Uint64,
 )
-from simulator.schedule import Scheduler, Turns
+from simulator.schedule import Scheduler
 from simulator.warp import Access, Warp
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "LANES",
     "ROW",
     "Access",
+    "Altered",
     "Backend",
     "Float32",
     "Gpu",
@@ -48,7 +50,6 @@ __all__ = [
     "Registers",
     "Scalar",
     "Scheduler",
-    "Turns",
     "Uint32",
     "Uint64",
     "Warp",

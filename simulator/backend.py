@@ -13,7 +13,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, NoReturn, Protocol
 
@@ -50,6 +50,22 @@ class Backend(Protocol):
     def meanings(self) -> Meanings:
         """What it puts in place of the GPU."""
         ...
+
+
+class Altered:
+    """A machine of which some meanings are others.
+
+    Args:
+        backend: the machine. arch, cute, cutlass, scalars, modules: as in :class:`Meanings`, beside its own and before
+            them.
+    """
+
+    def __init__(self, backend: Backend, **changes: Mapping[Any, Any]):
+        self.backend, self.changes = backend, changes
+
+    def meanings(self) -> Meanings:
+        own = self.backend.meanings()
+        return replace(own, **{name: {**getattr(own, name), **changed} for name, changed in self.changes.items()})
 
 
 @contextmanager

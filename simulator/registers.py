@@ -46,8 +46,14 @@ class Scalar:
         """A `Register`, which kernels take for the DSL's scalar that they ask for: hence no type of its own."""
         if isinstance(value, int) and issubclass(self.dtype, np.integer):
             value = np.uint64(value % 2**64)  # of any size and sign: what is kept are its lowest bits
-        with np.errstate(over="ignore"):
-            return np.broadcast_to(np.asarray(value), (32,)).astype(self.dtype).view(Register)
+        register = np.empty(32, self.dtype).view(Register)
+        lanes = np.asarray(value)
+        if lanes.dtype == self.dtype or lanes.dtype.kind in "iu":  # most are, and never too large for a float
+            np.copyto(register, lanes, casting="unsafe")
+        else:
+            with np.errstate(over="ignore"):
+                np.copyto(register, lanes, casting="unsafe")
+        return register
 
 
 Int32, Int64, Uint32, Uint64 = (Scalar(dtype) for dtype in (np.int32, np.int64, np.uint32, np.uint64))

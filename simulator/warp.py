@@ -99,7 +99,7 @@ class Warp:
                 "make_warp_uniform": uniform,
                 "block_idx_in_cluster": lambda: self.rank,
             },
-            cute={"make_rmem_tensor": Registers},
+            cute={"make_rmem_tensor": Registers, "size": len},
             cutlass={
                 "min": np.minimum,
                 "max": np.maximum,
@@ -298,6 +298,9 @@ class Warp:
     def fmin(self, a: ArrayLike, b: ArrayLike) -> Lanes:
         return np.fmin(Float32(a), Float32(b))
 
+    def min_or_nan(self, a: ArrayLike, b: ArrayLike) -> Lanes:
+        return Float32(np.minimum(Float32(a), Float32(b)))
+
     def fma(self, a: ArrayLike, b: ArrayLike, c: ArrayLike) -> Lanes:
         return Float32(_double(a) * _double(b) + _double(c))
 
@@ -306,6 +309,9 @@ class Warp:
 
     def reciprocal(self, x: ArrayLike) -> Lanes:
         return Float32(1.0 / _double(x))
+
+    def reciprocal_root(self, x: ArrayLike) -> Lanes:
+        return Float32(1.0 / np.sqrt(_double(x)))
 
     def exp2(self, x: ArrayLike) -> Lanes:
         return Float32(np.exp2(_double(x)))

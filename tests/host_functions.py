@@ -76,6 +76,15 @@ def product(
 
 
 @cute.jit
+def factored_product(
+    x: cute.Tensor, codes: Int64, scales: Int64, zeros: Int64, bias: Int64, residual: Int64, out: Int64,
+    workspace: Int64, factors: Int64, n: Int32, num_tiles: Int32, units: Int32, slices: Int32, groups: Int32,
+    parts: Int32, activation: Int32, out_kind: Int32, eps: Int32, offset: Int32,
+):  # fmt: skip
+    pass
+
+
+@cute.jit
 def input_rows(out: cute.Tensor, x: Int64, order: Int64, factors: Int64, stride: Int64, parts: Int32):
     pass
 
@@ -99,8 +108,9 @@ def product_function(config: Any) -> Any:
     x = cute.runtime.make_fake_compact_tensor(
         dtype, shape, stride_order=(1, 0), assumed_align=16, memspace=AddressSpace.generic
     )
-    arguments = (x, *[Int64(0)] * 7, *[Int32(0)] * 8)
-    return cute.compile(product, *arguments, options=compile_options("sm_90a"))
+    factored = bool(getattr(getattr(config, "mainloop", None), "factors", ""))
+    arguments = (x, *[Int64(0)] * (7 + factored), *[Int32(0)] * (8 + 2 * factored))
+    return cute.compile(factored_product if factored else product, *arguments, options=compile_options("sm_90a"))
 
 
 @functools.cache

@@ -21,7 +21,7 @@ SOURCES = [path for package in (cute_kernels, layouts) for path in Path(str(pack
 STAGE = re.compile(r"(Call|Problem|Schedule|Plan|Sizes|Shape|Memory|KvFormat|WeightFormat)\Z")
 MOST_FIELDS, MOST_BOOLEANS = 12, 2
 # Configurations that still have more, and how much: a number here may only become smaller.
-LARGER = {"DecodeConfig": (22, 4), "ExtendConfig": (13, 4), "AppendConfig": (18, 5)}
+LARGER: dict[str, tuple[int, int]] = {}
 
 
 def classes() -> Iterator[tuple[Path, ast.ClassDef]]:

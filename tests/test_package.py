@@ -44,6 +44,32 @@ def test_the_version_is_written_once_and_in_the_changelog():
     assert latest == cute_kernels.__version__
 
 
+PLACEHOLDER = re.compile(
+    r"example\.(com|org|net)|your[-_ ]?(org|name|domain)|\b(TODO|FIXME|TBD|XXX)\b|<(owner|url|email)>", re.I
+)
+
+
+def test_no_address_is_made_up():
+    """Addresses of the project are real or missing, and nothing that ships asks its reader to fill something in."""
+    urls = PROJECT.get("urls", {})
+    assert set(urls) <= {"Source", "Documentation", "Changelog", "Issues"}
+    assert all(url.startswith("https://") for url in urls.values())
+    pages = [ROOT / name for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+    pages += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*")]
+    found = {
+        path.name: match[0] for path in pages if path.is_file() and (match := PLACEHOLDER.search(path.read_text()))
+    }
+    assert not found
+    assert PLACEHOLDER.search("https://example.com/x") and PLACEHOLDER.search("https://github.com/your-org/x")
+
+
+def test_the_pythons_that_are_claimed_were_tested():
+    claimed = set(re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"])))
+    page = (ROOT / "docs/install.md").read_text()
+    table = set(re.findall(r"^\| (3\.\d+) \|", page, re.MULTILINE))
+    assert claimed and claimed == table | set(re.findall(r"with Python (3\.\d+), PyTorch", page, re.I))
+
+
 def test_the_command_is_the_modules():
     module, _, name = PROJECT["scripts"]["cute-kernels"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))

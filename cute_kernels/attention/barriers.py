@@ -2,7 +2,8 @@
 
 import cutlass.cute as cute
 
-from cute_kernels.attention.config import WARPGROUP_WARPS, DecodeConfig
+from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.policies import WARPGROUP_WARPS
 from cute_kernels.device import numbers
 from cute_kernels.device.cuda import WARP_THREADS
 

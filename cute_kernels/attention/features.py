@@ -57,6 +57,15 @@ class Features:
         """Whether the output is brought back from the transform of V."""
         return self.v_rotation > 1 or self.v_factor
 
+    def problem(self, v_head_dim: int) -> str | None:
+        """Why outputs of ``v_head_dim`` columns cannot have them, or None."""
+        width = self.v_rotation
+        if not 1 <= width <= WIDEST_RESTORED or width & (width - 1):
+            return f"v_rotation {width} is not a power of two up to {WIDEST_RESTORED}"
+        if width > 1 and v_head_dim & (v_head_dim - 1):
+            return f"v_rotation {width} of a v_head_dim of {v_head_dim}"
+        return None
+
     @property
     def name(self) -> str:
         """Part of a C identifier that tells features apart, "" for none: "causal_window", "bias_bf16_paged"."""

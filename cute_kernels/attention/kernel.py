@@ -17,19 +17,14 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.assignment import Assigner, Requests
 from cute_kernels.attention.barriers import await_ready
-from cute_kernels.attention.config import (
-    BLOCK_QUERIES,
-    COPYING_REGISTERS,
-    QUERY_VECTOR_BYTES,
-    SWIZZLE_ALIGNMENT,
-    DecodeConfig,
-)
+from cute_kernels.attention.config import COPYING_REGISTERS, SWIZZLE_ALIGNMENT, DecodeConfig
 from cute_kernels.attention.copies import Pager, TileCopier
 from cute_kernels.attention.filler import RingFiller
 from cute_kernels.attention.logits import FeatureValues, Logits
 from cute_kernels.attention.mainloop import UnitTiles, WarpMainloop
 from cute_kernels.attention.merge import Merger, Results
 from cute_kernels.attention.place import RECIPROCAL_BITS, Cta, DecodeSizes, GivenScales, Place, QueryRows, Roles, Work
+from cute_kernels.attention.policies import BLOCK_QUERIES, QUERY_VECTOR_BYTES
 from cute_kernels.attention.readers import make_readers
 from cute_kernels.attention.readers.common import Query
 from cute_kernels.attention.warpgroup import WarpgroupMainloop

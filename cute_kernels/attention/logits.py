@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.readers.common import load_float
-from cute_kernels.device import ptx
+from cute_kernels.device import numbers, ptx
 from cute_kernels.device.types import RegisterTensor
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Logits:
             state.positions = self.positions(state)
         state.slopes, state.bias_rows, state.shifts = [], [], []
         if const_expr(self.features.bias is not None):
-            state.bias = cute.make_rmem_tensor(BLOCK_ROWS * self.columns, Float32)
+            state.bias = cute.make_rmem_tensor(BLOCK_ROWS * self.columns, Uint32)
         for column in self.query_columns(state):
             if const_expr(self.features.alibi):
                 slope = load_float(values.alibi_slopes + Int64(column.head) * 4)
@@ -83,9 +83,6 @@ class Logits:
             if const_expr(self.shifts):
                 row = work.output_row(column.place * work.place.shape.num_q_heads + column.head)
                 state.shifts.append(load_shift(values.shift, row) * (softmax_scale * ptx.LOG2_E))
-            if const_expr(self.features.sinks):
-                # Wanted at the end, in a chain of other waits: it is in the L1 cache by then.
-                ptx.prefetch_line(values.sinks + Int64(column.head) * 4)
             if const_expr(self.features.bias is not None):
                 strides = values.bias_strides
                 offset = Int64(work.request) * strides[0] + Int64(column.place) * strides[1]
@@ -151,7 +148,7 @@ class Logits:
         if const_expr(self.features.alibi):
             x = ptx.fma(Float32(token - state.positions[column]), state.slopes[column], x)
         if const_expr(self.features.bias is not None):
-            x = ptx.fma(state.bias[self.columns * j + column], Float32(ptx.LOG2_E), x)
+            x = ptx.fma(self.bias_of(state.bias[self.columns * j + column]), Float32(ptx.LOG2_E), x)
         return x
 
     def ask_bias(self, state, tokens):
@@ -160,12 +157,16 @@ class Logits:
             for column in range(self.columns):
                 state.bias[self.columns * j + column] = self.load_bias(state, column, token)
 
-    def load_bias(self, state, column: int, token):
-        """The bias of a key; of the last one for tokens past the request's end, which are hidden."""
+    def load_bias(self, state, column: int, token) -> Uint32:
+        """The bias of a key, its bits; of the last one for tokens past the request's end, which are hidden."""
         token = cutlass.max(cutlass.min(token, state.length - 1), 0)
         size = BIAS_BYTES[self.features.bias or ""]
         address = state.bias_rows[column] + Int64(token) * (state.values.bias_strides[3] * size)
-        return ptx.load_bf16(address) if size == 2 else load_float(address)
+        return numbers.load_global_part(address, 0, 2) if size == 2 else ptx.load_global_words(address, 0, 1)[0]
+
+    def bias_of(self, word: Uint32):
+        """A bias in fp32. Where it is used and not where it is loaded: what computes with a load waits for it."""
+        return (word << 16 if self.features.bias == "bf16" else word).bitcast(Float32)
 
     def is_hidden(self, state, position, token):
         """Whether the query at ``position`` does not see a key."""
@@ -182,7 +183,7 @@ def load_shift(base, row):
 
 class LogitState:
     values: FeatureValues
-    bias: RegisterTensor[Float32]  # of variants that have one
+    bias: RegisterTensor[Uint32]  # of variants that have one: the next block's, as it is in memory
     length: Int32
     q_len: Int32
     place: Place

@@ -10,10 +10,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.attention.barriers import sync_attending
-from cute_kernels.attention.config import ATTENDING_REGISTERS, QUERY_VECTOR_BYTES, DecodeConfig
+from cute_kernels.attention.config import ATTENDING_REGISTERS, DecodeConfig
 from cute_kernels.attention.copies import TileCopier
 from cute_kernels.attention.logits import Logits, LogitState
 from cute_kernels.attention.merge import LOWEST, Merger
+from cute_kernels.attention.policies import QUERY_VECTOR_BYTES
 from cute_kernels.attention.readers.common import State, query_vectors, store_vectors
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS

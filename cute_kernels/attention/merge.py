@@ -18,17 +18,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.barriers import sync_attending
-from cute_kernels.attention.config import (
-    BLOCK_QUERIES,
-    KEEP_PARTIALS,
-    MERGE_PAD,
-    PAIR_BYTES,
-    PLACES_SHIFT,
-    WRITE_LSE,
-    DecodeConfig,
-)
+from cute_kernels.attention.config import KEEP_PARTIALS, MERGE_PAD, PAIR_BYTES, PLACES_SHIFT, WRITE_LSE, DecodeConfig
 from cute_kernels.attention.logits import load_shift
 from cute_kernels.attention.place import RECIPROCAL_BITS
+from cute_kernels.attention.policies import BLOCK_QUERIES
 from cute_kernels.attention.readers.common import load_float, load_floats
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
@@ -89,11 +82,15 @@ class Merger:
         address = ring.toint()
         tid = warp * WARP_THREADS + lane
         self.publish_warp(state, address, warp, lane, slice_index)
+        sinks = cute.make_rmem_tensor(-(-self.num_vectors // self.config.num_threads), Float32)
+        if const_expr(self.config.features.sinks):
+            if work.num_parts == 1:
+                self.ask_sinks(sinks, work, results, tid)
         sync_attending(self.config)
         if work.num_parts == 1:
             for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
                 maximum, total, value = self.merge_slices(address, index)
-                self.store_output(work, results, index, maximum, total, value)
+                self.store_output(work, results, index, maximum, total, value, self.next_sink(sinks))
                 if (results.mode & KEEP_PARTIALS) != 0:
                     self.store_partial(work, results, index, maximum, total, value)
         else:
@@ -189,8 +186,10 @@ class Merger:
         """Adds up this CTA's share of the row over all splits and stores it."""
         if share.groups_log2 == 0:
             for v in cutlass.range(tid, share.count, self.config.num_threads, unroll=1):
+                sink = self.load_sink(work, results, share.first + v)
                 sums = self.gather(work, results, share, address, share.first + v, Int32(0))
-                self.store_output(work, results, share.first + v, sums[0], sums[1], [sums[2 + c] for c in range(4)])
+                value = [sums[2 + c] for c in range(4)]
+                self.store_output(work, results, share.first + v, sums[0], sums[1], value, sink)
                 if not keep:
                     self.clear(work, results, share, share.first + v, Int32(0))
         else:
@@ -204,6 +203,7 @@ class Merger:
         index = share.first + member
         sums = cute.make_rmem_tensor(6, Float32)
         sums.fill(0.0)
+        sink = self.load_sink(work, results, cutlass.min(index, self.num_vectors - 1))
         if member < share.count:
             gathered = self.gather(work, results, share, address, index, group)
             for i in cutlass.range_constexpr(6):
@@ -220,7 +220,7 @@ class Merger:
                 head = _floats(ptx.load_shared_vector(source, 0, 4))
                 tail = _floats(ptx.load_shared_vector(source, 16, 2))
                 self.add(sums, [head[0:2]], [[*head[2:4], *tail]])
-            self.store_output(work, results, index, sums[0], sums[1], [sums[2 + c] for c in range(4)])
+            self.store_output(work, results, index, sums[0], sums[1], [sums[2 + c] for c in range(4)], sink)
         if (member < share.count) & (not keep):
             self.clear(work, results, share, index, group)
 
@@ -312,8 +312,30 @@ class Merger:
 
     # -- stores ---------------------------------------------------------------------------------------------------
 
+    def load_sink(self, work, results, index):
+        """The sink of a vector's query head, asked for before what the vector waits for; 0 where there are none."""
+        if not self.config.features.sinks:
+            return Float32(0.0)
+        _, head, valid = work.query_row(self.config, self.vector(index)[0])
+        return load_float(results.sinks + Int64(cutlass.select_(valid, head, Int32(0))) * 4)
+
+    def ask_sinks(self, sinks, work, results, tid):
+        """Asks for those of all vectors that a thread stores of a row's only split, all in flight at once."""
+        for i in range(cute.size(sinks)):
+            index = cutlass.min(tid + i * self.config.num_threads, self.num_vectors - 1)
+            sinks[i] = self.load_sink(work, results, index)
+
+    def next_sink(self, sinks):
+        """The first of some sinks; the others move up."""
+        if not self.config.features.sinks:
+            return Float32(0.0)
+        first = sinks[0]
+        for i in range(cute.size(sinks) - 1):
+            sinks[i] = sinks[i + 1]
+        return first
+
     @cute.jit
-    def store_output(self, work, results, index, maximum, total, value):
+    def store_output(self, work, results, index, maximum, total, value, sink):
         row, d = self.vector(index)
         query_row, head, valid = work.query_row(self.config, row)
         if const_expr(self.config.features.v_rotation > 1):
@@ -334,7 +356,6 @@ class Merger:
             # A query that sees no key has a sum of 0: output 0, log-sum-exp -inf.
             denominator = total
             if const_expr(self.config.features.sinks):
-                sink = load_float(results.sinks + Int64(head) * 4)
                 denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -maximum))
             scale = cutlass.select_(total > 0.0, ptx.reciprocal(denominator), Float32(0.0))
             pack = {"bf16": ptx.pack_bf16x2, "fp16": ptx.pack_f16x2}[self.config.q_dtype]

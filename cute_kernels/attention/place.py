@@ -9,9 +9,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels.attention.config import BLOCK_QUERIES, DecodeConfig
+from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.copies import Tiles
 from cute_kernels.attention.logits import FeatureValues, QueryColumn
+from cute_kernels.attention.policies import BLOCK_QUERIES
 
 if TYPE_CHECKING:
     from cute_kernels.attention.merge import Results

@@ -11,7 +11,8 @@ import torch
 from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CacheOperand
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.attention.config import KEEP_PARTIALS, PAGE_TOKENS, PLACES_SHIFT, WRITE_LSE, DecodeConfig
+from cute_kernels.attention.config import KEEP_PARTIALS, PLACES_SHIFT, WRITE_LSE, DecodeConfig
+from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.schedule import DecodeProblem, DecodeSchedule, head_blocks, make_schedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of

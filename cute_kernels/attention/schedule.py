@@ -12,10 +12,20 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from cute_kernels.attention.config import BLOCK_QUERIES, MAX_BLOCKS_PER_WARP, DecodeConfig
+from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.attention.policies import (
+    BLOCK_QUERIES,
+    MAX_BLOCKS_PER_WARP,
+    CacheLoad,
+    CopyPipeline,
+    TokenRuns,
+    WarpgroupMma,
+    WarpMma,
+)
 from cute_kernels.attention.tiles import cannot_read, copies_per_tile, kernel_format
 from cute_kernels.kv_formats import KvFormat, format_of
+from cute_kernels.runtime.composed import changed
 
 MEMORY_BYTES_PER_US = 4.5e6  # what streaming kernels reach on an H200
 # How much more than its share of the memory's rate an SM can digest.
@@ -336,8 +346,8 @@ def _is_contiguous(problem: DecodeProblem, num_heads: int) -> bool:
 
 def _with_warpgroups(config: DecodeConfig) -> DecodeConfig:
     """``config`` with products of warpgroups, and a ring of as many tiles as are worth it."""
-    config = _change(config, warpgroups=True)
-    return _change(config, num_stages=min(WARPGROUP_STAGES, _num_stages(config, config.ctas_per_sm)))
+    config = changed(config, mainloop=WarpgroupMma())
+    return changed(config, num_stages=min(WARPGROUP_STAGES, _num_stages(config, config.ctas_per_sm)))
 
 
 def _with_copy_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
@@ -347,11 +357,11 @@ def _with_copy_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
     whether four copying warps lend theirs to eight attending ones.
     """
     if "word" in config.copies or (borrows and config.num_warps == TARGET_WARPS):
-        return _change(config, copy_warps=MAX_COPY_WARPS)
+        return changed(config, copy_warps=MAX_COPY_WARPS)
     wanted = min(MAX_COPY_WARPS, -(-copies_per_tile(config) // COPIES_PER_WARP))
     turns = -(-config.ctas_per_sm * (config.num_warps + 1) // SM_PARTITIONS)
     free = turns * SM_PARTITIONS // config.ctas_per_sm - config.num_warps
-    return _change(config, copy_warps=max(1, min(wanted, free)))
+    return changed(config, copy_warps=max(1, min(wanted, free)))
 
 
 def _roomy(config: DecodeConfig) -> DecodeConfig:
@@ -359,7 +369,7 @@ def _roomy(config: DecodeConfig) -> DecodeConfig:
     if config.blocks_per_warp == 1 and replace(config.features, paged=False, head_major=False) == PLAIN:
         return config
     while config.ctas_per_sm > 1 and config.num_warps * config.ctas_per_sm > TARGET_WARPS:
-        config = _change(config, ctas_per_sm=config.ctas_per_sm // 2)
+        config = changed(config, ctas_per_sm=config.ctas_per_sm // 2)
     return config
 
 
@@ -427,23 +437,20 @@ def _base_config(
     row_copy: str,
 ) -> DecodeConfig:
     """The fields that follow from the problem; one warp to a tile."""
-    k_copy, v_copy = (row_copy if format_of(name).has_header else "tma" for name in names)
+    dims = (problem.head_dim, problem.v_head_dim)
+    k, v = (
+        CacheLoad(name, head_dim, row_copy if format_of(name).has_header else "tma")
+        for name, head_dim in zip(names, dims, strict=True)
+    )
     return DecodeConfig(
-        *names,
+        k,
+        v,
         problem.q_dtype,
-        problem.head_dim,
-        problem.v_head_dim,
-        num_heads=num_heads,
-        num_query_blocks=num_query_blocks,
-        blocks_per_warp=query_blocks(problem)[1],
-        num_slices=1,
-        early_tiles=0 if problem.features.window or problem.after_append else 1,
-        contiguous=contiguous,
-        k_copy=k_copy,
-        v_copy=v_copy,
-        page_tokens=problem.page_tokens,
-        units=problem.features.paged,
+        WarpMma(num_heads, num_query_blocks, query_blocks(problem)[1], num_slices=1),
+        CopyPipeline(early_tiles=0 if problem.features.window or problem.after_append else 1),
+        TokenRuns(contiguous, problem.page_tokens),
         features=problem.features,
+        units=problem.features.paged,
         after_append=problem.after_append,
     )
 
@@ -470,7 +477,7 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
         pieces = base.page_tokens > 0 and roles == base.blocks_per_warp == 1
         few_warps = ctas_per_sm == MOST_CTAS or (ctas_per_sm == 2 and (groups > 1 or pieces))
         warps = TARGET_WARPS // 2 if few_warps else TARGET_WARPS
-        config = _change(base, num_slices=max(1, warps // roles))
+        config = changed(base, num_slices=max(1, warps // roles))
         return _with_ring(config, ctas_per_sm, 3 if ctas_per_sm == 1 else 2)
     return _byte_config(base, ctas_per_sm)
 
@@ -482,7 +489,7 @@ def bare_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     if max(base.head_dims) == 256:
         ctas_per_sm = 1
     few = max(base.head_dims) > 128 or base.num_query_blocks > 1 or ctas_per_sm > 1
-    return _with_ring(_change(base, num_slices=2 if few else 4), min(ctas_per_sm, 2), 3)
+    return _with_ring(changed(base, num_slices=2 if few else 4), min(ctas_per_sm, 2), 3)
 
 
 def _kinds(forms: Iterable[KvFormat]) -> set[str]:
@@ -494,7 +501,7 @@ def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     """``base`` with 8 warps to an SM, and as many tokens to a tile as leave room for a ring of three."""
     slices = max(1, TARGET_WARPS // ctas_per_sm // base.num_roles)
     shapes = [(slices, 2)] + [(slices >> i, 1) for i in range(slices.bit_length())]
-    configs = [_change(base, num_slices=s, blocks_per_slice=blocks, ctas_per_sm=ctas_per_sm) for s, blocks in shapes]
+    configs = [changed(base, num_slices=s, blocks_per_slice=blocks, ctas_per_sm=ctas_per_sm) for s, blocks in shapes]
     if sum(configs[0].tile_bytes) > STAGE_BYTES or _takes_one_block(base):
         configs = configs[1:]
     least = 2 if base.shares_queries else 3
@@ -505,7 +512,7 @@ def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     stages = min(3 if ctas_per_sm == 2 or many or base.shares_queries else 2, _num_stages(fitting, ctas_per_sm))
     if stages < 2:
         return _byte_config(base, ctas_per_sm // 2)
-    return _change(fitting, num_stages=stages)
+    return changed(fitting, num_stages=stages)
 
 
 def _takes_one_block(config: DecodeConfig) -> bool:
@@ -528,16 +535,12 @@ def _num_stages(config: DecodeConfig, ctas_per_sm: int) -> int:
 def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeConfig:
     """``base`` with tiles of a useful size and up to ``num_stages`` of them, as the shared memory allows."""
     blocks = 2 if 2 * sum(base.tile_bytes) <= STAGE_BYTES and not _takes_one_block(base) else 1
-    config = _change(base, ctas_per_sm=ctas_per_sm, blocks_per_slice=blocks)
+    config = changed(base, ctas_per_sm=ctas_per_sm, blocks_per_slice=blocks)
     # Four CTAs with small tiles serve many short rows better than two with large ones.
     small = ctas_per_sm == MOST_CTAS and not base.units and base.blocks_per_warp == 1
     if small and _num_stages(config, ctas_per_sm) < 2:
-        config = _change(config, blocks_per_slice=1)
+        config = changed(config, blocks_per_slice=1)
     stages = min(num_stages, _num_stages(config, ctas_per_sm))
     if stages < 2:
         return _with_ring(base, ctas_per_sm // 2, num_stages)
-    return _change(config, num_stages=stages)
-
-
-def _change(config: DecodeConfig, **fields: int) -> DecodeConfig:
-    return replace(config, **fields)
+    return changed(config, num_stages=stages)

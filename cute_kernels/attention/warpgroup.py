@@ -31,16 +31,10 @@ from cute_kernels.attention.barriers import (
     sync_attending,
     sync_warpgroup,
 )
-from cute_kernels.attention.config import (
-    ATTENDING_REGISTERS,
-    BLOCK_QUERIES,
-    EXCHANGE_BYTES,
-    PAIR_BYTES,
-    WARPGROUP_WARPS,
-    WGMMA_QUERIES,
-)
+from cute_kernels.attention.config import ATTENDING_REGISTERS, PAIR_BYTES
 from cute_kernels.attention.mainloop import RESCALE_SLACK, UnitTiles
 from cute_kernels.attention.merge import Merger
+from cute_kernels.attention.policies import BLOCK_QUERIES, EXCHANGE_BYTES, WARPGROUP_WARPS, WGMMA_QUERIES, WarpgroupMma
 from cute_kernels.attention.readers.warpgroup import ROW_HALVES
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
@@ -120,13 +114,13 @@ class WarpgroupMainloop:
         config = self.config
         self.store_queries(cta, keys)
         keys.query_operand = wgmma.descriptor(cute.arch.make_warp_uniform(cta.queries))
-        keys.query_sum_address = cta.queries + config.sum_offset
-        keys.centres = cta.queries + config.centre_offset + 4 * WGMMA_QUERIES * cta.warp
+        keys.query_sum_address = cta.queries + WarpgroupMma.sum_offset
+        keys.centres = cta.queries + WarpgroupMma.centre_offset + 4 * WGMMA_QUERIES * cta.warp
         number = cta.warp // WARPGROUP_WARPS
         offset = cute.make_rmem_tensor(1, Int32)
         offset[0] = Int32(0)
-        probabilities = cta.queries + config.probability_offset + 2 * config.probability_bytes * number
-        exchange = cta.queries + config.exchange_offset + EXCHANGE_BYTES * number
+        probabilities = cta.queries + WarpgroupMma.probability_offset + 2 * WarpgroupMma.probability_bytes * number
+        exchange = cta.queries + WarpgroupMma.exchange_offset + EXCHANGE_BYTES * number
         keys.warpgroup = Warpgroup(number, cta.warp % WARPGROUP_WARPS, cta.lane, exchange, probabilities, offset)
         self.clear_probabilities(keys.warpgroup)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -141,7 +135,7 @@ class WarpgroupMainloop:
     @cute.jit
     def clear_probabilities(self, warpgroup):
         """Zeros for the first turn, in which there is no tile before."""
-        size = self.config.probability_bytes
+        size = WarpgroupMma.probability_bytes
         place = warpgroup.last_operand(size) + CLEAR_BYTES * (warpgroup.warp * WARP_THREADS + warpgroup.lane)
         for offset in cutlass.range_constexpr(0, size, CLEAR_BYTES * WARPGROUP_THREADS):
             ptx.store_shared_zero16(place, offset)
@@ -186,7 +180,7 @@ class WarpgroupMainloop:
 
     def start_products(self, cta, state, stage: Int32):
         """Starts adding P V of the last tile, which lies in ``stage``."""
-        place = cute.arch.make_warp_uniform(state.keys.warpgroup.last_operand(self.config.probability_bytes))
+        place = cute.arch.make_warp_uniform(state.keys.warpgroup.last_operand(WarpgroupMma.probability_bytes))
         address = self.copier.stage_addresses(cta.tiles, stage)[1]
         self.value_reader.start_products(state.values, address, wgmma.descriptor(place))
 
@@ -252,7 +246,7 @@ class WarpgroupMainloop:
         for column in cutlass.range_constexpr(columns):
             state.softmax.total[column] = state.softmax.total[column] + sums[column]
             state.values.shift_sums[column] = sums[columns + column]
-        warpgroup.go_on(self.config.probability_bytes)
+        warpgroup.go_on(WarpgroupMma.probability_bytes)
 
     def write_probabilities(self, state, rows, totals):
         """Writes P * scale of V; into ``rows.sums`` those of P and of P * shift. Whether one is too large for fp16.

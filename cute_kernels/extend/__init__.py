@@ -45,6 +45,8 @@ class ExtendOptions(TypedDict, total=False):
     tree_mask: torch.Tensor | None
     num_splits: int | None
     sm_margin: int
+    unpack: bool | None
+    max_seq_len: int | None
     out: torch.Tensor | None
 
 
@@ -114,6 +116,8 @@ def extend_attention(
     tree_mask: torch.Tensor | None = None,
     num_splits: int | None = None,
     sm_margin: int = 0,
+    unpack: bool | None = None,
+    max_seq_len: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -164,6 +168,12 @@ def extend_attention(
             cut, each of them another CTA's, 1 to 32. Default: chosen for the shapes, 1 where there is work enough. If
             given, a request's result does not depend on the rest of the batch.
         sm_margin: SMs that are left to other kernels which run meanwhile, as FlashAttention-3 has it.
+        unpack: whether the cache is made into rows of 16 bits first, once for all queries, in memory that the call
+            takes for itself: 4 bytes times batch, tokens a request may have, num_kv_heads and head_dim. Default: where
+            there are queries enough for it to pay, and up to 512 MiB; with ``num_splits``, not for formats with a scale
+            per row, whose results differ by its rounding. True: in any case.
+        max_seq_len: none of seq_lens is greater, as the caller knows. It bounds that memory where the cache has room
+            for more. Results of longer requests are undefined.
         return_lse: also return the log-sum-exp of the scores, without the sinks.
         out: where to write the result, contiguous.
 
@@ -198,6 +208,8 @@ def extend_attention(
         "tree_mask": tree_mask,
         "num_splits": num_splits,
         "sm_margin": sm_margin,
+        "unpack": unpack,
+        "max_seq_len": max_seq_len,
     }
     inputs, own_sinks, needs_lse = None, None, return_lse
     if transform is not None:

@@ -31,7 +31,7 @@ class ExtendCall:
             they come from the cache.
         tree_mask: int32 [total_q, words], contiguous: which of its request's new tokens each query sees; None where
             their order says so.
-        num_splits, sm_margin: as given.
+        num_splits, sm_margin, unpack, max_seq_len: as given.
         out: where the result goes, contiguous, as q; None for a new one.
     """
 
@@ -43,6 +43,8 @@ class ExtendCall:
     tree_mask: torch.Tensor | None = None
     num_splits: int | None = None
     sm_margin: int = 0
+    unpack: bool | None = None
+    max_seq_len: int | None = None
 
     @property
     def batch(self) -> int:
@@ -144,6 +146,8 @@ def make_call(
     tree_mask: torch.Tensor | None = None,
     num_splits: int | None = None,
     sm_margin: int = 0,
+    unpack: bool | None = None,
+    max_seq_len: int | None = None,
     out: torch.Tensor | None = None,
 ) -> ExtendCall:
     """Checks everything that can be said without waiting for a device; arguments as `extend_attention` has them.
@@ -169,6 +173,9 @@ def make_call(
     checks.check_count("num_splits", num_splits, MAX_SPLITS)
     if type(sm_margin) is not int or sm_margin < 0:
         raise ValueError(f"sm_margin: got {sm_margin!r}, want a number of SMs from 0 on")
+    if unpack is not None and type(unpack) is not bool:
+        raise TypeError(f"unpack: got {unpack!r}, want None, True or False")
+    checks.check_count("max_seq_len", max_seq_len)
     base = attention_call.make_call(
         q.new_empty((batch, 1, *q.shape[1:])),
         k_cache,
@@ -197,7 +204,9 @@ def make_call(
         base = replace(base, window=window_size)  # new tokens come on top of what the cache has room for
     if tree_mask is not None:
         _check_tree_mask(tree_mask, q, window_size=window_size, alibi_slopes=alibi_slopes)
-    return ExtendCall(q, cu_seqlens_q, base, new, out, tree_mask, num_splits, sm_margin)
+    return ExtendCall(
+        q, cu_seqlens_q, base, new, out, tree_mask, num_splits, sm_margin, unpack=unpack, max_seq_len=max_seq_len
+    )
 
 
 def _check_tree_mask(mask: torch.Tensor, q: torch.Tensor, **positional: object) -> None:
@@ -275,6 +284,11 @@ def check_device_values(call: ExtendCall) -> None:
                 f"cu_seqlens_q: got {ends[request]} to {ends[request + 1]} for request {request}, want numbers that "
                 f"do not fall, at most {total}, the queries of q"
             )
+    if call.max_seq_len is not None and call.batch and int(longest := call.base.seq_lens.max()) > call.max_seq_len:
+        request = call.base.seq_lens.tolist().index(int(longest))
+        raise ValueError(
+            f"seq_lens: got {int(longest)} for request {request}, more than max_seq_len, {call.max_seq_len}"
+        )
     for request in range(call.batch):
         own = call._request(request, slice(ends[request], ends[request + 1]))
         if not own.q_len:  # nobody looks at its pages

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from cute_kernels.architecture import HOPPER, Limits
-from cute_kernels.attention.config import PAGE_TOKENS
 from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.kv_formats import GROUP_UNIT, KvFormat, format_of
@@ -22,8 +22,10 @@ SLAB_COLUMNS = 64  # of an operand in the 128-byte swizzle
 ELEMENT_BYTES = 2  # of operands
 WORK_SLOTS = 2
 WORK_BYTES = 32  # of a slot: 8 words
+TILE_SCALE_BYTES = 16  # of unpacked keys and values, see `cute_kernels.extend.unpack`: one bulk copy
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 OPERAND_COLUMNS = (64, 128, 256)  # that operands may have; zeros fill up what rows lack
+TILE_TOKENS = {64: 128, 128: 128, 256: 64}  # by operands' columns: accumulators of scores and of values fit a thread
 # Registers of a thread after setmaxnreg: producers, consumers. By what producers do, and how many warps they are.
 REGISTERS = {("dense", 4): (40, 232), ("bytes", 4): (88, 208), ("int4", 4): (104, 200)}
 REGISTERS |= {("bytes", 8): (56, 200), ("int4", 8): (64, 192)}
@@ -48,26 +50,62 @@ def columns_of(head_dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class ExtendConfig:
-    """One compiled variant.
-
-    A CTA has two consumer warpgroups, which multiply 64 rows of queries each, and ``producer_warps`` that fill tiles of
-    ``tile_tokens`` keys and values: one of them by tensor maps where the cache is 16 bits wide, all of them by decoding
-    rows where it is codes.
+class ProducerPipeline:
+    """How tiles come and how consumers take turns.
 
     Attributes:
-        k_format, v_format: names of the cache formats, see :mod:`cute_kernels.kv_formats`; both 16 bits, or both codes.
-        q_dtype: "bf16" or "fp16", of q and out; that of a 16-bit cache.
-        head_dim: of q, K, V and out.
         tile_tokens: keys and values of a tile.
         num_stages: tiles of K, and of V, in shared memory.
         producer_warps: 4 or 8.
-        page_tokens: tokens that certainly lie together in a paged cache, a power of two; 0 for contiguous caches.
+        ping_pong: whether the consumers take turns issuing their products.
+    """
+
+    tile_tokens: int = 128
+    num_stages: int = 2
+    producer_warps: int = 4
+    ping_pong: bool = True
+
+
+@dataclass(frozen=True)
+class CachedKeys:
+    """K and V are rows of a cache: of pages in which ``page_tokens`` tokens certainly lie together, a power of two; or,
+    with 0, one request's tokens after the other."""
+
+    page_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class RaggedKeys:
+    """K and V are those of all requests one after the other, as the queries are; of 16 bits."""
+
+
+@dataclass(frozen=True)
+class UnpackedKeys:
+    """K and V are what :mod:`.unpack` has made of a cache: rows of 16 bits, one request's after the other and head by
+    head, with zeros behind a request's last token up to the end of its tile."""
+
+
+Keys: TypeAlias = CachedKeys | RaggedKeys | UnpackedKeys
+
+
+@dataclass(frozen=True)
+class ExtendConfig:
+    """One compiled variant.
+
+    A CTA has two consumer warpgroups, which multiply 64 rows of queries each, and producer warps that fill tiles of
+    keys and values: one or two of them by tensor maps where keys come in 16 bits, all of them by decoding rows where
+    they are codes.
+
+    Attributes:
+        k_format, v_format: names of the cache formats, see :mod:`cute_kernels.kv_formats`; both 16 bits, or both codes.
+            Of unpacked keys: what they were.
+        q_dtype: "bf16" or "fp16", of q and out; that of a 16-bit cache.
+        head_dim: of q, K, V and out.
+        pipeline: tiles, stages, warps.
+        keys: where K and V lie.
         features: what of attention it computes beyond softmax(q K^T) V.
-        ragged: whether K and V are those of all requests one after the other, as the queries are; of 16 bits.
         merges: whether the result is merged with that of another launch over other keys.
         tree: whether a mask says which of a request's new tokens a query sees, instead of their order.
-        ping_pong: whether the consumers take turns issuing their products.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -75,15 +113,40 @@ class ExtendConfig:
     v_format: str
     q_dtype: str
     head_dim: int
-    tile_tokens: int = 128
-    num_stages: int = 2
-    producer_warps: int = 4
-    page_tokens: int = 0
+    pipeline: ProducerPipeline = ProducerPipeline()
+    keys: Keys = CachedKeys()
     features: Features = PLAIN
-    ragged: bool = False
     merges: bool = False
     tree: bool = False
-    ping_pong: bool = True
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.pipeline.tile_tokens
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline.num_stages
+
+    @property
+    def producer_warps(self) -> int:
+        return self.pipeline.producer_warps
+
+    @property
+    def ping_pong(self) -> bool:
+        return self.pipeline.ping_pong
+
+    @property
+    def page_tokens(self) -> int:
+        """Of :class:`CachedKeys`; 0 without pages."""
+        return self.keys.page_tokens if isinstance(self.keys, CachedKeys) else 0
+
+    @property
+    def ragged(self) -> bool:
+        return isinstance(self.keys, RaggedKeys)
+
+    @property
+    def unpacked(self) -> bool:
+        return isinstance(self.keys, UnpackedKeys)
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
@@ -92,7 +155,30 @@ class ExtendConfig:
 
     @property
     def coded(self) -> bool:
+        """Whether the cache holds codes."""
         return self.formats[0].is_coded
+
+    @property
+    def decodes(self) -> bool:
+        """Whether producers decode rows; else K and V come in 16 bits."""
+        return self.coded and not self.unpacked
+
+    @property
+    def warp_rows(self) -> int:
+        """Rows of a tile that a producer warp decodes."""
+        return self.tile_tokens // self.producer_warps
+
+    @property
+    def filling_warps(self) -> int:
+        """Producer warps that do something."""
+        if self.decodes:
+            return self.producer_warps
+        return 2 if self.page_tokens else 1  # one for K, one for V where a tile is many TMA tiles
+
+    @property
+    def cache_type(self) -> str | None:
+        """ "bf16" or "fp16", of K and V as the kernel is given them; None for codes."""
+        return None if self.decodes else self.operand_type
 
     @property
     def operand_type(self) -> str:
@@ -107,6 +193,16 @@ class ExtendConfig:
     @property
     def token_scales(self) -> tuple[bool, bool]:
         """Whether rows of K and of V have scales that meet scores and probabilities."""
+        if self.unpacked:
+            return False, False
+        return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
+
+    @property
+    def tile_scales(self) -> tuple[bool, bool]:
+        """Whether tiles of K and of V have a scale each: unpacked rows have theirs multiplied in, up to a power of 2 of
+        the tile."""
+        if not self.unpacked:
+            return False, False
         return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
 
     @property
@@ -122,7 +218,7 @@ class ExtendConfig:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a producer's and of a consumer's thread."""
-        if not self.coded:
+        if not self.decodes:
             return REGISTERS["dense", 4]
         kinds = {form.extend.registers for form in self.formats if form.extend is not None}
         return REGISTERS["int4" if "int4" in kinds else "bytes", self.producer_warps]
@@ -155,8 +251,10 @@ class ExtendConfig:
 
     @property
     def scale_bytes(self) -> int:
-        """Of the scales of a tile's rows, and of the greatest that each producer warp has seen."""
-        return 4 * (self.tile_tokens + self.producer_warps) if self.coded else 0
+        """Of the scales of a tile's rows, and of the greatest that each producer warp has seen; or of a tile's own."""
+        if any(self.tile_scales):
+            return TILE_SCALE_BYTES
+        return 4 * (self.tile_tokens + self.producer_warps) if self.decodes else 0
 
     @property
     def smem_bytes(self) -> int:
@@ -170,7 +268,8 @@ class ExtendConfig:
         shape = f"d{self.head_dim}_t{self.tile_tokens}r{self.num_stages}p{self.producer_warps}"
         layout = f"_p{self.page_tokens}" if self.page_tokens else ""
         layout += f"_{self.features.name}" if self.features.name else ""
-        layout += ("_ragged" if self.ragged else "") + ("_merges" if self.merges else "")
+        layout += "_ragged" if self.ragged else "_unpacked" if self.unpacked else ""
+        layout += "_merges" if self.merges else ""
         layout += ("_tree" if self.tree else "") + ("" if self.ping_pong else "_free")
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
 
@@ -201,8 +300,10 @@ class ExtendConfig:
             return f"{producing} and {consuming} registers are more than {self.num_threads} threads begin with"
         if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
-        if self.ragged and (self.coded or self.page_tokens or self.features.head_major):
-            return "ragged keys lie in 16 bits, without pages, token by token"
+        if self.ragged and (self.coded or self.features.head_major):
+            return "ragged keys lie in 16 bits, token by token"
+        if self.unpacked and not self.features.head_major:
+            return "unpacked keys lie head by head"
         if self.tree and (self.features.causal or self.features.window or self.features.alibi):
             return "a tree's mask says what is seen: neither order nor positions do"
         if self.features.bias is not None:
@@ -229,3 +330,74 @@ class CombineConfig:
         if self.q_dtype not in ("bf16", "fp16"):
             return f"q_dtype {self.q_dtype!r} is not 'bf16' or 'fp16'"
         return None if self.head_dim in HEAD_DIMS else f"head_dim {self.head_dim} is not one of {HEAD_DIMS}"
+
+
+UNPACK_CHUNKS = 8  # parts of a tile that a warp unpacks one after the other
+
+
+@dataclass(frozen=True)
+class UnpackConfig:
+    """One compiled variant of the kernel that makes :class:`UnpackedKeys` of a cache.
+
+    Attributes:
+        k_format, v_format: of the cache. dtype: "bf16" or "fp16", of the rows that it makes.
+        head_dim: of rows.
+        page_tokens, head_major: as :class:`CachedKeys` and the features of attention have them.
+    """
+
+    k_format: str
+    v_format: str
+    dtype: str
+    head_dim: int
+    page_tokens: int = 0
+    head_major: bool = False
+
+    @property
+    def formats(self) -> tuple[KvFormat, KvFormat]:
+        """Of K and of V."""
+        return format_of(self.k_format), format_of(self.v_format)
+
+    @property
+    def tile_tokens(self) -> int:
+        return TILE_TOKENS[self.columns]
+
+    @property
+    def columns(self) -> int:
+        """Of the operands that its rows become."""
+        return columns_of(self.head_dim)
+
+    @property
+    def warp_rows(self) -> int:
+        """Rows that a warp holds at a time."""
+        return self.tile_tokens // UNPACK_CHUNKS
+
+    @property
+    def tile_scales(self) -> tuple[bool, bool]:
+        """As :class:`ExtendConfig` has them."""
+        return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
+
+    @property
+    def name(self) -> str:
+        """A C identifier that tells configurations apart."""
+        formats = self.k_format if self.k_format == self.v_format else f"{self.k_format}_{self.v_format}"
+        pages = f"_p{self.page_tokens}" if self.page_tokens else ""
+        pages += "_head_major" if self.head_major else ""
+        return f"extend_unpack_{formats}_{self.dtype}_d{self.head_dim}{pages}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        for name, form in zip((self.k_format, self.v_format), self.formats, strict=True):
+            if (reason := cannot_read(form)) is not None:
+                return reason
+            if kernel_format(name) != name:
+                return f"{name} caches are read by the kernel for {kernel_format(name)}"
+            wanted = "fp16" if form.is_coded else name
+            if self.dtype != wanted:
+                return f"dtype {self.dtype!r} is not {wanted!r}, that of rows of a {name} cache"
+            if form.has_header and self.head_dim // form.num_groups % GROUP_UNIT:
+                return f"groups of {self.head_dim // form.num_groups} columns are no multiple of {GROUP_UNIT}"
+        if self.head_dim not in HEAD_DIMS:
+            return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
+            return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
+        return None

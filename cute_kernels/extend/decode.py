@@ -11,6 +11,7 @@ rows are multiplied out in fp16, rounded once: half of code * scale + shift.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -21,10 +22,10 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import RegisterTensor
-from cute_kernels.extend.config import SLAB_COLUMNS, ExtendConfig, has_token_scale
+from cute_kernels.extend.config import ELEMENT_BYTES, SLAB_COLUMNS, ExtendConfig, has_token_scale
 from cute_kernels.extend.loads import load_word_below
 from cute_kernels.extend.memory import KEYS, VALUES
-from cute_kernels.kv_formats import load_code
+from cute_kernels.kv_formats import KvFormat, load_code
 
 WORD_BITS = 32
 SIGN_BITS = 0x80808080
@@ -69,6 +70,24 @@ class Int4Words:
         return pairs
 
 
+class RowShape(Protocol):
+    """Which rows of a tile a warp reads, and what they are: `ExtendConfig` or `UnpackConfig`, which say what each
+    is."""
+
+    @property
+    def formats(self) -> tuple[KvFormat, KvFormat]: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def tile_tokens(self) -> int: ...
+    @property
+    def warp_rows(self) -> int: ...
+    @property
+    def page_tokens(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Held:
     """What a warp holds of a tile: registers. words: a lane's, by load. headers: of INT4, by load. scale: of a row of
@@ -80,25 +99,24 @@ class Held:
 
 
 class CodedRows:
-    """K or V: which words are whose, and how a warp's rows of a tile come and go."""
+    """K or V: which words are whose, and how a warp's rows of a tile come."""
 
-    def __init__(self, config: ExtendConfig, operand: int):
-        self.config, self.operand = config, operand
-        form = config.formats[operand]
+    def __init__(self, shape: RowShape, operand: int):
+        self.tile_tokens, self.paged, self.operand = shape.tile_tokens, shape.page_tokens > 0, operand
+        form = shape.formats[operand]
         assert form.extend is not None  # `ExtendConfig.can_implement` has said so
         self.decoder = load_code(form.extend.words)()
         self.word_codes = WORD_BITS // form.code_bits
         self.has_headers = form.extend.scales == "groups"
         self.token_scale = has_token_scale(form)
-        self.row_bytes = form.row_bytes(config.head_dim)
         self.header_bytes = form.header_bytes
-        self.row_words = config.columns // self.word_codes  # in the tile; those that the cache does not have are zeros
-        self.real_words = config.head_dim // self.word_codes
-        self.group_words = self.real_words // form.num_groups
-        self.warp_rows = config.tile_tokens // config.producer_warps
-        self.load_rows = max(WARP_THREADS // self.row_words, 1)
-        self.num_loads = self.warp_rows * self.row_words // WARP_THREADS
-        self.run_rows = min(self.warp_rows, config.page_tokens or self.warp_rows)
+        self.unit_bytes = self.word_codes * ELEMENT_BYTES  # of a word's numbers
+        self.row_units = shape.columns // self.word_codes  # words in the tile; those that the cache lacks are zeros
+        self.real_units = shape.head_dim // self.word_codes
+        self.group_words = self.real_units // form.num_groups
+        self.warp_rows = shape.warp_rows
+        self.num_loads = self.warp_rows * self.row_units // WARP_THREADS
+        self.run_rows = min(self.warp_rows, shape.page_tokens or self.warp_rows)
 
     def make(self) -> Held:
         return Held(
@@ -110,10 +128,10 @@ class CodedRows:
     @cute.jit
     def load(self, held: Held, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
         """Asks for a warp's rows of a block; those that no query of the request sees become zeros."""
-        rows, paged = source.rows(self.operand), self.config.page_tokens > 0
-        first = block * self.config.tile_tokens + warp * self.warp_rows
-        below = lane // self.row_words if const_expr(self.row_words < WARP_THREADS) else Int32(0)
-        word = lane % self.row_words if const_expr(self.row_words < WARP_THREADS) else lane
+        rows, paged = source.rows(self.operand), self.paged
+        first = block * self.tile_tokens + warp * self.warp_rows
+        below = lane // self.row_units if const_expr(self.row_units < WARP_THREADS) else Int32(0)
+        word = lane % self.row_units if const_expr(self.row_units < WARP_THREADS) else lane
         low = cutlass.max(first_valid - first, 0)
         count = cutlass.max(work.kv_stop - first - low, 0)
         last = cutlass.max(work.kv_stop - 1, 0)
@@ -125,12 +143,12 @@ class CodedRows:
             found, place = source.pages.locate(paged, work.request, token)
             bases.append(rows.address(found, place, work.head))
         for k in cutlass.range_constexpr(self.num_loads):
-            row = k * WARP_THREADS // self.row_words
-            run, part = row // self.run_rows, k * WARP_THREADS % self.row_words
+            row = k * WARP_THREADS // self.row_units
+            run, part = row // self.run_rows, k * WARP_THREADS % self.row_units
             row_address = bases[run] + ((row % self.run_rows) + below) * rows.token_bytes
             index, limit = (below - low) + row, count
-            if const_expr(self.real_words < self.row_words):
-                limit = cutlass.select_(word + part < self.real_words, count, Int32(0))
+            if const_expr(self.real_units < self.row_units):
+                limit = cutlass.select_(word + part < self.real_units, count, Int32(0))
             held.words[k] = load_word_below(index, limit, row_address + 4 * word, self.header_bytes + 4 * part)
             if const_expr(self.has_headers):
                 group = (word + part) // self.group_words
@@ -142,34 +160,48 @@ class CodedRows:
                 base = cutlass.select_(row >= run * self.run_rows, bases[run], base)
             held.scale[0] = load_word_below(row - low, count, base + (row % self.run_rows) * rows.token_bytes)
 
+    def numbers(self, held: Held, k: int):
+        """What a lane's word of a load stands for: packed pairs, without a row's scale."""
+        return self.decoder.numbers(held.words[k], held.headers[k] if self.has_headers else None)
+
+
+class TileWriter:
+    """How a warp's rows of K or V go into a tile in shared memory."""
+
+    def __init__(self, config: ExtendConfig, operand: int):
+        self.config, self.operand = config, operand
+        self.rows = CodedRows(config, operand)
+
     def place(self, warp, lane):
         """Byte offset in a tile of what a lane's first word becomes."""
-        below = lane // self.row_words if self.row_words < WARP_THREADS else Int32(0)
-        word = lane % self.row_words if self.row_words < WARP_THREADS else lane
-        column = word * self.word_codes
+        row_words, word_codes = self.rows.row_units, self.rows.word_codes
+        below = lane // row_words if row_words < WARP_THREADS else Int32(0)
+        word = lane % row_words if row_words < WARP_THREADS else lane
+        column = word * word_codes
         slab, piece = column // SLAB_COLUMNS, column % SLAB_COLUMNS // 8
-        place = slab * self.config.slab_bytes + (warp * self.warp_rows + below) * wgmma_tiles.ROW_BYTES
+        place = slab * self.config.slab_bytes + (warp * self.rows.warp_rows + below) * wgmma_tiles.ROW_BYTES
         return place + (piece ^ below) * wgmma_tiles.PIECE_BYTES + column % 8 * 2
 
     @cute.jit
     def store(self, held: Held, memory, stage: Int32, place: Int32, warp: Int32, lane: Int32):
         """Decodes what a warp holds into its rows of a tile, which is free; place: :meth:`place`."""
+        row_words, word_codes = self.rows.row_units, self.rows.word_codes
         place = place + (memory.tiles + memory.tile(self.operand, stage))
-        for k in cutlass.range_constexpr(self.num_loads):
-            row, part = k * WARP_THREADS // self.row_words, k * WARP_THREADS % self.row_words
-            offset = row * wgmma_tiles.ROW_BYTES + part * self.word_codes // SLAB_COLUMNS * self.config.slab_bytes
-            header = held.headers[k] if const_expr(self.has_headers) else None
-            pairs = self.decoder.numbers(held.words[k], header)
+        for k in cutlass.range_constexpr(self.rows.num_loads):
+            row, part = k * WARP_THREADS // row_words, k * WARP_THREADS % row_words
+            offset = row * wgmma_tiles.ROW_BYTES + part * word_codes // SLAB_COLUMNS * self.config.slab_bytes
+            pairs = self.rows.numbers(held, k)
             ptx.store_shared(place ^ (row % 8 * wgmma_tiles.PIECE_BYTES), offset, pairs)
-        if const_expr(self.token_scale):
+        if const_expr(self.rows.token_scale):
             self.store_scales(held, memory, stage, warp, lane)
 
     @cute.jit
     def store_scales(self, held: Held, memory, stage: Int32, warp: Int32, lane: Int32):
         """The rows' scales, and the greatest of the warp's."""
+        warp_rows = self.rows.warp_rows
         address = memory.scales_of(self.operand, stage)
-        if lane < self.warp_rows:
-            ptx.store_shared(address + (warp * self.warp_rows + lane) * 4, 0, [held.scale[0]])
+        if lane < warp_rows:
+            ptx.store_shared(address + (warp * warp_rows + lane) * 4, 0, [held.scale[0]])
         if const_expr(self.operand == VALUES):
             top = lane_max(Float32(held.scale[0].bitcast(Float32)), (1, 2, 4, 8, 16))
             if lane == 0:
@@ -181,7 +213,7 @@ class RowProducer:
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        self.keys, self.values = CodedRows(config, KEYS), CodedRows(config, VALUES)
+        self.keys, self.values = TileWriter(config, KEYS), TileWriter(config, VALUES)
 
     def make_maps(self, k_cache, v_cache):
         """No tensor maps."""
@@ -189,16 +221,16 @@ class RowProducer:
     @cute.jit
     def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
         """Fills the tiles of a work tile, the last block first; the ring's next stage and phase."""
-        keys, values = self.keys.make(), self.values.make()
+        keys, values = self.keys.rows.make(), self.values.rows.make()
         # Not what they are made of: registers are scarce.
         places = ptx.pinned(self.keys.place(warp, lane)), ptx.pinned(self.values.place(warp, lane))
         if span.begin < span.end:
-            self.keys.load(keys, source, work, first_valid, span.end - 1, warp, lane)
+            self.keys.rows.load(keys, source, work, first_valid, span.end - 1, warp, lane)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
-            self.values.load(values, source, work, first_valid, block, warp, lane)
+            self.values.rows.load(values, source, work, first_valid, block, warp, lane)
             self.publish(self.keys, keys, memory, places[0], warp, lane, stage, phase)
-            self.keys.load(keys, source, work, first_valid, cutlass.max(block - 1, span.begin), warp, lane)
+            self.keys.rows.load(keys, source, work, first_valid, cutlass.max(block - 1, span.begin), warp, lane)
             self.publish(self.values, values, memory, places[1], warp, lane, stage, phase)
             stage, phase = advance(stage, phase, self.config.num_stages)
         return stage, phase
@@ -206,7 +238,7 @@ class RowProducer:
     @cute.jit
     def publish(
         self,
-        operand: cutlass.Constexpr,
+        writer: cutlass.Constexpr,
         held,
         memory,
         place: Int32,
@@ -216,9 +248,9 @@ class RowProducer:
         phase: Int32,
     ):
         """Writes a warp's rows of a tile when it is free, and says so."""
-        number = memory.barrier(operand.operand, stage)
+        number = memory.barrier(writer.operand, stage)
         cute.arch.mbarrier_wait(memory.empty + number, phase)
-        operand.store(held, memory, stage, place, warp, lane)
+        writer.store(held, memory, stage, place, warp, lane)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:

@@ -12,7 +12,7 @@ docs/design/extend_attention.md has the balance of clocks, bytes and registers b
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
@@ -31,7 +31,7 @@ class ExtendKernel:
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        self.producer = RowProducer(config) if config.coded else TmaTileProducer(config)
+        self.producer = RowProducer(config) if config.decodes else TmaTileProducer(config)
         self.consumer, self.worker = Consumer(config), Worker(config)
 
     @cute.jit
@@ -63,6 +63,7 @@ class ExtendKernel:
         tree_words: Int32,
         num_splits: Int32,
         partials: Int64,
+        tile_scales: Int64,
         num_ctas: Int32,
         stream,
     ):
@@ -76,7 +77,8 @@ class ExtendKernel:
         v_scale, sinks, alibi_slopes fp32; tree_mask int32 [total_q, tree_words]; partials fp32 [num_splits, total_q,
         num_q_heads, head_dim], then [num_splits, total_q, num_q_heads] of log2 sums, with more than one split: what
         :mod:`.combine` reads, and out and lse are left to it. prefix_only: 1 to leave out the queries' own tokens,
-        else 0.
+        else 0. Of unpacked keys caches and tile_scales are what :class:`.unpack.UnpackTarget` has, and max_pages the
+        tokens that a request may have.
         """
         config = self.config
         (total_q, num_q_heads, _), cache = extents(q), extents(k_cache)
@@ -89,7 +91,7 @@ class ExtendKernel:
             total_q=total_q,
             batch=batch,
             num_q_heads=num_q_heads,
-            max_seq_len=max_pages * tokens if config.page_tokens else tokens,
+            max_seq_len=self.room(max_pages, tokens),
             group=Divisor.of(group),
             kv_heads=Divisor.of(kv_heads),
             splits=Divisor.of(num_splits),
@@ -98,11 +100,11 @@ class ExtendKernel:
             window=window,
         )
         keys, values = (
-            Rows.of(tensor, 1 if config.coded else ELEMENT_BYTES, config.features.head_major)
+            Rows.of(tensor, 1 if config.decodes else ELEMENT_BYTES, config.features.head_major)
             for tensor in (k_cache, v_cache)
         )
         pages = Pages(block_table, max_pages, cache[0], Divisor.of(tokens))
-        source = Source(keys, values, pages, self.producer.make_maps(k_cache, v_cache))
+        source = Source(keys, values, pages, self.producer.make_maps(k_cache, v_cache), tile_scales)
         addresses = ptx.address(q), ptx.address(out), lse, other_out, other_lse, partials
         operands = Operands(*addresses, k_scale, v_scale, k_scale_stride, v_scale_stride, softmax_scale)
         features = Features(window, soft_cap, sinks, alibi_slopes, tree_mask, tree_words)
@@ -110,6 +112,12 @@ class ExtendKernel:
         self.kernel(shape, source, operands, features, lengths).launch(
             grid=(num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
+
+    def room(self, max_pages, tokens):
+        """Tokens that a request may have. tokens: of a block of the cache."""
+        if self.config.unpacked:
+            return max_pages
+        return max_pages * tokens if self.config.page_tokens else tokens
 
     @cute.kernel
     def kernel(self, shape, source, operands, features, lengths):
@@ -124,8 +132,7 @@ class ExtendKernel:
         producing, consuming = config.registers
         if warp >= MMA_WARPS:
             cute.arch.setmaxregister_decrease(producing)
-            active = config.producer_warps if const_expr(config.coded) else 1
-            if warp < MMA_WARPS + active:
+            if warp < MMA_WARPS + config.filling_warps:
                 self.produce(shape, source, lengths, memory, warp - MMA_WARPS, lane)
         else:
             cute.arch.setmaxregister_increase(consuming)

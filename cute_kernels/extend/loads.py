@@ -1,10 +1,14 @@
-"""Loads of single words that may not exist."""
+"""Loads and stores of words that may not exist."""
 
 from __future__ import annotations
 
-from cutlass import Int32, Int64, Uint32
+from collections.abc import Sequence
+
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
+
+from cute_kernels.device.ptx import struct_of
 
 
 @dsl_user_op
@@ -13,3 +17,32 @@ def load_word_below(index: Int32, limit: Int32, address: Int64, offset: int = 0,
     asm = f"{{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; @p ld.global.nc.u32 $0, [$3 + {offset}]; }}"
     values = [x.ir_value(loc=loc, ip=ip) for x in (Int32(index), Int32(limit), Int64(address))]
     return Uint32(llvm.inline_asm(Uint32.mlir_type, values, asm, "=&r,r,r,l", has_side_effects=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def load_piece_below(index: Int32, limit: Int32, address: Int64, offset: int = 0, *, loc=None, ip=None) -> list[Uint32]:
+    """As :func:`load_word_below`, 4 words side by side on an address of 16 bytes."""
+    zeros = " ".join(f"mov.u32 ${i}, 0;" for i in range(4))
+    load = f"@p ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$6 + {offset}];"
+    asm = f"{{ .reg .pred p; setp.lt.u32 p, $4, $5; {zeros} {load} }}"
+    u32 = Uint32.mlir_type
+    values = [x.ir_value(loc=loc, ip=ip) for x in (Int32(index), Int32(limit), Int64(address))]
+    constraints = ",".join(["=&r"] * 4 + ["r", "r", "l"])
+    result = llvm.inline_asm(struct_of(u32, 4), values, asm, constraints, has_side_effects=True, loc=loc, ip=ip)
+    return [Uint32(llvm.extractvalue(u32, result, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
+def store_below(
+    index: Int32, limit: Int32, address: Int64, values: Sequence, offset: int = 0, *, loc=None, ip=None
+) -> None:
+    """2 or 4 values of 32 bits (all fp32 or all words) to global memory in one access where 0 <= ``index`` <
+    ``limit``, else none."""
+    kind, letter = ("f32", "f") if isinstance(values[0], Float32) else ("u32", "r")
+    inputs = ", ".join(f"${i + 3}" for i in range(len(values)))
+    store = f"@p st.global.v{len(values)}.{kind} [$2 + {offset}], {{{inputs}}};"
+    operands = [Int32(index), Int32(limit), Int64(address), *values]
+    asm = f"{{ .reg .pred p; setp.lt.u32 p, $0, $1; {store} }}"
+    constraints = ",".join(["r", "r", "l", *[letter] * len(values)])
+    values_ir = [x.ir_value(loc=loc, ip=ip) for x in operands]
+    llvm.inline_asm(None, values_ir, asm, constraints, has_side_effects=True, loc=loc, ip=ip)

@@ -25,7 +25,7 @@ class ExtendMemory:
         tile_pointer, tiles: of K's stages, then V's.
         query_pointer, queries: of the warpgroups' queries.
         scales: fp32 [2, stages, tile_tokens + producer_warps]: of a tile's rows, and the greatest of each producer
-            warp.
+            warp; or, of unpacked keys, [2, stages, 4], K's: what :class:`.unpack.UnpackTarget` says of a tile.
         query_scales: fp32 [128]: powers of 2 that queries in fp16 are to be multiplied with.
         slots: work tiles that the CTA knows of.
         full, empty: barriers of the tiles, K's and then V's. work_full, work_empty: of the slots.
@@ -71,13 +71,13 @@ class ExtendMemory:
 
     def init_barriers(self) -> None:
         """One thread, before anybody uses them."""
-        fillers = self.config.producer_warps if self.config.coded else 1
+        fillers = self.config.producer_warps if self.config.decodes else 1
         for i in range(2 * self.config.num_stages):
             cute.arch.mbarrier_init(self.full + i, fillers)
             cute.arch.mbarrier_init(self.empty + i, MMA_WARPS)
         for i in range(WORK_SLOTS):
             cute.arch.mbarrier_init(self.work_full + i, 1)
-            cute.arch.mbarrier_init(self.work_empty + i, MMA_WARPS + fillers)
+            cute.arch.mbarrier_init(self.work_empty + i, MMA_WARPS + self.config.filling_warps)
         cute.arch.mbarrier_init_fence()
 
     def barrier(self, operand: int, stage):
@@ -148,12 +148,14 @@ class Pages:
 
 @dataclass(frozen=True)
 class Source:
-    """The caches of a launch; run-time values. maps: tensor maps of 16-bit caches, see `tma_tiles`, else None."""
+    """The caches of a launch; run-time values. maps: tensor maps of 16-bit caches, see `tma_tiles`, else None.
+    tile_scales: address of what :class:`.unpack.UnpackTarget` has, of unpacked keys."""
 
     keys: Rows
     values: Rows
     pages: Pages
     maps: tuple[TmaInfo, TmaInfo] | None
+    tile_scales: Int64
 
     def rows(self, operand: int) -> Rows:
         return (self.keys, self.values)[operand]

@@ -44,7 +44,7 @@ def mixed_attention(
         out: where to write the result, as q, contiguous.
         sm_margin: SMs that the other requests' kernel leaves to decoding from the start.
         options: block_table, cache_layout, softmax_scale, window_size, softcap, sinks, alibi_slopes, k_scale, v_scale,
-            as both calls have them.
+            as both calls have them; unpack and max_seq_len, as :func:`extend_attention` has them.
 
     Returns out, as :func:`extend_attention`. On a GPU decoding runs on a stream of its own, which the current one
     waits for; graphs capture both.
@@ -62,9 +62,10 @@ def mixed_attention(
         check_out(out, q)
         checks.check_place("out", out, q.device)
         checks.check_contiguous("out", out)
+    of_extend = {name: options.pop(name) for name in ("unpack", "max_seq_len") if name in options}
     first, rest = (
         _part_of(k_cache, v_cache, options, slice(0, num_decodes)),
-        _part_of(k_cache, v_cache, options, slice(num_decodes, None)),
+        _part_of(k_cache, v_cache, options, slice(num_decodes, None)) | of_extend,
     )
 
     def decode() -> None:

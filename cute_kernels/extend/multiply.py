@@ -160,10 +160,11 @@ class Consumer:
         """Probabilities of the first block."""
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
         self.score(scores, memory, group, stage, phase)
+        tile = self.softmax.load_tile_scales(memory.scales_of(KEYS, stage))
         values = self.finish_scores(scores, memory, stage, lane, 0)
         factors = cute.make_rmem_tensor(2, Float32)
         factors.fill(0.0)
-        self.weigh(shape, features, work, span, rows, values, factors, memory, lane, span.end - 1, stage, phase)
+        self.weigh(shape, features, work, span, rows, values, factors, tile, memory, lane, span.end - 1, stage, phase)
         self.pack(values, packed, memory, stage, lane)
 
     def go_on(self, shape, features, work, span, rows, sums, packed, memory, group, lane, block, stage, phase) -> None:
@@ -172,13 +173,16 @@ class Consumer:
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
         self.await_turn(group)
         self.score(scores, memory, group, next_stage, next_phase)
+        tile = self.softmax.load_tile_scales(memory.scales_of(KEYS, next_stage))
         self.add_values(sums, packed, memory, stage, phase)
         wgmma_tiles.commit()
         self.pass_turn(group)
         values = self.finish_scores(scores, memory, next_stage, lane, 1)
         factors = cute.make_rmem_tensor(2, Float32)
         factors.fill(1.0)
-        self.weigh(shape, features, work, span, rows, values, factors, memory, lane, block, next_stage, next_phase)
+        self.weigh(
+            shape, features, work, span, rows, values, factors, tile, memory, lane, block, next_stage, next_phase
+        )
         self.finish_values(sums, memory, stage, lane)
         rescale(sums, factors, self.config.columns // 2)
         self.pack(values, packed, memory, next_stage, lane)
@@ -229,7 +233,7 @@ class Consumer:
         self.release(memory, VALUES, stage, lane)
 
     @cute.jit
-    def weigh(self, shape, features, work, span, rows, values, factors, memory, lane, block, stage, phase):
+    def weigh(self, shape, features, work, span, rows, values, factors, tile, memory, lane, block, stage, phase):
         """Probabilities of a block from its scores, and the factors by which earlier sums shrink.
 
         ptxas puts the wait for products that run meanwhile before all that does not need them and stands in the same
@@ -237,13 +241,13 @@ class Consumer:
         """
         masked = self.worker.is_masked(shape, work, span, block)
         key_scales, value_scales = memory.scales_of(KEYS, stage), memory.scales_of(VALUES, stage)
-        self.softmax.take(values, rows, features, work, block, masked, key_scales, lane)
+        self.softmax.take(values, rows, features, work, block, masked, tile, key_scales, lane)
         if const_expr(self.config.token_scales[0]):
             self.release(memory, KEYS, stage, lane)
         if const_expr(self.config.token_scales[1]):
             cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
         if numbers.active_lanes() != 0:
-            self.softmax.weigh(values, rows, factors, value_scales)
+            self.softmax.weigh(values, rows, factors, tile, value_scales)
 
     def pack(self, values, packed, memory, stage, lane) -> None:
         self.softmax.pack(values, packed, memory.scales_of(VALUES, stage), lane, self.operands.pack)

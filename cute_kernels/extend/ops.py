@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels import arguments
 from cute_kernels.arguments import needs_dispatch
-from cute_kernels.attention.checks import check_positive
+from cute_kernels.attention.checks import check_count, check_positive
 from cute_kernels.extend.call import MAX_ROWS, ExtendCall, check_device_values, check_out, make_call
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.plan import ExtendPlan, check_alignment, make_plan
@@ -34,6 +34,8 @@ DEFAULTS: dict[str, Any] = {
     "tree_mask": None,
     "num_splits": None,
     "sm_margin": 0,
+    "unpack": None,
+    "max_seq_len": None,
 }
 """Complete options, in the order that every complete set of options has."""
 
@@ -43,10 +45,12 @@ ROWS_OF_QUERIES = ("new_k", "new_v", "tree_mask")  # options that have a row for
 def _key(
     q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, softmax_scale, return_lse, out, options
 ) -> tuple[Any, ...]:
-    """What decides a plan; options: complete ones, see `DEFAULTS`. Not how many queries there are: that changes from
-    step to step, but for whether there are any."""
+    """What decides a plan; options: complete ones, see `DEFAULTS`. Not how many queries there are, nor how long
+    requests are at most: both change from step to step, but for whether there are any."""
     if softmax_scale is not None:
         check_positive("softmax_scale", softmax_scale)
+    if options["max_seq_len"] is not None:
+        check_count("max_seq_len", options["max_seq_len"])
     return (
         q.shape[1:],
         q.shape[0] == 0,
@@ -58,7 +62,7 @@ def _key(
         identity(seq_lens),
         identity(cu_seqlens_q),
         kv_format,
-        *[_key_of(name, value) for name, value in options.items()],
+        *[_key_of(name, value) for name, value in options.items() if name != "max_seq_len"],
     )
 
 
@@ -202,7 +206,7 @@ _operator = Operator(
     "str v_format, *, float? softmax_scale=None, Tensor? block_table=None, str cache_layout='NHD', bool causal=True, "
     "int? window_size=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? k_scale=None, "
     "Tensor? v_scale=None, Tensor? new_k=None, Tensor? new_v=None, Tensor? tree_mask=None, int? num_splits=None, "
-    "int sm_margin=0) -> (Tensor, Tensor)",
+    "int sm_margin=0, bool? unpack=None, int? max_seq_len=None) -> (Tensor, Tensor)",
     cpu=_on_cpu,
     cuda=_on_cuda,
     meta=_on_meta,

@@ -10,17 +10,27 @@ import torch
 
 from cute_kernels.attention.call import CacheOperand
 from cute_kernels.attention.checks import Q_DTYPES
-from cute_kernels.attention.config import PAGE_TOKENS
 from cute_kernels.attention.plan import address_of
+from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.extend.call import ExtendCall
-from cute_kernels.extend.compile import CombineSpec, ExtendSpec
+from cute_kernels.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
 from cute_kernels.extend.config import CombineConfig, ExtendConfig
-from cute_kernels.extend.schedule import ExtendProblem, choose, choose_newer, choose_splits, count_tiles
+from cute_kernels.extend.schedule import (
+    ExtendProblem,
+    choose,
+    choose_newer,
+    choose_splits,
+    choose_unpacked,
+    count_tiles,
+    queries_to_unpack_for,
+)
+from cute_kernels.extend.unpacked import UnpackPlan
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank, byte_view
 from cute_kernels.runtime.plans import ALIGNMENT
+from cute_kernels.runtime.spec import KernelSpec
 
 MAX_TOKEN_STRIDE = 2**23  # bytes: those of a tile fit 32 bits
 COUNTER_WORDS = 4  # of workspace, of which one counts work tiles
@@ -37,6 +47,7 @@ class ExtendPlan:
         k_view, v_view: dtypes that the function takes the caches as, None for their own.
         copies_table: whether the rows of the block table lie apart: the kernels know of none that do.
         numbers: max_pages, window, soft cap.
+        unpack: the other way to serve a call, for launches of many queries; None where there is none.
         num_sms: those that a launch may use.
         has_cache: whether the cache has room for a token.
         newer: the plan of the launch over the queries' own tokens, where these are not in the cache.
@@ -60,6 +71,7 @@ class ExtendPlan:
     numbers: tuple[int, int, float]
     has_cache: bool = True
     newer: ExtendPlan | None = None
+    unpack: UnpackPlan | None = None
     combine: Callable[..., Any] | None = None
     num_splits: int | None = None
     max_seq_len: int = 0
@@ -111,22 +123,33 @@ class ExtendPlan:
         *,
         prefix_only: int = 0,
         other: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        unpacked: tuple[int, torch.Tensor | None] | None = None,
     ) -> None:
         """One launch; lengths: what :meth:`ExtendKernel.__call__` has as seq_lens. other: (out, lse) of another launch
-        that the result is merged with."""
-        config, index = self.config, self.device_index
+        that the result is merged with. unpacked: of unpacked keys, tokens that a request may have, and tiles'
+        scales."""
+        config, index, max_seq_len = self.config, self.device_index, options["max_seq_len"]
         table = options["block_table"] if config.page_tokens else None
         if self.copies_table and table is not None:
             table = table.contiguous()  # may be freed before it is read: its memory is reused in the stream's order
-        splits, partials = self.splits_of(q), None
+        k_cache = k_cache if self.k_view is None else k_cache.view(self.k_view)
+        v_cache = v_cache if self.v_view is None else v_cache.view(self.v_view)
+        if self.unpack is not None and self.unpack.serves(q.shape[0], max_seq_len):
+            given = (cu_seqlens_q, lengths, out, lse, softmax_scale, options, table, prefix_only)
+            self.unpack.call(q, (k_cache, v_cache), *given)
+            return
+        splits, partials = self.splits_of(q, max_seq_len), None
+        max_pages, *numbers = self.numbers
+        if unpacked is not None:
+            max_pages = unpacked[0]
         if splits > 1:
             partials = GPU.empty(*blank((splits, q.shape[0], q.shape[1], q.shape[2] + 1), torch.float32))
         num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], self.num_kv_heads) * splits
         mask = options["tree_mask"] if config.tree else None
         self.function(
             q,
-            k_cache if self.k_view is None else k_cache.view(self.k_view),
-            v_cache if self.v_view is None else v_cache.view(self.v_view),
+            k_cache,
+            v_cache,
             cu_seqlens_q,
             lengths,
             out,
@@ -140,13 +163,15 @@ class ExtendPlan:
             self.v_scale_stride,
             self.softmax_scale if softmax_scale is None else softmax_scale,
             address_of(table),
-            *self.numbers,
+            max_pages,
+            *numbers,
             address_of(options["sinks"]),
             address_of(options["alibi_slopes"]),
             address_of(mask),
             0 if mask is None else mask.shape[1],
             splits,
             address_of(partials),
+            0 if unpacked is None else address_of(unpacked[1]),
             min(num_tiles, self.num_sms),
         )
         if splits > 1:
@@ -154,13 +179,14 @@ class ExtendPlan:
             sinks = options["sinks"] if config.features.sinks else None
             self.combine(out, cu_seqlens_q, address_of(partials), address_of(lse), address_of(sinks), splits)
 
-    def splits_of(self, q: torch.Tensor) -> int:
-        """Of a launch."""
+    def splits_of(self, q: torch.Tensor, max_seq_len: int | None) -> int:
+        """Of a launch; max_seq_len: of its requests, if known."""
         if self.combine is None:
             return 1
         if self.num_splits is not None:
             return self.num_splits
-        return choose_splits(q.shape[0], self.batch, q.shape[1], self.num_kv_heads, self.max_seq_len, self.num_sms)
+        most = self.max_seq_len if max_seq_len is None else min(self.max_seq_len, max_seq_len)
+        return choose_splits(q.shape[0], self.batch, q.shape[1], self.num_kv_heads, most, self.num_sms)
 
 
 def make_plan(call: ExtendCall, config: ExtendConfig | None = None) -> ExtendPlan:
@@ -182,7 +208,7 @@ def configs_of(call: ExtendCall, config: ExtendConfig | None = None) -> list[Ext
 
 def make_plan_of(call: ExtendCall, config: ExtendConfig, newer: ExtendPlan | None = None) -> ExtendPlan:
     """The plan of a launch of ``config``; newer: that of a launch that merges what this one makes."""
-    base, coded = call.base, config.coded
+    base, coded = call.base, config.decodes
     table, device = base.block_table, call.q.device
     return ExtendPlan(
         function=load(ExtendSpec(config), arch_of(device.index)),
@@ -200,10 +226,36 @@ def make_plan_of(call: ExtendCall, config: ExtendConfig, newer: ExtendPlan | Non
         numbers=(0 if table is None else table.shape[1], base.window or 0, base.soft_cap or 1.0),
         has_cache=base.k.cache.numel() > 0 and base.max_seq_len > 0,
         newer=newer,
+        unpack=_unpack_plan(call, config),
         combine=None if config.merges or call.num_splits == 1 else load(combine_spec(config), arch_of(device.index)),
         num_splits=call.num_splits,
         max_seq_len=base.max_seq_len,
     )
+
+
+def _unpack_plan(call: ExtendCall, config: ExtendConfig) -> UnpackPlan | None:
+    """How a call that ``config`` serves could be served over unpacked keys."""
+    if config.unpacked or config.ragged or call.unpack is False:
+        return None
+    least: int | None = 0
+    if call.unpack is None:
+        least = queries_to_unpack_for(config, call.batch, call.base.group, call.base.window)
+        # Rows' scales are rounded in other places: a request's result would depend on its batch.
+        is_fixed = call.num_splits is not None and any(config.token_scales)
+        if least is None or is_fixed:
+            return None
+    unpack, attention = choose_unpacked(config)
+    function = load(UnpackSpec(unpack), arch_of(call.q.device.index))
+    return UnpackPlan(function, unpack, make_plan_of(call, attention), least, call.unpack is True)
+
+
+def specs_of(config: ExtendConfig) -> list[KernelSpec]:
+    """All kernels that calls which the schedule gives ``config`` may launch, but for those of new tokens."""
+    specs: list[KernelSpec] = [ExtendSpec(config), combine_spec(config)]
+    if queries_to_unpack_for(config, 1, 1, None) is not None:
+        unpack, attention = choose_unpacked(config)
+        specs += [UnpackSpec(unpack), ExtendSpec(attention)]
+    return specs
 
 
 def combine_spec(config: ExtendConfig) -> CombineSpec:

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.tiles import kernel_format
-from cute_kernels.extend.config import MAX_SPLITS, TILE_ROWS, ExtendConfig, columns_of
-from cute_kernels.kv_formats import format_of
+from cute_kernels.extend.config import (
+    ELEMENT_BYTES,
+    MAX_SPLITS,
+    TILE_ROWS,
+    TILE_TOKENS,
+    CachedKeys,
+    ExtendConfig,
+    ProducerPipeline,
+    RaggedKeys,
+    UnpackConfig,
+    UnpackedKeys,
+    columns_of,
+)
+from cute_kernels.kv_formats import FORMATS, KvFormat, format_of
 
-TILE_TOKENS = {64: 128, 128: 128, 256: 64}  # by operands' columns: accumulators of scores and of values fit a thread
 DECODE_WARPS = {64: 8, 128: 8, 256: 4}  # with 8 a thread begins with 128 registers: too few for 128 sums
 BLOCK_TOKENS = 128
 # Of a CTA, in blocks of keys that it could have multiplied meanwhile: to begin and to end a work tile; to write its
 # partial result and to have it read again; to wait for the kernel that puts splits together.
 TILE_COST, PARTIAL_COST, COMBINE_COST = 1.5, 4.0, 3.0
+# What kernels that read a cache as it is reach of the rate over unpacked keys, by what rows' scales are
+# (`ExtendReader`), and for 16 bits in pages of so many tokens: H200, docs/design/history/extend_attention.md.
+READING_RATES: dict[str | int, float] = {"row": 0.65, "outside": 0.77, "groups": 0.64, 16: 0.95}
+PRODUCTS_PER_US = 690e6  # FLOP over unpacked keys
+UNPACKED_BYTES_PER_US = 3.0e6  # read and written
+MAX_UNPACKED_BYTES = 2**29  # that a call takes by itself
 
 
 @dataclass(frozen=True)
@@ -44,9 +62,8 @@ def choose(problem: ExtendProblem) -> ExtendConfig:
         v_format=kernel_format(problem.v_format),
         q_dtype=problem.q_dtype,
         head_dim=problem.head_dim,
-        tile_tokens=TILE_TOKENS[columns_of(problem.head_dim)],
-        producer_warps=DECODE_WARPS[columns_of(problem.head_dim)] if format_of(problem.k_format).is_coded else 4,
-        page_tokens=problem.page_tokens,
+        pipeline=_pipeline(problem.head_dim, format_of(problem.k_format).is_coded),
+        keys=CachedKeys(problem.page_tokens),
         features=problem.features,
         tree=problem.tree,
     )
@@ -59,12 +76,73 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
         v_format=config.q_dtype,
         q_dtype=config.q_dtype,
         head_dim=config.head_dim,
-        tile_tokens=TILE_TOKENS[config.columns],
+        pipeline=_pipeline(config.head_dim, decodes=False),
+        keys=RaggedKeys(),
         features=replace(config.features, paged=False, head_major=False),
-        ragged=True,
         merges=True,
         tree=config.tree,
     )
+
+
+def _pipeline(head_dim: int, decodes: bool) -> ProducerPipeline:
+    columns = columns_of(head_dim)
+    return ProducerPipeline(TILE_TOKENS[columns], producer_warps=DECODE_WARPS[columns] if decodes else 4)
+
+
+def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
+    """What serves the calls that ``config`` serves by two launches: one makes rows of 16 bits of the cache, the other
+    attends to them."""
+    unpack = UnpackConfig(
+        k_format=config.k_format,
+        v_format=config.v_format,
+        dtype=config.operand_type,
+        head_dim=config.head_dim,
+        page_tokens=config.page_tokens,
+        head_major=config.features.head_major,
+    )
+    attention = replace(
+        config,
+        k_format=_unpacked_as(config.formats[0]),
+        v_format=_unpacked_as(config.formats[1]),
+        pipeline=_pipeline(config.head_dim, decodes=False),
+        keys=UnpackedKeys(),
+        features=replace(config.features, paged=False, head_major=True),
+    )
+    return unpack, attention
+
+
+def _unpacked_as(form: KvFormat) -> str:
+    """The first format whose unpacked rows are the same to attention."""
+    if form.extend is None:
+        return form.name
+
+    def meaning(other: KvFormat) -> tuple[object, ...] | None:
+        reader = other.extend
+        return None if reader is None else (reader.scales, reader.unit, other.given_scale is None)
+
+    return next((name for name, other in FORMATS.items() if meaning(other) == meaning(form)), form.name)
+
+
+def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
+    """How many queries a launch of ``batch`` requests must have for unpacking to pay; None if it never does.
+
+    group: query heads of a KV head. window: keys that a query sees. A token of a KV head costs the bytes of its rows;
+    each query that sees it saves what reading it again costs.
+    """
+    kinds: list[str | int] = [form.extend.scales for form in config.formats if form.extend is not None]
+    rates = [READING_RATES[kind] for kind in kinds or [config.page_tokens] if kind in READING_RATES]
+    if not rates:
+        return None
+    saved = 4 * config.head_dim * group / PRODUCTS_PER_US * (1 / min(rates) - 1)
+    moved = sum(form.row_bytes(config.head_dim) + ELEMENT_BYTES * config.head_dim for form in config.formats)
+    queries = math.ceil(moved / UNPACKED_BYTES_PER_US / saved)
+    return None if window is not None and window < queries else queries * batch
+
+
+def room_of(max_seq_len: int, head_dim: int) -> int:
+    """Tokens of unpacked keys that a request of at most so many has: whole tiles."""
+    tokens = TILE_TOKENS[columns_of(head_dim)]
+    return -(-max_seq_len // tokens) * tokens
 
 
 def count_tiles(total_q: int, batch: int, num_q_heads: int, num_kv_heads: int) -> int:

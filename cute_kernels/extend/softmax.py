@@ -53,6 +53,15 @@ class Rows:
     totals: RegisterTensor[Float32]
 
 
+@dataclass(frozen=True)
+class TileScales:
+    """What a tile's numbers are to be multiplied with, powers of 2: K's; log2 of V's and its reciprocal."""
+
+    key: Any
+    value_log: Any
+    value_reciprocal: Any
+
+
 class Softmax:
     """For the features of a configuration."""
 
@@ -60,7 +69,7 @@ class Softmax:
         self.features = config.features
         self.tokens = config.tile_tokens
         self.count = config.tile_tokens // 2  # scores of a thread
-        self.token_scales, self.tree = config.token_scales, config.tree
+        self.token_scales, self.tile_scales, self.tree = config.token_scales, config.tile_scales, config.tree
         self.producer_warps = config.producer_warps
         # Scores that are not transformed stay raw: the exponential scales them in the same instruction.
         self.transforms = self.features.soft_cap or self.features.alibi
@@ -77,8 +86,15 @@ class Softmax:
             found += [word.bitcast(Float32) for word in words]
         return found
 
+    def load_tile_scales(self, address) -> TileScales:
+        """Of unpacked keys and values, from shared memory; ones where tiles have none."""
+        if not any(self.tile_scales):
+            return TileScales(Float32(1.0), Float32(0.0), Float32(1.0))
+        key, _, value_log, reciprocal = (word.bitcast(Float32) for word in ptx.load_shared_vector(address, 0, 4))
+        return TileScales(key, value_log, reciprocal)
+
     @cute.jit
-    def take(self, scores, rows: Rows, features, work, block: Int32, masked, key_scales: Int32, lane: Int32):
+    def take(self, scores, rows: Rows, features, work, block: Int32, masked, tile, key_scales: Int32, lane: Int32):
         """Scores times what their keys' rows are scaled with, capped and biased, then masked."""
         if const_expr(self.token_scales[0]):
             scales = self.load_scales(key_scales, lane)
@@ -87,7 +103,7 @@ class Softmax:
         token = block * self.tokens + lane % 4 * 2
         if const_expr(self.transforms):
             for i in cutlass.range_constexpr(self.count):
-                scores[i] = self.transform(scores[i], rows, features, token + sum_place(i)[1], row_of(i))
+                scores[i] = self.transform(scores[i], rows, features, tile, token + sum_place(i)[1], row_of(i))
         if masked:
             for row in cutlass.range_constexpr(2):
                 stop = work.kv_stop - token
@@ -124,9 +140,13 @@ class Softmax:
             bits.append(aligned >> Uint32(lane % 4 * 2))
         return bits
 
-    def transform(self, score, rows: Rows, features, token, row: int):
+    def scale_of(self, rows: Rows, tile: TileScales, row: int):
+        """From a tile's scores to powers of 2."""
+        return rows.scales[row] * tile.key if self.tile_scales[0] else rows.scales[row]
+
+    def transform(self, score, rows: Rows, features, tile, token, row: int):
         """A logit in powers of 2: soft cap, then ALiBi."""
-        x = score * rows.scales[row]
+        x = score * self.scale_of(rows, tile, row)
         if const_expr(self.features.soft_cap):
             # cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)): finite at both ends.
             cap = features.soft_cap * ptx.LOG2_E
@@ -136,12 +156,14 @@ class Softmax:
             x = ptx.fma(Float32(token - rows.positions[row]), rows.slopes[row], x)
         return x
 
-    def factor(self, rows: Rows, row: int):
+    def factor(self, rows: Rows, tile: TileScales, row: int):
         """What makes powers of 2 of what :meth:`take` leaves."""
-        return Float32(1.0) if const_expr(self.transforms) else rows.scales[row]
+        return Float32(1.0) if const_expr(self.transforms) else self.scale_of(rows, tile, row)
 
-    def log_scale(self, value_scales):
-        """log2 of the greatest scale of a tile's rows."""
+    def log_scale(self, tile: TileScales, value_scales):
+        """log2 of the greatest scale of a tile's rows, or of the tile's own."""
+        if self.tile_scales[1]:
+            return tile.value_log
         if not self.token_scales[1]:
             return Float32(0.0)
         tops = []
@@ -150,11 +172,12 @@ class Softmax:
             tops += [word.bitcast(Float32) for word in words]
         return ptx.log2(ptx.fmax(in_pairs(ptx.fmax, tops), Float32(MIN_SCALE)))
 
-    def weigh(self, scores, rows: Rows, factors, value_scales) -> None:
-        """Scores become probabilities; factors, rmem fp32 [2], those by which earlier sums shrink. Adds totals."""
-        more = self.log_scale(value_scales)
+    def weigh(self, scores, rows: Rows, factors, tile: TileScales, value_scales) -> None:
+        """Scores become probabilities, times what V's tile is to be multiplied with; factors, rmem fp32 [2], those by
+        which earlier sums shrink. Adds totals."""
+        more = self.log_scale(tile, value_scales)
         for row in range(2):
-            factor = self.factor(rows, row)
+            factor = self.factor(rows, tile, row)
             top = lane_max(in_pairs(ptx.fmax, self.own(scores, row)), ROW_LANES)
             before = rows.references[row]
             highest = ptx.fma(top, factor, more)
@@ -162,13 +185,18 @@ class Softmax:
             rows.references[row] = reference
             factors[row] = ptx.exp2(before - reference)
         for row in range(2):
-            factor, shift = self.factor(rows, row), -rows.references[row]
+            factor, shift = self.factor(rows, tile, row), -rows.references[row]
+            if self.tile_scales[1]:
+                shift = shift + more
             parts = [Float32(0.0), Float32(0.0)]
             for i in range(self.count):
                 if row_of(i) == row:
                     scores[i] = ptx.exp2(ptx.fma(scores[i], factor, shift))
                     parts[i // 4 % 2] = parts[i // 4 % 2] + scores[i]
-            rows.totals[row] = ptx.fma(rows.totals[row], factors[row], parts[0] + parts[1])
+            total = parts[0] + parts[1]
+            if self.tile_scales[1]:
+                total = total * tile.value_reciprocal
+            rows.totals[row] = ptx.fma(rows.totals[row], factors[row], total)
 
     def pack(self, scores, packed, value_scales, lane, pack) -> None:
         """Probabilities times their values' scales, the A operand of the next product."""

@@ -11,20 +11,20 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.device import numbers, wgmma_tiles
+from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.ring import advance
-from cute_kernels.extend.config import SLAB_COLUMNS, ExtendConfig
+from cute_kernels.extend.config import ELEMENT_BYTES, SLAB_COLUMNS, TILE_SCALE_BYTES, ExtendConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.memory import KEYS, VALUES
 
 
 class TmaTileProducer:
-    """The one producer warp of a 16-bit cache."""
+    """The producer warps of a 16-bit cache: one, or one for K and one for V (`ExtendConfig.filling_warps`)."""
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        self.type = of_name(config.q_dtype).type
+        self.type = of_name(config.operand_type).type
         self.tma_rows = min(config.page_tokens or config.tile_tokens, config.tile_tokens)
         self.num_tma_tiles = config.tile_tokens // self.tma_rows
         self.tma_shape = (self.tma_rows, SLAB_COLUMNS)
@@ -50,21 +50,48 @@ class TmaTileProducer:
         found, place = self.locate(source, work, cutlass.max(span.end - 1, 0), lane)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
-            first = block * config.tile_tokens
-            whole = (first >= first_valid) & (first + config.tile_tokens <= work.kv_stop)
             next_found, next_place = self.locate(source, work, cutlass.max(block - 1, span.begin), lane)
-            for operand in cutlass.range_constexpr(2):
-                number = memory.barrier(operand, stage)
-                cute.arch.mbarrier_wait(memory.empty + number, phase)
-                if whole:
-                    self.copy_tma_tiles(source, work, memory, operand, stage, found, place)
+            if const_expr(config.filling_warps == 1):
+                for operand in cutlass.range_constexpr(2):
+                    self.copy(operand, source, work, memory, block, first_valid, found, place, lane, stage, phase)
+            else:
+                if warp == KEYS:
+                    self.copy(KEYS, source, work, memory, block, first_valid, found, place, lane, stage, phase)
                 else:
-                    self.copy_rows(source, work, memory, operand, stage, first, first_valid, found, place, lane)
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive(memory.full + number)
+                    self.copy(VALUES, source, work, memory, block, first_valid, found, place, lane, stage, phase)
             stage, phase = advance(stage, phase, config.num_stages)
             found, place = next_found, next_place
         return stage, phase
+
+    @cute.jit
+    def copy(
+        self,
+        operand: cutlass.Constexpr,
+        source,
+        work,
+        memory,
+        block: Int32,
+        first_valid: Int32,
+        found: Int32,
+        place: Int32,
+        lane: Int32,
+        stage: Int32,
+        phase: Int32,
+    ):
+        """Fills a tile when it is free."""
+        first = block * self.config.tile_tokens
+        number = memory.barrier(operand, stage)
+        cute.arch.mbarrier_wait(memory.empty + number, phase)
+        if const_expr(self.config.unpacked):  # whole tiles, whatever their request's length
+            self.copy_tma_tiles(source, work, memory, operand, stage, found, place)
+        else:
+            whole = (first >= first_valid) & (first + self.config.tile_tokens <= work.kv_stop)
+            if whole:
+                self.copy_tma_tiles(source, work, memory, operand, stage, found, place)
+            else:
+                self.copy_rows(source, work, memory, operand, stage, first, first_valid, found, place, lane)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(memory.full + number)
 
     def locate(self, source, work, block, lane):
         """(block of the cache, place in it) of a lane's TMA tile of a block of tokens."""
@@ -74,14 +101,26 @@ class TmaTileProducer:
             return Int32(0), work.kv_start + token
         return source.pages.locate(self.config.page_tokens > 0, work.request, token)
 
+    def first_tile(self, source, work):
+        """Number of a request's head's first tile among those of unpacked keys."""
+        rows, config = source.keys, self.config
+        offset = Int64(work.request) * rows.block_bytes + Int64(work.head) * rows.head_bytes
+        return offset // (config.tile_tokens * config.head_dim * ELEMENT_BYTES)
+
     @cute.jit
     def copy_tma_tiles(
         self, source, work, memory, operand: cutlass.Constexpr, stage: Int32, found: Int32, place: Int32
     ):
         """Asks for a whole tile."""
         barrier = memory.full + memory.barrier(operand, stage)
+        scaled = operand == KEYS and any(self.config.tile_scales)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.tile_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.tile_bytes + TILE_SCALE_BYTES * scaled)
+            if const_expr(scaled):
+                tile = place // self.config.tile_tokens
+                address = source.tile_scales + (self.first_tile(source, work) + tile) * TILE_SCALE_BYTES
+                smem = memory.scales_of(operand, stage)
+                ptx.bulk_copy_to_shared(smem, address, Int32(TILE_SCALE_BYTES), Int32(barrier.toint()))
         atom, view = source.maps[operand]
         if const_expr(self.config.ragged):
             view = cute.domain_offset((work.kv_start, 0, 0, 0), view)

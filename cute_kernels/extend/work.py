@@ -11,6 +11,7 @@ last queries of a request first, which see most keys. Who draws the last ticket 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -123,6 +124,17 @@ class Span:
     end: Int32
 
 
+def tokens_of(kv_len, queries, max_seq_len, prefix_only) -> tuple[Any, Any]:
+    """(position of a request's first query, end of the tokens that a launch reads) of its length, whatever it says.
+
+    prefix_only: 1 if the queries' own tokens are left to another launch, else 0: they need no room in the cache then.
+    """
+    most = max_seq_len + cutlass.select_(prefix_only != 0, queries, Int32(0))
+    kv_len = cutlass.min(cutlass.max(kv_len, 0), most)
+    before = kv_len - queries
+    return before, cutlass.select_(prefix_only != 0, cutlass.max(before, 0), kv_len)
+
+
 class Worker:
     """Finds work tiles and what they see, for a configuration."""
 
@@ -164,11 +176,7 @@ class Worker:
         if const_expr(self.ragged):
             kv_start = cutlass.min(cutlass.max(kv_len, 0), shape.max_seq_len)
             kv_len = cutlass.min(self.load(lengths.seq_lens, low + 1), shape.max_seq_len) - kv_start
-        # The queries' own tokens need no room in the cache where they are left to another launch.
-        most = shape.max_seq_len + cutlass.select_(lengths.prefix_only != 0, q_end - q_start, Int32(0))
-        kv_len = cutlass.min(cutlass.max(kv_len, 0), most)
-        before = kv_len - (q_end - q_start)
-        kv_stop = cutlass.select_(lengths.prefix_only != 0, cutlass.max(before, 0), kv_len)
+        before, kv_stop = tokens_of(kv_len, q_end - q_start, shape.max_seq_len, lengths.prefix_only)
         return low, head + split * (1 << SPLIT_SHIFT), first_row, rows, q_start, before, kv_start, kv_stop
 
     @cute.jit

@@ -36,7 +36,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run it")
     for name, what in (("center", "K's mean"), ("factors", "K's factors"), ("rotation", "rotations")):
         command.add_argument(f"--no-{name}", action="store_true", help=f"without {what}")
-    command.add_argument("--values", action="store_true", help="V as well: for one scale a row (int4_g1)")
+    command.add_argument(
+        "--values",
+        nargs="?",
+        const="all",
+        choices=("all", "factors"),
+        help="V as well: its factors, and for one scale a row (int4_g1) a rotation",
+    )
     command.add_argument(
         "--fit", type=positive, metavar="STEPS", help="then fit all layers together by gradient descent; 150 are enough"
     )
@@ -82,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         center=not arguments.no_center,
         factors=not arguments.no_factors,
         rotation=not arguments.no_rotation,
-        values=arguments.values,
+        values={None: False, "factors": "factors", "all": True}[arguments.values],
         seed=arguments.seed,
         about=about | {"window": str(windows.shape[1])},
     )

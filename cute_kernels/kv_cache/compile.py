@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, row_alignment
+from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, RowPrologue, row_alignment
 from cute_kernels.kv_formats import FORMATS, format_of, modules_of, sources_of
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
@@ -75,9 +75,9 @@ def shipped_specs() -> list[KernelSpec]:
         for dtype in DTYPES
         if name not in DTYPES or name == dtype  # 16-bit caches: those of the model's dtype
     ]
-    configs = [AppendConfig(name, name, dtype, 128, 128, "half", 128) for name, dtype in pairs]
+    configs = [AppendConfig.alike(name, dtype, 128, RowPrologue("half", 128)) for name, dtype in pairs]
     configs += [
-        AppendConfig(name, name, "bf16", head_dim, head_dim, "half", head_dim)
+        AppendConfig.alike(name, "bf16", head_dim, RowPrologue("half", head_dim))
         for head_dim in (64, 256)
         for name in SHIPPED_SMALL_FORMATS
     ]

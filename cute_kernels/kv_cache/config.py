@@ -103,46 +103,130 @@ def row_transform_of(given: CacheTransform | None, shift: bool) -> RowTransform 
 
 
 @dataclass(frozen=True)
-class AppendConfig:
-    """One compiled variant of the append kernel.
+class WrittenRows:
+    """K or V: rows of a cache as they are written.
 
     Attributes:
-        k_format, v_format: names of the cache formats, see :mod:`cute_kernels.kv_formats`.
-        dtype: "bf16" or "fp16", of q, k and v.
-        head_dim_k, head_dim_v: columns of q and k, and of v.
+        format: name of the cache format, see :mod:`cute_kernels.kv_formats`.
+        head_dim: numbers of a row: of q and k, or of v.
+    """
+
+    format: str
+    head_dim: int
+
+    @property
+    def form(self) -> KvFormat:
+        return format_of(self.format)
+
+
+@dataclass(frozen=True)
+class RowPrologue:
+    """What happens to rows before a transform and quantisation.
+
+    Attributes:
         rope: "none", "half" or "interleaved".
-        rotary_dim: columns that are rotated; 0 without RoPE.
+        rotary_dim: columns of q and k that are rotated; 0 without RoPE.
         has_bias, has_norm: whether any of the biases, or of the norms of q and k, may be given.
+    """
+
+    rope: str = "none"
+    rotary_dim: int = 0
+    has_bias: bool = False
+    has_norm: bool = False
+
+    @property
+    def name(self) -> str:
+        rope = self.rope if self.rope == "none" else f"{self.rope}{self.rotary_dim}"
+        return rope + "_bias" * self.has_bias + "_norm" * self.has_norm
+
+    def problem(self, head_dim: int) -> str | None:
+        """Why rows of q and k of ``head_dim`` columns cannot go through it, or None."""
+        if self.rope not in ROPE_STYLES:
+            return f"rope {self.rope!r} is not one of {', '.join(ROPE_STYLES)}"
+        if self.rope == "none" and self.rotary_dim:
+            return f"rotary_dim {self.rotary_dim} without RoPE"
+        if self.rope != "none" and not (2 <= self.rotary_dim <= head_dim and self.rotary_dim % 2 == 0):
+            return f"rotary_dim {self.rotary_dim} is not an even number from 2 to head_dim_k = {head_dim}"
+        return None
+
+
+@dataclass(frozen=True)
+class RowTeams:
+    """How rows are shared out among warps, and among the lanes of a warp: a *team* has a row at a time.
+
+    Attributes:
         num_warps: warps of a CTA.
         rows_in_flight, q_rows_in_flight: KV heads, and q heads, of its token whose rows a team has asked for at a time.
         q_rows_per_kv_row: a team takes so many times as many q heads as others take KV heads.
         lane_columns: columns that a lane owns of a row that is split, if that makes a power of two of lanes.
         split: where RoPE allows, a lane owns a run of columns of each half of a row, so that it has both of each pair.
-        decode: every token is its request's only one, at the end of its length: no slots, position ids or bounds of
-            requests, whose code would be fetched, or jumped over, by every warp; see `for_decode`.
-        leads: attention over the same caches is launched as its programmatic dependent: it lets that one start
-            early, on SMs whose shared memory it leaves alone.
-        transform: what happens to rows between RoPE and quantisation; None for nothing.
     """
 
-    k_format: str
-    v_format: str
-    dtype: str
-    head_dim_k: int
-    head_dim_v: int
-    rope: str = "none"
-    rotary_dim: int = 0
-    has_bias: bool = False
-    has_norm: bool = False
     num_warps: int = 2
     rows_in_flight: int = 2
     q_rows_in_flight: int = 4
     q_rows_per_kv_row: int = 2
     lane_columns: int = 2 * LANE_ELEMENTS
-    leads: bool = False
     split: bool = True
+
+    @property
+    def name(self) -> str:
+        rows = f"r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
+        return f"w{self.num_warps}{rows}l{self.lane_columns}" + "h" * self.split
+
+    def problem(self) -> str | None:
+        """Why there are no such teams, or None."""
+        if not 1 <= self.num_warps <= 32:
+            return f"num_warps {self.num_warps} is not from 1 to 32"
+        if not 1 <= self.rows_in_flight <= 8:
+            return f"rows_in_flight {self.rows_in_flight} is not from 1 to 8"
+        if not 1 <= self.q_rows_in_flight <= 16:
+            return f"q_rows_in_flight {self.q_rows_in_flight} is not from 1 to 16"
+        return None
+
+
+AS_THEY_COME, TWO_WARPS = RowPrologue(), RowTeams()
+
+
+@dataclass(frozen=True)
+class AppendConfig:
+    """One compiled variant of the append kernel.
+
+    Attributes:
+        k, v: the rows that are written.
+        dtype: "bf16" or "fp16", of q, k and v.
+        prologue: what rows go through first.
+        teams: which warps and lanes have which rows.
+        leads: attention over the same caches is launched as its programmatic dependent: it lets that one start
+            early, on SMs whose shared memory it leaves alone.
+        decode: every token is its request's only one, at the end of its length: no slots, position ids or bounds of
+            requests, whose code would be fetched, or jumped over, by every warp; see `for_decode`.
+        transform: what happens to rows between RoPE and quantisation; None for nothing.
+    """
+
+    k: WrittenRows
+    v: WrittenRows
+    dtype: str
+    prologue: RowPrologue = AS_THEY_COME
+    teams: RowTeams = TWO_WARPS
+    leads: bool = False
     decode: bool = False
     transform: RowTransform | None = None
+
+    @classmethod
+    def alike(
+        cls,
+        kv_format: str,
+        dtype: str,
+        head_dim: int,
+        prologue: RowPrologue = AS_THEY_COME,
+        *,
+        leads: bool = False,
+        transform: RowTransform | None = None,
+    ) -> AppendConfig:
+        """K and V of one format, and as many columns."""
+        rows = WrittenRows(kv_format, head_dim)
+        return cls(rows, rows, dtype, prologue, leads=leads, transform=transform)
 
     def for_decode(self, num_tokens: int = 1) -> AppendConfig:
         """The kernel that does the same where ``decode`` holds, sooner.
@@ -152,11 +236,68 @@ class AppendConfig:
         leave room for too few warps of that kind.
         """
         crowded = self.transform is not None and self.transform.num_parts > 1 and num_tokens >= MANY_TOKENS
-        return replace(self, decode=True, lane_columns=self.lane_columns if crowded else LANE_ELEMENTS)
+        teams = self.teams if crowded else replace(self.teams, lane_columns=LANE_ELEMENTS)
+        return replace(self, decode=True, teams=teams)
+
+    def for_all(self) -> AppendConfig:
+        """The kernel that does the same, and all that `for_decode` leaves out."""
+        return replace(self, decode=False, teams=replace(self.teams, lane_columns=TWO_WARPS.lane_columns))
+
+    @property
+    def k_format(self) -> str:
+        return self.k.format
+
+    @property
+    def v_format(self) -> str:
+        return self.v.format
+
+    @property
+    def head_dim_k(self) -> int:
+        return self.k.head_dim
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.v.head_dim
+
+    @property
+    def rope(self) -> str:
+        return self.prologue.rope
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.prologue.rotary_dim
+
+    @property
+    def has_bias(self) -> bool:
+        return self.prologue.has_bias
+
+    @property
+    def has_norm(self) -> bool:
+        return self.prologue.has_norm
+
+    @property
+    def num_warps(self) -> int:
+        return self.teams.num_warps
+
+    @property
+    def rows_in_flight(self) -> int:
+        return self.teams.rows_in_flight
+
+    @property
+    def q_rows_in_flight(self) -> int:
+        return self.teams.q_rows_in_flight
+
+    @property
+    def q_rows_per_kv_row(self) -> int:
+        return self.teams.q_rows_per_kv_row
+
+    @property
+    def lane_columns(self) -> int:
+        return self.teams.lane_columns
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
-        return format_of(self.k_format), format_of(self.v_format)
+        return self.k.form, self.v.form
 
     @property
     def lanes(self) -> int:
@@ -168,7 +309,7 @@ class AppendConfig:
     def runs(self) -> int:
         """Runs of columns that a lane owns of a row: 2 where one from each half makes whole pairs for RoPE."""
         whole = self.rotary_dim == self.head_dim_k == self.head_dim_v
-        return 2 if self.split and self.rope == "half" and whole and self.head_dim_k in (64, 128, 256) else 1
+        return 2 if self.teams.split and self.rope == "half" and whole and self.head_dim_k in (64, 128, 256) else 1
 
     @property
     def tokens_per_warp(self) -> int:
@@ -187,7 +328,8 @@ class AppendConfig:
         """CTAs that an SM is reckoned to hold at a time."""
         counts = DECODE_CTAS_PER_SM if self.decode and self.lane_columns == LANE_ELEMENTS else CTAS_PER_SM
         if self.transform is None:
-            return counts[0]
+            extras = self.decode and (self.has_bias or self.has_norm)  # whose words wait in registers
+            return counts[0] if not extras else min(counts[0], EXTRAS_CTAS_PER_SM)
         return counts[self.transform.num_parts + (self.transform.shift and self.transform.factor)]
 
     @property
@@ -209,12 +351,9 @@ class AppendConfig:
         """A C identifier that tells configurations apart."""
         formats = self.k_format if self.k_format == self.v_format else f"{self.k_format}_{self.v_format}"
         dims = f"d{self.head_dim_k}" if self.head_dim_k == self.head_dim_v else f"d{self.head_dim_k}x{self.head_dim_v}"
-        rope = self.rope if self.rope == "none" else f"{self.rope}{self.rotary_dim}"
-        extras = "_bias" * self.has_bias + "_norm" * self.has_norm
-        extras += f"_w{self.num_warps}r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
-        extras += f"l{self.lane_columns}" + "h" * self.split + "_decode" * self.decode + "_leads" * self.leads
-        extras += f"_{self.transform.name}" if self.transform is not None else ""
-        return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
+        kind = "_decode" * self.decode + "_leads" * self.leads
+        kind += f"_{self.transform.name}" if self.transform is not None else ""
+        return f"append_{formats}_{self.dtype}_{dims}_{self.prologue.name}_{self.teams.name}{kind}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
@@ -223,25 +362,13 @@ class AppendConfig:
                 return f"{name} {getattr(self, name)} is not one of {', '.join(map(str, HEAD_DIMS))}"
         if self.dtype not in DTYPES:
             return f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"
-        if self.rope not in ROPE_STYLES:
-            return f"rope {self.rope!r} is not one of {', '.join(ROPE_STYLES)}"
-        if self.rope == "none" and self.rotary_dim:
-            return f"rotary_dim {self.rotary_dim} without RoPE"
-        if self.rope != "none" and not (2 <= self.rotary_dim <= self.head_dim_k and self.rotary_dim % 2 == 0):
-            return f"rotary_dim {self.rotary_dim} is not an even number from 2 to head_dim_k = {self.head_dim_k}"
         if self.transform is not None:
             for name, head_dim in (("k_rotation", self.head_dim_k), ("v_rotation", self.head_dim_v)):
                 if (reason := cannot_rotate(getattr(self.transform, name), head_dim)) is not None:
                     return f"{name} is {reason}"
             if self.transform.shift and not self.transform.center:
                 return "a shift is what a center takes off"
-        if not 1 <= self.num_warps <= 32:
-            return f"num_warps {self.num_warps} is not from 1 to 32"
-        if not 1 <= self.rows_in_flight <= 8:
-            return f"rows_in_flight {self.rows_in_flight} is not from 1 to 8"
-        if not 1 <= self.q_rows_in_flight <= 16:
-            return f"q_rows_in_flight {self.q_rows_in_flight} is not from 1 to 16"
-        return None
+        return self.prologue.problem(self.head_dim_k) or self.teams.problem()
 
 
 @dataclass(frozen=True)
@@ -317,6 +444,7 @@ RESIDENT_WARPS = 16  # that the registers of an SM must have room for
 # of them, two, and two on q's side as well. Those for decode need fewer.
 CTAS_PER_SM = 9, 8, 8, 8
 DECODE_CTAS_PER_SM = 16, 16, 12, 10
+EXTRAS_CTAS_PER_SM = 12  # of decode with biases or norms
 MANY_TOKENS = 512  # of a decode step, for rows that meet several constants
 DECODE_SMEM_PERCENT = 14  # 32 of 228 KiB
 MAX_ROWS_PER_TEAM = 16  # what precedes the first row, angles above all, is then little beside the rows

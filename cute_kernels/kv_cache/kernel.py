@@ -16,9 +16,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from cute_kernels.device import numbers, ptx
+from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.lanes import lane_sum, neighbours
 from cute_kernels.device.rows import Elements
 from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import (
@@ -33,6 +32,7 @@ from cute_kernels.kv_cache.config import (
 from cute_kernels.kv_cache.operands import Extras, Heads, Inputs, Place, Shares, Targets, Transforms, Where
 from cute_kernels.kv_cache.page import PageFetch
 from cute_kernels.kv_cache.rotate import Rotator
+from cute_kernels.kv_cache.row_extras import RowExtras
 from cute_kernels.kv_cache.row_transform import RowTransformer
 from cute_kernels.kv_cache.rows import make_row
 
@@ -55,11 +55,12 @@ class AppendKernel:
             config.lanes,
             config.runs,
         )
+        self.row_extras = RowExtras(config, self.k_elements, self.v_elements)
         self.pages = PageFetch(config.lanes, config.num_warps)
         # Rows one after the other, by one copy of the code: where a warp runs it once or twice, or where it is long.
         self.rolled = config.decode or config.transform is not None
-        self.row_words = max(self.k_elements.piece.num_words, self.v_elements.piece.num_words)
-        self.raw_words = max(config.rows_in_flight, config.q_rows_in_flight) * self.row_words
+        self.row_words = self.row_extras.row_words
+        self.raw_words = self.row_extras.ahead * self.row_words
 
     @cute.jit
     def __call__(
@@ -272,6 +273,8 @@ class AppendKernel:
             if const_expr(config.transform is not None):
                 self.transformer.ask(constants, extras.transforms, heads.first, is_q, is_v, team_lane)
             length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
+            asked = self.row_extras.registers()
+            self.row_extras.ask(asked, extras, heads, is_q, is_v, team_lane)
             if const_expr(config.decode):
                 self.pages.open(page_slot, ~is_q, lane)
             scales = cute.make_rmem_tensor(config.rows_in_flight, Float32)
@@ -288,16 +291,16 @@ class AppendKernel:
                 cute.arch.griddepcontrol_launch_dependents()
             place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane, page_slot)
             if is_v:
-                self.process_v(raw, scales, constants, source, heads, extras, targets, place)
+                self.process_v(raw, asked, scales, constants, source, heads, extras, targets, place)
             else:
                 cos = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
                 sin = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
                 if const_expr(config.rope != "none"):
                     self.rotator.make_angles(cos, sin, steps, position, rope_factor, team_lane)
                 if is_q:
-                    self.process_q(raw, constants, source, cos, sin, heads, extras, targets, place)
+                    self.process_q(raw, asked, constants, source, cos, sin, heads, extras, targets, place)
                 else:
-                    self.process_k(raw, scales, constants, source, cos, sin, heads, extras, targets, place)
+                    self.process_k(raw, asked, scales, constants, source, cos, sin, heads, extras, targets, place)
 
     # -- getting there ------------------------------------------------------------------------------------------------
 
@@ -463,7 +466,7 @@ class AppendKernel:
     # -- row by row ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def process_q(self, raw, constants, source, cos, sin, heads, extras, targets, place):
+    def process_q(self, raw, asked, constants, source, cos, sin, heads, extras, targets, place):
         """The team's q heads: most rows of a model with grouped queries.
 
         Unrolled, but for decode, where few rows take less time than copies of the code take to be fetched, and where
@@ -478,7 +481,7 @@ class AppendKernel:
                 for u in cutlass.range_constexpr(ahead):
                     if done + u < heads.count:
                         self.unpack(raw, values, elements, u)
-                        self.turn_q(values, constants, cos, sin, extras, heads, done + u, place)
+                        self.turn_q(values, asked, constants, cos, sin, extras, heads, done + u, place)
                         if place.valid:
                             elements.piece.store(target, place.lane, elements.pack(values), u * elements.row_bytes)
                 done = done + ahead
@@ -487,7 +490,7 @@ class AppendKernel:
                 for _ in cutlass.range(cutlass.min(heads.count - done, ahead), unroll=1):
                     self.unpack(raw, values, elements, 0)
                     self.advance(raw, ahead)
-                    self.turn_q(values, constants, cos, sin, extras, heads, done, place)
+                    self.turn_q(values, asked, constants, cos, sin, extras, heads, done, place)
                     if place.valid:
                         elements.piece.store(target, place.lane, elements.pack(values))
                     done = done + 1
@@ -497,47 +500,51 @@ class AppendKernel:
                 self.fetch_rows(raw, source, elements, ahead, heads.count - done, place.lane)
             elif done < heads.count:
                 self.fetch_rows(raw, source, elements, ahead, heads.count - done, place.lane)
+                left = heads.count - done
+                self.row_extras.ask_bias(asked, extras.q_bias, elements, heads.first + done, ahead, left, place.lane)
 
     @cute.jit
-    def turn_q(self, values, constants, cos, sin, extras, heads, done, place):
+    def turn_q(self, values, asked, constants, cos, sin, extras, heads, done, place):
         """Bias, norm, RoPE and transform of a q row, the team's ``done``-th."""
         head = heads.first + done
-        self.turn(values, cos, sin, extras.q_bias, extras.q_norm, extras, head, place.lane)
+        given = (extras.q_bias, extras.q_norm, extras.norm_eps)
+        self.turn(values, asked, cos, sin, given, head, self.config.q_rows_in_flight, place.lane)
         if const_expr(self.config.transform is not None):
             next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
             self.transformer.transform_q(values, constants, extras.transforms, head, next_head, place)
 
     @cute.jit
-    def process_k(self, raw, scales, constants, source, cos, sin, heads, extras, targets, place):
+    def process_k(self, raw, asked, scales, constants, source, cos, sin, heads, extras, targets, place):
         """The team's k heads."""
-        target = (self.k_row, extras.k_scale, targets.k_cache, targets.k_strides)
+        target = (self.k_row, extras.k_scale, extras.k_bias, targets.k_cache, targets.k_strides)
 
         def prepare(values, head):
-            self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
+            given = (extras.k_bias, extras.k_norm, extras.norm_eps)
+            self.turn(values, asked, cos, sin, given, head, self.config.rows_in_flight, place.lane)
             if const_expr(self.config.transform is not None):
                 next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
                 self.transformer.transform_k(values, constants, extras.transforms, next_head, place.lane)
 
-        self.process_rows(raw, scales, source, self.k_elements, heads, target, place, prepare)
+        self.process_rows(raw, asked, scales, source, self.k_elements, heads, target, place, prepare)
 
     @cute.jit
-    def process_v(self, raw, scales, constants, source, heads, extras, targets, place):
+    def process_v(self, raw, asked, scales, constants, source, heads, extras, targets, place):
         """The team's v heads."""
-        target = (self.v_row, extras.v_scale, targets.v_cache, targets.v_strides)
+        target = (self.v_row, extras.v_scale, extras.v_bias, targets.v_cache, targets.v_strides)
 
         def prepare(values, head):
-            if const_expr(self.config.has_bias):
-                self.add_bias(values, self.v_elements, extras.v_bias, head, place.lane)
+            ahead = self.config.rows_in_flight
+            self.row_extras.add_bias(values, asked, extras.v_bias, self.v_elements, head, ahead, place.lane)
             if const_expr(self.config.transform is not None):
                 next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
                 self.transformer.transform_v(values, constants, extras.transforms, next_head, place.lane)
 
-        self.process_rows(raw, scales, source, self.v_elements, heads, target, place, prepare)
+        self.process_rows(raw, asked, scales, source, self.v_elements, heads, target, place, prepare)
 
     @cute.jit
-    def process_rows(self, raw, scales, source, elements, heads, target, place, prepare):
+    def process_rows(self, raw, asked, scales, source, elements, heads, target, place, prepare):
         """The team's heads of one cache; ``prepare`` does to a row's values what comes before quantisation."""
-        cache_row, scale, cache, strides = target
+        cache_row, scale, bias, cache, strides = target
         ahead = self.config.rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
         head, stop = heads.first, heads.first + heads.count
@@ -559,6 +566,7 @@ class AppendKernel:
             elif head < stop:  # seldom
                 self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
                 self.ask_scales(scales, cache_row, scale, head, stop - head)
+                self.row_extras.ask_bias(asked, bias, elements, head, ahead, stop - head, place.lane)
 
     @cute.jit
     def write(self, cache_row, values, given, cache, strides, place, head):
@@ -582,32 +590,13 @@ class AppendKernel:
             raw[i] = raw[i + self.row_words]
 
     @cute.jit
-    def turn(self, values, cos, sin, bias, norm, extras, head, lane):
-        """Bias, norm and RoPE of a q or k row."""
-        if const_expr(self.config.has_bias):
-            self.add_bias(values, self.k_elements, bias, head, lane)
-        if const_expr(self.config.has_norm):
-            self.normalise(values, norm, extras.norm_eps, lane)
+    def turn(self, values, asked, cos, sin, given, head, ahead, lane):
+        """Bias, norm and RoPE of a q or k row. given: bias, the norm's weights, its epsilon."""
+        bias, norm, eps = given
+        self.row_extras.add_bias(values, asked, bias, self.k_elements, head, ahead, lane)
+        self.row_extras.normalise(values, asked, norm, eps, lane)
         if const_expr(self.config.rope != "none"):
             self.rotator.rotate(values, cos, sin, lane)
-
-    @cute.jit
-    def add_bias(self, values, elements, bias, head, team_lane):
-        if bias != 0:
-            for i, term in enumerate(elements.load(bias + Int64(head) * elements.row_bytes, team_lane)):
-                values[i] = numbers.add(values[i], term)
-
-    @cute.jit
-    def normalise(self, values, weight, eps, team_lane):
-        """RMS norm over the head's columns."""
-        if weight != 0:
-            total = Float32(0.0)
-            for i in cutlass.range_constexpr(self.k_elements.count):
-                total = ptx.fma(values[i], values[i], total)
-            total = lane_sum(total, neighbours(self.config.lanes))
-            root = numbers.reciprocal_root(total * (1.0 / self.config.head_dim_k) + eps)
-            for i, factor in enumerate(self.k_elements.load(weight, team_lane)):
-                values[i] = values[i] * root * factor
 
 
 def _any(value) -> Any:

@@ -16,6 +16,8 @@ from cute_kernels.kv_cache.config import (
     HAS_TABLE,
     WIDE_POSITIONS,
     AppendConfig,
+    RowPrologue,
+    WrittenRows,
     cannot_rotate,
     row_alignment,
 )
@@ -110,15 +112,15 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
     """
     rope = call.rope
     config = AppendConfig(
-        k_format=call.k_format,
-        v_format=call.v_format,
+        k=WrittenRows(call.k_format, call.k.shape[2]),
+        v=WrittenRows(call.v_format, call.v.shape[2]),
         dtype=DTYPES[call.k.dtype],
-        head_dim_k=call.k.shape[2],
-        head_dim_v=call.v.shape[2],
-        rope="none" if rope is None else rope.style,
-        rotary_dim=0 if rope is None else rope.rotary_dim,
-        has_bias=any(bias is not None for bias in (call.q_bias, call.k_bias, call.v_bias)),
-        has_norm=call.q_norm is not None or call.k_norm is not None,
+        prologue=RowPrologue(
+            rope="none" if rope is None else rope.style,
+            rotary_dim=0 if rope is None else rope.rotary_dim,
+            has_bias=any(bias is not None for bias in (call.q_bias, call.k_bias, call.v_bias)),
+            has_norm=call.q_norm is not None or call.k_norm is not None,
+        ),
         leads=leads,
         transform=call.row_transform,
     )

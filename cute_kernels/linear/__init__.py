@@ -42,6 +42,9 @@ def quantized_linear(
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
 ) -> torch.Tensor:
     """activation((x * input_scale) W^T + bias) + residual, with a quantised W.
 
@@ -62,6 +65,10 @@ def quantized_linear(
             On CUDA, K is then summed in one part whatever the number of rows, which costs time where they are few. A
             result never depends on timing, with or without it.
         out: contiguous, written and returned; not x's memory.
+        norm: [K] in x's dtype or fp32: rows of x are normed first, as by `rms_norm` with this weight, ``norm_eps`` and
+            ``norm_offset`` (its ``weight_offset``). Up to 8 rows it may be a part of the product's launch, where its
+            kernel has the rows in registers (4-bit weights in groups of 128, a norm in x's dtype); else it is one
+            before it. Squares are then added up in another order than those of `rms_norm`.
 
     Returns:
         [..., N], or [..., N / 2] for "swiglu", in ``out_dtype``.
@@ -86,6 +93,9 @@ def quantized_linear(
         out_dtype=out_dtype,
         batch_invariant=batch_invariant,
         out=out,
+        norm=norm,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
     )
 
 

@@ -87,6 +87,9 @@ STREAM = Arguments(
 TILES = Arguments(DENSE_ADDRESSES, ("n", "num_tiles", "k_blocks", "whole", "splits", "num_ctas", *RESULT))
 """Of `WgmmaKernel`, `ResidentKernel` and `PortableKernel`."""
 
+FACTORED_TILES = Arguments((*DENSE_ADDRESSES, "factors"), (*TILES.numbers, "eps", "offset"))
+"""Of `FactoredResidentKernel`."""
+
 LIMB_TILES = Arguments(
     ("codes", "scales", "limbs", "bias", "residual", "out", "workspace"), (*TILES.numbers, "block_rows")
 )

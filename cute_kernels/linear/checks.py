@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from cute_kernels.arguments import check_tensors
@@ -36,6 +38,21 @@ def check_bias(bias: torch.Tensor, x: torch.Tensor, n: int) -> None:
     _check("bias", bias, x.dtype, (n,), x.device)
     if not bias.is_contiguous():
         raise ValueError(f"bias: got strides {bias.stride()}, want a contiguous tensor")
+
+
+def check_norm(norm: torch.Tensor, eps: object, offset: object, x: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless ``norm`` is a norm's weight for rows of x, and its numbers are numbers."""
+    check_tensors(norm=norm)
+    if norm.dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"norm: got dtype {norm.dtype}, want {x.dtype} or torch.float32")
+    _check("norm", norm, norm.dtype, (x.shape[-1],), x.device)
+    if not norm.is_contiguous():
+        raise ValueError(f"norm: got strides {norm.stride()}, want a contiguous tensor")
+    for name, value, least in (("norm_eps", eps, 0.0), ("norm_offset", offset, -math.inf)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise TypeError(f"{name}: got {value!r}, want a number")
+        if not (math.isfinite(value) and value >= least):
+            raise ValueError(f"{name}: got {value}, want a finite number" + (" of at least 0" if least == 0 else ""))
 
 
 def result_dtype(out_dtype: torch.dtype | None, x: torch.Tensor, out: torch.Tensor | None) -> torch.dtype:

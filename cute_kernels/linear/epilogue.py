@@ -29,6 +29,9 @@ VECTOR = 4  # neighbouring output features of a token that a thread takes
 VECTOR_BYTES = 4 * VECTOR
 COMBINE_BATCH = 4  # partial results that a thread loads at a time
 ROOT_HALF = 0.7071067811865476
+ERFC_RATE = 0.3275911
+ERFC = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)  # of t, t^2 ...
+GELU_END = 20.0  # from which on gelu(x) is x, and gelu(-x) 0
 
 
 @dataclass(frozen=True)
@@ -293,6 +296,15 @@ def silu(x: Float32) -> Any:
 
 
 def gelu(x: Float32) -> Any:
-    """x (1 + erf(x / sqrt 2)) / 2."""
-    erf = cute.math.erf(x * ROOT_HALF)  # pyright: ignore[reportAttributeAccessIssue]
-    return x * 0.5 * (Float32(1.0) + erf)
+    """x (1 + erf(x / sqrt 2)) / 2, as max(x, 0) - |x| erfc(|x| / sqrt 2) / 2: nothing cancels where x is negative.
+
+    erfc(z) is exp(-z z) times a polynomial of 1 / (1 + 0.3276 z) (Abramowitz and Stegun, 7.1.26). The result is off by
+    at most 3.3e-7, and by 3e-7 of x; 1 + erf in fp32 is by 1.2e-6. 14 instructions, where erf takes some 30.
+    """
+    magnitude = numbers.min_or_nan(ptx.absolute(x), Float32(GELU_END))  # infinity times 0 is NaN, and NaN stays
+    t = ptx.reciprocal(ptx.fma(magnitude, Float32(ERFC_RATE * ROOT_HALF), Float32(1.0)))
+    half = Float32(ERFC[-1] / 2)
+    for factor in reversed(ERFC[:-1]):
+        half = ptx.fma(half, t, Float32(factor / 2))
+    half = half * t * ptx.exp2(magnitude * magnitude * (-0.5 * ptx.LOG2_E))
+    return ptx.fma(-magnitude, half, ptx.fmax(x, Float32(0.0)))

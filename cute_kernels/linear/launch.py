@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +10,10 @@ from torch.nn import functional
 
 from cute_kernels.arguments import row_stride
 from cute_kernels.linear.inputs.launch import InputRows, input_rows
-from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, LinearPlan, plan_of
+from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, LinearPlan, factored_plan_of, plan_of
 from cute_kernels.linear.reference import out_features
 from cute_kernels.linear.weight import check_presence
+from cute_kernels.linear.wgmma.policies import NORMED, SCALED
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import Blank, blank
@@ -28,7 +30,8 @@ class KeptLaunch:
         matrix: [M, K], the shape that the kernel takes x in; None where x has it.
         inputs: what makes [M, K] of an x that the kernel cannot take as it is; None where it can.
         new_out: what the result is made of where the caller gives no tensor for it.
-        numbers: what follows the workspace among the function's arguments.
+        numbers: what follows the workspace, or the factors, among the function's arguments.
+        takes_factors: whether the product's own kernel applies the input scale or the norm.
     """
 
     plan: LinearPlan
@@ -36,6 +39,7 @@ class KeptLaunch:
     inputs: InputRows | None
     new_out: Blank
     numbers: tuple[int, ...]
+    takes_factors: bool = False
 
     def run(
         self,
@@ -48,6 +52,7 @@ class KeptLaunch:
         out: torch.Tensor | None,
         perm: torch.Tensor | None = None,
         input_scale: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Launches on the current stream of the plan's device; ``out`` or a new result, in the call's own shape.
 
@@ -57,13 +62,14 @@ class KeptLaunch:
         index = plan.device_index
         if index != GPU.current():
             with GPU.guard(index):
-                return self.run(x, codes, scales, zeros, bias, residual, out, perm, input_scale)
+                return self.run(x, codes, scales, zeros, bias, residual, out, perm, input_scale, norm)
         if self.inputs is not None:
             x = self.inputs.make(x, perm, input_scale)
         if x.requires_grad:
             x = x.detach()
         if out is None:
             out = GPU.empty(*self.new_out)
+        factors = (input_scale if norm is None else norm) if self.takes_factors else None
         plan.function(
             x if self.matrix is None else x.view(self.matrix),
             codes.data_ptr(),
@@ -73,9 +79,19 @@ class KeptLaunch:
             0 if residual is None else residual.data_ptr(),
             out.data_ptr(),
             plan.workspace() if plan.num_words else 0,
+            *(() if factors is None else (factors.data_ptr(),)),
             *self.numbers,
         )
         return out
+
+
+@dataclass(frozen=True)
+class RowNorm:
+    """An RMSNorm of x's rows before a product. weight: [k]; eps, offset: as of `cute_kernels.rms_norm`."""
+
+    weight: torch.Tensor
+    eps: float
+    offset: float
 
 
 def keep_launch(
@@ -87,14 +103,18 @@ def keep_launch(
     batch_invariant: bool,
     perm: torch.Tensor | None = None,
     input_scale: torch.Tensor | None = None,
+    norm: RowNorm | None = None,
 ) -> KeptLaunch | None:
-    """What to keep of a checked call; None for one that has no rows, or whose x torch must copy first.
+    """What to keep of a checked call; None for one that has no rows, or whose x torch must copy, or norm, first.
 
     x: [..., K] on a CUDA device; other arguments as of `cute_kernels.linear.ops.apply`.
     """
     (n, k), m = shape, x.numel() // shape[1]
     if m == 0:
         return None
+    factored = _factored_launch(x, m, form, shape, activation, out_dtype, batch_invariant, perm, input_scale, norm)
+    if factored is not None or norm is not None:
+        return factored
     plan = plan_of(m, n, k, form, x.dtype, x.get_device(), batch_invariant)
     as_it_is = perm is input_scale is None and _is_aligned(x) and (x.is_contiguous() or _takes_apart(plan, x))
     inputs = None if as_it_is else input_rows(x, perm, input_scale)
@@ -107,6 +127,45 @@ def keep_launch(
         new_out=blank((*x.shape[:-1], out_features(n, activation)), out_dtype),
         numbers=(n, *plan.sizes, ACTIVATIONS[activation], OUT_KINDS[out_dtype]),
     )
+
+
+def _factored_launch(
+    x: torch.Tensor,
+    m: int,
+    form: WeightFormat,
+    shape: tuple[int, int],
+    activation: str | None,
+    out_dtype: torch.dtype,
+    batch_invariant: bool,
+    perm: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    norm: RowNorm | None,
+) -> KeptLaunch | None:
+    """One launch with an input scale or a norm, not both; None where the product's kernel takes neither."""
+    (n, k), factors = shape, input_scale if norm is None else norm.weight
+    alone = perm is None and (norm is None or input_scale is None)
+    if factors is None or not alone or factors.dtype != x.dtype:
+        return None
+    if not (_is_aligned(x) and x.is_contiguous() and factors.data_ptr() % VECTOR_BYTES == 0):
+        return None
+    kind = SCALED if norm is None else NORMED
+    plan = factored_plan_of(m, n, k, form, x.dtype, x.get_device(), batch_invariant, kind)
+    if plan is None:
+        return None
+    added = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
+    return KeptLaunch(
+        plan=plan,
+        matrix=None if x.dim() == 2 else (m, k),
+        inputs=None,
+        new_out=blank((*x.shape[:-1], out_features(n, activation)), out_dtype),
+        numbers=(n, *plan.sizes, ACTIVATIONS[activation], OUT_KINDS[out_dtype], *map(_bits, added)),
+        takes_factors=True,
+    )
+
+
+def _bits(value: float) -> int:
+    """Those of an fp32, as an int32."""
+    return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
 def launch(

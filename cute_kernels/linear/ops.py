@@ -9,9 +9,10 @@ from torch.compiler import is_compiling
 
 from cute_kernels.arguments import check_flag, needs_dispatch
 from cute_kernels.linear import checks
-from cute_kernels.linear.launch import VECTOR_BYTES, KeptLaunch, keep_launch, launch
+from cute_kernels.linear.launch import VECTOR_BYTES, KeptLaunch, RowNorm, keep_launch, launch
 from cute_kernels.linear.reference import linear_reference, out_features, prepare_input
 from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.norm import rms_norm
 from cute_kernels.runtime.gpu import GPU, forgotten
 from cute_kernels.runtime.plans import identity, keep
 from cute_kernels.weight_formats import WeightFormat, weight_format
@@ -37,13 +38,16 @@ def apply(
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
 ) -> torch.Tensor:
     """`cute_kernels.quantized_linear` on the fields of a `PackedWeight`, which are taken to be those of one.
 
     What a call that passed the checks launches is kept for those that they could not tell from it.
     """
     key = None
-    if is_direct(x, codes, bias, residual, out) and isinstance(batch_invariant, bool):
+    if is_direct(x, codes, bias, residual, out) and type(norm) in _PLAIN and isinstance(batch_invariant, bool):
         try:
             key = (
                 x.shape,
@@ -63,15 +67,18 @@ def apply(
                 None if bias is None else identity(bias),
                 None if residual is None else identity(residual),
                 None if out is None else (*identity(out), out.data_ptr() == x.data_ptr()),
+                None if norm is None else (*identity(norm), norm_eps, norm_offset),
             )
             kept = _kept.get(key)
         except (TypeError, RuntimeError):  # an option that is not hashable, a tensor without strides: the checks say
             key = kept = None
         if kept is not None:
-            return kept.run(x, codes, scales, zeros, bias, residual, out, perm, input_scale)
+            return kept.run(x, codes, scales, zeros, bias, residual, out, perm, input_scale, norm)
     n, k = shape
     checks.check_input(x, k, format.activation_dtype(scales.dtype), codes.device)
     dispatch = needs_dispatch(x=x, codes=codes)
+    if norm is not None:
+        checks.check_norm(norm, norm_eps, norm_offset, x)
     checks.check_activation(activation, n)
     out_dtype = checks.result_dtype(out_dtype, x, out)
     check_flag("batch_invariant", batch_invariant)
@@ -85,10 +92,17 @@ def apply(
         checks.check_out(out)
         if not dispatch:
             checks.check_apart(out, x)
+    row_norm = None if norm is None else RowNorm(norm, norm_eps, norm_offset)
     if key is not None and (residual is None or residual.is_contiguous()):
-        kept = keep_launch(x, format, shape, activation, out_dtype, batch_invariant, perm, input_scale)
+        kept = keep_launch(x, format, shape, activation, out_dtype, batch_invariant, perm, input_scale, row_norm)
         if kept is not None:
-            return keep(_kept, key, kept).run(x, codes, scales, zeros, bias, residual, out, perm, input_scale)
+            return keep(_kept, key, kept).run(x, codes, scales, zeros, bias, residual, out, perm, input_scale, norm)
+    if norm is not None:  # a launch of its own
+        normed = rms_norm(x.detach(), norm, eps=norm_eps, weight_offset=norm_offset)
+        return apply(
+            normed, codes, scales, zeros, perm, input_scale, format=format, shape=shape, bias=bias, residual=residual,
+            activation=activation, out_dtype=out_dtype, batch_invariant=batch_invariant, out=out,
+        )  # fmt: skip
     if residual is not None:
         residual = _rows(residual, columns)
     rows = _rows(x if perm is input_scale is None else prepare_input(x, perm, input_scale), k)

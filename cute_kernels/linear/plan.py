@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from cute_kernels.linear.served import schedule_for
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.limb_launch import limb_product
 from cute_kernels.linear.wgmma.policies import PortableMmaSync
+from cute_kernels.linear.wgmma.resident_schedule import with_factors
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported, portable_arch_of
@@ -83,7 +84,49 @@ def plan_of(
 
     portable: whether the portable kernel is wanted where others run too, as tests want it.
     """
-    problem = LinearProblem(
+    problem = problem_of(m, n, k, form, dtype, device, batch_invariant)
+    if portable or not is_supported(device):
+        return make_tile_plan(make_portable_schedule(problem), m, device)
+    return make_plan(schedule_for(problem, GPU.name(device)), m, device)
+
+
+@per_gpu
+@lru_cache(maxsize=4096)
+def factored_plan_of(
+    m: int,
+    n: int,
+    k: int,
+    form: WeightFormat,
+    dtype: torch.dtype,
+    device: int,
+    batch_invariant: bool,
+    kind: str,
+) -> LinearPlan | None:
+    """As `plan_of`, of a kernel whose rows meet factors (`policies.SCALED` or `policies.NORMED`); None if the one that
+    serves the product takes none. It has the address of the factors behind the workspace, and two numbers more."""
+    if not is_supported(device):
+        return None
+    problem = problem_of(m, n, k, form, dtype, device, batch_invariant)
+    schedule = factored(schedule_for(problem, GPU.name(device)), kind)
+    return None if schedule is None else make_tile_plan(schedule, m, device)
+
+
+def factored(schedule: StreamSchedule | TileSchedule, kind: str) -> TileSchedule | None:
+    """A schedule whose rows meet factors; None if its kernel takes none, or makes limbs in chunks: each would wait for
+    factors of its own, which took 4096 x 14336 with one row 3 us more than 14."""
+    if not isinstance(schedule, TileSchedule):
+        return None
+    config = with_factors(schedule.config, kind)
+    if config is None or schedule.split_k_blocks > config.mainloop.k_blocks:
+        return None
+    return replace(schedule, config=config)
+
+
+def problem_of(
+    m: int, n: int, k: int, form: WeightFormat, dtype: torch.dtype, device: int, batch_invariant: bool
+) -> LinearProblem:
+    """A product of ``m`` rows on a CUDA device."""
+    return LinearProblem(
         m=m,
         n=n,
         k=k,
@@ -93,9 +136,6 @@ def plan_of(
         num_sms=GPU.num_sms(device),
         batch_invariant=batch_invariant,
     )
-    if portable or not is_supported(device):
-        return make_tile_plan(make_portable_schedule(problem), m, device)
-    return make_plan(schedule_for(problem, GPU.name(device)), m, device)
 
 
 def make_plan(schedule: StreamSchedule | TileSchedule, m: int, device_index: int) -> LinearPlan:

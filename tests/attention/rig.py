@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cute_kernels.attention.config import BLOCK_QUERIES, QUERY_VECTOR_BYTES, DecodeConfig
+from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.policies import BLOCK_QUERIES, QUERY_VECTOR_BYTES
 from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.kv_formats import KvFormat, load_code
 from layouts.kv.swizzled_tile import CHUNK_BYTES, SwizzledTile

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.attention.config import WARPGROUP_WARPS, DecodeConfig
+from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
+from cute_kernels.attention.policies import WARPGROUP_WARPS
 from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.runtime import default_cache, native
+from cute_kernels.runtime.composed import changed
 from tests import golden
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
@@ -41,7 +41,7 @@ def config(
     problem = DecodeProblem(1, 4096, *heads, head_dim, v_head_dim or head_dim, *formats, q_dtype, **more)
     found = candidate_configs(problem)
     chosen = next((c for c in found if c.ctas_per_sm == ctas_per_sm), found[0])
-    return dataclasses.replace(chosen, **fields)
+    return changed(chosen, **fields)
 
 
 FOUR_BLOCKS = ("int4_g1", "int8_token_head", "int8_tensor", "int8_channel", "e4m3_token_head", "e4m3_tensor", "e5m2")

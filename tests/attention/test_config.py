@@ -10,21 +10,20 @@ from cute_kernels.architecture import HOPPER
 from cute_kernels.attention.compile import DecodeSpec, shipped_specs
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
+from cute_kernels.attention.policies import CacheLoad, CopyPipeline, WarpgroupMma, WarpMma
 from cute_kernels.attention.tiles import tiles_of
+from cute_kernels.runtime.composed import changed
+from cute_kernels.runtime.wanted import record_of, spec_of
 from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import BLOCK_TOKENS
 
-INT4 = DecodeConfig("int4_g4", "int4_g4", "bf16", 128, 128, ctas_per_sm=1)
-DENSE = DecodeConfig("bf16", "bf16", "bf16", 128, 128, num_slices=2, ctas_per_sm=1, k_copy="tma", v_copy="tma")
-MIXED = DecodeConfig("int8_channel", "int4_g2", "fp16", 192, 128, num_slices=2, ctas_per_sm=1, k_copy="tma")
-WARPGROUPS = DecodeConfig(
-    "int4_g1", "int4_g1", "bf16", 128, 128, 1, 1, blocks_per_warp=4, warpgroups=True, num_slices=8, ctas_per_sm=1
-)
+ONE_CTA, FEW_WARPS = CopyPipeline(ctas_per_sm=1), WarpMma(num_slices=2)
+INT4 = DecodeConfig(CacheLoad("int4_g4", 128), CacheLoad("int4_g4", 128), "bf16", pipeline=ONE_CTA)
+DENSE = DecodeConfig(CacheLoad("bf16", 128, "tma"), CacheLoad("bf16", 128, "tma"), "bf16", FEW_WARPS, ONE_CTA)
+MIXED = DecodeConfig(CacheLoad("int8_channel", 192, "tma"), CacheLoad("int4_g2", 128), "fp16", FEW_WARPS, ONE_CTA)
+WARPGROUPS = DecodeConfig(CacheLoad("int4_g1", 128), CacheLoad("int4_g1", 128), "bf16", WarpgroupMma(), ONE_CTA)
+ALONE = WarpMma(blocks_per_warp=4, num_slices=8)  # as many warps, each of which multiplies by itself
 SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec, DecodeSpec)]
-
-
-def change(config: DecodeConfig, **fields) -> DecodeConfig:
-    return dataclasses.replace(config, **fields)
 
 
 @pytest.mark.parametrize("config", [INT4, DENSE, MIXED, WARPGROUPS, *SHIPPED], ids=lambda config: config.name)
@@ -35,26 +34,23 @@ def test_what_ships_can_be_implemented(config: DecodeConfig):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (change(INT4, head_dim=72), "head_dim 72 is not one of 64, 80, 96, 128, 192, 256"),
-        (change(INT4, v_head_dim=512), "head_dim 512 is not one of"),
-        (change(INT4, head_dim=80), r"groups of 20 columns \(int4_g4 at head_dim 80\) are no multiple of 8"),
-        (change(MIXED, k_format="int8_head"), "int8_head caches are read by the kernel for int8_tensor"),
-        (change(DENSE, q_dtype="fp16"), "q_dtype 'fp16' is not that of a bf16 cache"),
-        (change(INT4, blocks_per_warp=3), "blocks_per_warp 3 is not 1, 2 or 4"),
-        (change(INT4, q_dtype="fp32"), "q_dtype 'fp32' is not 'bf16' or 'fp16'"),
-        (change(INT4, num_stages=1), "num_stages must be at least 2"),
-        (change(INT4, early_tiles=3), "early_tiles 3 is not 0 or 1"),
-        (change(INT4, early_tiles=-1), "early_tiles -1 is not 0 or 1"),
-        (change(INT4, num_slices=33), "33 [+] 1 warps are more than the 32 of a CTA"),
-        (change(INT4, k_copy="tma"), r"copy 'tma' is not one of \('bulk', 'word'\) that int4_g4 has"),
-        (change(DENSE, v_copy="bulk"), r"copy 'bulk' is not one of \('tma',\) that bf16 has"),
-        (change(INT4, num_stages=100), "1 CTAs of .* bytes exceed the 232448 bytes of an SM"),
-        (change(WARPGROUPS, v_format="int4_g2"), "warpgroups of int4_g1_int4_g2 caches, not of 'int4_g1'"),
-        (change(WARPGROUPS, head_dim=64), "warpgroups of head_dim 64, v_head_dim 128, not of 128"),
-        (change(WARPGROUPS, blocks_per_warp=2), "warpgroups want 4 blocks of queries, one of tokens, and one role"),
-        (change(WARPGROUPS, num_query_blocks=2), "warpgroups want 4 blocks of queries, one of tokens, and one role"),
-        (change(WARPGROUPS, num_slices=2), "warpgroups of 2 slices, not of the 8 of two that take turns"),
-        (change(INT4, ctas_per_sm=8), "8 CTAs of .* bytes exceed the 232448 bytes of an SM"),
+        (changed(INT4, k_head_dim=72), "head_dim 72 is not one of 64, 80, 96, 128, 192, 256"),
+        (changed(INT4, v_head_dim=512), "head_dim 512 is not one of"),
+        (changed(INT4, k_head_dim=80), r"groups of 20 columns \(int4_g4 at head_dim 80\) are no multiple of 8"),
+        (changed(MIXED, k_format="int8_head"), "int8_head caches are read by the kernel for int8_tensor"),
+        (changed(DENSE, q_dtype="fp16"), "q_dtype 'fp16' is not that of a bf16 cache"),
+        (changed(INT4, blocks_per_warp=3), "blocks_per_warp 3 is not 1, 2 or 4"),
+        (changed(INT4, q_dtype="fp32"), "q_dtype 'fp32' is not 'bf16' or 'fp16'"),
+        (changed(INT4, num_stages=1), "num_stages must be at least 2"),
+        (changed(INT4, early_tiles=3), "early_tiles 3 is not 0 or 1"),
+        (changed(INT4, early_tiles=-1), "early_tiles -1 is not 0 or 1"),
+        (changed(INT4, num_slices=33), "33 [+] 1 warps are more than the 32 of a CTA"),
+        (changed(INT4, k_copy="tma"), r"copy 'tma' is not one of \('bulk', 'word'\) that int4_g4 has"),
+        (changed(DENSE, v_copy="bulk"), r"copy 'bulk' is not one of \('tma',\) that bf16 has"),
+        (changed(INT4, num_stages=100), "1 CTAs of .* bytes exceed the 232448 bytes of an SM"),
+        (changed(WARPGROUPS, v_format="int4_g2"), "warpgroups of int4_g1_int4_g2 caches, not of 'int4_g1'"),
+        (changed(WARPGROUPS, k_head_dim=64), "warpgroups of head_dim 64, v_head_dim 128, not of 128"),
+        (changed(INT4, ctas_per_sm=8), "8 CTAs of .* bytes exceed the 232448 bytes of an SM"),
     ],
 )
 def test_what_cannot_be_implemented_says_why(config: DecodeConfig, reason: str):
@@ -64,11 +60,11 @@ def test_what_cannot_be_implemented_says_why(config: DecodeConfig, reason: str):
 
 def test_an_unknown_format_is_named():
     with pytest.raises(ValueError, match="kv_format: got 'int3', want one of bf16, fp16, int4_g1"):
-        change(INT4, v_format="int3").can_implement()
+        changed(INT4, v_format="int3").can_implement()
 
 
 def test_warps_tokens_and_threads_follow_from_the_fields():
-    config = change(INT4, num_heads=2, num_query_blocks=2, num_slices=3, blocks_per_slice=2)
+    config = changed(INT4, num_heads=2, num_query_blocks=2, num_slices=3, blocks_per_slice=2)
     assert (config.num_roles, config.num_warps, config.num_threads) == (4, 12, 384)
     assert config.slice_tokens == 2 * BLOCK_TOKENS and config.tile_tokens == 6 * BLOCK_TOKENS
 
@@ -86,7 +82,7 @@ def test_shared_memory_holds_the_ring_the_merge_and_the_barriers(config: DecodeC
     assert resident <= HOPPER.sm_shared_bytes
 
 
-@pytest.mark.parametrize("config", [DENSE, MIXED, change(MIXED, k_format="int4_g1", v_format="e5m2")], ids=str)
+@pytest.mark.parametrize("config", [DENSE, MIXED, changed(MIXED, k_format="int4_g1", v_format="e5m2")], ids=str)
 def test_swizzled_tiles_start_where_their_swizzle_does(config: DecodeConfig):
     for tile, start, size in zip(tiles_of(config), config.ring_offsets, config.tile_bytes, strict=True):
         if isinstance(tile, SwizzledTile):
@@ -94,17 +90,17 @@ def test_swizzled_tiles_start_where_their_swizzle_does(config: DecodeConfig):
 
 
 def test_query_heads_are_counted_in_blocks_warps_and_heads():
-    config = change(INT4, num_heads=2, num_query_blocks=2, blocks_per_warp=4)
+    config = changed(INT4, num_heads=2, num_query_blocks=2, blocks_per_warp=4)
     assert (config.columns, config.warp_queries, config.head_queries, config.num_rows) == (8, 32, 64, 128)
 
 
 def test_four_blocks_of_queries_lie_in_shared_memory_beside_the_ring():
     """For each query head of 32: fp16 columns, and for two lanes in eight the sums of a group."""
-    config = change(INT4, num_heads=2, blocks_per_warp=4)
+    config = changed(INT4, num_heads=2, blocks_per_warp=4)
     assert config.shares_queries and config.query_bytes == 2 * (32 * 128 * 2 + 4 * 2 * 32 * 16)
     assert config.smem_bytes == config.pool_bytes + config.query_bytes + 2 * config.num_stages * 8
     # Queries of 16-bit keys, and of fewer blocks, stay in registers.
-    assert not change(DENSE, blocks_per_warp=4).query_bytes and not change(INT4, blocks_per_warp=2).query_bytes
+    assert not changed(DENSE, blocks_per_warp=4).query_bytes and not changed(INT4, blocks_per_warp=2).query_bytes
 
 
 def test_a_row_takes_the_bytes_of_its_format():
@@ -116,41 +112,72 @@ def test_a_row_takes_the_bytes_of_its_format():
 OTHERS: dict[str, object] = {
     "k_format": "int4_g1",
     "v_format": "int4_g2",
+    "k_head_dim": 64,
+    "v_head_dim": 64,
     "q_dtype": "fp16",
     "k_copy": "word",
     "v_copy": "word",
+    "page_tokens": 64,
+    "features": Features(sinks=True),
+    "early_tiles": 0,
 }
-OTHERS |= {"page_tokens": 64, "features": Features(sinks=True), "early_tiles": 0}
+
+
+def field_names() -> list[str]:
+    """Of a configuration and of its policies, as `changed` calls them."""
+    names = []
+    for field in dataclasses.fields(DecodeConfig):
+        value = getattr(INT4, field.name)
+        is_policy = dataclasses.is_dataclass(value) and not isinstance(value, Features)
+        parts = [part.name for part in dataclasses.fields(value)] if is_policy else [field.name]
+        names += [f"{field.name}_{part}" if field.name in ("k", "v") else part for part in parts]
+    return names
 
 
 def test_names_are_identifiers_and_differ_where_configurations_do():
     names = [config.name for config in SHIPPED]
     assert len(set(names)) == len(set(SHIPPED)) == len(SHIPPED)
     assert all(name.isidentifier() for name in names)
-    for field in dataclasses.fields(DecodeConfig):
-        value = getattr(INT4, field.name)
-        other = OTHERS.get(field.name)
+    assert len(field_names()) == 21
+    for name in field_names():
+        other = OTHERS.get(name)
         if other is None:
-            other = not value if isinstance(value, bool) else value + 1  # pyright: ignore[reportOperatorIssue]
-        assert change(INT4, **{field.name: other}).name != INT4.name, field.name
+            value = getattr(INT4, name)
+            other = not value if isinstance(value, bool) else value + 1
+        assert changed(INT4, **{name: other}).name != INT4.name, name
 
 
-def test_a_configuration_survives_json():
-    config = change(INT4, features=Features(window=True, bias="bf16"))
-    fields = json.loads(json.dumps(config.to_dict()))
-    assert DecodeConfig(**fields | {"features": Features(**fields["features"])}) == config
+@pytest.mark.parametrize("config", [changed(INT4, features=Features(window=True, bias="bf16")), MIXED, WARPGROUPS])
+def test_a_configuration_survives_json(config: DecodeConfig):
+    assert spec_of(json.loads(json.dumps(record_of(DecodeSpec(config))))) == DecodeSpec(config)
+
+
+def test_warpgroups_have_a_shape_of_their_own_that_cannot_be_written_otherwise():
+    assert not dataclasses.fields(WarpgroupMma)
+    with pytest.raises(TypeError, match="num_slices: got a field that none of"):
+        changed(WARPGROUPS, num_slices=2)
+
+
+def test_a_change_names_a_field_that_is_nobodys_or_several_policies():
+    with pytest.raises(TypeError, match="format: got a field that k, v of k, v, mainloop, pipeline, runs, features"):
+        changed(INT4, format="int4_g1")
+    with pytest.raises(TypeError, match="config: got 3, want a dataclass"):
+        changed(3, format="int4_g1")
+    assert changed(INT4, k_format="int4_g1", k_copy="word", units=True) == dataclasses.replace(
+        INT4, k=CacheLoad("int4_g1", 128, "word"), units=True
+    )
 
 
 def test_warpgroups_have_places_for_queries_probabilities_and_what_their_warps_say():
     """Each a multiple of what swizzling permutes, side by side; the merge takes a slice for each warpgroup."""
     queries, probabilities = 32 * 2 * 128, 32 * 2 * 128
     assert WARPGROUPS.num_merged == 2 and not WARPGROUPS.shares_queries
-    assert (WARPGROUPS.probability_offset, WARPGROUPS.probability_bytes) == (queries, probabilities)
-    assert WARPGROUPS.exchange_offset == queries + 4 * probabilities
-    assert WARPGROUPS.sum_offset == WARPGROUPS.exchange_offset + 2 * 4 * 32 * 8
+    assert (WarpgroupMma.probability_offset, WarpgroupMma.probability_bytes) == (queries, probabilities)
+    assert WarpgroupMma.exchange_offset == queries + 4 * probabilities
+    assert WarpgroupMma.sum_offset == WarpgroupMma.exchange_offset + 2 * 4 * 32 * 8
     # A number of each query: of the CTA, and of each warp.
-    assert WARPGROUPS.centre_offset == WARPGROUPS.sum_offset + 32 * 4
-    assert WARPGROUPS.query_bytes == WARPGROUPS.centre_offset + 8 * 32 * 4
-    assert WARPGROUPS.probability_offset % 1024 == WARPGROUPS.exchange_offset % 1024 == 0
-    assert WARPGROUPS.merge_bytes < change(WARPGROUPS, warpgroups=False).merge_bytes
-    assert WARPGROUPS.name != change(WARPGROUPS, warpgroups=False).name
+    assert WarpgroupMma.centre_offset == WarpgroupMma.sum_offset + 32 * 4
+    assert WARPGROUPS.query_bytes == WarpgroupMma.centre_offset + 8 * 32 * 4
+    assert WarpgroupMma.probability_offset % 1024 == WarpgroupMma.exchange_offset % 1024 == 0
+    assert WARPGROUPS.merge_bytes < changed(WARPGROUPS, mainloop=ALONE).merge_bytes
+    assert WARPGROUPS.name != changed(WARPGROUPS, mainloop=ALONE).name

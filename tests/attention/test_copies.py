@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from cute_kernels.attention.config import DecodeConfig
@@ -11,6 +9,7 @@ from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.kv_formats import HEAD_DIMS
 from cute_kernels.runtime import native
+from cute_kernels.runtime.composed import changed
 from layouts.kv.swizzled_tile import CHUNK_BYTES, SwizzledTile
 from layouts.kv.tile import WORD_BYTES, RowTile
 from tests.layouts.dsl_oracle import traced
@@ -112,7 +111,7 @@ def test_tensor_maps_write_chunks_where_the_tile_says(head_dim: int, element_byt
 
     kv_format = {1: "e5m2", 2: "bf16"}[element_bytes]
     problem = DecodeProblem.uniform(1, 4096, 8, 1, head_dim, kv_format, "bf16")
-    config = dataclasses.replace(candidate_configs(problem)[0], num_heads=2)
+    config = changed(candidate_configs(problem)[0], num_heads=2)
     operand = TensorMapOperand(config, 0)
     tile = operand.tile
     places = [

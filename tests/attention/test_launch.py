@@ -220,8 +220,7 @@ def test_no_more_combiners_wait_for_each_other_than_the_gpu_has_places(num_sms, 
 
 
 @pytest.mark.parametrize("kv_format", ALL_FORMATS)
-@pytest.mark.parametrize("cache_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("num_kv_heads", [1, 3, 8])
+@pytest.mark.parametrize("cache_layout, num_kv_heads", [("NHD", 1), ("HND", 3), ("NHD", 3), ("HND", 8)])
 def test_every_format_is_launched_for(kv_format, cache_layout, num_kv_heads, launches):
     """Rows of 68 or 132 bytes begin on words: the compiled function must not ask for more than the copies do."""
     dtype = kv_format if kv_format in ("bf16", "fp16") else "bf16"

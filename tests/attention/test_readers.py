@@ -14,6 +14,7 @@ from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.attention.tiles import cannot_read, tiles_of
 from cute_kernels.kv_formats import FORMATS, HEAD_DIMS, format_of
 from cute_kernels.runtime import native
+from cute_kernels.runtime.composed import changed
 from layouts import banks
 from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import WORD_BYTES, RowTile
@@ -69,7 +70,7 @@ def case(
     q_dtype = next((name for name in formats if name in ("bf16", "fp16")), q_dtype)
     heads = (num_kv_heads * 8, num_kv_heads)
     problem = DecodeProblem(1, 4096, *heads, head_dim, v_head_dim or head_dim, *formats, q_dtype, aligned=aligned)
-    config = dataclasses.replace(candidate_configs(problem)[0], blocks_per_warp=blocks_per_warp)
+    config = changed(candidate_configs(problem)[0], blocks_per_warp=blocks_per_warp)
     return Case(config, group)
 
 

@@ -19,6 +19,7 @@ import cutlass.cute as cute
 
 from cute_kernels.attention import readers, warpgroup
 from cute_kernels.attention.mainloop import LOWEST, WarpState
+from cute_kernels.attention.policies import WarpgroupMma, WarpMma
 from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.attention.warpgroup import Warpgroup, WarpgroupMainloop
@@ -44,9 +45,7 @@ from simulator import (
 from simulator.registers import elements, from_halves, halves
 from tests.attention.rig import random_int4_rows
 
-CONFIG = dataclasses.replace(
-    candidate_configs(DecodeProblem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True
-)
+CONFIG = candidate_configs(DecodeProblem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0]
 SOFTMAX_SCALE = 0.11
 QUERIES, HEAD_DIM, TOKENS, WARPS = 32, 128, 128, 4
 GROUP = 1  # the second of the CTA: what lies before it must be stepped over
@@ -160,8 +159,8 @@ class Rig:
         """What a warp has before its first tile."""
         place = (Int32(LANES), Int32(0), Int32(WARPS * GROUP + index))
         keys = self.keys.make_state(*place)
-        keys.query_sum_address = Int32(self.query_start + CONFIG.sum_offset)
-        keys.centres = Int32(self.query_start + CONFIG.centre_offset + 4 * QUERIES * (WARPS * GROUP + index))
+        keys.query_sum_address = Int32(self.query_start + WarpgroupMma.sum_offset)
+        keys.centres = Int32(self.query_start + WarpgroupMma.centre_offset + 4 * QUERIES * (WARPS * GROUP + index))
         values = self.sums.make_state(*place, Int64(0), keys)
         addresses = [Int64((8 * block + ROW) * 2 * HEAD_DIM) for block in range(4)]
         self.keys.take_query(keys, self.keys.fetch_query(addresses, Int64(0), Int32(LANES)), Float32(SOFTMAX_SCALE))
@@ -170,8 +169,8 @@ class Rig:
             self.keys.store_query(keys, Int32(self.query_start))
         offset = Registers(1, Int32)
         offset[0] = Int32(0)
-        first = Int32(self.query_start + CONFIG.probability_offset + 2 * CONFIG.probability_bytes * GROUP)
-        exchange = Int32(self.query_start + CONFIG.exchange_offset + 1024 * GROUP)
+        first = Int32(self.query_start + WarpgroupMma.probability_offset + 2 * WarpgroupMma.probability_bytes * GROUP)
+        exchange = Int32(self.query_start + WarpgroupMma.exchange_offset + 1024 * GROUP)
         keys.warpgroup = Warpgroup(Int32(GROUP), Int32(index), Int32(LANES), exchange, first, offset)
         self.kernel.clear_probabilities(keys.warpgroup)
         softmax = SimpleNamespace(maximum=Registers(8, Float32), total=Registers(8, Float32))
@@ -291,18 +290,18 @@ def test_values_whose_scales_are_tiny_do_not_overflow(run_on):
 @pytest.mark.parametrize("number", [0, 1])
 def test_probabilities_have_two_places_beside_the_queries_wherever_these_are(start, number):
     """Shared memory is aligned to 1024 bytes, not to the size of a place."""
-    size, places = CONFIG.probability_bytes, []
+    size, places = WarpgroupMma.probability_bytes, []
     offset = Registers(1, Int32)
     offset[0] = Int32(0)
-    first = Int32(start + CONFIG.probability_offset + 2 * size * number)
+    first = Int32(start + WarpgroupMma.probability_offset + 2 * size * number)
     place = Warpgroup(Int32(number), Int32(0), Int32(LANES), stand_in(None), first, offset)
     for _ in range(4):
         places.append(int(np.unique(place.operand()).item()))
         place.go_on(size)
         assert (place.last_operand(size) == places[-1]).all()
-    queries = start + CONFIG.probability_offset
+    queries = start + WarpgroupMma.probability_offset
     assert places == 2 * [queries + 2 * size * number, queries + size * (2 * number + 1)]
-    assert CONFIG.exchange_offset == CONFIG.probability_offset + 4 * size
+    assert WarpgroupMma.exchange_offset == WarpgroupMma.probability_offset + 4 * size
 
 
 def test_keys_that_no_query_sees_are_cleared():
@@ -310,7 +309,7 @@ def test_keys_that_no_query_sees_are_cleared():
     from cute_kernels.attention.copies import TileCopier
 
     assert TileCopier(CONFIG).cleared == (0, 1)
-    assert TileCopier(dataclasses.replace(CONFIG, warpgroups=False)).cleared == (1,)
+    assert TileCopier(dataclasses.replace(CONFIG, mainloop=WarpMma(blocks_per_warp=4, num_slices=8))).cleared == (1,)
 
 
 def test_no_access_has_bank_conflicts_and_every_code_is_read_by_one_warp(run_on):

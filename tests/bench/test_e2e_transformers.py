@@ -17,10 +17,13 @@ def record(**ours: Any) -> dict[str, Any]:
     rows = []
     for case in e2e_transformers.CASES:
         row = {**asdict(case), "batch": 2, "context": 8, "layers": 1, "memory_gb": 1.0, "tokens": [[1, 2], [3, 4]]}
-        rows.append(row | {"step_ms": times.get(case.name, 8.0), "host_us": 100.0, "graph_ms": 3.5})
+        host = {"host_us": 100.0, "host_in_order_us": 90.0} if case.kv_format and case.cuda_graphs else {}
+        rows.append(row | {"step_ms": times.get(case.name, 8.0), "graph_ms": 3.5} | host)
     rows[[row["name"] for row in rows].index("int4_g4 cache, W4")].update(ours)
     batches = [
-        {"kv_format": kv, "batch": b, "step_ms": ms} for kv, ms in (("bf16", 2.0), ("int4_g4", 1.9)) for b in (1, 64)
+        {"kv_format": kv, "batch": b, "context": 4, "layers": 1, "step_ms": ms}
+        for kv, ms in (("bf16", 2.0), ("int4_g4", 1.9))
+        for b in (1, 64)
     ]
     environment = {
         "gpu": "GPU",
@@ -37,8 +40,8 @@ def met(data: dict[str, Any]) -> dict[str, bool]:
 
 
 def test_every_bar_is_judged():
-    assert list(met(record()).values()) == [True] * 6
-    assert len(met(record())) == 6
+    recorded = sum(case.kv_format is not None and case.cuda_graphs for case in e2e_transformers.CASES)
+    assert list(met(record()).values()) == [True] * (3 + 2 * recorded + 2)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +49,8 @@ def test_every_bar_is_judged():
     [
         ({"step_ms": 4.3}, {"SDPA", "output layer"}),
         ({"step_ms": 17.0}, {"SDPA", "static", "output layer"}),
-        ({"host_us": 151.0}, {"host"}),
+        ({"host_us": 151.0}, {"W4, steps ahead"}),
+        ({"host_in_order_us": 151.0}, {"W4, in order"}),
     ],
 )
 def test_a_bar_that_is_missed_says_so(changes, missed):
@@ -67,7 +71,9 @@ def test_the_record_is_printed_with_its_bars():
     data["bars"] = [verdict.as_dict() for verdict in judge(data)]
     text = e2e_transformers.text(data)
     assert "64 requests: INT4 1.900 ms, BF16 2.000 (0.95)" in text and "MISSED" not in text
-    assert "| int4_g4 cache, W4 | **4.0** |" in e2e_transformers.markdown(data)
+    rows = e2e_transformers.markdown(data).splitlines()
+    assert any(row.startswith("| int4_g4 cache, W4 | **4.0** |") and row.endswith("| 100, 90 |") for row in rows)
+    assert "| 64 | 2.00 | 1.90 | 0.95 |" in e2e_transformers.markdown_batches(data)
 
 
 def test_the_parts_of_a_step_are_a_table():
@@ -86,3 +92,5 @@ def test_the_parts_of_a_step_are_a_table():
 def test_a_record_without_figures_is_no_table():
     with pytest.raises(ValueError, match="record: got no measured case"):
         e2e_transformers.markdown({"rows": []})
+    with pytest.raises(ValueError, match="record: got no batch with both caches"):
+        e2e_transformers.markdown_batches({"rows": []})

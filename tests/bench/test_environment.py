@@ -9,11 +9,14 @@ HEAD, OTHER = "a" * 40, "b" * 40
 
 
 @pytest.fixture(params=["", " M bench/moe.py"], ids=["clean", "changed"])
-def status(request, monkeypatch):
+def status(request):
     """What git says has changed since HEAD."""
-    answers = {"rev-parse": HEAD, "status": request.param}
-    monkeypatch.setattr(described, "_git", lambda command, *_: answers[command])
     return request.param
+
+
+def environment(status: str):
+    answers = {"rev-parse": HEAD, "status": status}
+    return described.environment(lambda command, *_: answers[command])
 
 
 @pytest.mark.parametrize("told", [None, HEAD])
@@ -21,15 +24,14 @@ def test_a_checkout_says_its_commit_and_whether_it_was_changed(told, status, mon
     monkeypatch.delenv("CUTE_KERNELS_COMMIT", raising=False)
     if told:
         monkeypatch.setenv("CUTE_KERNELS_COMMIT", told)
-    found = described.environment()
+    found = environment(status)
     assert (found["commit"], found["dirty"]) == (HEAD, bool(status))
 
 
-@pytest.mark.usefixtures("status")
-def test_files_of_another_commit_than_the_history_ends_with_are_not_called_changed_or_clean(monkeypatch):
+def test_files_of_another_commit_than_the_history_ends_with_are_not_called_changed_or_clean(status, monkeypatch):
     """That machine cannot know."""
     monkeypatch.setenv("CUTE_KERNELS_COMMIT", OTHER)
-    found = described.environment()
+    found = environment(status)
     assert (found["commit"], found["dirty"]) == (OTHER, None)
 
 

@@ -1,15 +1,19 @@
 """Measuring: statistics, peers and suites, with the GPU clock replaced by a fake one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from bench import entry, floor, ladder, peers, suites, timing
+from bench import floor, ladder, peers, suites, timing
 from bench import record as records
+from bench.entry import Entry
 from bench.peers import Peer, Variant, measure_peer
 from bench.timing import Clock, Protocol, Timing, time_host
 from bench.workloads import DecodeShape, make_inputs
 from cute_kernels.attention.reference import decode_attention_reference
 from cute_kernels.attention.schedule import DecodeProblem, make_schedule
+from simulator import stand_in
 
 PROTOCOL = Protocol(samples=3, warmup=0)
 
@@ -128,15 +132,17 @@ def test_sdpa_variants_are_the_same_attention(inputs, name):
     assert labels == ["heads as tokens", "enable_gqa"]
 
 
+def fake_floor(flush, protocol, quick):
+    return lambda num_bytes: floor.Floor(num_bytes, 5.0, "fake")
+
+
 @pytest.fixture
-def bench(monkeypatch, tmp_path, clock):
-    monkeypatch.setattr(suites, "ColdL2", lambda: lambda: None)
-    monkeypatch.setattr(suites, "_require_memory", lambda num_bytes: None)
-    monkeypatch.setattr(suites, "make_inputs", lambda shape, kv_format: make_inputs(shape, kv_format, device="cpu"))
-    monkeypatch.setattr(suites, "StreamingFloor", lambda *a, **k: lambda num_bytes: floor.Floor(num_bytes, 5.0, "fake"))
-    monkeypatch.setattr(entry, "bind", bind_reference)
+def bench(tmp_path, clock):
     recorder = records.Recorder(tmp_path / "run.json", kind="decode", samples=3)
-    return suites.Bench(recorder, PROTOCOL, peers=(peer_of(),), quick=True)
+    return suites.Bench(
+        recorder, PROTOCOL, peers=(peer_of(),), quick=True, device="cpu", flush=lambda: None,
+        make_floor=stand_in(fake_floor), entry=Entry(bind_reference), free_bytes=lambda: 1 << 40,
+    )  # fmt: skip
 
 
 def bind_reference(inputs, out=None, **options):
@@ -155,7 +161,7 @@ def test_a_row_holds_time_floor_ratio_bandwidth_and_peers(bench):
     assert not bench.recorder.data["failures"]
 
 
-def test_a_wrong_output_is_a_failure_and_never_a_time(bench, monkeypatch):
+def test_a_wrong_output_is_a_failure_and_never_a_time(bench):
     def bind_wrong(inputs, out=None, **options):
         def call():
             assert out is not None
@@ -163,7 +169,7 @@ def test_a_wrong_output_is_a_failure_and_never_a_time(bench, monkeypatch):
 
         return call
 
-    monkeypatch.setattr(entry, "bind", bind_wrong)
+    bench.entry = Entry(stand_in(bind_wrong))
     suites.run_rows(bench, "main", [SMALL], ["bf16"], peers=True)
     (row,) = bench.recorder.data["rows"]
     assert "us" not in row and "floor_ratio" not in row and "WrongOutput" in row["why_not"]
@@ -182,30 +188,26 @@ def test_a_graph_that_cannot_be_captured_leaves_the_eager_time(bench):
     assert bench.recorder.data["failures"][0]["error"] == "RuntimeError: cannot capture"
 
 
-def test_one_shape_failing_does_not_stop_the_suite(bench, monkeypatch):
-    def refuse_large(num_bytes):
-        if num_bytes > SMALL.cache_bytes("bf16"):
-            raise MemoryError("too large")
-
-    monkeypatch.setattr(suites, "_require_memory", refuse_large)
+def test_one_shape_failing_does_not_stop_the_suite(bench):
+    bench.free_bytes = lambda: suites.MEMORY_RESERVE + 2 * SMALL.cache_bytes("bf16")
     suites.run_rows(bench, "shapes", [DecodeShape(64, seq_len=16, head_dim=64), SMALL], ["bf16"], peers=False)
     assert [row["name"] for row in bench.recorder.data["rows"]] == [SMALL.name]
-    assert bench.recorder.data["failures"][0]["error"] == "MemoryError: too large"
+    assert bench.recorder.data["failures"][0]["error"].startswith("MemoryError: this shape wants")
 
 
 def problem(batch, kv_format="int4_g1"):
     return DecodeProblem.uniform(batch, 8192, 8, 1, 128, kv_format, "bf16")
 
 
-def fake_kernels(monkeypatch, batch, us_of):
+def fake_kernels(batch, us_of):
     """The schedule of the main table's shape at `batch`; configurations give the reference output and take `us_of`."""
-    monkeypatch.setattr(entry, "schedule_for", lambda inputs: make_schedule(problem(batch, inputs.kv_format)))
-    monkeypatch.setattr(suites, "DecodeShape", lambda batch: SMALL)
 
     def bind_config(config, inputs, **launch):
         return timed(exact(inputs), us_of(config, launch))
 
-    monkeypatch.setattr(entry, "bind_config", bind_config)
+    return Entry(
+        schedule_for=lambda inputs: make_schedule(problem(batch, inputs.kv_format)), bind_config=stand_in(bind_config)
+    )
 
 
 def rungs_of(bench):
@@ -214,14 +216,14 @@ def rungs_of(bench):
     return {rung["title"]: rung for rung in found["rungs"]}
 
 
-def test_the_ladder_switches_each_switchable_step_off(bench, monkeypatch):
+def test_the_ladder_switches_each_switchable_step_off(bench):
     def us_of(config, launch):
         return (
             100.0 + 50.0 * (config.num_stages == 2) + 25.0 * (config.k_copy == "word") + 5.0 * (not config.early_tiles)
         )
 
-    fake_kernels(monkeypatch, 32, us_of)
-    suites.run_ladder(bench, [32], ["int4_g1"])
+    bench.entry = fake_kernels(32, us_of)
+    suites.run_ladder(bench, [32], ["int4_g1"], lambda batch: SMALL)
     rungs = rungs_of(bench)
     off = {title: rung["off_us"] for title, rung in rungs.items() if "off_us" in rung}
     assert off["Unroll K loads"] == 150.0 and rungs["Unroll K loads"]["on_us"] == 100.0
@@ -230,26 +232,25 @@ def test_the_ladder_switches_each_switchable_step_off(bench, monkeypatch):
     assert "off_us" not in rungs["Swizzle P in shared memory"] and rungs["Swizzle P in shared memory"]["how"]
 
 
-def test_a_step_that_the_schedule_leaves_off_is_not_timed_against_itself(bench, monkeypatch):
-    fake_kernels(monkeypatch, 512, lambda config, launch: 100.0)
-    suites.run_ladder(bench, [512], ["int4_g1"])
+def test_a_step_that_the_schedule_leaves_off_is_not_timed_against_itself(bench):
+    bench.entry = fake_kernels(512, lambda config, launch: 100.0)
+    suites.run_ladder(bench, [512], ["int4_g1"], lambda batch: SMALL)
     split = rungs_of(bench)["Split the sequence"]  # 512 requests fill the GPU without splits
     assert "off_us" not in split and split["why_not"] == "the schedule runs this shape so anyway"
 
 
-def test_a_configuration_that_is_wrong_has_no_time_and_stops_no_other(bench, monkeypatch):
-    fake_kernels(monkeypatch, 32, lambda config, launch: 100.0)
-    right = entry.bind_config
+def test_a_configuration_that_is_wrong_has_no_time_and_stops_no_other(bench):
+    right = fake_kernels(32, lambda config, launch: 100.0)
 
     def bind_config(config, inputs, **launch):
         if config.k_copy == "word":
             return timed(exact(inputs) * 1.1, 1.0)
         if launch["num_splits"] == 1:
             raise RuntimeError("no such launch")
-        return right(config, inputs, **launch)
+        return right.bind_config(config, inputs, **launch)
 
-    monkeypatch.setattr(entry, "bind_config", bind_config)
-    suites.run_ladder(bench, [32], ["int4_g1"])
+    bench.entry = replace(right, bind_config=stand_in(bind_config))
+    suites.run_ladder(bench, [32], ["int4_g1"], lambda batch: SMALL)
     rungs = rungs_of(bench)
     word, split = rungs["Group-wise INT4 with vector loads"], rungs["Split the sequence"]
     assert "off_us" not in word and word["on_us"] == 100.0 and "WrongOutput: relative error 1.00e-01" in word["why_not"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,10 @@ from bench.mla_workloads import DENSE, SPARSE, MlaShape, make_inputs
 from bench.record import Recorder
 from bench.report import OURS
 from bench.suites import Bench, WrongOutput
-from bench.timing import Protocol, Timing
+from bench.timing import Clock, Protocol, Timing, ticking
 from cute_kernels.families import shipped_specs
 from cute_kernels.mla import sparse_mla_decode
+from simulator import stand_in
 
 SMALL_SPARSE = MlaShape("mla_fp8", batch=3, num_heads=5, q_len=2, seq_len=130, topk=70)
 SMALL_DENSE = MlaShape("mla_bf16", batch=3, num_heads=5, q_len=2, seq_len=130)
@@ -151,12 +151,11 @@ def test_distance_is_that_of_cosines():
 
 
 @pytest.fixture
-def flash_mla(monkeypatch):
+def flash_mla():
     """FlashMLA's interface, served by this package's."""
     import cute_kernels.compat.flash_mla as stand_in
 
-    monkeypatch.setattr(mla_peers, "_flash_mla", lambda: stand_in)
-    return mla_peers.PEERS[0]
+    return mla_peers.flash_mla_peer(lambda: stand_in)
 
 
 @SMALL
@@ -174,11 +173,9 @@ def test_flash_mla_gets_the_same_problem(shape, flash_mla):
         torch.testing.assert_close(found, own, rtol=1e-2, atol=1e-4)
 
 
-def test_where_flash_mla_is_absent_every_place_is_named(monkeypatch):
-    monkeypatch.setattr(mla_peers, "_FLASH_MLA_MODULES", ("no_such_module", "json"))
-    mla_peers._flash_mla.cache_clear()
-    reason = mla_peers.PEERS[0].missing()
-    mla_peers._flash_mla.cache_clear()
+def test_where_flash_mla_is_absent_every_place_is_named():
+    places = ("no_such_module", "json")
+    reason = mla_peers.flash_mla_peer(lambda: mla_peers.import_flash_mla(places)).missing()
     assert reason is not None and "import no_such_module: ModuleNotFoundError" in reason
     assert "import json: no flash_mla_with_kvcache" in reason
 
@@ -208,54 +205,52 @@ def test_a_peer_that_is_wrong_or_fails_is_not_timed(flash_mla):
 
 
 @pytest.mark.parametrize("kv_format", mla_append.FORMATS)
-def test_appends_are_checked(kv_format, monkeypatch):
+def test_appends_are_checked(kv_format):
     call = mla_append.make_call(MlaAppendShape(kv_format, 70), "cpu")
     assert len(set(call.slot_mapping.tolist())) == 70
     assert mla_append.check(call) <= mla_append.ROTATION_TOLERANCE
-    monkeypatch.setattr(mla_append, "bind", lambda call: lambda: None)
     with pytest.raises(WrongOutput, match="latent columns"):
-        mla_append.check(call)
+        mla_append.check(call, append=lambda: None)
 
 
-def test_an_append_without_its_rope_is_noticed(monkeypatch):
+def test_an_append_without_its_rope_is_noticed():
     call = mla_append.make_call(MlaAppendShape("mla_fp8", 70), "cpu")
     append = mla_append.bind(call._replace(rope=None, position_ids=None))
-    monkeypatch.setattr(mla_append, "bind", lambda call: append)
     with pytest.raises(WrongOutput, match="0 latent columns"):
-        mla_append.check(call)
+        mla_append.check(call, append)
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------
 
 
+RUN = [SMALL_SPARSE, replace(SMALL_DENSE, batch=1)]
+APPENDS = (MlaAppendShape("mla_fp8", 3), MlaAppendShape("mla_bf16", 200))
+
+
 @pytest.fixture
-def bench(monkeypatch):
+def bench():
     """A bench whose clock makes every call take 50 us; what is timed is run all the same, on the CPU."""
-    timing = Timing(50.0, 49.0, 51.0, 1)
 
-    def time_one(call, flush, protocol):
-        call()
-        return timing
+    def in_turn(calls, flush, protocol):
+        for call in calls.values():
+            call()
+        return dict.fromkeys(calls, Timing(50.0, 49.0, 51.0, 1))
 
-    for module in (mla, mla_append):
-        monkeypatch.setattr(module, "time_graph_cold", time_one)
-    monkeypatch.setattr(mla, "time_cold_in_turn", lambda calls, *_: {name: time_one(calls[name], *_) for name in calls})
-    monkeypatch.setattr(mla_append, "time_cold", lambda call, *_: timing)
-    monkeypatch.setattr(mla_append, "copy_us", lambda bench, num_bytes: 25.0)
-    monkeypatch.setattr(mla, "make_inputs", lambda shape: make_inputs(shape, "cpu"))
-    make_call = mla_append.make_call
-    monkeypatch.setattr(mla_append, "make_call", lambda shape: make_call(shape, "cpu"))
-    monkeypatch.setattr(mla, "shapes", lambda suites, quick: [SMALL_SPARSE, replace(SMALL_DENSE, batch=1)])
-    monkeypatch.setattr(mla_append, "SHAPES", (MlaAppendShape("mla_fp8", 3), MlaAppendShape("mla_bf16", 200)))
-    bench: Any = Bench.__new__(Bench)  # its flush buffer and floors want a GPU
-    bench.recorder, bench.protocol, bench.quick, bench.say = Recorder(None), Protocol(samples=1), False, print
-    bench.flush = lambda: None
-    bench.floor = lambda num_bytes: Floor(num_bytes, 10.0, "read")
-    return bench
+    floors = lambda flush, protocol, quick: lambda num_bytes: Floor(num_bytes, 10.0, "read")  # noqa: E731
+    with ticking(Clock(in_turn, lambda call, warmup: call, lambda: None)):
+        yield Bench(
+            Recorder(None),
+            Protocol(samples=1),
+            say=print,
+            device="cpu",
+            flush=lambda: None,
+            make_floor=stand_in(floors),
+        )
 
 
 def test_a_run_checks_times_and_records_every_shape(bench, flash_mla):
-    mla.run(bench, mla_workloads.SUITES, [flash_mla])
+    mla.run_shapes(bench, RUN, [flash_mla])
+    mla_append.run(bench, APPENDS)
     assert bench.recorder.data["failures"] == []
     sparse, dense = bench.recorder.data["mla"]
     assert sparse["name"] == SMALL_SPARSE.name and sparse["us"]["median_us"] == 50.0 and sparse["floor_ratio"] == 5
@@ -275,7 +270,7 @@ def test_where_ours_fails_the_peer_still_has_a_time(bench, flash_mla, monkeypatc
         raise NotImplementedError("no kernel")
 
     monkeypatch.setattr(mla_workloads.MlaInputs, "run", fail)
-    mla.run(bench, ["sparse"], [flash_mla])
+    mla.run_shapes(bench, RUN, [flash_mla])
     assert [failure["error"] for failure in bench.recorder.data["failures"]] == ["NotImplementedError: no kernel"] * 2
     for row in bench.recorder.data["mla"]:
         assert row["why_not"] == "NotImplementedError: no kernel" and "us" not in row

@@ -8,7 +8,7 @@ import torch
 
 from bench import model_accuracy, model_accuracy_report, smollm2
 from bench.__main__ import main
-from bench.model_accuracy import CALIBRATED, CENTRED, Prepared, Way
+from bench.model_accuracy import BOTH, CALIBRATED, CENTRED, KIVI, Prepared, Way
 from bench.record import Recorder
 from cute_kernels.kv_cache import CacheTransform
 from cute_kernels.kv_cache.constants import CacheConstants
@@ -66,6 +66,51 @@ def test_centring_and_calibration_are_what_they_say(model):
     first, second = centred.transforms[0], calibrated.transforms[0]
     assert first is not None and set(first.arrays) == {"k_center"} and first.k_rotation == 1
     assert second is not None and second.k_rotation == 16 and second.k_factor is not None
+
+
+def test_values_have_factors_where_they_are_asked_for(model):
+    windows = make_windows(4)
+    moments = model_accuracy.moments_of(model, windows, 2)
+    alone, both, one_group = (
+        model_accuracy.prepare(model, windows, Way("int8_token_head", name, method), 2, moments=moments).constants
+        for name, method in (("int4_g2", CALIBRATED), ("int4_g2", BOTH), ("int4_g1", BOTH))
+    )
+    assert alone is not None and both is not None and one_group is not None
+    for first, second, third in zip(alone.transforms, both.transforms, one_group.transforms, strict=True):
+        assert first is not None and second is not None and third is not None
+        assert not first.changes_values and second.v_factor is not None
+        assert (second.v_rotation, third.v_rotation) == (1, 64)
+        assert first.k_factor is not None and second.k_factor is not None and third.v_factor is not None
+        assert torch.equal(first.k_factor, second.k_factor) and torch.equal(second.v_factor, third.v_factor.abs())
+    own = model_accuracy.prepare(model, windows, Way("int8_token_head", "int4_g2", BOTH), 2).constants
+    assert own is not None and own.transforms[0] is not None and both.transforms[0] is not None
+    assert own.transforms[0].key == both.transforms[0].key
+
+
+def test_kivi_is_a_grid_for_each_channel_and_block_of_tokens():
+    k = torch.randn(2, 70, 3, 8) * torch.logspace(-2, 2, 8) + torch.linspace(-50, 50, 8)
+    got = model_accuracy.store_of(Way(KIVI, "bf16"), None)(0, k.transpose(1, 2), k.transpose(1, 2))[0].transpose(1, 2)
+    assert torch.equal(got[:, 64:], k[:, 64:])  # no whole block
+    for block in (slice(0, 32), slice(32, 64)):
+        x, y = k[:, block].double(), got[:, block].double()
+        low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+        assert ((x - y).abs() <= (high - low) / 30 + 2**-11 * (low.abs() + 1.1 * (high - low)) + 2**-21).all()
+        assert all(len(y[0, :, 0, d].unique()) <= 16 for d in range(8))
+    assert Way(KIVI, "int4_g2").bytes_per_token(64) == Way("int4_g2", "int4_g2").bytes_per_token(64) == 80
+
+
+def test_centers_and_factors_change_nothing_of_kivi():
+    """Each channel of a block has a scale and a shift of its own: up to their rounding to 16 bits."""
+    k = torch.randn(1, 64, 2, 8) * torch.logspace(-1, 1, 8)
+    transform = CacheTransform(torch.randn(2, 8), 2.0 ** torch.randint(-3, 4, (2, 8)).float())
+    constants = CacheConstants((transform,))
+    plain, changed = (
+        model_accuracy.store_of(Way(KIVI, "bf16"), given)(0, k.transpose(1, 2), k.transpose(1, 2))[0]
+        for given in (None, constants)
+    )
+    step = (k.amax(1, keepdim=True) - k.amin(1, keepdim=True)).transpose(1, 2) / 15
+    off = ((plain - changed).abs() / step).flatten()
+    assert off.max() < 1.1 and off.median() < 0.02  # a code apart at most, and seldom
 
 
 def test_weights_are_changed_for_the_time_being(model):
@@ -157,13 +202,14 @@ def test_the_real_model_goes_through_every_part(tmp_path):
     assert "| int4_g4 | 96 |" in table and "needles at 128" in table and "Decoded token by token" in table
     assert "int4_g4" in model_accuracy_report.text(record)
 
-    cut = {**record, "rows": record["rows"][:2]}
+    cut = {**record, "rows": [*record["rows"][:2], {**record["rows"][2]}]}
+    del cut["rows"][2]["needles"]  # of a run that ended before it
     path.write_text(json.dumps(cut))
     command = ["accuracy", "--model", "--quick", "--device", "cpu", "--resume", "--json", str(path)]
     assert main(command) == 0
     resumed = json.loads(path.read_text())
     assert [row["name"] for row in resumed["rows"]] == [row["name"] for row in record["rows"]]
-    assert resumed["rows"][:2] == cut["rows"] and len(resumed["resumed"]) == 1
+    assert resumed["rows"][:3] == record["rows"][:3] and len(resumed["resumed"]) == 1
     path.write_text(json.dumps(cut | {"model": record["model"] | {"sha256": "0" * 64}}))
     assert main(command) == 2
 
@@ -190,3 +236,5 @@ def test_fitted_ways_are_measured_where_they_are_asked_for():
     plain, fitted = (model_accuracy.plan_for(gpu, False, fit) for fit in (False, True))
     assert set(model_accuracy.FITS) == set(fitted.ways) - set(plain.ways)
     assert all(way in fitted.decoded for way in model_accuracy.FITS)
+    assert all(way.k_format != KIVI for way in fitted.decoded)
+    assert not model_accuracy.plan_for(gpu, False, decode=False).decoded

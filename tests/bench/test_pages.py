@@ -39,6 +39,7 @@ def test_figures_that_were_not_measured_beside_ours_are_labelled():
     for row in ("FBGEMM, CUDA [1]", "FBGEMM, CUDA [2]"):
         assert row in table
     assert "[1] NVIDIA H200, 2026-11-20: measured" in table and "[2] H100, published by its authors" in table
+    assert "| vLLM, Triton [3] | - | - | - | - | - |" in table and "[3] GPU not named, published by its author" in table
 
 
 def test_the_readmes_first_screen_has_no_table_of_figures_and_no_commit():

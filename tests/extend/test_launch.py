@@ -9,6 +9,7 @@ import torch
 
 from cute_kernels.extend import extend_attention, ops, ragged
 from cute_kernels.extend.ragged import ragged_attention
+from cute_kernels.extend.schedule import MAX_UNPACKED_BYTES
 from tests.launchers import recording
 from tests.observed import calls_of
 
@@ -82,3 +83,64 @@ def test_ragged_calls_have_plans_of_their_own(launches):
     with pytest.raises(ValueError, match="cu_seqlens_k"):
         ragged.launch(q, k, k, bounds[0], bounds[1][:0], None, ops.DEFAULTS)
     assert ragged_attention(q, k, k, *bounds)[0].shape == q.shape  # on the CPU
+
+
+def symbols(launches) -> list[str]:
+    return [launch.symbol for launch in launches]
+
+
+def coded(num_queries: int, tokens: int = 256, **options: Any) -> dict[str, Any]:
+    cache = torch.zeros(2, tokens, 2, 68, dtype=torch.uint8)
+    return given(num_queries, k_cache=cache, v_cache=cache, kv_format="int8_token_head", **options)
+
+
+def test_many_queries_over_codes_are_served_over_unpacked_keys(launches):
+    extend_attention(**coded(6))
+    assert not any("unpack" in symbol for symbol in symbols(launches))
+    launches.clear()
+    extend_attention(**coded(4000))
+    unpack, attention = launches
+    assert unpack.symbol.startswith("extend_unpack_int8") and attention.symbol.endswith("_unpacked")
+    assert len(ops.launch.plans) == 1, "the same plan serves both"
+    k_rows, v_rows = unpack.arguments[2:4]
+    assert k_rows.shape == v_rows.shape == (2, 2, 256, 64) and k_rows.dtype == torch.float16
+    assert attention.arguments[1] is k_rows and attention.arguments[2] is v_rows
+
+
+def test_what_the_caller_knows_of_lengths_bounds_unpacked_keys(launches):
+    for most, room in ((100, 128), (129, 256), (10**6, 256), (None, 256)):
+        launches.clear()
+        extend_attention(**coded(4000, max_seq_len=most))
+        assert launches[0].arguments[2].shape[2] == room
+    assert len(ops.launch.plans) == 1, "lengths change from step to step"
+    with pytest.raises(ValueError, match="max_seq_len"):
+        extend_attention(**coded(4000, max_seq_len=0))
+
+
+def test_unpacked_keys_take_no_more_memory_than_is_theirs(launches):
+    too_many = MAX_UNPACKED_BYTES // (2 * 2 * 2 * 64 * 2) + 128
+    table = torch.zeros(2, too_many // 64 + 1, dtype=torch.int32)
+    pages = torch.zeros(3, 64, 2, 68, dtype=torch.uint8)
+    call = coded(4000) | {"k_cache": pages, "v_cache": pages, "block_table": table}
+    extend_attention(**call)
+    assert len(launches) == 1
+    extend_attention(**call, max_seq_len=256)
+    assert len(launches) == 3
+
+
+def test_the_caller_says_whether_keys_are_unpacked(launches):
+    extend_attention(**coded(6, unpack=True))
+    assert len(launches) == 2
+    extend_attention(**coded(4000, unpack=False))
+    assert len(launches) == 3
+    with pytest.raises(TypeError, match="unpack"):
+        extend_attention(**coded(6, unpack="yes"))
+
+
+def test_with_fixed_splits_rows_scales_are_read_as_they_are(launches):
+    """Whatever else is in the batch; other formats give the same bits either way."""
+    extend_attention(**coded(4000, num_splits=1))
+    assert len(launches) == 1
+    cache = torch.zeros(2, 256, 2, 36, dtype=torch.uint8)
+    extend_attention(**coded(4000, num_splits=1) | {"k_cache": cache, "v_cache": cache, "kv_format": "int4_g1"})
+    assert len(launches) == 3

@@ -8,8 +8,15 @@ import random
 import pytest
 
 from cute_kernels.attention.features import Features
-from cute_kernels.extend.config import REGISTERS, TILE_ROWS, ExtendConfig
-from cute_kernels.extend.schedule import ExtendProblem, choose, choose_splits, count_tiles
+from cute_kernels.extend.config import REGISTERS, TILE_ROWS, ExtendConfig, ProducerPipeline, UnpackedKeys
+from cute_kernels.extend.schedule import (
+    ExtendProblem,
+    choose,
+    choose_splits,
+    choose_unpacked,
+    count_tiles,
+    queries_to_unpack_for,
+)
 from tests.extend.cases import FORMATS
 
 
@@ -82,8 +89,61 @@ def test_what_cannot_be_is_said(monkeypatch):
         (ExtendConfig("e4m3_head", "e4m3_head", "bf16", 128), "e4m3_tensor"),
         (ExtendConfig("bf16", "bf16", "bf16", 72), "head_dim 72 is not one of 64, 80, 96, 128, 192, 256"),
         (ExtendConfig("bf16", "bf16", "bf16", 256), "shared memory"),
-        (ExtendConfig("bf16", "bf16", "bf16", 128, producer_warps=5), "producer_warps"),
+        (ExtendConfig("bf16", "bf16", "bf16", 128, ProducerPipeline(producer_warps=5)), "producer_warps"),
+        (ExtendConfig("bf16", "bf16", "bf16", 128, keys=UnpackedKeys()), "head by head"),
         (ExtendConfig("int8_tensor", "int8_tensor", "bf16", 128), "96 and 208 registers are more than 384 threads"),
         (ExtendConfig("bf16", "bf16", "bf16", 128, tree=True, features=Features(causal=True)), "a tree's mask"),
     ):
         assert reason in str(wrong.can_implement())
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_every_format_can_be_unpacked(kv_format, head_dim):
+    q_dtype = "fp16" if kv_format == "fp16" else "bf16"
+    config = choose(ExtendProblem(head_dim, kv_format, kv_format, q_dtype, 16, Features(causal=True, paged=True)))
+    unpack, attention = choose_unpacked(config)
+    assert (unpack.can_implement() is None) == (config.can_implement() is None), "narrow groups are not read at all"
+    assert attention.can_implement() is None
+    assert attention.units == config.units and attention.operand_type == unpack.dtype
+    assert not attention.decodes and attention.tile_scales == unpack.tile_scales
+
+
+def test_formats_whose_unpacked_rows_are_alike_share_a_kernel():
+    causal = Features(causal=True, paged=True)
+    kernels = {
+        name: choose_unpacked(choose(ExtendProblem(128, name, name, "bf16", 64, causal)))[1]
+        for name in FORMATS
+        if name != "fp16"
+    }
+    assert kernels["int8_token_head"] == kernels["e4m3_token_head"]
+    assert kernels["int8_tensor"] == kernels["e4m3_tensor"] == kernels["e4m3_head"]
+    assert kernels["int4_g1"] == kernels["int4_g8"]
+    assert len(set(kernels.values())) == 5, "and without any scale, and of 16 bits"
+
+
+@pytest.mark.parametrize(
+    "kv_format, page_tokens, least, most",
+    [
+        ("int8_token_head", 64, 128, 256),
+        ("e4m3_tensor", 64, 200, 400),
+        ("int4_g4", 64, 100, 200),
+        ("bf16", 16, 1500, 3000),
+        ("bf16", 64, None, None),
+        ("bf16", 0, None, None),
+    ],
+)
+def test_unpacking_is_for_many_queries(kv_format, page_tokens, least, most):
+    """Of 4 heads a KV head: chunks, not drafts that are verified; a request of a batch counts as its average."""
+    problem = ExtendProblem(
+        128, kv_format, kv_format, "bf16", page_tokens, Features(causal=True, paged=page_tokens > 0)
+    )
+    config = choose(problem)
+    queries = queries_to_unpack_for(config, 1, 4, None)
+    if least is None:
+        assert queries is None
+        return
+    assert queries is not None and least <= queries <= most
+    assert queries_to_unpack_for(config, 8, 4, None) == 8 * queries
+    assert queries_to_unpack_for(config, 1, 8, None) <= queries // 2 + 1
+    assert queries_to_unpack_for(config, 1, 4, queries - 1) is None, "a window lets few queries see a token"

@@ -9,7 +9,6 @@ machine code compile the kernels; those of a GPU run them.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +21,7 @@ from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.kv_cache import KVCache, append_kv, dequantize_kv, quantize_kv
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
-from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, row_alignment, team_lanes
+from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, RowPrologue, row_alignment, team_lanes
 from cute_kernels.kv_cache.plan import config_of
 from cute_kernels.kv_cache.reference import quantize, shaped_scale
 from cute_kernels.kv_cache.rope import Rope
@@ -133,7 +132,7 @@ class KvFormatTests:
         )
         call = make_call(shape)
         config = config_of(call)
-        general = replace(config, decode=False, lane_columns=AppendConfig.lane_columns)
+        general = config.for_all()
         for kernel in dict.fromkeys((config, general)):
             own = clone_caches(call)
             changes = {"decode": kernel.decode, "lane_columns": kernel.lane_columns}
@@ -232,7 +231,7 @@ def _configs(form: KvFormat, head_dim: int) -> list[Any]:
 
 def specs_of(form: KvFormat, head_dim: int) -> list[KernelSpec]:
     """The kernels that append, convert and read a format's caches as most models have them."""
-    append = AppendConfig(form.name, form.name, "bf16", head_dim, head_dim, "half", head_dim)
+    append = AppendConfig.alike(form.name, "bf16", head_dim, RowPrologue("half", head_dim))
     bulk = [BulkConfig(direction, form.name, "bf16", head_dim) for direction in ("quantize", "dequantize")]
     return [
         *(AppendSpec(config) for config in (append, append.for_decode())),

@@ -33,7 +33,7 @@ PATH = Path(__file__).parent / "resources.json"
 PORTABLE_ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100")
 PORTABLE_PATH = Path(__file__).parent / "portable.json"
 PASSED_PATH = Path(__file__).parent / "passed.json"
-SAMPLED = 16
+SAMPLED = 32
 ALL = "GOLDEN_ALL"  # set: tests compile every kernel
 COMMAND = "make golden (or: python -m tests.golden.update)"
 

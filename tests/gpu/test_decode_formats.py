@@ -18,6 +18,7 @@ from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.kv_formats import FORMATS, HEAD_DIMS, KvFormat, format_of
 from cute_kernels.runtime import arch_of, load_many
+from cute_kernels.runtime.composed import changed
 from tests.attention.cases import Q_DTYPES, TOLERANCE, relative_errors
 
 pytestmark = pytest.mark.gpu
@@ -68,7 +69,7 @@ class Case:
             found = found[:1]
         if self.blocks_per_warp > 1:
             fields = {"num_query_blocks": 1, "blocks_per_warp": self.blocks_per_warp, "num_slices": 2}
-            found = [dataclasses.replace(config, **fields) for config in found[:1]]
+            found = [changed(config, **fields) for config in found[:1]]
         return list(dict.fromkeys(found))
 
 

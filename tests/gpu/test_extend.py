@@ -16,10 +16,10 @@ from cute_kernels import decode_attention
 from cute_kernels.compat.flash_attn import flash_attn_varlen_func
 from cute_kernels.extend import mixed_attention, ops
 from cute_kernels.extend.call import make_call as check_call
-from cute_kernels.extend.compile import CombineSpec, ExtendSpec
-from cute_kernels.extend.config import CombineConfig
+from cute_kernels.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
+from cute_kernels.extend.config import CombineConfig, ExtendConfig, UnpackConfig
 from cute_kernels.extend.plan import configs_of, problem_of
-from cute_kernels.extend.schedule import choose
+from cute_kernels.extend.schedule import choose, choose_unpacked
 from cute_kernels.runtime.spec import KernelSpec
 from tests.extend.cases import FORMATS, Call, assert_close, make_call
 
@@ -86,10 +86,36 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tree, head_dim 256": ("bf16", {"tree": True, "head_dim": 256, "group": 1}),
     "a pair": (("int8_token_head", "int4_g4"), {}),
 }
+FEATURES = {"window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True}
+UNPACKED: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{name: (name, {}) for name in FORMATS},
+    "pages of 16": ("bf16", {"page_size": 16}),
+    "pages of 256, HND, codes": ("int4_g4", {"page_size": 256, "cache_layout": "HND"}),
+    "contiguous, codes": ("int8_token_head", {"page_size": None}),
+    "7 heads a group": ("e4m3_token_head", {"group": 7}),
+    "head_dim 80": ("e4m3_token_head", {"head_dim": 80, "num_splits": 2}),
+    "head_dim 192": ("int8_token_head", {"head_dim": 192, "new": True}),
+    "head_dim 256": ("int4_g4", {"head_dim": 256}),
+    "all keys": ("int8_token_head", {"causal": False}),
+    "window": ("int4_g4", {"window_size": 33}),
+    "all features": ("int8_token_head", FEATURES),
+    "fp16 queries": ("int8_token_head", {"q_dtype": "fp16"}),
+    "new tokens": ("int8_token_head", {"new": True}),
+    "new tokens, all features": ("int4_g4", {"new": True, **FEATURES}),
+    "splits": ("int8_token_head", {"num_splits": 3}),
+    "tree": ("int8_token_head", {"tree": True, "sinks": True, "softcap": 20.0}),
+    "tree, new tokens": ("int4_g4", {"tree": True, "new": True, "sinks": True}),
+    "a pair": (("int8_token_head", "int4_g4"), {}),
+    "another pair": (("e4m3_tensor", "int8_token_head"), {}),
+}
+# The others read the cache as it is, whatever the schedule says of so few queries.
+VARIANTS = {name: (form, {"unpack": False, **options}) for name, (form, options) in VARIANTS.items()}
+VARIANTS |= {f"{name}, unpacked": (form, {"unpack": True, **given}) for name, (form, given) in UNPACKED.items()}
 
 
-def variant(name: str, q_lens=Q_LENS, lengths=LENGTHS, device: str = CUDA, seed: int = 0) -> Call:
-    kv_format, options = VARIANTS[name]
+def variant(name: str, q_lens=Q_LENS, lengths=LENGTHS, device: str = CUDA, seed: int = 0, **more: Any) -> Call:
+    kv_format, given = VARIANTS[name]
+    options = given | more
     if "new" in options:  # all of them are there
         lengths = [max(pair) for pair in zip(q_lens, lengths, strict=True)]
     return make_call(kv_format, q_lens, lengths, device=device, seed=seed, **options)
@@ -98,9 +124,16 @@ def variant(name: str, q_lens=Q_LENS, lengths=LENGTHS, device: str = CUDA, seed:
 def specs() -> list[KernelSpec]:
     """For tests.gpu.prepare."""
     calls = [variant(name, [1], [1], device="cpu") for name in VARIANTS]
-    configs = [config for call in calls for config in configs_of(check_call(*call.tensors, **call.keywords))]
+    configs: dict[ExtendConfig, None] = {}
+    unpacking: dict[UnpackConfig, None] = {}
+    for call in calls:
+        first, *newer = configs_of(check_call(*call.tensors, **call.keywords))
+        if call.options["unpack"]:
+            unpack, first = choose_unpacked(first)
+            unpacking[unpack] = None
+        configs |= dict.fromkeys((first, *newer))
     combines = dict.fromkeys(CombineConfig(config.q_dtype, config.head_dim) for config in configs)
-    return [*(ExtendSpec(config) for config in dict.fromkeys(configs)), *map(CombineSpec, combines)]
+    return [*map(ExtendSpec, configs), *map(UnpackSpec, unpacking), *map(CombineSpec, combines)]
 
 
 def check(call: Call) -> torch.Tensor:
@@ -121,7 +154,11 @@ def test_it_is_attention(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["bf16", "int8_token_head", "int4_g4", "window, codes", "new tokens, codes", "splits", "tree, int4, splits"]
+    "name",
+    [
+        *("bf16", "int8_token_head", "int4_g4", "window, codes", "new tokens, codes", "splits", "tree, int4, splits"),
+        *("int8_token_head, unpacked", "window, unpacked", "new tokens, unpacked", "pages of 16, unpacked"),
+    ],
 )
 def test_random_batches(name):
     generator = random.Random(name)
@@ -133,10 +170,13 @@ def test_random_batches(name):
 
 
 @pytest.mark.parametrize("causal, window", [(True, None), (False, None), (True, 77), (True, 128)])
+@pytest.mark.parametrize("unpack", [False, True])
 @pytest.mark.parametrize("kv_format", ["bf16", "int8_token_head", "int4_g4"])
-def test_zero_scores_show_the_mask(kv_format, causal, window):
+def test_zero_scores_show_the_mask(kv_format, unpack, causal, window):
     """With q = 0 every key that is seen weighs the same: a mask that is off by one key is off by a row of V."""
-    call = make_call(kv_format, [130, 5, 300], [400, 5, 290], causal=causal, window_size=window, device=CUDA)
+    call = make_call(
+        kv_format, [130, 5, 300], [400, 5, 290], causal=causal, window_size=window, unpack=unpack, device=CUDA
+    )
     call.q.zero_()
     check(call)
 
@@ -186,10 +226,11 @@ def test_fewer_sms_give_the_same():
     assert torch.equal(call.run(num_splits=1), call.run(num_splits=1, sm_margin=130))
 
 
-def test_scales_far_from_one():
+@pytest.mark.parametrize("unpack", [False, True])
+def test_scales_far_from_one(unpack):
     """Rows' scales are fp32: neither tile nor probability may overflow or vanish in fp16."""
     for factor in (1e-6, 1e5):
-        call = make_call("int8_token_head", [70, 3], [300, 40], device=CUDA)
+        call = make_call("int8_token_head", [70, 3], [300, 40], unpack=unpack, device=CUDA)
         for cache in (call.k_cache, call.v_cache):
             cache[..., :4].view(torch.float32).mul_(factor)
         call.q.div_(factor)
@@ -198,16 +239,18 @@ def test_scales_far_from_one():
         check(call)
 
 
-def test_rows_of_one_tile_may_have_scales_of_all_sizes():
-    call = make_call("int8_token_head", [70], [300], device=CUDA)
+@pytest.mark.parametrize("unpack", [False, True])
+def test_rows_of_one_tile_may_have_scales_of_all_sizes(unpack):
+    call = make_call("int8_token_head", [70], [300], unpack=unpack, device=CUDA)
     scales = call.v_cache[..., :4].view(torch.float32)
     scales.mul_(torch.exp2(torch.randint(-12, 12, scales.shape, device=CUDA).float()))
     check(call)
 
 
+@pytest.mark.parametrize("name", ["bf16", "int8_token_head, unpacked"])
 @pytest.mark.parametrize("num_splits", [1, 4])
-def test_a_request_does_not_depend_on_its_batch(num_splits):
-    call = variant("bf16")
+def test_a_request_does_not_depend_on_its_batch(num_splits, name):
+    call = variant(name)
     call.options["num_splits"] = num_splits
     out = call.run()
     ends = call.cu_seqlens_q.tolist()
@@ -229,22 +272,22 @@ def test_a_request_does_not_depend_on_its_batch(num_splits):
 def test_it_agrees_with_decode_attention(name):
     call = variant(name, [4] * 5, [700, 4, 129, 64, 300])
     batch, (heads, dim) = 5, call.q.shape[1:]
-    want = decode_attention(
-        call.q.view(batch, 4, heads, dim), *call.tensors[1:], kv_format=call.kv_format, **call.options
-    )
+    options = {name: value for name, value in call.options.items() if name != "unpack"}
+    want = decode_attention(call.q.view(batch, 4, heads, dim), *call.tensors[1:], kv_format=call.kv_format, **options)
     difference = (call.run() - want.view_as(call.q)).float()
     assert difference.norm() <= 4e-3 * want.float().norm()
 
 
-def test_a_graph_serves_other_lengths():
-    call = variant("int8_token_head")
+@pytest.mark.parametrize("name", ["int8_token_head", "int8_token_head, unpacked"])
+def test_a_graph_serves_other_lengths(name):
+    call = variant(name)
     out = torch.full_like(call.q, torch.nan)
     call.run(out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call.run(out=out)
     # Other lengths of the same tensors: fewer queries, fewer keys.
-    other = variant("int8_token_head", [100, 3, 0, 40, 200, 3, 1], [690, 5, 100, 64, 200, 4, 1], seed=5)
+    other = variant(name, [100, 3, 0, 40, 200, 3, 1], [690, 5, 100, 64, 200, 4, 1], seed=5)
     for mine, theirs in zip(call.tensors[1:3], other.tensors[1:3], strict=True):
         if mine.shape != theirs.shape:
             pytest.skip("caches of other shapes")
@@ -267,9 +310,10 @@ def test_many_launches_leave_the_counter_empty():
         assert torch.equal(call.run(), want)
 
 
-def test_ends_and_lengths_that_cannot_be_do_no_harm():
+@pytest.mark.parametrize("name", ["int8_token_head", "int8_token_head, unpacked", "pages of 16, unpacked"])
+def test_ends_and_lengths_that_cannot_be_do_no_harm(name):
     """Numbers on the device are not looked at: nothing may be written or read outside the tensors."""
-    call = variant("int8_token_head")
+    call = variant(name)
     call.seq_lens[0] = 2**30
     call.cu_seqlens_q[2] = -7
     call.cu_seqlens_q[-1] = 2**30
@@ -278,12 +322,34 @@ def test_ends_and_lengths_that_cannot_be_do_no_harm():
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("name", ["bf16", "pages of 16", "int8_tensor", "e4m3_tensor", "e5m2", "int4_g1", "int4_g4"])
+def test_unpacking_changes_no_bit_where_rows_have_no_fp32_scales(name):
+    read, unpacked = variant(name), variant(f"{name}, unpacked")
+    for num_splits in (1, 3):
+        options = {"num_splits": num_splits, "return_lse": True}
+        for mine, other in zip(read.run(**options), unpacked.run(**options), strict=True):
+            assert torch.equal(mine, other)
+
+
+def test_the_memory_of_unpacked_keys_may_be_bounded():
+    """By what the caller knows of lengths; the table has room for more."""
+    call = variant("int8_token_head, unpacked", max_seq_len=20_000)
+    want = call.run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert torch.equal(call.run(max_seq_len=700), want)
+    bound = len(LENGTHS) * 2 * (768 * 2 * 128 * 2 + 6 * 16)  # requests, KV heads, K and V of 768 tokens
+    assert torch.cuda.max_memory_allocated() - before <= bound + call.q.numel() * 2 + 2**16
+
+
 def test_every_configuration_that_can_be_tried_is_right():
     call = variant("int4_g1")
     config = choose(problem_of(check_call(*call.tensors, **call.keywords)))
     for changed in ({"ping_pong": False}, {"producer_warps": 4}):
         out = torch.full_like(call.q, torch.nan)
-        ops.bind_config(replace(config, **changed), *call.tensors, out=out, **call.keywords)()
+        tried = replace(config, pipeline=replace(config.pipeline, **changed))
+        ops.bind_config(tried, *call.tensors, out=out, **call.keywords)()
         assert_close(call, out)
 
 

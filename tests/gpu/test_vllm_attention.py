@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.integrations.vllm.steps import BATCHES, Layer, serve_shared, serve_steps
+from tests.integrations.vllm.steps import BATCHES, Layer, constants_file, serve_shared, serve_steps
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("vllm")
@@ -96,6 +96,19 @@ def test_steps_give_what_the_reference_gives(layer: Layer):
     error = (given.double() - reference.double()).norm() / reference.double().norm()
     assert error < 2e-3, float(error)
     assert (given.double() - exact).norm() <= 1.05 * (reference.double() - exact).norm() + 2e-3 * exact.norm()
+
+
+CALIBRATED = (
+    Layer("auto", "fp16", caches=ALL_EXTEND),
+    Layer("auto", "fp16", window=24, sinks=True, speculative=3, caches={"extend": False}),
+    Layer("auto", "int8_token_head,int4_g4", caches=ALL_EXTEND),
+)
+"""With a transform of K and V."""
+
+
+@pytest.mark.parametrize("layer", CALIBRATED, ids=str)
+def test_calibrated_steps_give_what_the_reference_gives(layer: Layer, tmp_path):
+    test_steps_give_what_the_reference_gives(dataclasses.replace(layer, constants=constants_file(str(tmp_path))))
 
 
 @pytest.mark.parametrize("layer", LAYERS[:2] + LAYERS[6:8], ids=str)

@@ -203,6 +203,20 @@ ENCODERS: dict[str, Architecture] = {
             "decoder_start_token_id": 0,
         },
     ),
+    "bigbird-pegasus, decoder": Architecture(  # causal, but its modules say that they are not
+        "BigBirdPegasusForCausalLM",
+        "BigBirdPegasusConfig",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 128,
+            "decoder_layers": 2,
+            "decoder_attention_heads": 2,
+            "decoder_ffn_dim": 96,
+            "max_position_embeddings": 64,
+            "is_decoder": True,
+            "is_encoder_decoder": False,
+        },
+    ),
     "bart": Architecture(
         "BartForConditionalGeneration",
         "BartConfig",

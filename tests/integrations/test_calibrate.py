@@ -30,8 +30,8 @@ def seen_by(model, batches):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_a_watched_model_computes_what_it_did_and_is_as_it_was(name, implementation):
     model = DECODERS[name].build(torch.float32)
-    if implementation == "sdpa" and not model._supports_sdpa:
-        pytest.skip("the model offers no SDPA")
+    if implementation == "sdpa" and (not model._supports_sdpa or name == "gemma 2"):
+        pytest.skip("the model offers no SDPA, or one without its soft cap (transformers 5.0.0)")
     model.set_attn_implementation(implementation)
     batch = make_batches(1)[0]
     with torch.no_grad():

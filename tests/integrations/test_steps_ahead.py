@@ -11,10 +11,13 @@ from unittest import mock
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels.integrations.transformers import accelerated as module
+from cute_kernels.integrations.transformers import graphs
 from cute_kernels.integrations.transformers.graphs import StepReplay
+from cute_kernels.integrations.transformers.inputs import StepInputs
 from tests.integrations.architectures import DECODERS
 from tests.integrations.test_accelerate import LEFT_PADDED, NEW, PROMPT, Traced, generate, record_on_cpu
 
@@ -22,8 +25,8 @@ FIRST = 2
 """Steps of a call that are not replayed: one runs as usual, one is recorded and replayed, but was not begun."""
 
 
-def accelerated(kv_format: Any = "int4_g4", **options: Any) -> tuple[Any, StepReplay]:
-    model = DECODERS["llama"].build(torch.bfloat16)
+def accelerated(kv_format: Any = "int4_g4", name: str = "llama", **options: Any) -> tuple[Any, StepReplay]:
+    model = DECODERS[name].build(torch.bfloat16)
     ck.accelerate(model, kv_format=kv_format, **options)
     return model, record_on_cpu(model)
 
@@ -55,7 +58,7 @@ def assert_same_caches(got: Any, want: Any) -> None:
     for ours, theirs in zip(got.layers, want.layers, strict=True):
         for a, b in zip(ours.rows, theirs.rows, strict=True):
             for request, tokens in enumerate(got.columns.seq_lens.tolist()):
-                assert torch.equal(a[request, :tokens], b[request, :tokens])
+                assert torch.equal(a[request, ..., :tokens, :], b[request, ..., :tokens, :])
 
 
 def test_greedy_steps_are_begun_before_they_are_asked_for():
@@ -70,9 +73,10 @@ def test_no_step_is_begun_behind_the_last_one():
     began = []
 
     class Counted(Traced):
-        def replay(self) -> Any:
-            began.append(1)
-            return super().replay()
+        def replay(self) -> None:
+            if "logits" in self.outputs:  # else it makes the next one's inputs
+                began.append(1)
+            super().replay()
 
     replay.record = lambda function, device: Counted(function, device)
     generate(model, LEFT_PADDED)
@@ -100,6 +104,22 @@ def test_a_choice_that_was_not_foreseen_is_honoured(steps):
     assert_same(got, in_order(**options))
     if len(steps) == NEW:
         assert replay.ahead == 0  # and after two of them none is begun any more
+
+
+def test_a_step_that_reads_the_caches_length_reads_its_own():
+    """Llama 4's chunks: a mask of columns before the step, which is another number after one that was called back."""
+    found = []
+    for ahead in (True, False):
+        model, replay = accelerated("bf16", "llama 4")
+        with nullcontext() if ahead else one_by_one():
+            options = {"logits_processor": LogitsProcessorList([Other({4})])}
+            outputs = [generate(model, torch.ones_like(PROMPT), **options) for _ in range(2)]  # in the same memory
+        assert bool(replay.ahead) == ahead and replay.replays > NEW
+        found.append(outputs)
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got.sequences, want.sequences)
+        for ours, theirs in zip(got.logits, want.logits, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_a_request_that_has_ended_costs_one_step():
@@ -206,3 +226,43 @@ def test_steps_of_other_calls_are_not_begun_ahead(options):
     model, replay = accelerated()
     generate(model, LEFT_PADDED, **options)
     assert replay.ahead == 0
+
+
+def test_inputs_of_a_step_lie_side_by_side_and_are_compared_to_the_last_element():
+    given = {
+        "input_ids": torch.tensor([[5], [6], [7]]),
+        "position_ids": torch.arange(9).view(3, 3, 1),
+        "scale": torch.tensor(0.5),
+        "types": torch.tensor([[1], [0], [1]], dtype=torch.int32),
+    }
+    inputs = StepInputs(given)
+    other = {name: value + 1 for name, value in given.items()}
+    for values in (given, other):
+        inputs.place(values)
+        assert not inputs.are(values)  # it is what was noted that is compared
+        inputs.note()
+        assert inputs.are(values)
+        for name, tensor in inputs.tensors.items():
+            assert torch.equal(tensor, values[name]) and tensor.shape == values[name].shape
+            assert tensor.data_ptr() % 64 == inputs.tensors["input_ids"].data_ptr() % 64
+    for name, value in other.items():
+        changed = value.clone()
+        changed.view(-1)[-1] += 1
+        assert not inputs.are(other | {name: changed})
+
+
+def test_a_replays_outputs_are_made_as_the_models_own_are():
+    """The same class, fields, items and order, with another cache and copies of tensors, nested ones too."""
+    hidden = (torch.randn(2, 3), torch.randn(2, 3))
+    stand_in: Any = graphs._CACHE
+    recorded = CausalLMOutputWithPast(logits=torch.randn(2, 5), past_key_values=stand_in, hidden_states=hidden)
+    cache: Any = ck.DecodeCache("bf16")
+    made = graphs._own(cache, recorded, torch.clone)
+    want = CausalLMOutputWithPast(logits=recorded.logits, past_key_values=cache, hidden_states=hidden)
+    assert type(made) is type(want) and list(made) == list(want) and vars(made).keys() == vars(want).keys()
+    assert made.past_key_values is cache and made["past_key_values"] is cache and made.loss is None
+    assert torch.equal(made.logits, recorded.logits) and made.logits is made["logits"] is made[0]
+    assert made.logits.data_ptr() != recorded.logits.data_ptr()
+    for ours, theirs in zip(made.hidden_states, hidden, strict=True):
+        assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
+    assert recorded.past_key_values is graphs._CACHE

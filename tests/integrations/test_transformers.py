@@ -172,7 +172,7 @@ def test_beams_are_those_of_another_cache(model, tokens):
 def requests(cache: Any) -> tuple[list[list[float]], list[int]]:
     """Each request's tokens of the first layer, as one number for each token."""
     layer: Any = cache.layers[0]
-    return layer.keys[:, : layer.count].double().sum((2, 3)).tolist(), cache.columns.seq_lens.tolist()
+    return layer.keys[:, :, : layer.count].double().sum((1, 3)).tolist(), cache.columns.seq_lens.tolist()
 
 
 def test_requests_are_repeated_selected_and_reordered(model, tokens):
@@ -203,6 +203,15 @@ def test_offloading_is_refused_by_name(model, tokens):
     for move in (cache.layers[0].offload, cache.layers[0].prefetch):
         with pytest.raises(NotImplementedError, match="a DecodeCache stays on its device"):
             move()
+
+
+@pytest.mark.parametrize("method", ["update_conv_state", "update_recurrent_state", "update_indexer"])
+def test_other_states_than_keys_and_values_are_refused_by_name(method):
+    """Hybrids' layers of convolution or recurrence, and sparse attention's indexers."""
+    with pytest.raises(NotImplementedError, match="layer 3 caches another state than keys and values"):
+        getattr(DecodeCache("bf16"), method)(torch.zeros(1, 4), 3)
+    with pytest.raises(NotImplementedError, match="layer 0 caches another state than keys and values"):
+        DecodeCache("bf16").get_recurrent_state(0)
 
 
 def test_without_a_cache_it_is_causal_attention(model, tokens):

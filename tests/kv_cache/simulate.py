@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from cute_kernels.kv_cache.config import (
     BulkConfig,
     divisor_of,
 )
+from cute_kernels.runtime.composed import changed
 from simulator import Float32, Gpu, Int32, Int64, running, stand_in
 
 WHERE = ("seq_lens", "block_table", "cu_seqlens", "slot_mapping", "position_ids")
@@ -65,7 +65,7 @@ def simulate_append(
     """
     from cute_kernels.kv_cache import kernel
 
-    config = replace(ops.config_of(call), **changes)
+    config = changed(ops.config_of(call), **changes)
     gpu = _make_gpu()
     q_out = None if call.q is None else torch.zeros(call.q.shape, dtype=call.q.dtype)
     names = (*AppendCall._fields[:4], *AppendCall._fields[9:])

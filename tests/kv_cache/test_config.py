@@ -14,6 +14,7 @@ from cute_kernels.kv_cache.compile import AppendSpec, shipped_specs
 from cute_kernels.kv_cache.config import (
     AppendConfig,
     BulkConfig,
+    RowPrologue,
     divisor_of,
     rows_per_team,
     team_lanes,
@@ -21,11 +22,12 @@ from cute_kernels.kv_cache.config import (
 from cute_kernels.kv_cache.plan import config_of
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.kv_formats import FORMATS, HEAD_DIMS
+from cute_kernels.runtime.composed import changed
 from tests.kv_cache.cases import Shape, make_call
 from tests.kv_cache.transformed import make_transform, with_transform
 
-DECODE = AppendConfig("e4m3_head", "e4m3_head", "bf16", 128, 128, "half", 128).for_decode()
-APPEND = AppendConfig("int4_g4", "int4_g4", "bf16", 128, 128, "half", 128)
+DECODE = AppendConfig.alike("e4m3_head", "bf16", 128, RowPrologue("half", 128)).for_decode()
+APPEND = AppendConfig.alike("int4_g4", "bf16", 128, RowPrologue("half", 128))
 BULK = BulkConfig("quantize", "int8_g4", "fp32", 128)
 SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec, AppendSpec)]
 
@@ -38,8 +40,8 @@ def test_what_ships_can_be_implemented(config):
 @pytest.mark.parametrize(
     ("config", "changes", "reason"),
     [
-        (APPEND, {"head_dim_k": 72}, "head_dim_k 72 is not one of 64, 80, 96, 128, 192, 256"),
-        (APPEND, {"head_dim_v": 512}, "head_dim_v 512 is not one of"),
+        (APPEND, {"k_head_dim": 72}, "head_dim_k 72 is not one of 64, 80, 96, 128, 192, 256"),
+        (APPEND, {"v_head_dim": 512}, "head_dim_v 512 is not one of"),
         (APPEND, {"dtype": "fp32"}, "dtype 'fp32' is not one of bf16, fp16"),
         (APPEND, {"rope": "quarter"}, "rope 'quarter' is not one of none, half, interleaved"),
         (APPEND, {"rope": "none"}, "rotary_dim 128 without RoPE"),
@@ -56,12 +58,12 @@ def test_what_ships_can_be_implemented(config):
     ],
 )
 def test_what_cannot_be_implemented_says_why(config, changes, reason):
-    found = dataclasses.replace(config, **changes).can_implement()
+    found = changed(config, **changes).can_implement()
     assert found is not None and re.search(reason, found), found
 
 
 def test_names_tell_configurations_apart():
-    changes = {"v_format": "int8_g4", "head_dim_v": 64, "rope": "interleaved", "num_warps": 8, "rows_in_flight": 4}
+    changes = {"v_format": "int8_g4", "v_head_dim": 64, "rope": "interleaved", "num_warps": 8, "rows_in_flight": 4}
     changes |= {
         "has_bias": True,
         "has_norm": True,
@@ -70,7 +72,7 @@ def test_names_tell_configurations_apart():
         "leads": True,
         "decode": True,
     }
-    configs = [*SHIPPED, *(dataclasses.replace(APPEND, **{name: value}) for name, value in changes.items())]
+    configs = [*SHIPPED, *(changed(APPEND, **{name: value}) for name, value in changes.items())]
     assert len({config.name for config in configs}) == len(set(configs))
     assert all(re.fullmatch(r"\w+", config.name) for config in configs)
 
@@ -82,7 +84,7 @@ def test_what_ships_is_few_and_has_every_format_at_the_usual_head_dim():
         of_kind = [config for config in SHIPPED if config.decode == decode]
         usual = {(config.k_format, config.dtype) for config in of_kind if config.head_dim_k == 128}
         assert usual == {(name, dtype) for name in FORMATS for dtype in (dtypes & {name} or dtypes)}
-    assert all(json.loads(spec.config_json())["rope"] == "half" for spec in shipped_specs())
+    assert all(json.loads(spec.config_json())["prologue"]["rope"] == "half" for spec in shipped_specs())
 
 
 @pytest.mark.parametrize("place", ["table", "contiguous", "slots"])
@@ -91,7 +93,7 @@ def test_what_ships_is_few_and_has_every_format_at_the_usual_head_dim():
 def test_one_token_a_request_at_its_end_has_a_kernel_of_its_own(place, new, positions):
     call = make_call(Shape("e4m3_head", new=new, place=place, rope=Rope(128), positions=positions))
     own = place != "slots" and new == (1, 1, 1) and positions == "none"
-    general = dataclasses.replace(DECODE, decode=False, lane_columns=16)
+    general = DECODE.for_all()
     assert config_of(call) == (DECODE if own else general)
     assert config_of(call, leads=True) == dataclasses.replace(general, leads=True)
 

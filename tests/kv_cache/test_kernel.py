@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from cute_kernels.kv_cache.call import AppendCall, check_append
-from cute_kernels.kv_cache.config import AppendConfig
 from cute_kernels.kv_cache.plan import config_of
 from cute_kernels.kv_cache.rope import Rope, YarnScaling
 from tests.kv_cache.cases import ALL_FORMATS, Shape, assert_appended, clone_caches, make_call
@@ -25,7 +22,7 @@ def check(shape: Shape, rows_per_team: int = 2, **changes) -> None:
 def check_call(call: AppendCall, rows_per_team: int = 2) -> list[AppendCall]:
     """The call as it is launched and, where that is with the kernel for decode, with the one for everything, too."""
     config = config_of(call)
-    general = replace(config, decode=False, lane_columns=AppendConfig.lane_columns)
+    general = config.for_all()
     done = []
     for kernel in dict.fromkeys((config, general)):
         own = clone_caches(call)

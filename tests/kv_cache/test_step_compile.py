@@ -11,8 +11,9 @@ from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.schedule import DecodeProblem, make_schedule
 from cute_kernels.kv_cache.compile import AppendSpec
-from cute_kernels.kv_cache.config import AppendConfig
+from cute_kernels.kv_cache.config import AppendConfig, RowPrologue
 from cute_kernels.runtime import KernelSpec, default_cache, native
+from cute_kernels.runtime.composed import changed
 from tests import golden
 
 needs_compiler = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
@@ -39,7 +40,7 @@ def after_append(of: DecodeProblem) -> DecodeConfig:
     return make_schedule(dataclasses.replace(of, after_append=True)).config
 
 
-APPENDS = [AppendConfig(name, name, "bf16", 128, 128, "half", 128, leads=True) for name in FORMATS]
+APPENDS = [AppendConfig.alike(name, "bf16", 128, RowPrologue("half", 128), leads=True) for name in FORMATS]
 DECODES = dict.fromkeys(after_append(of) for of in PROBLEMS)
 SPECS: list[KernelSpec] = [
     *(DecodeSpec(config) for config in golden.worth_compiling(DECODES, DecodeSpec, __file__)),
@@ -52,13 +53,13 @@ def test_a_step_is_scheduled_as_attention_alone_but_takes_no_tile_early(of: Deco
     """So both give the same numbers."""
     alone, step = make_schedule(of), make_schedule(dataclasses.replace(of, after_append=True))
     assert step.config.early_tiles == 0 and step.config.after_append
-    same = dataclasses.replace(step.config, early_tiles=alone.config.early_tiles, after_append=False)
+    same = changed(step.config, early_tiles=alone.config.early_tiles, after_append=False)
     assert dataclasses.replace(step, config=same) == alone
     assert step.config.can_implement() is None and step.config.name != alone.config.name
 
 
 def test_a_tile_that_may_be_unwritten_is_not_taken_early():
-    config = dataclasses.replace(after_append(PROBLEMS[0]), early_tiles=1)
+    config = changed(after_append(PROBLEMS[0]), early_tiles=1)
     assert config.can_implement() == "early_tiles 1 of a cache that is still being written is not 0"
 
 

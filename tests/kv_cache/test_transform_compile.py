@@ -11,7 +11,7 @@ from cute_kernels.attention.features import Features
 from cute_kernels.attention.schedule import DecodeProblem, make_schedule
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
-from cute_kernels.kv_cache.config import MANY_TOKENS, AppendConfig, BulkConfig, RowTransform
+from cute_kernels.kv_cache.config import MANY_TOKENS, AppendConfig, BulkConfig, RowPrologue, RowTransform
 from cute_kernels.runtime import default_cache, native
 from tests import golden
 
@@ -24,7 +24,7 @@ ALL = RowTransform(center=True, factor=True, v_factor=True, shift=True, k_rotati
 
 
 def append(kv_format: str = "int4_g4", parts: RowTransform = CENTRED, head_dim: int = 128) -> AppendConfig:
-    return AppendConfig(kv_format, kv_format, "bf16", head_dim, head_dim, "half", head_dim, transform=parts)
+    return AppendConfig.alike(kv_format, "bf16", head_dim, RowPrologue("half", head_dim), transform=parts)
 
 
 def decode(features: Features, kv_format: str = "int4_g4", group: int = 4, **options) -> DecodeSpec:

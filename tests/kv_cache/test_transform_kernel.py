@@ -27,7 +27,7 @@ def check(shape: Shape, shift: bool = True, rows_per_team: int = 2, **of_transfo
     check_append(call)
     config = config_of(call)
     assert config.transform is not None
-    for kernel in dict.fromkeys((config, replace(config, decode=False, lane_columns=AppendConfig.lane_columns))):
+    for kernel in dict.fromkeys((config, config.for_all())):
         own = clone_caches(call)
         choice = {"decode": kernel.decode, "lane_columns": kernel.lane_columns}
         q_out = simulate_append(own, rows_per_team, **choice)
@@ -142,7 +142,7 @@ def test_rotations_that_lanes_cannot_make_are_refused_by_name():
         check_alignment(call)
     assert cannot_rotate(1, 96) is cannot_rotate(64, 64) is cannot_rotate(128, 256) is None
     assert cannot_rotate(48, 96) and cannot_rotate(128, 64) and cannot_rotate(0, 64)
-    base = AppendConfig("int4_g4", "int4_g4", "bf16", 128, 128)
+    base = AppendConfig.alike("int4_g4", "bf16", 128)
     assert replace(base, transform=RowTransform(v_rotation=12)).can_implement()
     assert replace(base, transform=RowTransform(shift=True)).can_implement() == "a shift is what a center takes off"
     assert replace(base, transform=RowTransform(center=True, shift=True, v_rotation=32)).can_implement() is None

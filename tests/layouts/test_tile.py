@@ -1,6 +1,6 @@
 """Tiles of the decode kernel: every shipped configuration reads without bank conflicts and misses no element."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -274,16 +274,17 @@ def tile_token(tile: SwizzledTile, g: int, j: int) -> int:
 @pytest.mark.parametrize("num_heads", [1, 8])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_two_operands_of_raw_rows_share_an_order_without_conflicts(head_dim: int, num_heads: int):
-    """Whatever their formats, and though each has its own copies."""
+    """Whatever their formats, and though each has its own copies: all pairs at 128 columns, elsewhere each format with
+    itself and two others, other ones at each number of columns."""
     shapes = [(bits, groups) for bits, groups in ROW_SHAPES if head_dim // groups % 8 == 0]
-    tokens = 256 // num_heads
-    for k_bits, k_groups in shapes:
-        for v_bits, v_groups in shapes:
-            keys = RowTile(head_dim, k_bits, k_groups, num_heads, tokens, "k")
-            values = RowTile(head_dim, v_bits, v_groups, num_heads, tokens, "v")
-            planned = plan_tiles(keys, values)
-            assert planned[0].token_bits == planned[1].token_bits
-            assert [tile.wavefronts for tile in planned] == [tile.fewest_wavefronts for tile in planned]
+    tokens, count = 256 // num_heads, len(shapes)
+    steps = range(count) if head_dim == 128 else {0, 1 + head_dim // 16 % (count - 1), count // 2}
+    for i, step in product(range(count), steps):
+        keys = RowTile(head_dim, *shapes[i], num_heads, tokens, "k")
+        values = RowTile(head_dim, *shapes[(i + step) % count], num_heads, tokens, "v")
+        planned = plan_tiles(keys, values)
+        assert planned[0].token_bits == planned[1].token_bits
+        assert [tile.wavefronts for tile in planned] == [tile.fewest_wavefronts for tile in planned]
 
 
 # Beside a swizzled tile, which wants eight tokens in a row, one head of raw rows has conflicts: wavefronts per load of

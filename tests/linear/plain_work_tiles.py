@@ -1,31 +1,12 @@
-"""Items as the device finds them, in Python's integers."""
+"""What work tiles are found by, for `simulator.PlainThread`."""
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-from cute_kernels.device import division
 from cute_kernels.linear.wgmma import tiles
 from cute_kernels.linear.wgmma.schedule import TileSchedule
-
-CHOOSE = SimpleNamespace(min=min, max=max, select_=lambda condition, one, other: one if condition else other)
-WORD = (1 << 32) - 1
-
-
-def multiply_high(a: int, b: int) -> int:
-    """The upper half of a product of two words."""
-    assert 0 <= a <= WORD and 0 <= b <= WORD
-    return a * b >> 32
-
-
-def install(monkeypatch, *modules: ModuleType) -> None:
-    """Makes modules, and those that items are found by, calculate with Python's integers."""
-    for module in (tiles, division, *modules):
-        monkeypatch.setattr(module, "cutlass", CHOOSE)
-        for name in ("Int32", "Int64", "Uint32"):
-            monkeypatch.setattr(module, name, int, raising=False)
-    monkeypatch.setattr(division, "numbers", SimpleNamespace(multiply_high_u32=multiply_high))
 
 
 def grid_of(schedule: TileSchedule) -> tiles.TileGrid:

@@ -60,7 +60,7 @@ def test_every_kernel_has_the_arguments_that_are_declared():
     from cute_kernels.linear.wgmma.limb_blocks import LimbBlocksKernel
     from cute_kernels.linear.wgmma.limb_kernel import LimbWgmmaKernel
     from cute_kernels.linear.wgmma.limb_rows import LimbRowsKernel
-    from cute_kernels.linear.wgmma.resident_kernel import ResidentKernel
+    from cute_kernels.linear.wgmma.resident_kernel import FactoredResidentKernel, ResidentKernel
     from cute_kernels.moe.combine import CombineKernel
     from cute_kernels.moe.gather import GatherKernel
     from cute_kernels.moe.kernel import GroupedKernel
@@ -74,6 +74,7 @@ def test_every_kernel_has_the_arguments_that_are_declared():
         LinearKernel: arguments.STREAM,
         WgmmaKernel: arguments.TILES,
         ResidentKernel: arguments.TILES,
+        FactoredResidentKernel: arguments.FACTORED_TILES,
         PortableKernel: arguments.TILES,
         LimbWgmmaKernel: arguments.LIMB_TILES,
         LimbRowsKernel: arguments.LIMB_ROWS,

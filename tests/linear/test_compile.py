@@ -9,7 +9,7 @@ import pytest
 from cute_kernels.linear.compile import KERNEL_MODULES, LinearSpec, compile_linear, spec_of
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
+from cute_kernels.linear.wgmma.compile import WgmmaSpec
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import (
     STORE_M,
@@ -146,13 +146,49 @@ OPCODES = {
 COUNTED = {config: OPCODES[config] for config in golden.worth_compiling(OPCODES, WgmmaSpec, __file__)}
 
 
+MOST_PREFETCHED_BYTES = 24 << 10  # of a CTA: with more, x came later (docs/design/weight_only_few_rows.md)
+PREFETCHING = [
+    config
+    for config in dsmem_configs(LinearProblem(16, 4096, 4096, 4096, integers(4), "bf16"))
+    if config.prefetched_k_blocks
+]
+PREFETCHING_RESIDENT = [
+    WgmmaConfig(
+        integers(4),
+        "bf16",
+        tile_m=8,
+        warpgroups=warpgroups,
+        block_k=128,
+        num_stages=6,
+        mainloop=ResidentLimbs(16, loads=loads),
+        reduction=dsmem(2, k_warpgroups),
+    )
+    for warpgroups, k_warpgroups, loads in ((2, 2, True), (4, 2, False), (4, 1, True))
+]
+
+
+ASKING = golden.worth_compiling([*PREFETCHING, *PREFETCHING_RESIDENT], spec_of, __file__)
+
+MULTICAST = WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2)
+TILE_BY_TILE = WgmmaConfig(
+    integers(4),
+    "bf16",
+    tile_m=16,
+    n_tiles=4,
+    block_k=128,
+    num_stages=4,
+    mainloop=ResidentLimbs(16, spare=1),
+    reduction=EarlyDsmem(),
+)
+COPYING = [SQUARE, IN_ROWS, WGMMA_CONFIGS[7]]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """All kernels of this file at once: one by one, each would wait for a compiler to start."""
-    shipped = LinearSpec(LinearConfig(integers(4), "bf16"))
-    default_cache().artifacts(
-        [shipped, *map(LinearSpec, COMPILED), *map(WgmmaSpec, (*MULTIPLIED, STORED, IN_ROWS, *IN_TURN, *COUNTED))], ARCH
-    )
+    products = (*MULTIPLIED, STORED, IN_ROWS, *IN_TURN, *COUNTED, *COPYING, *ASKING, MULTICAST, TILE_BY_TILE)
+    streams = [LinearConfig(integers(4), "bf16"), *COMPILED]
+    default_cache().artifacts([*map(LinearSpec, streams), *map(spec_of, products)], ARCH)
 
 
 def compiled_apart(spec: KernelSpec) -> Artifact:
@@ -212,7 +248,7 @@ def test_a_code_takes_no_more_than_what_is_written(config: WgmmaConfig, per_step
     assert len(copies) <= 2
 
 
-@pytest.mark.parametrize("config", [SQUARE, IN_ROWS, WGMMA_CONFIGS[7]], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", COPYING, ids=lambda config: config.name)
 def test_copies_come_first_and_wait_for_no_division(config: WgmmaConfig, tmp_path):
     """Integer division goes by way of floats. The code of the first copies is at the front: a launch waits for it."""
     opcodes = [
@@ -221,30 +257,6 @@ def test_copies_come_first_and_wait_for_no_division(config: WgmmaConfig, tmp_pat
     copies = [place for place, opcode in enumerate(opcodes) if opcode.startswith(("UBLKCP.S.G", "UTMALDG"))]
     assert copies and copies[0] < 200 and copies[-1] < 300
     assert not any(opcode.startswith(("I2F", "MUFU", "HGMMA")) for opcode in opcodes[: copies[-1]])
-
-
-MOST_PREFETCHED_BYTES = 24 << 10  # of a CTA: with more, x came later (docs/design/weight_only_few_rows.md)
-PREFETCHING = [
-    config
-    for config in dsmem_configs(LinearProblem(16, 4096, 4096, 4096, integers(4), "bf16"))
-    if config.prefetched_k_blocks
-]
-PREFETCHING_RESIDENT = [
-    WgmmaConfig(
-        integers(4),
-        "bf16",
-        tile_m=8,
-        warpgroups=warpgroups,
-        block_k=128,
-        num_stages=6,
-        mainloop=ResidentLimbs(16, loads=loads),
-        reduction=dsmem(2, k_warpgroups),
-    )
-    for warpgroups, k_warpgroups, loads in ((2, 2, True), (4, 2, False), (4, 1, True))
-]
-
-
-ASKING = golden.worth_compiling([*PREFETCHING, *PREFETCHING_RESIDENT], spec_of, __file__)
 
 
 @pytest.mark.parametrize("config", ASKING, ids=lambda config: config.name)
@@ -262,7 +274,7 @@ def test_first_k_blocks_are_asked_for_before_barriers_are_there(config: WgmmaCon
 
 def test_shared_activations_are_multicast(tmp_path):
     """One copy of a TMA tile in the code, and two barriers of the cluster: before the first of them, after the last."""
-    artifact = compiled_apart(WgmmaSpec(WgmmaConfig(integers(4), "bf16", num_stages=5, multicast=2)))
+    artifact = compiled_apart(spec_of(MULTICAST))
     opcodes = [opcode for _, opcode, _ in machine_code.instructions(artifact.object_code, tmp_path)]
     copies = [opcode for opcode in opcodes if opcode.startswith("UTMALDG")]
     assert len(copies) == 1 and "MULTICAST" in copies[0]
@@ -285,17 +297,8 @@ def test_boxes_of_results_are_stored_by_tma(config: WgmmaConfig, tmp_path):
 
 def test_a_tile_is_read_before_the_mmas_of_the_one_before_it(tmp_path):
     """Where tiles of a k block come one by one: what is read later waits in one queue with those MMAs' operands."""
-    config = WgmmaConfig(
-        integers(4),
-        "bf16",
-        tile_m=16,
-        n_tiles=4,
-        block_k=128,
-        num_stages=4,
-        mainloop=ResidentLimbs(16, spare=1),
-        reduction=EarlyDsmem(),
-    )
-    loop = machine_code.main_loop(machine_code.instructions(compiled_apart(ResidentSpec(config)).object_code, tmp_path))
+    artifact = compiled_apart(spec_of(TILE_BY_TILE))
+    loop = machine_code.main_loop(machine_code.instructions(artifact.object_code, tmp_path))
     read, ahead = 0, []
     for place, (_, opcode, _) in enumerate(loop):
         read += opcode == "LDS.128"

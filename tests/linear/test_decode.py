@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import packed_math
 from cute_kernels.device.packed_math import HopperMath, PortableMath
 from cute_kernels.weight_formats import integer_decode as decode
 from simulator import stand_in
@@ -18,9 +17,9 @@ from tests.linear.warp import LinearWarp
 @pytest.mark.parametrize("math", [HopperMath, PortableMath])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_code_less_every_zero_point_is_exact(bits: int, dtype: str, math, monkeypatch):
+def test_every_code_less_every_zero_point_is_exact(bits: int, dtype: str, math, run_on):
     gpu = LinearWarp(np.zeros(16, np.uint8), np.zeros(0, np.uint8))
-    gpu.install(monkeypatch, decode, packed_math)
+    run_on(gpu)
     subject = decode.IntegerDecoder(bits, dtype, math(dtype))
     masks = subject.masks(decode.Uint32(0))
     words = subject.words_per_step
@@ -43,9 +42,9 @@ def test_every_code_less_every_zero_point_is_exact(bits: int, dtype: str, math, 
 
 @pytest.mark.parametrize("zero_point", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_weight_is_rounded_once(bits: int, zero_point: bool, monkeypatch):
+def test_every_weight_is_rounded_once(bits: int, zero_point: bool, run_on):
     """Codes as subnormal numbers, of scales of both signs from tiny to the largest that there is room for."""
-    subject, generator = subnormal_decoder(bits, zero_point, monkeypatch), np.random.default_rng(bits)
+    subject, generator = subnormal_decoder(bits, zero_point, run_on), np.random.default_rng(bits)
     for exponent in (*range(-60, 27, 3), 26):
         scales = bf16_values(bf16_bits((0.99 * generator.random((32, 2)) + 1) * 2.0**exponent * (-1) ** exponent))
         scales[0] = 0
@@ -60,8 +59,8 @@ def test_every_weight_is_rounded_once(bits: int, zero_point: bool, monkeypatch):
 
 @pytest.mark.parametrize("zero_point", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_codes_whose_scale_comes_later_are_exact(bits: int, zero_point: bool, monkeypatch):
-    subject = subnormal_decoder(bits, zero_point, monkeypatch)
+def test_codes_whose_scale_comes_later_are_exact(bits: int, zero_point: bool, run_on):
+    subject = subnormal_decoder(bits, zero_point, run_on)
     for zero in range(1 << bits) if zero_point else [subject.symmetric_zero]:
         codes, points = np.arange(256).reshape(32, 8) % (1 << bits), np.full((32, 2), zero)
         found = fragment_of(subject, codes, subject.row_numbers(None, [decode.Uint32(row) for row in points.T]))
@@ -72,8 +71,8 @@ def test_codes_whose_scale_comes_later_are_exact(bits: int, zero_point: bool, mo
 IN_REGISTERS = {4: [[0, 4], [1, 5], [2, 6], [3, 7]], 8: [[0, 2], [1, 3], [4, 6], [5, 7]]}
 
 
-def subnormal_decoder(bits: int, zero_point: bool, monkeypatch) -> decode.SubnormalDecoder:
-    LinearWarp(np.zeros(16, np.uint8), np.zeros(0, np.uint8)).install(monkeypatch, decode, packed_math)
+def subnormal_decoder(bits: int, zero_point: bool, run_on) -> decode.SubnormalDecoder:
+    run_on(LinearWarp(np.zeros(16, np.uint8), np.zeros(0, np.uint8)))
     return decode.SubnormalDecoder(bits, "bf16", zero_point)
 
 

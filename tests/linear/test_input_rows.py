@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear.inputs import kernel
 from cute_kernels.linear.inputs.config import ROOMS, THREADS, InputRowsConfig, parts_of, room_for
 from cute_kernels.linear.reference import prepare_input
+from simulator import Meanings, PlainThread
 from tests.attention import warp as machine
 from tests.linear.warpgroup import WarpgroupWarp
 
@@ -28,7 +30,7 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("room", [0, ROOMS[0]])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_row_is_scaled_then_put_in_order(dtype: str, room: int, scaled: bool, monkeypatch):
+def test_a_row_is_scaled_then_put_in_order(dtype: str, room: int, scaled: bool, run_on):
     generator = torch.Generator().manual_seed(0)
     x, factors = torch.randn(2, K, generator=generator).to(DTYPES[dtype])
     order = torch.randperm(K, generator=generator).to(torch.int32)
@@ -37,7 +39,7 @@ def test_a_row_is_scaled_then_put_in_order(dtype: str, room: int, scaled: bool, 
     shared = np.zeros(1 << 16, np.uint8)
     shared[: 2 * K] = parts[0]  # where the row has been brought
     gpu = WarpgroupWarp(shared, np.concatenate(parts))
-    gpu.install(monkeypatch, kernel)
+    run_on(gpu)
     subject: Any = kernel.InputRowsKernel(InputRowsConfig(dtype, room, scaled))
     inputs, scales = (machine.Registers(8, machine.Uint32) for _ in range(2))
     lanes = machine.LANES
@@ -50,10 +52,10 @@ def test_a_row_is_scaled_then_put_in_order(dtype: str, room: int, scaled: bool, 
     assert torch.equal(found, prepare_input(x, order if room else None, factors if scaled else None))
 
 
-def test_a_vector_behind_the_row_asks_for_the_last_one(monkeypatch):
+def test_a_vector_behind_the_row_asks_for_the_last_one(run_on):
     order = torch.arange(K, dtype=torch.int32).flip(0).contiguous()
     gpu = WarpgroupWarp(np.zeros(16, np.uint8), bytes_of(order))
-    gpu.install(monkeypatch, kernel)
+    run_on(gpu)
     subject: Any = kernel.InputRowsKernel(InputRowsConfig("bf16", ROOMS[0]))
     inputs, scales = (machine.Registers(8, machine.Uint32) for _ in range(2))
     subject.ask(inputs, scales, 0, 0, machine.LANES + 16, K // 8)
@@ -84,32 +86,23 @@ class Grid:
         self.shared, self.written = np.zeros(1 << 17, np.uint8), np.zeros(memory.size, np.int64)
         self.block, self.thread, self.waited, self.pass_number = (0, 0), 0, False, 0
 
-    def install(self, monkeypatch) -> None:
-        arch = SimpleNamespace(
-            thread_idx=lambda: (self.thread, 0, 0),
-            block_idx=lambda: (*self.block, 0),
-            grid_dim=lambda: (0, self.parts, 1),
-            griddepcontrol_wait=lambda: setattr(self, "waited", True),
-        )
+    def meanings(self) -> Meanings:
         done = ("griddepcontrol_launch_dependents", "cp_async_commit_group", "cp_async_wait_group", "sync_threads")
-        for name in done:
-            setattr(arch, name, lambda *arguments: None)
+        arch = {
+            **dict.fromkeys(done, lambda *arguments: None),
+            "thread_idx": lambda: (self.thread, 0, 0),
+            "block_idx": lambda: (*self.block, 0),
+            "grid_dim": lambda: (0, self.parts, 1),
+            "griddepcontrol_wait": lambda: setattr(self, "waited", True),
+        }
         room = SimpleNamespace(allocate=lambda size, byte_alignment: SimpleNamespace(toint=lambda: 0))
-        monkeypatch.setattr(kernel, "cute", SimpleNamespace(arch=arch, make_rmem_tensor=lambda n, kind: [0] * n))
-        monkeypatch.setattr(
-            kernel,
-            "cutlass",
-            SimpleNamespace(
-                min=min,
-                range=lambda *bounds, unroll: range(*bounds),
-                utils=SimpleNamespace(SmemAllocator=lambda: room),
-            ),
+        plain = PlainThread(arch=arch).meanings()
+        return replace(
+            plain,
+            instructions=self,
+            cute={"make_rmem_tensor": lambda n, kind: [0] * n},
+            cutlass={**plain.cutlass, "utils": SimpleNamespace(SmemAllocator=lambda: room)},
         )
-        monkeypatch.setattr(kernel, "numbers", self)
-        monkeypatch.setattr(kernel, "ptx", self)
-        for name in ("Int32", "Int64", "Uint32"):
-            monkeypatch.setattr(kernel, name, int)
-        monkeypatch.setattr(kernel, "const_expr", bool)
 
     def words(self, memory: np.ndarray, address: int, size: int, count: int) -> list[int]:
         assert address % (size * count) == 0 and 0 <= address <= memory.size - size * count
@@ -143,15 +136,14 @@ class Grid:
         return float(torch.tensor([half], dtype=torch.int32).to(torch.int16).view(self.dtype)[0])
 
     def run(self, subject: Any, m: int, *arguments: int) -> None:
-        body = vars(kernel.InputRowsKernel)["kernel"].__wrapped__
         for row, part, number, thread in np.ndindex(m, self.parts, 2, THREADS):
             self.block, self.pass_number, self.thread, self.waited = (row, part), number, thread, False
-            body(subject, *arguments)
+            subject.kernel(*arguments)
 
 
 @pytest.mark.parametrize("m, k, parts", [(1, 8, 1), (2, 264, 1), (1, 4104, 3), (3, 520, 2)])
 @pytest.mark.parametrize("room, scaled", [(0, False), (ROOMS[0], False), (ROOMS[0], True)])
-def test_a_launch_writes_every_row_once(m: int, k: int, parts: int, room: int, scaled: bool, monkeypatch):
+def test_a_launch_writes_every_row_once(m: int, k: int, parts: int, room: int, scaled: bool, run_on):
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(m, k + 24, generator=generator).bfloat16()
     order = torch.randperm(k, generator=generator).to(torch.int32)
@@ -164,7 +156,7 @@ def test_a_launch_writes_every_row_once(m: int, k: int, parts: int, room: int, s
     starts = [int(start) for start in np.cumsum([0, *(part.size for part in made)])]
     grid = Grid(np.concatenate(made), parts, torch.bfloat16)
     subject: Any = kernel.InputRowsKernel(InputRowsConfig("bf16", room, scaled))
-    grid.install(monkeypatch)
+    run_on(grid)
     subject.halves = (lambda word: grid.element(word & 0xFFFF), lambda word: grid.element(word >> 16))
     subject.pack = lambda low, high: int(torch.tensor([low, high]).bfloat16().view(torch.int32)[0]) & 0xFFFFFFFF
     grid.run(subject, m, 0, k // 8, starts[1] + 16, starts[2], starts[3], k + 24)

@@ -9,6 +9,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,6 +81,19 @@ CALLS: dict[str, Any] = {
     },
     "many rows in each other": lambda: {"x": torch.ones(1, K, dtype=BF16).expand(64, K), "weight": weight()},
     "input scale": lambda: {"x": rows(3), "weight": scaled()},
+    "input scale of many rows": lambda: {"x": rows(20), "weight": scaled()},
+    "input scale of rows with gaps": lambda: {"x": apart(rows(3)), "weight": scaled()},
+    "norm": lambda: {"x": rows(3), "weight": weight(), "norm": ones(K)},
+    "norm of other numbers": lambda: {
+        "x": rows(1, 3),
+        "weight": weight(),
+        "norm": ones(K),
+        "norm_eps": 0.5,
+        "norm_offset": -2.0,
+    },
+    "short norm": lambda: {"x": rows(3), "weight": weight(), "norm": ones(K - 1)},
+    "norm of fp16": lambda: {"x": rows(3), "weight": weight(), "norm": torch.ones(K, dtype=FP16)},
+    "norm by less than nothing": lambda: {"x": rows(3), "weight": weight(), "norm": ones(K), "norm_eps": -1.0},
     "act-order and input scale": lambda: {
         "x": rows(1, 3),
         "weight": replace(permuted(), input_scale=scaled().input_scale),
@@ -126,6 +140,7 @@ REFUSED = {
     "sparse rows", "nested rows", "sparse bias",
     "fp16 with the weight of bf16", "too wide", "bias with gaps", "bias of fp16", "short bias", "a list for a bias",
     "residual of other rows", "an activation there is not", "a list of activations", "int8 results",
+    "short norm", "norm of fp16", "norm by less than nothing",
     "out of fp32 for bf16", "out with gaps", "out of other rows", "out where x is", "batch-invariant by a number",
 }  # fmt: skip
 NOT_KEPT = {"no rows", "rows off 16 bytes", "short rows", "a parameter", "residual with gaps"}
@@ -135,7 +150,8 @@ PREPARED = {
     "part of wider rows": "linear_inputs_bf16",
     "part of wider rows of three dimensions": "linear_inputs_bf16",
     "many rows in each other": "linear_inputs_bf16",
-    "input scale": "linear_inputs_bf16_scaled",
+    "input scale of many rows": "linear_inputs_bf16_scaled",
+    "input scale of rows with gaps": "linear_inputs_bf16_scaled",
     "act-order": "linear_inputs_bf16_order8192",
     "act-order and input scale": "linear_inputs_bf16_order8192_scaled",
 }  # what is launched first
@@ -199,6 +215,19 @@ def test_rows_that_are_not_as_products_take_them_are_prepared_in_one_launch(name
         assert x == given["x"].data_ptr() and stride == given["x"].stride(-2) and parts == 1
         for address, tensor in ((order, given["weight"].perm), (factors, given["weight"].input_scale)):
             assert address == (0 if tensor is None else tensor.data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("name", "eps", "offset"), [("input scale", 0.0, 0.0), ("norm", 1e-6, 0.0), ("norm of other numbers", 0.5, -2.0)]
+)
+def test_factors_of_few_rows_are_a_part_of_the_product(name, eps, offset, launches):
+    run(launches, made(name))
+    (only,) = launches
+    given = made(name)
+    factors = given.get("norm", given["weight"].input_scale)
+    assert only.symbol.endswith("normed" if "norm" in given else "scaled")
+    assert only.arguments[0].data_ptr() == given["x"].data_ptr() and only.arguments[8] == factors.data_ptr()
+    assert np.array(only.arguments[-2:], np.int32).view(np.float32).tolist() == [np.float32(eps), offset]
 
 
 @pytest.mark.parametrize("name", ["many parts of wider rows", "many parts of wider rows of three dimensions"])

@@ -18,10 +18,10 @@ from tests.linear.warpgroup import put_tma_tile
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def split(dtype: str, x: torch.Tensor, monkeypatch) -> tuple[np.ndarray, np.ndarray]:
+def split(dtype: str, x: torch.Tensor, run_on) -> tuple[np.ndarray, np.ndarray]:
     """(int8 [2, 2, 128], fp32 [2]) of x [2, 128], a row for each half of a warp, as the kernel makes them."""
     gpu = LinearWarp(np.zeros(0, np.uint8), np.zeros(0, np.uint8))
-    gpu.install(monkeypatch, limb_rows)
+    run_on(gpu)
     words = x.contiguous().view(torch.int32).numpy().view(np.uint32).reshape(32, 4)
     subject = limb_rows.RowLimbs(dtype)
     lane = LANES % limb_rows.GROUP_LANES
@@ -37,7 +37,7 @@ def split(dtype: str, x: torch.Tensor, monkeypatch) -> tuple[np.ndarray, np.ndar
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(6))
-def test_limbs_are_those_of_the_format(dtype: str, seed: int, monkeypatch):
+def test_limbs_are_those_of_the_format(dtype: str, seed: int, run_on):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(2, GROUP, generator=generator) * 10.0 ** (seed - 3)
     x[0, 5] *= (1, 100, 0, 1000, 1, 10)[seed]
@@ -46,15 +46,15 @@ def test_limbs_are_those_of_the_format(dtype: str, seed: int, monkeypatch):
         x[1] = 0
     x = x.to(DTYPES[dtype])
     wanted, scales = limbs_of(x)
-    found, found_scales = split(dtype, x, monkeypatch)
+    found, found_scales = split(dtype, x, run_on)
     assert np.array_equal(found, wanted[:, 0])
     assert np.array_equal(found_scales, scales[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_large_inputs_are_exact_and_small_ones_nearly(dtype: str, monkeypatch):
+def test_large_inputs_are_exact_and_small_ones_nearly(dtype: str, run_on):
     x = (torch.randn(2, GROUP, generator=torch.Generator().manual_seed(9)) ** 5).to(DTYPES[dtype])
-    found, scales = split(dtype, x, monkeypatch)
+    found, scales = split(dtype, x, run_on)
     order = np.arange(GROUP).reshape(-1, 2, 8).transpose(0, 2, 1).reshape(-1)
     values = np.zeros((2, GROUP))
     values[:, order] = (256.0 * found[:, 0] + found[:, 1]) * scales[:, None] * 16
@@ -65,10 +65,10 @@ def test_large_inputs_are_exact_and_small_ones_nearly(dtype: str, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_rows_that_are_not_finite_have_no_scale(value: float, monkeypatch):
+def test_rows_that_are_not_finite_have_no_scale(value: float, run_on):
     x = torch.ones(2, GROUP, dtype=torch.bfloat16)
     x[1, 77] = value
-    _, scales = split("bf16", x, monkeypatch)
+    _, scales = split("bf16", x, run_on)
     assert np.isfinite(scales[0]) and np.isnan(scales[1])
 
 

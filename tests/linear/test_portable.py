@@ -17,22 +17,20 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import packed_math
-from cute_kernels.linear import epilogue as linear_epilogue
+from cute_kernels.device import numbers
 from cute_kernels.linear.portable import kernel
 from cute_kernels.linear.portable.config import PortableConfig, portable_config
 from cute_kernels.linear.portable.schedule import make_portable_schedule, portable_schedules
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import epilogue, reading, tiles
-from cute_kernels.linear.wgmma import places as tile_places
+from cute_kernels.linear.wgmma import epilogue, tiles
 from cute_kernels.linear.wgmma.policies import PortableMmaSync
 from cute_kernels.linear.wgmma.tiles import dense_scheduler
-from cute_kernels.weight_formats import integer_decode, integers
+from cute_kernels.weight_formats import integers
 from layouts import banks
-from simulator import stand_in
+from simulator import Altered, Backend, PlainThread, stand_in
 from tests.attention import warp as machine
-from tests.linear import measured_portable, plain_work_tiles
+from tests.linear import measured_portable
 from tests.linear.cases import known
 from tests.linear.test_schedule import problems
 from tests.linear.warpgroup import WarpgroupWarp
@@ -79,12 +77,12 @@ class PortableWarp(WarpgroupWarp):
 class Launch:
     """A product of the kernel, CTA by CTA, warp by warp; stages are filled and used in turn."""
 
-    def __init__(self, config: PortableConfig, weight: PackedWeight, x: torch.Tensor, splits: int, monkeypatch):
+    def __init__(self, config: PortableConfig, weight: PackedWeight, x: torch.Tensor, splits: int, run_on):
         self.config, (self.n, k), m = config, weight.shape, x.shape[0]
         k_pad = weight.codes.shape[1] * config.tile_k
         k_blocks, num_tiles = k_pad // config.block_k, weight.codes.shape[0]
         aligned = torch.nn.functional.pad(x, (0, -k % 8))
-        plain_work_tiles.install(monkeypatch)
+        run_on(PlainThread())  # for the grid's divisors
         blocks, m_tiles = -(-num_tiles // config.block_tiles), -(-m // config.tile_m)
         grid = tiles.TileGrid.of(blocks, m_tiles, 0, splits)
         self.shape = stand_in(tiles.TileSizes)(
@@ -102,14 +100,17 @@ class Launch:
         self.operands = SimpleNamespace(**places)
         self.shared = np.full(config.limits.shared_bytes, POISON, np.uint8)
         self.gpu = PortableWarp(self.shared, np.concatenate(pieces))
-        modules = kernel, tile_places, tiles, reading, integer_decode, packed_math, epilogue, linear_epilogue
-        self.gpu.install(monkeypatch, *modules)
+        run_on(self.backend())
         self.subject = kernel.PortableKernel(config)
         self.epilogue = epilogue.TileEpilogue(config)
         stages = config.num_stages
         x_start = stages * config.code_stage_bytes
         scales = x_start + stages * config.x_stage_bytes
         self.stages = stand_in(kernel.Stages)(0, x_start, scales, scales + stages * config.scale_stage_bytes, 0)
+
+    def backend(self) -> Backend:
+        """What the kernel runs on."""
+        return self.gpu
 
     def copy(self, work_tile, k_block: int, stage: int) -> None:
         """All threads' parts of `copy_stage`."""
@@ -178,19 +179,21 @@ class Pipeline(Launch):
     after the other, so what one does too early is done before the others have done what must come first.
     """
 
-    def __init__(self, config, weight, x, splits: int, monkeypatch, *, late: bool, order: tuple[int, ...]):
-        super().__init__(config, weight, x, splits, monkeypatch)
+    def __init__(self, config, weight, x, splits: int, run_on, *, late: bool, order: tuple[int, ...]):
         self.late, self.order = late, order
         self.groups: dict[int, list[list]] = {warp: [[]] for warp in order}
         self.turn, self.moved, self.finished = 0, threading.Condition(), set()
-        arch = kernel.cute.arch
-        arch.cp_async_commit_group = lambda: self.groups[self.warp].append([])
-        arch.cp_async_wait_group, arch.sync_threads = self.wait_group, self.pass_on
-        kernel.cutlass.range = lambda first, end, step, unroll: range(first, end, step)
-        kernel.cutlass.range_constexpr = range
-        copy = self.gpu.copy_async
-        monkeypatch.setattr(self.gpu, "copy_async", lambda *operands: self.ask(lambda: copy(*operands)))
+        super().__init__(config, weight, x, splits, run_on)
         self.subject.copy_groups = self.copy_groups  # pyright: ignore[reportAttributeAccessIssue]
+
+    def backend(self) -> Backend:
+        arch = {
+            "cp_async_commit_group": lambda: self.groups[self.warp].append([]),
+            "cp_async_wait_group": self.wait_group,
+            "sync_threads": self.pass_on,
+        }
+        copy = {"copy_async": lambda *operands: self.ask(lambda: self.gpu.copy_async(*operands))}
+        return Altered(self.gpu, arch=arch, modules={numbers: copy})
 
     @property
     def warp(self) -> int:
@@ -250,9 +253,8 @@ class Pipeline(Launch):
         acc = machine.Registers(self.config.thread_acc, machine.Float32)
         place = subject.stages.lane(self.shape, warp, machine.LANES, subject.masks)
         channel = subject.channel.load(self.operands, self.shape, work_tile, 0, place)
-        loop = kernel.PortableKernel.multiply_all.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
         tid = warp * 32 + machine.LANES
-        loop(subject, acc, self.operands, self.shape, self.stages, work_tile, place, channel, tid, machine.LANES)
+        subject.multiply_all(acc, self.operands, self.shape, self.stages, work_tile, place, channel, tid, machine.LANES)
         subject.channel.scale(acc, list(acc), channel)
         results[warp] = acc
         with self.moved:
@@ -274,19 +276,19 @@ def case(config: PortableConfig, n: int, k: int, m: int) -> tuple[PackedWeight, 
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_products_with_tails_of_all_sizes(config: PortableConfig, monkeypatch):
+def test_products_with_tails_of_all_sizes(config: PortableConfig, run_on):
     """K ends within a k block, N within the first tile of a block, M within a second tile of tokens."""
     k = 264 if config.group_size == 256 else 136
     weight, x = case(config, 130, k, config.tile_m + 3)
-    found = Launch(config, weight, x, 1, monkeypatch).product()
+    found = Launch(config, weight, x, 1, run_on).product()
     exact = (x.double() @ rounded(weight).T).numpy()
     np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("config", SOME, ids=lambda config: config.name)
-def test_parts_of_k_add_up(config: PortableConfig, monkeypatch):
+def test_parts_of_k_add_up(config: PortableConfig, run_on):
     weight, x = case(config, 64, 576, 9)
-    found = Launch(config, weight, x, 3, monkeypatch).product()
+    found = Launch(config, weight, x, 3, run_on).product()
     exact = (x.double() @ rounded(weight).T).numpy()
     np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
 
@@ -294,29 +296,29 @@ def test_parts_of_k_add_up(config: PortableConfig, monkeypatch):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
 @pytest.mark.parametrize("config", [SOME[0], replace(SOME[0], num_stages=4), *SOME[-2:]], ids=lambda c: c.name)
-def test_stages_are_filled_before_they_are_read_and_read_before_they_are_filled(config, order, late, monkeypatch):
+def test_stages_are_filled_before_they_are_read_and_read_before_they_are_filled(config, order, late, run_on):
     for k, splits in ((64, 1), (128, 1), (520, 1), (576, 3)):
         k = max(k, config.group_size)
         weight, x = case(config, 64, k, 9)
-        found = Pipeline(config, weight, x, splits, monkeypatch, late=late, order=order).product()
+        found = Pipeline(config, weight, x, splits, run_on, late=late, order=order).product()
         exact = (x.double() @ rounded(weight).T).numpy()
         np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("config", CONFIGS[:20:3], ids=lambda config: config.name)
-def test_one_hot_rows_return_the_weights_rounded_once(config: PortableConfig, monkeypatch):
+def test_one_hot_rows_return_the_weights_rounded_once(config: PortableConfig, run_on):
     weight, _ = case(config, 64, 256, 1)
     inputs = (torch.arange(16) * 17 + 3) % 256
     x = torch.zeros(16, 256, dtype=weight.dtype)
     x[torch.arange(16), inputs] = 1
-    found = torch.from_numpy(Launch(config, weight, x, 1, monkeypatch).product()).to(weight.dtype)
+    found = torch.from_numpy(Launch(config, weight, x, 1, run_on).product()).to(weight.dtype)
     assert torch.equal(found, weight.dequantize(weight.dtype)[:, inputs].T)
 
 
 @pytest.mark.parametrize("config", SOME, ids=lambda config: config.name)
-def test_shared_memory_is_read_and_written_without_conflicts(config: PortableConfig, monkeypatch):
+def test_shared_memory_is_read_and_written_without_conflicts(config: PortableConfig, run_on):
     weight, x = case(config, 64 * config.n_tiles, 64 if config.group_size < 256 else 256, config.tile_m)
-    launch = Launch(config, weight, x, 1, monkeypatch)
+    launch = Launch(config, weight, x, 1, run_on)
     launch.product()
     assert len(launch.gpu.accesses) > 32
     for access in launch.gpu.accesses:

@@ -13,11 +13,10 @@ from cute_kernels.device.cuda import WARP_THREADS
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import packed_math
 from cute_kernels.linear import kernel
 from cute_kernels.linear.config import X_PAD, LinearConfig
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.weight_formats import integer_decode, integers
+from cute_kernels.weight_formats import integers
 from layouts import banks
 from tests.attention import warp as machine
 from tests.linear.cases import random_weight
@@ -62,7 +61,7 @@ def load_stage(shared: np.ndarray, config: LinearConfig, weight: PackedWeight, s
             shared[place : place + run.size] = run
 
 
-def run_warps(config: LinearConfig, weight: PackedWeight, x: torch.Tensor, monkeypatch) -> tuple[np.ndarray, list]:
+def run_warps(config: LinearConfig, weight: PackedWeight, x: torch.Tensor, run_on) -> tuple[np.ndarray, list]:
     """What all consumer warps stage for one chunk, added up: [tokens, rows]; and their accesses."""
     m, k = x.shape
     k_blocks, pitch = k // config.block_k, 2 * k + X_PAD
@@ -74,7 +73,7 @@ def run_warps(config: LinearConfig, weight: PackedWeight, x: torch.Tensor, monke
     scales = weight.scales.view(torch.uint8).numpy().reshape(-1)
     zeros = weight.zeros.numpy().reshape(-1) if weight.zeros is not None else np.zeros(0, np.uint8)
     gpu = LinearWarp(shared, np.concatenate([scales, zeros]))
-    gpu.install(monkeypatch, kernel, integer_decode, packed_math)
+    run_on(gpu)
     subject = kernel.LinearKernel(config).roles
     memory = SimpleNamespace(x=X_START, x_pitch=pitch, staging=STAGING_START)
     work = SimpleNamespace(shape=SimpleNamespace(m=m, num_tiles=config.n_tiles), tile=lambda segment, i, n_tiles: i)
@@ -92,12 +91,12 @@ def run_warps(config: LinearConfig, weight: PackedWeight, x: torch.Tensor, monke
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_a_chunk_is_multiplied(config: LinearConfig, monkeypatch):
+def test_a_chunk_is_multiplied(config: LinearConfig, run_on):
     k_blocks = config.chunk_k_blocks
     weight = make_weight(config, k_blocks)
     m = config.tile_m - 3
     x = torch.randn(m, k_blocks * config.block_k, generator=torch.Generator().manual_seed(1)).to(weight.dtype)
-    found, _ = run_warps(config, weight, x, monkeypatch)
+    found, _ = run_warps(config, weight, x, run_on)
     exact = x.double() @ weight.dequantize(torch.float64).T
     np.testing.assert_allclose(found, exact.numpy(), rtol=2e-5, atol=2e-5 * exact.abs().max().item())
 
@@ -105,23 +104,23 @@ def test_a_chunk_is_multiplied(config: LinearConfig, monkeypatch):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("group_size", [0, 64])
-def test_one_hot_rows_return_the_weights_exactly(bits, dtype, group_size, monkeypatch):
+def test_one_hot_rows_return_the_weights_exactly(bits, dtype, group_size, run_on):
     config = LinearConfig(integers(bits, group_size, True), dtype, block_k=64, chunk_k_blocks=2)
     weight = make_weight(config, 2)
     wanted = weight.dequantize(torch.float32).T.numpy()
     for first in range(0, 128, 40):
         x = torch.eye(128)[first : first + 8].to(weight.dtype)
-        found, _ = run_warps(config, weight, x, monkeypatch)
+        found, _ = run_warps(config, weight, x, run_on)
         assert np.array_equal(found.astype(np.float32), wanted[first : first + 8])
 
 
 @pytest.mark.parametrize("m", [1, 7])
 @pytest.mark.parametrize("config", [CONFIGS[6], *CONFIGS[-3:]], ids=lambda config: config.name)
-def test_shared_memory_is_read_and_written_without_conflicts(config: LinearConfig, m: int, monkeypatch):
+def test_shared_memory_is_read_and_written_without_conflicts(config: LinearConfig, m: int, run_on):
     config = replace(config, chunk_k_blocks=2)
     weight = make_weight(config, 2)
     x = torch.zeros(m, 2 * config.block_k, dtype=weight.dtype)
-    _, accesses = run_warps(config, weight, x, monkeypatch)
+    _, accesses = run_warps(config, weight, x, run_on)
     assert len(accesses) > WARP_THREADS
     for access in accesses:
         assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from operator import index
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +14,10 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import packed_math, ring
 from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import (
-    limbs,
-    limbs_ahead,
-    reading,
-    resident_early,
     resident_kernel,
     resident_mainloop,
 )
@@ -38,8 +34,8 @@ from cute_kernels.linear.wgmma.policies import (
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.schedule import schedule_of
 from cute_kernels.linear.wgmma.tiles import WorkTile
-from cute_kernels.weight_formats import integer_decode, integers
-from simulator import stand_in
+from cute_kernels.weight_formats import integers
+from simulator import Altered, Lanes, stand_in
 from tests.attention import warp as machine
 from tests.linear.limbs import limbs_of
 from tests.linear.warpgroup import WarpgroupWarp, put_tma_tile
@@ -79,16 +75,6 @@ CONFIGS = [
 # K.
 ROOMIER = replace(CONFIGS[7], mainloop=replace(CONFIGS[7].mainloop, k_blocks=10))
 CONFIGS += [replace(one, reduction=EarlyDsmem()) for one in (CONFIGS[-1], CONFIGS[-3], ROOMIER, CONFIGS[7])]
-JITTED: list[tuple[Any, str]] = [
-    (owner, "multiply")
-    for owner in (
-        resident_mainloop.ResidentMainloop,
-        resident_mainloop.EachKBlock,
-        resident_mainloop.KBlocksAhead,
-        resident_early.TileByTile,
-    )
-]
-JITTED += [(resident_early.TileByTile, "publish_last")]
 
 
 class Cta:
@@ -104,8 +90,9 @@ class Cta:
         self.asked: tuple[int, int, int, int] | None = None
         self.sent: list[np.ndarray] = []  # all accumulators of the warp when some of them left
 
-    def wait(self, barrier: int, phase: int) -> None:
+    def wait(self, at: Lanes | int, parity: Lanes | int) -> None:
         """A warp waits for the k blocks whose turn it is."""
+        barrier, phase = index(at), index(parity)
         count = self.k_rank + self.waited * self.config.k_warpgroups
         assert (barrier, phase) == (count % STAGES, count // STAGES % 2)
         assert self.waited - self.released <= self.config.mainloop.ahead
@@ -121,14 +108,16 @@ class Cta:
                 place = start + (stage * self.config.block_tiles + tile) * runs.shape[1]
                 self.shared[place : place + runs.shape[1]] = runs[tile]
 
-    def release(self, memory: Any, stage: int, teller: Any) -> None:
+    def release(self, memory: Any, at: Lanes | int, teller: Any) -> None:
+        stage = index(at)
         assert stage == (self.k_rank + self.released * self.config.k_warpgroups) % STAGES
         self.released += 1
         for start, size in ((CODES, self.config.code_stage_bytes), (SCALES, self.config.scale_stage_bytes)):
             self.shared[start + stage * size : start + (stage + 1) * size] = 0x7F
 
-    def bring(self, place: Any, first: int, begin: int, end: int) -> None:
+    def bring(self, place: Any, *where: Lanes | int) -> None:
         """What is asked for is what is made next, in that place."""
+        first, begin, end = map(index, where)
         assert begin < end and self.asked is None
         tile_m = self.config.tile_m
         x, x_scales = X + first * 2 * tile_m * 128, X_SCALES + first * 4 * tile_m
@@ -137,6 +126,7 @@ class Cta:
 
     def make(self, place: Any, memory: Any, first: int, stop: int, x_phase: int) -> None:
         """Puts limbs where a TMA tile would lie, within what there is room for."""
+        first, stop = index(first), index(stop)
         assert self.asked is not None and x_phase == len(self.made) % 2
         x, x_scales, begin, end = self.asked
         assert (x, x_scales, first, stop) == (memory.x_address, memory.x_scales, begin, end)
@@ -171,7 +161,8 @@ class EarlyCta(Cta):
         super().__init__(config, weight, x, int(work_tile.begin), 0)
         self.rank, self.came = int(work_tile.split), 0
 
-    def wait(self, barrier: int, phase: int) -> None:
+    def wait(self, at: Lanes | int, parity: Lanes | int) -> None:
+        barrier, phase = index(at), index(parity)
         count, i = divmod(self.came, self.config.n_tiles)
         expected = count % STAGES if i == 0 else X_BARRIER + 1 + (i - 1) * STAGES + count % STAGES
         assert (barrier, phase) == (expected, count // STAGES % 2)
@@ -185,35 +176,17 @@ class EarlyCta(Cta):
         self.sent.append(np.array([np.asarray(value, np.float64) for value in acc]))
 
 
-def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp: int, work_tile: WorkTile, monkeypatch):
+def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp: int, work_tile: WorkTile, run_on):
     """A warp's accumulators of a work tile, and the CTA behind them."""
     subject: Any = resident_kernel.ResidentKernel(config).consumers
     if config.reduction.early:
         cta = EarlyCta(config, weight, x, work_tile)
         subject.reduction.publish = cta.publish
     else:
-        cta = Cta(config, weight, x, int(work_tile.begin), int(subject.stages.k_rank(warp // 4)))
+        cta = Cta(config, weight, x, int(work_tile.begin), index(subject.stages.k_rank(warp // 4)))
     gpu = WarpgroupWarp(cta.shared, np.zeros(0, np.uint8))
-    for module in (resident_mainloop, resident_early):
-        monkeypatch.setattr(module, "Uint32", machine.Uint32, raising=False)
-    modules = (reading, integer_decode, packed_math, limbs, limbs_ahead, resident_mainloop, resident_early)
-    gpu.install(monkeypatch, *modules)
-    for module in (limbs_ahead, resident_mainloop, resident_early):
-        arch = module.cute.arch
-        arch.lane_idx, arch.sync_warp, arch.mbarrier_wait = lambda: machine.LANES, lambda: None, cta.wait
-        monkeypatch.setattr(module.cute, "size", len, raising=False)
-        monkeypatch.setattr(module.cutlass, "range", lambda a, b, step, unroll: range(a, b, step), raising=False)
-    monkeypatch.setattr(resident_mainloop.cutlass, "select_", lambda which, a, b: a if which else b, raising=False)
-    for module in (resident_mainloop, resident_early):
-        monkeypatch.setattr(module, "Int32", int)
-    monkeypatch.setattr(reading, "Int32", int)
-    monkeypatch.setattr(ring.cutlass, "select_", lambda which, a, b: a if which else b, raising=False)
-    monkeypatch.setattr(reading, "advance", lambda at, phase, n: ((at + 1) % n, phase ^ (at + 1 == n)))
-    for owner, name in JITTED:
-        monkeypatch.setattr(owner, name, getattr(vars(owner)[name], "__wrapped__", vars(owner)[name]))
-    monkeypatch.setattr(
-        resident_mainloop, "replace", lambda one, **changes: SimpleNamespace(**{**vars(one), **changes})
-    )
+    changed = {"replace": lambda one, **changes: SimpleNamespace(**{**vars(one), **changes})}  # of our `memory`
+    run_on(Altered(gpu, arch={"mbarrier_wait": cta.wait}, modules={resident_mainloop: changed}))
     subject.stages.release, subject.mainloop.limbs = cta.release, cta
     memory = SimpleNamespace(
         x_address=X,
@@ -249,7 +222,7 @@ def parts_of(config: ResidentConfig, n: int) -> list[WorkTile]:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 @pytest.mark.parametrize("missing", [0, 5])
-def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, monkeypatch):
+def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, run_on):
     rows = config.tile_m - missing
     generator = torch.Generator().manual_seed(rows)
     weight = quantize_weight(torch.randn(config.block_rows, K, generator=generator).bfloat16(), 4, 128)
@@ -261,7 +234,7 @@ def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, monke
     for work_tile in parts_of(config, config.block_rows):
         for group in range(config.warpgroups):
             for row_warp in (0, 3):
-                found, cta, fits = sums_of(config, weight, x, 4 * group + row_warp, work_tile, monkeypatch)
+                found, cta, fits = sums_of(config, weight, x, 4 * group + row_warp, work_tile, run_on)
                 assert (
                     cta.waited
                     == cta.released

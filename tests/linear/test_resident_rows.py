@@ -11,14 +11,14 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.wgmma import limb_rows, resident_rows
+from cute_kernels.linear.wgmma import resident_rows
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import LIMB_GROUP, TMA_TILE_K, WGMMA_N_STEP, ResidentLimbs
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_rows import K_BLOCK_TMA_TILES
 from cute_kernels.weight_formats import integers
 from layouts import banks
-from tests.attention.warp import LANES, Int32, Uint32, Warp, elements, from_halves, halves
+from tests.attention.warp import LANES, Int32, Warp, elements, from_halves, halves
 from tests.linear.limbs import GROUP, limbs_of
 from tests.linear.warpgroup import put_tma_tile
 
@@ -27,18 +27,12 @@ CONFIG = WgmmaConfig(integers(4), "bf16", tile_m=16, block_k=128, warpgroups=4, 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Numbers:
-    """Stands for `cute_kernels.device.numbers`."""
-
-    def __init__(self, memory: np.ndarray):
-        self.words = memory.view(np.uint32)
+class LimbWarp(Warp):
+    """A warp that makes limbs of rows of x, which are its global memory."""
 
     def load_global_if(self, condition, address, offset: int, num_words: int = 4, *, constant: bool = True):
         assert not constant, "the kernel before may be writing x"
-        inside, places = np.asarray(condition) != 0, np.asarray(address, np.int64) + offset
-        assert not (places[inside] % 16).any() and (places[inside] >= 0).all()
-        assert (places[inside] + 4 * num_words <= 4 * self.words.size).all(), "access out of bounds"
-        return [Uint32(np.where(inside, self.words[np.where(inside, places // 4 + i, 0)], 0)) for i in range(num_words)]
+        return super().load_global_if(np.asarray(condition) != 0, address, offset, num_words, constant=constant)
 
     def greater_magnitude(self, a, b, *, dtype: str):
         kind = "bf16" if dtype == "bf16" else "f16"
@@ -48,12 +42,11 @@ class Numbers:
         return from_halves(np.where(np.isnan(left) | np.isnan(right), nan, found))
 
 
-def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, monkeypatch) -> Warp:
+def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, run_on) -> Warp:
     """Shared memory after all steps of all warps of a CTA that has k blocks [begin, end) of x [m, k]."""
     rows, k = x.shape
-    gpu = Warp(np.full(1 << 19, 0xAA, np.uint8), np.zeros(0, np.uint8))
-    gpu.install(monkeypatch, limb_rows, resident_rows)
-    monkeypatch.setattr(resident_rows, "numbers", Numbers(x.contiguous().view(torch.int16).numpy().reshape(-1)))
+    gpu = LimbWarp(np.full(1 << 19, 0xAA, np.uint8), x.contiguous().view(torch.uint8).numpy().reshape(-1))
+    run_on(gpu)
     subject = resident_rows.ResidentRows(resident_rows.room_of(config))
     parts = -(-rows // WGMMA_N_STEP)
     tile_m, count = parts * WGMMA_N_STEP, end - begin
@@ -100,15 +93,11 @@ def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, monkeypa
     ("rows", "k", "begin", "end"),
     [(1, 4096, 0, 32), (16, 4096, 16, 32), (5, 1000, 0, 8), (9, 1192, 3, 10), (16, 640, 2, 5), (8, 3072, 8, 24)],
 )
-def test_limbs_lie_as_boxes_of_limbs_would(
-    dtype: str, loads: bool, rows: int, k: int, begin: int, end: int, monkeypatch
-):
+def test_limbs_lie_as_boxes_of_limbs_would(dtype: str, loads: bool, rows: int, k: int, begin: int, end: int, run_on):
     generator = torch.Generator().manual_seed(rows + k)
     x = (torch.randn(rows, k, generator=generator) * torch.rand(rows, 1, generator=generator) ** 8).to(DTYPES[dtype])
     x[0, : k // 2] = 0
-    found = made(
-        replace(CONFIG, dtype=dtype, mainloop=ResidentLimbs(loads=loads)), x, begin, end, monkeypatch
-    ).shared_memory
+    found = made(replace(CONFIG, dtype=dtype, mainloop=ResidentLimbs(loads=loads)), x, begin, end, run_on).shared_memory
     limbs, scales = limbs_of(x)
     parts = -(-rows // WGMMA_N_STEP)
     zeros = np.zeros((parts * WGMMA_N_STEP - rows, *limbs.shape[1:]), np.int8)
@@ -131,9 +120,9 @@ def test_limbs_lie_as_boxes_of_limbs_would(
 
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("loads", [False, True])
-def test_limbs_are_stored_without_conflicts(loads: bool, rows: int, monkeypatch):
+def test_limbs_are_stored_without_conflicts(loads: bool, rows: int, run_on):
     found = made(
-        replace(CONFIG, mainloop=ResidentLimbs(loads=loads)), torch.randn(rows, 4096).bfloat16(), 0, 32, monkeypatch
+        replace(CONFIG, mainloop=ResidentLimbs(loads=loads)), torch.randn(rows, 4096).bfloat16(), 0, 32, run_on
     )
     assert len(found.accesses) == -(-rows // 2) * 8 * (4 if loads else 8)
     for access in found.accesses:
@@ -142,9 +131,9 @@ def test_limbs_are_stored_without_conflicts(loads: bool, rows: int, monkeypatch)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_rows_that_are_not_finite_have_no_scale(dtype: str, value: float, monkeypatch):
+def test_rows_that_are_not_finite_have_no_scale(dtype: str, value: float, run_on):
     x = torch.randn(3, 1024).to(DTYPES[dtype])
     x[1, 700] = value
-    found = made(replace(CONFIG, dtype=dtype), x, 0, 8, monkeypatch).shared_memory
+    found = made(replace(CONFIG, dtype=dtype), x, 0, 8, run_on).shared_memory
     scales = found[X_SCALES : X_SCALES + 4 * 8 * 8].view(np.float32).reshape(8, 8)[:, :3]
     assert np.array_equal(np.argwhere(np.isnan(scales)), [[5, 1]])

@@ -37,7 +37,7 @@ CONFIGS = [
 class Tile:
     """A warpgroup's tile of [tokens, 64] results, whose last rows and columns there may not be."""
 
-    def __init__(self, config: WgmmaConfig, monkeypatch, rows: int, columns: int):
+    def __init__(self, config: WgmmaConfig, run_on, rows: int, columns: int):
         self.config, self.rows, self.columns = config, rows, columns
         generator = np.random.default_rng(0)
         self.values = torch.from_numpy(generator.normal(size=(rows, columns))).to(
@@ -45,8 +45,7 @@ class Tile:
         )
         self.shared = np.zeros(1 << 17, np.uint8)
         self.gpu = WarpgroupWarp(self.shared, self.values.view(torch.uint8).numpy().reshape(-1).copy())
-        self.gpu.install(monkeypatch, residual)
-        residual.cute.arch.cp_async_commit_group = lambda: None
+        run_on(self.gpu)
         self.chunks: Any = residual.ResidualChunks(config)
         self.acc = generator.normal(size=(4, config.tile_m // 2, 32)).astype(np.float32)
 
@@ -83,10 +82,10 @@ class Tile:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_sums_are_rounded_once_and_lie_where_they_are_stored(config: WgmmaConfig, monkeypatch):
+def test_sums_are_rounded_once_and_lie_where_they_are_stored(config: WgmmaConfig, run_on):
     """From the fifth row and the second tile of features on; the last rows and features of the tile do not exist."""
     token, row = 4, 64
-    tile = Tile(config, monkeypatch, rows=token + config.tile_m - 3, columns=row + 56)
+    tile = Tile(config, run_on, rows=token + config.tile_m - 3, columns=row + 56)
     for ordinal in range(config.n_tiles):
         for chunk, (done, tile_m) in enumerate(config.chunks):
             tile.bring(ordinal, chunk, token, row)
@@ -111,9 +110,9 @@ def test_chunks_that_are_there_at_once_have_buffers_of_their_own(config: WgmmaCo
             assert chunks.buffer(store, ordinal, chunk) == chunks.buffer(store, ordinal, chunk + 2)
 
 
-def test_neither_lanes_that_add_nor_lanes_that_store_meet_in_a_bank(monkeypatch):
+def test_neither_lanes_that_add_nor_lanes_that_store_meet_in_a_bank(run_on):
     config = CONFIGS[3]
-    tile = Tile(config, monkeypatch, config.tile_m, 64)
+    tile = Tile(config, run_on, config.tile_m, 64)
     tile.bring(0, 0, 0, 0)
     tile.gpu.accesses.clear()
     tile.add(0, 0)

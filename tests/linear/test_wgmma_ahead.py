@@ -4,6 +4,7 @@ NumPy."""
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import index
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +14,14 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import packed_math
-from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import epilogue, kernel, limbs, limbs_ahead, reading
+from cute_kernels.linear.wgmma import kernel
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import LIMB_GROUP, TMA_TILE_K, Limbs, RowExchange
 from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel
-from cute_kernels.weight_formats import integer_decode, integers
+from cute_kernels.weight_formats import integers
+from simulator import Altered, Lanes
 from tests.attention import warp as machine
 from tests.linear.limbs import limbs_of
 from tests.linear.test_wgmma_limbs import X_SCALES
@@ -43,8 +43,6 @@ CONFIGS = [
     for tile_m, tiles, group in ((16, 1, 128), (16, 2, 256), (32, 1, 128), (32, 2, 128))
 ]
 
-PLAIN: dict[str, Any] = {name: vars(limbs_ahead.AheadMainloop)[name].__wrapped__ for name in ("multiply",)}
-
 
 class Stages:
     """Stages that are filled, as the producer warps would, no sooner than they were given back.
@@ -61,7 +59,8 @@ class Stages:
         for stage in range(STAGES):
             self.spoil(stage)
 
-    def wait(self, barrier: int, phase: int) -> None:
+    def wait(self, at: Lanes | int, parity: Lanes | int) -> None:
+        barrier, phase = index(at), index(parity)
         assert phase == self.filled // STAGES % 2 and barrier == self.filled % STAGES
         assert self.begin + self.filled < self.end, "nothing comes any more"
         assert self.filled - self.given_back < STAGES, "the stage is not free"
@@ -108,25 +107,12 @@ class Stages:
         self.shared[x_scales : x_scales + 4 * self.found.shape[0]] = self.scales[k_block].view(np.uint8)
 
 
-def sums_of(config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, warp: int, begin: int, monkeypatch):
+def sums_of(config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, warp: int, begin: int, run_on):
     """A warp's accumulators over the k blocks of x from ``begin`` on, and the pipeline behind them."""
     shared = np.zeros(1 << 18, np.uint8)
     state = Stages(shared, config, weight, x, begin)
     gpu = WarpgroupWarp(shared, np.zeros(0, np.uint8))
-    gpu.install(
-        monkeypatch, kernel, reading, integer_decode, packed_math, epilogue, linear_epilogue, limbs, limbs_ahead
-    )
-    arch = limbs_ahead.cute.arch
-    arch.lane_idx, arch.sync_warp, arch.mbarrier_wait = lambda: machine.LANES, lambda: None, state.wait
-    monkeypatch.setattr(limbs_ahead.cute, "size", len, raising=False)
-    monkeypatch.setattr(limbs_ahead.cutlass, "range", lambda a, b, step, unroll: range(a, b, step), raising=False)
-    monkeypatch.setattr(
-        limbs_ahead,
-        "advance",
-        lambda stage, phase, count: ((stage + 1) % count, phase ^ (stage + 1 == count)),
-    )
-    for name, method in PLAIN.items():
-        monkeypatch.setattr(limbs_ahead.AheadMainloop, name, method)
+    run_on(Altered(gpu, arch={"mbarrier_wait": state.wait}))
     subject: Any = kernel.WgmmaKernel(config).consumers
     subject.stages.release = state.release
     memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, full=0)
@@ -154,7 +140,7 @@ def expected(config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, warp: i
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 @pytest.mark.parametrize(("k_blocks", "begin"), [(1, 0), (2, 0), (5, 0), (7, 2), (8, 1)])
-def test_an_item_is_multiplied(config: WgmmaConfig, k_blocks: int, begin: int, monkeypatch):
+def test_an_item_is_multiplied(config: WgmmaConfig, k_blocks: int, begin: int, run_on):
     generator = torch.Generator().manual_seed(k_blocks)
     k = 8 * LIMB_GROUP
     weight = quantize_weight(torch.randn(config.block_rows, k, generator=generator).bfloat16(), 4, config.group_size)
@@ -162,16 +148,16 @@ def test_an_item_is_multiplied(config: WgmmaConfig, k_blocks: int, begin: int, m
         x = torch.randn(
             rows, (begin + k_blocks) * LIMB_GROUP if begin + k_blocks < 8 else k, generator=generator
         ).bfloat16()
-        found = sums_of(config, weight, x, warp, begin, monkeypatch)
+        found = sums_of(config, weight, x, warp, begin, run_on)
         exact = expected(config, weight, x, warp, begin)
         np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
 
 
-def test_sums_are_those_of_k_blocks_one_after_the_other(monkeypatch):
+def test_sums_are_those_of_k_blocks_one_after_the_other(run_on):
     weight = quantize_weight(torch.randn(128, 1024).bfloat16(), 4, 128)
     x = torch.randn(16, 1024).bfloat16()
     one, two = CONFIGS[0], replace(CONFIGS[0], n_tiles=2, warpgroups=1)
-    assert np.array_equal(sums_of(one, weight, x, 2, 0, monkeypatch), sums_of(two, weight, x, 2, 0, monkeypatch)[:8])
+    assert np.array_equal(sums_of(one, weight, x, 2, 0, run_on), sums_of(two, weight, x, 2, 0, run_on)[:8])
 
 
 def test_only_limbs_of_few_rows_are_taken():

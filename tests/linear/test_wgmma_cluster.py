@@ -47,12 +47,12 @@ class ClusterWarp(WarpgroupWarp):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_each_cta_has_all_of_k_of_its_share_of_the_tokens(config: WgmmaConfig, monkeypatch):
+def test_each_cta_has_all_of_k_of_its_share_of_the_tokens(config: WgmmaConfig, run_on):
     config = with_stages(config)
     assert config.can_implement() is None
     cluster, warps = config.cluster, config.consumer_warps
     gpu = ClusterWarp(np.full(cluster * CTA_BYTES, 0xFF, np.uint8), np.zeros(0, np.uint8))  # NaN where nothing is
-    gpu.install(monkeypatch, reduction)
+    run_on(gpu)
     subject = reduction.RowReduction(config, epilogue.TileEpilogue(config), places.DensePlaces(config))
     generator = np.random.default_rng(0)
     parts = generator.integers(-100, 100, (cluster, warps, config.thread_acc, 32))

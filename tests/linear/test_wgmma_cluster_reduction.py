@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device import ptx
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import cluster_reduction, epilogue, kernel, places, resident_early
 from cute_kernels.linear.wgmma.config import WgmmaConfig
@@ -21,7 +22,7 @@ from cute_kernels.linear.wgmma.resident_kernel import START_BARRIER
 from cute_kernels.linear.wgmma.resident_rows import CHUNK_BARRIER
 from cute_kernels.linear.wgmma.schedule import schedule_of
 from cute_kernels.weight_formats import integers
-from simulator import stand_in
+from simulator import Altered, Meanings, PlainThread, stand_in
 from tests.attention import warp as machine
 from tests.attention.warp import Float32, Lanes, Uint32
 
@@ -43,7 +44,7 @@ class Barrier:
 
 @dataclass
 class Cluster:
-    """Stands for `numbers`, `ptx` and barriers, for all CTAs; memory that nobody wrote is NaN."""
+    """Runs device code of all CTAs of a cluster, one after the other; memory that nobody wrote is NaN."""
 
     shared: np.ndarray
     rank: int = 0
@@ -51,6 +52,10 @@ class Cluster:
     written: set[int] = field(default_factory=set)
     waited: list[int] = field(default_factory=list)
     met: list[tuple[int, int]] = field(default_factory=list)  # (barrier, threads)
+
+    def meanings(self) -> Meanings:
+        plain = PlainThread(arch={"mbarrier_wait": self.wait, "barrier": self.meet}).meanings()
+        return replace(plain, instructions=self, scalars={**plain.scalars, "Float32": Float32})
 
     def bits(self, value: Lanes) -> Lanes:
         return value.view(np.uint32)
@@ -131,27 +136,17 @@ def store_of(warp: int) -> epilogue.Store:
     return stand_in(epilogue.Store)(0, warp // 4, warp % 4 * 32 + machine.LANES, warp % 4, machine.LANES)
 
 
-def in_plain_python(config: WgmmaConfig, cluster: Cluster, monkeypatch) -> cluster_reduction.ClusterReduction:
-    """The parts of a kernel, on the stand-ins of a cluster."""
-    arch = SimpleNamespace(mbarrier_wait=cluster.wait, barrier=cluster.meet)
-    stand_ins = {"numbers": cluster, "ptx": cluster, "Int32": int, "Float32": Float32}
-    select = {"select_": lambda which, a, b: a if which else b}
-    stand_ins |= {"cutlass": SimpleNamespace(**select, range_constexpr=range)}
-    stand_ins |= {"cute": SimpleNamespace(arch=arch), "const_expr": lambda value: value}
-    for name, value in stand_ins.items():
-        monkeypatch.setattr(cluster_reduction, name, value)
-    for owner, name in ((cluster_reduction.InterleavedReduction, "reduce"), (cluster_reduction.Partials, "load")):
-        jitted = getattr(owner, name)
-        monkeypatch.setattr(owner, name, getattr(jitted, "__wrapped__", jitted))
+def reduction_of(config: WgmmaConfig) -> cluster_reduction.ClusterReduction:
     return cluster_reduction.ClusterReduction(config, epilogue.TileEpilogue(config), places.DensePlaces(config))
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, *TURNING, *RESIDENT], ids=lambda config: config.name)
-def test_every_tile_is_added_up_by_one_warpgroup(config: WgmmaConfig, monkeypatch):
+def test_every_tile_is_added_up_by_one_warpgroup(config: WgmmaConfig, run_on):
     """Of every CTA: accumulators of all turns are joined, sent once, and added to those of the CTA that stores the
     tile."""
     cluster = Cluster(np.full(config.cluster * RANK_BYTES, 0xFF, np.uint8))
-    subject = in_plain_python(config, cluster, monkeypatch)
+    run_on(cluster)
+    subject = reduction_of(config)
     memory = SimpleNamespace(partials=PARTS, partial_barriers=Barrier(BARRIERS))
     generator = np.random.default_rng(1)
     groups, count = config.warpgroups // config.k_warpgroups, config.tile_m // 2
@@ -174,7 +169,7 @@ def test_every_tile_is_added_up_by_one_warpgroup(config: WgmmaConfig, monkeypatc
     for phase in ("publish_locally", "add") if config.k_warpgroups > 1 else ():
         for (rank, warp), acc in every.items():
             cluster.rank = rank
-            one = in_plain_python(config, cluster, monkeypatch)
+            one = reduction_of(config)
             part: Any = one.interleaved if phase == "add" else one.partials  # what the other phase does
             setattr(part, "add" if phase == "publish_locally" else "publish_locally", lambda *args: None)
             k_rank, first_tile = warp // 4 // groups, warp // 4 % groups * config.n_tiles
@@ -199,6 +194,11 @@ def test_every_tile_is_added_up_by_one_warpgroup(config: WgmmaConfig, monkeypatc
     assert last + 16 <= PARTS + config.reduction.regions(config)[0].size
 
 
+def corner_of(config, places, shape, work_tile, tile) -> Any:
+    """A tile and the warp that asks for its corner, for `places.corner_of`."""
+    return tile, work_tile.row_warp
+
+
 EARLY = [
     replace(SPARED, reduction=EarlyDsmem()),
     replace(SPARED, reduction=EarlyDsmem(), tile_m=16, warpgroups=2, n_tiles=4),
@@ -207,18 +207,14 @@ EARLY = [
 
 
 @pytest.mark.parametrize("config", EARLY, ids=lambda config: config.name)
-def test_what_leaves_early_is_added_up_by_the_other_cta(config: ResidentConfig, monkeypatch):
+def test_what_leaves_early_is_added_up_by_the_other_cta(config: ResidentConfig, run_on):
     """Of both CTAs: every tile of the block leaves one and is stored by the other, with the accumulators of both."""
     cluster = Cluster(np.full(config.cluster * RANK_BYTES, 0xFF, np.uint8))
-    in_plain_python(config, cluster, monkeypatch)
+    run_on(Altered(cluster, modules={resident_early: {"corner_of": corner_of}}))
     stored: list[int] = []
     order = resident_early.TileOrder(config)
     store_tile: Any = epilogue.TileEpilogue(config)
     subject: Any = resident_early.EarlyReduction(config, store_tile, places.DensePlaces(config), order)
-    for name in ("publish", "finish"):
-        plain = getattr(vars(resident_early.EarlyReduction)[name], "__wrapped__")  # noqa: B009
-        monkeypatch.setattr(resident_early.EarlyReduction, name, plain)
-    monkeypatch.setattr(resident_early, "cutlass", SimpleNamespace(range_constexpr=range))
     memory = SimpleNamespace(partials=PARTS, partial_barriers=Barrier(BARRIERS))
     generator, count = np.random.default_rng(2), config.tile_m // 2
     warps = [(rank, warp) for rank in range(2) for warp in range(config.consumer_warps)]
@@ -246,9 +242,7 @@ def test_what_leaves_early_is_added_up_by_the_other_cta(config: ResidentConfig, 
 
     store_tile.run = store
     for (rank, warp), acc in every.items():
-        cluster.rank, work_tile = rank, SimpleNamespace(split=rank)
-        corner: Any = lambda config, places, shape, work_tile, tile, row_warp=warp % 4: (tile, row_warp)  # noqa: E731
-        monkeypatch.setattr(resident_early, "corner_of", corner)
+        cluster.rank, work_tile = rank, SimpleNamespace(split=rank, row_warp=warp % 4)
         subject.finish(None, None, memory, store_of(warp), work_tile, acc, warp // 4 * config.n_tiles, 0)
     assert sorted(stored) == sorted(4 * list(range(config.block_tiles)))
 
@@ -267,17 +261,15 @@ def test_tiles_that_come_one_by_one_have_barriers_of_their_own():
 
 @pytest.mark.parametrize("config", EARLY, ids=lambda config: config.name)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_tile_is_copied_before_those_that_stay(config: ResidentConfig, rank: int, monkeypatch):
+def test_every_tile_is_copied_before_those_that_stay(config: ResidentConfig, rank: int, run_on):
     """A k block's bytes, each once, counted on the barrier of their tile; first those of tiles that leave."""
     copies: list[tuple[int, ...]] = []  # target, source, bytes, barrier
     expected: dict[int, int] = {}
     order = resident_early.TileOrder(config)
     subject: Any = resident_early.OrderedLoads(config, places.DensePlaces(config), order)
-    arch = SimpleNamespace(mbarrier_arrive_and_expect_tx=lambda barrier, size: expected.update({barrier.address: size}))
-    monkeypatch.setattr(resident_early, "cute", SimpleNamespace(arch=arch))
-    monkeypatch.setattr(resident_early, "Int32", int)
-    copy = SimpleNamespace(bulk_copy_to_shared=lambda *place: copies.append(tuple(map(int, place))))
-    monkeypatch.setattr(resident_early, "ptx", copy)
+    arch = {"mbarrier_arrive_and_expect_tx": lambda barrier, size: expected.update({barrier.address: size})}
+    copy = {"bulk_copy_to_shared": lambda *place: copies.append(tuple(map(int, place)))}
+    run_on(PlainThread({ptx: copy}, arch))
     codes, scales, stage, k_block = 1 << 16, 1 << 18, 2, 5
     memory = SimpleNamespace(codes=codes, scales=scales, full=Barrier(0), tile_barriers=Barrier(1 << 10))
     begins = [(tile << 20, (tile << 20) + (1 << 19)) for tile in range(config.block_tiles)]

@@ -15,7 +15,7 @@ from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import MOST_SEQUENTIAL_M, SequentialSplitK, TmaStore
 from cute_kernels.linear.wgmma.schedule import TileSchedule, estimate_us, make_tile_schedule
 from cute_kernels.weight_formats import integers
-from simulator import stand_in
+from simulator import Altered, PlainThread, stand_in
 from tests import facts
 
 NAME_ENDS = 27  # characters of a kernel's name before what the measured table has of it
@@ -126,12 +126,12 @@ def sequential(m: int, n: int, k: int, parts: int, num_sms: int) -> TileSchedule
 @pytest.mark.parametrize(
     "m, n, k, parts, num_sms", [(300, 700, 2048, 3, 132), (1000, 1024, 2048, 4, 7), (128, 64, 1664, 5, 2)]
 )
-def test_a_cta_has_all_parts_of_its_tiles_the_last_one_first(m, n, k, parts, num_sms, monkeypatch):
+def test_a_cta_has_all_parts_of_its_tiles_the_last_one_first(m, n, k, parts, num_sms, run_on):
     pytest.importorskip("cutlass")
     from cute_kernels.linear.wgmma import tiles
     from tests.linear import plain_work_tiles
 
-    plain_work_tiles.install(monkeypatch)
+    run_on(PlainThread())
     schedule = sequential(m, n, k, parts, num_sms)
     assert schedule.workspace_words == 0 and schedule.num_ctas <= num_sms
     shape = plain_work_tiles.shape_of(schedule)
@@ -174,33 +174,28 @@ class Accumulators(list):
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
-def test_parts_are_added_in_the_order_of_parts_that_meet_in_memory(parts, monkeypatch):
+def test_parts_are_added_in_the_order_of_parts_that_meet_in_memory(parts, run_on):
     """The last one's accumulators, then the first's, the second's ...: fp32 sums depend on it."""
     pytest.importorskip("cutlass")
     from types import SimpleNamespace
 
     from cute_kernels.linear.wgmma import reduction
 
-    monkeypatch.setattr(
-        reduction, "cutlass", SimpleNamespace(select_=lambda c, a, b: a if c else b, range_constexpr=range)
-    )
-    maker = SimpleNamespace(make_rmem_tensor=lambda size, _: Accumulators([np.nan] * size))
-    monkeypatch.setattr(reduction, "cute", SimpleNamespace(make_rmem_tensor=maker.make_rmem_tensor))
-    monkeypatch.setattr(reduction, "corner_of", lambda *_: None)
+    registers = {"make_rmem_tensor": lambda size, _: Accumulators([np.nan] * size)}
+    run_on(Altered(PlainThread({reduction: {"corner_of": lambda *_: None}}), cute=registers))
     stored: list[list[float]] = []
     epilogue: Any = SimpleNamespace(
         dense=False, run=lambda *given: stored.append(list(given[4])), finish=lambda: None, prepare=lambda *_: None
     )
     config = next(iter(invariant.sequential_configs(problem(64, 4096, 4096))))
     works = reduction.SequentialReduction(config, epilogue, None)  # pyright: ignore[reportArgumentType]
-    finish = type(works).finish.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
     random = np.random.default_rng(parts)
     works.begin()
     for tile in range(3):
         of_k = (random.standard_normal((parts, config.thread_acc)) * 10.0 ** random.integers(-6, 7)).astype(np.float32)
         for split, part in enumerate([parts - 1, *range(parts - 1)]):
             work_tile = SimpleNamespace(split=split, splits=parts)
-            finish(works, None, None, None, None, work_tile, Accumulators(of_k[part]), 0, 0)
+            works.finish(None, None, None, None, work_tile, Accumulators(of_k[part]), 0, 0)
         want = of_k[-1]
         for part in range(parts - 1):  # as `WorkspaceReduction.add_part`
             want = want + of_k[part]

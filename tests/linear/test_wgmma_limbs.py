@@ -13,14 +13,12 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import packed_math
-from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import epilogue, kernel, limbs, reading
+from cute_kernels.linear.wgmma import epilogue, kernel
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import TMA_TILE_K, Limbs, RowExchange
 from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel, x_scale_shift
-from cute_kernels.weight_formats import integer_decode, integers
+from cute_kernels.weight_formats import integers
 from layouts import banks
 from simulator import stand_in
 from tests.attention import warp as machine
@@ -83,14 +81,13 @@ def load_stage(
 class Machine:
     """All consumer warps, one after the other, on one stage."""
 
-    def __init__(self, config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, monkeypatch, present=0, shift=0):
+    def __init__(self, config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, run_on, present=0, shift=0):
         self.config, present = config, present or config.row_parts
         self.tile_m = present * config.part_m
         self.shared = np.zeros(1 << 18, np.uint8)
         load_stage(self.shared, config, weight, x, present, shift)
         self.gpu = WarpgroupWarp(self.shared, np.zeros(0, np.uint8))
-        self.gpu.install(monkeypatch, kernel, reading, integer_decode, packed_math, epilogue, linear_epilogue, limbs)
-        limbs.cute.arch.lane_idx = lambda: machine.LANES
+        run_on(self.gpu)
         self.subject: Any = kernel.WgmmaKernel(config)
         self.consumers: Any = self.subject.consumers
         self.consumers.mainloop.reader.x_scale_shift = lambda work_tile: machine.Int32(x_scale_shift(work_tile))
@@ -132,20 +129,20 @@ class Machine:
 
 
 @pytest.mark.parametrize(("config", "present", "shift"), CASES, ids=str)
-def test_a_k_block_is_multiplied(config: WgmmaConfig, present: int, shift: int, monkeypatch):
+def test_a_k_block_is_multiplied(config: WgmmaConfig, present: int, shift: int, run_on):
     weight = make_weight(config)
     tile_m = present * config.part_m
     x = torch.randn(tile_m, config.block_k, generator=torch.Generator().manual_seed(1)).to(weight.dtype)
-    found = Machine(config, weight, x, monkeypatch, present, shift).stage(packed=False)
+    found = Machine(config, weight, x, run_on, present, shift).stage(packed=False)
     exact = (x.double() @ weight.dequantize(torch.float64)[:, : config.block_k].T).numpy()
     np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
 
 
-def test_k_blocks_add_up(monkeypatch):
+def test_k_blocks_add_up(run_on):
     config = CONFIGS[0]
     weight = make_weight(config)
     x = torch.randn(config.tile_m, config.block_k, generator=torch.Generator().manual_seed(3)).to(weight.dtype)
-    subject = Machine(config, weight, x, monkeypatch)
+    subject = Machine(config, weight, x, run_on)
     one, three = (np.array([np.asarray(value) for value in subject.acc(5, k_blocks)]) for k_blocks in (1, 3))
     np.testing.assert_allclose(three, 3 * one, rtol=1e-5, atol=1e-5)
 
@@ -155,21 +152,21 @@ SMALL = {"bf16": 2.0**-60, "fp16": 2.0**-12}
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 @pytest.mark.parametrize("value", [1.0, -1.9921875, "small"])
-def test_one_hot_rows_return_the_weights_rounded_once(config: WgmmaConfig, value: float | str, monkeypatch):
+def test_one_hot_rows_return_the_weights_rounded_once(config: WgmmaConfig, value: float | str, run_on):
     value = SMALL[config.dtype] if isinstance(value, str) else value
     weight = make_weight(config)
     x = torch.zeros(config.tile_m, config.block_k, dtype=weight.dtype)
     inputs = (torch.arange(config.tile_m) * 5 + 3) % config.block_k
     x[torch.arange(config.tile_m), inputs] = value
     exact = weight.dequantize(torch.float32)[:, inputs].T * value
-    found = Machine(config, weight, x, monkeypatch).stage(packed=True)
+    found = Machine(config, weight, x, run_on).stage(packed=True)
     assert np.array_equal(found, exact.to(weight.dtype).double().numpy())
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_shared_memory_is_read_and_written_without_conflicts(config: WgmmaConfig, monkeypatch):
+def test_shared_memory_is_read_and_written_without_conflicts(config: WgmmaConfig, run_on):
     weight = make_weight(config)
-    subject = Machine(config, weight, torch.zeros(config.tile_m, config.block_k, dtype=weight.dtype), monkeypatch)
+    subject = Machine(config, weight, torch.zeros(config.tile_m, config.block_k, dtype=weight.dtype), run_on)
     subject.stage(packed=True)
     assert len(subject.gpu.accesses) > 32
     for access in subject.gpu.accesses:

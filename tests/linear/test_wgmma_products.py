@@ -11,10 +11,8 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import packed_math
-from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import epilogue, kernel, places, reading, register_mainloop, synchronous, tma_store
+from cute_kernels.linear.wgmma import epilogue, kernel
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import (
     STORE_BUFFERS,
@@ -25,7 +23,7 @@ from cute_kernels.linear.wgmma.policies import (
     RegisterWgmma,
     TmaStore,
 )
-from cute_kernels.weight_formats import integer_decode, integers
+from cute_kernels.weight_formats import integers
 from layouts import banks
 from simulator import stand_in
 from tests.attention import warp as machine
@@ -122,25 +120,14 @@ def load_stage(shared: np.ndarray, config: WgmmaConfig, weight: PackedWeight, x:
 class Machine:
     """All consumer warps, one after the other, on one stage."""
 
-    def __init__(self, config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, monkeypatch):
+    def __init__(self, config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, run_on):
         self.config = config
         self.shared = np.zeros(1 << 18, np.uint8)
         load_stage(self.shared, config, weight, x)
         scales = weight.scales.view(torch.uint8).numpy().reshape(-1)
         zeros = weight.zeros.numpy().reshape(-1) if weight.zeros is not None else np.zeros(0, np.uint8)
         self.gpu = WarpgroupWarp(self.shared, np.concatenate([scales, zeros]))
-        modules = (
-            places,
-            reading,
-            register_mainloop,
-            integer_decode,
-            packed_math,
-            epilogue,
-            linear_epilogue,
-            synchronous,
-            tma_store,
-        )
-        self.gpu.install(monkeypatch, *modules)
+        run_on(self.gpu)
         self.operands = SimpleNamespace(scales=0, zeros=scales.size)
         self.subject = kernel.WgmmaKernel(config)
         self.consumers: Any = self.subject.consumers
@@ -231,32 +218,32 @@ def rounded(config: WgmmaConfig, weight: PackedWeight) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("config", CONFIGS + SYNCHRONOUS, ids=lambda config: config.name)
-def test_a_k_block_is_multiplied(config: WgmmaConfig, monkeypatch):
+def test_a_k_block_is_multiplied(config: WgmmaConfig, run_on):
     weight = make_weight(config)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(config.tile_m, config.block_k, generator=generator).to(weight.dtype)
-    found = Machine(config, weight, x, monkeypatch).stage(packed=False)
+    found = Machine(config, weight, x, run_on).stage(packed=False)
     exact = (x.double() @ rounded(config, weight).T).numpy()
     np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("config", CONFIGS[-7:], ids=lambda config: config.name)
-def test_k_blocks_add_up(config: WgmmaConfig, monkeypatch):
+def test_k_blocks_add_up(config: WgmmaConfig, run_on):
     weight = make_weight(config)
     x = torch.randn(config.tile_m, config.block_k, generator=torch.Generator().manual_seed(3)).to(weight.dtype)
-    subject = Machine(config, weight, x, monkeypatch)
+    subject = Machine(config, weight, x, run_on)
     count = config.thread_acc
     one, three = (np.array([np.asarray(value) for value in subject.acc(5, k_blocks)[:count]]) for k_blocks in (1, 3))
     np.testing.assert_allclose(three, 3 * one, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-7:], *SYNCHRONOUS[:2]], ids=lambda config: config.name)
-def test_gate_and_up_in_turn_are_made_one(config: WgmmaConfig, monkeypatch):
+def test_gate_and_up_in_turn_are_made_one(config: WgmmaConfig, run_on):
     weight = make_weight(config)
     scale = 0.1 if config.format.bits == 4 else 0.003  # within the range of fp16
     x = scale * torch.randn(config.tile_m, config.block_k, generator=torch.Generator().manual_seed(2))
     x = x.to(weight.dtype)
-    subject = Machine(config, weight, x, monkeypatch)
+    subject = Machine(config, weight, x, run_on)
     found = torch.from_numpy(subject.stage_gated())
     y = x.double() @ rounded(config, weight).T
     exact = torch.nn.functional.silu(y[:, ::2]) * y[:, 1::2]
@@ -269,20 +256,20 @@ def test_gate_and_up_in_turn_are_made_one(config: WgmmaConfig, monkeypatch):
 @pytest.mark.parametrize(
     "config", [*CONFIGS[:40:5], *CONFIGS[2:40:5], *CONFIGS[-7:], *SYNCHRONOUS], ids=lambda config: config.name
 )
-def test_one_hot_rows_return_the_weights_rounded_once(config: WgmmaConfig, monkeypatch):
+def test_one_hot_rows_return_the_weights_rounded_once(config: WgmmaConfig, run_on):
     weight = make_weight(config)
     x = torch.zeros(config.tile_m, config.block_k, dtype=weight.dtype)
     inputs = (torch.arange(config.tile_m) * 5 + 3) % config.block_k
     x[torch.arange(config.tile_m), inputs] = 1
     wanted = weight.dequantize(weight.dtype)[:, inputs].T.double().numpy()
-    assert np.array_equal(Machine(config, weight, x, monkeypatch).stage(packed=True), wanted)
+    assert np.array_equal(Machine(config, weight, x, run_on).stage(packed=True), wanted)
 
 
 @pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-7:], *SYNCHRONOUS[:2]], ids=lambda config: config.name)
 @pytest.mark.parametrize("packed", [False, True])
-def test_shared_memory_is_read_and_written_without_conflicts(config: WgmmaConfig, packed: bool, monkeypatch):
+def test_shared_memory_is_read_and_written_without_conflicts(config: WgmmaConfig, packed: bool, run_on):
     weight = make_weight(config)
-    subject = Machine(config, weight, torch.zeros(config.tile_m, config.block_k, dtype=weight.dtype), monkeypatch)
+    subject = Machine(config, weight, torch.zeros(config.tile_m, config.block_k, dtype=weight.dtype), run_on)
     subject.stage(packed)
     assert len(subject.gpu.accesses) > 32
     for access in subject.gpu.accesses:
@@ -290,13 +277,13 @@ def test_shared_memory_is_read_and_written_without_conflicts(config: WgmmaConfig
 
 
 @pytest.mark.parametrize("config", BULK, ids=lambda config: config.name)
-def test_boxes_are_what_tma_stores(config: WgmmaConfig, monkeypatch):
+def test_boxes_are_what_tma_stores(config: WgmmaConfig, run_on):
     """One-hot rows of x come out as the weights, and nobody waits for banks."""
     weight = make_weight(config)
     x = torch.zeros(config.tile_m, config.block_k, dtype=weight.dtype)
     inputs = (torch.arange(config.tile_m) * 5 + 3) % config.block_k
     x[torch.arange(config.tile_m), inputs] = 1
-    subject = Machine(config, weight, x, monkeypatch)
+    subject = Machine(config, weight, x, run_on)
     wanted = weight.dequantize(weight.dtype)[:, inputs].T.double().numpy()
     assert np.array_equal(subject.tma_tiles(), wanted)
     stores = [access for access in subject.gpu.accesses if access.kind == "stmatrix"]

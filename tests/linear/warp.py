@@ -15,12 +15,6 @@ from tests.attention.warp import Access, Float32, Lanes, bf16_bits, bf16_values,
 class LinearWarp(warp.Warp):
     """Its methods have the names and arguments of `cute_kernels.device.ptx` and `cute_kernels.device.numbers`."""
 
-    def install(self, monkeypatch, *modules) -> None:
-        super().install(monkeypatch, *modules)
-        for module in modules:
-            if hasattr(module, "numbers"):
-                monkeypatch.setattr(module, "numbers", self)
-
     def add_bf16x2(self, a: Lanes, b: Lanes) -> Lanes:
         return from_halves(bf16_bits(bf16_values(halves(a)) + bf16_values(halves(b))))
 

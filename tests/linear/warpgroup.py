@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tests.attention.warp import COLUMN, ROW, Access, Float32, Int32, Lanes, Uint32, elements, halves
+from cute_kernels.device import wgmma
+from simulator import Meanings
+from tests.attention.warp import COLUMN, ROW, Access, Float32, Int32, Lanes, elements, halves
 from tests.linear.warp import LinearWarp
 
 SWIZZLE_BYTES = 1024  # eight rows of 128 bytes, among which pieces of 16 bytes change places
@@ -36,16 +38,10 @@ def take_tma_tile(shared: np.ndarray, start: int, num_rows: int) -> np.ndarray:
 class WarpgroupWarp(LinearWarp):
     """Also stands for `cute_kernels.device.wgmma`; MMAs are done at once, and registers may not be changed early."""
 
-    def install(self, monkeypatch, *modules) -> None:
-        super().install(monkeypatch, *modules)
-        for module in modules:
-            if hasattr(module, "cute"):
-                module.cute.arch.make_warp_uniform = lambda value: value
-            if hasattr(module, "wgmma"):
-                # Descriptors are plain integer arithmetic and stay as they are.
-                for name in ("fence", "commit", "wait", "mma", "multiply_bytes", "wait_for_dots"):
-                    monkeypatch.setattr(module.wgmma, name, getattr(self, name))
-                monkeypatch.setattr(module.wgmma, "Uint32", Uint32)
+    def meanings(self) -> Meanings:
+        # Descriptors are plain integer arithmetic and stay as they are.
+        names = ("fence", "commit", "wait", "mma", "multiply_bytes", "wait_for_dots")
+        return replace(super().meanings(), modules={wgmma: {name: getattr(self, name) for name in names}})
 
     def mul_f16x2(self, a: Lanes, b: Lanes) -> Lanes:
         return self.pack_f16x2(*(elements(a, "f16") * elements(b, "f16")).T)
@@ -114,8 +110,6 @@ class WarpgroupWarp(LinearWarp):
 
     def described(self, low: int) -> tuple[int, int]:
         """Start and stride of eight rows of what a descriptor describes."""
-        from cute_kernels.device import wgmma
-
         high = wgmma.DESCRIPTOR_HIGH
         assert high >> 30 == 1, "want 128-byte swizzling"
         return (low & 0x3FFF) * 16, (high & 0x3FFF) * 16

@@ -7,19 +7,21 @@ is run are the kernels' own addresses, loops and waits; the tensor cores are not
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from simulator import Turns
+pytest.importorskip("greenlet", reason="threads of the machine are greenlets: pip install .[dev]")
+
+from simulator import Meanings
+from simulator.turns import Turns
 
 TIMEOUT = 60.0  # of who polls, seconds: longer is a deadlock
 
@@ -106,7 +108,7 @@ class Cta:
         self.all = NamedBarrier(num_threads, turns)
         self.warps = [NamedBarrier(32, turns) for _ in range(num_threads // 32)]
         self.named: dict[int, NamedBarrier] = {}
-        self.exchange = [[0] * 32 for _ in self.warps]
+        self.exchange: list[list[Any]] = [[None] * 32 for _ in self.warps]
         self.used = 0
 
 
@@ -116,7 +118,6 @@ class Machine:
     def __init__(self, global_bytes: int = 1 << 22):
         self.memory = np.zeros(global_bytes, np.uint8)
         self.top = 256
-        self.here = threading.local()
         self.turns = Turns()
         self.copies: list[tuple[tuple[int, int, int], int, int]] = []  # CTA, source, bytes
 
@@ -152,8 +153,13 @@ class Machine:
         work()
 
     @property
+    def here(self) -> Any:
+        """What the thread that asks has of its own."""
+        return self.turns.own()
+
+    @property
     def cta(self) -> Cta:
-        return self.here.cta
+        return self.turns.own().cta
 
     @property
     def warp(self) -> int:
@@ -181,12 +187,14 @@ class Machine:
         self.here.idle = False
 
     def exchanged(self, value: int) -> list[int]:
-        """The values of all lanes."""
-        warp = self.here.thread // 32
-        self.cta.exchange[warp][self.lane] = value
-        self.sync_warp()
-        values = list(self.cta.exchange[warp])
-        self.sync_warp()
+        """The values of all lanes. Each exchange has a list of its own, so nobody waits before the next one."""
+        here = self.here
+        cta, (warp, lane) = here.cta, divmod(here.thread, 32)
+        values = cta.exchange[warp]
+        values[lane] = value
+        if None not in values:
+            cta.exchange[warp] = [None] * 32
+        cta.warps[warp].pass_by()
         return values
 
     # -- mbarriers ----------------------------------------------------------------------------------------------------
@@ -324,32 +332,12 @@ class Machine:
             min=min,
             max=max,
             select_=lambda condition, a, b: a if condition else b,
-            Int64=int,
             utils=SimpleNamespace(SmemAllocator=Allocator),
         )
 
-    def install(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
-        """Puts the machine in the place of what kernels of these modules see; their functions are plain Python."""
-        names = {
-            "ptx": self.ptx(),
-            "numbers": self.numbers(),
-            "cute": self.cute(),
-            "cutlass": self.cutlass(),
-            "Int32": int32,
-            "Int64": int,
-            "Uint32": uint32,
-            "Float32": np.float32,
-            "const_expr": bool,
-        }
-        for module in modules:
-            for name, own in list(vars(module).items()):
-                if name in names:
-                    monkeypatch.setattr(module, name, names[name])
-                elif isinstance(own, FunctionType) and hasattr(own, "__wrapped__"):
-                    monkeypatch.setattr(module, name, own.__wrapped__)
-
-
-def unwrapped(kind: type, *names: str) -> type:
-    """A kernel class whose methods are plain Python."""
-    methods = {name: getattr(kind, name).__wrapped__ for name in names}
-    return type(f"Plain{kind.__name__}", (kind,), methods)
+    def meanings(self) -> Meanings:
+        """What kernels see; their functions are plain Python."""
+        instructions = SimpleNamespace(**{**vars(self.ptx()), **vars(self.numbers())})
+        scalars = {"Int32": int32, "Int64": int, "Uint32": uint32, "Float32": np.float32, "const_expr": bool}
+        cute, cutlass = vars(self.cute()), vars(self.cutlass())
+        return Meanings(instructions, arch=vars(cute.pop("arch")), cute=cute, cutlass=cutlass, scalars=scalars)

@@ -31,13 +31,13 @@ class Found(NamedTuple):
     places: tuple[int, ...]
 
 
-def find(ids: torch.Tensor, num_experts: int, monkeypatch, lane_assignments: int) -> list[Found]:
+def find(ids: torch.Tensor, num_experts: int, run_on, lane_assignments: int) -> list[Found]:
     """All entries that there are, in their order; all lanes know them.
 
     Whoever reads behind the last id finds an expert.
     """
     machine = Machine()
-    machine.install(monkeypatch, assignments)
+    run_on(machine)
     address = machine.put(torch.cat([ids, torch.zeros(MOST_ASSIGNMENTS, dtype=ids.dtype)]))
     words = ids.element_size() // 4
     found: list[list[Found]] = [[] for _ in range(32)]
@@ -78,11 +78,11 @@ def lanes_for(count: int) -> list[int]:
     return [number for number in LANE_ASSIGNMENTS if count <= number * WARP_THREADS]
 
 
-def check(ids: torch.Tensor, num_experts: int, monkeypatch) -> list[Found]:
+def check(ids: torch.Tensor, num_experts: int, run_on) -> list[Found]:
     """With as many assignments a lane as there may be, all the same."""
     found = entries_of(ids, num_experts)
     for lane_assignments in lanes_for(len(ids)):
-        assert find(ids, num_experts, monkeypatch, lane_assignments) == found
+        assert find(ids, num_experts, run_on, lane_assignments) == found
     known = [place for place, expert in enumerate(ids.tolist()) if 0 <= expert < num_experts]
     assert sorted(place for entry in found for place in entry.places) == known
     for expert, places in found:
@@ -92,7 +92,7 @@ def check(ids: torch.Tensor, num_experts: int, monkeypatch) -> list[Found]:
 
 @pytest.mark.parametrize("dtype", UNKNOWN, ids=str)
 @pytest.mark.parametrize("num_experts", [4, 8, 60, 128, 512])
-def test_every_assignment_is_in_one_entry_of_its_expert(num_experts, dtype, monkeypatch):
+def test_every_assignment_is_in_one_entry_of_its_expert(num_experts, dtype, run_on):
     """Among all experts, and among few of them; with ids that are none of an expert, and without."""
     generator = torch.Generator().manual_seed(num_experts)
     strange = torch.tensor([*UNKNOWN[dtype], num_experts, num_experts + 1], dtype=dtype)
@@ -101,7 +101,7 @@ def test_every_assignment_is_in_one_entry_of_its_expert(num_experts, dtype, monk
             ids = torch.randint(0, among, (count,), generator=generator).to(dtype)
             unknown = torch.rand(count, generator=generator) < share
             ids[unknown] = strange[torch.randint(0, len(strange), (count,), generator=generator)][unknown]
-            check(ids, num_experts, monkeypatch)
+            check(ids, num_experts, run_on)
 
 
 CASES: dict[str, tuple[Callable[[], list[int]], int]] = {
@@ -128,22 +128,22 @@ CASES: dict[str, tuple[Callable[[], list[int]], int]] = {
 
 @pytest.mark.parametrize("dtype", UNKNOWN, ids=str)
 @pytest.mark.parametrize("ids, entries", CASES.values(), ids=list(CASES))
-def test_entries_are_in_the_order_of_their_first_assignments(ids, entries, dtype, monkeypatch):
-    found = check(torch.tensor(ids(), dtype=dtype), 8, monkeypatch)
+def test_entries_are_in_the_order_of_their_first_assignments(ids, entries, dtype, run_on):
+    found = check(torch.tensor(ids(), dtype=dtype), 8, run_on)
     assert len(found) == entries
     assert [entry.places[0] for entry in found] == sorted(entry.places[0] for entry in found)
 
 
 @pytest.mark.parametrize("word", [2**32, 3 * 2**32, -(2**32), 2**63 - 2**32])
-def test_an_id_whose_low_word_alone_is_an_expert_is_none(word, monkeypatch):
+def test_an_id_whose_low_word_alone_is_an_expert_is_none(word, run_on):
     ids = torch.tensor([0, word, 1, word + 1, word + 7, 7])
     for lane_assignments in LANE_ASSIGNMENTS:
         entries = [Found(0, (0,)), Found(1, (2,)), Found(7, (5,))]
-        assert find(ids, 8, monkeypatch, lane_assignments) == entries
+        assert find(ids, 8, run_on, lane_assignments) == entries
 
 
-def test_bits_are_counted_from_the_lowest_on(monkeypatch):
-    Machine().install(monkeypatch, assignments)
+def test_bits_are_counted_from_the_lowest_on(run_on):
+    run_on(Machine())
     for bits in (1, 1 << 31, 0xFFFFFFFF, 0x80000001, 0x00F0A000, 0xAAAAAAAA):
         places = [place for place in range(32) if bits >> place & 1]
         assert [assignments.nth_bit(bits, number) for number in range(len(places))] == places
@@ -162,7 +162,7 @@ def test_neighbouring_assignments_have_a_row_of_x_together(topk: int):
 
 
 @pytest.mark.parametrize("topk", range(1, 9))
-def test_an_entrys_rows_of_x_are_the_tokens_of_its_assignments(topk: int, monkeypatch):
+def test_an_entrys_rows_of_x_are_the_tokens_of_its_assignments(topk: int, run_on):
     ids = torch.randint(-1, 6, (MOST_ASSIGNMENTS // topk, topk), generator=torch.Generator().manual_seed(topk))
-    entries, shape = check(ids.flatten(), 6, monkeypatch), shape_of(topk)
+    entries, shape = check(ids.flatten(), 6, run_on), shape_of(topk)
     assert all(int(ids[shape.row(place), place % topk]) == expert for expert, places in entries for place in places)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ pytest.importorskip("cutlass")
 from cute_kernels.moe import combine
 from cute_kernels.moe.config import COMBINE_BATCH, CombineConfig
 from cute_kernels.moe.reference import combine_reference
-from tests.moe.machine import Machine, unwrapped
+from simulator import Altered
+from tests.moe.machine import Machine, Turns
 
 THREADS = 32  # of a CTA: Python threads are slow
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -27,13 +28,15 @@ def run(
     results: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
-    monkeypatch,
+    run_on,
     part_bits: int = 0,
+    methods: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """chosen: places or ids, [tokens, topk]; results: of 2**part_bits parts, one after the other."""
+    """chosen: places or ids, [tokens, topk]; results: of 2**part_bits parts, one after the other; methods: in place of
+    the kernel's own."""
     machine = Machine()
-    machine.install(monkeypatch, combine)
-    monkeypatch.setattr(combine, "COMBINE_THREADS", THREADS)
+    changed = {combine: {"COMBINE_THREADS": THREADS}, combine.CombineKernel: methods or {}}
+    run_on(Altered(machine, modules=changed))
     (tokens, topk), n, dtype = chosen.shape, results.shape[1], DTYPES[config.dtype]
     out = machine.put(torch.full((tokens * n + MARGIN,), -7.0, dtype=dtype))
     given = SimpleNamespace(shape=(tokens, n), address=out)
@@ -42,20 +45,20 @@ def run(
     def launch(grid, block, **options):
         assert grid[1:] == (tokens, 1) and block == (THREADS, 1, 1)
         blocks = [(i, token, 0) for token in range(grid[1]) for i in range(grid[0])]
-        machine.run(lambda: kind.kernel.__wrapped__(kernel, *launches[0]), blocks, THREADS)
+        machine.run(lambda: kind.kernel(kernel, *launches[0]), blocks, THREADS)
 
     kind = combine.CombineKernel
-    kernel = unwrapped(kind, "choose", "add_batch", "store")(config)
+    kernel = kind(config)
     kernel.kernel = lambda *arguments: launches.append(arguments) or SimpleNamespace(launch=launch)  # type: ignore
     addresses = [machine.put(tensor) for tensor in (results, chosen, weights)]
-    kind.__call__.__wrapped__(kernel, given, *addresses, topk, EXPERTS, part_bits, None)
+    kind.__call__(kernel, given, *addresses, topk, EXPERTS, part_bits, None)
     assert torch.all(machine.get(out + tokens * n * dtype.itemsize, (MARGIN,), dtype) == -7.0)
     return machine.get(out, (tokens, n), dtype)
 
 
-def check(config: CombineConfig, results, chosen, places, weights, monkeypatch) -> torch.Tensor:
+def check(config: CombineConfig, results, chosen, places, weights, run_on) -> torch.Tensor:
     """Each batch's products are added in the order of assignments, so accumulators are near those of any order."""
-    found = run(config, results, chosen, weights, monkeypatch)
+    found = run(config, results, chosen, weights, run_on)
     wanted = combine_reference(results, places, weights, torch.float32)
     rounding = {"bf16": 2**-8, "fp16": 2**-11, "fp32": 2**-20}[config.dtype]
     torch.testing.assert_close(found.float(), wanted, rtol=rounding, atol=1e-5)
@@ -87,33 +90,33 @@ SIZES = [(1, 1, 4), (3, 2, 136), (2, 8, 130), (4, 3, 7), (1, 32, 8), (2, 11, 132
 
 @pytest.mark.parametrize("dtype, source", DTYPE_PAIRS)
 @pytest.mark.parametrize("tokens, topk, n", SIZES)
-def test_results_at_places_are_added_up(tokens, topk, n, dtype, source, monkeypatch):
+def test_results_at_places_are_added_up(tokens, topk, n, dtype, source, run_on):
     count = tokens * topk
     results = results_of(count, n, source)
     places = torch.randperm(count, generator=torch.Generator().manual_seed(1)).int().view(tokens, topk)
     places[places % 5 == 3] = -1
     weights = torch.rand(tokens, topk, generator=torch.Generator().manual_seed(2))
     weights[places < 0] = torch.nan
-    check(CombineConfig(dtype, source), results, places, places, weights, monkeypatch)
+    check(CombineConfig(dtype, source), results, places, places, weights, run_on)
 
 
 @pytest.mark.parametrize("bits", [32, 64])
 @pytest.mark.parametrize("dtype, source", DTYPE_PAIRS)
 @pytest.mark.parametrize("tokens, topk, n", SIZES)
-def test_results_of_assignments_are_added_up_by_their_ids(tokens, topk, n, dtype, source, bits, monkeypatch):
+def test_results_of_assignments_are_added_up_by_their_ids(tokens, topk, n, dtype, source, bits, run_on):
     """Those of no expert count for nothing, whatever their results, which nobody has written, and their weights."""
     ids = ids_of(tokens, topk, bits)
     places, results = places_of(ids), results_of(tokens * topk, n, source)
     weights = torch.rand(tokens, topk, generator=torch.Generator().manual_seed(2))
     results[places.flatten() < 0] = torch.nan
     weights[places < 0] = torch.nan
-    check(CombineConfig(dtype, source, bits), results, ids, places, weights, monkeypatch)
+    check(CombineConfig(dtype, source, bits), results, ids, places, weights, run_on)
 
 
 @pytest.mark.parametrize("part_bits", [1, 2])
 @pytest.mark.parametrize("bits", [32, 64])
 @pytest.mark.parametrize("tokens, topk, n", SIZES)
-def test_results_of_all_parts_of_k_are_added_up(tokens, topk, n, bits, part_bits, monkeypatch):
+def test_results_of_all_parts_of_k_are_added_up(tokens, topk, n, bits, part_bits, run_on):
     """Those of no expert count for nothing in any part."""
     ids, parts = ids_of(tokens, topk, bits), 1 << part_bits
     places, count = places_of(ids), tokens * topk
@@ -121,64 +124,63 @@ def test_results_of_all_parts_of_k_are_added_up(tokens, topk, n, bits, part_bits
     weights = torch.rand(tokens, topk, generator=torch.Generator().manual_seed(2))
     results[:, places.flatten() < 0] = torch.nan
     weights[places < 0] = torch.nan
-    found = run(CombineConfig("fp32", id_bits=bits), results.flatten(0, 1), ids, weights, monkeypatch, part_bits)
+    found = run(CombineConfig("fp32", id_bits=bits), results.flatten(0, 1), ids, weights, run_on, part_bits)
     wanted = combine_reference(results.sum(0), places, weights, torch.float32)
     torch.testing.assert_close(found, wanted, rtol=2**-20, atol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [32, 64])
 @pytest.mark.parametrize("topk", [1, COMBINE_BATCH, COMBINE_BATCH + 1])
-def test_a_token_without_an_expert_is_zero(topk, bits, monkeypatch):
+def test_a_token_without_an_expert_is_zero(topk, bits, run_on):
     ids = torch.tensor([UNKNOWN[bits][i % len(UNKNOWN[bits])] for i in range(2 * topk)]).view(2, topk)
     ids = ids.to({32: torch.int32, 64: torch.int64}[bits])
     nothing = torch.full((2 * topk, 12), torch.nan)
-    found = run(CombineConfig(id_bits=bits), nothing, ids, torch.full((2, topk), torch.inf), monkeypatch)
+    found = run(CombineConfig(id_bits=bits), nothing, ids, torch.full((2, topk), torch.inf), run_on)
     assert torch.all(found == 0)
 
 
 @pytest.mark.parametrize("bits", [32, 64])
-def test_results_and_weights_of_experts_that_are_not_finite_are_seen(bits, monkeypatch):
+def test_results_and_weights_of_experts_that_are_not_finite_are_seen(bits, run_on):
     ids = ids_of(3, 10, bits, share=0.0)
     results, weights = results_of(30, 8, "fp32"), torch.ones(3, 10)
     results[9, 3], weights[2, 9] = torch.nan, torch.nan
-    found = run(CombineConfig(id_bits=bits), results, ids, weights, monkeypatch)
+    found = run(CombineConfig(id_bits=bits), results, ids, weights, run_on)
     broken = found.isnan()
     assert broken[0].tolist() == [i == 3 for i in range(8)] and not broken[1].any() and broken[2].all()
 
 
 @pytest.mark.parametrize("bits", [0, 32, 64])
-def test_sums_by_ids_are_those_by_places(bits, monkeypatch):
+def test_sums_by_ids_are_those_by_places(bits, run_on):
     """To the bit: the same products in the same order."""
     ids = ids_of(3, 10, 64)
     places, results = places_of(ids), results_of(30, 20, "fp32")
     weights = torch.rand(3, 10, generator=torch.Generator().manual_seed(2))
-    by_places = run(CombineConfig("fp32"), results, places, weights, monkeypatch)
+    by_places = run(CombineConfig("fp32"), results, places, weights, run_on)
     chosen = {0: places, 32: ids.clamp(-1, EXPERTS).int(), 64: ids}[bits]
-    assert torch.equal(run(CombineConfig("fp32", id_bits=bits), results, chosen, weights, monkeypatch), by_places)
+    assert torch.equal(run(CombineConfig("fp32", id_bits=bits), results, chosen, weights, run_on), by_places)
 
 
 @pytest.mark.parametrize("use_pdl", [False, True])
 @pytest.mark.parametrize("bits", [0, 32, 64])
-def test_what_the_products_write_is_read_when_they_have_ended(bits, use_pdl, monkeypatch):
+def test_what_the_products_write_is_read_when_they_have_ended(bits, use_pdl, run_on):
     """Ids and weights may be read before: they are older than the products."""
     config = CombineConfig("fp32", id_bits=bits, use_pdl=use_pdl)
-    here, loads = threading.local(), []
+    loads = []
     wait, load = combine.CombineKernel.wait, combine.CombineKernel.load_vector
 
     def waits(self) -> None:
         wait(self)
-        here.waited = True
+        Turns.own().waited = True
 
     def load_vector(self, source):
-        assert here.waited, "results are read too early"
+        assert Turns.own().waited, "results are read too early"
         loads.append(source)
         return load(self, source)
 
-    monkeypatch.setattr(combine.CombineKernel, "wait", waits)
-    monkeypatch.setattr(combine.CombineKernel, "load_vector", load_vector)
     ids = ids_of(1, 3, 64, share=0.0)
     chosen = {0: places_of(ids), 32: ids.int(), 64: ids}[bits]
-    run(config, results_of(3, 8, "fp32"), chosen, torch.ones(1, 3), monkeypatch)
+    methods = {"wait": waits, "load_vector": load_vector}
+    run(config, results_of(3, 8, "fp32"), chosen, torch.ones(1, 3), run_on, methods=methods)
     assert len(loads) == 3 * 2
 
 

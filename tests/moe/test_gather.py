@@ -11,16 +11,16 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.moe import gather
 from cute_kernels.moe.config import GatherConfig
-from tests.moe.machine import Machine, unwrapped
+from tests.moe.machine import Machine
 
 LEFT = -7
 
 
 @pytest.mark.parametrize("config", [GatherConfig(), GatherConfig(row_threads=64, batch=2)], ids=lambda one: one.name)
 @pytest.mark.parametrize("places, count, pieces", [(1, 1, 1), (5, 0, 3), (37, 30, 5), (18, 18, 70)])
-def test_every_place_that_an_expert_has_gets_its_row(places, count, pieces, config, monkeypatch):
+def test_every_place_that_an_expert_has_gets_its_row(places, count, pieces, config, run_on):
     machine = Machine()
-    machine.install(monkeypatch, gather)
+    run_on(machine)
     x = torch.randint(0, 1 << 15, (9, 8 * pieces), dtype=torch.int16)
     rows = torch.randint(0, len(x), (places,), dtype=torch.int32)
     rows[count:] = 1 << 30  # of no row: whoever reads it is caught
@@ -32,12 +32,12 @@ def test_every_place_that_an_expert_has_gets_its_row(places, count, pieces, conf
     def launch(grid, block, **options):
         blocks = [(i, j, 0) for j in range(grid[1]) for i in range(grid[0])]
         for one in blocks:
-            machine.run(lambda: kind.kernel.__wrapped__(kernel, *launches[0]), [one], block[0])
+            machine.run(lambda: kind.kernel(kernel, *launches[0]), [one], block[0])
 
     kind = gather.GatherKernel
-    kernel = unwrapped(kind, "copy")(config)
+    kernel = kind(config)
     kernel.kernel = lambda *arguments: launches.append(arguments) or SimpleNamespace(launch=launch)  # type: ignore
-    kind.__call__.__wrapped__(kernel, given, end, table, out, places, None)
+    kind.__call__(kernel, given, end, table, out, places, None)
     found = machine.get(out, (places, 8 * pieces), torch.int16)
     assert torch.equal(found[:count], x[rows[:count].long()])
     assert torch.all(found[count:] == LEFT)

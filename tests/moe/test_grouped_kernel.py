@@ -38,7 +38,7 @@ from cute_kernels.weight_formats import integers
 from layouts.transform import unpack
 from layouts.weights import hopper
 from tests.linear.cases import known
-from tests.moe.machine import Machine, unwrapped
+from tests.moe.machine import Machine
 
 MODULES = (ring, work, linear_kernel, epilogue, moe_kernel, moe_work)
 CONFIG = LinearConfig(
@@ -101,24 +101,13 @@ def weights(shared: np.ndarray, stage: int, tile: int, k_block: int, config: Lin
 
 
 def make_kernel(machine: Machine, config: LinearConfig) -> Any:
-    kernel: Any = unwrapped(moe_kernel.GroupedKernel, "sum_warps", "list_entries")(config)
-    activations = unwrapped(moe_kernel.EntryLoads, "copy", "source_row")(config)
-    kind = unwrapped(linear_kernel.StreamRoles, "take", "clear_tail", "copy_weights")
-    kind.multiply = multiply  # type: ignore[attr-defined]
-    kernel.roles = kind(config, activations, TABLE_BYTES)
-    kernel.roles.machine = machine
-    names = (
-        "run",
-        "release",
-        "store_partials",
-        "finish",
-        "gather",
-        "wait_for",
-        "load_extras",
-        "store",
-        "store_elements",
+    kernel: Any = moe_kernel.GroupedKernel(config)
+    activations = moe_kernel.EntryLoads(config)
+    kernel.roles = type("NumpyRoles", (linear_kernel.StreamRoles,), {"multiply": multiply})(
+        config, activations, TABLE_BYTES
     )
-    kernel.roles.epilogue = unwrapped(epilogue.Epilogue, *names)(config)
+    kernel.roles.machine = machine
+    kernel.roles.epilogue = epilogue.Epilogue(config)
     return kernel
 
 
@@ -128,7 +117,7 @@ def launch(
     x: torch.Tensor,
     offsets: torch.Tensor,
     rows: torch.Tensor | None,
-    monkeypatch,
+    run_on,
     *,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
@@ -136,7 +125,7 @@ def launch(
 ) -> tuple[torch.Tensor, Machine, int]:
     """(results, of which those that are not written are -7; the machine; address of the codes)."""
     machine = Machine()
-    machine.install(monkeypatch, *MODULES)
+    run_on(machine)
     config = schedule.config
     n, places = weight.shape[0], (x if rows is None else rows).shape[0]
     shape = (places, n // 2 if activation == "swiglu" else n)
@@ -151,12 +140,12 @@ def launch(
 
     def start(**options):
         operands, sizes = waiting.pop()
-        body = moe_kernel.GroupedKernel.kernel.__wrapped__
+        body = moe_kernel.GroupedKernel.kernel
         machine.run(lambda: body(kernel, operands, sizes), blocks, config.num_threads)
 
     kernel.kernel = lambda *arguments: waiting.append(arguments) or SimpleNamespace(launch=start)
     for number in range(schedule.num_launches):
-        moe_kernel.GroupedKernel.__call__.__wrapped__(
+        moe_kernel.GroupedKernel.__call__(
             kernel, given, *addresses, n, schedule.num_tiles, schedule.k_blocks, schedule.num_slices,
             schedule.num_groups, len(weight), schedule.entry_rows.bit_length() - 1, schedule.x_slots,
             number * schedule.max_entries, schedule.max_entries, schedule.max_parts, schedule.slack, 1,
@@ -201,7 +190,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("counts, n, k, num_sms, fields", CASES.values(), ids=list(CASES))
-def test_what_is_stored_is_what_the_reference_says(counts, n, k, num_sms, fields, monkeypatch):
+def test_what_is_stored_is_what_the_reference_says(counts, n, k, num_sms, fields, run_on):
     counts = [int(count) for count in counts]
     experts = [known(n, k, group_size=64, seed=seed).pack() for seed in range(len(counts))]
     weight = stack_experts(experts)
@@ -211,7 +200,7 @@ def test_what_is_stored_is_what_the_reference_says(counts, n, k, num_sms, fields
     places = sum(counts) + 2  # of which two are nobody's
     rows = torch.randint(0, 7, (places,), generator=generator).int()
     schedule = layout(n, k, num_sms, places=places, experts=len(counts), **fields)
-    found, machine, codes = launch(schedule, weight, x, offsets, rows, monkeypatch)
+    found, machine, codes = launch(schedule, weight, x, offsets, rows, run_on)
     torch.testing.assert_close(found[:-2], exact(x[rows.long()], weight, counts)[:-2], rtol=2e-5, atol=1e-6)
     assert torch.all(found[-2:] == -7.0)
     check_equal_bytes(machine, codes, weight, counts, schedule)
@@ -246,7 +235,7 @@ def check_equal_bytes(machine: Machine, codes: int, weight: PackedExperts, count
         assert max(each) - sum(each) / len(each) <= config.n_tiles * config.k_block_bytes * max(1, schedule.slack + 1)
 
 
-def test_bias_activation_and_output_dtype_are_the_experts(monkeypatch):
+def test_bias_activation_and_output_dtype_are_the_experts(run_on):
     n, k = 132, 128
     weight = stack_experts([known(n, k, group_size=64, seed=seed).pack() for seed in range(3)])
     x = torch.randn(12, k, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
@@ -254,17 +243,17 @@ def test_bias_activation_and_output_dtype_are_the_experts(monkeypatch):
     offsets = torch.tensor([0, 2, 2, 12], dtype=torch.int32)
     options: dict[str, Any] = {"bias": bias, "activation": "swiglu", "out_dtype": torch.bfloat16}
     schedule = layout(n, k, 3, places=12, experts=3)
-    found, _, _ = launch(schedule, weight, x, offsets, None, monkeypatch, **options)
+    found, _, _ = launch(schedule, weight, x, offsets, None, run_on, **options)
     torch.testing.assert_close(found, grouped_linear_reference(x, weight, offsets, **options), rtol=2e-2, atol=1e-2)
 
 
-def test_several_launches_compute_all_entries(monkeypatch):
+def test_several_launches_compute_all_entries(run_on):
     n, k, counts = 64, 128, [3, 20, 0, 1]
     weight = stack_experts([known(n, k, group_size=64, seed=seed).pack() for seed in range(4)])
     x = torch.randn(24, k, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
     schedule = replace(layout(n, k, 3, places=24, experts=4), max_entries=2, num_launches=3)
-    found, _, _ = launch(schedule, weight, x, offsets, None, monkeypatch)
+    found, _, _ = launch(schedule, weight, x, offsets, None, run_on)
     torch.testing.assert_close(found, exact(x, weight, counts), rtol=2e-5, atol=1e-6)
 
 
@@ -277,8 +266,8 @@ def test_every_product_has_a_schedule(places, experts, n, k):
 
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 12, 14, 32, 56, 66, 131, 132, 224, 448, 4097, 46340])
-def test_quotients_are_exact(divisor, monkeypatch):
-    Machine().install(monkeypatch, moe_work)
+def test_quotients_are_exact(divisor, run_on):
+    run_on(Machine())
     of, most = moe_work.reciprocal(divisor), MOST_DIVIDED // divisor
     counts = {0, 1, most} | {i * divisor + j for i in (1, 2, 7, most // divisor) for j in (-1, 0, 1)}
     for count in filter(range(most + 1).__contains__, counts):

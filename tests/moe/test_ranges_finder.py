@@ -43,7 +43,7 @@ def shown(total: int) -> list[int]:
 
 @pytest.mark.parametrize("entry_rows", [8, 16])
 @pytest.mark.parametrize("counts", CASES.values(), ids=list(CASES))
-def test_every_entry_is_found(counts: tuple[int, ...], entry_rows: int, monkeypatch):
+def test_every_entry_is_found(counts: tuple[int, ...], entry_rows: int, run_on):
     """In all rounds that there may be, if there is more than one that is enough."""
     wanted, first = [], 0
     for expert, count in enumerate(counts):
@@ -51,16 +51,16 @@ def test_every_entry_is_found(counts: tuple[int, ...], entry_rows: int, monkeypa
         first += count
     for rounds in (1, 2, 4):
         if len(counts) <= rounds * ROUND_EXPERTS:
-            assert entries_of(counts, entry_rows, rounds, monkeypatch) == [wanted[i] for i in shown(len(wanted))]
+            assert entries_of(counts, entry_rows, rounds, run_on) == [wanted[i] for i in shown(len(wanted))]
 
 
-def entries_of(counts: tuple[int, ...], entry_rows: int, rounds: int, monkeypatch) -> list[tuple[int, int, int]]:
+def entries_of(counts: tuple[int, ...], entry_rows: int, rounds: int, run_on) -> list[tuple[int, int, int]]:
     """(expert, first place, rows) of all entries that there are, in their order; all lanes know them.
 
     Whoever reads behind the last offset finds places that no expert has.
     """
     machine = Machine()
-    machine.install(monkeypatch, finder)
+    run_on(machine)
     behind = torch.full((8 * ROUND_EXPERTS,), 1 << 30, dtype=torch.int32)
     offsets = machine.put(torch.cat([torch.tensor([0, *counts]).cumsum(0).int(), behind]))
     found: list[list[tuple[int, int, int]]] = [[] for _ in range(32)]
@@ -92,9 +92,9 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("counts", COUNTED.values(), ids=list(COUNTED))
-def test_numbers_are_added_up_over_lanes(counts: list[int], monkeypatch):
+def test_numbers_are_added_up_over_lanes(counts: list[int], run_on):
     machine = Machine()
-    machine.install(monkeypatch, finder)
+    run_on(machine)
     found: dict[int, tuple[int, int]] = {}
 
     def work() -> None:

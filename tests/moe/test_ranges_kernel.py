@@ -36,7 +36,7 @@ from cute_kernels.weight_formats import integers
 from layouts.transform import unpack
 from layouts.weights import hopper
 from tests.linear.cases import known
-from tests.moe.machine import Machine, unwrapped
+from tests.moe.machine import Machine
 from tests.moe.range_configs import changed, range_config
 
 MODULES = (
@@ -119,33 +119,23 @@ class Launch:
     an entry's limbs, and chunks of it that warps have read, (CTA, entry of the CTA).
     """
 
-    def __init__(self, config: RangeConfig, num_ctas: int, x_slots: int, monkeypatch, parts: int = 1):
+    def __init__(self, config: RangeConfig, num_ctas: int, x_slots: int, run_on, parts: int = 1):
         self.config, self.num_ctas, self.x_slots, self.parts = config, num_ctas, x_slots, parts
         self.machine = Machine(1 << 23)
-        self.machine.install(monkeypatch, *MODULES)
+        run_on(self.machine)
         self.made: list[list[tuple[int, int]]] = [[] for _ in range(num_ctas)]
         self.filled: Counter = Counter()
         self.read: Counter = Counter()
         self.makers: Counter = Counter()
         self.readers: Counter = Counter()
-        names = (
-            "run",
-            "copy_blocks",
-            "make_limbs",
-            "multiply_blocks",
-            "multiply_block",
-            "store_blocks",
-        )
         self.kind = AssignedRangeKernel if config.activations.lane_assignments else RangeKernel
         self.kernel: Any = self.kind(config)
-        routing = unwrapped(AssignedRouting, "entry_row") if config.activations.lane_assignments else None
-        routing = routing or unwrapped(SortedRouting, "row_at", "entry_row")
-        roles: Any = unwrapped(RangeRoles, *names)(config, routing(config))
+        routing = AssignedRouting if config.activations.lane_assignments else SortedRouting
+        roles: Any = RangeRoles(config, routing(config))
         self.kernel.roles = self.roles = roles
         roles.rows = Rows(self)
         roles.copy_k_blocks, roles.multiply_k_blocks = self.copy_k_blocks, self.multiply_k_blocks
-        stores = ("release", "load_extras", "store", "store_elements")
-        roles.epilogue = unwrapped(epilogue.Epilogue, *stores)(config)
+        roles.epilogue = epilogue.Epilogue(config)
 
     def begin_entry(self) -> None:
         """A thread's next entry, in a slot of limbs that no warp reads any more."""
@@ -247,13 +237,13 @@ class Launch:
 
         def start(**options):
             assert options["grid"] == (self.num_ctas, 1, 1) and options["block"][0] == config.num_threads
-            machine.run(lambda: self.kind.kernel.__wrapped__(self.kernel, *waiting[0]), blocks, config.num_threads)
+            machine.run(lambda: self.kind.kernel(self.kernel, *waiting[0]), blocks, config.num_threads)
 
         self.kernel.kernel = lambda *arguments: waiting.append(arguments) or SimpleNamespace(launch=start)
         num_tiles, k_blocks = weight.codes.shape[1], part_k_blocks(self, weight)
         shares = [Counter(one[:2] for one in some) for some in blocks_of(self, weight, entries)]
         self.chunks = [[count * k_blocks // config.chunk_k_blocks for count in some.values()] for some in shares]
-        self.kind.__call__.__wrapped__(
+        self.kind.__call__(
             self.kernel, given, self.codes, self.scales, machine.put(bias), out, *routing, n, num_tiles, k_blocks,
             self.num_ctas, len(weight), places, self.x_slots, *more, waits, ACTIVATIONS[activation],
             {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype], None,
@@ -289,7 +279,7 @@ CASES: dict[str, tuple[tuple[int, ...], int, int, int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("counts, n, k, num_ctas, x_slots, fields", CASES.values(), ids=list(CASES))
-def test_what_is_stored_is_what_the_reference_says(counts, n, k, num_ctas, x_slots, fields, monkeypatch):
+def test_what_is_stored_is_what_the_reference_says(counts, n, k, num_ctas, x_slots, fields, run_on):
     counts = [int(count) for count in counts]
     weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(len(counts))])
     generator = torch.Generator().manual_seed(5)
@@ -297,7 +287,7 @@ def test_what_is_stored_is_what_the_reference_says(counts, n, k, num_ctas, x_slo
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
     places = sum(counts) + 2  # of which two are nobody's
     rows = torch.randint(0, 7, (places,), generator=generator).int()
-    launch = Launch(config_of(k, x_slots, **fields), num_ctas, x_slots, monkeypatch)
+    launch = Launch(config_of(k, x_slots, **fields), num_ctas, x_slots, run_on)
     found = launch.run(weight, x, offsets, rows)
     torch.testing.assert_close(found[:-2], exact(x[rows.long()], weight, counts)[:-2], rtol=2e-5, atol=1e-6)
     assert torch.all(found[-2:] == -7.0)
@@ -366,14 +356,14 @@ def check_limbs(launch: Launch, weight: PackedExperts, entries: Entries) -> None
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "swiglu"])
-def test_bias_activation_and_output_dtype_are_the_experts(activation, monkeypatch):
+def test_bias_activation_and_output_dtype_are_the_experts(activation, run_on):
     n, k = 132, 128
     weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(4)])
     x = torch.randn(12, k, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     bias = torch.randn(4, n, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     offsets = torch.tensor([0, 2, 2, 12, 12], dtype=torch.int32)
     options: dict[str, Any] = {"bias": bias, "activation": activation, "out_dtype": torch.bfloat16}
-    found = Launch(config_of(k, 2), 3, 2, monkeypatch).run(weight, x, offsets, None, **options, waits=0)
+    found = Launch(config_of(k, 2), 3, 2, run_on).run(weight, x, offsets, None, **options, waits=0)
     torch.testing.assert_close(found, grouped_linear_reference(x, weight, offsets, **options), rtol=2e-2, atol=1e-2)
 
 
@@ -410,11 +400,11 @@ ASSIGNED_CASES += [
 
 
 @pytest.mark.parametrize("name, lanes, id_dtype", ASSIGNED_CASES, ids=str)
-def test_results_of_assignments_are_where_they_are(name, lanes, id_dtype, monkeypatch):
+def test_results_of_assignments_are_where_they_are(name, lanes, id_dtype, run_on):
     """Those that are of no expert are not written; CTAs without a block copy nothing and end."""
     ids, topk, n, k, num_ctas, x_slots, fields = ASSIGNED[name]
     config = config_of(k, x_slots, lane_assignments=lanes, **fields)
-    check_assigned(ids, topk, n, k, Launch(config, num_ctas, x_slots, monkeypatch), id_dtype)
+    check_assigned(ids, topk, n, k, Launch(config, num_ctas, x_slots, run_on), id_dtype)
 
 
 def check_assigned(ids, topk, n, k, launch, id_dtype) -> None:
@@ -436,8 +426,8 @@ def check_assigned(ids, topk, n, k, launch, id_dtype) -> None:
     check_limbs(launch, weight, entries)
 
 
-def test_results_of_more_assignments_than_lanes_are_where_they_are(monkeypatch):
-    launch = Launch(config_of(128, 2, lane_assignments=2), 3, 2, monkeypatch)
+def test_results_of_more_assignments_than_lanes_are_where_they_are(run_on):
+    launch = Launch(config_of(128, 2, lane_assignments=2), 3, 2, run_on)
     check_assigned(TWO_WARPS_OF, 3, 64, 128, launch, torch.int64)
 
 
@@ -454,22 +444,22 @@ IN_PARTS: dict[str, tuple[int, tuple[int, ...], int, int, int, int, int, dict[st
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
-def test_each_part_of_k_has_results_of_its_own(name, monkeypatch):
+def test_each_part_of_k_has_results_of_its_own(name, run_on):
     """One after the other, of all assignments."""
     parts, ids, topk, n, k, num_ctas, x_slots, fields = IN_PARTS[name]
     config = config_of(-(-k // 128 // parts) * 128, x_slots, lane_assignments=1, **fields)
-    check_assigned(ids, topk, n, k, Launch(config, num_ctas, x_slots, monkeypatch, parts), torch.int32)
+    check_assigned(ids, topk, n, k, Launch(config, num_ctas, x_slots, run_on, parts), torch.int32)
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "swiglu"])
-def test_bias_and_activation_are_those_of_an_assignments_expert(activation, monkeypatch):
+def test_bias_and_activation_are_those_of_an_assignments_expert(activation, run_on):
     n, k = 132, 128
     weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(4)])
     x = torch.randn(3, k, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     bias = torch.randn(4, n, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     ids = torch.tensor([3, 0, 0, 2, 3, 3], dtype=torch.int32)
     options: dict[str, Any] = {"bias": bias, "activation": activation, "out_dtype": torch.bfloat16}
-    launch = Launch(config_of(k, 2, lane_assignments=1), 3, 2, monkeypatch)
+    launch = Launch(config_of(k, 2, lane_assignments=1), 3, 2, run_on)
     found = launch.run_assigned(weight, x, ids, 2, **options, waits=0)
     offsets, rows, places = route_reference(ids.view(3, 2), 4)
     wanted = grouped_linear_reference(x, weight, offsets, rows=rows, **options)

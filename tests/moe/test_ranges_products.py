@@ -12,21 +12,18 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.device import packed_math
 from cute_kernels.linear import kernel as linear_kernel
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import limb_rows, limbs, resident_rows
 from cute_kernels.linear.wgmma.resident_rows import ROW_BYTES, STEP_ROWS
-from cute_kernels.moe.ranges import kernel as ranges_kernel
 from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.moe.ranges.kernel import EntrySource, RangeRoles, SortedRouting, scale_offset
-from cute_kernels.weight_formats import integer_decode, integers
+from cute_kernels.weight_formats import integers
 from layouts import banks
 from simulator import stand_in
 from tests.attention import warp as machine
-from tests.attention.warp import LANES, Int32, Warp
+from tests.attention.warp import LANES, Int32
 from tests.linear.cases import known
-from tests.linear.test_resident_rows import Numbers
+from tests.linear.test_resident_rows import LimbWarp
 from tests.linear.warpgroup import WarpgroupWarp
 from tests.moe.range_configs import range_config
 
@@ -49,13 +46,13 @@ every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: con
 class Cta:
     """Shared memory of a CTA, and what its warps do with one block; ``slot``: where the limbs are, of two."""
 
-    def __init__(self, config: RangeConfig, k: int, slot: int, monkeypatch):
+    def __init__(self, config: RangeConfig, k: int, slot: int, run_on):
         self.k_blocks = -(-k // 128)
         room = 2 * self.k_blocks * config.activations.k_block_bytes(config)
         self.config = config.with_activations(x_bytes=room)
         self.subject = RangeRoles(self.config, SortedRouting(self.config))
         self.shared = np.full(6 << 17, 0xFF, np.uint8)  # NaN, whatever it is read as
-        self.monkeypatch = monkeypatch
+        self.run_on = run_on
         self.shape = SimpleNamespace(k_blocks=self.k_blocks, x_slots=2, n=64, k=k)
         slot_bytes = self.k_blocks * config.activations.k_block_limb_bytes(config)
         self.memory = SimpleNamespace(state=STAGES, x=X, staging=STAGING, x_slot_bytes=slot_bytes)
@@ -64,10 +61,7 @@ class Cta:
 
     def make_limbs(self, x: torch.Tensor, index: list[int]) -> None:
         """Limbs of rows of x by index, as `RangeRoles.make_limbs` has them made, each step of each warp."""
-        gpu = Warp(self.shared, np.zeros(0, np.uint8))
-        gpu.install(self.monkeypatch, limb_rows, resident_rows, ranges_kernel)
-        inputs = x.contiguous().view(torch.int16).numpy().reshape(-1)
-        self.monkeypatch.setattr(resident_rows, "numbers", Numbers(inputs))
+        self.run_on(LimbWarp(self.shared, x.contiguous().view(torch.uint8).numpy().reshape(-1)))
         maker, tokens, count = self.subject.rows, self.config.tile_m, len(index)
         of_lane = Int32(np.array(index)[np.minimum(LANES, count - 1)])
         source = stand_in(EntrySource)(0, count, x.shape[1] // 8, of_lane)
@@ -91,7 +85,7 @@ class Cta:
         """[tokens, block_rows]: what all warps leave in the staging buffer, added up over warpgroups."""
         config = self.config
         self.gpu = WarpgroupWarp(self.shared, np.zeros(0, np.uint8))
-        self.gpu.install(self.monkeypatch, linear_kernel, integer_decode, packed_math, limbs, ranges_kernel)
+        self.run_on(self.gpu)
         for warp in range(config.consumer_warps):
             place = self.subject.limb_lane(self.shape, self.memory, warp, LANES)
             acc = machine.Registers(config.n_tiles * config.m_fragments * 4, machine.Float32)
@@ -139,12 +133,12 @@ def weight_of(config: RangeConfig, k: int) -> PackedWeight:
 @every_config
 @pytest.mark.parametrize("k, slot", [(512, 0), (2048, 1), (1000, 1), (1280, 0)])
 @pytest.mark.parametrize("rows", [1, 7, None], ids=["one row", "seven rows", "all rows"])
-def test_rows_by_index_are_multiplied(config: RangeConfig, k: int, slot: int, rows: int | None, monkeypatch):
+def test_rows_by_index_are_multiplied(config: RangeConfig, k: int, slot: int, rows: int | None, run_on):
     rows = rows or config.tile_m
     x = numbers(20, k, config.dtype)
     index = [(5 * i + 3) % 20 for i in range(rows)]
     weight = weight_of(config, k)
-    cta = Cta(config, k, slot, monkeypatch)
+    cta = Cta(config, k, slot, run_on)
     cta.make_limbs(x, index)
     found = cta.acc(weight)[:rows]
     exact = (x[index].double() @ weight.dequantize(torch.float64)[: config.block_rows].T).numpy()
@@ -153,13 +147,13 @@ def test_rows_by_index_are_multiplied(config: RangeConfig, k: int, slot: int, ro
 
 @every_config
 @pytest.mark.parametrize("value", [1.0, -1.9921875])
-def test_one_hot_rows_return_the_weights(config: RangeConfig, value: float, monkeypatch):
+def test_one_hot_rows_return_the_weights(config: RangeConfig, value: float, run_on):
     k = 512
     x = torch.zeros(config.tile_m, k, dtype=DTYPES[config.dtype])
     inputs = (torch.arange(config.tile_m) * 67 + 3) % k
     x[torch.arange(config.tile_m), inputs] = value
     weight = weight_of(config, k)
-    cta = Cta(config, k, 1, monkeypatch)
+    cta = Cta(config, k, 1, run_on)
     cta.make_limbs(x, list(range(config.tile_m)))
     exact = weight.dequantize(torch.float64)[:, inputs].T * value
     assert np.array_equal(cta.acc(weight), exact.numpy())
@@ -167,19 +161,19 @@ def test_one_hot_rows_return_the_weights(config: RangeConfig, value: float, monk
 
 @every_config
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_rows_that_are_not_finite_are_nan_alone(config: RangeConfig, value: float, monkeypatch):
+def test_rows_that_are_not_finite_are_nan_alone(config: RangeConfig, value: float, run_on):
     k = 640 if config.chunk_k_blocks == 1 else 768
     x = numbers(5, k, config.dtype)
     x[3, 300] = value
-    cta = Cta(config, k, 0, monkeypatch)
+    cta = Cta(config, k, 0, run_on)
     cta.make_limbs(x, [0, 1, 2, 3, 4])
     found = cta.acc(weight_of(config, k))[:5]
     assert np.isnan(found[3]).all() and np.isfinite(found[[0, 1, 2, 4]]).all()
 
 
 @every_config
-def test_shared_memory_is_read_and_written_without_conflicts(config: RangeConfig, monkeypatch):
-    cta = Cta(config, 512, 0, monkeypatch)
+def test_shared_memory_is_read_and_written_without_conflicts(config: RangeConfig, run_on):
+    cta = Cta(config, 512, 0, run_on)
     cta.make_limbs(numbers(config.tile_m, 512, config.dtype), list(range(config.tile_m)))
     cta.acc(weight_of(config, 512))
     assert len(cta.gpu.accesses) > 32

@@ -14,7 +14,6 @@ from cute_kernels.architecture import HOPPER
 from cute_kernels.moe import tuned
 from cute_kernels.moe import work as moe_work
 from cute_kernels.moe.ranges import schedule
-from cute_kernels.moe.ranges import work as ranges_work
 from cute_kernels.moe.ranges.config import LANE_ASSIGNMENTS, LANE_EXPERTS, MOST_ASSIGNMENTS
 from cute_kernels.moe.ranges.schedule import (
     LEAST_STAGES_BYTES,
@@ -57,8 +56,8 @@ def shape_of(num_blocks: int, num_ctas: int) -> Any:
 
 @pytest.mark.parametrize("entries", [0, 1, 2, 7, 132, 133, 1000])
 @pytest.mark.parametrize("num_blocks, num_ctas", [(1, 1), (1, 132), (12, 132), (24, 132), (7, 3), (448, 132), (2, 5)])
-def test_every_block_of_every_entry_is_taken_once_in_equal_runs(entries, num_blocks, num_ctas, monkeypatch):
-    Machine().install(monkeypatch, moe_work, ranges_work)
+def test_every_block_of_every_entry_is_taken_once_in_equal_runs(entries, num_blocks, num_ctas, run_on):
+    run_on(Machine())
     shape, total = shape_of(num_blocks, num_ctas), entries * num_blocks
     each, rest = divmod(total, num_ctas)
     taken: list[tuple[int, int]] = []
@@ -70,8 +69,8 @@ def test_every_block_of_every_entry_is_taken_once_in_equal_runs(entries, num_blo
 
 
 @pytest.mark.parametrize("num_blocks, num_ctas", [(1, 132), (132, 132), (133, 132), (448, 132), (3, 7), (46340, 1)])
-def test_runs_are_right_up_to_the_largest_numbers_that_are_admitted(num_blocks, num_ctas, monkeypatch):
-    Machine().install(monkeypatch, moe_work, ranges_work)
+def test_runs_are_right_up_to_the_largest_numbers_that_are_admitted(num_blocks, num_ctas, run_on):
+    run_on(Machine())
     shape = shape_of(num_blocks, num_ctas)
     entries = MOST_DIVIDED // max(num_blocks, num_ctas) // num_blocks
     each, rest = divmod(entries * num_blocks, num_ctas)

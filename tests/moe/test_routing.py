@@ -12,42 +12,41 @@ pytest.importorskip("cutlass")
 from cute_kernels.moe import routing
 from cute_kernels.moe.config import RoutingConfig
 from cute_kernels.moe.reference import route_reference
-from tests.moe.machine import Machine, unwrapped
+from simulator import Altered
+from tests.moe.machine import Machine
 
 WARPS = 4  # Python threads are slow
 
 
-def run(topk_ids: torch.Tensor, num_experts: int, monkeypatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run(topk_ids: torch.Tensor, num_experts: int, run_on) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     machine = Machine()
-    machine.install(monkeypatch, routing)
-    monkeypatch.setattr(routing, "ROUTING_WARPS", WARPS)
+    run_on(Altered(machine, modules={routing: {"ROUTING_WARPS": WARPS}}))
     count = topk_ids.numel()
     sizes = num_experts + 1, count, count
     addresses = [machine.put(torch.full((max(1, size),), -7, dtype=torch.int32)) for size in sizes]
     launches = []
 
     def launch(**options):
-        machine.run(lambda: kind.kernel.__wrapped__(kernel, *launches[0]), [(0, 0, 0)], 32 * WARPS)
+        machine.run(lambda: kind.kernel(kernel, *launches[0]), [(0, 0, 0)], 32 * WARPS)
 
     kind = routing.RoutingKernel
-    names = ("expert_of", "take", "sum_warps", "sum_experts")
-    kernel = unwrapped(kind, *names)(RoutingConfig(8 * topk_ids.element_size()))
+    kernel = kind(RoutingConfig(8 * topk_ids.element_size()))
     kernel.kernel = lambda *arguments: launches.append(arguments) or SimpleNamespace(launch=launch)  # type: ignore
     given = SimpleNamespace(shape=tuple(topk_ids.shape), address=machine.put(topk_ids))
-    kind.__call__.__wrapped__(kernel, given, *addresses, num_experts, None)
+    kind.__call__(kernel, given, *addresses, num_experts, None)
     return tuple(machine.get(a, (size,), torch.int32) for a, size in zip(addresses, sizes, strict=True))  # type: ignore
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("tokens, topk, experts", [(1, 1, 8), (1, 8, 256), (5, 2, 8), (70, 3, 33), (40, 8, 512)])
-def test_assignments_are_sorted_in_their_order(tokens, topk, experts, dtype, monkeypatch):
+def test_assignments_are_sorted_in_their_order(tokens, topk, experts, dtype, run_on):
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.randint(0, experts, (tokens, topk), generator=generator).to(dtype)
-    check(ids, experts, monkeypatch)
+    check(ids, experts, run_on)
 
 
-def check(ids: torch.Tensor, experts: int, monkeypatch) -> None:
-    offsets, rows, places = run(ids, experts, monkeypatch)
+def check(ids: torch.Tensor, experts: int, run_on) -> None:
+    offsets, rows, places = run(ids, experts, run_on)
     wanted = route_reference(ids, experts)
     assert torch.equal(offsets, wanted[0])
     total = int(offsets[-1])
@@ -55,15 +54,15 @@ def check(ids: torch.Tensor, experts: int, monkeypatch) -> None:
     assert torch.equal(places.view(ids.shape), wanted[2])
 
 
-def test_one_expert_has_all(monkeypatch):
-    check(torch.full((50, 2), 3), 8, monkeypatch)
+def test_one_expert_has_all(run_on):
+    check(torch.full((50, 2), 3), 8, run_on)
 
 
-def test_ids_beyond_the_experts_go_nowhere(monkeypatch):
+def test_ids_beyond_the_experts_go_nowhere(run_on):
     ids = torch.tensor([[0, -1, 7], [8, 2**32, 3], [2**31, 7, -(2**40)]])
-    check(ids, 8, monkeypatch)
-    check(ids.clamp(-(2**31), 2**31 - 1).int(), 8, monkeypatch)
+    check(ids, 8, run_on)
+    check(ids.clamp(-(2**31), 2**31 - 1).int(), 8, run_on)
 
 
-def test_no_expert_at_all(monkeypatch):
-    check(torch.full((3, 2), -1), 8, monkeypatch)
+def test_no_expert_at_all(run_on):
+    check(torch.full((3, 2), -1), 8, run_on)

@@ -36,7 +36,6 @@ from cute_kernels.moe.wgmma.schedule import (
 from cute_kernels.runtime.tuned import choice_of
 from cute_kernels.weight_formats import integers
 from simulator import stand_in
-from tests.linear import plain_work_tiles
 from tests.moe import measured
 from tests.moe.machine import Machine
 
@@ -52,11 +51,10 @@ CASES = {
 }
 
 
-def tile_scheduler(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: int, monkeypatch) -> list[list[Any]]:
+def tile_scheduler(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: int, run_on) -> list[list[Any]]:
     """What each CTA takes, in its order."""
     machine = Machine()
-    plain_work_tiles.install(monkeypatch)
-    machine.install(monkeypatch, tiles)
+    run_on(machine)
     offsets = machine.put(torch.tensor([0, *counts]).cumsum(0).int())
     numbers = dict.fromkeys(("m", "n", "k", "num_tiles", "scale_groups", "whole", "activation", "out_kind"), 0)
     shape = stand_in(tiles.GroupedTileSizes)(
@@ -89,8 +87,8 @@ def tile_scheduler(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: 
 
 @pytest.mark.parametrize("experts, counts", CASES.values(), ids=list(CASES))
 @pytest.mark.parametrize("blocks, num_ctas, tokens", [(3, 2, 16), (1, 5, 16), (2, 3, 48)])
-def test_every_tile_of_every_expert_is_computed_once(experts, counts, blocks, num_ctas, tokens, monkeypatch):
-    found = tile_scheduler(counts, blocks, num_ctas, tokens, monkeypatch)
+def test_every_tile_of_every_expert_is_computed_once(experts, counts, blocks, num_ctas, tokens, run_on):
+    found = tile_scheduler(counts, blocks, num_ctas, tokens, run_on)
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
     wanted = {
         (expert, block, starts[expert] + first)
@@ -105,9 +103,9 @@ def test_every_tile_of_every_expert_is_computed_once(experts, counts, blocks, nu
     assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
-def test_tiles_of_an_expert_share_its_weights(monkeypatch):
+def test_tiles_of_an_expert_share_its_weights(run_on):
     """Items that run at the same time are tiles of tokens of the same block first."""
-    (scheduler,) = tile_scheduler((16 * 10,), 4, 1, 16, monkeypatch)
+    (scheduler,) = tile_scheduler((16 * 10,), 4, 1, 16, run_on)
     order = [(work_tile.block, work_tile.token // 16) for work_tile in scheduler]
     assert [block for block, _ in order] == [0] * 8 + [1] * 8 + [2] * 8 + [3] * 8 + [0] * 2 + [1] * 2 + [2] * 2 + [
         3
@@ -119,11 +117,11 @@ def test_tiles_of_an_expert_share_its_weights(monkeypatch):
 
 
 @pytest.mark.parametrize("rows, blocks, num_ctas", [((24, 24, 24), 8, 4), ((40,) * 6, 6, 6), ((24,) * 5, 12, 6)])
-def test_no_cta_gets_every_short_tile(rows, blocks, num_ctas, monkeypatch):
+def test_no_cta_gets_every_short_tile(rows, blocks, num_ctas, run_on):
     """Of tiles of 16 rows, experts' last ones have 8; counted through they would all be the same CTAs'."""
     loads = [
         sum(min(16, work_tile.end_token - work_tile.token) for work_tile in scheduler)
-        for scheduler in tile_scheduler(rows, blocks, num_ctas, 16, monkeypatch)
+        for scheduler in tile_scheduler(rows, blocks, num_ctas, 16, run_on)
     ]
     assert max(loads) - min(loads) <= 16
 

@@ -197,7 +197,7 @@ def activations(m: int, k: int, dtype: str) -> torch.Tensor:
 
 
 @decoded
-def test_the_streaming_kernel_multiplies_it_exactly(form, dtype, monkeypatch):
+def test_the_streaming_kernel_multiplies_it_exactly(form, dtype, run_on):
     pytest.importorskip("cutlass")
     from cute_kernels.linear.config import LinearConfig
     from tests.linear.test_products import run_warps
@@ -205,12 +205,12 @@ def test_the_streaming_kernel_multiplies_it_exactly(form, dtype, monkeypatch):
     config = LinearConfig(form, dtype, block_k=128, chunk_k_blocks=2)
     weight = random_weight(form, TORCH_DTYPES[dtype], config.block_rows, 256)
     x = activations(5, 256, dtype)
-    near(run_warps(config, weight, x, monkeypatch)[0], x, weight.dequantize(torch.float64))
+    near(run_warps(config, weight, x, run_on)[0], x, weight.dequantize(torch.float64))
 
 
 @decoded
 @pytest.mark.parametrize("mainloop", [RegisterWgmma(), MmaSync()], ids=lambda mainloop: type(mainloop).__name__)
-def test_the_kernel_for_many_rows_multiplies_it(form, dtype, mainloop, monkeypatch):
+def test_the_kernel_for_many_rows_multiplies_it(form, dtype, mainloop, run_on):
     pytest.importorskip("cutlass")
     from cute_kernels.linear.wgmma.config import WgmmaConfig
     from tests.linear.test_wgmma_products import Machine, rounded
@@ -218,11 +218,11 @@ def test_the_kernel_for_many_rows_multiplies_it(form, dtype, mainloop, monkeypat
     config = WgmmaConfig(form, dtype, tile_m=16, block_k=128, num_stages=2, mainloop=mainloop)
     weight = random_weight(form, TORCH_DTYPES[dtype], config.block_rows, config.block_k)
     x = activations(config.tile_m, config.block_k, dtype)
-    near(Machine(config, weight, x, monkeypatch).stage(packed=False), x, rounded(config, weight))
+    near(Machine(config, weight, x, run_on).stage(packed=False), x, rounded(config, weight))
 
 
 @decoded
-def test_the_portable_kernel_multiplies_it(form, dtype, monkeypatch):
+def test_the_portable_kernel_multiplies_it(form, dtype, run_on):
     pytest.importorskip("cutlass")
     from cute_kernels.linear.portable.config import portable_config
     from tests.linear.test_portable import Launch, rounded
@@ -230,11 +230,11 @@ def test_the_portable_kernel_multiplies_it(form, dtype, monkeypatch):
     config = portable_config(form, dtype, tile_m=16, n_tiles=1, num_stages=3)
     weight = random_weight(form, TORCH_DTYPES[dtype], 128, 192)
     x = activations(9, 192, dtype)
-    near(Launch(config, weight, x, 1, monkeypatch).product(), x, rounded(weight))
+    near(Launch(config, weight, x, 1, run_on).product(), x, rounded(weight))
 
 
 @every_kind
-def test_every_scale_is_decoded(form, monkeypatch):
+def test_every_scale_is_decoded(form, run_on):
     """Of one byte: of two `tests/linear/test_decode.py` has all that matter."""
     pytest.importorskip("cutlass")
     if form.scale_bytes > 1:
@@ -243,7 +243,7 @@ def test_every_scale_is_decoded(form, monkeypatch):
     from tests.attention.warp import LANES, Uint32, bf16_values, halves
     from tests.linear.warp import LinearWarp
 
-    LinearWarp(np.zeros(16, np.uint8), np.zeros(0, np.uint8)).install(monkeypatch, packed_math)
+    run_on(LinearWarp(np.zeros(16, np.uint8), np.zeros(0, np.uint8)))
     decoder = form.decoder("bf16", packed_math.HopperMath("bf16"))
     ones = torch.ones(1, 1, 1)
     unscaled = form.stored_scales(ones[0], torch.bfloat16)

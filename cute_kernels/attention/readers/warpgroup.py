@@ -22,7 +22,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels.attention.config import BLOCK_QUERIES, WARPGROUP_WARPS, WGMMA_QUERIES, WGMMA_ROW_BYTES, DecodeConfig
+from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.policies import BLOCK_QUERIES, WARPGROUP_WARPS, WGMMA_QUERIES, WGMMA_ROW_BYTES, WarpgroupMma
 from cute_kernels.attention.readers.common import State
 from cute_kernels.attention.readers.int4 import Int4KeyReader, Int4ValueReader, unit_of
 from cute_kernels.device import ptx, wgmma
@@ -70,7 +71,7 @@ class WarpgroupKeyReader(Int4KeyReader):
         address: of the operand, a multiple of 1024.
         """
         row = address + state.g * (WGMMA_ROW_BYTES + CHUNK_BYTES) + 4 * state.t
-        store_numbers(state.t, address + self.config.sum_offset, [sums[0] for sums in state.query_sums])
+        store_numbers(state.t, address + WarpgroupMma.sum_offset, [sums[0] for sums in state.query_sums])
         for block, registers in enumerate(state.query):
             for chunk, word in enumerate(registers):
                 flipped, added = chunk_offset(chunk)

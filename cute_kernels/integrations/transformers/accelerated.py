@@ -7,8 +7,9 @@ import logging
 import re
 import weakref
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from cute_kernels.integrations.transformers.columns import GRANULE, Columns
 from cute_kernels.integrations.transformers.fuse import Fused, fuse, restore_blocks
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME
+from cute_kernels.integrations.transformers.known_code import cache_argument, cache_in
 from cute_kernels.integrations.transformers.latents import (
     LATENT_FORMATS,
     caches_latents,
@@ -190,48 +192,51 @@ class _State:
         max_seq_len: int | None,
         graphs: bool,
     ) -> None:
-        self.model = weakref.ref(model)
         self.kv_format, self.scales, self.max_seq_len = kv_format, scales, max_seq_len
         self.kv_transform = kv_transform
-        self.generate = model.generate
+        self.generate, self.forward = model.generate, model.forward
         self.replay = StepReplay(model.forward) if graphs and kv_format is not None else None
         self.spare: list[tuple[list[Any], Any]] = []
 
+    @property
+    def model(self) -> Any:
+        """The model that they are of."""
+        return self.generate.__self__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _State:
+        """That of a copy of the model, which is being made: its own methods, and no cache's memory."""
+        memo[id(self)] = copied = object.__new__(_State)
+        vars(copied).update(vars(self))
+        copied.generate, copied.forward, copied.replay = deepcopy((self.generate, self.forward, self.replay), memo)
+        copied.spare = []
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("model: got an accelerated model to pickle, want restore(model) before, or save_pretrained")
+
     def install(self) -> None:
         """Puts the model's methods in place."""
-        model: Any = self.model()
+        model = self.model
         setattr(model, _STATE, self)
         if self.kv_format is None:
             return
         replace_expansions(model)
         if self.replay is not None:
             model.forward = self.replay
-
-        @functools.wraps(self.generate)
-        def generate(*args: Any, **kwargs: Any) -> Any:
-            if self._wants_cache(kwargs):
-                kwargs["past_key_values"] = self.cache_for(*_sizes(model, args, kwargs))
-            if self.replay is None:
-                return self.generate(*args, **kwargs)
-            cache, columns = kwargs.get("past_key_values"), 0
-            if is_greedy(model, kwargs):
-                _, columns = _sizes(model, args, kwargs)
-            with self.replay.within_generate(cache, columns):
-                return self.generate(*args, **kwargs)
-
-        model.generate = generate
+        model.generate = _Generate(self)
 
     def remove(self) -> None:
         """Takes them away again."""
-        model: Any = self.model()
+        model = self.model
         restore_expansions(model)
         for name in ("generate", "forward", _STATE):
             model.__dict__.pop(name, None)
 
-    def _wants_cache(self, options: Mapping[str, Any]) -> bool:
-        if options.get("past_key_values") is not None:
+    def wants_cache(self, options: Mapping[str, Any]) -> bool:
+        """Whether a call of ``generate`` leaves the choice of a cache to the library."""
+        if cache_in(options) is not None:
             return False
-        config = options.get("generation_config") or getattr(self.model(), "generation_config", None)
+        config = options.get("generation_config") or getattr(self.model, "generation_config", None)
 
         def asked(name: str) -> Any:
             return options.get(name, getattr(config, name, None))
@@ -254,6 +259,27 @@ class _State:
             cache = DecodeCache(cast("FormatOfLayers", self.kv_format), self.max_seq_len, capacity=columns, **options)
         weakref.finalize(cache, self.spare.append, (cache.layers, cache.book)).atexit = False
         return cache
+
+
+class _Generate:
+    """An accelerated model's ``generate``."""
+
+    def __init__(self, state: _State) -> None:
+        self.state = state
+        functools.update_wrapper(self, state.generate)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own."""
+        state, model = self.state, self.state.model
+        if state.wants_cache(kwargs):
+            kwargs[cache_argument(state.forward)] = state.cache_for(*_sizes(model, args, kwargs))
+        if state.replay is None:
+            return state.generate(*args, **kwargs)
+        cache, columns = cache_in(kwargs), 0
+        if is_greedy(model, kwargs):
+            _, columns = _sizes(model, args, kwargs)
+        with state.replay.within_generate(cache, columns):
+            return state.generate(*args, **kwargs)
 
 
 def is_greedy(model: Foreign, options: Mapping[str, Any]) -> bool:

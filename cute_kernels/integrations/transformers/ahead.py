@@ -5,11 +5,14 @@ nothing to do meanwhile. Where it takes the likeliest token, the device knows th
 position. So the next step is begun at once, on a stream of its own. When it is asked for, what is given is compared
 with what it was begun with: only if that is the same are its outputs handed out. Else it is called back: its token is
 taken off the lengths, its row is written anew, and the step runs as usual.
+
+What the host does for it is little: the next inputs are made by a graph of their own, and a step's outputs, the next
+one's inputs and the next one itself are put on the stream at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -27,11 +30,16 @@ _ALLOWED_MISSES, _STEPS_A_MISS = 1, 8
 """Steps that may be called back, at first and for so many that were not, before none is begun any more."""
 
 
+Copies: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""(copy, what is copied)."""
+
+
 class Lane:
     """A stream beside the current one. On a CPU all is done in order, and nothing is waited for."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._moment = torch.cuda.Event() if self.stream is not None else None
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -47,45 +55,67 @@ class Lane:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
-    def mark(self) -> Moment:
-        """A moment of the lane: all that it has been given so far."""
-        return None if self.stream is None else self.stream.record_event()
+    def mark(self) -> None:
+        """Marks a moment of the lane: all that it has been given so far."""
+        if self._moment is not None:
+            self._moment.record(self.stream)
 
-    def wait(self, moment: Moment) -> None:
-        """The current stream goes on once the lane has come to a moment."""
-        if self.stream is not None and moment is not None:
-            torch.cuda.current_stream(self.stream.device).wait_event(moment)
+    def wait(self) -> None:
+        """The current stream goes on once the lane has come to the moment that was marked last."""
+        if self.stream is not None and self._moment is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(self._moment)
 
 
-Moment: TypeAlias = "torch.cuda.Event | torch._C.Event | None"
-"""Of a lane; None of one on a CPU."""
+class NextInputs:
+    """Makes the inputs of the next step of a recorded step's outputs, as one recorded function.
+
+    Args:
+        step: a step that `has_choices`. record: how functions are recorded.
+
+    Attributes:
+        last: int64 [batch, 1]: what a request is given at every step; -1: what it chooses.
+    """
+
+    def __init__(self, step: Step, record: Callable[[Callable[[], Any], torch.device], Recorded]) -> None:
+        inputs, logits = step.inputs.tensors, step.recorded.outputs["logits"]
+        ids = inputs["input_ids"]
+        with torch.inference_mode(False):
+            self.last = torch.full_like(ids, -1)
+            before = {name: value.clone() for name, value in inputs.items()}
+
+        def make() -> dict[str, torch.Tensor]:
+            chosen = logits[:, -1].argmax(-1, keepdim=True)
+            ids.copy_(torch.where(self.last < 0, chosen, self.last))
+            for name in _COUNTED:
+                if name in inputs:
+                    inputs[name].add_(1)
+            return {"input_ids": ids}
+
+        self._recorded = record(make, ids.device)
+        step.inputs.place(before)  # where nothing can be recorded, recording is running
+
+    def make(self) -> None:
+        """Puts them where the step reads them."""
+        self._recorded.replay()
 
 
 @dataclass
 class Begun:
-    """A step under way that nobody has asked for yet.
+    """A step under way that nobody has asked for yet; it reads the recorded step's inputs, and fills its outputs.
 
     Attributes:
-        replay: the recorded step.
-        inputs: what it was begun with, where it reads them. given: the same, in one tensor.
-        outputs: where its outputs will be; the next replay overwrites them.
-        ready, done: moments of the lane: its inputs are there, its outputs are.
-        of: the call that it was begun for.
+        step: the recorded step. lane: where it runs. of: the call that it was begun for.
     """
 
-    replay: Recorded
-    inputs: Mapping[str, torch.Tensor]
-    given: torch.Tensor
-    outputs: Any
+    step: Step
     lane: Lane
-    ready: Moment
-    done: Moment
     of: Lookahead
 
     def call_back(self, columns: Columns) -> None:
         """Forgets it. Its row is behind the lengths then, as if it had never been written."""
         self.of.missed += 1
-        self.lane.wait(self.done)
+        self.lane.mark()
+        self.lane.wait()
         columns.seq_lens.sub_(1)
 
 
@@ -105,75 +135,71 @@ class Lookahead:
         self.taken = 0
         self.missed = 0
         self._lane: Lane | None = None
-        # int64 [batch, 1]: what a request is given at every step; -1: what it chooses.
-        self._last: torch.Tensor | None = None
+        self._next: NextInputs | None = None
 
-    def take(self, step: Step, columns: Columns, given: Mapping[str, torch.Tensor], own: Callable[..., Any]) -> Any:
-        """The outputs of a step that was begun with these inputs, which no replay overwrites; None if there is none.
-
-        own: outputs -> their copy, made by a function that copies a tensor.
-        """
+    def take(self, step: Step, columns: Columns, given: Mapping[str, torch.Tensor]) -> bool:
+        """Whether this step was begun with these inputs; if so, it is not called back any more. Waits for the device
+        until it is known."""
         begun = columns.begun
-        if not isinstance(begun, Begun) or begun.replay is not step.recorded:
-            return None
-        begun.lane.wait(begun.ready)
-        if not torch.equal(_in_one(given), begun.given):  # waits for the device, once
-            self._miss(given["input_ids"], begun.inputs["input_ids"])
-            return None
+        if not isinstance(begun, Begun) or begun.step is not step or begun.of is not self:
+            return False
+        if not step.inputs.are(given):
+            self._miss(given["input_ids"], step)
+            return False
         columns.begun = None
         self.taken += 1
+        return True
 
-        def copied(value: torch.Tensor) -> torch.Tensor:
-            copy = torch.empty_like(value)  # of the current stream, all of whose work `equal` has waited for
-            with begun.lane.beside():
-                return copy.copy_(value)
-
-        outputs = own(begun.outputs, copied)
-        begun.lane.wait(begun.lane.mark())
-        step.outputs = begun.outputs
-        return outputs
-
-    def _miss(self, given: torch.Tensor, foreseen: torch.Tensor) -> None:
+    def _miss(self, given: torch.Tensor, step: Step) -> None:
         """A request that has ended is given the same token from there on, whatever the model says."""
-        last = torch.full_like(given, -1) if self._last is None else self._last
-        self._last = torch.where(given == foreseen, last, torch.where(last < 0, given, -1))
+        assert self._next is not None
+        last, foreseen = self._next.last, step.inputs.tensors["input_ids"]
+        last.copy_(torch.where(given == foreseen, last, torch.where(last < 0, given, -1)))
 
-    def begin(self, step: Step, columns: Columns, in_order: bool) -> None:
-        """Begins the step after ``step``, whose outputs are being made, and which is counted.
+    def go_on(self, step: Step, columns: Columns, copies: Copies = ()) -> None:
+        """Begins the step after this one, which is counted, if it can be and is likely to be asked for.
 
-        in_order: whether those are made by the lane.
+        copies: of the outputs of a step that was taken, which the lane makes and the next step overwrites; none of a
+            step that the current stream has run.
         """
-        if columns.count + 1 >= min(self.limit, columns.capacity + 1):
-            return
-        if self.missed > _ALLOWED_MISSES + self.taken // _STEPS_A_MISS or not _can_begin(step):
+        follower = self._next_of(step, columns)
+        if follower is None and not copies:
             return
         if self._lane is None:
             self._lane = Lane(columns.seq_lens.device)
-        if not in_order:
-            self._lane.follow()
-        inputs = step.inputs
-        with self._lane.beside():
-            chosen = step.outputs["logits"][:, -1].argmax(-1, keepdim=True)
-            if self._last is not None:
-                chosen = torch.where(self._last < 0, chosen, self._last)
-            inputs["input_ids"].copy_(chosen)
-            for name in _COUNTED:
-                if name in inputs:
-                    inputs[name].add_(1)
-            columns.before.fill_(columns.count)
-            given = _in_one(inputs)
-            ready = self._lane.mark()
-            outputs = step.recorded.replay()
-        done = self._lane.mark()
-        columns.begun = Begun(step.recorded, inputs, given, outputs, self._lane, ready, done, self)
+        lane = self._lane
+        if not copies:
+            lane.follow()
+        with lane.beside():
+            for copy, value in copies:
+                copy.copy_(value)
+            if follower is not None:
+                follower.make()
+                step.inputs.note()
+            lane.mark()
+            if follower is not None:
+                columns.place_before()
+                step.recorded.replay()
+        lane.wait()
+        if follower is not None:
+            columns.begun = Begun(step, lane, self)
+
+    def _next_of(self, step: Step, columns: Columns) -> NextInputs | None:
+        """Makes the next step's inputs; None if that is not begun."""
+        if columns.count + 1 >= min(self.limit, columns.capacity + 1) or step.following is None:
+            return None
+        if self.missed > _ALLOWED_MISSES + self.taken // _STEPS_A_MISS:
+            return None
+        if self._next is not step.following:
+            self._next = step.following
+            self._next.last.fill_(-1)
+        return self._next
 
 
-def _in_one(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Tensors in one, in the order of their names: to be compared at once."""
-    return torch.cat([inputs[name].reshape(-1) for name in sorted(inputs)])
-
-
-def _can_begin(step: Step) -> bool:
+def has_choices(step: Step) -> bool:
     """Whether the next token follows from a step's outputs. Inputs that are not counted are taken to stay the same."""
-    logits = step.outputs.get("logits") if isinstance(step.outputs, Mapping) else None
-    return isinstance(logits, torch.Tensor) and logits.dim() == 3 and len(logits) == len(step.inputs["input_ids"])
+    outputs = step.recorded.outputs
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
+    return (
+        isinstance(logits, torch.Tensor) and logits.dim() == 3 and len(logits) == len(step.inputs.tensors["input_ids"])
+    )

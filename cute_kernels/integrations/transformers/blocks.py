@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from cute_kernels.attention.checks import MAX_Q_LEN
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import DecodeCache
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME, Prologue
+from cute_kernels.integrations.transformers.known_code import CACHE_ARGUMENTS, cache_in
 from cute_kernels.integrations.transformers.merged import PartOfPair, interleave, is_merged, merge, unmerge
 from cute_kernels.integrations.transformers.norms import add_and_norm, add_with_next_norm, has_hooks, is_plain, terms_of
 from cute_kernels.integrations.transformers.patterns import KnownAttention, KnownLayer, KnownMlp
@@ -92,15 +93,16 @@ class AttentionBlock(Block):
         hidden_states: torch.Tensor,
         position_embeddings: Any = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the module's own ``forward``."""
         module: Any = self.module
-        position_ids: Any = kwargs.get("position_ids")
-        if not self._serves(hidden_states, past_key_values, position_ids):
-            given = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
-            return self.own(hidden_states, **given, past_key_values=past_key_values, **kwargs)
+        position_ids, cache = kwargs.get("position_ids"), cache_in(kwargs)
+        if args or not self._serves(hidden_states, cache, position_ids):
+            return self.own(hidden_states, position_embeddings, attention_mask, *args, **kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_ARGUMENTS}
+        position_ids = cast("torch.Tensor", position_ids)
         q, k, v = self._projected(hidden_states)
         terms = [terms_of(norm) for norm in self.norms]
         # The kernel's norm has the weight itself; another one is a launch of its own.
@@ -108,7 +110,7 @@ class AttentionBlock(Block):
         if terms and not fused:
             q, k = (norm(x) for norm, x in zip(self.norms, (q, k), strict=True))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        handle, _ = past_key_values.update(k, v, module.layer_idx)
+        handle, _ = cache.update(k, v, module.layer_idx)
         options: dict[str, Any] = {"rope": self.rope.rope, "position_ids": position_ids.expand(len(q), -1).contiguous()}
         if fused:
             options |= {"q_norm": terms[0][0], "k_norm": terms[1][0], "norm_eps": terms[0][1]}

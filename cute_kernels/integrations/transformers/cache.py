@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import transformers
@@ -57,7 +57,11 @@ def tokens_to_forget(count: int, length: int) -> int:
 
 
 class DecodeCacheLayer(CacheLayerMixin):
-    """One layer's K and V as packed rows [batch, capacity, num_kv_heads, row]; see `DecodeCache`."""
+    """One layer's K and V as packed rows [batch, num_kv_heads, capacity, row]; see `DecodeCache`.
+
+    A head's tokens lie together: one CTA of attention reads one head, where it would read all of a token's heads else,
+    and few requests have more CTAs to share.
+    """
 
     is_sliding = False
     is_compileable = False
@@ -87,7 +91,7 @@ class DecodeCacheLayer(CacheLayerMixin):
         columns = self.book.columns_for(key_states.shape[0], key_states.shape[2], self.device)
         self.keys, self.values = (
             torch.zeros(
-                (columns.batch, columns.capacity, states.shape[1], form.row_elements(states.shape[3])),
+                (columns.batch, states.shape[1], columns.capacity, form.row_elements(states.shape[3])),
                 dtype=form.cache_dtype,
                 device=self.device,
             )
@@ -122,6 +126,7 @@ class DecodeCacheLayer(CacheLayerMixin):
         """What the kernels' calls want to know of the cache."""
         (k, v), (k_scale, v_scale) = self.rows, self.scales
         known = {"k_cache": k, "v_cache": v, "kv_format": self.formats, "k_scale": k_scale, "v_scale": v_scale}
+        known["cache_layout"] = "HND"
         return known if self.transform is None else known | {"transform": self.transform}
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
@@ -150,7 +155,7 @@ class DecodeCacheLayer(CacheLayerMixin):
     def _grow(self) -> None:
         """As many rows as the other layers have."""
         for name, rows in zip(self.stored, self.rows, strict=True):
-            if rows.shape[1] < self.columns.capacity:
+            if rows.shape[-2] < self.columns.capacity:
                 setattr(self, name, _widened(rows, self.columns.capacity))
 
     @torch.inference_mode(False)
@@ -160,7 +165,7 @@ class DecodeCacheLayer(CacheLayerMixin):
             return
         for name, rows in zip(self.stored, self.rows, strict=True):
             if len(requests) == rows.shape[0]:
-                rows[:, : self.count] = rows[:, : self.count].index_select(0, requests)
+                rows[..., : self.count, :] = rows[..., : self.count, :].index_select(0, requests)
             else:
                 setattr(self, name, rows.index_select(0, requests))
 
@@ -195,7 +200,7 @@ class DecodeCacheLayer(CacheLayerMixin):
         """Bytes of the rows of columns that there are (not of the whole allocation)."""
         if not self.is_initialized:
             return 0
-        return sum(rows[:, : self.count].numel() * rows.element_size() for rows in self.rows)
+        return sum(rows[..., : self.count, :].numel() * rows.element_size() for rows in self.rows)
 
 
 class LatentCacheLayer(DecodeCacheLayer):
@@ -375,6 +380,21 @@ class DecodeCache(Cache):
         """Keeps the requests that ``indices`` names, a tensor of numbers or a boolean mask, in its order."""
         self._select(lambda requests: requests[torch.as_tensor(indices, device=requests.device)])
 
+    def get_conv_state(self, layer_idx: int, *args: object, **kwargs: object) -> NoReturn:
+        """Refused, as all that layers cache besides K and V: states of convolutions and recurrences, indexers' keys."""
+        raise NotImplementedError(
+            f"past_key_values: layer {layer_idx} caches another state than keys and values, of which a DecodeCache has "
+            "no room; want one of transformers' caches for this model"
+        )
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(self, state: object, layer_idx: int, *args: object, **kwargs: object) -> NoReturn:
+        """Refused, as `get_conv_state`."""
+        self.get_conv_state(layer_idx)
+
+    update_recurrent_state = update_indexer = update_conv_state
+
     def advance(self) -> None:
         """A replay of a recorded step has added one token to each request."""
         assert self.columns is not None
@@ -421,8 +441,8 @@ def _next_layer(book: _Book, layers: list[Any]) -> DecodeCacheLayer:
 
 @torch.inference_mode(False)
 def _widened(rows: torch.Tensor, capacity: int) -> torch.Tensor:
-    wider = rows.new_zeros((rows.shape[0], capacity, *rows.shape[2:]))
-    wider[:, : rows.shape[1]] = rows
+    wider = rows.new_zeros((*rows.shape[:-2], capacity, rows.shape[-1]))
+    wider[..., : rows.shape[-2], :] = rows
     return wider
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
@@ -22,6 +23,8 @@ from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.kv_formats import format_of
 
 Method: TypeAlias = Literal["absmax", "percentile"]
+Values: TypeAlias = bool | Literal["factors"]
+"""What becomes of V: nothing, factors and a rotation, or factors alone."""
 _WATCHED = "cute_kernels_watched"  # the attention implementation while a model is calibrated
 
 
@@ -134,6 +137,39 @@ def calibrate(
     return _scales(model, batches, kv_format, (), method, percentile)
 
 
+@dataclass(frozen=True)
+class CacheMoments:
+    """What `gather_moments` has found: ``layers``' moments, in their order, of ``tokens`` tokens."""
+
+    layers: tuple[Moments, ...]
+    tokens: int
+
+
+def gather_moments(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> CacheMoments:
+    """What the transforms of all formats are made from, by one pass of a model over samples of what it will read.
+
+    Args:
+        model, batches: as `calibrate` takes them.
+
+    Raises:
+        ValueError: as `calibrate`, or no layer of the model has a cache.
+    """
+    layers: list[Moments] = []
+
+    def see(seen: Seen) -> None:
+        if seen.layer == len(layers):
+            layers.append(Moments())
+        for q, k, v in zip(*(x.split(seen.lengths) for x in seen[1:4]), strict=True):
+            layers[seen.layer].update(q, k, v, seen.softmax_scale)
+
+    tokens = watch(model, batches, see)
+    if not layers:
+        raise ValueError(
+            f"model: got {type(model).__name__}, none of whose layers has a cache, want one that generates"
+        )
+    return CacheMoments(tuple(layers), tokens)
+
+
 def calibrate_cache(
     model: PreTrainedModel,
     batches: Sequence[Mapping[str, Any]],
@@ -142,11 +178,12 @@ def calibrate_cache(
     center: bool = True,
     factors: bool = True,
     rotation: bool = True,
-    values: bool = False,
+    values: Values = False,
     seed: int = 0,
     method: Method = "absmax",
     percentile: float = 99.9,
     about: Mapping[str, str] | None = None,
+    moments: CacheMoments | None = None,
 ) -> CacheConstants:
     """Constants of a model's cache, transforms and scales, from samples of what it will read.
 
@@ -157,10 +194,11 @@ def calibrate_cache(
         model, kv_format, method, percentile: as `calibrate` takes them.
         batches: as of `calibrate`, but gone through twice where a format wants scales: a list, say.
         center, factors, rotation: what transforms may contain: K's mean, K's factors, a Hadamard rotation of K.
-        values: whether V has factors and a rotation as well, which attention's output has to be freed of: some launches
-            more, for a gain with one scale a row.
+        values: whether V has factors (as well, with "factors"), and a rotation (True), which attention frees its output
+            of. Factors gain with any groups of columns, a rotation only with one scale a row.
         seed: of the rotations' random signs.
         about: entries for `CacheConstants.about`, beside those that are found here.
+        moments: what `gather_moments` has found on the batches already; default: it is found here.
 
     Returns:
         One transform for each layer, on the layer's device, and scales if a format has any.
@@ -171,31 +209,23 @@ def calibrate_cache(
     """
     if not isinstance(batches, Sequence):
         raise TypeError(f"batches: got {type(batches).__name__}, want a list: they are gone through twice")
-    moments: list[Moments] = []
-
-    def see(seen: Seen) -> None:
-        if seen.layer == len(moments):
-            moments.append(Moments())
-        for q, k, v in zip(*(x.split(seen.lengths) for x in seen[1:4]), strict=True):
-            moments[seen.layer].update(q, k, v, seen.softmax_scale)
-
-    tokens = watch(model, batches, see)
-    if not moments:
-        raise ValueError(
-            f"model: got {type(model).__name__}, none of whose layers has a cache, want one that generates"
-        )
+    if values not in (False, True, "factors"):
+        raise ValueError(f"values: got {values!r}, want False, True or 'factors'")
+    found_moments = gather_moments(model, batches) if moments is None else moments
     transforms = [
         _transform(one, formats_of_layer(kv_format, layer), center, factors, rotation, values, seed + layer)
-        for layer, one in enumerate(moments)
+        for layer, one in enumerate(found_moments.layers)
     ]
     scales: Sequence[Scales] = ()
-    if any(format_of(name).given_scale for layer in range(len(moments)) for name in formats_of_layer(kv_format, layer)):
+    names = [name for layer in range(len(transforms)) for name in formats_of_layer(kv_format, layer)]
+    if any(format_of(name).given_scale for name in names):
         scales = _scales(model, batches, kv_format, transforms, method, percentile)
-    chosen = {"center": center, "factors": factors, "rotation": rotation, "values": values}
+    chosen = {"center": center, "factors": factors, "rotation": rotation}
+    chosen |= {"values": values is True, "value factors": values == "factors"}
     found = {
         "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
         "kv_format": str(kv_format),
-        "tokens": str(tokens),
+        "tokens": str(found_moments.tokens),
         "method": " ".join(name for name, wanted in chosen.items() if wanted) or "scales alone",
         "cute_kernels": __version__,
     }
@@ -208,7 +238,7 @@ def _transform(
     center: bool,
     factors: bool,
     rotation: bool,
-    values: bool,
+    values: Values,
     seed: int,
 ) -> CacheTransform | None:
     """A layer's transform, of what its formats gain from."""
@@ -221,11 +251,11 @@ def _transform(
     ]
     made = moments.transform(
         k_rotation=widths[0],
-        v_rotation=widths[1] if values else 1,
+        v_rotation=widths[1] if values is True else 1,
         k_group=k_group if k_group > 1 else None,
         center=center and not dense,
         factors=factors and not dense,
-        v_factors=values and v_group > 1,
+        v_factors=bool(values) and v_group > 1,
         seed=seed,
     )
     return None if made.identity else made

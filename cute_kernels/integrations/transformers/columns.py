@@ -39,7 +39,7 @@ class Columns:
         seq_lens: int32 [batch]: tokens of each request, in the same place as long as the batch is the same.
         static: whether a decode step is being recorded: the host's numbers stand still then, and what they say is
             read on the device.
-        before: int64 []: columns before the step, for models that ask in a recorded one.
+        before: int64 []: columns before the step, for models that ask in a recorded one; see `place_before`.
         graphs: recorded steps, by what they were called with.
         epoch: stands for the model that they are of, as it stood; another state of it has another one.
         begun: a step under way that nobody has asked for, whose tokens ``seq_lens`` counts already; None for none.
@@ -52,6 +52,7 @@ class Columns:
         self.capacity = capacity
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
         self.before = torch.zeros((), dtype=torch.int64, device=device)
+        self._before: int | None = None  # what the device's is once all that it was given is done; None: unknown
         self.static = False
         self.graphs: dict[Any, Any] = {}
         self.epoch: object = None
@@ -208,6 +209,13 @@ class Columns:
         finally:
             self.static = False
             self._is_open = False
+            self._before = None
+
+    def place_before(self) -> None:
+        """Gives a recorded step, which adds one to ``before``, its columns before; most find what the last one left."""
+        if self._before != self.count:
+            self.before.fill_(self.count)
+        self._before = self.count + 1
 
     def advance(self) -> None:
         """A replay has added one token to each request; the device knows."""
@@ -234,6 +242,7 @@ class Columns:
         self._tokens, self._is_left, self._is_certain = None, True, True
         self._fresh = self._slots = None
         self._is_open = False
+        self._before = None
 
     def select(self, requests: torch.Tensor) -> None:
         """Request b becomes what request requests[b] was; in place if the batch stays as large."""

@@ -11,17 +11,22 @@ import functools
 import inspect
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
-from cute_kernels.integrations.transformers.ahead import Lookahead
+from cute_kernels.integrations.transformers.ahead import Lookahead, NextInputs, has_choices
 from cute_kernels.integrations.transformers.cache import DecodeCache
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
+from cute_kernels.integrations.transformers.inputs import StepInputs
+from cute_kernels.integrations.transformers.known_code import cache_in
 from cute_kernels.integrations.transformers.masks import recording
 from cute_kernels.integrations.transformers.merged import PartOfPair
 from cute_kernels.integrations.transformers.ropes import version_of
@@ -33,32 +38,38 @@ _CACHE = object()
 
 
 class Recorded(Protocol):
-    """A recorded function of no arguments."""
+    """A recorded function of no arguments. ``outputs`` is what it returned; a replay fills it again."""
 
-    def replay(self) -> Any: ...
+    outputs: Any
+
+    def replay(self) -> None: ...
+
+
+Record: TypeAlias = Callable[[Callable[[], Any], torch.device], Recorded]
+"""How a function is recorded, on a device."""
 
 
 class CudaGraph:
-    """A function as a CUDA graph. ``outputs`` is what it returned; a replay fills it again."""
+    """A function as a CUDA graph."""
 
     def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.graph(self.graph):
             self.outputs = function()
 
-    def replay(self) -> Any:
-        """Runs it; returns the outputs, which the next replay overwrites."""
+    def replay(self) -> None:
+        """Runs it."""
         self.graph.replay()
-        return self.outputs
 
 
 @dataclass
 class Step:
-    """One recorded step: where its inputs are, the graph, and what its last replay returned."""
+    """One recorded step: where its inputs are, the graph, and what makes the next step's inputs; None before it is
+    wanted, or where the outputs do not say them."""
 
-    inputs: dict[str, torch.Tensor]
+    inputs: StepInputs
     recorded: Recorded
-    outputs: Any = None
+    following: NextInputs | None = None
 
 
 @dataclass(frozen=True)
@@ -85,9 +96,7 @@ class StepReplay:
         ahead: those of them that had been begun when they were asked for.
     """
 
-    def __init__(
-        self, forward: Callable[..., Any], record: Callable[[Callable[[], Any], torch.device], Recorded] | None = None
-    ) -> None:
+    def __init__(self, forward: Callable[..., Any], record: Record | None = None) -> None:
         self.forward = forward
         self.record = record
         self.reason: str | None = None
@@ -96,7 +105,13 @@ class StepReplay:
         self._names = tuple(inspect.signature(forward).parameters)
         self._state: Any = None
         self._epoch = object()
+        self._foresees = True
         functools.update_wrapper(self, forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepReplay:
+        """That of a copy of the model, which has recorded nothing."""
+        memo[id(self)] = copied = StepReplay(deepcopy(self.forward, memo), self.record)
+        return copied
 
     @contextmanager
     def within_generate(self, cache: object = None, columns: int = 0) -> Iterator[None]:
@@ -133,24 +148,22 @@ class StepReplay:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As ``forward``."""
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        cache = given.get("past_key_values")
-        if not isinstance(cache, DecodeCache) or not self._is_step(cache, given):
+        cache = cache_in(given)
+        split = _split(given) if isinstance(cache, DecodeCache) and self._is_step(cache.columns, given) else None
+        if split is None:
             return self.forward(*args, **kwargs)
-        assert cache.columns is not None
-        columns, call = cache.columns, self._call
+        assert isinstance(cache, DecodeCache) and cache.columns is not None
+        (key, tensors, others), columns, call = split, cache.columns, self._call
         if call is None:
             self._look_at_model()
         if columns.epoch is not self._epoch:
             columns.graphs.clear()
             columns.epoch = self._epoch
-        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        mask = tensors.pop("attention_mask", None)
+        mask = given.get("attention_mask")
         if mask is not None and call is None:
             columns.check_older(mask[:, : columns.count])
             if not bool(mask[:, columns.count :].all()):
                 return self.forward(*args, **kwargs)
-        others = {name: value for name, value in given.items() if name not in tensors and name != "attention_mask"}
-        key = _key(tensors, others)
         step: Any = columns.graphs.get(key)
         if step is None:  # the first of its kind runs as usual: what it needs is then compiled and allocated
             columns.graphs[key] = "met"
@@ -161,12 +174,12 @@ class StepReplay:
             return self.forward(*args, **kwargs)
         return self._replay(step, cache, tensors, None if call is None else call.lookahead)
 
-    def _is_step(self, cache: DecodeCache, given: Mapping[str, Any]) -> bool:
+    def _is_step(self, columns: Columns | None, given: Mapping[str, Any]) -> bool:
         """Whether a call is a decode step that can be recorded."""
-        columns, ids = cache.columns, given.get("input_ids")
+        ids = given.get("input_ids")
         if self.reason is not None or columns is None or columns.static or not columns.count or not columns.is_certain:
             return False
-        if not isinstance(ids, torch.Tensor) or tuple(ids.shape) != (columns.batch, 1):
+        if not isinstance(ids, torch.Tensor) or ids.shape != (columns.batch, 1):
             return False
         if self.record is None and (not ids.is_cuda or torch.cuda.is_current_stream_capturing()):
             return False
@@ -177,22 +190,18 @@ class StepReplay:
             return False
         mask = given.get("attention_mask")
         if mask is None:
-            if not columns.all_tokens:
-                return False
-        elif not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (columns.batch, columns.count + 1):
-            return False
-        known = (torch.Tensor, DecodeCache, *_PLAIN)
-        return all(isinstance(value, known) for value in given.values())
+            return columns.all_tokens
+        return isinstance(mask, torch.Tensor) and mask.shape == (columns.batch, columns.count + 1)
 
     def _record(self, columns: Columns, tensors: dict[str, torch.Tensor], others: dict[str, Any]) -> Step | str:
         """The recorded step, or "as usual" if it cannot be recorded."""
         columns.call_back()
-        with torch.inference_mode(False):
-            inputs = {name: value.clone() for name, value in tensors.items()}
+        inputs = StepInputs(tensors)
 
         def step() -> Any:
             with recording(columns):
-                outputs = self.forward(**inputs, **others, attention_mask=None)
+                outputs = self.forward(**inputs.tensors, **others, attention_mask=None)
+                columns.before.add_(1)
             return _mapped(outputs, lambda value: _CACHE if isinstance(value, DecodeCache) else value)
 
         lens, device = columns.seq_lens.clone(), columns.seq_lens.device
@@ -217,23 +226,39 @@ class StepReplay:
         self, step: Step, cache: DecodeCache, tensors: dict[str, torch.Tensor], lookahead: Lookahead | None
     ) -> Any:
         assert cache.columns is not None
-        columns, outputs = cache.columns, None
-        if lookahead is not None:
-            outputs = lookahead.take(step, columns, tensors, functools.partial(_own, cache))
-        was_begun = outputs is not None
-        if not was_begun:
+        columns, copies = cache.columns, []
+        was_begun = lookahead is not None and lookahead.take(step, columns, tensors)
+        if was_begun:
+
+            def copied(value: torch.Tensor) -> torch.Tensor:
+                copy = torch.empty_like(value)  # of the current stream, all of whose work `take` has waited for
+                copies.append((copy, value))
+                return copy
+
+            outputs = _own(cache, step.recorded.outputs, copied)
+        else:
             columns.call_back()
-            for name, value in tensors.items():
-                step.inputs[name].copy_(value)
-            columns.before.fill_(columns.count)
-            step.outputs = step.recorded.replay()
-            outputs = _own(cache, step.outputs)
+            step.inputs.place(tensors)
+            columns.place_before()
+            step.recorded.replay()
+            outputs = _own(cache, step.recorded.outputs, torch.clone)
         cache.advance()
         self.replays += 1
         self.ahead += was_begun
         if lookahead is not None:
-            lookahead.begin(step, columns, in_order=was_begun)
+            self._record_following(step)
+            lookahead.go_on(step, columns, copies)
         return outputs
+
+    def _record_following(self, step: Step) -> None:
+        """What makes the next step's inputs, if that can be recorded; else no step is begun ahead."""
+        if step.following is not None or not self._foresees or not has_choices(step):
+            return
+        try:
+            step.following = NextInputs(step, self.record or CudaGraph)
+        except Exception as error:
+            self._foresees = False
+            _LOG.warning("decode steps are not begun ahead: %s: %s", type(error).__name__, error)
 
 
 def state_of(model: nn.Module) -> Any:
@@ -257,11 +282,26 @@ def _tensors_of(module: nn.Module) -> Iterable[torch.Tensor | None]:
     return (*module._parameters.values(), *module._buffers.values())
 
 
-def _key(tensors: Mapping[str, torch.Tensor], others: Mapping[str, Any]) -> Any:
-    """What decides a recording."""
-    shapes = tuple((name, x.shape, x.dtype, x.device) for name, x in sorted(tensors.items()))
-    plain = tuple((name, value) for name, value in sorted(others.items()) if not isinstance(value, DecodeCache))
-    return shapes, plain
+def _split(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]] | None:
+    """(what decides a recording, tensors, other arguments) of a step's arguments but the mask; None for arguments that
+    a recording knows nothing of."""
+    parts: list[Any] = []
+    tensors: dict[str, torch.Tensor] = {}
+    others: dict[str, Any] = {}
+    for name, value in given.items():
+        if name == "attention_mask":
+            continue
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+            parts.append((name, value.shape, value.dtype, value.device))
+        elif isinstance(value, _PLAIN):
+            others[name] = value
+            parts.append((name, type(value), value))
+        elif isinstance(value, DecodeCache):
+            others[name] = value
+        else:
+            return None
+    return frozenset(parts), tensors, others
 
 
 def _run_aside(function: Callable[[], Any], device: torch.device) -> None:
@@ -276,7 +316,7 @@ def _run_aside(function: Callable[[], Any], device: torch.device) -> None:
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def _own(cache: DecodeCache, outputs: Any, copied: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Any:
+def _own(cache: DecodeCache, outputs: Any, copied: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Outputs that no replay overwrites, with the caller's cache in them."""
 
     def own(value: object) -> object:
@@ -287,6 +327,14 @@ def _own(cache: DecodeCache, outputs: Any, copied: Callable[[torch.Tensor], torc
 
 def _mapped(outputs: Any, function: Callable[[Any], Any]) -> Any:
     """A model's outputs, each one's function in its place."""
+    if isinstance(outputs, ModelOutput):
+        # As its constructor makes it, which takes as long as all else that a replay does on the host.
+        values = {name: _mapped(value, function) for name, value in outputs.items()}
+        made = type(outputs).__new__(type(outputs))
+        vars(made).update(vars(outputs) | values)
+        for name, value in values.items():
+            OrderedDict.__setitem__(made, name, value)
+        return made
     if isinstance(outputs, Mapping):
         return type(outputs)(**{name: _mapped(value, function) for name, value in outputs.items()})
     if isinstance(outputs, (tuple, list)):

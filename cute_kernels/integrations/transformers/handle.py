@@ -127,7 +127,7 @@ class CachedTokens:
         transform = self.layer.transform
         undo = (None, None) if transform is None else (transform.original_keys, transform.restore)
         k, v = (
-            torch.cat((_numbers(cache[:, :old], name, scale, new, rows, undone), new), dim=2)
+            torch.cat((_numbers(cache[:, :, :old].transpose(1, 2), name, scale, new, rows, undone), new), dim=2)
             for (cache, name, scale, new), undone in zip(parts, undo, strict=True)
         )
         return k, v

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import CodeType
 from typing import Any
 
 _MODEL_FILES = "transformers.models."
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""What a forward pass calls its cache: since transformers 5.24, and before, which later releases still take."""
 
 
 def model_class(file: str, name: str) -> type | None:
@@ -22,6 +24,17 @@ def model_class(file: str, name: str) -> type | None:
     except ImportError:
         return None
     return getattr(module, name, None)
+
+
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """What a forward pass calls its cache."""
+    taken = inspect.signature(forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in taken), CACHE_ARGUMENTS[-1])
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among a forward pass's arguments by name; None for none."""
+    return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
 def method_code(kind: type, names: Iterable[str] = ("forward",)) -> Any:

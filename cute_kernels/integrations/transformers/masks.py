@@ -8,6 +8,7 @@ the note; the kernels are then not used. So a pattern that is not recognised cos
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,8 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     if (columns := recorded_columns()) is not None:
         return _mask_of_recorded_step(columns, options)
     mask = sdpa_mask(*args, **options)
+    if mask is None and options.get("allow_is_causal_skip", True) and _q_len(options) > 1 and _denies_being_causal():
+        mask = sdpa_mask(*args, **{**options, "allow_is_causal_skip": False})
     if mask is None and options.get("allow_is_bidirectional_skip"):
         # Without a mask a module may be causal: it is asked, not the configuration that made the model bidirectional.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=options.get("device"))
@@ -80,6 +83,20 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
         pattern = Pattern(padding=padding, is_known=False) if window is None else Pattern(window.size, padding=padding)
         setattr(mask, _NOTE, pattern)
     return mask
+
+
+def _denies_being_causal() -> bool:
+    """Whether the module that asks for a causal mask has attention that says ``is_causal`` is False, and none that says
+    True, as some decoders have: without a mask it would see all keys."""
+    if torch.compiler.is_compiling():
+        return False
+    frame = sys._getframe(2)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), torch.nn.Module):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    parts = frame.f_locals["self"].modules()
+    return {vars(part).get("is_causal", getattr(type(part), "is_causal", None)) for part in parts} - {None} == {False}
 
 
 def _mask_of_recorded_step(columns: Columns, options: dict[str, Any]) -> torch.Tensor | None:

@@ -31,7 +31,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from cute_kernels import append_and_decode, append_kv, decode_attention, dequantize_kv, extend_attention
 from cute_kernels.attention.checks import head_dim_of_row
 from cute_kernels.integrations.objects import Foreign
-from cute_kernels.integrations.vllm import attention_kernels, environment, kv_formats, prepare
+from cute_kernels.integrations.vllm import attention_kernels, environment, kv_constants, kv_formats, prepare
 from cute_kernels.integrations.vllm.attention_metadata import (
     Context,
     Metadata,
@@ -180,19 +180,22 @@ def _missing_kernels(formats: kv_formats.Formats, kv_cache_dtype: str, named: di
         return []
     model, parallel = config.model_config, config.parallel_config
     num_kv_heads = model.get_num_kv_heads(parallel)
-    layer = SimpleNamespace(
-        formats=formats,
-        head_size=named["head_size"],
-        num_heads=model.get_num_attention_heads(parallel),
-        num_kv_heads=num_kv_heads,
-        transform=kv_formats.transform_for(kv_cache_dtype, num_kv_heads, named["head_size"], "cpu"),
-        sliding_window=1 if named.get("has_sliding_window") else None,
-        soft_cap=getattr(model.hf_text_config, "attn_logit_softcapping", None),
-        sinks=named.get("has_sink") or None,
-    )
+    layers = [
+        SimpleNamespace(
+            formats=formats,
+            head_size=named["head_size"],
+            num_heads=model.get_num_attention_heads(parallel),
+            num_kv_heads=num_kv_heads,
+            transform=transform,
+            sliding_window=1 if named.get("has_sliding_window") else None,
+            soft_cap=getattr(model.hf_text_config, "attn_logit_softcapping", None),
+            sinks=named.get("has_sink") or None,
+        )
+        for transform in kv_constants.kinds(kv_cache_dtype, num_kv_heads, named["head_size"])
+    ]
     page_size = named.get("block_size") or PREFERRED_BLOCK
     device = torch.device("cuda", torch.cuda.current_device())
-    specs = attention_kernels.specs([layer], decodes_of(config, page_size), device)
+    specs = attention_kernels.specs(layers, decodes_of(config, page_size), device)
     reason = prepare.why_not_ready(device, specs)
     return [] if reason is None else [reason]
 
@@ -206,6 +209,9 @@ def _device() -> torch.device:
 
 class CuteKernelsAttentionImpl(AttentionImpl):
     """A layer's attention. Arguments as vLLM passes them to every implementation."""
+
+    takes_constants: ClassVar[bool] = True
+    """`kv_constants.give` gives it its layer's transform."""
 
     def __init__(
         self,
@@ -373,6 +379,8 @@ class _LayerCall:
                 (self.k_cache, self.v_cache), names, (self.scales["k_scale"], self.scales["v_scale"]), strict=True
             )
         )
+        if (transform := self.impl.transform) is not None:  # FlashAttention is given what it was before
+            k, v = transform.original_keys(k), transform.restore(v)
         self._flash(query, k, v, output, piece.starts, piece.longest, context.starts, context.longest)
 
     def _flash(

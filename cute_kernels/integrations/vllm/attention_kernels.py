@@ -11,8 +11,8 @@ import torch
 
 from cute_kernels.attention.checks import MAX_Q_LEN, Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.attention.config import PAGE_TOKENS
 from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.schedule import DecodeProblem, make_schedule
 from cute_kernels.extend import schedule as extend
 from cute_kernels.extend.compile import ExtendSpec
@@ -21,7 +21,7 @@ from cute_kernels.extend.plan import combine_spec
 from cute_kernels.extend.schedule import choose
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
-from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, row_transform_of
+from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, WrittenRows, row_transform_of
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -105,8 +105,8 @@ def specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> list[KernelSpec]:
 def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelSpec]:
     forms, dtype = (impl.formats.k.name, impl.formats.v.name), Q_DTYPES[decodes.dtype]
     rows = row_transform_of(impl.transform, shift=False)
-    yield AppendSpec(AppendConfig(*forms, dtype, impl.head_size, impl.head_size, transform=rows))
-    yield AppendSpec(AppendConfig(*forms, dtype, impl.head_size, impl.head_size, leads=True, transform=rows))
+    k, v = (WrittenRows(form, impl.head_size) for form in forms)
+    yield from (AppendSpec(AppendConfig(k, v, dtype, leads=leads, transform=rows)) for leads in (False, True))
     pages = -(-decodes.max_seq_len // decodes.page_size)
     if can_extend(impl.formats, impl.head_size):
         # What a transform does is undone behind the kernel.

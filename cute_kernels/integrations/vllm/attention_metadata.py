@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from cute_kernels.attention.checks import MAX_Q_LEN
 from cute_kernels.extend.schedule import count_tiles
 from cute_kernels.integrations.objects import Foreign
-from cute_kernels.integrations.vllm import attention_kernels, prepare
+from cute_kernels.integrations.vllm import attention_kernels, kv_constants, prepare
 from cute_kernels.integrations.vllm.attention_kernels import Decodes
 from cute_kernels.runtime.gpu import GPU
 
@@ -153,6 +153,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self.reorder_batch_threshold = min(self.reorder_batch_threshold, MAX_Q_LEN)
         self.page_size = kv_cache_spec.block_size
         layers = vllm_config.compilation_config.static_forward_context
+        kv_constants.give(layers, vllm_config, device)
         impls = [layers[name].impl for name in layer_names]
         self.caches = caches_of(impls, device)
         prepare.load(device, attention_kernels.specs(impls, decodes_of(vllm_config, self.page_size), device))

@@ -2,14 +2,17 @@
 
 CUTE_KERNELS_VLLM            unset or "1": the usual seams; "0": none; else a list such as "linear,attention"
 CUTE_KERNELS_VLLM_KV_FORMAT  a cache format of this package that replaces the one `--kv-cache-dtype` names
+CUTE_KERNELS_VLLM_CONSTANTS  what `cute-kernels calibrate` has found for such a cache: a file
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 SWITCH = "CUTE_KERNELS_VLLM"
 KV_FORMAT = "CUTE_KERNELS_VLLM_KV_FORMAT"
+CONSTANTS = "CUTE_KERNELS_VLLM_CONSTANTS"
 SEAMS = ("linear", "attention", "moe", "mla", "fusion")
 """In the order in which they are replaced."""
 USUAL = tuple(seam for seam in SEAMS if seam != "fusion")
@@ -38,3 +41,17 @@ def wanted_seams() -> tuple[str, ...]:
 def wanted_kv_format() -> str | None:
     """The cache format that the environment asks for, None for what vLLM's own flag says."""
     return os.environ.get(KV_FORMAT, "").strip() or None
+
+
+def wanted_constants() -> Path | None:
+    """The file of a cache's constants that the environment asks for.
+
+    Raises:
+        ValueError: it asks for no cache that could have them.
+    """
+    text = os.environ.get(CONSTANTS, "").strip()
+    if not text:
+        return None
+    if wanted_kv_format() is None or "attention" not in wanted_seams():
+        raise ValueError(f"{CONSTANTS}: got {text!r}, want {KV_FORMAT} with it, and the seam attention in {SWITCH}")
+    return Path(text)

@@ -50,6 +50,7 @@ def register() -> None:
         ValueError: a switch of `environment` has a value that means nothing.
     """
     seams = environment.wanted_seams()
+    environment.wanted_constants()  # refused here, where it asks for what no layer would ever look at
     fresh = [seam for seam in seams if seam not in _outcomes]
     for seam in fresh:
         _outcomes[seam] = _replace(seam)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels.linear.arguments import LIMB_BLOCKS, LIMB_ROWS, LIMB_TILES, TILES, compile_kernel
+from cute_kernels.linear.arguments import FACTORED_TILES, LIMB_BLOCKS, LIMB_ROWS, LIMB_TILES, TILES, compile_kernel
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig, LimbRowsConfig, WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec
@@ -19,10 +19,11 @@ KERNEL_MODULES = (
 )  # fmt: skip
 RESIDENT_MODULES = (
     "resident_config", "resident_early", "resident_kernel", "resident_loads", "resident_mainloop", "resident_rows",
+    "row_factors",
 )  # fmt: skip
 LIMB_MODULES = (
     "config", "limb_rows", "limbs", "loads", "places", "policies", "reading", "regions", "resident_config",
-    "resident_rows", "tiles",
+    "resident_rows", "row_factors", "tiles",
 )  # fmt: skip
 
 
@@ -126,6 +127,8 @@ def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
 
 def compile_resident(config: ResidentConfig, arch: str, *options: str) -> Any:
     """As `compile_wgmma`."""
-    from cute_kernels.linear.wgmma.resident_kernel import ResidentKernel
+    from cute_kernels.linear.wgmma.resident_kernel import FactoredResidentKernel, ResidentKernel
 
+    if config.mainloop.factors:
+        return compile_kernel(FactoredResidentKernel, config, FACTORED_TILES, arch, *options)
     return compile_kernel(ResidentKernel, config, TILES, arch, *options)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.linear import epilogue
-from cute_kernels.linear.config import BF16, FP16, GELU, NO_ACTIVATION, SILU, SWIGLU
+from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.places import Corner
 from cute_kernels.linear.wgmma.policies import WARPGROUP_THREADS
@@ -26,7 +26,6 @@ VECTOR = epilogue.VECTOR
 ROW_BYTES = 2 * TILE_N  # of a token's results of a tile in 16 bits
 PACKED_PITCH = ROW_BYTES + 16  # so that eight rows of 16 bytes are in different banks
 PACKED_VECTOR = 8  # results of 16 bytes
-MOST_GELU_M = 64  # rows of x of a tile whose accumulators gelu is computed of where they lie
 GATED_PITCH = ROW_BYTES // 2 + 16  # of a token's results where two rows of W make one
 
 
@@ -102,6 +101,10 @@ class TileEpilogue:
             self.add_bias(operands, shape, store, corner, acc, first)
             for chunk in cutlass.range_constexpr(len(self.config.chunks)):
                 self.store_gated(operands, shape, store, corner, acc, first, chunk)
+        elif self.is_floats(operands, shape):
+            self.add_bias(operands, shape, store, corner, acc, first)
+            self.activate(shape, acc, first)
+            self.store_floats(operands, shape, store, corner, acc, first)
         else:
             for chunk in cutlass.range_constexpr(len(self.config.chunks)):
                 self.store_any(operands, shape, store, corner, acc, first, chunk)
@@ -117,23 +120,22 @@ class TileEpilogue:
 
     def is_by_feature(self, activation):
         """Whether results leave one for each feature, of accumulators that `activate` serves."""
-        if not self.dense:
-            return activation == NO_ACTIVATION
-        return activation != SWIGLU if self.config.own_m <= MOST_GELU_M else activation < GELU
+        return activation != SWIGLU if self.dense else activation == NO_ACTIVATION
+
+    def is_floats(self, operands, shape):
+        """Whether results in fp32 leave one for each feature, without a residual; experts' go another way."""
+        floats = (shape.out_kind == FP32) & (operands.residual == 0) & (shape.activation != SWIGLU)
+        return floats if self.dense else Boolean(False)
 
     @cute.jit
     def activate(self, shape, acc, first: int):
-        """silu or gelu of a tile's accumulators, in registers.
-
-        gelu is some 30 instructions for each of them: of more it would be more code than an SM fetches in that time.
-        """
+        """silu or gelu of a tile's accumulators, in registers."""
         if shape.activation == SILU:
             for i in cutlass.range_constexpr(self.config.own_m // 2):
                 acc[first + i] = epilogue.silu(acc[first + i])
-        if const_expr(self.config.own_m <= MOST_GELU_M):
-            if shape.activation == GELU:
-                for i in cutlass.range_constexpr(self.config.own_m // 2):
-                    acc[first + i] = epilogue.gelu(acc[first + i])
+        elif shape.activation == GELU:
+            for i in cutlass.range_constexpr(self.config.own_m // 2):
+                acc[first + i] = epilogue.gelu(acc[first + i])
 
     # -- with a residual ----------------------------------------------------------------------------------------------
 
@@ -214,6 +216,21 @@ class TileEpilogue:
             place = first + 8 * pair
             words = [pack(acc[place + 2 * i], acc[place + 2 * i + 1]) for i in ((0, 1, 0, 1) if few else range(4))]
             ptx.store_matrix_x4(address, pair * 16 * PACKED_PITCH, words, transpose=True)
+
+    # -- fp32 ---------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_floats(self, operands, shape, store: Store, corner: Corner, acc, first: int):
+        """Stores accumulators from where they lie: eight lanes have 32 bytes of a token, which memory takes whole."""
+        feature = corner.row + store.row_warp * 16 + store.lane // 4
+        token = corner.token + store.lane % 4 * 2
+        for pair in cutlass.range_constexpr(self.config.own_m // 8):
+            for i in cutlass.range_constexpr(2):
+                row, place = token + 8 * pair + i, first + 4 * pair + i
+                address = operands.out + (Int64(row) * shape.n + feature) * 4
+                for half in cutlass.range_constexpr(2):
+                    if (row < corner.end) & (feature + 8 * half < shape.n):
+                        ptx.store_global(address, [acc[place + 2 * half]], offset=32 * half)
 
     # -- gate and up in turn, 16 bytes at a time --------------------------------------------------------------------
 

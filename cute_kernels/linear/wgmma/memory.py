@@ -32,6 +32,7 @@ class TileMemory:
     partial_barriers: cute.Pointer
     x_barrier: cute.Pointer  # of resident limbs, if there is one,
     tile_barriers: cute.Pointer | None = None  # and of a stage's tiles but the first, where each has its own
+    row_sums: Int32 | None = None  # of the squares of parts of rows of x that are normed
 
 
 def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> TileMemory:

@@ -36,6 +36,8 @@ K_WARPGROUPS = (2, 3, 4)
 LIMB_GROUP = 128  # inputs of a row of x that share a scale where x comes in limbs: rows of a TMA tile of bytes
 ROW_LIMB_BYTES = 2 * LIMB_GROUP  # both limbs of so many inputs of a row,
 ROW_SCALE_BYTES = 4  # and their scale
+SCALED, NORMED = "scaled", "normed"  # what rows of x meet on their way to limbs: factors; a norm as well
+FACTOR_ROWS = WGMMA_N_STEP  # rows of x, at most, that are normed
 LIMB_TILE_M = 64  # whose limbs an MMA takes
 AHEAD_TILE_M = 32  # for which a thread has registers to decode the next k block ahead
 MOST_SEQUENTIAL_M = 160  # rows of all tiles of a warpgroup whose accumulators a thread has twice
@@ -522,12 +524,14 @@ class ResidentLimbs(Mainloop):
             which takes long to fill in rows that x does not have.
         spare: so that blocks of an odd number of tiles are as many as there are SMs.
         ahead: as of `Limbs`.
+        factors: what rows meet before limbs are made of them, `SCALED` or `NORMED`: `.row_factors`; "" for nothing.
     """
 
     k_blocks: int = 64
     loads: bool = False
     spare: int = 0
     ahead: bool = False
+    factors: str = ""
     reductions: ClassVar[tuple[type[Reduction], ...]] = (Dsmem, InterleavedDsmem, EarlyDsmem)
     limbs: ClassVar[bool] = True
     registers: ClassVar[dict[int, int]] = {2: 0, 4: 0}
@@ -543,7 +547,8 @@ class ResidentLimbs(Mainloop):
 
     def kernel_name(self, config: WgmmaConfig) -> str:
         spare, early = f"less{self.spare}" if self.spare else "", "early" if config.reduction.early else ""
-        return f"{super().kernel_name(config)}_resident{self.k_blocks}{spare}{early}{'loads' if self.loads else ''}"
+        rows = ("loads" if self.loads else "") + self.factors
+        return f"{super().kernel_name(config)}_resident{self.k_blocks}{spare}{early}{rows}"
 
     def x_stage_bytes(self, config: WgmmaConfig) -> int:
         return 0
@@ -557,6 +562,11 @@ class ResidentLimbs(Mainloop):
 
     def x_bytes(self, config: WgmmaConfig) -> int:
         return self.k_blocks * self.k_block_limb_bytes(config)
+
+    def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
+        """Sums of squares of a row's parts as well, one of each warp that makes limbs."""
+        sums = FACTOR_ROWS * config.consumer_warps * ROW_SCALE_BYTES
+        return super().regions(config) + ((Region("row_sums", sums),) if self.factors == NORMED else ())
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
         """Of x, and of a stage's tiles but the first where partials leave early."""
@@ -572,6 +582,10 @@ class ResidentLimbs(Mainloop):
             return reason
         if self.spare not in range(config.n_tiles):
             return f"spare {self.spare} is not one of 0 to {config.n_tiles - 1}"
+        if self.factors not in ("", SCALED, NORMED):
+            return f"factors {self.factors!r} is not one of '', {SCALED!r} and {NORMED!r}"
+        if self.factors == NORMED and config.tile_m > FACTOR_ROWS:
+            return f"tiles of {config.tile_m} rows are not normed, but those of {FACTOR_ROWS}"
         if self.ahead and config.reduction.early:
             return "warpgroups that send early take no k block ahead"
         if self.k_blocks % (2 * config.reduction.k_warpgroups):

@@ -33,6 +33,7 @@ from cute_kernels.linear.wgmma.resident_early import EarlyReduction, OrderedLoad
 from cute_kernels.linear.wgmma.resident_loads import ResidentWeights, StageLoads
 from cute_kernels.linear.wgmma.resident_mainloop import ChunkLoop, EachKBlock, KBlocksAhead, ResidentMainloop
 from cute_kernels.linear.wgmma.resident_rows import K_BLOCK_TMA_TILES, ResidentLimbLoads
+from cute_kernels.linear.wgmma.row_factors import FactoredOperands, Factors
 from cute_kernels.linear.work import Operands
 
 START_BARRIER = 15  # of the CTA, before the first stage is waited for
@@ -89,11 +90,17 @@ class ResidentKernel:
         stream,
     ):
         """As :class:`.kernel.WgmmaKernel`, of at most a tile of rows of x; zeros and workspace are not used."""
+        operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
+        numbers = (n, num_tiles, k_blocks, whole, splits, activation, out_kind)
+        self.launch(x, operands, numbers, num_ctas, stream)
+
+    @cute.jit
+    def launch(self, x, operands, numbers, num_ctas, stream):
+        """What both entries do. numbers: those of a launch but for its CTAs, in order."""
         config = self.config
         copy_x, x_view = self.limbs.rows.k_block_copy(x, tma_tiles_layout(config, config.tile_m, K_BLOCK_TMA_TILES))
-        sizes = few_rows_sizes(config, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind)
+        sizes = few_rows_sizes(config, x, *numbers)
         shape = ResidentSizes(*sizes, reserved=Int32(1))
-        operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
         options = launch_options(config, num_ctas, stream, use_pdl=True)
         self.kernel(operands, shape, copy_x, x_view).launch(**options)
 
@@ -125,9 +132,47 @@ class ResidentKernel:
             self.weights.copy_following(operands, shape, memory, scheduler, lane)
         else:
             cute.arch.cluster_arrive_relaxed()
+            asked = self.limbs.ask_factors(scheduler, warp, lane)
             cute.arch.griddepcontrol_wait()  # for whoever makes x
-            fits = self.limbs.make_first(shape, memory, scheduler, warp, lane)
+            fits = self.limbs.make_first(shape, memory, scheduler, warp, lane, asked)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             self.consumers.multiply(
                 operands, shape, memory, scheduler, replace(self.consumers.lane(shape, warp, lane), fits=fits)
             )
+
+
+class FactoredResidentKernel:
+    """The same of rows that meet factors on their way to limbs (:mod:`.row_factors`)."""
+
+    def __init__(self, config: ResidentConfig):
+        self.resident = ResidentKernel(config)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        codes: Int64,
+        scales: Int64,
+        zeros: Int64,
+        bias: Int64,
+        residual: Int64,
+        out: Int64,
+        workspace: Int64,
+        factors: Int64,
+        n: Int32,
+        num_tiles: Int32,
+        k_blocks: Int32,
+        whole: Int32,
+        splits: Int32,
+        num_ctas: Int32,
+        activation: Int32,
+        out_kind: Int32,
+        eps: Int32,
+        offset: Int32,
+        stream,
+    ):
+        """As :class:`ResidentKernel`. factors: address of [k], of x's dtype, on 16 bytes; eps, offset: bits of fp32."""
+        given = Factors(factors, eps, offset)
+        operands = FactoredOperands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace, given)
+        numbers = (n, num_tiles, k_blocks, whole, splits, activation, out_kind)
+        self.resident.launch(x, operands, numbers, num_ctas, stream)

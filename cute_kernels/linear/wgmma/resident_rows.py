@@ -12,7 +12,7 @@ the low ones, pieces of 16 bytes exchanged among eight rows as 128-byte swizzlin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cutlass
@@ -23,9 +23,10 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma.limb_rows import MAGIC, RowLimbs
-from cute_kernels.linear.wgmma.policies import LIMB_GROUP, ROW_LIMB_BYTES, TMA_TILE_K, WGMMA_N_STEP
+from cute_kernels.linear.wgmma.policies import LIMB_GROUP, NORMED, ROW_LIMB_BYTES, TMA_TILE_K, WGMMA_N_STEP
 from cute_kernels.linear.wgmma.reading import Lane
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.row_factors import FactoredOperands, Factors, RowFactors
 
 GROUP_LANES = 4  # that have 128 inputs of a row
 STEP_ROWS = 2  # of a warp at a time,
@@ -54,6 +55,7 @@ class Source:
     address: Int64
     rows: Int32
     row_pieces: Int32  # of 16 bytes
+    factors: Factors | None = field(default=None, kw_only=True)  # of configurations that have some
 
     def row(self, row: Int32) -> Int32:
         """Which row of x is the ``row``-th of those whose limbs are made; here the same."""
@@ -77,6 +79,7 @@ class RowsRoom:
     Attributes:
         k_blocks: of x that there is room for.
         loads: whether consumer warps load x; if not, it comes by TMA.
+        factors: what rows meet before, `policies.SCALED` or `policies.NORMED`; "" for nothing.
     """
 
     dtype: str
@@ -84,6 +87,7 @@ class RowsRoom:
     consumer_warps: int
     k_blocks: int
     loads: bool = True
+    factors: str = ""
 
 
 class ResidentRows:
@@ -92,11 +96,21 @@ class ResidentRows:
     def __init__(self, room: RowsRoom):
         self.room = room
         self.limb_rows = RowLimbs(room.dtype)
+        self.factors = RowFactors(room.factors, room.dtype, room.consumer_warps)
 
     def source(self, operands, shape, memory, copy_x, x_view) -> TmaSource:
         """x of a launch."""
         places = cute.group_modes(cute.local_tile(memory.x, self.tma_tile, (0, 0, None)), 0, 3)
-        return TmaSource(operands.x, shape.m, shape.k >> PIECE_BITS, copy_x, x_view, places, memory.x_barrier)
+        return TmaSource(
+            address=operands.x,
+            rows=shape.m,
+            row_pieces=shape.k >> PIECE_BITS,
+            factors=operands.factors if isinstance(operands, FactoredOperands) else None,
+            copy=copy_x,
+            view=x_view,
+            places=places,
+            barrier=memory.x_barrier,
+        )
 
     @property
     def tma_tile(self) -> tuple[int, int, int]:
@@ -136,15 +150,20 @@ class ResidentRows:
             cute.copy(x.copy, source[None, k_block], target[None, first_place + k_block], tma_bar_ptr=x.barrier)
 
     @cute.jit
-    def make(self, x: Source, memory, begin, end, warp, lane):
+    def make(self, x: Source, memory, begin, end, warp, lane, asked: Any = None):
         """Limbs and scales of k blocks [begin, end), in the place of x, where it has come, or of x that is loaded.
 
-        Visible to MMAs after a barrier of all warps that make them.
+        Visible to MMAs after a barrier of all warps that make them. asked: of `ask_factors`, where those are on their
+        way.
         """
         bits, tile_m = self.step_bits(end - begin), self.room.tile_m
         steps = ((x.rows + (STEP_ROWS - 1)) // STEP_ROWS) << bits
         words = cute.make_rmem_tensor(STEP_WORDS, Uint32)
         coming = cute.make_rmem_tensor(STEP_WORDS, Uint32)
+        of_rows = Float32(1.0)
+        if const_expr(self.room.factors != ""):
+            of_rows = self.factors.of_rows(x, memory, lane)
+            asked = self.ask_factors(x, begin, end, warp, lane) if asked is None else asked
         if const_expr(self.room.loads):
             self.keep(coming, self.load_global(x, begin, bits, steps, warp, lane))
         for step in cutlass.range(warp, steps, self.room.consumer_warps, unroll=1):
@@ -156,6 +175,10 @@ class ResidentRows:
                 self.keep(coming, self.load_global(x, begin, bits, steps, following, lane))
             else:
                 self.keep(words, self.load(start, tile_m, row, lane))
+            if const_expr(self.room.factors != ""):
+                inputs, factors = ([tensor[i] for i in range(STEP_WORDS)] for tensor in (words, asked))
+                self.keep(words, self.factors.apply(x, inputs, factors, self.factors.of_row(of_rows, row)))
+                self.keep(asked, self.load_factors(x, begin, bits, step + self.room.consumer_warps, lane))
             scale, limbs = self.split([words[i] for i in range(STEP_WORDS)])
             cute.arch.sync_warp()  # until all lanes have their inputs
             if begin + k_block < end:
@@ -163,6 +186,19 @@ class ResidentRows:
                 if lane % GROUP_LANES == 0:
                     ptx.store_shared(memory.x_scales + (k_block * tile_m + row) * 4, 0, [scale])
         cute.arch.fence_proxy("async.shared", space="cta")
+
+    def ask_factors(self, x: Source, begin, end, warp, lane):
+        """Asks for the factors of a warp's first step; nothing waits for them yet."""
+        asked = cute.make_rmem_tensor(STEP_WORDS, Uint32)
+        self.keep(asked, self.load_factors(x, begin, self.step_bits(end - begin), warp, lane))
+        return asked
+
+    def load_factors(self, x: Source, begin, bits, step, lane) -> list[Any]:
+        """Factors of a lane's inputs of a step, in their order; zeros behind the ends of rows."""
+        assert x.factors is not None
+        first = (begin + self.place(bits, step, lane)[1]) * GROUP_PIECES
+        start = x.factors.address + Int64(first) * PIECE_BYTES
+        return self.load_pieces(start, x.row_pieces - first, lane, constant=True)
 
     @staticmethod
     def keep(registers, values) -> None:
@@ -176,14 +212,18 @@ class ResidentRows:
         first = (begin + k_block) * GROUP_PIECES
         start = x.address + (Int64(x.row(row)) * x.row_pieces + first) * PIECE_BYTES
         there = cutlass.select_((step < steps) & (row < x.rows), x.row_pieces - first, Int32(0))
+        # Not as constant memory: the launch before may write x, until it is waited for.
+        return self.load_pieces(start, there, lane, constant=False)
+
+    def load_pieces(self, start, there, lane, *, constant: bool) -> list[Any]:
+        """A lane's blocks of a group that begins at ``start``, of which the first ``there`` pieces exist."""
         words = []
         for number in range(LANE_BLOCKS):
             block = lane % GROUP_LANES + self.half(lane, number) * GROUP_LANES
             for i in range(BLOCK_PIECES):
                 piece = block * BLOCK_PIECES + i
                 inside = cutlass.select_(piece < there, Int32(1), Int32(0))
-                # Not as constant memory: the launch before may write x, until it is waited for.
-                words += numbers.load_global_if(inside, start + Int64(piece) * PIECE_BYTES, 0, 4, constant=False)
+                words += numbers.load_global_if(inside, start + Int64(piece) * PIECE_BYTES, 0, 4, constant=constant)
         return words
 
     def step_bits(self, k_blocks) -> Any:
@@ -246,7 +286,9 @@ class ResidentRows:
 def room_of(config: ResidentConfig) -> RowsRoom:
     """Of resident limbs."""
     mainloop = config.mainloop
-    return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, mainloop.k_blocks, mainloop.loads)
+    return RowsRoom(
+        config.dtype, config.tile_m, config.consumer_warps, mainloop.k_blocks, mainloop.loads, mainloop.factors
+    )
 
 
 class ResidentLimbLoads:
@@ -264,9 +306,20 @@ class ResidentLimbLoads:
         """Says where x is, once for a kernel: no dynamic condition can carry what describes copies."""
         self.source = self.rows.source(operands, shape, memory, copy_x, x_view)
 
+    def ask_factors(self, scheduler, warp, lane):
+        """Of :meth:`make_first`, before the launch before is waited for; None where rows meet none."""
+        if not self.config.mainloop.factors:
+            return None
+        assert self.source is not None
+        work_tile = scheduler.work_tile(scheduler.first)
+        return self.rows.ask_factors(self.source, work_tile.begin, work_tile.end, warp, lane)
+
     @cute.jit
-    def make_first(self, shape, memory, scheduler, warp, lane):
+    def make_first(self, shape, memory, scheduler, warp, lane, asked):
         """Makes limbs of the CTA's part of K, if there is room for them. Returns whether there is."""
+        if const_expr(self.config.mainloop.factors == NORMED):
+            self.rows.factors.add_squares(self.source, memory, warp, lane)
+            self.meet()
         work_tile = scheduler.work_tile(scheduler.first)
         begin, end = work_tile.begin, work_tile.end
         fits = cutlass.select_(end - begin <= self.config.mainloop.k_blocks, Int32(1), Int32(0))
@@ -280,7 +333,7 @@ class ResidentLimbLoads:
             if const_expr(not self.config.mainloop.loads):
                 self.rows.bring(self.source, Int32(0), begin, end, warp)
                 cute.arch.mbarrier_wait(memory.x_barrier, 0)
-            self.rows.make(self.source, memory, begin, end, warp, lane)
+            self.rows.make(self.source, memory, begin, end, warp, lane, asked)
         return fits
 
     def bring(self, place: Lane, first, begin, end):

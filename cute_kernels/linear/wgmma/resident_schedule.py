@@ -8,8 +8,9 @@ launch that makes them once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import LinearProblem, weight_fields
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.policies import LIMB_GROUP, TMA_TILE_K, EarlyDsmem, ResidentLimbs, dsmem
@@ -99,6 +100,15 @@ def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: War
     )
     most = min(shape.most_stages, shape.loaded_stages) if loads else shape.most_stages
     return with_stages(config, most, SPARE_BYTES)
+
+
+def with_factors(config: LinearConfig | WgmmaConfig, kind: str) -> ResidentConfig | None:
+    """The configuration whose rows of x meet factors of a kind (`policies.SCALED`, `policies.NORMED`) on their way to
+    limbs; None where no CTA makes them itself, or there is no room."""
+    if not isinstance(config, WgmmaConfig) or not isinstance(config.mainloop, ResidentLimbs):
+        return None
+    changed = replace(config, mainloop=replace(config.mainloop, factors=kind))
+    return changed if changed.can_implement() is None else None
 
 
 def fits(problem: LinearProblem, shape: WarpgroupsOf) -> bool:

@@ -17,7 +17,10 @@ from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.costs import CLOCKS_PER_US, MULTICAST_CLOCKS, START_CLOCKS, cost_of
 from cute_kernels.linear.wgmma.policies import (
     CHUNK_M,
+    FACTOR_ROWS,
     LIMB_GROUP,
+    NORMED,
+    SCALED,
     Dsmem,
     Limbs,
     RegisterWgmma,
@@ -29,7 +32,7 @@ from cute_kernels.linear.wgmma.policies import (
     dsmem,
 )
 from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M
-from cute_kernels.linear.wgmma.resident_schedule import resident_configs
+from cute_kernels.linear.wgmma.resident_schedule import resident_configs, with_factors
 from cute_kernels.linear.wgmma.stages import MAX_STAGES, with_stages
 from cute_kernels.weight_formats import integers
 
@@ -132,6 +135,9 @@ DSMEM_FORMS = (
     (integers(8), "fp16"),
 )
 DSMEM_BLOCK_K, DSMEM_CLUSTER, DSMEM_STAGES = 128, 2, 12
+# What tiles that are all cut, and whose parts meet in memory, take besides: nothing as a launch, 2.6 us as a graph of
+# one. So they are left where others are expected to take this much longer; limbs of a launch before, at equal times.
+ALL_CUT_US, LIMBS_BEFORE_US = 0.6, 0.2
 # Where K may not be cut as the rows would like it, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
@@ -193,8 +199,15 @@ def efficiency(scheduler: int, ctas: int) -> float:
 @lru_cache(maxsize=4096)
 def make_tile_schedule(problem: LinearProblem) -> TileSchedule:
     """The fastest schedule by the model."""
-    options = list(tile_schedules(problem))
-    return min(options, key=lambda schedule: estimate_us(problem, schedule))
+    return min(tile_schedules(problem), key=lambda schedule: expected_us(problem, schedule))
+
+
+def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
+    """`estimate_us`, and what waiting for parts through memory takes where no other work hides it."""
+    us = estimate_us(problem, schedule)
+    if schedule.workspace_words and not schedule.whole:
+        us += ALL_CUT_US + (LIMBS_BEFORE_US if schedule.config.makes_limbs_before else 0.0)
+    return us
 
 
 def tile_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
@@ -359,7 +372,11 @@ def shipped_configs() -> list[WgmmaConfig]:
         for shape in DSMEM_SHAPES[form[0].bits]:
             configs |= dict.fromkeys(dsmem_configs(LinearProblem(shape.tile_m, 8192, 8192, 8192, *form)))
     for dtype, m in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M)):
-        configs |= dict.fromkeys(resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4), dtype)))
+        found = resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4), dtype))
+        configs |= dict.fromkeys(found)
+        if dtype == "bf16" and m <= FACTOR_ROWS:
+            changed = (with_factors(config, kind) for config in found for kind in (SCALED, NORMED))
+            configs |= dict.fromkeys(config for config in changed if config is not None)
     for dtype, (tile_m, *_) in product(("bf16", "fp16"), LIMB_SHAPES):
         problem = LinearProblem(min(tile_m, MOST_LIMB_ROWS), 8192, 8192, 8192, integers(4), dtype)
         configs |= dict.fromkeys(limb_configs(problem))

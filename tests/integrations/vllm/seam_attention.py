@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,16 @@ from unittest import mock
 import torch
 
 from tests.integrations.vllm.checks import check
-from tests.integrations.vllm.steps import Layer, builder, flash_attention, serve_shared, serve_steps, step
+from tests.integrations.vllm.steps import (
+    Layer,
+    builder,
+    constants_file,
+    flash_attention,
+    give_constants,
+    serve_shared,
+    serve_steps,
+    step,
+)
 
 
 @check
@@ -326,6 +336,98 @@ def two_gpus_attend_as_one_does() -> None:
         error = float((torch.cat(parts, dim=1).double() - whole.double()).abs().max())
         assert error < 2e-3, (kv, form, error)
     os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+
+
+@check
+def a_calibrated_cache_is_read_as_it_is_written() -> None:
+    """Every part of a step goes through the layer's own transform: decoding, first chunks, continued prompts."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = constants_file(folder)
+        small: dict[str, Any] = {"constants": path}
+        one_sm = {"num_sms": 1}
+        for layer, bound in (
+            (Layer("auto", "fp16", window=24, sinks=True, speculative=3, **small), 0.03),
+            (Layer("auto", "fp16", soft_cap=3.0, pages=8, constants=constants_file(folder, k_center=None)), 0.03),
+            (Layer("auto", "fp16", caches={"extend": False}, **small), 0.03),
+            (Layer("auto", "int8_token_head,int4_g4", caches=one_sm, **small), 0.5),
+            (Layer("auto", "int8_token_head,int4_g4", caches={"extend": False}, **small), 0.5),
+        ):
+            assert layer.make("cpu").transform.key != "none"
+            given, expected = serve_steps(layer)
+            error = float((given.double() - expected).abs().max())
+            assert error < bound, (str(layer), error)
+    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+
+
+@check
+def constants_are_cut_to_a_ranks_heads() -> None:
+    from cute_kernels.integrations.vllm import kv_constants
+    from cute_kernels.kv_cache import CacheConstants
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = constants_file(folder, kv_heads=4)
+        whole = CacheConstants.load(path).transforms[1]
+        assert whole is not None and whole.k_center is not None
+        impl = Layer("auto", "int4_g4", kv_heads=2).make("cpu")
+        for rank in range(2):
+            give_constants(impl, path, ranks=2, rank=rank)
+            assert torch.equal(impl.transform.k_center, whole.k_center[2 * rank : 2 * rank + 2])
+            assert impl.transform.v_factor.shape == (2, 128) and impl.transform.k_rotation == 32
+        shared = Layer("auto", "int4_g4", kv_heads=1).make("cpu")
+        for rank in range(8):  # two ranks to a head
+            give_constants(shared, path, ranks=8, rank=rank)
+            assert torch.equal(shared.transform.k_center, whole.k_center[rank // 2 : rank // 2 + 1])
+        give_constants(shared, path, "model.layers.0.self_attn.attn", ranks=8)
+        assert shared.transform is None  # the file has none for it
+        impl.kv_sharing_target_layer_name = "model.layers.1.self_attn.attn"
+        give_constants(impl, path, "model.layers.0.self_attn.attn", ranks=2)
+        assert torch.equal(impl.transform.k_center, whole.k_center[:2])  # what its cache was written with
+        with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_CONSTANTS": path}):
+            assert [one is None for one in kv_constants.kinds("auto", 2, 128)] == [True, False]
+        assert kv_constants.kinds("auto", 2, 128) == [None]
+
+
+@check
+def constants_that_do_not_fit_are_refused_by_name() -> None:
+    from cute_kernels.integrations.vllm import environment
+    from cute_kernels.kv_cache import CacheConstants
+
+    def refused(words: str, error: type[Exception] = ValueError, path: str = "", **given: Any) -> None:
+        impl = given.pop("impl", None) or Layer("auto", "int4_g4").make("cpu")
+        try:
+            give_constants(impl, path or here, **given)
+        except error as found:
+            assert words in str(found), found
+            return
+        raise AssertionError(f"not refused: {words}")
+
+    with tempfile.TemporaryDirectory() as folder:
+        here = constants_file(folder)
+        refused("constants of 2 layers, want the model's 3", layers=3)
+        refused("model.layers.2.self_attn.attn: got constants of 2 layers", name="model.layers.2.self_attn.attn")
+        refused("model.layers.1.self_attn.attn: got constants of 2 KV heads, want those of 4 ranks with 2", ranks=4)
+        wide = constants_file(folder, dim=256)
+        refused("model.layers.1.self_attn.attn: k_center: got shape [2, 256], want [2, 128]", path=wide)
+        wide = constants_file(folder, dim=256, v_rotation=256)
+        impl = Layer("auto", "int4_g4", dim=256).make("cpu")
+        refused("v_rotation: got 256, want at most 128", path=wide, impl=impl)
+        scaled = os.path.join(folder, "scaled")
+        CacheConstants((None, None), ((torch.ones(2), None), (None, None))).save(scaled)
+        refused("got scales, which vLLM takes from its checkpoint", path=scaled)
+        refused("no such file", FileNotFoundError, path=os.path.join(folder, "nothing"))
+        impl = Layer("auto", "int4_g4", soft_cap=3.0).make("cpu")
+        refused("k_center: got one with a soft cap of 3.0, want none", impl=impl)
+        impl = Layer("int4_per_token_head").make("cpu")
+        os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+        refused("with --kv-cache-dtype int4_per_token_head, want auto", impl=impl)
+        for changes in ({"CUTE_KERNELS_VLLM_KV_FORMAT": ""}, {"CUTE_KERNELS_VLLM": "linear"}):
+            with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_CONSTANTS": here, **changes}):
+                try:
+                    environment.wanted_constants()
+                except ValueError as found:
+                    assert "want CUTE_KERNELS_VLLM_KV_FORMAT with it, and the seam attention" in str(found)
+                else:
+                    raise AssertionError(changes)
 
 
 @check

@@ -112,6 +112,7 @@ class Layer:
         window, soft_cap: as the model has them. sinks: whether it has some.
         speculative: drafted tokens of a decoding request.
         caches: fields of `attention_metadata.Caches` unlike a small model's on an H200.
+        constants: a file of them, of a model whose second layer this is.
     """
 
     kv_cache_dtype: str
@@ -128,6 +129,7 @@ class Layer:
     pages: int = 8  # of a request
     rank: int = 0  # of `ranks` GPUs, each of which has so many heads of the same numbers
     ranks: int = 1
+    constants: str = ""
 
     def __str__(self) -> str:
         marks = [f"window {self.window}"] if self.window else []
@@ -162,9 +164,42 @@ class Layer:
         )
         impl.process_weights_after_loading(torch.float16)
         impl.invariant = self.caches.get("invariant", False)
+        if self.constants:
+            give_constants(impl, self.constants)
         if impl.transform is not None:
             impl.transform = impl.transform.to(device)  # an engine's layers are where its process is
         return impl
+
+
+def constants_file(folder: str, kv_heads: int = 2, dim: int = 128, **changes: Any) -> str:
+    """Of a model of two layers, the first without a transform."""
+    from cute_kernels.kv_cache import CacheConstants, CacheTransform
+
+    generator = torch.Generator().manual_seed(4)
+    center, factor, of_v = (torch.randn(kv_heads, dim, generator=generator) for _ in range(3))
+    arrays: dict[str, Any] = {"k_center": center, "k_factor": factor.sign() * (0.5 + factor.abs())}
+    arrays |= {"v_factor": (of_v / 4).exp(), "k_rotation": 32, "v_rotation": 1}
+    path = os.path.join(folder, f"constants{len(os.listdir(folder))}.safetensors")
+    CacheConstants((None, CacheTransform(**arrays | changes))).save(path)
+    return path
+
+
+def give_constants(
+    impl: Any, path: str, name: str = "model.layers.1.self_attn.attn", *, layers: int = 2, ranks: int = 1, rank: int = 0
+) -> None:
+    """What an engine does for a layer of a model that has constants."""
+    from cute_kernels.integrations.vllm import kv_constants
+
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=layers)),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+    )
+    there = {"model.layers.0.mlp": SimpleNamespace(), name: SimpleNamespace(impl=impl)}
+    with (
+        mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_CONSTANTS": path}),
+        mock.patch("vllm.distributed.get_tensor_model_parallel_rank", lambda: rank),
+    ):
+        kv_constants.give(there, config, torch.device("cpu"))
 
 
 BATCHES = (

@@ -1,0 +1,238 @@
+"""What a decode attention kernel is composed of, as data: each policy with its fields, its part of a CTA and of the
+kernel's name, and why a configuration cannot have it. No GPU types here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from cute_kernels.attention.tiles import cannot_read, copies_of, kernel_format
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.kv_formats import KvFormat, format_of
+from layouts.kv.tile import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from cute_kernels.attention.config import DecodeConfig
+
+BLOCK_QUERIES = 8  # columns of mma.m16n8: a block of query heads of one KV head
+MAX_BLOCKS_PER_WARP = 4
+QUERY_VECTOR_BYTES = 4 * MAX_BLOCKS_PER_WARP  # of a lane: one value of each of so many blocks
+WARPGROUP_WARPS = 4
+WGMMA_ROW_BYTES = 128  # 64 elements of a row of a wgmma operand with 128-byte swizzling
+WGMMA_QUERIES = BLOCK_QUERIES * MAX_BLOCKS_PER_WARP  # columns of the products of a warpgroup
+EXCHANGE_BYTES = WARPGROUP_WARPS * WGMMA_QUERIES * 8  # of a warpgroup: two numbers of each warp and query
+PAGE_TOKENS = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class CacheLoad:
+    """K or V: what a row is, and how tiles of rows reach shared memory.
+
+    Attributes:
+        format: name of the cache format, see :mod:`cute_kernels.kv_formats`.
+        head_dim: numbers of a row: of q and K, or of V and out.
+        copy: "bulk" (cp.async.bulk of raw rows), "tma" (tensor map with swizzle), or "word" (cp.async of 4 bytes, for
+            caches whose rows are not 16-byte aligned).
+    """
+
+    format: str
+    head_dim: int
+    copy: str = "bulk"
+
+    @property
+    def form(self) -> KvFormat:
+        return format_of(self.format)
+
+    def problem(self, q_dtype: str) -> str | None:
+        """Why queries of ``q_dtype`` cannot meet it, or None."""
+        reason = cannot_read(self.form, self.head_dim)
+        if reason is not None:
+            return reason
+        if kernel_format(self.format) != self.format:
+            return f"{self.format} caches are read by the kernel for {kernel_format(self.format)}"
+        if not self.form.is_coded and self.format != q_dtype:
+            return f"q_dtype {q_dtype!r} is not that of a {self.format} cache"
+        if self.copy not in copies_of(self.form):
+            return f"copy {self.copy!r} is not one of {copies_of(self.form)} that {self.format} has"
+        return None
+
+
+@dataclass(frozen=True)
+class WarpMma:
+    """Every attending warp multiplies by itself, with mma.sync.
+
+    Of a CTA, ``num_heads * num_query_blocks * num_slices`` warps attend. Each takes one KV head of a tile,
+    ``blocks_per_warp`` blocks of up to 8 of its query heads, and a slice of its tokens.
+
+    Attributes:
+        num_heads: KV heads of a CTA.
+        num_query_blocks: per KV head, warps that take different query heads.
+        blocks_per_warp: blocks of 8 query heads that a warp carries; they share what it decodes. 1, 2 or 4: with 4 the
+            queries of keys that are codes lie in shared memory, since registers have room for accumulators alone.
+        num_slices: warps that share the tokens of a tile.
+        blocks_per_slice: blocks of 32 tokens that a warp takes from one tile.
+    """
+
+    warpgroups: ClassVar[bool] = False
+    num_heads: int = 1
+    num_query_blocks: int = 1
+    blocks_per_warp: int = 1
+    num_slices: int = 4
+    blocks_per_slice: int = 1
+
+    @property
+    def num_merged(self) -> int:
+        """Sums of all of a row's outputs that a CTA merges at the end: of each slice."""
+        return self.num_slices
+
+    @property
+    def name(self) -> str:
+        blocks = f"w{self.blocks_per_warp}" if self.blocks_per_warp > 1 else ""
+        return f"h{self.num_heads}q{self.num_query_blocks}{blocks}s{self.num_slices}b{self.blocks_per_slice}"
+
+    def shares_queries(self, k: CacheLoad) -> bool:
+        """Whether the B operands of the queries lie in shared memory, once for the warps that carry the same ones."""
+        return self.blocks_per_warp == MAX_BLOCKS_PER_WARP and k.form.is_coded
+
+    def role_query_bytes(self, k: CacheLoad) -> int:
+        """Shared memory of one role's queries, as vectors of all blocks: B registers, which hold 8 columns of a block,
+        and for every group of columns the sums of two query heads."""
+        vectors = k.head_dim // 8 + 2 * k.form.num_groups
+        return vectors * WARP_THREADS * QUERY_VECTOR_BYTES if self.shares_queries(k) else 0
+
+    def query_bytes(self, k: CacheLoad) -> int:
+        """Shared memory beside the ring: queries."""
+        return self.num_heads * self.num_query_blocks * self.role_query_bytes(k)
+
+    def problem(self, config: DecodeConfig) -> str | None:
+        """Why a configuration cannot have it, or None."""
+        if self.blocks_per_warp not in (1, 2, MAX_BLOCKS_PER_WARP):
+            return f"blocks_per_warp {self.blocks_per_warp} is not 1, 2 or 4"
+        return None
+
+
+ONE_HEAD = WarpMma()
+
+
+@dataclass(frozen=True)
+class WarpgroupMma:
+    """The warps of four neighbouring slices multiply together, by wgmma: see :mod:`cute_kernels.attention.warpgroup`.
+
+    Of a CTA, two warpgroups take turns, with four blocks of queries of one KV head, of INT4 caches with one group of
+    128 columns.
+
+    Their part of shared memory holds, by offsets from its begin: queries, B [32, 128]; probabilities, two of B
+    [32, 128] for each warpgroup; what warps tell each other; the sum of each query; what recentring took off each
+    warp's columns, by query.
+    """
+
+    warpgroups: ClassVar[bool] = True
+    head_dim: ClassVar[int] = 128
+    num_heads: ClassVar[int] = 1
+    num_query_blocks: ClassVar[int] = 1
+    blocks_per_warp: ClassVar[int] = MAX_BLOCKS_PER_WARP
+    num_slices: ClassVar[int] = 2 * WARPGROUP_WARPS
+    blocks_per_slice: ClassVar[int] = 1
+    num_merged: ClassVar[int] = num_slices // WARPGROUP_WARPS
+    name: ClassVar[str] = f"h1q1w{MAX_BLOCKS_PER_WARP}gs{num_slices}b1"
+
+    probability_bytes: ClassVar[int] = WGMMA_QUERIES * 2 * WARPGROUP_WARPS * BLOCK_TOKENS
+    """Of one B operand of a warpgroup's probabilities."""
+
+    probability_offset: ClassVar[int] = WGMMA_QUERIES * 2 * head_dim
+    """To the probabilities."""
+
+    exchange_offset: ClassVar[int] = probability_offset + 2 * num_merged * probability_bytes
+    """To what warps tell each other."""
+
+    sum_offset: ClassVar[int] = exchange_offset + num_merged * EXCHANGE_BYTES
+    """To the sum of each query, fp32."""
+
+    centre_offset: ClassVar[int] = sum_offset + WGMMA_QUERIES * 4
+    """To what recentring took off each warp's columns, fp32 by query."""
+
+    def shares_queries(self, k: CacheLoad) -> bool:
+        return False
+
+    def role_query_bytes(self, k: CacheLoad) -> int:
+        return 0
+
+    def query_bytes(self, k: CacheLoad) -> int:
+        """Shared memory beside the ring: queries, and what the warps of a warpgroup exchange."""
+        return self.centre_offset + self.num_slices * WGMMA_QUERIES * 4
+
+    def problem(self, config: DecodeConfig) -> str | None:
+        """Why a configuration cannot have it, or None."""
+        if not all(form.decode and form.decode.warpgroups for form in config.formats):
+            return f"warpgroups of {joined(config.k.format, config.v.format)} caches, not of 'int4_g1'"
+        if config.head_dims != (self.head_dim, self.head_dim):
+            return f"warpgroups of head_dim {config.head_dim}, v_head_dim {config.v_head_dim}, not of {self.head_dim}"
+        return None
+
+
+@dataclass(frozen=True)
+class CopyPipeline:
+    """What an SM has in flight: CTAs, and in each of them a ring of tiles that copying warps keep full.
+
+    Attributes:
+        num_stages: tiles of the ring.
+        copy_warps: warps that do nothing but ask for tiles, as far as there is a part of a tile for each; four of them
+            lend registers to eight attending ones.
+        ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
+        early_tiles: tiles asked for before the request's length is known, 0 or 1; what lies past the length is read for
+            nothing. 0 with ``after_append``.
+    """
+
+    num_stages: int = 3
+    copy_warps: int = 1
+    ctas_per_sm: int = 4
+    early_tiles: int = 1
+
+    @property
+    def name(self) -> str:
+        copiers = f"p{self.copy_warps}" if self.copy_warps > 1 else ""
+        return f"r{self.num_stages}{copiers}c{self.ctas_per_sm}e{self.early_tiles}"
+
+    def problem(self, after_append: bool) -> str | None:
+        """Why a kernel, or one ``after_append``, cannot have it, or None."""
+        if self.num_stages < 2:
+            return "num_stages must be at least 2"
+        if self.early_tiles not in (0, 1):
+            return f"early_tiles {self.early_tiles} is not 0 or 1"
+        if self.early_tiles and after_append:
+            return f"early_tiles {self.early_tiles} of a cache that is still being written is not 0"
+        return "copy_warps must be at least 1" if self.copy_warps < 1 else None
+
+
+THREE_STAGES = CopyPipeline()
+
+
+@dataclass(frozen=True)
+class TokenRuns:
+    """Which bytes of a cache certainly lie together.
+
+    Attributes:
+        contiguous: whether a CTA's heads are all the heads of the cache, so that a tile is one run of bytes.
+        page_tokens: tokens that lie together in a paged cache, a power of two; 0 for contiguous caches.
+    """
+
+    contiguous: bool = True
+    page_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        return ("" if self.contiguous else "_strided") + (f"_p{self.page_tokens}" if self.page_tokens else "")
+
+    def problem(self) -> str | None:
+        """Why there is no such cache, or None."""
+        if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
+            return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
+        return None
+
+
+WHOLE_CACHE = TokenRuns()
+
+
+def joined(of_k: str, of_v: str) -> str:
+    """What is alike for K and V, said once."""
+    return of_k if of_k == of_v else f"{of_k}_{of_v}"

@@ -1,0 +1,324 @@
+"""A cache made into rows of 16 bits once, in front of attention that has many queries for each of them.
+
+Producers that decode rows for every 128 rows of queries cannot keep up with their products; this kernel decodes each
+row once for all queries, at the speed of memory, and attention then loads tiles by TMA as it does from a 16-bit cache.
+Rows of pages come to lie side by side on the way, which is all that happens to 16-bit caches.
+
+A warp takes a tile of one KV head, of K or of V, in chunks of rows; the next chunk's words are on their way while one
+is decoded (:mod:`.decode` says how). What a tile holds is what a decoding producer would have put there, except that a
+row's fp32 scale is multiplied in: the product with the code is rounded once, to fp16. So that any scale does, a tile
+has a power of 2 that its numbers are to be multiplied with; attention gets it with the tile. Scales from 2**-50 to
+2**40 keep 11 bits beside a tile's greatest as long as they are not more than 2**29 times smaller; greater ones become
+infinite.
+
+Tokens that no query of a request sees become zeros, and requests without queries are not looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.division import Divisor
+from cute_kernels.device.lanes import lane_max, neighbours
+from cute_kernels.device.types import RegisterTensor, extents
+from cute_kernels.extend.config import ELEMENT_BYTES, TILE_SCALE_BYTES, UNPACK_CHUNKS, UnpackConfig
+from cute_kernels.extend.decode import CodedRows
+from cute_kernels.extend.loads import load_piece_below, load_word_below, store_below
+from cute_kernels.extend.memory import KEYS, VALUES, Pages, Rows, Source
+from cute_kernels.extend.work import tokens_of
+
+PIECE_BYTES = 16
+CODE_EXPONENT = 9  # codes are below 2**9
+TOP_EXPONENT = 15  # of a tile's numbers in fp16
+LEAST_EXPONENT, GREATEST_EXPONENT = -40, 40  # of the greatest scale of a tile
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """Rows of 16 bits that a warp holds: ``words``, 4 for each of a lane's loads."""
+
+    words: RegisterTensor[Uint32]
+
+
+class DenseRows:
+    """K or V of a 16-bit cache: which pieces of 16 bytes are whose; as :class:`.decode.CodedRows`."""
+
+    def __init__(self, config: UnpackConfig, operand: int):
+        self.config, self.operand, self.token_scale = config, operand, False
+        self.row_units = config.columns * ELEMENT_BYTES // PIECE_BYTES
+        self.real_units = config.head_dim * ELEMENT_BYTES // PIECE_BYTES
+        self.unit_bytes = PIECE_BYTES
+        self.num_loads = config.warp_rows * self.row_units // WARP_THREADS
+        self.run_rows = min(config.warp_rows, config.page_tokens or config.warp_rows)
+
+    def make(self) -> HeldRows:
+        return HeldRows(cute.make_rmem_tensor(4 * self.num_loads, Uint32))
+
+    @cute.jit
+    def load(self, held: HeldRows, source, work, first_valid, block: Int32, chunk: Int32, lane: Int32):
+        """Asks for a chunk of a tile's rows; those that no query of the request sees become zeros."""
+        rows, paged = source.rows(self.operand), self.config.page_tokens > 0
+        first = block * self.config.tile_tokens + chunk * self.config.warp_rows
+        below, unit = lane // self.row_units, lane % self.row_units
+        low = cutlass.max(first_valid - first, 0)
+        count = cutlass.max(work.kv_stop - first - low, 0)
+        last = cutlass.max(work.kv_stop - 1, 0)
+        bases = []
+        for run in cutlass.range_constexpr(self.config.warp_rows // self.run_rows):
+            token = first + run * self.run_rows
+            token = cutlass.select_(token > last, Int32(0), token)
+            found, place = source.pages.locate(paged, work.request, token)
+            bases.append(rows.address(found, place, work.head))
+        for k in cutlass.range_constexpr(self.num_loads):
+            row = k * WARP_THREADS // self.row_units
+            address = bases[row // self.run_rows] + ((row % self.run_rows) + below) * rows.token_bytes
+            limit = count
+            if const_expr(self.real_units < self.row_units):
+                limit = cutlass.select_(unit < self.real_units, count, Int32(0))
+            words = load_piece_below((below - low) + row, limit, address + unit * PIECE_BYTES)
+            for i in cutlass.range_constexpr(4):
+                held.words[4 * k + i] = words[i]
+
+    def numbers(self, held: HeldRows, k: int) -> list[Any]:
+        """The words of a load."""
+        return [held.words[4 * k + i] for i in range(4)]
+
+
+@dataclass(frozen=True)
+class UnpackSizes:
+    """Run-time numbers of a launch.
+
+    total_q, batch: of the queries. kv_heads. max_seq_len: tokens that a request may have. window: keys that a query
+    sees, itself included; 0 for all. room: tokens that a request has in the target, whole tiles.
+    """
+
+    total_q: Int32
+    batch: Int32
+    kv_heads: Divisor
+    max_seq_len: Int32
+    window: Int32
+    room: Int32
+
+
+@dataclass(frozen=True)
+class UnpackLengths:
+    """Addresses of int32, and prefix_only, as :class:`.work.Lengths` has them."""
+
+    cu_seqlens_q: Int64
+    seq_lens: Int64
+    prefix_only: Int32
+
+
+@dataclass(frozen=True)
+class UnpackTarget:
+    """Where rows go; addresses. keys, values: [batch, kv_heads, room, head_dim] of 16 bits. tile_scales: fp32 [batch,
+    kv_heads, tiles, 4]: what K's tile is to be multiplied with, 0, log2 of the same of V's, its reciprocal."""
+
+    keys: Int64
+    values: Int64
+    tile_scales: Int64
+
+    def rows(self, operand: int) -> Int64:
+        return (self.keys, self.values)[operand]
+
+
+@dataclass(frozen=True)
+class UnpackWork:
+    """A tile's request and head, and the request's tokens: 0 to kv_stop."""
+
+    request: Int32
+    head: Int32
+    kv_stop: Int32
+
+
+class UnpackKernel:
+    """One compiled variant; :class:`UnpackConfig` says which."""
+
+    num_warps: ClassVar[int] = 4
+
+    def __init__(self, config: UnpackConfig):
+        self.config = config
+        kind = CodedRows if config.formats[0].is_coded else DenseRows
+        self.rows = kind(config, KEYS), kind(config, VALUES)
+        self.row_bytes = config.head_dim * ELEMENT_BYTES
+
+    @cute.jit
+    def __call__(
+        self,
+        k_cache: cute.Tensor,
+        v_cache: cute.Tensor,
+        k_rows: cute.Tensor,
+        v_rows: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        seq_lens: cute.Tensor,
+        tile_scales: Int64,
+        block_table: Int64,
+        max_pages: Int32,
+        total_q: Int32,
+        max_seq_len: Int32,
+        window: Int32,
+        prefix_only: Int32,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Caches, cu_seqlens, seq_lens, block_table, prefix_only as :meth:`.kernel.ExtendKernel.__call__` has them;
+        k_rows, v_rows [batch, num_kv_heads, room, head_dim], contiguous, room whole tiles; others as
+        :class:`UnpackSizes` and :class:`UnpackTarget` have them."""
+        config = self.config
+        element_bytes = 1 if config.formats[0].is_coded else ELEMENT_BYTES
+        cache, target = extents(k_cache), extents(k_rows)
+        tokens = cache[2] if config.head_major else cache[1]
+        keys, values = (Rows.of(tensor, element_bytes, config.head_major) for tensor in (k_cache, v_cache))
+        source = Source(keys, values, Pages(block_table, max_pages, cache[0], Divisor.of(tokens)), None, Int64(0))
+        shape = UnpackSizes(total_q, target[0], Divisor.of(target[1]), max_seq_len, window, target[2])
+        lengths = UnpackLengths(ptx.address(cu_seqlens), ptx.address(seq_lens), prefix_only)
+        rows = UnpackTarget(ptx.address(k_rows), ptx.address(v_rows), tile_scales)
+        self.kernel(shape, source, rows, lengths).launch(
+            grid=(num_ctas, 1, 1), block=(self.num_warps * WARP_THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, shape, source, target, lengths):
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        item = cute.arch.block_idx()[0] * self.num_warps + warp
+        self.unpack(shape, source, target, lengths, item, cute.arch.grid_dim()[0] * self.num_warps, lane)
+
+    @cute.jit
+    def unpack(self, shape, source, target, lengths, item: Int32, stride: Int32, lane: Int32):
+        """Every ``stride``-th tile of K and V of all requests, from ``item`` on: heads and operands innermost, so that
+        who runs at the same time reads the same tokens."""
+        base = Int32(0)
+        for first in cutlass.range(0, shape.batch, WARP_THREADS):
+            first_valid, kv_stop = self.tokens(shape, lengths, first + lane)
+            begin = first_valid // self.config.tile_tokens
+            end = (kv_stop + (self.config.tile_tokens - 1)) // self.config.tile_tokens
+            count = cutlass.max(end - begin, 0) * shape.kv_heads.value * 2
+            for k in cutlass.range(0, cutlass.min(shape.batch - first, WARP_THREADS), 1):
+                stop = base + cute.arch.shuffle_sync(count, k)
+                own_begin, own_stop = cute.arch.shuffle_sync(begin, k), cute.arch.shuffle_sync(kv_stop, k)
+                own_valid = cute.arch.shuffle_sync(first_valid, k)
+                while item < stop:
+                    self.unpack_tile(
+                        shape, source, target, first + k, own_begin, own_valid, own_stop, item - base, lane
+                    )
+                    item = item + stride
+                base = stop
+
+    @cute.jit
+    def tokens(self, shape, lengths, request: Int32):
+        """(first, end) of a request's tokens that some query of it sees; 0, 0 for none, and for requests that there are
+        not."""
+        exists = request < shape.batch
+        at = cutlass.select_(exists, request, Int32(0))
+        ends = [Int32(ptx.load_global_words(lengths.cu_seqlens_q + Int64(at + i) * 4, 0, 1)[0]) for i in range(2)]
+        q_start = cutlass.min(cutlass.max(ends[0], 0), shape.total_q)
+        queries = cutlass.min(cutlass.max(ends[1], q_start), shape.total_q) - q_start
+        kv_len = Int32(ptx.load_global_words(lengths.seq_lens + Int64(at) * 4, 0, 1)[0])
+        before, kv_stop = tokens_of(kv_len, queries, shape.max_seq_len, lengths.prefix_only)
+        first = cutlass.select_(shape.window > 0, cutlass.max(before - shape.window + 1, 0), Int32(0))
+        some = exists & (queries > 0) & (first < kv_stop)
+        return cutlass.select_(some, first, Int32(0)), cutlass.select_(some, kv_stop, Int32(0))
+
+    @cute.jit
+    def unpack_tile(self, shape, source, target, request, begin, first_valid, kv_stop, index: Int32, lane: Int32):
+        """K's or V's tile of a number among its request's."""
+        tile, head = shape.kv_heads.divide_int(index >> 1)
+        work = UnpackWork(request, head, kv_stop)
+        if (index & 1) == KEYS:
+            self.copy(KEYS, shape, source, target, work, first_valid, begin + tile, lane)
+        else:
+            self.copy(VALUES, shape, source, target, work, first_valid, begin + tile, lane)
+
+    @cute.jit
+    def copy(
+        self,
+        operand: cutlass.Constexpr,
+        shape,
+        source,
+        target,
+        work,
+        first_valid: Int32,
+        block: Int32,
+        lane: Int32,
+    ):
+        """A tile of one operand, chunk by chunk, the next one's words asked for before one is stored."""
+        rows = self.rows[operand]
+        line = Int64(work.request) * shape.kv_heads.value + work.head  # of the target's: a request's head
+        factor = Float32(1.0)
+        if const_expr(any(self.config.tile_scales)):
+            factor = self.scale_tile(operand, shape, source, target, work, first_valid, block, line, lane)
+        place = (line * shape.room + block * self.config.tile_tokens) * self.row_bytes
+        held = [rows.make(), rows.make()]
+        rows.load(held[0], source, work, first_valid, block, Int32(0), lane)
+        for chunk in cutlass.range_constexpr(UNPACK_CHUNKS):
+            if const_expr(chunk + 1 < UNPACK_CHUNKS):
+                rows.load(held[(chunk + 1) % 2], source, work, first_valid, block, Int32(chunk + 1), lane)
+            address = target.rows(operand) + place + chunk * self.config.warp_rows * self.row_bytes
+            self.store(rows, held[chunk % 2], factor, address, lane)
+
+    @cute.jit
+    def scale_tile(
+        self, operand: cutlass.Constexpr, shape, source, target, work, first_valid, block: Int32, line: Int64, lane
+    ):
+        """Writes a tile's power of 2; returns its reciprocal, which rows' scales are to be multiplied with."""
+        exponent = Int32(0)
+        if const_expr(self.config.tile_scales[operand]):
+            top = self.greatest_scale(source.rows(operand), source, work, first_valid, block, lane)
+            exponent = (numbers.bits(top) >> 23).to(Int32) - 127
+            exponent = cutlass.min(cutlass.max(exponent, Int32(LEAST_EXPONENT)), Int32(GREATEST_EXPONENT))
+            exponent = exponent + (1 + CODE_EXPONENT - TOP_EXPONENT)
+        power = numbers.from_bits((exponent + 127).to(Uint32) << 23)
+        reciprocal = numbers.from_bits((127 - exponent).to(Uint32) << 23)
+        tile = line * (shape.room // self.config.tile_tokens) + block
+        address = target.tile_scales + tile * TILE_SCALE_BYTES
+        if const_expr(operand == KEYS):
+            store_below(lane, Int32(1), address, [power, Float32(0.0)])
+        else:
+            store_below(lane, Int32(1), address, [exponent.to(Float32), reciprocal], 8)
+        return reciprocal
+
+    @cute.jit
+    def greatest_scale(self, rows, source, work, first_valid, block: Int32, lane: Int32):
+        """Of the rows of a tile that some query sees."""
+        top = Float32(0.0)
+        for first in cutlass.range_constexpr(0, self.config.tile_tokens, WARP_THREADS):
+            token = block * self.config.tile_tokens + first + lane
+            exists = (token >= first_valid) & (token < work.kv_stop)
+            token = cutlass.select_(exists, token, work.kv_stop - 1)  # whose page there is
+            found, place = source.pages.locate(self.config.page_tokens > 0, work.request, token)
+            word = load_word_below(
+                cutlass.select_(exists, Int32(0), Int32(1)), Int32(1), rows.address(found, place, work.head)
+            )
+            top = ptx.fmax(top, word.bitcast(Float32))
+        return lane_max(top, neighbours(WARP_THREADS))
+
+    @cute.jit
+    def store(self, rows: cutlass.Constexpr, held, factor, address: Int64, lane: Int32):
+        """Decodes what a warp holds of a chunk into the target's rows, whose first is at ``address``. factor: what
+        rows' scales are to be multiplied with."""
+        below = lane // rows.row_units if const_expr(rows.row_units < WARP_THREADS) else Int32(0)
+        unit = lane % rows.row_units if const_expr(rows.row_units < WARP_THREADS) else lane
+        own = address + Int64(below * self.row_bytes + unit * rows.unit_bytes)
+        for k in cutlass.range_constexpr(rows.num_loads):
+            row, part = k * WARP_THREADS // rows.row_units, k * WARP_THREADS % rows.row_units
+            words = rows.numbers(held, k)
+            if const_expr(rows.token_scale):
+                scale = cute.arch.shuffle_sync(held.scale[0], below + row).bitcast(Float32) * factor
+                words = [self.scaled(word, scale) for word in words]
+            offset = row * self.row_bytes + part * rows.unit_bytes
+            if const_expr(rows.real_units < rows.row_units):
+                store_below(unit + part, Int32(rows.real_units), own, words, offset)
+            else:
+                ptx.store_global(own, words, offset=offset)
+
+    def scaled(self, word, scale):
+        """A pair of codes times a scale, rounded once."""
+        low, high = ptx.half2_low_to_float(word), ptx.half2_high_to_float(word)
+        return ptx.pack_f16x2(low * scale, high * scale)

@@ -1,0 +1,120 @@
+"""A calibrated cache's transforms for an engine's layers: the file of `cute-kernels calibrate`, cut to a rank's heads.
+
+vLLM makes a layer's attention without telling it which layer it is, so transforms come when the engine has made its
+caches: before kernels are prepared, and before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from cute_kernels.attention.features import WIDEST_RESTORED
+from cute_kernels.integrations.objects import Foreign
+from cute_kernels.integrations.vllm import environment, kv_formats
+from cute_kernels.kv_cache.config import cannot_rotate, row_transform_of
+from cute_kernels.kv_cache.constants import CacheConstants
+from cute_kernels.kv_cache.transforms import CacheTransform
+
+
+def give(layers: Mapping[str, Foreign], config: Foreign, device: torch.device) -> None:
+    """Gives every layer of this package's attention its transform; nothing without a file in the environment.
+
+    Args:
+        layers: the engine's by vLLM's names, which have the layer's number in them.
+        config: the engine's.
+        device: where the transforms' arrays go.
+
+    Raises:
+        FileNotFoundError, ConstantsError, ValueError: the file, or what it is of, does not fit the engine; the message
+            names the environment's variable or the file, and the layer.
+    """
+    path = environment.wanted_constants()
+    if path is None:
+        return
+    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    constants = _read(path)
+    there = config.model_config.hf_text_config.num_hidden_layers
+    if constants.num_layers != there:
+        raise ValueError(f"{path}: got constants of {constants.num_layers} layers, want the model's {there}")
+    ranks = config.parallel_config.tensor_parallel_size
+    rank = get_tensor_model_parallel_rank() if ranks > 1 else 0
+    for name, layer in layers.items():
+        impl = getattr(layer, "impl", None)
+        if not getattr(impl, "takes_constants", False):
+            continue
+        if not kv_formats.is_own(impl.kv_cache_dtype):
+            raise ValueError(
+                f"{environment.CONSTANTS}: got {path} with --kv-cache-dtype {impl.kv_cache_dtype}, want auto and "
+                f"{environment.KV_FORMAT}"
+            )
+        # A layer that reads another one's cache reads what that one has written.
+        number = extract_layer_index(impl.kv_sharing_target_layer_name or name)
+        if number >= there:
+            raise ValueError(
+                f"{path}: {name}: got constants of {there} layers, want the layer's, say of a drafting model"
+            )
+        transform = constants.transforms[number]
+        if transform is None:
+            impl.transform = None
+            continue
+        try:
+            cut = own_heads(transform, impl.num_kv_heads, rank, ranks)
+            cut.validate(impl.num_kv_heads, impl.head_size)
+            _check_served(cut, impl.head_size, impl.soft_cap)
+        except ValueError as error:
+            raise ValueError(f"{path}: {name}: {error}") from error
+        impl.transform = cut.to(device)
+
+
+def own_heads(transform: CacheTransform, num_kv_heads: int, rank: int, ranks: int) -> CacheTransform:
+    """A transform of a whole model's layer for the KV heads of one of its ranks.
+
+    As vLLM deals heads out: in runs, or one of them to several ranks where there are more ranks than heads.
+
+    Raises:
+        ValueError: so many heads are not those of a rank.
+    """
+    if not transform.arrays:
+        return transform
+    total = next(iter(transform.arrays.values())).shape[0]
+    if num_kv_heads * ranks == total:
+        first = rank * num_kv_heads
+    elif num_kv_heads == 1 and ranks % total == 0:
+        first = rank // (ranks // total)
+    else:
+        raise ValueError(f"got constants of {total} KV heads, want those of {ranks} ranks with {num_kv_heads} each")
+    cut = {name: array[first : first + num_kv_heads].contiguous() for name, array in transform.arrays.items()}
+    return replace(transform, **cut)
+
+
+def kinds(kv_cache_dtype: str, num_kv_heads: int, head_size: int) -> list[CacheTransform | None]:
+    """Transforms that stand for all of a model's layers, as far as kernels differ by them; on the CPU."""
+    path = environment.wanted_constants()
+    if path is None or not kv_formats.is_own(kv_cache_dtype):
+        return [kv_formats.transform_for(kv_cache_dtype, num_kv_heads, head_size, "cpu")]
+    return list({row_transform_of(one, shift=False): one for one in _read(path).transforms}.values())
+
+
+def _read(path: Path) -> CacheConstants:
+    constants = CacheConstants.load(path)
+    if constants.scales:
+        raise ValueError(f"{path}: got scales, which vLLM takes from its checkpoint, want transforms alone")
+    return constants
+
+
+def _check_served(transform: CacheTransform, head_size: int, soft_cap: float | None) -> None:
+    """Rotations are those that the kernels make, and attention takes back in its own launch; extend attention caps no
+    scores of centred keys."""
+    if soft_cap is not None and transform.k_center is not None:
+        raise ValueError(f"k_center: got one with a soft cap of {soft_cap}, want none (calibrate --no-center)")
+    for name, width in (("k_rotation", transform.k_rotation), ("v_rotation", transform.v_rotation)):
+        if (reason := cannot_rotate(width, head_size)) is not None:
+            raise ValueError(f"got a {name} that is {reason}")
+    if transform.v_rotation > WIDEST_RESTORED:
+        raise ValueError(f"v_rotation: got {transform.v_rotation}, want at most {WIDEST_RESTORED}")

