@@ -148,7 +148,7 @@ def _dense_decodes(form: str, num_heads: int) -> Decodes | None:
 
 
 def _sparse_decodes(form: str, num_heads: int, topk: int) -> Decodes | None:
-    rows = tuple(prepare.engine_rows().all())
+    rows = tuple(range(1, prepare.engine_rows().most + 1))
     page_size = PAGE_SIZE if form == SCALED else 1
     return Decodes(form, True, num_heads, rows, (1,), topk, page_size)
 
