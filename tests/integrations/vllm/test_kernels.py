@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.integrations.vllm import attention_kernels, engine_kernels, expert_kernels, prepare
+from cute_kernels.integrations.vllm import attention_kernels, engine_kernels, expert_kernels, mla_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_formats import format_of
 from cute_kernels.linear.experts import ExpertsForm
@@ -116,6 +116,17 @@ def test_steps_of_any_number_of_requests_have_kernels(name: str, num_heads: int,
     for batch in range(1, 201):
         assert asked((batch,)) <= ready, batch
     assert asked((5,), 2) <= ready  # fewer tokens are drafted than asked for
+
+
+@pytest.mark.parametrize("num_heads", [8, 16, 64, 128])
+def test_chosen_tokens_of_any_number_of_queries_have_kernels(num_heads: int):
+    """Of latent attention: every number up to what `mla.EACH_ROW` says, then a grid."""
+
+    def asked(rows: Iterable[int]) -> set[KernelSpec]:
+        return set(mla_kernels.specs(mla_kernels.Decodes("mla_fp8", True, num_heads, tuple(rows), (1,), 2048, 64), 132))
+
+    ready = asked({*range(1, 257), *prepare.RowCounts((1, 2), 4096).all()})
+    assert asked(range(250, 4096, 7)) <= ready
 
 
 @pytest.mark.usefixtures("h200")
