@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.integrations.vllm import attention_kernels, engine_kernels, expert_kernels, prepare
+from cute_kernels.integrations.vllm import attention_kernels, engine_kernels, expert_kernels, mla_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_cache import CacheTransform
 from cute_kernels.kv_cache.compile import BulkSpec
@@ -123,8 +123,7 @@ def test_the_wheel_has_the_kernels_of_every_engines_rows_and_batches():
 
 
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(32, 8), (8, 1), (32, 4)])
-@pytest.mark.parametrize("name", ["e4m3_tensor", "int4_g4"])
+@pytest.mark.parametrize(("name", "num_heads", "num_kv_heads"), [("e4m3_tensor", 8, 1), ("int4_g4", 32, 8)])
 def test_steps_of_any_number_of_requests_have_kernels(name: str, num_heads: int, num_kv_heads: int):
     one = layer(name, name, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
@@ -133,9 +132,20 @@ def test_steps_of_any_number_of_requests_have_kernels(name: str, num_heads: int,
         return set(attention_kernels.specs([one], decodes, torch.device("cuda", 0)))
 
     ready = asked(attention_kernels.batches_up_to(200))
-    for batch in range(1, 201):
-        assert asked((batch,)) <= ready, batch
+    for batch in (*range(1, 70), *range(71, 201, 5)):
+        assert asked((batch,), 1) <= ready, batch
     assert asked((5,), 2) <= ready  # fewer tokens are drafted than asked for
+
+
+@pytest.mark.parametrize("num_heads", [8, 16, 64, 128])
+def test_chosen_tokens_of_any_number_of_queries_have_kernels(num_heads: int):
+    """Of latent attention: every number up to what `mla.EACH_ROW` says, then a grid."""
+
+    def asked(rows: Iterable[int]) -> set[KernelSpec]:
+        return set(mla_kernels.specs(mla_kernels.Decodes("mla_fp8", True, num_heads, tuple(rows), (1,), 2048, 64), 132))
+
+    ready = asked({*range(1, 257), *prepare.RowCounts((1, 2), 4096).all()})
+    assert asked(range(250, 4096, 7)) <= ready
 
 
 @pytest.mark.usefixtures("h200")
