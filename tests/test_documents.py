@@ -34,6 +34,7 @@ def name(path: Path) -> str:
 
 RUN = [name(path) for path in DOCUMENTS if BLOCK.search(path.read_text())]
 
+
 @pytest.mark.parametrize("document", RUN)
 def test_python_blocks_run_in_order(document: str):
     """The blocks of one document share their names, as a reader would type them; "```python gpu" needs a GPU."""
