@@ -33,6 +33,7 @@ logger = logging.getLogger("vllm.cute_kernels")
 PAGE_SIZE = 64  # of FlashMLA's backends
 MAX_Q_LEN = 16  # of `mla_decode`
 MAX_HEADS = 128
+EACH_ROW = 256  # up to so many new tokens of a step, neighbours may have other kernels
 FORMATS: dict[torch.dtype, MlaFormatName] = {torch.bfloat16: "mla_bf16", torch.float16: "mla_fp16"}
 """Of caches in 16 bits, by their dtype."""
 SCALED = "mla_fp8"  # DeepSeek-V3.2's tokens of 656 bytes, vLLM's fp8_ds_mla
@@ -148,7 +149,7 @@ def _dense_decodes(form: str, num_heads: int) -> Decodes | None:
 
 
 def _sparse_decodes(form: str, num_heads: int, topk: int) -> Decodes | None:
-    rows = tuple(prepare.engine_rows().all())
+    rows = tuple(sorted({*range(1, EACH_ROW + 1), *prepare.engine_rows().all()}))
     page_size = PAGE_SIZE if form == SCALED else 1
     return Decodes(form, True, num_heads, rows, (1,), topk, page_size)
 

@@ -8,7 +8,9 @@ What is expected of a layer is worked out here from the codes, in fp64, by the f
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -303,3 +305,67 @@ def error_of_experts(layer: Experts, made: Any, tokens: int, dtype: torch.dtype,
     made.apply(output, x.to(device), None, None, weights.to(device), ids.to(device), activation, 5, own, *rest)
     expected = layer.expected(x, ids if expert_map is None else expert_map[ids.long()], weights)
     return float((output.cpu().double() - expected).abs().max() / expected.abs().max())
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a model as one of some GPUs has it: vLLM's own layers, quantised as GPTQ, that loaded their part.
+
+    qkv, gate_up, o, down: x [tokens, inputs] to [tokens, outputs] of this GPU; o's and down's are to be added up.
+    """
+
+    qkv: Callable[[torch.Tensor], torch.Tensor]
+    o: Callable[[torch.Tensor], torch.Tensor]
+    gate_up: Callable[[torch.Tensor], torch.Tensor]
+    down: Callable[[torch.Tensor], torch.Tensor]
+    kernels: tuple[Any, ...]
+
+
+HIDDEN, MIDDLE, HEADS, KV_HEADS, HEAD_SIZE = 256, 512, 4, 1, 64
+GROUP_OF_BLOCK = 64
+
+
+def block_of(rank: int, ranks: int, dtype: torch.dtype = torch.bfloat16, bits: int = 4) -> Block:
+    """The same random checkpoint whatever the number of GPUs. KV_HEADS are fewer than two GPUs: each has them all."""
+    from vllm.model_executor.layers import linear
+    from vllm.model_executor.layers.quantization import auto_gptq
+
+    generator = torch.Generator().manual_seed(11)
+    config = auto_gptq.AutoGPTQConfig(bits, GROUP_OF_BLOCK, False, True, False, {}, {}, ["block"])
+    options: dict[str, Any] = {"bias": False, "quant_config": config, "params_dtype": dtype, "prefix": "block"}
+    kernels: list[Any] = []
+
+    def fill(layer: Any, parts: dict[Any, int], inputs: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        for part, n in parts.items():
+            codes = torch.randint(0, 1 << bits, (n, inputs), generator=generator)
+            scales = torch.rand(n, inputs // GROUP_OF_BLOCK, generator=generator) * 0.02 + 0.002
+            tensors = {
+                "qweight": words(codes, bits, tuple(range(32 // bits))).T.contiguous(),
+                "scales": scales.to(dtype).T.contiguous(),
+                "g_idx": (torch.arange(inputs) // GROUP_OF_BLOCK).int(),
+                "qzeros": torch.zeros(inputs // GROUP_OF_BLOCK, n * bits // 32, dtype=torch.int32),
+            }
+            for name, parameter in layer.named_parameters():
+                which = () if part is None else (part,)
+                parameter.weight_loader(parameter, tensors[name], *which)
+        layer.quant_method.process_weights_after_loading(layer)
+        kernels.append(layer.quant_method.kernel)
+        return lambda x: layer.quant_method.apply(layer, x, None)
+
+    here = {"rank": lambda: rank, "world_size": lambda: ranks}
+    modules = ("vllm.model_executor.parameter", "vllm.model_executor.layers.linear")
+    with ExitStack() as stack:
+        for module, (name, value) in itertools.product(modules, here.items()):
+            stack.enter_context(mock.patch(f"{module}.get_tensor_model_parallel_{name}", value))
+        stack.enter_context(mock.patch.object(auto_gptq, "verify_marlin_supported"))
+        qkv = linear.QKVParallelLinear(HIDDEN, HEAD_SIZE, HEADS, KV_HEADS, **options)
+        o = linear.RowParallelLinear(HEADS * HEAD_SIZE, HIDDEN, reduce_results=False, **options)
+        gate_up = linear.MergedColumnParallelLinear(HIDDEN, [MIDDLE, MIDDLE], **options)
+        down = linear.RowParallelLinear(MIDDLE, HIDDEN, reduce_results=False, **options)
+        made = (
+            fill(qkv, {"q": HEADS * HEAD_SIZE, "k": KV_HEADS * HEAD_SIZE, "v": KV_HEADS * HEAD_SIZE}, HIDDEN),
+            fill(o, {None: HIDDEN}, HEADS * HEAD_SIZE),
+            fill(gate_up, {0: MIDDLE, 1: MIDDLE}, HIDDEN),
+            fill(down, {None: HIDDEN}, MIDDLE),
+        )
+    return Block(*made, kernels=tuple(kernels))

@@ -324,6 +324,21 @@ def steps_of_mixed_requests_give_attention_over_everything() -> None:
 
 
 @check
+def two_gpus_attend_as_one_does() -> None:
+    """Each to its own heads: what one GPU gives for them, but for sums that a CPU adds in another order."""
+    from vllm.v1.attention.backends import fa_utils
+
+    fa_utils.flash_attn_varlen_func = flash_attention
+    fa_utils.get_flash_attn_version = lambda **_: 3
+    for kv, form in (("fp8", ""), ("auto", "int4_g4"), ("int8_per_token_head", "")):
+        whole, _ = serve_steps(Layer(kv, form, heads=4, kv_heads=2, dim=64))
+        parts = [serve_steps(Layer(kv, form, heads=2, kv_heads=1, dim=64, rank=rank, ranks=2))[0] for rank in range(2)]
+        error = float((torch.cat(parts, dim=1).double() - whole.double()).abs().max())
+        assert error < 2e-3, (kv, form, error)
+    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+
+
+@check
 def a_calibrated_cache_is_read_as_it_is_written() -> None:
     """Every part of a step goes through the layer's own transform: decoding, first chunks, continued prompts."""
     with tempfile.TemporaryDirectory() as folder:

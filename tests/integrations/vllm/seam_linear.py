@@ -75,3 +75,39 @@ def other_layers_are_left_to_vllm_with_a_reason() -> None:
     ):
         able, reason = CuteKernelsLinearKernel.can_implement(config(**changes))
         assert not able and words in str(reason), (changes, reason)
+
+
+@check
+def two_gpus_have_what_one_has() -> None:
+    """A block's layers, loaded by vLLM as each of two GPUs loads them: outputs side by side, or sums, are one GPU's.
+
+    What a layer of one GPU gives is compared with its checkpoint elsewhere. Keys and values of the one KV head are on
+    both GPUs.
+    """
+    from tests.integrations.vllm import layers
+
+    one, ranks = layers.block_of(0, 1), [layers.block_of(rank, 2) for rank in range(2)]
+    for block in (one, *ranks):
+        assert {type(kernel).__name__ for kernel in block.kernels} == {"CuteKernelsLinearKernel"}
+    x = torch.randn(7, layers.HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def parts(block: Any, heads: int) -> list[torch.Tensor]:
+        own = layers.KV_HEADS * layers.HEAD_SIZE
+        return list(block.qkv(x).split([heads * layers.HEAD_SIZE, own, own], dim=-1))
+
+    q, k, v = parts(one, layers.HEADS)
+    halves = [parts(block, layers.HEADS // 2) for block in ranks]
+    assert torch.equal(torch.cat([half[0] for half in halves], dim=-1), q)
+    assert all(torch.equal(half[1], k) and torch.equal(half[2], v) for half in halves)
+    gates = [block.gate_up(x).chunk(2, dim=-1) for block in ranks]
+    gate, up = one.gate_up(x).chunk(2, dim=-1)
+    assert torch.equal(torch.cat([part for part, _ in gates], dim=-1), gate)
+    assert torch.equal(torch.cat([part for _, part in gates], dim=-1), up)
+    for whole, shares, rows in (
+        (one.o, [block.o for block in ranks], q),
+        (one.down, [block.down for block in ranks], gate),
+    ):
+        expected = whole(rows).double()
+        total = sum(share(part).double() for share, part in zip(shares, rows.chunk(2, dim=-1), strict=True))
+        error = (total - expected).abs().max() / expected.abs().max()
+        assert error < 2**-7, float(error)

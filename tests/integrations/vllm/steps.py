@@ -127,6 +127,8 @@ class Layer:
     dim: int = 128
     page: int = 16
     pages: int = 8  # of a request
+    rank: int = 0  # of `ranks` GPUs, each of which has so many heads of the same numbers
+    ranks: int = 1
     constants: str = ""
 
     def __str__(self) -> str:
@@ -229,7 +231,9 @@ def serve_steps(
     cache = torch.zeros(requests * pages, size + 64, dtype=torch.uint8, device=device)[:, :size]
     layer = SimpleNamespace(_k_scale=torch.tensor(0.02, device=device), _v_scale=torch.tensor(0.015, device=device))
     q, k, v = (
-        torch.randn(requests, pages * page, count, dim, generator=generator).half()
+        torch.randn(requests, pages * page, count * served.ranks, dim, generator=generator)
+        .half()
+        .chunk(served.ranks, dim=2)[served.rank]
         for count in (heads, kv_heads, kv_heads)
     )
     table = torch.randperm(requests * pages, generator=generator).view(requests, pages).int()

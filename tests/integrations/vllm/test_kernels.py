@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.integrations.vllm import attention_kernels, engine_kernels, expert_kernels, prepare
+from cute_kernels.integrations.vllm import attention_kernels, engine_kernels, expert_kernels, mla_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
+from cute_kernels.kv_cache import CacheTransform
+from cute_kernels.kv_cache.compile import BulkSpec
+from cute_kernels.kv_cache.config import BulkConfig
 from cute_kernels.kv_formats import format_of
 from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.schedule import LinearProblem
@@ -68,6 +71,23 @@ def test_prompts_that_extend_attention_does_not_serve_are_dequantised():
 
 
 @pytest.mark.usefixtures("h200")
+def test_a_transformed_cache_is_dequantised_in_fp32_and_has_appends_of_its_own():
+    impl = layer("bf16", "int4_g4")
+    impl.transform = CacheTransform(torch.zeros(8, 128), k_rotation=32, v_factor=torch.ones(8, 128))
+    decodes = attention_kernels.Decodes((1,), 1, 8448, 64, torch.bfloat16)
+    specs = attention_kernels.specs([impl, layer("bf16", "int4_g4")], decodes, torch.device("cuda", 0))
+    symbols = [spec.symbol for spec in specs]
+    assert {symbol for symbol in symbols if symbol.startswith("dequantize")} == {
+        spec.symbol
+        for dtype in ("bf16", "fp32")
+        for spec in (BulkSpec(BulkConfig("dequantize", form, dtype, 128)) for form in ("bf16", "int4_g4"))
+    }
+    appends = [symbol for symbol in symbols if symbol.startswith("append")]
+    assert len(appends) == 4 and sum("center_v_factor_k32" in symbol for symbol in appends) == 2
+    assert any(symbol.startswith("decode") and "v_factor" in symbol for symbol in symbols)
+
+
+@pytest.mark.usefixtures("h200")
 def test_a_step_that_must_not_depend_on_its_batch_has_no_kernels_that_do():
     decodes = attention_kernels.Decodes((1, 8), 1, 8448, 64, torch.bfloat16, invariant=True)
     specs = attention_kernels.specs([layer("e4m3_tensor", "e4m3_tensor")], decodes, torch.device("cuda", 0))
@@ -103,8 +123,7 @@ def test_the_wheel_has_the_kernels_of_every_engines_rows_and_batches():
 
 
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(32, 8), (8, 1), (32, 4)])
-@pytest.mark.parametrize("name", ["e4m3_tensor", "int4_g4"])
+@pytest.mark.parametrize(("name", "num_heads", "num_kv_heads"), [("e4m3_tensor", 8, 1), ("int4_g4", 32, 8)])
 def test_steps_of_any_number_of_requests_have_kernels(name: str, num_heads: int, num_kv_heads: int):
     one = layer(name, name, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
@@ -113,9 +132,20 @@ def test_steps_of_any_number_of_requests_have_kernels(name: str, num_heads: int,
         return set(attention_kernels.specs([one], decodes, torch.device("cuda", 0)))
 
     ready = asked(attention_kernels.batches_up_to(200))
-    for batch in range(1, 201):
-        assert asked((batch,)) <= ready, batch
+    for batch in (*range(1, 70), *range(71, 201, 5)):
+        assert asked((batch,), 1) <= ready, batch
     assert asked((5,), 2) <= ready  # fewer tokens are drafted than asked for
+
+
+@pytest.mark.parametrize("num_heads", [8, 16, 64, 128])
+def test_chosen_tokens_of_any_number_of_queries_have_kernels(num_heads: int):
+    """Of latent attention: every number up to what `mla.EACH_ROW` says, then a grid."""
+
+    def asked(rows: Iterable[int]) -> set[KernelSpec]:
+        return set(mla_kernels.specs(mla_kernels.Decodes("mla_fp8", True, num_heads, tuple(rows), (1,), 2048, 64), 132))
+
+    ready = asked({*range(1, 257), *prepare.RowCounts((1, 2), 4096).all()})
+    assert asked(range(250, 4096, 7)) <= ready
 
 
 @pytest.mark.usefixtures("h200")
