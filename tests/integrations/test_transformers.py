@@ -64,7 +64,7 @@ def test_a_quantised_cache_gives_the_logits_of_quantised_keys_and_values(model, 
     form = FORMATS[kv_format]
     update = integration.DecodeCacheLayer.update
 
-    def update_with_rounded(layer, *states):
+    def update_with_rounded(layer, *states, **_):
         return update(layer, *(form.dequantize(form.quantize(x), 64, torch.bfloat16) for x in states[:2]))
 
     monkeypatch.setattr(integration.DecodeCacheLayer, "update", update_with_rounded)
