@@ -211,12 +211,11 @@ def print_summary(runs: dict[str, Run], scale: Scale) -> bool:
     if torch.cuda.is_available():
         flush = ColdL2()
         floor = StreamingFloor(flush, quick=True)
-    for label, run in runs.items():
+    for run in runs.values():
         q, call = last_layer_call(run, scale)
         layer = run.cache.layers[-1]
-        want, _ = decode_attention_reference(
-            q, layer.keys, layer.values, layer.columns.seq_lens, kv_format=label, compute_dtype=torch.float64
-        )
+        known = layer.operands()
+        want, _ = decode_attention_reference(q, seq_lens=layer.columns.seq_lens, **known, compute_dtype=torch.float64)
         error = _error(call(), want)
         agrees &= error <= TOLERANCE
         facts = {
@@ -248,14 +247,12 @@ def last_layer_call(run: Run, scale: Scale) -> tuple[torch.Tensor, Callable[[], 
     """A query, and `decode_attention` of it on the last layer's cache as the run left it."""
     layer = run.cache.layers[-1]
     generator = torch.Generator(device=layer.device).manual_seed(1)
-    shape = (layer.keys.shape[0], 1, scale.num_q_heads, scale.head_dim)
+    shape = (layer.columns.batch, 1, scale.num_q_heads, scale.head_dim)
     q = torch.randn(shape, dtype=torch.bfloat16, device=layer.device, generator=generator) * SCORE_DEVIATION
     out = torch.full_like(q, torch.nan)
 
     def call() -> torch.Tensor:
-        return cute_kernels.decode_attention(
-            q, layer.keys, layer.values, layer.columns.seq_lens, kv_format=layer.formats, out=out
-        )
+        return cute_kernels.decode_attention(q, seq_lens=layer.columns.seq_lens, out=out, **layer.operands())
 
     return q, call
 

@@ -152,15 +152,15 @@ def test_the_next_call_finds_the_memory_and_the_recorded_step():
     ones = torch.ones_like(PROMPT)
     Traced.count = 0
     first = generate(model, ones)
-    rows = first.past_key_values.layers[0].keys
+    rows = first.past_key_values.layers[0].k_rows
     sequences = first.sequences
     other = generate(model, ones)  # the first cache is still held
-    assert other.past_key_values.layers[0].keys is not rows
+    assert other.past_key_values.layers[0].k_rows is not rows
     assert (Traced.count, replay.replays) == (2, 2 * (NEW - 2))
     del first
     gc.collect()
     again = generate(model, ones)
-    assert again.past_key_values.layers[0].keys is rows
+    assert again.past_key_values.layers[0].k_rows is rows
     assert (Traced.count, replay.replays) == (2, 3 * (NEW - 2) + 1)
     assert torch.equal(again.sequences, sequences) and torch.equal(other.sequences, sequences)
 

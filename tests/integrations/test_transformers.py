@@ -64,7 +64,7 @@ def test_a_quantised_cache_gives_the_logits_of_quantised_keys_and_values(model, 
     form = FORMATS[kv_format]
     update = integration.DecodeCacheLayer.update
 
-    def update_with_rounded(layer, *states):
+    def update_with_rounded(layer, *states, **_):
         return update(layer, *(form.dequantize(form.quantize(x), 64, torch.bfloat16) for x in states[:2]))
 
     monkeypatch.setattr(integration.DecodeCacheLayer, "update", update_with_rounded)
@@ -172,7 +172,7 @@ def test_beams_are_those_of_another_cache(model, tokens):
 def requests(cache: Any) -> tuple[list[list[float]], list[int]]:
     """Each request's tokens of the first layer, as one number for each token."""
     layer: Any = cache.layers[0]
-    return layer.keys[:, :, : layer.count].double().sum((1, 3)).tolist(), cache.columns.seq_lens.tolist()
+    return layer.rows[0][:, :, : layer.count].double().sum((1, 3)).tolist(), cache.columns.seq_lens.tolist()
 
 
 def test_requests_are_repeated_selected_and_reordered(model, tokens):
@@ -184,10 +184,10 @@ def test_requests_are_repeated_selected_and_reordered(model, tokens):
     assert requests(cache) == ([a, a, b, b, c, c], [9] * 6)
     cache.batch_select_indices(torch.tensor([5, 0, 2]))
     assert requests(cache) == ([c, a, b], [9] * 3)
-    held = cache.layers[0].keys
+    held = cache.layers[0].k_rows
     cache.reorder_cache(torch.tensor([2, 2, 0]))
     assert requests(cache) == ([b, b, c], [9] * 3)
-    assert cache.layers[0].keys is held
+    assert cache.layers[0].k_rows is held
     cache.batch_select_indices(torch.tensor([True, False, True]))
     assert requests(cache) == ([b, c], [9] * 2)
     reference = DecodeCache("bf16", 30)
@@ -212,6 +212,17 @@ def test_other_states_than_keys_and_values_are_refused_by_name(method):
         getattr(DecodeCache("bf16"), method)(torch.zeros(1, 4), 3)
     with pytest.raises(NotImplementedError, match="layer 0 caches another state than keys and values"):
         DecodeCache("bf16").get_recurrent_state(0)
+
+
+def test_cross_attention_is_refused_by_name(model, tokens):
+    """Its keys are those of other tokens, which models read again past `update`."""
+    cache = DecodeCache("bf16")
+    cache.update(torch.zeros(2, 2, 4, 64, dtype=torch.bfloat16), torch.zeros(2, 2, 4, 64, dtype=torch.bfloat16), 0)
+    with pytest.raises(ValueError, match="got 7 tokens for layer 1 in a pass over 4, want as many: .*cross-attention"):
+        cache.update(torch.zeros(2, 2, 7, 64, dtype=torch.bfloat16), torch.zeros(2, 2, 7, 64, dtype=torch.bfloat16), 1)
+    for name in ("keys", "values"):
+        with pytest.raises(AttributeError, match="hands out packed rows, not K and V"):
+            getattr(cache.layers[0], name)
 
 
 def test_without_a_cache_it_is_causal_attention(model, tokens):

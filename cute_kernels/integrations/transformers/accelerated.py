@@ -329,6 +329,8 @@ def _check_cacheable(model: Any, config: Any, kv_format: object) -> None:
     others = set(getattr(config, "layer_types", None) or ()) - _CACHED_LAYERS
     if others:
         raise ValueError(f"model: got {name} with layers of {', '.join(sorted(others))}, want kv_format=None for it")
+    if crossing := getattr(config, "cross_attention_layers", None):
+        raise ValueError(f"model: got {name} with cross-attention in layers {crossing}, want kv_format=None for it")
     if _checked_latents(model, kv_format):
         return
     heads = getattr(config, "num_attention_heads", None)

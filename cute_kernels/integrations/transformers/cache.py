@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from cute_kernels.arguments import check_count
 from cute_kernels.integrations.transformers.columns import GRANULE, Columns
-from cute_kernels.integrations.transformers.handle import CachedTokens
+from cute_kernels.integrations.transformers.handle import CachedTokens, why_not
 from cute_kernels.integrations.transformers.latents import (
     LATENT_FORMATS,
     ROPE_DIM,
@@ -67,7 +67,9 @@ class DecodeCacheLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
     handle_type = CachedTokens
-    stored = ("keys", "values")
+    stored = ("k_rows", "v_rows")
+    k_rows: torch.Tensor
+    v_rows: torch.Tensor
 
     def __init__(self, book: _Book, index: int) -> None:
         super().__init__()
@@ -89,7 +91,7 @@ class DecodeCacheLayer(CacheLayerMixin):
                 raise TypeError(f"kv_format: got {name!r}, want the format of the model's {self.dtype}")
         self._place_constants(key_states.shape[1], key_states.shape[3], value_states.shape[3])
         columns = self.book.columns_for(key_states.shape[0], key_states.shape[2], self.device)
-        self.keys, self.values = (
+        self.k_rows, self.v_rows = (
             torch.zeros(
                 (columns.batch, states.shape[1], columns.capacity, form.row_elements(states.shape[3])),
                 dtype=form.cache_dtype,
@@ -117,6 +119,14 @@ class DecodeCacheLayer(CacheLayerMixin):
         assert self.book.columns is not None
         return self.book.columns
 
+    def _keys(self) -> Any:
+        raise AttributeError(f"keys: {why_not()}")
+
+    def _is_unset(self, value: object) -> None:
+        assert value is None  # what transformers' own `__init__` sets
+
+    keys = values = property(_keys, _is_unset)  # what reads them past `update` would take packed rows for K and V
+
     @property
     def rows(self) -> tuple[torch.Tensor, ...]:
         """K's and V's, or those of latents."""
@@ -143,6 +153,11 @@ class DecodeCacheLayer(CacheLayerMixin):
             if self.book.is_first(self):
                 columns.begin(new)
         else:
+            if self.count != columns.count and new != columns.new:
+                raise ValueError(
+                    f"key_states: got {new} tokens for layer {self.index} in a pass over {columns.new}, want as many: "
+                    "a DecodeCache has no room for cross-attention"
+                )
             if self.count == columns.count:  # no layer of this pass has been here before
                 self.book.make_room(columns.count + new)
                 self.book.first = weakref.ref(self)
@@ -207,7 +222,7 @@ class LatentCacheLayer(DecodeCacheLayer):
     """One layer's latents as packed tokens [batch, capacity, row]; see `latents`."""
 
     handle_type = CachedLatents
-    stored = ("keys",)
+    stored = ("k_rows",)
 
     @torch.inference_mode(False)  # what a call in inference mode makes, another one may write
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -223,7 +238,7 @@ class LatentCacheLayer(DecodeCacheLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         columns = self.book.columns_for(key_states.shape[0], key_states.shape[2], self.device)
         shape = (columns.batch, columns.capacity, form.row_elements(V_DIM + ROPE_DIM))
-        self.keys = torch.zeros(shape, dtype=form.cache_dtypes[0], device=self.device)
+        self.k_rows = torch.zeros(shape, dtype=form.cache_dtypes[0], device=self.device)
         self._block_table: torch.Tensor | None = None
         self.is_initialized = True
 

@@ -57,11 +57,11 @@ class CachedTokens:
         self.prologue: Prologue | None = None
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name}: {_why_not()}")
+        raise AttributeError(f"{name}: {why_not()}")
 
     @classmethod
     def __torch_function__(cls, function: object, types: object, args: object = (), kwargs: object = None) -> NoReturn:
-        raise AttributeError(f"{getattr(function, '__name__', function)}: {_why_not()}")
+        raise AttributeError(f"{getattr(function, '__name__', function)}: {why_not()}")
 
     @property
     def new(self) -> int:
@@ -161,7 +161,7 @@ def _numbers(
     return found.gather(2, rows[:, None, :, None].expand(-1, found.shape[1], -1, found.shape[3]))
 
 
-def _why_not() -> str:
+def why_not() -> str:
     """Why a reader does not understand the handle: names the module whose code asks, and what it does instead."""
     rule = f"a DecodeCache hands out packed rows, not K and V; only attn_implementation={ATTENTION_NAME!r} reads them"
     frame: FrameType | None = sys._getframe(1)
