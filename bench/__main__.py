@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     moe.add_argument("--samples", type=_count, default=16, help="timed calls per figure")
     moe.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     moe.add_argument("--without", action="append", default=[], metavar="PEER", help="leave out a peer, by its name")
+    moe.add_argument("--options", action="store_true", help="options beside the plain call, instead of peers")
     moe.set_defaults(run=_moe)
 
     mla = commands.add_parser("mla", help="MLA decode, sparse and dense, beside FlashMLA and the floor; MLA append")
@@ -317,6 +318,12 @@ def _moe(options: argparse.Namespace) -> int:
     bench = _gpu_bench("moe", options, options.quick)
     if bench is None:
         return 2
+    if options.options:
+        from bench import moe_options
+        from bench import options as timed
+
+        moe_options.run(bench, moe_options.shapes(tokens=options.tokens or moe_options.TOKENS))
+        return _finish(bench.recorder, timed.text)
     tokens = options.tokens or (moe.QUICK_TOKENS if options.quick else moe.TOKENS)
     peers = () if options.no_peers else [peer for peer in moe_peers.PEERS if peer.name not in options.without]
     moe.run(bench, tokens=tokens, peers=peers)

@@ -117,6 +117,7 @@ def transforms(num_kv_heads: int, head_dim: int, device: Any) -> dict[str, Cache
         "K centred": CacheTransform(center),
         "K centred and rotated over 32": CacheTransform(center, k_rotation=32),
         "K centred and rotated": CacheTransform(center, k_rotation=head_dim),
+        "K centred and rotated, factors of V": CacheTransform(center, None, head_dim, 1 + other.abs()),
         "K centred, scaled and rotated, V as well": CacheTransform(center, signs, head_dim, signs, head_dim),
     }
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bench import accuracy_report, e2e_vllm, linear, mla, moe, norm, perplexity, report
+from bench import accuracy_report, e2e_vllm, extend, linear, mla, moe, norm, perplexity, report
 from bench import record as records
 from bench.environment import ROOT
 from bench.report import MARK_END, OURS, Record, filled, number
@@ -70,8 +70,16 @@ def headline() -> str:
         f"an INT4 cache. From a 16-bit cache the fastest other kernel, {peer}'s, takes {number(best[0], 0)} us, "
         f"**{number(best[0] / us)} times** as long. The INT4 kernel reads {number(ours['gb_per_s'] / 1000)} TB/s, "
         f"{number(100 / ours['floor_ratio'], 0)} % of the rate of a kernel that only reads. "
-        f"{perplexity.beside({'rows': [ours]})} {_served()}\n"
+        f"{_cost('int4_g4')} {_served()}\n"
     )
+
+
+def _cost(name: str) -> str:
+    """What a cache costs in perplexity, in a sentence."""
+    (cache,) = perplexity.caches_in([name])
+    costs = [(model.cost(cache), model.name) for model in perplexity.models()]
+    said = " and ".join(f"by {cost.replace('+', '')} for {name}" for cost, name in costs if cost is not None)
+    return f"In exchange perplexity rises, {said}."
 
 
 def _served() -> str:
@@ -311,6 +319,13 @@ FULL: tuple[tuple[str, str, str, Callable[[Record], str]], ...] = (
         "Head dimensions, contexts, grouped heads; letters as above.",
         lambda r: report.markdown(r, "shapes"),
     ),
+    (
+        "Extend attention",
+        "extend",
+        "Chunks of a prefill and verified drafts (requests x new tokens over all tokens), batches that also decode, "
+        "and a few queries of decode attention over INT4. 8 KV heads, head_dim 128, pages of 64.",
+        extend.markdown,
+    ),
     ("MLA decode", "mla", 'Chosen tokens ("2048 of 32768") and whole contexts, beside FlashMLA.', mla.markdown),
     (
         "Linear layers, H200",
@@ -361,6 +376,8 @@ def performance() -> str:
         "[How a number is made](benchmarks.md#how-a-number-is-made).\n",
     ]
     for title, name, about, markdown in FULL:
+        if not (records.RESULTS / f"{name}.json").exists():
+            continue  # nobody has made that record yet
         parts += [f"## {title}\n", f"{about}\n"]
         if name in FIGURES:
             figure, words = FIGURES[name]

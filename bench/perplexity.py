@@ -65,9 +65,12 @@ class Model:
 
 
 def model_of(record: dict[str, Any], name: str) -> Model:
-    """A model from a record of `bench accuracy`; rows that are smoothed, centred or calibrated are left out."""
+    """A model from a record of `bench accuracy`; rows that are smoothed, centred or calibrated are left out, and those
+    of weights and of grids that no cache has."""
     increases = {}
     for row in record["rows"]:
+        if row.get("k_format") not in FORMATS:
+            continue
         if row["name"] in (row["k_format"], f"{row['k_format']} + {row['v_format']}"):
             for cache in caches_in([row["name"]]):
                 increases[cache] = row["increase_percent"]

@@ -11,6 +11,7 @@ half a minute for what is five seconds. Its tokenizer is taken.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import random
 from dataclasses import dataclass
@@ -82,11 +83,10 @@ def load(path: Path, device: torch.device) -> tuple[Any, Any]:
 def read_model(path: Path) -> Any:
     """The Llama of a .gguf file with tied embeddings, in fp32, without gradients."""
     import numpy as np
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    reader = GGUFReader(str(path))
+    gguf = importlib.import_module("gguf")  # not installed where types are checked
+    reader = gguf.GGUFReader(str(path))
 
     def number(name: str) -> float:
         field = reader.fields[f"llama.{name}"]
@@ -107,7 +107,7 @@ def read_model(path: Path) -> Any:
     )
     weights: dict[str, torch.Tensor] = {}
     for tensor in reader.tensors:
-        value = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+        value = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
         parts = tensor.name.split(".")
         if parts[0] != "blk":
             weights[f"{_TENSORS[parts[0]]}.weight"] = value

@@ -1,6 +1,6 @@
 """From an AWQ checkpoint to text: load the directory, accelerate, generate, save it for a faster start.
 
-pip install "cute-kernels[transformers]"
+pip install ".[compiler,transformers]"         # in a checkout
 python examples/awq_checkpoint.py [DIRECTORY]    # any that AutoAWQ wrote; without one, a small random one is made
 """
 

@@ -1,6 +1,6 @@
 """A Hugging Face model decodes with 4-bit weights and an INT4 KV cache: an import, a call, and `generate` as it is.
 
-pip install "cute-kernels[transformers]"
+pip install ".[compiler,transformers]"    # in a checkout
 python examples/transformers_model.py
 """
 

@@ -72,7 +72,7 @@ class Altered:
 def running(backend: Backend) -> Iterator[None]:
     """Device code that is called in this block runs on ``backend``; not for two threads with different ones.
 
-    So is that of formats from elsewhere (`cute_kernels.kv_formats.register`). Modules that are imported for the first
+    So is that of formats and score options from elsewhere. Modules that are imported for the first
     time inside the block keep the compiler's meanings of scalar types.
     """
     saved: list[tuple[Any, str, Any]] = []
@@ -98,6 +98,7 @@ def patches(meanings: Meanings) -> list[tuple[Any, str, Any]]:
     import cutlass.cute as cute
 
     from cute_kernels import kv_formats
+    from cute_kernels.attention import score_options
     from cute_kernels.device import numbers, ptx
 
     found: list[tuple[Any, str, Any]] = []
@@ -110,7 +111,9 @@ def patches(meanings: Meanings) -> list[tuple[Any, str, Any]]:
     replaced = {id(getattr(cutlass, name)): value for name, value in meanings.scalars.items()}
     found += [(cutlass, name, value) for name, value in meanings.scalars.items()]
     own = (name for name in sys.modules if name.split(".")[0] == PACKAGE)
-    compiled, scalars = _sites(frozenset((*own, *kv_formats.modules_of(*kv_formats.names()))))
+    compiled, scalars = _sites(
+        frozenset((*own, *kv_formats.modules_of(*kv_formats.names()), *score_options.modules_of()))
+    )
     found += [(owner, name, function) for owner, name, function in compiled]
     found += [(module, name, replaced[key]) for module, name, key in scalars if key in replaced]
     for owner, values in meanings.modules.items():

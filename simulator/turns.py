@@ -26,7 +26,10 @@ class Turns:
         self._waiting: set[greenlet] = set()
         self._last: list[greenlet] = []
 
-    own: Callable[[], Any] = staticmethod(getcurrent)  # an object for the thread's own attributes
+    @staticmethod
+    def own() -> Any:
+        """An object for the attributes of the thread that asks."""
+        return getcurrent()
 
     def run(self, bodies: Sequence[Callable[[], None]]) -> None:
         """Runs all bodies to their ends; raises the first error, AssertionError if all that are left wait."""

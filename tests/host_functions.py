@@ -14,38 +14,6 @@ from cute_kernels.runtime import compile_options
 
 
 @cute.jit
-def decode(
-    q: cute.Tensor, k_cache: cute.Tensor, v_cache: cute.Tensor, seq_lens: cute.Tensor, out: cute.Tensor, lse: Int64,
-    workspace: Int64, k_scale: Int64, v_scale: Int64, k_scale_stride: Int32, v_scale_stride: Int32,
-    softmax_scale: Float32, num_splits: Int32, mode: Int32,
-):  # fmt: skip
-    pass
-
-
-@cute.jit
-def decode_with_features(
-    q: cute.Tensor, k_cache: cute.Tensor, v_cache: cute.Tensor, seq_lens: cute.Tensor, out: cute.Tensor, lse: Int64,
-    workspace: Int64, k_scale: Int64, v_scale: Int64, k_scale_stride: Int32, v_scale_stride: Int32,
-    softmax_scale: Float32, num_splits: Int32, mode: Int32, more_rows: Int32, shares: Int32, block_table: Int64,
-    max_pages: Int32, table_stride: Int32, window: Int32, soft_cap: Float32, sinks: Int64, alibi_slopes: Int64,
-    bias: Int64, bias_stride_request: Int64, bias_stride_query: Int64, bias_stride_head: Int64, bias_stride_key: Int64,
-):  # fmt: skip
-    pass
-
-
-@cute.jit
-def decode_with_transform(
-    q: cute.Tensor, k_cache: cute.Tensor, v_cache: cute.Tensor, seq_lens: cute.Tensor, out: cute.Tensor, lse: Int64,
-    workspace: Int64, k_scale: Int64, v_scale: Int64, k_scale_stride: Int32, v_scale_stride: Int32,
-    softmax_scale: Float32, num_splits: Int32, mode: Int32, more_rows: Int32, shares: Int32, block_table: Int64,
-    max_pages: Int32, table_stride: Int32, window: Int32, soft_cap: Float32, sinks: Int64, alibi_slopes: Int64,
-    bias: Int64, bias_stride_request: Int64, bias_stride_query: Int64, bias_stride_head: Int64, bias_stride_key: Int64,
-    q_shift: Int64, out_factor: Int64,
-):  # fmt: skip
-    pass
-
-
-@cute.jit
 def append(
     q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, q_out: cute.Tensor, k_cache: cute.Tensor, v_cache: cute.Tensor,
     seq_lens: cute.Tensor, block_table: cute.Tensor, cu_seqlens: Int64, slots: Int64, position_ids: Int64,
@@ -115,11 +83,11 @@ def product_function(config: Any) -> Any:
 
 @functools.cache
 def attention_function(config: Any) -> Any:
+    from cute_kernels.attention.arguments import arguments_of
     from cute_kernels.attention.compile import fake_arguments
 
-    function = decode_with_features if config.has_features else decode
-    function = decode_with_transform if config.features.transformed else function
-    return cute.compile(function, *fake_arguments(config, AddressSpace.generic), options=compile_options("sm_90a"))
+    entry = arguments_of(config.features, config.page_tokens > 0).entry(lambda given: None, with_stream=False)
+    return cute.compile(entry, *fake_arguments(config, AddressSpace.generic), options=compile_options("sm_90a"))
 
 
 @functools.cache

@@ -6,13 +6,14 @@ Read on in `reference` (what it means), `call` (what a checked call is), `config
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
 from cute_kernels.arguments import check_count, check_tensors
 from cute_kernels.attention import ops
-from cute_kernels.attention.call import CallOptions, options_of
+from cute_kernels.attention.call import CallOptions, options_of, with_score_options
 from cute_kernels.attention.checks import MAX_SPLITS
 from cute_kernels.attention.merge_states import merge_states
 from cute_kernels.attention.reference import decode_attention_splits_reference
@@ -104,6 +105,7 @@ def decode_attention(
     q_shift: torch.Tensor | None = None,
     transform: CacheTransform | None = None,
     tree_mask: torch.Tensor | None = None,
+    score_options: Mapping[str, torch.Tensor] | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
@@ -156,6 +158,8 @@ def decode_attention(
             them done by the append. Not together with q_shift.
         tree_mask: int32 [batch, q_len, words], which of a request's queries' own tokens each query sees, as
             :func:`cute_kernels.extend_attention` has it, which serves such calls: what it does not take is refused.
+        score_options: tensors, by name, of options that :func:`cute_kernels.attention.score_options.register` has made
+            known; they meet scores after ``attn_bias``, in the order of their registration. Not with a tree_mask.
         num_splits: into how many parts each request's tokens are cut. Default: chosen for the shapes (see
             :mod:`cute_kernels.attention.schedule`). If given, a request's result does not depend on the rest of the
             batch.
@@ -190,6 +194,8 @@ def decode_attention(
     if tree_mask is not None:
         from cute_kernels.extend.tree import attend_to_trees  # whose kernel is built on this room
 
+        if score_options:
+            raise ValueError(f"score_options: got {', '.join(score_options)} with a tree_mask, want one of them")
         result, lse = attend_to_trees(
             q,
             k_cache,
@@ -215,13 +221,15 @@ def decode_attention(
         )
         return (result, lse) if return_lse else result
     if transform is not None and (transform := ops.checked_transform(transform)) is not None:
-        sees_shift = return_lse or softcap is not None or sinks is not None
+        sees_shift = return_lse or bool(score_options) or softcap is not None or sinks is not None
         caches = k_cache, v_cache
         q, q_shift = ops.transform_query(transform, q, q_shift, caches, kv_format, cache_layout, sees_shift)
     options = options_of(
         block_table, cache_layout, k_scale, v_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias,
         q_shift,
     )  # fmt: skip
+    if score_options:
+        options = with_score_options(options, score_options)
     path = ops.path_of(q, k_cache, v_cache, seq_lens, options)
     result, lse = path(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options)
     if transform is not None and transform.changes_values:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypedDict, cast
 
 import torch
@@ -11,6 +12,7 @@ from cute_kernels.arguments import check_tensors, shape_of, strides_of
 from cute_kernels.attention import checks
 from cute_kernels.attention.checks import MAX_TOKENS
 from cute_kernels.attention.features import Features
+from cute_kernels.attention.score_options import SIZES, check_given, check_mapping
 from cute_kernels.kv_formats import KvFormat
 from cute_kernels.names import CacheLayout, WindowSize
 
@@ -34,6 +36,7 @@ class CallOptions(ScoreOptions, total=False):
     """`ScoreOptions`, and what queries that are transformed already bring."""
 
     q_shift: torch.Tensor | None
+    score_options: Mapping[str, torch.Tensor] | None
 
 
 NO_OPTIONS: CallOptions = {
@@ -49,7 +52,8 @@ NO_OPTIONS: CallOptions = {
     "attn_bias": None,
     "q_shift": None,
 }
-"""The defaults, complete and in the order that every complete set of options has."""
+"""The defaults, complete and in the order that every complete set of options has; ``score_options`` come after them, in
+calls that have some."""
 
 
 def options_of(
@@ -82,6 +86,12 @@ def options_of(
         "attn_bias": attn_bias,
         "q_shift": q_shift,
     }
+
+
+def with_score_options(options: CallOptions | None, given: Mapping[str, torch.Tensor]) -> CallOptions:
+    """Complete options, and those that are registered; TypeError unless these are a mapping."""
+    check_mapping(given)
+    return cast(CallOptions, {**(options or NO_OPTIONS), "score_options": given})
 
 
 def keys_seen(pair: Any) -> int | None:
@@ -180,6 +190,8 @@ class AttentionCall:
         q_shift: fp32 [batch, q_len, num_q_heads], contiguous: added to q . k.
         v_rotation, v_factor: what the kernel has to undo of V's transform (the reference does not look at it).
         bias: over [batch, q_len, num_q_heads, max_seq_len].
+        terms: names of the registered options (:mod:`.score_options`) that it has.
+        score_tensors: their tensors, by name.
         num_splits: as given.
         out: where the result goes, contiguous [batch, q_len, num_q_heads, v.head_dim] in q's dtype; None for a new one.
     """
@@ -206,6 +218,8 @@ class AttentionCall:
     q_shift: torch.Tensor | None = None
     v_rotation: int = 1
     v_factor: bool = False
+    terms: tuple[str, ...] = ()
+    score_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def batch(self) -> int:
@@ -253,6 +267,7 @@ class AttentionCall:
             v_rotation=self.v_rotation,
             v_factor=self.v_factor,
             bias=checks.BIAS_DTYPES[self.bias.tensor.dtype] if self.bias is not None else None,
+            terms=self.terms,
             paged=self.block_table is not None,
             head_major=self.head_major,
         )
@@ -279,6 +294,7 @@ def make_call(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     q_shift: torch.Tensor | None = None,
+    score_options: Mapping[str, torch.Tensor] | None = None,
 ) -> AttentionCall:
     """Checks everything that can be said without waiting for a device; arguments as `decode_attention` has them.
 
@@ -326,6 +342,9 @@ def make_call(
         checks.check_out(out, q, v_head_dim)
         checks.check_contiguous("out", out)
     max_seq_len = blocks.max_seq_len
+    numbers = (batch, q_len, num_q_heads, blocks.num_kv_heads, head_dim, max_seq_len)
+    given = {} if score_options is None else score_options
+    terms = check_given(given, q, dict(zip(SIZES, numbers, strict=True)))
     return AttentionCall(
         q=q,
         k=_operand("k_scale", k_cache, forms[0], head_dim, blocks, k_scale),
@@ -347,6 +366,8 @@ def make_call(
         num_splits=num_splits,
         out=out,
         q_shift=q_shift,
+        terms=terms,
+        score_tensors=given,
     )
 
 

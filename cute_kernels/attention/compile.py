@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cute_kernels.attention import score_options
+from cute_kernels.attention.arguments import arguments_of
 from cute_kernels.attention.checks import WORD
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.merge_states import merge_specs
 from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.kv_formats import modules_of, sources_of
+from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
 if TYPE_CHECKING:
     import cutlass.cute as cute
-
-    from cute_kernels.attention.kernel import DecodeKernel
 
 DENSE_PAIRS = [("bf16", "bf16"), ("fp16", "fp16")]
 INT4_PAIRS = [(f"int4_g{groups}", q_dtype) for groups in (1, 2, 4, 8) for q_dtype in ("bf16", "fp16")]
@@ -32,19 +33,21 @@ SHIPPED_KV_HEADS = (1, 8, 32)  # all heads of a cache in a CTA, or 8 of them
 class DecodeSpec(KernelSpec):
     """One decode attention kernel.
 
-    The function takes what :meth:`DecodeKernel.__call__` or, where the configuration has features,
-    :meth:`DecodeKernel.with_features` describes: torch tensors as they are, then addresses and numbers. It runs on
-    torch's current stream.
+    The function takes what :mod:`cute_kernels.attention.arguments` lists: torch tensors as they are, then addresses and
+    numbers. It runs on torch's current stream.
     """
 
     config: DecodeConfig
     family: ClassVar[str] = "attention"
 
     def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), *sources_of(self.config.k_format, self.config.v_format)
+        of_formats = sources_of(self.config.k_format, self.config.v_format)
+        own = (*super().source_roots(), Path(launch_arguments.__file__).resolve())
+        return *own, *of_formats, *score_options.sources_of(self.config.features)
 
     def modules(self) -> tuple[str, ...]:
-        return modules_of(self.config.k_format, self.config.v_format)
+        of_formats = modules_of(self.config.k_format, self.config.v_format)
+        return tuple(dict.fromkeys((*of_formats, *score_options.modules_of(self.config.features))))
 
     def compile(self, arch: str) -> Any:
         return compile_decode(self.config, arch)
@@ -82,20 +85,12 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
     from cute_kernels.attention.kernel import DecodeKernel
 
     check_config(config)
-    kernel = DecodeKernel(config)
     return cute.compile(
-        entry_of(kernel, config),
+        arguments_of(config.features, config.page_tokens > 0).entry(DecodeKernel(config).launch),
         *fake_arguments(config, cutlass.AddressSpace.gmem),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),
     )
-
-
-def entry_of(kernel: DecodeKernel, config: DecodeConfig) -> Any:
-    """The host function of a kernel that takes the arguments of a configuration."""
-    if config.features.transformed:
-        return kernel.with_transform
-    return kernel.with_features if config.has_features else kernel
 
 
 def fake_arguments(config: DecodeConfig, memory: cute.AddressSpace) -> list[Any]:
@@ -134,10 +129,5 @@ def fake_arguments(config: DecodeConfig, memory: cute.AddressSpace) -> list[Any]
     ]
     q = strided(float_type[config.q_dtype], (batch, q_len, q_heads, config.head_dim), (16, 16), 16)
     out = tensor(float_type[config.q_dtype], (batch, q_len, q_heads, config.v_head_dim), 16)
-    arguments = [q, *caches, tensor(cutlass.Int32, (batch,), 4), out]
-    arguments += [cutlass.Int64(0)] * 4 + [cutlass.Int32(0)] * 2 + [cutlass.Float32(1.0)] + [cutlass.Int32(0)] * 2
-    if config.has_features:
-        arguments += [cutlass.Int32(0)] * 2
-        arguments += [cutlass.Int64(0), *[cutlass.Int32(0)] * 3, cutlass.Float32(1.0)]
-        arguments += [cutlass.Int64(0)] * (9 if config.features.transformed else 7)
-    return arguments
+    tensors = {"q": q, "k_cache": caches[0], "v_cache": caches[1], "seq_lens": tensor(cutlass.Int32, (batch,), 4)}
+    return arguments_of(config.features, config.page_tokens > 0).fake(tensors | {"out": out})

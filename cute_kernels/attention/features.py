@@ -26,6 +26,7 @@ class Features:
         v_rotation: columns of the Hadamard blocks that the output is turned back by, up to `WIDEST_RESTORED`; or 1.
         v_factor: the output's columns are multiplied, by one number per KV head and column.
         bias: dtype of an additive bias, "fp32" or "bf16"; None without one.
+        terms: names of registered options (:mod:`cute_kernels.attention.score_options`), in order.
         paged: tokens are found through a block table.
         head_major: caches are "HND": the tokens of one head lie together.
     """
@@ -40,6 +41,7 @@ class Features:
     v_rotation: int = 1
     v_factor: bool = False
     bias: str | None = None
+    terms: tuple[str, ...] = ()
     paged: bool = False
     head_major: bool = False
 
@@ -76,6 +78,7 @@ class Features:
         ]
         names += [f"v{self.v_rotation}"] if self.v_rotation > 1 else []
         names += [f"bias_{self.bias}"] if self.bias else []
+        names += self.terms
         return "_".join(names + [name for name in ("paged", "head_major") if getattr(self, name)])
 
 

@@ -15,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
+from cute_kernels.attention.arguments import BIAS_STRIDES
 from cute_kernels.attention.assignment import Assigner, Requests
 from cute_kernels.attention.barriers import await_ready
 from cute_kernels.attention.config import COPYING_REGISTERS, SWIZZLE_ALIGNMENT, DecodeConfig
@@ -27,6 +28,7 @@ from cute_kernels.attention.place import RECIPROCAL_BITS, Cta, DecodeSizes, Give
 from cute_kernels.attention.policies import BLOCK_QUERIES, QUERY_VECTOR_BYTES
 from cute_kernels.attention.readers import make_readers
 from cute_kernels.attention.readers.common import Query
+from cute_kernels.attention.score_options import tensors_in
 from cute_kernels.attention.warpgroup import WarpgroupMainloop
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
@@ -45,155 +47,18 @@ class DecodeKernel:
         self.mainloop = (WarpgroupMainloop if config.warpgroups else WarpMainloop)(unit, merger)
         self.assigner = Assigner(config.tile_tokens, config.features.window)
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k_cache: cute.Tensor,
-        v_cache: cute.Tensor,
-        seq_lens: cute.Tensor,
-        out: cute.Tensor,
-        lse: Int64,
-        workspace: Int64,
-        k_scale: Int64,
-        v_scale: Int64,
-        k_scale_stride: Int32,
-        v_scale_stride: Int32,
-        softmax_scale: Float32,
-        num_splits: Int32,
-        mode: Int32,
-        stream,
-    ):
-        """Launches over (splits, groups of KV heads x groups of query blocks, batch).
-
-        q: [batch, q_len, num_q_heads, head_dim], the first two strides free; out: [batch, q_len, num_q_heads,
-        v_head_dim]; caches: [batch, max_seq_len, num_kv_heads, row], 8-bit codes as bytes, all strides free but that of
-        a row's elements; seq_lens int32 [batch]. The others are addresses, which cost the caller less than tensors: lse
-        fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode``;
-        workspace: fp32 [batch, num_splits, q_len, num_q_heads, 3/2 v_head_dim] (unnormalised values, then for every 4
-        their maximum in powers of 2 and their sum), every word EMPTY before and after. Bit 1 of ``mode``: write and
-        leave the partial results of all splits. Bits from 8 on: log2 of the CTAs that the GPU holds at a time.
-        k_scale, v_scale: fp32 scales of formats that are given one, ``*_scale_stride`` elements from a KV
-        head's to the next one's (0: one for all); those of a head's columns lie together, aligned to 16 bytes.
-        """
-        strides = Int64(0), Int64(0), Int64(0), Int64(0)
-        nothing = FeatureValues(Int32(0), Float32(0.0), Int64(0), Int64(0), Int64(0), strides)
-        pages = (Int64(0), Int32(0), Int32(0))
-        given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
-        tensors = (q, k_cache, v_cache, seq_lens, out)
-        numbers = (lse, workspace, softmax_scale, num_splits, mode)
-        self.launch(tensors, numbers, given, nothing, pages, (Int32(0), Int32(0)), stream)
-
-    @cute.jit
-    def with_features(
-        self,
-        q: cute.Tensor,
-        k_cache: cute.Tensor,
-        v_cache: cute.Tensor,
-        seq_lens: cute.Tensor,
-        out: cute.Tensor,
-        lse: Int64,
-        workspace: Int64,
-        k_scale: Int64,
-        v_scale: Int64,
-        k_scale_stride: Int32,
-        v_scale_stride: Int32,
-        softmax_scale: Float32,
-        num_splits: Int32,
-        mode: Int32,
-        more_rows: Int32,
-        shares: Int32,
-        block_table: Int64,
-        max_pages: Int32,
-        table_stride: Int32,
-        window: Int32,
-        soft_cap: Float32,
-        sinks: Int64,
-        alibi_slopes: Int64,
-        bias: Int64,
-        bias_stride_request: Int64,
-        bias_stride_query: Int64,
-        bias_stride_head: Int64,
-        bias_stride_key: Int64,
-        stream,
-    ):
-        """As :meth:`__call__`, with what the features of the configuration need.
-
-        more_rows: rows of CTAs (and of the workspace) beyond the batch, for more parts of long requests where lengths
-        differ; 0 to cut every row into num_splits whatever they are. shares: of about equal size that all requests
-        together are cut into where lengths differ.
-        Caches are [blocks, tokens, num_kv_heads, row], or [blocks, num_kv_heads, tokens, row] if they are head-major; a
-        block is a page with ``block_table`` (address of int32 [batch, max_pages], rows table_stride entries apart),
-        else a request. Addresses: sinks and alibi_slopes fp32 [num_q_heads]; bias, fp32 or bf16, with its strides in
-        elements.
-        """
-        strides = (bias_stride_request, bias_stride_query, bias_stride_head, bias_stride_key)
-        features = FeatureValues(window, soft_cap, sinks, alibi_slopes, bias, strides)
-        given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
-        tensors = (q, k_cache, v_cache, seq_lens, out)
-        numbers = (lse, workspace, softmax_scale, num_splits, mode)
-        pages = (block_table, max_pages, table_stride)
-        self.launch(tensors, numbers, given, features, pages, (more_rows, shares), stream)
-
-    @cute.jit
-    def with_transform(
-        self,
-        q: cute.Tensor,
-        k_cache: cute.Tensor,
-        v_cache: cute.Tensor,
-        seq_lens: cute.Tensor,
-        out: cute.Tensor,
-        lse: Int64,
-        workspace: Int64,
-        k_scale: Int64,
-        v_scale: Int64,
-        k_scale_stride: Int32,
-        v_scale_stride: Int32,
-        softmax_scale: Float32,
-        num_splits: Int32,
-        mode: Int32,
-        more_rows: Int32,
-        shares: Int32,
-        block_table: Int64,
-        max_pages: Int32,
-        table_stride: Int32,
-        window: Int32,
-        soft_cap: Float32,
-        sinks: Int64,
-        alibi_slopes: Int64,
-        bias: Int64,
-        bias_stride_request: Int64,
-        bias_stride_query: Int64,
-        bias_stride_head: Int64,
-        bias_stride_key: Int64,
-        q_shift: Int64,
-        out_factor: Int64,
-        stream,
-    ):
-        """As :meth:`with_features`, over a transformed cache.
-
-        Addresses: q_shift fp32 [batch, q_len, num_q_heads], which softmax_scale times is added to all scores of a
-        query; out_factor fp32 [num_kv_heads, v_head_dim], aligned to 16 bytes, which the output is multiplied by once
-        it is turned back.
-        """
-        strides = (bias_stride_request, bias_stride_query, bias_stride_head, bias_stride_key)
-        features = FeatureValues(window, soft_cap, sinks, alibi_slopes, bias, strides, q_shift, out_factor)
-        given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
-        tensors = (q, k_cache, v_cache, seq_lens, out)
-        numbers = (lse, workspace, softmax_scale, num_splits, mode)
-        pages = (block_table, max_pages, table_stride)
-        self.launch(tensors, numbers, given, features, pages, (more_rows, shares), stream)
-
-    @cute.jit
-    def launch(self, tensors, numbers, given, features, pages, uneven, stream):
-        """All entries: grid and what is known of the shapes."""
+    def launch(self, given, stream):
+        """Launches over (splits, groups of KV heads x groups of query blocks, batch); ``given`` has the arguments of
+        :mod:`cute_kernels.attention.arguments`."""
         config = self.config
-        q, k_cache, v_cache, seq_lens, out = tensors
-        lse, workspace, softmax_scale, num_splits, mode = numbers
-        block_table, max_pages, table_stride = pages
-        batch, q_len, num_q_heads, _ = q.shape
+        features, uneven = self.feature_values(given), (Int32(0), Int32(0))
+        block_table, max_pages, table_stride = Int64(0), Int32(0), Int32(0)
+        if config.has_features:
+            uneven = (given.more_rows, given.shares)
+            block_table, max_pages, table_stride = given.block_table, given.max_pages, given.table_stride
+        batch, q_len, num_q_heads, _ = given.q.shape
         token_mode, head_mode = (2, 1) if config.features.head_major else (1, 2)
-        block_tokens, num_kv_heads = k_cache.shape[token_mode], k_cache.shape[head_mode]
+        block_tokens, num_kv_heads = given.k_cache.shape[token_mode], given.k_cache.shape[head_mode]
         max_seq_len = max_pages * block_tokens if config.page_tokens else block_tokens
         group = num_q_heads // num_kv_heads
         rows = group * q_len
@@ -212,29 +77,42 @@ class DecodeKernel:
             max_seq_len=max_seq_len,
             block_tokens=block_tokens,
         )
-        pager = Pager.of(block_table, table_stride, block_tokens, k_cache.shape[0])
-        shifts = (features.shift, softmax_scale) if const_expr(config.features.shift) else None
-        out_factor = features.out_factor if const_expr(config.features.v_factor) else None
-        results = Results(out.iterator.toint(), lse, workspace, mode, features.sinks, shifts, out_factor)
+        pager = Pager.of(block_table, table_stride, block_tokens, given.k_cache.shape[0])
+        shifts = (features.shift, given.softmax_scale) if config.features.shift else None
+        out_factor = features.out_factor if config.features.v_factor else None
+        out = given.out.iterator.toint()
+        results = Results(out, given.lse, given.workspace, given.mode, features.sinks, shifts, out_factor)
         self.kernel(
-            self.copier.make_source(k_cache, v_cache),
-            QueryRows.of(q),
-            seq_lens.iterator.toint(),
+            self.copier.make_source(given.k_cache, given.v_cache),
+            QueryRows.of(given.q),
+            given.seq_lens.iterator.toint(),
             results,
-            given,
+            GivenScales(given.k_scale, given.v_scale, given.k_scale_stride, given.v_scale_stride),
             features,
             pager,
             shape,
-            softmax_scale,
+            given.softmax_scale,
             uneven,
         ).launch(
-            grid=(num_splits, head_blocks, batch + uneven[0]),
+            grid=(given.num_splits, head_blocks, batch + uneven[0]),
             block=(config.cta_threads, 1, 1),
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=100,
             use_pdl=config.after_append,
             stream=stream,
         )
+
+    def feature_values(self, given) -> FeatureValues:
+        """The values of features; 0 for those that the launch has no arguments of."""
+        config = self.config
+        if not config.has_features:
+            strides = Int64(0), Int64(0), Int64(0), Int64(0)
+            return FeatureValues(Int32(0), Float32(0.0), Int64(0), Int64(0), Int64(0), strides)
+        s0, s1, s2, s3 = (getattr(given, name) for name in BIAS_STRIDES)
+        plain = (given.window, given.soft_cap, given.sinks, given.alibi_slopes, given.bias, (s0, s1, s2, s3))
+        undone = (given.q_shift, given.out_factor) if config.features.transformed else (None, None)
+        tensors = {tensor.name: getattr(given, tensor.name) for tensor in tensors_in(config.features)}
+        return FeatureValues(*plain, *undone, tensors)
 
     @cute.kernel
     def kernel(

@@ -1,4 +1,4 @@
-"""From raw scores to the softmax's logits: shift, soft cap, ALiBi, bias, and which keys a query sees.
+"""From raw scores to the softmax's logits: what options make of them (`.score_terms`), and which keys a query sees.
 
 A request's queries are its last tokens: query ``place`` of q_len stands at position length - q_len + place. Logits are
 in powers of two (times log2 e), since the softmax uses exp2 alone.
@@ -6,7 +6,7 @@ in powers of two (times log2 e), since the softmax uses exp2 alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import cutlass
@@ -14,15 +14,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.readers.common import load_float
-from cute_kernels.device import numbers, ptx
+from cute_kernels.attention.score_options import options_in
+from cute_kernels.attention.score_terms import ScoreTerm
+from cute_kernels.device import ptx
 from cute_kernels.device.types import RegisterTensor
+from cute_kernels.kv_formats import load_code
 
 if TYPE_CHECKING:
     from cute_kernels.attention.place import Place, Roles
-
-BIAS_BYTES = {"fp32": 4, "bf16": 2}
-BLOCK_ROWS = 4  # of scores that a lane has of a block
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class FeatureValues:
     window: keys that a query sees, itself included. soft_cap: natural units. sinks, alibi_slopes: addresses of fp32
     [num_q_heads]. bias: address; bias_strides: elements from one request, query, head and key position to the next.
     Addresses of fp32 shift [batch, q_len, num_q_heads] and out_factor [num_kv_heads, v_head_dim], None where nothing is
-    transformed.
+    transformed. tensors: addresses of the tensors of registered options, by name.
     """
 
     window: Int32
@@ -43,6 +42,7 @@ class FeatureValues:
     bias_strides: tuple[Int64, Int64, Int64, Int64]
     shift: Int64 | None = None
     out_factor: Int64 | None = None
+    tensors: dict[str, Int64] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,34 +60,29 @@ class Logits:
         self.config = config
         self.features = config.features
         self.columns = config.columns
-        # Scores that are not transformed stay raw: the softmax scales them in the same instruction that shifts them.
-        self.transforms = self.features.soft_cap or self.features.alibi or self.features.bias is not None
-        # A softmax is the same whatever is added to all scores of a query: only a cap needs the shift at once.
+        self.terms: dict[str, ScoreTerm] = {
+            option.name: load_code(option.term)(config.features, config.columns)
+            for option in options_in(config.features)
+        }
+        # Scores that are not changed stay raw: the softmax scales them in the same instruction that shifts them.
+        self.transforms = any(term.changes_scores for term in self.terms.values())
         self.shifts = self.features.shift and self.features.soft_cap
+        # Whether something is loaded for each block ahead of it.
+        self.asks = any(type(term).ask is not ScoreTerm.ask for term in self.terms.values())
 
     def open(self, values: FeatureValues, work, roles, t, softmax_scale):
-        """What a warp keeps of a unit: per column its query's slope and position, its shift, or where its bias begins,
-        if needed for every score, and the bias of the next block. roles, t: which queries are the lane's."""
+        """What a warp keeps of a unit: what its terms keep of each query. roles, t: which queries are the lane's."""
         state = LogitState()
         state.values, state.length, state.q_len = values, work.length, work.place.shape.q_len
         state.place, state.roles, state.t = work.place, roles, t
-        if const_expr(self.features.alibi):
+        if any(term.needs_positions for term in self.terms.values()):
             state.positions = self.positions(state)
-        state.slopes, state.bias_rows, state.shifts = [], [], []
-        if const_expr(self.features.bias is not None):
-            state.bias = cute.make_rmem_tensor(BLOCK_ROWS * self.columns, Uint32)
-        for column in self.query_columns(state):
-            if const_expr(self.features.alibi):
-                slope = load_float(values.alibi_slopes + Int64(column.head) * 4)
-                state.slopes.append(slope * ptx.LOG2_E)
-            if const_expr(self.shifts):
-                row = work.output_row(column.place * work.place.shape.num_q_heads + column.head)
-                state.shifts.append(load_shift(values.shift, row) * (softmax_scale * ptx.LOG2_E))
-            if const_expr(self.features.bias is not None):
-                strides = values.bias_strides
-                offset = Int64(work.request) * strides[0] + Int64(column.place) * strides[1]
-                offset = offset + Int64(column.head) * strides[2]
-                state.bias_rows.append(values.bias + offset * BIAS_BYTES[self.features.bias or ""])
+        state.kept = {name: [] for name in self.terms}
+        for term in self.terms.values():
+            term.start(state)
+        for query in self.query_columns(state):
+            for name, term in self.terms.items():
+                state.kept[name].append(term.open(state, work, query, softmax_scale))
         return state
 
     def query_columns(self, state) -> list[QueryColumn]:
@@ -105,9 +100,8 @@ class Logits:
         """Whether some query does not see some key of the tile that begins with ``token``."""
         stop = state.length - (state.q_len - 1) if self.features.causal else state.length
         masked = token + tile_tokens > stop
-        if self.features.window:
-            # The last query is the first to lose sight of a key.
-            masked = masked | (token < state.length - state.values.window)
+        for hidden in (term.may_hide(state, token) for term in self.terms.values()):
+            masked = masked if hidden is None else masked | hidden
         return masked
 
     @cute.jit
@@ -121,10 +115,10 @@ class Logits:
                 for column in cutlass.range_constexpr(self.columns):
                     place = self.columns * j + column
                     if const_expr(self.shifts):
-                        x = ptx.fma(s[place], score_scale, state.shifts[column])
+                        x = ptx.fma(s[place], score_scale, state.kept["shift"][column])
                     else:
                         x = s[place] * score_scale
-                    s[place] = self.transform(state, j, column, x, tokens[j])
+                    s[place] = self.change(state, (j, column), x, tokens[j])
         if masked:
             self.hide(state, s, tokens)
         return Float32(1.0) if const_expr(self.transforms) else score_scale
@@ -138,58 +132,32 @@ class Logits:
                 if self.is_hidden(state, positions[column], tokens[j]):
                     s[self.columns * j + column] = Float32(-Float32.inf)
 
-    def transform(self, state, j: int, column: int, x, token):
-        """Soft cap, then ALiBi, then bias, of a lane's row j."""
-        if const_expr(self.features.soft_cap):
-            # cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)): finite at both ends.
-            cap = state.values.soft_cap * ptx.LOG2_E
-            e = ptx.exp2(x * (2.0 * ptx.LOG2_E * ptx.reciprocal(cap)))
-            x = ptx.fma(ptx.reciprocal(e + 1.0), -2.0 * cap, cap)
-        if const_expr(self.features.alibi):
-            x = ptx.fma(Float32(token - state.positions[column]), state.slopes[column], x)
-        if const_expr(self.features.bias is not None):
-            x = ptx.fma(self.bias_of(state.bias[self.columns * j + column]), Float32(ptx.LOG2_E), x)
+    def change(self, state, place: tuple[int, int], x, token):
+        """What options make of a scaled score, at a lane's (row, column)."""
+        for name, term in self.terms.items():
+            x = term.change(state, state.kept[name][place[1]], place, x, token)
         return x
 
-    def ask_bias(self, state, tokens):
-        """Starts loading the bias of a block's keys at positions ``tokens``."""
-        for j, token in enumerate(tokens):
-            for column in range(self.columns):
-                state.bias[self.columns * j + column] = self.load_bias(state, column, token)
-
-    def load_bias(self, state, column: int, token) -> Uint32:
-        """The bias of a key, its bits; of the last one for tokens past the request's end, which are hidden."""
-        token = cutlass.max(cutlass.min(token, state.length - 1), 0)
-        size = BIAS_BYTES[self.features.bias or ""]
-        address = state.bias_rows[column] + Int64(token) * (state.values.bias_strides[3] * size)
-        return numbers.load_global_part(address, 0, 2) if size == 2 else ptx.load_global_words(address, 0, 1)[0]
-
-    def bias_of(self, word: Uint32):
-        """A bias in fp32. Where it is used and not where it is loaded: what computes with a load waits for it."""
-        return (word << 16 if self.features.bias == "bf16" else word).bitcast(Float32)
+    def ask(self, state, tokens):
+        """Starts loading what options want of a block's keys at positions ``tokens``."""
+        for name, term in self.terms.items():
+            term.ask(state, state.kept[name], tokens)
 
     def is_hidden(self, state, position, token):
         """Whether the query at ``position`` does not see a key."""
         hidden = token > position if const_expr(self.features.causal) else token >= state.length
-        if const_expr(self.features.window):
-            hidden = hidden | (token <= position - state.values.window)
+        for more in (term.hides(state, position, token) for term in self.terms.values()):
+            hidden = hidden if more is None else hidden | more
         return hidden
-
-
-def load_shift(base, row):
-    """The shift of a query; the kernel before this one may have written it."""
-    return ptx.load_global_words(base + row * 4, 0, 1, constant=False)[0].bitcast(Float32)
 
 
 class LogitState:
     values: FeatureValues
-    bias: RegisterTensor[Uint32]  # of variants that have one: the next block's, as it is in memory
+    bias: RegisterTensor[Uint32]  # of variants that have one
     length: Int32
     q_len: Int32
     place: Place
     roles: Roles
     t: Int32
     positions: list[Int32] | None = None
-    slopes: list[Float32]
-    shifts: list[Float32]
-    bias_rows: list[Int64]
+    kept: dict[str, list[object]]  # of each column, by the names of terms

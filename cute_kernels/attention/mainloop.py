@@ -66,6 +66,21 @@ class UnitTiles:
         logits = self.logits.open(cta.features, work, roles, keys.t, cta.softmax_scale)
         return WarpState(keys, values, _Softmax(self.config.columns), logits)
 
+    def begin(self, cta, work, query, place_queries):
+        """(what a warp keeps, empty barriers, first token of its first tile, tokens from one tile to its next)."""
+        config = self.config
+        if config.lends_registers:
+            cute.arch.setmaxregister_increase(ATTENDING_REGISTERS)
+        empty = cta.barriers + config.num_stages
+        token, stride = work.first_token(config), work.num_parts * config.tile_tokens
+        return self.open_state(cta, work, query, place_queries), empty, token, stride
+
+    @cute.jit
+    def recentre(self, state, stage: Int32, phase: Int32):
+        """Every other time round the ring: often enough, and without a counter of its own; not at the first tile."""
+        if (stage == self.config.num_stages - 1) & (phase == 1):
+            self.value_reader.recentre(state.values)
+
     @cute.jit
     def await_tile(self, cta, work, token: Int32, stage: Int32, phase: Int32):
         """Waits for the tile that begins with ``token``, and clears its rows that no query sees."""
@@ -102,13 +117,9 @@ class WarpMainloop:
     def attend_tiles(self, cta, work, query, stage: Int32, phase: Int32):
         """One unit; ``stage`` and ``phase`` are the ring's position."""
         config = self.config
-        if const_expr(config.lends_registers):
-            cute.arch.setmaxregister_increase(ATTENDING_REGISTERS)
-        empty = cta.barriers + config.num_stages
-        token, stride = work.first_token(config), work.num_parts * config.tile_tokens
-        state = self.unit.open_state(cta, work, query, self.place_queries)
+        state, empty, token, stride = self.unit.begin(cta, work, query, self.place_queries)
         slice_offset = cta.roles.slice_index * config.slice_tokens
-        self.ask_bias(state, token + slice_offset)
+        self.ask(state, token + slice_offset)
         while token < work.length:
             self.unit.await_tile(cta, work, token, stage, phase)
             masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
@@ -118,9 +129,7 @@ class WarpMainloop:
                 last = block == config.blocks_per_slice - 1
                 next_token = first_token + (stride if last else (block + 1) * BLOCK_TOKENS)
                 self.attend(state, addresses, block, masked, first_token + block * BLOCK_TOKENS, next_token)
-            # Every other time round the ring: often enough, and without a counter of its own; not at the first tile.
-            if (stage == config.num_stages - 1) & (phase == 1):
-                self.value_reader.recentre(state.values)
+            self.unit.recentre(state, stage, phase)
             self.unit.give_back(cta, empty, stage)
             token = token + stride
             stage, phase = advance(stage, phase, config.num_stages)
@@ -152,10 +161,10 @@ class WarpMainloop:
         return [first_token + block_token(self.config.token_bits, state.keys.g, j) for j in range(4)]
 
     @cute.jit
-    def ask_bias(self, state, first_token):
-        """Asks for the bias of the next block, which begins with ``first_token``: it comes from memory meanwhile."""
-        if const_expr(self.config.features.bias is not None):
-            self.logits.ask_bias(state.logits, self.tokens_of(state, first_token))
+    def ask(self, state, first_token):
+        """Asks for what options want of the next block, which begins with ``first_token``: it comes meanwhile."""
+        if const_expr(self.logits.asks):
+            self.logits.ask(state.logits, self.tokens_of(state, first_token))
 
     @cute.jit
     def attend(self, state, addresses, block: int, masked, first_token: Int32, next_token: Int32):
@@ -173,7 +182,7 @@ class WarpMainloop:
                 s[columns * j + column] = scores[j][column]
         tokens = self.tokens_of(state, first_token)
         scale = self.logits.apply(state.logits, s, state.keys.score_scale, tokens, masked)
-        self.ask_bias(state, next_token)
+        self.ask(state, next_token)
         self.update_maximum(state, s, scale, headers)
         probabilities = []
         for j in cutlass.range_constexpr(4):

@@ -19,10 +19,10 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.barriers import sync_attending
 from cute_kernels.attention.config import KEEP_PARTIALS, MERGE_PAD, PAIR_BYTES, PLACES_SHIFT, WRITE_LSE, DecodeConfig
-from cute_kernels.attention.logits import load_shift
 from cute_kernels.attention.place import RECIPROCAL_BITS
 from cute_kernels.attention.policies import BLOCK_QUERIES
 from cute_kernels.attention.readers.common import load_float, load_floats
+from cute_kernels.attention.score_terms import load_shift
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.exchange import EMPTY_WORD

@@ -81,7 +81,7 @@ def options_key(options: CallOptions) -> tuple[Any, ...]:
 
     Not every part needs a plan of its own; together they are all that the checks of a repeated call would look at.
     """
-    table, layout, k_scale, v_scale, causal, window, soft_cap, sinks, slopes, bias, shift = options.values()
+    table, layout, k_scale, v_scale, causal, window, soft_cap, sinks, slopes, bias, shift, *more = options.values()
     return (
         None if table is None else identity(table),
         layout,
@@ -94,6 +94,7 @@ def options_key(options: CallOptions) -> tuple[Any, ...]:
         None if slopes is None else identity(slopes),
         None if bias is None else identity(bias),
         None if shift is None else identity(shift),
+        tuple((name, identity(tensor)) for given in more for name, tensor in given.items()) if more else None,
     )
 
 
@@ -310,26 +311,36 @@ def dispatch(
 ) -> tuple[torch.Tensor, Any]:
     """Decode attention through the registered operator: (out, lse, asked for or not)."""
     formats = format_pair(kv_format)
-    scalars = {"softmax_scale": softmax_scale, "num_splits": num_splits}
-    result, lse = _operator(q, k_cache, v_cache, seq_lens, *formats, **scalars, **(options or {}))
+    given: dict[str, Any] = dict(options or {})
+    given |= {"softmax_scale": softmax_scale, "num_splits": num_splits}
+    if (score_options := given.pop("score_options", None)) is not None:
+        given |= {"score_names": ",".join(score_options), "score_tensors": list(score_options.values())}
+    result, lse = _operator(q, k_cache, v_cache, seq_lens, *formats, **given)
     if out is None:
         return result, lse
     check_out(out, q, result.shape[3])
     return out.copy_(result), lse
 
 
+def _with_score_options(options: CallOptions | None) -> Any:
+    """Options as the calls have them, of those that the operator has."""
+    given: dict[str, Any] = dict(options or {})
+    names, tensors = given.pop("score_names", ""), given.pop("score_tensors", None)
+    if names:
+        given["score_options"] = dict(zip(names.split(","), tensors, strict=True))
+    return given or None
+
+
 def _on_cpu(q, k_cache, v_cache, seq_lens, k_format, v_format, *, softmax_scale=None, num_splits=None, **options):
     formats = k_format, v_format
-    return reference(
-        q, k_cache, v_cache, seq_lens, formats, softmax_scale, num_splits, True, None, complete_options(options)
-    )
+    given = _with_score_options(complete_options(options))
+    return reference(q, k_cache, v_cache, seq_lens, formats, softmax_scale, num_splits, True, None, given)
 
 
 def _on_cuda(q, k_cache, v_cache, seq_lens, k_format, v_format, *, softmax_scale=None, num_splits=None, **options):
     formats = k_format if k_format == v_format else (k_format, v_format)
-    return launch(
-        q, k_cache, v_cache, seq_lens, formats, softmax_scale, num_splits, True, None, complete_options(options)
-    )
+    given = _with_score_options(complete_options(options))
+    return launch(q, k_cache, v_cache, seq_lens, formats, softmax_scale, num_splits, True, None, given)
 
 
 def _on_meta(q, k_cache, v_cache, seq_lens, k_format, v_format, **options):
@@ -341,7 +352,8 @@ _operator = Operator(
     "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, str k_format, str v_format, *, "
     "float? softmax_scale=None, int? num_splits=None, Tensor? block_table=None, str cache_layout='NHD', "
     "Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, int? window_size=None, float? softcap=None, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? attn_bias=None, Tensor? q_shift=None) -> (Tensor, Tensor)",
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? attn_bias=None, Tensor? q_shift=None, "
+    "str score_names='', Tensor[]? score_tensors=None) -> (Tensor, Tensor)",
     cpu=_on_cpu,
     cuda=_on_cuda,
     meta=_on_meta,
@@ -368,7 +380,7 @@ def path_of(
     if is_compiling():
         return dispatch
     if type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor:
-        if options is not None and not are_plain(options.values()):
+        if options is not None and not are_plain((*options.values(), *(options.get("score_options") or {}).values())):
             check_given_tensors(options)
             return dispatch
         if not (q.is_cuda or q.is_cpu):

@@ -8,15 +8,18 @@ from typing import Any
 
 import torch
 
+from cute_kernels.attention.arguments import BIAS_STRIDES, arguments_of
 from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CacheOperand
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import KEEP_PARTIALS, PLACES_SHIFT, WRITE_LSE, DecodeConfig
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.schedule import DecodeProblem, DecodeSchedule, head_blocks, make_schedule
+from cute_kernels.attention.score_options import tensors_in
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.launch_arguments import Place
 from cute_kernels.runtime.memory import Blank, blank, byte_view
 from cute_kernels.runtime.plans import ALIGNMENT
 
@@ -26,36 +29,28 @@ class DecodePlan:
     """Everything about a launch that does not change between calls of the same shapes, dtypes, device and options.
 
     Attributes:
-        function: the compiled kernel. In native code it compares the shape, strides, dtype, alignment and device of
-            every tensor that it is given with what it was compiled for, and launches on torch's current stream of the
-            tensors' device.
+        send: the compiled kernel, with what stays the same; it takes the other arguments
+            (:mod:`cute_kernels.attention.arguments`) by name. In native code it compares the shape, strides, dtype,
+            alignment and device of every tensor that it is given with what it was compiled for, and launches on torch's
+            current stream of the tensors' device.
         new_out, new_lse: what results that the caller gives no tensor for are made of.
+        takes_options: whether ``send`` looks for features in the options of a call.
         k_view, v_view: dtypes that the function takes the caches as, None for their own.
         num_words: of workspace, 0 if there is nothing to combine.
         mode: what a call's mode has beside what the call asks for.
-        k_scale_stride, v_scale_stride: of given scales, elements from head to head.
-        takes_features: whether the function takes the arguments of features, which the rest is for.
-        takes_transform: and those that undo a cache's transform.
-        numbers: max_pages, entries from a row of the block table to the next, window, soft cap.
-        bias_strides: elements from one request, query, head and key to the next.
     """
 
-    function: Callable[..., Any]
+    send: Callable[..., Any]
     schedule: DecodeSchedule
     device_index: int
     softmax_scale: float
     new_out: Blank
     new_lse: Blank
+    takes_options: bool = False
     k_view: torch.dtype | None = None
     v_view: torch.dtype | None = None
     num_words: int = 0
     mode: int = 0
-    k_scale_stride: int = 0
-    v_scale_stride: int = 0
-    takes_features: bool = False
-    takes_transform: bool = False
-    numbers: tuple[int, int, int, float] = (0, 0, 0, 1.0)
-    bias_strides: tuple[int, ...] = (0, 0, 0, 0)
 
     def launch(
         self,
@@ -93,34 +88,24 @@ class DecodePlan:
         k_scale = v_scale = 0
         if options is not None:
             k_scale, v_scale = address_of(options["k_scale"]), address_of(options["v_scale"])
-        self.function(
-            q,
-            k_cache if self.k_view is None else k_cache.view(self.k_view),
-            v_cache if self.v_view is None else v_cache.view(self.v_view),
-            seq_lens,
-            out,
-            lse_address,
-            workspace,
-            k_scale,
-            v_scale,
-            self.k_scale_stride,
-            self.v_scale_stride,
-            self.softmax_scale if softmax_scale is None else softmax_scale,
-            self.schedule.num_splits,
-            mode,
-            *(self._features(options or NO_OPTIONS) if self.takes_features else ()),
-        )
+        if self.k_view is not None:
+            k_cache = k_cache.view(self.k_view)
+        if self.v_view is not None:
+            v_cache = v_cache.view(self.v_view)
+        if softmax_scale is None:
+            softmax_scale = self.softmax_scale
+        if self.takes_options:
+            self.send(
+                q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address,
+                workspace=workspace, k_scale=k_scale, v_scale=v_scale, softmax_scale=softmax_scale, mode=mode,
+                options=options or NO_OPTIONS,
+            )  # fmt: skip
+        else:
+            self.send(
+                q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address,
+                workspace=workspace, k_scale=k_scale, v_scale=v_scale, softmax_scale=softmax_scale, mode=mode,
+            )  # fmt: skip
         return out, lse
-
-    def _features(self, options: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The arguments of features."""
-        sinks, slopes, bias = options["sinks"], options["alibi_slopes"], options["attn_bias"]
-        uneven = self.schedule.more_rows, self.schedule.shares
-        addresses = address_of(sinks), address_of(slopes), address_of(bias)
-        own = ()
-        if self.takes_transform:
-            own = address_of(options["q_shift"]), address_of(options.get("out_factor"))
-        return *uneven, address_of(options["block_table"]), *self.numbers, *addresses, *self.bias_strides, *own
 
 
 def address_of(tensor: torch.Tensor | None) -> int:
@@ -144,9 +129,8 @@ def make_plan(
         splits = make_schedule(problem).num_splits if num_splits is None else num_splits
         uneven = (schedule.more_rows, schedule.shares) if config.units else (0, 0)
         schedule = DecodeSchedule(config, splits, head_blocks(problem, config), *uneven)
-    table = call.block_table
     return DecodePlan(
-        function=load(DecodeSpec(schedule.config), arch_of(call.q.device.index)),
+        send=_sender(call, schedule),
         schedule=schedule,
         device_index=call.q.device.index,
         softmax_scale=call.softmax_scale,
@@ -156,13 +140,36 @@ def make_plan(
         v_view=byte_view(call.v.cache),
         num_words=workspace_words(schedule, problem),
         mode=places_log2(schedule.config, problem.num_sms) << PLACES_SHIFT,
-        k_scale_stride=_head_stride(call.k.scale),
-        v_scale_stride=_head_stride(call.v.scale),
-        takes_features=schedule.config.has_features,
-        takes_transform=schedule.config.features.transformed,
-        numbers=(*_columns(table), call.window or 0, call.soft_cap or 1.0),
-        bias_strides=call.bias.strides if call.bias is not None else (0, 0, 0, 0),
+        takes_options=schedule.config.has_features,
     )
+
+
+def _sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..., Any]:
+    """The compiled kernel, with the arguments that only what decides a plan decides."""
+    config = schedule.config
+    features = config.features
+    fixed: dict[str, int | float] = {
+        "k_scale_stride": _head_stride(call.k.scale),
+        "v_scale_stride": _head_stride(call.v.scale),
+        "num_splits": schedule.num_splits,
+    }
+    options: dict[str, Place] = {}
+    if config.has_features:
+        max_pages, table_stride = _columns(call.block_table)
+        strides = (0, 0, 0, 0) if call.bias is None else call.bias.strides
+        fixed |= {"more_rows": schedule.more_rows, "shares": schedule.shares}
+        fixed |= {"max_pages": max_pages, "table_stride": table_stride}
+        fixed |= {"window": call.window or 0, "soft_cap": call.soft_cap or 1.0}
+        fixed |= dict(zip(BIAS_STRIDES, strides, strict=True))
+        options |= {name: ("options", name) for name in ("block_table", "sinks", "alibi_slopes")}
+        options["bias"] = ("options", "attn_bias")
+    if features.transformed:
+        own = {"q_shift": features.shift, "out_factor": features.v_factor}
+        options |= {name: ("options", name) for name, is_given in own.items() if is_given}
+        fixed |= {name: 0 for name, is_given in own.items() if not is_given}
+    options |= {tensor.name: ("options", "score_options", tensor.name) for tensor in tensors_in(features)}
+    function = load(DecodeSpec(config), arch_of(call.q.device.index))
+    return arguments_of(features, config.page_tokens > 0).bound(function, fixed, options)
 
 
 def _columns(table: torch.Tensor | None) -> tuple[int, int]:

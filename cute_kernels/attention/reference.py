@@ -26,6 +26,7 @@ import torch
 
 from cute_kernels import blocks
 from cute_kernels.attention.call import AttentionCall, CacheOperand, CallOptions, check_device_values, make_call
+from cute_kernels.attention.score_options import KeyBlock, options_in
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -231,19 +232,9 @@ def scores_of(call: AttentionCall, queries: torch.Tensor, keys: torch.Tensor, ke
     queries [batch, q_len, num_kv_heads, group, head_dim], scaled; keys [batch, tokens, num_kv_heads, head_dim].
     """
     scores = torch.einsum("bikgd,btkd->bikgt", queries, keys)
-    if call.q_shift is not None:
-        shift = call.softmax_scale * call.q_shift.to(scores.dtype)
-        scores = scores + shift.unflatten(2, (call.num_kv_heads, call.group)).unsqueeze(-1)
-    if call.soft_cap is not None:
-        scores = call.soft_cap * torch.tanh(scores / call.soft_cap)
-    if call.alibi_slopes is not None:
-        slopes = call.alibi_slopes.to(scores.dtype).reshape(call.num_kv_heads, call.group)
-        distance = (keys_at - query_positions(call)[:, :, None]).to(scores.dtype)
-        scores = scores + slopes[:, :, None] * distance[:, :, None, None, :]
-    if call.bias is not None:
-        full = call.bias.tensor.expand(call.batch, call.q_len, call.num_q_heads, call.max_seq_len)
-        part = full[..., keys_at].to(scores.dtype)
-        scores = scores + part.unflatten(2, (call.num_kv_heads, call.group))
+    block = KeyBlock(call, keys_at, query_positions(call))
+    for option in options_in(call.features):
+        scores = option.reference(scores, block)
     return scores
 
 

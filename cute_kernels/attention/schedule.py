@@ -23,6 +23,7 @@ from cute_kernels.attention.policies import (
     WarpgroupMma,
     WarpMma,
 )
+from cute_kernels.attention.score_options import options_in
 from cute_kernels.attention.tiles import cannot_read, copies_per_tile, kernel_format
 from cute_kernels.kv_formats import KvFormat, format_of
 from cute_kernels.runtime.composed import changed
@@ -391,8 +392,7 @@ def _fits_four_blocks(problem: DecodeProblem) -> bool:
     return (
         not any(not form.is_coded or form.num_groups > 1 for form in forms)
         and max(problem.head_dim, problem.v_head_dim) <= 128
-        and not problem.features.alibi
-        and problem.features.bias is None
+        and all(option.fits_four_blocks for option in options_in(problem.features))
     )
 
 

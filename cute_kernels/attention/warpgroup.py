@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.attention.barriers import (
     WARPGROUP_THREADS,
@@ -31,7 +31,7 @@ from cute_kernels.attention.barriers import (
     sync_attending,
     sync_warpgroup,
 )
-from cute_kernels.attention.config import ATTENDING_REGISTERS, PAIR_BYTES
+from cute_kernels.attention.config import PAIR_BYTES
 from cute_kernels.attention.mainloop import RESCALE_SLACK, UnitTiles
 from cute_kernels.attention.merge import Merger
 from cute_kernels.attention.policies import BLOCK_QUERIES, EXCHANGE_BYTES, WARPGROUP_WARPS, WGMMA_QUERIES, WarpgroupMma
@@ -144,11 +144,7 @@ class WarpgroupMainloop:
     def attend_tiles(self, cta, work, query, stage: Int32, phase: Int32):
         """As `WarpMainloop` has it, but that the values of a tile are multiplied in the turn of the next one."""
         config = self.config
-        if const_expr(config.lends_registers):
-            cute.arch.setmaxregister_increase(ATTENDING_REGISTERS)
-        empty = cta.barriers + config.num_stages
-        token, stride = work.first_token(config), work.num_parts * config.tile_tokens
-        state = self.unit.open_state(cta, work, query, self.place_queries)
+        state, empty, token, stride = self.unit.begin(cta, work, query, self.place_queries)
         number = state.keys.warpgroup.number
         self.give_first_turn(number)
         before = stage  # where the last tile lies; no tile yet: one that has come, times probabilities of zero
@@ -162,9 +158,7 @@ class WarpgroupMainloop:
             masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
             first_token = token + cta.roles.slice_index * config.slice_tokens
             self.attend(state, self.copier.stage_addresses(cta.tiles, stage), 0, masked, first_token, token + stride)
-            # Every other time round the ring: often enough, and without a counter of its own; not at the first tile.
-            if (stage == config.num_stages - 1) & (phase == 1):
-                self.value_reader.recentre(state.values)
+            self.unit.recentre(state, stage, phase)
             token = token + stride
             before = stage
             stage, phase = advance(stage, phase, config.num_stages)

@@ -1,8 +1,8 @@
 """Batches of requests that decode and requests that prefill: two kernels side by side, each what its rows want.
 
-One query a request is a matter of bandwidth, hundreds are one of products: the two kernels leave each other what they
-want, if both have SMs to run on. So the queries of a prefill begin on all SMs but a few, and those that decode on the
-rest; docs/design/extend_attention.md has what that takes.
+One query a request is a matter of bandwidth, hundreds are one of products: over 16-bit caches the two kernels leave
+each other what they want, if both have SMs to run on. So a prefill begins on all SMs but some, and decoding has these.
+Over codes both want all SMs, and the kernels run one after the other; docs/design/extend_attention.md has the figures.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import torch
 
 from cute_kernels.arguments import check_tensors, shape_of
 from cute_kernels.attention import checks, decode_attention
+from cute_kernels.attention.call import keys_seen
 from cute_kernels.extend.call import check_out, check_query
+from cute_kernels.extend.schedule import decode_sms
+from cute_kernels.kv_formats import format_of, format_pair
 from cute_kernels.names import KvFormats
-
-DECODE_SMS = 16  # that a prefill leaves alone from the start; decoding has the others as they become free
+from cute_kernels.runtime.gpu import GPU
 
 _streams: dict[int, torch.cuda.Stream] = {}
 
@@ -32,7 +34,7 @@ def mixed_attention(
     num_decodes: int,
     kv_format: KvFormats,
     out: torch.Tensor | None = None,
-    sm_margin: int = DECODE_SMS,
+    sm_margin: int | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """:func:`extend_attention` of a batch whose first requests have one query each, which `decode_attention` serves.
@@ -42,11 +44,12 @@ def mixed_attention(
         num_decodes: requests 0 to num_decodes - 1 have exactly one query each: engines order batches so. It is not
             checked on a GPU, where cu_seqlens_q is not looked at.
         out: where to write the result, as q, contiguous.
-        sm_margin: SMs that the other requests' kernel leaves to decoding from the start.
+        sm_margin: SMs that the other requests' kernel leaves to decoding, which runs beside it then. Default: chosen
+            by what both have to do; one kernel after the other where that is better, as it is for codes.
         options: block_table, cache_layout, softmax_scale, window_size, softcap, sinks, alibi_slopes, k_scale, v_scale,
             as both calls have them; unpack and max_seq_len, as :func:`extend_attention` has them.
 
-    Returns out, as :func:`extend_attention`. On a GPU decoding runs on a stream of its own, which the current one
+    Returns out, as :func:`extend_attention`. On a GPU decoding may run on a stream of its own, which the current one
     waits for; graphs capture both.
 
     Raises:
@@ -92,12 +95,46 @@ def mixed_attention(
         extend(0)
     elif num_decodes == seq_lens.shape[0]:
         decode()
-    elif not q.is_cuda:
-        decode()
-        extend(sm_margin)
     else:
-        _side_by_side(q.device, decode, lambda: extend(sm_margin))
+        margin = sm_margin
+        if margin is None and q.is_cuda:
+            margin = _margin_of(q, k_cache, seq_lens.shape[0], num_decodes, kv_format, options, of_extend)
+        if margin is None or not q.is_cuda:
+            decode()
+            extend(margin or 0)
+        else:
+            _side_by_side(q.device, decode, lambda: extend(margin))
     return out
+
+
+def _margin_of(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    batch: int,
+    num_decodes: int,
+    kv_format: KvFormats,
+    options: dict[str, Any],
+    of_extend: dict[str, Any],
+) -> int | None:
+    """SMs for decoding; None for one kernel after the other, whose calls say what of the arguments does not fit.
+
+    All requests count as long as they may be.
+    """
+    forms = [format_of(name) for name in format_pair(kv_format)]
+    if k_cache.dim() != 4 or any(form.is_coded for form in forms):
+        return None
+    head_major, table = options.get("cache_layout") == "HND", options.get("block_table")
+    tokens, kv_heads = k_cache.shape[2 if head_major else 1], k_cache.shape[1 if head_major else 2]
+    window, bound = options.get("window_size"), of_extend.get("max_seq_len")
+    window = keys_seen(window) if isinstance(window, (tuple, list)) else window
+    length = tokens if table is None else table.shape[1] * tokens
+    length = min(length, *(most for most in (window, bound) if type(most) is int and most > 0), length)
+    heads, head_dim = q.shape[1:]
+    queries, requests = q.shape[0] - num_decodes, batch - num_decodes
+    seen = max(length - queries / requests / 2, length / 2)
+    row_bytes = sum(form.row_bytes(head_dim) for form in forms)
+    num_sms = GPU.num_sms(q.device)
+    return decode_sms(num_decodes * length * kv_heads * row_bytes, 4 * head_dim * heads * queries * seen, num_sms)
 
 
 def _check(q: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_decodes: object) -> None:
@@ -137,8 +174,8 @@ def _side_by_side(device: torch.device, decode: Callable[[], object], extend: Ca
         side = _streams[index] = torch.cuda.Stream(index)
     current = torch.cuda.current_stream(index)
     side.wait_stream(current)
-    # In this order: prefilling on the other stream instead took 0.87 of both in turn on an H100, this 0.70.
+    # In this order: decoding would begin on all SMs and leave the prefill none to begin on.
+    extend()
     with torch.cuda.stream(side):
         decode()
-    extend()
     current.wait_stream(side)

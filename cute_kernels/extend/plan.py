@@ -249,9 +249,12 @@ def _unpack_plan(call: ExtendCall, config: ExtendConfig) -> UnpackPlan | None:
     return UnpackPlan(function, unpack, make_plan_of(call, attention), least, call.unpack is True)
 
 
-def specs_of(config: ExtendConfig) -> list[KernelSpec]:
-    """All kernels that calls which the schedule gives ``config`` may launch, but for those of new tokens."""
-    specs: list[KernelSpec] = [ExtendSpec(config), combine_spec(config)]
+def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
+    """All kernels that calls which the schedule gives ``config`` may launch, but for those of new tokens.
+
+    splits: whether keys may be cut.
+    """
+    specs: list[KernelSpec] = [ExtendSpec(config), *([combine_spec(config)] if splits else [])]
     if queries_to_unpack_for(config, 1, 1, None) is not None:
         unpack, attention = choose_unpacked(config)
         specs += [UnpackSpec(unpack), ExtendSpec(attention)]

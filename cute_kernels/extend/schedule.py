@@ -32,6 +32,11 @@ TILE_COST, PARTIAL_COST, COMBINE_COST = 1.5, 4.0, 3.0
 READING_RATES: dict[str | int, float] = {"row": 0.65, "outside": 0.77, "groups": 0.64, 16: 0.95}
 PRODUCTS_PER_US = 690e6  # FLOP over unpacked keys
 UNPACKED_BYTES_PER_US = 3.0e6  # read and written
+# Decoding beside a prefill: how fast it streams, on how many SMs it does, and what both lose to
+# each other, and to two streams that wait for each other.
+STREAMED_BYTES_PER_US = 4.4e6
+STREAMING_SMS, SMS_STEP = 40, 4
+SIDE_BY_SIDE_COST, STREAMS_US = 1.12, 10.0
 MAX_UNPACKED_BYTES = 2**29  # that a call takes by itself
 
 
@@ -137,6 +142,22 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
     moved = sum(form.row_bytes(config.head_dim) + ELEMENT_BYTES * config.head_dim for form in config.formats)
     queries = math.ceil(moved / UNPACKED_BYTES_PER_US / saved)
     return None if window is not None and window < queries else queries * batch
+
+
+def decode_sms(decode_bytes: float, prefill_flops: float, num_sms: int) -> int | None:
+    """How many SMs decoding gets beside a prefill, of 16-bit caches; None where both are better one after the other.
+
+    A few SMs stream at full rate, and products want all of them. Codes want all for either: decoding them is work.
+    """
+    decode_us, prefill_us = decode_bytes / STREAMED_BYTES_PER_US, prefill_flops / PRODUCTS_PER_US
+
+    def time(sms: int) -> float:
+        """Of the longer one."""
+        own = decode_us * max(1.0, STREAMING_SMS / sms)
+        return STREAMS_US + SIDE_BY_SIDE_COST * max(own, prefill_us * num_sms / (num_sms - sms))
+
+    best = min(range(SMS_STEP, num_sms // 2 + 1, SMS_STEP), key=time, default=0)
+    return best if best and time(best) < decode_us + prefill_us else None
 
 
 def room_of(max_seq_len: int, head_dim: int) -> int:

@@ -74,9 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         from cute_kernels.integrations.transformers.calibrate import calibrate_cache
         from cute_kernels.integrations.transformers.fit import fit_transforms
     except ImportError as error:
-        raise ValueError(
-            f"transformers: cannot be imported ({error}), want pip install 'cute-kernels[transformers]'"
-        ) from error
+        raise ValueError(f"transformers: cannot be imported ({error}), want pip install 'transformers>=5.0'") from error
     windows = windows_of(tokens_of(tokenizer_of(arguments.model), arguments.text), arguments.window, arguments.windows)
     model = model_of(arguments.model, torch.device(arguments.device))
     about = {"model": str(arguments.model), "text": ", ".join(path.name for path in arguments.text)}

@@ -10,6 +10,7 @@ from cute_kernels.arguments import check_tensors
 from cute_kernels.linear.reference import ACTIVATIONS, out_features
 from cute_kernels.weight_formats.integers import SCALE_DTYPES
 
+ALIGNMENT = 16  # bytes
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -53,6 +54,13 @@ def check_norm(norm: torch.Tensor, eps: object, offset: object, x: torch.Tensor)
             raise TypeError(f"{name}: got {value!r}, want a number")
         if not (math.isfinite(value) and value >= least):
             raise ValueError(f"{name}: got {value}, want a finite number" + (" of at least 0" if least == 0 else ""))
+
+
+def check_norm_place(norm: torch.Tensor) -> None:
+    """Raises ValueError unless ``norm`` begins where the kernel of a norm takes weights from."""
+    past = norm.data_ptr() % ALIGNMENT
+    if past:
+        raise ValueError(f"norm: got a tensor that starts {past} bytes past a multiple of {ALIGNMENT}, want it aligned")
 
 
 def result_dtype(out_dtype: torch.dtype | None, x: torch.Tensor, out: torch.Tensor | None) -> torch.dtype:

@@ -98,6 +98,8 @@ def apply(
         if kept is not None:
             return keep(_kept, key, kept).run(x, codes, scales, zeros, bias, residual, out, perm, input_scale, norm)
     if norm is not None:  # a launch of its own
+        if key is not None:
+            checks.check_norm_place(norm)
         normed = rms_norm(x.detach(), norm, eps=norm_eps, weight_offset=norm_offset)
         return apply(
             normed, codes, scales, zeros, perm, input_scale, format=format, shape=shape, bias=bias, residual=residual,

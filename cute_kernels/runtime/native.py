@@ -82,7 +82,7 @@ def compiler_remedy() -> str:
     """What to do where kernels have to be compiled and cannot be."""
     version = dsl_version()
     if version is None:
-        return f"install {DSL_DISTRIBUTION}=={COMPILER_VERSION}: pip install 'cute-kernels[compiler]'"
+        return f"the compiler is missing: pip install '{DSL_DISTRIBUTION}[cu13]=={COMPILER_VERSION}'"
     return (
         f"installed is {DSL_DISTRIBUTION} {version}, which these kernels are not compiled with: build a bundle with "
         f"{COMPILER_VERSION} in an environment of its own (python -m cute_kernels aot build)"

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from cute_kernels.attention import decode_attention, ops
+from cute_kernels.attention.arguments import BIAS_STRIDES, arguments_of
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import PLACES_SHIFT
+from cute_kernels.attention.features import Features
 from cute_kernels.runtime import native
 from tests.attention.cases import ALL_FORMATS, make_call
 from tests.launchers import assert_launched_alike_after_any_other, outcome, recording
@@ -242,3 +244,29 @@ def test_strides_of_single_requests_and_tokens_do_not_matter(launches):
     for kv_format in ("int4_g4", "bf16"):
         given = but(lambda a: {name: odd(a[name]) for name in ("q", *CACHES)}, kv_format, lengths=(64,))
         assert all(given[name].stride(0) % 8 for name in ("q", *CACHES)) and isinstance(run(launches, given), list)
+
+
+def test_every_number_of_a_launch_stands_where_the_kernel_takes_it(launches):
+    """By the declared names: the compiler gives the kernel the same ones."""
+    given = arguments(page_size=16, window_size=9, softcap=3.0, sinks=True, alibi=True, attn_bias="fp32", q_len=2)
+    decode_attention(**given, num_splits=3, softmax_scale=0.25)
+    features = Features(
+        queries=True, causal=True, window=True, soft_cap=True, sinks=True, alibi=True, bias="fp32", paged=True
+    )
+    (launch,) = launches
+    found = dict(zip(arguments_of(features, True).names, launch.arguments, strict=True))
+    table, bias = given["block_table"], given["attn_bias"]
+    numbers = {
+        "num_splits": 3,
+        "softmax_scale": 0.25,
+        "window": 9,
+        "soft_cap": 3.0,
+        "lse": 0,
+        "k_scale": 0,
+        "more_rows": 0,
+    }
+    numbers |= {"max_pages": table.shape[1], "table_stride": table.stride(0)}
+    numbers |= {name: given[name].data_ptr() for name in ("block_table", "sinks", "alibi_slopes")}
+    numbers |= {"bias": bias.data_ptr(), **dict(zip(BIAS_STRIDES, bias.stride(), strict=True))}
+    assert {name: found[name] for name in numbers} == numbers
+    assert found["k_cache"].data_ptr() == given["k_cache"].data_ptr() and found["mode"] >> PLACES_SHIFT

@@ -15,7 +15,6 @@ import torch
 
 pytest.importorskip("cutlass")
 
-import cutlass.cute as cute
 
 from cute_kernels.attention import readers, warpgroup
 from cute_kernels.attention.mainloop import LOWEST, WarpState
@@ -359,12 +358,12 @@ def test_two_warpgroups_take_turns_with_the_products_of_a_tile_and_the_next(tile
         "await_turn": lambda number: barriers.sync(f"turn {number}"),
         "pass_turn": lambda number: barriers.arrive(f"turn {1 - number}"),
     }
-    run_on(PlainThread({warpgroup: turns_of, cute.arch: {"setmaxregister_increase": lambda _: None}}))
+    run_on(PlainThread({warpgroup: turns_of}))
     work = SimpleNamespace(length=TOKENS * tiles, num_parts=1, first_token=lambda config: 0)
     config = SimpleNamespace(lends_registers=True, num_stages=4, tile_tokens=TOKENS, slice_tokens=BLOCK_TOKENS)
 
     def run(number: int) -> None:
-        reader = SimpleNamespace(recentre=lambda _: None, wait_for=lambda *_: events.append((number, "end")))
+        reader = SimpleNamespace(wait_for=lambda *_: events.append((number, "end")))
 
         def await_tile(cta, work, token, stage, phase):
             if token + TOKENS >= work.length:
@@ -378,10 +377,16 @@ def test_two_warpgroups_take_turns_with_the_products_of_a_tile_and_the_next(tile
             config=config,
             value_reader=reader,
             unit=SimpleNamespace(
-                open_state=lambda *_: SimpleNamespace(
-                    keys=SimpleNamespace(warpgroup=SimpleNamespace(number=number)), values=None, logits=None
+                begin=lambda *_: (
+                    SimpleNamespace(
+                        keys=SimpleNamespace(warpgroup=SimpleNamespace(number=number)), values=None, logits=None
+                    ),
+                    100,
+                    0,
+                    TOKENS,
                 ),
                 await_tile=await_tile,
+                recentre=lambda *_: None,
                 give_back=lambda cta, empty, stage: events.append((number, "back", stage)),
             ),
             place_queries=None,

@@ -60,6 +60,12 @@ def test_rows_of_other_methods_are_not_a_plain_caches():
     assert perplexity.model_of(record, "m").cost(Cache(None, 4)) == "+7.00 %"
 
 
+def test_rows_of_weights_and_of_grids_that_no_cache_has_say_nothing_of_caches():
+    record = rows(int4_g2=7.0, kivi32_AND_int4_g2=1.8)
+    record["rows"].append({"name": "weights w4g64", "weights": "w4g64", "increase_percent": 3.0})
+    assert perplexity.model_of(record, "m").increases == {Cache(None, 2): 7.0}
+
+
 def test_a_table_says_what_its_int4_caches_cost():
     record = json.loads((ROOT / "bench/results/e2e_vllm.json").read_text())
     below = e2e_vllm.markdown(record).partition("\n\n")[2]

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from cute_kernels.extend import extend_attention, ops, ragged
+from cute_kernels.extend.call import make_call
+from cute_kernels.extend.plan import problem_of, specs_of
 from cute_kernels.extend.ragged import ragged_attention
-from cute_kernels.extend.schedule import MAX_UNPACKED_BYTES
+from cute_kernels.extend.schedule import MAX_UNPACKED_BYTES, choose
 from tests.launchers import recording
 from tests.observed import calls_of
 
@@ -121,10 +123,11 @@ def test_unpacked_keys_take_no_more_memory_than_is_theirs(launches):
     too_many = MAX_UNPACKED_BYTES // (2 * 2 * 2 * 64 * 2) + 128
     table = torch.zeros(2, too_many // 64 + 1, dtype=torch.int32)
     pages = torch.zeros(3, 64, 2, 68, dtype=torch.uint8)
-    call = coded(4000) | {"k_cache": pages, "v_cache": pages, "block_table": table}
+    call: dict[str, Any] = coded(4000) | {"k_cache": pages, "v_cache": pages, "block_table": table}
     extend_attention(**call)
     assert len(launches) == 1
-    extend_attention(**call, max_seq_len=256)
+    call["max_seq_len"] = 256
+    extend_attention(**call)
     assert len(launches) == 3
 
 
@@ -144,3 +147,12 @@ def test_with_fixed_splits_rows_scales_are_read_as_they_are(launches):
     cache = torch.zeros(2, 256, 2, 36, dtype=torch.uint8)
     extend_attention(**coded(4000, num_splits=1) | {"k_cache": cache, "v_cache": cache, "kv_format": "int4_g1"})
     assert len(launches) == 3
+
+
+def test_what_a_configuration_s_calls_may_launch_can_be_prepared():
+    with recording() as recorded:
+        extend_attention(**coded(6))
+        loaded = {spec for spec, _ in recorded.loaded}
+    config = choose(problem_of(make_call(**coded(6))))
+    assert loaded == set(specs_of(config)) and len(loaded) == 4
+    assert len(specs_of(config, splits=False)) == 3

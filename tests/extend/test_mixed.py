@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from cute_kernels.extend import mixed_attention
+from cute_kernels.extend import mixed, mixed_attention
+from cute_kernels.runtime.gpu import standing_in
 from tests.extend.cases import make_call
+from tests.launchers import cpu_as_gpu
 
 
 def run(call, num_decodes, **options):
@@ -41,3 +45,25 @@ def test_what_does_not_fit_is_named(num_decodes, options, message):
     call = make_call("bf16", [1, 2, 4], [9, 9, 9])
     with pytest.raises(ValueError, match=message):
         run(call, num_decodes, **options)
+
+
+@pytest.mark.parametrize(
+    "kv_format, options, beside",
+    [
+        ("bf16", {}, True),
+        ("bf16", {"max_seq_len": 8192}, True),
+        ("bf16", {"window_size": (500, 0)}, False),
+        ("int8_token_head", {}, False),
+        (("bf16", "bf16"), {"cache_layout": "HND"}, True),
+    ],
+)
+def test_decoding_runs_beside_a_prefill_where_that_is_sooner(kv_format, options, beside):
+    """63 requests that decode and 2048 new tokens over 8192, by shapes alone."""
+    q = torch.empty(63 + 2048, 32, 128, dtype=torch.bfloat16, device="meta")
+    pages = (9000, 8, 64, 128) if "cache_layout" in options else (9000, 64, 8, 128)
+    table = torch.empty(64, 128, dtype=torch.int32, device="meta")
+    given: dict[str, Any] = {"block_table": table, **options}
+    of_extend = {"max_seq_len": given.pop("max_seq_len")} if "max_seq_len" in given else {}
+    with standing_in(cpu_as_gpu()):
+        margin = mixed._margin_of(q, torch.empty(pages, device="meta"), 64, 63, kv_format, given, of_extend)
+    assert (margin is not None) == beside

@@ -15,6 +15,7 @@ from cute_kernels.extend.schedule import (
     choose_splits,
     choose_unpacked,
     count_tiles,
+    decode_sms,
     queries_to_unpack_for,
 )
 from tests.extend.cases import FORMATS
@@ -145,5 +146,17 @@ def test_unpacking_is_for_many_queries(kv_format, page_tokens, least, most):
         return
     assert queries is not None and least <= queries <= most
     assert queries_to_unpack_for(config, 8, 4, None) == 8 * queries
-    assert queries_to_unpack_for(config, 1, 8, None) <= queries // 2 + 1
+    fewer = queries_to_unpack_for(config, 1, 8, None)
+    assert fewer is not None and fewer <= queries // 2 + 1
     assert queries_to_unpack_for(config, 1, 4, queries - 1) is None, "a window lets few queries see a token"
+
+
+def test_decoding_gets_the_sms_that_let_both_end_together():
+    """63 requests over 8192 tokens of 8 KV heads in bf16 beside 2048 queries of 32 heads: 44 SMs were best on an
+    H200."""
+    decode_bytes, prefill_flops = 63 * 8192 * 8 * 512, 4 * 128 * 32 * 2048 * (8192 - 1024)
+    sms = decode_sms(decode_bytes, prefill_flops, 132)
+    assert sms is not None and 36 <= sms <= 48
+    assert decode_sms(decode_bytes / 30, prefill_flops, 132) is None, "a prefill on fewer SMs would take longer"
+    assert decode_sms(decode_bytes, prefill_flops / 30, 132) is None
+    assert decode_sms(decode_bytes, prefill_flops, 1) is None

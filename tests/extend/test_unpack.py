@@ -122,12 +122,14 @@ class Unpacked:
             pages = Pages(Int64(at["table"]), Int32(max_pages), Int32(blocks), Divisor.of(Int32(page_size)))
             max_seq_len = page_size * (max_pages or 1)
             window = call.options.get("window_size") or 0
-            counts = map(Int32, (max_seq_len, window, self.room))
-            sizes = UnpackSizes(Int32(len(call.q)), Int32(batch), Divisor.of(Int32(kv_heads)), *counts)
+            heads = Divisor.of(Int32(kv_heads))
+            sizes: Any = UnpackSizes(
+                Int32(len(call.q)), Int32(batch), heads, Int32(max_seq_len), Int32(window), Int32(self.room)
+            )
             target = UnpackTarget(*(Int64(at[name]) for name in ("k_rows", "v_rows", "scales")))
             lengths = UnpackLengths(Int64(at["ends"]), Int64(at["lengths"]), Int32(prefix_only))
             kernel: Any = UnpackKernel(self.config)
-            source: Any = Source(*places, pages, None, Int64(0))
+            source: Any = Source(places[0], places[1], pages, None, Int64(0))
             for warp in range(NUM_WARPS):
                 kernel.unpack(sizes, source, target, lengths, Int32(warp), Int32(NUM_WARPS), Int32(LANES))
 
@@ -258,7 +260,7 @@ def test_numbers_on_the_device_that_cannot_be_do_no_harm():
 
 def test_a_tile_s_scale_has_its_place():
     found = Unpacked(make_call("int8_token_head", [4], [300]))
-    assert found.scales.shape[-1] * 4 == TILE_SCALE_BYTES
+    assert found.scales[0, 0, 0].nbytes == TILE_SCALE_BYTES
     written = found.scales[0, :, :3]
     assert (written[..., 0] == np.exp2(np.log2(written[..., 0]).round())).all(), "powers of 2"
     assert (written[..., 1] == 0).all() and (np.exp2(written[..., 2]) * written[..., 3] == 1).all()

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import cute_kernels.integrations.transformers as ck
-from cute_kernels.integrations.transformers.calibrate import watch
+from cute_kernels.integrations.transformers.calibrate import gather_moments, watch
 from cute_kernels.integrations.transformers.fit import _Layer
 from cute_kernels.kv_cache import CacheConstants, CacheTransform, Calibrator
+from cute_kernels.kv_cache.transforms import key_of
 from cute_kernels.kv_formats import format_of
 from tests.integrations.architectures import DECODERS, VOCABULARY
 
@@ -80,6 +81,18 @@ def test_formats_that_gain_nothing_are_left_alone():
     assert plain.transforms == (None, None) and plain.about["method"] == "scales alone"
 
 
+def test_one_pass_serves_several_formats():
+    model, batches = DECODERS["llama"].build(torch.float32), make_batches()
+    moments = gather_moments(model, batches)
+    assert moments.tokens == 96 and len(moments.layers) == 2
+    for formats, values in (("int4_g4", False), (("int8_token_head", "int4_g2"), "factors"), ("int4_g1", True)):
+        options: Any = {"values": values}
+        own = ck.calibrate_cache(model, batches, formats, **options)
+        shared = ck.calibrate_cache(model, batches, formats, moments=moments, **options)
+        assert [key_of(one) for one in own.transforms] == [key_of(one) for one in shared.transforms]
+        assert own.about == shared.about
+
+
 def test_scales_are_of_what_is_written():
     model, batches = DECODERS["llama"].build(torch.float32), make_batches()
     constants: Any = ck.calibrate_cache(model, batches, ("int8_head", "int4_g4"))
@@ -95,6 +108,9 @@ def test_what_cannot_be_calibrated_is_named():
     model = DECODERS["llama"].build(torch.float32)
     with pytest.raises(ValueError, match="batches: got none, want at least one"):
         ck.calibrate_cache(model, [], "int4_g4")
+    values: Any = "all"
+    with pytest.raises(ValueError, match="values: got 'all', want False, True or 'factors'"):
+        ck.calibrate_cache(model, make_batches(1), "int4_g4", values=values)
     generator: Any = (batch for batch in make_batches())
     with pytest.raises(TypeError, match="batches: got generator, want a list: they are gone through twice"):
         ck.calibrate_cache(model, generator, "int4_g4")

@@ -56,6 +56,15 @@ def test_values_and_a_fit_are_had_for_the_asking(directory, tmp_path, capsys):
     assert first is not None and first.v_rotation == 64 and first.v_factor is not None
 
 
+def test_values_may_have_factors_alone(directory, tmp_path):
+    text, out = write_text(tmp_path / "text.txt", 40), tmp_path / "constants.safetensors"
+    options = ["--kv-format", "int8_token_head,int4_g2", "--values", "factors", "--device", "cpu"]
+    assert main(["calibrate", str(directory), "--text", str(text), "-o", str(out), *options]) == 0
+    read = CacheConstants.load(out)
+    assert read.about["method"] == "center factors rotation value factors"
+    assert all(one is not None and one.v_rotation == 1 and one.v_factor is not None for one in read.transforms)
+
+
 def test_parts_may_be_left_out(directory, tmp_path):
     text, out = write_text(tmp_path / "text.txt", 40), tmp_path / "constants.safetensors"
     options = ["--no-rotation", "--no-factors", "--device", "cpu"]

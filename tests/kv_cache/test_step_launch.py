@@ -5,7 +5,6 @@ With compiled functions that launch nothing (`tests.host_functions`), so that no
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -148,14 +147,14 @@ def test_a_repeated_step_is_not_checked_again_and_needs_no_plan(name, launches):
     assert not repeated
 
 
-@pytest.mark.parametrize("restores", [True, False])
-def test_what_the_kernel_restores_is_not_restored_once_more(restores, launches):
+@pytest.mark.parametrize(("head_dim", "restores"), [(64, True), (256, False)])
+def test_what_the_kernel_restores_is_not_restored_once_more(head_dim, restores, launches):
     """V's transform is undone by attention where it can, else by operations behind it: once in either case."""
-    given: dict[str, Any] = of() | {"transform": make_transform(2, 64, k_rotation=64, v_rotation=64)}
+    transform = make_transform(2, head_dim, k_rotation=64, v_rotation=head_dim)
+    given: dict[str, Any] = of(head_dim=head_dim) | {"transform": transform}
     append_and_decode(**given)
-    ((key, plan),) = step_ops.launch.plans.items()
-    if plan.restores != restores:
-        step_ops.launch.plans[key] = dataclasses.replace(plan, restores=restores)
+    (plan,) = step_ops.launch.plans.values()
+    assert plan.restores == restores
     with calls_of(step_ops.attention_ops.restore) as done:
         append_and_decode(**given)
     assert len(done) == (not restores)

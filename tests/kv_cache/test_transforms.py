@@ -144,6 +144,26 @@ def test_keys_and_values_come_back(heads, dim, v_dim):
     torch.testing.assert_close(transform.restore(transform.values(v)), v, rtol=1e-11, atol=1e-10)
 
 
+@pytest.mark.parametrize(("heads", "dim", "v_dim"), SHAPES)
+def test_errors_of_rows_come_back_over_the_factors_and_no_larger(heads, dim, v_dim):
+    """Rotations keep a block's norm: a bound of the error of rows is, over the factors, one of what is read."""
+    q, k, v, transform = make_inputs(heads, dim, v_dim)
+    sides = (
+        (k, transform.keys, transform.original_keys, transform.k_factor, transform.k_rotation),
+        (v, transform.values, transform.restore, transform.v_factor, transform.v_rotation),
+    )
+    for x, write, read, factor, width in sides:
+        rows = write(x)
+        error = torch.randn_like(rows) * 0.1 * rows.abs().amax()
+        off = (read(rows + error) - x) * factor
+        blocks = [y.unflatten(-1, (-1, width)).norm(dim=-1) for y in (off, error)]
+        torch.testing.assert_close(*blocks, rtol=1e-9, atol=1e-9)
+    rows, turned = transform.keys(k), transform.queries(q).unflatten(1, (heads, GROUP))
+    error = torch.randn_like(rows)
+    wrong = torch.einsum("qhgd,khd->qhgk", q.unflatten(1, (heads, GROUP)), transform.original_keys(rows + error) - k)
+    torch.testing.assert_close(wrong, torch.einsum("qhgd,khd->qhgk", turned, error), rtol=1e-8, atol=1e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_narrow_dtypes_are_computed_in_fp32_and_rounded_once(dtype):
     q, k, v, transform = make_inputs(2, 64, 64)

@@ -11,6 +11,7 @@ import torch
 
 import cute_kernels
 import cute_kernels.linear as package
+from cute_kernels import rms_norm
 from cute_kernels.linear import linear_reference, quantize_weight, quantized_linear
 from tests.linear.cases import GROUPS, known
 
@@ -200,3 +201,31 @@ def test_it_compiles_without_graph_breaks(dynamic):
     for rows in (5, 9):
         x, residual = numbers(2, rows, 64), numbers(2, rows, 70)
         torch.testing.assert_close(compiled(x, residual), layer(x, residual))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_norm_is_that_of_rms_norm_before_the_product(compiled):
+    packed, norm = known(70, 64).pack(), numbers(64)
+    x = numbers(2, 3, 64)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return quantized_linear(x, packed, norm=norm, norm_eps=1e-3, norm_offset=1.0)
+
+    found = (torch.compile(product, fullgraph=True, backend="eager") if compiled else product)(x)
+    assert torch.equal(found, quantized_linear(rms_norm(x, norm, eps=1e-3, weight_offset=1.0), packed))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm": torch.ones(65).bfloat16()}, r"norm: got shape \[65\], want \[64\]"),
+        ({"norm": torch.ones(64).half()}, "norm: got dtype torch.float16, want torch.bfloat16 or torch.float32"),
+        ({"norm": torch.ones(128).bfloat16()[::2]}, "norm: got strides"),
+        ({"norm_eps": -1.0}, "norm_eps: got -1.0, want a finite number of at least 0"),
+        ({"norm_offset": math.inf}, "norm_offset: got inf, want a finite number"),
+    ],
+)
+def test_a_wrong_norm_is_refused_by_name(change, message):
+    given = {"norm": torch.ones(64).bfloat16()} | change
+    with pytest.raises((TypeError, ValueError), match=message):
+        quantized_linear(numbers(3, 64), known(70, 64).pack(), **given)

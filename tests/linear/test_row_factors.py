@@ -17,7 +17,7 @@ from cute_kernels.linear.wgmma.policies import FACTOR_ROWS, NORMED, SCALED, Resi
 from cute_kernels.linear.wgmma.resident_schedule import with_factors
 from cute_kernels.linear.wgmma.row_factors import Factors, RowFactors
 from cute_kernels.weight_formats import integers
-from simulator import LANES, Int32, Warp, running, stand_in
+from simulator import LANES, Int32, Uint32, Warp, running, stand_in
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CONFIG = WgmmaConfig(
@@ -59,10 +59,9 @@ def test_inputs_are_rounded_as_a_launch_of_their_own_would(dtype: str, kind: str
     x, factors = (torch.randn(64, generator=generator).to(DTYPES[dtype]) for _ in range(2))
     words = [tensor.view(torch.int16).numpy().copy().view(np.uint32) for tensor in (x, factors)]
     with running(Warp(np.zeros(0, np.uint8), np.zeros(0, np.uint8))):
-        from simulator import Uint32
-
         subject, row_factor = RowFactors(kind, dtype, 8), np.float32(0.75)
-        (found,) = subject.apply(source(1, 64, offset=1.0), *([Uint32(one)] for one in words), row_factor)
+        inputs, given = ([Uint32(one)] for one in words)
+        (found,) = subject.apply(source(1, 64, offset=1.0), inputs, given, row_factor)
     want = x.float() * factors.float() if kind == SCALED else x.float() * 0.75 * (factors.float() + 1)
     assert np.array_equal(np.asarray(found), want.to(DTYPES[dtype]).view(torch.int16).numpy().view(np.uint32))
 

@@ -103,9 +103,8 @@ def weights(shared: np.ndarray, stage: int, tile: int, k_block: int, config: Lin
 def make_kernel(machine: Machine, config: LinearConfig) -> Any:
     kernel: Any = moe_kernel.GroupedKernel(config)
     activations = moe_kernel.EntryLoads(config)
-    kernel.roles = type("NumpyRoles", (linear_kernel.StreamRoles,), {"multiply": multiply})(
-        config, activations, TABLE_BYTES
-    )
+    kind: Any = type("NumpyRoles", (linear_kernel.StreamRoles,), {"multiply": multiply})
+    kernel.roles = kind(config, activations, TABLE_BYTES)
     kernel.roles.machine = machine
     kernel.roles.epilogue = epilogue.Epilogue(config)
     return kernel

@@ -69,7 +69,7 @@ def test_without_the_compiler_bundles_still_load():
         findings, found = doctor.examine(), finding("compiler")
     assert doctor.abilities(findings)["compile kernels"] == ["compiler"]
     assert doctor.abilities(findings)["load ahead-of-time bundles"] == []
-    assert "pip install 'cute-kernels[compiler]'" in found.remedy
+    assert f"pip install '{native.DSL_DISTRIBUTION}[cu13]=={native.COMPILER_VERSION}'" in found.remedy
 
 
 def test_without_a_linker_bundles_are_not_built():

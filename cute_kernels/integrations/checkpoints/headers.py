@@ -64,11 +64,13 @@ def read_headers(path: Path) -> Headers:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """The file of each tensor, all of which exist."""
+    """The file of each tensor, all of which exist, in the directory or below it."""
     promised = read_json(index).get("weight_map")
     if not isinstance(promised, dict) or not all(isinstance(where, str) for where in promised.values()):
         raise ValueError(f"{index.name}: got no 'weight_map' of names and files, want the index of a checkpoint")
     for name, where in promised.items():
+        if Path(where).is_absolute() or ".." in Path(where).parts:
+            raise ValueError(f"{name}: got {where} in {INDEX}, want a file of the checkpoint's directory")
         if not (index.parent / where).is_file():
             raise FileNotFoundError(f"{name}: got no file {where}, want it beside {INDEX}, which says so")
     return promised

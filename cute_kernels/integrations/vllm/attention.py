@@ -364,14 +364,16 @@ class _LayerCall:
         assert context is not None
         formats, head_size = self.impl.formats, self.impl.head_size
         names: tuple[Any, Any] = (formats.k.name, formats.v.name)
+        transform = self.impl.transform
+        wide = query.dtype if transform is None else torch.float32
         k, v = (
-            dequantize_kv(gather(cache, context), kv_format=name, head_dim=head_size, dtype=query.dtype, scale=scale)
+            dequantize_kv(gather(cache, context), kv_format=name, head_dim=head_size, dtype=wide, scale=scale)
             for cache, name, scale in zip(
                 (self.k_cache, self.v_cache), names, (self.scales["k_scale"], self.scales["v_scale"]), strict=True
             )
         )
-        if (transform := self.impl.transform) is not None:  # FlashAttention is given what it was before
-            k, v = transform.original_keys(k), transform.restore(v)
+        if transform is not None:  # FlashAttention is given what it was before
+            k, v = (x.to(query.dtype) for x in (transform.original_keys(k), transform.restore(v)))
         self._flash(query, k, v, output, piece.starts, piece.longest, context.starts, context.longest)
 
     def _flash(

@@ -15,9 +15,8 @@ from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.schedule import DecodeProblem, make_schedule
 from cute_kernels.extend import schedule as extend
-from cute_kernels.extend.compile import ExtendSpec
 from cute_kernels.extend.config import HEAD_DIMS, ExtendConfig, has_token_scale
-from cute_kernels.extend.plan import combine_spec
+from cute_kernels.extend.plan import specs_of as extend_specs_of
 from cute_kernels.extend.schedule import choose
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
@@ -112,11 +111,10 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
         # What a transform does is undone behind the kernel.
         features = replace(_features(impl, 1, pages * decodes.page_size), causal=True, v_rotation=1, v_factor=False)
         config = _extend_config(impl.formats, impl.head_size, dtype, decodes.page_size, features)
-        yield ExtendSpec(config)
-        if not decodes.invariant:
-            yield combine_spec(config)
+        yield from extend_specs_of(config, splits=not decodes.invariant)
     else:
-        yield from (BulkSpec(BulkConfig("dequantize", form, dtype, impl.head_size)) for form in forms)
+        wide = dtype if rows is None else "fp32"  # rounded once, when the transform is undone
+        yield from (BulkSpec(BulkConfig("dequantize", form, wide, impl.head_size)) for form in forms)
     if decodes.invariant:
         return
     for q_len, batches, after_append in (

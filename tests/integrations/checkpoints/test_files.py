@@ -148,6 +148,10 @@ def test_shards_are_read_through_their_index(tmp_path):
     index.write_text(json.dumps({"weight_map": weight_map | {"norm.weight": "."}}))
     with pytest.raises(FileNotFoundError, match="^norm.weight: got no file ., want it beside model"):
         load_safetensors(tmp_path)
+    for outside in ("../model-0.safetensors", str(tmp_path / "model-0.safetensors"), "a/../../model-0.safetensors"):
+        index.write_text(json.dumps({"weight_map": weight_map | {"norm.weight": outside}}))
+        with pytest.raises(ValueError, match="norm.weight: got .*, want a file of the checkpoint's directory"):
+            load_safetensors(tmp_path)
     index.write_text(json.dumps({"weight_map": weight_map | {"norm.weight": "model-7.safetensors"}}))
     with pytest.raises(FileNotFoundError, match="^norm.weight: got no file model-7.safetensors, want it beside model"):
         load_safetensors(tmp_path)

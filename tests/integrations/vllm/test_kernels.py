@@ -11,6 +11,9 @@ import torch
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.integrations.vllm import attention_kernels, engine_kernels, expert_kernels, mla_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
+from cute_kernels.kv_cache import CacheTransform
+from cute_kernels.kv_cache.compile import BulkSpec
+from cute_kernels.kv_cache.config import BulkConfig
 from cute_kernels.kv_formats import format_of
 from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.schedule import LinearProblem
@@ -65,6 +68,23 @@ def test_prompts_that_extend_attention_does_not_serve_are_dequantised():
     for impl in (layer("int8_channel", "int8_channel"), layer("bf16", "int4_g4")):
         specs = attention_kernels.specs([impl], decodes, torch.device("cuda", 0))
         assert families(specs) == {"append", "dequantize", "decode"}
+
+
+@pytest.mark.usefixtures("h200")
+def test_a_transformed_cache_is_dequantised_in_fp32_and_has_appends_of_its_own():
+    impl = layer("bf16", "int4_g4")
+    impl.transform = CacheTransform(torch.zeros(8, 128), k_rotation=32, v_factor=torch.ones(8, 128))
+    decodes = attention_kernels.Decodes((1,), 1, 8448, 64, torch.bfloat16)
+    specs = attention_kernels.specs([impl, layer("bf16", "int4_g4")], decodes, torch.device("cuda", 0))
+    symbols = [spec.symbol for spec in specs]
+    assert {symbol for symbol in symbols if symbol.startswith("dequantize")} == {
+        spec.symbol
+        for dtype in ("bf16", "fp32")
+        for spec in (BulkSpec(BulkConfig("dequantize", form, dtype, 128)) for form in ("bf16", "int4_g4"))
+    }
+    appends = [symbol for symbol in symbols if symbol.startswith("append")]
+    assert len(appends) == 4 and sum("center_v_factor_k32" in symbol for symbol in appends) == 2
+    assert any(symbol.startswith("decode") and "v_factor" in symbol for symbol in symbols)
 
 
 @pytest.mark.usefixtures("h200")

@@ -1,0 +1,137 @@
+"""What a compiled function is launched with, declared once: names and types, in order.
+
+The compiler's fake arguments, the host function that the compiler sees and the call that a plan makes come from one
+`LaunchArguments`. Each of them has arguments by name, so none can be in another's place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
+
+Kind = Literal["tensor", "address", "int64", "int32", "float32"]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One of them; an address is of device memory, 64 bits, 0 for none."""
+
+    name: str
+    kind: Kind
+
+
+def arguments(kind: Kind, *names: str) -> tuple[Argument, ...]:
+    """Several of a kind."""
+    return tuple(Argument(name, kind) for name in names)
+
+
+@dataclass(frozen=True)
+class LaunchArguments:
+    """A kernel's arguments but the stream, in order."""
+
+    arguments: tuple[Argument, ...]
+
+    def __post_init__(self) -> None:
+        twice = {name for name in self.names if self.names.count(name) > 1}
+        if twice:
+            raise ValueError(f"arguments: got {', '.join(sorted(twice))} twice, want each once")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(argument.name for argument in self.arguments)
+
+    def fake(self, tensors: Mapping[str, Any]) -> list[Any]:
+        """What stands for the arguments when the kernel is compiled; ``tensors`` by name."""
+        import cutlass
+
+        numbers = {"address": cutlass.Int64(0), "int64": cutlass.Int64(0), "int32": cutlass.Int32(0)}
+        numbers["float32"] = cutlass.Float32(1.0)
+        wanted = [argument.name for argument in self.arguments if argument.kind == "tensor"]
+        if set(wanted) != set(tensors):
+            raise TypeError(f"tensors: got {', '.join(tensors)}, want {', '.join(wanted)}")
+        return [tensors[each.name] if each.kind == "tensor" else numbers[each.kind] for each in self.arguments]
+
+    def entry(self, launch: Callable[..., None], *, with_stream: bool = True) -> Any:
+        """The host function that the compiler takes: these arguments, then the stream if there is one.
+
+        launch: called with an object that has the arguments as attributes, and with the stream.
+        """
+        import cutlass
+        import cutlass.cute as cute
+
+        types: dict[str, Any] = {"tensor": cute.Tensor, "address": cutlass.Int64, "int64": cutlass.Int64}
+        types |= {"int32": cutlass.Int32, "float32": cutlass.Float32}
+        stream = ["stream"] * with_stream
+        given = f"_Given({', '.join(f'{name}={name}' for name in self.names)})"
+        source = f"def entry({', '.join((*self.names, *stream))}):\n    _launch({', '.join((given, *stream))})\n"
+        made = _executed("entry", source, launch)
+        made.__annotations__ = {each.name: types[each.kind] for each in self.arguments}
+        return cute.jit(preprocess=False)(made)
+
+    def bound(
+        self,
+        function: Callable[..., Any],
+        fixed: Mapping[str, object],
+        tensors: Mapping[str, Place] | None = None,
+        values: Mapping[str, Place] | None = None,
+    ) -> Callable[..., Any]:
+        """``function`` as a launch calls it: with the arguments that are neither fixed nor looked up, and with what the
+        latter are looked up in, all by name. It passes all of them on in order.
+
+        Args:
+            fixed: values by name.
+            tensors: places of tensors by name, whose address is passed, or 0 for None.
+            values: places of values by name.
+
+        Raises:
+            TypeError: something is said of an argument that there is not, or twice; the message names it.
+        """
+        said = [*fixed, *(tensors or {}), *(values or {})]
+        for name in said:
+            if name not in self.names or said.count(name) > 1:
+                raise TypeError(f"{name}: got an argument of that name, want each once of {', '.join(self.names)}")
+        places = tuple((tensors or {}).items()), tuple((values or {}).items())
+        return _binder(self.names, tuple(fixed), *places)(function, fixed)
+
+
+Place = tuple["str | int", ...]
+"""Where a launch finds something: the name of what it is called with, then keys."""
+
+
+@functools.lru_cache(maxsize=256)
+def _binder(
+    names: tuple[str, ...],
+    fixed: tuple[str, ...],
+    tensors: tuple[tuple[str, Place], ...],
+    values: tuple[tuple[str, Place], ...],
+) -> Callable[..., Any]:
+    """Written out for its names: passing them on as **kwargs would cost every launch of a decoding step."""
+    passed = {name: f"_{name}" for name in fixed}
+    passed |= {name: f"0 if _{name} is None else _{name}.data_ptr()" for name, _ in tensors}
+    passed |= {name: _looked_up(place) for name, place in values}
+    free = [name for name in names if name not in passed]
+    sources = dict.fromkeys(str(place[0]) for _, place in (*tensors, *values))
+    lines = ["def bind(function, fixed):"]
+    lines += [f"    _{name} = fixed[{name!r}]" for name in fixed]
+    lines += [f"    def send({', '.join((*free, *sources))}):"]
+    lines += [f"        _{name} = {_looked_up(place)}" for name, place in tensors]
+    lines += [f"        return function({', '.join(passed.get(name, name) for name in names)})", "    return send"]
+    return _executed("bind", "\n".join(lines))
+
+
+def _looked_up(place: Place) -> str:
+    return str(place[0]) + "".join(f"[{key!r}]" for key in place[1:])
+
+
+def _executed(name: str, source: str, launch: object = None) -> Any:
+    scope: dict[str, Any] = {"_launch": launch, "_Given": SimpleNamespace}
+    exec(compile(source, f"<{name} of launch arguments>", "exec"), scope)
+    return scope[name]
+
+
+def joined(*parts: Iterable[Argument]) -> LaunchArguments:
+    """Of several parts, one after the other."""
+    return LaunchArguments(tuple(argument for part in parts for argument in part))

@@ -1,0 +1,219 @@
+"""What every registered score option has to pass; `ScoreOptionTests` brings it to a file with an option."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from cute_kernels import blocks
+from cute_kernels.attention import ops
+from cute_kernels.attention.arguments import arguments_of
+from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.attention.logits import FeatureValues, Logits
+from cute_kernels.attention.mainloop import LOWEST, UnitTiles, WarpMainloop, WarpState
+from cute_kernels.attention.place import RECIPROCAL_BITS, Place, Roles
+from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
+from cute_kernels.attention.score_options import SIZES, KeyBlock, ScoreOption
+from cute_kernels.runtime import native
+from cute_kernels.runtime.wanted import record_of, spec_of
+from layouts.kv.tile import BLOCK_TOKENS
+from simulator import LANES, Float32, Int32, Int64, Registers, stand_in
+from tests import golden
+from tests.attention.cases import Call, make_call
+from tests.attention.rig import SOFTMAX_SCALE, make_rig, random_operand
+from tests.attention.rig import heads as heads_of
+from tests.launchers import recording
+
+needs_compiler = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+GROUP, HEAD_DIM = 4, 128
+OPTION_BYTES = 1024  # of global memory for each of an option's tensors, where the rig keeps no scales
+
+
+def sizes_of(call: Call) -> dict[str, int]:
+    batch, q_len, num_q_heads, head_dim = call.q.shape
+    table, tokens = call.options.get("block_table"), call.k_cache.shape[1]
+    numbers = (batch, q_len, num_q_heads, call.k_cache.shape[2], head_dim)
+    return dict(zip(SIZES, (*numbers, tokens if table is None else table.shape[1] * tokens), strict=True))
+
+
+def with_option(option: ScoreOption, call: Call, seed: int = 5) -> Call:
+    generator = torch.Generator(call.q.device).manual_seed(seed)
+    return call.with_options(score_options=option.sample(sizes_of(call), generator))
+
+
+class ScoreOptionTests:
+    """Tests of `option`, which is registered."""
+
+    option: ClassVar[ScoreOption]
+
+    def features(self, **others: Any) -> Features:
+        return Features(terms=(self.option.name,), **others)
+
+    @pytest.mark.parametrize("page_size", [None, 16])
+    @pytest.mark.parametrize("others", [{}, {"softcap": 3.0, "sinks": True, "alibi": True}, {"window_size": 9}])
+    def test_blocks_of_few_keys_give_what_all_keys_at_once_do(self, page_size, others):
+        made = make_call(
+            "bf16", (37, 5, 64), num_kv_heads=2, group=2, head_dim=64, q_len=3, page_size=page_size, **others
+        )
+        call = with_option(self.option, made)
+        whole = call.run(return_lse=True)
+        with blocks.at_most(64):
+            parts = call.run(return_lse=True)
+        for got, want in zip(parts, whole, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
+        assert not torch.allclose(whole[1], made.run(return_lse=True)[1])  # it does something
+
+    @pytest.mark.parametrize("q_len", [1, 3])
+    @pytest.mark.parametrize("kv_format", ["bf16", "int4_g4", "int8_token_head"])
+    def test_device_code_makes_the_references_scores(self, kv_format, q_len, run_on):
+        """A warp's block of 32 tokens in the simulator, all of them seen: scores, option, softmax, P V."""
+        features = self.features(queries=q_len > 1, causal=q_len > 1)
+        shape = (1, 4096, GROUP, 1, HEAD_DIM, kv_format, "bf16")
+        config = candidate_configs(DecodeProblem.uniform(*shape, q_len=q_len, features=features))[0]
+        # Not the seed of the queries, and scores that leave more than one key a weight.
+        operands = [random_operand(config, index, 1 + index, (-9, -7)) for index in range(2)]
+        rig = make_rig(run_on, config, operands, GROUP * q_len)
+        first, length = 97, 97 + BLOCK_TOKENS + q_len
+        numbers = (1, q_len, GROUP, 1, HEAD_DIM, 4096)
+        tensors = self.option.sample(dict(zip(SIZES, numbers, strict=True)), torch.Generator().manual_seed(1))
+        out = _attend(rig, tensors, first, length, q_len)
+
+        call: Any = SimpleNamespace(num_kv_heads=1, group=GROUP, score_tensors=tensors)
+        keys_at = torch.arange(first, first + BLOCK_TOKENS)
+        places = length - q_len + torch.arange(q_len)[None]
+        queries = torch.from_numpy(rig.queries[: GROUP * q_len]).unflatten(0, (q_len, GROUP))
+        scores = SOFTMAX_SCALE * torch.einsum("ihd,td->iht", queries, torch.from_numpy(rig.keys))
+        changed = self.option.reference(scores[None, :, None], KeyBlock(call, keys_at, places))[0, :, 0]
+        want, plain = (torch.softmax(x, dim=-1) @ torch.from_numpy(rig.values) for x in (changed, scores))
+        atol = 3e-3 * float(want.abs().max())
+        assert float((want - plain).abs().max()) > 10 * atol  # without the option it would be something else
+        np.testing.assert_allclose(out, want.flatten(0, 1).numpy(), atol=atol)
+
+    def test_the_operator_gives_what_the_call_gives(self):
+        call = with_option(self.option, make_call("int4_g1", (37, 5), num_kv_heads=1, group=2))
+        options = ops.CallOptions(**{**ops.NO_OPTIONS, **call.options})
+        out, _ = ops.dispatch(*call.tensors, call.kv_format, None, None, False, None, options)
+        assert torch.equal(out, call.run())
+
+    def test_it_has_a_name_a_key_and_arguments_of_its_own(self):
+        config = candidate_configs(DecodeProblem.uniform(1, 4096, 8, 1, 128, "int4_g1", "bf16"))[0]
+        other = candidate_configs(
+            DecodeProblem.uniform(1, 4096, 8, 1, 128, "int4_g1", "bf16", features=self.features())
+        )[0]
+        assert config.name != other.name and self.option.name in other.name
+        spec = DecodeSpec(other)
+        assert spec_of(json.loads(json.dumps(record_of(spec)))) == spec
+        assert self.option.term.partition(":")[0] in spec.modules()
+        assert spec.source_roots() != DecodeSpec(config).source_roots()
+        own = [
+            name for name in arguments_of(other.features, False).names if name not in arguments_of(PLAIN, True).names
+        ]
+        assert own == [tensor.name for tensor in self.option.tensors]
+
+    @needs_compiler
+    def test_a_launch_gets_the_addresses_of_its_tensors(self):
+        from tests.host_functions import attention_function
+
+        call = with_option(self.option, make_call("int4_g1", (64, 5), num_kv_heads=1, group=2, softcap=2.0))
+        with recording(lambda spec: attention_function(spec.config)) as recorded:
+            call.run()
+            call.run(score_options=None)
+        given = call.options["score_options"]
+        with_it, without = recorded.launches
+        assert len(with_it.arguments) == len(without.arguments) + len(given)
+        addresses = [given[tensor.name].data_ptr() for tensor in self.option.tensors]
+        assert list(with_it.arguments[-len(given) :]) == addresses
+
+    @pytest.mark.parametrize("wrong", ["shape", "dtype", "missing", "unknown", "strides"])
+    def test_what_is_not_its_tensors_is_refused_by_name(self, wrong):
+        call = with_option(self.option, make_call("int4_g1", (37,), num_kv_heads=1, group=2))
+        given = dict(call.options["score_options"])
+        name = self.option.tensors[0].name
+        tensor = given[name]
+        others: dict[str, Any] = {
+            "shape": given | {name: tensor[None]},
+            "dtype": given | {name: tensor.to(torch.int16)},
+            "strides": given | {name: tensor.repeat_interleave(2, dim=-1)[..., ::2]},
+            "unknown": given | {"nobodys": tensor},
+            "missing": [],
+        }
+        with pytest.raises((TypeError, ValueError), match="nobodys" if wrong == "unknown" else "score_options|" + name):
+            call.run(score_options=others[wrong] or [tensor])
+
+    @needs_compiler
+    def test_it_compiles_without_spills(self):
+        from cute_kernels.runtime.cache import default_cache
+
+        problem = DecodeProblem.uniform(8, 4096, 8, 1, 128, "int4_g4", "bf16", features=self.features())
+        for (kernel,) in golden.measure([DecodeSpec(candidate_configs(problem)[0])], default_cache()).values():
+            assert kernel["stack_bytes"] + kernel["spill_store_bytes"] + kernel["spill_load_bytes"] == 0
+
+    @needs_gpu
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("kv_format", ["bf16", "int4_g4", "int8_token_head"])
+    def test_on_a_gpu_it_is_the_reference(self, kv_format):
+        for others in ({}, {"q_len": 3, "softcap": 5.0, "sinks": True, "page_size": 64}):
+            call = with_option(
+                self.option, make_call(kv_format, (3000, 1, 777), num_kv_heads=2, group=4, device="cuda", **others)
+            )
+            out = call.run().double()
+            want = call.reference()[0]
+            errors = (out - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
+            assert float(errors.max()) <= 4e-3
+
+
+def _attend(rig: Any, tensors: dict[str, torch.Tensor], first: int, length: int, q_len: int) -> np.ndarray:
+    """out [GROUP * q_len, HEAD_DIM] of the rig's block, whose first key stands at ``first``."""
+    config, addresses = rig.config, {}
+    for index, (name, tensor) in enumerate(tensors.items()):
+        data = tensor.view(torch.uint8).numpy().reshape(-1)
+        assert data.size <= OPTION_BYTES
+        addresses[name] = Int64(OPTION_BYTES * (1 + index))
+        rig.warp.global_memory[OPTION_BYTES * (1 + index) :][: data.size] = data
+    reciprocal = -(-(1 << RECIPROCAL_BITS) // GROUP)
+    shape = SimpleNamespace(q_len=Int32(q_len), group=Int32(GROUP), group_reciprocal=reciprocal, num_q_heads=GROUP)
+    work = SimpleNamespace(request=Int32(0), length=Int32(length), place=Place(stand_in(shape), Int32(0), Int32(0)))
+    values = FeatureValues(Int32(0), Float32(0.0), Int64(0), Int64(0), Int64(0), (Int64(0),) * 4, None, None, addresses)
+    unit = UnitTiles(config, stand_in(None), rig.key_reader, rig.value_reader, Logits(config))
+    mainloop = WarpMainloop(unit, stand_in(None))
+    roles = Roles(Int32(0), Int32(0), Int32(config.num_slices - 1))
+    logits = mainloop.logits.open(values, work, roles, rig.key_state.t, Float32(SOFTMAX_SCALE))
+    softmax = SimpleNamespace(maximum=Registers(config.columns, Float32), total=Registers(config.columns, Float32))
+    softmax.maximum.fill(LOWEST)
+    softmax.total.fill(0.0)
+    state = WarpState(rig.key_state, rig.value_state, stand_in(softmax), logits)
+    mainloop.attend(state, (Int32(0), rig.value_address), rig.block, False, Int32(first), Int32(first + BLOCK_TOKENS))
+    totals = np.zeros(config.warp_queries)
+    for column in range(config.columns):
+        np.add.at(totals, np.broadcast_to(heads_of(column), LANES.shape), np.asarray(softmax.total[column], np.float64))
+    return (rig.outputs() / totals[:, None])[: GROUP * q_len]
+
+
+def expected(call: Call, scores_of: Any) -> torch.Tensor:
+    """decode_attention of a contiguous bf16 call, in loops.
+
+    scores_of: of (request, query, head, scores, positions of keys, position), the scores.
+    """
+    q, k, v = (x.double() for x in call.tensors[:3])
+    batch, q_len, num_q_heads, head_dim = q.shape
+    out = torch.zeros_like(q)
+    for b in range(batch):
+        length = int(call.seq_lens[b])
+        for i in range(q_len):
+            position = length - q_len + i
+            if position < 0:
+                continue
+            keys_at = torch.arange(position + 1)
+            for h in range(num_q_heads):
+                kv_head = h // (num_q_heads // k.shape[2])
+                scores = head_dim**-0.5 * (k[b, : position + 1, kv_head] @ q[b, i, h])
+                weights = torch.softmax(scores_of(b, i, h, scores, keys_at, position), dim=0)
+                out[b, i, h] = weights @ v[b, : position + 1, kv_head]
+    return out
