@@ -155,6 +155,7 @@ def test_errors_of_rows_come_back_over_the_factors_and_no_larger(heads, dim, v_d
     for x, write, read, factor, width in sides:
         rows = write(x)
         error = torch.randn_like(rows) * 0.1 * rows.abs().amax()
+        assert factor is not None
         off = (read(rows + error) - x) * factor
         blocks = [y.unflatten(-1, (-1, width)).norm(dim=-1) for y in (off, error)]
         torch.testing.assert_close(*blocks, rtol=1e-9, atol=1e-9)

@@ -44,10 +44,12 @@ def give(layers: Mapping[str, Foreign], config: Foreign, device: torch.device) -
         raise ValueError(f"{path}: got constants of {constants.num_layers} layers, want the model's {there}")
     ranks = config.parallel_config.tensor_parallel_size
     rank = get_tensor_model_parallel_rank() if ranks > 1 else 0
-    for name, layer in layers.items():
-        impl = getattr(layer, "impl", None)
-        if not getattr(impl, "takes_constants", False):
-            continue
+    ours = {
+        name: layer.impl
+        for name, layer in layers.items()
+        if getattr(getattr(layer, "impl", None), "takes_constants", False)
+    }
+    for name, impl in ours.items():
         if not kv_formats.is_own(impl.kv_cache_dtype):
             raise ValueError(
                 f"{environment.CONSTANTS}: got {path} with --kv-cache-dtype {impl.kv_cache_dtype}, want auto and "
