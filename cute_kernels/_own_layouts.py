@@ -17,5 +17,5 @@ else:
 if found is not None:
     raise ImportError(
         f"layouts: got another package than cute-kernels' ({found}), want ours: `pip uninstall layouts`, then "
-        "`pip install --force-reinstall --no-deps cute-kernels`"
+        "in this package's checkout `pip install --force-reinstall --no-deps .`"
     ) from cause

@@ -8,30 +8,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, cute
+from cutlass import AddressSpace, BFloat16, Float16, Int32, Int64, cute
 
 from cute_kernels.runtime import compile_options
-
-
-@cute.jit
-def append(
-    q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, q_out: cute.Tensor, k_cache: cute.Tensor, v_cache: cute.Tensor,
-    seq_lens: cute.Tensor, block_table: cute.Tensor, cu_seqlens: Int64, slots: Int64, position_ids: Int64,
-    q_bias: Int64, k_bias: Int64, v_bias: Int64, q_norm: Int64, k_norm: Int64, phase_steps: Int64, k_scale: Int64,
-    v_scale: Int64, norm_eps: Float32, rope_factor: Float32, wave: Int32, mode: Int32,
-):  # fmt: skip
-    pass
-
-
-@cute.jit
-def append_with_transform(
-    q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, q_out: cute.Tensor, k_cache: cute.Tensor, v_cache: cute.Tensor,
-    seq_lens: cute.Tensor, block_table: cute.Tensor, cu_seqlens: Int64, slots: Int64, position_ids: Int64,
-    q_bias: Int64, k_bias: Int64, v_bias: Int64, q_norm: Int64, k_norm: Int64, phase_steps: Int64, k_scale: Int64,
-    v_scale: Int64, norm_eps: Float32, rope_factor: Float32, wave: Int32, mode: Int32, k_center: Int64, k_factor: Int64,
-    q_factor: Int64, v_factor: Int64, q_shift: Int64,
-):  # fmt: skip
-    pass
 
 
 @cute.jit
@@ -92,7 +71,8 @@ def attention_function(config: Any) -> Any:
 
 @functools.cache
 def append_function(config: Any) -> Any:
+    from cute_kernels.kv_cache.arguments import append_arguments
     from cute_kernels.kv_cache.compile import fake_arguments
 
-    function = append if config.transform is None else append_with_transform
-    return cute.compile(function, *fake_arguments(config, AddressSpace.generic), options=compile_options("sm_90a"))
+    entry = append_arguments(config.transform is not None).entry(lambda given: None, with_stream=False)
+    return cute.compile(entry, *fake_arguments(config, AddressSpace.generic), options=compile_options("sm_90a"))

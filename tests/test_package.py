@@ -35,7 +35,9 @@ def test_another_projects_layouts_is_named_in_one_line(text: str, tmp_path: Path
     last = run.stderr.strip().splitlines()[-1]
     assert run.returncode == 1
     assert last.startswith("ImportError: layouts: got another package than cute-kernels' (")
-    assert "`pip uninstall layouts`, then `pip install --force-reinstall --no-deps cute-kernels`" in last
+    assert (
+        "`pip uninstall layouts`, then in this package's checkout `pip install --force-reinstall --no-deps .`" in last
+    )
 
 
 def test_the_version_is_written_once_and_in_the_changelog():

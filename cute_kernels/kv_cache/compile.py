@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cute_kernels.kv_cache.arguments import append_arguments
 from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, RowPrologue, row_alignment
 from cute_kernels.kv_formats import FORMATS, format_of, modules_of, sources_of
+from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
 if TYPE_CHECKING:
@@ -37,9 +39,12 @@ class _RowSpec(KernelSpec):
 
 @dataclass(frozen=True, eq=False)
 class AppendSpec(_RowSpec):
-    """One append kernel; the function takes what :meth:`AppendKernel.__call__` describes, without the stream."""
+    """One append kernel; the function takes what :mod:`cute_kernels.kv_cache.arguments` lists."""
 
     config: AppendConfig
+
+    def source_roots(self) -> tuple[Path, ...]:
+        return *super().source_roots(), Path(launch_arguments.__file__).resolve()
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -96,9 +101,8 @@ def compile_append(config: AppendConfig, arch: str, *options: str) -> Any:
     from cute_kernels.kv_cache.kernel import AppendKernel
 
     _check(config)
-    kernel = AppendKernel(config)
     return cute.compile(
-        kernel if config.transform is None else kernel.with_transform,
+        append_arguments(config.transform is not None).entry(AppendKernel(config).launch),
         *fake_arguments(config, cutlass.AddressSpace.gmem),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),
@@ -140,20 +144,17 @@ def fake_arguments(config: AppendConfig, memory: cute.AddressSpace) -> list[Any]
 
     num_tokens, q_heads, kv_heads, num_pages, page_size = (cute.sym_int() for _ in range(5))
     k_dim, v_dim = config.head_dim_k, config.head_dim_v
-    return [
-        rows(q_heads, kernel.k_elements, k_dim),
-        rows(kv_heads, kernel.k_elements, k_dim),
-        rows(kv_heads, kernel.v_elements, v_dim),
-        rows(q_heads, kernel.k_elements, k_dim),
-        cache(config.k_format, k_dim),
-        cache(config.v_format, v_dim),
-        integers(cute.sym_int()),
-        integers(cute.sym_int(), cute.sym_int()),
-        *[cutlass.Int64(0)] * 11,
-        *[cutlass.Float32(1.0)] * 2,
-        *[cutlass.Int32(1)] * 2,
-        *[cutlass.Int64(0)] * (0 if config.transform is None else 5),
-    ]
+    tensors = {
+        "q": rows(q_heads, kernel.k_elements, k_dim),
+        "k": rows(kv_heads, kernel.k_elements, k_dim),
+        "v": rows(kv_heads, kernel.v_elements, v_dim),
+        "q_out": rows(q_heads, kernel.k_elements, k_dim),
+        "k_cache": cache(config.k_format, k_dim),
+        "v_cache": cache(config.v_format, v_dim),
+        "seq_lens": integers(cute.sym_int()),
+        "block_table": integers(cute.sym_int(), cute.sym_int()),
+    }
+    return append_arguments(config.transform is not None).fake(tensors)
 
 
 def _check(config: AppendConfig | BulkConfig) -> None:

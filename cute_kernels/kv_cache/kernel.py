@@ -10,8 +10,6 @@ What cannot be written anywhere (an unmapped page, a position outside the table 
 q is, all the same.
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
@@ -21,15 +19,25 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.rows import Elements
 from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import (
-    GROUP_BITS,
-    HAS_Q,
     HAS_SEQ_LENS,
     HAS_TABLE,
     WIDE_POSITIONS,
     AppendConfig,
     rows_per_team,
 )
-from cute_kernels.kv_cache.operands import Extras, Heads, Inputs, Place, Shares, Targets, Transforms, Where
+from cute_kernels.kv_cache.operands import (
+    Extras,
+    Heads,
+    Inputs,
+    Place,
+    Shares,
+    Targets,
+    Where,
+    extras_of,
+    inputs_of,
+    targets_of,
+    where_of,
+)
 from cute_kernels.kv_cache.page import PageFetch
 from cute_kernels.kv_cache.rotate import Rotator
 from cute_kernels.kv_cache.row_extras import RowExtras
@@ -62,139 +70,14 @@ class AppendKernel:
         self.row_words = self.row_extras.row_words
         self.raw_words = self.row_extras.ahead * self.row_words
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        q_out: cute.Tensor,
-        k_cache: cute.Tensor,
-        v_cache: cute.Tensor,
-        seq_lens: cute.Tensor,
-        block_table: cute.Tensor,
-        cu_seqlens: Int64,
-        slots: Int64,
-        position_ids: Int64,
-        q_bias: Int64,
-        k_bias: Int64,
-        v_bias: Int64,
-        q_norm: Int64,
-        k_norm: Int64,
-        phase_steps: Int64,
-        k_scale: Int64,
-        v_scale: Int64,
-        norm_eps: Float32,
-        rope_factor: Float32,
-        wave: Int32,
-        mode: Int32,
-        stream,
-    ):
-        """Launches over (blocks of heads, blocks of tokens).
-
-        q, k, v, q_out: [tokens, heads, head_dim], any token stride. Caches: [pages, page_size, num_kv_heads, row] with
-        any strides but the last; a contiguous cache has a page of max_seq_len tokens per request. seq_lens: int32
-        [batch]; block_table: int32 [batch, max_pages], any row stride. ``mode``, bits of
-        :mod:`cute_kernels.kv_cache.config`, says which of q, seq_lens and block_table count; the others may be any
-        tensors of their kind.
-
-        The 64-bit arguments are addresses, 0 where there is none: cu_seqlens int32 [batch + 1], slots int64 [tokens],
-        position_ids int32 or int64 [tokens], biases [heads, head_dim] and norm weights [head_dim] in q's dtype,
-        phase_steps int64 [rotary_dim / 2], scales fp32. wave: CTAs that the GPU holds at a time.
-        """
-        addresses = (cu_seqlens, slots, position_ids)
-        extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps)
-        tensors = (q, k, v, q_out, k_cache, v_cache, seq_lens, block_table)
-        self.launch(tensors, addresses, extras, phase_steps, rope_factor, wave, mode, stream)
-
-    @cute.jit
-    def with_transform(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        q_out: cute.Tensor,
-        k_cache: cute.Tensor,
-        v_cache: cute.Tensor,
-        seq_lens: cute.Tensor,
-        block_table: cute.Tensor,
-        cu_seqlens: Int64,
-        slots: Int64,
-        position_ids: Int64,
-        q_bias: Int64,
-        k_bias: Int64,
-        v_bias: Int64,
-        q_norm: Int64,
-        k_norm: Int64,
-        phase_steps: Int64,
-        k_scale: Int64,
-        v_scale: Int64,
-        norm_eps: Float32,
-        rope_factor: Float32,
-        wave: Int32,
-        mode: Int32,
-        k_center: Int64,
-        k_factor: Int64,
-        q_factor: Int64,
-        v_factor: Int64,
-        q_shift: Int64,
-        stream,
-    ):
-        """As :meth:`__call__`, with a transform's constants and where q . k_center goes, as :class:`Transforms` has
-        them; q_out gets the transformed q."""
-        num_q_heads, num_kv_heads = _any(q.shape)[1], _any(k.shape)[1]
-        # Without q there are fewer heads than KV heads here, and nobody asks.
-        reciprocal = cute.ceil_div(1 << GROUP_BITS, cutlass.max(num_q_heads // num_kv_heads, 1))
-        given = (k_center, k_factor, q_factor, v_factor, q_shift)
-        transforms = Transforms(*given, Int32(num_q_heads), Int32(reciprocal))
-        addresses = (cu_seqlens, slots, position_ids)
-        extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps, transforms)
-        tensors = (q, k, v, q_out, k_cache, v_cache, seq_lens, block_table)
-        self.launch(tensors, addresses, extras, phase_steps, rope_factor, wave, mode, stream)
-
-    @cute.jit
-    def launch(self, tensors, addresses, extras, phase_steps, rope_factor, wave, mode, stream):
-        """Both entries: what is known of the shapes, and the grid."""
-        q, k, v, q_out, k_cache, v_cache, seq_lens, block_table = tensors
-        cu_seqlens, slots, position_ids = addresses
+    def launch(self, given, stream):
+        """Launches over (blocks of heads, blocks of tokens); ``given`` has the arguments of
+        :mod:`cute_kernels.kv_cache.arguments`."""
         config = self.config
-        q_shape, k_shape, cache_shape, table_shape = (_any(tensor.shape) for tensor in (q, k, k_cache, block_table))
-        inputs = Inputs(
-            q=ptx.address(q),
-            k=ptx.address(k),
-            v=ptx.address(v),
-            q_stride=_byte_strides(q)[0],
-            k_stride=_byte_strides(k)[0],
-            v_stride=_byte_strides(v)[0],
-            num_tokens=k_shape[0],
-            num_q_heads=cutlass.select_(mode & HAS_Q != 0, Int32(q_shape[1]), Int32(0)),
-            num_kv_heads=k_shape[1],
-        )
-        targets = Targets(
-            q_out=ptx.address(q_out),
-            k_cache=ptx.address(k_cache),
-            v_cache=ptx.address(v_cache),
-            q_out_stride=_byte_strides(q_out)[0],
-            k_strides=_byte_strides(k_cache),
-            v_strides=_byte_strides(v_cache),
-        )
-        where = Where(
-            seq_lens=ptx.address(seq_lens),
-            block_table=ptx.address(block_table),
-            cu_seqlens=cu_seqlens,
-            slots=slots,
-            position_ids=position_ids,
-            num_pages=cache_shape[0],
-            page_size=cache_shape[1],
-            # ceil(2**63 / page_size)
-            page_divisor=Int64(2**63 - 1) // Int64(cutlass.max(cache_shape[1], 1)) + 1,
-            batch=_any(seq_lens.shape)[0],
-            max_pages=table_shape[1],
-            table_stride=Int64(_any(block_table.stride)[0]),
-            mode=mode,
-        )
-        shares, grid = self._shares(inputs, wave)
-        self.kernel(shares, inputs, where, phase_steps, targets, extras, rope_factor).launch(
+        extras = extras_of(given, transformed=config.transform is not None)
+        inputs, targets, where = inputs_of(given), targets_of(given), where_of(given)
+        shares, grid = self._shares(inputs, given.wave)
+        self.kernel(shares, inputs, where, given.phase_steps, targets, extras, given.rope_factor).launch(
             grid=grid,
             block=(config.num_threads, 1, 1),
             # Said, or ptxas keeps some variants at 80 registers and spills.
@@ -599,19 +482,9 @@ class AppendKernel:
             self.rotator.rotate(values, cos, sin, lane)
 
 
-def _any(value) -> Any:
-    """For type checkers: shapes and strides of DSL tensors as the tuples that they are."""
-    return value
-
-
 def _load_word(base: Int64, index) -> Int32:
     return ptx.load_global_words(base + Int64(index) * 4, 0, 1)[0].to(Int32)
 
 
 def _join(low: Uint32, high: Uint32) -> Int64:
     return (Int64(high.to(Int32)) << 32) | Int64(low)
-
-
-def _byte_strides(tensor) -> Any:
-    """Bytes from one index of each dimension but the last to the next."""
-    return tuple(Int64(stride) * (tensor.element_type.width // 8) for stride in tensor.stride[:-1])

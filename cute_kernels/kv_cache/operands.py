@@ -1,9 +1,15 @@
 """What the append kernel works on, as objects of run-time values."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import cutlass
+import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from cute_kernels.device import ptx
+from cute_kernels.kv_cache.arguments import CONSTANTS
+from cute_kernels.kv_cache.config import GROUP_BITS, HAS_Q
 from cute_kernels.kv_cache.page import PageSlot
 
 
@@ -36,7 +42,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Where:
-    """What decides where tokens go; see :meth:`cute_kernels.kv_cache.kernel.AppendKernel.__call__`."""
+    """What decides where tokens go; see :mod:`cute_kernels.kv_cache.arguments`."""
 
     seq_lens: Int64
     block_table: Int64
@@ -118,3 +124,75 @@ class Place:
     row: Int32
     lane: Int32
     page_slot: PageSlot | None = None
+
+
+# -- of a launch's arguments, see `.arguments` -------------------------------------------------------------------------
+
+
+def inputs_of(given) -> Inputs:
+    q_shape, k_shape = _any(given.q.shape), _any(given.k.shape)
+    return Inputs(
+        q=ptx.address(given.q),
+        k=ptx.address(given.k),
+        v=ptx.address(given.v),
+        q_stride=_byte_strides(given.q)[0],
+        k_stride=_byte_strides(given.k)[0],
+        v_stride=_byte_strides(given.v)[0],
+        num_tokens=k_shape[0],
+        num_q_heads=cutlass.select_(given.mode & HAS_Q != 0, Int32(q_shape[1]), Int32(0)),
+        num_kv_heads=k_shape[1],
+    )
+
+
+def targets_of(given) -> Targets:
+    return Targets(
+        q_out=ptx.address(given.q_out),
+        k_cache=ptx.address(given.k_cache),
+        v_cache=ptx.address(given.v_cache),
+        q_out_stride=_byte_strides(given.q_out)[0],
+        k_strides=_byte_strides(given.k_cache),
+        v_strides=_byte_strides(given.v_cache),
+    )
+
+
+def where_of(given) -> Where:
+    cache_shape = _any(given.k_cache.shape)
+    return Where(
+        seq_lens=ptx.address(given.seq_lens),
+        block_table=ptx.address(given.block_table),
+        cu_seqlens=given.cu_seqlens,
+        slots=given.slots,
+        position_ids=given.position_ids,
+        num_pages=cache_shape[0],
+        page_size=cache_shape[1],
+        # ceil(2**63 / page_size)
+        page_divisor=Int64(2**63 - 1) // Int64(cutlass.max(cache_shape[1], 1)) + 1,
+        batch=_any(given.seq_lens.shape)[0],
+        max_pages=_any(given.block_table.shape)[1],
+        table_stride=Int64(_any(given.block_table.stride)[0]),
+        mode=given.mode,
+    )
+
+
+def extras_of(given, transformed: bool) -> Extras:
+    names = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale", "norm_eps")
+    own = {name: getattr(given, name) for name in names}
+    return Extras(**own, transforms=_transforms_of(given) if transformed else None)
+
+
+def _transforms_of(given) -> Transforms:
+    num_q_heads, num_kv_heads = _any(given.q.shape)[1], _any(given.k.shape)[1]
+    # Without q there are fewer heads than KV heads here, and nobody asks.
+    reciprocal = cute.ceil_div(1 << GROUP_BITS, cutlass.max(num_q_heads // num_kv_heads, 1))
+    constants = [getattr(given, name) for name in CONSTANTS]
+    return Transforms(*constants, given.q_shift, Int32(num_q_heads), Int32(reciprocal))
+
+
+def _any(value) -> Any:
+    """For type checkers: shapes and strides of DSL tensors as the tuples that they are."""
+    return value
+
+
+def _byte_strides(tensor) -> Any:
+    """Bytes from one index of each dimension but the last to the next."""
+    return tuple(Int64(stride) * (tensor.element_type.width // 8) for stride in tensor.stride[:-1])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.kv_cache.arguments import CONSTANTS, append_arguments
 from cute_kernels.kv_cache.call import DTYPES, AppendCall
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.kv_cache.config import (
@@ -25,10 +26,12 @@ from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.launch_arguments import Place
 from cute_kernels.runtime.memory import Blank, blank, byte_view
 from cute_kernels.runtime.plans import ALIGNMENT
 
-NO_ADDRESSES = (0,) * 11  # of extras
+EXTRAS = ("cu_seqlens", "slots", "position_ids", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale")
+NOTHING = (None,) * (len(EXTRAS) + 1)  # of extras, the last of which is q_shift
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,11 @@ class AppendPlan:
     """Everything about a launch that does not change between calls of the same shapes, dtypes, device and options.
 
     Attributes:
-        function: the compiled kernel. In native code it compares the shape, strides, dtype, alignment and device of
-            every tensor that it is given with what it was compiled for, and launches on torch's current stream of the
-            tensors' device.
-        phase_steps: of the angles, kept alive for ``steps_address``.
-        wave: CTAs that the GPU holds at a time.
+        send: the compiled kernel, with what stays the same; it takes the other arguments
+            (:mod:`cute_kernels.kv_cache.arguments`) by name. In native code it compares the shape, strides, dtype,
+            alignment and device of every tensor that it is given with what it was compiled for, and launches on torch's
+            current stream of the tensors' device.
+        phase_steps: of the angles, kept alive for the address that ``send`` has.
         new_q_out: what a rotated q that the caller gives no tensor for is made of, None without q.
         k_view, v_view: dtypes that the function takes the caches as, None for their own.
         head_major: whether the caches are "HND".
@@ -48,13 +51,9 @@ class AppendPlan:
         seq_lens, block_table: stand for those that a call does not have.
     """
 
-    function: Callable[..., Any]
+    send: Callable[..., Any]
     device_index: int
     phase_steps: torch.Tensor | None
-    steps_address: int
-    rope_factor: float
-    wave: int
-    mode: int
     new_q_out: Blank | None
     k_view: torch.dtype | None
     v_view: torch.dtype | None
@@ -79,27 +78,25 @@ class AppendPlan:
             v_cache = v_cache.view(self.v_view)
         if self.head_major:
             k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-        addresses = NO_ADDRESSES
-        if extras is not None:
-            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in extras]
-        self.function(
-            k if q is None else q,
-            k,
-            v,
-            k if q_out is None else q_out,
-            k_cache,
-            v_cache,
-            self.seq_lens if seq_lens is None else seq_lens,
-            self.block_table if block_table is None else block_table,
-            *addresses[:8],
-            self.steps_address,
-            *addresses[8:10],
-            norm_eps,
-            self.rope_factor,
-            self.wave,
-            self.mode,
-            *((*transform.addresses, addresses[10]) if self.transforms else ()),
-        )
+        if q is None:
+            q = k
+        rotated = q_out if q_out is not None else k
+        if seq_lens is None:
+            seq_lens = self.seq_lens
+        if block_table is None:
+            block_table = self.block_table
+        if extras is None:
+            extras = NOTHING
+        if self.transforms:
+            self.send(
+                q=q, k=k, v=v, q_out=rotated, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens,
+                block_table=block_table, norm_eps=norm_eps, extras=extras, constants=transform.addresses,
+            )  # fmt: skip
+        else:
+            self.send(
+                q=q, k=k, v=v, q_out=rotated, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens,
+                block_table=block_table, norm_eps=norm_eps, extras=extras,
+            )  # fmt: skip
         return q_out
 
 
@@ -144,13 +141,16 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
     nothing = torch.zeros((1, 1), dtype=torch.int32, device=device)
     config = config_of(call, leads=leads)
     return AppendPlan(
-        function=load(AppendSpec(config), arch_of(device.index)),
+        send=_sender(
+            config,
+            device.index,
+            phase_steps=0 if steps is None else steps.data_ptr(),
+            rope_factor=1.0 if rope is None else rope.attention_factor,
+            wave=config.ctas_per_sm * GPU.num_sms(device),
+            mode=sum(flag for flag, is_set in flags.items() if is_set),
+        ),
         device_index=device.index,
         phase_steps=steps,
-        steps_address=0 if steps is None else steps.data_ptr(),
-        rope_factor=1.0 if rope is None else rope.attention_factor,
-        wave=config.ctas_per_sm * GPU.num_sms(device),
-        mode=sum(flag for flag, is_set in flags.items() if is_set),
         new_q_out=None if call.q is None else blank(call.q.shape, call.q.dtype),
         k_view=byte_view(call.k_cache),
         v_view=byte_view(call.v_cache),
@@ -159,6 +159,15 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
         seq_lens=nothing[0],
         block_table=nothing,
     )
+
+
+def _sender(config: AppendConfig, device_index: int, **fixed: int | float) -> Callable[..., Any]:
+    """The compiled kernel, with the arguments that only what decides a plan decides."""
+    transformed = config.transform is not None
+    extras: dict[str, Place] = {name: ("extras", i) for i, name in enumerate((*EXTRAS, *["q_shift"] * transformed))}
+    constants: dict[str, Place] = {name: ("constants", i) for i, name in enumerate(CONSTANTS) if transformed}
+    function = load(AppendSpec(config), arch_of(device_index))
+    return append_arguments(transformed).bound(function, fixed, extras, constants)
 
 
 def check_alignment(call: AppendCall, *, leads: bool = False) -> None:

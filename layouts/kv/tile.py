@@ -237,7 +237,8 @@ class RowTile:
 
     def row_strides(self) -> tuple[int, ...]:
         """Words that each bit of (g, j) adds to a row's address: the layout ((2,2,2),(2,2)) of a block's rows."""
-        return tuple(self.token_offset(1 << bit) for bit in self.token_bits)
+        pitch, words, tokens = self.copy_pitch_words, self.token_words, self.copy_tokens
+        return tuple((1 << bit) // tokens * pitch + (1 << bit) % tokens * words for bit in self.token_bits)
 
     def block_token(self, g: int, j: int) -> int:
         """The token (0..31 within its block) in row g of row half j."""
@@ -272,27 +273,47 @@ class RowTile:
     @property
     def wavefronts(self) -> int:
         """Wavefronts of a block's loads. All loads of a kind cost the same: they differ by a constant address."""
-        g_strides = self.row_strides()[:3]
-        rows = [sum((g >> bit & 1) * stride for bit, stride in enumerate(g_strides)) for g in range(MMA_ROWS)]
-        header = {row + word for row in rows for word in range(self.header_vector)}
-        cost = 4 * self.header_words // self.header_vector * _most_words_per_bank(header)
-        if self.operand == "k":
-            codes = {row + self.k_word(t) for row in rows for t in range(MMA_LANES)}
-            return cost + 4 * self.k_units * self.run_words * _most_words_per_bank(codes)
-        codes = {rows[2 * t] + self.v_word(g) for t in range(MMA_LANES) for g in range(MMA_ROWS)}
-        return cost + 8 * self.v_units * self.run_words * _most_words_per_bank(codes)
+        one, two, four = self.row_strides()[:3]
+        rows = [0, one, two, one + two, four, one + four, two + four, one + two + four]
+        reads = _reads(self.head_dim, self.code_bits, self.num_groups, self.operand)
+        header = {row + word for row in rows for word in range(reads.header_vector)}
+        codes = {row + word for row in (rows if self.operand == "k" else rows[::2]) for word in reads.lane_words}
+        return reads.header_loads * _most_words_per_bank(header) + reads.code_loads * _most_words_per_bank(codes)
 
     @property
     def fewest_wavefronts(self) -> int:
         """``wavefronts`` without bank conflicts."""
-        loads = 4 * self.k_units if self.operand == "k" else 8 * self.v_units
-        return loads * self.run_words + 4 * self.header_words // self.header_vector
+        reads = _reads(self.head_dim, self.code_bits, self.num_groups, self.operand)
+        return reads.code_loads + reads.header_loads
 
     def copies(self) -> list[tuple[int, int]]:
         """(tokens, padding words) of the copies worth trying, by rising number of copies, then padding."""
         counts = [self.num_tokens, 4, 2, 1] if self.contiguous else [1]
         sizes = [count for count in counts if count * self.token_words % self.copy_words == 0]
         return [(count, pad) for count in sizes for pad in ((0,) if count == self.num_tokens else (0, 4))]
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """A block's loads of a row's header and codes, which depend on neither order nor copies: how many, how wide those of
+    headers are, and the first words of a unit that lanes take."""
+
+    header_loads: int
+    header_vector: int
+    code_loads: int
+    lane_words: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def _reads(head_dim: int, code_bits: int, num_groups: int, operand: str) -> _Reads:
+    """Of a tile of such rows. Kept, as plans ask for it thousands of times."""
+    tile = RowTile(head_dim, code_bits, num_groups, 1, BLOCK_TOKENS, operand)
+    header_loads = 4 * tile.header_words // tile.header_vector
+    if operand == "k":
+        words = tuple(tile.k_word(t) for t in range(MMA_LANES))
+        return _Reads(header_loads, tile.header_vector, 4 * tile.k_units * tile.run_words, words)
+    words = tuple(tile.v_word(g) for g in range(MMA_ROWS))
+    return _Reads(header_loads, tile.header_vector, 8 * tile.v_units * tile.run_words, words)
 
 
 def plan_tiles(keys: KeyTile, values: ValueTile) -> tuple[KeyTile, ValueTile]:

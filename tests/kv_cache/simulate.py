@@ -63,7 +63,7 @@ def simulate_append(
 
     Its configuration has ``changes``; teams take ``rows_per_team`` q heads; by_kind: the order of CTAs.
     """
-    from cute_kernels.kv_cache import kernel
+    from cute_kernels.kv_cache import kernel, operands
 
     config = changed(ops.config_of(call), **changes)
     gpu = _make_gpu()
@@ -80,7 +80,7 @@ def simulate_append(
         page, first, second = strides(cache)
         return (page, first, second) if call.cache_layout == "NHD" else (page, second, first)
 
-    inputs = kernel.Inputs(
+    inputs = operands.Inputs(
         q=Int64(at.get("q", at["k"])),
         k=Int64(at["k"]),
         v=Int64(at["v"]),
@@ -91,7 +91,7 @@ def simulate_append(
         num_q_heads=Int32(call.num_q_heads),
         num_kv_heads=Int32(call.num_kv_heads),
     )
-    targets = kernel.Targets(
+    targets = operands.Targets(
         q_out=Int64(at["q_out"]),
         k_cache=Int64(at["k_cache"]),
         v_cache=Int64(at["v_cache"]),
@@ -102,7 +102,7 @@ def simulate_append(
     wide = call.position_ids is not None and call.position_ids.dtype == torch.int64
     flags = ((HAS_Q, call.q), (HAS_SEQ_LENS, call.seq_lens), (HAS_TABLE, call.block_table))
     mode = sum(flag for flag, tensor in flags if tensor is not None) + WIDE_POSITIONS * wide
-    where = kernel.Where(
+    where = operands.Where(
         **{"slots" if name == "slot_mapping" else name: Int64(at.get(name, 0)) for name in WHERE},
         num_pages=Int32(call.num_pages),
         page_size=Int32(call.page_size),
@@ -112,7 +112,7 @@ def simulate_append(
         table_stride=Int64(0 if call.block_table is None else call.block_table.stride(0)),
         mode=Int32(mode),
     )
-    extras = kernel.Extras(
+    extras = operands.Extras(
         **{name: Int64(at.get(name, 0)) for name in EXTRAS},
         norm_eps=Float32(call.norm_eps),
         transforms=_transforms(call, gpu, at.get("q_shift", 0)) if config.transform is not None else None,
@@ -120,7 +120,7 @@ def simulate_append(
     factor = Float32(1.0 if call.rope is None else call.rope.attention_factor)
     kv_rows = max(rows_per_team // config.q_rows_per_kv_row, 1)
     q_chunks, kv_chunks = -(-call.num_q_heads // rows_per_team), -(-call.num_kv_heads // kv_rows)
-    shares = kernel.Shares(
+    shares = operands.Shares(
         *(Int32(n) for n in (rows_per_team, kv_rows, kv_chunks)), by_kind=stand_in(by_kind), few=stand_in(True)
     )
     blocks, chunks = range(-(-call.num_tokens // config.tokens_per_cta)), range(q_chunks + 2 * kv_chunks)
@@ -140,14 +140,14 @@ def simulate_append(
 
 
 def _transforms(call: AppendCall, gpu: Gpu, q_shift: int) -> Any:
-    from cute_kernels.kv_cache import kernel
+    from cute_kernels.kv_cache import operands
 
     transform: Any = call.transform
     arrays = (transform.k_center, transform.k_factor, transform.q_factor, transform.v_factor)
     reciprocal = -(-(1 << GROUP_BITS) // max(call.num_q_heads // call.num_kv_heads, 1))
     center, factor, q_factor, v_factor = (Int64(gpu.put(array)) for array in arrays)
     numbers = Int64(q_shift), Int32(call.num_q_heads), Int32(reciprocal)
-    return kernel.Transforms(center, factor, q_factor, v_factor, *numbers)
+    return operands.Transforms(center, factor, q_factor, v_factor, *numbers)
 
 
 def simulate_bulk(

@@ -134,7 +134,8 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         ):
             reasons += [reason] if reason else []
         if named.get("use_batch_invariant"):
-            reason = _why_not_invariant(kv_cache_dtype, formats, head_size)
+            reason = kv_formats.reason_against_invariance(kv_cache_dtype)
+            reason = reason or attention_kernels.why_not_invariant(formats, head_size)
             reasons += [f"VLLM_BATCH_INVARIANT with {reason}"] if reason else []
         reasons += [] if reasons else _missing_kernels(formats, kv_cache_dtype, named)
         if not reasons:
@@ -144,18 +145,6 @@ class CuteKernelsAttentionBackend(AttentionBackend):
             raise ValueError(f"{environment.KV_FORMAT}={environment.wanted_kv_format()}: cannot serve {words}")
         _say_once(f"cute-kernels: attention over {words}; it is left to vLLM")
         return reasons
-
-
-FASTER_INVARIANT = ("fp8", "fp8_e4m3")
-"""Dtypes that FlashAttention-3 reads faster where no context may be split: of 8192 tokens, 32 and 8 heads, it takes
-90 and 181 us for 1 and 32 requests on an H200, extend attention 124 and 270."""
-
-
-def _why_not_invariant(kv_cache_dtype: str, formats: kv_formats.Formats, head_size: int) -> str | None:
-    """Why attention under VLLM_BATCH_INVARIANT is not served; None if it is."""
-    if kv_cache_dtype in FASTER_INVARIANT:
-        return f"a cache in {kv_cache_dtype}, which vLLM's own attention reads faster"
-    return attention_kernels.why_not_invariant(formats, head_size)
 
 
 def _reasons_of_engine() -> list[str]:
@@ -351,6 +340,8 @@ class _LayerCall:
             cu_seqlens_q=piece.starts,
             block_table=piece.block_table,
             num_splits=1 if self.impl.invariant else None,
+            unpack=False if self.impl.invariant else None,  # else it depends on how many queries there are
+            max_seq_len=piece.max_seq_len,
             out=output,
             **self._options,
         )

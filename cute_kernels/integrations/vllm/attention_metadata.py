@@ -87,6 +87,7 @@ class Piece:
         longest: new tokens of a request.
         q_len: of PARTS, new tokens of a part, of which each is a request of its own to decode attention.
         seq_lens, block_table: of the requests; of PARTS of the parts; None where nobody asks for them.
+        max_seq_len: of EXTEND, a bound on seq_lens; None if none is known on the host.
         context: of GATHER.
     """
 
@@ -98,6 +99,7 @@ class Piece:
     q_len: int = 0
     seq_lens: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
+    max_seq_len: int | None = None
     context: Context | None = None
 
 
@@ -208,7 +210,12 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             longest=max(starts[i + 1] - starts[i] for i in range(begin, end)),
         )
         if way is Way.EXTEND:
-            return replace(piece, seq_lens=common.seq_lens[requests], block_table=common.block_table_tensor[requests])
+            return replace(
+                piece,
+                seq_lens=common.seq_lens[requests],
+                block_table=common.block_table_tensor[requests],
+                max_seq_len=max(lengths[begin:end]),
+            )
         if way is Way.GATHER:
             return replace(piece, context=self._context(common, lengths[begin:end], requests))
         return _in_parts(piece, common) if way is Way.PARTS else piece

@@ -267,6 +267,7 @@ def every_token_of_a_step_is_served_once() -> None:
                     check_context(piece, new, lengths, common)
                 elif piece.way is Way.EXTEND:
                     assert piece.seq_lens.tolist() == [lengths[i] for i in own]
+                    assert piece.max_seq_len == max(piece.seq_lens.tolist())
                     assert torch.equal(piece.block_table, common.block_table_tensor[piece.requests])
             assert served == list(range(sum(new))), (new, served)
         expected = {Way.EXTEND} if invariant else {Way.FLASH, Way.PARTS, Way.EXTEND if extend else Way.GATHER}

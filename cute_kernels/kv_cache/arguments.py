@@ -1,0 +1,38 @@
+"""What appends are launched with: declared here, and nowhere else listed.
+
+Tensors: q, k, v, q_out [tokens, heads, head_dim], any token stride; caches [pages, page_size, num_kv_heads, row] with
+any strides but the last, a contiguous cache having a page of max_seq_len tokens for each request; seq_lens int32
+[batch]; block_table int32 [batch, max_pages], any row stride. ``mode``, bits of :mod:`cute_kernels.kv_cache.config`,
+says which of q, seq_lens and block_table count; the others may be any tensors of their kind.
+
+    cu_seqlens, slots, position_ids  int32 [batch + 1], int64 [tokens], int32 or int64 [tokens]
+    q_bias, k_bias, v_bias           [heads, head_dim] in q's dtype
+    q_norm, k_norm                   [head_dim] in q's dtype
+    phase_steps                      int64 [rotary_dim / 2]
+    k_scale, v_scale                 fp32
+    wave                             CTAs that the GPU holds at a time
+    k_center ... q_shift             of a transform, see :class:`cute_kernels.kv_cache.operands.Transforms`; q_out then
+                                     gets the transformed q
+"""
+
+from __future__ import annotations
+
+import functools
+
+from cute_kernels.runtime.launch_arguments import LaunchArguments, arguments, joined
+
+APPEND = (
+    *arguments("tensor", "q", "k", "v", "q_out", "k_cache", "v_cache", "seq_lens", "block_table"),
+    *arguments("address", "cu_seqlens", "slots", "position_ids", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm"),
+    *arguments("address", "phase_steps", "k_scale", "v_scale"),
+    *arguments("float32", "norm_eps", "rope_factor"),
+    *arguments("int32", "wave", "mode"),
+)
+CONSTANTS = ("k_center", "k_factor", "q_factor", "v_factor")
+TRANSFORM = arguments("address", *CONSTANTS, "q_shift")
+
+
+@functools.cache
+def append_arguments(transformed: bool) -> LaunchArguments:
+    """Of an append, to caches that are transformed or not."""
+    return joined(APPEND, TRANSFORM if transformed else ())
