@@ -78,7 +78,7 @@ class DecodeKernel:
             block_tokens=block_tokens,
         )
         pager = Pager.of(block_table, table_stride, block_tokens, given.k_cache.shape[0])
-        shifts = (features.shift, given.softmax_scale) if config.features.shift else None
+        shifts = (given.q_shift, given.softmax_scale) if config.features.shift else None
         out_factor = features.out_factor if config.features.v_factor else None
         out = given.out.iterator.toint()
         results = Results(out, given.lse, given.workspace, given.mode, features.sinks, shifts, out_factor)

@@ -94,7 +94,9 @@ def options_key(options: CallOptions) -> tuple[Any, ...]:
         None if slopes is None else identity(slopes),
         None if bias is None else identity(bias),
         None if shift is None else identity(shift),
-        tuple((name, identity(tensor)) for given in more for name, tensor in given.items()) if more else None,
+        tuple((name, identity(tensor)) for given in cast("list[Any]", more) for name, tensor in given.items())
+        if more
+        else None,
     )
 
 

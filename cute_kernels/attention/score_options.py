@@ -283,7 +283,7 @@ def modules_of(features: Features | None = None) -> tuple[str, ...]:
     """Modules outside this package that a process must have imported to compile a variant's options, or all of them."""
     options = known() if features is None else options_in(features)
     modules = dict.fromkeys(option.term.partition(":")[0] for option in options)
-    return tuple(name for name in modules if name.partition(".")[0] != __package__.partition(".")[0])
+    return tuple(name for name in modules if name.partition(".")[0] != __name__.partition(".")[0])
 
 
 def sources_of(features: Features) -> tuple[Path, ...]:

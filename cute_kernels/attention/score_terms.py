@@ -94,6 +94,7 @@ class AlibiTerm(ScoreTerm):
         return slope * ptx.LOG2_E
 
     def change(self, state, kept, place, x, token):
+        assert state.positions is not None
         return ptx.fma(Float32(token - state.positions[place[1]]), kept, x)
 
 

@@ -184,8 +184,10 @@ def _transforms_of(given) -> Transforms:
     num_q_heads, num_kv_heads = _any(given.q.shape)[1], _any(given.k.shape)[1]
     # Without q there are fewer heads than KV heads here, and nobody asks.
     reciprocal = cute.ceil_div(1 << GROUP_BITS, cutlass.max(num_q_heads // num_kv_heads, 1))
-    constants = [getattr(given, name) for name in CONSTANTS]
-    return Transforms(*constants, given.q_shift, Int32(num_q_heads), Int32(reciprocal))
+    constants = {name: getattr(given, name) for name in CONSTANTS}
+    return Transforms(
+        **constants, q_shift=given.q_shift, num_q_heads=Int32(num_q_heads), group_reciprocal=Int32(reciprocal)
+    )
 
 
 def _any(value) -> Any:
