@@ -20,8 +20,6 @@ SOURCES = [path for package in (cute_kernels, layouts) for path in Path(str(pack
 # The stages from a call to a launch (docs/glossary.md): a class that is named by one belongs to one family.
 STAGE = re.compile(r"(Call|Problem|Schedule|Plan|Sizes|Shape|Memory|KvFormat|WeightFormat)\Z")
 MOST_FIELDS, MOST_BOOLEANS = 12, 2
-# Configurations that still have more, and how much: a number here may only become smaller.
-LARGER: dict[str, tuple[int, int]] = {}
 
 
 def classes() -> Iterator[tuple[Path, ast.ClassDef]]:
@@ -60,7 +58,6 @@ def configs() -> list[type]:
 def test_a_configuration_has_few_fields_and_hardly_a_flag(config: type):
     hints = typing.get_type_hints(config)
     fields = dataclasses.fields(config)
-    most_fields, most_booleans = LARGER.get(config.__name__, (MOST_FIELDS, MOST_BOOLEANS))
-    assert len(fields) <= most_fields
-    assert sum(hints[field.name] is bool for field in fields) <= most_booleans
+    assert len(fields) <= MOST_FIELDS
+    assert sum(hints[field.name] is bool for field in fields) <= MOST_BOOLEANS
     assert not any(dataclasses.is_dataclass(base) for base in config.__mro__[1:])
