@@ -261,6 +261,7 @@ def test_a_replays_outputs_are_made_as_the_models_own_are():
     want = CausalLMOutputWithPast(logits=recorded.logits, past_key_values=cache, hidden_states=hidden)
     assert type(made) is type(want) and list(made) == list(want) and vars(made).keys() == vars(want).keys()
     assert made.past_key_values is cache and made["past_key_values"] is cache and made.loss is None
+    assert made.logits is not None and recorded.logits is not None and made.hidden_states is not None
     assert torch.equal(made.logits, recorded.logits) and made.logits is made["logits"] is made[0]
     assert made.logits.data_ptr() != recorded.logits.data_ptr()
     for ours, theirs in zip(made.hidden_states, hidden, strict=True):

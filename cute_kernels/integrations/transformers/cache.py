@@ -125,7 +125,8 @@ class DecodeCacheLayer(CacheLayerMixin):
     def _is_unset(self, value: object) -> None:
         assert value is None  # what transformers' own `__init__` sets
 
-    keys = values = property(_keys, _is_unset)  # what reads them past `update` would take packed rows for K and V
+    # What reads them past `update` would take packed rows for K and V.
+    keys = values = cast("torch.Tensor", property(_keys, _is_unset))
 
     @property
     def rows(self) -> tuple[torch.Tensor, ...]:
@@ -395,20 +396,16 @@ class DecodeCache(Cache):
         """Keeps the requests that ``indices`` names, a tensor of numbers or a boolean mask, in its order."""
         self._select(lambda requests: requests[torch.as_tensor(indices, device=requests.device)])
 
-    def get_conv_state(self, layer_idx: int, *args: object, **kwargs: object) -> NoReturn:
-        """Refused, as all that layers cache besides K and V: states of convolutions and recurrences, indexers' keys."""
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuses what layers cache besides K and V: states of convolutions and recurrences, indexers' keys."""
+        layer = kwargs.get("layer_idx", next((one for one in args if isinstance(one, int)), "?"))
         raise NotImplementedError(
-            f"past_key_values: layer {layer_idx} caches another state than keys and values, of which a DecodeCache has "
+            f"past_key_values: layer {layer} caches another state than keys and values, of which a DecodeCache has "
             "no room; want one of transformers' caches for this model"
         )
 
-    get_recurrent_state = get_conv_state
-
-    def update_conv_state(self, state: object, layer_idx: int, *args: object, **kwargs: object) -> NoReturn:
-        """Refused, as `get_conv_state`."""
-        self.get_conv_state(layer_idx)
-
-    update_recurrent_state = update_indexer = update_conv_state
+    get_conv_state = get_recurrent_state = _refuse
+    update_conv_state = update_recurrent_state = update_indexer = _refuse
 
     def advance(self) -> None:
         """A replay of a recorded step has added one token to each request."""
