@@ -333,6 +333,7 @@ class CombineConfig:
 
 
 UNPACK_CHUNKS = 8  # parts of a tile that a warp unpacks one after the other
+UNPACK_CTAS_PER_SM = 4  # of 4 warps: 2 took a fifth longer, 6 and 8 the same (int8 rows, H200)
 
 
 @dataclass(frozen=True)
@@ -375,6 +376,14 @@ class UnpackConfig:
     def tile_scales(self) -> tuple[bool, bool]:
         """As :class:`ExtendConfig` has them."""
         return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
+
+    @property
+    def least_ctas(self) -> int | None:
+        """CTAs that an SM's registers must have room for; None where ptxas spills nothing if it is told of none.
+
+        It keeps rows of codes without a header at 96 registers and spills, unless told; others, told, it makes spill.
+        """
+        return UNPACK_CTAS_PER_SM if self.formats[0].is_coded and not self.formats[0].has_header else None
 
     @property
     def name(self) -> str:

@@ -18,6 +18,8 @@ from cute_kernels.extend.config import ELEMENT_BYTES, SLAB_COLUMNS, TILE_SCALE_B
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.memory import KEYS, VALUES
 
+MOST_UNROLLED = 4  # TMA tiles of a block: of 8, whose code stands twice, registers are spilled
+
 
 class TmaTileProducer:
     """The producer warps of a 16-bit cache: one, or one for K and one for V (`ExtendConfig.filling_warps`)."""
@@ -127,11 +129,11 @@ class TmaTileProducer:
             place = place - work.kv_start
         tma_tiles = cute.local_tile(view, self.tma_shape, (None, None, None, None))
         tile = memory.tile_pointer + memory.tile(operand, stage)
-        for part in cutlass.range_constexpr(self.num_tma_tiles):
+        for part in cutlass.range(0, self.num_tma_tiles, 1, unroll=min(self.num_tma_tiles, MOST_UNROLLED)):
             where = cute.arch.shuffle_sync(found, part)
             row = cute.arch.shuffle_sync(place, part) // self.tma_rows
             for slab in cutlass.range_constexpr(self.num_slabs):
-                offset = slab * self.config.slab_bytes + part * self.tma_rows * wgmma_tiles.ROW_BYTES
+                offset = slab * self.config.slab_bytes + part * (self.tma_rows * wgmma_tiles.ROW_BYTES)
                 target, origin = cpasync.tma_partition(
                     atom,
                     0,
@@ -160,7 +162,9 @@ class TmaTileProducer:
         below, piece = lane // self.row_pieces, lane % self.row_pieces
         slab = piece // 8
         tile = memory.tiles + memory.tile(operand, stage) + slab * self.config.slab_bytes
-        for step in cutlass.range(0, self.config.tile_tokens, self.step_rows, unroll=4):
+        for step in cutlass.range(
+            0, self.config.tile_tokens, self.step_rows, unroll=4 if self.num_tma_tiles < 8 else 1
+        ):
             row = step + below
             part = row // self.tma_rows
             where = cute.arch.shuffle_sync(found, part)

@@ -28,7 +28,12 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.lanes import lane_max, neighbours
 from cute_kernels.device.types import RegisterTensor, extents
-from cute_kernels.extend.config import ELEMENT_BYTES, TILE_SCALE_BYTES, UNPACK_CHUNKS, UnpackConfig
+from cute_kernels.extend.config import (
+    ELEMENT_BYTES,
+    TILE_SCALE_BYTES,
+    UNPACK_CHUNKS,
+    UnpackConfig,
+)
 from cute_kernels.extend.decode import CodedRows
 from cute_kernels.extend.loads import load_piece_below, load_word_below, store_below
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Rows, Source
@@ -180,9 +185,10 @@ class UnpackKernel:
         shape = UnpackSizes(total_q, target[0], Divisor.of(target[1]), max_seq_len, window, target[2])
         lengths = UnpackLengths(ptx.address(cu_seqlens), ptx.address(seq_lens), prefix_only)
         rows = UnpackTarget(ptx.address(k_rows), ptx.address(v_rows), tile_scales)
-        self.kernel(shape, source, rows, lengths).launch(
-            grid=(num_ctas, 1, 1), block=(self.num_warps * WARP_THREADS, 1, 1), stream=stream
-        )
+        sizes = {"grid": (num_ctas, 1, 1), "block": (self.num_warps * WARP_THREADS, 1, 1), "stream": stream}
+        if const_expr(config.least_ctas is not None):
+            sizes |= {"min_blocks_per_mp": config.least_ctas, "preferred_smem_carveout": 0}
+        self.kernel(shape, source, rows, lengths).launch(**sizes)
 
     @cute.kernel
     def kernel(self, shape, source, target, lengths):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.attention.plan import address_of
-from cute_kernels.extend.config import ELEMENT_BYTES, TILE_SCALE_BYTES, UnpackConfig
+from cute_kernels.extend.config import ELEMENT_BYTES, TILE_SCALE_BYTES, UNPACK_CTAS_PER_SM, UnpackConfig
 from cute_kernels.extend.schedule import MAX_UNPACKED_BYTES, room_of
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
@@ -17,7 +17,6 @@ from cute_kernels.runtime.memory import blank
 if TYPE_CHECKING:
     from cute_kernels.extend.plan import ExtendPlan
 
-CTAS_PER_SM = 4
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -94,7 +93,7 @@ class UnpackPlan:
             self.tokens(max_seq_len),
             window,
             prefix_only,
-            attention.num_sms * CTAS_PER_SM,
+            attention.num_sms * UNPACK_CTAS_PER_SM,
         )
         # All of it may be freed before it is read: its memory is reused in the stream's order.
         attention.call(

@@ -123,9 +123,10 @@ class TileEpilogue:
         return activation != SWIGLU if self.dense else activation == NO_ACTIVATION
 
     def is_floats(self, operands, shape):
-        """Whether results in fp32 leave one for each feature, without a residual; experts' go another way."""
+        """Whether results in fp32 leave one for each feature, without a residual; experts' go another way, and those of
+        three warpgroups along K, which would spill."""
         floats = (shape.out_kind == FP32) & (operands.residual == 0) & (shape.activation != SWIGLU)
-        return floats if self.dense else Boolean(False)
+        return floats if self.dense and self.config.k_warpgroups < 3 else Boolean(False)
 
     @cute.jit
     def activate(self, shape, acc, first: int):
