@@ -381,9 +381,10 @@ class UnpackConfig:
     def least_ctas(self) -> int | None:
         """CTAs that an SM's registers must have room for; None where ptxas spills nothing if it is told of none.
 
-        It keeps rows of codes without a header at 96 registers and spills, unless told; others, told, it makes spill.
+        It keeps pages of rows without a header at 96 registers and spills, unless told; others it makes spill if told.
         """
-        return UNPACK_CTAS_PER_SM if self.formats[0].is_coded and not self.formats[0].has_header else None
+        form = self.formats[0]
+        return UNPACK_CTAS_PER_SM if form.is_coded and not form.has_header and self.page_tokens else None
 
     @property
     def name(self) -> str:
