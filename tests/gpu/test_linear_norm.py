@@ -15,7 +15,7 @@ from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.policies import NORMED, SCALED
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
-from tests.gpu.test_linear import activations, exact_product
+from tests.gpu.test_linear import activations, check_back_to_back, exact_product
 from tests.linear.cases import known, problem_of
 
 pytestmark = pytest.mark.gpu
@@ -126,14 +126,7 @@ def test_a_norm_waits_for_the_launch_that_makes_its_rows(m):
             after()
         return hidden
 
-    want = chain(torch.cuda.synchronize)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = chain(lambda: None)
-    for _ in range(30):
-        assert torch.equal(chain(lambda: None), want)
-        graph.replay()
-        assert torch.equal(found, want)
+    want = check_back_to_back(chain)
     unfused = start.clone()
     for _ in range(6):
         gated = activate(quantized_linear(rms_norm(unfused, norm), up, out_dtype=torch.float32), "swiglu").bfloat16()
