@@ -77,8 +77,10 @@ def run(case: Case, tests: list[str]) -> dict[str, object]:
         subprocess.run([*install, *case.requirements(), f"{ROOT}[compiler]"], check=True, cwd=scratch)
         # The checkout comes first on the path: what is tested is the tree, the installation brings its requirements.
         variables = os.environ | {"PYTHONPATH": str(ROOT), "CUTE_KERNELS_CACHE_DIR": str(Path(scratch) / "kernels")}
-        # Of Python 3.10's distutils and setuptools' own, torch's compiler wants whichever was imported first to stay.
-        variables["SETUPTOOLS_USE_DISTUTILS"] = "stdlib"
+        # Of Python's distutils, which 3.12 no longer has, and setuptools' own, torch's compiler wants whichever was
+        # imported first to stay.
+        if case.python in ("3.10", "3.11"):
+            variables["SETUPTOOLS_USE_DISTUTILS"] = "stdlib"
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
         done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
         print(done.stdout[-3000:], flush=True)
