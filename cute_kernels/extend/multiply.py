@@ -10,7 +10,7 @@ the other's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import cutlass
@@ -53,6 +53,11 @@ class Features:
     tree_mask: Int64
     tree_words: Int32
 
+    @classmethod
+    def of(cls, given) -> Features:
+        """Of a launch's arguments."""
+        return cls(*(getattr(given, own.name) for own in fields(cls)))
+
 
 @dataclass(frozen=True)
 class Operands:
@@ -75,6 +80,13 @@ class Operands:
     k_scale_stride: Int32
     v_scale_stride: Int32
     softmax_scale: Float32
+
+    @classmethod
+    def of(cls, given) -> Operands:
+        """Of a launch's arguments."""
+        addresses = {"q": ptx.address(given.q), "out": ptx.address(given.out)}
+        others = (own.name for own in fields(cls) if own.name not in addresses)
+        return cls(**addresses, **{name: getattr(given, name) for name in others})
 
 
 class Consumer:

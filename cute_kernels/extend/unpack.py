@@ -154,41 +154,29 @@ class UnpackKernel:
         self.rows = kind(config, KEYS), kind(config, VALUES)
         self.row_bytes = config.head_dim * ELEMENT_BYTES
 
-    @cute.jit
-    def __call__(
-        self,
-        k_cache: cute.Tensor,
-        v_cache: cute.Tensor,
-        k_rows: cute.Tensor,
-        v_rows: cute.Tensor,
-        cu_seqlens: cute.Tensor,
-        seq_lens: cute.Tensor,
-        tile_scales: Int64,
-        block_table: Int64,
-        max_pages: Int32,
-        total_q: Int32,
-        max_seq_len: Int32,
-        window: Int32,
-        prefix_only: Int32,
-        num_ctas: Int32,
-        stream,
-    ):
-        """Caches, cu_seqlens, seq_lens, block_table, prefix_only as :meth:`.kernel.ExtendKernel.__call__` has them;
-        k_rows, v_rows [batch, num_kv_heads, room, head_dim], contiguous, room whole tiles; others as
-        :class:`UnpackSizes` and :class:`UnpackTarget` have them."""
+    def launch(self, given, stream):
+        """``given`` has the arguments of :data:`.arguments.UNPACK`."""
         config = self.config
         element_bytes = 1 if config.formats[0].is_coded else ELEMENT_BYTES
-        cache, target = extents(k_cache), extents(k_rows)
+        cache, target = extents(given.k_cache), extents(given.k_rows)
         tokens = cache[2] if config.head_major else cache[1]
-        keys, values = (Rows.of(tensor, element_bytes, config.head_major) for tensor in (k_cache, v_cache))
-        source = Source(keys, values, Pages(block_table, max_pages, cache[0], Divisor.of(tokens)), None, Int64(0))
-        shape = UnpackSizes(total_q, target[0], Divisor.of(target[1]), max_seq_len, window, target[2])
-        lengths = UnpackLengths(ptx.address(cu_seqlens), ptx.address(seq_lens), prefix_only)
-        rows = UnpackTarget(ptx.address(k_rows), ptx.address(v_rows), tile_scales)
-        sizes = {"grid": (num_ctas, 1, 1), "block": (self.num_warps * WARP_THREADS, 1, 1), "stream": stream}
-        if const_expr(config.least_ctas is not None):
+        caches = given.k_cache, given.v_cache
+        keys, values = (Rows.of(tensor, element_bytes, config.head_major) for tensor in caches)
+        pages = Pages(given.block_table, given.max_pages, cache[0], Divisor.of(tokens))
+        shape = UnpackSizes(
+            total_q=given.total_q,
+            batch=target[0],
+            kv_heads=Divisor.of(target[1]),
+            max_seq_len=given.max_seq_len,
+            window=given.window,
+            room=target[2],
+        )
+        lengths = UnpackLengths(ptx.address(given.cu_seqlens), ptx.address(given.seq_lens), given.prefix_only)
+        rows = UnpackTarget(ptx.address(given.k_rows), ptx.address(given.v_rows), given.tile_scales)
+        sizes = {"grid": (given.num_ctas, 1, 1), "block": (self.num_warps * WARP_THREADS, 1, 1), "stream": stream}
+        if config.least_ctas is not None:
             sizes |= {"min_blocks_per_mp": config.least_ctas, "preferred_smem_carveout": 0}
-        self.kernel(shape, source, rows, lengths).launch(**sizes)
+        self.kernel(shape, Source(keys, values, pages, None, Int64(0)), rows, lengths).launch(**sizes)
 
     @cute.kernel
     def kernel(self, shape, source, target, lengths):
