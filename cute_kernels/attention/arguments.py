@@ -23,6 +23,8 @@ request; seq_lens int32 [batch]. The others are addresses and numbers, which cos
                          is turned back
 
 Then the tensors of registered options, see :mod:`cute_kernels.attention.score_options`.
+
+Merging states (`MERGE`): outs [..., num_heads, head_dim], lses fp32 [..., num_heads].
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ FEATURES = (
     *arguments("int64", *BIAS_STRIDES),
 )
 TRANSFORM = arguments("address", "q_shift", "out_factor")
+MERGE = joined(arguments("tensor", "out_a", "lse_a", "out_b", "lse_b", "out", "lse"))
 
 
 @functools.lru_cache(maxsize=256)
