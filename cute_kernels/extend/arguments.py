@@ -1,9 +1,9 @@
 """What the kernels of extend attention are launched with: declared here, and nowhere else listed.
 
-Attention (`ATTENTION`): q, out [total_q, num_q_heads, head_dim]; caches [blocks, tokens, num_kv_heads, row], or
-[blocks, num_kv_heads, tokens, row] if they are head-major; a block is a page with ``block_table``, else a request, or
-all tokens if they are ragged; cu_seqlens int32 [batch + 1]; seq_lens int32 [batch] (ragged: where each request's keys
-begin, [batch + 1]). The others are addresses and numbers, which cost the caller less than tensors:
+Attention (`attention_arguments`): q, out [total_q, num_q_heads, head_dim]; caches [blocks, tokens, num_kv_heads, row],
+or [blocks, num_kv_heads, tokens, row] if they are head-major; a block is a page with ``block_table``, else a request,
+or all tokens if they are ragged; cu_seqlens int32 [batch + 1]; seq_lens int32 [batch] (ragged: where each request's
+keys begin, [batch + 1]). The others are addresses and numbers, which cost the caller less than tensors:
 
     lse                  fp32 [total_q, num_q_heads], or 0
     other_out, other_lse as out and lse, what the result is merged with
@@ -21,6 +21,8 @@ begin, [batch + 1]). The others are addresses and numbers, which cost the caller
     tile_scales          of unpacked keys, as :class:`.unpack.UnpackTarget` has them
     num_ctas             that are launched, at most as many as there are work tiles
 
+Then the tensors of registered options, see :mod:`cute_kernels.attention.score_options`.
+
 Unpacking (`UNPACK`): caches, cu_seqlens, seq_lens, block_table, prefix_only as above; k_rows, v_rows [batch,
 num_kv_heads, room, head_dim], contiguous, room whole tiles; others as :class:`.unpack.UnpackSizes` and
 :class:`.unpack.UnpackTarget` have them.
@@ -31,7 +33,11 @@ Putting splits together (`COMBINE`): out, of which queries from ``cu_seqlens[-1]
 
 from __future__ import annotations
 
-from cute_kernels.runtime.launch_arguments import Argument, arguments, joined
+import functools
+
+from cute_kernels.attention.features import Features
+from cute_kernels.attention.score_options import tensors_in
+from cute_kernels.runtime.launch_arguments import Argument, LaunchArguments, arguments, joined
 
 ATTENTION = joined(
     arguments("tensor", "q", "k_cache", "v_cache", "cu_seqlens", "seq_lens", "out"),
@@ -57,3 +63,9 @@ COMBINE = joined(
     arguments("address", "partials", "lse", "sinks"),
     arguments("int32", "num_splits"),
 )
+
+
+@functools.lru_cache(maxsize=256)
+def attention_arguments(features: Features) -> LaunchArguments:
+    """Of a variant of attention with these features."""
+    return joined(ATTENTION.arguments, (Argument(each.name, "address") for each in tensors_in(features)))

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels import attention
+from cute_kernels.attention import score_options
 from cute_kernels.attention.features import Features
-from cute_kernels.extend.arguments import ATTENTION, COMBINE, UNPACK
+from cute_kernels.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.extend.config import CombineConfig, ExtendConfig, UnpackConfig
 from cute_kernels.extend.schedule import ExtendProblem, choose, choose_unpacked
 from cute_kernels.kv_formats import modules_of, sources_of
@@ -18,11 +19,13 @@ from cute_kernels.runtime.spec import KernelSpec, check_config
 
 SHIPPED_FORMATS = ("bf16", "int8_token_head", "e4m3_token_head", "e4m3_tensor", "int4_g1", "int4_g4")
 CAUSAL_PAGES = Features(causal=True, paged=True)
+SHARED_SOURCES = ("config.py", "features.py", "tiles.py", "score_options.py", "score_terms.py", "readers/common.py")
+"""Of decode attention's room, that decide these kernels too."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExtendSpec(KernelSpec):
-    """One extend attention kernel: the function takes :data:`.arguments.ATTENTION`, on torch's current stream."""
+    """One extend attention kernel; the function takes :func:`.arguments.attention_arguments`, on torch's stream."""
 
     config: ExtendConfig
     family: ClassVar[str] = "extend"
@@ -33,12 +36,14 @@ class ExtendSpec(KernelSpec):
 
     def source_roots(self) -> tuple[Path, ...]:
         attention_room = Path(attention.__file__).resolve().parent
-        files = [attention_room / "config.py", attention_room / "features.py", attention_room / "tiles.py"]
+        files = [attention_room / name for name in SHARED_SOURCES]
         of_formats = sources_of(self.config.k_format, self.config.v_format)
-        return *super().source_roots(), *launch_arguments.SOURCES, *of_formats, *files
+        options = score_options.sources_of(self.config.features)
+        return *super().source_roots(), *launch_arguments.SOURCES, *of_formats, *files, *options
 
     def modules(self) -> tuple[str, ...]:
-        return modules_of(self.config.k_format, self.config.v_format)
+        of_formats = modules_of(self.config.k_format, self.config.v_format)
+        return tuple(dict.fromkeys((*of_formats, *score_options.modules_of(self.config.features))))
 
     def compile(self, arch: str) -> Any:
         return compile_extend(self.config, arch)
@@ -125,7 +130,7 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
         "seq_lens": _fake_dense(cutlass.Int32, (cute.sym_int(),)),
         "out": _fake_dense(dtype, (total_q, q_heads, config.head_dim)),
     }
-    return ATTENTION.compile(ExtendKernel(config).launch, tensors, arch, *options)
+    return attention_arguments(config.features).compile(ExtendKernel(config).launch, tensors, arch, *options)
 
 
 def _float_type(name: str) -> Any:

@@ -35,7 +35,7 @@ class ExtendKernel:
         self.consumer, self.worker = Consumer(config), Worker(config)
 
     def launch(self, given, stream):
-        """Launches ``num_ctas`` CTAs; ``given`` has the arguments of :data:`.arguments.ATTENTION`."""
+        """Launches ``num_ctas`` CTAs; ``given`` has the arguments of :func:`.arguments.attention_arguments`."""
         config = self.config
         (total_q, num_q_heads, _), cache = extents(given.q), extents(given.k_cache)
         ends = extents(given.cu_seqlens)
@@ -65,7 +65,7 @@ class ExtendKernel:
             shape,
             Source(keys, values, pages, maps, given.tile_scales),
             Operands.of(given),
-            Features.of(given),
+            Features.of(given, config),
             Lengths(ptx.address(given.cu_seqlens), ptx.address(given.seq_lens), given.counter, given.prefix_only),
         ).launch(grid=(given.num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream)
 

@@ -12,7 +12,8 @@ from cute_kernels.attention.call import CacheOperand
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.plan import address_of
 from cute_kernels.attention.policies import PAGE_TOKENS
-from cute_kernels.extend.arguments import ATTENTION, COMBINE, UNPACK
+from cute_kernels.attention.score_options import tensors_in
+from cute_kernels.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.extend.call import ExtendCall
 from cute_kernels.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
 from cute_kernels.extend.config import CombineConfig, ExtendConfig
@@ -126,8 +127,8 @@ class ExtendPlan:
         other: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
         unpacked: tuple[int, torch.Tensor | None] | None = None,
     ) -> None:
-        """One launch; lengths: what :data:`.arguments.ATTENTION` has as seq_lens. other: (out, lse) of another launch
-        that the result is merged with. unpacked: of unpacked keys, tokens that a request may have, and tiles'
+        """One launch; lengths: what :mod:`.arguments` has as seq_lens. other: (out, lse) of another launch that the
+        result is merged with. unpacked: of unpacked keys, tokens that a request may have, and tiles'
         scales."""
         config, index, max_seq_len = self.config, self.device_index, options["max_seq_len"]
         table = options["block_table"] if config.page_tokens else None
@@ -239,7 +240,10 @@ def _sender(call: ExtendCall, config: ExtendConfig) -> Callable[..., Any]:
     if not config.unpacked:
         fixed |= {"max_pages": 0 if base.block_table is None else base.block_table.shape[1], "tile_scales": 0}
     options: dict[str, Place] = {name: ("options", name) for name in ("k_scale", "v_scale", "sinks", "alibi_slopes")}
-    return ATTENTION.bound(load(ExtendSpec(config), arch_of(call.q.device.index)), fixed, options)
+    options |= {tensor.name: ("options", "score_options", tensor.name) for tensor in tensors_in(config.features)}
+    return attention_arguments(config.features).bound(
+        load(ExtendSpec(config), arch_of(call.q.device.index)), fixed, options
+    )
 
 
 def _combiner(config: ExtendConfig, device: torch.device) -> Callable[..., Any]:
