@@ -71,7 +71,7 @@ class Softmax:
         self.tokens = config.tile_tokens
         self.count = config.tile_tokens // 2  # scores of a thread
         self.token_scales, self.tile_scales, self.tree = config.token_scales, config.tile_scales, config.tree
-        self.producer_warps = config.producer_warps
+        self.tile_warps = config.tile_warps
         # A thread's two rows are the columns that terms know, and its keys of a block their rows.
         self.terms = ScoreTerms(self.features, 2, self.count // 2)
 
@@ -163,10 +163,8 @@ class Softmax:
             return tile.value_log
         if not self.token_scales[1]:
             return Float32(0.0)
-        tops = []
-        for first in range(0, self.producer_warps, 4):
-            words = ptx.load_shared_vector(value_scales, (self.tokens + first) * 4, 4)
-            tops += [word.bitcast(Float32) for word in words]
+        words = ptx.load_shared_vector(value_scales, self.tokens * 4, self.tile_warps)
+        tops = [word.bitcast(Float32) for word in words]
         return ptx.log2(ptx.fmax(in_pairs(ptx.fmax, tops), Float32(MIN_SCALE)))
 
     def weigh(self, scores, rows: Rows, factors, tile: TileScales, value_scales) -> None:

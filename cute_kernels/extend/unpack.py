@@ -34,7 +34,7 @@ from cute_kernels.extend.config import (
     UNPACK_CHUNKS,
     UnpackConfig,
 )
-from cute_kernels.extend.decode import CodedRows
+from cute_kernels.extend.decode import CodedRows, Places, RowRuns
 from cute_kernels.extend.loads import load_piece_below, load_word_below, store_below
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Rows, Source
 from cute_kernels.extend.work import tokens_of
@@ -61,29 +61,23 @@ class DenseRows:
         self.real_units = config.head_dim * ELEMENT_BYTES // PIECE_BYTES
         self.unit_bytes = PIECE_BYTES
         self.num_loads = config.warp_rows * self.row_units // WARP_THREADS
-        self.run_rows = min(config.warp_rows, config.page_tokens or config.warp_rows)
+        self.runs = RowRuns(config)
 
     def make(self) -> HeldRows:
         return HeldRows(cute.make_rmem_tensor(4 * self.num_loads, Uint32))
 
     @cute.jit
-    def load(self, held: HeldRows, source, work, first_valid, block: Int32, chunk: Int32, lane: Int32):
+    def load(self, held: HeldRows, places: Places, source, work, first_valid, block: Int32, chunk: Int32, lane: Int32):
         """Asks for a chunk of a tile's rows; those that no query of the request sees become zeros."""
-        rows, paged = source.rows(self.operand), self.config.page_tokens > 0
+        rows = source.rows(self.operand)
         first = block * self.config.tile_tokens + chunk * self.config.warp_rows
         below, unit = lane // self.row_units, lane % self.row_units
         low = cutlass.max(first_valid - first, 0)
         count = cutlass.max(work.kv_stop - first - low, 0)
-        last = cutlass.max(work.kv_stop - 1, 0)
-        bases = []
-        for run in cutlass.range_constexpr(self.config.warp_rows // self.run_rows):
-            token = first + run * self.run_rows
-            token = cutlass.select_(token > last, Int32(0), token)
-            found, place = source.pages.locate(paged, work.request, token)
-            bases.append(rows.address(found, place, work.head))
+        bases = self.runs.bases(source, rows, places, work.head)
         for k in cutlass.range_constexpr(self.num_loads):
             row = k * WARP_THREADS // self.row_units
-            address = bases[row // self.run_rows] + ((row % self.run_rows) + below) * rows.token_bytes
+            address = bases[row // self.runs.rows] + ((row % self.runs.rows) + below) * rows.token_bytes
             limit = count
             if const_expr(self.real_units < self.row_units):
                 limit = cutlass.select_(unit < self.real_units, count, Int32(0))
@@ -249,11 +243,13 @@ class UnpackKernel:
         if const_expr(any(self.config.tile_scales)):
             factor = self.scale_tile(operand, shape, source, target, work, first_valid, block, line, lane)
         place = (line * shape.room + block * self.config.tile_tokens) * self.row_bytes
-        held = [rows.make(), rows.make()]
-        rows.load(held[0], source, work, first_valid, block, Int32(0), lane)
+        held, places = [rows.make(), rows.make()], rows.runs.make()
+        rows.runs.ask(places, source, work, block, Int32(0))
+        rows.load(held[0], places, source, work, first_valid, block, Int32(0), lane)
         for chunk in cutlass.range_constexpr(UNPACK_CHUNKS):
             if const_expr(chunk + 1 < UNPACK_CHUNKS):
-                rows.load(held[(chunk + 1) % 2], source, work, first_valid, block, Int32(chunk + 1), lane)
+                rows.runs.ask(places, source, work, block, Int32(chunk + 1))
+                rows.load(held[(chunk + 1) % 2], places, source, work, first_valid, block, Int32(chunk + 1), lane)
             address = target.rows(operand) + place + chunk * self.config.warp_rows * self.row_bytes
             self.store(rows, held[chunk % 2], factor, address, lane)
 
