@@ -265,15 +265,15 @@ LAYERS = {
     "linear-many-rows-split": LinearCase(16384, 2048, 300),
 }
 # Requests without queries and without keys, work tiles that end within a block, rings that go round.
-EXTEND_SHAPES = {"q_lens": (40, 0, 3, 1), "lengths": (700, 9, 129, 0)}
+EXTEND_SHAPES = (40, 0, 3, 1), (700, 9, 129, 0)
 EXTEND = {
-    "extend-bf16": ExtendCase("bf16", **EXTEND_SHAPES),
-    "extend-int8_token_head": ExtendCase("int8_token_head", **EXTEND_SHAPES),
-    "extend-e4m3_tensor-pages-of-16": ExtendCase("e4m3_tensor", **EXTEND_SHAPES, page_size=16),
-    "extend-int4_g4-splits": ExtendCase("int4_g4", **EXTEND_SHAPES, num_splits=3),
-    "extend-int8_token_head-d256": ExtendCase("int8_token_head", **EXTEND_SHAPES, head_dim=256),
-    "extend-int8_token_head-unpacked": ExtendCase("int8_token_head", **EXTEND_SHAPES, unpack=True),
-    "extend-int4_g4-unpacked-splits": ExtendCase("int4_g4", **EXTEND_SHAPES, unpack=True, num_splits=2),
+    "extend-bf16": ExtendCase("bf16", *EXTEND_SHAPES),
+    "extend-int8_token_head": ExtendCase("int8_token_head", *EXTEND_SHAPES),
+    "extend-e4m3_tensor-pages-of-16": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, page_size=16),
+    "extend-int4_g4-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, num_splits=3),
+    "extend-int8_token_head-d256": ExtendCase("int8_token_head", *EXTEND_SHAPES, head_dim=256),
+    "extend-int8_token_head-unpacked": ExtendCase("int8_token_head", *EXTEND_SHAPES, unpack=True),
+    "extend-int4_g4-unpacked-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, unpack=True, num_splits=2),
 }
 SMALL = MoeModel("small", 32, 4, 1024, 256)
 MIXTRAL, QWEN3, _ = MODELS
