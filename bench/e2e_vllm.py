@@ -341,6 +341,7 @@ def cache_bytes(case: Case) -> int:
 
     model = MODELS[case.model]
     forms = {"auto": "bf16", "fp8": "e4m3_tensor", "int8_per_token_head": "int8_token_head"}
+    forms["int4_per_token_head"] = "int4_g1"
     names = (case.kv_format or forms[case.kv]).split(",")
     head_dim = model.get("head_dim", model["hidden_size"] // model["num_attention_heads"])
     row = sum(format_of(name).row_bytes(head_dim) for name in (names[0], names[-1]))

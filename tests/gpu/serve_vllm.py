@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -320,8 +321,9 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
-    """What a scenario gave, the attention that served it, and what the plugin replaced."""
+def run(scenario: Scenario, folder: Path, keep: Callable[[dict[str, Any]], None]) -> None:
+    """What a scenario gave, the attention that served it, and what the plugin replaced go to ``keep``, before the
+    engine is shut down: one that does not end well has served all the same."""
     from cute_kernels.integrations.vllm import fusion, mla, plugin
 
     fusion._said.clear()
@@ -331,14 +333,14 @@ def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
     try:
         found = globals()[scenario.what](llm, scenario, folder)
         ranks = llm.collective_rpc(kinds_of_layers)
+        kinds = {name: sorted({kind for rank in ranks for kind in rank[name]}) for name in ranks[0]}
+        replaced = [[one.seam, one.reason] for one in plugin.outcomes()]
+        keep({**found, **kinds, "ranks": len(ranks), "replaced": replaced, "fused": sorted(fusion._said)})
     finally:
         if scenario.engine.get("tensor_parallel_size", 1) > 1:
             llm.llm_engine.engine_core.shutdown()  # its processes would live as long as this one
         del llm
         clean_up()
-    kinds = {name: sorted({kind for rank in ranks for kind in rank[name]}) for name in ranks[0]}
-    replaced = [[one.seam, one.reason] for one in plugin.outcomes()]
-    return {**found, **kinds, "ranks": len(ranks), "replaced": replaced, "fused": sorted(fusion._said)}
 
 
 def kinds_of_layers(worker: Any) -> dict[str, list[str]]:
@@ -405,13 +407,21 @@ def main(arguments: list[str]) -> None:
     scenarios = {name: Scenario(**fields) for name, fields in json.loads(arguments[0]).items()}
     make_ready(list(scenarios.values()))
     for name, scenario in scenarios.items():
-        begin = time.perf_counter()
+        begin, kept = time.perf_counter(), []
+        path = Path(arguments[1], f"{name}.json")
+
+        def keep(found: dict[str, Any], path: Path = path, kept: list[Path] = kept) -> None:
+            scratch = path.with_suffix(".partial")
+            scratch.write_text(json.dumps(found))
+            kept.append(scratch.replace(path))
+
         with tempfile.TemporaryDirectory() as folder:
             try:
-                result = run(scenario, Path(folder))
+                run(scenario, Path(folder), keep)
             except Exception:
-                result = {"failed": traceback.format_exc()}
-        Path(arguments[1], f"{name}.json").write_text(json.dumps(result))
+                traceback.print_exc()
+                if not kept:
+                    keep({"failed": traceback.format_exc()})
         print(f"scenario {name}: {time.perf_counter() - begin:.1f} s", flush=True)
 
 
