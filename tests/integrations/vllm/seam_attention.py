@@ -497,6 +497,41 @@ def requests_without_new_tokens_are_passed_over() -> None:
 
 
 @check
+def slot_mappings_of_other_page_sizes_are_compiled_before_the_first_request() -> None:
+    from vllm.v1.worker import block_table
+
+    from cute_kernels.integrations.vllm import warm_up
+
+    calls: list[tuple[Any, ...]] = []
+    kernel = mock.MagicMock()
+    kernel.__getitem__.return_value = lambda *given, **named: calls.append((given[5], given[6], named))
+    config = SimpleNamespace(
+        use_v2_model_runner=False,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
+        model_config=SimpleNamespace(max_model_len=8448),
+        parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
+    )
+
+    def served(size: int, **changes: Any) -> None:
+        spec = SimpleNamespace(block_size=size, max_num_blocks_per_req=lambda config, tokens: -(-tokens // size))
+        warm_up.slot_mapping(spec, SimpleNamespace(**{**vars(config), **changes}), torch.device("cpu"))
+
+    with mock.patch.object(block_table, "_compute_slot_mapping_kernel", kernel):
+        served(16)
+        served(64, use_v2_model_runner=True)
+        assert not calls
+        served(64)
+        ((stride, size, named),) = calls
+        assert (stride, size, named["KV_CACHE_BLOCK_SIZE"], named["BLOCKS_PER_KV_BLOCK"]) == (132, 64, 64, 1)
+    with (
+        mock.patch.object(warm_up, "_call", side_effect=RuntimeError("moved")),
+        mock.patch.object(warm_up.logger, "warning") as said,
+    ):
+        served(64)
+    assert "first request" in said.call_args.args[0]
+
+
+@check
 def without_the_compiler_layers_are_left_to_vllm_and_kernels_are_listed() -> None:
     import tempfile
     from pathlib import Path
