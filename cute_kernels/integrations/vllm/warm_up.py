@@ -22,7 +22,7 @@ logger = logging.getLogger("vllm.cute_kernels")
 
 
 def slot_mapping(kv_cache_spec: Foreign, vllm_config: Foreign, device: torch.device) -> None:
-    """Compiles the kernel for pages of this size; what keeps it from that is said, and the first request does it then."""
+    """Compiles the kernel for pages of this size. If that fails it says why, and the first request compiles it."""
     if kv_cache_spec.block_size in COMPILED_BY_VLLM or vllm_config.use_v2_model_runner:
         return
     start = time.perf_counter()
