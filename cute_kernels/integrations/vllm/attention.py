@@ -158,6 +158,7 @@ def _reasons_of_engine() -> list[str]:
         "reference sliding windows": getattr(model, "rswa_window", None) is not None,
         "layers with caches of another dtype": bool(config.cache_config.kv_cache_dtype_skip_layers),
         "fast prefill of shared caches": bool(config.cache_config.kv_sharing_fast_prefill),
+        "sleep mode": prepare.may_sleep(),
     }
     return [f"{what} not supported" for what, is_so in wrong.items() if is_so]
 

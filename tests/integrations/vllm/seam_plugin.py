@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
-from tests.integrations.vllm.checks import check
+from tests.integrations.vllm.checks import check, hopper
 
 
 @check
@@ -53,6 +55,45 @@ def the_compile_cache_tells_plugins_apart() -> None:
     assert factor() == one != before
     layers.make(layers.Checkpoint("gptq", 4, 128, n=64), "cpu")
     assert factor() not in (one, before)
+
+
+@check
+def engines_that_may_sleep_are_left_to_vllm_with_a_reason() -> None:
+    import vllm.config
+
+    from cute_kernels.integrations.vllm import attention, mla, moe, prepare
+    from cute_kernels.integrations.vllm.linear import CuteKernelsLinearKernel
+    from tests.integrations.vllm import layers
+    from tests.integrations.vllm.seam_attention import selected
+
+    def engine(sleeps: bool) -> Any:
+        return SimpleNamespace(
+            model_config=SimpleNamespace(enable_sleep_mode=sleeps, rswa_window=None),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+            cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False),
+            compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
+        )
+
+    moe.current_platform = hopper()
+    experts = layers.make_experts(layers.Checkpoint("ct", group_size=32, n=96, k=128), "cpu")
+    layer = layers.make(layers.Checkpoint("ct", 4, 128), "cpu")
+    impl = SimpleNamespace(kv_cache_dtype="auto", head_size=576, kv_lora_rank=512, num_heads=16)
+    for sleeps in (False, True):
+        config = engine(sleeps)
+        with (
+            mock.patch.object(vllm.config, "get_current_vllm_config_or_none", lambda config=config: config),
+            mock.patch.object(attention, "get_current_vllm_config_or_none", lambda config=config: config),
+        ):
+            assert prepare.may_sleep() is sleeps
+            source = moe.SOURCES["CompressedTensorsWNA16MarlinMoEMethod"]
+            reasons = (
+                CuteKernelsLinearKernel.can_implement(layer.kernel.config)[1],
+                "; ".join(attention.CuteKernelsAttentionBackend.validate_configuration(**selected())),
+                moe.reason_against(experts.method, experts.layer, source),
+                mla.reason_against(impl, "mla_bf16"),
+            )
+        assert all("sleep mode not supported" in str(reason) for reason in reasons) if sleeps else not any(reasons)
 
 
 @check
