@@ -128,18 +128,33 @@ def ways(cache: VllmCache, q: torch.Tensor, out: torch.Tensor) -> Iterator[tuple
     yield "whole requests", lambda: unified_attention(**given)
 
 
-def vllms(shape: DecodeShape, flush: Callable[[], None], protocol: Protocol, device: str) -> dict[str, Any]:
-    """The fastest of vLLM's ways whose output is right: its time, its name, its error; times of all."""
+@dataclass(frozen=True)
+class Engine:
+    """vLLM's part: what writes K and V into its pages, and its ways to attend over them."""
+
+    fill: Callable[[VllmCache], None] = fill
+    ways: Callable[[VllmCache, torch.Tensor, torch.Tensor], Iterator[tuple[str, Callable[[], object]]]] = ways
+
+
+def vllms(
+    shape: DecodeShape, flush: Callable[[], None], protocol: Protocol, device: str, engine: Engine | None = None
+) -> dict[str, Any]:
+    """The fastest of vLLM's ways: its time, its name, its error; times of all.
+
+    Raises:
+        RuntimeError: an output is not what the rows in the cache give.
+    """
+    engine = engine or Engine()
     best: dict[str, Any] = {}
     all_us: dict[str, float] = {}
     q = torch.randn(shape.batch, shape.num_q_heads, shape.head_dim, dtype=torch.bfloat16, device=device)
     requests = torch.linspace(0, shape.batch - 1, min(CHECKED, shape.batch), device=device).long()
     for page_size in PAGE_SIZES:
         cache = empty_cache(shape, page_size, device)
-        fill(cache)
+        engine.fill(cache)
         want = expected(cache, q, requests)
         out = torch.full_like(q, torch.nan)
-        for way, call in ways(cache, q, out):
+        for way, call in engine.ways(cache, q, out):
             label = f"pages of {page_size}, {way}"
             out.fill_(torch.nan)
             call()
@@ -185,6 +200,17 @@ def text(record: dict[str, Any]) -> str:
         f"{row['name']}: vLLM {record['vllm']} {number(row['vllm']['us']['median_us'])} us ({row['vllm']['way']}), "
         f"{OURS} {number(row['ours']['us']['median_us'])} us"
         for row in record["rows"]
+    )
+
+
+def note(record: dict[str, Any]) -> str:
+    """Where and how vLLM's times were measured, for a footnote."""
+    environment, samples = record["environment"], record["rows"][0]["vllm"]["us"]["samples"]
+    ways = "; ".join(f"{row['shape']['batch']}: {row['vllm']['way']}" for row in record["rows"])
+    return (
+        f"{environment['gpu']}, {str(environment['date'])[:10]}: vLLM {record['vllm']} with `int4_per_token_head`, "
+        f"its rotations of q and of the output among it; measured, median of {samples} calls of a CUDA graph with a "
+        f"cold L2, its fastest way ({ways})"
     )
 
 

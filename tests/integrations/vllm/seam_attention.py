@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -126,11 +127,20 @@ def selected(**changes: Any) -> dict[str, Any]:
     return {**usual, **changes}
 
 
+def reasons_against(**changes: Any) -> list[str]:
+    """What the backend says against a layer; the environment names a format beside dtypes that take one."""
+    from cute_kernels.integrations.vllm import kv_formats
+    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend
+
+    given = selected(**changes)
+    form = "int4_g4" if given["kv_cache_dtype"] in kv_formats.OWN else ""
+    with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": form}):
+        return CuteKernelsAttentionBackend.validate_configuration(**given)
+
+
 @check
 def attention_takes_what_it_serves_and_no_more() -> None:
     from vllm.platforms.interface import DeviceCapability
-
-    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend as Backend
 
     for changes in (
         {},
@@ -139,9 +149,9 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"block_size": 128},
         {"head_size": 256},
     ):
-        assert Backend.validate_configuration(**selected(**changes)) == [], changes
+        assert reasons_against(**changes) == [], changes
     for kv in ("fp8_e4m3", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "auto"):
-        assert Backend.validate_configuration(**selected(kv_cache_dtype=kv)) == [], kv
+        assert reasons_against(kv_cache_dtype=kv) == [], kv
     for changes in (
         {"head_size": 72},
         {"dtype": torch.float32},
@@ -157,15 +167,13 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"attn_type": "encoder_only"},
         {"device_capability": DeviceCapability(10, 0)},
     ):
-        assert Backend.validate_configuration(**selected(**changes)), changes
+        assert reasons_against(**changes), changes
 
 
 @check
 def invariance_is_served_where_it_can_be() -> None:
-    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend as Backend
-
     def reasons(**changes: Any) -> list[str]:
-        return Backend.validate_configuration(**selected(use_batch_invariant=True, **changes))
+        return reasons_against(use_batch_invariant=True, **changes)
 
     assert reasons(kv_cache_dtype="auto", head_size=256) == reasons(kv_cache_dtype="auto") == []
     assert any("each of V's rows" in reason for reason in reasons(kv_cache_dtype="int8_per_token_head"))
@@ -174,14 +182,74 @@ def invariance_is_served_where_it_can_be() -> None:
 
 @check
 def a_format_of_our_own_is_never_silently_another() -> None:
-    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend as Backend
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    from cute_kernels.integrations.vllm import environment
+    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend
+
+    def refused(call: Callable[[], Any], *words: str) -> None:
+        try:
+            call()
+        except ValueError as error:
+            assert all(word in str(error) for word in words), error
+            return
+        raise AssertionError(f"not refused: {words}")
+
+    ask = CuteKernelsAttentionBackend.validate_configuration
+    refused(
+        lambda: ask(**selected(kv_cache_dtype="auto", head_size=72)), f"{environment.KV_FORMAT}=int4_g4: cannot serve"
+    )
+    # By the command line, or by a checkpoint that says how its cache is quantised.
+    refused(lambda: ask(**selected()), f"{environment.KV_FORMAT}=int4_g4: got a cache in fp8", "want one of auto")
+    # A backend that was named, and latent attention, are never asked: their layers are refused.
+    for layer_class in (Attention, MLAAttention):
+        given = {
+            "attn_type": "decoder",
+            "sliding_window": None,
+            "num_kv_heads": 8,
+            "head_size": 128,
+            "head_size_v": 128,
+        }
+        given |= {"kv_cache_dtype": "auto", "kv_cache_torch_dtype": torch.bfloat16, "layer_name": "model.layers.0"}
+        layer = mock.MagicMock(impl=SimpleNamespace(), **given)
+        config = mock.MagicMock()
+        config.cache_config.block_size, config.cache_config.cache_dtype = 64, "auto"
+        spec = lambda: layer_class.get_kv_cache_spec(layer, config)  # noqa: B023, E731
+        refused(spec, f"{environment.KV_FORMAT}=int4_g4: model.layers.0 is served by SimpleNamespace")
+        with mock.patch.dict(os.environ, {environment.KV_FORMAT: ""}):
+            assert spec() is not None
+    with mock.patch.dict(os.environ, {environment.SWITCH: "linear,moe"}):
+        refused(environment.check_kv_format, "got 'int4_g4', want the seam attention in CUTE_KERNELS_VLLM")
+    with mock.patch.dict(os.environ, {environment.SWITCH: "0"}):
+        environment.check_kv_format()
+
+
+@check
+def metadata_of_another_making_is_refused() -> None:
+    from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
+
+    from cute_kernels.integrations.vllm import attention
 
     try:
-        Backend.validate_configuration(**selected(kv_cache_dtype="auto", head_size=72))
-    except ValueError as error:
-        assert "CUTE_KERNELS_VLLM_KV_FORMAT=int4_g4: cannot serve" in str(error)
+        create_chunked_local_attention_backend(attention.CuteKernelsAttentionBackend, 8192)
+    except NotImplementedError as error:
+        assert "ChunkedLocalAttentionBuilder" in str(error) and "leaves attention to vLLM" in str(error)
     else:
-        raise AssertionError("a cache that cannot be had was not refused")
+        raise AssertionError("a builder that changes metadata was taken")
+    model = SimpleNamespace(attention_chunk_size=None, hf_text_config=SimpleNamespace(), rswa_window=None)
+    config = SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False),
+    )
+    with mock.patch.object(attention, "get_current_vllm_config_or_none", lambda: config):
+        assert attention._reasons_of_engine() == []
+        model.attention_chunk_size, model.hf_text_config.param_sink_number = 8192, 128
+        assert attention._reasons_of_engine() == [
+            "attention within chunks not supported",
+            "sinks that are tokens not supported",
+        ]
 
 
 @check
@@ -579,7 +647,7 @@ def without_the_compiler_layers_are_left_to_vllm_and_kernels_are_listed() -> Non
         path = Path(folder) / prepare.WANTED
         linear = wanted.read(path, "sm_90a")
         assert linear and all(spec.family == "linear" for spec in linear)
-        reasons = attention.CuteKernelsAttentionBackend.validate_configuration(**selected())
+        reasons = reasons_against()
         assert any("kernels are in no bundle" in each for each in reasons), reasons
         both = wanted.read(path, "sm_90a")
         assert {spec.family for spec in both} >= {"linear", "attention", "kv_cache"}, {spec.family for spec in both}
