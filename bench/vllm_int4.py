@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.entry import Entry
-from bench.peers import AGREEMENT, relative_error
+from bench.peers import relative_error
 from bench.record import RESULTS, Recorder, load
 from bench.report import number
 from bench.suites import TOLERANCE, reference_rows
@@ -35,6 +35,9 @@ SEGMENTS = 16  # of a request, where vLLM cuts it: NUM_PAR_SOFTMAX_SEGMENTS of i
 OURS = "int4_g1"
 SCALE_BYTES = 4
 CHECKED = 4
+AGREEMENT = 0.1
+"""Relative error (norm) that vLLM's output must stay under: it multiplies in TF32, and values average out over many
+tokens, to a hundredth. Over 8192 it gave 0.048; a wrong rotation gives 1.4."""
 
 
 @dataclass

@@ -73,7 +73,7 @@ def test_the_fastest_way_that_is_right_speaks_for_vllm():
     assert found["error"] < 5e-3 and len(found["ways"]) == 2 * len(vllm_int4.PAGE_SIZES)
 
 
-@pytest.mark.parametrize("factor", [1.05, float("nan")])
+@pytest.mark.parametrize("factor", [1.2, float("nan")])
 def test_a_wrong_output_is_not_timed(factor: float):
     with pytest.raises(RuntimeError, match="vLLM's output, .*pages of 16, slow: relative error"):
         measured(Engine(fill, ways(factor)))

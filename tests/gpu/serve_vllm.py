@@ -133,7 +133,9 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     hidden, middle = config["hidden_size"], config["intermediate_size"]
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * gain * columns**-0.5).half()
+        # An engine that failed may have left its default dtype.
+        drawn = torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu")
+        return (drawn * gain * columns**-0.5).half()
 
     tensors = {
         "model.embed_tokens.weight": matrix(VOCABULARY, hidden, hidden**0.5),
@@ -339,8 +341,14 @@ def run(scenario: Scenario, folder: Path, keep: Callable[[dict[str, Any]], None]
     finally:
         if scenario.engine.get("tensor_parallel_size", 1) > 1:
             llm.llm_engine.engine_core.shutdown()  # its processes would live as long as this one
+            _kept.append(llm)
         del llm
-        clean_up()
+        clean_up(frees=not _kept)
+
+
+_kept: list[Any] = []
+"""Engines of several processes, until this one ends: when vLLM 0.26's message queues are freed they wait for ever for
+readers that are gone."""
 
 
 def kinds_of_layers(worker: Any) -> dict[str, list[str]]:
@@ -353,14 +361,15 @@ def kinds_of_layers(worker: Any) -> dict[str, list[str]]:
     }
 
 
-def clean_up() -> None:
-    """Frees what an engine held, and forgets which attention served its kind of layer: the environment changes."""
+def clean_up(frees: bool) -> None:
+    """Forgets which attention served its kind of layer, since the environment changes, and frees what an engine held."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
     from vllm.v1.attention import selector
 
     selector._cached_get_attn_backend.cache_clear()
-
+    if not frees:
+        return
     cleanup_dist_env_and_memory()
     # vLLM's graphs share a memory pool for as long as the process lives, but it is gone with the last of them.
     type(current_platform)._global_graph_pool = None
@@ -423,6 +432,9 @@ def main(arguments: list[str]) -> None:
                 if not kept:
                     keep({"failed": traceback.format_exc()})
         print(f"scenario {name}: {time.perf_counter() - begin:.1f} s", flush=True)
+    if _kept:
+        sys.stdout.flush()
+        os._exit(0)  # nothing is freed on the way
 
 
 if __name__ == "__main__":

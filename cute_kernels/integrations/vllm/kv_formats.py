@@ -132,7 +132,9 @@ def transform_for(
     if kv_cache_dtype not in ROTATED:
         return None
     generator = torch.Generator().manual_seed(SIGNS_SEED)
-    signs = torch.randint(0, 2, (num_kv_heads, head_size), generator=generator).float().mul(2).sub(1).to(device)
+    # vLLM makes layers with a GPU as the default device, which the generator is not of.
+    drawn = torch.randint(0, 2, (num_kv_heads, head_size), generator=generator, device="cpu")
+    signs = drawn.float().mul(2).sub(1).to(device)
     return CacheTransform(k_factor=signs, k_rotation=head_size, v_factor=signs, v_rotation=head_size)
 
 

@@ -532,6 +532,30 @@ def zero_point_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 @check
+def layers_are_made_as_vllm_makes_them() -> None:
+    """With another device and another dtype than torch's as the defaults."""
+    from cute_kernels.kv_cache.vllm_rows import vllm_transform
+
+    forms = (("fp8", ""), ("int8_per_token_head", ""), ("int4_per_token_head", ""), ("auto", "int4_g4"))
+    usual = [Layer(*form).make("cpu") for form in forms]
+    rotation = vllm_transform(2, 128)
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            made = [Layer(*form).make("cpu") for form in forms]
+            again = vllm_transform(2, 128)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+    pairs = [(one.transform, other.transform) for one, other in zip(usual, made, strict=True)] + [(rotation, again)]
+    assert sum(one is not None for one, _ in pairs) == 2
+    for one, other in pairs:
+        assert (one is None) == (other is None)
+        for name, array in {} if one is None else one.arrays.items():
+            assert torch.equal(array, other.arrays[name]) and other.arrays[name].dtype == torch.float32, name
+
+
+@check
 def sizes_that_are_not_rotated_are_left_to_vllm() -> None:
     from cute_kernels.integrations.vllm import kv_formats
 
