@@ -30,7 +30,7 @@ from cute_kernels.kv_cache.vllm_rows import vllm_transform
 from layouts.kv import ZeroPointRow
 
 BATCHES = (1, 32, 128, 512)
-PAGE_SIZES = (16, 32, 64)
+PAGE_SIZES = (16, 64)
 SEGMENTS = 16  # of a request, where vLLM cuts it: NUM_PAR_SOFTMAX_SEGMENTS of its backend
 OURS = "int4_g1"
 SCALE_BYTES = 4
