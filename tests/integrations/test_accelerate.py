@@ -47,7 +47,7 @@ class Traced:
 
         with mock.patch.object(step_ops, "path_of", lambda step: step_ops.dispatch):  # as one operator
             self.run = make_fx(run, tracing_mode="real")()
-        Traced.count += "logits" in self.outputs  # a step, not the inputs of the next one
+        Traced.count += 1
 
     def replay(self) -> None:
         with torch.inference_mode():

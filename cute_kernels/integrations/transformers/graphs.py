@@ -163,9 +163,8 @@ class StepReplay:
             columns.check_older(mask[:, : columns.count])
             if not bool(mask[:, columns.count :].all()):
                 return self.forward(*args, **kwargs)
-        if (
-            key not in columns.graphs
-        ):  # the first of its kind runs as usual: what it needs is then compiled and allocated
+        if key not in columns.graphs:
+            # The first of its kind runs as usual: what it needs is then compiled and allocated.
             columns.graphs[key] = {}
             return self.forward(*args, **kwargs)
         lookahead = None if call is None else call.lookahead
