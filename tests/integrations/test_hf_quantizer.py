@@ -10,7 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model, quantize_weight
 from cute_kernels.integrations import hf_quantizer
@@ -48,16 +56,27 @@ def gpt2() -> Any:
     return model.eval()
 
 
+def bert() -> Any:
+    """Its output layer is called otherwise, and shares weight and bias with other modules."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    model: Any = BertLMHeadModel(BertConfig(num_attention_heads=2, is_decoder=True, **sizes))
+    nn.init.normal_(model.cls.predictions.bias)
+    return model.eval()
+
+
 def dense(make: Any, path: Path) -> Any:
     """The model in bf16 as from_pretrained makes it, whose rotary frequencies stay in fp32."""
     make().save_pretrained(path / "dense")
     return load(path / "dense", dtype=BF16)
 
 
-MAKERS = (llama, lambda: llama(tied=True), gpt2, *blocks.MODELS, blocks.minimax_model)
+MAKERS = (llama, lambda: llama(tied=True), gpt2, bert, *blocks.MODELS, blocks.minimax_model)
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=["llama", "tied", "gpt2", "mixtral", "qwen3", "deepseek", "minimax"])
+@pytest.mark.parametrize(
+    "make", MAKERS, ids=["llama", "tied", "gpt2", "bert", "mixtral", "qwen3", "deepseek", "minimax"]
+)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_saved_model_comes_back_bit_for_bit(tmp_path, make, sharded):
     path = tmp_path / "packed"
