@@ -36,6 +36,7 @@ from layouts.weights.hopper import STEP_K, TILE_N
 MMA_K = 2 * STEP_K
 K_BLOCK_STEPS = LIMB_GROUP // STEP_K
 LIMB_BASE = 256
+CODE_UNIT, SYMMETRIC_ZERO = 16, 8  # bytes of codes are 16 times codes less 8
 SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
 TOGETHER_TILE_M = 40  # for which a thread has registers for the products of two tiles at a time
 
@@ -52,6 +53,7 @@ class Part:
         scales: of its two rows.
         x_scales: of its tokens.
         x: the descriptor of the limbs.
+        zeros: of its two rows and its tokens, see `LimbReader.load_zeros`; None where weights have none.
     """
 
     tile: int
@@ -59,6 +61,7 @@ class Part:
     scales: Any
     x_scales: Any
     x: Any
+    zeros: Any = None
 
 
 class LimbProducts:
@@ -73,10 +76,11 @@ class LimbProducts:
     def __init__(self, tiles: int, tile_m: int, word_steps: int):
         self.tiles, self.tile_m, self.word_steps = tiles, tile_m, word_steps
 
-    def multiply_words(self, acc, words, scales, x_scales, x, masks, tile_m: int) -> None:
+    def multiply_words(self, acc, words, scales, x_scales, x, masks, tile_m: int, zeros: Any = None) -> None:
         """Adds a k block's products: of words [tile][chunk][word], scales [tile][row], and of x_scales [token] and the
-        descriptor x, which all tiles share."""
-        parts = [Part(i, words[i], scales[i], x_scales, x) for i in range(self.tiles)]
+        descriptor x, which all tiles share; zeros [tile] as of `Part`."""
+        zeros = zeros or [None] * self.tiles
+        parts = [Part(i, words[i], scales[i], x_scales, x, zeros[i]) for i in range(self.tiles)]
         self.multiply_parts(acc, parts, masks, tile_m)
 
     def multiply_parts(self, acc, parts: Sequence[Part], masks, tile_m: int) -> None:
@@ -90,7 +94,7 @@ class LimbProducts:
             if after and ahead:
                 following = self.start(following, after.x, tile_m)
             dots = wgmma.wait_for_dots(started, 1 if ahead else 0)
-            self.add(acc, part.tile, self.join(dots), part.scales, part.x_scales)
+            self.add(acc, part.tile, self.join(dots, part.zeros), part.scales, part.x_scales)
             if after:
                 started = following if ahead else self.start(following, after.x, tile_m)
 
@@ -121,10 +125,15 @@ class LimbProducts:
         """A constant for `fragment`, kept in a register: an instruction has room for one."""
         return nothing + Uint32(SIGNS)
 
-    def join(self, dots) -> list[Any]:
-        """The exact products of a tile's group, of both limbs' accumulators."""
+    def join(self, dots, zeros: Any = None) -> list[Any]:
+        """The exact products of a tile's group, of both limbs' accumulators, less what zero points are multiplied
+        with."""
         count = len(dots) // 2
-        return [dots[i] * LIMB_BASE + dots[count + i] for i in range(count)]
+        products = [dots[i] * LIMB_BASE + dots[count + i] for i in range(count)]
+        if zeros is None:
+            return products
+        points, sums = zeros
+        return [one + points[i // 2 % 2] * sums[i // 4 * 2 + i % 2] for i, one in enumerate(products)]
 
     def add(self, acc, tile: int, products, scales, x_scales) -> None:
         """Adds the products of a tile's group, scaled, to its accumulators."""
@@ -170,6 +179,23 @@ class LimbReader:
             self.stages.to_float(self.stages.decoder.scale_word(ptx.load_shared_part(address, 8 * size * half, size)))
             for half in range(2)
         ]
+
+    def load_zeros(self, memory, stage, place, x_place, tile_m: int) -> list[tuple[Any, Any]] | None:
+        """[tile] (16 times what the codes of the thread's two rows were less 8 in place of their zero points, the sums
+        of its rows of x); None where weights have no zero points."""
+        config = self.config
+        if not config.format.has_zeros:
+            return None
+        at = memory.x_sums + x_place
+        pairs = [ptx.load_shared_vector(at, 4 * 8 * block, 2) for block in range(tile_m // 8)]
+        sums = [Int32(word) for pair in pairs for word in pair]
+        found = []
+        for tile in range(config.n_tiles):
+            row = (place.row // TILE_N + tile) * TILE_N + place.row % TILE_N
+            address = memory.zeros + stage * config.zero_stage_bytes + row
+            points = [Int32(ptx.load_shared_part(address, 8 * half, 1)) for half in range(2)]
+            found.append(([(SYMMETRIC_ZERO - point) * CODE_UNIT for point in points], sums))
+        return found
 
     def x_scale_place(self, work_tile):
         """Bytes from a stage's scales of x to that of the thread's first row."""
