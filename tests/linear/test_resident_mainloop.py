@@ -75,6 +75,9 @@ CONFIGS = [
 # K.
 ROOMIER = replace(CONFIGS[7], mainloop=replace(CONFIGS[7].mainloop, k_blocks=10))
 CONFIGS += [replace(one, reduction=EarlyDsmem()) for one in (CONFIGS[-1], CONFIGS[-3], ROOMIER, CONFIGS[7])]
+FINE_CONFIGS = [
+    replace(CONFIGS[i], format=integers(4, size)) for i, size in ((0, 32), (2, 32), (5, 64), (7, 32), (8, 64), (10, 32))
+]
 ZERO_CONFIGS = [replace(CONFIGS[i], format=integers(4, zero_points=True)) for i in (0, 2, 5, 7, 8, 10)]
 
 
@@ -103,9 +106,11 @@ class Cta:
     def put(self, stage: int, k_block: int, tiles: Any) -> None:
         """Codes and scales of some of the block's tiles."""
         codes = self.weight.codes[:, k_block * self.config.k_block_tiles : (k_block + 1) * self.config.k_block_tiles]
-        parts = [(codes, CODES), (self.weight.scales[:, k_block], SCALES)]
+        count = self.config.k_block_groups
+        groups = slice(k_block * count, (k_block + 1) * count)
+        parts = [(codes, CODES), (self.weight.scales[:, groups], SCALES)]
         if self.weight.zeros is not None:
-            parts.append((self.weight.zeros[:, k_block], ZEROS))
+            parts.append((self.weight.zeros[:, groups], ZEROS))
         for part, start in parts:
             runs = part.contiguous().view(torch.uint8).numpy().reshape(len(part), -1)
             for tile in tiles:
@@ -233,13 +238,13 @@ def parts_of(config: ResidentConfig, n: int) -> list[WorkTile]:
     return [stand_in(WorkTile)(0, 0, begin, end, i, len(cuts), 0) for i, (begin, end) in enumerate(cuts)]
 
 
-@pytest.mark.parametrize("config", CONFIGS + ZERO_CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", CONFIGS + ZERO_CONFIGS + FINE_CONFIGS, ids=lambda config: config.name)
 @pytest.mark.parametrize("missing", [0, 5])
 def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, run_on):
     rows = config.tile_m - missing
     generator = torch.Generator().manual_seed(rows)
     dense, zeros = torch.randn(config.block_rows, K, generator=generator).bfloat16(), config.format.has_zeros
-    weight = quantize_weight(dense, 4, 128, zero_point=zeros)
+    weight = quantize_weight(dense, 4, config.group_size, zero_point=zeros)
     x = (torch.randn(rows, K, generator=generator) + 3 * zeros).bfloat16()  # sums of inputs are no zeros
     exact = (x.double() @ weight.dequantize(torch.float64).T).numpy()
     total = np.zeros((rows, config.block_rows))
@@ -285,7 +290,7 @@ def test_only_what_can_be_resident_is_taken():
         {"format": integers(8)},
         {"format": integers(8, zero_points=True)},
         {"format": integers(4, 64, zero_points=True)},
-        {"format": integers(4, 64)},
+        {"format": integers(4, 0)},
         {"tile_m": 32},
         {"row_parts": 2},
         {"reduction": dsmem(2, 3)},
@@ -307,7 +312,9 @@ def test_zero_points_are_taken_with_all_tiles_of_a_stage():
     with_room = [config for config in ZERO_CONFIGS if replace(config, format=integers(4)).can_implement() is None]
     assert len(with_room) == 5 and all(config.can_implement() is None for config in with_room)
     early = replace(CONFIGS[-4], num_stages=4)
-    assert early.can_implement() is None and replace(early, format=integers(4, zero_points=True)).can_implement()
+    assert early.can_implement() is None
+    for form in (integers(4, zero_points=True), integers(4, 32)):
+        assert replace(early, format=form).can_implement()
 
 
 def test_what_leaves_early_are_tiles_of_two_ctas():

@@ -47,7 +47,7 @@ class AheadSteps:
     def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None = None):
         self.config = config
         self.reader = LimbReader(config, stages, x_scale_shift, in_pairs=True)
-        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps)
+        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps, config.k_block_groups)
 
     def multiply_but_last(
         self, acc, memory, stage, place, x_place, between: Between, tile_m: int
@@ -76,8 +76,8 @@ class AheadSteps:
         between = Between(
             words=cute.make_rmem_tensor(self.config.n_tiles * STAGE_WORDS, Uint32),
             operands=cute.make_rmem_tensor(OPERAND_WORDS, Uint32),
-            products=cute.make_rmem_tensor(tile_m // 2, Int32),
-            scales=cute.make_rmem_tensor(2, Float32),
+            products=cute.make_rmem_tensor(self.config.k_block_groups * (tile_m // 2), Int32),
+            scales=cute.make_rmem_tensor(2 * self.config.k_block_groups, Float32),
             x_scales=cute.make_rmem_tensor(tile_m // 4, Float32),
         )
         between.products.fill(0)

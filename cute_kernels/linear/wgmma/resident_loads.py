@@ -99,7 +99,8 @@ class StageLoads:
         """Asks for a k block of tiles that begin as `begins` has it."""
         config, barrier = self.config, memory.full + stage
         tiles, zeros = begins
-        tile_bytes, scale_bytes = tile_bytes_of(config), config.format.group_scale_bytes
+        tile_bytes, group_bytes = tile_bytes_of(config), config.format.group_scale_bytes
+        scale_bytes = config.k_block_groups * group_bytes
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.weight_stage_bytes)
         address = Int32(barrier.toint())
         group = first_group(config, k_block)
@@ -112,7 +113,7 @@ class StageLoads:
             )
             ptx.bulk_copy_to_shared(
                 memory.scales + stage * config.scale_stage_bytes + i * scale_bytes,
-                scales + group * scale_bytes,
+                scales + group * group_bytes,
                 Int32(scale_bytes),
                 address,
             )

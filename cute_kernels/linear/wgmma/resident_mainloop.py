@@ -100,7 +100,7 @@ class EachKBlock:
     def __init__(self, config: ResidentConfig, stages: StageReader):
         self.config, self.stages = config, stages
         self.reader = LimbReader(config, stages, None, in_pairs=True)
-        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps)
+        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps, config.k_block_groups)
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, start, end, place, stage, phase, teller, tile_m: int):
