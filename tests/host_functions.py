@@ -32,10 +32,7 @@ def factored_product(
 
 
 @cute.jit
-def input_rows(
-    out: cute.Tensor, x: Int64, order: Int64, factors: Int64, stride: Int64, codes: Int64, pitch: Int64, parts: Int32,
-    runs: Int32, run_bytes: Int32,
-):  # fmt: skip
+def input_rows(out: cute.Tensor, x: Int64, order: Int64, factors: Int64, stride: Int64, parts: Int32):
     pass
 
 
@@ -47,7 +44,7 @@ def input_rows_function(config: Any) -> Any:
     out = cute.runtime.make_fake_compact_tensor(
         dtype, shape, stride_order=(1, 0), assumed_align=16, memspace=AddressSpace.generic
     )
-    return cute.compile(input_rows, out, *[Int64(0)] * 6, *[Int32(0)] * 3, options=compile_options("sm_90a"))
+    return cute.compile(input_rows, out, *[Int64(0)] * 4, Int32(0), options=compile_options("sm_90a"))
 
 
 @functools.cache

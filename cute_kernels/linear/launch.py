@@ -9,19 +9,17 @@ import torch
 from torch.nn import functional
 
 from cute_kernels.arguments import row_stride
-from cute_kernels.linear.inputs.launch import NO_CODES, FirstCodes, InputRows, input_rows
+from cute_kernels.linear.inputs.launch import InputRows, input_rows
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, LinearPlan, factored_plan_of, plan_of
 from cute_kernels.linear.reference import out_features
-from cute_kernels.linear.weight import check_presence, padded_shape
+from cute_kernels.linear.weight import check_presence
 from cute_kernels.linear.wgmma.policies import NORMED, SCALED
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.weight_formats import WeightFormat
-from layouts.weights.hopper import TILE_BYTES, TILE_N
 
 VECTOR_BYTES = 16  # what bulk copies of activations are aligned to
-FIRST_CODES = 4 << 20  # bytes, at most, of what the memory brings while rows are prepared
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class KeptLaunch:
             with GPU.guard(index):
                 return self.run(x, codes, scales, zeros, bias, residual, out, perm, input_scale, norm)
         if self.inputs is not None:
-            x = self.inputs.make(x, perm, input_scale, codes.data_ptr())
+            x = self.inputs.make(x, perm, input_scale)
         if x.requires_grad:
             x = x.detach()
         if out is None:
@@ -119,7 +117,7 @@ def keep_launch(
         return factored
     plan = plan_of(m, n, k, form, x.dtype, x.get_device(), batch_invariant)
     as_it_is = perm is input_scale is None and _is_aligned(x) and (x.is_contiguous() or _takes_apart(plan, x))
-    inputs = None if as_it_is else input_rows(x, perm, input_scale, first_codes(plan, form, shape))
+    inputs = None if as_it_is else input_rows(x, perm, input_scale)
     if inputs is None and not as_it_is:
         return None
     return KeptLaunch(
@@ -129,20 +127,6 @@ def keep_launch(
         new_out=blank((*x.shape[:-1], out_features(n, activation)), out_dtype),
         numbers=(n, *plan.sizes, ACTIVATIONS[activation], OUT_KINDS[out_dtype]),
     )
-
-
-def first_codes(plan: LinearPlan, form: WeightFormat, shape: tuple[int, int]) -> FirstCodes:
-    """What the first work tiles of a plan read first of codes: the launch that prepares rows asks for it."""
-    schedule, (n_pad, k_pad) = plan.schedule, padded_shape(shape, form.group_size)
-    tiles, tile_bytes, parts = n_pad // TILE_N, TILE_N * k_pad * form.bits // 8, 1
-    if isinstance(schedule, TileSchedule):
-        if schedule.whole or schedule.splits == 1:
-            tiles = min(tiles, -(-schedule.num_ctas // schedule.m_tiles) * schedule.config.block_tiles)
-        elif tile_bytes % (schedule.splits * TILE_BYTES) == 0:
-            parts = schedule.splits
-    pitch, runs = tile_bytes // parts, tiles * parts
-    run_bytes = min(pitch, FIRST_CODES // runs // TILE_BYTES * TILE_BYTES)
-    return FirstCodes(pitch, runs, run_bytes) if run_bytes else NO_CODES
 
 
 def _factored_launch(

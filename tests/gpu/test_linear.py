@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from cute_kernels import rms_norm
 from cute_kernels.linear.compile import LinearSpec
 from cute_kernels.linear.compile import spec_of as spec_of_config
 from cute_kernels.linear.inputs.compile import InputRowsSpec
-from cute_kernels.linear.inputs.config import GROUP, ROOMS, InputRowsConfig
+from cute_kernels.linear.inputs.config import ROOMS, InputRowsConfig
 from cute_kernels.linear.inputs.launch import input_rows
 from cute_kernels.linear.ops import apply
 from cute_kernels.linear.plan import make_plan
@@ -86,12 +85,10 @@ def specs() -> list[KernelSpec]:
     few: list[KernelSpec] = [LinearSpec(make_schedule(one).config) for one in found if one.m <= MAX_TOKENS]
     few += [LimbBlocksSpec(LimbBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
     few += [
-        InputRowsSpec(config)
-        for room, rows in product((0, *ROOMS), (1, GROUP))
-        for config in (
-            InputRowsConfig(dtype, room, scaled, rows) for dtype in ("bf16", "fp16") for scaled in (False, True)
-        )
-        if config.can_implement() is None and (room or rows == GROUP)
+        InputRowsSpec(InputRowsConfig(dtype, room, scaled))
+        for dtype in ("bf16", "fp16")
+        for room in (0, *ROOMS)
+        for scaled in (False, True)
     ]
     return list(dict.fromkeys([*few, *map(spec_of, found)]))
 

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.linear.inputs import kernel
-from cute_kernels.linear.inputs.config import GROUP, ROOMS, THREADS, InputRowsConfig, parts_of, room_for, rows_for
+from cute_kernels.linear.inputs.config import ROOMS, THREADS, InputRowsConfig, parts_of, room_for
 from cute_kernels.linear.reference import prepare_input
 from simulator import Meanings, PlainThread
 from tests.attention import warp as machine
@@ -44,7 +44,7 @@ def test_a_row_is_scaled_then_put_in_order(dtype: str, room: int, scaled: bool, 
     inputs, scales = (machine.Registers(8, machine.Uint32) for _ in range(2))
     lanes = machine.LANES
     subject.ask(inputs, scales, int(starts[2]), int(starts[1]), lanes, K // 8)
-    (words,) = subject.load(machine.Int32(0), machine.Int64(0), 0, 1, [inputs[i] for i in range(8)], lanes)
+    words = subject.load(machine.Int32(0), machine.Int64(0), [inputs[i] for i in range(8)], lanes)
     if scaled:
         words = subject.scale(words, [scales[i] for i in range(8)])
     bits = np.stack([np.asarray(word, np.uint32) for word in words], axis=1).reshape(-1)
@@ -63,49 +63,27 @@ def test_a_vector_behind_the_row_asks_for_the_last_one(run_on):
 
 
 @pytest.mark.parametrize("m", [1, 2, 16, 100, 512, 70_000])
-@pytest.mark.parametrize("k", [8, 4096, 14_336, 20_000])
-@pytest.mark.parametrize("ordered", [False, True])
-def test_every_sm_has_something_of_few_rows(m: int, k: int, ordered: bool):
-    room = room_for(k) if ordered else 0
-    assert room is not None
-    config = InputRowsConfig("bf16", room, rows=rows_for(m, room, 132))
-    assert config.can_implement() is None
-    groups, vectors, parts = -(-m // config.rows), k // 8, parts_of(m, k, config, 132)
-    assert 1 <= parts <= vectors and (parts == 1 or groups * parts <= 132 or vectors <= parts * THREADS)
-    assert ordered or vectors <= parts * THREADS
+@pytest.mark.parametrize("k", [8, 4096, 14_336])
+def test_every_sm_has_something_of_few_rows(m: int, k: int):
+    parts = parts_of(m, k, 132)
+    vectors = k // 8
+    assert 1 <= parts <= -(-vectors // THREADS) and (parts == 1 or m * parts <= 264)
     ranges = [(part * vectors // parts, (part + 1) * vectors // parts) for part in range(parts)]
     assert ranges[0][0] == 0 and ranges[-1][1] == vectors
 
 
 def test_rows_that_no_shared_memory_holds_have_no_room():
-    assert [room_for(k) for k in (8, 8192, 8200, 98_304, 98_312)] == [8192, 8192, 16_384, 98_304, None]
+    assert [room_for(k) for k in (8, 8192, 8200, 98_304, 98_312)] == [8192, 8192, 32_768, 98_304, None]
     assert InputRowsConfig("bf16", 100).can_implement() and InputRowsConfig("fp32").can_implement()
-    assert (
-        InputRowsConfig("bf16", rows=3).can_implement()
-        and InputRowsConfig("bf16", ROOMS[-1], rows=GROUP).can_implement()
-    )
-    assert rows_for(1000, ROOMS[-1], 132) == 1
-
-
-@pytest.mark.parametrize("vector", [0, 1, 7, 250])
-def test_threads_bring_four_rows_without_bank_conflicts(vector: int):
-    """Eight threads beside each other write 16 bytes each at a time: all banks once; inputs of a row are apart."""
-    subject: Any = kernel.InputRowsKernel(InputRowsConfig("bf16", ROOMS[0], rows=GROUP))
-    for pair in range(4):
-        places = [subject.place((vector // 8 * 8 + thread) * 8 + 2 * pair) for thread in range(8)]
-        assert sorted(place // 16 % 8 for place in places) == list(range(8))
-    places = [subject.place(place) for place in range(ROOMS[0])]
-    assert sorted(places) == list(range(0, 8 * ROOMS[0], 8))
 
 
 class Grid:
     """All threads of a launch, one after the other, with Python's integers. Shared memory is what the pass before left:
     in the second pass of a CTA a thread finds what all threads have brought, as behind the barrier."""
 
-    def __init__(self, memory: np.ndarray, groups: int, parts: int, dtype: torch.dtype):
-        self.memory, self.groups, self.parts, self.dtype = memory, groups, parts, dtype
+    def __init__(self, memory: np.ndarray, parts: int, dtype: torch.dtype):
+        self.memory, self.parts, self.dtype = memory, parts, dtype
         self.shared, self.written = np.zeros(1 << 17, np.uint8), np.zeros(memory.size, np.int64)
-        self.asked = np.zeros(memory.size, np.int64)
         self.block, self.thread, self.waited, self.pass_number = (0, 0), 0, False, 0
 
     def meanings(self) -> Meanings:
@@ -114,7 +92,7 @@ class Grid:
             **dict.fromkeys(done, lambda *arguments: None),
             "thread_idx": lambda: (self.thread, 0, 0),
             "block_idx": lambda: (*self.block, 0),
-            "grid_dim": lambda: (self.groups, self.parts, 1),
+            "grid_dim": lambda: (0, self.parts, 1),
             "griddepcontrol_wait": lambda: setattr(self, "waited", True),
         }
         room = SimpleNamespace(allocate=lambda size, byte_alignment: SimpleNamespace(toint=lambda: 0))
@@ -137,26 +115,12 @@ class Grid:
     def load_global_part(self, address: int, offset: int, size: int) -> int:
         return self.words(self.memory, address + offset, size, 1)[0]
 
-    def load_global_if(self, inside: int, address: int, offset: int, count: int, *, constant: bool) -> list[int]:
-        assert not constant
-        return self.load_global_words(address, offset, count, constant=False) if inside else [0] * count
-
-    def prefetch_bulk_if(self, inside: int, address: int, size: int) -> None:
-        assert inside and address % 16 == 0 and size % 16 == 0 and 0 <= address <= self.memory.size - size
-        self.asked[address : address + size] += self.pass_number
-
     def copy_async(self, target: int, source: int, size: int) -> None:
         assert self.waited and source % 16 == 0 and target % 16 == 0
         self.shared[target : target + size] = self.memory[source : source + size]
 
     def load_shared_part(self, address: int, offset: int, size: int) -> int:
         return self.words(self.shared, address + offset, size, 1)[0]
-
-    def load_shared_vector(self, address: int, offset: int, count: int) -> list[int]:
-        return self.words(self.shared, address + offset, 4, count)
-
-    def store_shared(self, address: int, offset: int, words: list[int]) -> None:
-        self.shared[address + offset :][: 4 * len(words)] = np.array(words, np.uint32).view(np.uint8)
 
     def store_global(self, address: int, words: list[int]) -> None:
         assert self.waited and address % 16 == 0
@@ -165,45 +129,37 @@ class Grid:
             self.memory[address : address + 16] = np.array(words, np.uint32).view(np.uint8)
 
     def prmt(self, a: int, b: int, selector: int) -> int:
-        assert selector in (0x5410, 0x7632)
-        return (a & 0xFFFF) | (b & 0xFFFF) << 16 if selector == 0x5410 else a >> 16 | (b >> 16) << 16
+        assert selector == 0x5410
+        return (a & 0xFFFF) | (b & 0xFFFF) << 16
 
     def element(self, half: int) -> float:
         return float(torch.tensor([half], dtype=torch.int32).to(torch.int16).view(self.dtype)[0])
 
-    def run(self, subject: Any, *arguments: Any) -> None:
-        threads = subject.config.num_threads
-        for group, part, number, thread in np.ndindex(self.groups, self.parts, 2, threads):
-            self.block, self.pass_number, self.thread, self.waited = (group, part), number, thread, False
+    def run(self, subject: Any, m: int, *arguments: int) -> None:
+        for row, part, number, thread in np.ndindex(m, self.parts, 2, THREADS):
+            self.block, self.pass_number, self.thread, self.waited = (row, part), number, thread, False
             subject.kernel(*arguments)
 
 
-@pytest.mark.parametrize("m, k, parts", [(1, 8, 1), (2, 264, 1), (1, 4104, 3), (5, 520, 2)])
-@pytest.mark.parametrize(
-    "room, scaled, rows",
-    [(0, False, 4), (0, True, 4), *((ROOMS[0], scaled, rows) for scaled in (0, 1) for rows in (1, 4))],
-)
-def test_a_launch_writes_every_row_once(m: int, k: int, parts: int, room: int, scaled: bool, rows: int, run_on):
+@pytest.mark.parametrize("m, k, parts", [(1, 8, 1), (2, 264, 1), (1, 4104, 3), (3, 520, 2)])
+@pytest.mark.parametrize("room, scaled", [(0, False), (ROOMS[0], False), (ROOMS[0], True)])
+def test_a_launch_writes_every_row_once(m: int, k: int, parts: int, room: int, scaled: bool, run_on):
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(m, k + 24, generator=generator).bfloat16()
     order = torch.randperm(k, generator=generator).to(torch.int32)
     factors = torch.randn(k, generator=generator).bfloat16()
-    codes = torch.zeros(7 * 96, dtype=torch.uint8)
+    out = np.zeros(2 * m * k + 64, np.uint8)
     made = [
-        np.zeros(2 * m * k + 64, np.uint8),
+        out,
         *(np.concatenate([bytes_of(part), np.zeros(-part.nbytes % 16, np.uint8)]) for part in (wide, order, factors)),
-        bytes_of(codes),
     ]
     starts = [int(start) for start in np.cumsum([0, *(part.size for part in made)])]
-    grid = Grid(np.concatenate(made), -(-m // rows), parts, torch.bfloat16)
-    subject: Any = kernel.InputRowsKernel(InputRowsConfig("bf16", room, bool(scaled), rows))
+    grid = Grid(np.concatenate(made), parts, torch.bfloat16)
+    subject: Any = kernel.InputRowsKernel(InputRowsConfig("bf16", room, scaled))
     run_on(grid)
     subject.halves = (lambda word: grid.element(word & 0xFFFF), lambda word: grid.element(word >> 16))
     subject.pack = lambda low, high: int(torch.tensor([low, high]).bfloat16().view(torch.int32)[0]) & 0xFFFFFFFF
-    ahead = (starts[4], 96, 7, 32)
-    grid.run(subject, 0, m, k // 8, starts[1] + 16, starts[2], starts[3], k + 24, ahead)
+    grid.run(subject, m, 0, k // 8, starts[1] + 16, starts[2], starts[3], k + 24)
     want = prepare_input(wide[:, 8 : k + 8], order if room else None, factors if scaled else None)
     assert np.array_equal(grid.memory[: 2 * m * k], bytes_of(want.contiguous()))
     assert np.all(grid.written[: 2 * m * k] == 1) and not grid.written[2 * m * k :].any()
-    asked = grid.asked[starts[4] :].reshape(7, 96)
-    assert np.all(asked[:, :32] == 1) and not asked[:, 32:].any() and not grid.asked[: starts[4]].any()

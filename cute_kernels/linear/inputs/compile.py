@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.linear.arguments import Arguments, compile_kernel
-from cute_kernels.linear.inputs.config import GROUP, ROOMS, InputRowsConfig
+from cute_kernels.linear.inputs.config import ROOMS, InputRowsConfig
 from cute_kernels.runtime.spec import KernelSpec
 
-ADDRESSES = ("x", "order", "factors", "stride", "codes", "pitch")  # behind the result; distances have 64 bits as well
-ARGUMENTS = Arguments(ADDRESSES, ("parts", "runs", "run_bytes"))
+ARGUMENTS = Arguments(("x", "order", "factors", "stride"), ("parts",))  # behind the result; a stride has 64 bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +30,8 @@ class InputRowsSpec(KernelSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold: layers of usual width in bf16, and any rows that lie apart. Others compile on demand."""
-    shapes = ((0, GROUP), (ROOMS[0], 1), (ROOMS[0], GROUP), (ROOMS[1], 1), (ROOMS[1], GROUP), (ROOMS[2], 1))
     return [
-        InputRowsSpec(InputRowsConfig("bf16", room, scaled, rows)) for room, rows in shapes for scaled in (False, True)
+        InputRowsSpec(InputRowsConfig("bf16", room, scaled)) for room in (0, *ROOMS[:2]) for scaled in (False, True)
     ]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels.arguments import row_stride
 from cute_kernels.linear.inputs.compile import InputRowsSpec
-from cute_kernels.linear.inputs.config import VECTOR, InputRowsConfig, parts_of, room_for, rows_for
+from cute_kernels.linear.inputs.config import VECTOR, InputRowsConfig, parts_of, room_for
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU
@@ -21,23 +21,6 @@ ALIGNMENT = 16  # bytes
 
 
 @dataclass(frozen=True)
-class FirstCodes:
-    """What a product reads first of its weight's codes: runs of bytes at one distance.
-
-    Attributes:
-        pitch: bytes from the begin of a run to the next.
-        runs, run_bytes: how many, and of how many bytes each.
-    """
-
-    pitch: int
-    runs: int
-    run_bytes: int
-
-
-NO_CODES = FirstCodes(0, 0, 0)
-
-
-@dataclass(frozen=True)
 class InputRows:
     """What makes the rows that a product takes, kept for calls that differ in contents and places of memory alone.
 
@@ -45,20 +28,16 @@ class InputRows:
         function: the compiled kernel.
         new: [m, k], what it writes.
         stride: elements of x from a row to the next.
-        parts: CTAs of a group of rows.
-        first: codes that are asked into L2.
+        parts: CTAs of a row.
     """
 
     function: Callable[..., Any]
     new: Blank
     stride: int
     parts: int
-    first: FirstCodes
 
-    def make(
-        self, x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None, codes: int = 0
-    ) -> torch.Tensor:
-        """x [..., k] as contiguous rows [m, k], each input times its scale, in the order of perm. codes: address."""
+    def make(self, x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
+        """x [..., k] as contiguous rows [m, k], each input times its scale, in the order of perm."""
         rows = GPU.empty(*self.new)
         self.function(
             rows,
@@ -66,18 +45,12 @@ class InputRows:
             0 if perm is None else perm.data_ptr(),
             0 if input_scale is None else input_scale.data_ptr(),
             self.stride,
-            codes,
-            self.first.pitch,
             self.parts,
-            self.first.runs if codes else 0,
-            self.first.run_bytes,
         )
         return rows
 
 
-def input_rows(
-    x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None, first: FirstCodes = NO_CODES
-) -> InputRows | None:
+def input_rows(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> InputRows | None:
     """What makes rows of a checked x on a GPU; None where torch has to: rows that are no whole pieces of 16 bytes on 16
     bytes, at no one distance, or longer than shared memory, and other GPUs."""
     k, index = x.shape[-1], x.get_device()
@@ -86,12 +59,11 @@ def input_rows(
     aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
     if stride is None or room is None or k % VECTOR or stride % VECTOR or not aligned or not is_supported(index):
         return None
-    m, num_sms = x.numel() // k, GPU.num_sms(index)
-    config = InputRowsConfig(DTYPES[x.dtype], room, input_scale is not None, rows_for(m, room, num_sms))
+    m = x.numel() // k
+    config = InputRowsConfig(DTYPES[x.dtype], room, input_scale is not None)
     return InputRows(
         function=load(InputRowsSpec(config), arch_of(index)),
         new=blank((m, k), x.dtype),
         stride=stride,
-        parts=parts_of(m, k, config, num_sms),
-        first=first,
+        parts=parts_of(m, k, GPU.num_sms(index)),
     )

@@ -72,9 +72,9 @@ RESIDENT_SHAPES = {
 # The same of groups of which a k block has several: each has accumulators, for which a thread wants registers.
 FINE_SHAPES = {
     8: (
-        WarpgroupsOf(4, k_warpgroups=2, ahead=False, loaded_stages=10),  # two tiles
-        WarpgroupsOf(2, n_tiles=2, k_warpgroups=2, ahead=False, loaded_stages=10),
-        WarpgroupsOf(2, k_warpgroups=2, ahead=False),  # one tile
+        WarpgroupsOf(4, k_warpgroups=2, loaded_stages=10),  # two tiles
+        WarpgroupsOf(2, k_warpgroups=2),  # one tile
+        WarpgroupsOf(4, ahead=False, resident_k_blocks=16, most_stages=6),  # four
     ),
 }
 RESIDENT_CLUSTER = 2
