@@ -198,17 +198,18 @@ class Step:
         return lambda x, weights, ids: fused_moe(x, gate_up, down, weights, ids)
 
     def make_cache(self) -> dict[str, Any]:
-        """Arguments of append and attention: pages in random order; of torch's attention, [batch, heads, tokens, d]."""
+        """Arguments of append and attention, head by head: pages in random order; of torch's attention, [batch, heads,
+        tokens, d]."""
         model, shape = self.model, self.shape
         form = format_of(self.case.kv)
         pages = -(-shape.context // PAGE_SIZE)
         row = form.row_elements(model.head_dim)
         given: dict[str, Any] = {"kv_format": self.case.kv, "seq_lens": self.seq_lens, "rope": self.rope}
+        given["cache_layout"] = "HND"
         if self.case.sdpa:
             size = (shape.batch, model.num_kv_heads, pages * PAGE_SIZE, row)
-            given["cache_layout"] = "HND"
         else:
-            size = (shape.batch * pages, PAGE_SIZE, model.num_kv_heads, row)
+            size = (shape.batch * pages, model.num_kv_heads, PAGE_SIZE, row)
             table = torch.randperm(shape.batch * pages, device=self.device).to(torch.int32)
             given["block_table"] = table.view(shape.batch, pages)
         for name in ("k_cache", "v_cache"):
