@@ -25,7 +25,7 @@ from cute_kernels.linear import PackedWeight
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.plan import factored
 from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.policies import NORMED
+from cute_kernels.linear.wgmma.policies import NORMED, NORMED_ROWS
 from cute_kernels.moe import fused_moe
 from cute_kernels.runtime import KernelSpec
 from cute_kernels.tuning.linear import Format, Weights
@@ -137,7 +137,7 @@ def specs(model: StepModel, case: StepCase, batch: int, gpu: str) -> list[Kernel
     found: dict[KernelSpec, None] = {}
     for name, (n, k) in model.products.items():
         schedule = chosen(FORMATS[case.weights].problem(batch, n, k), gpu)
-        normed = factored(schedule, NORMED) if name in NORMED_PRODUCTS else None
+        normed = factored(schedule, NORMED) if name in NORMED_PRODUCTS and batch <= NORMED_ROWS else None
         found |= dict.fromkeys(specs_of((normed or schedule).config))
     if model.experts:
         sizes = moe.MoeModel(model.name, model.experts, model.topk, model.hidden, model.intermediate)

@@ -51,7 +51,7 @@ KINDS = {
     "experts' tiles in limbs": "grouped_linear_wgmma_w4bf16_g128_m32p4n128x2k128_s2limbs",
     "experts' tiles in bf16": "grouped_linear_wgmma_w4bf16_g128_m48p6",
     "norms on the way to limbs": "resident32loadsnormed$",
-    "norms on the way to seven tiles": "resident16less1normed$",
+    "norms on the way to seven tiles": "resident16less1loadsnormed$",
     "input scales on the way to limbs": "resident32loadsscaled$",
     "a norm behind a sum": "norm_rms_bf16.*_residual$",
     "sorting": "moe_routing",

@@ -128,10 +128,10 @@ class RingFiller:
         self.let_next_begin()
 
     def let_next_begin(self) -> None:
-        """Lets the launch behind begin where an SM has room, as dependent launches do: all that this CTA reads is on its
-        way. As early as the CTA begins it would only be in the way of those that have not.
+        """Lets the launch behind begin where an SM has room: all tiles of this CTA are on their way.
 
-        The append has ended by then. It is waited for here as well, so that all before it is over for who comes next.
+        At the start of a CTA it would only be in the way. The append has ended by then, and is waited for here as well,
+        so that all before it is over for who comes next.
         """
         if const_expr(self.config.after_append):
             cute.arch.griddepcontrol_wait()

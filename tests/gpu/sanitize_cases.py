@@ -339,8 +339,8 @@ EXTEND = {
 }
 FACTORED = {
     "norm-in-product-one-row": FactoredCase(6144, 4096, 1, NORMED),
-    "norm-in-product-seven-tiles": FactoredCase(28672, 1024, 8, NORMED),
-    "norm-in-product-part-of-a-tile": FactoredCase(520, 1024, 5, NORMED),
+    "norm-in-product-seven-tiles": FactoredCase(28672, 1024, 1, NORMED),
+    "norm-in-product-part-of-a-tile": FactoredCase(520, 1024, 1, NORMED),
     "input-scale-one-row": FactoredCase(6144, 4096, 1, SCALED),
     "input-scale-seven-tiles": FactoredCase(28672, 1024, 8, SCALED),
 }
