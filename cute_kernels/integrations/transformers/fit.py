@@ -112,6 +112,8 @@ class _Layer:
         arrays = self.start.arrays
         self.logs = {name: arrays[name].abs().log() for name in ("k_factor", "v_factor") if name in arrays}
         self.offset = torch.zeros_like(arrays["k_center"]) if "k_center" in arrays else None
+        widths = {self.start.k_rotation, self.start.v_rotation}
+        self.signs = {width: _signs(width, deviation.device) for width in widths}
         self.parameters = [x.requires_grad_() for x in (*self.logs.values(), self.offset) if x is not None]
 
     def arrays(self) -> dict[str, torch.Tensor]:
@@ -132,11 +134,15 @@ class _Layer:
             x = x.float().transpose(1, 2)
             x = x if center is None else x - center
             x = x if factor is None else x * factor
-            x = rotated(_rounded(form, rotated(x, width)), width)
+            x = self._rotated(_rounded(form, self._rotated(x, width)), width)
             x = x if factor is None else x / factor
             x = x if center is None else x + center
             results.append(x.transpose(1, 2).to(k.dtype))
         return results[0], results[1]
+
+    def _rotated(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """`rotated`, by one product in place of a butterfly's many steps: a fit waits for their launches."""
+        return x if width == 1 else (x.unflatten(-1, (-1, width)) @ self.signs[width]).flatten(-2) * width**-0.5
 
     def transform(self) -> CacheTransform | None:
         """What has become of it; None for one that changes nothing."""
@@ -144,6 +150,11 @@ class _Layer:
         turned = CacheTransform(k_rotation=self.start.k_rotation, v_rotation=self.start.v_rotation)
         made = replace(turned, **arrays)
         return None if made.identity else made
+
+
+def _signs(width: int, device: torch.device) -> torch.Tensor:
+    """The Hadamard matrix of ``width`` columns before it is scaled: +1 and -1, exact in TF32 too."""
+    return rotated(torch.eye(width, device=device), width).sign()
 
 
 def _rounded(form: KvFormat, x: torch.Tensor) -> torch.Tensor:
