@@ -194,12 +194,8 @@ def prepare(
         options["values"] = True
     constants = calibrate_cache(model, _parts(windows, batch), way.constants_formats, moments=moments, **options)
     if way.method == FITTED:
-        torch.set_float32_matmul_precision("high")  # TF32, for the fit alone
         parts = [{"input_ids": part} for part in windows.split(max(1, batch // 2))]
-        try:
-            constants = fit_transforms(model, parts, way.formats, constants, steps=fit_steps)
-        finally:
-            torch.set_float32_matmul_precision("highest")
+        constants = fit_transforms(model, parts, way.formats, constants, steps=fit_steps)
     return Prepared(way, constants)
 
 

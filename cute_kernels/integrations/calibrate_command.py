@@ -33,6 +33,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument(
         "--windows", type=positive, default=32, metavar="N", help="how many, evenly spread over the text (default: 32)"
     )
+    command.add_argument(
+        "--batch", type=positive, default=4, metavar="N", help="windows that go through the model together (default: 4)"
+    )
     command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run it")
     for name, what in (("center", "K's mean"), ("factors", "K's factors"), ("rotation", "rotations")):
         command.add_argument(f"--no-{name}", action="store_true", help=f"without {what}")
@@ -78,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     windows = windows_of(tokens_of(tokenizer_of(arguments.model), arguments.text), arguments.window, arguments.windows)
     model = model_of(arguments.model, torch.device(arguments.device))
     about = {"model": str(arguments.model), "text": ", ".join(path.name for path in arguments.text)}
-    batches = [{"input_ids": window[None].to(arguments.device)} for window in windows]
+    batches = [{"input_ids": some.to(arguments.device)} for some in windows.split(arguments.batch)]
     constants = calibrate_cache(
         model,
         batches,

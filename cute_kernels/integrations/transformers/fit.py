@@ -40,11 +40,13 @@ def fit_transforms(
     *,
     steps: int = 150,
     learning_rate: float = 0.02,
+    text_weight: float = 0.0,
     say: Callable[[int, float], None] | None = None,
 ) -> CacheConstants:
     """Constants whose transforms lose less of a model than those to begin with, on what the batches are like.
 
     A step takes one batch through the model twice and back once: memory as for training without the weights' share.
+    Products of an fp32 model are in TF32 meanwhile.
 
     Args:
         model: as `calibrate_cache` takes it, its layers transformers' own.
@@ -54,6 +56,9 @@ def fit_transforms(
         steps: of Adam.
         learning_rate: of the factors' logarithms, and of the centers in channels' standard deviations; it falls to 0
             along a cosine.
+        text_weight: from 0 to 1: how much of the loss is the text's own next tokens (their cross-entropy over that with
+            exact K and V), the rest being the divergence. More of it keeps perplexity on such text, less of it keeps
+            what the model would say.
         say: called after each step with its number and its loss, in nats.
 
     Returns:
@@ -65,6 +70,8 @@ def fit_transforms(
     """
     check_count("steps", steps, 1)
     check_positive("learning_rate", learning_rate)
+    if not 0 <= text_weight <= 1:
+        raise ValueError(f"text_weight: got {text_weight}, want a number from 0 to 1")
     if not isinstance(batches, Sequence) or not batches:
         raise ValueError(f"batches: got {type(batches).__name__} of none, want a list of at least one")
     _check_differentiable(model)
@@ -81,18 +88,18 @@ def fit_transforms(
     losses: list[float] = []
     optimizer = torch.optim.Adam(parameters, lr=learning_rate, betas=_BETAS)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / steps))
-    with _frozen(model):
+    with _frozen(model), _tensor_cores():
         for step in range(steps):
-            loss = _divergence(model, batches[step % len(batches)], layers)
+            divergence, excess = _losses(model, batches[step % len(batches)], layers)
             optimizer.zero_grad()
-            loss.backward()
+            (divergence.lerp(excess, text_weight) if text_weight else divergence).backward()
             optimizer.step()
             schedule.step()
-            losses.append(float(loss.detach()))
+            losses.append(float(divergence.detach()))
             if say is not None:
                 say(step, losses[-1])
     ends = [sum(part) / len(part) for part in (losses[: len(batches)], losses[-len(batches) :])]
-    fitted = f"{steps} steps, KL {ends[0]:.5f} to {ends[1]:.5f} nats"
+    fitted = f"{steps} steps, KL {ends[0]:.5f} to {ends[1]:.5f} nats, text weight {text_weight:g}"
     about = dict(constants.about) | {"fitted": fitted}
     return CacheConstants(tuple(layer.transform() for layer in layers), constants.scales, about)
 
@@ -180,8 +187,11 @@ def _step(form: KvFormat, x: torch.Tensor) -> torch.Tensor | None:
     return step.expand_as(parts).flatten(-2)
 
 
-def _divergence(model: PreTrainedModel, batch: Mapping[str, Any], layers: Sequence[_Layer]) -> torch.Tensor:
-    """KL divergence of the next token, nats per token, with the layers' rows from that with exact K and V."""
+def _losses(
+    model: PreTrainedModel, batch: Mapping[str, Any], layers: Sequence[_Layer]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the layers' rows cost beside exact K and V, nats per token: the KL divergence of the next token, and the
+    cross-entropy of the text's own."""
 
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
@@ -193,9 +203,13 @@ def _divergence(model: PreTrainedModel, batch: Mapping[str, Any], layers: Sequen
         exact = model(**batch, use_cache=False).logits.float().log_softmax(-1)
     with attending(model, attend):
         found = model(**batch, use_cache=False).logits.float().log_softmax(-1)
-    each = (exact.exp() * (exact - found)).sum(-1)
-    mask = batch.get("attention_mask")
-    return each.mean() if mask is None else each[mask.bool()].mean()
+    seen = batch.get("attention_mask")
+    seen = exact.new_ones(exact.shape[:2], dtype=torch.bool) if seen is None else seen.bool()
+    divergence = (exact.exp() * (exact - found)).sum(-1)[seen].mean()
+    said = seen[:, :-1] & seen[:, 1:]  # tokens whose next one is the text's
+    told = batch["input_ids"][:, 1:, None]
+    excess = (exact[:, :-1].gather(-1, told) - found[:, :-1].gather(-1, told))[..., 0][said]
+    return divergence, excess.sum() / max(1, excess.numel())
 
 
 def _check_differentiable(model: PreTrainedModel) -> None:
@@ -233,3 +247,14 @@ def _frozen(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for parameter in asking:
             parameter.requires_grad_()
+
+
+@contextmanager
+def _tensor_cores() -> Iterator[None]:
+    """fp32 products in TF32, and as they were afterwards."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
