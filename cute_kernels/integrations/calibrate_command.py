@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -49,6 +50,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument(
         "--fit", type=positive, metavar="STEPS", help="then fit all layers together by gradient descent; 150 are enough"
     )
+    command.add_argument(
+        "--text-weight", type=share, default=0.0, metavar="SHARE", help="of the text's own tokens in what --fit lowers"
+    )
     command.add_argument("--seed", type=int, default=0, help="of the rotations' random signs")
     command.set_defaults(run=run)
     return command
@@ -69,6 +73,17 @@ def positive(text: str) -> int:
     if not re.fullmatch(r"\d+", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, want a number of at least 1")
     return int(text)
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1 as an argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"got {text}, want a number from 0 to 1")
+    return value
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,7 +109,9 @@ def run(arguments: argparse.Namespace) -> int:
         about=about | {"window": str(windows.shape[1])},
     )
     if arguments.fit is not None:
-        constants = fit_transforms(model, batches, arguments.kv_format, constants, steps=arguments.fit)
+        constants = fit_transforms(
+            model, batches, arguments.kv_format, constants, steps=arguments.fit, text_weight=arguments.text_weight
+        )
     constants.save(arguments.output)
     print(f"{arguments.output}: {constants.num_layers} layers, {arguments.output.stat().st_size / 1024:.0f} KiB")
     for name, value in sorted(constants.about.items()):
