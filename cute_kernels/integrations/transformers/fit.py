@@ -30,6 +30,7 @@ from cute_kernels.kv_cache.transforms import GREATEST_FACTOR, CacheTransform, ro
 from cute_kernels.kv_formats import KvFormat, format_of
 
 _BETAS = (0.9, 0.98)
+_U4_STEPS, _INT8_STEPS = 15, 127  # of a row's range, of its largest magnitude
 
 
 def fit_transforms(
@@ -141,7 +142,7 @@ class _Layer:
             x = x.float().transpose(1, 2)
             x = x if center is None else x - center
             x = x if factor is None else x * factor
-            x = self._rotated(_rounded(form, self._rotated(x, width)), width)
+            x = self._rotated(_Rounded.apply(self._rotated(x, width), form), width)
             x = x if factor is None else x / factor
             x = x if center is None else x + center
             results.append(x.transpose(1, 2).to(k.dtype))
@@ -164,27 +165,50 @@ def _signs(width: int, device: torch.device) -> torch.Tensor:
     return rotated(torch.eye(width, device=device), width).sign()
 
 
-def _rounded(form: KvFormat, x: torch.Tensor) -> torch.Tensor:
-    """x [..., columns] through a format, with the gradient of its step."""
-    with torch.no_grad():
-        error = form.dequantize(form.quantize(x), x.shape[-1], torch.float32) - x
-    step = _step(form, x)
-    if step is None:
-        return x + error
-    steps = error / step.detach().clamp(min=torch.finfo(torch.float32).tiny)
-    return x + step * steps
+class _Rounded(torch.autograd.Function):
+    """x [..., columns] through a format, with the gradient of its step: few launches there and back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, form: KvFormat) -> torch.Tensor:
+        read = form.dequantize(form.quantize(x), x.shape[-1], torch.float32)
+        ctx.form = form
+        step = _step(form, x)
+        if step is not None:
+            least = torch.finfo(torch.float32).tiny
+            parts = x.unflatten(-1, (form.num_groups, -1))
+            rounded = (read - x).unflatten(-1, (form.num_groups, -1)) / step.clamp(min=least)
+            ctx.save_for_backward(parts, rounded)
+        return read
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        if not ctx.saved_tensors:
+            return gradient, None
+        parts, rounded = ctx.saved_tensors
+        by_group = gradient.unflatten(-1, parts.shape[-2:])
+        of_step = (by_group * rounded).sum(-1, keepdim=True)
+        if ctx.form.codes == "u4":
+            of_step = of_step / _U4_STEPS
+            ends = ((parts.argmax(-1, keepdim=True), of_step), (parts.argmin(-1, keepdim=True), -of_step))
+        else:
+            place = parts.abs().argmax(-1, keepdim=True)
+            ends = ((place, of_step / _INT8_STEPS * parts.gather(-1, place).sign()),)
+        found = by_group.clone()
+        for place, part in ends:
+            found.scatter_add_(-1, place, part)
+        return found.flatten(-2), None
 
 
 def _step(form: KvFormat, x: torch.Tensor) -> torch.Tensor | None:
-    """How far apart a row's numbers are, as far as it depends on the row: broadcasts over x. None: not known."""
+    """How far apart a row's numbers are, as far as it depends on the row: [..., groups, 1]. None: not known."""
     if not form.has_header or form.codes not in ("u4", "int8"):
         return None
     parts = x.unflatten(-1, (form.num_groups, -1))
     if form.codes == "u4":
-        step = (parts.amax(-1, keepdim=True) - parts.amin(-1, keepdim=True)) / 15
-    else:
-        step = parts.abs().amax(-1, keepdim=True) / 127
-    return step.expand_as(parts).flatten(-2)
+        low, high = parts.aminmax(dim=-1, keepdim=True)
+        return (high - low) / _U4_STEPS
+    return parts.abs().amax(-1, keepdim=True) / _INT8_STEPS
 
 
 def _losses(
