@@ -143,7 +143,7 @@ def plan_for(device: torch.device, quick: bool, fit: bool = False, decode: bool 
     ways = WAYS + FITS * fit
     if device.type == "cuda":
         decoded = [way for way in ways if way.method in WITH_VALUES and way.k_format != KIVI and decode]
-        return Plan(1024, 120, 88, 8, 120, ways, (8000,), 10, decoded, 8, 48)
+        return Plan(1024, 120, 88, 8, 150, ways, (8000,), 10, decoded, 8, 48)
     return Plan(512, 4, 4, 2, 4, ways, (), 0, (), 0, 0)
 
 
