@@ -275,6 +275,9 @@ class Warp:
     def add_f16x2(self, a: Lanes, b: Lanes) -> Lanes:
         return from_halves((halves(a).view(np.float16) + halves(b).view(np.float16)).view(np.uint16))
 
+    def mul_f16x2(self, a: Lanes, b: ArrayLike) -> Lanes:
+        return from_halves((_f16_pair(a) * _f16_pair(b)).view(np.uint16))
+
     def multiply_bf16x2(self, a: Lanes, b: ArrayLike) -> Lanes:
         return from_halves(nearest_bf16(_bf16_pair(a) * _bf16_pair(b)))
 
@@ -330,6 +333,11 @@ def _double(x: ArrayLike) -> np.ndarray:
 
 def _places(address: ArrayLike, offset: int) -> np.ndarray:
     return np.broadcast_to(np.asarray(address, np.int64) + offset, (32,))
+
+
+def _f16_pair(x: ArrayLike) -> np.ndarray:
+    """float16 [32, 2] of a word in each lane, or of one word for all."""
+    return halves(np.broadcast_to(np.asarray(x, np.uint32), (32,))).view(np.float16)
 
 
 def _bf16_pair(word: ArrayLike) -> np.ndarray:

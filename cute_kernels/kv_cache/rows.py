@@ -26,6 +26,7 @@ from cute_kernels.device.lanes import in_pairs, neighbours, over_lanes
 from cute_kernels.device.quotients import LARGE, SMALL, Divisor, over_constant, quotient_of, reciprocal_of
 from cute_kernels.device.rows import Elements, Piece
 from cute_kernels.kv_formats import KvFormat, format_of, load_code
+from layouts.kv.channel_blocks import LIMIT
 from layouts.kv.e5m2 import E5M2_MAX
 from layouts.kv.int4 import FP16_MAX, MAX_CODE
 from layouts.kv.scaled import FP32_MAX
@@ -66,6 +67,22 @@ class DenseRow:
 
     def decode(self, words, header, scale) -> list[Float32]:
         return self.elements.unpack(words)
+
+
+@dataclass(frozen=True)
+class WaitingRow(DenseRow):
+    """A row of keys that waits in fp16 for its block to be full (`layouts.kv.channel_blocks`): saturated, NaN as 0."""
+
+    @property
+    def elements(self) -> Elements:
+        return Elements("fp16", self.head_dim, self.lanes, self.runs)
+
+    def encode(self, values, statistics, steps, scale) -> tuple[list[Uint32], None]:
+        within = []
+        for i in range(self.count):
+            number = cutlass.select_(values[i] == values[i], values[i], Float32(0.0))
+            within.append(ptx.fmax(numbers.fmin(number, Float32(LIMIT)), Float32(-LIMIT)))
+        return self.elements.pack(within), None
 
 
 @dataclass(frozen=True)
