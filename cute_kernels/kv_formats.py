@@ -105,6 +105,8 @@ class KvFormat:
         block_tokens: tokens, from a multiple of theirs on, whose rows of a head share their scales: one for each column.
             Such rows are written when the last of them is there; until then they wait in 16 bits (`layouts.kv.
             channel_blocks`). A row has a header word for so many columns. For keys alone.
+        by_token: whether `append_kv` writes a token's row where the token is in the call, not where its position is in
+            the cache: keys on their way to their block.
     """
 
     name: str
@@ -121,6 +123,7 @@ class KvFormat:
     extend: ExtendReader | None = None
     read_as: str | None = None
     block_tokens: int = 1
+    by_token: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", self.name):
@@ -187,6 +190,8 @@ class KvFormat:
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Elements [..., num_kv_heads, head_dim] to cache rows [..., num_kv_heads, row]; of formats in blocks
         [..., tokens, num_kv_heads, head_dim], whole blocks."""
+        if self.by_token:
+            return ChannelBlocks(x.shape[-1]).waiting(x)
         if self.in_blocks:
             return self.row(x.shape[-1]).quantize(x.transpose(-2, -3), scale).transpose(-2, -3).contiguous()
         return self.row(x.shape[-1]).quantize(x, scale) if self.is_coded else x.to(self.cache_dtype)
@@ -345,7 +350,7 @@ def register(form: KvFormat) -> KvFormat:
 
 def names() -> tuple[str, ...]:
     """Of all formats, those that ship first."""
-    return (*FORMATS, *_registered)
+    return (*FORMATS, *(name for name, form in _registered.items() if not form.by_token))
 
 
 def format_of(name: str) -> KvFormat:
@@ -379,7 +384,7 @@ CHANNEL_BLOCKS = register(
         "u4",
         4,
         (torch.uint8,),
-        f"{_WRITERS}:WaitingRow",
+        "cute_kernels.kv_cache.channel_blocks_kernel:ColumnPair",
         make_row=ChannelBlocks,
         header_bytes=4,
         decode=DecodeReader(f"{_READERS}.channel_blocks:ChannelBlockKeyReader", None, "int4"),
@@ -387,3 +392,8 @@ CHANNEL_BLOCKS = register(
     )
 )
 """KIVI's grid of keys. Beside `FORMATS`: what holds for every format there (a row a token, of K and of V) is not so here."""
+
+WAITING = register(
+    KvFormat("fp16_waiting", "fp16", 16, (torch.float16,), f"{_WRITERS}:WaitingRow", by_token=True)
+)
+"""Keys of such a cache as `append_kv` leaves them to the kernel that fills blocks: [tokens, 1, num_kv_heads, head_dim]."""
