@@ -91,7 +91,7 @@ def launch(*given: Any) -> None:
     fill = Fill(*given)
     tokens, _, head_dim = fill.k_new.shape
     if not tokens or not fill.k_cache.numel():
-        return
+        return None
     index = fill.k_new.get_device()
     if index != GPU.current():
         with GPU.guard(index):

@@ -182,7 +182,10 @@ class ChannelBlocks(KvRow):
         header = 4 * self.header_words
         every = {(row, byte) for row in range(BLOCK_TOKENS) for byte in range(0, header, 2)}
         return prove(
-            places == every, "scales and shifts of a block fill its rows' headers, one place each", "symbolic", len(every)
+            places == every,
+            "scales and shifts of a block fill its rows' headers, one place each",
+            "symbolic",
+            len(every),
         )
 
     def _verify_bytes_round_trip(self) -> Proof:
@@ -201,5 +204,3 @@ class ChannelBlocks(KvRow):
         error = (self.dequantize(self.quantize(x), torch.float64) - x.double()).abs()
         holds = bool(torch.isfinite(error).all()) and bool((error <= self.error_bound(x)).all())
         return prove(holds, "|dequantize(quantize(x)) - x| <= error_bound(x)", "sampled", x.numel())
-
-

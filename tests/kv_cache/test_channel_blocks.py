@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.kv_cache import Rope, append_kv
 from cute_kernels.kv_cache import channel_blocks as host
 from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime import native

@@ -79,7 +79,9 @@ class ChannelBlockKeyReader(Int4KeyReader):
             scales = self.parameters(state, tile_address, block_offset, 0, unit)
             query = self.query_operands(state, len(self.pairs) * unit, len(self.pairs))
             scaled = [[ptx.mul_f16x2(*pair) for pair in zip(words_of, scales, strict=True)] for words_of in query]
-            operands = [self.unit_operands(state, words[2 * tile][unit], words[2 * tile + 1][unit]) for tile in range(2)]
+            operands = [
+                self.unit_operands(state, words[2 * tile][unit], words[2 * tile + 1][unit]) for tile in range(2)
+            ]
             for step in range(len(self.pairs) // 2):
                 for tile in range(2):
                     dots[tile] = [
@@ -133,7 +135,10 @@ class ChannelBlockKeyReader(Int4KeyReader):
         for tile in range(2):
             places = [block_token(self.config.token_bits, state.g, 2 * tile + half) for half in range(2)]
             low, high = (
-                [ptx.load_global_words(ring + Int64(place * state.tail_stride), 2 * UNIT_COLUMNS * unit, 4) for unit in units]
+                [
+                    ptx.load_global_words(ring + Int64(place * state.tail_stride), 2 * UNIT_COLUMNS * unit, 4)
+                    for unit in units
+                ]
                 for place in places
             )
             of_tile: list[Any] = [[Float32(0.0)] * 4 for _ in blocks]
