@@ -70,6 +70,16 @@ def attention_function(config: Any) -> Any:
 
 
 @functools.cache
+def fill_function(config: Any) -> Any:
+    """Of the kernel that fills blocks of keys."""
+    from cute_kernels.kv_cache.arguments import FILL
+    from cute_kernels.kv_cache.compile import fake_fill_arguments
+
+    entry = FILL.entry(lambda given: None, with_stream=False)
+    return cute.compile(entry, *fake_fill_arguments(config, AddressSpace.generic), options=compile_options("sm_90a"))
+
+
+@functools.cache
 def append_function(config: Any) -> Any:
     from cute_kernels.kv_cache.arguments import append_arguments
     from cute_kernels.kv_cache.compile import fake_arguments

@@ -180,16 +180,30 @@ def compile_fill(config: FillConfig, arch: str, *options: str) -> Any:
     """As `compile_append`, for the kernel that fills blocks of keys."""
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+    from cutlass.cute.runtime import make_fake_stream
 
     from cute_kernels.kv_cache.channel_blocks_kernel import FillKernel
 
     _check(config)
+    return cute.compile(
+        FILL.entry(FillKernel(config).launch),
+        *fake_fill_arguments(config, cutlass.AddressSpace.gmem),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )
+
+
+def fake_fill_arguments(config: FillConfig, memory: cute.AddressSpace) -> list[Any]:
+    """As `fake_arguments`, of the kernel that fills blocks of keys."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+
     heads, form = cute.sym_int(), format_of(config.k_format)
 
     def compact(dtype, shape, align):
         order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, memspace=memory)
 
     strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
     shape = (cute.sym_int(), cute.sym_int(), heads, form.row_bytes(config.head_dim))
@@ -198,15 +212,10 @@ def compile_fill(config: FillConfig, arch: str, *options: str) -> Any:
         "k_new": compact(cutlass.Float16, (cute.sym_int(), heads, config.head_dim), 16),
         "k_tail": compact(cutlass.Float16, (cute.sym_int(), TAIL_TOKENS, heads, config.head_dim), 16),
         "tail_slots": compact(cutlass.Int32, (batch,), 4),
-        "k_cache": make_fake_tensor(cutlass.Uint8, shape, stride=strides, assumed_align=4),
+        "k_cache": make_fake_tensor(cutlass.Uint8, shape, stride=strides, assumed_align=4, memspace=memory),
         "seq_lens": compact(cutlass.Int32, (batch,), 4),
     }
-    return cute.compile(
-        FILL.entry(FillKernel(config).launch),
-        *FILL.fake(tensors),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    return FILL.fake(tensors)
 
 
 def _check(config: AppendConfig | BulkConfig | FillConfig) -> None:
