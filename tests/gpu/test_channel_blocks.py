@@ -27,6 +27,9 @@ SHAPES = [  # head_dim, KV heads, q heads, V's format
     (64, 8, 32, "int4_g2"),
     (64, 2, 16, "bf16"),
 ]
+PAGES = [(64, "NHD"), (32, "HND"), (128, "NHD"), (None, "NHD")]
+CASES_OF_ATTENTION = [(shape, PAGES[0]) for shape in SHAPES]
+CASES_OF_ATTENTION += [(SHAPES[i], pages) for i in (1, 4) for pages in PAGES[1:]]
 TOLERANCE = 4e-3
 
 
@@ -36,11 +39,10 @@ def errors(out: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(((out.double().cpu() - wanted) / top).square().mean().sqrt())
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("page_size", "layout"), [(64, "NHD"), (32, "HND"), (128, "NHD"), (None, "NHD")], ids=str)
-def test_attention_is_that_over_the_values(shape, page_size, layout):
+@pytest.mark.parametrize(("shape", "pages"), CASES_OF_ATTENTION, ids=str)
+def test_attention_is_that_over_the_values(shape, pages):
     head_dim, num_kv_heads, num_q_heads, v_format = shape
-    cached = make_cached(LENGTHS, head_dim, num_kv_heads, v_format, page_size, layout)
+    cached = make_cached(LENGTHS, head_dim, num_kv_heads, v_format, *pages)
     generator = torch.Generator().manual_seed(1)
     for q_len, window in ((1, None), (1, 70), (3, None)):
         q = torch.randn(len(LENGTHS), q_len, num_q_heads, head_dim, generator=generator).bfloat16()
