@@ -75,7 +75,7 @@ class ColumnPair:
         """(row of the block, byte of it) of a column's scale; its shift lies 16 rows further on."""
         unit, place = column // UNIT_COLUMNS, column % RUN_COLUMNS
         run = column % UNIT_COLUMNS // RUN_COLUMNS
-        word = (unit * 4 + run) * 4 + place % 4
+        word = (unit * 4 + place % 4) * 4 + run
         return word // self.header_words, 4 * (word % self.header_words) + 2 * (place // 4)
 
 

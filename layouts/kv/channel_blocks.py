@@ -40,10 +40,10 @@ class ChannelBlocks(KvRow):
     """Rows of blocks: ``head_dim / 32`` words of the block's parameters, then ``head_dim / 2`` bytes of codes.
 
     Byte j of the codes is ``q[2j] | q[2j + 1] << 4``, as in :class:`layouts.kv.int4.Int4Row`. The parameter words of a
-    block's 32 rows, one row after the other, are one array of ``head_dim`` words [parameter, unit of 32 columns, run of
-    8 columns, r]: word (p, u, t, r) holds the fp16 scales (p = 0) or shifts (p = 1) of columns 32 u + 8 t + r, in its
-    low half, and 32 u + 8 t + r + 4. These are the pairs that attention multiplies with, and no row has more bytes than
-    one of ``int4_g<head_dim / 32>``.
+    block's 32 rows, one row after the other, are one array of ``head_dim`` words [parameter, unit of 32 columns, r, run
+    of 8 columns]: word (p, u, r, t) holds the fp16 scales (p = 0) or shifts (p = 1) of columns 32 u + 8 t + r, in its
+    low half, and 32 u + 8 t + r + 4. These are the pairs that lane t of four multiplies with in attention, and no row
+    has more bytes than one of ``int4_g<head_dim / 32>``.
 
     Element (token, column) dequantises as ``q * scale + shift``. Per column of a block: ``shift = fp16(min)``, ``scale =
     fp16((max - min) / 15)``, both rounded before ``q = clamp(round((x - shift) / scale), 0, 15)`` (ties to even). A
@@ -89,7 +89,7 @@ class ChannelBlocks(KvRow):
         """(row of the block, byte of it) where the fp16 scale (0) or shift (1) of a column lies."""
         unit, rest = divmod(column, UNIT_COLUMNS)
         run, place = divmod(rest, RUN_COLUMNS)
-        word = ((parameter * (self.head_dim // UNIT_COLUMNS) + unit) * 4 + run) * 4 + place % 4
+        word = ((parameter * (self.head_dim // UNIT_COLUMNS) + unit) * 4 + place % 4) * 4 + run
         return word // self.header_words, 4 * (word % self.header_words) + 2 * (place // 4)
 
     # -- numbers and rows ---------------------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ class ChannelBlocks(KvRow):
         check_range(codes, 0, MAX_CODE)
         if self._blocks(codes, "codes").shape[:-2] != scale.shape[:-1]:
             raise ValueError(f"scale has shape {tuple(scale.shape)}; want one row for each {BLOCK_TOKENS} of codes")
-        # [..., block, parameter, unit, half, r] with runs between: columns 8 t + 4 half + r of a unit.
-        words = torch.stack((scale, shift), -2).unflatten(-1, (-1, 4, 2, 4)).transpose(-1, -2)
+        # Columns 8 t + 4 half + r of a unit: [..., parameter, unit, t, half, r] to [..., parameter, unit, r, t, half].
+        words = torch.stack((scale, shift), -2).unflatten(-1, (-1, 4, 2, 4)).movedim(-1, -3)
         header = bytes_of(words.flatten(-5).contiguous()).unflatten(-1, (BLOCK_TOKENS, -1)).flatten(-3, -2)
         return torch.cat((header, codes[..., ::2] | codes[..., 1::2] << 4), -1)
 
@@ -142,7 +142,7 @@ class ChannelBlocks(KvRow):
         """uint8 rows [..., tokens, row_bytes] of whole blocks to the parts that `pack` takes."""
         self.check_rows(rows)
         header = self._blocks(rows[..., : 4 * self.header_words], "rows").flatten(-2)
-        words = reinterpret(header, torch.float16).unflatten(-1, (2, -1, 4, 4, 2)).transpose(-1, -2)
+        words = reinterpret(header, torch.float16).unflatten(-1, (2, -1, 4, 4, 2)).movedim(-3, -1)
         scale, shift = words.flatten(-4).unbind(-2)
         data = rows[..., 4 * self.header_words :]
         return torch.stack((data & 0xF, data >> 4), -1).flatten(-2), scale, shift

@@ -32,7 +32,7 @@ from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, block_token
 SIXTEEN = 0x4C004C00  # a pair of fp16
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # of two words, by prmt
 QUERY_EXPONENT = 5
-RUN_WORDS = 4  # words of parameters that one lane of four takes of a unit of 32 columns, two columns each
+RUN_WORDS = 4  # words of parameters side by side, one for each lane of four
 
 
 class ChannelBlockKeyReader(Int4KeyReader):
@@ -44,25 +44,33 @@ class ChannelBlockKeyReader(Int4KeyReader):
         super().__init__(config)
         assert self.lane_codes == 8 and self.tile.k_unit == UNIT_COLUMNS
         self.multiplies_shifts, self.sum_factor = False, None
+        self.by_matrices = self.tile.header_words == RUN_WORDS
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32) -> State:
         state = super().make_state(lane, head, slice_index)
-        # Lane t's words of a unit begin in row t, or 2 t, of those that hold the unit's parameters.
-        row = self.tile.token_offset(state.t * (RUN_WORDS // self.tile.header_words))
-        state.scale_offset = Int32(WORD_BYTES * (self._warp_offset(head, slice_index) + row))
+        # Of the first register's words, and of those of one matrix in eight lanes.
+        row = lane // 8 if self.by_matrices else state.t // self.tile.header_words
+        words = self._warp_offset(head, slice_index) + self.tile.token_offset(row)
+        if not self.by_matrices:
+            words = words + state.t % self.tile.header_words
+        state.scale_offset = Int32(WORD_BYTES * words)
         return state
 
     def parameters(self, state: State, tile_address: Int32, block_offset: int, kind: int, unit: int) -> list[Any]:
-        """The lane's pairs of scales (kind 0) or shifts (kind 1) of a unit: words r = 0..3, for columns r and r + 4."""
-        words = self.tile.header_words
-        rows = RUN_WORDS // words  # that a lane's words fill
-        first = (kind * self.tile.k_units + unit) * 4 * rows
+        """The lane's pairs of scales (kind 0) or shifts (kind 1) of a unit: words r = 0..3, for columns r and r + 4.
+
+        Lane t's are words t of four vectors of four. Where a row's header is one, they come as 8 x 8 matrices all rows
+        of which are the same: without a bank conflict, wherever rows lie.
+        """
         address = state.scale_offset + tile_address
-        found: list[Any] = []
-        for row in range(first, first + rows):
-            offset = block_offset + WORD_BYTES * self.tile.token_offset(row)
-            found += ptx.load_shared_vector(address, offset, words)
-        return found
+        rows = RUN_WORDS // self.tile.header_words  # that a vector lies in
+        first = (kind * self.tile.k_units + unit) * len(self.pairs) * rows
+        offsets = [
+            block_offset + WORD_BYTES * self.tile.token_offset(first + r * rows) for r in range(len(self.pairs))
+        ]
+        if self.by_matrices:
+            return ptx.load_matrix_x4(address, offsets[0], transpose=False)
+        return [ptx.load_shared(address, offset) for offset in offsets]
 
     def scores(self, state: State, tile_address: Int32, block_offset: int):
         blocks, units = range(self.config.blocks_per_warp), range(self.tile.k_units)
