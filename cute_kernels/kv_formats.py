@@ -102,9 +102,9 @@ class KvFormat:
         decode: of decode attention; None: it cannot read such caches.
         extend: of extend attention; None: it cannot read such caches, unless they are of 16 bits.
         read_as: the format whose kernels read such caches, default this one.
-        block_tokens: tokens, from a multiple of theirs on, whose rows of a head share their scales: one for each column.
-            Such rows are written when the last of them is there; until then they wait in 16 bits (`layouts.kv.
-            channel_blocks`). A row has a header word for so many columns. For keys alone.
+        block_tokens: tokens, from a multiple of theirs on, whose rows of a head share their scales, one for each
+            column. Such rows are written when the last of them is there; until then they wait in 16 bits
+            (`layouts.kv.channel_blocks`). A row has a header word for so many columns. For keys alone.
         by_token: whether `append_kv` writes a token's row where the token is in the call, not where its position is in
             the cache: keys on their way to their block.
     """
@@ -391,9 +391,7 @@ CHANNEL_BLOCKS = register(
         block_tokens=BLOCK_TOKENS,
     )
 )
-"""KIVI's grid of keys. Beside `FORMATS`: what holds for every format there (a row a token, of K and of V) is not so here."""
+"""KIVI's grid of keys. Beside `FORMATS`, of which more holds: a row is written with its token, and may be V's."""
 
-WAITING = register(
-    KvFormat("fp16_waiting", "fp16", 16, (torch.float16,), f"{_WRITERS}:WaitingRow", by_token=True)
-)
-"""Keys of such a cache as `append_kv` leaves them to the kernel that fills blocks: [tokens, 1, num_kv_heads, head_dim]."""
+WAITING = register(KvFormat("fp16_waiting", "fp16", 16, (torch.float16,), f"{_WRITERS}:WaitingRow", by_token=True))
+"""Keys as `append_kv` leaves them to the kernel that fills blocks: [tokens, 1, num_kv_heads, head_dim]."""

@@ -22,8 +22,8 @@ request; seq_lens int32 [batch]. The others are addresses and numbers, which cos
     out_factor           fp32 [num_kv_heads, v_head_dim], aligned to 16 bytes, which the output is multiplied by once it
                          is turned back
 
-    k_tail               fp16 [slots, 64, num_kv_heads, head_dim], of formats in blocks: the newest rows of K, by position
-                         modulo 64
+    k_tail               fp16 [slots, 64, num_kv_heads, head_dim], of formats in blocks: the newest rows of K, by
+                         position modulo 64
     tail_slots           int32 [batch]: which of these slots is a request's
 
 Then the tensors of registered options, see :mod:`cute_kernels.attention.score_options`.
@@ -63,4 +63,5 @@ def arguments_of(features: Features, paged: bool) -> LaunchArguments:
     of_features = FEATURES if features != PLAIN or paged else ()
     of_transform = TRANSFORM if features.transformed else ()
     of_tail = TAIL if features.tail else ()
-    return joined(BASE, of_features, of_transform, of_tail, (Argument(each.name, "address") for each in tensors_in(features)))
+    of_terms = (Argument(each.name, "address") for each in tensors_in(features))
+    return joined(BASE, of_features, of_transform, of_tail, of_terms)

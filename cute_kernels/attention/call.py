@@ -33,7 +33,7 @@ class ScoreOptions(TypedDict, total=False):
 
 
 class CallOptions(ScoreOptions, total=False):
-    """`ScoreOptions`, what queries that are transformed already bring, and keys that wait for their block to be full."""
+    """`ScoreOptions`, what transformed queries already bring, and keys that wait for their block to be full."""
 
     q_shift: torch.Tensor | None
     k_tail: torch.Tensor | None

@@ -81,7 +81,8 @@ def options_key(options: CallOptions) -> tuple[Any, ...]:
 
     Not every part needs a plan of its own; together they are all that the checks of a repeated call would look at.
     """
-    table, layout, k_scale, v_scale, causal, window, soft_cap, sinks, slopes, bias, shift, tail, slots, *more = options.values()
+    (table, layout, k_scale, v_scale, causal, window, soft_cap, sinks, slopes, bias, shift, tail, slots,
+     *more) = options.values()  # fmt: skip
     return (
         None if table is None else identity(table),
         layout,

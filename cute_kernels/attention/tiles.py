@@ -62,7 +62,8 @@ def cannot_read(form: KvFormat, head_dim: int) -> str | None:
         return f"{form.name} caches are not among those that decode attention reads"
     if form.in_blocks:
         known = [dim for dim in BLOCK_HEAD_DIMS if dim % form.block_tokens == 0]
-        return None if head_dim in known else f"head_dim {head_dim} of {form.name} is not {' or '.join(map(str, known))}"
+        wanted = " or ".join(map(str, known))
+        return None if head_dim in known else f"head_dim {head_dim} of {form.name} is not {wanted}"
     if form.has_header:
         width = head_dim // form.num_groups
         if width % GROUP_UNIT:

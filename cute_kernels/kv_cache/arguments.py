@@ -37,8 +37,8 @@ FILL = LaunchArguments(
     )
 )
 """Of the kernel that fills blocks of keys: k_new fp16 [tokens, num_kv_heads, head_dim]; k_tail fp16 [slots, 64,
-num_kv_heads, head_dim]; tail_slots int32 [batch]; the cache, lengths, bounds and table of an append; the blocks that one
-request's new tokens touch at most."""
+num_kv_heads, head_dim]; tail_slots int32 [batch]; the cache, lengths, bounds and table of an append; the blocks that
+one request's new tokens touch at most."""
 CONSTANTS = ("k_center", "k_factor", "q_factor", "v_factor")
 TRANSFORM = arguments("address", *CONSTANTS, "q_shift")
 

@@ -199,8 +199,8 @@ class KVCache:
     def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
         """Keeps a sequence's first ``num_tokens`` tokens: what speculative decoding does with rejected ones.
 
-        Of keys in blocks up to 32 tokens can always be taken back, and to a multiple of 32 tokens any number; ValueError
-        else.
+        Of keys in blocks up to 32 tokens can always be taken back, and to a multiple of 32 tokens any number;
+        ValueError else.
         """
         if self.tails is not None and seq_id in self._pages and isinstance(num_tokens, int):
             self.tails.check_truncate(seq_id, num_tokens)
@@ -467,7 +467,7 @@ class KVCache:
         if not isinstance(exported, ExportedSequence):
             raise TypeError(f"exported: got {type(exported).__name__}, want an ExportedSequence")
         if self.tails is not None:
-            raise ValueError(f"exported: got rows for a cache of {self.formats[0].name} keys, want one of another format")
+            raise ValueError(f"exported: got rows for a cache of {self.formats[0].name} keys, want another format's")
         exported.check_for(self.keys)
         self.allocate(seq_id, exported.num_tokens)
         pages = torch.tensor(self._pages[seq_id].pages, dtype=torch.int64, device=self.device)

@@ -120,7 +120,8 @@ def check_append(call: AppendCall) -> None:
             raise ValueError(f"kv_format: got {form.name} for {name}_cache, whose rows are not written token by token")
     if k_format.by_token:
         if call.k_cache.shape[0] != call.num_tokens:
-            raise ValueError(f"k_cache: got shape {shape_of(call.k_cache)}, want a row for each of {call.num_tokens} tokens")
+            found = f"k_cache: got shape {shape_of(call.k_cache)}"
+            raise ValueError(f"{found}, want a row for each of {call.num_tokens} tokens")
     elif call.v_cache.shape[:3] != call.k_cache.shape[:3]:
         raise ValueError(f"v_cache: got shape {shape_of(call.v_cache)}, want that of k_cache but for the row")
     _check_place(call)

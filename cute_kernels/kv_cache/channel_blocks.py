@@ -89,13 +89,19 @@ def _checked(call: AppendCall, rows: torch.Tensor | None, slots: torch.Tensor | 
 def launch(*given: Any) -> None:
     """The second launch on CUDA tensors, on the current stream."""
     fill = Fill(*given)
-    tokens, _, head_dim = fill.k_new.shape
-    if not tokens or not fill.k_cache.numel():
-        return None
+    if not fill.k_new.numel() or not fill.k_cache.numel():
+        return
     index = fill.k_new.get_device()
-    if index != GPU.current():
+    if index == GPU.current():
+        _fill(fill, index)
+    else:
         with GPU.guard(index):
-            return launch(*given)
+            _fill(fill, index)
+
+
+def _fill(fill: Fill, index: int) -> None:
+    """The second launch on the current device, which has this index."""
+    tokens, _, head_dim = fill.k_new.shape
     function = load(FillSpec(FillConfig(fill.k_format, head_dim)), arch_of(index))
     cache, table = fill.k_cache, fill.block_table
     most = tokens if fill.cu_seqlens is not None else 1  # new tokens of a request
@@ -148,7 +154,7 @@ def _page_of(fill: Fill, shape: torch.Size, request: int, base: int) -> tuple[in
 
 
 def _on_meta(*given: Any) -> None:
-    return None
+    pass
 
 
 _operator = Operator(

@@ -88,7 +88,7 @@ class FillKernel:
         self.row_bytes = 2 * config.head_dim
 
     def launch(self, given, stream):
-        """Launches over (blocks of a request, KV heads, batch); ``given`` has `cute_kernels.kv_cache.arguments.FILL`."""
+        """Launches over (blocks of a request, KV heads, batch); ``given`` has the arguments of `FILL`."""
         cache: Any = given.k_cache
         pages, page_size, heads, _ = cache.shape
         target = Cache(

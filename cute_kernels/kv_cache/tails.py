@@ -44,9 +44,7 @@ class KeyTails:
                 f"page_size: got {page_size}, want a multiple of {form.block_tokens} for {form.name}: a page holds "
                 "whole blocks"
             )
-        self.rows = torch.zeros(
-            layers, self.max_seqs, TAIL_TOKENS, heads, head_dim, dtype=torch.float16, device=device
-        )
+        self.rows = torch.zeros(layers, self.max_seqs, TAIL_TOKENS, heads, head_dim, dtype=torch.float16, device=device)
         self._free = list(range(self.max_seqs - 1, -1, -1))
         self._slots: dict[SeqId, int] = {}
         self._first: dict[SeqId, int] = {}  # position of the oldest row that the ring has

@@ -45,10 +45,10 @@ class ChannelBlocks(KvRow):
     low half, and 32 u + 8 t + r + 4. These are the pairs that lane t of four multiplies with in attention, and no row
     has more bytes than one of ``int4_g<head_dim / 32>``.
 
-    Element (token, column) dequantises as ``q * scale + shift``. Per column of a block: ``shift = fp16(min)``, ``scale =
-    fp16((max - min) / 15)``, both rounded before ``q = clamp(round((x - shift) / scale), 0, 15)`` (ties to even). A
-    scale of 0 gives codes of 0. Numbers are rounded to fp16 first, since a block's rows wait in 16 bits until it is
-    full; beyond +-4094 they saturate, and NaN counts as 0.
+    Element (token, column) dequantises as ``q * scale + shift``. Per column of a block: ``shift = fp16(min)`` and
+    ``scale = fp16((max - min) / 15)``, both rounded before ``q = clamp(round((x - shift) / scale), 0, 15)``, ties to
+    even. A scale of 0 gives codes of 0. Numbers are rounded to fp16 first, since a block's rows wait in 16 bits until
+    it is full; beyond +-4094 they saturate, and NaN counts as 0.
 
     Error, for x in that range, with r = max - min of its column over the block::
 

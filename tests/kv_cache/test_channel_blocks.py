@@ -1,4 +1,4 @@
-"""Appending keys in blocks: the reference, the kernel warp by warp, the refusals, and attention over what was written."""
+"""Appending keys in blocks: the reference, the kernel warp by warp, caches with such keys, refusals."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_kernel_fills_blocks_as_the_reference(counts, starts, head_dim, layo
     assert torch.equal(want.k_cache, fill.k_cache) != full
 
 
-# -- a cache ------------------------------------------------------------------------------------------------------------
+# -- a cache -----------------------------------------------------------------------------------------------------------
 
 
 def make_cache(**changes) -> KVCache:
@@ -256,7 +256,7 @@ def test_quantising_rows_wants_whole_blocks():
     ("changes", "message"),
     [
         ({"k_tail": None}, "k_tail: got None, want a tensor for int4_channel32 keys"),
-        ({"seq_lens": None, "slot_mapping": torch.zeros(2, dtype=torch.int64)}, "want seq_lens for int4_channel32 keys"),
+        ({"seq_lens": None, "slot_mapping": torch.zeros(2, dtype=torch.int64)}, "want seq_lens for int4_channel32"),
         ({"kv_format": "int4_g4"}, "k_tail: got a tensor, want None for int4_g4 keys"),
         ({"kv_format": ("int4_g4", "int4_channel32")}, "int4_channel32 for v_cache"),
         ({"tail_slots": torch.zeros(3, dtype=torch.int32)}, r"tail_slots: got shape \[3\], want \[2\]"),

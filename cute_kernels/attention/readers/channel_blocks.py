@@ -4,13 +4,13 @@ With k_tc = scale_c q_tc + shift_c over a block of tokens t,
 
     S_t = sum_c q_tc (scale_c Q_c) + sum_c shift_c Q_c
 
-so scales go into the queries, once a block: two fp16 numbers an instruction, for each B register of the codes' MMAs. The
-second sum is an MMA all rows of whose A operand are the shifts: its accumulators, alike in all rows, are what those of
-the codes begin with. Per block of 32 tokens and 128 columns that is 16 packed products (8 more for the shifts) and 8
+so scales go into the queries, once a block: two fp16 numbers an instruction, for each B register of the codes' MMAs.
+The second sum is an MMA all rows of whose A operand are the shifts: its accumulators, alike in all rows, are what those
+of the codes begin with. Per block of 32 tokens and 128 columns that is 16 packed products (8 more for the shifts) and 8
 MMAs, where rows with four groups spend a conversion, a product and a sum on each group, row and query.
 
-The range of fp16: scales are at most 2 * 4094 / 15 = 546 (`LIMIT`), so queries begin below 2**6, and 16 times a shift is
-an fp16 number (registers of high nibbles hold a 16th of their queries, see `.int4`).
+The range of fp16: scales are at most 2 * 4094 / 15 = 546 (`LIMIT`), so queries begin below 2**6, and 16 times a shift
+is an fp16 number (registers of high nibbles hold a 16th of their queries, see `.int4`).
 
 **The tail.** The block that is not full yet lies in 16 bits beside the cache, in a ring of 64 rows a sequence. Its rows
 are A operands as they lie, met by queries whose pairs are put in their order.
@@ -65,9 +65,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
         address = state.scale_offset + tile_address
         rows = RUN_WORDS // self.tile.header_words  # that a vector lies in
         first = (kind * self.tile.k_units + unit) * len(self.pairs) * rows
-        offsets = [
-            block_offset + WORD_BYTES * self.tile.token_offset(first + r * rows) for r in range(len(self.pairs))
-        ]
+        offsets = [block_offset + WORD_BYTES * self.tile.token_offset(first + r * rows) for r in range(len(self.pairs))]
         if self.by_matrices:
             return ptx.load_matrix_x4(address, offsets[0], transpose=False)
         return [ptx.load_shared(address, offset) for offset in offsets]

@@ -262,7 +262,7 @@ def _products(values, factors) -> list[Any]:
 
 
 def _query_scale(largest: Float32, wanted: int):
-    """(2**k, 2**-k) that bring the largest query into [2**wanted, 2**(wanted + 1)); k is bounded so that both are normal."""
+    """(2**k, 2**-k) that bring the largest query into [2**wanted, 2**(wanted + 1)); bounded, so both are normal."""
     exponent = cutlass.max((Int32(largest.bitcast(Int32)) >> 23) - 127, -100)
     to_fp16 = ((127 + wanted - exponent) << 23).bitcast(Float32)
     from_fp16 = ((127 - wanted + exponent) << 23).bitcast(Float32)
