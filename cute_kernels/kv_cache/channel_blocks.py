@@ -77,8 +77,6 @@ def _checked(call: AppendCall, rows: torch.Tensor | None, slots: torch.Tensor | 
     for name, tensor in (("k_tail", rows), ("tail_slots", slots), ("k_cache", call.k_cache)):
         if tensor.device != call.k.device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {call.k.device}, where k is")
-    if any(stride % 4 for stride in call.k_cache.stride()[:3]) or call.k_cache.data_ptr() % 4:
-        raise ValueError(f"k_cache: got strides {call.k_cache.stride()}, want rows on multiples of 4 bytes")
     k_new = torch.empty(call.k.shape, dtype=torch.float16, device=call.k.device)
     return Fill(
         k_new, rows, slots, call.k_cache, call.seq_lens, call.cu_seqlens, call.block_table, call.cache_layout,
@@ -102,6 +100,8 @@ def launch(*given: Any) -> None:
 def _fill(fill: Fill, index: int) -> None:
     """The second launch on the current device, which has this index."""
     tokens, _, head_dim = fill.k_new.shape
+    if any(stride % 4 for stride in fill.k_cache.stride()[:3]) or fill.k_cache.data_ptr() % 4:
+        raise ValueError(f"k_cache: got strides {fill.k_cache.stride()}, want rows on multiples of 4 bytes")
     function = load(FillSpec(FillConfig(fill.k_format, head_dim)), arch_of(index))
     cache, table = fill.k_cache, fill.block_table
     most = tokens if fill.cu_seqlens is not None else 1  # new tokens of a request

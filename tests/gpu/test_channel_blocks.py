@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +78,8 @@ def test_blocks_are_filled_as_the_reference_does(counts, starts, head_dim, layou
     fill = fill_of(counts, starts, head_dim, layout, paged)
     want = clone(fill)
     host.reference(*want)
-    own = host.Fill(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in fill))
+    moved = {name: x.cuda() for name, x in fill._asdict().items() if isinstance(x, torch.Tensor)}
+    own = fill._replace(**moved)
     host.launch(*own)
     assert torch.equal(own.k_tail.cpu(), want.k_tail)
     assert torch.equal(own.k_cache.cpu(), want.k_cache)
@@ -99,7 +101,7 @@ def test_appends_are_those_of_the_reference():
         found = []
         for at, arguments in (("cpu", cpu), ("cuda", gpu)):
             given = arguments | {"seq_lens": lengths, "cu_seqlens": bounds}
-            moved = {n: x.to(at) if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+            moved: dict[str, Any] = {n: x.to(at) if isinstance(x, torch.Tensor) else x for n, x in given.items()}
             found.append(append_kv(k.to(at), v.to(at), q=q.to(at), rope=rope, **moved))
         assert float((found[0].double() - found[1].double().cpu()).abs().max()) <= 2.0**-6
         assert torch.equal(cpu["v_cache"], gpu["v_cache"].cpu())

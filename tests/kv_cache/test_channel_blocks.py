@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.kv_cache import KVCache, Rope, append_and_decode, append_kv, dequantize_kv, quantize_kv
+from cute_kernels.attention import decode_attention
+from cute_kernels.kv_cache import KVCache, Moments, Rope, append_and_decode, append_kv, dequantize_kv, quantize_kv
 from cute_kernels.kv_cache import channel_blocks as host
 from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime import native
@@ -207,7 +208,8 @@ def test_slots_are_given_and_taken():
             new()
     cache.free("b")
     cache.allocate("d", 1)
-    assert cache.make_batch(3).update(["c", "d", "a"]).tail_slots.tolist() == [2, 1, 0]
+    slots = cache.make_batch(3).update(["c", "d", "a"]).tail_slots
+    assert slots is not None and slots.tolist() == [2, 1, 0]
     assert make_cache(kv_format="int4_g4", max_seqs=None).make_batch(1).tail_slots is None
 
 
@@ -271,3 +273,41 @@ def test_appends_that_cannot_be_are_named(changes, message):
     k = numbers(2)
     with pytest.raises((TypeError, ValueError), match=message):
         append_kv(k, k, fill.k_cache, torch.zeros_like(fill.k_cache), **(given | changes))
+
+
+def test_appends_and_attention_compile_without_graph_breaks():
+    fill = fill_of((1, 1), (4, 31))
+    caches = {name: fill.k_cache.clone() for name in ("k_cache", "v_cache")}
+    caches["v_cache"] = VALUES.quantize(torch.randn(*caches["v_cache"].shape[:3], 128))
+    given: dict[str, Any] = {"kv_format": ("int4_channel32", "int4_g4"), "seq_lens": fill.seq_lens}
+    given |= {"block_table": fill.block_table, "tail_slots": fill.tail_slots}
+    q, k = numbers(2, 4), numbers(2)
+
+    def step(k_cache: torch.Tensor, v_cache: torch.Tensor, k_tail: torch.Tensor) -> torch.Tensor:
+        append_kv(k * 2, k, k_cache, v_cache, k_tail=k_tail, **given)
+        return decode_attention(q[:, None], k_cache, v_cache, k_tail=k_tail, **given)
+
+    plain, traced = ([x.clone() for x in (*caches.values(), fill.k_tail)] for _ in range(2))
+    want = step(*plain)
+    found = torch.compile(step, backend="aot_eager", fullgraph=True)(*traced)
+    assert torch.equal(found, want)
+    assert all(torch.equal(a, b) for a, b in zip(plain, traced, strict=True))
+    assert not torch.equal(plain[0], caches["k_cache"]) and not torch.equal(plain[2], fill.k_tail)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_transformed_cache_attends_as_over_what_it_reads(return_lse):
+    k, v, q = numbers(70), numbers(70, seed=1), numbers(1, 8, seed=2)
+    transform = Moments().update(numbers(70, 8, seed=4), k, v).transform(k_rotation=32)
+    cache = make_cache(transform=transform)
+    cache.allocate("a", 70)
+    batch = cache.make_batch(1).update(["a"], 70)
+    append(cache, "a", k, v)
+    out = cache.attend(0, batch, q[None], q_transformed=False, return_lse=return_lse)
+    read_k, read_v = (x.double() for x in cache.read(0, "a", torch.float32))
+    scores = torch.einsum("hd,thd->ht", q[0].double(), read_k.repeat_interleave(4, 1)) * 128**-0.5
+    want = torch.einsum("ht,thd->hd", scores.softmax(1), read_v.repeat_interleave(4, 1))
+    found, lse = out if return_lse else (out, None)
+    assert float((found[0, 0].double() - want).abs().max()) <= 0.02
+    if lse is not None:
+        assert float((lse[0, 0].double() - scores.logsumexp(1)).abs().max()) <= 0.02
