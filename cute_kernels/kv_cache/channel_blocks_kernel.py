@@ -93,7 +93,7 @@ class FillKernel:
         pages, page_size, heads, _ = cache.shape
         target = Cache(
             base=ptx.address(cache),
-            strides=tuple(Int64(stride) for stride in cache.stride[:3]),
+            strides=(Int64(cache.stride[0]), Int64(cache.stride[1]), Int64(cache.stride[2])),
             num_pages=pages,
             page_size=page_size,
             table=given.block_table,
@@ -139,10 +139,12 @@ class FillKernel:
         """Puts the newest rows of the ring's half that begins like ``base`` into it."""
         last = (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         last = last - (last - base) % TAIL_TOKENS
+        position = cutlass.max(last, start)
         stop = cutlass.min(last + BLOCK_TOKENS, length)
-        for position in cutlass.range(cutlass.max(last, start), stop, unroll=1):
+        for _ in cutlass.range(stop - position, unroll=1):
             word = ptx.load_global_words(new + Int64(position) * token_bytes, 0, 1, constant=False)[0]
             numbers.store_global_words(tail + Int64(position % TAIL_TOKENS * token_bytes), 0, [word])
+            position = position + 1
 
     @cute.jit
     def write(self, words, cache, request, head, base, thread):

@@ -141,7 +141,8 @@ class Moments:
 
 
 def group_of(form: KvFormat, head_dim: int) -> int:
-    """How many columns of a row share a scale, or of keys in blocks tokens of a column; 1 for formats that gain nothing from a transform of channels.
+    """How many columns of a row, or tokens of a column, share a scale; 1 for formats that gain nothing from a
+    transform of channels.
 
     These have codes with an exponent, or a scale for each channel.
 
