@@ -178,7 +178,7 @@ def _add_e2e(commands: Any) -> None:
         action="append",
         type=_e2e_case,
         metavar="CASE",
-        help="vllm: MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][@B,B], such as llama3-8b:w4:fp8:on@1,32; may be given again",
+        help="vllm: MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][@B,B], such as llama3-8b:w4:fp8:on@1,32; repeatable",
     )
     e2e.add_argument("--limit", type=_count, default=300, help="vllm: seconds that a case, or all together, may take")
     e2e.add_argument("--together", action="store_true", help="vllm: engines start side by side; each is timed alone")

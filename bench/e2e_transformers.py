@@ -77,6 +77,8 @@ CASES = (
 )
 REPLAYS = 20
 BATCHES, BATCHES_CONTEXT = (1, 2, 4, 8, 16, 32, 64), 2048
+BATCHES_ROUNDS = 3  # in which the two caches take turns
+BATCHES_CASES = (Case("bf16 cache, W4", "bf16", "w4g128"), Case("int4_g4 cache, W4", "int4_g4", "w4g128"))
 
 
 def make_model(layers: int, device: str = "cuda") -> Any:
@@ -93,10 +95,9 @@ def make_model(layers: int, device: str = "cuda") -> Any:
 
 
 @torch.inference_mode()
-def measure(
-    model: Any, prompt: torch.Tensor, steps: int, cache: str | None = None, do_sample: bool = False
-) -> dict[str, Any]:
-    """Times of the decode steps of one `generate`, in ms, and its tokens."""
+def measure(model: Any, prompt: torch.Tensor, steps: int, cache: Any = None, do_sample: bool = False) -> dict[str, Any]:
+    """Times of the decode steps of one `generate`, in ms, and its tokens. cache: transformers' name of one, or one that
+    holds tokens of the prompt; None: what `generate` makes."""
     from transformers import StoppingCriteriaList
 
     moments: list[float] = []
@@ -116,7 +117,11 @@ def measure(
             do_sample=do_sample,
             return_dict_in_generate=True,
             stopping_criteria=StoppingCriteriaList([stop]),
-            **({} if cache is None else {"cache_implementation": cache}),
+            **(
+                {}
+                if cache is None
+                else {"cache_implementation" if isinstance(cache, str) else "past_key_values": cache}
+            ),
         )
     sequences = outputs.sequences
     gaps = [1e3 * (after - before) for before, after in itertools.pairwise(moments)][SKIPPED_STEPS:]
@@ -199,7 +204,7 @@ def _replays_ms(replay: Callable[[], object]) -> float:
 def _graph_ms(cache: Any) -> float | None:
     """Time of a recorded step alone; None if there is none. The cache's tokens are not to be used any more."""
     columns: Any = getattr(cache, "columns", None)
-    steps = [step for step in getattr(columns, "graphs", {}).values() if not isinstance(step, str)]
+    steps = [step for steps in getattr(columns, "graphs", {}).values() for step in steps.values() if step is not None]
     if not steps or columns.capacity - columns.count <= REPLAYS + 1:
         return None
     return _replays_ms(steps[0].recorded.replay)
@@ -234,18 +239,48 @@ def run(
         if "parts" not in recorder.data:  # while the output layer is as it was
             recorder.set("parts", parts := measure_parts(model, prompt, steps, "int4_g4"))
             say(", ".join(f"{name} {value:.3f}" for name, value in parts.items()))
-    recorder.set("batches", [])
-    for case in (Case("bf16 cache, W4", "bf16", "w4g128"), Case("int4_g4 cache, W4", "int4_g4", "w4g128")):
-        with _accelerated(model, case):
-            for other in batches:
-                row = {
-                    **asdict(case),
-                    "layers": layers,
-                    **_row(model, _prompt(other, BATCHES_CONTEXT), SKIPPED_STEPS + 16, None),
-                }
-                recorder.set("batches", [*recorder.data["batches"], row])
-                say(f"{case.name}, {other} requests of {BATCHES_CONTEXT} tokens: {row['step_ms']:.3f} ms a step")
-                _release()
+    if batches:
+        recorder.set("batches", measure_batches(model, layers, batches, say))
+
+
+def measure_batches(
+    model: Any, layers: int, batches: Iterable[int], say: Callable[[str], None], rounds: int = BATCHES_ROUNDS
+) -> list[dict[str, Any]]:
+    """A row of each of `BATCHES_CASES` and batches: the median of rounds, in which the caches take turns."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for _ in range(rounds):
+        for case in BATCHES_CASES:
+            with _accelerated(model, case):
+                for batch in batches:
+                    prompt = _prompt(batch, BATCHES_CONTEXT)
+                    cache = _filled(model, case.kv_format, prompt)
+                    found = measure(model, prompt, SKIPPED_STEPS + 24, cache)
+                    about = {**asdict(case), "layers": layers, "batch": batch, "context": BATCHES_CONTEXT}
+                    row = rows.setdefault((case.name, batch), about | {"rounds": []})
+                    row["rounds"].append({name: value for name, value in found.items() if name != "tokens"})
+                    say(f"{case.name}, {batch} requests: {found['step_ms']:.3f} ms a step{_parts(found)}")
+                    del cache
+                    _release()
+    for row in rows.values():
+        for name in ("step_ms", "graph_ms", "host_us"):
+            row[name] = statistics.median(found[name] for found in row["rounds"])
+    return list(rows.values())
+
+
+@torch.no_grad()
+def _filled(model: Any, kv_format: Any, prompt: torch.Tensor) -> Any:
+    """A cache that holds all tokens of a prompt but the last, as far as a step's time can tell: its rows are zeros."""
+    import cute_kernels.integrations.transformers as ck
+
+    cache = ck.DecodeCache(kv_format, capacity=prompt.shape[1] + 256)
+    model(prompt[:, :1], past_key_values=cache)  # its layers are made
+    assert cache.columns is not None
+    held = prompt.shape[1] - 1
+    cache.columns.count = held
+    cache.columns.seq_lens.fill_(held)
+    for layer in cache.layers:
+        layer.count = held
+    return cache
 
 
 def _prompt(batch: int, context: int) -> torch.Tensor:
@@ -292,8 +327,9 @@ def _release() -> None:
 def _parts(row: dict[str, Any]) -> str:
     if row.get("graph_ms") is None:
         return ""
-    host = f"the host in forward {row['host_us']:.0f} us ahead, {row['host_in_order_us']:.0f} us in order"
-    return f"; the graph alone {row['graph_ms']:.3f} ms, {host}"
+    of = {name: row[name] for name in TRANSFORMERS_HOST if row.get(name) is not None}
+    host = ", ".join(f"{us:.0f} us {TRANSFORMERS_HOST[name]}" for name, us in of.items())
+    return f"; the graph alone {row['graph_ms']:.3f} ms, the host in forward {host}"
 
 
 def text(data: dict[str, Any]) -> str:

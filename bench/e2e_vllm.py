@@ -84,6 +84,7 @@ class Case:
         batches: requests at a time. context: tokens of a prompt.
         beside: whether other engines have memory on the same GPU: the cache has room for the largest batch alone.
         kernels: whether the kernels of a step are recorded, too.
+        block_size: tokens of a page of the cache; 0 for what the engine chooses.
     """
 
     model: str
@@ -95,27 +96,31 @@ class Case:
     context: int = 8192
     beside: bool = False
     kernels: bool = False
+    block_size: int = 0
 
     @property
     def name(self) -> str:
         seams = self.plugin.replace(",", "+")
-        return ":".join((self.model, self.weights, self.kv, seams, *([self.kv_format] if self.kv_format else [])))
+        name = ":".join((self.model, self.weights, self.kv, seams, *([self.kv_format] if self.kv_format else [])))
+        return f"{name}/{self.block_size}" if self.block_size else name
 
 
 def case_of(text: str) -> Case:
-    """A case from its name, MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][@B,B].
+    """A case from its name, MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][@B,B].
 
     Raises:
         ValueError: a part of it is unknown.
     """
     name, _, batches = text.partition("@")
+    name, _, page = name.partition("/")
     parts = name.split(":")
-    if len(parts) not in (4, 5) or parts[0] not in MODELS or parts[1] not in WEIGHTS:
-        wanted = f"MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][@B,B], of {', '.join(MODELS)} and {', '.join(WEIGHTS)}"
+    known = len(parts) in (4, 5) and parts[0] in MODELS and parts[1] in WEIGHTS
+    if not known or (page and not page.isdecimal()):
+        wanted = f"MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][@B,B], of {', '.join(MODELS)} and {', '.join(WEIGHTS)}"
         raise ValueError(f"case: got {text!r}, want {wanted}")
     model, weights, kv, plugin, *kv_format = parts
     counts = tuple(int(count) for count in batches.split(",")) if batches else Case.batches
-    return Case(model, weights, kv, plugin.replace("+", ","), *kv_format, batches=counts)
+    return Case(model, weights, kv, plugin.replace("+", ","), *kv_format, batches=counts, block_size=int(page or 0))
 
 
 DEFAULT_CASES = (
@@ -274,7 +279,8 @@ def markdown(record: dict[str, Any]) -> str:
             served = {"off": "vLLM", "on": "plugin"}.get(row["plugin"], f"plugin, {row['plugin']} alone")
             weights = {"w4": "W4", "w8": "W8"}.get(row["weights"], row["weights"])
             gain = "" if own is None or row["plugin"] == "off" else f"{own / row['tpot_ms']:.2f}"
-            cells = [MODEL_NAMES[model], str(batch), served, f"{weights}, {row['kv_format'] or row['kv']}"]
+            pages = f" in pages of {row['block_size']}" if row.get("block_size") else ""
+            cells = [MODEL_NAMES[model], str(batch), served, f"{weights}, {row['kv_format'] or row['kv']}{pages}"]
             fit = "" if row["tokens_that_fit"] is None else f"{row['tokens_that_fit'] / 1e6:.2f} M"
             first = f"{row['ttft_s']:.2f}", f"{row['ttft_hit_s']:.3f}"
             lines.append([*cells, f"{row['tpot_ms']:.2f}", f"{row['tokens_per_s']:.0f}", gain, *first, fit])
@@ -341,6 +347,7 @@ def cache_bytes(case: Case) -> int:
 
     model = MODELS[case.model]
     forms = {"auto": "bf16", "fp8": "e4m3_tensor", "int8_per_token_head": "int8_token_head"}
+    forms["int4_per_token_head"] = "int4_g1"
     names = (case.kv_format or forms[case.kv]).split(",")
     head_dim = model.get("head_dim", model["hidden_size"] // model["num_attention_heads"])
     row = sum(format_of(name).row_bytes(head_dim) for name in (names[0], names[-1]))
@@ -359,6 +366,7 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
 
     beside = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": cache_bytes(case)}
     memory: dict[str, Any] = beside if case.beside else {"gpu_memory_utilization": 0.9}
+    memory |= {"block_size": case.block_size} if case.block_size else {}
     start = time.perf_counter()
     llm = vllm.LLM(
         model=str(model_folder(case, folder)),

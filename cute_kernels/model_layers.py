@@ -13,6 +13,7 @@ from cute_kernels.linear.module import QuantizedLinear, is_conv1d
 from cute_kernels.model_report import ReportedLayer
 from cute_kernels.moe.blocks import experts_refusal, is_experts, is_moe_block, refusal
 from cute_kernels.moe.module import QuantizedExperts
+from cute_kernels.weight_readers import layers_read_by_code
 
 FORWARD_HOOKS = (
     "_forward_hooks",
@@ -43,7 +44,7 @@ class Survey:
 
 def survey(model: nn.Module, skip: Sequence[str]) -> Survey:
     """Looks at every module of a model that has weights of its own."""
-    routers = _routers(model)
+    routers, readers = _routers(model), layers_read_by_code(model)
     places: dict[nn.Module, list[str]] = {}
     left: dict[nn.Module, ReportedLayer] = {}
     served: set[nn.Module] = set()  # experts of blocks that are swapped, then of those that skip names
@@ -76,6 +77,8 @@ def survey(model: nn.Module, skip: Sequence[str]) -> Survey:
                 left[module] = entry
             continue
         found = _reason_of(module, name, routers, skip)
+        if found is None and module in readers:
+            found = f"{readers[module]} reads its weight", True
         if found is None:
             places[module] = [name]
             left.pop(module, None)

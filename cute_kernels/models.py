@@ -95,6 +95,8 @@ def quantize_model(
         except (TypeError, ValueError) as error:
             raise type(error)(f"{names[0]}: {error}") from error
         layer.batch_invariant = batch_invariant
+        if isinstance(layer, QuantizedLinear) and layer.bias is not None:
+            layer.bias = layer.bias.clone()  # BERT's output layer shares its own: only one of them would be saved
         take_hooks(layer, module)
         for name in names:
             parent, _, own = name.rpartition(".")

@@ -11,6 +11,7 @@ from typing import Any
 from cutlass import AddressSpace, BFloat16, Float16, Int32, Int64, cute
 
 from cute_kernels.runtime import compile_options
+from cute_kernels.runtime.launch_arguments import LaunchArguments
 
 
 @cute.jit
@@ -60,29 +61,32 @@ def product_function(config: Any) -> Any:
     return cute.compile(factored_product if factored else product, *arguments, options=compile_options("sm_90a"))
 
 
+def accepting(declared: LaunchArguments, tensors: dict[str, Any]) -> Any:
+    """A function that takes what a kernel with these arguments takes."""
+    entry = declared.entry(lambda given: None, with_stream=False)
+    return cute.compile(entry, *declared.fake(tensors), options=compile_options("sm_90a"))
+
+
 @functools.cache
 def attention_function(config: Any) -> Any:
     from cute_kernels.attention.arguments import arguments_of
-    from cute_kernels.attention.compile import fake_arguments
+    from cute_kernels.attention.compile import fake_tensors
 
-    entry = arguments_of(config.features, config.page_tokens > 0).entry(lambda given: None, with_stream=False)
-    return cute.compile(entry, *fake_arguments(config, AddressSpace.generic), options=compile_options("sm_90a"))
+    return accepting(arguments_of(config.features, config.page_tokens > 0), fake_tensors(config, AddressSpace.generic))
 
 
 @functools.cache
 def fill_function(config: Any) -> Any:
     """Of the kernel that fills blocks of keys."""
     from cute_kernels.kv_cache.arguments import FILL
-    from cute_kernels.kv_cache.compile import fake_fill_arguments
+    from cute_kernels.kv_cache.compile import fake_fill_tensors
 
-    entry = FILL.entry(lambda given: None, with_stream=False)
-    return cute.compile(entry, *fake_fill_arguments(config, AddressSpace.generic), options=compile_options("sm_90a"))
+    return accepting(FILL, fake_fill_tensors(config, AddressSpace.generic))
 
 
 @functools.cache
 def append_function(config: Any) -> Any:
     from cute_kernels.kv_cache.arguments import append_arguments
-    from cute_kernels.kv_cache.compile import fake_arguments
+    from cute_kernels.kv_cache.compile import fake_tensors
 
-    entry = append_arguments(config.transform is not None).entry(lambda given: None, with_stream=False)
-    return cute.compile(entry, *fake_arguments(config, AddressSpace.generic), options=compile_options("sm_90a"))
+    return accepting(append_arguments(config.transform is not None), fake_tensors(config, AddressSpace.generic))

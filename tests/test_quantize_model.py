@@ -12,6 +12,7 @@ import transformers as tf
 from torch import nn
 
 from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model
+from cute_kernels.integrations import hf_quantizer as quantizer
 from cute_kernels.moe.module import QuantizedRoutedExperts
 from tests.moe import blocks
 
@@ -287,6 +288,71 @@ def test_a_linear_that_is_more_than_its_weight_is_left_and_named(linear, reason)
     quantize_model(model, group_size=32)
     assert model[1].odd is linear and isinstance(model[0], QuantizedLinear)
     assert reasons(model)["1.odd"].startswith(reason)
+
+
+class Reader(nn.Module):
+    """Reads weights: for their numbers, behind flags, and for what is no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.called, self.flagged, self.asked, self.inner = (nn.Linear(64, 64) for _ in range(5))
+        self.slices = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.asked.weight, torch.Tensor):
+            x = x.to(self.asked.weight.dtype)
+        if self.slices > 1 and x.dim() > 1:
+            x = x @ self.flagged.weight
+        if self.training:
+            x = x @ self.called.weight
+        return self.asked(self.flagged(self.called(x))) @ self.read.weight
+
+
+class Outer(nn.Module):
+    """Reads a weight of a module within."""
+
+    def __init__(self, slices: int = 1) -> None:
+        super().__init__()
+        self.blocks: Any = nn.ModuleList([Reader()])
+        self.blocks[0].slices = slices
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) @ block.inner.weight
+        return x
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_layer_whose_weight_other_code_reads_is_left_and_named(slices):
+    """Unless no number is wanted, or a flag that is off stands before it; layers are quantised to be evaluated."""
+    model, x = Outer(slices).to(BF16), torch.randn(3, 64).to(BF16)
+    wanted = {"blocks.0.read": "Reader.forward reads its weight", "blocks.0.inner": "Outer.forward reads its weight"}
+    if slices > 1:
+        wanted["blocks.0.flagged"] = "Reader.forward reads its weight"
+    want = model.eval()(x)
+    quantize_model(model.train(), bits=8, group_size=32)
+    assert reasons(model) == wanted
+    got = model.eval()(x)
+    assert (got - want).norm() <= 2e-2 * want.norm()
+
+
+@pytest.mark.parametrize(("name", "left"), [("Mamba", "MambaMixer"), ("Rwkv", "RwkvModel")])
+def test_models_that_read_a_layers_weight_run_and_come_back(name, left, tmp_path):
+    """RWKV halves weights as it comes to evaluation, so what comes back is another model, quantised or not."""
+    quantizer.register()
+    sizes = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": False}
+    model = getattr(tf, f"{name}ForCausalLM")(getattr(tf, f"{name}Config")(**sizes)).to(BF16).eval()
+    ids = torch.randint(0, 97, (2, 5))
+    want = model(ids).logits
+    quantize_model(model, bits=8, group_size=32)
+    assert any(reason.startswith(f"{left}.") for reason in reasons(model).values())
+    got = model(ids).logits
+    assert (got - want).norm() <= 5e-2 * want.norm()
+    if name == "Rwkv":
+        return
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=BF16).eval()
+    assert torch.equal(again(ids).logits, got)
 
 
 def test_forward_hooks_go_on_and_can_be_removed():

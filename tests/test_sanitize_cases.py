@@ -11,9 +11,15 @@ import torch
 from bench.linear import Format
 from bench.moe import MoeModel, MoeShape
 from tests.gpu import sanitize, sanitize_cases
-from tests.gpu.sanitize_cases import CASES, EXPERTS, LAYERS, Case, LayerCase, LinearCase
+from tests.gpu.sanitize_cases import CASES, EXPERTS, EXTEND, LAYERS, Case, LayerCase, LinearCase
 
 KINDS = {
+    "tiles by TMA": "extend_bf16",
+    "producers that decode bytes": r"extend_int8_token_head_bf16_d128_t128\w*p8",
+    "producers that decode groups": r"extend_int4_g4_bf16_d128_t128\w*p8",
+    "unpacking": "extend_unpack_int8",
+    "unpacked keys": "extend_int8_token_head_\\w+_unpacked",
+    "splits put together": "extend_combine",
     "limbs that stay, rows loaded": "resident32loads",
     "limbs that stay, rows by TMA": "resident32$",
     "blocks of seven tiles": "resident16less1$",
@@ -38,7 +44,7 @@ KINDS = {
 
 @cache
 def symbols() -> set[str]:
-    return {spec.symbol for case in {**LAYERS, **EXPERTS}.values() for spec in case.specs()}
+    return {spec.symbol for case in {**EXTEND, **LAYERS, **EXPERTS}.values() for spec in case.specs()}
 
 
 @pytest.mark.parametrize("pattern", KINDS.values(), ids=list(KINDS))
@@ -51,6 +57,7 @@ SMALL = {
     "zeros": LinearCase(128, 256, 2, Format(4, 32, True, "fp16")),
     "layer": LayerCase(MoeShape(MoeModel("tiny", 4, 2, 256, 128), 5)),
     "attention": CASES["bf16"],
+    "extend": CASES["extend-int8_token_head"],
 }
 
 

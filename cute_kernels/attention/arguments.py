@@ -27,6 +27,8 @@ request; seq_lens int32 [batch]. The others are addresses and numbers, which cos
     tail_slots           int32 [batch]: which of these slots is a request's
 
 Then the tensors of registered options, see :mod:`cute_kernels.attention.score_options`.
+
+Merging states (`MERGE`): outs [..., num_heads, head_dim], lses fp32 [..., num_heads].
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ FEATURES = (
 )
 TRANSFORM = arguments("address", "q_shift", "out_factor")
 TAIL = arguments("address", "k_tail", "tail_slots")
+MERGE = joined(arguments("tensor", "out_a", "lse_a", "out_b", "lse_b", "out", "lse"))
 
 
 @functools.lru_cache(maxsize=256)

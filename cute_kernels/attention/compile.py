@@ -16,7 +16,7 @@ from cute_kernels.attention.merge_states import merge_specs
 from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.kv_formats import modules_of, sources_of
 from cute_kernels.runtime import launch_arguments
-from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
+from cute_kernels.runtime.spec import KernelSpec, check_config
 
 if TYPE_CHECKING:
     import cutlass.cute as cute
@@ -42,7 +42,7 @@ class DecodeSpec(KernelSpec):
 
     def source_roots(self) -> tuple[Path, ...]:
         of_formats = sources_of(self.config.k_format, self.config.v_format)
-        own = (*super().source_roots(), Path(launch_arguments.__file__).resolve())
+        own = (*super().source_roots(), *launch_arguments.SOURCES)
         return *own, *of_formats, *score_options.sources_of(self.config.features)
 
     def modules(self) -> tuple[str, ...]:
@@ -79,22 +79,18 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
     Raises ValueError if the configuration cannot be implemented.
     """
     import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream
 
     from cute_kernels.attention.kernel import DecodeKernel
 
     check_config(config)
-    return cute.compile(
-        arguments_of(config.features, config.page_tokens > 0).entry(DecodeKernel(config).launch),
-        *fake_arguments(config, cutlass.AddressSpace.gmem),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
+    declared = arguments_of(config.features, config.page_tokens > 0)
+    return declared.compile(
+        DecodeKernel(config).launch, fake_tensors(config, cutlass.AddressSpace.gmem), arch, *options
     )
 
 
-def fake_arguments(config: DecodeConfig, memory: cute.AddressSpace) -> list[Any]:
-    """What stands for the arguments of a launch but the stream; a compiled function takes only what fits them.
+def fake_tensors(config: DecodeConfig, memory: cute.AddressSpace) -> dict[str, Any]:
+    """What stands for the tensors of a launch, by name; a compiled function takes only what fits them.
 
     memory: the DSL's address space of the tensors, that of the GPU's global memory but for tests.
     """
@@ -129,5 +125,5 @@ def fake_arguments(config: DecodeConfig, memory: cute.AddressSpace) -> list[Any]
     ]
     q = strided(float_type[config.q_dtype], (batch, q_len, q_heads, config.head_dim), (16, 16), 16)
     out = tensor(float_type[config.q_dtype], (batch, q_len, q_heads, config.v_head_dim), 16)
-    tensors = {"q": q, "k_cache": caches[0], "v_cache": caches[1], "seq_lens": tensor(cutlass.Int32, (batch,), 4)}
-    return arguments_of(config.features, config.page_tokens > 0).fake(tensors | {"out": out})
+    lengths = tensor(cutlass.Int32, (batch,), 4)
+    return {"q": q, "k_cache": caches[0], "v_cache": caches[1], "seq_lens": lengths, "out": out}

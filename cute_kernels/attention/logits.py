@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.score_options import options_in
-from cute_kernels.attention.score_terms import ScoreTerm
+from cute_kernels.attention.score_terms import QueryColumn, ScoreState, ScoreTerms
 from cute_kernels.device import ptx
-from cute_kernels.device.types import RegisterTensor
-from cute_kernels.kv_formats import load_code
 
 if TYPE_CHECKING:
     from cute_kernels.attention.place import Place, Roles
@@ -54,14 +51,6 @@ class Tail:
     slots: Int64
 
 
-@dataclass(frozen=True)
-class QueryColumn:
-    """The query of an accumulator column: its place among the request's queries, and its head; run-time integers."""
-
-    place: Int32
-    head: Int32
-
-
 class Logits:
     """Turns a block's raw scores into logits, for the features of a configuration."""
 
@@ -69,29 +58,18 @@ class Logits:
         self.config = config
         self.features = config.features
         self.columns = config.columns
-        self.terms: dict[str, ScoreTerm] = {
-            option.name: load_code(option.term)(config.features, config.columns)
-            for option in options_in(config.features)
-        }
-        # Scores that are not changed stay raw: the softmax scales them in the same instruction that shifts them.
-        self.transforms = any(term.changes_scores for term in self.terms.values())
+        self.terms = ScoreTerms(config.features, config.columns)
+        self.transforms, self.asks = self.terms.change_scores, self.terms.load
         self.shifts = self.features.shift and self.features.soft_cap
-        # Whether something is loaded for each block ahead of it.
-        self.asks = any(type(term).ask is not ScoreTerm.ask for term in self.terms.values())
 
     def open(self, values: FeatureValues, work, roles, t, softmax_scale):
         """What a warp keeps of a unit: what its terms keep of each query. roles, t: which queries are the lane's."""
         state = LogitState()
         state.values, state.length, state.q_len = values, work.length, work.place.shape.q_len
         state.place, state.roles, state.t = work.place, roles, t
-        if any(term.needs_positions for term in self.terms.values()):
+        if self.terms.need_positions:
             state.positions = self.positions(state)
-        state.kept = {name: [] for name in self.terms}
-        for term in self.terms.values():
-            term.start(state)
-        for query in self.query_columns(state):
-            for name, term in self.terms.items():
-                state.kept[name].append(term.open(state, work, query, softmax_scale))
+        self.terms.open(state, work, self.query_columns(state), softmax_scale)
         return state
 
     def query_columns(self, state) -> list[QueryColumn]:
@@ -108,10 +86,7 @@ class Logits:
     def is_masked(self, state, token, tile_tokens: int):
         """Whether some query does not see some key of the tile that begins with ``token``."""
         stop = state.length - (state.q_len - 1) if self.features.causal else state.length
-        masked = token + tile_tokens > stop
-        for hidden in (term.may_hide(state, token) for term in self.terms.values()):
-            masked = masked if hidden is None else masked | hidden
-        return masked
+        return self.terms.may_hide(state, token, token + tile_tokens > stop)
 
     @cute.jit
     def apply(self, state, s, score_scale: Float32, tokens, masked):
@@ -127,7 +102,7 @@ class Logits:
                         x = ptx.fma(s[place], score_scale, state.kept["shift"][column])
                     else:
                         x = s[place] * score_scale
-                    s[place] = self.change(state, (j, column), x, tokens[j])
+                    s[place] = self.terms.change(state, (j, column), x, tokens[j])
         if masked:
             self.hide(state, s, tokens)
         return Float32(1.0) if const_expr(self.transforms) else score_scale
@@ -141,32 +116,21 @@ class Logits:
                 if self.is_hidden(state, positions[column], tokens[j]):
                     s[self.columns * j + column] = Float32(-Float32.inf)
 
-    def change(self, state, place: tuple[int, int], x, token):
-        """What options make of a scaled score, at a lane's (row, column)."""
-        for name, term in self.terms.items():
-            x = term.change(state, state.kept[name][place[1]], place, x, token)
-        return x
-
     def ask(self, state, tokens):
         """Starts loading what options want of a block's keys at positions ``tokens``."""
-        for name, term in self.terms.items():
-            term.ask(state, state.kept[name], tokens)
+        self.terms.ask(state, tokens)
 
     def is_hidden(self, state, position, token):
         """Whether the query at ``position`` does not see a key."""
         hidden = token > position if const_expr(self.features.causal) else token >= state.length
-        for more in (term.hides(state, position, token) for term in self.terms.values()):
-            hidden = hidden if more is None else hidden | more
-        return hidden
+        return self.terms.hides(state, position, token, hidden)
 
 
-class LogitState:
+class LogitState(ScoreState):
+    """And which queries are the lane's."""
+
     values: FeatureValues
-    bias: RegisterTensor[Uint32]  # of variants that have one
-    length: Int32
     q_len: Int32
     place: Place
     roles: Roles
     t: Int32
-    positions: list[Int32] | None = None
-    kept: dict[str, list[object]]  # of each column, by the names of terms

@@ -9,29 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.attention.arguments import MERGE
 from cute_kernels.attention.checks import check_contiguous
 from cute_kernels.attention.merge_states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
 from cute_kernels.attention.reference import merge_states_reference
+from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU, forgotten
 from cute_kernels.runtime.operator import Operator, route
-from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
+from cute_kernels.runtime.spec import KernelSpec, check_config
 
 MAX_VECTORS = 2**31 - 1024  # the index of a thread is 32-bit
 
 
 @dataclass(frozen=True, eq=False)
 class MergeStatesSpec(KernelSpec):
-    """The kernel of a configuration: takes (out_a, lse_a, out_b, lse_b, out, lse), runs on torch's current stream."""
+    """The kernel of a configuration: takes :data:`.arguments.MERGE`, runs on torch's current stream."""
 
     config: MergeStatesConfig
     family: ClassVar[str] = "attention"
+
+    def source_roots(self) -> tuple[Path, ...]:
+        return *super().source_roots(), *launch_arguments.SOURCES
 
     def compile(self, arch: str) -> Any:
         return compile_merge_states(self.config, arch)
@@ -49,7 +55,7 @@ def compile_merge_states(config: MergeStatesConfig, arch: str, *options: str) ->
     """
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+    from cutlass.cute.runtime import make_fake_compact_tensor
 
     from cute_kernels.attention.merge_states_kernel import MergeStatesKernel
 
@@ -62,13 +68,9 @@ def compile_merge_states(config: MergeStatesConfig, arch: str, *options: str) ->
         order = tuple(reversed(range(len(shape))))
         return make_fake_compact_tensor(kind, shape, stride_order=order, assumed_align=align)
 
-    states = [(tensor(dtype, (*rows, row), VECTOR_BYTES), tensor(cutlass.Float32, rows, 4)) for _ in range(3)]
-    return cute.compile(
-        MergeStatesKernel(config),
-        *(part for state in states for part in state),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    tensors = {f"out{of}": tensor(dtype, (*rows, row), VECTOR_BYTES) for of in ("", "_a", "_b")}
+    tensors |= {f"lse{of}": tensor(cutlass.Float32, rows, 4) for of in ("", "_a", "_b")}
+    return MERGE.compile(MergeStatesKernel(config).launch, tensors, arch, *options)
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
@@ -144,17 +146,17 @@ def launch(
     check_states(out_a, lse_a, out_b, lse_b)
     _check_alignment(out_a=out_a, out_b=out_b)
     key = out_a.dtype, out_a.dim(), out_a.get_device()
-    function = _functions.get(key)
-    if function is None:
+    send = _functions.get(key)
+    if send is None:
         config = MergeStatesConfig(DTYPES[out_a.dtype], out_a.dim())
-        function = _functions[key] = load(MergeStatesSpec(config), arch_of(key[2]))
+        send = _functions[key] = MERGE.bound(load(MergeStatesSpec(config), arch_of(key[2])), {})
     if not out_a.numel():
         return torch.empty_like(out_a), torch.empty_like(lse_a)
     if key[2] != GPU.current():
         with GPU.guard(key[2]):
             return launch(out_a, lse_a, out_b, lse_b)
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
-    function(out_a, lse_a, out_b, lse_b, out, lse)
+    send(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse)
     return out, lse
 
 

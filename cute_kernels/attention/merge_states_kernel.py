@@ -20,25 +20,17 @@ class MergeStatesKernel:
     def __init__(self, config: MergeStatesConfig):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        out_a: cute.Tensor,
-        lse_a: cute.Tensor,
-        out_b: cute.Tensor,
-        lse_b: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        stream,
-    ):
-        """Launches over the vectors of ``out``. outs [..., num_heads, head_dim], lses fp32 [..., num_heads]."""
-        shape = extents(out)
+    def launch(self, given, stream):
+        """Launches over the vectors of ``out``; ``given`` has the arguments of
+        :data:`cute_kernels.attention.arguments.MERGE`."""
+        shape = extents(given.out)
         threads = self.config.num_threads
         row_vectors = shape[-1] // self.config.vector_elements
         num_vectors = row_vectors
         for size in shape[:-1]:
             num_vectors = num_vectors * size
-        self.kernel(out_a, lse_a, out_b, lse_b, out, lse, num_vectors, row_vectors).launch(
+        states = given.out_a, given.lse_a, given.out_b, given.lse_b, given.out, given.lse
+        self.kernel(*states, num_vectors, row_vectors).launch(
             grid=(cute.ceil_div(num_vectors, threads), 1, 1), block=(threads, 1, 1), stream=stream
         )
 

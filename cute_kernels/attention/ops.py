@@ -31,6 +31,7 @@ from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.plan import DecodePlan, check_alignment, make_plan, problem_of
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
+from cute_kernels.attention.score_options import flattened, restored
 from cute_kernels.kv_formats import format_of, format_pair
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, launcher, on_device_of
@@ -316,10 +317,7 @@ def dispatch(
 ) -> tuple[torch.Tensor, Any]:
     """Decode attention through the registered operator: (out, lse, asked for or not)."""
     formats = format_pair(kv_format)
-    given: dict[str, Any] = dict(options or {})
-    given |= {"softmax_scale": softmax_scale, "num_splits": num_splits}
-    if (score_options := given.pop("score_options", None)) is not None:
-        given |= {"score_names": ",".join(score_options), "score_tensors": list(score_options.values())}
+    given = flattened(options or {}) | {"softmax_scale": softmax_scale, "num_splits": num_splits}
     result, lse = _operator(q, k_cache, v_cache, seq_lens, *formats, **given)
     if out is None:
         return result, lse
@@ -327,24 +325,15 @@ def dispatch(
     return out.copy_(result), lse
 
 
-def _with_score_options(options: CallOptions | None) -> Any:
-    """Options as the calls have them, of those that the operator has."""
-    given: dict[str, Any] = dict(options or {})
-    names, tensors = given.pop("score_names", ""), given.pop("score_tensors", None)
-    if names:
-        given["score_options"] = dict(zip(names.split(","), tensors, strict=True))
-    return given or None
-
-
 def _on_cpu(q, k_cache, v_cache, seq_lens, k_format, v_format, *, softmax_scale=None, num_splits=None, **options):
     formats = k_format, v_format
-    given = _with_score_options(complete_options(options))
+    given = complete_options(restored(options))
     return reference(q, k_cache, v_cache, seq_lens, formats, softmax_scale, num_splits, True, None, given)
 
 
 def _on_cuda(q, k_cache, v_cache, seq_lens, k_format, v_format, *, softmax_scale=None, num_splits=None, **options):
     formats = k_format if k_format == v_format else (k_format, v_format)
-    given = _with_score_options(complete_options(options))
+    given = complete_options(restored(options))
     return launch(q, k_cache, v_cache, seq_lens, formats, softmax_scale, num_splits, True, None, given)
 
 

@@ -11,8 +11,9 @@ from cutlass import Float32, Int32, Int64
 
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.copies import Tiles
-from cute_kernels.attention.logits import FeatureValues, QueryColumn
+from cute_kernels.attention.logits import FeatureValues
 from cute_kernels.attention.policies import BLOCK_QUERIES
+from cute_kernels.attention.score_terms import QueryColumn
 
 if TYPE_CHECKING:
     from cute_kernels.attention.merge import Results

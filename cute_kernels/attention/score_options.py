@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -247,6 +247,11 @@ def options_in(features: Features) -> list[ScoreOption]:
     return [option for option in known() if option.is_in(features)]
 
 
+def tensors_of(names: Iterable[str]) -> list[OptionTensor]:
+    """Those that calls give registered options."""
+    return [tensor for name in names for tensor in _registered[name].tensors]
+
+
 def tensors_in(features: Features) -> list[OptionTensor]:
     """Those that a launch of a variant takes the addresses of, in order."""
     return [tensor for option in options_in(features) for tensor in option.tensors]
@@ -277,6 +282,24 @@ def check_given(given: Mapping[str, torch.Tensor], q: torch.Tensor, sizes: Mappi
                 raise ValueError(f"score_options: got no {tensor.name!r}, which {option.name!r} wants")
             tensor.check(given[tensor.name], q, sizes)
     return tuple(option.name for option in options)
+
+
+def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a call as a registered operator takes them: names and tensors of ``score_options`` side by side."""
+    given = dict(options)
+    tensors = given.pop("score_options", None)
+    if tensors:
+        given |= {"score_names": ",".join(tensors), "score_tensors": list(tensors.values())}
+    return given
+
+
+def restored(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What `flattened` was made of; without ``score_options`` where there are none."""
+    given = dict(options)
+    names, tensors = given.pop("score_names", ""), given.pop("score_tensors", None)
+    if tensors is not None:
+        given["score_options"] = dict(zip(names.split(","), tensors, strict=True))
+    return given
 
 
 def modules_of(features: Features | None = None) -> tuple[str, ...]:

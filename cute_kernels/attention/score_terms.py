@@ -1,12 +1,14 @@
 """Device code of score options: what a lane keeps of each of its queries, and what becomes of a score.
 
-Logits are in powers of two (times log2 e), since the softmax uses exp2 alone. :mod:`.logits` calls the terms of a
-configuration in the order in which scores meet them.
+Logits are in powers of two (times log2 e), since the softmax uses exp2 alone. Decode attention (:mod:`.logits`) and
+extend attention (:mod:`cute_kernels.extend.softmax`) call the terms of a configuration in the order in which scores
+meet them; a lane's accumulators are keys (rows) times queries (columns) in both.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -14,21 +16,45 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.readers.common import load_float
+from cute_kernels.attention.score_options import options_in
 from cute_kernels.device import numbers, ptx
-
-if TYPE_CHECKING:
-    from cute_kernels.attention.logits import LogitState, QueryColumn
-    from cute_kernels.attention.place import Work
+from cute_kernels.device.types import RegisterTensor
+from cute_kernels.kv_formats import load_code
 
 BIAS_BYTES = {"fp32": 4, "bf16": 2}
-BLOCK_ROWS = 4  # of scores that a lane has of a block
+BLOCK_ROWS = 4  # of scores that a lane of decode attention has of a block
+
+
+@dataclass(frozen=True)
+class QueryColumn:
+    """The query of an accumulator column: its place among the request's queries, and its head; run-time integers."""
+
+    place: Int32
+    head: Int32
+
+
+class ScoreState:
+    """What the terms of a launch know and keep of a lane's queries.
+
+    Attributes:
+        values: of the launch: window, soft_cap, addresses alibi_slopes and sinks, and ``tensors`` of registered options
+            by name; with a bias or a shift what :class:`cute_kernels.attention.logits.FeatureValues` has of them.
+        length: the position behind the last query's.
+        positions: where the columns' queries stand in their request; None unless a term needs them.
+        kept: what each term keeps of each column, by its option's name.
+    """
+
+    values: Any
+    length: Int32
+    positions: list[Int32] | None = None
+    kept: dict[str, list[object]]
+    bias: RegisterTensor[Uint32]  # of variants that have one
 
 
 class ScoreTerm:
     """Does nothing; an option's term is one that does more.
 
-    ``state`` is a :class:`cute_kernels.attention.logits.LogitState`; a query, that of a lane's accumulator column, a
-    :class:`cute_kernels.attention.logits.QueryColumn`.
+    features: of the variant. columns: queries that a lane has; rows: keys that it has of a block.
     """
 
     changes_scores = False
@@ -37,28 +63,29 @@ class ScoreTerm:
     needs_positions = False
     """Whether it needs ``state.positions``, where the columns' queries stand in their requests."""
 
-    def __init__(self, features: Features, columns: int):
-        self.features, self.columns = features, columns
+    def __init__(self, features: Features, columns: int, rows: int = BLOCK_ROWS):
+        self.features, self.columns, self.rows = features, columns, rows
 
-    def start(self, state: LogitState) -> None:
+    def start(self, state: ScoreState) -> None:
         """Before any column is opened."""
 
-    def open(self, state: LogitState, work: Work, query: QueryColumn, softmax_scale: Float32) -> Any:
-        """What is kept of a query: `change` gets it back."""
+    def open(self, state: ScoreState, work: Any, query: QueryColumn, softmax_scale: Float32) -> Any:
+        """What is kept of a query: `change` gets it back. ``work.request``: the number of its request."""
         return None
 
-    def change(self, state: LogitState, kept: object, place: tuple[int, int], x: Float32, token: Int32) -> Float32:
+    def change(self, state: ScoreState, kept: object, place: tuple[int, int], x: Float32, token: Int32) -> Float32:
         """A score that may have been changed already, times log2 e; ``place``: (row of the block, column) of it."""
         return x
 
-    def ask(self, state: LogitState, kept: list[object], tokens: list[Int32]) -> None:
-        """Starts loading what the next block wants, whose keys stand at ``tokens``; ``kept`` by column."""
+    def ask(self, state: ScoreState, kept: list[object], tokens: list[Int32]) -> None:
+        """Starts loading what `change` wants of the keys at ``tokens``; ``kept`` by column. Decode attention calls it a
+        block ahead, extend attention before the block's first `change`."""
 
-    def may_hide(self, state: LogitState, token: Int32) -> Any:
+    def may_hide(self, state: ScoreState, token: Int32) -> Any:
         """Whether it hides keys of a tile that begins with ``token`` from some query; None for never."""
         return None
 
-    def hides(self, state: LogitState, position: Int32, token: Int32) -> Any:
+    def hides(self, state: ScoreState, position: Int32, token: Int32) -> Any:
         """Whether the query at ``position`` does not see a key; None for never."""
         return None
 
@@ -116,7 +143,7 @@ class BiasTerm(ScoreTerm):
         return BIAS_BYTES[self.features.bias or ""]
 
     def start(self, state):
-        state.bias = cute.make_rmem_tensor(BLOCK_ROWS * self.columns, Uint32)
+        state.bias = cute.make_rmem_tensor(self.rows * self.columns, Uint32)
 
     def open(self, state, work, query, softmax_scale):
         strides = state.values.bias_strides
@@ -159,3 +186,51 @@ class WindowTerm(ScoreTerm):
 def load_shift(base, row):
     """The shift of a query; the kernel before this one may have written it."""
     return ptx.load_global_words(base + row * 4, 0, 1, constant=False)[0].bitcast(Float32)
+
+
+class ScoreTerms:
+    """The terms of a variant, in the order in which scores meet them; arguments as `ScoreTerm` has them."""
+
+    def __init__(self, features: Features, columns: int, rows: int = BLOCK_ROWS):
+        self.terms: dict[str, ScoreTerm] = {
+            option.name: load_code(option.term)(features, columns, rows) for option in options_in(features)
+        }
+        terms = self.terms.values()
+        # Scores that are not changed stay raw: the softmax scales them in the same instruction that shifts them.
+        self.change_scores = any(term.changes_scores for term in terms)
+        self.need_positions = any(term.needs_positions for term in terms)
+        # Whether something is loaded for each block ahead of it.
+        self.load = any(type(term).ask is not ScoreTerm.ask for term in terms)
+
+    def open(self, state: ScoreState, work: Any, queries: list[QueryColumn], softmax_scale: Float32) -> None:
+        """Has ``state`` keep what they want of the lane's queries."""
+        state.kept = {name: [] for name in self.terms}
+        for term in self.terms.values():
+            term.start(state)
+        for query in queries:
+            for name, term in self.terms.items():
+                state.kept[name].append(term.open(state, work, query, softmax_scale))
+
+    def change(self, state: ScoreState, place: tuple[int, int], x, token):
+        """What they make of a scaled score, at a lane's (row, column)."""
+        for name, term in self.terms.items():
+            x = term.change(state, state.kept[name][place[1]], place, x, token)
+        return x
+
+    def ask(self, state: ScoreState, tokens: list[Int32]) -> None:
+        """Starts loading what they want of keys at positions ``tokens``."""
+        for name, term in self.terms.items():
+            term.ask(state, state.kept[name], tokens)
+
+    def may_hide(self, state: ScoreState, token, masked):
+        """``masked``, or whether some of them may hide a key of a tile that begins with ``token``."""
+        for hidden in (term.may_hide(state, token) for term in self.terms.values()):
+            masked = masked if hidden is None else masked | hidden
+        return masked
+
+    def hides(self, state: ScoreState, position, token, hidden=None):
+        """``hidden``, or whether some of them hides a key from the query at ``position``; None for never."""
+        for more in (term.hides(state, position, token) for term in self.terms.values()):
+            if more is not None:
+                hidden = more if hidden is None else hidden | more
+        return hidden

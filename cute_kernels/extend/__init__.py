@@ -7,11 +7,13 @@ with decoding. Read on in `reference` (what it means), `call` (what a checked ca
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
 from cute_kernels.attention.call import keys_seen
+from cute_kernels.attention.score_options import check_mapping
 from cute_kernels.extend import ops
 from cute_kernels.extend.mixed import mixed_attention
 from cute_kernels.extend.transformed import inputs_of, results_of
@@ -47,6 +49,7 @@ class ExtendOptions(TypedDict, total=False):
     sm_margin: int
     unpack: bool | None
     max_seq_len: int | None
+    score_options: Mapping[str, torch.Tensor] | None
     out: torch.Tensor | None
 
 
@@ -118,6 +121,7 @@ def extend_attention(
     sm_margin: int = 0,
     unpack: bool | None = None,
     max_seq_len: int | None = None,
+    score_options: Mapping[str, torch.Tensor] | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -174,6 +178,9 @@ def extend_attention(
             per row, whose results differ by its rounding. True: in any case.
         max_seq_len: none of seq_lens is greater, as the caller knows. It bounds that memory where the cache has room
             for more. Results of longer requests are undefined.
+        score_options: as for :func:`cute_kernels.decode_attention`: tensors, by name, of options that
+            :func:`cute_kernels.attention.score_options.register` has made known; without a size of q_len. Not with
+            new_k, new_v, a tree_mask, or a transform whose K has a center.
         return_lse: also return the log-sum-exp of the scores, without the sinks.
         out: where to write the result, contiguous.
 
@@ -210,7 +217,10 @@ def extend_attention(
         "sm_margin": sm_margin,
         "unpack": unpack,
         "max_seq_len": max_seq_len,
+        "score_options": score_options or None,
     }
+    if score_options is not None:
+        check_mapping(score_options)
     inputs, own_sinks, needs_lse = None, None, return_lse
     if transform is not None:
         inputs = inputs_of(transform, q, options, return_lse)

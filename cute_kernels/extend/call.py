@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +12,7 @@ from cute_kernels.attention import call as attention_call
 from cute_kernels.attention import checks
 from cute_kernels.attention.call import AttentionCall, Bias, CacheOperand
 from cute_kernels.attention.features import Features
+from cute_kernels.attention.score_options import tensors_of
 from cute_kernels.extend.config import HEAD_DIMS, MAX_SPLITS, cannot_read
 from cute_kernels.kv_formats import format_of
 from cute_kernels.names import CacheLayout
@@ -70,8 +71,19 @@ class ExtendCall:
         else:
             table, k, v = None, _part(base.k, part), _part(base.v, part)
         lengths = base.seq_lens[part]
+        tensors = dict(base.score_tensors)
+        for tensor in tensors_of(base.terms):
+            if "batch" in tensor.shape:
+                tensors[tensor.name] = tensors[tensor.name].narrow(tensor.shape.index("batch"), request, 1)
         request_call = replace(
-            base, q=self.q[own].unsqueeze(0), k=k, v=v, seq_lens=lengths, block_table=table, out=None
+            base,
+            q=self.q[own].unsqueeze(0),
+            k=k,
+            v=v,
+            seq_lens=lengths,
+            block_table=table,
+            out=None,
+            score_tensors=tensors,
         )
         if self.tree_mask is None:
             return request_call
@@ -148,6 +160,7 @@ def make_call(
     sm_margin: int = 0,
     unpack: bool | None = None,
     max_seq_len: int | None = None,
+    score_options: Mapping[str, torch.Tensor] | None = None,
     out: torch.Tensor | None = None,
 ) -> ExtendCall:
     """Checks everything that can be said without waiting for a device; arguments as `extend_attention` has them.
@@ -192,7 +205,10 @@ def make_call(
         softcap=softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        score_options=score_options,
     )
+    if base.terms:
+        _check_score_options(base.terms, tree_mask=tree_mask, new_k=new_k, new_v=new_v)
     if base.v.head_dim != q.shape[2]:
         raise ValueError(f"v_cache: got rows of head_dim {base.v.head_dim}, want {q.shape[2]}, that of q")
     if out is not None:
@@ -207,6 +223,22 @@ def make_call(
     return ExtendCall(
         q, cu_seqlens_q, base, new, out, tree_mask, num_splits, sm_margin, unpack=unpack, max_seq_len=max_seq_len
     )
+
+
+def _check_score_options(names: tuple[str, ...], **others: object) -> None:
+    """Raises ValueError for registered options that a call with these ``others`` cannot have."""
+    for tensor in tensors_of(names):
+        if "q_len" in tensor.shape:
+            raise ValueError(
+                f"score_options: got {tensor.name!r}, [{', '.join(map(str, tensor.shape))}], want tensors without a "
+                "q_len: requests differ in it"
+            )
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: got a value beside score_options {', '.join(names)}, want None: where new tokens stand in "
+                "their request is not known to it"
+            )
 
 
 def _check_tree_mask(mask: torch.Tensor, q: torch.Tensor, **positional: object) -> None:

@@ -48,24 +48,20 @@ class CombineKernel:
         self.config = config
         self.elements = of_name(config.q_dtype)
 
-    @cute.jit
-    def __call__(
-        self,
-        out: cute.Tensor,
-        cu_seqlens: cute.Tensor,
-        partials: Int64,
-        lse: Int64,
-        sinks: Int64,
-        num_splits: Int32,
-        stream,
-    ):
-        """out: [total_q, num_q_heads, head_dim], of which queries from ``cu_seqlens[-1]`` on are left alone; others as
-        :class:`Parts` has them. num_splits: at most 32."""
-        shape = extents(out)
-        rows = shape[0] * shape[1]
-        ends = extents(cu_seqlens)
-        parts = Parts(partials, ptx.address(out), lse, sinks, rows, num_splits, shape[1])
-        self.kernel(parts, ptx.address(cu_seqlens) + Int64(ends[0] - 1) * 4).launch(
+    def launch(self, given, stream):
+        """``given`` has the arguments of :data:`.arguments.COMBINE`."""
+        (total_q, num_q_heads, _), ends = extents(given.out), extents(given.cu_seqlens)
+        rows = total_q * num_q_heads
+        parts = Parts(
+            partials=given.partials,
+            out=ptx.address(given.out),
+            lse=given.lse,
+            sinks=given.sinks,
+            rows=rows,
+            num_splits=given.num_splits,
+            num_q_heads=num_q_heads,
+        )
+        self.kernel(parts, ptx.address(given.cu_seqlens) + Int64(ends[0] - 1) * 4).launch(
             grid=(cute.ceil_div(rows, self.num_warps), 1, 1),
             block=(self.num_warps * WARP_THREADS, 1, 1),
             stream=stream,

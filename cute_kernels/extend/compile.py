@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels import attention
+from cute_kernels.attention import score_options
 from cute_kernels.attention.features import Features
+from cute_kernels.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.extend.config import CombineConfig, ExtendConfig, UnpackConfig
 from cute_kernels.extend.schedule import ExtendProblem, choose, choose_unpacked
 from cute_kernels.kv_formats import modules_of, sources_of
-from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
+from cute_kernels.runtime import launch_arguments
+from cute_kernels.runtime.spec import KernelSpec, check_config
 
 SHIPPED_FORMATS = ("bf16", "int8_token_head", "e4m3_token_head", "e4m3_tensor", "int4_g1", "int4_g4")
 CAUSAL_PAGES = Features(causal=True, paged=True)
+SHARED_SOURCES = ("config.py", "features.py", "tiles.py", "score_options.py", "score_terms.py", "readers/common.py")
+"""Of decode attention's room, that decide these kernels too."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExtendSpec(KernelSpec):
-    """One extend attention kernel: the function takes what :meth:`ExtendKernel.__call__` describes, on torch's current
-    stream."""
+    """One extend attention kernel; the function takes :func:`.arguments.attention_arguments`, on torch's stream."""
 
     config: ExtendConfig
     family: ClassVar[str] = "extend"
@@ -31,11 +36,14 @@ class ExtendSpec(KernelSpec):
 
     def source_roots(self) -> tuple[Path, ...]:
         attention_room = Path(attention.__file__).resolve().parent
-        files = [attention_room / "config.py", attention_room / "features.py", attention_room / "tiles.py"]
-        return *super().source_roots(), *sources_of(self.config.k_format, self.config.v_format), *files
+        files = [attention_room / name for name in SHARED_SOURCES]
+        of_formats = sources_of(self.config.k_format, self.config.v_format)
+        options = score_options.sources_of(self.config.features)
+        return *super().source_roots(), *launch_arguments.SOURCES, *of_formats, *files, *options
 
     def modules(self) -> tuple[str, ...]:
-        return modules_of(self.config.k_format, self.config.v_format)
+        of_formats = modules_of(self.config.k_format, self.config.v_format)
+        return tuple(dict.fromkeys((*of_formats, *score_options.modules_of(self.config.features))))
 
     def compile(self, arch: str) -> Any:
         return compile_extend(self.config, arch)
@@ -43,7 +51,7 @@ class ExtendSpec(KernelSpec):
 
 @dataclass(frozen=True, eq=False)
 class UnpackSpec(KernelSpec):
-    """What makes rows of 16 bits of a cache: the function takes what :meth:`UnpackKernel.__call__` describes."""
+    """What makes rows of 16 bits of a cache: the function takes :data:`.arguments.UNPACK`."""
 
     config: UnpackConfig
     family: ClassVar[str] = "extend"
@@ -53,7 +61,8 @@ class UnpackSpec(KernelSpec):
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), *sources_of(self.config.k_format, self.config.v_format)
+        of_formats = sources_of(self.config.k_format, self.config.v_format)
+        return *super().source_roots(), *launch_arguments.SOURCES, *of_formats
 
     def modules(self) -> tuple[str, ...]:
         return modules_of(self.config.k_format, self.config.v_format)
@@ -64,7 +73,7 @@ class UnpackSpec(KernelSpec):
 
 @dataclass(frozen=True, eq=False)
 class CombineSpec(KernelSpec):
-    """What puts splits together: the function takes what :meth:`CombineKernel.__call__` describes."""
+    """What puts splits together: the function takes :data:`.arguments.COMBINE`."""
 
     config: CombineConfig
     family: ClassVar[str] = "extend"
@@ -72,6 +81,9 @@ class CombineSpec(KernelSpec):
     @property
     def symbol(self) -> str:
         return self.config.name
+
+    def source_roots(self) -> tuple[Path, ...]:
+        return *super().source_roots(), *launch_arguments.SOURCES
 
     def compile(self, arch: str) -> Any:
         return compile_combine(self.config, arch)
@@ -97,46 +109,46 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
     """
     import cutlass
     import cutlass.cute as cute
-    from cutlass import Float32, Int32, Int64
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
     from cute_kernels.extend.kernel import ExtendKernel
 
     check_config(config)
-    float_type = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
-
-    def tensor(dtype, shape, align):
-        order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
-
-    total_q, q_heads, blocks, outer, inner, batch, ends = (cute.sym_int() for _ in range(7))
-    queries = [tensor(float_type[config.q_dtype], (total_q, q_heads, config.head_dim), 16) for _ in range(2)]
+    dtype = _float_type(config.q_dtype)
+    total_q, q_heads, *blocks = (cute.sym_int() for _ in range(5))
 
     def cache(form):
         if config.cache_type is None:
-            return _fake_cache((blocks, outer, inner), cutlass.Uint8, form.row_elements(config.head_dim), 4)
-        return _fake_cache((blocks, outer, inner), float_type[config.cache_type], config.head_dim, 16)
+            return _fake_cache(blocks, cutlass.Uint8, form.row_elements(config.head_dim), 4)
+        return _fake_cache(blocks, _float_type(config.cache_type), config.head_dim, 16)
 
-    lengths = [tensor(cutlass.Int32, (count,), 4) for count in (ends, batch)]
-    results = [*[Int64(0)] * 4, Int32(0)]
-    scales = [Int64(0), Int64(0), Int32(0), Int32(0), Float32(1.0)]
-    features = [Int64(0), Int32(0), Int32(0), Float32(1.0), Int64(0), Int64(0)]
-    features += [Int64(0), Int32(0), Int32(1), Int64(0), Int64(0), Int32(1)]
-    return cute.compile(
-        ExtendKernel(config),
-        queries[0],
-        *map(cache, config.formats),
-        *lengths,
-        queries[1],
-        *results,
-        *scales,
-        *features,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    k_cache, v_cache = map(cache, config.formats)
+    tensors = {
+        "q": _fake_dense(dtype, (total_q, q_heads, config.head_dim)),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "cu_seqlens": _fake_dense(cutlass.Int32, (cute.sym_int(),)),
+        "seq_lens": _fake_dense(cutlass.Int32, (cute.sym_int(),)),
+        "out": _fake_dense(dtype, (total_q, q_heads, config.head_dim)),
+    }
+    return attention_arguments(config.features).compile(ExtendKernel(config).launch, tensors, arch, *options)
 
 
-def _fake_cache(shape: tuple[Any, ...], dtype: Any, row: int, align: int) -> Any:
+def _float_type(name: str) -> Any:
+    import cutlass
+
+    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[name]
+
+
+def _fake_dense(dtype: Any, shape: tuple[Any, ...]) -> Any:
+    """Without gaps; rows of 16 bits aligned to 16 bytes, integers to theirs."""
+    from cutlass.cute.runtime import make_fake_compact_tensor
+
+    order = tuple(reversed(range(len(shape))))
+    align = 4 if dtype.width == 32 else 16
+    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+
+
+def _fake_cache(shape: Iterable[Any], dtype: Any, row: int, align: int) -> Any:
     """A cache of such a shape, whose rows are aligned and without gaps."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
@@ -149,59 +161,37 @@ def compile_unpack(config: UnpackConfig, arch: str, *options: str) -> Any:
     """As :func:`compile_extend`, for the kernel that makes rows of 16 bits of a cache."""
     import cutlass
     import cutlass.cute as cute
-    from cutlass import Int32, Int64
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
     from cute_kernels.extend.unpack import UnpackKernel
 
     check_config(config)
-    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
-    blocks, outer, inner, requests, heads, room, ends, batch = (cute.sym_int() for _ in range(8))
+    dtype = _float_type(config.dtype)
+    *blocks, requests, heads, room = (cute.sym_int() for _ in range(6))
 
     def cache(form):
         row, coded = form.row_elements(config.head_dim), form.is_coded
-        return _fake_cache((blocks, outer, inner), cutlass.Uint8 if coded else dtype, row, 4 if coded else 16)
+        return _fake_cache(blocks, cutlass.Uint8 if coded else dtype, row, 4 if coded else 16)
 
-    rows = [
-        make_fake_compact_tensor(
-            dtype, (requests, heads, room, config.head_dim), stride_order=(3, 2, 1, 0), assumed_align=16
-        )
-        for _ in range(2)
-    ]
-    lengths = [
-        make_fake_compact_tensor(cutlass.Int32, (count,), stride_order=(0,), assumed_align=4) for count in (ends, batch)
-    ]
-    return cute.compile(
-        UnpackKernel(config),
-        *map(cache, config.formats),
-        *rows,
-        *lengths,
-        *[Int64(0)] * 2,
-        *[Int32(1)] * 6,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    k_cache, v_cache = map(cache, config.formats)
+    tensors = {
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "k_rows": _fake_dense(dtype, (requests, heads, room, config.head_dim)),
+        "v_rows": _fake_dense(dtype, (requests, heads, room, config.head_dim)),
+        "cu_seqlens": _fake_dense(cutlass.Int32, (cute.sym_int(),)),
+        "seq_lens": _fake_dense(cutlass.Int32, (cute.sym_int(),)),
+    }
+    return UNPACK.compile(UnpackKernel(config).launch, tensors, arch, *options)
 
 
 def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
     """As :func:`compile_extend`, for the kernel that puts splits together."""
     import cutlass
     import cutlass.cute as cute
-    from cutlass import Int32, Int64
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
     from cute_kernels.extend.combine import CombineKernel
 
     check_config(config)
-    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.q_dtype]
-    total_q, q_heads, ends = (cute.sym_int() for _ in range(3))
-    out = make_fake_compact_tensor(dtype, (total_q, q_heads, config.head_dim), stride_order=(2, 1, 0), assumed_align=16)
-    return cute.compile(
-        CombineKernel(config),
-        out,
-        make_fake_compact_tensor(cutlass.Int32, (ends,), stride_order=(0,), assumed_align=4),
-        *[Int64(0)] * 3,
-        Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    out = _fake_dense(_float_type(config.q_dtype), (cute.sym_int(), cute.sym_int(), config.head_dim))
+    tensors = {"out": out, "cu_seqlens": _fake_dense(cutlass.Int32, (cute.sym_int(),))}
+    return COMBINE.compile(CombineKernel(config).launch, tensors, arch, *options)

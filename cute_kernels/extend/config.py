@@ -56,7 +56,7 @@ class ProducerPipeline:
     Attributes:
         tile_tokens: keys and values of a tile.
         num_stages: tiles of K, and of V, in shared memory.
-        producer_warps: 4 or 8.
+        producer_warps: 4 or 8; those that decode are half K's, half V's.
         ping_pong: whether the consumers take turns issuing their products.
     """
 
@@ -164,9 +164,14 @@ class ExtendConfig:
         return self.coded and not self.unpacked
 
     @property
+    def tile_warps(self) -> int:
+        """Producer warps that decode a tile of K, or of V."""
+        return self.producer_warps // 2
+
+    @property
     def warp_rows(self) -> int:
         """Rows of a tile that a producer warp decodes."""
-        return self.tile_tokens // self.producer_warps
+        return self.tile_tokens // self.tile_warps
 
     @property
     def filling_warps(self) -> int:
@@ -251,7 +256,7 @@ class ExtendConfig:
 
     @property
     def scale_bytes(self) -> int:
-        """Of the scales of a tile's rows, and of the greatest that each producer warp has seen; or of a tile's own."""
+        """Of the scales of a tile's rows, and the greatest that each of V's producer warps has seen; or of its own."""
         if any(self.tile_scales):
             return TILE_SCALE_BYTES
         return 4 * (self.tile_tokens + self.producer_warps) if self.decodes else 0
@@ -294,6 +299,10 @@ class ExtendConfig:
             return f"producer_warps {self.producer_warps} is not 4 or 8"
         if self.producer_warps == 8 and self.columns > 128:
             return f"8 producer_warps leave too few registers for head_dim {self.head_dim}"
+        if any(self.token_scales) and self.warp_rows > WARP_THREADS:
+            return (
+                f"{self.producer_warps} producer_warps have {self.warp_rows} rows each, and a lane for the scale of one"
+            )
         producing, consuming = self.registers
         shared_out = MMA_WARPS * consuming + self.producer_warps * producing
         if shared_out > (MMA_WARPS + self.producer_warps) * self.launch_registers:

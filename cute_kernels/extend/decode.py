@@ -2,7 +2,11 @@
 
 A warp loads 32 words side by side, of a row or of some rows that follow each other: a lane's word is 4 or 8 codes, and
 half of a 16-byte piece, or one. So neither loads nor stores have bank conflicts, and a store's address is one of few
-per lane plus a constant. Words of the next tile are asked for before this one is decoded.
+per lane plus a constant.
+
+Half of the warps decode K, half V. A warp asks for its rows of the next tile when it has decoded those of this one, and
+then waits until the tile is free. It asks for nothing in between: the machine counts a thread's loads together, and a
+warp that decodes would wait for all that it has asked for. Which pages a tile lies in is asked for one tile ahead.
 
 Codes of bytes are fp16 numbers without their scale: a row's scale meets scores (K) and probabilities (V), in fp32. INT4
 rows are multiplied out in fp16, rounded once: half of code * scale + shift.
@@ -15,7 +19,7 @@ from typing import Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
@@ -98,16 +102,58 @@ class Held:
     scale: RegisterTensor[Uint32]
 
 
-class CodedRows:
-    """K or V: which words are whose, and how a warp's rows of a tile come."""
+@dataclass(frozen=True)
+class Places:
+    """Where a warp's rows of a tile lie: registers, one for each run. entries, places: as :meth:`.memory.Pages.ask`
+    says it of the run's first row."""
 
-    def __init__(self, shape: RowShape, operand: int):
-        self.tile_tokens, self.paged, self.operand = shape.tile_tokens, shape.page_tokens > 0, operand
+    entries: RegisterTensor[Int32]
+    places: RegisterTensor[Int32]
+
+
+class RowRuns:
+    """A warp's rows of a tile, K's and V's, as runs of rows that certainly lie together in the cache."""
+
+    def __init__(self, shape: RowShape):
+        self.tile_tokens, self.warp_rows, self.paged = shape.tile_tokens, shape.warp_rows, shape.page_tokens > 0
+        self.rows = min(self.warp_rows, shape.page_tokens or self.warp_rows)  # of a run
+        self.count = self.warp_rows // self.rows
+
+    def make(self) -> Places:
+        return Places(cute.make_rmem_tensor(self.count, Int32), cute.make_rmem_tensor(self.count, Int32))
+
+    @cute.jit
+    def ask(self, places: Places, source, work, block: Int32, warp: Int32):
+        """Asks where a warp's rows of a block lie."""
+        first = block * self.tile_tokens + warp * self.warp_rows
+        last = cutlass.max(work.kv_stop - 1, 0)
+        for run in cutlass.range_constexpr(self.count):
+            token = first + run * self.rows
+            # The table may end, or its entries may be anything, where no token is.
+            token = cutlass.select_(token > last, Int32(0), token)
+            places.entries[run], places.places[run] = source.pages.ask(self.paged, work.request, token)
+
+    def bases(self, source, rows, places: Places, head) -> list[Int64]:
+        """Addresses of the runs' first rows, of K or of V."""
+        blocks = [source.pages.block(self.paged, places.entries[run]) for run in range(self.count)]
+        return [rows.address(block, places.places[run], head) for run, block in enumerate(blocks)]
+
+
+class CodedRows:
+    """K or V: which words are whose, and how a warp's rows of a tile come.
+
+    looks_first: whether rows of groups that are all there are loaded by code of their own, without a look at each.
+    """
+
+    def __init__(self, shape: RowShape, operand: int, *, looks_first: bool = False):
+        self.tile_tokens, self.operand, self.runs = shape.tile_tokens, operand, RowRuns(shape)
         form = shape.formats[operand]
         assert form.extend is not None  # `ExtendConfig.can_implement` has said so
         self.decoder = load_code(form.extend.words)()
         self.word_codes = WORD_BITS // form.code_bits
         self.has_headers = form.extend.scales == "groups"
+        # It takes 4 % from INT4's time, and would add 7 % to that of bytes (32 x 32 queries over 8k, H200).
+        self.looks_first = looks_first and self.has_headers
         self.token_scale = has_token_scale(form)
         self.header_bytes = form.header_bytes
         self.unit_bytes = self.word_codes * ELEMENT_BYTES  # of a word's numbers
@@ -116,7 +162,6 @@ class CodedRows:
         self.group_words = self.real_units // form.num_groups
         self.warp_rows = shape.warp_rows
         self.num_loads = self.warp_rows * self.row_units // WARP_THREADS
-        self.run_rows = min(self.warp_rows, shape.page_tokens or self.warp_rows)
 
     def make(self) -> Held:
         return Held(
@@ -126,39 +171,49 @@ class CodedRows:
         )
 
     @cute.jit
-    def load(self, held: Held, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
+    def load(self, held: Held, places: Places, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
         """Asks for a warp's rows of a block; those that no query of the request sees become zeros."""
-        rows, paged = source.rows(self.operand), self.paged
+        rows = source.rows(self.operand)
         first = block * self.tile_tokens + warp * self.warp_rows
-        below = lane // self.row_units if const_expr(self.row_units < WARP_THREADS) else Int32(0)
-        word = lane % self.row_units if const_expr(self.row_units < WARP_THREADS) else lane
         low = cutlass.max(first_valid - first, 0)
         count = cutlass.max(work.kv_stop - first - low, 0)
-        last = cutlass.max(work.kv_stop - 1, 0)
-        bases = []
-        for run in cutlass.range_constexpr(self.warp_rows // self.run_rows):
-            token = first + run * self.run_rows
-            # The table may end, or its entries may be anything, where no token is.
-            token = cutlass.select_(token > last, Int32(0), token)
-            found, place = source.pages.locate(paged, work.request, token)
-            bases.append(rows.address(found, place, work.head))
-        for k in cutlass.range_constexpr(self.num_loads):
-            row = k * WARP_THREADS // self.row_units
-            run, part = row // self.run_rows, k * WARP_THREADS % self.row_units
-            row_address = bases[run] + ((row % self.run_rows) + below) * rows.token_bytes
-            index, limit = (below - low) + row, count
-            if const_expr(self.real_units < self.row_units):
-                limit = cutlass.select_(word + part < self.real_units, count, Int32(0))
-            held.words[k] = load_word_below(index, limit, row_address + 4 * word, self.header_bytes + 4 * part)
-            if const_expr(self.has_headers):
-                group = (word + part) // self.group_words
-                held.headers[k] = load_word_below(index, limit, row_address + 4 * group)
+        bases = self.runs.bases(source, rows, places, work.head)
+        if const_expr(self.looks_first):
+            if (low == 0) & (count >= self.warp_rows):
+                self.load_words(held, rows, bases, Int32(0), None, lane)
+            else:
+                self.load_words(held, rows, bases, low, count, lane)
+        else:
+            self.load_words(held, rows, bases, low, count, lane)
         if const_expr(self.token_scale):
             row = lane % self.warp_rows
             base = bases[0]
             for run in cutlass.range_constexpr(1, len(bases)):
-                base = cutlass.select_(row >= run * self.run_rows, bases[run], base)
-            held.scale[0] = load_word_below(row - low, count, base + (row % self.run_rows) * rows.token_bytes)
+                base = cutlass.select_(row >= run * self.runs.rows, bases[run], base)
+            address = base + (row % self.runs.rows) * rows.token_bytes
+            held.scale[0] = load_word_below(row - low, count, address)
+
+    def load_words(self, held: Held, rows, bases, low, count, lane) -> None:
+        """Asks for words and headers of rows. count: of those from ``low`` on that are there; None: all are, which
+        saves two instructions a word."""
+        below, word = self.lane_place(lane)
+        for k in range(self.num_loads):
+            row, part = k * WARP_THREADS // self.row_units, k * WARP_THREADS % self.row_units
+            address = bases[row // self.runs.rows] + ((row % self.runs.rows) + below) * rows.token_bytes
+            index, limit = (below - low) + row, count
+            if self.real_units < self.row_units:
+                there = self.warp_rows if count is None else count
+                limit = cutlass.select_(word + part < self.real_units, Int32(there), Int32(0))
+            held.words[k] = load_word(index, limit, address + 4 * word, self.header_bytes + 4 * part)
+            if self.has_headers:
+                group = (word + part) // self.group_words
+                held.headers[k] = load_word(index, limit, address + 4 * group)
+
+    def lane_place(self, lane) -> tuple[Int32, Int32]:
+        """(row, word) of a lane's part of a load, among those of the load."""
+        if self.row_units < WARP_THREADS:
+            return lane // self.row_units, lane % self.row_units
+        return Int32(0), lane
 
     def numbers(self, held: Held, k: int):
         """What a lane's word of a load stands for: packed pairs, without a row's scale."""
@@ -170,13 +225,12 @@ class TileWriter:
 
     def __init__(self, config: ExtendConfig, operand: int):
         self.config, self.operand = config, operand
-        self.rows = CodedRows(config, operand)
+        self.rows = CodedRows(config, operand, looks_first=True)
 
     def place(self, warp, lane):
         """Byte offset in a tile of what a lane's first word becomes."""
-        row_words, word_codes = self.rows.row_units, self.rows.word_codes
-        below = lane // row_words if row_words < WARP_THREADS else Int32(0)
-        word = lane % row_words if row_words < WARP_THREADS else lane
+        word_codes = self.rows.word_codes
+        below, word = self.rows.lane_place(lane)
         column = word * word_codes
         slab, piece = column // SLAB_COLUMNS, column % SLAB_COLUMNS // 8
         place = slab * self.config.slab_bytes + (warp * self.rows.warp_rows + below) * wgmma_tiles.ROW_BYTES
@@ -212,8 +266,8 @@ class RowProducer:
     """The producer warps of a cache of codes."""
 
     def __init__(self, config: ExtendConfig):
-        self.config = config
-        self.keys, self.values = TileWriter(config, KEYS), TileWriter(config, VALUES)
+        self.config, self.runs = config, RowRuns(config)
+        self.writers = TileWriter(config, KEYS), TileWriter(config, VALUES)
 
     def make_maps(self, k_cache, v_cache):
         """No tensor maps."""
@@ -221,17 +275,38 @@ class RowProducer:
     @cute.jit
     def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
         """Fills the tiles of a work tile, the last block first; the ring's next stage and phase."""
-        keys, values = self.keys.rows.make(), self.values.rows.make()
-        # Not what they are made of: registers are scarce.
-        places = ptx.pinned(self.keys.place(warp, lane)), ptx.pinned(self.values.place(warp, lane))
+        given = (source, work, span, first_valid, memory)
+        if warp < self.config.tile_warps:
+            stage, phase = self.fill_tiles(KEYS, *given, warp, lane, stage, phase)
+        else:
+            stage, phase = self.fill_tiles(VALUES, *given, warp - self.config.tile_warps, lane, stage, phase)
+        return stage, phase
+
+    @cute.jit
+    def fill_tiles(
+        self,
+        operand: cutlass.Constexpr,
+        source,
+        work,
+        span,
+        first_valid,
+        memory,
+        warp: Int32,
+        lane: Int32,
+        stage: Int32,
+        phase: Int32,
+    ):
+        """K's or V's; warp: of those that do."""
+        held, places = self.writers[operand].rows.make(), self.runs.make()
+        # Not what it is made of: registers are scarce.
+        place = ptx.pinned(self.writers[operand].place(warp, lane))
         if span.begin < span.end:
-            self.keys.rows.load(keys, source, work, first_valid, span.end - 1, warp, lane)
+            self.runs.ask(places, source, work, span.end - 1, warp)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
-            self.values.rows.load(values, source, work, first_valid, block, warp, lane)
-            self.publish(self.keys, keys, memory, places[0], warp, lane, stage, phase)
-            self.keys.rows.load(keys, source, work, first_valid, cutlass.max(block - 1, span.begin), warp, lane)
-            self.publish(self.values, values, memory, places[1], warp, lane, stage, phase)
+            self.writers[operand].rows.load(held, places, source, work, first_valid, block, warp, lane)
+            self.runs.ask(places, source, work, cutlass.max(block - 1, span.begin), warp)
+            self.publish(self.writers[operand], held, memory, place, warp, lane, stage, phase)
             stage, phase = advance(stage, phase, self.config.num_stages)
         return stage, phase
 
@@ -255,3 +330,10 @@ class RowProducer:
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(memory.full + number)
+
+
+def load_word(index, limit, address, offset: int = 0):
+    """A word of read-only global memory where 0 <= ``index`` < ``limit``, else zero; limit None: it is there."""
+    if limit is None:
+        return ptx.load_global_words(address, offset, 1)[0]
+    return load_word_below(index, limit, address, offset)

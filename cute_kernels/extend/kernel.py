@@ -12,7 +12,7 @@ docs/design/extend_attention.md has the balance of clocks, bytes and registers b
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32
 
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
@@ -34,55 +34,11 @@ class ExtendKernel:
         self.producer = RowProducer(config) if config.decodes else TmaTileProducer(config)
         self.consumer, self.worker = Consumer(config), Worker(config)
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k_cache: cute.Tensor,
-        v_cache: cute.Tensor,
-        cu_seqlens: cute.Tensor,
-        seq_lens: cute.Tensor,
-        out: cute.Tensor,
-        lse: Int64,
-        other_out: Int64,
-        other_lse: Int64,
-        counter: Int64,
-        prefix_only: Int32,
-        k_scale: Int64,
-        v_scale: Int64,
-        k_scale_stride: Int32,
-        v_scale_stride: Int32,
-        softmax_scale: Float32,
-        block_table: Int64,
-        max_pages: Int32,
-        window: Int32,
-        soft_cap: Float32,
-        sinks: Int64,
-        alibi_slopes: Int64,
-        tree_mask: Int64,
-        tree_words: Int32,
-        num_splits: Int32,
-        partials: Int64,
-        tile_scales: Int64,
-        num_ctas: Int32,
-        stream,
-    ):
-        """Launches ``num_ctas`` CTAs, at most as many as there are work tiles.
-
-        q, out: [total_q, num_q_heads, head_dim]; caches: [blocks, tokens, num_kv_heads, row], or [blocks, num_kv_heads,
-        tokens, row] if they are head-major; a block is a page with ``block_table`` (address of int32 [batch,
-        max_pages]), else a request, or all tokens if they are ragged. cu_seqlens int32 [batch + 1], seq_lens int32
-        [batch] (ragged: where each request's keys begin, [batch + 1]). Addresses: lse fp32 [total_q, num_q_heads] or 0;
-        other_out, other_lse: as out and lse, to be merged with; counter: a word, EMPTY before and after; k_scale,
-        v_scale, sinks, alibi_slopes fp32; tree_mask int32 [total_q, tree_words]; partials fp32 [num_splits, total_q,
-        num_q_heads, head_dim], then [num_splits, total_q, num_q_heads] of log2 sums, with more than one split: what
-        :mod:`.combine` reads, and out and lse are left to it. prefix_only: 1 to leave out the queries' own tokens,
-        else 0. Of unpacked keys caches and tile_scales are what :class:`.unpack.UnpackTarget` has, and max_pages the
-        tokens that a request may have.
-        """
+    def launch(self, given, stream):
+        """Launches ``num_ctas`` CTAs; ``given`` has the arguments of :func:`.arguments.attention_arguments`."""
         config = self.config
-        (total_q, num_q_heads, _), cache = extents(q), extents(k_cache)
-        ends = extents(cu_seqlens)
+        (total_q, num_q_heads, _), cache = extents(given.q), extents(given.k_cache)
+        ends = extents(given.cu_seqlens)
         batch = ends[0] - 1
         tokens, kv_heads = (cache[2], cache[1]) if config.features.head_major else (cache[1], cache[2])
         group = num_q_heads // kv_heads
@@ -91,27 +47,27 @@ class ExtendKernel:
             total_q=total_q,
             batch=batch,
             num_q_heads=num_q_heads,
-            max_seq_len=self.room(max_pages, tokens),
+            max_seq_len=self.room(given.max_pages, tokens),
             group=Divisor.of(group),
             kv_heads=Divisor.of(kv_heads),
-            splits=Divisor.of(num_splits),
+            splits=Divisor.of(given.num_splits),
             num_slots=num_slots,
-            num_tiles=num_slots * kv_heads * num_splits,
-            window=window,
+            num_tiles=num_slots * kv_heads * given.num_splits,
+            window=given.window,
         )
         keys, values = (
             Rows.of(tensor, 1 if config.decodes else ELEMENT_BYTES, config.features.head_major)
-            for tensor in (k_cache, v_cache)
+            for tensor in (given.k_cache, given.v_cache)
         )
-        pages = Pages(block_table, max_pages, cache[0], Divisor.of(tokens))
-        source = Source(keys, values, pages, self.producer.make_maps(k_cache, v_cache), tile_scales)
-        addresses = ptx.address(q), ptx.address(out), lse, other_out, other_lse, partials
-        operands = Operands(*addresses, k_scale, v_scale, k_scale_stride, v_scale_stride, softmax_scale)
-        features = Features(window, soft_cap, sinks, alibi_slopes, tree_mask, tree_words)
-        lengths = Lengths(ptx.address(cu_seqlens), ptx.address(seq_lens), counter, prefix_only)
-        self.kernel(shape, source, operands, features, lengths).launch(
-            grid=(num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream
-        )
+        pages = Pages(given.block_table, given.max_pages, cache[0], Divisor.of(tokens))
+        maps = self.producer.make_maps(given.k_cache, given.v_cache)
+        self.kernel(
+            shape,
+            Source(keys, values, pages, maps, given.tile_scales),
+            Operands.of(given),
+            Features.of(given, config),
+            Lengths(ptx.address(given.cu_seqlens), ptx.address(given.seq_lens), given.counter, given.prefix_only),
+        ).launch(grid=(given.num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream)
 
     def room(self, max_pages, tokens):
         """Tokens that a request may have. tokens: of a block of the cache."""

@@ -24,8 +24,8 @@ class ExtendMemory:
     Attributes:
         tile_pointer, tiles: of K's stages, then V's.
         query_pointer, queries: of the warpgroups' queries.
-        scales: fp32 [2, stages, tile_tokens + producer_warps]: of a tile's rows, and the greatest of each producer
-            warp; or, of unpacked keys, [2, stages, 4], K's: what :class:`.unpack.UnpackTarget` says of a tile.
+        scales: fp32 [2, stages, tile_tokens + producer_warps]: of a tile's rows, and the greatest of each of V's
+            warps; or, of unpacked keys, [2, stages, 4], K's: what :class:`.unpack.UnpackTarget` says of a tile.
         query_scales: fp32 [128]: powers of 2 that queries in fp16 are to be multiplied with.
         slots: work tiles that the CTA knows of.
         full, empty: barriers of the tiles, K's and then V's. work_full, work_empty: of the slots.
@@ -71,7 +71,7 @@ class ExtendMemory:
 
     def init_barriers(self) -> None:
         """One thread, before anybody uses them."""
-        fillers = self.config.producer_warps if self.config.decodes else 1
+        fillers = self.config.tile_warps if self.config.decodes else 1
         for i in range(2 * self.config.num_stages):
             cute.arch.mbarrier_init(self.full + i, fillers)
             cute.arch.mbarrier_init(self.empty + i, MMA_WARPS)
@@ -135,15 +135,27 @@ class Pages:
     page_size: Divisor
 
     @cute.jit
-    def locate(self, paged: cutlass.Constexpr, request: Int32, token: Int32):
-        """(block, place in it) of a token that the table has an entry for; a wrong entry becomes some page."""
-        block, place = request, token
+    def ask(self, paged: cutlass.Constexpr, request: Int32, token: Int32):
+        """(what says which block, see :meth:`block`; place in it) of a token that the table has an entry for."""
+        entry, place = request, token
         if const_expr(paged):
             index, place = self.page_size.divide_int(token)
-            entry = self.table + (Int64(request) * self.max_pages + index) * 4
-            page = Int32(ptx.load_global_words(entry, 0, 1)[0])
-            block = cutlass.max(cutlass.min(page, self.num_blocks - 1), 0)
-        return block, place
+            address = self.table + (Int64(request) * self.max_pages + index) * 4
+            entry = Int32(ptx.load_global_words(address, 0, 1)[0])
+        return entry, place
+
+    @cute.jit
+    def block(self, paged: cutlass.Constexpr, entry: Int32):
+        """The block that an entry says, which is waited for; a wrong entry says some page."""
+        block = entry
+        if const_expr(paged):
+            block = cutlass.max(cutlass.min(entry, self.num_blocks - 1), 0)
+        return block
+
+    def locate(self, paged: cutlass.Constexpr, request: Int32, token: Int32):
+        """(block, place in it) of a token that the table has an entry for."""
+        entry, place = self.ask(paged, request, token)
+        return self.block(paged, entry), place
 
 
 @dataclass(frozen=True)

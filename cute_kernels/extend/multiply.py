@@ -10,13 +10,15 @@ the other's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
+from cute_kernels.attention.score_options import tensors_in
+from cute_kernels.attention.score_terms import QueryColumn, ScoreState
 from cute_kernels.device import numbers, ptx, wgmma, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.ring import advance
@@ -44,7 +46,7 @@ MIN_SCORE_SCALE = 2.0**-126
 @dataclass(frozen=True)
 class Features:
     """Run-time values of a launch's features. sinks, alibi_slopes: addresses of fp32 [num_q_heads]; tree_mask: that of
-    int32 [total_q, tree_words]."""
+    int32 [total_q, tree_words]; tensors: those of registered score options, by name."""
 
     window: Int32
     soft_cap: Float32
@@ -52,6 +54,14 @@ class Features:
     alibi_slopes: Int64
     tree_mask: Int64
     tree_words: Int32
+    tensors: dict[str, Int64]
+
+    @classmethod
+    def of(cls, given, config: ExtendConfig) -> Features:
+        """Of a launch's arguments."""
+        tensors = {tensor.name: getattr(given, tensor.name) for tensor in tensors_in(config.features)}
+        names = (own.name for own in fields(cls) if own.name != "tensors")
+        return cls(**{name: getattr(given, name) for name in names}, tensors=tensors)
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,13 @@ class Operands:
     k_scale_stride: Int32
     v_scale_stride: Int32
     softmax_scale: Float32
+
+    @classmethod
+    def of(cls, given) -> Operands:
+        """Of a launch's arguments."""
+        addresses = {"q": ptx.address(given.q), "out": ptx.address(given.out)}
+        others = (own.name for own in fields(cls) if own.name not in addresses)
+        return cls(**addresses, **{name: getattr(given, name) for name in others})
 
 
 class Consumer:
@@ -131,7 +148,7 @@ class Consumer:
         query_scales = memory.query_scales + group * (4 * WARPGROUP_ROWS)
         self.loader.finish(tile, query_scales, warp, lane)
         self.sync_warpgroup(group)
-        rows = self.make_rows(shape, operands, features, work, query_scales, group, warp, lane)
+        rows = self.make_rows(shape, operands, features, work, span, query_scales, group, warp, lane)
         sums = wgmma_tiles.make_sums(self.config.columns)
         sums.fill(0.0)
         packed = cute.make_rmem_tensor(self.config.tile_tokens // 4, Uint32)
@@ -239,7 +256,8 @@ class Consumer:
         ptxas puts the wait for products that run meanwhile before all that does not need them and stands in the same
         basic block: a branch that is always taken, which no compiler knows, keeps the softmax before it.
         """
-        masked = self.worker.is_masked(shape, work, span, block)
+        masked = self.worker.is_masked(work, span, block)
+        masked = self.softmax.terms.may_hide(rows.state, block * self.config.tile_tokens, masked)
         key_scales, value_scales = memory.scales_of(KEYS, stage), memory.scales_of(VALUES, stage)
         self.softmax.take(values, rows, features, work, block, masked, tile, key_scales, lane)
         if const_expr(self.config.token_scales[0]):
@@ -261,7 +279,7 @@ class Consumer:
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def make_rows(self, shape, operands, features, work, query_scales, group, warp, lane) -> Rows:
+    def make_rows(self, shape, operands, features, work, span, query_scales, group, warp, lane) -> Rows:
         """What a thread knows of its rows before the first block."""
         k_unit = self.config.units[0]
         scale = operands.softmax_scale * (ptx.LOG2_E * k_unit)
@@ -269,7 +287,7 @@ class Consumer:
             given = load_float(operands.k_scale + Int64(work.head) * operands.k_scale_stride * 4)
             # A head of zeros has scale 0, but masked scores, -inf, must not be multiplied by 0.
             scale = ptx.fmax(scale * given, Float32(MIN_SCORE_SCALE))
-        positions, scales, slopes, masks = [], [], [], []
+        positions, scales, queries, masks = [], [], [], []
         for i in range(2):
             row = warp * WARP_ROWS + lane // 4 + 8 * i
             _, place, head = query_row(shape, work, work.first_row + group * WARPGROUP_ROWS + row)
@@ -280,13 +298,14 @@ class Consumer:
             if const_expr(self.config.converts_queries):
                 own = scale * ptx.load_shared(query_scales + row * 4, 0).bitcast(Float32)
             scales.append(own)
-            if const_expr(self.config.features.alibi):
-                head = cutlass.min(head, shape.num_q_heads - 1)
-                slopes.append(load_float(features.alibi_slopes + Int64(head) * 4) * ptx.LOG2_E)
+            queries.append(QueryColumn(place, cutlass.min(head, shape.num_q_heads - 1)))
+        state = ScoreState()
+        state.values, state.length, state.positions = features, span.last_position + 1, positions
+        self.softmax.terms.open(state, work, queries, operands.softmax_scale)
         references, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         references.fill(LOWEST)
         totals.fill(0.0)
-        return Rows(positions, scales, slopes, masks, references, totals)
+        return Rows(positions, scales, state, masks, references, totals)
 
     # -- barriers -----------------------------------------------------------------------------------------------------
 

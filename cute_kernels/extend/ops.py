@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 
 from cute_kernels import arguments
 from cute_kernels.arguments import needs_dispatch
 from cute_kernels.attention.checks import check_count, check_positive
+from cute_kernels.attention.score_options import flattened, restored
 from cute_kernels.extend.call import MAX_ROWS, ExtendCall, check_device_values, check_out, make_call
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.plan import ExtendPlan, check_alignment, make_plan
@@ -36,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "sm_margin": 0,
     "unpack": None,
     "max_seq_len": None,
+    "score_options": None,
 }
 """Complete options, in the order that every complete set of options has."""
 
@@ -77,6 +79,9 @@ def _has_odd_number(
 
 def _key_of(name: str, value: object) -> Any:
     """What of an option decides a plan; not how many queries there are, which q's rows say."""
+    if name == "score_options" and value:
+        given = cast("Mapping[str, torch.Tensor]", value)
+        return tuple((option, identity(tensor)) for option, tensor in given.items())
     if not isinstance(value, torch.Tensor):
         return value
     shape, stride, *others = identity(value)
@@ -176,9 +181,8 @@ def dispatch(
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, Any]:
     """Extend attention through the registered operator: (out, lse, asked for or not)."""
-    result, lse = _operator(
-        q, k_cache, v_cache, seq_lens, cu_seqlens_q, *format_pair(kv_format), softmax_scale=softmax_scale, **options
-    )
+    given = flattened(options) | {"softmax_scale": softmax_scale}
+    result, lse = _operator(q, k_cache, v_cache, seq_lens, cu_seqlens_q, *format_pair(kv_format), **given)
     if out is None:
         return result, lse
     check_out(out, q)
@@ -186,15 +190,14 @@ def dispatch(
 
 
 def _on_cpu(q, k_cache, v_cache, seq_lens, cu_seqlens_q, k_format, v_format, *, softmax_scale=None, **options):
-    formats = k_format, v_format
-    return reference(
-        q, k_cache, v_cache, seq_lens, cu_seqlens_q, formats, softmax_scale, True, None, DEFAULTS | options
-    )
+    formats, complete = (k_format, v_format), DEFAULTS | restored(options)
+    return reference(q, k_cache, v_cache, seq_lens, cu_seqlens_q, formats, softmax_scale, True, None, complete)
 
 
 def _on_cuda(q, k_cache, v_cache, seq_lens, cu_seqlens_q, k_format, v_format, *, softmax_scale=None, **options):
     formats = k_format if k_format == v_format else (k_format, v_format)
-    return launch(q, k_cache, v_cache, seq_lens, cu_seqlens_q, formats, softmax_scale, True, None, DEFAULTS | options)
+    complete = DEFAULTS | restored(options)
+    return launch(q, k_cache, v_cache, seq_lens, cu_seqlens_q, formats, softmax_scale, True, None, complete)
 
 
 def _on_meta(q, k_cache, v_cache, seq_lens, cu_seqlens_q, k_format, v_format, **options):
@@ -206,7 +209,8 @@ _operator = Operator(
     "str v_format, *, float? softmax_scale=None, Tensor? block_table=None, str cache_layout='NHD', bool causal=True, "
     "int? window_size=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? k_scale=None, "
     "Tensor? v_scale=None, Tensor? new_k=None, Tensor? new_v=None, Tensor? tree_mask=None, int? num_splits=None, "
-    "int sm_margin=0, bool? unpack=None, int? max_seq_len=None) -> (Tensor, Tensor)",
+    "int sm_margin=0, bool? unpack=None, int? max_seq_len=None, str score_names='', Tensor[]? score_tensors=None) "
+    "-> (Tensor, Tensor)",
     cpu=_on_cpu,
     cuda=_on_cuda,
     meta=_on_meta,
@@ -225,7 +229,8 @@ def path_of(
 
     Raises TypeError for an argument that is no tensor at all.
     """
-    tensors = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
+    given = {**options, **(options["score_options"] or {})}
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     needed = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
     plain = {name: value.data if type(value) is torch.nn.Parameter else value for name, value in tensors.items()}
     if needs_dispatch(**needed, **plain):

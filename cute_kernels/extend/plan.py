@@ -12,6 +12,8 @@ from cute_kernels.attention.call import CacheOperand
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.plan import address_of
 from cute_kernels.attention.policies import PAGE_TOKENS
+from cute_kernels.attention.score_options import tensors_in
+from cute_kernels.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.extend.call import ExtendCall
 from cute_kernels.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
 from cute_kernels.extend.config import CombineConfig, ExtendConfig
@@ -28,6 +30,7 @@ from cute_kernels.extend.unpacked import UnpackPlan
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.launch_arguments import Place
 from cute_kernels.runtime.memory import blank, byte_view
 from cute_kernels.runtime.plans import ALIGNMENT
 from cute_kernels.runtime.spec import KernelSpec
@@ -42,21 +45,22 @@ class ExtendPlan:
     are, dtypes, device and options.
 
     Attributes:
-        function: the compiled kernel, which compares every tensor that it is given with what it was compiled for.
+        send: the compiled kernel, which compares every tensor that it is given with what it was compiled for; takes the
+            arguments of a launch that are not the same for all of them by name, and ``options``.
         config: what it was compiled from.
         k_view, v_view: dtypes that the function takes the caches as, None for their own.
         copies_table: whether the rows of the block table lie apart: the kernels know of none that do.
-        numbers: max_pages, window, soft cap.
+        window: keys that a query sees, 0 for all.
         unpack: the other way to serve a call, for launches of many queries; None where there is none.
         num_sms: those that a launch may use.
         has_cache: whether the cache has room for a token.
         newer: the plan of the launch over the queries' own tokens, where these are not in the cache.
-        combine: the compiled kernel that puts splits together; None where there are never any.
+        combine: the compiled kernel that puts splits together, its arguments by name; None where there are never any.
         num_splits: parts that the keys of every work tile are cut into; None where each launch chooses.
         max_seq_len: tokens that a request may have.
     """
 
-    function: Callable[..., Any]
+    send: Callable[..., Any]
     config: ExtendConfig
     device_index: int
     num_sms: int
@@ -65,10 +69,8 @@ class ExtendPlan:
     softmax_scale: float
     k_view: torch.dtype | None
     v_view: torch.dtype | None
-    k_scale_stride: int
-    v_scale_stride: int
     copies_table: bool
-    numbers: tuple[int, int, float]
+    window: int
     has_cache: bool = True
     newer: ExtendPlan | None = None
     unpack: UnpackPlan | None = None
@@ -125,8 +127,8 @@ class ExtendPlan:
         other: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
         unpacked: tuple[int, torch.Tensor | None] | None = None,
     ) -> None:
-        """One launch; lengths: what :meth:`ExtendKernel.__call__` has as seq_lens. other: (out, lse) of another launch
-        that the result is merged with. unpacked: of unpacked keys, tokens that a request may have, and tiles'
+        """One launch; lengths: what :mod:`.arguments` has as seq_lens. other: (out, lse) of another launch that the
+        result is merged with. unpacked: of unpacked keys, tokens that a request may have, and tiles'
         scales."""
         config, index, max_seq_len = self.config, self.device_index, options["max_seq_len"]
         table = options["block_table"] if config.page_tokens else None
@@ -139,45 +141,40 @@ class ExtendPlan:
             self.unpack.call(q, (k_cache, v_cache), *given)
             return
         splits, partials = self.splits_of(q, max_seq_len), None
-        max_pages, *numbers = self.numbers
-        if unpacked is not None:
-            max_pages = unpacked[0]
         if splits > 1:
             partials = GPU.empty(*blank((splits, q.shape[0], q.shape[1], q.shape[2] + 1), torch.float32))
         num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], self.num_kv_heads) * splits
         mask = options["tree_mask"] if config.tree else None
-        self.function(
-            q,
-            k_cache,
-            v_cache,
-            cu_seqlens_q,
-            lengths,
-            out,
-            address_of(lse),
-            *map(address_of, other),
-            GPU.workspace(index, GPU.stream(index), COUNTER_WORDS),
-            prefix_only,
-            address_of(options["k_scale"]),
-            address_of(options["v_scale"]),
-            self.k_scale_stride,
-            self.v_scale_stride,
-            self.softmax_scale if softmax_scale is None else softmax_scale,
-            address_of(table),
-            max_pages,
-            *numbers,
-            address_of(options["sinks"]),
-            address_of(options["alibi_slopes"]),
-            address_of(mask),
-            0 if mask is None else mask.shape[1],
-            splits,
-            address_of(partials),
-            0 if unpacked is None else address_of(unpacked[1]),
-            min(num_tiles, self.num_sms),
+        own = {} if unpacked is None else {"max_pages": unpacked[0], "tile_scales": address_of(unpacked[1])}
+        self.send(
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            cu_seqlens=cu_seqlens_q,
+            seq_lens=lengths,
+            out=out,
+            lse=address_of(lse),
+            other_out=address_of(other[0]),
+            other_lse=address_of(other[1]),
+            counter=GPU.workspace(index, GPU.stream(index), COUNTER_WORDS),
+            prefix_only=prefix_only,
+            softmax_scale=self.softmax_scale if softmax_scale is None else softmax_scale,
+            block_table=address_of(table),
+            tree_mask=address_of(mask),
+            tree_words=0 if mask is None else mask.shape[1],
+            num_splits=splits,
+            partials=address_of(partials),
+            num_ctas=min(num_tiles, self.num_sms),
+            options=options,
+            **own,
         )
         if splits > 1:
             assert self.combine is not None
             sinks = options["sinks"] if config.features.sinks else None
-            self.combine(out, cu_seqlens_q, address_of(partials), address_of(lse), address_of(sinks), splits)
+            self.combine(
+                out=out, cu_seqlens=cu_seqlens_q, partials=address_of(partials), lse=address_of(lse),
+                sinks=address_of(sinks), num_splits=splits,
+            )  # fmt: skip
 
     def splits_of(self, q: torch.Tensor, max_seq_len: int | None) -> int:
         """Of a launch; max_seq_len: of its requests, if known."""
@@ -211,7 +208,7 @@ def make_plan_of(call: ExtendCall, config: ExtendConfig, newer: ExtendPlan | Non
     base, coded = call.base, config.decodes
     table, device = base.block_table, call.q.device
     return ExtendPlan(
-        function=load(ExtendSpec(config), arch_of(device.index)),
+        send=_sender(call, config),
         config=config,
         device_index=device.index,
         num_sms=max(GPU.num_sms(device) - call.sm_margin, 1),
@@ -220,17 +217,37 @@ def make_plan_of(call: ExtendCall, config: ExtendConfig, newer: ExtendPlan | Non
         softmax_scale=base.softmax_scale,
         k_view=byte_view(base.k.cache) if coded else None,
         v_view=byte_view(base.v.cache) if coded else None,
-        k_scale_stride=0 if base.k.scale is None else base.k.scale.head_stride,
-        v_scale_stride=0 if base.v.scale is None else base.v.scale.head_stride,
         copies_table=table is not None and not table.is_contiguous(),
-        numbers=(0 if table is None else table.shape[1], base.window or 0, base.soft_cap or 1.0),
+        window=base.window or 0,
         has_cache=base.k.cache.numel() > 0 and base.max_seq_len > 0,
         newer=newer,
         unpack=_unpack_plan(call, config),
-        combine=None if config.merges or call.num_splits == 1 else load(combine_spec(config), arch_of(device.index)),
+        combine=None if config.merges or call.num_splits == 1 else _combiner(config, device),
         num_splits=call.num_splits,
         max_seq_len=base.max_seq_len,
     )
+
+
+def _sender(call: ExtendCall, config: ExtendConfig) -> Callable[..., Any]:
+    """The compiled kernel, with the arguments that only what decides a plan decides."""
+    base = call.base
+    fixed: dict[str, int | float] = {
+        "k_scale_stride": 0 if base.k.scale is None else base.k.scale.head_stride,
+        "v_scale_stride": 0 if base.v.scale is None else base.v.scale.head_stride,
+        "window": base.window or 0,
+        "soft_cap": base.soft_cap or 1.0,
+    }
+    if not config.unpacked:
+        fixed |= {"max_pages": 0 if base.block_table is None else base.block_table.shape[1], "tile_scales": 0}
+    options: dict[str, Place] = {name: ("options", name) for name in ("k_scale", "v_scale", "sinks", "alibi_slopes")}
+    options |= {tensor.name: ("options", "score_options", tensor.name) for tensor in tensors_in(config.features)}
+    return attention_arguments(config.features).bound(
+        load(ExtendSpec(config), arch_of(call.q.device.index)), fixed, options
+    )
+
+
+def _combiner(config: ExtendConfig, device: torch.device) -> Callable[..., Any]:
+    return COMBINE.bound(load(combine_spec(config), arch_of(device.index)), {})
 
 
 def _unpack_plan(call: ExtendCall, config: ExtendConfig) -> UnpackPlan | None:
@@ -245,8 +262,8 @@ def _unpack_plan(call: ExtendCall, config: ExtendConfig) -> UnpackPlan | None:
         if least is None or is_fixed:
             return None
     unpack, attention = choose_unpacked(config)
-    function = load(UnpackSpec(unpack), arch_of(call.q.device.index))
-    return UnpackPlan(function, unpack, make_plan_of(call, attention), least, call.unpack is True)
+    send = UNPACK.bound(load(UnpackSpec(unpack), arch_of(call.q.device.index)), {})
+    return UnpackPlan(send, unpack, make_plan_of(call, attention), least, call.unpack is True)
 
 
 def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:

@@ -15,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
+from cute_kernels.attention.score_terms import ScoreState, ScoreTerms
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import in_pairs, lane_max
 from cute_kernels.device.types import RegisterTensor
@@ -40,14 +41,14 @@ class Rows:
     Attributes:
         positions: of their queries.
         scales: from scores to powers of 2.
-        slopes: of ALiBi, in powers of 2; none without.
+        state: what score options know and keep of them.
         masks: their rows of the tree's mask; none without.
         references, totals: rmem fp32 [2].
     """
 
     positions: list[Int32]
     scales: list[Float32]
-    slopes: list[Float32]
+    state: ScoreState
     masks: list[Int64]
     references: RegisterTensor[Float32]
     totals: RegisterTensor[Float32]
@@ -70,9 +71,9 @@ class Softmax:
         self.tokens = config.tile_tokens
         self.count = config.tile_tokens // 2  # scores of a thread
         self.token_scales, self.tile_scales, self.tree = config.token_scales, config.tile_scales, config.tree
-        self.producer_warps = config.producer_warps
-        # Scores that are not transformed stay raw: the exponential scales them in the same instruction.
-        self.transforms = self.features.soft_cap or self.features.alibi
+        self.tile_warps = config.tile_warps
+        # A thread's two rows are the columns that terms know, and its keys of a block their rows.
+        self.terms = ScoreTerms(self.features, 2, self.count // 2)
 
     def own(self, values, row: int) -> list[Any]:
         """Those of a thread's values that one of its two rows has."""
@@ -93,17 +94,25 @@ class Softmax:
         key, _, value_log, reciprocal = (word.bitcast(Float32) for word in ptx.load_shared_vector(address, 0, 4))
         return TileScales(key, value_log, reciprocal)
 
+    def place(self, index: int) -> tuple[int, int]:
+        """(which of a thread's keys of a block, which of its rows) its ``index``-th accumulator is of."""
+        return index // 4 * 2 + index % 2, row_of(index)
+
     @cute.jit
     def take(self, scores, rows: Rows, features, work, block: Int32, masked, tile, key_scales: Int32, lane: Int32):
-        """Scores times what their keys' rows are scaled with, capped and biased, then masked."""
+        """Scores times what their keys' rows are scaled with, changed by options, then masked."""
         if const_expr(self.token_scales[0]):
             scales = self.load_scales(key_scales, lane)
             for i in cutlass.range_constexpr(self.count):
-                scores[i] = scores[i] * scales[i // 4 * 2 + i % 2]
+                scores[i] = scores[i] * scales[self.place(i)[0]]
         token = block * self.tokens + lane % 4 * 2
-        if const_expr(self.transforms):
+        if const_expr(self.terms.load):
+            own = [i for i in range(self.count) if row_of(i) == 0]
+            self.terms.ask(rows.state, [token + sum_place(i)[1] for i in own])
+        if const_expr(self.terms.change_scores):
             for i in cutlass.range_constexpr(self.count):
-                scores[i] = self.transform(scores[i], rows, features, tile, token + sum_place(i)[1], row_of(i))
+                x = scores[i] * self.scale_of(rows, tile, row_of(i))
+                scores[i] = self.terms.change(rows.state, self.place(i), x, token + sum_place(i)[1])
         if masked:
             for row in cutlass.range_constexpr(2):
                 stop = work.kv_stop - token
@@ -114,16 +123,16 @@ class Softmax:
                     first = block * self.tokens - work.before
                     words = features.tree_mask + Int64(rows.masks[row]) * features.tree_words * 4
                     bits = self.tree_bits(words, features.tree_words, first, lane)
-                start = rows.positions[row] - features.window - token
                 for i in cutlass.range_constexpr(self.count):
                     if const_expr(row_of(i) == row):
-                        seen = sum_place(i)[1] < stop
-                        if const_expr(self.features.window):
-                            seen = seen & (sum_place(i)[1] > start)
+                        column = sum_place(i)[1]
+                        seen = column < stop
                         if const_expr(self.tree):
-                            column = sum_place(i)[1]
                             seen = seen & ((bits[column // 32] & Uint32(1 << column % 32)) != 0)
                         scores[i] = cutlass.select_(seen, scores[i], -Float32.inf)
+                        hidden = self.terms.hides(rows.state, rows.positions[row], token + column)
+                        if const_expr(hidden is not None):
+                            scores[i] = cutlass.select_(hidden, -Float32.inf, scores[i])
 
     def tree_bits(self, address: Int64, num_words: Int32, first: Int32, lane) -> list[Any]:
         """Words of a query's mask, shifted so that bit c % 32 of word c // 32 is that of the lane's accumulator in
@@ -144,21 +153,9 @@ class Softmax:
         """From a tile's scores to powers of 2."""
         return rows.scales[row] * tile.key if self.tile_scales[0] else rows.scales[row]
 
-    def transform(self, score, rows: Rows, features, tile, token, row: int):
-        """A logit in powers of 2: soft cap, then ALiBi."""
-        x = score * self.scale_of(rows, tile, row)
-        if const_expr(self.features.soft_cap):
-            # cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)): finite at both ends.
-            cap = features.soft_cap * ptx.LOG2_E
-            e = ptx.exp2(x * (2.0 * ptx.LOG2_E * ptx.reciprocal(cap)))
-            x = ptx.fma(ptx.reciprocal(e + 1.0), -2.0 * cap, cap)
-        if const_expr(self.features.alibi):
-            x = ptx.fma(Float32(token - rows.positions[row]), rows.slopes[row], x)
-        return x
-
     def factor(self, rows: Rows, tile: TileScales, row: int):
         """What makes powers of 2 of what :meth:`take` leaves."""
-        return Float32(1.0) if const_expr(self.transforms) else self.scale_of(rows, tile, row)
+        return Float32(1.0) if const_expr(self.terms.change_scores) else self.scale_of(rows, tile, row)
 
     def log_scale(self, tile: TileScales, value_scales):
         """log2 of the greatest scale of a tile's rows, or of the tile's own."""
@@ -166,10 +163,8 @@ class Softmax:
             return tile.value_log
         if not self.token_scales[1]:
             return Float32(0.0)
-        tops = []
-        for first in range(0, self.producer_warps, 4):
-            words = ptx.load_shared_vector(value_scales, (self.tokens + first) * 4, 4)
-            tops += [word.bitcast(Float32) for word in words]
+        words = ptx.load_shared_vector(value_scales, self.tokens * 4, self.tile_warps)
+        tops = [word.bitcast(Float32) for word in words]
         return ptx.log2(ptx.fmax(in_pairs(ptx.fmax, tops), Float32(MIN_SCALE)))
 
     def weigh(self, scores, rows: Rows, factors, tile: TileScales, value_scales) -> None:
@@ -203,7 +198,7 @@ class Softmax:
         if const_expr(self.token_scales[1]):
             scales = self.load_scales(value_scales, lane)
             for i in range(self.count):
-                scores[i] = scores[i] * scales[i // 4 * 2 + i % 2]
+                scores[i] = scores[i] * scales[self.place(i)[0]]
         for i in range(0, self.count, 2):
             packed[i // 2] = pack(scores[i], scores[i + 1])
 

@@ -42,6 +42,11 @@ def inputs_of(transform: CacheTransform, q: torch.Tensor, options: dict[str, Any
             f"softcap: got {options['softcap']} over a cache with a k_center, whose part of the scores comes before "
             "the cap; want a transform without a center, or decode_attention"
         )
+    if centred and options["score_options"]:
+        raise ValueError(
+            f"score_options: got {', '.join(options['score_options'])} over a cache with a k_center, whose part of the "
+            "scores comes before them; want a transform without a center, or decode_attention"
+        )
     sees_shift = centred and (return_lse or options["sinks"] is not None)
     return Inputs(
         q=transform.queries(q),

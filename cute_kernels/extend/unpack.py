@@ -34,7 +34,7 @@ from cute_kernels.extend.config import (
     UNPACK_CHUNKS,
     UnpackConfig,
 )
-from cute_kernels.extend.decode import CodedRows
+from cute_kernels.extend.decode import CodedRows, Places, RowRuns
 from cute_kernels.extend.loads import load_piece_below, load_word_below, store_below
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Rows, Source
 from cute_kernels.extend.work import tokens_of
@@ -61,29 +61,23 @@ class DenseRows:
         self.real_units = config.head_dim * ELEMENT_BYTES // PIECE_BYTES
         self.unit_bytes = PIECE_BYTES
         self.num_loads = config.warp_rows * self.row_units // WARP_THREADS
-        self.run_rows = min(config.warp_rows, config.page_tokens or config.warp_rows)
+        self.runs = RowRuns(config)
 
     def make(self) -> HeldRows:
         return HeldRows(cute.make_rmem_tensor(4 * self.num_loads, Uint32))
 
     @cute.jit
-    def load(self, held: HeldRows, source, work, first_valid, block: Int32, chunk: Int32, lane: Int32):
+    def load(self, held: HeldRows, places: Places, source, work, first_valid, block: Int32, chunk: Int32, lane: Int32):
         """Asks for a chunk of a tile's rows; those that no query of the request sees become zeros."""
-        rows, paged = source.rows(self.operand), self.config.page_tokens > 0
+        rows = source.rows(self.operand)
         first = block * self.config.tile_tokens + chunk * self.config.warp_rows
         below, unit = lane // self.row_units, lane % self.row_units
         low = cutlass.max(first_valid - first, 0)
         count = cutlass.max(work.kv_stop - first - low, 0)
-        last = cutlass.max(work.kv_stop - 1, 0)
-        bases = []
-        for run in cutlass.range_constexpr(self.config.warp_rows // self.run_rows):
-            token = first + run * self.run_rows
-            token = cutlass.select_(token > last, Int32(0), token)
-            found, place = source.pages.locate(paged, work.request, token)
-            bases.append(rows.address(found, place, work.head))
+        bases = self.runs.bases(source, rows, places, work.head)
         for k in cutlass.range_constexpr(self.num_loads):
             row = k * WARP_THREADS // self.row_units
-            address = bases[row // self.run_rows] + ((row % self.run_rows) + below) * rows.token_bytes
+            address = bases[row // self.runs.rows] + ((row % self.runs.rows) + below) * rows.token_bytes
             limit = count
             if const_expr(self.real_units < self.row_units):
                 limit = cutlass.select_(unit < self.real_units, count, Int32(0))
@@ -154,41 +148,29 @@ class UnpackKernel:
         self.rows = kind(config, KEYS), kind(config, VALUES)
         self.row_bytes = config.head_dim * ELEMENT_BYTES
 
-    @cute.jit
-    def __call__(
-        self,
-        k_cache: cute.Tensor,
-        v_cache: cute.Tensor,
-        k_rows: cute.Tensor,
-        v_rows: cute.Tensor,
-        cu_seqlens: cute.Tensor,
-        seq_lens: cute.Tensor,
-        tile_scales: Int64,
-        block_table: Int64,
-        max_pages: Int32,
-        total_q: Int32,
-        max_seq_len: Int32,
-        window: Int32,
-        prefix_only: Int32,
-        num_ctas: Int32,
-        stream,
-    ):
-        """Caches, cu_seqlens, seq_lens, block_table, prefix_only as :meth:`.kernel.ExtendKernel.__call__` has them;
-        k_rows, v_rows [batch, num_kv_heads, room, head_dim], contiguous, room whole tiles; others as
-        :class:`UnpackSizes` and :class:`UnpackTarget` have them."""
+    def launch(self, given, stream):
+        """``given`` has the arguments of :data:`.arguments.UNPACK`."""
         config = self.config
         element_bytes = 1 if config.formats[0].is_coded else ELEMENT_BYTES
-        cache, target = extents(k_cache), extents(k_rows)
+        cache, target = extents(given.k_cache), extents(given.k_rows)
         tokens = cache[2] if config.head_major else cache[1]
-        keys, values = (Rows.of(tensor, element_bytes, config.head_major) for tensor in (k_cache, v_cache))
-        source = Source(keys, values, Pages(block_table, max_pages, cache[0], Divisor.of(tokens)), None, Int64(0))
-        shape = UnpackSizes(total_q, target[0], Divisor.of(target[1]), max_seq_len, window, target[2])
-        lengths = UnpackLengths(ptx.address(cu_seqlens), ptx.address(seq_lens), prefix_only)
-        rows = UnpackTarget(ptx.address(k_rows), ptx.address(v_rows), tile_scales)
-        sizes = {"grid": (num_ctas, 1, 1), "block": (self.num_warps * WARP_THREADS, 1, 1), "stream": stream}
-        if const_expr(config.least_ctas is not None):
+        caches = given.k_cache, given.v_cache
+        keys, values = (Rows.of(tensor, element_bytes, config.head_major) for tensor in caches)
+        pages = Pages(given.block_table, given.max_pages, cache[0], Divisor.of(tokens))
+        shape = UnpackSizes(
+            total_q=given.total_q,
+            batch=target[0],
+            kv_heads=Divisor.of(target[1]),
+            max_seq_len=given.max_seq_len,
+            window=given.window,
+            room=target[2],
+        )
+        lengths = UnpackLengths(ptx.address(given.cu_seqlens), ptx.address(given.seq_lens), given.prefix_only)
+        rows = UnpackTarget(ptx.address(given.k_rows), ptx.address(given.v_rows), given.tile_scales)
+        sizes = {"grid": (given.num_ctas, 1, 1), "block": (self.num_warps * WARP_THREADS, 1, 1), "stream": stream}
+        if config.least_ctas is not None:
             sizes |= {"min_blocks_per_mp": config.least_ctas, "preferred_smem_carveout": 0}
-        self.kernel(shape, source, rows, lengths).launch(**sizes)
+        self.kernel(shape, Source(keys, values, pages, None, Int64(0)), rows, lengths).launch(**sizes)
 
     @cute.kernel
     def kernel(self, shape, source, target, lengths):
@@ -261,11 +243,13 @@ class UnpackKernel:
         if const_expr(any(self.config.tile_scales)):
             factor = self.scale_tile(operand, shape, source, target, work, first_valid, block, line, lane)
         place = (line * shape.room + block * self.config.tile_tokens) * self.row_bytes
-        held = [rows.make(), rows.make()]
-        rows.load(held[0], source, work, first_valid, block, Int32(0), lane)
+        held, places = [rows.make(), rows.make()], rows.runs.make()
+        rows.runs.ask(places, source, work, block, Int32(0))
+        rows.load(held[0], places, source, work, first_valid, block, Int32(0), lane)
         for chunk in cutlass.range_constexpr(UNPACK_CHUNKS):
             if const_expr(chunk + 1 < UNPACK_CHUNKS):
-                rows.load(held[(chunk + 1) % 2], source, work, first_valid, block, Int32(chunk + 1), lane)
+                rows.runs.ask(places, source, work, block, Int32(chunk + 1))
+                rows.load(held[(chunk + 1) % 2], places, source, work, first_valid, block, Int32(chunk + 1), lane)
             address = target.rows(operand) + place + chunk * self.config.warp_rows * self.row_bytes
             self.store(rows, held[chunk % 2], factor, address, lane)
 

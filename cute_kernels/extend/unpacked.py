@@ -25,13 +25,13 @@ class UnpackPlan:
     """What of both launches stays the same from call to call.
 
     Attributes:
-        function: the compiled kernel that makes rows of 16 bits of the cache, and its config.
+        send: the compiled kernel that makes rows of 16 bits of the cache, its arguments by name; its config.
         attention: the plan of attention over them.
         least_queries: from which on these launches serve a call.
         is_asked_for: whether the call says that they do, however many bytes they take.
     """
 
-    function: Callable[..., Any]
+    send: Callable[..., Any]
     config: UnpackConfig
     attention: ExtendPlan
     least_queries: int
@@ -73,27 +73,28 @@ class UnpackPlan:
         """Both launches; arguments as :meth:`ExtendPlan.call` has them. caches: as the kernels take them; table:
         contiguous."""
         config, attention, max_seq_len = self.config, self.attention, options["max_seq_len"]
-        room, window = self.room(max_seq_len), attention.numbers[1]
+        room = self.room(max_seq_len)
         shape = (attention.batch, attention.num_kv_heads, room, config.head_dim)
         k_rows, v_rows = (GPU.empty(*blank(shape, DTYPES[config.dtype])) for _ in range(2))
         scales = None
         if any(config.tile_scales):
             words = TILE_SCALE_BYTES // 4
             scales = GPU.empty(*blank((*shape[:2], room // config.tile_tokens, words), torch.float32))
-        self.function(
-            *caches,
-            k_rows,
-            v_rows,
-            cu_seqlens_q,
-            lengths,
-            address_of(scales),
-            address_of(table),
-            0 if table is None else table.shape[1],
-            q.shape[0],
-            self.tokens(max_seq_len),
-            window,
-            prefix_only,
-            attention.num_sms * UNPACK_CTAS_PER_SM,
+        self.send(
+            k_cache=caches[0],
+            v_cache=caches[1],
+            k_rows=k_rows,
+            v_rows=v_rows,
+            cu_seqlens=cu_seqlens_q,
+            seq_lens=lengths,
+            tile_scales=address_of(scales),
+            block_table=address_of(table),
+            max_pages=0 if table is None else table.shape[1],
+            total_q=q.shape[0],
+            max_seq_len=self.tokens(max_seq_len),
+            window=attention.window,
+            prefix_only=prefix_only,
+            num_ctas=attention.num_sms * UNPACK_CTAS_PER_SM,
         )
         # All of it may be freed before it is read: its memory is reused in the stream's order.
         attention.call(

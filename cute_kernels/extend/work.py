@@ -205,17 +205,14 @@ class Worker:
         after, _ = shape.splits.divide_int((end - begin) * (work.split + 1))
         return Span(first_position, last_position, begin + before, begin + after)
 
-    def is_masked(self, shape: ExtendSizes, work: Work, span: Span, block):
-        """Whether some query may not see some key of a block."""
+    def is_masked(self, work: Work, span: Span, block):
+        """Whether some query may not see some key of a block, whatever score options hide."""
         stop = work.kv_stop
         if self.features.causal:
             stop = cutlass.min(span.first_position + 1, stop)
         if self.tree:
             stop = cutlass.min(work.before, stop)
-        masked = (block + 1) * self.tokens > stop
-        if self.features.window:
-            masked = masked | (block * self.tokens <= span.last_position - shape.window)
-        return masked
+        return (block + 1) * self.tokens > stop
 
     def first_valid(self, shape: ExtendSizes, work: Work):
         """The first token that some query of the request sees; what lies before, and from kv_stop on, may be

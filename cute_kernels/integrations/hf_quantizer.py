@@ -29,6 +29,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from cute_kernels.arguments import check_matrix_shape
+from cute_kernels.integrations.saved_names import keep_names
 from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.module import EXTRA_NAMES, QuantizedLinear, is_conv1d
 from cute_kernels.linear.quantize import check_options
@@ -133,6 +134,7 @@ class CuteKernelsQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, (QuantizedLinear, QuantizedExperts)):
                 _check_loaded(name, module)
+        keep_names(model)
         return model
 
     def is_serializable(self, *_: object, **__: object) -> bool:

@@ -13,6 +13,11 @@ says which of q, seq_lens and block_table count; the others may be any tensors o
     wave                             CTAs that the GPU holds at a time
     k_center ... q_shift             of a transform, see :class:`cute_kernels.kv_cache.operands.Transforms`; q_out then
                                      gets the transformed q
+
+Of whole caches (`bulk_arguments`): numbers [num_rows, head_dim], contiguous; rows [num_rows, row], contiguous; scale
+fp32 for formats that are given one, of head ``row % num_heads``; every ``*_divisor`` is `divisor_of` what it is named
+after. Where numbers or rows lie in blocks, dense rows of one block, bytes from one to the next, and ``numbers`` the
+first of num_rows rows alone. center, factor of a transform: fp32 [num_heads, head_dim].
 """
 
 from __future__ import annotations
@@ -47,3 +52,23 @@ TRANSFORM = arguments("address", *CONSTANTS, "q_shift")
 def append_arguments(transformed: bool) -> LaunchArguments:
     """Of an append, to caches that are transformed or not."""
     return joined(APPEND, TRANSFORM if transformed else ())
+
+
+BULK = (
+    *arguments("tensor", "numbers"),
+    *arguments("address", "rows", "scale"),
+    *arguments("int32", "num_heads"),
+    *arguments("int64", "head_divisor"),
+)
+BLOCKS = (
+    *arguments("int32", "num_rows", "number_rows"),
+    *arguments("int64", "number_stride", "number_divisor"),
+    *arguments("int32", "cache_rows"),
+    *arguments("int64", "cache_stride", "cache_divisor"),
+)
+
+
+@functools.cache
+def bulk_arguments(strided: bool, transformed: bool) -> LaunchArguments:
+    """Of whole caches; strided: in blocks, as those that are transformed always are taken."""
+    return joined(BULK, BLOCKS if strided else (), arguments("address", "center", "factor") if transformed else ())

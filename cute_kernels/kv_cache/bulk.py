@@ -55,73 +55,23 @@ class BulkKernel:
         self.code_words = (self.elements.piece if quantize else self.cache_row.codes).num_words
         self.row_words = self.code_words + (0 if quantize else int(self.cache_row.has_header))
 
-    @cute.jit
-    def __call__(
-        self,
-        numbers: cute.Tensor,
-        rows: Int64,
-        scale: Int64,
-        num_heads: Int32,
-        head_divisor: Int64,
-        stream,
-    ):
-        """Launches over blocks of rows.
-
-        numbers: [num_rows, head_dim], contiguous. Addresses: rows [num_rows, row], contiguous; scale fp32 for formats
-        that are given one, of head ``row % num_heads``. head_divisor: `divisor_of` num_heads.
-        """
-        num_rows = extents(numbers)[0]
-        work = self.kernel(ptx.address(numbers), rows, scale, num_rows, num_heads, head_divisor)
-        work.launch(**self.grid(num_rows), stream=stream)
-
-    @cute.jit
-    def strided(
-        self,
-        numbers: cute.Tensor,
-        rows: Int64,
-        scale: Int64,
-        num_heads: Int32,
-        head_divisor: Int64,
-        num_rows: Int32,
-        number_rows: Int32,
-        number_stride: Int64,
-        number_divisor: Int64,
-        cache_rows: Int32,
-        cache_stride: Int64,
-        cache_divisor: Int64,
-        stream,
-    ):
-        """As :meth:`__call__`, for numbers and rows in blocks: dense rows of one, bytes between two, and `divisor_of`
-        these rows. ``numbers`` are the first of num_rows rows alone."""
-        blocks = (number_rows, number_stride, number_divisor, cache_rows, cache_stride, cache_divisor)
-        work = self.strided_kernel(ptx.address(numbers), rows, scale, num_rows, num_heads, head_divisor, *blocks)
-        work.launch(**self.grid(num_rows), stream=stream)
-
-    @cute.jit
-    def with_transform(
-        self,
-        numbers: cute.Tensor,
-        rows: Int64,
-        scale: Int64,
-        num_heads: Int32,
-        head_divisor: Int64,
-        num_rows: Int32,
-        number_rows: Int32,
-        number_stride: Int64,
-        number_divisor: Int64,
-        cache_rows: Int32,
-        cache_stride: Int64,
-        cache_divisor: Int64,
-        center: Int64,
-        factor: Int64,
-        stream,
-    ):
-        """As :meth:`strided`; center, factor: addresses of fp32 [num_heads, head_dim]."""
-        blocks = (number_rows, number_stride, number_divisor, cache_rows, cache_stride, cache_divisor)
-        nothing = Int64(0)
-        transforms = Transforms(center, factor, nothing, nothing, nothing, Int32(0), Int32(0))
-        given = (scale, num_rows, num_heads, head_divisor)
-        work = self.strided_kernel(ptx.address(numbers), rows, *given, *blocks, transforms)
+    def launch(self, given, stream):
+        """Launches over blocks of rows; ``given`` has the arguments of
+        :func:`cute_kernels.kv_cache.arguments.bulk_arguments`."""
+        numbers, of_heads = ptx.address(given.numbers), (given.num_heads, given.head_divisor)
+        if self.config.strided:
+            num_rows, transforms = given.num_rows, ()
+            if self.config.transform is not None:
+                nothing = Int64(0)
+                none = nothing, nothing, nothing, Int32(0), Int32(0)
+                transforms = (Transforms(given.center, given.factor, *none),)
+            of_numbers = given.number_rows, given.number_stride, given.number_divisor
+            of_rows = given.cache_rows, given.cache_stride, given.cache_divisor
+            blocks = (*of_numbers, *of_rows, *transforms)
+            work = self.strided_kernel(numbers, given.rows, given.scale, num_rows, *of_heads, *blocks)
+        else:
+            num_rows = extents(given.numbers)[0]
+            work = self.kernel(numbers, given.rows, given.scale, num_rows, *of_heads)
         work.launch(**self.grid(num_rows), stream=stream)
 
     def grid(self, num_rows) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.arguments import check_tensors, is_one_of, shape_of
+from cute_kernels.kv_cache.arguments import bulk_arguments
 from cute_kernels.kv_cache.call import check_given_scale
 from cute_kernels.kv_cache.compile import BulkSpec
 from cute_kernels.kv_cache.config import BulkConfig, cannot_rotate, divisor_of, row_alignment, row_transform_of
@@ -292,23 +293,28 @@ def _launch(
     parts = None if half is None else row_transform_of(half, shift=False)
     strided = parts is not None or not (x.is_contiguous() and rows.is_contiguous())
     config = BulkConfig(direction, kv_format, DTYPES[x.dtype], head_dim, strided=strided, transform=parts)
-    numbers, blocks = x, []
-    for name, tensor, form in ((names[0], x, None), (names[1], rows, kv_format)):
+    blocks: dict[str, int] = {}
+    for of, name, tensor, form in (("number", names[0], x, None), ("cache", names[1], rows, kv_format)):
         unit = 16 if form is None else row_alignment(form, head_dim, config.lanes)
         inner, stride = row_blocks(tensor) or (1, 0)
         for what, place in (("start", tensor.data_ptr()), ("have blocks", stride * tensor.element_size())):
             if place % unit and (what == "start" or inner < num_rows):
                 raise ValueError(f"{name}: got a tensor that does not {what} on multiples of {unit} bytes, want it to")
-        blocks += [inner, stride * tensor.element_size(), divisor_of(inner)]
+        blocks |= {f"{of}_rows": inner, f"{of}_stride": stride * tensor.element_size()}
+        blocks[f"{of}_divisor"] = divisor_of(inner)
     index = x.get_device()
-    function = load(BulkSpec(config), arch_of(index))
+    given: dict[str, torch.Tensor | int] = {"rows": rows.data_ptr()}
+    given["scale"] = 0 if scale is None else scale.data_ptr()
+    given |= {"num_heads": num_heads, "head_divisor": divisor_of(num_heads)}
+    if strided:
+        given |= {"numbers": x.as_strided((1, head_dim), (head_dim, 1)), "num_rows": num_rows, **blocks}
+    else:
+        given["numbers"] = x.view(-1, head_dim)
+    if half is not None:
+        given["center"], given["factor"] = half.addresses[:2]
+    send = bulk_arguments(strided, parts is not None).bound(load(BulkSpec(config), arch_of(index)), {})
     with GPU.guard(index):
-        given = (rows.data_ptr(), 0 if scale is None else scale.data_ptr(), num_heads, divisor_of(num_heads))
-        if strided:
-            constants = () if half is None else half.addresses[:2]
-            function(numbers.as_strided((1, head_dim), (head_dim, 1)), *given, num_rows, *blocks, *constants)
-        else:
-            function(numbers.view(-1, head_dim), *given)
+        send(**given)
 
 
 # -- the operators ----------------------------------------------------------------------------------------------------

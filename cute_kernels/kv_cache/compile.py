@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cute_kernels.kv_cache.arguments import FILL, append_arguments
+from cute_kernels.kv_cache.arguments import FILL, append_arguments, bulk_arguments
 from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, FillConfig, RowPrologue, row_alignment
 from cute_kernels.kv_formats import FORMATS, format_of, modules_of, sources_of
 from cute_kernels.runtime import launch_arguments
-from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
+from cute_kernels.runtime.spec import KernelSpec, check_config
 from layouts.kv.channel_blocks import TAIL_TOKENS
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class _RowSpec(KernelSpec):
     family: ClassVar[str] = "kv_cache"
 
     def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), *sources_of(*self.formats)
+        return *super().source_roots(), *launch_arguments.SOURCES, *sources_of(*self.formats)
 
     def modules(self) -> tuple[str, ...]:
         return modules_of(*self.formats)
@@ -44,9 +44,6 @@ class AppendSpec(_RowSpec):
 
     config: AppendConfig
 
-    def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), Path(launch_arguments.__file__).resolve()
-
     @property
     def formats(self) -> tuple[str, ...]:
         return self.config.k_format, self.config.v_format
@@ -61,9 +58,6 @@ class FillSpec(_RowSpec):
 
     config: FillConfig
 
-    def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), Path(launch_arguments.__file__).resolve()
-
     @property
     def formats(self) -> tuple[str, ...]:
         return (self.config.k_format,)
@@ -74,7 +68,7 @@ class FillSpec(_RowSpec):
 
 @dataclass(frozen=True, eq=False)
 class BulkSpec(_RowSpec):
-    """One bulk kernel; the function takes what `BulkKernel.__call__`, or `strided`, describes, without the stream."""
+    """One bulk kernel; the function takes what :mod:`cute_kernels.kv_cache.arguments` lists."""
 
     config: BulkConfig
 
@@ -113,22 +107,16 @@ def compile_append(config: AppendConfig, arch: str, *options: str) -> Any:
     Raises ValueError if the configuration cannot be implemented.
     """
     import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream
 
     from cute_kernels.kv_cache.kernel import AppendKernel
 
-    _check(config)
-    return cute.compile(
-        append_arguments(config.transform is not None).entry(AppendKernel(config).launch),
-        *fake_arguments(config, cutlass.AddressSpace.gmem),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    check_config(config)
+    declared, tensors = append_arguments(config.transform is not None), fake_tensors(config, cutlass.AddressSpace.gmem)
+    return declared.compile(AppendKernel(config).launch, tensors, arch, *options)
 
 
-def fake_arguments(config: AppendConfig, memory: cute.AddressSpace) -> list[Any]:
-    """What stands for the arguments of an append but the stream; a compiled function takes only what fits them.
+def fake_tensors(config: AppendConfig, memory: cute.AddressSpace) -> dict[str, Any]:
+    """What stands for the tensors of an append, by name; a compiled function takes only what fits them.
 
     memory: the DSL's address space of the tensors, that of the GPU's global memory but for tests.
     """
@@ -163,7 +151,7 @@ def fake_arguments(config: AppendConfig, memory: cute.AddressSpace) -> list[Any]
 
     num_tokens, q_heads, kv_heads, num_pages, page_size = (cute.sym_int() for _ in range(5))
     k_dim, v_dim = config.head_dim_k, config.head_dim_v
-    tensors = {
+    return {
         "q": rows(q_heads, kernel.k_elements, k_dim),
         "k": rows(kv_heads, kernel.k_elements, k_dim),
         "v": rows(kv_heads, kernel.v_elements, v_dim),
@@ -173,33 +161,26 @@ def fake_arguments(config: AppendConfig, memory: cute.AddressSpace) -> list[Any]
         "seq_lens": integers(cute.sym_int()),
         "block_table": integers(cute.sym_int(), cute.sym_int()),
     }
-    return append_arguments(config.transform is not None).fake(tensors)
 
 
 def compile_fill(config: FillConfig, arch: str, *options: str) -> Any:
     """As `compile_append`, for the kernel that fills blocks of keys."""
     import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream
 
     from cute_kernels.kv_cache.channel_blocks_kernel import FillKernel
 
-    _check(config)
-    return cute.compile(
-        FILL.entry(FillKernel(config).launch),
-        *fake_fill_arguments(config, cutlass.AddressSpace.gmem),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    check_config(config)
+    tensors = fake_fill_tensors(config, cutlass.AddressSpace.gmem)
+    return FILL.compile(FillKernel(config).launch, tensors, arch, *options)
 
 
-def fake_fill_arguments(config: FillConfig, memory: cute.AddressSpace) -> list[Any]:
-    """As `fake_arguments`, of the kernel that fills blocks of keys."""
+def fake_fill_tensors(config: FillConfig, memory: cute.AddressSpace) -> dict[str, Any]:
+    """As `fake_tensors`, of the kernel that fills blocks of keys."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
-    heads, form = cute.sym_int(), format_of(config.k_format)
+    batch, heads, form = cute.sym_int(), cute.sym_int(), format_of(config.k_format)
 
     def compact(dtype, shape, align):
         order = tuple(reversed(range(len(shape))))
@@ -207,43 +188,27 @@ def fake_fill_arguments(config: FillConfig, memory: cute.AddressSpace) -> list[A
 
     strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
     shape = (cute.sym_int(), cute.sym_int(), heads, form.row_bytes(config.head_dim))
-    batch = cute.sym_int()
-    tensors = {
+    return {
         "k_new": compact(cutlass.Float16, (cute.sym_int(), heads, config.head_dim), 16),
         "k_tail": compact(cutlass.Float16, (cute.sym_int(), TAIL_TOKENS, heads, config.head_dim), 16),
         "tail_slots": compact(cutlass.Int32, (batch,), 4),
         "k_cache": make_fake_tensor(cutlass.Uint8, shape, stride=strides, assumed_align=4, memspace=memory),
         "seq_lens": compact(cutlass.Int32, (batch,), 4),
     }
-    return FILL.fake(tensors)
-
-
-def _check(config: AppendConfig | BulkConfig | FillConfig) -> None:
-    check_config(config)
 
 
 def compile_bulk(config: BulkConfig, arch: str, *options: str) -> Any:
     """As `compile_append`, for the bulk kernels."""
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+    from cutlass.cute.runtime import make_fake_compact_tensor
 
     from cute_kernels.kv_cache.bulk import BulkKernel
 
-    _check(config)
+    check_config(config)
     kernel = BulkKernel(config)
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
     shape, align = (cute.sym_int(), config.head_dim), kernel.elements.piece.unit
-    blocks = [cutlass.Int32(1), cutlass.Int64(0), cutlass.Int64(0)]
-    entry = kernel.strided if config.strided else kernel
-    return cute.compile(
-        entry if config.transform is None else kernel.with_transform,
-        make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=align),
-        *[cutlass.Int64(0)] * 2,
-        cutlass.Int32(1),
-        cutlass.Int64(0),
-        *([cutlass.Int32(1), *blocks, *blocks] if config.strided else ()),
-        *([cutlass.Int64(0)] * (0 if config.transform is None else 2)),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    numbers = make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=align)
+    declared = bulk_arguments(config.strided, config.transform is not None)
+    return declared.compile(kernel.launch, {"numbers": numbers}, arch, *options)

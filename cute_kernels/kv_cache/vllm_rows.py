@@ -45,5 +45,6 @@ def vllm_transform(
 
 def _factors(num_kv_heads: int, dim: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(SIGNS_SEED)
-    signs = 2.0 * torch.bernoulli(torch.full((dim,), 0.5), generator=generator) - 1.0
+    half = torch.full((dim,), 0.5, dtype=torch.float32, device="cpu")
+    signs = 2.0 * torch.bernoulli(half, generator=generator) - 1.0
     return (signs * dim**0.5).expand(num_kv_heads, dim).contiguous()

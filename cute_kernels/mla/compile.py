@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+from cute_kernels.mla.arguments import COMBINE, arguments_of
 from cute_kernels.mla.config import (
     COMBINE_SLOTS,
     PARTIALS,
@@ -15,7 +17,8 @@ from cute_kernels.mla.config import (
     served_config,
 )
 from cute_kernels.mla.few_heads.config import FewHeadsConfig, shipped_few_heads
-from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
+from cute_kernels.runtime import launch_arguments
+from cute_kernels.runtime.spec import KernelSpec, check_config
 
 
 class _MlaFamily(KernelSpec):
@@ -23,11 +26,13 @@ class _MlaFamily(KernelSpec):
 
     family: ClassVar[str] = "mla"
 
+    def source_roots(self) -> tuple[Path, ...]:
+        return *super().source_roots(), *launch_arguments.SOURCES
+
 
 @dataclass(frozen=True, eq=False)
 class MlaSpec(_MlaFamily):
-    """Decode: the function takes what :meth:`DecodeEntry.sparse` or :meth:`DecodeEntry.paged` describes, on torch's
-    current stream."""
+    """Decode: the function takes :data:`.arguments.SPARSE` or :data:`.arguments.PAGED`, on torch's current stream."""
 
     config: MlaConfig | FewHeadsConfig
 
@@ -37,7 +42,7 @@ class MlaSpec(_MlaFamily):
 
 @dataclass(frozen=True, eq=False)
 class CombineSpec(_MlaFamily):
-    """Adding up parts: the function takes what :meth:`CombineKernel.__call__` describes, on torch's current stream."""
+    """Adding up parts: the function takes :data:`.arguments.COMBINE`, on torch's current stream."""
 
     config: CombineConfig
 
@@ -62,49 +67,21 @@ def compile_mla(config: MlaConfig | FewHeadsConfig, arch: str, *options: str) ->
 
     Raises ValueError if the configuration cannot be implemented.
     """
-    import cutlass.cute as cute
-    from cutlass import Float32, Int32, Int64
-    from cutlass.cute.runtime import make_fake_stream
-
     from cute_kernels.mla.entry import DecodeEntry
     from cute_kernels.mla.few_heads.kernel import FewHeadsKernel
     from cute_kernels.mla.kernel import MlaKernel
 
     check_config(config)
-    results = [_fake_rows(config.head_dim, config.layout.dtype), *[Int64(0)] * 5]
-    cut = [Float32(1.0), Int32(1), Int32(1), Int64(0)]
-    pages = [Int64(0), Int64(0), Int32(0), Int32(1)]
-    chosen = [*pages, Int32(0), Int64(0), Int32(0), Int64(0)]
-    table = [Int32(0), Int64(0), Int32(0), Int32(0), Int64(0), Int32(0)]
     kernel = FewHeadsKernel(config) if isinstance(config, FewHeadsConfig) else MlaKernel(config)
-    entry = DecodeEntry(kernel)
-    return cute.compile(
-        entry.sparse if config.tokens == "sparse" else entry.paged,
-        *results,
-        *cut,
-        *([*chosen, *chosen] if config.tokens == "sparse" else [*pages, *table]),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    tensors = {"q": _fake_rows(config.head_dim, config.layout.dtype)}
+    return arguments_of(config.tokens).compile(DecodeEntry(kernel).launch, tensors, arch, *options)
 
 
 def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
     """As :func:`compile_mla`, of the combining kernel."""
-    import cutlass.cute as cute
-    from cutlass import Int32, Int64
-    from cutlass.cute.runtime import make_fake_stream
-
     from cute_kernels.mla.combine.second_launch import CombineKernel
 
-    return cute.compile(
-        CombineKernel(config),
-        _fake_rows(512, config.dtype),
-        *[Int64(0)] * 4,
-        Int32(1),
-        Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    return COMBINE.compile(CombineKernel(config).launch, {"out": _fake_rows(512, config.dtype)}, arch, *options)
 
 
 def _fake_rows(columns: int, dtype: str) -> Any:

@@ -6,18 +6,22 @@ What decides a call (its problem) is kept for the next one like it, so that a re
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from cute_kernels import arguments
 from cute_kernels.attention.checks import check_positive
 from cute_kernels.mla import checks
+from cute_kernels.mla.arguments import EXTRA
 from cute_kernels.mla.formats import V_DIM
 from cute_kernels.mla.problem import DenseProblem, SparseExtras, SparseProblem
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
 from cute_kernels.runtime.operator import Operator, launcher, route
 from cute_kernels.runtime.plans import identity
+
+if TYPE_CHECKING:
+    from cute_kernels.mla.plan import MlaPlan
 
 Results = tuple[torch.Tensor, torch.Tensor]
 SparseResults = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -49,10 +53,14 @@ def _dense_through_operator(q, cache, block_table, seq_lens, kv_format, softmax_
 
 @dataclass(frozen=True)
 class DensePlan:
-    """What of a call stays the same between calls of the same shapes, strides, dtypes, device and options."""
+    """What of a call stays the same between calls of the same shapes, strides, dtypes, device and options.
+
+    kernels: the plan of its launches.
+    """
 
     problem: DenseProblem
     device_index: int
+    kernels: MlaPlan
 
     def launch(
         self,
@@ -66,11 +74,10 @@ class DensePlan:
         out: torch.Tensor | None = None,
     ) -> Results:
         """Launches on the current stream of the plan's device, which is the current one."""
-        from cute_kernels.mla import plan  # the kernels' side
-
         scale = _scale_of(self.problem, softmax_scale)
         _check_out(self.problem, out)
-        return plan.dense(self.problem, q, cache, block_table, seq_lens, scale, out)
+        tokens = {"cache": cache.data_ptr(), "table": block_table.data_ptr(), "seq_lens": seq_lens.data_ptr()}
+        return self.kernels.run(q, scale, tokens, out)
 
 
 def _dense_key(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out=None) -> tuple[Any, ...]:
@@ -90,8 +97,10 @@ def _dense_checked(
 
 
 def _dense_plan(checked: tuple[DenseProblem, torch.Tensor | None]) -> DensePlan | None:
+    from cute_kernels.mla.plan import dense_plan  # the kernels' side
+
     problem, _ = checked
-    return None if problem.is_empty else DensePlan(problem, _index_of(problem))
+    return None if problem.is_empty else DensePlan(problem, _index_of(problem), dense_plan(problem))
 
 
 launch_dense = launcher(_dense_key, _dense_checked, _dense_plan, empty=lambda checked: _nothing(*checked))
@@ -150,6 +159,7 @@ class SparsePlan:
 
     problem: SparseProblem
     device_index: int
+    kernels: MlaPlan
 
     def launch(
         self,
@@ -163,12 +173,15 @@ class SparsePlan:
         out: torch.Tensor | None,
     ) -> SparseResults:
         """Launches on the current stream of the plan's device, which is the current one."""
-        from cute_kernels.mla import plan  # the kernels' side
+        from cute_kernels.mla.plan import chosen  # the kernels' side
 
         problem, scale = self.problem, _scale_of(self.problem, softmax_scale)
         _check_out(problem, out)
         top = q.new_empty(problem.out_shape[:3] if with_max else 0, dtype=torch.float32)
-        result, lse = plan.sparse(problem, q, cache, indices, scale, out, *extras, top if with_max else None)
+        tokens = chosen(cache, indices, extras.topk_length)
+        if extras.extra_cache is not None and extras.extra_indices is not None:
+            tokens |= chosen(extras.extra_cache, extras.extra_indices, extras.extra_topk_length, EXTRA)
+        result, lse = self.kernels.run(q, scale, tokens, out, extras.sinks, top if with_max else None)
         return result, lse, top
 
 
@@ -196,8 +209,10 @@ def _sparse_checked(q, cache, indices, kv_format, softmax_scale, extras, with_ma
 
 
 def _sparse_plan(checked: CheckedSparse) -> SparsePlan | None:
+    from cute_kernels.mla.plan import sparse_plan  # the kernels' side
+
     problem = checked.problem
-    return None if problem.is_empty else SparsePlan(problem, _index_of(problem))
+    return None if problem.is_empty else SparsePlan(problem, _index_of(problem), sparse_plan(problem))
 
 
 def _sparse_nothing(checked: CheckedSparse) -> SparseResults:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cute_kernels.mla.arguments import CHOSEN, COMBINE, EXTRA, arguments_of
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
 from cute_kernels.mla.config import (
     COOPERATIVE_PARTS,
@@ -26,14 +26,18 @@ from cute_kernels.mla.few_heads.config import FewHeadsConfig
 from cute_kernels.mla.schedule import STREAM_K, Workload, choose, choose_combine, count_ctas, fits_cooperative
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.gpu import GPU, per_gpu
+from cute_kernels.runtime.gpu import GPU
 from layouts.kv.mla import MlaModel1
 
 if TYPE_CHECKING:
     from cute_kernels.mla.problem import CacheShape, DenseProblem, SparseProblem
 
 MAX_INDEX = 2**31 - 1
-NO_CACHE = (0, 0, 0, 1, 0, 0, 0, 0)
+Tokens = dict[str, int]
+"""Which tokens a launch reads: arguments of `TABLE`, or of `CHOSEN` of two caches, by name."""
+
+NO_CACHE: Tokens = {EXTRA + each.name: int(each.name == "page_size") for each in CHOSEN}
+"""Of the second one, where there is none."""
 
 
 @dataclass(frozen=True)
@@ -41,34 +45,31 @@ class MlaPlan:
     """What of a launch stays the same from call to call.
 
     Attributes:
+        send: the compiled kernel; takes the arguments of a launch that are not the same for all of them by name.
+        combine: the compiled kernel that adds up parts, its arguments by name.
         num_parts: of a row; STREAM_K for work ranges over all rows.
         num_ctas: of the launch.
         part_words: words of all partial results, or of what stream-K publishes; 0 if rows are not cut.
         flag_words: workspace words of stream-K, or of parts that are added up together, else 0.
-        combine_row_bits: as the combining function takes it.
     """
 
-    function: Callable[..., Any]
+    send: Callable[..., Any]
     combine: Callable[..., Any] | None
     num_parts: int
     num_ctas: int
     part_words: int
     flag_words: int = 0
-    combine_row_bits: int = 0
 
     def run(
         self,
         q: torch.Tensor,
         softmax_scale: float,
-        tokens: tuple[int, ...],
+        tokens: Tokens,
         out: torch.Tensor | None = None,
         sink: torch.Tensor | None = None,
         max_logits: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) on the current stream of q's device, which is the current one.
-
-        tokens: the arguments of :meth:`DecodeEntry.sparse` or :meth:`DecodeEntry.paged` behind flags.
-        """
+        """(out, lse) on the current stream of q's device, which is the current one."""
         shape = q.shape[:3]
         if out is None:
             out = torch.empty((*shape, V_HEAD_DIM), dtype=q.dtype, device=q.device)
@@ -76,66 +77,39 @@ class MlaPlan:
         partials = None
         if self.part_words:
             partials = torch.empty(self.part_words, dtype=torch.float32, device=q.device)
-        addresses = lse.data_ptr(), _address(max_logits), _address(sink), _address(partials)
         flags, device = 0, q.get_device()
         if self.flag_words:
             flags = GPU.workspace(device, GPU.stream(device), self.flag_words)
-        cut = self.num_parts, self.num_ctas, flags
-        self.function(q, out.data_ptr(), *addresses, softmax_scale, *cut, *tokens)
+        lse_address, top, sinks, parts = lse.data_ptr(), _address(max_logits), _address(sink), _address(partials)
+        self.send(
+            q=q, out=out.data_ptr(), lse=lse_address, max_logits=top, sinks=sinks, partials=parts,
+            softmax_scale=softmax_scale, flags=flags, **tokens,
+        )  # fmt: skip
         if self.combine is not None:
-            self.combine(out, *addresses, self.num_parts, self.combine_row_bits)
+            self.combine(out=out, lse=lse_address, max_logits=top, sinks=sinks, partials=parts)
         return out, lse
 
 
-def dense(
-    problem: DenseProblem,
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    softmax_scale: float,
-    out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [batch, q_len, num_heads, 512] in q's dtype, lse fp32 [batch, q_len, num_heads]) on the current stream.
-
-    The arguments fit the problem and each other, and q's device is the current one.
-    """
-    plan = _plan("paged", problem.cache, problem.head_dim, problem.device, *dense_shape(problem))
-    pages = (*_pages(problem.cache, cache), problem.cache.num_pages)
-    table = block_table.data_ptr(), problem.table_stride, problem.max_pages, seq_lens.data_ptr(), int(problem.causal)
-    return plan.run(q, softmax_scale, (*pages, *table), out)
+def dense_plan(problem: DenseProblem) -> MlaPlan:
+    """The plan of a problem's launches; it leaves open where cache, table and seq_lens are."""
+    known = {
+        **_pages(problem.cache),
+        "num_pages": problem.cache.num_pages,
+        "table_stride": problem.table_stride,
+        "max_pages": problem.max_pages,
+        "causal": int(problem.causal),
+    }
+    return _plan_of(problem, "paged", *dense_shape(problem), known)
 
 
-def sparse(
-    problem: SparseProblem,
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    indices: torch.Tensor,
-    softmax_scale: float,
-    out: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    extra_cache: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
-    extra_topk_length: torch.Tensor | None,
-    max_logits: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`dense`; max_logits: fp32 [batch, q_len, num_heads], written unless None."""
-    topk = problem.topk + problem.extra_topk
-    plan = _plan(
-        "sparse",
-        problem.cache,
-        problem.head_dim,
-        problem.device,
-        problem.batch * problem.q_len,
-        problem.num_heads,
-        topk,
-    )
-    main = _chosen(problem.cache, cache, indices, problem.topk, topk_length)
-    extra = NO_CACHE
-    if problem.extra is not None and extra_cache is not None and extra_indices is not None:
-        extra = _chosen(problem.extra, extra_cache, extra_indices, problem.extra_topk, extra_topk_length)
-    return plan.run(q, softmax_scale, (*main, *extra), out, attn_sink, max_logits)
+def sparse_plan(problem: SparseProblem) -> MlaPlan:
+    """As :func:`dense_plan`; of what the problem leaves open :func:`chosen` has the addresses."""
+    known, extra = _pages(problem.cache) | {"num_tokens": _num_tokens(problem.cache), "topk": problem.topk}, NO_CACHE
+    if problem.extra is not None:
+        own = _pages(problem.extra) | {"num_tokens": _num_tokens(problem.extra), "topk": problem.extra_topk}
+        extra = {EXTRA + name: number for name, number in own.items()}
+    rows, topk = problem.batch * problem.q_len, problem.topk + problem.extra_topk
+    return _plan_of(problem, "sparse", rows, problem.num_heads, topk, known | extra)
 
 
 def dense_shape(problem: DenseProblem) -> tuple[int, int, int]:
@@ -143,60 +117,62 @@ def dense_shape(problem: DenseProblem) -> tuple[int, int, int]:
     return problem.batch, problem.q_len * problem.num_heads, problem.max_pages * problem.cache.page_size
 
 
-def _pages(shape: CacheShape, cache: torch.Tensor) -> tuple[int, int, int, int]:
-    stride = MlaModel1.DATA_BYTES if shape.form.split_pages else shape.token_stride
-    return cache.data_ptr(), shape.page_stride, stride, shape.page_size
+def _pages(shape: CacheShape) -> Tokens:
+    return {
+        "page_stride": shape.page_stride,
+        "token_stride": MlaModel1.DATA_BYTES if shape.form.split_pages else shape.token_stride,
+        "page_size": shape.page_size,
+    }
 
 
-def _chosen(
-    shape: CacheShape, cache: torch.Tensor, indices: torch.Tensor, topk: int, lengths: torch.Tensor | None
-) -> tuple[int, ...]:
-    num_tokens = min(shape.num_pages * shape.page_size, MAX_INDEX)
-    return *_pages(shape, cache), num_tokens, indices.data_ptr(), topk, _address(lengths)
+def _num_tokens(shape: CacheShape) -> int:
+    return min(shape.num_pages * shape.page_size, MAX_INDEX)
 
 
-@per_gpu
-@lru_cache(maxsize=4096)
-def _plan(
-    tokens: str,
-    cache: CacheShape,
-    head_dim: int,
-    device: torch.device,
-    rows: int,
-    num_heads: int,
-    num_tokens: int,
+def chosen(cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None, prefix: str = "") -> Tokens:
+    """Where the tokens of a sparse launch are, of its second cache with `EXTRA` as prefix."""
+    addresses = {"cache": cache.data_ptr(), "indices": indices.data_ptr(), "topk_length": _address(lengths)}
+    return {prefix + name: address for name, address in addresses.items()} if prefix else addresses
+
+
+def _plan_of(
+    problem: DenseProblem | SparseProblem, tokens: str, rows: int, num_heads: int, num_tokens: int, known: Tokens
 ) -> MlaPlan:
-    num_sms = GPU.num_sms(device)
+    cache, device = problem.cache, problem.device
     tma_tiles = fits_tma_tiles(tokens, cache.form.name, cache.page_size)
-    shape = Workload(rows, num_heads, num_tokens, num_sms, tma_tiles)
-    config, num_parts = choose(tokens, cache.form.name, head_dim, shape)
-    return make_plan(config, arch_of(device.index), shape, num_parts)
+    shape = Workload(rows, num_heads, num_tokens, GPU.num_sms(device), tma_tiles)
+    config, num_parts = choose(tokens, cache.form.name, problem.head_dim, shape)
+    return make_plan(config, arch_of(device.index), shape, num_parts, known)
 
 
-def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, shape: Workload, num_parts: int) -> MlaPlan:
+def make_plan(
+    config: MlaConfig | FewHeadsConfig, arch: str, shape: Workload, num_parts: int, known: Tokens | None = None
+) -> MlaPlan:
     """The plan of a launch that cuts each row into ``num_parts``, its cluster's if the parts of a row are one, or
-    all of them into work ranges (STREAM_K)."""
-    function = load(MlaSpec(config), arch)
+    all of them into work ranges (STREAM_K). known: what all launches have in common of the tokens."""
     few = isinstance(config, FewHeadsConfig)
     cluster = config.cluster if few else 1
     if cluster > 1 and num_parts != cluster:
         raise ValueError(f"num_parts: got {num_parts}, want the cluster's {cluster}")
     num_ctas = 0 if few else count_ctas(shape, num_parts)
+    fixed = {"num_parts": num_parts, "num_ctas": num_ctas, **(known or {})}
+    send = arguments_of(config.tokens).bound(load(MlaSpec(config), arch), fixed)
     if num_parts == STREAM_K:
-        return MlaPlan(function, None, STREAM_K, num_ctas, num_ctas * STATE_WORDS, num_ctas * FLAG_WORDS)
+        return MlaPlan(send, None, STREAM_K, num_ctas, num_ctas * STATE_WORDS, num_ctas * FLAG_WORDS)
     if not few and config.cooperative:
         if not fits_cooperative(shape, num_parts):
             raise ValueError(
                 f"num_parts: got {num_parts}, {num_ctas} CTAs; want {COOPERATIVE_PARTS} and {shape.num_sms}"
             )
-        return MlaPlan(function, None, num_parts, num_ctas, num_ctas * PART_WORDS, num_ctas * PART_FLAGS)
+        return MlaPlan(send, None, num_parts, num_ctas, num_ctas * PART_WORDS, num_ctas * PART_FLAGS)
     if num_parts == cluster:
-        return MlaPlan(function, None, num_parts, num_ctas, 0)
+        return MlaPlan(send, None, num_parts, num_ctas, 0)
     form = PARTIALS[config.partials]
     words = shape.num_rows * shape.num_heads * num_parts * (form.row_bytes + form.stats_bytes) // 4
     slots, row_bits = choose_combine(shape)
     combine = load(CombineSpec(CombineConfig(config.layout.dtype, slots, config.partials)), arch)
-    return MlaPlan(function, combine, num_parts, num_ctas, words, combine_row_bits=row_bits)
+    fixed = {"num_parts": num_parts, "row_bits": row_bits}
+    return MlaPlan(send, COMBINE.bound(combine, fixed), num_parts, num_ctas, words)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

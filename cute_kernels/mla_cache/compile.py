@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from cute_kernels import kv_cache
 from cute_kernels.mla import formats
+from cute_kernels.mla_cache.arguments import WRITE
 from cute_kernels.mla_cache.config import WriteConfig
-from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
+from cute_kernels.runtime import launch_arguments
+from cute_kernels.runtime.spec import KernelSpec, check_config
 from layouts.kv.mla import ROPE_DIM
-
-if TYPE_CHECKING:
-    import cutlass.cute as cute
 
 
 @dataclass(frozen=True, eq=False)
 class WriteSpec(KernelSpec):
-    """One kernel; the function takes what :meth:`WriteKernel.__call__` describes, without the stream."""
+    """One kernel; the function takes :data:`.arguments.WRITE`."""
 
     family: ClassVar[str] = "mla_cache"
     config: WriteConfig
 
     def source_roots(self) -> tuple[Path, ...]:
         rotate = Path(str(kv_cache.__file__)).with_name("rotate.py")  # imported it would want the compiler
-        return *super().source_roots(), Path(formats.__file__).resolve(), rotate.resolve()
+        others = Path(formats.__file__).resolve(), rotate.resolve()
+        return *super().source_roots(), *launch_arguments.SOURCES, *others
 
     def compile(self, arch: str) -> Any:
         return compile_write(self.config, arch)
@@ -47,45 +47,21 @@ def compile_write(config: WriteConfig, arch: str, *options: str) -> Any:
     """
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream
-
-    from cute_kernels.mla_cache.kernel import WriteKernel
-
-    check_config(config)
-    return cute.compile(
-        WriteKernel(config),
-        *fake_arguments(config, cutlass.AddressSpace.gmem),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
-
-
-def fake_arguments(config: WriteConfig, memory: cute.AddressSpace) -> list[Any]:
-    """What stands for the arguments but the stream; a compiled function takes only what fits them.
-
-    memory: the DSL's address space of the tensors, that of the GPU's global memory but for tests.
-    """
-    import cutlass
-    import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 
     from cute_kernels.mla_cache.kernel import WriteKernel
 
+    check_config(config)
     kernel = WriteKernel(config)
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
     num_tokens = cute.sym_int()
 
     def rows(columns: int, unit: int) -> Any:
         stride = (cute.sym_int64(divisibility=unit // (dtype.width // 8)), 1)
-        return make_fake_tensor(dtype, (num_tokens, columns), stride=stride, assumed_align=unit, memspace=memory)
+        return make_fake_tensor(dtype, (num_tokens, columns), stride=stride, assumed_align=unit)
 
-    return [
-        rows(config.latent_dim, kernel.latent.piece.unit),
-        rows(ROPE_DIM, kernel.rope.piece.unit),
-        *[cutlass.Int64(0)] * 4,
-        cutlass.Int64(1),
-        cutlass.Int32(1),
-        *[cutlass.Int64(0)] * 3,
-        cutlass.Float32(1.0),
-        cutlass.Int32(0),
-    ]
+    tensors = {
+        "latent": rows(config.latent_dim, kernel.latent.piece.unit),
+        "k_rope": rows(ROPE_DIM, kernel.rope.piece.unit),
+    }
+    return WRITE.compile(kernel.launch, tensors, arch, *options)

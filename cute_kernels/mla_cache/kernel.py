@@ -15,6 +15,7 @@ above 1e-4. No division, and no logarithm, is needed for it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -54,51 +55,19 @@ class WriteKernel:
         self.stored_latent = Elements(stored, config.latent_dim, config.latent_lanes)
         self.stored_rope = Elements(stored, ROPE_DIM, WARP_THREADS)
 
-    @cute.jit
-    def __call__(
-        self,
-        latent: cute.Tensor,
-        k_rope: cute.Tensor,
-        cache: Int64,
-        slots: Int64,
-        position_ids: Int64,
-        phase_steps: Int64,
-        num_slots: Int64,
-        page_size: Int32,
-        page_divisor: Int64,
-        page_stride: Int64,
-        token_stride: Int64,
-        rope_factor: Float32,
-        mode: Int32,
-        stream,
-    ):
-        """Launches over blocks of tokens.
-
-        latent, k_rope: [tokens, latent_dim] and [tokens, 64], any token stride. Addresses, 0 where there is none: the
-        cache, slots int64 [tokens], position_ids int32 or int64 [tokens] (``mode`` says which), phase_steps int64 [32].
-        num_slots, page_size, page_stride and token_stride (bytes) are the cache's; page_divisor: `divisor_of`
-        page_size.
-        """
+    def launch(self, given, stream):
+        """Launches over blocks of tokens; ``given`` has the arguments of :data:`.arguments.WRITE`."""
         config = self.config
-        latent_shape = extents(latent)
-        num_tokens = latent_shape[0]
+        num_tokens = extents(given.latent)[0]
         source = Source(
-            latent=ptx.address(latent),
-            k_rope=ptx.address(k_rope),
-            latent_stride=_byte_stride(latent),
-            rope_stride=_byte_stride(k_rope),
+            latent=ptx.address(given.latent),
+            k_rope=ptx.address(given.k_rope),
+            latent_stride=_byte_stride(given.latent),
+            rope_stride=_byte_stride(given.k_rope),
             num_tokens=num_tokens,
         )
-        place = Place(
-            cache=cache,
-            slots=slots,
-            num_slots=num_slots,
-            page_size=page_size,
-            page_divisor=page_divisor,
-            page_stride=page_stride,
-            token_stride=token_stride,
-        )
-        angle = Angle(position_ids, phase_steps, rope_factor, mode)
+        place = Place(**{own.name: getattr(given, own.name) for own in dataclasses.fields(Place)})
+        angle = Angle(given.position_ids, given.phase_steps, given.rope_factor, given.mode)
         self.kernel(source, place, angle).launch(
             grid=(cute.ceil_div(num_tokens, config.tokens_per_cta), 1, 1),
             block=(config.num_threads, 1, 1),
@@ -225,7 +194,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Place:
-    """The cache, and where tokens go; see :meth:`WriteKernel.__call__`."""
+    """The cache, and where tokens go; see :mod:`.arguments`."""
 
     cache: Int64
     slots: Int64

@@ -11,6 +11,7 @@ from cute_kernels.arguments import check_tensors, shape_of
 from cute_kernels.kv_cache.rope import rope_of
 from cute_kernels.mla.formats import MlaFormat, format_of
 from cute_kernels.mla.problem import CacheShape
+from cute_kernels.mla_cache.arguments import WRITE
 from cute_kernels.mla_cache.call import (
     BULK_DTYPES,
     MAX_TOKENS,
@@ -145,9 +146,10 @@ def _launch_quantize(x: torch.Tensor, kv_format: str, out: torch.Tensor | None =
         if tensor.data_ptr() % unit:
             raise ValueError(f"{name}: got a tensor that does not start on a multiple of {unit} bytes, want it to")
     index = x.get_device()
-    function = function_of(config, index)
+    unused = {"slots": 0, "position_ids": 0, "phase_steps": 0, "rope_factor": 1.0, "mode": 0}
+    send = WRITE.bound(function_of(config, index), place_arguments(shape) | unused)
     with GPU.guard(index):
-        function(latent, k_rope, rows.data_ptr(), 0, 0, 0, *place_arguments(shape), 1.0, 0)
+        send(latent=latent, k_rope=k_rope, cache=rows.data_ptr())
     return rows
 
 

@@ -11,6 +11,7 @@ import torch
 from cute_kernels.kv_cache.config import divisor_of
 from cute_kernels.mla.formats import format_of
 from cute_kernels.mla.problem import CacheShape
+from cute_kernels.mla_cache.arguments import WRITE
 from cute_kernels.mla_cache.call import BULK_DTYPES, DTYPES, AppendMlaCall
 from cute_kernels.mla_cache.compile import WriteSpec
 from cute_kernels.mla_cache.config import WIDE_POSITIONS, WriteConfig
@@ -23,27 +24,23 @@ class AppendMlaPlan:
     """What of an append stays the same between calls of the same shapes, strides, dtypes, device and options.
 
     Attributes:
-        function: the compiled kernel.
+        send: the compiled kernel, its tensors by name.
         phase_steps: of the angles, kept alive; None without RoPE.
-        numbers: what follows the addresses in the function's arguments.
     """
 
-    function: Callable[..., Any]
+    send: Callable[..., Any]
     device_index: int
     phase_steps: torch.Tensor | None
-    numbers: tuple[int | float, ...]
 
     def launch(self, call: AppendMlaCall) -> None:
         """Launches on the current stream of the plan's device, which is the current one."""
-        steps, positions = self.phase_steps, call.position_ids
-        self.function(
-            call.latent,
-            call.k_rope,
-            call.cache.data_ptr(),
-            call.slot_mapping.data_ptr(),
-            0 if positions is None else positions.data_ptr(),
-            0 if steps is None else steps.data_ptr(),
-            *self.numbers,
+        positions = call.position_ids
+        self.send(
+            latent=call.latent,
+            k_rope=call.k_rope,
+            cache=call.cache.data_ptr(),
+            slots=call.slot_mapping.data_ptr(),
+            position_ids=0 if positions is None else positions.data_ptr(),
         )
 
 
@@ -57,23 +54,25 @@ def make_plan(call: AppendMlaCall, shape: CacheShape) -> AppendMlaPlan:
     """The plan of a checked call that has tokens."""
     config, device = config_of(call), call.latent.device
     check_alignment(config, shape, latent=call.latent, k_rope=call.k_rope, cache=call.cache)
-    positions = call.position_ids
-    return AppendMlaPlan(
-        function=function_of(config, call.latent.get_device()),
-        device_index=call.latent.get_device(),
-        phase_steps=None if call.rope is None else call.rope.phase_steps(device),
-        numbers=(
-            *place_arguments(shape),
-            1.0 if call.rope is None else call.rope.attention_factor,
-            WIDE_POSITIONS if positions is not None and positions.dtype == torch.int64 else 0,
-        ),
-    )
+    positions, index = call.position_ids, call.latent.get_device()
+    steps = None if call.rope is None else call.rope.phase_steps(device)
+    fixed = place_arguments(shape) | {
+        "phase_steps": 0 if steps is None else steps.data_ptr(),
+        "rope_factor": 1.0 if call.rope is None else call.rope.attention_factor,
+        "mode": WIDE_POSITIONS if positions is not None and positions.dtype == torch.int64 else 0,
+    }
+    return AppendMlaPlan(WRITE.bound(function_of(config, index), fixed), index, steps)
 
 
-def place_arguments(shape: CacheShape) -> tuple[int, ...]:
-    """num_slots, page_size, page_divisor, page_stride and token_stride of the kernel's arguments."""
-    divisor = divisor_of(shape.page_size)
-    return shape.num_slots, shape.page_size, divisor, shape.page_stride, shape.token_stride
+def place_arguments(shape: CacheShape) -> dict[str, int | float]:
+    """Those of the kernel's arguments that say where tokens of a cache are, by name."""
+    return {
+        "num_slots": shape.num_slots,
+        "page_size": shape.page_size,
+        "page_divisor": divisor_of(shape.page_size),
+        "page_stride": shape.page_stride,
+        "token_stride": shape.token_stride,
+    }
 
 
 def check_alignment(config: WriteConfig, shape: CacheShape, **tensors: torch.Tensor) -> None:

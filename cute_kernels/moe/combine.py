@@ -48,7 +48,7 @@ class CombineKernel:
         """Launches over (columns, tokens).
 
         out: [tokens, n] of the configuration's dtype. Addresses: results [places, n] of its source, on 16 bytes; places
-        int32 [tokens, topk], the row of ``results`` of each assignment or -1; weights fp32 [tokens, topk]. With
+        int32 [tokens, topk], the row of ``results`` of each assignment or -1; weights [tokens, topk]. With
         ``id_bits`` places are the assignments' own, and what is given instead of them are ids of experts, of which
         those outside 0 to num_experts - 1 count for nothing; their results may be of 2**part_bits parts of K, [parts,
         tokens * topk, n], all of which are added up. part_bits is 0 without ``id_bits``.
@@ -107,7 +107,8 @@ class CombineKernel:
     def choose(self, chosen, shares, places, weights, first, begin, terms, num_experts):
         """Asks for the places and the weights of up to COMBINE_BATCH of a token's terms from ``begin`` on; first: its
         first assignment."""
-        places_of, weights_of = places + first * self.place_bytes, weights + first * 4
+        share_bytes = 4 if self.config.shares == "fp32" else 2
+        places_of, weights_of = places + first * self.place_bytes, weights + first * share_bytes
         for i in cutlass.range_constexpr(COMBINE_BATCH):
             chosen[i] = Int32(-1)
             shares[i] = Float32(0.0)
@@ -115,8 +116,14 @@ class CombineKernel:
                 assignment, part_row = self.term(begin + i, terms)
                 own = Int32(first) + assignment + part_row
                 chosen[i] = self.place_of(places_of + Int64(assignment) * self.place_bytes, own, num_experts)
-                share = ptx.load_global_words(weights_of + Int64(assignment) * 4, 0, 1, constant=False)[0]
-                shares[i] = share.bitcast(Float32)
+                shares[i] = self.load_share(weights_of + Int64(assignment) * share_bytes)
+
+    def load_share(self, address) -> Any:
+        """A weight, in fp32."""
+        if self.config.shares == "fp32":
+            return ptx.load_global_words(address, 0, 1, constant=False)[0].bitcast(Float32)
+        word = ptx.load_relaxed_part(address, 2)
+        return ptx.bf16x2_low_to_float(word) if self.config.shares == "bf16" else ptx.half2_low_to_float(word)
 
     def term(self, number, terms) -> tuple[Any, Any]:
         """(assignment of a token, first row of the results of its part of K) of the ``number``-th term."""

@@ -149,6 +149,8 @@ def shipped_specs() -> list[KernelSpec]:
     small += [CombineSpec(CombineConfig(dtype)) for dtype in ("bf16", "fp16")]
     small += [CombineSpec(CombineConfig("bf16", "bf16")), CombineSpec(CombineConfig("fp16", "fp16"))]
     small += [CombineSpec(CombineConfig("bf16", id_bits=bits)) for bits in (32, 64)]
+    by_bf16 = (("fp32", 0), ("bf16", 0), ("fp32", 32), ("fp32", 64))
+    small += [CombineSpec(CombineConfig("bf16", source, bits, shares="bf16")) for source, bits in by_bf16]
     return [*small, *(GatherSpec(GatherConfig(dtype)) for dtype in ("bf16", "fp16")), *specs]
 
 

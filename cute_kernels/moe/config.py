@@ -54,12 +54,14 @@ class CombineConfig:
         source: of the results that are added up.
         id_bits: of an expert's id, 32 or 64, where results lie in the order of assignments; 0 where places say how.
         use_pdl: programmatic dependent launch.
+        shares: dtype of the weights that results are multiplied with.
     """
 
     dtype: str = "bf16"
     source: str = "fp32"
     id_bits: int = 0
     use_pdl: bool = True
+    shares: str = "fp32"
 
     @property
     def num_threads(self) -> int:
@@ -69,11 +71,12 @@ class CombineConfig:
     def name(self) -> str:
         source = "" if self.source == "fp32" else f"_of_{self.source}"
         ids = f"_i{self.id_bits}" if self.id_bits else ""
-        return f"moe_combine_{self.dtype}{source}{ids}{'_pdl' if self.use_pdl else ''}"
+        shares = "" if self.shares == "fp32" else f"_by_{self.shares}"
+        return f"moe_combine_{self.dtype}{source}{ids}{shares}{'_pdl' if self.use_pdl else ''}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
-        for name in ("dtype", "source"):
+        for name in ("dtype", "source", "shares"):
             if getattr(self, name) not in OUT_DTYPES:
                 return f"{name} {getattr(self, name)!r} is not one of {', '.join(OUT_DTYPES)}"
         return None if self.id_bits in (0, 32, 64) else f"id_bits {self.id_bits!r} is not 0, 32 or 64"

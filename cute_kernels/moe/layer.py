@@ -75,6 +75,7 @@ class MoePlan:
         device_index: of the GPU.
         new_out: what a result is made of.
         part_bits: log2 of the parts of K that the second product has results of.
+        combine: adds up results times weights in fp32; ``combined`` says which kernel, but for the dtype of weights.
         first, second: the numbers of each product: n, activation, kind of the output.
         pads: whether rows of x, and of hidden activations, must be made whole vectors.
     """
@@ -86,6 +87,7 @@ class MoePlan:
     part_bits: int
     new_out: Blank
     combine: Callable[..., Any]
+    combined: tuple[str, str, int]
     gate_up: ProductPlan | AssignedPlan
     down: ProductPlan | AssignedPlan
     first: tuple[int, int, int]
@@ -113,8 +115,11 @@ class MoePlan:
                 return self.run(x, gate_up, down, topk_ids, topk_weights, out)
         if x.requires_grad:
             x = x.detach()
-        if topk_weights.dtype != torch.float32 or not topk_weights.is_contiguous():
-            topk_weights = topk_weights.detach().float().contiguous()
+        combine = self.combine
+        if topk_weights.dtype != torch.float32:
+            combine = combine_function(*self.combined, index, DTYPE_NAMES[topk_weights.dtype])
+        if not topk_weights.is_contiguous():
+            topk_weights = topk_weights.detach().contiguous()
         if not topk_ids.is_contiguous():
             topk_ids = topk_ids.contiguous()
         if not x.is_contiguous():
@@ -131,7 +136,7 @@ class MoePlan:
         if self.pads[1]:
             hidden = _aligned(hidden)
         self.down.run(hidden, (*addresses_of(down), 0, results), of_second, self.second)
-        self.combine(out, results, places, topk_weights.data_ptr(), self.topk, self.num_experts, self.part_bits)
+        combine(out, results, places, topk_weights.data_ptr(), self.topk, self.num_experts, self.part_bits)
         return out
 
     def route(self, x: torch.Tensor, topk_ids: torch.Tensor, base: int) -> tuple[torch.Tensor, Any, Any, int]:
@@ -211,6 +216,7 @@ def make_moe_plan(
     name, vector = DTYPE_NAMES[dtype], VECTOR_BYTES // dtype.itemsize
     part_bits = plans[1].layout.part_bits if isinstance(plans[1], AssignedPlan) else 0
     result_bytes = (num_places << part_bits) * down.n * between.itemsize
+    combined = DTYPE_NAMES[out_dtype], DTYPE_NAMES[between], id_bits if few else 0
     common = {
         "device_index": index,
         "num_places": num_places,
@@ -218,7 +224,8 @@ def make_moe_plan(
         "topk": topk,
         "part_bits": part_bits,
         "new_out": blank((tokens, down.n), out_dtype),
-        "combine": combine_function(DTYPE_NAMES[out_dtype], DTYPE_NAMES[between], id_bits if few else 0, index),
+        "combine": combine_function(*combined, index),
+        "combined": combined,
         "first": (gate_up.n, SWIGLU, OUT_KINDS[dtype]),
         "second": (down.n, NO_ACTIVATION, OUT_KINDS[between]),
         "pads": (bool(gate_up.k % vector), bool(down.k % vector)),

@@ -307,9 +307,11 @@ def routing_function(id_bits: int, device_index: int) -> Callable[..., Any]:
 
 @per_gpu
 @lru_cache(maxsize=64)
-def combine_function(dtype: str, source: str, id_bits: int, device_index: int) -> Callable[..., Any]:
-    """The kernel that adds up results; id_bits: as of `CombineConfig`."""
-    return load(CombineSpec(CombineConfig(dtype, source, id_bits)), arch_of(device_index))
+def combine_function(
+    dtype: str, source: str, id_bits: int, device_index: int, shares: str = "fp32"
+) -> Callable[..., Any]:
+    """The kernel that adds up results; id_bits, shares: as of `CombineConfig`."""
+    return load(CombineSpec(CombineConfig(dtype, source, id_bits, shares=shares)), arch_of(device_index))
 
 
 @per_gpu

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+from cute_kernels.norm.arguments import NORM
 from cute_kernels.norm.config import VECTOR, NormConfig, launch_shape
-from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
+from cute_kernels.runtime import launch_arguments
+from cute_kernels.runtime.spec import KernelSpec, check_config
 
 # Hidden sizes of models; rows of other lengths share their kernels or compile on first use.
 SHIPPED_COLUMNS = {"rms": (512, 1024, 2048, 4096, 8192, 16384), "layer": (1024, 4096, 8192)}
@@ -14,10 +17,13 @@ SHIPPED_COLUMNS = {"rms": (512, 1024, 2048, 4096, 8192, 16384), "layer": (1024, 
 
 @dataclass(frozen=True, eq=False)
 class NormSpec(KernelSpec):
-    """One norm kernel: takes what `NormKernel.__call__` describes, on torch's current stream."""
+    """One norm kernel: takes :data:`.arguments.NORM`, on torch's current stream."""
 
     config: NormConfig
     family: ClassVar[str] = "norm"
+
+    def source_roots(self) -> tuple[Path, ...]:
+        return *super().source_roots(), *launch_arguments.SOURCES
 
     def compile(self, arch: str) -> Any:
         return compile_norm(self.config, arch)
@@ -41,19 +47,12 @@ def compile_norm(config: NormConfig, arch: str, *options: str) -> Any:
     """
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+    from cutlass.cute.runtime import make_fake_compact_tensor
 
     from cute_kernels.norm.kernel import NormKernel
 
     check_config(config)
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
     shape = (cute.sym_int(), cute.sym_int(divisibility=VECTOR))
-    return cute.compile(
-        NormKernel(config),
-        make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16),
-        *[cutlass.Int64(0)] * 5,
-        *[cutlass.Int32(1)] * 2,
-        *[cutlass.Float32(1.0)] * 3,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    out = make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16)
+    return NORM.compile(NormKernel(config).launch, {"out": out}, arch, *options)

@@ -44,31 +44,21 @@ class NormKernel:
         else:
             self.halves, self.pack = (ptx.half2_low_to_float, ptx.half2_high_to_float), ptx.pack_f16x2
 
-    @cute.jit
-    def __call__(
-        self,
-        out: cute.Tensor,
-        x: Int64,
-        residual: Int64,
-        total: Int64,
-        weight: Int64,
-        bias: Int64,
-        x_stride: Int32,
-        residual_stride: Int32,
-        inverse_n: Float32,
-        eps: Float32,
-        weight_offset: Float32,
-        stream,
-    ):
-        """Launches over the rows of ``out`` [rows, n], of the configuration's dtype.
-
-        Addresses, on 16 bytes: x and residual, whose rows are x_stride and residual_stride elements apart; total [rows,
-        n], their sum; weight and bias [n]. Those that the configuration has no use for are not read. inverse_n: 1 / n.
-        """
-        shape = extents(out)
-        rows = Rows(x, residual, total, ptx.address(out), shape[1], x_stride, residual_stride)
-        self.kernel(rows, weight, bias, inverse_n, eps, weight_offset).launch(
-            grid=(shape[0], 1, 1), block=(self.config.threads, 1, 1), use_pdl=True, stream=stream
+    def launch(self, given, stream):
+        """Launches over the rows of ``out``; ``given`` has the arguments of :data:`.arguments.NORM`."""
+        num_rows, n = extents(given.out)
+        rows = Rows(
+            x=given.x,
+            residual=given.residual,
+            total=given.total,
+            out=ptx.address(given.out),
+            n=n,
+            x_stride=given.x_stride,
+            residual_stride=given.residual_stride,
+        )
+        weights, numbers = (given.weight, given.bias), (given.inverse_n, given.eps, given.weight_offset)
+        self.kernel(rows, *weights, *numbers).launch(
+            grid=(num_rows, 1, 1), block=(self.config.threads, 1, 1), use_pdl=True, stream=stream
         )
 
     @cute.kernel

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import row_stride, shape_of
+from cute_kernels.norm.arguments import NORM
 from cute_kernels.norm.call import DTYPES, VECTOR_BYTES, NormCall, check_call
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import NormConfig, launch_shape
@@ -54,17 +55,15 @@ class NormPlan:
     """What of a launch stays the same between calls of the same shapes, strides, dtypes, device and options.
 
     Attributes:
-        function: the compiled kernel; None where there is no row.
+        send: the compiled kernel, its tensors by name; None where there is no row.
         new: what a result that the caller gives no tensor for is made of.
         flat: [rows, n], as the kernel takes its output.
-        numbers: what follows the addresses in the function's arguments.
     """
 
-    function: Callable[..., Any] | None
+    send: Callable[..., Any] | None
     device_index: int
     new: Blank
     flat: tuple[int, int]
-    numbers: tuple[int | float, ...]
 
     def launch(self, call: NormCall) -> Results:
         """Launches on the current stream of the plan's device, which is the current one."""
@@ -72,15 +71,14 @@ class NormPlan:
         y = GPU.empty(*self.new) if call.out is None else call.out
         if residual is not None and total is None:
             total = GPU.empty(*self.new)
-        if self.function is not None:
-            self.function(
-                y.view(self.flat),
-                x.data_ptr(),
-                0 if residual is None else residual.data_ptr(),
-                0 if total is None else total.data_ptr(),
-                call.weight.data_ptr(),
-                0 if bias is None else bias.data_ptr(),
-                *self.numbers,
+        if self.send is not None:
+            self.send(
+                out=y.view(self.flat),
+                x=x.data_ptr(),
+                residual=0 if residual is None else residual.data_ptr(),
+                total=0 if total is None else total.data_ptr(),
+                weight=call.weight.data_ptr(),
+                bias=0 if bias is None else bias.data_ptr(),
             )
         return y, total
 
@@ -128,13 +126,18 @@ def _make_plan(call: NormCall) -> NormPlan:
                 f"want it aligned to {VECTOR_BYTES} bytes"
             )
     x, n, index = call.x, call.x.shape[-1], call.x.get_device()
-    strides = row_stride(x) or 0, 0 if call.residual is None else row_stride(call.residual) or 0
+    fixed = {
+        "x_stride": row_stride(x) or 0,
+        "residual_stride": 0 if call.residual is None else row_stride(call.residual) or 0,
+        "inverse_n": 1.0 / n,
+        "eps": float(call.eps),
+        "weight_offset": float(call.weight_offset),
+    }
     return NormPlan(
-        function=load(NormSpec(config_of(call)), arch_of(index)) if x.numel() else None,
+        send=NORM.bound(load(NormSpec(config_of(call)), arch_of(index)), fixed) if x.numel() else None,
         device_index=index,
         new=blank(tuple(shape_of(x)), x.dtype),
         flat=(x.numel() // n, n),
-        numbers=(*strides, 1.0 / n, float(call.eps), float(call.weight_offset)),
     )
 
 

@@ -9,8 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
+
+from cute_kernels.runtime.spec import compile_options
+
+SOURCES = (Path(__file__).resolve(),)
+"""What decides a compiled function beside the declarations that it is compiled from."""
 
 Kind = Literal["tensor", "address", "int64", "int32", "float32"]
 
@@ -53,6 +59,17 @@ class LaunchArguments:
         if set(wanted) != set(tensors):
             raise TypeError(f"tensors: got {', '.join(tensors)}, want {', '.join(wanted)}")
         return [tensors[each.name] if each.kind == "tensor" else numbers[each.kind] for each in self.arguments]
+
+    def compile(self, launch: Callable[..., None], tensors: Mapping[str, Any], arch: str, *options: str) -> Any:
+        """``launch`` (see :meth:`entry`) compiled for ``arch`` ("sm_90a"), on torch's current stream.
+
+        tensors: fake ones by name. options: of the compiler, beside those that all kernels have.
+        """
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_stream
+
+        given = *self.fake(tensors), make_fake_stream(use_tvm_ffi_env_stream=True)
+        return cute.compile(self.entry(launch), *given, options=compile_options(arch, *options))
 
     def entry(self, launch: Callable[..., None], *, with_stream: bool = True) -> Any:
         """The host function that the compiler takes: these arguments, then the stream if there is one.

@@ -41,6 +41,7 @@ class WeightFormat(ABC):
         dtypes: of activations that meet such weights, "bf16" and "fp16".
         takes_limbs: whether a code less ``1 << (bits - 1)``, as a signed byte, is the weight but for its scale, so that
             products of int8 limbs are exact.
+        limb_zeros: whether the same holds once the group's zero point takes the place of that number.
         pad_code: what fills rows and columns behind a weight's own.
         decode_cost: time that decoding takes, as a multiple of what it takes of integers of as many bits.
         key: names the format in operators, state dicts and tables: ``codes_name`` and ``scales_name``.
@@ -109,6 +110,10 @@ class WeightFormat(ABC):
 
     @property
     def takes_limbs(self) -> bool:
+        return False
+
+    @property
+    def limb_zeros(self) -> bool:
         return False
 
     @property

@@ -45,6 +45,10 @@ class IntegerFormat(WeightFormat):
     def takes_limbs(self) -> bool:
         return self.bits == 4 and not self.has_zeros
 
+    @property
+    def limb_zeros(self) -> bool:
+        return self.bits == 4 and self.has_zeros
+
     # -- values --------------------------------------------------------------------------------------------------------
 
     def activation_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:

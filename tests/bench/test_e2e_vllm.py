@@ -38,20 +38,23 @@ def row(case: str, batch: int, tpot_ms: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("text", "plugin", "kv_format", "batches"),
+    ("text", "plugin", "kv_format", "batches", "block_size"),
     [
-        ("llama3-8b:w4:fp8:off", "off", "", (1, 32)),
-        ("llama3-8b:w4:auto:on:int4_g4@64", "on", "int4_g4", (64,)),
-        ("qwen3-30b-a3b:w4:fp8:linear+moe@1,2", "linear,moe", "", (1, 2)),
+        ("llama3-8b:w4:fp8:off", "off", "", (1, 32), 0),
+        ("llama3-8b:w4:auto:on:int4_g4@64", "on", "int4_g4", (64,), 0),
+        ("qwen3-30b-a3b:w4:fp8:linear+moe@1,2", "linear,moe", "", (1, 2), 0),
+        ("llama2-70b-shard8:w4:auto:on:int4_g4/32@64", "on", "int4_g4", (64,), 32),
     ],
 )
-def test_cases_have_names(text: str, plugin: str, kv_format: str, batches: tuple[int, ...]):
+def test_cases_have_names(text: str, plugin: str, kv_format: str, batches: tuple[int, ...], block_size: int):
     case = e2e_vllm.case_of(text)
-    assert (case.plugin, case.kv_format, case.batches) == (plugin, kv_format, batches)
-    assert e2e_vllm.case_of(case.name).name == case.name
+    assert (case.plugin, case.kv_format, case.batches, case.block_size) == (plugin, kv_format, batches, block_size)
+    assert e2e_vllm.case_of(case.name).name == case.name == text.partition("@")[0]
 
 
-@pytest.mark.parametrize("text", ["", "gpt2:w4:fp8:on", "llama3-8b:w3:fp8:on", "llama3-8b:w4:fp8"])
+@pytest.mark.parametrize(
+    "text", ["", "gpt2:w4:fp8:on", "llama3-8b:w3:fp8:on", "llama3-8b:w4:fp8", "llama3-8b:w4:fp8:on/x"]
+)
 def test_what_is_no_case_is_refused(text: str):
     with pytest.raises(ValueError, match="want MODEL:WEIGHTS:KV:PLUGIN"):
         e2e_vllm.case_of(text)

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from cute_kernels.extend import extend_attention, ops, ragged
+from cute_kernels.extend.arguments import ATTENTION, COMBINE, UNPACK
 from cute_kernels.extend.call import make_call
 from cute_kernels.extend.plan import problem_of, specs_of
 from cute_kernels.extend.ragged import ragged_attention
 from cute_kernels.extend.schedule import MAX_UNPACKED_BYTES, choose
-from tests.launchers import recording
+from cute_kernels.runtime.launch_arguments import LaunchArguments
+from tests.launchers import Launch, recording
 from tests.observed import calls_of
 
 
@@ -156,3 +158,37 @@ def test_what_a_configuration_s_calls_may_launch_can_be_prepared():
     config = choose(problem_of(make_call(**coded(6))))
     assert loaded == set(specs_of(config)) and len(loaded) == 4
     assert len(specs_of(config, splits=False)) == 3
+
+
+def by_name(declared: LaunchArguments, launch: Launch) -> dict[str, Any]:
+    return dict(zip(declared.names, launch.arguments, strict=True))
+
+
+def test_every_number_of_a_launch_stands_where_the_kernel_takes_it(launches):
+    """By the declared names: the compiler gives the kernel the same ones."""
+    pages, table = torch.zeros(9, 64, 2, 64).bfloat16(), torch.zeros(2, 3, dtype=torch.int32)
+    sinks, slopes, mask = torch.zeros(4), torch.zeros(4), torch.zeros(6, 1, dtype=torch.int32)
+    call = given(6, k_cache=pages, v_cache=pages, block_table=table, num_splits=2, softmax_scale=0.25)
+    extend_attention(**call, window_size=9, softcap=3.0, sinks=sinks, alibi_slopes=slopes)
+    attention, combine = launches
+    found = by_name(ATTENTION, attention)
+    numbers = {"max_pages": 3, "window": 9, "soft_cap": 3.0, "softmax_scale": 0.25, "num_splits": 2, "lse": 0}
+    numbers |= {"prefix_only": 0, "k_scale": 0, "v_scale_stride": 0, "tree_mask": 0, "tree_words": 0, "tile_scales": 0}
+    numbers |= {"block_table": table.data_ptr(), "sinks": sinks.data_ptr(), "alibi_slopes": slopes.data_ptr()}
+    assert {name: found[name] for name in numbers} == numbers and found["num_ctas"] == 2 * 2 * 2
+    assert found["cu_seqlens"] is call["cu_seqlens_q"] and found["seq_lens"] is call["seq_lens"]
+    found = by_name(COMBINE, combine)
+    assert found["partials"] and (found["sinks"], found["num_splits"], found["lse"]) == (sinks.data_ptr(), 2, 0)
+    launches.clear()
+    del call["num_splits"]
+    extend_attention(**call, tree_mask=mask)
+    found = by_name(ATTENTION, launches[0])
+    assert (found["tree_mask"], found["tree_words"], found["soft_cap"]) == (mask.data_ptr(), 1, 1.0)
+
+
+def test_every_number_of_unpacking_stands_where_its_kernel_takes_it(launches):
+    extend_attention(**coded(4000, max_seq_len=100, unpack=True, window_size=9))
+    unpack, attention = by_name(UNPACK, launches[0]), by_name(ATTENTION, launches[1])
+    numbers = {"max_pages": 0, "total_q": 4000, "max_seq_len": 100, "window": 9, "prefix_only": 0, "block_table": 0}
+    assert {name: unpack[name] for name in numbers} == numbers
+    assert unpack["tile_scales"] == attention["tile_scales"] != 0 and attention["max_pages"] == 100

@@ -22,12 +22,19 @@ from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.plan import problem_of
 from cute_kernels.attention.schedule import DecodeProblem, DecodeSchedule, make_schedule
+from cute_kernels.extend.call import make_call as check_extend_call
+from cute_kernels.extend.compile import ExtendSpec, UnpackSpec
+from cute_kernels.extend.plan import combine_spec, configs_of
+from cute_kernels.extend.schedule import choose_unpacked
 from cute_kernels.integrations.vllm import attention_kernels
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.moe import fused_moe, fused_moe_reference
 from cute_kernels.runtime import KernelSpec
 from tests.attention.cases import Call, assert_close, make_call
+from tests.extend.cases import Call as ExtendCall
+from tests.extend.cases import assert_close as assert_extend_close
+from tests.extend.cases import make_call as make_extend_call
 from tests.gpu.specs import GPU
 from tests.integrations.vllm.steps import BATCHES, Layer, serve_steps
 
@@ -99,6 +106,48 @@ class AttentionCase:
             assert_close(call, out.cpu(), lse.cpu())
         schedule = self.schedule()
         return f"{schedule.num_splits} splits, {schedule.config.name}"
+
+
+@dataclass(frozen=True)
+class ExtendCase:
+    """Arguments of extend attention's `make_call`. unpack: whether a pass makes 16 bits of the cache first."""
+
+    kv_format: str
+    q_lens: tuple[int, ...]
+    lengths: tuple[int, ...]
+    unpack: bool = False
+    num_splits: int = 1
+    head_dim: int = 128
+    page_size: int | None = 64
+
+    def call(self, device: str = "cpu") -> ExtendCall:
+        return make_extend_call(
+            self.kv_format,
+            self.q_lens,
+            self.lengths,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            num_splits=self.num_splits,
+            unpack=self.unpack,
+            device=device,
+        )
+
+    def specs(self) -> list[KernelSpec]:
+        call = self.call()
+        (config,) = configs_of(check_extend_call(*call.tensors, **call.keywords))
+        combine = [combine_spec(config)] if self.num_splits > 1 else []
+        if not self.unpack:
+            return [ExtendSpec(config), *combine]
+        unpack, attention = choose_unpacked(config)
+        return [UnpackSpec(unpack), ExtendSpec(attention), *combine]
+
+    def run(self, device: str = "cuda") -> str:
+        call = self.call(device)
+        for _ in range(CALLS):
+            out = torch.full_like(call.q, torch.nan)
+            _, lse = call.run(out=out, return_lse=True)
+            error = assert_extend_close(call, out, lse)
+        return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
 
 
 @dataclass(frozen=True)
@@ -215,6 +264,17 @@ LAYERS = {
     "linear-many-rows": LinearCase(8192, 4096, 512),
     "linear-many-rows-split": LinearCase(16384, 2048, 300),
 }
+# Requests without queries and without keys, work tiles that end within a block, rings that go round.
+EXTEND_SHAPES = (40, 0, 3, 1), (700, 9, 129, 0)
+EXTEND = {
+    "extend-bf16": ExtendCase("bf16", *EXTEND_SHAPES),
+    "extend-int8_token_head": ExtendCase("int8_token_head", *EXTEND_SHAPES),
+    "extend-e4m3_tensor-pages-of-16": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, page_size=16),
+    "extend-int4_g4-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, num_splits=3),
+    "extend-int8_token_head-d256": ExtendCase("int8_token_head", *EXTEND_SHAPES, head_dim=256),
+    "extend-int8_token_head-unpacked": ExtendCase("int8_token_head", *EXTEND_SHAPES, unpack=True),
+    "extend-int4_g4-unpacked-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, unpack=True, num_splits=2),
+}
 SMALL = MoeModel("small", 32, 4, 1024, 256)
 MIXTRAL, QWEN3, _ = MODELS
 EXPERTS = {
@@ -231,6 +291,6 @@ SERVED = {
     "served-int4_per_token_head": ServedCase(Layer("int4_per_token_head")),
     "served-fp8-drafts": ServedCase(Layer("fp8", window=24, sinks=True, speculative=3, caches={"num_sms": 1})),
 }
-CASES: dict[str, Case] = {**ATTENTION, **LAYERS, **EXPERTS}
+CASES: dict[str, Case] = {**ATTENTION, **EXTEND, **LAYERS, **EXPERTS}
 if importlib.util.find_spec("vllm") is not None:
     CASES |= SERVED

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,7 +133,9 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     hidden, middle = config["hidden_size"], config["intermediate_size"]
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * gain * columns**-0.5).half()
+        # An engine that failed may have left its default dtype.
+        drawn = torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu")
+        return (drawn * gain * columns**-0.5).half()
 
     tensors = {
         "model.embed_tokens.weight": matrix(VOCABULARY, hidden, hidden**0.5),
@@ -320,8 +323,9 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
-    """What a scenario gave, the attention that served it, and what the plugin replaced."""
+def run(scenario: Scenario, folder: Path, keep: Callable[[dict[str, Any]], None]) -> None:
+    """What a scenario gave, the attention that served it, and what the plugin replaced go to ``keep``, before the
+    engine is shut down: one that does not end well has served all the same."""
     from cute_kernels.integrations.vllm import fusion, mla, plugin
 
     fusion._said.clear()
@@ -331,14 +335,20 @@ def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
     try:
         found = globals()[scenario.what](llm, scenario, folder)
         ranks = llm.collective_rpc(kinds_of_layers)
+        kinds = {name: sorted({kind for rank in ranks for kind in rank[name]}) for name in ranks[0]}
+        replaced = [[one.seam, one.reason] for one in plugin.outcomes()]
+        keep({**found, **kinds, "ranks": len(ranks), "replaced": replaced, "fused": sorted(fusion._said)})
     finally:
         if scenario.engine.get("tensor_parallel_size", 1) > 1:
             llm.llm_engine.engine_core.shutdown()  # its processes would live as long as this one
+            _kept.append(llm)
         del llm
-        clean_up()
-    kinds = {name: sorted({kind for rank in ranks for kind in rank[name]}) for name in ranks[0]}
-    replaced = [[one.seam, one.reason] for one in plugin.outcomes()]
-    return {**found, **kinds, "ranks": len(ranks), "replaced": replaced, "fused": sorted(fusion._said)}
+        clean_up(frees=not _kept)
+
+
+_kept: list[Any] = []
+"""Engines of several processes, until this one ends: when vLLM 0.26's message queues are freed they wait for ever for
+readers that are gone."""
 
 
 def kinds_of_layers(worker: Any) -> dict[str, list[str]]:
@@ -351,14 +361,15 @@ def kinds_of_layers(worker: Any) -> dict[str, list[str]]:
     }
 
 
-def clean_up() -> None:
-    """Frees what an engine held, and forgets which attention served its kind of layer: the environment changes."""
+def clean_up(frees: bool) -> None:
+    """Forgets which attention served its kind of layer, as the environment changes; frees what an engine held."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
     from vllm.v1.attention import selector
 
     selector._cached_get_attn_backend.cache_clear()
-
+    if not frees:
+        return
     cleanup_dist_env_and_memory()
     # vLLM's graphs share a memory pool for as long as the process lives, but it is gone with the last of them.
     type(current_platform)._global_graph_pool = None
@@ -405,14 +416,25 @@ def main(arguments: list[str]) -> None:
     scenarios = {name: Scenario(**fields) for name, fields in json.loads(arguments[0]).items()}
     make_ready(list(scenarios.values()))
     for name, scenario in scenarios.items():
-        begin = time.perf_counter()
+        begin, kept = time.perf_counter(), []
+        path = Path(arguments[1], f"{name}.json")
+
+        def keep(found: dict[str, Any], path: Path = path, kept: list[Path] = kept) -> None:
+            scratch = path.with_suffix(".partial")
+            scratch.write_text(json.dumps(found))
+            kept.append(scratch.replace(path))
+
         with tempfile.TemporaryDirectory() as folder:
             try:
-                result = run(scenario, Path(folder))
+                run(scenario, Path(folder), keep)
             except Exception:
-                result = {"failed": traceback.format_exc()}
-        Path(arguments[1], f"{name}.json").write_text(json.dumps(result))
+                traceback.print_exc()
+                if not kept:
+                    keep({"failed": traceback.format_exc()})
         print(f"scenario {name}: {time.perf_counter() - begin:.1f} s", flush=True)
+    if _kept:
+        sys.stdout.flush()
+        os._exit(0)  # nothing is freed on the way
 
 
 if __name__ == "__main__":

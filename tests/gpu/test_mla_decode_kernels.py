@@ -14,7 +14,7 @@ from cute_kernels.architecture import HOPPER
 from cute_kernels.mla.compile import MlaSpec, combine_specs
 from cute_kernels.mla.config import MlaConfig, served_config
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
-from cute_kernels.mla.plan import NO_CACHE, make_plan
+from cute_kernels.mla.plan import NO_CACHE, Tokens, make_plan
 from cute_kernels.mla.policies import Copies, Crossover, Decode, SplitCrossover, SplitTiles, TmaTiles, WholeTiles
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
 from cute_kernels.mla.schedule import STREAM_K, Workload
@@ -95,22 +95,27 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def pages_of(cache: torch.Tensor) -> tuple[int, int, int, int]:
+def pages_of(cache: torch.Tensor) -> dict[str, int]:
     page_stride, token_stride, _ = (stride * cache.element_size() for stride in cache.stride())
     if cache.shape[2] == MlaModel1().row_bytes:
         token_stride = MlaModel1.DATA_BYTES
-    return cache.data_ptr(), page_stride, token_stride, cache.shape[1]
+    return {
+        "cache": cache.data_ptr(),
+        "page_stride": page_stride,
+        "token_stride": token_stride,
+        "page_size": cache.shape[1],
+    }
 
 
 def run(
     config: MlaConfig | FewHeadsConfig,
     call: DenseCall | SparseCall,
-    tokens: tuple[int, ...],
+    tokens: Tokens,
     num_parts: int,
     sinks=None,
     num_sms: int = SMS,
 ):
-    """(out, lse) of a kernel over ``tokens``, what it takes behind num_ctas and flags; twice, with equal bits. num_sms:
+    """(out, lse) of a kernel over ``tokens``, its arguments by name; twice, with equal bits. num_sms:
     so many CTAs at most share stream-K, if num_parts is STREAM_K."""
     batch, q_len, num_heads = call.q.shape[:3]
     rows = (batch * q_len, num_heads) if isinstance(call, SparseCall) else (batch, q_len * num_heads)
@@ -129,7 +134,8 @@ def check_sparse(config: MlaConfig | FewHeadsConfig, num_parts: int = 1, *, num_
     call = moved(make_sparse(config.form, **shape), "cuda")
     topk, lengths = call.indices.shape[2], call.options.get("topk_length")
     num_tokens = call.cache.shape[0] * call.cache.shape[1]
-    tokens = (*pages_of(call.cache), num_tokens, call.indices.data_ptr(), topk, address(lengths), *NO_CACHE)
+    chosen = {"num_tokens": num_tokens, "indices": call.indices.data_ptr(), "topk": topk}
+    tokens = {**pages_of(call.cache), **chosen, "topk_length": address(lengths), **NO_CACHE}
     out, lse = run(config, call, tokens, num_parts, call.options["sinks"], num_sms)
     wanted_out, wanted_lse, _ = sparse_mla_decode_reference(
         *call.tensors, kv_format=call.kv_format, **(call.options | {"softmax_scale": SCALE})
@@ -147,8 +153,9 @@ def check_paged(
     **shape: Any,
 ) -> None:
     call = moved(make_dense(config.form, lengths, deviation=DEVIATION, **shape), "cuda")
-    table = call.block_table.data_ptr(), call.block_table.stride(0), call.block_table.shape[1]
-    tokens = (*pages_of(call.cache), call.cache.shape[0], *table, call.seq_lens.data_ptr(), int(causal))
+    table = {"table": call.block_table.data_ptr(), "table_stride": call.block_table.stride(0)}
+    table |= {"max_pages": call.block_table.shape[1], "seq_lens": call.seq_lens.data_ptr(), "causal": int(causal)}
+    tokens = {**pages_of(call.cache), "num_pages": call.cache.shape[0], **table}
     out, lse = run(config, call, tokens, num_parts, num_sms=num_sms)
     options: Any = {"kv_format": call.kv_format, "softmax_scale": SCALE, "causal": causal}
     wanted_out, wanted_lse = mla_decode_reference(*call.tensors, **options)
@@ -190,7 +197,8 @@ def test_launches_on_several_streams_that_add_up_together():
         call = moved(
             make_sparse("mla_fp8", batch=4, q_len=1, num_heads=128, topk=2048, num_pages=40, page_size=64), "cuda"
         )
-        tokens = (*pages_of(call.cache), 40 * 64, call.indices.data_ptr(), 2048, 0, *NO_CACHE)
+        chosen = {"num_tokens": 40 * 64, "indices": call.indices.data_ptr(), "topk": 2048, "topk_length": 0}
+        tokens = {**pages_of(call.cache), **chosen, **NO_CACHE}
         calls.append((stream, call, tokens, num_parts, run(COOPERATIVE, call, tokens, num_parts)[0]))
     torch.cuda.synchronize()
     found = []

@@ -29,7 +29,18 @@ PROMPT = torch.randint(3, VOCABULARY, (3, 50), generator=torch.Generator().manua
 LEFT_PADDED = torch.ones_like(PROMPT)
 LEFT_PADDED[0, :17] = 0
 NEW = 40
-NAMES = ("llama", "mistral, window", "gemma 2", "gemma 3", "gpt-oss", "qwen3", "qwen3-moe", "llama 4", "phi-3")
+NAMES = (
+    "llama",
+    "mistral, window",
+    "gemma 2",
+    "gemma 3",
+    "gemma 4",
+    "gpt-oss",
+    "qwen3",
+    "qwen3-moe",
+    "llama 4",
+    "phi-3",
+)
 MIXTURES = ("llama 4",)
 """One expert of several: random routers have ties, and a token that takes another expert is another token."""
 

@@ -66,12 +66,18 @@ LONG = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernels() -> None:
-    """All kernels of these layers, compiled side by side where they are not there yet."""
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All kernels of the layers of chosen tests, compiled side by side where they are not there yet."""
     from cute_kernels.integrations.vllm import attention_kernels, prepare
 
+    constants = constants_file(str(tmp_path_factory.mktemp("constants")))
     device, specs = torch.device("cuda", 0), {}
-    for layer in LAYERS + INVARIANT:
+    for item in request.session.items:
+        if item.path != request.path:
+            continue
+        layer = item.callspec.params["layer"]
+        if "calibrated" in item.originalname:
+            layer = dataclasses.replace(layer, constants=constants)
         impl = layer.make("cuda")
         invariant = layer.caches.get("invariant", False)
         decodes = attention_kernels.Decodes(

@@ -50,6 +50,7 @@ class Architecture:
     """A model class and its configuration.
 
     peak: what the projections of q are multiplied by, so that attention is peaked and a wrong key shows in the output.
+    soften: what norms of q are multiplied by, where they undo ``peak`` and nothing scales scores.
     since: the first release of transformers whose mask for it has as many columns as there are keys, whatever the
         attention implementation is called.
     """
@@ -58,6 +59,7 @@ class Architecture:
     config: str
     options: dict[str, Any]
     peak: float = 8.0
+    soften: float = 1.0
     since: str = "5.0"
 
     @property
@@ -75,6 +77,8 @@ class Architecture:
             for name, weight in model.named_parameters():
                 if any(part in name for part in ("q_proj.weight", "query.weight", "query_key_value.weight")):
                     weight.mul_(self.peak)
+                if name.endswith("q_norm.weight"):
+                    weight.mul_(self.soften)
                 if name.endswith("sinks"):
                     weight.normal_()
         frequencies = {name: x for name, x in model.named_buffers() if name.endswith("inv_freq")}
@@ -91,6 +95,15 @@ def _text(name: str, config: Any = "", model: Any = "", **options: Any) -> Archi
 
 _MOE = {"num_experts_per_tok": 4, "moe_intermediate_size": 64}  # all of them: random routers have ties
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
+_GEMMA_4: dict[str, Any] = {  # sizes that differ between layers, and layers that read another one's keys
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "global_head_dim": 128,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
 
 DECODERS: dict[str, Architecture] = {
     "llama": _text("Llama"),
@@ -107,6 +120,7 @@ DECODERS: dict[str, Architecture] = {
     "gemma": _text("Gemma"),
     "gemma 2": _text("Gemma2", sliding_window=8, attn_logit_softcapping=5.0, query_pre_attn_scalar=16, **_WINDOWS),
     "gemma 3": _text("Gemma3", "Gemma3TextConfig", sliding_window=8, query_pre_attn_scalar=16, **_WINDOWS),
+    "gemma 4": replace(_text("Gemma4", "Gemma4TextConfig", **_GEMMA_4), soften=0.25),
     "gpt-oss": _text("GptOss", num_local_experts=4, sliding_window=8, **_WINDOWS, **_MOE),
     "cohere 2": _text("Cohere2", sliding_window=8, **_WINDOWS),
     "olmo 2": _text("Olmo2"),

@@ -399,3 +399,9 @@ def _tensors(model: Any) -> list[torch.Tensor]:
         for x in (*block.merged.parameters(), *block.merged.buffers())
     ]
     return [x for x in found if x is not None]
+
+
+def test_rounded_frequencies_are_named():
+    """`model.to` rounds those of a rotary embedding to the model's dtype, `from_pretrained` does not."""
+    model = DECODERS["llama"].build(torch.bfloat16).to(torch.bfloat16)
+    assert "LlamaAttention has rotary frequencies in torch.bfloat16, want float32" in str(ck.accelerate(model))

@@ -8,9 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model, quantize_weight
 from cute_kernels.integrations import hf_quantizer
@@ -48,16 +57,27 @@ def gpt2() -> Any:
     return model.eval()
 
 
+def bert() -> Any:
+    """Its output layer is called otherwise, and shares weight and bias with other modules."""
+    torch.manual_seed(0)
+    sizes: Any = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    model: Any = BertLMHeadModel(BertConfig(num_attention_heads=2, is_decoder=True, **sizes))
+    nn.init.normal_(model.cls.predictions.bias)
+    return model.eval()
+
+
 def dense(make: Any, path: Path) -> Any:
     """The model in bf16 as from_pretrained makes it, whose rotary frequencies stay in fp32."""
     make().save_pretrained(path / "dense")
     return load(path / "dense", dtype=BF16)
 
 
-MAKERS = (llama, lambda: llama(tied=True), gpt2, *blocks.MODELS, blocks.minimax_model)
+MAKERS = (llama, lambda: llama(tied=True), gpt2, bert, *blocks.MODELS, blocks.minimax_model)
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=["llama", "tied", "gpt2", "mixtral", "qwen3", "deepseek", "minimax"])
+@pytest.mark.parametrize(
+    "make", MAKERS, ids=["llama", "tied", "gpt2", "bert", "mixtral", "qwen3", "deepseek", "minimax"]
+)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_saved_model_comes_back_bit_for_bit(tmp_path, make, sharded):
     path = tmp_path / "packed"
@@ -231,3 +251,25 @@ def test_experts_come_back_as_experts(tmp_path):
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"mlp\.gate_up\.scales: got no such tensor"):
         load(tmp_path)
+
+
+def test_layers_are_saved_apart_where_the_first_checkpoints_had_them_as_one(tmp_path):
+    """Nomic's BERT is written with q, k and v in one tensor; another model's are cut apart again as weights alone can
+    be."""
+    if not hasattr(transformers, "NomicBertForMaskedLM"):
+        pytest.skip("not in this release of transformers")
+    sizes: Any = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    config = transformers.NomicBertConfig(num_attention_heads=2, pad_token_id=0, **sizes)
+    model: Any = transformers.NomicBertForMaskedLM(config).eval()
+    model.save_pretrained(tmp_path / "dense")
+    model = type(model).from_pretrained(tmp_path / "dense", dtype=BF16)
+    quantize_model(model, bits=8, group_size=32)
+    for path in (tmp_path / "packed", tmp_path / "again"):
+        model.save_pretrained(path)
+        own = [name for name in load_file(path / "model.safetensors") if name.endswith("q_proj.codes")]
+        assert len(own) == 1 and isinstance(model.get_submodule(own[0].removesuffix(".codes")), QuantizedLinear)
+        loaded = type(model).from_pretrained(path)
+        with torch.no_grad():
+            assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+        model = loaded

@@ -68,14 +68,13 @@ def test_greedy_steps_are_begun_before_they_are_asked_for():
     assert_same(got, in_order())
 
 
-def test_no_step_is_begun_behind_the_last_one():
+def test_a_step_is_one_replay_and_none_is_begun_behind_the_last_one():
     model, replay = accelerated()
     began = []
 
     class Counted(Traced):
         def replay(self) -> None:
-            if "logits" in self.outputs:  # else it makes the next one's inputs
-                began.append(1)
+            began.append(1)
             super().replay()
 
     replay.record = lambda function, device: Counted(function, device)
@@ -226,6 +225,18 @@ def test_steps_of_other_calls_are_not_begun_ahead(options):
     model, replay = accelerated()
     generate(model, LEFT_PADDED, **options)
     assert replay.ahead == 0
+
+
+def test_greedy_and_sampled_calls_take_turns_over_one_memory():
+    """Their steps are recorded apart: only greedy ones make the next step's inputs."""
+    model, replay = accelerated()
+    want = in_order()
+    for _ in range(2):
+        assert_same(generate(model, LEFT_PADDED), want)
+        before = replay.ahead
+        sampled = generate(model, LEFT_PADDED, do_sample=True, top_k=1)
+        assert replay.ahead == before and torch.equal(sampled.sequences, want.sequences)
+    assert replay.ahead and replay.reason is None
 
 
 def test_inputs_of_a_step_lie_side_by_side_and_are_compared_to_the_last_element():

@@ -24,8 +24,8 @@ def test_gelu_is_nearer_to_fp64_than_erf_in_fp32():
     x = np.linspace(-12, 12, 1 << 14, dtype=np.float32)
     exact = np.array([0.5 * value * math.erfc(-value / math.sqrt(2)) for value in x.tolist()])
     error = np.abs(gelu(x) - exact)
-    assert error.max() < 3.5e-7
-    assert (error <= 3e-7 * np.abs(x)).all()
+    assert error.max() < 2.7e-7
+    assert (error <= 3.6e-7 * np.abs(x)).all()
     middle = np.abs(x) < 4  # where a result in 16 bits is a normal number
     assert (error <= 2.0**-11 * np.abs(exact))[middle].all()
 
@@ -35,4 +35,5 @@ def test_gelu_of_what_is_not_a_number_of_the_middle():
     found = gelu(x)[:8]
     assert np.isnan(found[2])
     found[2] = 0
-    assert found.tolist() == [np.inf, 0, 0, 0, np.float32(3e38), 0, np.float32(5e-31), 25]
+    want = [np.inf, 0, 0, 0, np.float32(3e38), 0, np.float32(5e-31), 25]
+    assert np.allclose(found, want, rtol=1e-5, atol=1e-32)

@@ -41,7 +41,7 @@ from tests.linear.limbs import limbs_of
 from tests.linear.warpgroup import WarpgroupWarp, put_tma_tile
 
 STAGES, K = 8, 1152
-X, X_SCALES, CODES, SCALES = 0, 1 << 17, 1 << 18, 1 << 19
+X, X_SCALES, X_SUMS, CODES, SCALES, ZEROS = 0, 1 << 17, 3 << 16, 1 << 18, 1 << 19, 3 << 18
 X_BARRIER = 100
 CONFIGS = [
     WgmmaConfig(
@@ -75,6 +75,10 @@ CONFIGS = [
 # K.
 ROOMIER = replace(CONFIGS[7], mainloop=replace(CONFIGS[7].mainloop, k_blocks=10))
 CONFIGS += [replace(one, reduction=EarlyDsmem()) for one in (CONFIGS[-1], CONFIGS[-3], ROOMIER, CONFIGS[7])]
+FINE_CONFIGS = [
+    replace(CONFIGS[i], format=integers(4, size)) for i, size in ((0, 32), (2, 32), (5, 64), (7, 32), (8, 64), (10, 32))
+]
+ZERO_CONFIGS = [replace(CONFIGS[i], format=integers(4, zero_points=True)) for i in (0, 2, 5, 7, 8, 10)]
 
 
 class Cta:
@@ -102,7 +106,12 @@ class Cta:
     def put(self, stage: int, k_block: int, tiles: Any) -> None:
         """Codes and scales of some of the block's tiles."""
         codes = self.weight.codes[:, k_block * self.config.k_block_tiles : (k_block + 1) * self.config.k_block_tiles]
-        for part, start in ((codes, CODES), (self.weight.scales[:, k_block], SCALES)):
+        count = self.config.k_block_groups
+        groups = slice(k_block * count, (k_block + 1) * count)
+        parts = [(codes, CODES), (self.weight.scales[:, groups], SCALES)]
+        if self.weight.zeros is not None:
+            parts.append((self.weight.zeros[:, groups], ZEROS))
+        for part, start in parts:
             runs = part.contiguous().view(torch.uint8).numpy().reshape(len(part), -1)
             for tile in tiles:
                 place = start + (stage * self.config.block_tiles + tile) * runs.shape[1]
@@ -112,7 +121,9 @@ class Cta:
         stage = index(at)
         assert stage == (self.k_rank + self.released * self.config.k_warpgroups) % STAGES
         self.released += 1
-        for start, size in ((CODES, self.config.code_stage_bytes), (SCALES, self.config.scale_stage_bytes)):
+        config = self.config
+        sizes = config.code_stage_bytes, config.scale_stage_bytes, config.zero_stage_bytes
+        for start, size in zip((CODES, SCALES, ZEROS), sizes, strict=True):
             self.shared[start + stage * size : start + (stage + 1) * size] = 0x7F
 
     def bring(self, place: Any, *where: Lanes | int) -> None:
@@ -148,6 +159,11 @@ class Cta:
                     )
                     put_tma_tile(self.shared, x + (limb * parts + part) * 2 * TMA_TILE_K * WGMMA_N_STEP, some)
             self.shared[x_scales : x_scales + 4 * self.rows] = self.scales[k_block].view(np.uint8)
+            if self.config.format.has_zeros:
+                limbs = self.limbs[: self.rows, k_block].view(np.int8).astype(np.int32).sum(axis=-1)
+                sums = (256 * limbs[:, 0] + limbs[:, 1]).astype(np.int32)
+                place = x_scales - X_SCALES + X_SUMS
+                self.shared[place : place + 4 * self.rows] = sums.view(np.uint8)
             x, x_scales = x + k_block_bytes, x_scales + k_block_scale_bytes
 
     def meet(self) -> None:
@@ -193,6 +209,8 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
         codes=CODES,
         scales=SCALES,
         x_scales=X_SCALES,
+        zeros=ZEROS,
+        x_sums=X_SUMS if config.format.has_zeros else None,
         full=0,
         x_barrier=X_BARRIER,
         tile_barriers=X_BARRIER + 1,
@@ -211,7 +229,7 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
 
 def parts_of(config: ResidentConfig, n: int) -> list[WorkTile]:
     """The parts of K of the first block."""
-    problem = LinearProblem(config.tile_m, n, K, K, integers(4), "bf16")
+    problem = LinearProblem(config.tile_m, n, K, K, config.format, "bf16")
     schedule = schedule_of(problem, config, config.cluster)
     assert schedule is not None
     cuts = [
@@ -220,13 +238,14 @@ def parts_of(config: ResidentConfig, n: int) -> list[WorkTile]:
     return [stand_in(WorkTile)(0, 0, begin, end, i, len(cuts), 0) for i, (begin, end) in enumerate(cuts)]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", CONFIGS + ZERO_CONFIGS + FINE_CONFIGS, ids=lambda config: config.name)
 @pytest.mark.parametrize("missing", [0, 5])
 def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, run_on):
     rows = config.tile_m - missing
     generator = torch.Generator().manual_seed(rows)
-    weight = quantize_weight(torch.randn(config.block_rows, K, generator=generator).bfloat16(), 4, 128)
-    x = torch.randn(rows, K, generator=generator).bfloat16()
+    dense, zeros = torch.randn(config.block_rows, K, generator=generator).bfloat16(), config.format.has_zeros
+    weight = quantize_weight(dense, 4, config.group_size, zero_point=zeros)
+    x = (torch.randn(rows, K, generator=generator) + 3 * zeros).bfloat16()  # sums of inputs are no zeros
     exact = (x.double() @ weight.dequantize(torch.float64).T).numpy()
     total = np.zeros((rows, config.block_rows))
     subject: Any = resident_kernel.ResidentKernel(config).consumers
@@ -269,8 +288,9 @@ def test_only_what_can_be_resident_is_taken():
     config = CONFIGS[1]
     for change in (
         {"format": integers(8)},
-        {"format": integers(4, zero_points=True)},
-        {"format": integers(4, 64)},
+        {"format": integers(8, zero_points=True)},
+        {"format": integers(4, 64, zero_points=True)},
+        {"format": integers(4, 0)},
         {"tile_m": 32},
         {"row_parts": 2},
         {"reduction": dsmem(2, 3)},
@@ -286,6 +306,15 @@ def test_only_what_can_be_resident_is_taken():
     ):
         assert replace(config, **change).can_implement(), change
     assert config.can_implement() is None
+
+
+def test_zero_points_are_taken_with_all_tiles_of_a_stage():
+    with_room = [config for config in ZERO_CONFIGS if replace(config, format=integers(4)).can_implement() is None]
+    assert len(with_room) == 5 and all(config.can_implement() is None for config in with_room)
+    early = replace(CONFIGS[-4], num_stages=4)
+    assert early.can_implement() is None
+    for form in (integers(4, zero_points=True), integers(4, 32)):
+        assert replace(early, format=form).can_implement()
 
 
 def test_what_leaves_early_are_tiles_of_two_ctas():

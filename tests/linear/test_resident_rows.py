@@ -22,7 +22,7 @@ from tests.attention.warp import LANES, Int32, Warp, elements, from_halves, halv
 from tests.linear.limbs import GROUP, limbs_of
 from tests.linear.warpgroup import put_tma_tile
 
-X, X_SCALES = 1 << 10, 1 << 18
+X, X_SCALES, X_SUMS = 1 << 10, 1 << 18, 3 << 17
 CONFIG = WgmmaConfig(integers(4), "bf16", tile_m=16, block_k=128, warpgroups=4, mainloop=ResidentLimbs())
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -75,12 +75,14 @@ def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, run_on) 
             words = subject.load_global(source, begin, bits, steps, step, LANES)  # type: ignore
         else:
             words = subject.load(start, tile_m, Int32(row), LANES)
-        scale, limbs = subject.split(words)
+        scale, limbs, total = subject.split_summed(words)
         # Lanes without a k block store behind the last one, in which nobody is interested; the kernel's do not.
         subject.store(start, tile_m, Int32(row), LANES, limbs)
         for lane in range(0, 32, resident_rows.GROUP_LANES):
             at = X_SCALES // 4 + int(k_block[lane]) * tile_m + int(row[lane])
             gpu.shared_memory.view(np.uint32)[at] = np.asarray(scale)[lane]
+            if total is not None:
+                gpu.shared_memory.view(np.uint32)[at + (X_SUMS - X_SCALES) // 4] = np.asarray(total)[lane]
             assert (int(row[lane]), int(k_block[lane])) not in done
             done.add((int(row[lane]), int(k_block[lane])))
     assert {(row, k_block) for row in range(rows) for k_block in range(count)} <= done
@@ -116,6 +118,17 @@ def test_limbs_lie_as_boxes_of_limbs_would(dtype: str, loads: bool, rows: int, k
             size = 2 * TMA_TILE_K * min(WGMMA_N_STEP, rows - part % parts * WGMMA_N_STEP)
             assert np.array_equal(found[first : first + size], wanted[first : first + size])
     assert GROUP == LIMB_GROUP
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loads", [False, True])
+def test_sums_of_a_group_are_those_of_its_limbs(dtype: str, loads: bool, run_on):
+    rows, k, count = 5, 1000, 8
+    x = (torch.randn(rows, k, generator=torch.Generator().manual_seed(1)) + 2).to(DTYPES[dtype])
+    config = replace(CONFIG, format=integers(4, zero_points=True), dtype=dtype, mainloop=ResidentLimbs(loads=loads))
+    found = made(config, x, 0, count, run_on).shared_memory[X_SUMS:].view(np.int32)[: 8 * count].reshape(count, 8)
+    limbs = limbs_of(x)[0].astype(np.int64).sum(axis=-1)
+    assert np.array_equal(found[:, :rows], (256 * limbs[..., 0] + limbs[..., 1]).T)
 
 
 @pytest.mark.parametrize("rows", [1, 16])

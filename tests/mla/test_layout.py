@@ -86,5 +86,10 @@ def test_data_of_split_pages_are_launched_as_close_as_they_lie():
     cache = pages[:, : 64 * 584].unflatten(1, (64, 584))
     shape = cache_shape("cache", cache, form, 512)
     indices: Any = SimpleNamespace(data_ptr=lambda: 77)
-    found = plan._chosen(shape, cache, indices, 5, None)
-    assert found == (cache.data_ptr(), 64 * 584 + 64, MlaModel1.DATA_BYTES, 64, 3 * 64, 77, 5, 0)
+    assert plan.chosen(cache, indices, None) == {"cache": cache.data_ptr(), "indices": 77, "topk_length": 0}
+    assert plan._num_tokens(shape) == 3 * 64
+    assert plan._pages(shape) == {
+        "page_stride": 64 * 584 + 64,
+        "token_stride": MlaModel1.DATA_BYTES,
+        "page_size": 64,
+    }

@@ -13,9 +13,10 @@ import cute_kernels
 import cute_kernels.mla
 from cute_kernels import arguments
 from cute_kernels.mla import mla_decode, ops, sparse_mla_decode
+from cute_kernels.mla.arguments import arguments_of
 from cute_kernels.mla.problem import SparseExtras
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
-from tests.launchers import recording
+from tests.launchers import Launch, recording
 from tests.mla.cases import FORMATS, DenseCall, SparseCall, as_flash_mla, make_dense, make_sparse
 from tests.observed import calls_of
 
@@ -156,34 +157,42 @@ def test_compiled_calls_give_the_same():
 
 
 @pytest.fixture
-def given():
-    """The arguments of what makes and launches plans, of each call."""
+def launches():
     pytest.importorskip("cutlass")
-    from cute_kernels.mla import plan
-
-    with recording(), calls_of(plan.dense, plan.sparse) as found:
-        yield found
+    with recording() as recorded:
+        yield recorded.launches
 
 
-def test_what_a_dense_launch_is_given(given):
+def by_name(tokens: str, launch: Launch) -> dict[str, Any]:
+    """The arguments of a launch as the compiler gives them to the kernel."""
+    return dict(zip(arguments_of(tokens).names, launch.arguments, strict=True))
+
+
+def test_what_a_dense_launch_is_given(launches):
     call = make_dense("mla_fp8", [3, 9], q_len=2, page_size=5, padding=32)
     result, lse = ops.launch_dense(*call.tensors, "mla_fp8", None, True)
     assert result.shape == (2, 2, 4, 512) and lse.shape == (2, 2, 4)
-    problem, *tensors, scale, out = given[0].arguments.values()
-    assert all(ours is theirs for ours, theirs in zip(tensors, call.tensors, strict=True))
-    assert scale == 576**-0.5 and out is None
-    shape = problem.cache
-    assert (shape.form.name, shape.page_size, shape.token_stride, shape.page_stride) == ("mla_fp8", 5, 656, 3312)
-    assert (problem.batch, problem.q_len, problem.num_heads, problem.head_dim) == (2, 2, 4, 576)
-    assert (problem.max_pages, problem.table_stride, problem.causal) == (3, 3, True)
-    ops.launch_dense(*call.tensors, "mla_fp8", 0.5, True)
-    assert given[1].arguments["problem"] is problem and given[1].arguments["softmax_scale"] == 0.5
+    found = by_name("paged", launches[0])
+    assert found["q"] is call.q and found["softmax_scale"] == 576**-0.5
+    wanted = {"out": result.data_ptr(), "lse": lse.data_ptr(), "max_logits": 0, "sinks": 0}
+    wanted |= {"cache": call.cache.data_ptr(), "page_stride": 3312, "token_stride": 656, "page_size": 5}
+    wanted |= {"num_pages": call.cache.shape[0], "table": call.block_table.data_ptr(), "table_stride": 3}
+    wanted |= {"max_pages": 3, "seq_lens": call.seq_lens.data_ptr(), "causal": 1}
+    assert {name: found[name] for name in wanted} == wanted
+    launches.clear()
+    out = torch.empty_like(result)
+    with calls_of(ops._dense_plan) as made:
+        assert ops.launch_dense(*call.tensors, "mla_fp8", 0.5, True, out)[0] is out
+    assert not made, "the plan is kept"
+    found = by_name("paged", launches[0])
+    assert found["softmax_scale"] == 0.5 and found["out"] == out.data_ptr()
+    launches.clear()
     single = make_dense("mla_fp8", [3], q_len=1)
     ops.launch_dense(*single.tensors, "mla_fp8", None, True)
-    assert given[2].arguments["problem"].causal is False  # one query has no later token
+    assert by_name("paged", launches[0])["causal"] == 0  # one query has no later token
 
 
-def test_what_a_sparse_launch_is_given(given):
+def test_what_a_sparse_launch_is_given(launches):
     call = make_sparse("mla_model1", page_size=2, **EVERYTHING)
     extras = SparseExtras(**call.options)
     with pytest.raises(ValueError, match="extra_cache: got pages 2920 bytes apart"):
@@ -191,26 +200,33 @@ def test_what_a_sparse_launch_is_given(given):
     call = make_sparse("mla_model1", page_size=2, padding=8, length=True, sinks=True, extra=(4, 2, 5))
     with pytest.raises(ValueError, match="cache: got pages 1176 bytes apart"):
         ops.launch_sparse(*call.tensors, "mla_model1", None, SparseExtras(), False, None)
+    assert not launches
     call = make_sparse("mla_model1", page_size=2, length=True, sinks=True, extra=(4, 2, 6), extra_length=True)
     extras = SparseExtras(**call.options)
     *_, top = ops.launch_sparse(*call.tensors, "mla_model1", 0.1, extras, True, None)
-    (known,) = given
-    problem, q, cache, indices, scale, out, *extra_given, maxima = known.arguments.values()
-    assert (q, cache, indices) == call.tensors and scale == 0.1 and out is None
-    assert tuple(extra_given) == extras
-    assert maxima is top and top.shape == (3, 2, 4)
-    assert (problem.topk, problem.extra_topk, problem.extra.page_size) == (7, 4, 6)
-    assert (problem.has_length, problem.has_extra_length, problem.has_sink) == (True, True, True)
-    assert problem.cache.page_stride == 2 * 584
+    assert top.shape == (3, 2, 4)
+    found = by_name("sparse", launches[0])
+    assert found["q"] is call.q and found["softmax_scale"] == 0.1
+    addresses = {"cache": call.cache, "indices": call.indices, "max_logits": top, "topk_length": extras.topk_length}
+    addresses |= {name: getattr(extras, name) for name in ("sinks", "extra_cache", "extra_indices")}
+    addresses["extra_topk_length"] = extras.extra_topk_length
+    assert {name: found[name] for name in addresses} == {name: x.data_ptr() for name, x in addresses.items()}
+    numbers = {"topk": 7, "extra_topk": 4, "page_size": 2, "extra_page_size": 6, "page_stride": 2 * 584}
+    assert {name: found[name] for name in numbers} == numbers
+    launches.clear()
+    ops.launch_sparse(*call.tensors, "mla_model1", 0.1, SparseExtras(), False, None)
+    found = by_name("sparse", launches[0])
+    nothing = {"extra_cache": 0, "extra_topk": 0, "extra_page_size": 1, "sinks": 0, "max_logits": 0, "topk_length": 0}
+    assert {name: found[name] for name in nothing} == nothing
 
 
-def test_nothing_is_launched_where_there_is_nothing_to_see(given):
+def test_nothing_is_launched_where_there_is_nothing_to_see(launches):
     out, lse = ops.launch_dense(*make_dense("mla_bf16", [0], spare_pages=0).tensors, "mla_bf16", None, True)
     assert not out.any() and torch.all(lse == math.inf)
     call = make_sparse("mla_bf16", topk=0)
     out, lse, top = ops.launch_sparse(*call.tensors, "mla_bf16", None, SparseExtras(), True, None)
     assert not out.any() and torch.all(lse == math.inf) and torch.all(top == -math.inf)
-    assert not given
+    assert not launches
 
 
 def test_debug_mode_looks_at_indices():

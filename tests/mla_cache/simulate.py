@@ -60,16 +60,9 @@ def _run(
     cache, slots, positions, steps = addresses
     strides = (Int64(latent_stride * width), Int64(rope_stride * width))
     given = kernel.Source(Int64(latent), Int64(k_rope), *strides, Int32(tokens))
-    num_slots, page_size, divisor, page_stride, token_stride = plan.place_arguments(shape)
-    place = kernel.Place(
-        Int64(cache),
-        Int64(slots),
-        Int64(num_slots),
-        Int32(page_size),
-        Int64(divisor),
-        Int64(page_stride),
-        Int64(token_stride),
-    )
+    numbers_of = {name: Int64(int(number)) for name, number in plan.place_arguments(shape).items()}
+    numbers_of["page_size"] = Int32(shape.page_size)
+    place = kernel.Place(cache=Int64(cache), slots=Int64(slots), **numbers_of)
     factor, wide = numbers
     angle = kernel.Angle(Int64(positions), Int64(steps), Float32(factor), Int32(WIDE_POSITIONS * wide))
     with running(gpu):

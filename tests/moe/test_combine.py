@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,19 @@ def test_results_of_assignments_are_added_up_by_their_ids(tokens, topk, n, dtype
     check(CombineConfig(dtype, source, bits), results, ids, places, weights, run_on)
 
 
+@pytest.mark.parametrize("bits", [0, 32])
+@pytest.mark.parametrize("shares", ["bf16", "fp16"])
+@pytest.mark.parametrize("tokens, topk, n", SIZES)
+def test_weights_of_16_bits_are_read_as_they_are(tokens, topk, n, shares, bits, run_on):
+    ids = ids_of(tokens, topk, bits or 32)
+    places, results = places_of(ids), results_of(tokens * topk, n, "fp32")
+    weights = torch.rand(tokens, topk, generator=torch.Generator().manual_seed(2)).to(DTYPES[shares])
+    config = CombineConfig("fp32", id_bits=bits, shares=shares)
+    found = run(config, results, ids if bits else places, weights, run_on)
+    wanted = run(replace(config, shares="fp32"), results, ids if bits else places, weights.float(), run_on)
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("part_bits", [1, 2])
 @pytest.mark.parametrize("bits", [32, 64])
 @pytest.mark.parametrize("tokens, topk, n", SIZES)
@@ -188,4 +202,5 @@ def test_names_tell_variants_apart_and_other_ids_are_refused():
     configs = [CombineConfig(dtype, source, bits) for dtype, source in DTYPE_PAIRS for bits in (0, 32, 64)]
     assert len({config.name for config in configs}) == len(configs)
     assert all(config.can_implement() is None for config in configs)
+    assert "shares" in str(CombineConfig(shares="int8").can_implement())
     assert "id_bits" in str(CombineConfig(id_bits=16).can_implement())

@@ -442,6 +442,16 @@ def test_what_is_made_contiguous_for_assignments_is_what_kernels_are_given(produ
     assert combine[3] != given["topk_weights"].data_ptr() and first[0].is_contiguous()
 
 
+@pytest.mark.parametrize("dtype, name", [(BF16, "bf16"), (FP16, "fp16")])
+def test_weights_of_16_bits_are_read_where_they_are(dtype, name, launches):
+    given = but(topk_weights=torch.ones(3, TOPK, dtype=dtype))
+    for _ in range(2):  # the second is a kept plan's
+        launches.clear()
+        fused_moe(**given)
+        assert f"_by_{name}" in launches[-1].symbol
+        assert launches[-1].arguments[3] == given["topk_weights"].data_ptr()
+
+
 @pytest.mark.parametrize(
     "places, columns, result_bytes", [(1, 8, 32), (6, 128, 6 * 192 * 4), (700, 1000, 700 * 64 * 2)]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -20,10 +21,18 @@ from cute_kernels.attention.mainloop import LOWEST, UnitTiles, WarpMainloop, War
 from cute_kernels.attention.place import RECIPROCAL_BITS, Place, Roles
 from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
 from cute_kernels.attention.score_options import SIZES, KeyBlock, ScoreOption
+from cute_kernels.attention.score_terms import QueryColumn, ScoreState
+from cute_kernels.device.wgmma_tiles import sum_place
+from cute_kernels.extend import extend_attention
+from cute_kernels.extend import ops as extend_ops
+from cute_kernels.extend.arguments import attention_arguments
+from cute_kernels.extend.compile import CAUSAL_PAGES, ExtendSpec
+from cute_kernels.extend.schedule import ExtendProblem, choose
+from cute_kernels.extend.softmax import Rows, Softmax, row_of
 from cute_kernels.runtime import native
 from cute_kernels.runtime.wanted import record_of, spec_of
 from layouts.kv.tile import BLOCK_TOKENS
-from simulator import LANES, Float32, Int32, Int64, Registers, stand_in
+from simulator import LANES, Float32, Int32, Int64, Registers, Warp, stand_in
 from tests import golden
 from tests.attention.cases import Call, make_call
 from tests.attention.rig import SOFTMAX_SCALE, make_rig, random_operand
@@ -33,6 +42,7 @@ from tests.launchers import recording
 needs_compiler = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 GROUP, HEAD_DIM = 4, 128
+LOG2_E = 1.4426950408889634
 OPTION_BYTES = 1024  # of global memory for each of an option's tensors, where the rig keeps no scales
 
 
@@ -155,11 +165,127 @@ class ScoreOptionTests:
         for (kernel,) in golden.measure([DecodeSpec(candidate_configs(problem)[0])], default_cache()).values():
             assert kernel["stack_bytes"] + kernel["spill_store_bytes"] + kernel["spill_load_bytes"] == 0
 
+    # -- extend attention --
+
+    @pytest.mark.parametrize("others", [{}, {"softcap": 3.0, "sinks": True, "alibi": True}, {"window_size": 9}])
+    @pytest.mark.parametrize("page_size", [None, 16])
+    def test_extend_attention_gives_what_decode_attention_does(self, page_size, others):
+        made = make_call(
+            "bf16", (37, 5, 64), num_kv_heads=2, group=2, head_dim=64, q_len=3, page_size=page_size, **others
+        )
+        call = with_option(self.option, made)
+        for got, want in zip(extended(call), call.run(return_lse=True), strict=True):
+            torch.testing.assert_close(got.view_as(want), want, atol=1e-2, rtol=1e-2)
+        assert not torch.allclose(extended(call)[1], extended(made)[1])  # it does something
+
+    def test_device_code_of_extend_attention_makes_the_references_scores(self, run_on):
+        """A warp's rows of a block of 128 tokens in the simulator, all of them seen, in powers of 2."""
+        features = self.features(causal=True)
+        config = choose(ExtendProblem(HEAD_DIM, "bf16", "bf16", "bf16", 0, features))
+        softmax, warp = Softmax(config), Warp(np.zeros(16, np.uint8), np.zeros(8 * OPTION_BYTES, np.uint8))
+        run_on(warp)
+        numbers = (1, 1, GROUP, 1, HEAD_DIM, 4096)
+        tensors = self.option.sample(dict(zip(SIZES, numbers, strict=True)), torch.Generator().manual_seed(1))
+        place, block = 300, 1  # of the first row's query, whose group are the next rows
+        state, rows = ScoreState(), np.stack([LANES // 4 + 8 * i for i in range(2)])
+        state.values = SimpleNamespace(tensors=addresses_of(warp, tensors))
+        state.positions, state.length = [Int32(place + rows[i] // GROUP) for i in range(2)], Int32(place + 4)
+        queries = [QueryColumn(Int32(rows[i] // GROUP), Int32(rows[i] % GROUP)) for i in range(2)]
+        softmax.terms.open(state, SimpleNamespace(request=Int32(0)), queries, Float32(SOFTMAX_SCALE))
+        scale = [Float32(SOFTMAX_SCALE * LOG2_E)] * 2
+        held = Rows(state.positions, scale, state, [], stand_in(None), stand_in(None))
+        given = np.random.default_rng(3).standard_normal((softmax.count, len(LANES))).astype(np.float32)
+        scores = Registers(softmax.count, Float32)
+        for i in range(softmax.count):
+            scores[i] = Float32(given[i])
+        softmax.take(scores, held, state.values, None, Int32(block), False, None, Int32(0), Int32(LANES))
+        found = np.stack(
+            [np.asarray(scores[i] * softmax.factor(held, stand_in(None), row_of(i))) for i in range(softmax.count)]
+        )
+
+        call: Any = SimpleNamespace(num_kv_heads=1, group=GROUP, score_tensors=tensors)
+        keys_at = torch.arange(block * config.tile_tokens, (block + 1) * config.tile_tokens)
+        plain = torch.zeros(4, GROUP, config.tile_tokens, dtype=torch.float64)
+        lanes = [(rows[row_of(i)], sum_place(i)[1] + LANES % 4 * 2) for i in range(softmax.count)]
+        for i, (row, column) in enumerate(lanes):
+            plain[row // GROUP, row % GROUP, column] = torch.from_numpy(SOFTMAX_SCALE * given[i].astype(np.float64))
+        at = KeyBlock(call, keys_at, place + torch.arange(4)[None])
+        changed = self.option.reference(plain[None, :, None], at)[0, :, 0] * LOG2_E
+        want = np.stack([changed[row // GROUP, row % GROUP, column].numpy() for row, column in lanes])
+        np.testing.assert_allclose(found, want, atol=1e-4)
+        assert not np.allclose(found, given * SOFTMAX_SCALE * LOG2_E, atol=1e-3)
+
+    def test_extend_attention_has_a_name_a_key_and_arguments_with_it(self):
+        config = choose(ExtendProblem(128, "int4_g1", "int4_g1", "bf16", 64, self.features(causal=True, paged=True)))
+        assert self.option.name in config.name
+        spec = ExtendSpec(config)
+        assert spec_of(json.loads(json.dumps(record_of(spec)))) == spec
+        assert self.option.term.partition(":")[0] in spec.modules()
+        assert spec.source_roots() != ExtendSpec(replace(config, features=CAUSAL_PAGES)).source_roots()
+
+    def test_a_launch_of_extend_attention_gets_the_addresses_of_its_tensors(self):
+        call = with_option(self.option, make_call("bf16", (64, 5), num_kv_heads=1, group=2, head_dim=64, q_len=3))
+        with recording() as recorded:
+            extended(call)
+        (launch, *_) = recorded.launches
+        found = dict(zip(attention_arguments(self.features(causal=True)).names, launch.arguments, strict=True))
+        given = call.options["score_options"]
+        assert {name: found[name] for name in given} == {name: given[name].data_ptr() for name in given}
+
+    def test_the_operator_of_extend_attention_gives_what_the_call_gives(self):
+        call = with_option(self.option, make_call("bf16", (37, 5), num_kv_heads=1, group=2, head_dim=64, q_len=3))
+        q, ends = queries_of(call)
+        options = extend_ops.DEFAULTS | {"score_options": call.options["score_options"]}
+        out, _ = extend_ops.dispatch(q, *call.tensors[1:], ends, call.kv_format, None, False, None, options)
+        assert torch.equal(out, extended(call)[0])
+
+    def test_what_extend_attention_cannot_have_beside_it_is_refused(self):
+        call = with_option(self.option, make_call("bf16", (37,), num_kv_heads=1, group=2, head_dim=64, q_len=3))
+        new = torch.zeros(3, 1, 64).bfloat16()
+        for others in ({"new_k": new, "new_v": new}, {"tree_mask": torch.zeros(3, 1, dtype=torch.int32)}):
+            with pytest.raises(ValueError, match=f"{next(iter(others))}: got a value beside score_options"):
+                extended(call, **others)
+        with pytest.raises(ValueError, match="nobodys"):
+            extended(call, score_options={"nobodys": new})
+        with pytest.raises(TypeError, match="score_options: got list"):
+            extended(call, score_options=[new])
+
+    @needs_compiler
+    def test_extend_attention_compiles_without_spills_with_it(self):
+        from cute_kernels.runtime.cache import default_cache
+
+        features = self.features(causal=True, paged=True)
+        specs = [
+            ExtendSpec(choose(ExtendProblem(128, name, name, "bf16", 64, features))) for name in ("bf16", "int4_g4")
+        ]
+        for (kernel,) in golden.measure(specs, default_cache()).values():
+            assert kernel["stack_bytes"] + kernel["spill_store_bytes"] + kernel["spill_load_bytes"] == 0
+
+    # -- on a GPU --
+
+    @needs_gpu
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("unpack", [False, True])
+    @pytest.mark.parametrize("kv_format", ["int4_g4", "int8_token_head", "bf16"])
+    def test_extend_attention_on_a_gpu_is_the_reference(self, kv_format, unpack):
+        capped: dict[str, Any] = {"softcap": 5.0, "sinks": True, "page_size": 64}
+        windowed: dict[str, Any] = {"window_size": 300, "page_size": 64}
+        for others in ({}, capped, windowed):
+            call = with_option(
+                self.option,
+                make_call(kv_format, (3000, 100, 777), num_kv_heads=2, group=4, q_len=75, device="cuda", **others),
+            )
+            out = extended(call, unpack=unpack)[0].double()
+            want = call.reference()[0].flatten(0, 1)
+            errors = (out - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
+            assert float(errors.max()) <= 8e-3
+
     @needs_gpu
     @pytest.mark.gpu
     @pytest.mark.parametrize("kv_format", ["bf16", "int4_g4", "int8_token_head"])
     def test_on_a_gpu_it_is_the_reference(self, kv_format):
-        for others in ({}, {"q_len": 3, "softcap": 5.0, "sinks": True, "page_size": 64}):
+        capped: dict[str, Any] = {"q_len": 3, "softcap": 5.0, "sinks": True, "page_size": 64}
+        for others in ({}, capped):
             call = with_option(
                 self.option, make_call(kv_format, (3000, 1, 777), num_kv_heads=2, group=4, device="cuda", **others)
             )
@@ -169,14 +295,32 @@ class ScoreOptionTests:
             assert float(errors.max()) <= 4e-3
 
 
-def _attend(rig: Any, tensors: dict[str, torch.Tensor], first: int, length: int, q_len: int) -> np.ndarray:
-    """out [GROUP * q_len, HEAD_DIM] of the rig's block, whose first key stands at ``first``."""
-    config, addresses = rig.config, {}
+def queries_of(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and cu_seqlens_q of extend attention, for a call of decode attention."""
+    batch, q_len = call.q.shape[:2]
+    return call.q.flatten(0, 1), torch.arange(batch + 1, dtype=torch.int32, device=call.q.device) * q_len
+
+
+def extended(call: Call, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of extend attention, for a call of decode attention."""
+    (q, ends), given = queries_of(call), call.options | options
+    return extend_attention(q, *call.tensors[1:], cu_seqlens_q=ends, kv_format=call.kv_format, return_lse=True, **given)
+
+
+def addresses_of(warp: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Of an option's tensors, which it puts into the warp's global memory."""
+    addresses = {}
     for index, (name, tensor) in enumerate(tensors.items()):
         data = tensor.view(torch.uint8).numpy().reshape(-1)
         assert data.size <= OPTION_BYTES
         addresses[name] = Int64(OPTION_BYTES * (1 + index))
-        rig.warp.global_memory[OPTION_BYTES * (1 + index) :][: data.size] = data
+        warp.global_memory[OPTION_BYTES * (1 + index) :][: data.size] = data
+    return addresses
+
+
+def _attend(rig: Any, tensors: dict[str, torch.Tensor], first: int, length: int, q_len: int) -> np.ndarray:
+    """out [GROUP * q_len, HEAD_DIM] of the rig's block, whose first key stands at ``first``."""
+    config, addresses = rig.config, addresses_of(rig.warp, tensors)
     reciprocal = -(-(1 << RECIPROCAL_BITS) // GROUP)
     shape = SimpleNamespace(q_len=Int32(q_len), group=Int32(GROUP), group_reciprocal=reciprocal, num_q_heads=GROUP)
     work = SimpleNamespace(request=Int32(0), length=Int32(length), place=Place(stand_in(shape), Int32(0), Int32(0)))

@@ -333,13 +333,24 @@ def _check_cacheable(model: Any, config: Any, kv_format: object) -> None:
         raise ValueError(f"model: got {name} with cross-attention in layers {crossing}, want kv_format=None for it")
     if _checked_latents(model, kv_format):
         return
-    heads = getattr(config, "num_attention_heads", None)
-    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
-    if isinstance(head_dim, int) and not hasattr(config, "qk_nope_head_dim") and head_dim not in HEAD_DIMS:
+    for head_dim in _head_dims(config) - {*HEAD_DIMS}:
         wanted = ", ".join(map(str, HEAD_DIMS))
         raise ValueError(f"model: got {name} with head_dim {head_dim}, want one of {wanted}, or kv_format=None")
     for layer in range(config.num_hidden_layers):
         formats_of_layer(kv_format, layer)
+
+
+def _head_dims(config: Foreign) -> set[int]:
+    """Those of a model's layers, as far as its configuration says them."""
+    # transformers lets fields differ by layer (Gemma 4's head_dim): only the layers' configurations have them then.
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,)
+    found: set[int] = set()
+    for each in layers:
+        heads = getattr(each, "num_attention_heads", None)
+        head_dim = getattr(each, "head_dim", None) or (each.hidden_size // heads if heads else None)
+        if isinstance(head_dim, int) and not hasattr(each, "qk_nope_head_dim"):
+            found.add(head_dim)
+    return found
 
 
 def _checked_latents(model: nn.Module, kv_format: object) -> bool:

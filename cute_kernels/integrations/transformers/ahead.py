@@ -6,23 +6,24 @@ position. So the next step is begun at once, on a stream of its own. When it is 
 with what it was begun with: only if that is the same are its outputs handed out. Else it is called back: its token is
 taken off the lengths, its row is written anew, and the step runs as usual.
 
-What the host does for it is little: the next inputs are made by a graph of their own, and a step's outputs, the next
-one's inputs and the next one itself are put on the stream at once.
+What the host does for it is little. A step that is recorded for such calls ends with the next one's inputs, where it
+reads them, and begins with a copy of its own on the host. So beginning the next one is one replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from cute_kernels.integrations.transformers.columns import Columns
 
 if TYPE_CHECKING:
-    from cute_kernels.integrations.transformers.graphs import Recorded, Step
+    from cute_kernels.integrations.transformers.graphs import Step
+    from cute_kernels.integrations.transformers.inputs import StepInputs
 
 _COUNTED = ("position_ids", "cache_position")
 """Inputs that are one more in the next step."""
@@ -35,20 +36,18 @@ Copies: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Lane:
-    """A stream beside the current one. On a CPU all is done in order, and nothing is waited for."""
+    """A stream beside the current one. On a CPU all is done in order, and nothing is waited for.
+
+    Attributes:
+        beside: within it work goes to the lane.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.beside: AbstractContextManager[object] = (
+            nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        )
         self._moment = torch.cuda.Event() if self.stream is not None else None
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Within it work goes to the lane."""
-        if self.stream is None:
-            yield
-        else:
-            with torch.cuda.stream(self.stream):
-                yield
 
     def follow(self) -> None:
         """The lane goes on once the current stream's work is done."""
@@ -67,36 +66,28 @@ class Lane:
 
 
 class NextInputs:
-    """Makes the inputs of the next step of a recorded step's outputs, as one recorded function.
+    """The end of a recorded step: makes the next one's inputs of its outputs, in the same place.
 
     Args:
-        step: a step that `has_choices`. record: how functions are recorded.
+        inputs: the step's. Those that are not counted are taken to stay the same.
 
     Attributes:
         last: int64 [batch, 1]: what a request is given at every step; -1: what it chooses.
     """
 
-    def __init__(self, step: Step, record: Callable[[Callable[[], Any], torch.device], Recorded]) -> None:
-        inputs, logits = step.inputs.tensors, step.recorded.outputs["logits"]
-        ids = inputs["input_ids"]
-        with torch.inference_mode(False):
-            self.last = torch.full_like(ids, -1)
-            before = {name: value.clone() for name, value in inputs.items()}
+    @torch.inference_mode(False)  # what a call in inference mode makes, another one may write
+    def __init__(self, inputs: StepInputs) -> None:
+        self.inputs = inputs
+        self.last = torch.full_like(inputs.tensors["input_ids"], -1)
 
-        def make() -> dict[str, torch.Tensor]:
-            chosen = logits[:, -1].argmax(-1, keepdim=True)
-            ids.copy_(torch.where(self.last < 0, chosen, self.last))
-            for name in _COUNTED:
-                if name in inputs:
-                    inputs[name].add_(1)
-            return {"input_ids": ids}
-
-        self._recorded = record(make, ids.device)
-        step.inputs.place(before)  # where nothing can be recorded, recording is running
-
-    def make(self) -> None:
-        """Puts them where the step reads them."""
-        self._recorded.replay()
+    def make(self, logits: torch.Tensor) -> None:
+        """logits: [batch, tokens, vocabulary], of the step."""
+        given = self.inputs.tensors
+        chosen = logits[:, -1].argmax(-1, keepdim=True)
+        given["input_ids"].copy_(torch.where(self.last < 0, chosen, self.last))
+        for name in _COUNTED:
+            if name in given:
+                given[name].add_(1)
 
 
 @dataclass
@@ -136,6 +127,7 @@ class Lookahead:
         self.missed = 0
         self._lane: Lane | None = None
         self._next: NextInputs | None = None
+        self._missed: tuple[torch.Tensor, torch.Tensor] | None = None  # tokens that were given, and those foreseen
 
     def take(self, step: Step, columns: Columns, given: Mapping[str, torch.Tensor]) -> bool:
         """Whether this step was begun with these inputs; if so, it is not called back any more. Waits for the device
@@ -144,17 +136,25 @@ class Lookahead:
         if not isinstance(begun, Begun) or begun.step is not step or begun.of is not self:
             return False
         if not step.inputs.are(given):
-            self._miss(given["input_ids"], step)
+            self._missed = step.inputs.asked("input_ids").clone(), step.inputs.noted("input_ids").clone()
             return False
         columns.begun = None
         self.taken += 1
         return True
 
-    def _miss(self, given: torch.Tensor, step: Step) -> None:
-        """A request that has ended is given the same token from there on, whatever the model says."""
-        assert self._next is not None
-        last, foreseen = self._next.last, step.inputs.tensors["input_ids"]
-        last.copy_(torch.where(given == foreseen, last, torch.where(last < 0, given, -1)))
+    def place(self, following: NextInputs) -> None:
+        """Before a step is replayed in order: what it is to make the next one's inputs of.
+
+        A request that has ended is given the same token from there on, whatever the model says.
+        """
+        missed, self._missed = self._missed, None
+        if self._next is not following:
+            self._next = following
+            following.last.fill_(-1)
+        elif missed is not None:
+            given, foreseen = missed
+            last = following.last.cpu()
+            following.last.copy_(torch.where(given == foreseen, last, torch.where(last < 0, given, -1)))
 
     def go_on(self, step: Step, columns: Columns, copies: Copies = ()) -> None:
         """Begins the step after this one, which is counted, if it can be and is likely to be asked for.
@@ -162,44 +162,38 @@ class Lookahead:
         copies: of the outputs of a step that was taken, which the lane makes and the next step overwrites; none of a
             step that the current stream has run.
         """
-        follower = self._next_of(step, columns)
-        if follower is None and not copies:
+        begins = self._begins(step, columns)
+        if not begins and not copies:
             return
         if self._lane is None:
             self._lane = Lane(columns.seq_lens.device)
         lane = self._lane
         if not copies:
             lane.follow()
-        with lane.beside():
+        with lane.beside:
             for copy, value in copies:
                 copy.copy_(value)
-            if follower is not None:
-                follower.make()
-                step.inputs.note()
-            lane.mark()
-            if follower is not None:
+            if begins:
                 columns.place_before()
                 step.recorded.replay()
-        lane.wait()
-        if follower is not None:
+            else:
+                lane.mark()
+        if begins:
+            step.inputs.wait()  # and so for what the lane was given before the step
             columns.begun = Begun(step, lane, self)
+        else:
+            lane.wait()
 
-    def _next_of(self, step: Step, columns: Columns) -> NextInputs | None:
-        """Makes the next step's inputs; None if that is not begun."""
+    def _begins(self, step: Step, columns: Columns) -> bool:
+        """Whether the step after this one is begun."""
         if columns.count + 1 >= min(self.limit, columns.capacity + 1) or step.following is None:
-            return None
-        if self.missed > _ALLOWED_MISSES + self.taken // _STEPS_A_MISS:
-            return None
-        if self._next is not step.following:
-            self._next = step.following
-            self._next.last.fill_(-1)
-        return self._next
+            return False
+        return self.missed <= _ALLOWED_MISSES + self.taken // _STEPS_A_MISS
 
 
-def has_choices(step: Step) -> bool:
-    """Whether the next token follows from a step's outputs. Inputs that are not counted are taken to stay the same."""
-    outputs = step.recorded.outputs
+def chosen_from(outputs: object, inputs: StepInputs) -> torch.Tensor | None:
+    """The logits that the next token follows from, [batch, tokens, vocabulary]; None for outputs that have none."""
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
-    return (
-        isinstance(logits, torch.Tensor) and logits.dim() == 3 and len(logits) == len(step.inputs.tensors["input_ids"])
-    )
+    if isinstance(logits, torch.Tensor) and logits.dim() == 3 and len(logits) == len(inputs.tensors["input_ids"]):
+        return logits
+    return None

@@ -40,7 +40,7 @@ class Columns:
         static: whether a decode step is being recorded: the host's numbers stand still then, and what they say is
             read on the device.
         before: int64 []: columns before the step, for models that ask in a recorded one; see `place_before`.
-        graphs: recorded steps, by what they were called with.
+        graphs: recorded steps, by what they were called with, and whether they make the next one's inputs.
         epoch: stands for the model that they are of, as it stood; another state of it has another one.
         begun: a step under way that nobody has asked for, whose tokens ``seq_lens`` counts already; None for none.
     """

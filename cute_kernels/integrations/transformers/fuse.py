@@ -86,8 +86,8 @@ class _Stack:
             return
         known, rope = recognise(attention, patterns.ATTENTIONS), self._rope_of(attention)
         if known is None or rope is None:
-            what = "is" if known is None else "has a rotary embedding that is"
-            self.fused.reasons[f"{type(attention).__name__} {what} none of those that are known"] = None
+            what = "is none of those that are known" if known is None else f"has {self._unknown_rope()}"
+            self.fused.reasons[f"{type(attention).__name__} {what}"] = None
             return
         results = partial(self._passes, attention)
         self.fused.attention += _installed(AttentionBlock(attention, known, rope), results, self.fused)
@@ -106,6 +106,13 @@ class _Stack:
         if rotary is None or recognise(rotary, patterns.ROTARIES) is None:
             return None
         return rope_of(rotary, self._layer_type(attention))
+
+    def _unknown_rope(self) -> str:
+        rotary = getattr(self.owner, "rotary_emb", None)
+        for name, x in () if rotary is None else rotary.named_buffers():
+            if name.endswith("inv_freq") and x.dtype != torch.float32:
+                return f"rotary frequencies in {x.dtype}, want float32: from_pretrained(dtype=...) does not round them"
+        return "a rotary embedding that is none of those that are known"
 
     def _layer_type(self, attention: Foreign) -> str | None:
         """The name of a layer's rotary embedding, where a model has several."""

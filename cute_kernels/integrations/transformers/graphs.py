@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from cute_kernels.integrations.transformers.ahead import Lookahead, NextInputs, has_choices
+from cute_kernels.integrations.transformers.ahead import Lookahead, NextInputs, chosen_from
 from cute_kernels.integrations.transformers.cache import DecodeCache
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
 from cute_kernels.integrations.transformers.inputs import StepInputs
@@ -64,8 +64,8 @@ class CudaGraph:
 
 @dataclass
 class Step:
-    """One recorded step: where its inputs are, the graph, and what makes the next step's inputs; None before it is
-    wanted, or where the outputs do not say them."""
+    """One recorded step: where its inputs are, the graph, and what makes the next step's inputs at its end; None where
+    calls do not want it, or the outputs do not say them."""
 
     inputs: StepInputs
     recorded: Recorded
@@ -105,7 +105,6 @@ class StepReplay:
         self._names = tuple(inspect.signature(forward).parameters)
         self._state: Any = None
         self._epoch = object()
-        self._foresees = True
         functools.update_wrapper(self, forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepReplay:
@@ -164,15 +163,17 @@ class StepReplay:
             columns.check_older(mask[:, : columns.count])
             if not bool(mask[:, columns.count :].all()):
                 return self.forward(*args, **kwargs)
-        step: Any = columns.graphs.get(key)
-        if step is None:  # the first of its kind runs as usual: what it needs is then compiled and allocated
-            columns.graphs[key] = "met"
+        if key not in columns.graphs:
+            # The first of its kind runs as usual: what it needs is then compiled and allocated.
+            columns.graphs[key] = {}
             return self.forward(*args, **kwargs)
-        if step == "met":
-            step = columns.graphs[key] = self._record(columns, tensors, others)
-        if step == "as usual":
+        lookahead = None if call is None else call.lookahead
+        steps, foresees = columns.graphs[key], lookahead is not None
+        if foresees not in steps:
+            steps[foresees] = self._record(columns, tensors, others, foresees)
+        if steps[foresees] is None:
             return self.forward(*args, **kwargs)
-        return self._replay(step, cache, tensors, None if call is None else call.lookahead)
+        return self._replay(steps[foresees], cache, tensors, lookahead)
 
     def _is_step(self, columns: Columns | None, given: Mapping[str, Any]) -> bool:
         """Whether a call is a decode step that can be recorded."""
@@ -193,15 +194,26 @@ class StepReplay:
             return columns.all_tokens
         return isinstance(mask, torch.Tensor) and mask.shape == (columns.batch, columns.count + 1)
 
-    def _record(self, columns: Columns, tensors: dict[str, torch.Tensor], others: dict[str, Any]) -> Step | str:
-        """The recorded step, or "as usual" if it cannot be recorded."""
+    def _record(
+        self, columns: Columns, tensors: dict[str, torch.Tensor], others: dict[str, Any], foresees: bool
+    ) -> Step | None:
+        """The recorded step, None if it cannot be recorded. foresees: whether it notes its inputs and makes the next
+        one's."""
         columns.call_back()
         inputs = StepInputs(tensors)
+        following = NextInputs(inputs) if foresees else None
+        logits: torch.Tensor | None = None
 
         def step() -> Any:
+            nonlocal logits
             with recording(columns):
+                if following is not None:
+                    inputs.note()
                 outputs = self.forward(**inputs.tensors, **others, attention_mask=None)
                 columns.before.add_(1)
+                logits = chosen_from(outputs, inputs)
+                if following is not None and logits is not None:
+                    following.make(logits)
             return _mapped(outputs, lambda value: _CACHE if isinstance(value, DecodeCache) else value)
 
         lens, device = columns.seq_lens.clone(), columns.seq_lens.device
@@ -214,13 +226,13 @@ class StepReplay:
         except NotStaticError as error:  # of this batch
             columns.seq_lens.copy_(lens)
             _LOG.info("decode steps of this batch run without a CUDA graph: %s", error)
-            return "as usual"
+            return None
         except Exception as error:
             columns.seq_lens.copy_(lens)
             self.reason = f"{type(error).__name__}: {error}"
             _LOG.warning("decode steps run without a CUDA graph: %s", self.reason)
-            return "as usual"
-        return Step(inputs, recorded)
+            return None
+        return Step(inputs, recorded, None if logits is None else following)
 
     def _replay(
         self, step: Step, cache: DecodeCache, tensors: dict[str, torch.Tensor], lookahead: Lookahead | None
@@ -238,6 +250,8 @@ class StepReplay:
             outputs = _own(cache, step.recorded.outputs, copied)
         else:
             columns.call_back()
+            if lookahead is not None and step.following is not None:
+                lookahead.place(step.following)
             step.inputs.place(tensors)
             columns.place_before()
             step.recorded.replay()
@@ -246,19 +260,8 @@ class StepReplay:
         self.replays += 1
         self.ahead += was_begun
         if lookahead is not None:
-            self._record_following(step)
             lookahead.go_on(step, columns, copies)
         return outputs
-
-    def _record_following(self, step: Step) -> None:
-        """What makes the next step's inputs, if that can be recorded; else no step is begun ahead."""
-        if step.following is not None or not self._foresees or not has_choices(step):
-            return
-        try:
-            step.following = NextInputs(step, self.record or CudaGraph)
-        except Exception as error:
-            self._foresees = False
-            _LOG.warning("decode steps are not begun ahead: %s: %s", type(error).__name__, error)
 
 
 def state_of(model: nn.Module) -> Any:

@@ -63,6 +63,12 @@ class CachedTokens:
     def __torch_function__(cls, function: object, types: object, args: object = (), kwargs: object = None) -> NoReturn:
         raise AttributeError(f"{getattr(function, '__name__', function)}: {why_not()}")
 
+    def to(self, device: torch.device) -> CachedTokens:
+        """Itself: layers that read another one's keys ask for them on their own device, and all are on one."""
+        if device != self.new_k.device:
+            raise ValueError(f"device: got {device}, want the cache's {self.new_k.device}: a model on one device")
+        return self
+
     @property
     def new(self) -> int:
         """Columns of this pass."""

@@ -29,27 +29,50 @@ class StepInputs:
             _Group({name: x for name, x in given.items() if (x.dtype, x.device) == kind}, *kind) for kind in kinds
         ]
         self.tensors = {name: x for group in self._groups for name, x in group.read.items()}
+        self._names, self._read = tuple(self.tensors), tuple(self.tensors.values())
         self._asked = {name: x for group in self._groups for name, x in group.asked.items()}
+        self._noted = {name: x for group in self._groups for name, x in group.told.items()}
         self._devices = [device for _, device in kinds if device.type == "cuda"]
+        # A recording that notes the inputs marks the moment at every replay: what is external to it may wait for that.
+        self._moments = [(torch.cuda.Event(external=True), device) for device in dict.fromkeys(self._devices)]
         self.place(given)
 
     def place(self, given: Mapping[str, torch.Tensor]) -> None:
         """Copies these inputs to where the step reads them."""
-        for name, tensor in self.tensors.items():
-            tensor.copy_(given[name])
+        torch._foreach_copy_(self._read, [given[name] for name in self._names])
 
     def note(self) -> None:
-        """Tells the host what the inputs are; it knows once the current stream has come to this."""
+        """Tells the host what the inputs are; it knows once `wait`'s stream has come to this."""
         for group in self._groups:
             group.noted.copy_(group.memory, non_blocking=True)
+        for moment, device in self._moments:
+            moment.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """The current stream goes on once the inputs were noted."""
+        for moment, device in self._moments:
+            torch.cuda.current_stream(device).wait_event(moment)
 
     def are(self, given: Mapping[str, torch.Tensor]) -> bool:
         """Whether the inputs that were noted have these values. Waits for the current stream."""
-        for name, tensor in self._asked.items():
-            tensor.copy_(given[name], non_blocking=True)
+        torch._foreach_copy_(tuple(self._asked.values()), [given[name] for name in self._names], non_blocking=True)
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
         return all(torch.equal(group.all_asked, group.noted) for group in self._groups)
+
+    def __del__(self) -> None:
+        """Waits for the last note: torch hands the host's memory out again, and knows of no replay that writes it."""
+        for moment, _ in getattr(self, "_moments", ()):
+            if not torch.cuda.is_current_stream_capturing():
+                moment.synchronize()
+
+    def asked(self, name: str) -> torch.Tensor:
+        """On the host: what `are` was asked for last."""
+        return self._asked[name]
+
+    def noted(self, name: str) -> torch.Tensor:
+        """On the host: what was noted last."""
+        return self._noted[name]
 
 
 class _Group:
@@ -57,7 +80,7 @@ class _Group:
 
     Attributes:
         memory, noted, all_asked: all of them: on the device; on the host, as noted; and as asked for.
-        read, asked: each one's part of ``memory`` and of ``all_asked``.
+        read, told, asked: each one's part of them.
     """
 
     @torch.inference_mode(False)  # what a call in inference mode makes, another one may write
@@ -67,9 +90,10 @@ class _Group:
         self.memory = torch.zeros(size, dtype=dtype, device=device)
         self.noted, self.all_asked = (torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda") for _ in "na")
         self.read: dict[str, torch.Tensor] = {}
+        self.told: dict[str, torch.Tensor] = {}
         self.asked: dict[str, torch.Tensor] = {}
         start = 0
         for name, x in given.items():
-            for memory, parts in ((self.memory, self.read), (self.all_asked, self.asked)):
+            for memory, parts in ((self.memory, self.read), (self.noted, self.told), (self.all_asked, self.asked)):
                 parts[name] = memory[start : start + x.numel()].view(x.shape)
             start += -(-x.numel() // step) * step

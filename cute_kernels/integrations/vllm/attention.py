@@ -119,12 +119,13 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         """vLLM's reasons against, and this backend's own; the first time they are given, one line says them.
 
         Raises:
-            ValueError: the environment asks for a cache format that cannot be had.
+            ValueError: the environment asks for a cache format that cannot be had, or not with this dtype.
         """
         reasons = super().validate_configuration(*arguments, **named)
         kv_cache_dtype: Any = named.get("kv_cache_dtype")
         if not cls.supports_kv_cache_dtype(kv_cache_dtype):
             return reasons
+        kv_formats.check_dtype(kv_cache_dtype)
         reasons += _reasons_of_engine()
         formats = kv_formats.formats_for(kv_cache_dtype)
         head_size = named["head_size"]
@@ -153,11 +154,16 @@ def _reasons_of_engine() -> list[str]:
     if config is None:
         return []
     model = config.model_config
+    text = getattr(model, "hf_text_config", None)
     wrong = {
         "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
         "reference sliding windows": getattr(model, "rswa_window", None) is not None,
         "layers with caches of another dtype": bool(config.cache_config.kv_cache_dtype_skip_layers),
         "fast prefill of shared caches": bool(config.cache_config.kv_sharing_fast_prefill),
+        "sleep mode": prepare.may_sleep(),
+        # Layers that serve these put metadata of their own making under a backend.
+        "attention within chunks": getattr(model, "attention_chunk_size", None) is not None,
+        "sinks that are tokens": bool(getattr(text, "param_sink_number", 0)),
     }
     return [f"{what} not supported" for what, is_so in wrong.items() if is_so]
 
@@ -432,6 +438,7 @@ def replace(interface: Interface) -> str:
     _ask_first(*interface.backend_priorities)
     if own is not None:
         _count_bytes(*interface.attention_layer)
+        _count_bytes(*interface.mla_layer)
     dtypes = ", ".join(kv_formats.BY_DTYPE)
     more = f", and every {own} cache" if own is not None else ""
     return f"attention with --kv-cache-dtype {dtypes}{more} runs here"
@@ -453,7 +460,10 @@ def _ask_first(module_name: str, name: str) -> None:
 
 
 def _count_bytes(module_name: str, name: str) -> None:
-    """Has layers that use this backend describe their caches as bytes: vLLM knows no such dtype."""
+    """Has layers that use this backend describe their caches as bytes: vLLM knows no such dtype.
+
+    Others are refused while the environment names a format: their caches would be in another one.
+    """
     layer_class = getattr(importlib.import_module(module_name), name)
     original = layer_class.get_kv_cache_spec
     if getattr(original, "counts_bytes", False):
@@ -461,7 +471,17 @@ def _count_bytes(module_name: str, name: str) -> None:
 
     def get_kv_cache_spec(self: Foreign, vllm_config: object) -> Any:
         spec = original(self, vllm_config)
-        return cache_spec(self, spec) if spec is not None and is_ours(self) else spec
+        if spec is None:
+            return None
+        named = environment.wanted_kv_format()
+        if is_ours(self):
+            return cache_spec(self, spec)
+        if named is not None:
+            kind = type(getattr(self, "impl", None)).__name__
+            raise ValueError(
+                f"{environment.KV_FORMAT}={named}: {self.layer_name} is served by {kind}, which has no such cache"
+            )
+        return spec
 
     vars(get_kv_cache_spec)["counts_bytes"] = True
     layer_class.get_kv_cache_spec = get_kv_cache_spec

@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from cute_kernels.attention.checks import MAX_Q_LEN
 from cute_kernels.extend.schedule import count_tiles
 from cute_kernels.integrations.objects import Foreign
-from cute_kernels.integrations.vllm import attention_kernels, kv_constants, prepare
+from cute_kernels.integrations.vllm import attention_kernels, environment, kv_constants, prepare, warm_up
 from cute_kernels.integrations.vllm.attention_kernels import Decodes
 from cute_kernels.runtime.gpu import GPU
 
@@ -146,6 +146,17 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Refuses what changes a step's metadata on the way here, as attention layers of a few models do.
+
+        Raises:
+            NotImplementedError: always; it says how such a model is served by vLLM's own attention.
+        """
+        raise NotImplementedError(
+            f"{cls.__qualname__}: attention that changes a step's metadata is not supported; "
+            f"{environment.SWITCH}=linear,moe,mla leaves attention to vLLM"
+        )
+
     def __init__(
         self, kv_cache_spec: Foreign, layer_names: list[str], vllm_config: Foreign, device: torch.device
     ) -> None:
@@ -159,6 +170,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         impls = [layers[name].impl for name in layer_names]
         self.caches = caches_of(impls, device)
         prepare.load(device, attention_kernels.specs(impls, decodes_of(vllm_config, self.page_size), device))
+        warm_up.slot_mapping(kv_cache_spec, vllm_config, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

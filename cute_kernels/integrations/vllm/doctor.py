@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cute_kernels.integrations.vllm import environment, versions
+from cute_kernels.integrations.vllm import environment, kv_formats, versions
 from cute_kernels.runtime.doctor import LIMITED, OK, Finding
 
 REPLACED = {
@@ -22,14 +22,20 @@ def examine() -> Finding:
         return Finding("vllm", OK, "not installed")
     try:
         seams = environment.wanted_seams()
+        environment.check_kv_format()
+        form = kv_formats.own_formats()
+        constants = environment.wanted_constants()
     except ValueError as error:
-        return Finding("vllm", LIMITED, str(error), f"set {environment.SWITCH} to one of these")
+        return Finding("vllm", LIMITED, str(error), "set it to what is wanted: vLLM does not start so")
+    if constants is not None and not constants.is_file():
+        what = f"{environment.CONSTANTS}: {constants} is no file"
+        return Finding("vllm", LIMITED, what, "name a file of cute-kernels calibrate: vLLM does not start so")
     if versions.interface_of(version) is None:
         remedy = f"supported: {versions.supported()}; everything is left to vLLM"
         return Finding("vllm", LIMITED, f"{version} is installed, nothing is replaced", remedy)
     if not seams:
         return Finding("vllm", OK, f"{version}, nothing is replaced ({environment.SWITCH}=0)")
     replaced = ", ".join(REPLACED[seam] for seam in seams)
-    form = environment.wanted_kv_format()
-    cache = f"; KV caches in {form}" if form else ""
+    cache = "" if form is None else f"; KV caches in {form} with --kv-cache-dtype auto"
+    cache += "" if constants is None else f", by the constants of {constants}"
     return Finding("vllm", OK, f"{version}, replaced: {replaced}{cache}; {environment.SWITCH}=0 replaces nothing")

@@ -43,6 +43,17 @@ def wanted_kv_format() -> str | None:
     return os.environ.get(KV_FORMAT, "").strip() or None
 
 
+def check_kv_format() -> None:
+    """Refuses a cache format that nobody would look at.
+
+    Raises:
+        ValueError: a format is named, and attention is not among the seams.
+    """
+    named, seams = wanted_kv_format(), wanted_seams()
+    if named is not None and seams and "attention" not in seams:
+        raise ValueError(f"{KV_FORMAT}: got {named!r}, want the seam attention in {SWITCH} with it")
+
+
 def wanted_constants() -> Path | None:
     """The file of a cache's constants that the environment asks for.
 

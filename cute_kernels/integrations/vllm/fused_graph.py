@@ -112,7 +112,8 @@ def _is_swiglu(product: fx.Node, inside: list[fx.Node]) -> bool:
         return False
     with unset_fake_temporarily(), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        noise = (3 * torch.randn(NOISE_ROWS, value.shape[1], generator=generator)).to(value.dtype)
+        shape = (NOISE_ROWS, value.shape[1])
+        noise = (3 * torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")).to(value.dtype)
         try:
             found = _run(inside, {product: noise}, value.shape[0])
         except Exception:  # whatever an operation may say: then it is another one

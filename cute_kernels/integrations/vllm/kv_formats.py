@@ -78,6 +78,21 @@ def is_own(kv_cache_dtype: str) -> bool:
     return kv_cache_dtype not in BY_DTYPE
 
 
+def check_dtype(kv_cache_dtype: str) -> None:
+    """Refuses a format of this package beside a dtype that says another one.
+
+    Raises:
+        ValueError: the environment names a format, and the layer's dtype is quantised: by the command line, or by the
+            checkpoint's own scheme for its cache, which vLLM takes where the command line says "auto".
+    """
+    named = environment.wanted_kv_format()
+    if named is not None and kv_cache_dtype in BY_DTYPE:
+        raise ValueError(
+            f"{environment.KV_FORMAT}={named}: got a cache in {kv_cache_dtype}, of --kv-cache-dtype or the checkpoint, "
+            f"want one of {', '.join(OWN)} with it"
+        )
+
+
 def reason_against(formats: Formats, head_size: int, dtype: torch.dtype) -> str | None:
     """Why rows of these formats do not serve a layer; None if they do."""
     if head_size not in HEAD_DIMS:
@@ -117,7 +132,9 @@ def transform_for(
     if kv_cache_dtype not in ROTATED:
         return None
     generator = torch.Generator().manual_seed(SIGNS_SEED)
-    signs = torch.randint(0, 2, (num_kv_heads, head_size), generator=generator).float().mul(2).sub(1).to(device)
+    # vLLM makes layers with a GPU as the default device, which the generator is not of.
+    drawn = torch.randint(0, 2, (num_kv_heads, head_size), generator=generator, device="cpu")
+    signs = drawn.float().mul(2).sub(1).to(device)
     return CacheTransform(k_factor=signs, k_rotation=head_size, v_factor=signs, v_rotation=head_size)
 
 

@@ -102,6 +102,8 @@ class CuteKernelsLinearKernel(MPLinearKernel):
             form = form_of(c)
         except ValueError as reason:
             return False, str(reason)
+        if prepare.may_sleep():
+            return False, "sleep mode not supported"
         index = torch.cuda.current_device()
         reason = prepare.linear_reason(form.problem(_num_sms(index)), prepare.engine_rows(), index)
         return reason is None, reason

@@ -127,6 +127,7 @@ def reason_against(impl: Foreign, form: str | None) -> str | None:
         f"{impl.head_size} columns": impl.head_size != HEAD_DIM or impl.kv_lora_rank != V_DIM,
         f"{impl.num_heads} heads": impl.num_heads > MAX_HEADS,
         "VLLM_BATCH_INVARIANT": bool(envs.VLLM_BATCH_INVARIANT),
+        "sleep mode": prepare.may_sleep(),
     }
     found = [what for what, is_so in wrong.items() if is_so]
     return f"{', '.join(found)} not supported" if found else None

@@ -201,6 +201,7 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
         "tokens sent between GPUs": bool(parallel.use_all2all_kernels),
         "experts that move between GPUs": bool(parallel.enable_eplb),
         "LoRA": bool(method.moe.is_lora_enabled),
+        "sleep mode": prepare.may_sleep(),
     }
     found = [what for what, is_so in wrong.items() if is_so]
     if found:

@@ -50,7 +50,8 @@ def register() -> None:
         ValueError: a switch of `environment` has a value that means nothing.
     """
     seams = environment.wanted_seams()
-    environment.wanted_constants()  # refused here, where it asks for what no layer would ever look at
+    environment.check_kv_format()  # refused here, where they ask for what no layer would ever look at
+    environment.wanted_constants()
     fresh = [seam for seam in seams if seam not in _outcomes]
     for seam in fresh:
         _outcomes[seam] = _replace(seam)
@@ -59,7 +60,8 @@ def register() -> None:
         _mark_compile_cache()
         _log(fresh)
     elif not seams and not _outcomes:
-        _logger().info("cute-kernels: off (%s=0)", environment.SWITCH)
+        ignored = environment.wanted_kv_format() and f"; {environment.KV_FORMAT} is not looked at"
+        _logger().info("cute-kernels: off (%s=0)%s", environment.SWITCH, ignored or "")
 
 
 def is_replaced(seam: str) -> bool:

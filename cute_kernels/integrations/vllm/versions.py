@@ -20,7 +20,7 @@ class Interface:
         tested: how this version is known to work, for people.
         linear_kernels: the module that has the list of kernels of linear layers, and the list's name.
         backend_priorities: the module and function that say which attention backends are tried first.
-        attention_layer: the module and class of attention layers.
+        attention_layer, mla_layer: the module and class of attention layers, and of those of latent attention.
         expert_methods: modules and classes of the methods of layers of experts.
         mla_backends: modules and classes of the backends whose decoding of MLA is replaced.
         pass_manager: the module and class that says which passes rewrite a traced model.
@@ -30,6 +30,7 @@ class Interface:
     linear_kernels: tuple[str, str] = ("vllm.model_executor.kernels.linear", "_POSSIBLE_KERNELS")
     backend_priorities: tuple[str, str] = ("vllm.platforms.cuda", "_get_backend_priorities")
     attention_layer: tuple[str, str] = ("vllm.model_executor.layers.attention.attention", "Attention")
+    mla_layer: tuple[str, str] = ("vllm.model_executor.layers.attention.mla_attention", "MLAAttention")
     expert_methods: tuple[tuple[str, str], ...] = (
         (
             "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe."

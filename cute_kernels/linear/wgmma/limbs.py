@@ -36,6 +36,7 @@ from layouts.weights.hopper import STEP_K, TILE_N
 MMA_K = 2 * STEP_K
 K_BLOCK_STEPS = LIMB_GROUP // STEP_K
 LIMB_BASE = 256
+CODE_UNIT, SYMMETRIC_ZERO = 16, 8  # bytes of codes are 16 times codes less 8
 SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
 TOGETHER_TILE_M = 40  # for which a thread has registers for the products of two tiles at a time
 
@@ -49,9 +50,10 @@ class Part:
     Attributes:
         tile: whose accumulators its products are added to.
         words: codes of a thread, [chunk][word].
-        scales: of its two rows.
+        scales: of its two rows, group by group.
         x_scales: of its tokens.
         x: the descriptor of the limbs.
+        zeros: of its two rows and its tokens, see `LimbReader.load_zeros`; None where weights have none.
     """
 
     tile: int
@@ -59,6 +61,7 @@ class Part:
     scales: Any
     x_scales: Any
     x: Any
+    zeros: Any = None
 
 
 class LimbProducts:
@@ -68,15 +71,17 @@ class LimbProducts:
         tiles: of 64 output features that are multiplied with the same limbs.
         tile_m: rows of x that there is room for in the accumulators, [tile][tokens / 2] of a thread.
         word_steps: k16 steps whose codes of a thread are a word.
+        groups: of a k block that have scales of their own, and so accumulators.
     """
 
-    def __init__(self, tiles: int, tile_m: int, word_steps: int):
-        self.tiles, self.tile_m, self.word_steps = tiles, tile_m, word_steps
+    def __init__(self, tiles: int, tile_m: int, word_steps: int, groups: int = 1):
+        self.tiles, self.tile_m, self.word_steps, self.groups = tiles, tile_m, word_steps, groups
 
-    def multiply_words(self, acc, words, scales, x_scales, x, masks, tile_m: int) -> None:
+    def multiply_words(self, acc, words, scales, x_scales, x, masks, tile_m: int, zeros: Any = None) -> None:
         """Adds a k block's products: of words [tile][chunk][word], scales [tile][row], and of x_scales [token] and the
-        descriptor x, which all tiles share."""
-        parts = [Part(i, words[i], scales[i], x_scales, x) for i in range(self.tiles)]
+        descriptor x, which all tiles share; zeros [tile] as of `Part`."""
+        zeros = zeros or [None] * self.tiles
+        parts = [Part(i, words[i], scales[i], x_scales, x, zeros[i]) for i in range(self.tiles)]
         self.multiply_parts(acc, parts, masks, tile_m)
 
     def multiply_parts(self, acc, parts: Sequence[Part], masks, tile_m: int) -> None:
@@ -90,7 +95,7 @@ class LimbProducts:
             if after and ahead:
                 following = self.start(following, after.x, tile_m)
             dots = wgmma.wait_for_dots(started, 1 if ahead else 0)
-            self.add(acc, part.tile, self.join(dots), part.scales, part.x_scales)
+            self.add(acc, part.tile, self.join(dots, part.zeros), part.scales, part.x_scales)
             if after:
                 started = following if ahead else self.start(following, after.x, tile_m)
 
@@ -104,14 +109,17 @@ class LimbProducts:
         ]
 
     def start(self, operands, x, tile_m: int) -> list[Any]:
-        """Starts the products of a tile's k block: [limb][tokens / 2] accumulators of high and of low limbs."""
+        """Starts the products of a tile's k block: [group][limb][tokens / 2] accumulators of high and of low limbs."""
         ready = wgmma.fence(operands)
+        found: list[Any] = []
         dots: list[Any] = []
         for step in range(LIMB_GROUP // MMA_K):
             b = wgmma.advanced(x, step * wgmma.STEP_BYTES)
             dots = wgmma.multiply_bytes(dots, tile_m, ready[4 * step : 4 * step + 4], b)
+            if (step + 1) % (LIMB_GROUP // MMA_K // self.groups) == 0:
+                found, dots = found + dots, []
         wgmma.commit()
-        return dots
+        return found
 
     def fragment(self, word, masks) -> list[Any]:
         """Bytes of the codes of a k16 step, less 8 and times 16, of the thread's two rows."""
@@ -121,17 +129,38 @@ class LimbProducts:
         """A constant for `fragment`, kept in a register: an instruction has room for one."""
         return nothing + Uint32(SIGNS)
 
-    def join(self, dots) -> list[Any]:
-        """The exact products of a tile's group, of both limbs' accumulators."""
-        count = len(dots) // 2
-        return [dots[i] * LIMB_BASE + dots[count + i] for i in range(count)]
+    def join(self, dots, zeros: Any = None) -> list[Any]:
+        """The exact products of a tile's groups, of both limbs' accumulators, less what zero points are multiplied
+        with."""
+        count = len(dots) // (2 * self.groups)
+        firsts = [2 * count * group for group in range(self.groups)]
+        products = [dots[first + i] * LIMB_BASE + dots[first + count + i] for first in firsts for i in range(count)]
+        if zeros is None:
+            return products
+        points, sums = zeros
+        return [one + points[i // 2 % 2] * sums[i // 4 * 2 + i % 2] for i, one in enumerate(products)]
 
     def add(self, acc, tile: int, products, scales, x_scales) -> None:
-        """Adds the products of a tile's group, scaled, to its accumulators."""
+        """Adds the products of a tile's groups, scaled, to its accumulators."""
         first = tile * (self.tile_m // 2)
+        if self.groups > 1:
+            for i, value in enumerate(self.sum_groups(products, scales)):
+                acc[first + i] = ptx.fma(value, x_scales[i // 4 * 2 + i % 2], acc[first + i])
+            return
         for i, exact in enumerate(products):
             value = numbers.to_float(exact) * x_scales[i // 4 * 2 + i % 2]
             acc[first + i] = ptx.fma(value, scales[i // 2 % 2], acc[first + i])
+
+    def sum_groups(self, products, scales) -> list[Any]:
+        """Products of all groups of a k block, each times the scale of its row."""
+        count, sums = len(products) // self.groups, []
+        for i in range(count):
+            of_groups = [numbers.to_float(products[group * count + i]) for group in range(self.groups)]
+            total = of_groups[0] * scales[i // 2 % 2]
+            for group in range(1, self.groups):
+                total = ptx.fma(of_groups[group], scales[2 * group + i // 2 % 2], total)
+            sums.append(total)
+        return sums
 
 
 class LimbReader:
@@ -162,14 +191,35 @@ class LimbReader:
         return wgmma.descriptor(memory.x_address + cute.arch.make_warp_uniform(stage) * self.config.x_stage_bytes)
 
     def load_scales(self, memory, stage, place, tile: int) -> list[Any]:
-        """Scales of the thread's two rows of a tile, fp32."""
-        row = (place.row // TILE_N + tile) * TILE_N + place.row % TILE_N
+        """Scales of the thread's two rows of a tile, fp32, group by group."""
+        groups = self.config.k_block_groups
+        row = (place.row // TILE_N + tile) * (groups * TILE_N) + place.row % TILE_N
         size = self.config.format.scale_bytes
         address = memory.scales + stage * self.config.scale_stage_bytes + row * size
         return [
-            self.stages.to_float(self.stages.decoder.scale_word(ptx.load_shared_part(address, 8 * size * half, size)))
+            self.stages.to_float(
+                self.stages.decoder.scale_word(ptx.load_shared_part(address, (8 * half + TILE_N * group) * size, size))
+            )
+            for group in range(groups)
             for half in range(2)
         ]
+
+    def load_zeros(self, memory, stage, place, x_place, tile_m: int) -> list[tuple[Any, Any]] | None:
+        """[tile] (16 times what the codes of the thread's two rows were less 8 in place of their zero points, the sums
+        of its rows of x); None where weights have no zero points."""
+        config = self.config
+        if not config.format.has_zeros:
+            return None
+        at = memory.x_sums + x_place
+        pairs = [ptx.load_shared_vector(at, 4 * 8 * block, 2) for block in range(tile_m // 8)]
+        sums = [Int32(word) for pair in pairs for word in pair]
+        found = []
+        for tile in range(config.n_tiles):
+            row = (place.row // TILE_N + tile) * TILE_N + place.row % TILE_N
+            address = memory.zeros + stage * config.zero_stage_bytes + row
+            points = [Int32(ptx.load_shared_part(address, 8 * half, 1)) for half in range(2)]
+            found.append(([(SYMMETRIC_ZERO - point) * CODE_UNIT for point in points], sums))
+        return found
 
     def x_scale_place(self, work_tile):
         """Bytes from a stage's scales of x to that of the thread's first row."""
@@ -198,7 +248,7 @@ class LimbMainloop:
     def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None = None):
         self.config, self.stages = config, stages
         self.reader = LimbReader(config, stages, x_scale_shift, in_pairs=False)
-        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps)
+        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps, config.k_block_groups)
 
     def masks(self, shape, lane):
         return self.products.masks(nothing(shape, lane))

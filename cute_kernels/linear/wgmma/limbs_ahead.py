@@ -47,34 +47,37 @@ class AheadSteps:
     def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None = None):
         self.config = config
         self.reader = LimbReader(config, stages, x_scale_shift, in_pairs=True)
-        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps)
+        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps, config.k_block_groups)
 
     def multiply_but_last(
         self, acc, memory, stage, place, x_place, between: Between, tile_m: int
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Any, Any, Any, Any]:
         """Starts the MMAs of the k block that was taken; adds the products that were kept, and those of all of its
         tiles but the last.
 
-        Returns the accumulators of the MMAs that are still running, the scales of their rows and those of x.
+        Returns the accumulators of the MMAs that are still running, the scales of their rows and those of x, and zero
+        points as `LimbReader.load_zeros` has them.
         """
         tiles, x = self.config.n_tiles, self.reader.descriptor(memory, stage)
         started = self.products.start(self.of(between.operands), x, tile_m)
         self.add_kept(acc, between)
         scales = [self.reader.load_scales(memory, stage, place, i) for i in range(tiles)]
         x_scales = self.reader.load_x_scales(memory, stage, x_place, tile_m)
+        zeros = self.reader.load_zeros(memory, stage, place, x_place, tile_m) or [None] * tiles
         for i in range(1, tiles):
             following = self.products.start(self.products.operands(self.words_of(between, i), place.masks), x, tile_m)
-            self.products.add(acc, i - 1, self.products.join(wgmma.wait_for_dots(started, 1)), scales[i - 1], x_scales)
+            joined = self.products.join(wgmma.wait_for_dots(started, 1), zeros[i - 1])
+            self.products.add(acc, i - 1, joined, scales[i - 1], x_scales)
             started = following
-        return started, scales[-1], x_scales
+        return started, scales[-1], x_scales, zeros[-1]
 
     def nothing_yet(self, tile_m: int) -> Between:
         """What is kept before the first k block: products of 0."""
         between = Between(
             words=cute.make_rmem_tensor(self.config.n_tiles * STAGE_WORDS, Uint32),
             operands=cute.make_rmem_tensor(OPERAND_WORDS, Uint32),
-            products=cute.make_rmem_tensor(tile_m // 2, Int32),
-            scales=cute.make_rmem_tensor(2, Float32),
+            products=cute.make_rmem_tensor(self.config.k_block_groups * (tile_m // 2), Int32),
+            scales=cute.make_rmem_tensor(2 * self.config.k_block_groups, Float32),
             x_scales=cute.make_rmem_tensor(tile_m // 4, Float32),
         )
         between.products.fill(0)
@@ -93,9 +96,9 @@ class AheadSteps:
         words = self.of(between.words)[tile * STAGE_WORDS : (tile + 1) * STAGE_WORDS]
         return [words[i : i + CHUNK_WORDS] for i in range(0, STAGE_WORDS, CHUNK_WORDS)]
 
-    def keep(self, between: Between, dots, scales, x_scales) -> None:
+    def keep(self, between: Between, dots, scales, x_scales, zeros) -> None:
         """Keeps the products of a k block's last tile."""
-        self.put(between.products, self.products.join(dots))
+        self.put(between.products, self.products.join(dots, zeros))
         self.put(between.scales, scales)
         self.put(between.x_scales, x_scales)
 
@@ -135,7 +138,7 @@ class AheadMainloop:
         cute.arch.mbarrier_wait(memory.full + stage, phase)
         self.steps.take(memory, stage, place, between)
         for k_block in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
-            started, scales, x_scales = self.steps.multiply_but_last(
+            started, scales, x_scales, zeros = self.steps.multiply_but_last(
                 acc, memory, stage, place, x_place, between, tile_m
             )
             last = stage
@@ -144,7 +147,7 @@ class AheadMainloop:
                 cute.arch.mbarrier_wait(memory.full + stage, phase)
             # Behind the work tile's last k block these are bytes of some other, and not used.
             self.steps.take(memory, stage, place, between)
-            self.steps.keep(between, wgmma.wait_for_dots(started, 0), scales, x_scales)
+            self.steps.keep(between, wgmma.wait_for_dots(started, 0), scales, x_scales, zeros)
             cute.arch.sync_warp()
             self.stages.release(memory, last, teller)
         self.steps.add_kept(acc, between)

@@ -33,6 +33,7 @@ class TileMemory:
     x_barrier: cute.Pointer  # of resident limbs, if there is one,
     tile_barriers: cute.Pointer | None = None  # and of a stage's tiles but the first, where each has its own
     row_sums: Int32 | None = None  # of the squares of parts of rows of x that are normed
+    x_sums: Int32 | None = None  # of rows of x, of each group, where weights have zero points
 
 
 def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> TileMemory:

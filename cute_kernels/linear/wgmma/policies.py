@@ -33,6 +33,7 @@ STORE_BUFFERS = 2  # of TMA tiles: one is stored while the next is put together
 STAGING_PAD = 4  # words between the tokens of the staging buffer
 DSMEM_CLUSTERS = (2, 3)  # clusters of more CTAs do not all run at once, one for each SM
 K_WARPGROUPS = (2, 3, 4)
+MMA_GROUP = 32  # inputs of an MMA of bytes: the least that may have a scale of their own
 LIMB_GROUP = 128  # inputs of a row of x that share a scale where x comes in limbs: rows of a TMA tile of bytes
 ROW_LIMB_BYTES = 2 * LIMB_GROUP  # both limbs of so many inputs of a row,
 ROW_SCALE_BYTES = 4  # and their scale
@@ -468,12 +469,16 @@ class MmaSync(Mainloop):
         return None
 
 
-def limb_problem(config: WgmmaConfig) -> str | None:
-    """Why products cannot be of limbs, or None."""
-    if not config.format.takes_limbs:
-        return f"limbs want 4-bit integers without zero points, not {config.format.key}"
-    if config.group_size < LIMB_GROUP:
-        return f"limbs want groups of at least {LIMB_GROUP} inputs, not {config.group_size}"
+def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_GROUP) -> str | None:
+    """Why products cannot be of limbs, or None.
+
+    zeros: whether zero points can be taken off sums of limbs. least: inputs of a group, of codes without zero points.
+    """
+    if not (config.format.takes_limbs or (zeros and config.format.limb_zeros)):
+        return f"limbs want 4-bit integers{'' if zeros else ' without zero points'}, not {config.format.key}"
+    least = LIMB_GROUP if config.format.has_zeros else least
+    if config.group_size < least:
+        return f"limbs want groups of at least {least} inputs, not {config.group_size}"
     return None
 
 
@@ -525,6 +530,9 @@ class ResidentLimbs(Mainloop):
         spare: so that blocks of an odd number of tiles are as many as there are SMs.
         ahead: as of `Limbs`.
         factors: what rows meet before limbs are made of them, `SCALED` or `NORMED`: `.row_factors`; "" for nothing.
+
+    A zero point is taken off a group's products where it meets the sum of the group's inputs, of which there is one for
+    each row of x: whoever makes limbs has it. Smaller groups than those of limbs have accumulators of their own.
     """
 
     k_blocks: int = 64
@@ -564,9 +572,11 @@ class ResidentLimbs(Mainloop):
         return self.k_blocks * self.k_block_limb_bytes(config)
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
-        """Sums of squares of a row's parts as well, one of each warp that makes limbs."""
-        sums = FACTOR_ROWS * config.consumer_warps * ROW_SCALE_BYTES
-        return super().regions(config) + ((Region("row_sums", sums),) if self.factors == NORMED else ())
+        """Sums of squares of a row's parts as well, one of each warp that makes limbs; and of rows' inputs."""
+        squares = FACTOR_ROWS * config.consumer_warps * ROW_SCALE_BYTES
+        more = (Region("row_sums", squares),) if self.factors == NORMED else ()
+        sums = (Region("x_sums", self.x_scale_bytes(config)),) if config.format.has_zeros else ()
+        return super().regions(config) + more + sums
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
         """Of x, and of a stage's tiles but the first where partials leave early."""
@@ -578,8 +588,10 @@ class ResidentLimbs(Mainloop):
         return RESIDENT_PREFETCHED_K_BLOCKS.get((config.block_tiles, self.loads), 0)
 
     def problem(self, config: WgmmaConfig) -> str | None:
-        if reason := limb_problem(config) or one_of(config.row_parts, (1,), "row_parts"):
+        if reason := limb_problem(config, zeros=True, least=MMA_GROUP) or one_of(config.row_parts, (1,), "row_parts"):
             return reason
+        if config.reduction.early and (config.format.has_zeros or config.group_size < LIMB_GROUP):
+            return f"tiles that come one by one have no zero points, and groups of at least {LIMB_GROUP} inputs"
         if self.spare not in range(config.n_tiles):
             return f"spare {self.spare} is not one of 0 to {config.n_tiles - 1}"
         if self.factors not in ("", SCALED, NORMED):

@@ -42,6 +42,16 @@ def tile_bytes_of(config: ResidentConfig) -> int:
     return config.k_block_tiles * TILE_BYTES
 
 
+def zero_begins(config: ResidentConfig, places: Places, operands, shape, work_tile) -> list[Any]:
+    """Where the zero points of each of a work tile's tiles begin; none of a format without them."""
+    if not config.format.has_zeros:
+        return []
+    tile_zeros = shape.scale_groups * config.format.group_zero_bytes
+    return [
+        operands.zeros + product(places.weight_tile(shape, work_tile, i), tile_zeros) for i in range(config.block_tiles)
+    ]
+
+
 def tile_begins(config: ResidentConfig, places: Places, operands, shape, work_tile) -> list[tuple[Any, Any]]:
     """Where the codes and the scales of each of a work tile's tiles begin."""
     tile_codes = shape.k_blocks * tile_bytes_of(config)
@@ -62,8 +72,13 @@ class StageLoads:
         init_barriers(self.config, memory)
 
     def copy_first(self, operands, shape, memory, work_tile) -> None:
-        begins = tile_begins(self.config, self.places, operands, shape, work_tile)
+        begins = self.begins(operands, shape, work_tile)
         self.copy_stage(memory, Int32(0), work_tile.begin, begins)
+
+    def begins(self, operands, shape, work_tile) -> tuple[list[tuple[Any, Any]], list[Any]]:
+        """Where codes and scales, and zero points, of each tile begin."""
+        given = (self.config, self.places, operands, shape, work_tile)
+        return tile_begins(*given), zero_begins(*given)
 
     @cute.jit
     def copy_following(self, operands, shape, memory, scheduler, lane):
@@ -73,7 +88,7 @@ class StageLoads:
         """
         if lane == 0:
             work_tile = scheduler.work_tile(scheduler.first)
-            begins = tile_begins(self.config, self.places, operands, shape, work_tile)
+            begins = self.begins(operands, shape, work_tile)
             stage, phase = Int32(1), Int32(1)
             for k_block in cutlass.range(work_tile.begin + 1, work_tile.end, 1, unroll=1):
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)
@@ -81,13 +96,15 @@ class StageLoads:
                 stage, phase = advance(stage, phase, self.config.num_stages)
 
     def copy_stage(self, memory, stage, k_block, begins) -> None:
-        """Asks for a k block of tiles that begin as `tile_begins` has it."""
+        """Asks for a k block of tiles that begin as `begins` has it."""
         config, barrier = self.config, memory.full + stage
-        tile_bytes, scale_bytes = tile_bytes_of(config), config.format.group_scale_bytes
+        tiles, zeros = begins
+        tile_bytes, group_bytes = tile_bytes_of(config), config.format.group_scale_bytes
+        scale_bytes = config.k_block_groups * group_bytes
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.weight_stage_bytes)
         address = Int32(barrier.toint())
         group = first_group(config, k_block)
-        for i, (codes, scales) in enumerate(begins):
+        for i, (codes, scales) in enumerate(tiles):
             ptx.bulk_copy_to_shared(
                 memory.codes + stage * config.code_stage_bytes + i * tile_bytes,
                 codes + k_block * tile_bytes,
@@ -96,7 +113,15 @@ class StageLoads:
             )
             ptx.bulk_copy_to_shared(
                 memory.scales + stage * config.scale_stage_bytes + i * scale_bytes,
-                scales + group * scale_bytes,
+                scales + group * group_bytes,
                 Int32(scale_bytes),
+                address,
+            )
+        zero_bytes = config.format.group_zero_bytes
+        for i, points in enumerate(zeros):
+            ptx.bulk_copy_to_shared(
+                memory.zeros + stage * config.zero_stage_bytes + i * zero_bytes,
+                points + group * zero_bytes,
+                Int32(zero_bytes),
                 address,
             )

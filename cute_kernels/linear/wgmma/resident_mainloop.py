@@ -41,11 +41,12 @@ class ChunkLoop(Protocol):
 def at(memory, index, tile_m: int):
     """Memory as k blocks read it, of the ``index``-th resident one."""
     index = cute.arch.make_warp_uniform(index)
-    return replace(
+    found = replace(
         memory,
         x_address=memory.x_address + index * (2 * tile_m * ROW_BYTES),
         x_scales=memory.x_scales + index * (4 * tile_m),
     )
+    return found if memory.x_sums is None else replace(found, x_sums=memory.x_sums + index * (4 * tile_m))
 
 
 class ResidentMainloop:
@@ -99,7 +100,7 @@ class EachKBlock:
     def __init__(self, config: ResidentConfig, stages: StageReader):
         self.config, self.stages = config, stages
         self.reader = LimbReader(config, stages, None, in_pairs=True)
-        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps)
+        self.products = LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps, config.k_block_groups)
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, start, end, place, stage, phase, teller, tile_m: int):
@@ -117,7 +118,8 @@ class EachKBlock:
         """Adds a k block's products."""
         words, scales, x_scales = self.reader.load(memory, stage, place, x_place, tile_m)
         x = self.reader.descriptor(memory, stage)
-        self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m)
+        zeros = self.reader.load_zeros(memory, stage, place, x_place, tile_m)
+        self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m, zeros)
 
 
 class KBlocksAhead:
@@ -142,14 +144,16 @@ class KBlocksAhead:
         self.steps.take(memory, stage, place, between)
         for k_block in cutlass.range(work_tile.begin + place.k_rank, work_tile.end, k_warpgroups, unroll=1):
             here = at(memory, k_block - start, tile_m)
-            started, scales, x_scales = self.steps.multiply_but_last(acc, here, stage, place, x_place, between, tile_m)
+            started, scales, x_scales, zeros = self.steps.multiply_but_last(
+                acc, here, stage, place, x_place, between, tile_m
+            )
             last = stage
             stage, phase = self.stages.next_stage(stage, phase)
             if k_block + k_warpgroups < work_tile.end:
                 cute.arch.mbarrier_wait(memory.full + stage, phase)
             # Behind the work tile's last k block these are bytes of some other, and not used.
             self.steps.take(memory, stage, place, between)
-            self.steps.keep(between, wgmma.wait_for_dots(started, 0), scales, x_scales)
+            self.steps.keep(between, wgmma.wait_for_dots(started, 0), scales, x_scales, zeros)
             cute.arch.sync_warp()
             self.stages.release(memory, last, teller)
         self.steps.add_kept(acc, between)

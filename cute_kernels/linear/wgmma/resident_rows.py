@@ -12,6 +12,7 @@ the low ones, pieces of 16 bytes exchanged among eight rows as 128-byte swizzlin
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +81,7 @@ class RowsRoom:
         k_blocks: of x that there is room for.
         loads: whether consumer warps load x; if not, it comes by TMA.
         factors: what rows meet before, `policies.SCALED` or `policies.NORMED`; "" for nothing.
+        sums: whether each row's sum of a group is wanted, in the unit of limbs.
     """
 
     dtype: str
@@ -88,6 +90,7 @@ class RowsRoom:
     k_blocks: int
     loads: bool = True
     factors: str = ""
+    sums: bool = False
 
 
 class ResidentRows:
@@ -179,12 +182,14 @@ class ResidentRows:
                 inputs, factors = ([tensor[i] for i in range(STEP_WORDS)] for tensor in (words, asked))
                 self.keep(words, self.factors.apply(x, inputs, factors, self.factors.of_row(of_rows, row)))
                 self.keep(asked, self.load_factors(x, begin, bits, step + self.room.consumer_warps, lane))
-            scale, limbs = self.split([words[i] for i in range(STEP_WORDS)])
+            scale, limbs, total = self.split_summed([words[i] for i in range(STEP_WORDS)])
             cute.arch.sync_warp()  # until all lanes have their inputs
             if begin + k_block < end:
                 self.store(start, tile_m, row, lane, limbs)
                 if lane % GROUP_LANES == 0:
                     ptx.store_shared(memory.x_scales + (k_block * tile_m + row) * 4, 0, [scale])
+                    if const_expr(self.room.sums):
+                        ptx.store_shared(memory.x_sums + (k_block * tile_m + row) * 4, 0, [total])
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def ask_factors(self, x: Source, begin, end, warp, lane):
@@ -253,21 +258,38 @@ class ResidentRows:
 
     def split(self, words) -> tuple[Any, list[list[Any]]]:
         """(bits of what a code's byte times a limb counts, [block] words of its high limbs, then of its low ones)."""
+        return self.split_summed(words)[:2]
+
+    def split_summed(self, words) -> tuple[Any, list[list[Any]], Any]:
+        """As :meth:`split`, and the sum of the group's inputs, in the unit of its low limbs, where it is wanted."""
         greater = self.greater
         packed = lanes.over_lanes(greater, lanes.in_pairs(greater, words), lanes.neighbours(GROUP_LANES))
         pair = [Int32(value.bitcast(Uint32)) for value in self.limb_rows.to_floats(packed & Uint32(MAGNITUDES))]
         factor, scale = self.limb_rows.scales_of(cutlass.max(*pair))
-        return scale, [self.limbs(words[8 * i : 8 * i + 8], factor) for i in range(LANE_BLOCKS)]
+        fixed, limbs = [], []
+        for i in range(LANE_BLOCKS):
+            fixed.append(self.fixed(words[8 * i : 8 * i + 8], factor))
+            limbs.append(self.limbs(fixed[-1]))
+        return scale, limbs, self.sum_of(fixed) if self.room.sums else None
+
+    def sum_of(self, fixed) -> Any:
+        """The sum of a group's inputs, of what its lanes have in fixed point."""
+        inputs = [one for block in fixed for one in block]
+        total = lanes.in_pairs(operator.add, inputs) - Uint32((MAGIC + HALF) * len(inputs) & 0xFFFFFFFF)
+        return lanes.over_lanes(operator.add, total, lanes.neighbours(GROUP_LANES))
 
     def greater(self, a, b):
         """Of packed pairs the elements of greater magnitude, with any sign; NaN if there is one."""
         return numbers.greater_magnitude(a, b, dtype=self.room.dtype)
 
-    def limbs(self, words, factor) -> list[Any]:
-        """High limbs of 16 inputs, then low ones, four words each: the first and the second eight inputs in turn."""
+    def fixed(self, words, factor) -> list[Any]:
+        """16 inputs in fixed point, above `MAGIC` and `HALF`."""
         rounded = Uint32(MAGIC + HALF).bitcast(Float32)
         values = [half for word in words for half in self.limb_rows.to_floats(word)]
-        fixed = [ptx.fma(value, factor, rounded).bitcast(Uint32) for value in values]
+        return [ptx.fma(value, factor, rounded).bitcast(Uint32) for value in values]
+
+    def limbs(self, fixed) -> list[Any]:
+        """High limbs of 16 inputs, then low ones, four words each: the first and the second eight inputs in turn."""
         # Each word: low limbs of two inputs, then their high ones.
         pairs = [ptx.prmt(fixed[i], fixed[8 + i], Uint32(0x5140)) for i in range(8)]
         high = [ptx.prmt(pairs[i], pairs[i + 1], Uint32(0x7632)) for i in range(0, 8, 2)]
@@ -287,7 +309,13 @@ def room_of(config: ResidentConfig) -> RowsRoom:
     """Of resident limbs."""
     mainloop = config.mainloop
     return RowsRoom(
-        config.dtype, config.tile_m, config.consumer_warps, mainloop.k_blocks, mainloop.loads, mainloop.factors
+        config.dtype,
+        config.tile_m,
+        config.consumer_warps,
+        mainloop.k_blocks,
+        mainloop.loads,
+        mainloop.factors,
+        config.format.has_zeros,
     )
 
 

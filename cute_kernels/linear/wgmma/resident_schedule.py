@@ -69,6 +69,14 @@ RESIDENT_SHAPES = {
         for n_tiles, spare, most, early in ((2, 0, 7, False), (3, 0, MOST_STAGES, False), (4, 1, MOST_STAGES, True))
     ),
 }
+# The same of groups of which a k block has several: each has accumulators, for which a thread wants registers.
+FINE_SHAPES = {
+    8: (
+        WarpgroupsOf(4, k_warpgroups=2, loaded_stages=10),  # two tiles
+        WarpgroupsOf(2, k_warpgroups=2),  # one tile
+        WarpgroupsOf(4, ahead=False, resident_k_blocks=16, most_stages=6),  # four
+    ),
+}
 RESIDENT_CLUSTER = 2
 SPARE_BYTES = 2048  # of shared memory, for alignment
 
@@ -78,10 +86,11 @@ def resident_configs(problem: LinearProblem) -> list[ResidentConfig]:
     tile_m = next((count for count in RESIDENT_TILE_M if problem.m <= count), None)
     if tile_m is None:
         return []
+    shapes = FINE_SHAPES if problem.format.group_size < LIMB_GROUP else RESIDENT_SHAPES
     configs = (
         resident_config(problem, tile_m, loads, shape)
         for loads in ways_of_x(problem)
-        for shape in RESIDENT_SHAPES[tile_m]
+        for shape in shapes.get(tile_m, ())
         if shape.chunks or fits(problem, shape)
     )
     return [config for config in configs if config.can_implement() is None]

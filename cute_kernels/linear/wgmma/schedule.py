@@ -356,7 +356,7 @@ def shipped_configs() -> list[WgmmaConfig]:
     """Configurations that ship: every tile in the most common formats, those of batch-invariant products among them,
     one for few and one for many rows in others.
 
-    8-bit codes come without zero points, limbs with groups of 128.
+    8-bit codes come without zero points, limbs with groups of 128 and, where CTAs make them, zero points.
     """
     configs: dict[WgmmaConfig, None] = {}
     formats = [("bf16", group_size) for group_size in (0, 32, 64, 128)] + [("fp16", 0), ("fp16", 128)]
@@ -371,10 +371,10 @@ def shipped_configs() -> list[WgmmaConfig]:
     for form in DSMEM_FORMS:
         for shape in DSMEM_SHAPES[form[0].bits]:
             configs |= dict.fromkeys(dsmem_configs(LinearProblem(shape.tile_m, 8192, 8192, 8192, *form)))
-    for dtype, m in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M)):
-        found = resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4), dtype))
+    for dtype, m, zeros in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M), (False, True)):
+        found = resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4, zero_points=zeros), dtype))
         configs |= dict.fromkeys(found)
-        if dtype == "bf16" and m <= FACTOR_ROWS:
+        if dtype == "bf16" and m <= FACTOR_ROWS and not zeros:
             changed = (with_factors(config, kind) for config in found for kind in (SCALED, NORMED))
             configs |= dict.fromkeys(config for config in changed if config is not None)
     for dtype, (tile_m, *_) in product(("bf16", "fp16"), LIMB_SHAPES):

@@ -37,25 +37,12 @@ class CombineKernel:
         self.form = PARTIALS[config.partials]
         self.numbers = of_name(config.dtype)
 
-    @cute.jit
-    def __call__(
-        self,
-        out: cute.Tensor,
-        lse: Int64,
-        max_logits: Int64,
-        sinks: Int64,
-        partials: Int64,
-        num_parts: Int32,
-        row_bits: Int32,
-        stream,
-    ):
-        """out: bf16 or fp16 [batch, q_len, num_heads, 512]. Addresses: lse fp32 [batch, q_len, num_heads], max_logits
-        likewise or 0, sinks fp32 [num_heads] or 0, partials: see `Results`. row_bits: a CTA has 2**row_bits rows, of
-        each as many groups of 128 threads as its slots allow."""
-        sizes = extents(out)
-        batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
-        shape = MlaSizes(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0), Float32(0.0))
-        results = Results(ptx.address(out), lse, max_logits, sinks, partials)
+    def launch(self, given, stream):
+        """``given`` has the arguments of :data:`cute_kernels.mla.arguments.COMBINE`."""
+        batch, q_len, num_heads = extents(given.out)[:3]
+        shape = MlaSizes(batch * q_len, q_len, num_heads, num_heads, given.num_parts, Int32(0), Float32(0.0))
+        results = Results(ptx.address(given.out), given.lse, given.max_logits, given.sinks, given.partials)
+        row_bits = given.row_bits
         rows = Int32(1) << row_bits
         self.kernel(results, shape, row_bits).launch(
             grid=((shape.rows * num_heads + rows - 1) >> row_bits, 1, 1),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -126,11 +127,20 @@ def selected(**changes: Any) -> dict[str, Any]:
     return {**usual, **changes}
 
 
+def reasons_against(**changes: Any) -> list[str]:
+    """What the backend says against a layer; the environment names a format beside dtypes that take one."""
+    from cute_kernels.integrations.vllm import kv_formats
+    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend
+
+    given = selected(**changes)
+    form = "int4_g4" if given["kv_cache_dtype"] in kv_formats.OWN else ""
+    with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": form}):
+        return CuteKernelsAttentionBackend.validate_configuration(**given)
+
+
 @check
 def attention_takes_what_it_serves_and_no_more() -> None:
     from vllm.platforms.interface import DeviceCapability
-
-    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend as Backend
 
     for changes in (
         {},
@@ -139,9 +149,9 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"block_size": 128},
         {"head_size": 256},
     ):
-        assert Backend.validate_configuration(**selected(**changes)) == [], changes
+        assert reasons_against(**changes) == [], changes
     for kv in ("fp8_e4m3", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "auto"):
-        assert Backend.validate_configuration(**selected(kv_cache_dtype=kv)) == [], kv
+        assert reasons_against(kv_cache_dtype=kv) == [], kv
     for changes in (
         {"head_size": 72},
         {"dtype": torch.float32},
@@ -157,15 +167,13 @@ def attention_takes_what_it_serves_and_no_more() -> None:
         {"attn_type": "encoder_only"},
         {"device_capability": DeviceCapability(10, 0)},
     ):
-        assert Backend.validate_configuration(**selected(**changes)), changes
+        assert reasons_against(**changes), changes
 
 
 @check
 def invariance_is_served_where_it_can_be() -> None:
-    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend as Backend
-
     def reasons(**changes: Any) -> list[str]:
-        return Backend.validate_configuration(**selected(use_batch_invariant=True, **changes))
+        return reasons_against(use_batch_invariant=True, **changes)
 
     assert reasons(kv_cache_dtype="auto", head_size=256) == reasons(kv_cache_dtype="auto") == []
     assert any("each of V's rows" in reason for reason in reasons(kv_cache_dtype="int8_per_token_head"))
@@ -174,14 +182,74 @@ def invariance_is_served_where_it_can_be() -> None:
 
 @check
 def a_format_of_our_own_is_never_silently_another() -> None:
-    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend as Backend
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    from cute_kernels.integrations.vllm import environment
+    from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend
+
+    def refused(call: Callable[[], Any], *words: str) -> None:
+        try:
+            call()
+        except ValueError as error:
+            assert all(word in str(error) for word in words), error
+            return
+        raise AssertionError(f"not refused: {words}")
+
+    ask = CuteKernelsAttentionBackend.validate_configuration
+    refused(
+        lambda: ask(**selected(kv_cache_dtype="auto", head_size=72)), f"{environment.KV_FORMAT}=int4_g4: cannot serve"
+    )
+    # By the command line, or by a checkpoint that says how its cache is quantised.
+    refused(lambda: ask(**selected()), f"{environment.KV_FORMAT}=int4_g4: got a cache in fp8", "want one of auto")
+    # A backend that was named, and latent attention, are never asked: their layers are refused.
+    for layer_class in (Attention, MLAAttention):
+        given = {
+            "attn_type": "decoder",
+            "sliding_window": None,
+            "num_kv_heads": 8,
+            "head_size": 128,
+            "head_size_v": 128,
+        }
+        given |= {"kv_cache_dtype": "auto", "kv_cache_torch_dtype": torch.bfloat16, "layer_name": "model.layers.0"}
+        layer = mock.MagicMock(impl=SimpleNamespace(), **given)
+        config = mock.MagicMock()
+        config.cache_config.block_size, config.cache_config.cache_dtype = 64, "auto"
+        spec = lambda: layer_class.get_kv_cache_spec(layer, config)  # noqa: B023, E731
+        refused(spec, f"{environment.KV_FORMAT}=int4_g4: model.layers.0 is served by SimpleNamespace")
+        with mock.patch.dict(os.environ, {environment.KV_FORMAT: ""}):
+            assert spec() is not None
+    with mock.patch.dict(os.environ, {environment.SWITCH: "linear,moe"}):
+        refused(environment.check_kv_format, "got 'int4_g4', want the seam attention in CUTE_KERNELS_VLLM")
+    with mock.patch.dict(os.environ, {environment.SWITCH: "0"}):
+        environment.check_kv_format()
+
+
+@check
+def metadata_of_another_making_is_refused() -> None:
+    from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
+
+    from cute_kernels.integrations.vllm import attention
 
     try:
-        Backend.validate_configuration(**selected(kv_cache_dtype="auto", head_size=72))
-    except ValueError as error:
-        assert "CUTE_KERNELS_VLLM_KV_FORMAT=int4_g4: cannot serve" in str(error)
+        create_chunked_local_attention_backend(attention.CuteKernelsAttentionBackend, 8192)
+    except NotImplementedError as error:
+        assert "ChunkedLocalAttentionBuilder" in str(error) and "leaves attention to vLLM" in str(error)
     else:
-        raise AssertionError("a cache that cannot be had was not refused")
+        raise AssertionError("a builder that changes metadata was taken")
+    model = SimpleNamespace(attention_chunk_size=None, hf_text_config=SimpleNamespace(), rswa_window=None)
+    config = SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False),
+    )
+    with mock.patch.object(attention, "get_current_vllm_config_or_none", lambda: config):
+        assert attention._reasons_of_engine() == []
+        model.attention_chunk_size, model.hf_text_config.param_sink_number = 8192, 128
+        assert attention._reasons_of_engine() == [
+            "attention within chunks not supported",
+            "sinks that are tokens not supported",
+        ]
 
 
 @check
@@ -464,6 +532,30 @@ def zero_point_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 @check
+def layers_are_made_as_vllm_makes_them() -> None:
+    """With another device and another dtype than torch's as the defaults."""
+    from cute_kernels.kv_cache.vllm_rows import vllm_transform
+
+    forms = (("fp8", ""), ("int8_per_token_head", ""), ("int4_per_token_head", ""), ("auto", "int4_g4"))
+    usual = [Layer(*form).make("cpu") for form in forms]
+    rotation = vllm_transform(2, 128)
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            made = [Layer(*form).make("cpu") for form in forms]
+            again = vllm_transform(2, 128)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+    pairs = [(one.transform, other.transform) for one, other in zip(usual, made, strict=True)] + [(rotation, again)]
+    assert sum(one is not None for one, _ in pairs) == 2
+    for one, other in pairs:
+        assert (one is None) == (other is None)
+        for name, array in {} if one is None else one.arrays.items():
+            assert torch.equal(array, other.arrays[name]) and other.arrays[name].dtype == torch.float32, name
+
+
+@check
 def sizes_that_are_not_rotated_are_left_to_vllm() -> None:
     from cute_kernels.integrations.vllm import kv_formats
 
@@ -494,6 +586,41 @@ def requests_without_new_tokens_are_passed_over() -> None:
     metadata = builder().build(0, step([1, 20, 0], [9, 20, 0]))
     assert metadata.num_decodes == 1 and len(metadata.pieces) == 1
     assert metadata.pieces[0].tokens == slice(1, 21)
+
+
+@check
+def slot_mappings_of_other_page_sizes_are_compiled_before_the_first_request() -> None:
+    from vllm.v1.worker import block_table
+
+    from cute_kernels.integrations.vllm import warm_up
+
+    calls: list[tuple[Any, ...]] = []
+    kernel = mock.MagicMock()
+    kernel.__getitem__.return_value = lambda *given, **named: calls.append((given[5], given[6], named))
+    config = SimpleNamespace(
+        use_v2_model_runner=False,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
+        model_config=SimpleNamespace(max_model_len=8448),
+        parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
+    )
+
+    def served(size: int, **changes: Any) -> None:
+        spec = SimpleNamespace(block_size=size, max_num_blocks_per_req=lambda config, tokens: -(-tokens // size))
+        warm_up.slot_mapping(spec, SimpleNamespace(**{**vars(config), **changes}), torch.device("cpu"))
+
+    with mock.patch.object(block_table, "_compute_slot_mapping_kernel", kernel):
+        served(16)
+        served(64, use_v2_model_runner=True)
+        assert not calls
+        served(64)
+        ((stride, size, named),) = calls
+        assert (stride, size, named["KV_CACHE_BLOCK_SIZE"], named["BLOCKS_PER_KV_BLOCK"]) == (132, 64, 64, 1)
+    with (
+        mock.patch.object(warm_up, "_call", side_effect=RuntimeError("moved")),
+        mock.patch.object(warm_up.logger, "warning") as said,
+    ):
+        served(64)
+    assert "first request" in said.call_args.args[0]
 
 
 @check
@@ -544,7 +671,7 @@ def without_the_compiler_layers_are_left_to_vllm_and_kernels_are_listed() -> Non
         path = Path(folder) / prepare.WANTED
         linear = wanted.read(path, "sm_90a")
         assert linear and all(spec.family == "linear" for spec in linear)
-        reasons = attention.CuteKernelsAttentionBackend.validate_configuration(**selected())
+        reasons = reasons_against()
         assert any("kernels are in no bundle" in each for each in reasons), reasons
         both = wanted.read(path, "sm_90a")
         assert {spec.family for spec in both} >= {"linear", "attention", "kv_cache"}, {spec.family for spec in both}

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
-from tests.integrations.vllm.checks import check
+from tests.integrations.vllm.checks import check, hopper
 
 
 @check
@@ -56,6 +58,67 @@ def the_compile_cache_tells_plugins_apart() -> None:
 
 
 @check
+def doctor_says_what_would_keep_vllm_from_starting() -> None:
+    from cute_kernels.integrations.vllm import doctor, environment, versions
+
+    def said(**given: str) -> str:
+        usual = {environment.SWITCH: "1", environment.KV_FORMAT: "", environment.CONSTANTS: ""}
+        given = {f"{environment.SWITCH}{name}": value for name, value in given.items()}
+        with (
+            mock.patch.dict(os.environ, {**usual, **given}),
+            mock.patch.object(versions, "installed", lambda: "0.26.0"),
+        ):
+            finding = doctor.examine()
+        return f"{finding.status}: {finding.detail}"
+
+    assert "ok: 0.26.0, replaced" in said() and "KV caches in int4_g4 with" in said(_KV_FORMAT="int4_g4")
+    assert "limited: CUTE_KERNELS_VLLM_KV_FORMAT: got 'int5'" in said(_KV_FORMAT="int5")
+    assert "got 'int8_channel'" in said(_KV_FORMAT="int8_channel")
+    assert "want the seam attention" in said(_KV_FORMAT="int4_g4", **{"": "linear"})
+    assert "limited: CUTE_KERNELS_VLLM_CONSTANTS: got" in said(_CONSTANTS="/there")
+    assert "/there is no file" in said(_KV_FORMAT="int4_g4", _CONSTANTS="/there")
+
+
+@check
+def engines_that_may_sleep_are_left_to_vllm_with_a_reason() -> None:
+    import vllm.config
+
+    from cute_kernels.integrations.vllm import attention, mla, moe, prepare
+    from cute_kernels.integrations.vllm.linear import CuteKernelsLinearKernel
+    from tests.integrations.vllm import layers
+    from tests.integrations.vllm.seam_attention import reasons_against
+
+    def engine(sleeps: bool) -> Any:
+        return SimpleNamespace(
+            model_config=SimpleNamespace(enable_sleep_mode=sleeps, rswa_window=None),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+            cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False),
+            compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
+        )
+
+    moe.current_platform = hopper()
+    experts = layers.make_experts(layers.Checkpoint("ct", group_size=32, n=96, k=128), "cpu")
+    layer = layers.make(layers.Checkpoint("ct", 4, 128), "cpu")
+    impl = SimpleNamespace(kv_cache_dtype="auto", head_size=576, kv_lora_rank=512, num_heads=16)
+    for sleeps in (False, True):
+        config = engine(sleeps)
+        with (
+            mock.patch.object(vllm.config, "get_current_vllm_config_or_none", lambda config=config: config),
+            mock.patch.object(attention, "get_current_vllm_config_or_none", lambda config=config: config),
+        ):
+            assert prepare.may_sleep() is sleeps
+            source = moe.SOURCES["CompressedTensorsWNA16MarlinMoEMethod"]
+            reasons = (
+                CuteKernelsLinearKernel.can_implement(layer.kernel.config)[1],
+                "; ".join(reasons_against()),
+                moe.reason_against(experts.method, experts.layer, source),
+                mla.reason_against(impl, "mla_bf16"),
+            )
+        assert all("sleep mode not supported" in str(reason) for reason in reasons) if sleeps else not any(reasons)
+
+
+@check
 def other_versions_and_seams_that_do_not_fit_are_left_to_vllm_with_a_line() -> None:
     from cute_kernels.integrations.vllm import plugin, versions
 
@@ -76,7 +139,8 @@ def fusion_is_replaced_only_where_it_is_asked_for() -> None:
     from cute_kernels.integrations.vllm import doctor, environment, versions
 
     def seams(text: str | None) -> tuple[str, ...]:
-        with mock.patch.dict("os.environ", {} if text is None else {environment.SWITCH: text}):
+        switch = {} if text is None else {environment.SWITCH: text}
+        with mock.patch.dict("os.environ", {environment.KV_FORMAT: "", **switch}):
             if text is None:
                 os.environ.pop(environment.SWITCH, None)
             found = environment.wanted_seams()

@@ -1,0 +1,34 @@
+"""The names under which `save_pretrained` writes quantised layers.
+
+transformers writes some models as their first checkpoints were: q, k and v as one tensor, rows permuted. What makes
+these of a 16-bit weight makes nothing of packed codes, so such a model is written by its own modules' names.
+"""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+
+from cute_kernels.linear.module import QuantizedLinear
+
+
+def keep_names(model: PreTrainedModel) -> None:
+    """Has a model's tensors written as they are, if a conversion on the way would change those of a quantised layer."""
+    targets = [
+        re.compile(target)
+        for conversion in get_model_conversion_mapping(model, add_legacy=False)
+        if isinstance(conversion, WeightConverter)
+        for target in conversion.target_patterns
+    ]
+    if any(target.search(name) for name in _tensors(model) for target in targets):
+        vars(model)["_weight_conversions"] = []  # those that the model was loaded with; transformers reverts them
+
+
+def _tensors(model: nn.Module) -> list[str]:
+    """Names of all quantised layers' tensors."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    return [f"{name}.{own}" for name, layer in layers.items() for own in layer.state_dict()]

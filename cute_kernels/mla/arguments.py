@@ -1,0 +1,65 @@
+"""What MLA decode's kernels are launched with: declared here, and nowhere else listed.
+
+Both kinds of decode (`ROWS`): q bf16 or fp16 [batch, q_len, num_heads, head_dim]. Addresses: out [batch, q_len,
+num_heads, 512] in q's dtype; lse fp32 [batch, q_len, num_heads]; max_logits likewise or 0; sinks fp32 [num_heads] or 0;
+partials: see :class:`.work.Results`, used if num_parts > 1, when out, lse and max_logits are the combining kernel's to
+write; under stream-K (num_parts 0) that and flags are the words and the flags of `PartialExchange`. num_ctas: of the
+launch, but of few heads.
+
+A cache (`PAGES`): pages ``page_stride`` bytes apart, of page_size tokens ``token_stride`` bytes apart (their data, if
+pages are split), multiples of 16.
+
+`SPARSE`: num_tokens: indices below it exist, at most 2**31 - 1; indices int32 [batch, q_len, topk]; topk_length int32
+[batch] or 0. The same for the extra cache; extra_topk is 0 without one (extra_page_size is then 1).
+
+`PAGED`: tokens 0 to seq_lens[b] of a request: table int32 [batch, max_pages], rows ``table_stride`` elements apart, and
+seq_lens int32 [batch]. causal: 1 if query i of q_len sees the tokens up to seq_lens[b] - q_len + i only, else 0.
+
+Adding up parts (`COMBINE`): out is a tensor; row_bits: a CTA has 2**row_bits rows, of each as many groups of 128
+threads as its slots allow.
+"""
+
+from __future__ import annotations
+
+from cute_kernels.runtime.launch_arguments import Argument, LaunchArguments, arguments, joined
+
+ROWS = (
+    *arguments("tensor", "q"),
+    *arguments("address", "out", "lse", "max_logits", "sinks", "partials"),
+    *arguments("float32", "softmax_scale"),
+    *arguments("int32", "num_parts", "num_ctas"),
+    *arguments("address", "flags"),
+)
+PAGES = (
+    *arguments("address", "cache"),
+    *arguments("int64", "page_stride"),
+    *arguments("int32", "token_stride", "page_size"),
+)
+CHOSEN = (
+    *PAGES,
+    *arguments("int32", "num_tokens"),
+    *arguments("address", "indices"),
+    *arguments("int32", "topk"),
+    *arguments("address", "topk_length"),
+)
+EXTRA = "extra_"
+TABLE = (
+    *PAGES,
+    *arguments("int32", "num_pages"),
+    *arguments("address", "table"),
+    *arguments("int32", "table_stride", "max_pages"),
+    *arguments("address", "seq_lens"),
+    *arguments("int32", "causal"),
+)
+SPARSE = joined(ROWS, CHOSEN, (Argument(EXTRA + each.name, each.kind) for each in CHOSEN))
+PAGED = joined(ROWS, TABLE)
+COMBINE = joined(
+    arguments("tensor", "out"),
+    arguments("address", "lse", "max_logits", "sinks", "partials"),
+    arguments("int32", "num_parts", "row_bits"),
+)
+
+
+def arguments_of(tokens: str) -> LaunchArguments:
+    """Of decode; tokens: "sparse" or "paged"."""
+    return SPARSE if tokens == "sparse" else PAGED

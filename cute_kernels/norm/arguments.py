@@ -1,0 +1,17 @@
+"""What norm kernels are launched with: declared here, and nowhere else listed.
+
+Tensor: out [rows, n], of the configuration's dtype. Addresses, on 16 bytes: x and residual, whose rows are x_stride and
+residual_stride elements apart; total [rows, n], their sum; weight and bias [n]. Those that a configuration has no use
+for are not read. inverse_n: 1 / n.
+"""
+
+from __future__ import annotations
+
+from cute_kernels.runtime.launch_arguments import arguments, joined
+
+NORM = joined(
+    arguments("tensor", "out"),
+    arguments("address", "x", "residual", "total", "weight", "bias"),
+    arguments("int32", "x_stride", "residual_stride"),
+    arguments("float32", "inverse_n", "eps", "weight_offset"),
+)

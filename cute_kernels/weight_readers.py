@@ -1,0 +1,138 @@
+"""Layers whose weight the code around them reads: Mamba's `self.dt_proj.weight @ steps`. They stay as they are.
+
+The code of a model's own classes is looked through for ``<...>.layer.weight``. What the reading needs no numbers for
+(``.dtype``, `isinstance`) does not count, nor what stands behind a flag of the module that is off.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import operator
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
+
+from torch import nn
+
+_NOT_NUMBERS = {"dtype", "device", "shape", "ndim", "is_cuda", "requires_grad"}
+_SETTING_UP = ("__init__", "init", "_init", "reset_parameters", "tie_weights", "_tie_weights", "initialize")
+"""What methods are called, or begin with, that make or tie weights."""
+_COMPARISONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
+    ast.Gt: operator.gt,
+    ast.Lt: operator.lt,
+    ast.GtE: operator.ge,
+    ast.LtE: operator.le,
+    ast.Eq: operator.eq,
+}
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One place that reads ``path``'s weight: a path from self, or else the end of a layer's name.
+
+    guards: (test, what it must give) of each `if` around it.
+    """
+
+    path: str
+    of_self: bool
+    method: str
+    guards: tuple[tuple[ast.expr, bool], ...]
+
+
+def layers_read_by_code(model: nn.Module) -> dict[nn.Module, str]:
+    """The layers, each with the method that reads its weight."""
+    found: dict[nn.Module, str] = {}
+    for module in model.modules():
+        for reading in _readings(type(module)):
+            if any(_value(test, module) is not wanted for test, wanted in reading.guards if _is_known(test, module)):
+                continue
+            for name, layer in module.named_modules():
+                if name == reading.path or (not reading.of_self and name.endswith(f".{reading.path}")):
+                    found.setdefault(layer, f"{type(module).__name__}.{reading.method}")
+    return found
+
+
+@cache
+def _readings(kind: type) -> tuple[_Reading, ...]:
+    """What the methods of a class read; nothing of torch's own classes, or where there is no source."""
+    methods: dict[str, FunctionType] = {}
+    for base in reversed(kind.__mro__):
+        if not base.__module__.startswith("torch."):
+            own = {name: inspect.unwrap(each) for name, each in vars(base).items() if callable(each)}
+            methods |= {name: each for name, each in own.items() if isinstance(each, FunctionType)}
+    found: list[_Reading] = []
+    for name, method in methods.items():
+        if name.startswith(_SETTING_UP) or "weight" not in method.__code__.co_names:
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        found += (_Reading(".".join(path), root == "self", name, guards) for root, path, guards in _places(tree, ()))
+    return tuple(found)
+
+
+def _places(
+    node: ast.AST, guards: tuple[tuple[ast.expr, bool], ...]
+) -> Iterator[tuple[str, tuple[str, ...], tuple[tuple[ast.expr, bool], ...]]]:
+    """(the name that it begins with, the path to the layer, guards) of each weight that is read for its numbers."""
+    if isinstance(node, (ast.If, ast.IfExp)):
+        yield from _places(node.test, guards)
+        for branch, wanted in ((node.body, True), (node.orelse, False)):
+            for each in branch if isinstance(branch, list) else [branch]:
+                yield from _places(each, (*guards, (node.test, wanted)))
+        return
+    if isinstance(node, ast.Attribute) and node.attr in _NOT_NUMBERS:
+        return
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "hasattr"):
+        return
+    if isinstance(node, ast.Attribute) and node.attr == "weight" and isinstance(node.ctx, ast.Load):
+        path: list[str] = []
+        root: ast.expr = node.value
+        while isinstance(root, ast.Attribute):
+            path.insert(0, root.attr)
+            root = root.value
+        if path and isinstance(root, ast.Name):
+            yield root.id, tuple(path), guards
+        return
+    for each in ast.iter_child_nodes(node):
+        yield from _places(each, guards)
+
+
+def _is_known(test: ast.expr, module: nn.Module) -> bool:
+    return _value(test, module) is not None
+
+
+def _value(test: ast.expr, module: nn.Module) -> bool | None:
+    """What a test of a module's plain flags gives; None for one that asks for more."""
+    if isinstance(test, ast.BoolOp):
+        values = [_value(each, module) for each in test.values]
+        decides = isinstance(test.op, ast.Or)
+        if decides in values:
+            return decides
+        return None if None in values else not decides
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        value = _value(test.operand, module)
+        return None if value is None else not value
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        left, right = _plain(test.left, module), _plain(test.comparators[0], module)
+        compare = _COMPARISONS.get(type(test.ops[0]))
+        if compare is None or isinstance(left, str) or isinstance(right, str) or left is None or right is None:
+            return None
+        return compare(left, right)
+    value = _plain(test, module)
+    return value if isinstance(value, bool) else None
+
+
+def _plain(node: ast.expr, module: nn.Module) -> bool | int | float | str | None:
+    """A constant, or a plain attribute of the module; None for all else."""
+    if isinstance(node, ast.Constant):
+        found: object = node.value
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        found = False if node.attr == "training" else getattr(module, node.attr, None)  # quantised layers do not train
+    else:
+        return None
+    return found if isinstance(found, (bool, int, float, str)) else None
