@@ -70,6 +70,7 @@ class Warp:
             ``cluster_stride`` bytes further on.
         accesses: to shared memory. reads: (first byte, bytes) of every conditional or asynchronous read of global
             memory that was made. sent: bytes of asynchronous stores and copies, by the barrier that counts them.
+        prefetched: byte addresses of global memory whose lines were asked for.
         rank: of the CTA in its cluster.
     """
 
@@ -78,6 +79,7 @@ class Warp:
     accesses: list[Access] = field(default_factory=list)
     reads: list[tuple[int, int]] = field(default_factory=list)
     sent: Counter = field(default_factory=Counter)
+    prefetched: set[int] = field(default_factory=set)
     rank: int = 0
     cluster_stride: int = 1 << 17
     LOG2_E: float = 1.4426950408889634
@@ -126,6 +128,11 @@ class Warp:
         assert not (places % (4 * len(values))).any(), "misaligned access"
         for i, value in enumerate(values):
             self.shared_memory.view(np.uint32)[places // 4 + i] = np.asarray(value).view(np.uint32)
+
+    def prefetch_line(self, address: Lanes) -> None:
+        places = _places(address, 0)
+        assert (places < self.global_memory.size).all(), "asked for what is in no array"
+        self.prefetched |= set(places.tolist())
 
     def load_global_words(self, address: Lanes, offset: int, num_words: int, *, constant: bool = True) -> list[Lanes]:
         return self._words(self.global_memory, _places(address, offset), num_words)

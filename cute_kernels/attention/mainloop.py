@@ -164,7 +164,10 @@ class WarpMainloop:
 
     @cute.jit
     def ask(self, state, first_token):
-        """Asks for what options want of the next block, which begins with ``first_token``: it comes meanwhile."""
+        """Asks for what options want of the next block, which begins with ``first_token``, and for keys of it that wait
+        for theirs to be full: they come meanwhile."""
+        if const_expr(self.config.features.tail):
+            self.key_reader.ask_tail(state.keys, first_token)
         if const_expr(self.logits.asks):
             self.logits.ask(state.logits, self.tokens_of(state, first_token))
 

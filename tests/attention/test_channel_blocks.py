@@ -103,6 +103,12 @@ def test_the_reader_scores_the_rows_that_wait(case, length, slot, run_on):
     first = (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     firsts = [first - BLOCK_TOKENS, first, first + BLOCK_TOKENS]
     assert [bool(np.all(reader.in_tail(rig.key_state, Int32(at)))) for at in firsts] == [False, True, False]
+    for at in firsts:
+        reader.ask_tail(rig.key_state, Int32(at))
+    starts = [
+        16 + 2 * head_dim * (num_kv_heads * (TAIL_TOKENS * slot + first % TAIL_TOKENS + i) + 2) for i in range(32)
+    ]
+    assert rig.warp.prefetched == {start + line for start in starts for line in range(0, 2 * head_dim, 128)}
     scores = np.full((BLOCK_TOKENS, config.warp_queries), np.nan)
     for j, columns in enumerate(reader.tail_scores(rig.key_state, Int32(first))):
         for column, score in enumerate(columns):

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
+import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.attention.config import DecodeConfig
@@ -32,6 +34,7 @@ from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, block_token
 SIXTEEN = 0x4C004C00  # a pair of fp16
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # of two words, by prmt
 QUERY_EXPONENT = 5
+LINE_BYTES = 128  # of the L1 cache
 RUN_WORDS = 4  # words of parameters side by side, one for each lane of four
 
 
@@ -133,10 +136,23 @@ class ChannelBlockKeyReader(Int4KeyReader):
         """Whether the block that begins with ``first_token`` has tokens, and is not full."""
         return (first_token < state.length) & (first_token + BLOCK_TOKENS > state.length)
 
+    @cute.jit
+    def ask_tail(self, state: State, first_token: Int32):
+        """Asks for the lines of the block's rows if it waits; four lanes have a row of at most two lines."""
+        if self.in_tail(state, first_token):
+            line = LINE_BYTES * (state.t % (2 * self.config.head_dim // LINE_BYTES))
+            for j in cutlass.range_constexpr(4):
+                row = block_token(self.config.token_bits, state.g, j) * state.tail_stride
+                ptx.prefetch_line(self._ring(state, first_token) + Int64(row + line))
+
+    def _ring(self, state: State, first_token: Int32):
+        """Address of the first of a waiting block's rows."""
+        return state.tail + Int64((first_token % TAIL_TOKENS) * state.tail_stride)
+
     def tail_scores(self, state: State, first_token: Int32):
         """As :meth:`scores`, of the block that waits. Rows behind the request's end may be anything."""
         blocks, units = range(self.config.blocks_per_warp), range(self.tile.k_units)
-        ring = state.tail + Int64((first_token % TAIL_TOKENS) * state.tail_stride + 16 * state.t)
+        ring = self._ring(state, first_token) + Int64(16 * state.t)
         dots: list[list[Any]] = []
         for tile in range(2):
             places = [block_token(self.config.token_bits, state.g, 2 * tile + half) for half in range(2)]
