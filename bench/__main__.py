@@ -39,7 +39,11 @@ def _parser() -> argparse.ArgumentParser:
     decode = commands.add_parser("decode", help="decode attention beside its peers and the streaming floor")
     decode.add_argument("--suite", choices=(*SUITES, "all"), default="main")
     decode.add_argument(
-        "--formats", nargs="+", choices=list(kv_formats.FORMATS), default=list(workloads.FORMATS), metavar="FORMAT"
+        "--formats",
+        nargs="+",
+        choices=[*kv_formats.FORMATS, kv_formats.CHANNEL_BLOCKS.name],
+        default=list(workloads.FORMATS),
+        metavar="FORMAT",
     )
     decode.add_argument("--batches", nargs="+", type=_count, metavar="B", help="batches of the main table")
     decode.add_argument("--options", action="store_true", help="options beside the plain call, instead of a suite")

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.kv_formats import format_of
+from cute_kernels.kv_formats import format_of, format_pair
+from layouts.kv.channel_blocks import TAIL_TOKENS
 
 FORMATS = ("bf16", "int4_g1", "int4_g4")
 BATCHES = (1, 32, 64, 128, 256, 512)
@@ -83,6 +84,8 @@ class DecodeInputs:
             options["block_table"] = options["block_table"][index]
         else:
             k_cache, v_cache = k_cache[index], v_cache[index]
+        if "tail_slots" in options:
+            options["tail_slots"] = options["tail_slots"][index]
         q, seq_lens = self.q[index], self.seq_lens[index]
         return index, DecodeInputs(shape, self.kv_format, q, k_cache, v_cache, seq_lens, options)
 
@@ -127,7 +130,10 @@ def _filled(shape: DecodeShape) -> DecodeShape:
 def make_inputs(
     shape: DecodeShape, kv_format: str, device: torch.device | str = "cuda", seed: int = 0, chunk_rows: int = 1 << 20
 ) -> DecodeInputs:
-    """Gaussian q, K and V; INT4 caches are quantised from Gaussian values, `chunk_rows` rows at a time."""
+    """Gaussian q, K and V; INT4 caches are quantised from Gaussian values, `chunk_rows` rows at a time.
+
+    Beside keys in blocks V is in rows of as many bytes: INT4 with a scale for every 32 columns.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
     form = format_of(kv_format)
     dtype = torch.bfloat16 if form.is_coded else form.cache_dtype
@@ -142,9 +148,17 @@ def make_inputs(
     if shape.page_size:
         options["block_table"], num_pages = _block_table(shape, device, generator)
         size = (num_pages, shape.page_size)
-    k_cache, v_cache = (_make_cache(shape, size, kv_format, scale, device, generator, chunk_rows) for _ in range(2))
+    formats: Any = kv_format
+    if form.in_blocks:
+        formats = kv_format, f"int4_g{shape.head_dim // form.block_tokens}"
+        waiting = (shape.batch, TAIL_TOKENS, shape.num_kv_heads, shape.head_dim)
+        options["k_tail"] = torch.randn(waiting, dtype=torch.float16, device=device, generator=generator)
+        options["tail_slots"] = torch.arange(shape.batch, dtype=torch.int32, device=device)
+    k_cache, v_cache = (
+        _make_cache(shape, size, name, scale, device, generator, chunk_rows) for name in format_pair(formats)
+    )
     seq_lens = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
-    return DecodeInputs(shape, kv_format, q, k_cache, v_cache, seq_lens, options)
+    return DecodeInputs(shape, formats, q, k_cache, v_cache, seq_lens, options)
 
 
 def given_scale(shape: DecodeShape, kv_format: str, device: torch.device | str) -> torch.Tensor | None:
@@ -183,7 +197,8 @@ def _make_cache(
     cache = torch.empty((*size, shape.num_kv_heads, row), dtype=form.cache_dtype, device=device)
     if not form.is_coded:
         return cache.normal_(generator=generator)
-    for chunk in cache.view(-1, shape.num_kv_heads, row).split(max(1, chunk_rows // shape.num_kv_heads)):
+    tokens = -(-max(1, chunk_rows // shape.num_kv_heads) // form.block_tokens) * form.block_tokens  # whole blocks
+    for chunk in cache.view(-1, shape.num_kv_heads, row).split(tokens):
         values = torch.randn(*chunk.shape[:2], shape.head_dim, device=device, generator=generator)
         chunk.copy_(form.quantize(values, scale))
     return cache

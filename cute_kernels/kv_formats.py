@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 
 from cute_kernels.names import KvFormatName
+from layouts.kv.channel_blocks import BLOCK_TOKENS, ChannelBlocks
 from layouts.kv.e5m2 import Fp8E5M2
 from layouts.kv.format import KvRow
 from layouts.kv.int4 import Int4Row
@@ -44,14 +45,15 @@ class DecodeReader:
     """How decode attention makes MMA operands of a format's rows.
 
     Args:
-        keys, values: places of the key reader and the value reader, see :mod:`cute_kernels.attention.readers`.
+        keys, values: places of the key reader and the value reader, see :mod:`cute_kernels.attention.readers`; None for
+            values of a format that is for keys alone.
         cost: whose measured times the schedule goes by: "dense" (16 bits), "int4" or "byte".
         warpgroups: whether :mod:`cute_kernels.attention.warpgroup` multiplies such rows.
         codes: place of the class that makes fp16 numbers of codes, for the readers of :mod:`.readers.decoded`.
     """
 
     keys: str
-    values: str
+    values: str | None
     cost: str = "byte"
     warpgroups: bool = False
     codes: str | None = None
@@ -100,6 +102,11 @@ class KvFormat:
         decode: of decode attention; None: it cannot read such caches.
         extend: of extend attention; None: it cannot read such caches, unless they are of 16 bits.
         read_as: the format whose kernels read such caches, default this one.
+        block_tokens: tokens, from a multiple of theirs on, whose rows of a head share their scales, one for each
+            column. Such rows are written when the last of them is there; until then they wait in 16 bits
+            (`layouts.kv.channel_blocks`). A row has a header word for so many columns. For keys alone.
+        by_token: whether `append_kv` writes a token's row where the token is in the call, not where its position is in
+            the cache: keys on their way to their block.
     """
 
     name: str
@@ -115,6 +122,8 @@ class KvFormat:
     decode: DecodeReader | None = None
     extend: ExtendReader | None = None
     read_as: str | None = None
+    block_tokens: int = 1
+    by_token: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", self.name):
@@ -161,24 +170,42 @@ class KvFormat:
             raise ValueError(f"{self.name}: rows are the elements themselves")
         return self.make_row(head_dim)
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether tokens share scales, so that rows are written by blocks."""
+        return self.block_tokens > 1
+
+    def header_words(self, head_dim: int) -> int:
+        """Words in front of a row's codes."""
+        return head_dim // self.block_tokens if self.in_blocks else self.header_bytes // 4
+
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of a row."""
-        return self.header_bytes + head_dim * self.code_bits // 8
+        return 4 * self.header_words(head_dim) + head_dim * self.code_bits // 8
 
     def row_elements(self, head_dim: int) -> int:
         """Elements of one row of the cache: one token of one KV head."""
         return self.row_bytes(head_dim) if self.is_coded else head_dim
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Elements [..., num_kv_heads, head_dim] to cache rows [..., num_kv_heads, row]."""
+        """Elements [..., num_kv_heads, head_dim] to cache rows [..., num_kv_heads, row]; of formats in blocks
+        [..., tokens, num_kv_heads, head_dim], whole blocks."""
+        if self.by_token:
+            return ChannelBlocks(x.shape[-1]).waiting(x)
+        if self.in_blocks:
+            return self.row(x.shape[-1]).quantize(x.transpose(-2, -3), scale).transpose(-2, -3).contiguous()
         return self.row(x.shape[-1]).quantize(x, scale) if self.is_coded else x.to(self.cache_dtype)
 
     def dequantize(
         self, rows: torch.Tensor, head_dim: int, dtype: torch.dtype, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Cache rows [..., num_kv_heads, row] to elements [..., num_kv_heads, head_dim]."""
+        """Cache rows [..., num_kv_heads, row] to elements [..., num_kv_heads, head_dim]; of formats in blocks
+        [..., tokens, num_kv_heads, row], whole blocks."""
         if not self.is_coded:
             return rows.to(dtype)
+        if self.in_blocks:
+            blocks = self.row(head_dim).dequantize(rows.transpose(-2, -3), dtype, scale)
+            return blocks.transpose(-2, -3).contiguous()
         return self.row(head_dim).dequantize(rows.view(torch.uint8), dtype, scale)
 
     def places(self) -> tuple[str, ...]:
@@ -294,7 +321,7 @@ FORMATS: dict[str, KvFormat] = {
 ALIASES = {"int4": "int4_g4", "int8": "int8_token_head", "fp8": "e4m3_token_head"}
 """What is recommended of a kind, by the kind's name."""
 
-_registered: dict[str, KvFormat] = {}  # formats from elsewhere
+_registered: dict[str, KvFormat] = {}  # formats from elsewhere, and those in blocks
 
 
 def register(form: KvFormat) -> KvFormat:
@@ -323,7 +350,7 @@ def register(form: KvFormat) -> KvFormat:
 
 def names() -> tuple[str, ...]:
     """Of all formats, those that ship first."""
-    return (*FORMATS, *_registered)
+    return (*FORMATS, *(name for name, form in _registered.items() if not form.by_token))
 
 
 def format_of(name: str) -> KvFormat:
@@ -347,3 +374,24 @@ def format_pair(kv_format: object) -> tuple[KvFormatName, KvFormatName]:
     if isinstance(kv_format, Sequence) and len(kv_format) == 2 and all(isinstance(name, str) for name in kv_format):
         return cast("tuple[KvFormatName, KvFormatName]", tuple(kv_format))
     raise TypeError(f"kv_format: got {kv_format!r}, want the name of a format or a pair of names (K's, V's)")
+
+
+# -- in blocks --------------------------------------------------------------------------------------------------------
+
+CHANNEL_BLOCKS = register(
+    KvFormat(
+        "int4_channel32",
+        "u4",
+        4,
+        (torch.uint8,),
+        "cute_kernels.kv_cache.channel_blocks_kernel:ColumnPair",
+        make_row=ChannelBlocks,
+        header_bytes=4,
+        decode=DecodeReader(f"{_READERS}.channel_blocks:ChannelBlockKeyReader", None, "int4"),
+        block_tokens=BLOCK_TOKENS,
+    )
+)
+"""KIVI's grid of keys. Beside `FORMATS`, of which more holds: a row is written with its token, and may be V's."""
+
+WAITING = register(KvFormat("fp16_waiting", "fp16", 16, (torch.float16,), f"{_WRITERS}:WaitingRow", by_token=True))
+"""Keys as `append_kv` leaves them to the kernel that fills blocks: [tokens, 1, num_kv_heads, head_dim]."""

@@ -36,11 +36,12 @@ KvFormatName = Literal[
     "e4m3_head",
     "e4m3_token_head",
     "e5m2",
+    "int4_channel32",
     "int4",
     "int8",
     "fp8",
 ]
-"""A key of `cute_kernels.kv_formats.FORMATS` or `ALIASES`."""
+"""A key of `cute_kernels.kv_formats.FORMATS` or `ALIASES`, or a format in blocks."""
 
 KvFormats = KvFormatName | tuple[KvFormatName, KvFormatName]
 """One format for K and V, or a pair (K's, V's)."""

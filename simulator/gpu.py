@@ -155,7 +155,9 @@ class Gpu:
     def prefetch_line(self, address: ArrayLike) -> None:
         self._places(Int64(address) & ~3, 0, 4)  # of an array: else it would ask for something that nobody reads
 
-    def load_global_words(self, address: ArrayLike, offset: int, num_words: int) -> list[Lanes]:
+    def load_global_words(
+        self, address: ArrayLike, offset: int, num_words: int, *, constant: bool = True
+    ) -> list[Lanes]:
         data = self.memory[self._places(address, offset, 4 * num_words)]
         return [
             np.ascontiguousarray(data[:, 4 * i : 4 * i + 4]).view(np.uint32).reshape(32).view(Register)

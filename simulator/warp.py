@@ -70,6 +70,7 @@ class Warp:
             ``cluster_stride`` bytes further on.
         accesses: to shared memory. reads: (first byte, bytes) of every conditional or asynchronous read of global
             memory that was made. sent: bytes of asynchronous stores and copies, by the barrier that counts them.
+        prefetched: byte addresses of global memory whose lines were asked for.
         rank: of the CTA in its cluster.
     """
 
@@ -78,6 +79,7 @@ class Warp:
     accesses: list[Access] = field(default_factory=list)
     reads: list[tuple[int, int]] = field(default_factory=list)
     sent: Counter = field(default_factory=Counter)
+    prefetched: set[int] = field(default_factory=set)
     rank: int = 0
     cluster_stride: int = 1 << 17
     LOG2_E: float = 1.4426950408889634
@@ -126,6 +128,11 @@ class Warp:
         assert not (places % (4 * len(values))).any(), "misaligned access"
         for i, value in enumerate(values):
             self.shared_memory.view(np.uint32)[places // 4 + i] = np.asarray(value).view(np.uint32)
+
+    def prefetch_line(self, address: Lanes) -> None:
+        places = _places(address, 0)
+        assert (places < self.global_memory.size).all(), "asked for what is in no array"
+        self.prefetched |= set(places.tolist())
 
     def load_global_words(self, address: Lanes, offset: int, num_words: int, *, constant: bool = True) -> list[Lanes]:
         return self._words(self.global_memory, _places(address, offset), num_words)
@@ -275,6 +282,9 @@ class Warp:
     def add_f16x2(self, a: Lanes, b: Lanes) -> Lanes:
         return from_halves((halves(a).view(np.float16) + halves(b).view(np.float16)).view(np.uint16))
 
+    def mul_f16x2(self, a: Lanes, b: ArrayLike) -> Lanes:
+        return from_halves((_f16_pair(a) * _f16_pair(b)).view(np.uint16))
+
     def multiply_bf16x2(self, a: Lanes, b: ArrayLike) -> Lanes:
         return from_halves(nearest_bf16(_bf16_pair(a) * _bf16_pair(b)))
 
@@ -330,6 +340,11 @@ def _double(x: ArrayLike) -> np.ndarray:
 
 def _places(address: ArrayLike, offset: int) -> np.ndarray:
     return np.broadcast_to(np.asarray(address, np.int64) + offset, (32,))
+
+
+def _f16_pair(x: ArrayLike) -> np.ndarray:
+    """float16 [32, 2] of a word in each lane, or of one word for all."""
+    return halves(np.broadcast_to(np.asarray(x, np.uint32), (32,))).view(np.float16)
 
 
 def _bf16_pair(word: ArrayLike) -> np.ndarray:

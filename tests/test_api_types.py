@@ -123,7 +123,8 @@ def test_a_wrong_word_is_found_where_it_stands(said: dict[str, list[dict[str, An
 
 
 def test_the_words_are_those_that_the_families_know():
-    assert {*get_args(names.KvFormatName)} == {*kv_formats.FORMATS, *kv_formats.ALIASES}
+    in_blocks = {kv_formats.CHANNEL_BLOCKS.name}
+    assert {*get_args(names.KvFormatName)} == {*kv_formats.FORMATS, *kv_formats.ALIASES} | in_blocks
     assert {*get_args(names.MlaFormatName)} == {*mla_formats.FORMATS}
     assert {*get_args(names.CacheLayout)} == {*CACHE_LAYOUTS}
     assert {*get_args(names.Activation)} == {*ACTIVATIONS}

@@ -103,6 +103,8 @@ def decode_attention(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     q_shift: torch.Tensor | None = None,
+    k_tail: torch.Tensor | None = None,
+    tail_slots: torch.Tensor | None = None,
     transform: CacheTransform | None = None,
     tree_mask: torch.Tensor | None = None,
     score_options: Mapping[str, torch.Tensor] | None = None,
@@ -153,6 +155,10 @@ def decode_attention(
             a ``transform`` returns it, what that wrote to its ``q_shift``. Only a soft cap, sinks and the log-sum-exp
             differ by it. The result is over V as the cache has it: ``transform.restore(out)`` where that has a part
             for V.
+        k_tail: for keys in blocks ("int4_channel32"), fp16 [slots, 64, num_kv_heads, head_dim], contiguous: row p % 64
+            is the key at position p of those that wait for their block of 32 tokens to be full, as `append_kv` writes
+            them. Pages hold a multiple of 32 tokens then.
+        tail_slots: int32 [batch], which of these slots is a request's. Read on the device, and not looked at there.
         transform: how the cache was written, for a q that is not transformed (after RoPE): this makes it so, and the
             result that over V before the transform. By PyTorch's operations, a dozen launches: `append_and_decode` has
             them done by the append. Not together with q_shift.
@@ -196,6 +202,8 @@ def decode_attention(
 
         if score_options:
             raise ValueError(f"score_options: got {', '.join(score_options)} with a tree_mask, want one of them")
+        if k_tail is not None or tail_slots is not None:
+            raise ValueError("k_tail: got one with a tree_mask, want None: extend attention reads no such cache")
         result, lse = attend_to_trees(
             q,
             k_cache,
@@ -226,7 +234,7 @@ def decode_attention(
         q, q_shift = ops.transform_query(transform, q, q_shift, caches, kv_format, cache_layout, sees_shift)
     options = options_of(
         block_table, cache_layout, k_scale, v_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias,
-        q_shift,
+        q_shift, k_tail, tail_slots,
     )  # fmt: skip
     if score_options:
         options = with_score_options(options, score_options)

@@ -22,6 +22,10 @@ request; seq_lens int32 [batch]. The others are addresses and numbers, which cos
     out_factor           fp32 [num_kv_heads, v_head_dim], aligned to 16 bytes, which the output is multiplied by once it
                          is turned back
 
+    k_tail               fp16 [slots, 64, num_kv_heads, head_dim], of formats in blocks: the newest rows of K, by
+                         position modulo 64
+    tail_slots           int32 [batch]: which of these slots is a request's
+
 Then the tensors of registered options, see :mod:`cute_kernels.attention.score_options`.
 
 Merging states (`MERGE`): outs [..., num_heads, head_dim], lses fp32 [..., num_heads].
@@ -52,6 +56,7 @@ FEATURES = (
     *arguments("int64", *BIAS_STRIDES),
 )
 TRANSFORM = arguments("address", "q_shift", "out_factor")
+TAIL = arguments("address", "k_tail", "tail_slots")
 MERGE = joined(arguments("tensor", "out_a", "lse_a", "out_b", "lse_b", "out", "lse"))
 
 
@@ -60,4 +65,6 @@ def arguments_of(features: Features, paged: bool) -> LaunchArguments:
     """Of a variant with these features; paged: whether its caches are."""
     of_features = FEATURES if features != PLAIN or paged else ()
     of_transform = TRANSFORM if features.transformed else ()
-    return joined(BASE, of_features, of_transform, (Argument(each.name, "address") for each in tensors_in(features)))
+    of_tail = TAIL if features.tail else ()
+    of_terms = (Argument(each.name, "address") for each in tensors_in(features))
+    return joined(BASE, of_features, of_transform, of_tail, of_terms)

@@ -33,9 +33,11 @@ class ScoreOptions(TypedDict, total=False):
 
 
 class CallOptions(ScoreOptions, total=False):
-    """`ScoreOptions`, and what queries that are transformed already bring."""
+    """`ScoreOptions`, what transformed queries already bring, and keys that wait for their block to be full."""
 
     q_shift: torch.Tensor | None
+    k_tail: torch.Tensor | None
+    tail_slots: torch.Tensor | None
     score_options: Mapping[str, torch.Tensor] | None
 
 
@@ -51,6 +53,8 @@ NO_OPTIONS: CallOptions = {
     "alibi_slopes": None,
     "attn_bias": None,
     "q_shift": None,
+    "k_tail": None,
+    "tail_slots": None,
 }
 """The defaults, complete and in the order that every complete set of options has; ``score_options`` come after them, in
 calls that have some."""
@@ -68,10 +72,12 @@ def options_of(
     alibi_slopes: torch.Tensor | None,
     attn_bias: torch.Tensor | None,
     q_shift: torch.Tensor | None = None,
+    k_tail: torch.Tensor | None = None,
+    tail_slots: torch.Tensor | None = None,
 ) -> CallOptions | None:
     """Complete options, or None where all of them are the defaults, which is what most calls ask for."""
     plain = block_table is k_scale is v_scale is window_size is softcap is sinks is alibi_slopes is attn_bias is None
-    if plain and q_shift is None and causal is True and cache_layout == "NHD":
+    if plain and q_shift is k_tail is tail_slots is None and causal is True and cache_layout == "NHD":
         return None
     return {
         "block_table": block_table,
@@ -85,6 +91,8 @@ def options_of(
         "alibi_slopes": alibi_slopes,
         "attn_bias": attn_bias,
         "q_shift": q_shift,
+        "k_tail": k_tail,
+        "tail_slots": tail_slots,
     }
 
 
@@ -160,6 +168,17 @@ class CacheOperand:
 
 
 @dataclass(frozen=True, eq=False)
+class Tail:
+    """Keys of a format in blocks that are beside the cache: those of each request's block that is not full.
+
+    rows: fp16 [slots, 64, num_kv_heads, head_dim], contiguous, by position modulo 64. slots: int32 [batch].
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Bias:
     """An additive bias: element b * strides[0] + i * strides[1] + h * strides[2] + j * strides[3], strides 0 where it
     repeats; fp32 or bf16."""
@@ -192,6 +211,7 @@ class AttentionCall:
         bias: over [batch, q_len, num_q_heads, max_seq_len].
         terms: names of the registered options (:mod:`.score_options`) that it has.
         score_tensors: their tensors, by name.
+        tail: of keys in blocks, None for others.
         num_splits: as given.
         out: where the result goes, contiguous [batch, q_len, num_q_heads, v.head_dim] in q's dtype; None for a new one.
     """
@@ -220,6 +240,7 @@ class AttentionCall:
     v_factor: bool = False
     terms: tuple[str, ...] = ()
     score_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tail: Tail | None = None
 
     @property
     def batch(self) -> int:
@@ -270,6 +291,7 @@ class AttentionCall:
             terms=self.terms,
             paged=self.block_table is not None,
             head_major=self.head_major,
+            tail=self.tail is not None,
         )
 
 
@@ -294,6 +316,8 @@ def make_call(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     q_shift: torch.Tensor | None = None,
+    k_tail: torch.Tensor | None = None,
+    tail_slots: torch.Tensor | None = None,
     score_options: Mapping[str, torch.Tensor] | None = None,
 ) -> AttentionCall:
     """Checks everything that can be said without waiting for a device; arguments as `decode_attention` has them.
@@ -313,6 +337,8 @@ def make_call(
         "alibi_slopes": alibi_slopes,
         "attn_bias": attn_bias,
         "q_shift": q_shift,
+        "k_tail": k_tail,
+        "tail_slots": tail_slots,
     }
     tensors = needed | {name: tensor for name, tensor in optional.items() if tensor is not None}
     check_tensors(**tensors)
@@ -325,6 +351,7 @@ def make_call(
     v_head_dim = checks.check_value_rows(v_cache, forms[1])
     checks.check_readable("k_cache", forms[0], head_dim)
     checks.check_readable("v_cache", forms[1], v_head_dim)
+    checks.check_blocks(forms, blocks.tokens if block_table is not None else None)
     checks.check_vector("seq_lens", seq_lens, torch.int32, batch, "the batch of q")
     if sinks is not None:
         checks.check_vector("sinks", sinks, torch.float32, num_q_heads, "one for each query head")
@@ -342,6 +369,7 @@ def make_call(
         checks.check_out(out, q, v_head_dim)
         checks.check_contiguous("out", out)
     max_seq_len = blocks.max_seq_len
+    checks.check_tail(forms[0], k_tail, tail_slots, batch, (blocks.num_kv_heads, head_dim))
     numbers = (batch, q_len, num_q_heads, blocks.num_kv_heads, head_dim, max_seq_len)
     given = {} if score_options is None else score_options
     terms = check_given(given, q, dict(zip(SIZES, numbers, strict=True)))
@@ -368,6 +396,7 @@ def make_call(
         q_shift=q_shift,
         terms=terms,
         score_tensors=given,
+        tail=None if k_tail is None or tail_slots is None else Tail(k_tail, tail_slots),
     )
 
 
@@ -464,6 +493,12 @@ def check_device_values(call: AttentionCall) -> None:
         raise ValueError(
             f"seq_lens: got {int(lengths[request])} for request {request}, want 0 to {call.max_seq_len}, {room}"
         )
+    if call.tail is not None:
+        slots, most = call.tail.slots.cpu(), call.tail.rows.shape[0]
+        wrong = torch.nonzero((slots < 0) | (slots >= most))
+        if wrong.numel():
+            request = int(wrong[0])
+            raise ValueError(f"tail_slots: got {int(slots[request])} for request {request}, want 0 to {most - 1}")
     if call.block_table is None:
         return
     table = call.block_table.cpu()

@@ -14,6 +14,7 @@ from cute_kernels.arguments import overlaps, shape_of, strides_of
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of, format_pair
 from cute_kernels.runtime.plans import ALIGNMENT
+from layouts.kv.channel_blocks import TAIL_TOKENS
 
 Q_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 BIAS_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -170,6 +171,39 @@ def check_readable(name: str, form: KvFormat, head_dim: int) -> None:
     reason = cannot_read(form, head_dim)
     if reason is not None:
         raise ValueError(f"kv_format: {reason}, in {name}")
+
+
+def check_blocks(forms: tuple[KvFormat, KvFormat], page_size: int | None) -> None:
+    """Raises ValueError unless keys that are written by blocks of tokens lie in pages of whole blocks, and no values
+    are; page_size: None for contiguous caches."""
+    keys, values = forms
+    if values.in_blocks:
+        raise ValueError(f"kv_format: got {values.name} for v_cache, which is for keys alone; want a format of rows")
+    if keys.in_blocks and page_size is not None and page_size % keys.block_tokens:
+        raise ValueError(
+            f"k_cache: got pages of {page_size} tokens, want a multiple of {keys.block_tokens} for {keys.name}: a page "
+            "holds whole blocks"
+        )
+
+
+def check_tail(
+    form: KvFormat, rows: torch.Tensor | None, slots: torch.Tensor | None, batch: int, heads: tuple[int, int]
+) -> None:
+    """Raises TypeError or ValueError unless keys in blocks, and no others, come with what waits for its block to be
+    full; heads: KV heads and head_dim."""
+    given = {"k_tail": rows, "tail_slots": slots}
+    for name, tensor in given.items():
+        if (tensor is None) == form.in_blocks:
+            found, wanted = ("None", "a tensor") if tensor is None else ("a tensor", "None")
+            raise ValueError(f"{name}: got {found}, want {wanted} for {form.name} keys")
+    if rows is None or slots is None:
+        return
+    check_vector("tail_slots", slots, torch.int32, batch, "a slot of k_tail for each request")
+    if rows.dtype != torch.float16:
+        raise TypeError(f"k_tail: got dtype {rows.dtype}, want torch.float16")
+    if rows.dim() != 4 or tuple(rows.shape[1:]) != (TAIL_TOKENS, *heads):
+        raise ValueError(f"k_tail: got shape {shape_of(rows)}, want [slots, {TAIL_TOKENS}, {heads[0]}, {heads[1]}]")
+    check_contiguous("k_tail", rows)
 
 
 def check_block_table(block_table: torch.Tensor, batch: int, num_pages: int, page_size: int) -> None:

@@ -307,10 +307,24 @@ class DecodeConfig:
             or self.v.problem(self.q_dtype)
             or self.mainloop.problem(self)
             or self.features.problem(self.v_head_dim)
+            or self._problem_of_blocks()
             or self.pipeline.problem(self.after_append)
             or self.runs.problem()
             or self._problem_of_sizes()
         )
+
+    def _problem_of_blocks(self) -> str | None:
+        """Why keys, or values, that are written by blocks of tokens cannot be read, or None."""
+        k, v = self.formats
+        if v.in_blocks:
+            return f"{v.name} caches are of keys alone"
+        if k.in_blocks != self.features.tail:
+            return f"{k.name} keys {'without' if k.in_blocks else 'with'} a tail"
+        if not k.in_blocks:
+            return None
+        if self.page_tokens % k.block_tokens:
+            return f"page_tokens {self.page_tokens} do not hold whole blocks of {k.block_tokens} tokens"
+        return "keys in blocks after an append in the same call" if self.after_append else None
 
     def _problem_of_sizes(self) -> str | None:
         """Why a CTA does not fit an SM."""

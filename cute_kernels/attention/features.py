@@ -29,6 +29,7 @@ class Features:
         terms: names of registered options (:mod:`cute_kernels.attention.score_options`), in order.
         paged: tokens are found through a block table.
         head_major: caches are "HND": the tokens of one head lie together.
+        tail: keys are of a format in blocks, and the newest block's lie beside the cache.
     """
 
     queries: bool = False
@@ -44,6 +45,7 @@ class Features:
     terms: tuple[str, ...] = ()
     paged: bool = False
     head_major: bool = False
+    tail: bool = False
 
     def __post_init__(self) -> None:
         if self.bias is not None and self.bias not in BIAS_DTYPES:
@@ -79,7 +81,7 @@ class Features:
         names += [f"v{self.v_rotation}"] if self.v_rotation > 1 else []
         names += [f"bias_{self.bias}"] if self.bias else []
         names += self.terms
-        return "_".join(names + [name for name in ("paged", "head_major") if getattr(self, name)])
+        return "_".join(names + [name for name in ("paged", "head_major", "tail") if getattr(self, name)])
 
 
 PLAIN = Features()

@@ -21,7 +21,7 @@ from cute_kernels.attention.barriers import await_ready
 from cute_kernels.attention.config import COPYING_REGISTERS, SWIZZLE_ALIGNMENT, DecodeConfig
 from cute_kernels.attention.copies import Pager, TileCopier
 from cute_kernels.attention.filler import RingFiller
-from cute_kernels.attention.logits import FeatureValues, Logits
+from cute_kernels.attention.logits import FeatureValues, Logits, Tail
 from cute_kernels.attention.mainloop import UnitTiles, WarpMainloop
 from cute_kernels.attention.merge import Merger, Results
 from cute_kernels.attention.place import RECIPROCAL_BITS, Cta, DecodeSizes, GivenScales, Place, QueryRows, Roles, Work
@@ -112,7 +112,8 @@ class DecodeKernel:
         plain = (given.window, given.soft_cap, given.sinks, given.alibi_slopes, given.bias, (s0, s1, s2, s3))
         undone = (given.q_shift, given.out_factor) if config.features.transformed else (None, None)
         tensors = {tensor.name: getattr(given, tensor.name) for tensor in tensors_in(config.features)}
-        return FeatureValues(*plain, *undone, tensors)
+        tail = Tail(given.k_tail, given.tail_slots) if config.features.tail else None
+        return FeatureValues(*plain, *undone, tensors, tail)
 
     @cute.kernel
     def kernel(

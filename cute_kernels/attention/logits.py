@@ -40,6 +40,15 @@ class FeatureValues:
     shift: Int64 | None = None
     out_factor: Int64 | None = None
     tensors: dict[str, Int64] = field(default_factory=dict)
+    tail: Tail | None = None
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Addresses of the keys that wait for their block to be full, and of which slot is a request's."""
+
+    rows: Int64
+    slots: Int64
 
 
 class Logits:

@@ -59,6 +59,8 @@ class UnitTiles:
         """
         roles = cta.roles
         keys = self.key_reader.make_state(cta.lane, roles.head, roles.slice_index)
+        if const_expr(self.config.features.tail):
+            self.key_reader.open_tail(keys, cta.features.tail, work, roles.head)
         self.key_reader.take_query(keys, query, cta.softmax_scale)
         place_queries(cta, keys)
         v_scale = cta.given.of_values(work.place.first_head + roles.head)
@@ -162,7 +164,10 @@ class WarpMainloop:
 
     @cute.jit
     def ask(self, state, first_token):
-        """Asks for what options want of the next block, which begins with ``first_token``: it comes meanwhile."""
+        """Asks for what options want of the next block, which begins with ``first_token``, and for keys of it that wait
+        for theirs to be full: they come meanwhile."""
+        if const_expr(self.config.features.tail):
+            self.key_reader.ask_tail(state.keys, first_token)
         if const_expr(self.logits.asks):
             self.logits.ask(state.logits, self.tokens_of(state, first_token))
 
@@ -174,12 +179,18 @@ class WarpMainloop:
         """
         columns = self.config.columns
         value_offset = self.value_reader.block_offset(block)
-        scores = self.key_reader.scores(state.keys, addresses[0], self.key_reader.block_offset(block))
-        headers = self.value_reader.load_scales(state.values, addresses[1], value_offset)
+        key_offset = self.key_reader.block_offset(block)
         s = cute.make_rmem_tensor(4 * columns, Float32)
-        for j in cutlass.range_constexpr(4):
-            for column in cutlass.range_constexpr(columns):
-                s[columns * j + column] = scores[j][column]
+        if const_expr(self.config.features.tail):
+            if self.key_reader.in_tail(state.keys, first_token):
+                self.take(s, self.key_reader.tail_scores(state.keys, first_token))
+            else:
+                self.take(s, self.key_reader.scores(state.keys, addresses[0], key_offset))
+            headers = self.value_reader.load_scales(state.values, addresses[1], value_offset)
+        else:
+            scores = self.key_reader.scores(state.keys, addresses[0], key_offset)
+            headers = self.value_reader.load_scales(state.values, addresses[1], value_offset)
+            self.take(s, scores)
         tokens = self.tokens_of(state, first_token)
         scale = self.logits.apply(state.logits, s, state.keys.score_scale, tokens, masked)
         self.ask(state, next_token)
@@ -189,6 +200,12 @@ class WarpMainloop:
             row = self.probabilities(state, [s[columns * j + column] for column in range(columns)], scale)
             probabilities.append(row)
         self.value_reader.accumulate(state.values, addresses[1], value_offset, probabilities, headers)
+
+    def take(self, s, scores):
+        """Puts scores [j][column] into registers."""
+        for j, row in enumerate(scores):
+            for column, score in enumerate(row):
+                s[self.config.columns * j + column] = score
 
     def probabilities(self, state, scores, scale):
         """Exponentials of a token's logits, by column, added to the softmax sums."""

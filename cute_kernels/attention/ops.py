@@ -82,7 +82,8 @@ def options_key(options: CallOptions) -> tuple[Any, ...]:
 
     Not every part needs a plan of its own; together they are all that the checks of a repeated call would look at.
     """
-    table, layout, k_scale, v_scale, causal, window, soft_cap, sinks, slopes, bias, shift, *more = options.values()
+    (table, layout, k_scale, v_scale, causal, window, soft_cap, sinks, slopes, bias, shift, tail, slots,
+     *more) = options.values()  # fmt: skip
     return (
         None if table is None else identity(table),
         layout,
@@ -95,6 +96,8 @@ def options_key(options: CallOptions) -> tuple[Any, ...]:
         None if slopes is None else identity(slopes),
         None if bias is None else identity(bias),
         None if shift is None else identity(shift),
+        None if tail is None else identity(tail),
+        None if slots is None else identity(slots),
         tuple((name, identity(tensor)) for given in cast("list[Any]", more) for name, tensor in given.items())
         if more
         else None,
@@ -344,6 +347,7 @@ _operator = Operator(
     "float? softmax_scale=None, int? num_splits=None, Tensor? block_table=None, str cache_layout='NHD', "
     "Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, int? window_size=None, float? softcap=None, "
     "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? attn_bias=None, Tensor? q_shift=None, "
+    "Tensor? k_tail=None, Tensor? tail_slots=None, "
     "str score_names='', Tensor[]? score_tensors=None) -> (Tensor, Tensor)",
     cpu=_on_cpu,
     cuda=_on_cuda,

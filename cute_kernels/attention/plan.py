@@ -167,6 +167,8 @@ def _sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..., Any]
         own = {"q_shift": features.shift, "out_factor": features.v_factor}
         options |= {name: ("options", name) for name, is_given in own.items() if is_given}
         fixed |= {name: 0 for name, is_given in own.items() if not is_given}
+    if features.tail:
+        options |= {name: ("options", name) for name in ("k_tail", "tail_slots")}
     options |= {tensor.name: ("options", "score_options", tensor.name) for tensor in tensors_in(features)}
     function = load(DecodeSpec(config), arch_of(call.q.device.index))
     return arguments_of(features, config.page_tokens > 0).bound(function, fixed, options)
@@ -237,6 +239,8 @@ def check_alignment(call: AttentionCall) -> None:
     tensors = {"q": (call.q, ALIGNMENT)}
     if call.out is not None:
         tensors["out"] = call.out, ALIGNMENT
+    if call.tail is not None:
+        tensors["k_tail"] = call.tail.rows, ALIGNMENT
     for name, operand in (("k", call.k), ("v", call.v)):
         tensors[f"{name}_cache"] = operand.cache, 4 if operand.form.has_header else ALIGNMENT
         if operand.scale is not None and operand.scale.channel_stride:

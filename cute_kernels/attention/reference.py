@@ -243,17 +243,37 @@ def fetch(call: AttentionCall, operand: CacheOperand, keys_at: torch.Tensor, dty
 
     Positions in pages that nobody sees come from some page of the cache.
     """
+    if operand.form.in_blocks:
+        return _fetch_blocks(call, keys_at, dtype)
+    rows = rows_at(call, operand, keys_at)
+    return operand.form.dequantize(rows, operand.head_dim, dtype, given_scale_of(operand))
+
+
+def rows_at(call: AttentionCall, operand: CacheOperand, keys_at: torch.Tensor) -> torch.Tensor:
+    """Rows of tokens `keys_at` [tokens] of every request: [batch, tokens, num_kv_heads, row]."""
     cache = operand.cache
     if cache.element_size() == 1:
         cache = cache.view(torch.uint8)  # torch cannot index FP8
     if call.head_major:
         cache = cache.transpose(1, 2)
     if call.block_table is None:
-        rows = cache[:, keys_at]
-    else:
-        pages = call.block_table[:, keys_at // call.page_size].clamp(0, call.num_blocks - 1)
-        rows = cache[pages, keys_at % call.page_size]
-    return operand.form.dequantize(rows, operand.head_dim, dtype, given_scale_of(operand))
+        return cache[:, keys_at]
+    pages = call.block_table[:, keys_at // call.page_size].clamp(0, call.num_blocks - 1)
+    return cache[pages, keys_at % call.page_size]
+
+
+def _fetch_blocks(call: AttentionCall, keys_at: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`fetch` of neighbouring tokens' keys in blocks: whole blocks from the cache, others from the tail."""
+    assert call.tail is not None
+    form, size = call.k.form, call.k.form.block_tokens
+    first = int(keys_at[0]) // size * size
+    around = torch.arange(first, -(-(int(keys_at[-1]) + 1) // size) * size, device=keys_at.device)
+    # A block may hang over the end of the cache: it is never full.
+    rows = rows_at(call, call.k, around.clamp(max=call.max_seq_len - 1))
+    keys = form.dequantize(rows, call.head_dim, dtype)[:, keys_at - first]
+    waiting = call.tail.rows[call.tail.slots.long()][:, keys_at % call.tail.rows.shape[1]].to(dtype)
+    full = keys_at[None] < (call.seq_lens.long() // size * size)[:, None]
+    return torch.where(full[:, :, None, None], keys, waiting)
 
 
 def given_scale_of(operand: CacheOperand) -> torch.Tensor | None:

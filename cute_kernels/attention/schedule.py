@@ -382,6 +382,12 @@ def query_blocks(problem: DecodeProblem) -> tuple[int, int]:
     return 2 if problem.rows > per_warp * BLOCK_QUERIES else 1, per_warp
 
 
+def _groups(form: KvFormat) -> int:
+    """Groups of columns of a row, as far as they take registers. Keys in blocks scale queries, which takes as many as
+    four: with two blocks of queries no two CTAs of an SM have them, and with four not one."""
+    return max(form.num_groups, 4 if form.in_blocks else 1)
+
+
 def _fits_four_blocks(problem: DecodeProblem) -> bool:
     """Whether a warp can carry four blocks of queries, which then are decoded for once instead of twice.
 
@@ -390,7 +396,7 @@ def _fits_four_blocks(problem: DecodeProblem) -> bool:
     """
     forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
     return (
-        not any(not form.is_coded or form.num_groups > 1 for form in forms)
+        not any(not form.is_coded or _groups(form) > 1 for form in forms)
         and max(problem.head_dim, problem.v_head_dim) <= 128
         and all(option.fits_four_blocks for option in options_in(problem.features))
     )
@@ -403,7 +409,7 @@ def _borrows_registers(problem: DecodeProblem) -> bool:
     cache beside the ring: every such load goes to the L2 cache.
     """
     forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
-    grouped = _kinds(forms) == {"int4"} and max(form.num_groups for form in forms) > 1
+    grouped = _kinds(forms) == {"int4"} and max(_groups(form) for form in forms) > 1
     blocks_per_warp = query_blocks(problem)[1]
     return blocks_per_warp == MAX_BLOCKS_PER_WARP or (blocks_per_warp == 2 and grouped)
 
@@ -463,7 +469,7 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     thread, which is enough for one group.
     """
     int4 = _kinds(base.formats) == {"int4"}
-    groups = max(form.num_groups for form in base.formats)
+    groups = max(_groups(form) for form in base.formats)
     roles, few_roles = base.num_roles, base.num_roles <= TARGET_WARPS // 2
     crowded = int4 and (max(base.head_dims) > 128 or groups == 8)
     if crowded or roles > TARGET_WARPS or "word" in base.copies:
@@ -521,7 +527,7 @@ def _takes_one_block(config: DecodeConfig) -> bool:
     With two blocks of queries and eight groups it has too few for one block of tokens: 18 spills in the loop instead
     of 88 for two.
     """
-    most_groups = max(form.num_groups for form in config.formats)
+    most_groups = max(_groups(form) for form in config.formats)
     crowded = config.shares_queries or (config.blocks_per_warp == 2 and most_groups == 8)
     return crowded and max(config.head_dims) > 64
 

@@ -13,6 +13,7 @@ from layouts.kv.tile import MMA_ROWS, RowTile, plan_tiles, run_codes
 ROW_COPIES = ("bulk", "word")
 BARE_COPIES = ("tma",)
 MAX_BOX = 256  # tokens of one tensor-map copy
+BLOCK_HEAD_DIMS = (64, 128)  # of formats in blocks: the lanes of a warp take whole header words, at most four each
 
 
 class TiledConfig(Protocol):
@@ -59,6 +60,10 @@ def cannot_read(form: KvFormat, head_dim: int) -> str | None:
         return f"head_dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     if form.decode is None:
         return f"{form.name} caches are not among those that decode attention reads"
+    if form.in_blocks:
+        known = [dim for dim in BLOCK_HEAD_DIMS if dim % form.block_tokens == 0]
+        wanted = " or ".join(map(str, known))
+        return None if head_dim in known else f"head_dim {head_dim} of {form.name} is not {wanted}"
     if form.has_header:
         width = head_dim // form.num_groups
         if width % GROUP_UNIT:
@@ -119,7 +124,7 @@ def _tile(config: TiledConfig, operand: str, kv_format: str, head_dim: int, copy
     return RowTile(
         head_dim,
         form.code_bits,
-        form.num_groups,
+        form.header_words(head_dim),
         config.num_heads,
         config.tile_tokens,
         operand,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from cute_kernels.deprecated import current_values, takes_old_names
-from cute_kernels.kv_cache import bulk_ops, ops
+from cute_kernels.kv_cache import bulk_ops, channel_blocks, ops
 from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.cache import KVCache
 from cute_kernels.kv_cache.calibration import Calibrator, compute_kv_scale
@@ -26,7 +26,7 @@ from cute_kernels.kv_cache.rope import LinearScaling, Llama3Scaling, NtkScaling,
 from cute_kernels.kv_cache.smoothing import check_pairs, fold, smooth_keys
 from cute_kernels.kv_cache.step import append_and_decode
 from cute_kernels.kv_cache.transforms import CacheTransform
-from cute_kernels.kv_formats import format_pair
+from cute_kernels.kv_formats import format_of, format_pair
 from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, QkvBias
 
 if TYPE_CHECKING:
@@ -84,9 +84,12 @@ def append_kv(
     v_scale: torch.Tensor | None = None,
     transform: CacheTransform | None = None,
     q_shift: torch.Tensor | None = None,
+    k_tail: torch.Tensor | None = None,
+    tail_slots: torch.Tensor | None = None,
     **old: Never,
 ) -> torch.Tensor | None:
-    """Appends new tokens' K and V to a cache, in one launch; returns the rotated q, or None without q.
+    """Appends new tokens' K and V to a cache, in one launch (keys in blocks: in two); returns the rotated q, or None
+    without q.
 
     In this order, in fp32: + qkv_bias, RMS norm over head_dim times a weight (q and k), RoPE (q and k), the transform,
     quantisation to the cache's format (k and v) or rounding to q's dtype.
@@ -120,6 +123,10 @@ def append_kv(
             for head_dim 64, 128 and 256.
         q_shift: fp32 [tokens, num_q_heads], contiguous: where to write q . k_center of q before the transform, which
             `decode_attention` wants for a soft cap, sinks or the log-sum-exp. With a transform that has a center only.
+        k_tail: for keys in blocks ("int4_channel32"), fp16 [slots, 64, num_kv_heads, head_dim], contiguous: the newest
+            keys of each sequence, position p in row p % 64. Blocks of 32 tokens that become full are read from it and
+            written to k_cache. Sequences then may be cut back by up to 32 tokens, or to whole blocks.
+        tail_slots: int32 [batch]: the slot of each request, none twice; wanted with seq_lens, not slot_mapping.
 
     Returns:
         The rotated q in q's dtype: q_out, or a new tensor.
@@ -144,6 +151,8 @@ def append_kv(
     extras = (cu_seqlens, slot_mapping, position_ids, q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, q_shift)
     usual = cu_seqlens is slot_mapping is position_ids is qkv_bias is q_norm is k_norm is k_scale is v_scale is None
     usual = usual and q_shift is None
+    if format_of(k_format).in_blocks or k_tail is not None or tail_slots is not None:
+        return channel_blocks.append(call, None if usual else extras, k_tail, tail_slots)
     return ops.append(call, None if usual else extras)
 
 

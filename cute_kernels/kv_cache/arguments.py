@@ -33,6 +33,17 @@ APPEND = (
     *arguments("float32", "norm_eps", "rope_factor"),
     *arguments("int32", "wave", "mode"),
 )
+FILL = LaunchArguments(
+    (
+        *arguments("tensor", "k_new", "k_tail", "tail_slots", "k_cache", "seq_lens"),
+        *arguments("address", "cu_seqlens", "block_table"),
+        *arguments("int64", "table_stride"),
+        *arguments("int32", "max_pages", "max_blocks"),
+    )
+)
+"""Of the kernel that fills blocks of keys: k_new fp16 [tokens, num_kv_heads, head_dim]; k_tail fp16 [slots, 64,
+num_kv_heads, head_dim]; tail_slots int32 [batch]; the cache, lengths, bounds and table of an append; the blocks that
+one request's new tokens touch at most."""
 CONSTANTS = ("k_center", "k_factor", "q_factor", "v_factor")
 TRANSFORM = arguments("address", *CONSTANTS, "q_shift")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -33,7 +33,13 @@ class Batch:
         shared: a sequence whose new tokens lie in pages that others refer to, which must not be written; or None.
     """
 
-    def __init__(self, pages: PageTable, max_batch: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        pages: PageTable,
+        max_batch: int,
+        device: torch.device,
+        slot_of: Callable[[SeqId], int] | None = None,
+    ) -> None:
         check_count("max_batch", max_batch, 1)
         self._pages = pages
         self.max_batch = max_batch
@@ -43,6 +49,9 @@ class Batch:
         self._table = torch.full((max_batch, self.max_pages), UNMAPPED, dtype=torch.int32, device=device)
         self._lens = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._starts = torch.zeros(max_batch + 1, dtype=torch.int32, device=device)
+        self._slot_of = slot_of
+        self._slots = None if slot_of is None else torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self._host_slots = np.zeros(max_batch, dtype=np.int32)
         # What the buffers hold: of the table, each row's pages and the stamp of the page list they came from.
         self._host_pages: list[list[int]] = [[] for _ in range(max_batch)]
         self._host_stamps = [0] * max_batch
@@ -69,6 +78,14 @@ class Batch:
     def cu_seqlens(self) -> torch.Tensor | None:
         """int32 [size + 1]: where each row's new tokens begin; None if every row has exactly one."""
         return None if self._one_token_each else self._starts[: self.size + 1]
+
+    @property
+    def tail_slots(self) -> torch.Tensor | None:
+        """int32 [size]: where each sequence's newest keys wait, of caches whose keys are written by blocks; else None.
+
+        Rows that hold no sequence have a slot of another, which nothing is written to.
+        """
+        return None if self._slots is None else self._slots[: self.size]
 
     def update(
         self, seq_ids: Sequence[SeqId], num_new_tokens: int | Sequence[int] = 1, *, pad_to: int | None = None
@@ -101,7 +118,10 @@ class Batch:
         lens = np.array([sequence.length for sequence in sequences] + [0] * free_rows, np.int32)
         row_counts = counts + [num_new_tokens if isinstance(num_new_tokens, int) else 0] * free_rows
         starts = np.cumsum([0, *row_counts], dtype=np.int32)
-        self._send(lens, starts, self._changed_entries(sequences))
+        slots = np.zeros(self.max_batch, np.int32)
+        if self._slot_of is not None:
+            slots[: len(seq_ids)] = [self._slot_of(seq_id) for seq_id in seq_ids]
+        self._send(lens, starts, slots, self._changed_entries(sequences))
         self.seq_ids, self.num_new_tokens, self.size = tuple(seq_ids), tuple(counts), size
         self._one_token_each = row_counts[:size] == [1] * size
         self.version = self._pages.version
@@ -131,25 +151,32 @@ class Batch:
             self._host_pages[row], self._host_stamps[row] = new, sequence.stamp
         return np.concatenate(indices), np.concatenate(values)
 
-    def _send(self, lens: np.ndarray, starts: np.ndarray, entries: tuple[np.ndarray, np.ndarray]) -> None:
+    def _send(
+        self, lens: np.ndarray, starts: np.ndarray, slots: np.ndarray, entries: tuple[np.ndarray, np.ndarray]
+    ) -> None:
         """One copy to the device of everything that has changed, and its distribution there."""
         indices, values = entries
         if np.array_equal(lens, self._host_lens):
             lens = lens[:0]
         if np.array_equal(starts, self._host_starts):
             starts = starts[:0]
-        parts = (lens, starts, indices, values)
+        if np.array_equal(slots, self._host_slots):
+            slots = slots[:0]
+        parts = (lens, starts, slots, indices, values)
         if not any(map(len, parts)):
             return
         packed = torch.from_numpy(np.concatenate(parts))
         if self._lens.is_cuda:  # its pinned memory is not used again before the copy is done
             packed = packed.pin_memory().to(self._lens.device, non_blocking=True)
-        new_lens, new_starts, flat, pages = packed.split([len(part) for part in parts])
+        new_lens, new_starts, new_slots, flat, pages = packed.split([len(part) for part in parts])
         if len(lens):
             self._lens.copy_(new_lens)
             self._host_lens = lens
         if len(starts):
             self._starts.copy_(new_starts)
             self._host_starts = starts
+        if len(slots) and self._slots is not None:
+            self._slots.copy_(new_slots)
+            self._host_slots = slots
         if len(indices):
             self._table.view(-1).index_put_((flat,), pages)

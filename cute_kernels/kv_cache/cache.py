@@ -24,12 +24,13 @@ import torch
 from cute_kernels import attention
 from cute_kernels.arguments import check_count, device_of, is_one_of
 from cute_kernels.kv_cache.batch import Batch
-from cute_kernels.kv_cache.cache_checks import checked_scale, formats_for, is_transformed
+from cute_kernels.kv_cache.cache_checks import check_max_seqs, checked_scale, formats_for, is_transformed
 from cute_kernels.kv_cache.calibration import scale_shape
 from cute_kernels.kv_cache.constants import CacheConstants, constants_of
 from cute_kernels.kv_cache.exported import ExportedSequence, layer_key
 from cute_kernels.kv_cache.memory import MemoryReport
 from cute_kernels.kv_cache.pages import PageCopy, PageTable, SeqId
+from cute_kernels.kv_cache.tails import KeyTails, append_then_attend
 from cute_kernels.kv_cache.transforms import CacheTransform, check_transforms
 from cute_kernels.kv_formats import HEAD_DIMS, KvFormat
 from cute_kernels.names import CacheLayout, KvFormats
@@ -67,12 +68,15 @@ class KVCache:
         dtype: of q, k and v: bf16 or fp16. Dense formats must be of the same.
         device: where the pages lie. On a CPU the reference implementations run.
         max_seq_len: tokens that a sequence may reach, which sets the block table's width; default: all pages'.
+        max_seqs: sequences that there may be at a time: wanted for keys in blocks ("int4_channel32"), whose newest rows
+            have a place beside the pages for each.
         transform: how K and V are written (see `CacheTransform`): one for all layers, or one, or None, for each. What
             a calibration has found comes by `set_constants`.
 
     Attributes:
         k_pages, v_pages: [num_layers, *a layer's cache], what `append_kv` and `decode_attention` take, by layer.
         transforms: each layer's, or None.
+        tails: of keys in blocks (`KeyTails`), or None.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class KVCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         max_seq_len: int | None = None,
+        max_seqs: int | None = None,
         transform: CacheTransform | Sequence[CacheTransform | None] | None = None,
     ) -> None:
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -106,6 +111,7 @@ class KVCache:
         if cache_layout not in CACHE_LAYOUTS:
             raise ValueError(f"cache_layout: got {cache_layout!r}, want one of {', '.join(CACHE_LAYOUTS)}")
         self.formats = formats_for(kv_format, dtype)
+        check_max_seqs(self.formats[0], max_seqs, head_dim)
         self.kv_format = kv_format
         self.num_layers, self.num_kv_heads = num_layers, num_kv_heads
         self.head_dims = (head_dim, v_head_dim)
@@ -118,6 +124,9 @@ class KVCache:
             for form, dim in zip(self.formats, self.head_dims, strict=True)
         )
         self.device = self.k_pages.device
+        self.tails: KeyTails | None = None
+        if max_seqs is not None:
+            self.tails = KeyTails(self.formats[0], (num_layers, max_seqs, num_kv_heads, head_dim), page_size, where)
         self._scales = tuple(
             self._make_scales(form, dim) for form, dim in zip(self.formats, self.head_dims, strict=True)
         )
@@ -157,7 +166,12 @@ class KVCache:
             OutOfPagesError: there are not enough free pages.
             ValueError: the name is taken, or num_tokens is negative or above max_seq_len.
         """
+        if self.tails is not None:
+            self.tails.check_free()
         self._pages.allocate(seq_id, num_tokens)
+        if self.tails is not None:
+            self.tails.add(seq_id)
+            self.tails.lengthened(self._pages, [seq_id])
 
     def extend(self, seq_id: SeqId, num_tokens: int = 1) -> None:
         """Lengthens one sequence; as `extend_all`."""
@@ -171,22 +185,38 @@ class KVCache:
             ValueError: an unknown sequence, one named twice, or a length above max_seq_len.
         """
         self._copy_pages(self._pages.extend(seq_ids, num_tokens))
+        if self.tails is not None:
+            self.tails.lengthened(self._pages, seq_ids)
 
     def fork(self, seq_id: SeqId, new_id: SeqId) -> None:
         """A new sequence that shares all tokens of another; takes no page until one of them is extended."""
+        if self.tails is not None:
+            self.tails.check_free()
         self._pages.fork(seq_id, new_id)
+        if self.tails is not None:
+            self.tails.fork(seq_id, new_id)
 
     def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
-        """Keeps a sequence's first ``num_tokens`` tokens: what speculative decoding does with rejected ones."""
+        """Keeps a sequence's first ``num_tokens`` tokens: what speculative decoding does with rejected ones.
+
+        Of keys in blocks up to 32 tokens can always be taken back, and to a multiple of 32 tokens any number;
+        ValueError else.
+        """
+        if self.tails is not None and seq_id in self._pages and isinstance(num_tokens, int):
+            self.tails.check_truncate(seq_id, num_tokens)
         self._pages.truncate(seq_id, num_tokens)
+        if self.tails is not None:
+            self.tails.truncated(seq_id, num_tokens)
 
     def free(self, seq_id: SeqId) -> None:
         """Forgets a sequence; its pages are free once no other sequence refers to them."""
         self._pages.free(seq_id)
+        if self.tails is not None:
+            self.tails.free(seq_id)
 
     def make_batch(self, max_batch: int) -> Batch:
         """Device buffers for batches of up to ``max_batch`` sequences; see `Batch`."""
-        return Batch(self._pages, max_batch, self.device)
+        return Batch(self._pages, max_batch, self.device, None if self.tails is None else self.tails.slot)
 
     # -- the model's layers -------------------------------------------------------------------------------------------
 
@@ -353,6 +383,8 @@ class KVCache:
         wrong = next((count for count in batch.num_new_tokens if q_len is not None and count != q_len), None)
         if wrong is not None:
             raise ValueError(f"batch: got a sequence with {wrong} new tokens, want {q_len} of each, the q_len of q")
+        if self.tails is not None:
+            return append_then_attend(self, layer, batch, q, k, v, options)
         return append_and_decode(q, k, v, seq_lens=batch.seq_lens, **self._layer(layer, batch), **options)
 
     def set_scales(
@@ -414,6 +446,11 @@ class KVCache:
         """A sequence's rows of all layers, copied, with what they were written with: for `import_sequence` of a cache
         elsewhere. ValueError for an unknown sequence."""
         sequence = self._pages[seq_id]
+        if self.tails is not None:
+            raise ValueError(
+                f"seq_id: got {seq_id!r} of a cache of {self.formats[0].name} keys, whose newest lie beside the pages; "
+                "want a cache of another format"
+            )
         pages = torch.tensor(sequence.pages, dtype=torch.int64, device=self.device)
         k, v = (self._rows(held[:, pages], sequence.length) for held in (self.k_pages, self.v_pages))
         return ExportedSequence(k, v, self.keys)
@@ -429,6 +466,8 @@ class KVCache:
         """
         if not isinstance(exported, ExportedSequence):
             raise TypeError(f"exported: got {type(exported).__name__}, want an ExportedSequence")
+        if self.tails is not None:
+            raise ValueError(f"exported: got rows for a cache of {self.formats[0].name} keys, want another format's")
         exported.check_for(self.keys)
         self.allocate(seq_id, exported.num_tokens)
         pages = torch.tensor(self._pages[seq_id].pages, dtype=torch.int64, device=self.device)
@@ -454,9 +493,16 @@ class KVCache:
         transform = self.transforms[layer]
         wide = dtype or self.dtype if transform is None else torch.float32
         k, v = (
-            form.dequantize(self._rows(held[layer : layer + 1, pages], sequence.length)[0], head_dim, wide, scale)
+            form.dequantize(
+                self._rows(held[layer : layer + 1, pages], sequence.length // form.block_tokens * form.block_tokens)[0],
+                head_dim,
+                wide,
+                scale,
+            )
             for held, form, head_dim, scale in operands
         )
+        if self.tails is not None:
+            k = torch.cat((k, self.tails.waiting(layer, seq_id, sequence.length).to(wide)))
         if transform is not None:
             k, v = (x.to(dtype or self.dtype) for x in (transform.original_keys(k), transform.restore(v)))
         return k, v
@@ -470,6 +516,7 @@ class KVCache:
             kv_format=" + ".join(names),
             layer_bytes=(layer_bytes,) * self.num_layers,
             scale_bytes=sum(scale.nbytes for scale in self._scales if scale is not None),
+            tail_bytes=0 if self.tails is None else self.tails.rows.nbytes,
             page_size=self.page_size,
             pages=self._pages.num_pages,
             pages_used=self._pages.num_pages - self._pages.num_free,
@@ -491,7 +538,10 @@ class KVCache:
     def _layer(self, layer: int, batch: Batch) -> dict[str, Any]:
         """The arguments of both operators that are about the cache."""
         k_scale, v_scale = self._layer_scales(layer)
-        return {
+        tails = {}
+        if self.tails is not None:
+            tails = {"k_tail": self.tails.rows[layer], "tail_slots": batch.tail_slots}
+        return tails | {
             "k_cache": self.k_pages[layer],
             "v_cache": self.v_pages[layer],
             "kv_format": self.kv_format,

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_flag, check_floating
+from cute_kernels.arguments import check_count, check_flag, check_floating
+from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.kv_formats import KvFormat, format_of, format_pair
 
@@ -17,9 +18,23 @@ def formats_for(kv_format: object, dtype: torch.dtype) -> tuple[KvFormat, KvForm
         raise TypeError(f"dtype: got {dtype}, want torch.bfloat16 or torch.float16")
     k_name, v_name = format_pair(kv_format)
     for form in (formats := (format_of(k_name), format_of(v_name))):
+        if form.by_token or (form.in_blocks and form is formats[1]):
+            raise ValueError(f"kv_format: got {form.name} for V, which is for keys alone; want a format of rows")
         if not form.fits(dtype):
             raise TypeError(f"kv_format: got {form.name!r} for a model in {dtype}, want the dense format of that dtype")
     return formats
+
+
+def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
+    """Raises ValueError unless keys in blocks, and no others, come with a number of sequences, and can be read."""
+    if (max_seqs is None) == keys.in_blocks:
+        want = "the sequences that there may be at a time" if keys.in_blocks else "None"
+        raise ValueError(f"max_seqs: got {max_seqs!r}, want {want} for {keys.name} keys")
+    if max_seqs is None:
+        return
+    check_count("max_seqs", max_seqs, 1)
+    if (reason := cannot_read(keys, head_dim)) is not None:
+        raise ValueError(f"kv_format: {reason}")
 
 
 def is_transformed(layer: int, transform: CacheTransform, given: bool | None, options: dict[str, Any]) -> bool:

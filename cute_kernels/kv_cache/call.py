@@ -83,12 +83,12 @@ class AppendCall(NamedTuple):
     @property
     def num_pages(self) -> int:
         """Pages of the caches; a contiguous cache has one per request."""
-        return self.k_cache.shape[0]
+        return self.v_cache.shape[0]
 
     @property
     def page_size(self) -> int:
         """Tokens of a page; max_seq_len of a contiguous cache."""
-        return self.k_cache.shape[1 if self.cache_layout == "NHD" else 2]
+        return self.v_cache.shape[1 if self.cache_layout == "NHD" else 2]
 
 
 NUM_USUAL = AppendCall._fields.index("cu_seqlens")
@@ -113,9 +113,16 @@ def check_append(call: AppendCall) -> None:
     _check_tokens(call)
     if call.cache_layout not in LAYOUTS:
         raise ValueError(f"cache_layout: got {call.cache_layout!r}, want 'NHD' or 'HND'")
-    _check_cache("k_cache", call, call.k_cache, k_format, call.k.shape[2])
-    _check_cache("v_cache", call, call.v_cache, v_format, call.v.shape[2])
-    if call.v_cache.shape[:3] != call.k_cache.shape[:3]:
+    check_cache("k_cache", call, call.k_cache, k_format, call.k.shape[2])
+    check_cache("v_cache", call, call.v_cache, v_format, call.v.shape[2])
+    for name, form in (("k", k_format), ("v", v_format)):
+        if form.in_blocks or (form.by_token and name == "v"):
+            raise ValueError(f"kv_format: got {form.name} for {name}_cache, whose rows are not written token by token")
+    if k_format.by_token:
+        if call.k_cache.shape[0] != call.num_tokens:
+            found = f"k_cache: got shape {shape_of(call.k_cache)}"
+            raise ValueError(f"{found}, want a row for each of {call.num_tokens} tokens")
+    elif call.v_cache.shape[:3] != call.k_cache.shape[:3]:
         raise ValueError(f"v_cache: got shape {shape_of(call.v_cache)}, want that of k_cache but for the row")
     _check_place(call)
     _check_extras(call)
@@ -178,7 +185,7 @@ def _check_tokens(call: AppendCall) -> None:
         raise ValueError(f"q_out: got shape {shape_of(call.q_out)}, want {shape_of(call.q)}, that of q")
 
 
-def _check_cache(name: str, call: AppendCall, cache: torch.Tensor, form: KvFormat, head_dim: int) -> None:
+def check_cache(name: str, call: AppendCall, cache: torch.Tensor, form: KvFormat, head_dim: int) -> None:
     inner = "page_size, num_kv_heads" if call.cache_layout == "NHD" else "num_kv_heads, page_size"
     if cache.dim() != 4:
         raise ValueError(f"{name}: got shape {shape_of(cache)}, want 4 dimensions: [num_pages or batch, {inner}, row]")

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cute_kernels.kv_cache.arguments import append_arguments, bulk_arguments
-from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, RowPrologue, row_alignment
+from cute_kernels.kv_cache.arguments import FILL, append_arguments, bulk_arguments
+from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, FillConfig, RowPrologue, row_alignment
 from cute_kernels.kv_formats import FORMATS, format_of, modules_of, sources_of
 from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.spec import KernelSpec, check_config
+from layouts.kv.channel_blocks import TAIL_TOKENS
 
 if TYPE_CHECKING:
     import cutlass.cute as cute
@@ -49,6 +50,20 @@ class AppendSpec(_RowSpec):
 
     def compile(self, arch: str) -> Any:
         return compile_append(self.config, arch)
+
+
+@dataclass(frozen=True, eq=False)
+class FillSpec(_RowSpec):
+    """The kernel that fills blocks of keys; the function takes `cute_kernels.kv_cache.arguments.FILL`."""
+
+    config: FillConfig
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        return (self.config.k_format,)
+
+    def compile(self, arch: str) -> Any:
+        return compile_fill(self.config, arch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,10 +138,11 @@ def fake_tensors(config: AppendConfig, memory: cute.AddressSpace) -> dict[str, A
 
     def cache(kv_format: str, head_dim: int):
         form = format_of(kv_format)
-        element = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}.get(kv_format, cutlass.Uint8)
+        element = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}.get(form.codes, cutlass.Uint8)
         align = row_alignment(kv_format, head_dim, config.lanes, config.runs)
         strides = [cute.sym_int64(divisibility=align // (element.width // 8)) for _ in range(3)]
-        shape = (num_pages, page_size, kv_heads, form.row_elements(head_dim))
+        pages = (cute.sym_int(), cute.sym_int()) if form.by_token else (num_pages, page_size)
+        shape = (*pages, kv_heads, form.row_elements(head_dim))
         return make_fake_tensor(element, shape, stride=(*strides, 1), assumed_align=align, memspace=memory)
 
     def integers(*shape: cute.SymInt):
@@ -144,6 +160,40 @@ def fake_tensors(config: AppendConfig, memory: cute.AddressSpace) -> dict[str, A
         "v_cache": cache(config.v_format, v_dim),
         "seq_lens": integers(cute.sym_int()),
         "block_table": integers(cute.sym_int(), cute.sym_int()),
+    }
+
+
+def compile_fill(config: FillConfig, arch: str, *options: str) -> Any:
+    """As `compile_append`, for the kernel that fills blocks of keys."""
+    import cutlass
+
+    from cute_kernels.kv_cache.channel_blocks_kernel import FillKernel
+
+    check_config(config)
+    tensors = fake_fill_tensors(config, cutlass.AddressSpace.gmem)
+    return FILL.compile(FillKernel(config).launch, tensors, arch, *options)
+
+
+def fake_fill_tensors(config: FillConfig, memory: cute.AddressSpace) -> dict[str, Any]:
+    """As `fake_tensors`, of the kernel that fills blocks of keys."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+
+    batch, heads, form = cute.sym_int(), cute.sym_int(), format_of(config.k_format)
+
+    def compact(dtype, shape, align):
+        order = tuple(reversed(range(len(shape))))
+        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, memspace=memory)
+
+    strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
+    shape = (cute.sym_int(), cute.sym_int(), heads, form.row_bytes(config.head_dim))
+    return {
+        "k_new": compact(cutlass.Float16, (cute.sym_int(), heads, config.head_dim), 16),
+        "k_tail": compact(cutlass.Float16, (cute.sym_int(), TAIL_TOKENS, heads, config.head_dim), 16),
+        "tail_slots": compact(cutlass.Int32, (batch,), 4),
+        "k_cache": make_fake_tensor(cutlass.Uint8, shape, stride=strides, assumed_align=4, memspace=memory),
+        "seq_lens": compact(cutlass.Int32, (batch,), 4),
     }
 
 

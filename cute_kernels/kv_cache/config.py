@@ -483,3 +483,26 @@ def divisor_of(divisor: int) -> int:
     """
     magic = -(-(2**63) // divisor)
     return magic - 2**64 if magic >= 2**63 else magic
+
+
+@dataclass(frozen=True)
+class FillConfig:
+    """One compiled variant of the kernel that fills blocks of keys: their format and head_dim."""
+
+    k_format: str
+    head_dim: int
+
+    @property
+    def num_threads(self) -> int:
+        """Of a CTA: two columns each."""
+        return self.head_dim // 2
+
+    @property
+    def name(self) -> str:
+        return f"fill_{self.k_format}_d{self.head_dim}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        if not format_of(self.k_format).in_blocks:
+            return f"{self.k_format} rows are written token by token"
+        return None if self.head_dim in (64, 128) else f"head_dim {self.head_dim} is not 64 or 128"

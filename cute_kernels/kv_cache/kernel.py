@@ -75,7 +75,7 @@ class AppendKernel:
         :mod:`cute_kernels.kv_cache.arguments`."""
         config = self.config
         extras = extras_of(given, transformed=config.transform is not None)
-        inputs, targets, where = inputs_of(given), targets_of(given), where_of(given)
+        inputs, targets, where = inputs_of(given), targets_of(given), where_of(given, self.k_row.by_token)
         shares, grid = self._shares(inputs, given.wave)
         self.kernel(shares, inputs, where, given.phase_steps, targets, extras, given.rope_factor).launch(
             grid=grid,
@@ -458,7 +458,10 @@ class AppendKernel:
         page = self.page_of(place)
         if place.valid & (page >= 0) & (page < place.num_pages):
             page_stride, token_stride, head_stride = strides
-            row = Int64(page) * page_stride + Int64(place.row) * token_stride + Int64(head) * head_stride
+            if const_expr(cache_row.by_token):
+                row = Int64(place.token) * page_stride + Int64(head) * head_stride
+            else:
+                row = Int64(page) * page_stride + Int64(place.row) * token_stride + Int64(head) * head_stride
             store_row(cache_row, encoded, cache + row, place.lane)
 
     def unpack(self, raw, values, elements: Elements, slot: int):

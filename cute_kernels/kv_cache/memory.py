@@ -22,6 +22,7 @@ class MemoryReport:
         tokens_stored: the same with shared tokens counted once.
         token_bytes: bytes of K and V of one token, all layers.
         token_bytes_bf16: what they would be in bf16.
+        tail_bytes: bytes of the newest keys of formats in blocks, which lie beside the pages, all layers.
     """
 
     kv_format: str
@@ -36,11 +37,12 @@ class MemoryReport:
     tokens_stored: int
     token_bytes: int
     token_bytes_bf16: int
+    tail_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all layers' pages and scales."""
-        return sum(self.layer_bytes) + self.scale_bytes
+        """Bytes of all layers' pages, of scales and of keys that wait."""
+        return sum(self.layer_bytes) + self.scale_bytes + self.tail_bytes
 
     @property
     def pages_free(self) -> int:

@@ -141,7 +141,8 @@ class Moments:
 
 
 def group_of(form: KvFormat, head_dim: int) -> int:
-    """How many columns of a row share a scale; 1 for formats that gain nothing from a transform of channels.
+    """How many columns of a row, or tokens of a column, share a scale; 1 for formats that gain nothing from a
+    transform of channels.
 
     These have codes with an exponent, or a scale for each channel.
 
@@ -150,6 +151,8 @@ def group_of(form: KvFormat, head_dim: int) -> int:
         >>> group_of(format_of("int4_g4"), 128), group_of(format_of("bf16"), 128)
         (32, 1)
     """
+    if form.in_blocks:
+        return form.block_tokens  # whose number of values a scale serves
     is_uniform = form.codes in ("u4", "int8")
     return head_dim // form.num_groups if is_uniform and form.given_scale != "channel" else 1
 

@@ -155,8 +155,9 @@ def targets_of(given) -> Targets:
     )
 
 
-def where_of(given) -> Where:
-    cache_shape = _any(given.k_cache.shape)
+def where_of(given, k_by_token: bool = False) -> Where:
+    """k_by_token: whether K's rows go where their tokens are, so that V's cache alone has the pages."""
+    cache_shape = _any((given.v_cache if k_by_token else given.k_cache).shape)
     return Where(
         seq_lens=ptx.address(given.seq_lens),
         block_table=ptx.address(given.block_table),

@@ -15,6 +15,7 @@ from cute_kernels.kv_cache.reference import append_kv_reference
 from cute_kernels.kv_cache.rope import rope_of
 from cute_kernels.kv_cache.transforms import TRANSFORM_SCHEMA, parts_of, transform_of
 from cute_kernels.kv_cache.values import check_append_values
+from cute_kernels.kv_formats import WAITING
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, launcher
 from cute_kernels.runtime.plans import identity
@@ -46,7 +47,7 @@ def _key(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> tuple[Any, ..
      transform) = call  # fmt: skip
     return (
         v.shape,
-        k_cache.shape,
+        v_cache.shape if k_format == WAITING.name else k_cache.shape,
         k.dtype,
         k_cache.dtype,
         v_cache.dtype,

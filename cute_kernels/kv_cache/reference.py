@@ -20,7 +20,10 @@ def append_kv_reference(call: AppendCall, compute_dtype: torch.dtype = torch.flo
         given = call._replace(transform=None)
         call.q_shift.copy_(shifts(call, transform(given, positions, compute_dtype)[0]))
     k_format, v_format = call.formats
-    scatter(call, call.k_cache, quantize(k_format, k, call.k_scale), pages, rows)
+    k_places = pages, rows
+    if k_format.by_token:
+        k_places = torch.where(pages >= 0, torch.arange(len(pages), device=pages.device), -1), torch.zeros_like(rows)
+    scatter(call, call.k_cache, quantize(k_format, k, call.k_scale), *k_places)
     scatter(call, call.v_cache, quantize(v_format, v, call.v_scale), pages, rows)
     return q
 

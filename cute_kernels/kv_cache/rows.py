@@ -26,6 +26,7 @@ from cute_kernels.device.lanes import in_pairs, neighbours, over_lanes
 from cute_kernels.device.quotients import LARGE, SMALL, Divisor, over_constant, quotient_of, reciprocal_of
 from cute_kernels.device.rows import Elements, Piece
 from cute_kernels.kv_formats import KvFormat, format_of, load_code
+from layouts.kv.channel_blocks import LIMIT
 from layouts.kv.e5m2 import E5M2_MAX
 from layouts.kv.int4 import FP16_MAX, MAX_CODE
 from layouts.kv.scaled import FP32_MAX
@@ -43,6 +44,7 @@ class DenseRow:
     lanes: int
     runs: int = 1
 
+    by_token: ClassVar[bool] = False
     num_statistics: ClassVar[int] = 0
     num_steps: ClassVar[int] = 0
     has_header: ClassVar[bool] = False
@@ -69,6 +71,24 @@ class DenseRow:
 
 
 @dataclass(frozen=True)
+class WaitingRow(DenseRow):
+    """A row of keys that waits in fp16 for its block to be full (`layouts.kv.channel_blocks`): saturated, NaN as 0."""
+
+    by_token: ClassVar[bool] = True
+
+    @property
+    def elements(self) -> Elements:
+        return Elements("fp16", self.head_dim, self.lanes, self.runs)
+
+    def encode(self, values, statistics, steps, scale) -> tuple[list[Uint32], None]:
+        within = []
+        for i in range(self.count):
+            number = cutlass.select_(values[i] == values[i], values[i], Float32(0.0))
+            within.append(ptx.fmax(numbers.fmin(number, Float32(LIMIT)), Float32(-LIMIT)))
+        return self.elements.pack(within), None
+
+
+@dataclass(frozen=True)
 class CodedRow:
     """Common part of rows of small codes, in front of which a word per group may hold its scale.
 
@@ -88,6 +108,7 @@ class CodedRow:
     lanes: int
     runs: int = 1
 
+    by_token: ClassVar[bool] = False
     set_statistics: ClassVar[int]
     """What `measure` says of a lane's values of one set."""
 
@@ -204,29 +225,12 @@ class NibbleRow(CodedRow):
         """Codes in whole words, and the words of the lane's groups."""
         rounded, header = [], []
         for s in range(self.sets):
-            codes, word = self._encode_set(self.of_set(values, s), statistics[2 * s], statistics[2 * s + 1])
+            codes, word = encode_nibbles(self.of_set(values, s), statistics[2 * s], statistics[2 * s + 1])
             rounded += codes
             header.append(word)
         size = self.count // self.runs
         runs = [rounded[first : first + size] for first in range(0, self.count, size)]
-        return [_pack_nibbles(run[first : first + 8]) for run in runs for first in range(0, size, 8)], header
-
-    def _encode_set(self, values, low: Float32, high: Float32) -> tuple[list[Uint32], Uint32]:
-        """Codes, each in the low bits of a word, and the group's word."""
-        spread = over_constant(numbers.add(high, -low), MAX_CODE)
-        header = ptx.pack_f16x2(spread, low)
-        step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)
-        # fp16 steps are normal fp32 numbers near 1, so nothing needs rescaling.
-        reciprocal = reciprocal_of(step)
-        # In sixteenths, so that rounding the quotient saturates at 0 for nothing. Powers of 2 change no rounding.
-        step, reciprocal = numbers.multiply(step, Float32(16.0)), numbers.multiply(reciprocal, Float32(1.0 / 16.0))
-        rounded = []
-        for value in values:
-            # Every quotient by a zero step is NaN, which saturates to 0, too.
-            part = quotient_of(numbers.add(value, -shift), step, reciprocal, numbers.fma_in_unit)
-            part = numbers.fmin(part, Float32(MAX_CODE / 16.0))
-            rounded.append(numbers.bits(numbers.add(part, Float32(numbers.ROUNDER / 16.0))))
-        return rounded, header
+        return [pack_nibbles(run[first : first + 8]) for run in runs for first in range(0, size, 8)], header
 
     def decode(self, words, header, scale) -> list[Float32]:
         step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)
@@ -390,7 +394,25 @@ def make_row(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> CacheR
     return load_code(format_of(kv_format).writer)(kv_format, head_dim, lanes, runs)
 
 
-def _pack_nibbles(rounded: list[Uint32]) -> Uint32:
+def encode_nibbles(values, low: Float32, high: Float32) -> tuple[list[Uint32], Uint32]:
+    """Codes of finite numbers from ``low`` to ``high``, as `pack_nibbles` takes them, and (fp16 scale, fp16 shift)."""
+    spread = over_constant(numbers.add(high, -low), MAX_CODE)
+    header = ptx.pack_f16x2(spread, low)
+    step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)
+    # fp16 steps are normal fp32 numbers near 1, so nothing needs rescaling.
+    reciprocal = reciprocal_of(step)
+    # In sixteenths, so that rounding the quotient saturates at 0 for nothing. Powers of 2 change no rounding.
+    step, reciprocal = numbers.multiply(step, Float32(16.0)), numbers.multiply(reciprocal, Float32(1.0 / 16.0))
+    rounded = []
+    for value in values:
+        # Every quotient by a zero step is NaN, which saturates to 0, too.
+        part = quotient_of(numbers.add(value, -shift), step, reciprocal, numbers.fma_in_unit)
+        part = numbers.fmin(part, Float32(MAX_CODE / 16.0))
+        rounded.append(numbers.bits(numbers.add(part, Float32(numbers.ROUNDER / 16.0))))
+    return rounded, header
+
+
+def pack_nibbles(rounded: list[Uint32]) -> Uint32:
     """Up to 8 codes, each in the low bits of an fp32 `numbers.ROUNDER` / 16 and more, as nibbles of a word."""
     word = rounded[-1]
     for code in reversed(rounded[:-1]):

@@ -12,7 +12,7 @@ from cute_kernels.kv_cache import step_ops
 from cute_kernels.kv_cache.call import split_bias
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.kv_cache.transforms import CacheTransform
-from cute_kernels.kv_formats import format_pair
+from cute_kernels.kv_formats import format_of, format_pair
 from cute_kernels.names import CacheLayout, KvFormats, QkvBias, WindowSize
 
 if TYPE_CHECKING:
@@ -161,6 +161,11 @@ def append_and_decode(
         )
     if type(kv_format) is not str:
         kv_format = format_pair(kv_format)
+    if (keys := format_of(format_pair(kv_format)[0])).in_blocks:
+        raise ValueError(
+            f"kv_format: got {keys.name}, whose blocks a launch of their own fills; want append_kv and then "
+            "decode_attention"
+        )
     extras: step_ops.Extras | None = None
     if qkv_bias is not None or not (position_ids is q_norm is k_norm is None):
         biases = (None, None, None) if qkv_bias is None else split_bias("qkv_bias", qkv_bias)

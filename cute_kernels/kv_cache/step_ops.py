@@ -46,6 +46,8 @@ Extras = tuple[torch.Tensor | None, ...]
 
 EXTRA_NAMES = ("position_ids", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 NO_EXTRAS: Extras = (None,) * len(EXTRA_NAMES)
+NO_STEP_OPTIONS = ("q_shift", "k_tail", "tail_slots")
+"""Options of attention that a step makes itself, or whose caches it does not serve."""
 
 
 class Step(NamedTuple):
@@ -330,7 +332,7 @@ def dispatch(step: Step) -> tuple[torch.Tensor, Any]:
         *(step.extras or NO_EXTRAS),
         softmax_scale=step.softmax_scale,
         num_splits=step.num_splits,
-        **{name: given for name, given in (step.options or {}).items() if name != "q_shift"},
+        **{name: given for name, given in (step.options or {}).items() if name not in NO_STEP_OPTIONS},
         **named_parts_of(step.transform),
     )
     return (result if out is None else out.copy_(result)), lse

@@ -42,6 +42,8 @@ class Operand:
         scale = self.scale
         if scale is not None and scale.ndim:
             scale = scale[-1]  # of the tile's last head
+        if self.form.in_blocks:
+            return self.form.row(self.head_dim).dequantize(self.rows, torch.float64).numpy()
         return self.form.dequantize(self.rows, self.head_dim, torch.float64, scale).numpy()
 
 

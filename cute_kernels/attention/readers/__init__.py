@@ -23,5 +23,6 @@ def make_readers(config: DecodeConfig) -> tuple[Any, Any]:
 
         return WarpgroupKeyReader(config), WarpgroupValueReader(config)
     keys, values = (form.decode for form in config.formats)
-    assert keys is not None and values is not None  # `DecodeConfig.can_implement` has said so
+    # `DecodeConfig.can_implement` has said so.
+    assert keys is not None and values is not None and values.values is not None
     return load_code(keys.keys)(config), load_code(values.values)(config)

@@ -44,6 +44,10 @@ class State:
     centres: Int32  # shared address of what every output of the warp has too little, by query
     query_sum_address: Int32  # shared address of the queries' sums
     probability_row: Int32  # the lane's row of a probability operand, bytes
+    scale_offset: Int32  # of the loads of a block's scales, bytes
+    tail: Int64  # address of the rows of 16 bits of a block that is not full
+    tail_stride: Int32  # bytes from one of them to the next
+    length: Int32  # of the request
     score_scale: Float32  # from scores to powers of 2
     accumulators: RegisterTensor[Float32]
     shift_sums: RegisterTensor[Float32]
@@ -81,6 +85,7 @@ class CodeKeyReader:
         factors: for each B register of a unit, what queries are multiplied by, as the codes they meet are worth more.
         code_unit: 1 / the value of the operand that stands for code 1.
         sum_factor: ``query_sums`` are the queries' sums per group times this; None: nobody needs them.
+        query_exponent: the largest query is brought into [2**query_exponent, 2**(query_exponent + 1)).
     """
 
     config: DecodeConfig
@@ -90,6 +95,7 @@ class CodeKeyReader:
     factors: tuple[float, ...]
     code_unit: float
     sum_factor: float | None
+    query_exponent: int = QUERY_EXPONENT
 
     def unit_queries(self, state: State, words) -> list[Any]:
         """The fp32 queries that meet the lane's codes of one unit of columns, in the order of the codes."""
@@ -111,7 +117,7 @@ class CodeKeyReader:
         largest = Float32(0.0)
         for value in (value for units in blocks for unit in units for value in unit):
             largest = ptx.fmax(largest, ptx.absolute(value))
-        to_fp16, from_fp16 = _query_scale(lane_max(largest, (1, 2, 4, 8, 16)))
+        to_fp16, from_fp16 = _query_scale(lane_max(largest, (1, 2, 4, 8, 16)), self.query_exponent)
         score_scale = from_fp16 * (softmax_scale * (ptx.LOG2_E * self.code_unit))
         if query.head_scale is not None:
             # A head of zeros has scale 0, but masked scores, -inf, must not be multiplied by 0.
@@ -255,9 +261,9 @@ def _products(values, factors) -> list[Any]:
     return [value * factor for value, factor in zip(values, factors, strict=True)]
 
 
-def _query_scale(largest: Float32):
-    """(2**k, 2**-k) that bring the largest query into [2**14, 2**15); k is bounded so that both are normal."""
+def _query_scale(largest: Float32, wanted: int):
+    """(2**k, 2**-k) that bring the largest query into [2**wanted, 2**(wanted + 1)); bounded, so both are normal."""
     exponent = cutlass.max((Int32(largest.bitcast(Int32)) >> 23) - 127, -100)
-    to_fp16 = ((127 + QUERY_EXPONENT - exponent) << 23).bitcast(Float32)
-    from_fp16 = ((127 - QUERY_EXPONENT + exponent) << 23).bitcast(Float32)
+    to_fp16 = ((127 + wanted - exponent) << 23).bitcast(Float32)
+    from_fp16 = ((127 - wanted + exponent) << 23).bitcast(Float32)
     return to_fp16, from_fp16

@@ -1,0 +1,166 @@
+"""Keys in blocks: new ones wait in 16 bits until their block is full, and then its rows are written.
+
+An append is two launches. The first is every other format's (`.kernel`), but that it leaves the keys, as they are to be
+quantised, in a temporary; the second (`.channel_blocks_kernel`) puts them into the ring of 64 rows beside the cache,
+and fills the blocks that they complete. Lengths on the device decide which those are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.attention.checks import check_blocks, check_tail
+from cute_kernels.kv_cache import ops
+from cute_kernels.kv_cache.arguments import FILL
+from cute_kernels.kv_cache.call import AppendCall, check_cache
+from cute_kernels.kv_cache.compile import FillSpec
+from cute_kernels.kv_cache.config import FillConfig
+from cute_kernels.kv_formats import WAITING, format_of
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.operator import Operator, route
+from layouts.kv.channel_blocks import BLOCK_TOKENS, TAIL_TOKENS
+
+
+class Fill(NamedTuple):
+    """What the second launch takes: the first one's keys fp16 [tokens, num_kv_heads, head_dim], and where they go."""
+
+    k_new: torch.Tensor
+    k_tail: torch.Tensor
+    tail_slots: torch.Tensor
+    k_cache: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+    block_table: torch.Tensor | None
+    cache_layout: str
+    k_format: str
+
+
+def append(
+    call: tuple[Any, ...],
+    extras: tuple[Any, ...] | None,
+    k_tail: torch.Tensor | None,
+    tail_slots: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """`cute_kernels.kv_cache.ops.append` for keys in blocks."""
+    given = AppendCall(*call, *(extras or ()))
+    fill = _checked(given, k_tail, tail_slots)
+    dim = 1 if given.cache_layout == "NHD" else 2
+    first = given._replace(k_cache=fill.k_new.unsqueeze(dim), k_format=WAITING.name)
+    q_out = ops.append(first[: len(call)], None if extras is None else first.extras)
+    route(cuda=launch, cpu=reference, operator=_operator, k=fill.k_new, k_cache=fill.k_cache)(*fill)
+    return q_out
+
+
+def _checked(call: AppendCall, rows: torch.Tensor | None, slots: torch.Tensor | None) -> Fill:
+    """The second launch of an append; TypeError or ValueError where it cannot be, as `append_kv` has it."""
+    k_format, v_format = call.formats
+    if call.slot_mapping is not None or call.seq_lens is None:
+        raise ValueError(
+            f"slot_mapping: got slots, want seq_lens for {k_format.name} keys: positions decide which blocks are full"
+        )
+    if call.k.dim() != 3:
+        raise ValueError(f"k: got shape {list(call.k.shape)}, want [tokens, heads, head_dim]")
+    heads = call.k.shape[1], call.k.shape[2]
+    check_cache("k_cache", call, call.k_cache, k_format, heads[1])
+    if call.k_cache.shape[:3] != call.v_cache.shape[:3]:
+        raise ValueError(
+            f"v_cache: got shape {list(call.v_cache.shape)}, want that of k_cache, {list(call.k_cache.shape)}, but for "
+            "the row"
+        )
+    check_blocks((k_format, v_format), None if call.block_table is None else call.page_size)
+    check_tail(k_format, rows, slots, call.batch, heads)
+    assert rows is not None and slots is not None
+    for name, tensor in (("k_tail", rows), ("tail_slots", slots), ("k_cache", call.k_cache)):
+        if tensor.device != call.k.device:
+            raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {call.k.device}, where k is")
+    k_new = torch.empty(call.k.shape, dtype=torch.float16, device=call.k.device)
+    return Fill(
+        k_new, rows, slots, call.k_cache, call.seq_lens, call.cu_seqlens, call.block_table, call.cache_layout,
+        call.k_format,
+    )  # fmt: skip
+
+
+def launch(*given: Any) -> None:
+    """The second launch on CUDA tensors, on the current stream."""
+    fill = Fill(*given)
+    if not fill.k_new.numel() or not fill.k_cache.numel():
+        return
+    index = fill.k_new.get_device()
+    if index == GPU.current():
+        _fill(fill, index)
+    else:
+        with GPU.guard(index):
+            _fill(fill, index)
+
+
+def _fill(fill: Fill, index: int) -> None:
+    """The second launch on the current device, which has this index."""
+    tokens, _, head_dim = fill.k_new.shape
+    if any(stride % 4 for stride in fill.k_cache.stride()[:3]) or fill.k_cache.data_ptr() % 4:
+        raise ValueError(f"k_cache: got strides {fill.k_cache.stride()}, want rows on multiples of 4 bytes")
+    function = load(FillSpec(FillConfig(fill.k_format, head_dim)), arch_of(index))
+    cache, table = fill.k_cache, fill.block_table
+    most = tokens if fill.cu_seqlens is not None else 1  # new tokens of a request
+    arguments = {
+        "k_new": fill.k_new,
+        "k_tail": fill.k_tail,
+        "tail_slots": fill.tail_slots,
+        "k_cache": cache if fill.cache_layout == "NHD" else cache.transpose(1, 2),
+        "seq_lens": fill.seq_lens,
+        "cu_seqlens": 0 if fill.cu_seqlens is None else fill.cu_seqlens.data_ptr(),
+        "block_table": 0 if table is None else table.data_ptr(),
+        "table_stride": 0 if table is None else table.stride(0),
+        "max_pages": 0 if table is None else table.shape[1],
+        "max_blocks": (most + BLOCK_TOKENS - 2) // BLOCK_TOKENS + 1,
+    }
+    function(*(arguments[name] for name in FILL.names))
+
+
+def reference(*given: Any) -> None:
+    """The second launch in plain PyTorch: what it means, and what runs on a CPU."""
+    fill = Fill(*given)
+    form = format_of(fill.k_format)
+    cache = fill.k_cache if fill.cache_layout == "NHD" else fill.k_cache.transpose(1, 2)
+    bounds = range(len(fill.seq_lens) + 1) if fill.cu_seqlens is None else fill.cu_seqlens.tolist()
+    for request, (length, slot) in enumerate(zip(fill.seq_lens.tolist(), fill.tail_slots.tolist(), strict=True)):
+        begin, end = bounds[request], bounds[request + 1]
+        start = max(length - (end - begin), 0)
+        if start >= length or begin == end:
+            continue
+        ring, new = fill.k_tail[slot], fill.k_new[end - (length - start) : end]
+        first = start // BLOCK_TOKENS * BLOCK_TOKENS
+        rows = torch.cat((ring[torch.arange(first, start) % TAIL_TOKENS], new))
+        for block in range((length - first) // BLOCK_TOKENS):
+            base = first + block * BLOCK_TOKENS
+            page, row = _page_of(fill, cache.shape, request, base)
+            if page is not None:
+                values = rows[block * BLOCK_TOKENS :][:BLOCK_TOKENS]
+                cache[page, row : row + BLOCK_TOKENS] = form.quantize(values)
+        kept = torch.arange(max(start, (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS - BLOCK_TOKENS), length)
+        ring[kept % TAIL_TOKENS] = rows[kept - first]
+
+
+def _page_of(fill: Fill, shape: torch.Size, request: int, base: int) -> tuple[int | None, int]:
+    """(page, row of it) of a block; None where the cache has none for it."""
+    index, row = divmod(base, shape[1])
+    page = request if index == 0 else -1
+    if fill.block_table is not None:
+        page = int(fill.block_table[request, index]) if index < fill.block_table.shape[1] else -1
+    return (page if 0 <= page < shape[0] and row + BLOCK_TOKENS <= shape[1] else None), row
+
+
+def _on_meta(*given: Any) -> None:
+    pass
+
+
+_operator = Operator(
+    "fill_blocks(Tensor k_new, Tensor(a!) k_tail, Tensor tail_slots, Tensor(b!) k_cache, Tensor seq_lens, "
+    "Tensor? cu_seqlens, Tensor? block_table, str cache_layout, str k_format) -> ()",
+    cpu=reference,
+    cuda=launch,
+    meta=_on_meta,
+)

@@ -1,0 +1,119 @@
+"""Where keys in blocks wait: the ring of newest keys of each sequence of a `KVCache`, and which sequence has which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cute_kernels.kv_cache.pages import PageTable, SeqId
+from cute_kernels.kv_formats import KvFormat
+from layouts.kv.channel_blocks import BLOCK_TOKENS, TAIL_TOKENS
+
+if TYPE_CHECKING:
+    from cute_kernels.kv_cache.batch import Batch
+    from cute_kernels.kv_cache.cache import KVCache
+
+APPEND_OPTIONS = ("qkv_bias", "rope", "position_ids", "q_norm", "k_norm", "norm_eps")
+
+
+class KeyTails:
+    """Slots of rings, one for each sequence (`layouts.kv.channel_blocks`).
+
+    Rows of a full block are in the cache in 4 bits alone once the ring has gone on: a sequence can be cut back to where
+    a block begins, or to where the ring still has the block's rows.
+
+    Args:
+        form: of the keys.
+        shape: layers, sequences at a time, KV heads, head_dim.
+        page_size: tokens of a page, whole blocks.
+
+    Attributes:
+        rows: fp16 [layers, sequences, 64, KV heads, head_dim]; [layer] is what `append_kv` takes as k_tail.
+
+    Raises ValueError where there are no such caches.
+    """
+
+    def __init__(
+        self, form: KvFormat, shape: tuple[int, int, int, int], page_size: int, device: torch.device | str | None
+    ) -> None:
+        layers, self.max_seqs, heads, head_dim = shape
+        if page_size % form.block_tokens:
+            raise ValueError(
+                f"page_size: got {page_size}, want a multiple of {form.block_tokens} for {form.name}: a page holds "
+                "whole blocks"
+            )
+        self.rows = torch.zeros(layers, self.max_seqs, TAIL_TOKENS, heads, head_dim, dtype=torch.float16, device=device)
+        self._free = list(range(self.max_seqs - 1, -1, -1))
+        self._slots: dict[SeqId, int] = {}
+        self._first: dict[SeqId, int] = {}  # position of the oldest row that the ring has
+
+    def slot(self, seq_id: SeqId) -> int:
+        """A sequence's slot."""
+        return self._slots[seq_id]
+
+    def check_free(self) -> None:
+        """Raises ValueError unless there is a slot for one more sequence."""
+        if not self._free:
+            raise ValueError(f"seq_id: got one more than max_seqs {self.max_seqs} sequences, want some freed before")
+
+    def add(self, seq_id: SeqId) -> None:
+        """Gives a new sequence a slot."""
+        self._slots[seq_id], self._first[seq_id] = self._free.pop(), 0
+
+    def fork(self, seq_id: SeqId, new_id: SeqId) -> None:
+        """Gives a new sequence what another has."""
+        self.add(new_id)
+        self._first[new_id] = self._first[seq_id]
+        self.rows[:, self._slots[new_id]].copy_(self.rows[:, self._slots[seq_id]])
+
+    def free(self, seq_id: SeqId) -> None:
+        """Takes a sequence's slot back."""
+        self._free.append(self._slots.pop(seq_id))
+        del self._first[seq_id]
+
+    def lengthened(self, pages: PageTable, seq_ids: Sequence[SeqId]) -> None:
+        """Sequences have grown, and the ring goes on with them: it has their newest block and the one before."""
+        for seq_id in seq_ids:
+            oldest = (pages[seq_id].length - 1) // BLOCK_TOKENS * BLOCK_TOKENS - BLOCK_TOKENS
+            self._first[seq_id] = max(self._first[seq_id], oldest)
+
+    def check_truncate(self, seq_id: SeqId, num_tokens: int) -> None:
+        """Raises ValueError if a block would have to be opened again whose keys the ring has no more."""
+        first = self._first[seq_id]
+        if num_tokens % BLOCK_TOKENS and num_tokens // BLOCK_TOKENS * BLOCK_TOKENS < first:
+            raise ValueError(
+                f"num_tokens: got {num_tokens} for {seq_id!r}, want a multiple of {BLOCK_TOKENS} or at least {first}: "
+                "keys of older blocks are there in 4 bits alone"
+            )
+
+    def truncated(self, seq_id: SeqId, num_tokens: int) -> None:
+        """A sequence has been cut back: what comes next is new."""
+        if num_tokens % BLOCK_TOKENS == 0:
+            self._first[seq_id] = min(self._first[seq_id], num_tokens)
+
+    def waiting(self, layer: int, seq_id: SeqId, length: int) -> torch.Tensor:
+        """fp16 [length % 32, KV heads, head_dim]: keys of the block of a sequence that is not full."""
+        positions = torch.arange(length // BLOCK_TOKENS * BLOCK_TOKENS, length, device=self.rows.device)
+        return self.rows[layer, self._slots[seq_id], positions % TAIL_TOKENS]
+
+
+def append_then_attend(
+    cache: KVCache, layer: int, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
+) -> Any:
+    """`KVCache.append_and_attend` of keys in blocks, which a launch between the two fills: one call after the other."""
+    for_append = {name: options.pop(name) for name in APPEND_OPTIONS if name in options}
+    if (positions := for_append.get("position_ids")) is not None:
+        for_append["position_ids"] = positions.flatten()
+    transform = cache.transforms[layer]
+    of_q: dict[str, Any] = {}
+    if transform is not None:
+        of_q["q_transformed"] = True
+        seen = options.get("return_lse") or any(options.get(name) is not None for name in ("softcap", "sinks"))
+        if seen and transform.k_center is not None:
+            of_q["q_shift"] = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+            for_append["q_shift"] = of_q["q_shift"].flatten(0, 1)
+    turned = cache.append(layer, batch, k.flatten(0, 1), v.flatten(0, 1), q=q.flatten(0, 1), **for_append)
+    assert turned is not None
+    return cache.attend(layer, batch, turned.view(q.shape), **of_q, **options)
