@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.linear.arguments import STREAM, TILES
+from cute_kernels.linear.arguments import STREAM, TILES, between
 from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
 from cute_kernels.linear.portable.schedule import make_portable_schedule
@@ -146,7 +146,8 @@ def make_plan(schedule: StreamSchedule | TileSchedule, m: int, device_index: int
         function=load(spec_of(schedule.config), arch_of(device_index)),
         schedule=schedule,
         device_index=device_index,
-        sizes=STREAM.between(
+        sizes=between(
+            STREAM,
             *("n", "activation"),
             num_tiles=schedule.num_tiles,
             k_blocks=schedule.k_blocks,
@@ -169,7 +170,8 @@ def make_tile_plan(schedule: TileSchedule, m: int, device_index: int) -> LinearP
         function=function,
         schedule=schedule,
         device_index=device_index,
-        sizes=TILES.between(
+        sizes=between(
+            TILES,
             *("n", "activation"),
             num_tiles=schedule.num_tiles,
             k_blocks=schedule.k_blocks,
