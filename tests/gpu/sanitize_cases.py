@@ -200,13 +200,13 @@ class FactoredCase:
         weights = make_weights(self.n, self.k, W4, device)
         packed = pack(weights)
         x, factors = (torch.randn(size, device=device).to(packed.dtype) for size in ((self.m, self.k), (self.k,)))
-        norm = {"norm": factors} if self.kind == NORMED else {}
-        rows = rms_norm(x, factors, eps=EPS) if norm else x * factors
-        weight = packed if norm else dataclasses.replace(packed, input_scale=factors)
+        normed = self.kind == NORMED
+        rows = rms_norm(x, factors, eps=EPS) if normed else x * factors
+        weight = packed if normed else dataclasses.replace(packed, input_scale=factors)
         wanted = rows.float() @ weights.dense.float().T
         for _ in range(CALLS):
             out = torch.full_like(wanted, torch.nan, dtype=packed.dtype)
-            quantized_linear(x, weight, **norm, norm_eps=EPS, out=out)
+            quantized_linear(x, weight, norm=factors if normed else None, norm_eps=EPS, out=out)
             error = relative_error(out, wanted)
             assert error <= PRODUCT_TOLERANCE, error
         return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
