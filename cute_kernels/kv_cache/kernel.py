@@ -69,8 +69,6 @@ class AppendKernel:
         self.rolled = config.decode or config.transform is not None
         self.row_words = self.row_extras.row_words
         self.raw_words = self.row_extras.ahead * self.row_words
-        # Of a launch's arguments those that are read first come first: addresses of biases and norms among them.
-        self.extras_first = (config.has_bias or config.has_norm) and config.transform is None
 
     def launch(self, given, stream):
         """Launches over (blocks of heads, blocks of tokens); ``given`` has the arguments of
@@ -79,8 +77,7 @@ class AppendKernel:
         extras = extras_of(given, transformed=config.transform is not None)
         inputs, targets, where = inputs_of(given), targets_of(given), where_of(given, self.k_row.by_token)
         shares, grid = self._shares(inputs, given.wave)
-        front, back = self.in_order(where, extras)
-        self.kernel(shares, inputs, front, given.phase_steps, targets, back, given.rope_factor).launch(
+        self.kernel(shares, inputs, where, given.phase_steps, targets, extras, given.rope_factor).launch(
             grid=grid,
             block=(config.num_threads, 1, 1),
             # Said, or ptxas keeps some variants at 80 registers and spills.
@@ -88,10 +85,6 @@ class AppendKernel:
             preferred_smem_carveout=config.smem_percent,
             stream=stream,
         )
-
-    def in_order(self, where: Where, extras: Extras) -> tuple[tuple, tuple]:
-        """What the kernel's arguments have before the steps of angles, and behind what is written."""
-        return ((extras, where), ()) if self.extras_first else ((where,), (extras,))
 
     def _shares(self, inputs: Inputs, wave):
         """What each CTA takes, and the grid."""
@@ -122,15 +115,14 @@ class AppendKernel:
         self,
         shares: Shares,
         inputs: Inputs,
-        front: tuple,
+        where: Where,
         phase_steps: Int64,
         targets: Targets,
-        back: tuple,
+        extras: Extras,
         rope_factor: Float32,
     ):
         # In the order of need: what comes before the first loads is few lines of the constant cache, cold in each SM.
         config = self.config
-        extras, where = (*front, *back) if self.extras_first else (*back, *front)
         if const_expr(config.leads):
             if shares.few:
                 cute.arch.griddepcontrol_launch_dependents()

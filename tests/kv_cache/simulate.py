@@ -129,8 +129,7 @@ def simulate_append(
         for block, chunk in itertools.product(blocks, chunks):
             for warp in range(config.num_warps):
                 gpu.block, gpu.warp = (block, chunk, 0) if by_kind else (chunk, block, 0), warp
-                front, back = simulated.in_order(where, extras)
-                simulated.kernel(shares, inputs, front, Int64(steps), targets, back, factor)
+                simulated.kernel(shares, inputs, where, Int64(steps), targets, extras, factor)
     gpu.get(at["k_cache"], call.k_cache)
     gpu.get(at["v_cache"], call.v_cache)
     if q_out is not None:
