@@ -117,6 +117,7 @@ def specs() -> list[KernelSpec]:
     found += [LimbRowsSpec(LimbRowsConfig(dtype)) for dtype in ("bf16", "fp16")]
     found += [CombineSpec(CombineConfig(*pair)) for pair in (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))]
     found += [CombineSpec(CombineConfig("fp32", "bf16"))]
+    found += [CombineSpec(CombineConfig("bf16", id_bits=64, shares=dtype)) for dtype in ("bf16", "fp16")]
     found += [CombineSpec(CombineConfig(dtype, id_bits=bits)) for dtype in ("bf16", "fp32") for bits in (32, 64)]
     formats: list[Any] = [param.values for param in FORMATS]
     for dtype, (n, k) in itertools.product(TOLERANCE, SHAPES):
@@ -328,6 +329,18 @@ def test_a_layer_is_the_weighted_sum_of_its_experts(tokens, out_dtype, id_dtype)
         out = torch.full((tokens, LAYER[1]), math.nan, device=CUDA, dtype=out_dtype)
         fused_moe(x.to(CUDA), gate_up, down, weights.to(CUDA), ids.to(CUDA, id_dtype), out=out)
         assert_near(out, wanted, 6e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_count_what_they_are_in_fp32(tokens, dtype):
+    gate_up, down = (experts.to(CUDA) for experts in layer())
+    x = numbers(tokens, LAYER[1]).to(CUDA)
+    ids, weights = (given.to(CUDA) for given in assignments(tokens))
+    weights = weights.to(dtype)
+    wanted = fused_moe(x, gate_up, down, weights.float(), ids)
+    for given in (weights, weights, weights.repeat_interleave(2, dim=1)[:, ::2]):
+        assert torch.equal(fused_moe(x, gate_up, down, given, ids), wanted)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)

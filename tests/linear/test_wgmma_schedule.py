@@ -11,6 +11,7 @@ import pytest
 
 from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
 from cute_kernels.linear.tuned import chosen, modelled
+from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.costs import cost_of
 from cute_kernels.linear.wgmma.policies import RegisterWgmma, ResidentLimbs, WorkspaceSplitK, dsmem
@@ -431,3 +432,14 @@ def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tile_m, cluster, run_
         assert (work_tile.block, work_tile.m_tile) == (cta // cluster, 0)
         done[work_tile.block, work_tile.begin : work_tile.end] += 1
     assert (done == 1).all()
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize("k", [520, 576, 2048, 2112])
+@pytest.mark.parametrize("m", [1, 5, 8])
+def test_no_schedule_leaves_a_part_of_k_out(group_size, k, m):
+    k_pad = padded_shape((200, k), group_size)[1]
+    case = LinearProblem(m, 200, k, k_pad, integers(4, group_size), "bf16")
+    found = list(tile_schedules(case))
+    assert found and all(one.k_blocks * one.config.block_k == k_pad for one in found)
+    assert any(one.config.limbs for one in found) == (k_pad % 128 == 0)

@@ -84,7 +84,7 @@ SPARE_BYTES = 2048  # of shared memory, for alignment
 def resident_configs(problem: LinearProblem) -> list[ResidentConfig]:
     """Configurations for few rows in limbs."""
     tile_m = next((count for count in RESIDENT_TILE_M if problem.m <= count), None)
-    if tile_m is None:
+    if tile_m is None or problem.k_pad % LIMB_GROUP:  # groups of 32 and 64 may end within one of limbs
         return []
     shapes = FINE_SHAPES if problem.format.group_size < LIMB_GROUP else RESIDENT_SHAPES
     configs = (

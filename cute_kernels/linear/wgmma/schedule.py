@@ -220,11 +220,14 @@ def tile_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
 
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
-    """The schedule of a given configuration; None if a part of K would be empty or nothing is left to be cut.
+    """The schedule of a given configuration; None if its k blocks are not all of K, a part of K would be empty or
+    nothing is left to be cut.
 
     Whole rounds of all CTAs are of whole tiles. CTAs that share activations by TMA multicast have a work tile together.
     """
-    k_blocks = problem.k_pad // config.block_k
+    k_blocks, rest = divmod(problem.k_pad, config.block_k)
+    if rest:
+        return None
     if splits != config.row_parts if config.reduction.cuts_rows else -(-k_blocks // -(-k_blocks // splits)) != splits:
         return None
     if config.cluster > 1:
