@@ -9,7 +9,20 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bench import accuracy_report, e2e_vllm, extend, linear, mla, moe, norm, perplexity, report
+from bench import (
+    accuracy_report,
+    e2e_vllm,
+    extend,
+    linear,
+    mla,
+    moe,
+    norm,
+    perplexity,
+    report,
+    smollm2,
+    vllm_int4,
+    vllm_rows,
+)
 from bench import record as records
 from bench.environment import ROOT
 from bench.report import MARK_END, OURS, Record, filled, number
@@ -146,6 +159,13 @@ def decode() -> str:
         groups = "1 group" if row["kv_format"] == "int4_g1" else "4 groups"
         over = number(us[str(last)] / floors[row["kv_format"]], 2) if measured else "-"
         lines.append([f"INT4, {groups}", f"{row['kernel']} [{mark}]", *cells, over])
+    served = load("vllm_int4")
+    vllms = {row["shape"]["batch"]: row["vllm"]["us"]["median_us"] for row in served["rows"]}
+    cost = next(row for row in load("vllm_rows")["rows"] if row["name"] == vllm_rows.NAMES[0])
+    notes.append(f"{vllm_int4.note(served)}; perplexity {cost['increase_percent']:+.2f} % ({smollm2.NAME})")
+    cells = [number(vllms[batch]) if batch in vllms else "-" for batch in BATCHES]
+    over = number(vllms[last] / floors[vllm_int4.OURS], 2)  # rows of as many bytes
+    lines.append(["INT4, 1 group, rotated", f"vLLM, Triton [{len(notes)}]", *cells, over])
     said = "\n".join(f"[{index}] {note}.  " for index, note in enumerate(notes, 1))
     costs = perplexity.beside(main)
     return f'{table(head, lines)}\nus; {origin(main)}. "Over the floor": of {last} requests. {costs}\n\n{said}\n'

@@ -39,7 +39,9 @@ def test_figures_that_were_not_measured_beside_ours_are_labelled():
     for row in ("FBGEMM, CUDA [1]", "FBGEMM, CUDA [2]"):
         assert row in table
     assert "[1] NVIDIA H200, 2026-11-20: measured" in table and "[2] H100, published by its authors" in table
-    assert "| vLLM, Triton [3] | - | - | - | - | - |" in table and "[3] GPU not named, published by its author" in table
+    (line,) = (line for line in table.splitlines() if "| vLLM, Triton [3] |" in line)
+    assert len(re.findall(r"\d+\.\d", line)) == len(pages.BATCHES) + 1 and "[3] NVIDIA H200, " in table
+    assert "vLLM 0.26.0 with `int4_per_token_head`" in table and "perplexity +6.51 % (SmolLM2-135M" in table
 
 
 def test_the_readmes_first_screen_has_no_table_of_figures_and_no_commit():
