@@ -185,7 +185,7 @@ class _State:
 
     def __init__(
         self,
-        model: Any,
+        model: Foreign,
         kv_format: object,
         scales: Scales | None,
         kv_transform: object,
@@ -255,7 +255,7 @@ class _State:
                 break
         else:
             del found  # before new memory is taken
-            options: Any = {"scales": self.scales, "kv_transform": self.kv_transform}
+            options: dict[str, Any] = {"scales": self.scales, "kv_transform": self.kv_transform}
             cache = DecodeCache(cast("FormatOfLayers", self.kv_format), self.max_seq_len, capacity=columns, **options)
         weakref.finalize(cache, self.spare.append, (cache.layers, cache.book)).atexit = False
         return cache

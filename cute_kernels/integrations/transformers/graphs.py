@@ -40,7 +40,7 @@ _CACHE = object()
 class Recorded(Protocol):
     """A recorded function of no arguments. ``outputs`` is what it returned; a replay fills it again."""
 
-    outputs: Any
+    outputs: object
 
     def replay(self) -> None: ...
 
