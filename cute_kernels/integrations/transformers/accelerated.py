@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cute_kernels.integrations import hf_quantizer
 from cute_kernels.integrations.objects import Foreign
@@ -133,7 +133,7 @@ def accelerate(
     if kv_format is not None:
         scales, kv_transform = constants_for(scales, kv_transform)
         check_formats(kv_format, scales, kv_transform)
-        _check_cacheable(model, config, kv_format)
+        _check_cacheable(cast("PreTrainedModel", model), config, kv_format)
     quantisation = None if weights is None else _weight_options("weights", weights)
     output = None if output_layer is None else (_output_name(model), _weight_options("output_layer", output_layer))
     before = config._attn_implementation
@@ -185,7 +185,7 @@ class _State:
 
     def __init__(
         self,
-        model: Any,
+        model: Foreign,
         kv_format: object,
         scales: Scales | None,
         kv_transform: object,
@@ -255,7 +255,7 @@ class _State:
                 break
         else:
             del found  # before new memory is taken
-            options: Any = {"scales": self.scales, "kv_transform": self.kv_transform}
+            options: dict[str, Any] = {"scales": self.scales, "kv_transform": self.kv_transform}
             cache = DecodeCache(cast("FormatOfLayers", self.kv_format), self.max_seq_len, capacity=columns, **options)
         weakref.finalize(cache, self.spare.append, (cache.layers, cache.book)).atexit = False
         return cache
@@ -318,7 +318,7 @@ def _checked_config(model: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def _check_cacheable(model: Any, config: Any, kv_format: object) -> None:
+def _check_cacheable(model: PreTrainedModel, config: Foreign, kv_format: object) -> None:
     """Raises TypeError or ValueError, naming the model, unless its keys and values fit a cache of this format."""
     name = type(model).__name__
     if model.dtype not in (torch.bfloat16, torch.float16):
@@ -384,7 +384,7 @@ def _set_attention(model: Foreign, config: Foreign) -> None:
         )
 
 
-def _output_name(model: Any) -> str:
+def _output_name(model: Foreign) -> str:
     """The qualified name of the layer that makes logits; ValueError for a model without a Linear that does."""
     found = model.get_output_embeddings()
     for name, module in model.named_modules():
@@ -393,7 +393,7 @@ def _output_name(model: Any) -> str:
     raise ValueError(f"output_layer: got {type(model).__name__}, whose logits no Linear makes, want None")
 
 
-def _quantise_output(model: Any, name: str, options: dict[str, Any]) -> str:
+def _quantise_output(model: nn.Module, name: str, options: dict[str, Any]) -> str:
     """Quantises the layer that makes logits, unless it is; says what it is then."""
     if not isinstance(model.get_submodule(name), QuantizedLinear):
         others = [other for other, _ in model.named_modules() if other != name]

@@ -91,7 +91,7 @@ class AttentionBlock(Block):
     def __call__(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: Any = None,
+        position_embeddings: tuple[torch.Tensor, ...] = (),
         attention_mask: torch.Tensor | None = None,
         *args: Any,
         **kwargs: Any,
@@ -125,7 +125,7 @@ class AttentionBlock(Block):
         out, _ = attention(module, q, handle, handle, attention_mask, scaling=module.scaling, **asked, **kwargs)
         return module.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
-    def _serves(self, x: torch.Tensor, cache: Any, position_ids: Any) -> bool:
+    def _serves(self, x: torch.Tensor, cache: object, position_ids: object) -> bool:
         if not isinstance(cache, DecodeCache) or self.module.config._attn_implementation != ATTENTION_NAME:
             return False
         if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2 or x.dim() != 3:

@@ -142,14 +142,14 @@ class Columns:
         else:
             self.seq_lens.add_(fresh.sum(1, dtype=torch.int32))
 
-    def _take(self, padding: Any) -> torch.Tensor | None:
+    def _take(self, padding: object) -> torch.Tensor | None:
         """Which of the new columns are tokens, None for all."""
         old = self.count - self.new
         self._padding_was_given = isinstance(padding, torch.Tensor)
         self._is_certain = self._is_certain and padding is not UNKNOWN
         if padding is UNKNOWN or (padding is None and self._tokens is None):
             return None
-        if padding is None:
+        if not isinstance(padding, torch.Tensor):
             raise ValueError("attention_mask: got None, want the mask of all columns: the cache holds a padded batch")
         if tuple(padding.shape) != (self.batch, self.count):
             raise ValueError(f"attention_mask: got shape {list(padding.shape)}, want {[self.batch, self.count]}")

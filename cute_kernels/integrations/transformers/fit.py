@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cute_kernels.arguments import check_count, check_positive
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import formats_of_layer
 from cute_kernels.integrations.transformers.calibrate import Seen, attending, watch
@@ -169,7 +170,7 @@ class _Rounded(torch.autograd.Function):
     """x [..., columns] through a format, with the gradient of its step: few launches there and back."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, form: KvFormat) -> torch.Tensor:
+    def forward(ctx: Foreign, x: torch.Tensor, form: KvFormat) -> torch.Tensor:
         read = form.dequantize(form.quantize(x), x.shape[-1], torch.float32)
         ctx.form = form
         step = _step(form, x)
@@ -181,7 +182,7 @@ class _Rounded(torch.autograd.Function):
         return read
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Foreign, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gradient,) = gradients
         if not ctx.saved_tensors:
             return gradient, None

@@ -40,7 +40,7 @@ _CACHE = object()
 class Recorded(Protocol):
     """A recorded function of no arguments. ``outputs`` is what it returned; a replay fills it again."""
 
-    outputs: Any
+    outputs: object
 
     def replay(self) -> None: ...
 
@@ -94,14 +94,16 @@ class _Replayed:
     step: Step
     cache: DecodeCache
     steps: Mapping[bool, Step | None]
-    key: Any
+    key: object
     names: tuple[str, ...]
     others: tuple[tuple[str, Any], ...]
     tensors: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...]
     has_mask: bool
 
     @classmethod
-    def of(cls, step: Step, cache: DecodeCache, steps: Any, key: Any, given: Mapping[str, Any]) -> _Replayed:
+    def of(
+        cls, step: Step, cache: DecodeCache, steps: Mapping[bool, Step | None], key: object, given: Mapping[str, Any]
+    ) -> _Replayed:
         """given: the call's arguments."""
         found = {name: x for name, x in given.items() if isinstance(x, torch.Tensor) and name != "attention_mask"}
         others = tuple((name, x) for name, x in given.items() if name not in found and name != "attention_mask")
@@ -155,7 +157,7 @@ class StepReplay:
         self.replays = 0
         self.ahead = 0
         self._names = tuple(inspect.signature(forward).parameters)
-        self._state: Any = None
+        self._state: object = None
         self._epoch = object()
         functools.update_wrapper(self, forward)
 
@@ -378,7 +380,7 @@ def _run_aside(function: Callable[[], Any], device: torch.device) -> None:
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def _own(cache: DecodeCache, outputs: Any, copied: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _own(cache: DecodeCache, outputs: object, copied: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Outputs that no replay overwrites, with the caller's cache in them."""
 
     def own(value: object) -> object:
@@ -387,7 +389,7 @@ def _own(cache: DecodeCache, outputs: Any, copied: Callable[[torch.Tensor], torc
     return _mapped(outputs, own)
 
 
-def _mapped(outputs: Any, function: Callable[[Any], Any]) -> Any:
+def _mapped(outputs: object, function: Callable[[Any], Any]) -> Any:
     """A model's outputs, each one's function in its place."""
     if isinstance(outputs, torch.Tensor) or outputs is _CACHE:  # before what takes longer to ask
         return function(outputs)

@@ -18,6 +18,7 @@ from typing import Any, overload
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
 
 _NOTE = "_cute_kernels_pattern"
@@ -166,7 +167,7 @@ def _parts(function: Callable[..., Any]) -> int | None:
     return found[0] if len(found) == 1 and type(found[0]) is int else None
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: Foreign, other: Foreign) -> bool:
     """Whether two values are equal, functions being equal when they share their code and what they close over."""
     if not (hasattr(one, "__code__") and hasattr(other, "__code__")):
         if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)) and len(one) == len(other):
