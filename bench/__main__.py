@@ -35,7 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks; they need an NVIDIA GPU to time.")
     commands = parser.add_subparsers(required=True)
+    for add in (_add_caches, _add_weights, _add_other_kernels, _add_accuracy, _add_e2e, _add_records):
+        add(commands)
+    return parser
 
+
+def _add_caches(commands: Any) -> None:
+    """Attention of few queries, and appends."""
     decode = commands.add_parser("decode", help="decode attention beside its peers and the streaming floor")
     decode.add_argument("--suite", choices=(*SUITES, "all"), default="main")
     decode.add_argument(
@@ -63,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     append.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     append.set_defaults(run=_append)
 
+
+def _add_weights(commands: Any) -> None:
+    """Products with weights."""
     linear = commands.add_parser("linear", help="weight-only linear layers beside cuBLAS, others and the floor")
     linear.add_argument("--bits", nargs="+", type=int, choices=(4, 8), default=(4, 8))
     linear.add_argument(
@@ -101,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     moe.add_argument("--options", action="store_true", help="options beside the plain call, instead of peers")
     moe.set_defaults(run=_moe)
 
+
+def _add_other_kernels(commands: Any) -> None:
+    """MLA, norms, attention of many queries."""
     mla = commands.add_parser("mla", help="MLA decode, sparse and dense, beside FlashMLA and the floor; MLA append")
     mla.add_argument("--suite", choices=(*mla_workloads.SUITES, "all"), default="all")
     mla.add_argument("--quick", action="store_true", help="fewer shapes and floor kernels")
@@ -120,6 +132,9 @@ def _parser() -> argparse.ArgumentParser:
     extend.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     extend.set_defaults(run=_extend)
 
+
+def _add_accuracy(commands: Any) -> None:
+    """What formats cost."""
     accuracy = commands.add_parser("accuracy", help="what each KV cache format costs in accuracy; no GPU needed")
     accuracy.add_argument(
         "--minutes", type=_minutes, help="training of the small model; default: 2.5 on CUDA, 1 on a CPU"
@@ -143,8 +158,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--prompt", type=_text_file, help="text file; default: this repository's own texts")
     demo.set_defaults(run=_demo)
 
-    _add_e2e(commands)
 
+def _add_records(commands: Any) -> None:
+    """What is made of records."""
     plot = commands.add_parser("plot", help="figures from a recorded run")
     plot.add_argument("result", type=_record)
     plot.add_argument("--folder", type=Path, default=records.ROOT / "docs" / "figures")
@@ -158,7 +174,6 @@ def _parser() -> argparse.ArgumentParser:
 
     pages = commands.add_parser("pages", help="the README's tables and docs/performance.md, from bench/results")
     pages.set_defaults(run=_pages)
-    return parser
 
 
 def _add_e2e(commands: Any) -> None:

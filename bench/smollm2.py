@@ -126,8 +126,8 @@ def read_model(path: Path) -> Any:
     return model.requires_grad_(False)
 
 
-def read(tokenizer: Any, window: int, calibration: int, test: int) -> Text:
-    """At most ``calibration`` and ``test`` windows of ``window`` tokens.
+def texts() -> tuple[list[str], list[str]]:
+    """What there is to calibrate on, and to measure on.
 
     The manual's topics, in a fixed random order: the first third, and docstrings of the standard library, are for
     calibration, the others for the test. No topic is in both.
@@ -138,8 +138,13 @@ def read(tokenizer: Any, window: int, calibration: int, test: int) -> Text:
     random.Random(0).shuffle(names)
     cut = len(names) // CALIBRATION_SHARE
     docstrings = corpus.collect(_DOCSTRING_BYTES).train.numpy().tobytes().decode(errors="ignore")
-    before, after = ([*(topics[name] for name in part)] for part in (names[:cut], names[cut:]))
-    known, measured = (_tokens(tokenizer, texts) for texts in ([*before, docstrings], after))
+    before, after = ([topics[name] for name in part] for part in (names[:cut], names[cut:]))
+    return [*before, docstrings], after
+
+
+def read(tokenizer: Any, window: int, calibration: int, test: int) -> Text:
+    """At most ``calibration`` and ``test`` windows of ``window`` tokens of `texts`."""
+    known, measured = (_tokens(tokenizer, part) for part in texts())
     windows = [tokens[: len(tokens) // window * window].view(-1, window) for tokens in (known, measured)]
     parts = windows[0][_spread(len(windows[0]), calibration)], windows[1][:test]
     digest = hashlib.sha256(torch.cat([part.flatten() for part in parts]).numpy().tobytes()).hexdigest()

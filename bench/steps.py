@@ -25,7 +25,7 @@ from cute_kernels.linear import PackedWeight
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.plan import factored
 from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.policies import NORMED
+from cute_kernels.linear.wgmma.policies import NORMED, NORMED_ROWS
 from cute_kernels.moe import fused_moe
 from cute_kernels.runtime import KernelSpec
 from cute_kernels.tuning.linear import Format, Weights
@@ -137,7 +137,7 @@ def specs(model: StepModel, case: StepCase, batch: int, gpu: str) -> list[Kernel
     found: dict[KernelSpec, None] = {}
     for name, (n, k) in model.products.items():
         schedule = chosen(FORMATS[case.weights].problem(batch, n, k), gpu)
-        normed = factored(schedule, NORMED) if name in NORMED_PRODUCTS else None
+        normed = factored(schedule, NORMED) if name in NORMED_PRODUCTS and batch <= NORMED_ROWS else None
         found |= dict.fromkeys(specs_of((normed or schedule).config))
     if model.experts:
         sizes = moe.MoeModel(model.name, model.experts, model.topk, model.hidden, model.intermediate)
@@ -198,17 +198,18 @@ class Step:
         return lambda x, weights, ids: fused_moe(x, gate_up, down, weights, ids)
 
     def make_cache(self) -> dict[str, Any]:
-        """Arguments of append and attention: pages in random order; of torch's attention, [batch, heads, tokens, d]."""
+        """Arguments of append and attention, head by head: pages in random order; of torch's attention, [batch, heads,
+        tokens, d]."""
         model, shape = self.model, self.shape
         form = format_of(self.case.kv)
         pages = -(-shape.context // PAGE_SIZE)
         row = form.row_elements(model.head_dim)
         given: dict[str, Any] = {"kv_format": self.case.kv, "seq_lens": self.seq_lens, "rope": self.rope}
+        given["cache_layout"] = "HND"
         if self.case.sdpa:
             size = (shape.batch, model.num_kv_heads, pages * PAGE_SIZE, row)
-            given["cache_layout"] = "HND"
         else:
-            size = (shape.batch * pages, PAGE_SIZE, model.num_kv_heads, row)
+            size = (shape.batch * pages, model.num_kv_heads, PAGE_SIZE, row)
             table = torch.randperm(shape.batch * pages, device=self.device).to(torch.int32)
             given["block_table"] = table.view(shape.batch, pages)
         for name in ("k_cache", "v_cache"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from cute_kernels.runtime import KernelCache, KernelSpec
 from cute_kernels.runtime.cache import using
 from cute_kernels.runtime.gpu import Gpu, standing_in
+from cute_kernels.runtime.launch_arguments import LaunchArguments
 
 # Programs on Linux begin at 4 MiB if they are not position-independent, and their memory right behind: with such a
 # Python addresses are small numbers. No size here is as large.
@@ -89,6 +91,11 @@ def recording(
     cache = RecordingCache(function_of)
     with using(cache), standing_in(cpu_as_gpu(**functions)):
         yield cache
+
+
+def given_to(declared: LaunchArguments, *values: Any) -> SimpleNamespace:
+    """A launch's arguments as a kernel's ``launch`` gets them, of values in the declared order."""
+    return SimpleNamespace(**dict(zip(declared.names, values, strict=True)))
 
 
 def outcome(launches: list[Launch], call: Callable[[], Any], given: dict[str, Any]) -> Any:

@@ -10,8 +10,21 @@ import torch
 
 from bench.linear import Format
 from bench.moe import MoeModel, MoeShape
+from cute_kernels.linear.wgmma.policies import NORMED, SCALED
 from tests.gpu import sanitize, sanitize_cases
-from tests.gpu.sanitize_cases import CASES, EXPERTS, EXTEND, LAYERS, Case, LayerCase, LinearCase
+from tests.gpu.sanitize_cases import (
+    CASES,
+    EXPERTS,
+    EXTEND,
+    FACTORED,
+    LAYERS,
+    NORMS,
+    Case,
+    FactoredCase,
+    LayerCase,
+    LinearCase,
+    NormCase,
+)
 
 KINDS = {
     "tiles by TMA": "extend_bf16",
@@ -37,6 +50,10 @@ KINDS = {
     "assignments as they are": "assigned1",
     "experts' tiles in limbs": "grouped_linear_wgmma_w4bf16_g128_m32p4n128x2k128_s2limbs",
     "experts' tiles in bf16": "grouped_linear_wgmma_w4bf16_g128_m48p6",
+    "norms on the way to limbs": "resident32loadsnormed$",
+    "norms on the way to seven tiles": "resident16less1loadsnormed$",
+    "input scales on the way to limbs": "resident32loadsscaled$",
+    "a norm behind a sum": "norm_rms_bf16.*_residual$",
     "sorting": "moe_routing",
     "adding up": "moe_combine",
 }
@@ -44,7 +61,8 @@ KINDS = {
 
 @cache
 def symbols() -> set[str]:
-    return {spec.symbol for case in {**EXTEND, **LAYERS, **EXPERTS}.values() for spec in case.specs()}
+    cases = {**EXTEND, **LAYERS, **FACTORED, **NORMS, **EXPERTS}.values()
+    return {spec.symbol for case in cases for spec in case.specs()}
 
 
 @pytest.mark.parametrize("pattern", KINDS.values(), ids=list(KINDS))
@@ -56,6 +74,9 @@ SMALL = {
     "linear": LinearCase(200, 256, 3),
     "zeros": LinearCase(128, 256, 2, Format(4, 32, True, "fp16")),
     "layer": LayerCase(MoeShape(MoeModel("tiny", 4, 2, 256, 128), 5)),
+    "norm in a product": FactoredCase(200, 256, 3, NORMED),
+    "input scale in a product": FactoredCase(200, 256, 3, SCALED),
+    "norm": NormCase(3, 256),
     "attention": CASES["bf16"],
     "extend": CASES["extend-int8_token_head"],
 }
@@ -66,13 +87,21 @@ def test_references_pass(case: Case):
     assert case.run("cpu")
 
 
+WRONG_RESULTS = [
+    (SMALL["linear"], "quantized_linear"),
+    (SMALL["norm in a product"], "quantized_linear"),
+    (SMALL["input scale in a product"], "quantized_linear"),
+    (SMALL["layer"], "fused_moe"),
+]
+
+
 @pytest.mark.parametrize("wrong", [0.02, float("nan")])
-@pytest.mark.parametrize("case, name", [(SMALL["linear"], "quantized_linear"), (SMALL["layer"], "fused_moe")])
+@pytest.mark.parametrize("case, name", WRONG_RESULTS)
 def test_a_wrong_result_is_seen(case: Case, name: str, wrong: float, monkeypatch):
     right = getattr(sanitize_cases, name)
 
-    def slightly_wrong(*args, out: torch.Tensor):
-        right(*args, out=out)
+    def slightly_wrong(*args, out: torch.Tensor, **options):
+        right(*args, out=out, **options)
         return out.mul_(1 + wrong)
 
     monkeypatch.setattr(sanitize_cases, name, slightly_wrong)

@@ -125,6 +125,17 @@ class RingFiller:
             page, place = self.copier.find_pages(tiles, work.request, token, lane)
             stage, phase = advance(stage, phase, config.num_stages)
         self.copier.drain()
+        self.let_next_begin()
+
+    def let_next_begin(self) -> None:
+        """Lets the launch behind begin where an SM has room: all tiles of this CTA are on their way.
+
+        At the start of a CTA it would only be in the way. The append has ended by then, and is waited for here as well,
+        so that all before it is over for who comes next.
+        """
+        if const_expr(self.config.after_append):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def await_append(self, work, token):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -33,6 +34,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument(
         "--windows", type=positive, default=32, metavar="N", help="how many, evenly spread over the text (default: 32)"
     )
+    command.add_argument(
+        "--batch", type=positive, default=4, metavar="N", help="windows that go through the model together (default: 4)"
+    )
     command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run it")
     for name, what in (("center", "K's mean"), ("factors", "K's factors"), ("rotation", "rotations")):
         command.add_argument(f"--no-{name}", action="store_true", help=f"without {what}")
@@ -45,6 +49,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     command.add_argument(
         "--fit", type=positive, metavar="STEPS", help="then fit all layers together by gradient descent; 150 are enough"
+    )
+    command.add_argument(
+        "--text-weight", type=share, default=0.0, metavar="SHARE", help="of the text's own tokens in what --fit lowers"
     )
     command.add_argument("--seed", type=int, default=0, help="of the rotations' random signs")
     command.set_defaults(run=run)
@@ -68,6 +75,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    """A number from 0 to 1 as an argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"got {text}, want a number from 0 to 1")
+    return value
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Calibrates, writes the file, and says what is in it."""
     try:
@@ -78,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     windows = windows_of(tokens_of(tokenizer_of(arguments.model), arguments.text), arguments.window, arguments.windows)
     model = model_of(arguments.model, torch.device(arguments.device))
     about = {"model": str(arguments.model), "text": ", ".join(path.name for path in arguments.text)}
-    batches = [{"input_ids": window[None].to(arguments.device)} for window in windows]
+    batches = [{"input_ids": some.to(arguments.device)} for some in windows.split(arguments.batch)]
     constants = calibrate_cache(
         model,
         batches,
@@ -91,7 +109,9 @@ def run(arguments: argparse.Namespace) -> int:
         about=about | {"window": str(windows.shape[1])},
     )
     if arguments.fit is not None:
-        constants = fit_transforms(model, batches, arguments.kv_format, constants, steps=arguments.fit)
+        constants = fit_transforms(
+            model, batches, arguments.kv_format, constants, steps=arguments.fit, text_weight=arguments.text_weight
+        )
     constants.save(arguments.output)
     print(f"{arguments.output}: {constants.num_layers} layers, {arguments.output.stat().st_size / 1024:.0f} KiB")
     for name, value in sorted(constants.about.items()):

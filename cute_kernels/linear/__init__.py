@@ -66,9 +66,9 @@ def quantized_linear(
             result never depends on timing, with or without it.
         out: contiguous, written and returned; not x's memory.
         norm: [K] in x's dtype or fp32: rows of x are normed first, as by `rms_norm` with this weight, ``norm_eps`` and
-            ``norm_offset`` (its ``weight_offset``). Up to 8 rows it may be a part of the product's launch, where its
-            kernel has the rows in registers (4-bit weights in groups of 128, a norm in x's dtype); else it is one
-            before it. Squares are then added up in another order than those of `rms_norm`.
+            ``norm_offset`` (its ``weight_offset``). For one row it may be a part of the product's launch, where its
+            kernel has the row in registers (4-bit weights in groups of 128, a norm in x's dtype); squares are then
+            added up in another order than those of `rms_norm`. Else it is a launch before the product.
 
     Returns:
         [..., N], or [..., N / 2] for "swiglu", in ``out_dtype``.

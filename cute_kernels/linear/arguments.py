@@ -1,99 +1,129 @@
-"""What a kernel is launched with beside its matrix: declared once, by name, for the compiler, the host and a check.
+"""What kernels of linear layers are launched with: declared here, and nowhere else listed.
 
-A compiled function takes x, then addresses, then integers, by position. `Arguments` says which. The compiler's fake
-arguments are made of it. A plan puts its numbers in order by their names. A kernel whose ``__call__`` has others is not
-compiled.
+Dense products (`STREAM`, `TILES` and what begins with them): x [m, k], k and the distance of rows multiples of 8, on 16
+bytes. Addresses: codes uint8 [num_tiles, k_blocks * tiles of a k block, 2048], scales of x's dtype and zeros uint8
+[num_tiles, groups, 64]; bias [n] and residual as out, of x's dtype, or 0; out [m, n] (half of n for swiglu) of the kind
+``out_kind``; workspace fp32, every word EMPTY before and after.
+
+    k_blocks              padded K / the k block of the configuration
+    activation, out_kind  see :mod:`cute_kernels.linear.epilogue`
+    num_slices, num_groups, max_parts
+                          of a stream: slices of K, groups of CTAs, all of which must fit on the GPU together, parts of
+                          a block; workspace [blocks, max_parts, m * block_rows]
+    whole                 tiles that are not cut, of CTAs that multicast activations together one
+    splits                parts of the others, of K, none of them empty, or of rows of x, 1 unless the configuration
+                          cuts tiles; of every tile, where its CTA has them one after the other; workspace [tiles that
+                          are cut, splits - 1, block_rows * tile_m]
+    num_ctas              that are launched
+    factors, eps, offset  of rows that meet factors: [k], of x's dtype, on 16 bytes; bits of fp32
+    limbs, block_rows     of x, blocks of so many rows (`LIMB_BLOCKS`); of x itself only the sizes count
+
+Limbs of rows (`LIMB_ROWS`): x [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes; end: address of the int32
+that says how many places have a row, or 0: all; rows int32 [places], or 0: each place's own number; out int8 [places,
+groups, 2, 128]; scales fp32 [groups, pitch]. Inputs beyond k, up to 128 * groups, are 0.
+
+Limbs in blocks (`LIMB_BLOCKS`): rows: of a block, a multiple of 8; those behind the last of x are 0, as inputs beyond k
+are. out, on 128 bytes: int8 [groups, 2 * rows, 128], and behind them the scales, fp32 [groups, rows].
+
+Rows of x made ready (`INPUT_ROWS`): out [m, k], k a multiple of 8; addresses on 16 bytes: x, rows of k elements,
+``stride`` elements apart, a multiple of 8; order int32 [k], which input of x each is; factors [k] of x's dtype, in x's
+order. Those that the configuration has no use for are not read. parts: CTAs of each row.
 """
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from cute_kernels.runtime.spec import check_config, compile_matrix_kernel
+from cute_kernels.runtime import launch_arguments
+from cute_kernels.runtime.launch_arguments import LaunchArguments, arguments, joined
+from cute_kernels.runtime.spec import check_config
 
-ADDRESS, NUMBER = "Int64", "Int32"  # as kernels annotate them
+SOURCES = (Path(__file__).resolve(), *launch_arguments.SOURCES)
+"""What decides how kernels of this room, and of moe, are launched."""
+
 RESULT = ("activation", "out_kind")
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """Names of a kernel's arguments between its matrix and the stream, in order.
+def matrix_arguments(addresses: tuple[str, ...], numbers: tuple[str, ...], matrix: str = "x") -> LaunchArguments:
+    """A matrix, then addresses, then numbers."""
+    return joined(arguments("tensor", matrix), arguments("address", *addresses), arguments("int32", *numbers))
 
-    Attributes:
-        addresses: 64-bit, of device memory, 0 for none.
-        numbers: 32-bit.
+
+def between(declared: LaunchArguments, first: str, last: str, **values: int) -> tuple[int, ...]:
+    """The numbers behind ``first`` and before ``last``, in order: what a plan knows of a launch.
+
+    Raises:
+        TypeError: one of them is missing, or a value is none of them; the message names it.
     """
-
-    addresses: tuple[str, ...]
-    numbers: tuple[str, ...]
-
-    def between(self, first: str, last: str, **values: int) -> tuple[int, ...]:
-        """The numbers behind ``first`` and before ``last``, in order: what a plan knows of a launch.
-
-        Raises:
-            TypeError: one of them is missing, or a value is none of them; the message names it.
-        """
-        names = self.numbers[self.numbers.index(first) + 1 : self.numbers.index(last)]
-        for name in values:
-            if name not in names:
-                raise TypeError(f"{name}: got a number of that name, want {', '.join(names)}")
-        for name in names:
-            if name not in values:
-                raise TypeError(f"{name}: got no such number, want {', '.join(names)}")
-        return tuple(values[name] for name in names)
-
-    def check(self, kind: type[Any]) -> None:
-        """Raises TypeError unless ``__call__`` of a kind of kernels has these arguments, with these types."""
-        _, *parameters, stream = inspect.signature(kind.__call__).parameters.values()
-        found = [(parameter.name, _type_name(parameter.annotation)) for parameter in parameters[1:]]
-        wanted = [(name, ADDRESS) for name in self.addresses] + [(name, NUMBER) for name in self.numbers]
-        if found != wanted or stream.name != "stream":
-            odd = next((a for a, b in zip(found, wanted, strict=False) if a != b), (len(found), stream.name))
-            raise TypeError(f"{kind.__name__}.__call__: got {odd}, want {wanted}, then the stream")
-
-
-def _type_name(annotation: object) -> str:
-    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    names = declared.names[declared.names.index(first) + 1 : declared.names.index(last)]
+    for name in values:
+        if name not in names:
+            raise TypeError(f"{name}: got a number of that name, want {', '.join(names)}")
+    for name in names:
+        if name not in values:
+            raise TypeError(f"{name}: got no such number, want {', '.join(names)}")
+    return tuple(values[name] for name in names)
 
 
 def compile_kernel(
-    kind: type[Any], config: Any, arguments: Arguments, arch: str, *options: str, dtype: str = "", **matrix: int
+    kind: type[Any],
+    config: Any,
+    declared: LaunchArguments,
+    arch: str,
+    *options: str,
+    dtype: str = "",
+    divisibility: int = 8,
+    assumed_align: int = 16,
 ) -> Any:
     """Compiles a configuration's kernel for ``arch`` ("sm_90a") with fake arguments; needs no GPU.
 
     Args:
         kind: of the kernel, made of the configuration.
+        declared: what it is launched with: a row-major matrix of any size first.
         dtype: of the matrix, default the configuration's.
-        options, matrix: as of `compile_matrix_kernel`.
+        divisibility: of the matrix's rows, in elements. assumed_align: of its start, in bytes.
 
     Raises:
         ValueError: the configuration cannot be implemented.
-        TypeError: the kernel has other arguments.
     """
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor
+
     check_config(config)
-    arguments.check(kind)
-    counts = len(arguments.addresses), len(arguments.numbers)
-    return compile_matrix_kernel(kind(config), dtype or config.dtype, counts, arch, *options, **matrix)
+    types = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}
+    types |= {"int32": cutlass.Int32, "int64": cutlass.Int64}
+    shape = (cute.sym_int(), cute.sym_int(divisibility=divisibility))
+    matrix = make_fake_compact_tensor(
+        types[dtype or config.dtype], shape, stride_order=(1, 0), assumed_align=assumed_align
+    )
+    return declared.compile(kind(config).launch, {declared.names[0]: matrix}, arch, *options)
 
 
 DENSE_ADDRESSES = ("codes", "scales", "zeros", "bias", "residual", "out", "workspace")
-STREAM = Arguments(
+STREAM = matrix_arguments(
     DENSE_ADDRESSES, ("n", "num_tiles", "k_blocks", "num_slices", "num_groups", "max_parts", *RESULT)
 )  # fmt: skip
 """Of `linear.kernel.LinearKernel`."""
 
-TILES = Arguments(DENSE_ADDRESSES, ("n", "num_tiles", "k_blocks", "whole", "splits", "num_ctas", *RESULT))
+TILE_NUMBERS = ("n", "num_tiles", "k_blocks", "whole", "splits", "num_ctas", *RESULT)
+TILES = matrix_arguments(DENSE_ADDRESSES, TILE_NUMBERS)
 """Of `WgmmaKernel`, `ResidentKernel` and `PortableKernel`."""
 
-FACTORED_TILES = Arguments((*DENSE_ADDRESSES, "factors"), (*TILES.numbers, "eps", "offset"))
+FACTORED_TILES = matrix_arguments((*DENSE_ADDRESSES, "factors"), (*TILE_NUMBERS, "eps", "offset"))
 """Of `FactoredResidentKernel`."""
 
-LIMB_TILES = Arguments(
-    ("codes", "scales", "limbs", "bias", "residual", "out", "workspace"), (*TILES.numbers, "block_rows")
+LIMB_TILES = matrix_arguments(
+    ("codes", "scales", "limbs", "bias", "residual", "out", "workspace"), (*TILE_NUMBERS, "block_rows")
 )
 """Of `LimbWgmmaKernel`."""
 
-LIMB_ROWS = Arguments(("end", "rows", "out", "scales"), ("places", "groups", "pitch"))
-LIMB_BLOCKS = Arguments(("out",), ("rows", "groups"))
+LIMB_ROWS = matrix_arguments(("end", "rows", "out", "scales"), ("places", "groups", "pitch"))
+LIMB_BLOCKS = matrix_arguments(("out",), ("rows", "groups"))
+INPUT_ROWS = joined(
+    arguments("tensor", "out"),
+    arguments("address", "x", "order", "factors"),
+    arguments("int64", "stride"),
+    arguments("int32", "parts"),
+)

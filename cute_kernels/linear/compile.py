@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from cute_kernels.linear import schedule as few_rows
 from cute_kernels.linear import tuned
-from cute_kernels.linear.arguments import STREAM, compile_kernel
+from cute_kernels.linear.arguments import SOURCES, STREAM, compile_kernel
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.inputs import compile as inputs
 from cute_kernels.linear.wgmma import invariant
@@ -17,14 +17,14 @@ from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
 from cute_kernels.linear.wgmma.policies import PortableMmaSync, ResidentLimbs
 from cute_kernels.runtime.spec import KernelSpec
 
-KERNEL_MODULES = ("arguments", "compile", "config", "epilogue", "kernel", "work")
+KERNEL_MODULES = ("compile", "config", "epilogue", "kernel", "work")
 
 
 @dataclass(frozen=True, eq=False)
 class LinearSpec(KernelSpec):
     """One weight-only GEMM kernel.
 
-    The function takes what :meth:`LinearKernel.__call__` describes: x as a torch tensor, then addresses and integers.
+    The function takes what :mod:`cute_kernels.linear.arguments` has: x as a torch tensor, then addresses and integers.
     It runs on torch's current stream.
     """
 
@@ -34,7 +34,7 @@ class LinearSpec(KernelSpec):
     def source_roots(self) -> tuple[Path, ...]:
         """The modules that say what the kernel is, not all of the room: the others change nothing that is compiled."""
         folder = Path(__file__).resolve().parent
-        return *(folder / f"{name}.py" for name in KERNEL_MODULES), *self.config.format.sources()
+        return *(folder / f"{name}.py" for name in KERNEL_MODULES), *SOURCES, *self.config.format.sources()
 
     def compile(self, arch: str) -> Any:
         return compile_linear(self.config, arch)

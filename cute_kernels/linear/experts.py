@@ -16,8 +16,8 @@ from cute_kernels.linear.weight import (
     PackedWeight,
     check_presence,
     check_weight_format,
+    checked_state,
     format_numbers,
-    format_of_numbers,
     has_values,
     padded_shape,
 )
@@ -137,16 +137,7 @@ class PackedExperts(Packed):
         Raises:
             TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
         """
-        if not isinstance(tensors, dict):
-            raise TypeError(f"tensors: got {type(tensors).__name__}, want the dict of state_dict")
-        check_tensors(**{name: tensors[name] for name in ("format", "codes", "scales") if name in tensors})
-        for name in ("format", "codes", "scales"):
-            if name not in tensors:
-                raise ValueError(f"{name}: got no such tensor, want format, codes and scales")
-        unknown = sorted(tensors.keys() - {*_TENSORS, "format"})
-        if unknown:
-            raise ValueError(f"{unknown[0]}: got a tensor of that name, want none but {', '.join(_TENSORS)}, format")
-        found, shape, (experts,) = format_of_numbers(tensors["format"], tensors.get("zeros") is not None, 1)
+        found, shape, (experts,) = checked_state(tensors, _TENSORS, 1)
         fields: dict[str, Any] = {name: tensors.get(name) for name in _TENSORS}
         weights = cls(**fields, format=found, shape=shape)
         if len(weights) != experts:

@@ -28,7 +28,7 @@ from cute_kernels.device.ring import advance
 from cute_kernels.device.tensors import matrix_shape
 from cute_kernels.linear.config import ROW_WARPS, X_PAD, LinearConfig
 from cute_kernels.linear.epilogue import Epilogue
-from cute_kernels.linear.work import RECIPROCAL_BITS, Operands, StreamSizes, Work
+from cute_kernels.linear.work import RECIPROCAL_BITS, Operands, StreamSizes, Work, operands_of
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile
@@ -405,58 +405,31 @@ class LinearKernel:
         self.config = config
         self.roles = StreamRoles(config, SliceLoads(config))
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        codes: Int64,
-        scales: Int64,
-        zeros: Int64,
-        bias: Int64,
-        residual: Int64,
-        out: Int64,
-        workspace: Int64,
-        n: Int32,
-        num_tiles: Int32,
-        k_blocks: Int32,
-        num_slices: Int32,
-        num_groups: Int32,
-        max_parts: Int32,
-        activation: Int32,
-        out_kind: Int32,
-        stream,
-    ):
-        """Launches over (slices of K, groups), all of which must fit on the GPU together.
-
-        x: [m, k], m <= max_tokens, k a multiple of 8. Addresses: codes uint8 [num_tiles, k blocks * unit_tiles, 2048],
-        scales of x's dtype and zeros uint8 [num_tiles, groups, 64], bias [n] and residual as out, of x's dtype, or 0;
-        out [m, n] (half of n for swiglu) of the kind ``out_kind``; workspace fp32 [blocks, max_parts, m * block_rows],
-        every word EMPTY before and after. k_blocks: padded K / unit_k. activation, out_kind: see :mod:`.epilogue`.
-        """
+    def launch(self, given, stream):
+        """Launches over (slices of K, groups); ``given`` has the arguments `STREAM` of :mod:`.arguments`."""
         config = self.config
-        m, k = matrix_shape(x)
-        num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
-        slice_k_blocks = cute.ceil_div(k_blocks, num_slices)
+        m, k = matrix_shape(given.x)
+        num_blocks = cute.ceil_div(given.num_tiles, config.n_tiles)
+        slice_k_blocks = cute.ceil_div(given.k_blocks, given.num_slices)
         total = num_blocks * slice_k_blocks
-        base = total // num_groups
+        base = total // given.num_groups
         shape = StreamSizes(
             m=m,
-            n=n,
+            n=given.n,
             k=k,
-            num_tiles=num_tiles,
-            k_blocks=k_blocks,
+            num_tiles=given.num_tiles,
+            k_blocks=given.k_blocks,
             slice_k_blocks=slice_k_blocks,
             slice_reciprocal=((Int64(1) << RECIPROCAL_BITS) + slice_k_blocks - 1) // slice_k_blocks,
-            num_slices=num_slices,
+            num_slices=given.num_slices,
             base=base,
-            rest=total - base * num_groups,
-            max_parts=max_parts,
-            activation=activation,
-            out_kind=out_kind,
+            rest=total - base * given.num_groups,
+            max_parts=given.max_parts,
+            activation=given.activation,
+            out_kind=given.out_kind,
         )
-        operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
-        self.kernel(operands, shape).launch(
-            grid=(num_slices, num_groups, 1),
+        self.kernel(operands_of(Operands, given), shape).launch(
+            grid=(given.num_slices, given.num_groups, 1),
             block=(config.num_threads, 1, 1),
             min_blocks_per_mp=1,
             use_pdl=config.use_pdl,

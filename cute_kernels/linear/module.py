@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from cute_kernels.arguments import check_tensors
 from cute_kernels.linear import ops
+from cute_kernels.linear.packed import OfFormat
 from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.reference import prepare_input
 from cute_kernels.linear.weight import TENSOR_NAMES, PackedWeight, has_values
@@ -41,7 +42,7 @@ def is_conv1d(module: object) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(OfFormat, nn.Module):
     """nn.Linear with a `PackedWeight`: y = (x * input_scale) W^T + bias. For inference: it has no gradient.
 
     With ``shifts`` each group of inputs has one number more: W[n, k] = (code - zero) * scale + shift. That is what zero
@@ -120,24 +121,8 @@ class QuantizedLinear(nn.Module):
         return PackedWeight(**tensors, format=self.weight_format, shape=self.shape, check_values=False)
 
     @property
-    def bits(self) -> int:
-        """Of a code."""
-        return self.weight_format.bits
-
-    @property
-    def group_size(self) -> int | None:
-        """Consecutive inputs that share a scale; None for one scale per row."""
-        return self.weight_format.group_size or None
-
-    @property
-    def out_features(self) -> int:
-        """N: features of the result."""
-        return self.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        """K: features of x."""
-        return self.shape[1]
+    def _form(self) -> WeightFormat:
+        return self.weight_format
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of x [..., in_features], in x's dtype, which is that of the scales."""

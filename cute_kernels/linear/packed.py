@@ -14,7 +14,37 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Packed:
+class OfFormat:
+    """What a format and a shape, (N, K) without padding, say of weights, and of a layer that has them."""
+
+    shape: tuple[int, int]
+
+    @property
+    def _form(self) -> WeightFormat:
+        raise NotImplementedError
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self._form.bits
+
+    @property
+    def group_size(self) -> int | None:
+        """Consecutive inputs that share a scale; None for one scale per row."""
+        return self._form.group_size or None
+
+    @property
+    def out_features(self) -> int:
+        """N: features of the result, rows (of each expert) without padding."""
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """K: features of x, columns (of each expert) without padding."""
+        return self.shape[1]
+
+
+class Packed(OfFormat):
     """Tensors of codes and scales of a format: a frozen dataclass with `check_values`.
 
     Attributes:
@@ -31,14 +61,8 @@ class Packed:
     tensor_names: ClassVar[tuple[str, ...]]
 
     @property
-    def bits(self) -> int:
-        """Of a code."""
-        return self.format.bits
-
-    @property
-    def group_size(self) -> int | None:
-        """Consecutive inputs that share a scale; None for one scale per row."""
-        return self.format.group_size or None
+    def _form(self) -> WeightFormat:
+        return self.format
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,16 +73,6 @@ class Packed:
     def device(self) -> torch.device:
         """Of all tensors."""
         return self.codes.device
-
-    @property
-    def out_features(self) -> int:
-        """N, rows (of each expert) without padding."""
-        return self.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        """K, columns (of each expert) without padding."""
-        return self.shape[1]
 
     @property
     def nbytes(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.linear.arguments import STREAM, TILES
+from cute_kernels.linear.arguments import STREAM, TILES, between
 from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
 from cute_kernels.linear.portable.schedule import make_portable_schedule
@@ -18,7 +18,7 @@ from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
 from cute_kernels.linear.served import schedule_for
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.limb_launch import limb_product
-from cute_kernels.linear.wgmma.policies import PortableMmaSync
+from cute_kernels.linear.wgmma.policies import NORMED, NORMED_ROWS, PortableMmaSync
 from cute_kernels.linear.wgmma.resident_schedule import with_factors
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
@@ -104,7 +104,7 @@ def factored_plan_of(
 ) -> LinearPlan | None:
     """As `plan_of`, of a kernel whose rows meet factors (`policies.SCALED` or `policies.NORMED`); None if the one that
     serves the product takes none. It has the address of the factors behind the workspace, and two numbers more."""
-    if not is_supported(device):
+    if not is_supported(device) or (kind == NORMED and m > NORMED_ROWS):
         return None
     problem = problem_of(m, n, k, form, dtype, device, batch_invariant)
     schedule = factored(schedule_for(problem, GPU.name(device)), kind)
@@ -146,7 +146,8 @@ def make_plan(schedule: StreamSchedule | TileSchedule, m: int, device_index: int
         function=load(spec_of(schedule.config), arch_of(device_index)),
         schedule=schedule,
         device_index=device_index,
-        sizes=STREAM.between(
+        sizes=between(
+            STREAM,
             *("n", "activation"),
             num_tiles=schedule.num_tiles,
             k_blocks=schedule.k_blocks,
@@ -169,7 +170,8 @@ def make_tile_plan(schedule: TileSchedule, m: int, device_index: int) -> LinearP
         function=function,
         schedule=schedule,
         device_index=device_index,
-        sizes=TILES.between(
+        sizes=between(
+            TILES,
             *("n", "activation"),
             num_tiles=schedule.num_tiles,
             k_blocks=schedule.k_blocks,

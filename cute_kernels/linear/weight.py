@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import InitVar, dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -256,20 +256,29 @@ class PackedWeight(Packed):
         Raises:
             TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
         """
-        if not isinstance(tensors, dict):
-            raise TypeError(f"tensors: got {type(tensors).__name__}, want the dict of state_dict")
-        check_tensors(**{name: tensors[name] for name in ("format", "codes", "scales") if name in tensors})
-        for name in ("format", "codes", "scales"):
-            if name not in tensors:
-                raise ValueError(f"{name}: got no such tensor, want format, codes and scales")
-        unknown = sorted(tensors.keys() - {*TENSOR_NAMES, "format"})
-        if unknown:
-            raise ValueError(
-                f"{unknown[0]}: got a tensor of that name, want none but {', '.join(TENSOR_NAMES)}, format"
-            )
-        found, shape, _ = format_of_numbers(tensors["format"], tensors.get("zeros") is not None)
+        found, shape, _ = checked_state(tensors, TENSOR_NAMES)
         fields: dict[str, Any] = {name: tensors.get(name) for name in TENSOR_NAMES}
         return cls(**fields, format=found, shape=shape)
+
+
+def checked_state(
+    tensors: dict[str, torch.Tensor], names: Collection[str], more: int = 0
+) -> tuple[WeightFormat, tuple[int, int], tuple[int, ...]]:
+    """What `format_of_numbers` has of the "format" of a state dict, of tensors of these names beside it.
+
+    Raises:
+        TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
+    """
+    if not isinstance(tensors, dict):
+        raise TypeError(f"tensors: got {type(tensors).__name__}, want the dict of state_dict")
+    check_tensors(**{name: tensors[name] for name in ("format", "codes", "scales") if name in tensors})
+    for name in ("format", "codes", "scales"):
+        if name not in tensors:
+            raise ValueError(f"{name}: got no such tensor, want format, codes and scales")
+    unknown = sorted(tensors.keys() - {*names, "format"})
+    if unknown:
+        raise ValueError(f"{unknown[0]}: got a tensor of that name, want none but {', '.join(names)}, format")
+    return format_of_numbers(tensors["format"], tensors.get("zeros") is not None, more)
 
 
 def rows_of(tiled: torch.Tensor) -> torch.Tensor:

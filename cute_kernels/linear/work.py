@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import cutlass
 from cutlass import Int32, Int64, Uint32
+
+from cute_kernels.device import ptx
 
 RECIPROCAL_BITS = 40  # x // n is x * ceil(2**40 / n) >> 40 for x * n < 2**40
 
@@ -22,6 +25,14 @@ class Operands:
     residual: Int64  # as out, of x's dtype
     out: Int64
     workspace: Int64  # [blocks, max_parts, m * block_rows] fp32, EMPTY
+
+
+def operands_of(kind: Any, given, **others) -> Any:
+    """The operands, of a ``kind`` of dataclass, of a launch's arguments, and of ``others`` that these do not have."""
+    if "x" not in others:
+        others["x"] = ptx.address(given.x)
+    names = (own.name for own in fields(kind) if own.name not in others)
+    return kind(**{name: getattr(given, name) for name in names}, **others)
 
 
 @dataclass(frozen=True)

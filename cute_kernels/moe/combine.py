@@ -33,30 +33,13 @@ class CombineKernel:
     def __init__(self, config: CombineConfig):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        out: cute.Tensor,
-        results: Int64,
-        places: Int64,
-        weights: Int64,
-        topk: Int32,
-        num_experts: Int32,
-        part_bits: Int32,
-        stream,
-    ):
-        """Launches over (columns, tokens).
-
-        out: [tokens, n] of the configuration's dtype. Addresses: results [places, n] of its source, on 16 bytes; places
-        int32 [tokens, topk], the row of ``results`` of each assignment or -1; weights [tokens, topk]. With
-        ``id_bits`` places are the assignments' own, and what is given instead of them are ids of experts, of which
-        those outside 0 to num_experts - 1 count for nothing; their results may be of 2**part_bits parts of K, [parts,
-        tokens * topk, n], all of which are added up. part_bits is 0 without ``id_bits``.
-        """
-        shape = extents(out)
-        tokens, n = shape
-        terms = Terms(topk << part_bits, part_bits, tokens * topk)
-        self.kernel(results, places, weights, ptx.address(out), n, topk, num_experts, terms).launch(
+    def launch(self, given, stream):
+        """Launches over (columns, tokens); ``given`` has the arguments `COMBINE` of :mod:`.arguments`."""
+        tokens, n = extents(given.out)
+        topk = given.topk
+        terms = Terms(topk << given.part_bits, given.part_bits, tokens * topk)
+        addresses = given.results, given.places, given.weights, ptx.address(given.out)
+        self.kernel(*addresses, n, topk, given.num_experts, terms).launch(
             grid=(cute.ceil_div(n, COMBINE_THREADS * COMBINE_VECTOR), tokens, 1),
             block=(COMBINE_THREADS, 1, 1),
             use_pdl=self.config.use_pdl,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.linear import compile as linear
-from cute_kernels.linear.arguments import compile_kernel
+from cute_kernels.linear.arguments import SOURCES, compile_kernel
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma import compile as linear_wgmma
 from cute_kernels.linear.wgmma.config import LimbRowsConfig, WgmmaConfig
@@ -26,12 +26,14 @@ TOKENS = (1, 2, 4, 8, 32, 128, 512, 2048, 8192)
 
 
 def _modules(*names: str) -> tuple[Path, ...]:
-    return tuple(Path(__file__).resolve().parent / f"{name}.py" for name in names)
+    """Of this room, and what all of its kernels are launched by."""
+    own = ("arguments", "compile", *names)
+    return *(Path(__file__).resolve().parent / f"{name}.py" for name in own), *SOURCES
 
 
 @dataclass(frozen=True, eq=False)
 class GroupedSpec(KernelSpec):
-    """One grouped weight-only GEMM kernel: takes what `GroupedKernel.__call__` describes, on torch's current stream."""
+    """One grouped weight-only GEMM kernel: takes what `arguments` has of it, on torch's current stream."""
 
     config: LinearConfig
     family: ClassVar[str] = "moe"
@@ -41,9 +43,7 @@ class GroupedSpec(KernelSpec):
         return f"grouped_{self.config.name}"
 
     def source_roots(self) -> tuple[Path, ...]:
-        return *_modules("arguments", "compile", "kernel", "schedule", "work"), *linear.LinearSpec(
-            self.config
-        ).source_roots()
+        return *_modules("kernel", "schedule", "work"), *linear.LinearSpec(self.config).source_roots()
 
     def compile(self, arch: str) -> Any:
         return compile_grouped(self.config, arch)
@@ -51,7 +51,7 @@ class GroupedSpec(KernelSpec):
 
 @dataclass(frozen=True, eq=False)
 class GroupedWgmmaSpec(KernelSpec):
-    """One grouped GEMM kernel for many rows an expert: takes what `GroupedWgmmaKernel.__call__` describes."""
+    """One grouped GEMM kernel for many rows an expert: takes what `arguments` has of it."""
 
     config: WgmmaConfig
     family: ClassVar[str] = "moe"
@@ -61,7 +61,7 @@ class GroupedWgmmaSpec(KernelSpec):
         return f"grouped_{self.config.name}"
 
     def source_roots(self) -> tuple[Path, ...]:
-        own = _modules("arguments", "compile", "schedule", "wgmma/kernel", "wgmma/schedule", "wgmma/tiles")
+        own = _modules("schedule", "wgmma/kernel", "wgmma/schedule", "wgmma/tiles")
         return *own, *linear_wgmma.WgmmaSpec(self.config).source_roots()
 
     def compile(self, arch: str) -> Any:
@@ -70,14 +70,12 @@ class GroupedWgmmaSpec(KernelSpec):
 
 @dataclass(frozen=True, eq=False)
 class RangeSpec(GroupedSpec):
-    """One grouped GEMM kernel of few rows in limbs: takes what `RangeKernel.__call__` describes."""
+    """One grouped GEMM kernel of few rows in limbs: takes what `arguments` has of it."""
 
     config: RangeConfig
 
     def source_roots(self) -> tuple[Path, ...]:
-        own = _modules(
-            "arguments", "compile", "ranges/config", "ranges/finder", "ranges/kernel", "ranges/work", "schedule", "work"
-        )
+        own = _modules("ranges/config", "ranges/finder", "ranges/kernel", "ranges/work", "schedule", "work")
         if self.config.activations.lane_assignments:
             own += _modules("ranges/assigned", "ranges/assignments")
         return *own, *linear_wgmma.limb_roots(), *linear.LinearSpec(self.config).source_roots()
@@ -88,13 +86,13 @@ class RangeSpec(GroupedSpec):
 
 @dataclass(frozen=True, eq=False)
 class GatherSpec(KernelSpec):
-    """The kernel that lays rows in the order of their places: takes what `GatherKernel.__call__` describes."""
+    """The kernel that lays rows in the order of their places: takes what `arguments` has of it."""
 
     config: GatherConfig
     family: ClassVar[str] = "moe"
 
     def source_roots(self) -> tuple[Path, ...]:
-        return _modules("arguments", "compile", "config", "gather")
+        return _modules("config", "gather")
 
     def compile(self, arch: str) -> Any:
         return compile_gather(self.config, arch)
@@ -102,7 +100,7 @@ class GatherSpec(KernelSpec):
 
 @dataclass(frozen=True, eq=False)
 class RoutingSpec(KernelSpec):
-    """The kernel that sorts assignments: takes what `RoutingKernel.__call__` describes; ids are int32 or int64.
+    """The kernel that sorts assignments: takes what `arguments` has of it; ids are int32 or int64.
 
     ``config`` says which.
     """
@@ -111,7 +109,7 @@ class RoutingSpec(KernelSpec):
     family: ClassVar[str] = "moe"
 
     def source_roots(self) -> tuple[Path, ...]:
-        return _modules("arguments", "compile", "config", "routing", "schedule")
+        return _modules("config", "routing", "schedule")
 
     def compile(self, arch: str) -> Any:
         return compile_routing(self.config, arch)
@@ -119,13 +117,13 @@ class RoutingSpec(KernelSpec):
 
 @dataclass(frozen=True, eq=False)
 class CombineSpec(KernelSpec):
-    """The kernel that adds up results: takes what `CombineKernel.__call__` describes."""
+    """The kernel that adds up results: takes what `arguments` has of it."""
 
     config: CombineConfig
     family: ClassVar[str] = "moe"
 
     def source_roots(self) -> tuple[Path, ...]:
-        return _modules("arguments", "compile", "config", "combine")
+        return _modules("config", "combine")
 
     def compile(self, arch: str) -> Any:
         return compile_combine(self.config, arch)

@@ -29,27 +29,14 @@ class GatherKernel:
     def __init__(self, config: GatherConfig):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        end: Int64,
-        rows: Int64,
-        out: Int64,
-        places: Int32,
-        stream,
-    ):
-        """Launches over blocks of places, then slices of columns.
-
-        x: [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes. Addresses: end, of the int32 that says how many
-        places have a row; rows, int32 [places]; out [places, k] as x.
-        """
+    def launch(self, given, stream):
+        """Launches over blocks of places, then slices of columns; ``given`` has the arguments `GATHER` of
+        :mod:`.arguments`."""
         config = self.config
-        shape = extents(x)
-        row_pieces = shape[1] // (PIECE_BYTES // 2)
-        grid = cute.ceil_div(places, config.block_places), cute.ceil_div(row_pieces, config.row_threads), 1
-        self.kernel(ptx.address(x), end, rows, out, row_pieces, places).launch(
-            grid=grid,
+        row_pieces = extents(given.x)[1] // (PIECE_BYTES // 2)
+        blocks, slices = cute.ceil_div(given.places, config.block_places), cute.ceil_div(row_pieces, config.row_threads)
+        self.kernel(ptx.address(given.x), given.end, given.rows, given.out, row_pieces, given.places).launch(
+            grid=(blocks, slices, 1),
             block=(config.num_threads, 1, 1),
             use_pdl=config.use_pdl,
             stream=stream,

@@ -25,6 +25,7 @@ from cute_kernels.device.ring import advance
 from cute_kernels.device.tensors import matrix_shape
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.kernel import StreamRoles, init_barriers
+from cute_kernels.linear.work import operands_of
 from cute_kernels.moe.schedule import MAX_EXPERTS, TABLE_BYTES, TABLE_ENTRY_BYTES
 from cute_kernels.moe.work import EntrySizes, GroupedOperands, GroupedWork, reciprocal
 
@@ -92,82 +93,43 @@ class GroupedKernel:
         self.config = config
         self.roles = StreamRoles(config, EntryLoads(config), TABLE_BYTES)
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        codes: Int64,
-        scales: Int64,
-        zeros: Int64,
-        bias: Int64,
-        out: Int64,
-        workspace: Int64,
-        offsets: Int64,
-        rows: Int64,
-        n: Int32,
-        num_tiles: Int32,
-        k_blocks: Int32,
-        num_slices: Int32,
-        num_groups: Int32,
-        num_experts: Int32,
-        entry_shift: Int32,
-        x_slots: Int32,
-        first_entry: Int32,
-        max_entries: Int32,
-        max_parts: Int32,
-        slack: Int32,
-        waits: Int32,
-        activation: Int32,
-        out_kind: Int32,
-        stream,
-    ):
-        """Launches over (slices of K, groups), all of which must fit on the GPU together.
-
-        x: [.., k], k a multiple of 8. Addresses as in :class:`.work.GroupedOperands`, codes uint8 [experts, num_tiles,
-        k blocks * unit_tiles, 2048]; workspace of num_groups parts, or with slices max_entries * blocks * max_parts.
-        Entries, of up to 1 << entry_shift rows, first_entry to first_entry + max_entries are computed, as far as there
-        are. k_blocks: padded K / unit_k.
-        slack: k blocks that a group may have beyond its share so that blocks stay whole; -1: they are cut. waits: 0 if
-        offsets and rows are older than the kernel before this one, which has waited for them before it let this one
-        begin; else 1.
-        """
+    def launch(self, given, stream):
+        """Launches over (slices of K, groups), all of which must fit on the GPU together; ``given`` has the arguments
+        `GROUPED` of :mod:`.arguments`."""
         config = self.config
-        _, k = matrix_shape(x)
-        num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
-        slice_k_blocks = cute.ceil_div(k_blocks, num_slices)
+        _, k = matrix_shape(given.x)
+        num_blocks = cute.ceil_div(given.num_tiles, config.n_tiles)
+        slice_k_blocks = cute.ceil_div(given.k_blocks, given.num_slices)
         shape = EntrySizes(
-            m=Int32(1) << entry_shift,
-            n=n,
+            m=Int32(1) << given.entry_shift,
+            n=given.n,
             k=k,
-            num_tiles=num_tiles,
-            k_blocks=k_blocks,
+            num_tiles=given.num_tiles,
+            k_blocks=given.k_blocks,
             slice_k_blocks=slice_k_blocks,
             slice_reciprocal=reciprocal(slice_k_blocks),
-            num_slices=num_slices,
+            num_slices=given.num_slices,
             base=Int32(0),
             rest=Int32(0),
-            max_parts=max_parts,
-            activation=activation,
-            out_kind=out_kind,
+            max_parts=given.max_parts,
+            activation=given.activation,
+            out_kind=given.out_kind,
             num_blocks=num_blocks,
             entry_k_blocks=num_blocks * slice_k_blocks,
             block_reciprocal=reciprocal(num_blocks),
-            num_groups=num_groups,
-            group_reciprocal=reciprocal(num_groups),
-            num_experts=num_experts,
-            entry_shift=entry_shift,
-            x_slots=x_slots,
-            first_entry=first_entry,
-            max_entries=max_entries,
-            slack=slack,
-            waits=waits,
+            num_groups=given.num_groups,
+            group_reciprocal=reciprocal(given.num_groups),
+            num_experts=given.num_experts,
+            entry_shift=given.entry_shift,
+            x_slots=given.x_slots,
+            first_entry=given.first_entry,
+            max_entries=given.max_entries,
+            slack=given.slack,
+            waits=given.waits,
             grain=Int32(1),
         )
-        operands = GroupedOperands(
-            ptx.address(x), codes, scales, zeros, bias, Int64(0), out, workspace, offsets, rows
-        )  # fmt: skip
-        self.kernel(operands, shape).launch(
-            grid=(num_slices, num_groups, 1),
+        self.kernel(operands_of(GroupedOperands, given, residual=Int64(0)), shape).launch(
+            grid=(given.num_slices, given.num_groups, 1),
             block=(config.num_threads, 1, 1),
             min_blocks_per_mp=1,
             use_pdl=config.use_pdl,

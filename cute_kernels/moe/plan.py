@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.linear.arguments import Arguments
+from cute_kernels.linear.arguments import between
 from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.wgmma.limb_launch import LimbRows, limb_rows
@@ -23,6 +23,7 @@ from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU, per_gpu
+from cute_kernels.runtime.launch_arguments import LaunchArguments
 
 FEW_PLACES = 256  # results of a layer that are stored in fp32 before they are added up: more are worth half the bytes
 
@@ -212,7 +213,8 @@ def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) ->
     """The plan of a given schedule of few rows an expert."""
 
     def sizes(number: int) -> tuple[int, ...]:
-        return GROUPED.between(
+        return between(
+            GROUPED,
             *("n", "waits"),
             num_tiles=schedule.num_tiles,
             k_blocks=schedule.k_blocks,
@@ -239,14 +241,15 @@ def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) ->
 def make_range_plan(layout: RangeLayout, places: int, num_experts: int, device_index: int) -> RangePlan:
     """The plan of given runs of blocks."""
     common = range_sizes(layout, num_experts)
-    sizes = RANGES.between("n", "waits", **common, places=places)
+    sizes = between(RANGES, "n", "waits", **common, places=places)
     function = load(RangeSpec(layout.config), arch_of(device_index))
     return RangePlan(function, layout, sizes, stores_fp32=places <= FEW_PLACES)
 
 
 def make_assigned_plan(layout: RangeLayout, ids: AssignedIds, num_experts: int, device_index: int) -> AssignedPlan:
     """The plan of given runs of blocks among assignments; layout: of `among_assignments`."""
-    sizes = ASSIGNED.between(
+    sizes = between(
+        ASSIGNED,
         *("n", "waits"),
         **range_sizes(layout, num_experts),
         count=ids.count,
@@ -275,9 +278,10 @@ def make_tiles_plan(tiles: GroupedTiles, _places: int, num_experts: int, device_
     return TilesPlan(function, tiles, tile_sizes(TILES, tiles, num_experts))
 
 
-def tile_sizes(arguments: Arguments, tiles: GroupedTiles, num_experts: int) -> tuple[int, ...]:
+def tile_sizes(arguments: LaunchArguments, tiles: GroupedTiles, num_experts: int) -> tuple[int, ...]:
     """What products by tiles are told, between n and the activation."""
-    return arguments.between(
+    return between(
+        arguments,
         *("n", "activation"),
         num_tiles=tiles.num_tiles,
         k_blocks=tiles.k_blocks,

@@ -25,25 +25,11 @@ class RoutingKernel:
     def __init__(self, config: RoutingConfig):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        topk_ids: cute.Tensor,
-        offsets: Int64,
-        rows: Int64,
-        places: Int64,
-        num_experts: Int32,
-        stream,
-    ):
-        """One CTA.
-
-        topk_ids: int32 or int64 [tokens, topk]; ids outside 0 to num_experts - 1 go nowhere. Addresses, all int32:
-        offsets [num_experts + 1], the first place of each expert; rows [tokens * topk], the token at each place; places
-        [tokens * topk], the place of each assignment, -1 for those that go nowhere.
-        """
-        shape = extents(topk_ids)
-        count = shape[0] * shape[1]
-        self.kernel(ptx.address(topk_ids), offsets, rows, places, count, shape[1], num_experts).launch(
+    def launch(self, given, stream):
+        """One CTA; ``given`` has the arguments `ROUTING` of :mod:`.arguments`."""
+        tokens, topk = extents(given.topk_ids)
+        sorted_as = given.offsets, given.rows, given.places
+        self.kernel(ptx.address(given.topk_ids), *sorted_as, tokens * topk, topk, given.num_experts).launch(
             grid=(1, 1, 1),
             block=(self.config.num_threads, 1, 1),
             min_blocks_per_mp=1,

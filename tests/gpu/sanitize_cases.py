@@ -1,4 +1,4 @@
-"""What `tests.gpu.sanitize` runs: attention, linear layers and layers of experts, one case for each kind of kernel.
+"""What `tests.gpu.sanitize` runs: attention, linear layers, norms and experts, one case for each kind of kernel.
 
 Where vLLM is installed: steps of an engine, too.
 """
@@ -17,7 +17,7 @@ from bench import moe as moe_bench
 from bench.linear import Format, make_weights, pack
 from bench.moe import MODELS, Inputs, MoeModel, MoeShape, make_experts
 from bench.peers import relative_error
-from cute_kernels import quantized_linear
+from cute_kernels import quantized_linear, rms_norm
 from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.plan import problem_of
@@ -28,8 +28,12 @@ from cute_kernels.extend.plan import combine_spec, configs_of
 from cute_kernels.extend.schedule import choose_unpacked
 from cute_kernels.integrations.vllm import attention_kernels
 from cute_kernels.linear.compile import specs_of
+from cute_kernels.linear.plan import factored
 from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.wgmma.policies import NORMED, SCALED
 from cute_kernels.moe import fused_moe, fused_moe_reference
+from cute_kernels.norm.compile import NormSpec
+from cute_kernels.norm.config import NormConfig, launch_shape
 from cute_kernels.runtime import KernelSpec
 from tests.attention.cases import Call, assert_close, make_call
 from tests.extend.cases import Call as ExtendCall
@@ -43,6 +47,7 @@ PRODUCT_TOLERANCE = 5e-3  # of the norm of a product's results in bf16 or fp16,
 LAYER_TOLERANCE = 1e-2  # and of a layer's, whose hidden activations are rounded too
 SERVED_TOLERANCE = 0.2  # of the norm of attention's results, next to exact K and V: what 4 bits in one group lose
 CHECKED_TOKENS = 3
+EPS = 1e-5  # of norms
 W4 = Format(4, 128, False, "bf16")
 
 
@@ -175,6 +180,63 @@ class LinearCase:
 
 
 @dataclass(frozen=True)
+class FactoredCase:
+    """A linear layer whose own kernel norms its rows, or scales their inputs, on the way to limbs; as `LinearCase`.
+
+    kind: `policies.NORMED` or `policies.SCALED`.
+    """
+
+    n: int
+    k: int
+    m: int
+    kind: str
+
+    def specs(self) -> list[KernelSpec]:
+        schedule = factored(chosen(W4.problem(self.m, self.n, self.k), GPU), self.kind)
+        assert schedule is not None, "the product's kernel takes no factors"
+        return specs_of(schedule.config)
+
+    def run(self, device: str = "cuda") -> str:
+        weights = make_weights(self.n, self.k, W4, device)
+        packed = pack(weights)
+        x, factors = (torch.randn(size, device=device).to(packed.dtype) for size in ((self.m, self.k), (self.k,)))
+        normed = self.kind == NORMED
+        rows = rms_norm(x, factors, eps=EPS) if normed else x * factors
+        weight = packed if normed else dataclasses.replace(packed, input_scale=factors)
+        wanted = rows.float() @ weights.dense.float().T
+        for _ in range(CALLS):
+            out = torch.full_like(wanted, torch.nan, dtype=packed.dtype)
+            quantized_linear(x, weight, norm=factors if normed else None, norm_eps=EPS, out=out)
+            error = relative_error(out, wanted)
+            assert error <= PRODUCT_TOLERANCE, error
+        return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
+
+
+@dataclass(frozen=True)
+class NormCase:
+    """RMSNorm of [rows, n] behind a residual, whose sum comes too."""
+
+    rows: int
+    n: int
+
+    def specs(self) -> list[KernelSpec]:
+        return [NormSpec(NormConfig("rms", "bf16", *launch_shape(self.n), has_residual=True))]
+
+    def run(self, device: str = "cuda") -> str:
+        size = (self.rows, self.n)
+        x, residual, weight = (torch.randn(s, device=device).bfloat16() for s in (size, size, size[1:]))
+        summed = (x.float() + residual.float()).bfloat16()
+        row = summed.double()
+        wanted = row * (row.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+        for _ in range(CALLS):
+            out, total = rms_norm(x, weight, residual=residual, eps=EPS)
+            assert torch.equal(total, summed)
+            error = relative_error(out, wanted)
+            assert error <= PRODUCT_TOLERANCE, error
+        return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
+
+
+@dataclass(frozen=True)
 class LayerCase:
     """A layer of experts with so many tokens."""
 
@@ -275,6 +337,14 @@ EXTEND = {
     "extend-int8_token_head-unpacked": ExtendCase("int8_token_head", *EXTEND_SHAPES, unpack=True),
     "extend-int4_g4-unpacked-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, unpack=True, num_splits=2),
 }
+FACTORED = {
+    "norm-in-product-one-row": FactoredCase(6144, 4096, 1, NORMED),
+    "norm-in-product-seven-tiles": FactoredCase(28672, 1024, 1, NORMED),
+    "norm-in-product-part-of-a-tile": FactoredCase(520, 1024, 1, NORMED),
+    "input-scale-one-row": FactoredCase(6144, 4096, 1, SCALED),
+    "input-scale-seven-tiles": FactoredCase(28672, 1024, 8, SCALED),
+}
+NORMS = {"norm": NormCase(3, 4096), "norm-short-rows": NormCase(5, 1096)}
 SMALL = MoeModel("small", 32, 4, 1024, 256)
 MIXTRAL, QWEN3, _ = MODELS
 EXPERTS = {
@@ -291,6 +361,6 @@ SERVED = {
     "served-int4_per_token_head": ServedCase(Layer("int4_per_token_head")),
     "served-fp8-drafts": ServedCase(Layer("fp8", window=24, sinks=True, speculative=3, caches={"num_sms": 1})),
 }
-CASES: dict[str, Case] = {**ATTENTION, **EXTEND, **LAYERS, **EXPERTS}
+CASES: dict[str, Case] = {**ATTENTION, **EXTEND, **LAYERS, **FACTORED, **NORMS, **EXPERTS}
 if importlib.util.find_spec("vllm") is not None:
     CASES |= SERVED

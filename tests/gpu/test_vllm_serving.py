@@ -161,6 +161,8 @@ class Difference:
     logprobs: list[float]
 
     def __str__(self) -> str:
+        if not self.logprobs:
+            return f"all {len(self.parted)} requests part at once"
         ordered = sorted(self.logprobs)
         shown = [ordered[len(ordered) * part // 100] for part in (50, 90, 99)] + ordered[-1:]
         return (
@@ -193,6 +195,8 @@ class Bound:
     nearly_all: float
 
     def holds(self, found: Difference) -> bool:
+        if not found.logprobs:
+            return False
         ordered = sorted(found.logprobs)
         at = {part: ordered[int(len(ordered) * part)] for part in (0.5, 0.9, 0.99)}
         within = at[0.5] <= self.half and at[0.9] <= self.most and at[0.99] <= self.nearly_all

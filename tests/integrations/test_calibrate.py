@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import cute_kernels.integrations.transformers as ck
-from cute_kernels.integrations.transformers.calibrate import gather_moments, watch
+from cute_kernels.integrations.transformers.attend import attention
+from cute_kernels.integrations.transformers.calibrate import attending, gather_moments, watch
 from cute_kernels.integrations.transformers.fit import _Layer
 from cute_kernels.kv_cache import CacheConstants, CacheTransform, Calibrator
 from cute_kernels.kv_cache.transforms import key_of
@@ -140,6 +141,53 @@ def test_a_fit_lowers_the_divergence(kv_format):
     for new, old in zip(fitted.transforms, constants.transforms, strict=True):
         assert (new.k_rotation, new.v_rotation) == (old.k_rotation, old.v_rotation)
         assert torch.equal(new.arrays["k_factor"].sign(), old.arrays["k_factor"].sign()) and new.key != old.key
+
+
+def excess_of(model, batch, constants, kv_format):
+    """Cross-entropy of the text's own tokens over that with exact K and V, nats a token, by transformers' loss."""
+    layers = [
+        _Layer(one, (kv_format, kv_format), torch.ones(one.k_factor.shape)) for one in constants.transforms if one
+    ]
+
+    def attend(module, query, key, value, *args, **options):
+        key, value = layers[module.layer_idx].read(key, value)
+        return attention(module, query, key, value, *args, **options)
+
+    with torch.no_grad():
+        exact = model(**batch, labels=batch["input_ids"]).loss
+        with attending(model, attend):
+            return float(model(**batch, labels=batch["input_ids"]).loss - exact)
+
+
+def test_a_fit_to_the_text_lowers_its_cross_entropy():
+    model, batch = DECODERS["llama"].build(torch.float32), make_batches(1)[0]
+    bad = [CacheTransform(k_center=torch.zeros(2, 64), k_factor=torch.exp(torch.randn(2, 64))) for _ in range(2)]
+    constants: Any = CacheConstants(tuple(bad))
+    fit = {"steps": 25, "learning_rate": 0.05}
+    to_text: Any = ck.fit_transforms(model, [batch], "int4_g1", constants, text_weight=1.0, **fit)
+    to_model: Any = ck.fit_transforms(model, [batch], "int4_g1", constants, **fit)
+    of_text, of_model, before = (excess_of(model, batch, one, "int4_g1") for one in (to_text, to_model, constants))
+    assert of_text < of_model < before and of_text < before - 0.5 * abs(before)
+    assert to_text.about["fitted"].endswith("text weight 1")
+
+
+@pytest.mark.parametrize("weight", [-0.1, 1.5, float("nan")])
+def test_a_weight_of_the_text_is_a_share(weight):
+    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
+    constants: Any = ck.calibrate_cache(model, batches, "int4_g4")
+    with pytest.raises(ValueError, match="text_weight: got .*, want a number from 0 to 1"):
+        ck.fit_transforms(model, batches, "int4_g4", constants, steps=1, text_weight=weight)
+
+
+def test_a_fit_leaves_the_precision_of_products_as_it_was():
+    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
+    constants: Any = ck.calibrate_cache(model, batches, "int4_g4")
+    before = torch.get_float32_matmul_precision()
+    seen: list[str] = []
+    ck.fit_transforms(
+        model, batches, "int4_g4", constants, steps=1, say=lambda *_: seen.append(torch.get_float32_matmul_precision())
+    )
+    assert seen == ["high"] and torch.get_float32_matmul_precision() == before
 
 
 def test_a_fit_reads_what_a_cache_would():

@@ -4,6 +4,7 @@ does between two steps."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -237,6 +238,51 @@ def test_greedy_and_sampled_calls_take_turns_over_one_memory():
         sampled = generate(model, LEFT_PADDED, do_sample=True, top_k=1)
         assert replay.ahead == before and torch.equal(sampled.sequences, want.sequences)
     assert replay.ahead and replay.reason is None
+
+
+def step_arguments(cache: Any, tokens: int) -> dict[str, Any]:
+    """What `generate` calls a step with, after ``tokens`` columns."""
+    positions = torch.full((2, 1), tokens)
+    mask = torch.ones(2, tokens + 1, dtype=torch.int64)
+    return {"input_ids": torch.full((2, 1), 5), "position_ids": positions, "attention_mask": mask, "use_cache": True,
+            "past_key_values": cache}  # fmt: skip
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "another batch": lambda given: given | {"input_ids": torch.full((3, 1), 5)},
+    "two tokens": lambda given: given | {"input_ids": torch.full((2, 2), 5)},
+    "positions of another dtype": lambda given: given | {"position_ids": given["position_ids"].int()},
+    "no positions": lambda given: given | {"position_ids": None},
+    "an older mask": lambda given: given | {"attention_mask": given["attention_mask"][:, 1:]},
+    "no mask": lambda given: given | {"attention_mask": None},
+    "another option": lambda given: given | {"use_cache": False},
+    "an option more": lambda given: given | {"logits_to_keep": 1},
+    "another cache": lambda given: given | {"past_key_values": ck.DecodeCache("int4_g4")},
+}
+
+
+@torch.no_grad()
+def test_a_step_that_is_called_otherwise_is_looked_at_anew():
+    """What was replayed last is replayed again only by a call that differs in its tensors' values alone."""
+    model, replay = accelerated()
+    cache = ck.DecodeCache("int4_g4", capacity=32)
+    with replay.within_generate(cache):
+        model(PROMPT[:2, :4], attention_mask=torch.ones(2, 4), past_key_values=cache, use_cache=True)
+        for tokens in range(4, 7):
+            model(**step_arguments(cache, tokens))
+        assert replay.replays == 2 and replay._call is not None and replay._call.last is not None
+        last, given, columns = replay._call.last, step_arguments(cache, 7), cache.columns
+        assert last.is_called(given, replay._epoch) and columns is not None
+        for what, change in CHANGES.items():
+            assert not last.is_called(change(given), replay._epoch), what
+        assert not last.is_called(given, object())  # another state of the model
+        for name, value in (("capacity", 7), ("_is_certain", False), ("static", True), ("graphs", {})):
+            with mock.patch.object(columns, name, value):
+                assert not last.is_called(given, replay._epoch), name
+        before = replay.replays
+        with torch.enable_grad():
+            model(**given)
+        assert replay.replays == before
 
 
 def test_inputs_of_a_step_lie_side_by_side_and_are_compared_to_the_last_element():

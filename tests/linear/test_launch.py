@@ -83,9 +83,9 @@ CALLS: dict[str, Any] = {
     "input scale": lambda: {"x": rows(3), "weight": scaled()},
     "input scale of many rows": lambda: {"x": rows(20), "weight": scaled()},
     "input scale of rows with gaps": lambda: {"x": apart(rows(3)), "weight": scaled()},
-    "norm": lambda: {"x": rows(3), "weight": weight(), "norm": ones(K)},
+    "norm": lambda: {"x": rows(1), "weight": weight(), "norm": ones(K)},
     "norm of other numbers": lambda: {
-        "x": rows(1, 3),
+        "x": rows(1, 1),
         "weight": weight(),
         "norm": ones(K),
         "norm_eps": 0.5,

@@ -12,9 +12,11 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.moe import combine
+from cute_kernels.moe.arguments import COMBINE
 from cute_kernels.moe.config import COMBINE_BATCH, CombineConfig
 from cute_kernels.moe.reference import combine_reference
 from simulator import Altered
+from tests.launchers import given_to
 from tests.moe.machine import Machine, Turns
 
 THREADS = 32  # of a CTA: Python threads are slow
@@ -52,7 +54,7 @@ def run(
     kernel = kind(config)
     kernel.kernel = lambda *arguments: launches.append(arguments) or SimpleNamespace(launch=launch)  # type: ignore
     addresses = [machine.put(tensor) for tensor in (results, chosen, weights)]
-    kind.__call__(kernel, given, *addresses, topk, EXPERTS, part_bits, None)
+    kind.launch(kernel, given_to(COMBINE, given, *addresses, topk, EXPERTS, part_bits), None)
     assert torch.all(machine.get(out + tokens * n * dtype.itemsize, (MARGIN,), dtype) == -7.0)
     return machine.get(out, (tokens, n), dtype)
 

@@ -10,7 +10,9 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.moe import gather
+from cute_kernels.moe.arguments import GATHER
 from cute_kernels.moe.config import GatherConfig
+from tests.launchers import given_to
 from tests.moe.machine import Machine
 
 LEFT = -7
@@ -37,7 +39,7 @@ def test_every_place_that_an_expert_has_gets_its_row(places, count, pieces, conf
     kind = gather.GatherKernel
     kernel = kind(config)
     kernel.kernel = lambda *arguments: launches.append(arguments) or SimpleNamespace(launch=launch)  # type: ignore
-    kind.__call__(kernel, given, end, table, out, places, None)
+    kind.launch(kernel, given_to(GATHER, given, end, table, out, places), None)
     found = machine.get(out, (places, 8 * pieces), torch.int16)
     assert torch.equal(found[:count], x[rows[:count].long()])
     assert torch.all(found[count:] == LEFT)

@@ -23,6 +23,7 @@ from cute_kernels.linear.experts import PackedExperts, stack_experts
 from cute_kernels.linear.plan import ACTIVATIONS
 from cute_kernels.moe import kernel as moe_kernel
 from cute_kernels.moe import work as moe_work
+from cute_kernels.moe.arguments import GROUPED
 from cute_kernels.moe.reference import grouped_linear_reference
 from cute_kernels.moe.schedule import (
     MOST_DIVIDED,
@@ -37,6 +38,7 @@ from cute_kernels.runtime.workspace import EMPTY
 from cute_kernels.weight_formats import integers
 from layouts.transform import unpack
 from layouts.weights import hopper
+from tests.launchers import given_to
 from tests.linear.cases import known
 from tests.moe.machine import Machine
 
@@ -144,12 +146,13 @@ def launch(
 
     kernel.kernel = lambda *arguments: waiting.append(arguments) or SimpleNamespace(launch=start)
     for number in range(schedule.num_launches):
-        moe_kernel.GroupedKernel.__call__(
-            kernel, given, *addresses, n, schedule.num_tiles, schedule.k_blocks, schedule.num_slices,
+        arguments = given_to(
+            GROUPED, given, *addresses, n, schedule.num_tiles, schedule.k_blocks, schedule.num_slices,
             schedule.num_groups, len(weight), schedule.entry_rows.bit_length() - 1, schedule.x_slots,
             number * schedule.max_entries, schedule.max_entries, schedule.max_parts, schedule.slack, 1,
-            ACTIVATIONS[activation], {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype], None,
+            ACTIVATIONS[activation], {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype],
         )  # fmt: skip
+        moe_kernel.GroupedKernel.launch(kernel, arguments, None)
     words = machine.get(workspace, (schedule.workspace_words,), torch.int32)
     assert torch.all(words == EMPTY), "partial results are left"
     return machine.get(out, shape, out_dtype), machine, codes

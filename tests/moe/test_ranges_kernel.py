@@ -23,6 +23,7 @@ from cute_kernels.linear.config import BF16, FP32
 from cute_kernels.linear.experts import PackedExperts, stack_experts
 from cute_kernels.linear.plan import ACTIVATIONS
 from cute_kernels.linear.wgmma import limbs, loads
+from cute_kernels.moe import arguments as declared
 from cute_kernels.moe import work as moe_work
 from cute_kernels.moe.ranges import assigned, assignments, finder
 from cute_kernels.moe.ranges import kernel as ranges_kernel
@@ -35,6 +36,7 @@ from cute_kernels.moe.reference import grouped_linear_reference, route_reference
 from cute_kernels.weight_formats import integers
 from layouts.transform import unpack
 from layouts.weights import hopper
+from tests.launchers import given_to
 from tests.linear.cases import known
 from tests.moe.machine import Machine
 from tests.moe.range_configs import changed, range_config
@@ -243,11 +245,12 @@ class Launch:
         num_tiles, k_blocks = weight.codes.shape[1], part_k_blocks(self, weight)
         shares = [Counter(one[:2] for one in some) for some in blocks_of(self, weight, entries)]
         self.chunks = [[count * k_blocks // config.chunk_k_blocks for count in some.values()] for some in shares]
-        self.kind.__call__(
-            self.kernel, given, self.codes, self.scales, machine.put(bias), out, *routing, n, num_tiles, k_blocks,
-            self.num_ctas, len(weight), places, self.x_slots, *more, waits, ACTIVATIONS[activation],
-            {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype], None,
+        arguments = given_to(
+            declared.ASSIGNED if more else declared.RANGES, given, self.codes, self.scales, machine.put(bias), out,
+            *routing, n, num_tiles, k_blocks, self.num_ctas, len(weight), places, self.x_slots, *more, waits,
+            ACTIVATIONS[activation], {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype],
         )  # fmt: skip
+        self.kind.launch(self.kernel, arguments, None)
         return machine.get(out, shape, out_dtype)
 
 

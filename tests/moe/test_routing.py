@@ -10,9 +10,11 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.moe import routing
+from cute_kernels.moe.arguments import ROUTING
 from cute_kernels.moe.config import RoutingConfig
 from cute_kernels.moe.reference import route_reference
 from simulator import Altered
+from tests.launchers import given_to
 from tests.moe.machine import Machine
 
 WARPS = 4  # Python threads are slow
@@ -33,7 +35,7 @@ def run(topk_ids: torch.Tensor, num_experts: int, run_on) -> tuple[torch.Tensor,
     kernel = kind(RoutingConfig(8 * topk_ids.element_size()))
     kernel.kernel = lambda *arguments: launches.append(arguments) or SimpleNamespace(launch=launch)  # type: ignore
     given = SimpleNamespace(shape=tuple(topk_ids.shape), address=machine.put(topk_ids))
-    kind.__call__(kernel, given, *addresses, num_experts, None)
+    kind.launch(kernel, given_to(ROUTING, given, *addresses, num_experts), None)
     return tuple(machine.get(a, (size,), torch.int32) for a, size in zip(addresses, sizes, strict=True))  # type: ignore
 
 

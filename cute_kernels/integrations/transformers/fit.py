@@ -30,6 +30,7 @@ from cute_kernels.kv_cache.transforms import GREATEST_FACTOR, CacheTransform, ro
 from cute_kernels.kv_formats import KvFormat, format_of
 
 _BETAS = (0.9, 0.98)
+_U4_STEPS, _INT8_STEPS = 15, 127  # of a row's range, of its largest magnitude
 
 
 def fit_transforms(
@@ -40,11 +41,13 @@ def fit_transforms(
     *,
     steps: int = 150,
     learning_rate: float = 0.02,
+    text_weight: float = 0.0,
     say: Callable[[int, float], None] | None = None,
 ) -> CacheConstants:
     """Constants whose transforms lose less of a model than those to begin with, on what the batches are like.
 
     A step takes one batch through the model twice and back once: memory as for training without the weights' share.
+    Products of an fp32 model are in TF32 meanwhile.
 
     Args:
         model: as `calibrate_cache` takes it, its layers transformers' own.
@@ -54,6 +57,9 @@ def fit_transforms(
         steps: of Adam.
         learning_rate: of the factors' logarithms, and of the centers in channels' standard deviations; it falls to 0
             along a cosine.
+        text_weight: from 0 to 1: how much of the loss is the text's own next tokens (their cross-entropy over that with
+            exact K and V), the rest being the divergence. More of it keeps perplexity on such text, less of it keeps
+            what the model would say.
         say: called after each step with its number and its loss, in nats.
 
     Returns:
@@ -65,6 +71,8 @@ def fit_transforms(
     """
     check_count("steps", steps, 1)
     check_positive("learning_rate", learning_rate)
+    if not 0 <= text_weight <= 1:
+        raise ValueError(f"text_weight: got {text_weight}, want a number from 0 to 1")
     if not isinstance(batches, Sequence) or not batches:
         raise ValueError(f"batches: got {type(batches).__name__} of none, want a list of at least one")
     _check_differentiable(model)
@@ -81,18 +89,18 @@ def fit_transforms(
     losses: list[float] = []
     optimizer = torch.optim.Adam(parameters, lr=learning_rate, betas=_BETAS)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / steps))
-    with _frozen(model):
+    with _frozen(model), _tensor_cores():
         for step in range(steps):
-            loss = _divergence(model, batches[step % len(batches)], layers)
+            divergence, excess = _losses(model, batches[step % len(batches)], layers)
             optimizer.zero_grad()
-            loss.backward()
+            (divergence.lerp(excess, text_weight) if text_weight else divergence).backward()
             optimizer.step()
             schedule.step()
-            losses.append(float(loss.detach()))
+            losses.append(float(divergence.detach()))
             if say is not None:
                 say(step, losses[-1])
     ends = [sum(part) / len(part) for part in (losses[: len(batches)], losses[-len(batches) :])]
-    fitted = f"{steps} steps, KL {ends[0]:.5f} to {ends[1]:.5f} nats"
+    fitted = f"{steps} steps, KL {ends[0]:.5f} to {ends[1]:.5f} nats, text weight {text_weight:g}"
     about = dict(constants.about) | {"fitted": fitted}
     return CacheConstants(tuple(layer.transform() for layer in layers), constants.scales, about)
 
@@ -112,6 +120,8 @@ class _Layer:
         arrays = self.start.arrays
         self.logs = {name: arrays[name].abs().log() for name in ("k_factor", "v_factor") if name in arrays}
         self.offset = torch.zeros_like(arrays["k_center"]) if "k_center" in arrays else None
+        widths = {self.start.k_rotation, self.start.v_rotation}
+        self.signs = {width: _signs(width, deviation.device) for width in widths}
         self.parameters = [x.requires_grad_() for x in (*self.logs.values(), self.offset) if x is not None]
 
     def arrays(self) -> dict[str, torch.Tensor]:
@@ -132,11 +142,15 @@ class _Layer:
             x = x.float().transpose(1, 2)
             x = x if center is None else x - center
             x = x if factor is None else x * factor
-            x = rotated(_rounded(form, rotated(x, width)), width)
+            x = self._rotated(_Rounded.apply(self._rotated(x, width), form), width)
             x = x if factor is None else x / factor
             x = x if center is None else x + center
             results.append(x.transpose(1, 2).to(k.dtype))
         return results[0], results[1]
+
+    def _rotated(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """`rotated`, by one product in place of a butterfly's many steps: a fit waits for their launches."""
+        return x if width == 1 else (x.unflatten(-1, (-1, width)) @ self.signs[width]).flatten(-2) * width**-0.5
 
     def transform(self) -> CacheTransform | None:
         """What has become of it; None for one that changes nothing."""
@@ -146,31 +160,62 @@ class _Layer:
         return None if made.identity else made
 
 
-def _rounded(form: KvFormat, x: torch.Tensor) -> torch.Tensor:
-    """x [..., columns] through a format, with the gradient of its step."""
-    with torch.no_grad():
-        error = form.dequantize(form.quantize(x), x.shape[-1], torch.float32) - x
-    step = _step(form, x)
-    if step is None:
-        return x + error
-    steps = error / step.detach().clamp(min=torch.finfo(torch.float32).tiny)
-    return x + step * steps
+def _signs(width: int, device: torch.device) -> torch.Tensor:
+    """The Hadamard matrix of ``width`` columns before it is scaled: +1 and -1, exact in TF32 too."""
+    return rotated(torch.eye(width, device=device), width).sign()
+
+
+class _Rounded(torch.autograd.Function):
+    """x [..., columns] through a format, with the gradient of its step: few launches there and back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, form: KvFormat) -> torch.Tensor:
+        read = form.dequantize(form.quantize(x), x.shape[-1], torch.float32)
+        ctx.form = form
+        step = _step(form, x)
+        if step is not None:
+            least = torch.finfo(torch.float32).tiny
+            parts = x.unflatten(-1, (form.num_groups, -1))
+            rounded = (read - x).unflatten(-1, (form.num_groups, -1)) / step.clamp(min=least)
+            ctx.save_for_backward(parts, rounded)
+        return read
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        if not ctx.saved_tensors:
+            return gradient, None
+        parts, rounded = ctx.saved_tensors
+        by_group = gradient.unflatten(-1, parts.shape[-2:])
+        of_step = (by_group * rounded).sum(-1, keepdim=True)
+        if ctx.form.codes == "u4":
+            of_step = of_step / _U4_STEPS
+            ends = ((parts.argmax(-1, keepdim=True), of_step), (parts.argmin(-1, keepdim=True), -of_step))
+        else:
+            place = parts.abs().argmax(-1, keepdim=True)
+            ends = ((place, of_step / _INT8_STEPS * parts.gather(-1, place).sign()),)
+        found = by_group.clone()
+        for place, part in ends:
+            found.scatter_add_(-1, place, part)
+        return found.flatten(-2), None
 
 
 def _step(form: KvFormat, x: torch.Tensor) -> torch.Tensor | None:
-    """How far apart a row's numbers are, as far as it depends on the row: broadcasts over x. None: not known."""
+    """How far apart a row's numbers are, as far as it depends on the row: [..., groups, 1]. None: not known."""
     if not form.has_header or form.codes not in ("u4", "int8"):
         return None
     parts = x.unflatten(-1, (form.num_groups, -1))
     if form.codes == "u4":
-        step = (parts.amax(-1, keepdim=True) - parts.amin(-1, keepdim=True)) / 15
-    else:
-        step = parts.abs().amax(-1, keepdim=True) / 127
-    return step.expand_as(parts).flatten(-2)
+        low, high = parts.aminmax(dim=-1, keepdim=True)
+        return (high - low) / _U4_STEPS
+    return parts.abs().amax(-1, keepdim=True) / _INT8_STEPS
 
 
-def _divergence(model: PreTrainedModel, batch: Mapping[str, Any], layers: Sequence[_Layer]) -> torch.Tensor:
-    """KL divergence of the next token, nats per token, with the layers' rows from that with exact K and V."""
+def _losses(
+    model: PreTrainedModel, batch: Mapping[str, Any], layers: Sequence[_Layer]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the layers' rows cost beside exact K and V, nats per token: the KL divergence of the next token, and the
+    cross-entropy of the text's own."""
 
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
@@ -182,9 +227,13 @@ def _divergence(model: PreTrainedModel, batch: Mapping[str, Any], layers: Sequen
         exact = model(**batch, use_cache=False).logits.float().log_softmax(-1)
     with attending(model, attend):
         found = model(**batch, use_cache=False).logits.float().log_softmax(-1)
-    each = (exact.exp() * (exact - found)).sum(-1)
-    mask = batch.get("attention_mask")
-    return each.mean() if mask is None else each[mask.bool()].mean()
+    seen = batch.get("attention_mask")
+    seen = exact.new_ones(exact.shape[:2], dtype=torch.bool) if seen is None else seen.bool()
+    divergence = (exact.exp() * (exact - found)).sum(-1)[seen].mean()
+    said = seen[:, :-1] & seen[:, 1:]  # tokens whose next one is the text's
+    told = batch["input_ids"][:, 1:, None]
+    excess = (exact[:, :-1].gather(-1, told) - found[:, :-1].gather(-1, told))[..., 0][said]
+    return divergence, excess.sum() / max(1, excess.numel())
 
 
 def _check_differentiable(model: PreTrainedModel) -> None:
@@ -222,3 +271,14 @@ def _frozen(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for parameter in asking:
             parameter.requires_grad_()
+
+
+@contextmanager
+def _tensor_cores() -> Iterator[None]:
+    """fp32 products in TF32, and as they were afterwards."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

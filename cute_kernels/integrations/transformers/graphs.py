@@ -72,11 +72,63 @@ class Step:
     following: NextInputs | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Call:
-    """A call of `generate`: what it begins ahead, if it does."""
+    """A call of `generate`: what it begins ahead, if it does, and the step that it replayed last."""
 
     lookahead: Lookahead | None
+    last: _Replayed | None = None
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    """A step that was replayed, and how it was called: the next call of `generate` differs by its tensors' values.
+
+    Attributes:
+        steps: where it is kept while it may be replayed, under ``key`` in the cache's recordings.
+        names: of the arguments, in order. others: those that are no tensors.
+        tensors: (name, shape, dtype, device) of the others but the mask.
+        has_mask: whether there is one.
+    """
+
+    step: Step
+    cache: DecodeCache
+    steps: Mapping[bool, Step | None]
+    key: Any
+    names: tuple[str, ...]
+    others: tuple[tuple[str, Any], ...]
+    tensors: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...]
+    has_mask: bool
+
+    @classmethod
+    def of(cls, step: Step, cache: DecodeCache, steps: Any, key: Any, given: Mapping[str, Any]) -> _Replayed:
+        """given: the call's arguments."""
+        found = {name: x for name, x in given.items() if isinstance(x, torch.Tensor) and name != "attention_mask"}
+        others = tuple((name, x) for name, x in given.items() if name not in found and name != "attention_mask")
+        tensors = tuple((name, x.shape, x.dtype, x.device) for name, x in found.items())
+        return cls(step, cache, steps, key, tuple(given), others, tensors, given.get("attention_mask") is not None)
+
+    def is_called(self, given: Mapping[str, Any], epoch: object) -> bool:
+        """Whether that is the same step once more. What `StepReplay._is_step` asks for and a call of `generate` does
+        not change is not asked again."""
+        columns = self.cache.columns
+        if columns is None or columns.epoch is not epoch or columns.graphs.get(self.key) is not self.steps:
+            return False
+        if tuple(given) != self.names or columns.count >= columns.capacity or not columns.is_certain or columns.static:
+            return False
+        for name, value in self.others:
+            if given[name] is not value:
+                return False
+        for name, shape, dtype, device in self.tensors:
+            x = given[name]
+            if not isinstance(x, torch.Tensor) or x.shape != shape or x.dtype is not dtype or x.device != device:
+                return False
+        mask = given.get("attention_mask")
+        if self.has_mask != isinstance(mask, torch.Tensor):
+            return False
+        if mask is None:
+            return columns.all_tokens
+        return mask.shape == (columns.batch, columns.count + 1)
 
 
 _THREAD = threading.local()
@@ -146,13 +198,17 @@ class StepReplay:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As ``forward``."""
+        call = self._call
+        if call is not None and (last := call.last) is not None and not args and last.is_called(kwargs, self._epoch):
+            if not (self.reason is not None or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+                return self._replay(last.step, last.cache, kwargs, call.lookahead)
         given = dict(zip(self._names, args, strict=False)) | kwargs
         cache = cache_in(given)
         split = _split(given) if isinstance(cache, DecodeCache) and self._is_step(cache.columns, given) else None
         if split is None:
             return self.forward(*args, **kwargs)
         assert isinstance(cache, DecodeCache) and cache.columns is not None
-        (key, tensors, others), columns, call = split, cache.columns, self._call
+        (key, tensors, others), columns = split, cache.columns
         if call is None:
             self._look_at_model()
         if columns.epoch is not self._epoch:
@@ -171,9 +227,12 @@ class StepReplay:
         steps, foresees = columns.graphs[key], lookahead is not None
         if foresees not in steps:
             steps[foresees] = self._record(columns, tensors, others, foresees)
-        if steps[foresees] is None:
+        step = steps[foresees]
+        if step is None:
             return self.forward(*args, **kwargs)
-        return self._replay(steps[foresees], cache, tensors, lookahead)
+        if call is not None:
+            call.last = _Replayed.of(step, cache, steps, key, given) if not args else None
+        return self._replay(step, cache, tensors, lookahead)
 
     def _is_step(self, columns: Columns | None, given: Mapping[str, Any]) -> bool:
         """Whether a call is a decode step that can be recorded."""
@@ -235,7 +294,7 @@ class StepReplay:
         return Step(inputs, recorded, None if logits is None else following)
 
     def _replay(
-        self, step: Step, cache: DecodeCache, tensors: dict[str, torch.Tensor], lookahead: Lookahead | None
+        self, step: Step, cache: DecodeCache, tensors: Mapping[str, torch.Tensor], lookahead: Lookahead | None
     ) -> Any:
         assert cache.columns is not None
         columns, copies = cache.columns, []
@@ -330,6 +389,8 @@ def _own(cache: DecodeCache, outputs: Any, copied: Callable[[torch.Tensor], torc
 
 def _mapped(outputs: Any, function: Callable[[Any], Any]) -> Any:
     """A model's outputs, each one's function in its place."""
+    if isinstance(outputs, torch.Tensor) or outputs is _CACHE:  # before what takes longer to ask
+        return function(outputs)
     if isinstance(outputs, ModelOutput):
         # As its constructor makes it, which takes as long as all else that a replay does on the host.
         values = {name: _mapped(value, function) for name, value in outputs.items()}

@@ -14,10 +14,13 @@ from types import SimpleNamespace
 import torch
 
 from cute_kernels.attention.schedule import DecodeProblem
-from cute_kernels.integrations.vllm import attention_kernels, prepare
+from cute_kernels.integrations.vllm import attention_kernels, expert_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_formats import format_of
+from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.schedule import LinearProblem
+from cute_kernels.moe.checks import MAX_TOKENS
+from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.weight_formats import integers
 
@@ -86,11 +89,29 @@ WEIGHTS = ((4, 128), (8, 128))
 """Bits, and numbers that share a scale."""
 
 
+@dataclass(frozen=True)
+class Experts:
+    """A model's experts on one GPU. middle: features between the two products; topk: experts of a token."""
+
+    num_experts: int
+    hidden: int
+    middle: int
+    topk: int
+
+
+EXPERTS = (
+    *(Experts(128, 2048, 768 // ranks, 8) for ranks in (1, 2)),  # Qwen3-30B-A3B
+    *(Experts(128, 4096, 1536 // ranks, 8) for ranks in (1, 2, 4)),  # Qwen3-235B-A22B
+    *(Experts(8, 4096, 14336 // ranks, 2) for ranks in (1, 2, 4, 8)),  # Mixtral 8x7B
+)
+
+
 def specs() -> list[KernelSpec]:
     """All of them; needs neither vLLM nor a GPU."""
     found: dict[KernelSpec, None] = {}
     found.update(dict.fromkeys(_attention()))
     found.update(dict.fromkeys(_linear()))
+    found.update(dict.fromkeys(_experts()))
     return list(found)
 
 
@@ -124,3 +145,19 @@ def _linear() -> Iterator[KernelSpec]:
         problem = LinearProblem(1, n, k, k, integers(bits, group_size), "bf16")
         for m in rows:
             yield from prepare.specs_for(problem, m, gpu)
+
+
+def _experts() -> Iterator[KernelSpec]:
+    for gpu in GPUS:
+        with standing_in(Gpu(num_sms=lambda device: DecodeProblem.num_sms, name=lambda device, gpu=gpu: gpu)):
+            for experts, (bits, group_size) in itertools.product(EXPERTS, WEIGHTS):
+                yield from experts_specs(experts, bits, group_size)
+
+
+def experts_specs(experts: Experts, bits: int, group_size: int) -> list[KernelSpec]:
+    """The kernels of a layer of experts, with bf16 activations, on the GPU that is there."""
+    form, hidden, middle = integers(bits, group_size), experts.hidden, experts.middle
+    gate_up = ExpertsForm(experts.num_experts, 2 * middle, hidden, hidden, form, torch.bfloat16, 0)
+    down = ExpertsForm(experts.num_experts, hidden, middle, middle, form, torch.bfloat16, 0)
+    tokens = expert_kernels.tokens_of(prepare.RowCounts(CAPTURED, MOST_TOKENS).all(), MAX_TOKENS)
+    return expert_kernels.specs(gate_up, down, experts.topk, tokens, torch.bfloat16, invariant=False)

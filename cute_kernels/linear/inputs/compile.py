@@ -6,23 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels.linear.arguments import Arguments, compile_kernel
+from cute_kernels.linear.arguments import INPUT_ROWS, SOURCES, compile_kernel
 from cute_kernels.linear.inputs.config import ROOMS, InputRowsConfig
 from cute_kernels.runtime.spec import KernelSpec
-
-ARGUMENTS = Arguments(("x", "order", "factors", "stride"), ("parts",))  # behind the result; a stride has 64 bits
 
 
 @dataclass(frozen=True, eq=False)
 class InputRowsSpec(KernelSpec):
-    """One kernel that prepares rows: takes what `InputRowsKernel.__call__` describes, on torch's current stream."""
+    """One kernel that prepares rows: takes `INPUT_ROWS`, on torch's current stream."""
 
     config: InputRowsConfig
     family: ClassVar[str] = "linear"
 
     def source_roots(self) -> tuple[Path, ...]:
         folder = Path(__file__).resolve().parent
-        return tuple(folder / f"{name}.py" for name in ("compile", "config", "kernel"))
+        return *(folder / f"{name}.py" for name in ("compile", "config", "kernel")), *SOURCES
 
     def compile(self, arch: str) -> Any:
         return compile_input_rows(self.config, arch)
@@ -42,4 +40,4 @@ def compile_input_rows(config: InputRowsConfig, arch: str, *options: str) -> Any
     """
     from cute_kernels.linear.inputs.kernel import InputRowsKernel
 
-    return compile_kernel(InputRowsKernel, config, ARGUMENTS, arch, *options)
+    return compile_kernel(InputRowsKernel, config, INPUT_ROWS, arch, *options)

@@ -31,17 +31,12 @@ class InputRowsKernel:
         else:
             self.halves, self.pack = (ptx.half2_low_to_float, ptx.half2_high_to_float), ptx.pack_f16x2
 
-    @cute.jit
-    def __call__(self, out: cute.Tensor, x: Int64, order: Int64, factors: Int64, stride: Int64, parts: Int32, stream):
-        """Launches ``parts`` CTAs for each row of out [m, k], k a multiple of 8.
-
-        Addresses on 16 bytes: x, rows of k elements, ``stride`` elements apart, a multiple of 8; order int32 [k], which
-        input of x each is; factors [k] of x's dtype, in x's order. Those that the configuration has no use for are not
-        read.
-        """
-        shape = extents(out)
-        self.kernel(ptx.address(out), shape[1] // VECTOR, x, order, factors, stride).launch(
-            grid=(shape[0], parts, 1), block=(self.config.num_threads, 1, 1), use_pdl=True, stream=stream
+    def launch(self, given, stream):
+        """Launches ``parts`` CTAs for each row of out; ``given`` has the arguments `INPUT_ROWS` of
+        :mod:`cute_kernels.linear.arguments`."""
+        m, k = extents(given.out)
+        self.kernel(ptx.address(given.out), k // VECTOR, given.x, given.order, given.factors, given.stride).launch(
+            grid=(m, given.parts, 1), block=(self.config.num_threads, 1, 1), use_pdl=True, stream=stream
         )
 
     @cute.kernel

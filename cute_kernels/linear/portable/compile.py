@@ -19,7 +19,7 @@ KERNEL_MODULES = ("compile", "config", "kernel")
 class PortableSpec(KernelSpec):
     """One weight-only GEMM kernel for sm_80 and later.
 
-    The function takes what :meth:`PortableKernel.__call__` describes: x as a torch tensor, then addresses and integers.
+    The function takes what :mod:`cute_kernels.linear.arguments` has: x as a torch tensor, then addresses and integers.
     It runs on torch's current stream.
     """
 

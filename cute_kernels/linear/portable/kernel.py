@@ -17,12 +17,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import PortableMath
-from cute_kernels.device.tensors import matrix_shape
 from cute_kernels.linear.config import MMA_N
 from cute_kernels.linear.portable.config import VECTOR_BYTES, PortableConfig
 from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
@@ -30,8 +29,8 @@ from cute_kernels.linear.wgmma.places import DensePlaces
 from cute_kernels.linear.wgmma.reading import Channel, StageReader, nothing
 from cute_kernels.linear.wgmma.reduction import WorkspaceReduction
 from cute_kernels.linear.wgmma.register_mainloop import MMA_DTYPE
-from cute_kernels.linear.wgmma.tiles import TileSizes, dense_grid, dense_scheduler
-from cute_kernels.linear.work import Operands
+from cute_kernels.linear.wgmma.tiles import TileSizes, dense_grid, dense_scheduler, dense_sizes
+from cute_kernels.linear.work import Operands, operands_of
 from layouts.weights.hopper import STEP_K, TILE_BYTES
 
 
@@ -80,46 +79,17 @@ class PortableKernel:
     def masks(self, shape, lane):
         return self.decoder.masks(nothing(shape, lane))
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        codes: Int64,
-        scales: Int64,
-        zeros: Int64,
-        bias: Int64,
-        residual: Int64,
-        out: Int64,
-        workspace: Int64,
-        n: Int32,
-        num_tiles: Int32,
-        k_blocks: Int32,
-        whole: Int32,
-        splits: Int32,
-        num_ctas: Int32,
-        activation: Int32,
-        out_kind: Int32,
-        stream,
-    ):
-        """Launches a CTA for each of the ``num_ctas`` work tiles; arguments as of `cute_kernels.linear.wgmma.kernel`.
+    def launch(self, given, stream):
+        """Launches a CTA for each of the ``num_ctas`` work tiles; ``given`` has the arguments `TILES` of
+        :mod:`cute_kernels.linear.arguments`.
 
         A CTA waits for parts of K of CTAs before it only, and CTAs start in order: they need not fit on the GPU
         together.
         """
-        config = self.config
-        m, k = matrix_shape(x)
-        scale_groups = Int32(1)
-        if const_expr(config.group_size):
-            scale_groups = k_blocks * config.block_k // config.group_size
-        split_k_blocks = cute.ceil_div(k_blocks, splits)
-        grid = dense_grid(config, m, num_tiles, whole, splits)
-        shape = TileSizes(
-            m, n, k, num_tiles, k_blocks, scale_groups, whole, splits, split_k_blocks, activation, out_kind, grid
-        )
-        operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
-        self.compute_work_tile(operands, shape).launch(
-            grid=(num_ctas, 1, 1),
-            block=(config.num_threads, 1, 1),
+        shape = TileSizes(*dense_sizes(self.config, given), grid=dense_grid(self.config, given))
+        self.compute_work_tile(operands_of(Operands, given), shape).launch(
+            grid=(given.num_ctas, 1, 1),
+            block=(self.config.num_threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )

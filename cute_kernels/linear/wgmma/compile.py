@@ -6,12 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels.linear.arguments import FACTORED_TILES, LIMB_BLOCKS, LIMB_ROWS, LIMB_TILES, TILES, compile_kernel
+from cute_kernels.linear.arguments import (
+    FACTORED_TILES,
+    LIMB_BLOCKS,
+    LIMB_ROWS,
+    LIMB_TILES,
+    SOURCES,
+    TILES,
+    compile_kernel,
+)
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig, LimbRowsConfig, WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec
 
-SHARED_MODULES = ("arguments", "config", "epilogue", "work")  # of the room
+SHARED_MODULES = ("config", "epilogue", "work")  # of the room
 KERNEL_MODULES = (
     "cluster_reduction", "compile", "config", "consumers", "epilogue", "few_rows", "kernel", "limb_blocks",
     "limb_kernel", "limb_rows", "limbs", "limbs_ahead", "loads", "memory", "places", "policies", "reading", "reduction",
@@ -37,7 +45,7 @@ def limb_roots() -> tuple[Path, ...]:
 class WgmmaSpec(KernelSpec):
     """One weight-only GEMM kernel for many rows.
 
-    The function takes what :meth:`WgmmaKernel.__call__` describes: x as a torch tensor, then addresses and integers.
+    The function takes what :mod:`cute_kernels.linear.arguments` has: x as a torch tensor, then addresses and integers.
     It runs on torch's current stream.
     """
 
@@ -49,7 +57,7 @@ class WgmmaSpec(KernelSpec):
         folder = Path(__file__).resolve().parent
         shared = tuple(folder.parent / f"{name}.py" for name in SHARED_MODULES)
         own = tuple(folder / f"{name}.py" for name in KERNEL_MODULES)
-        return *shared, *own, *self.config.format.sources()
+        return *shared, *own, *SOURCES, *self.config.format.sources()
 
     def compile(self, arch: str) -> Any:
         return compile_wgmma(self.config, arch)
@@ -71,14 +79,15 @@ class ResidentSpec(WgmmaSpec):
 
 @dataclass(frozen=True, eq=False)
 class LimbRowsSpec(KernelSpec):
-    """The kernel that makes limbs of rows of x: takes what `LimbRowsKernel.__call__` describes."""
+    """The kernel that makes limbs of rows of x: takes what `arguments` has of it."""
 
     config: LimbRowsConfig
     family: ClassVar[str] = "linear"
 
     def source_roots(self) -> tuple[Path, ...]:
         folder = Path(__file__).resolve().parent
-        return tuple(folder / f"{name}.py" for name in ("compile", "config", "limb_rows", "policies"))
+        own = (folder / f"{name}.py" for name in ("compile", "config", "limb_rows", "policies"))
+        return *own, *SOURCES
 
     def compile(self, arch: str) -> Any:
         return compile_limb_rows(self.config, arch)
@@ -86,14 +95,15 @@ class LimbRowsSpec(KernelSpec):
 
 @dataclass(frozen=True, eq=False)
 class LimbBlocksSpec(KernelSpec):
-    """The kernel that makes limbs of rows of x in blocks: takes what `LimbBlocksKernel.__call__` describes."""
+    """The kernel that makes limbs of rows of x in blocks: takes what `arguments` has of it."""
 
     config: LimbBlocksConfig
     family: ClassVar[str] = "linear"
 
     def source_roots(self) -> tuple[Path, ...]:
         folder = Path(__file__).resolve().parent
-        return tuple(folder / f"{name}.py" for name in ("compile", "config", "limb_blocks", "limb_rows", "policies"))
+        own = (folder / f"{name}.py" for name in ("compile", "config", "limb_blocks", "limb_rows", "policies"))
+        return *own, *SOURCES
 
     def compile(self, arch: str) -> Any:
         return compile_limb_blocks(self.config, arch)

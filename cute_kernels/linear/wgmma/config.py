@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import gcd
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from cute_kernels.architecture import Limits
 from cute_kernels.device.cuda import BARRIER_BYTES
@@ -393,15 +393,11 @@ class WgmmaConfig(Generic[M]):
         return self.limits.refuses(self.num_threads, self.smem_bytes)
 
 
-@dataclass(frozen=True)
-class LimbRowsConfig:
-    """The kernel that makes limbs of rows of x.
+class _MakesLimbs:
+    """What configurations of kernels that make limbs have in common."""
 
-    Attributes:
-        dtype: of x, "bf16" or "fp16".
-    """
-
-    dtype: str = "bf16"
+    makes: ClassVar[str]  # in the name
+    dtype: str
 
     @property
     def num_threads(self) -> int:
@@ -409,7 +405,7 @@ class LimbRowsConfig:
 
     @property
     def name(self) -> str:
-        return f"linear_limbs_{self.dtype}"
+        return f"linear_{self.makes}_{self.dtype}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
@@ -417,23 +413,16 @@ class LimbRowsConfig:
 
 
 @dataclass(frozen=True)
-class LimbBlocksConfig:
-    """The kernel that makes limbs of rows of x in blocks, for dense products of few rows.
+class LimbRowsConfig(_MakesLimbs):
+    """The kernel that makes limbs of rows of x. dtype: of x, "bf16" or "fp16"."""
 
-    Attributes:
-        dtype: of x, "bf16" or "fp16".
-    """
-
+    makes: ClassVar[str] = "limbs"
     dtype: str = "bf16"
 
-    @property
-    def num_threads(self) -> int:
-        return LIMB_ROWS_THREADS
 
-    @property
-    def name(self) -> str:
-        return f"linear_limb_blocks_{self.dtype}"
+@dataclass(frozen=True)
+class LimbBlocksConfig(_MakesLimbs):
+    """The kernel that makes limbs of rows of x in blocks, for dense products of few rows. dtype: of x."""
 
-    def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
-        return None if self.dtype in DTYPES else f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"
+    makes: ClassVar[str] = "limb_blocks"
+    dtype: str = "bf16"

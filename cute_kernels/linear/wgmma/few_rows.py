@@ -53,11 +53,10 @@ class FewRowsTileScheduler:
         )
 
 
-def few_rows_sizes(config: WgmmaConfig, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind) -> Any:
-    """The fields of a `FewRowsSizes`."""
-    reciprocal = ((Int64(1) << RECIPROCAL_BITS) + (splits - 1)) // splits
-    dense = dense_sizes(config, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind)
-    return *dense, dense_grid(config, dense[0], num_tiles, whole, splits), reciprocal
+def few_rows_sizes(config: WgmmaConfig, given) -> Any:
+    """The fields of a `FewRowsSizes`, of a launch's arguments."""
+    reciprocal = ((Int64(1) << RECIPROCAL_BITS) + (given.splits - 1)) // given.splits
+    return *dense_sizes(config, given), dense_grid(config, given), reciprocal
 
 
 def few_rows_scheduler(config: WgmmaConfig, shape: Any, cta, num_ctas) -> Any:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int64, const_expr
 
 from cute_kernels.linear.wgmma import policies
 from cute_kernels.linear.wgmma.cluster_reduction import ClusterReduction
@@ -43,7 +43,7 @@ from cute_kernels.linear.wgmma.reduction import RowReduction, SequentialReductio
 from cute_kernels.linear.wgmma.register_mainloop import RegisterMainloop
 from cute_kernels.linear.wgmma.synchronous import SynchronousMainloop
 from cute_kernels.linear.wgmma.tiles import TileSizes, dense_grid, dense_scheduler, dense_sizes
-from cute_kernels.linear.work import Operands
+from cute_kernels.linear.work import Operands, operands_of
 
 BEGIN = 8  # number of the barrier that others are there, behind those of `.epilogue`
 
@@ -196,46 +196,15 @@ class WgmmaKernel:
         weights = WeightLoads(config, places, asks_first=config.one_m_tile)
         self.roles = TileRoles(config, places, weights, self.activations, self.consumers, dense=True, waits=True)
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        codes: Int64,
-        scales: Int64,
-        zeros: Int64,
-        bias: Int64,
-        residual: Int64,
-        out: Int64,
-        workspace: Int64,
-        n: Int32,
-        num_tiles: Int32,
-        k_blocks: Int32,
-        whole: Int32,
-        splits: Int32,
-        num_ctas: Int32,
-        activation: Int32,
-        out_kind: Int32,
-        stream,
-    ):
-        """Launches ``num_ctas`` CTAs.
-
-        x: [m, k], k and the distance of rows multiples of 8, 16-byte aligned. Addresses: codes uint8
-        [num_tiles, k_blocks * k_block_tiles, 2048], scales of x's dtype and zeros uint8 [num_tiles, groups,
-        64], bias [n] and residual as out, of x's dtype, or 0; out [m, n] (half of n for swiglu) of the kind
-        ``out_kind``; workspace fp32 [tiles that are cut, splits - 1, block_rows * tile_m], every word EMPTY
-        before and after. k_blocks: padded K / block_k; whole: tiles that are not cut, of CTAs that multicast
-        activations together one; splits: parts of the others, of K, none of them empty, or of rows of x, 1
-        unless the configuration cuts tiles; of every tile, where its CTA has them one after the other.
-        activation, out_kind: see `cute_kernels.linear.epilogue`.
-        """
+    def launch(self, given, stream):
+        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `TILES` of :mod:`cute_kernels.linear.arguments`."""
         config = self.config
-        copy_x, x_view = self.activations.tma(x)
-        sizes = dense_sizes(config, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind)
-        shape = TileSizes(*sizes, grid=dense_grid(config, sizes[0], num_tiles, whole, splits))
-        operands = Operands(Int64(0), codes, scales, zeros, bias, residual, out, workspace)
-        if const_expr(config.store.by_tma):
-            operands = self.epilogue.tma_store.operands(operands, shape.m, n)
-        options = launch_options(config, num_ctas, stream, use_pdl=True)
+        copy_x, x_view = self.activations.tma(given.x)
+        shape = TileSizes(*dense_sizes(config, given), grid=dense_grid(config, given))
+        operands = operands_of(Operands, given, x=Int64(0))
+        if config.store.by_tma:
+            operands = self.epilogue.tma_store.operands(operands, shape.m, given.n)
+        options = launch_options(config, given.num_ctas, stream, use_pdl=True)
         self.kernel(operands, shape, copy_x, x_view).launch(**options)
 
     @cute.kernel

@@ -25,18 +25,13 @@ class LimbBlocksKernel:
     def __init__(self, config: LimbBlocksConfig):
         self.config, self.limbs = config, RowLimbs(config.dtype)
 
-    @cute.jit
-    def __call__(self, x: cute.Tensor, out: Int64, rows: Int32, groups: Int32, stream):
-        """Launches over rows, and groups of 128 inputs.
-
-        x: [m, k] of 16-bit elements, k a multiple of 8, on 16 bytes. rows: of a block, a multiple of 8; those behind
-        the last of x are 0, as inputs beyond k are, up to 128 * groups. out: address, on 128 bytes, of the blocks, int8
-        [groups, 2 * rows, 128], and behind them the scales, fp32 [groups, rows].
-        """
-        shape = extents(x)
+    def launch(self, given, stream):
+        """Launches over rows, and groups of 128 inputs; ``given`` has the arguments `LIMB_BLOCKS` of
+        :mod:`cute_kernels.linear.arguments`."""
+        m, k = extents(given.x)
         groups_at_once = self.config.num_threads // GROUP_LANES
-        self.kernel(ptx.address(x), out, shape[0], shape[1] // (PIECE_BYTES // 2), groups).launch(
-            grid=(rows, cute.ceil_div(groups, groups_at_once), 1),
+        self.kernel(ptx.address(given.x), given.out, m, k // (PIECE_BYTES // 2), given.groups).launch(
+            grid=(given.rows, cute.ceil_div(given.groups, groups_at_once), 1),
             block=(self.config.num_threads, 1, 1),
             use_pdl=True,
             stream=stream,

@@ -20,7 +20,7 @@ from cute_kernels.linear.wgmma.loads import WeightLoads, product
 from cute_kernels.linear.wgmma.places import DensePlaces
 from cute_kernels.linear.wgmma.policies import ROW_SCALE_BYTES
 from cute_kernels.linear.wgmma.reading import StageReader
-from cute_kernels.linear.work import Operands
+from cute_kernels.linear.work import Operands, operands_of
 
 
 @dataclass(frozen=True)
@@ -73,36 +73,13 @@ class LimbWgmmaKernel:
         weights = WeightLoads(config, places, asks_first=True)
         self.roles = TileRoles(config, places, weights, LimbBlockLoads(config), self.consumers, dense=True)
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        codes: Int64,
-        scales: Int64,
-        limbs: Int64,
-        bias: Int64,
-        residual: Int64,
-        out: Int64,
-        workspace: Int64,
-        n: Int32,
-        num_tiles: Int32,
-        k_blocks: Int32,
-        whole: Int32,
-        splits: Int32,
-        num_ctas: Int32,
-        activation: Int32,
-        out_kind: Int32,
-        block_rows: Int32,
-        stream,
-    ):
-        """As :class:`WgmmaKernel`, but of x only the sizes count, and its limbs are read: blocks of ``block_rows``
-        rows, as many as are multiplied (`limb_launch.block_rows`), that `LimbBlocksKernel` makes. It may begin before
-        the launch before it, which makes limbs, has ended.
-        """
-        sizes = few_rows_sizes(self.config, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind)
-        shape = LimbBlocksSizes(*sizes, limbs=limbs, block_rows=block_rows)
-        operands = Operands(Int64(0), codes, scales, Int64(0), bias, residual, out, workspace)
-        self.kernel(operands, shape).launch(**launch_options(self.config, num_ctas, stream, use_pdl=True))
+    def launch(self, given, stream):
+        """``given`` has the arguments `LIMB_TILES` of :mod:`cute_kernels.linear.arguments`. It may begin before the
+        launch before it, which makes limbs, has ended."""
+        sizes = few_rows_sizes(self.config, given)
+        shape = LimbBlocksSizes(*sizes, limbs=given.limbs, block_rows=given.block_rows)
+        operands = operands_of(Operands, given, x=Int64(0), zeros=Int64(0))
+        self.kernel(operands, shape).launch(**launch_options(self.config, given.num_ctas, stream, use_pdl=True))
 
     @cute.kernel
     def kernel(self, operands, shape):

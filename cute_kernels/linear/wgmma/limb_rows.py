@@ -98,30 +98,14 @@ class LimbRowsKernel:
     def __init__(self, config: LimbRowsConfig):
         self.config, self.limbs = config, RowLimbs(config.dtype)
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        end: Int64,
-        rows: Int64,
-        out: Int64,
-        scales: Int64,
-        places: Int32,
-        groups: Int32,
-        pitch: Int32,
-        stream,
-    ):
-        """Launches over places, and groups of 128 inputs.
-
-        x: [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes. Addresses: end, of the int32 that says how many
-        places have a row, or 0: all; rows, int32 [places], or 0: each place's own number; out int8 [places, groups, 2,
-        128]; scales fp32 [groups, pitch]. Inputs beyond k, up to 128 * groups, are 0.
-        """
-        shape = extents(x)
-        row_pieces = shape[1] // (PIECE_BYTES // 2)
+    def launch(self, given, stream):
+        """Launches over places, and groups of 128 inputs; ``given`` has the arguments `LIMB_ROWS` of
+        :mod:`cute_kernels.linear.arguments`."""
+        row_pieces = extents(given.x)[1] // (PIECE_BYTES // 2)
         groups_at_once = self.config.num_threads // GROUP_LANES
-        self.kernel(ptx.address(x), end, rows, out, scales, row_pieces, groups, pitch).launch(
-            grid=(places, cute.ceil_div(groups, groups_at_once), 1),
+        rows = ptx.address(given.x), given.end, given.rows
+        self.kernel(*rows, given.out, given.scales, row_pieces, given.groups, given.pitch).launch(
+            grid=(given.places, cute.ceil_div(given.groups, groups_at_once), 1),
             block=(self.config.num_threads, 1, 1),
             use_pdl=True,
             stream=stream,

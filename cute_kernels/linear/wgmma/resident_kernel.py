@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 
-from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma.cluster_reduction import ClusterReduction
 from cute_kernels.linear.wgmma.consumers import Consumers
@@ -34,7 +33,7 @@ from cute_kernels.linear.wgmma.resident_loads import ResidentWeights, StageLoads
 from cute_kernels.linear.wgmma.resident_mainloop import ChunkLoop, EachKBlock, KBlocksAhead, ResidentMainloop
 from cute_kernels.linear.wgmma.resident_rows import K_BLOCK_TMA_TILES, ResidentLimbLoads
 from cute_kernels.linear.wgmma.row_factors import FactoredOperands, Factors
-from cute_kernels.linear.work import Operands
+from cute_kernels.linear.work import Operands, operands_of
 
 START_BARRIER = 15  # of the CTA, before the first stage is waited for
 
@@ -68,40 +67,18 @@ class ResidentKernel:
         mainloop = ResidentMainloop(config, self.limbs, loop)
         self.consumers = Consumers(config, stages, self.places, mainloop, reduction)
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        codes: Int64,
-        scales: Int64,
-        zeros: Int64,
-        bias: Int64,
-        residual: Int64,
-        out: Int64,
-        workspace: Int64,
-        n: Int32,
-        num_tiles: Int32,
-        k_blocks: Int32,
-        whole: Int32,
-        splits: Int32,
-        num_ctas: Int32,
-        activation: Int32,
-        out_kind: Int32,
-        stream,
-    ):
-        """As :class:`.kernel.WgmmaKernel`, of at most a tile of rows of x; zeros and workspace are not used."""
-        operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
-        numbers = (n, num_tiles, k_blocks, whole, splits, activation, out_kind)
-        self.launch(x, operands, numbers, num_ctas, stream)
+    def launch(self, given, stream):
+        """Of at most a tile of rows of x; ``given`` has the arguments `TILES` of :mod:`cute_kernels.linear.arguments`,
+        of which zeros and workspace are not used."""
+        self.launch_over(given, operands_of(Operands, given), stream)
 
-    @cute.jit
-    def launch(self, x, operands, numbers, num_ctas, stream):
-        """What both entries do. numbers: those of a launch but for its CTAs, in order."""
+    def launch_over(self, given, operands, stream):
+        """What both entries do."""
         config = self.config
-        copy_x, x_view = self.limbs.rows.k_block_copy(x, tma_tiles_layout(config, config.tile_m, K_BLOCK_TMA_TILES))
-        sizes = few_rows_sizes(config, x, *numbers)
-        shape = ResidentSizes(*sizes, reserved=Int32(1))
-        options = launch_options(config, num_ctas, stream, use_pdl=True)
+        layout = tma_tiles_layout(config, config.tile_m, K_BLOCK_TMA_TILES)
+        copy_x, x_view = self.limbs.rows.k_block_copy(given.x, layout)
+        shape = ResidentSizes(*few_rows_sizes(config, given), reserved=Int32(1))
+        options = launch_options(config, given.num_ctas, stream, use_pdl=True)
         self.kernel(operands, shape, copy_x, x_view).launch(**options)
 
     @cute.kernel
@@ -147,32 +124,7 @@ class FactoredResidentKernel:
     def __init__(self, config: ResidentConfig):
         self.resident = ResidentKernel(config)
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        codes: Int64,
-        scales: Int64,
-        zeros: Int64,
-        bias: Int64,
-        residual: Int64,
-        out: Int64,
-        workspace: Int64,
-        factors: Int64,
-        n: Int32,
-        num_tiles: Int32,
-        k_blocks: Int32,
-        whole: Int32,
-        splits: Int32,
-        num_ctas: Int32,
-        activation: Int32,
-        out_kind: Int32,
-        eps: Int32,
-        offset: Int32,
-        stream,
-    ):
-        """As :class:`ResidentKernel`. factors: address of [k], of x's dtype, on 16 bytes; eps, offset: bits of fp32."""
-        given = Factors(factors, eps, offset)
-        operands = FactoredOperands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace, given)
-        numbers = (n, num_tiles, k_blocks, whole, splits, activation, out_kind)
-        self.resident.launch(x, operands, numbers, num_ctas, stream)
+    def launch(self, given, stream):
+        """``given`` has the arguments `FACTORED_TILES` of :mod:`cute_kernels.linear.arguments`."""
+        factors = Factors(given.factors, given.eps, given.offset)
+        self.resident.launch_over(given, operands_of(FactoredOperands, given, factors=factors), stream)

@@ -211,20 +211,23 @@ class ClusterTileScheduler:
         return WorkTile(block, m_tile, begin, end, split, Int32(self.cluster), Int32(tile))
 
 
-def dense_sizes(config: WgmmaConfig, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind) -> tuple[Any, ...]:
-    """The fields of a `TileSizes` but its grid."""
-    m, k = x.shape
+def dense_sizes(config: WgmmaConfig, given, whole=None, splits=None) -> tuple[Any, ...]:
+    """The fields of a `TileSizes` but its grid, of a launch's arguments; whole, splits: of one that has none."""
+    m, k = given.x.shape
+    k_blocks = given.k_blocks
+    whole, splits = given.whole if whole is None else whole, given.splits if splits is None else splits
     scale_groups = k_blocks * config.block_k // config.group_size if config.group_size else Int32(1)
     split_k_blocks = (k_blocks + splits - 1) // splits
-    return m, n, k, num_tiles, k_blocks, scale_groups, whole, splits, split_k_blocks, activation, out_kind
+    cut = scale_groups, whole, splits, split_k_blocks
+    return m, given.n, k, given.num_tiles, k_blocks, *cut, given.activation, given.out_kind
 
 
-def dense_grid(config: WgmmaConfig, m, num_tiles, whole, splits) -> TileGrid | None:
+def dense_grid(config: WgmmaConfig, given) -> TileGrid | None:
     """How tiles are counted, where not by blocks of output features alone."""
     if config.one_m_tile:
         return None
-    blocks = cute.ceil_div(num_tiles, config.block_tiles * config.multicast)
-    return TileGrid.of(blocks, cute.ceil_div(m, config.tile_m), whole, splits)
+    blocks = cute.ceil_div(given.num_tiles, config.block_tiles * config.multicast)
+    return TileGrid.of(blocks, cute.ceil_div(given.x.shape[0], config.tile_m), given.whole, given.splits)
 
 
 def dense_scheduler(

@@ -10,10 +10,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int64
 
-from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.linear.work import operands_of
 from cute_kernels.moe.ranges.assignments import AssignmentFinder, load_expert
 from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.moe.ranges.kernel import RangeRoles, launch_options, range_sizes
@@ -62,43 +62,14 @@ class AssignedRangeKernel:
         self.config = config
         self.roles = RangeRoles(config, AssignedRouting(config))
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        codes: Int64,
-        scales: Int64,
-        bias: Int64,
-        out: Int64,
-        ids: Int64,
-        n: Int32,
-        num_tiles: Int32,
-        k_blocks: Int32,
-        num_ctas: Int32,
-        num_experts: Int32,
-        count: Int32,
-        x_slots: Int32,
-        id_words: Int32,
-        row_factor: Int32,
-        part_bits: Int32,
-        waits: Int32,
-        activation: Int32,
-        out_kind: Int32,
-        stream,
-    ):
-        """As `RangeKernel`, but for the routing.
-
-        ids: address of ``count`` experts' ids of ``id_words`` words of 32 bits, of which those outside 0 to num_experts
-        - 1 go nowhere. out: [count, ..], a row for each assignment. row_factor: as `AssignedSizes`. k_blocks: of one of
-        2**part_bits equal parts of K, each of which has a result of its own, out [2**part_bits, count, ..]: without
-        bias or activation, for whoever adds them up.
-        """
-        sizes = range_sizes(
-            self.config, x, n, num_tiles, k_blocks, num_ctas, num_experts, count, x_slots, waits, activation, out_kind
-        )
-        operands = RangeOperands(ptx.address(x), codes, scales, bias, Int64(0), out, ids, Int64(0))
-        shape = AssignedSizes(*sizes, id_words=id_words, row_factor=row_factor, part_bits=part_bits)
-        self.kernel(operands, shape).launch(**launch_options(self.config, num_ctas, stream))
+    def launch(self, given, stream):
+        """As `RangeKernel`, but for the routing; ``given`` has the arguments `ASSIGNED` of
+        :mod:`cute_kernels.moe.arguments`."""
+        sizes = range_sizes(self.config, given, given.count)
+        operands = operands_of(RangeOperands, given, residual=Int64(0), offsets=given.ids, rows=Int64(0))
+        own = {"id_words": given.id_words, "row_factor": given.row_factor, "part_bits": given.part_bits}
+        shape = AssignedSizes(*sizes, **own)
+        self.kernel(operands, shape).launch(**launch_options(self.config, given.num_ctas, stream))
 
     @cute.kernel
     def kernel(self, operands, shape):

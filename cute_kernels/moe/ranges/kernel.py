@@ -34,6 +34,7 @@ from cute_kernels.linear.wgmma.limbs import LimbProducts, Part
 from cute_kernels.linear.wgmma.loads import product
 from cute_kernels.linear.wgmma.policies import ROW_LIMB_BYTES, ROW_SCALE_BYTES
 from cute_kernels.linear.wgmma.resident_rows import PIECE_BITS, ResidentRows, RowsRoom, Source
+from cute_kernels.linear.work import operands_of
 from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.moe.ranges.finder import Entry, ExpertFinder, load_places
 from cute_kernels.moe.ranges.work import BlockRange, RangeOperands, RangeSizes
@@ -433,25 +434,13 @@ class RangeRoles:
                 buffer, phase = advance(buffer, phase, config.num_buffers)
 
 
-def range_sizes(
-    config: RangeConfig,
-    x,
-    n,
-    num_tiles,
-    k_blocks,
-    num_ctas,
-    num_experts,
-    places,
-    x_slots,
-    waits,
-    activation,
-    out_kind,
-) -> Any:
-    """The fields of a `RangeSizes`."""
-    num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
-    blocks, ctas = reciprocal(num_blocks), reciprocal(num_ctas)
-    work_range = num_tiles, k_blocks, num_blocks, blocks, num_ctas, ctas, num_experts, places, x_slots, waits
-    return n, x.shape[1], *work_range, activation, out_kind
+def range_sizes(config: RangeConfig, given, places) -> Any:
+    """The fields of a `RangeSizes`, of a launch's arguments. places: rows of the result."""
+    num_blocks = cute.ceil_div(given.num_tiles, config.n_tiles)
+    blocks, ctas = reciprocal(num_blocks), reciprocal(given.num_ctas)
+    of_blocks = given.num_tiles, given.k_blocks, num_blocks, blocks, given.num_ctas, ctas
+    routed = given.num_experts, places, given.x_slots, given.waits
+    return given.n, given.x.shape[1], *of_blocks, *routed, given.activation, given.out_kind
 
 
 def launch_options(config: RangeConfig, num_ctas, stream) -> dict[str, Any]:
@@ -466,40 +455,11 @@ class RangeKernel:
         self.config = config
         self.roles = RangeRoles(config, SortedRouting(config))
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        codes: Int64,
-        scales: Int64,
-        bias: Int64,
-        out: Int64,
-        offsets: Int64,
-        rows: Int64,
-        n: Int32,
-        num_tiles: Int32,
-        k_blocks: Int32,
-        num_ctas: Int32,
-        num_experts: Int32,
-        places: Int32,
-        x_slots: Int32,
-        waits: Int32,
-        activation: Int32,
-        out_kind: Int32,
-        stream,
-    ):
-        """Launches ``num_ctas`` CTAs.
-
-        x: [.., k], k a multiple of 8. Addresses as in :class:`RangeOperands`, codes uint8 [experts, num_tiles, k blocks
-        * unit_tiles, 2048]. k_blocks: padded K / unit_k, a multiple of the k blocks of a chunk, of which there is room
-        for x_slots times as many. places: rows of the result, at least 1. waits: 0 if offsets and rows are older than
-        the kernel before this one, which has waited for them before it let this one begin; else 1.
-        """
-        sizes = range_sizes(
-            self.config, x, n, num_tiles, k_blocks, num_ctas, num_experts, places, x_slots, waits, activation, out_kind
-        )
-        operands = RangeOperands(ptx.address(x), codes, scales, bias, Int64(0), out, offsets, rows)
-        self.kernel(operands, RangeSizes(*sizes)).launch(**launch_options(self.config, num_ctas, stream))
+    def launch(self, given, stream):
+        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `RANGES` of :mod:`cute_kernels.moe.arguments`."""
+        sizes = RangeSizes(*range_sizes(self.config, given, given.places))
+        operands = operands_of(RangeOperands, given, residual=Int64(0))
+        self.kernel(operands, sizes).launch(**launch_options(self.config, given.num_ctas, stream))
 
     @cute.kernel
     def kernel(self, operands, shape):

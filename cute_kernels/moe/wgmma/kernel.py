@@ -23,7 +23,7 @@ from cute_kernels.linear.wgmma.places import tile_of_block
 from cute_kernels.linear.wgmma.policies import X_SCALE_ALIGNMENT
 from cute_kernels.linear.wgmma.reading import StageReader
 from cute_kernels.linear.wgmma.tiles import dense_sizes
-from cute_kernels.linear.work import Operands
+from cute_kernels.linear.work import Operands, operands_of
 from cute_kernels.moe.schedule import MAX_EXPERTS
 from cute_kernels.moe.wgmma.schedule import ENTRY_BYTES, TABLE_BYTES, TABLE_WARPS
 from cute_kernels.moe.wgmma.tiles import GroupedLimbSizes, GroupedTileScheduler, GroupedTileSizes, fill_table
@@ -87,11 +87,11 @@ class GroupedRoles:
         )
 
 
-def grouped_sizes(config: WgmmaConfig, x, n, num_tiles, k_blocks, num_experts, num_ctas, activation, out_kind) -> Any:
-    """The fields of a `GroupedTileSizes`; an expert's tiles are counted on the device."""
-    dense = dense_sizes(config, x, n, num_tiles, k_blocks, Int32(0), Int32(1), activation, out_kind)
-    blocks = cute.ceil_div(num_tiles, config.block_tiles)
-    return *dense, None, num_experts, blocks, Divisor.of(blocks * M_TILE_BAND), Divisor.of(num_ctas)
+def grouped_sizes(config: WgmmaConfig, given) -> Any:
+    """The fields of a `GroupedTileSizes`, of a launch's arguments; an expert's tiles are counted on the device."""
+    dense = dense_sizes(config, given, whole=Int32(0), splits=Int32(1))
+    blocks = cute.ceil_div(given.num_tiles, config.block_tiles)
+    return *dense, None, given.num_experts, blocks, Divisor.of(blocks * M_TILE_BAND), Divisor.of(given.num_ctas)
 
 
 class GroupedWgmmaKernel:
@@ -102,36 +102,14 @@ class GroupedWgmmaKernel:
         self.grouped = GroupedRoles(config)
         self.activations = self.grouped.activations
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        codes: Int64,
-        scales: Int64,
-        zeros: Int64,
-        bias: Int64,
-        out: Int64,
-        offsets: Int64,
-        n: Int32,
-        num_tiles: Int32,
-        k_blocks: Int32,
-        num_experts: Int32,
-        num_ctas: Int32,
-        activation: Int32,
-        out_kind: Int32,
-        stream,
-    ):
-        """Launches ``num_ctas`` CTAs.
-
-        x: [places, k], rows in the order of the places, k a multiple of 8, 16-byte aligned. Addresses: codes, scales
-        and zeros as in the dense kernel, those of all experts one behind the other; bias [experts, n] of x's dtype or
-        0; out [places, n] (half of n for swiglu); offsets int32 [num_experts + 1], the first place of each expert.
-        """
-        copy_x, x_view = self.activations.tma(x)
-        sizes = grouped_sizes(self.config, x, n, num_tiles, k_blocks, num_experts, num_ctas, activation, out_kind)
-        operands = Operands(Int64(0), codes, scales, zeros, bias, Int64(0), out, Int64(0))
-        options = launch_options(self.config, num_ctas, stream, use_pdl=True)
-        self.kernel(operands, GroupedTileSizes(*sizes), offsets, copy_x, x_view).launch(**options)
+    def launch(self, given, stream):
+        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `TILES` of :mod:`cute_kernels.moe.arguments`."""
+        copy_x, x_view = self.activations.tma(given.x)
+        shape = GroupedTileSizes(*grouped_sizes(self.config, given))
+        unused = {"x": Int64(0), "residual": Int64(0), "workspace": Int64(0)}
+        options = launch_options(self.config, given.num_ctas, stream, use_pdl=True)
+        operands = operands_of(Operands, given, **unused)
+        self.kernel(operands, shape, given.offsets, copy_x, x_view).launch(**options)
 
     @cute.kernel
     def kernel(self, operands, shape, offsets, copy_x, x_view):
@@ -153,36 +131,16 @@ class GroupedLimbKernel:
         self.grouped = GroupedRoles(config)
         self.activations = self.grouped.activations
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        codes: Int64,
-        scales: Int64,
-        x_scales: Int64,
-        bias: Int64,
-        out: Int64,
-        offsets: Int64,
-        n: Int32,
-        num_tiles: Int32,
-        k_blocks: Int32,
-        num_experts: Int32,
-        num_ctas: Int32,
-        activation: Int32,
-        out_kind: Int32,
-        x_scale_pitch: Int32,
-        stream,
-    ):
-        """As `GroupedWgmmaKernel`, but for x, [places, padded k] of 16 bits: of each 128 inputs first the high limbs,
-        then the low ones. x_scales: address, on 16 bytes, of fp32 [k blocks, x_scale_pitch], a multiple of 4 and large
-        enough for 68 scales from any place on.
-        """
-        copy_x, x_view = self.activations.tma(x)
-        sizes = grouped_sizes(self.config, x, n, num_tiles, k_blocks, num_experts, num_ctas, activation, out_kind)
-        shape = GroupedLimbSizes(*sizes, x_scales=x_scales, x_scale_pitch=x_scale_pitch)
-        operands = Operands(Int64(0), codes, scales, Int64(0), bias, Int64(0), out, Int64(0))
-        options = launch_options(self.config, num_ctas, stream, use_pdl=True)
-        self.kernel(operands, shape, offsets, copy_x, x_view).launch(**options)
+    def launch(self, given, stream):
+        """As `GroupedWgmmaKernel`, but for x; ``given`` has the arguments `LIMB_TILES` of
+        :mod:`cute_kernels.moe.arguments`."""
+        copy_x, x_view = self.activations.tma(given.x)
+        sizes = grouped_sizes(self.config, given)
+        shape = GroupedLimbSizes(*sizes, x_scales=given.x_scales, x_scale_pitch=given.x_scale_pitch)
+        unused = {name: Int64(0) for name in ("x", "zeros", "residual", "workspace")}
+        options = launch_options(self.config, given.num_ctas, stream, use_pdl=True)
+        operands = operands_of(Operands, given, **unused)
+        self.kernel(operands, shape, given.offsets, copy_x, x_view).launch(**options)
 
     @cute.kernel
     def kernel(self, operands, shape, offsets, copy_x, x_view):
