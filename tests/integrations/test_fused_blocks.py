@@ -405,3 +405,11 @@ def test_rounded_frequencies_are_named():
     """`model.to` rounds those of a rotary embedding to the model's dtype, `from_pretrained` does not."""
     model = DECODERS["llama"].build(torch.bfloat16).to(torch.bfloat16)
     assert "LlamaAttention has rotary frequencies in torch.bfloat16, want float32" in str(ck.accelerate(model))
+
+
+def test_blocks_are_compared_whatever_the_default_device_is():
+    """The noise is made on the CPU: a generator of its own cannot make it anywhere else."""
+    model = DECODERS["llama"].build(torch.bfloat16)
+    with torch.device("meta"):
+        summary = str(ck.accelerate(model, kv_format="bf16"))
+    assert "fused: 2 attention, 2 layer" in summary

@@ -307,7 +307,8 @@ def _is_the_same(block: nn.Module, layer: QuantizedMoE) -> bool:
     """
     weight = layer.down.weight
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_TOKENS, weight.out_features, generator=generator).to(weight.device, weight.dtype)
+    x = torch.randn(_TOKENS, weight.out_features, generator=generator, device="cpu", dtype=torch.float32)
+    x = x.to(weight.device, weight.dtype)
     training = block.training
     block.eval()
     try:

@@ -125,7 +125,8 @@ class _Stack:
         """Inputs of a block [2, tokens, hidden_size]."""
         weight = next(self.owner.parameters())
         generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn(2, tokens, self.owner.config.hidden_size, generator=generator)
+        shape = (2, tokens, self.owner.config.hidden_size)
+        noise = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
         return noise.to(weight.device, weight.dtype)
 
     def _passes(self, attention: Foreign, run: Callable[..., Any]) -> list[torch.Tensor]:

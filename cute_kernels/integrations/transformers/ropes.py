@@ -83,7 +83,7 @@ def rope_of(rotary: nn.Module, layer_type: str | None = None) -> ModelRope | Non
         rope = Rope(2 * frequencies.numel(), parameters["rope_theta"], scaling=scaling(parameters))
     except (KeyError, TypeError, ValueError):
         return None
-    ours = torch.tensor(rope.frequencies(), dtype=torch.float64)
+    ours = torch.tensor(rope.frequencies(), dtype=torch.float64, device="cpu")
     theirs = frequencies.detach().cpu().double()
     same = bool(((ours - theirs).abs() <= TOLERANCE * theirs.abs()).all())
     if not same or abs(rope.attention_factor - factor) > TOLERANCE * abs(factor):
