@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bench import perplexity
 from bench.peers import fa3_missing
 from bench.report import aligned, in_markdown, number
 from bench.suites import TOLERANCE, Bench, WrongOutput
@@ -299,6 +300,7 @@ def markdown(record: dict[str, Any]) -> str:
         peer = max((rate for name, rate in rates.items() if name.startswith("FA3")), default=None)
         lines.append([row["name"], number(peer, 0), *(number(rates.get(name), 0) for name in names)])
     about = f"TFLOPS, median of {record.get('samples')} calls with a cold L2; FlashAttention-3: bf16, its fastest call."
+    about = " ".join(filter(None, [about, perplexity.sentence(perplexity.caches_in(names), perplexity.models())]))
     parts = [in_markdown(record, head, lines, about)]
     for key, what in (("extend_mixed", "both kernels' calls in graphs"), ("extend_few_queries", "decode attention")):
         if record.get(key):
