@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -30,7 +32,7 @@ class KeptLaunch:
         matrix: [M, K], the shape that the kernel takes x in; None where x has it.
         inputs: what makes [M, K] of an x that the kernel cannot take as it is; None where it can.
         new_out: what the result is made of where the caller gives no tensor for it.
-        numbers: what follows the workspace, or the factors, among the function's arguments.
+        send: the launch: takes x, addresses and the workspace by name.
         takes_factors: whether the product's own kernel applies the input scale or the norm.
     """
 
@@ -38,7 +40,7 @@ class KeptLaunch:
     matrix: tuple[int, int] | None
     inputs: InputRows | None
     new_out: Blank
-    numbers: tuple[int, ...]
+    send: Callable[..., Any]
     takes_factors: bool = False
 
     def run(
@@ -69,19 +71,21 @@ class KeptLaunch:
             x = x.detach()
         if out is None:
             out = GPU.empty(*self.new_out)
+        x = x if self.matrix is None else x.view(self.matrix)
+        zero_points = 0 if zeros is None else zeros.data_ptr()
+        added = 0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()
+        workspace = plan.workspace() if plan.num_words else 0
         factors = (input_scale if norm is None else norm) if self.takes_factors else None
-        plan.function(
-            x if self.matrix is None else x.view(self.matrix),
-            codes.data_ptr(),
-            scales.data_ptr(),
-            0 if zeros is None else zeros.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            0 if residual is None else residual.data_ptr(),
-            out.data_ptr(),
-            plan.workspace() if plan.num_words else 0,
-            *(() if factors is None else (factors.data_ptr(),)),
-            *self.numbers,
-        )
+        if factors is None:
+            self.send(
+                x=x, codes=codes.data_ptr(), scales=scales.data_ptr(), zeros=zero_points, bias=added[0],
+                residual=added[1], out=out.data_ptr(), workspace=workspace,
+            )  # fmt: skip
+        else:
+            self.send(
+                x=x, codes=codes.data_ptr(), scales=scales.data_ptr(), zeros=zero_points, bias=added[0],
+                residual=added[1], out=out.data_ptr(), workspace=workspace, factors=factors.data_ptr(),
+            )  # fmt: skip
         return out
 
 
@@ -125,7 +129,7 @@ def keep_launch(
         matrix=None if x.dim() == 2 or inputs is not None else (m, k),
         inputs=inputs,
         new_out=blank((*x.shape[:-1], out_features(n, activation)), out_dtype),
-        numbers=(n, *plan.sizes, ACTIVATIONS[activation], OUT_KINDS[out_dtype]),
+        send=plan.bound(n, ACTIVATIONS[activation], OUT_KINDS[out_dtype]),
     )
 
 
@@ -152,13 +156,13 @@ def _factored_launch(
     plan = factored_plan_of(m, n, k, form, x.dtype, x.get_device(), batch_invariant, kind)
     if plan is None:
         return None
-    added = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
+    eps, offset = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
     return KeptLaunch(
         plan=plan,
         matrix=None if x.dim() == 2 else (m, k),
         inputs=None,
         new_out=blank((*x.shape[:-1], out_features(n, activation)), out_dtype),
-        numbers=(n, *plan.sizes, ACTIVATIONS[activation], OUT_KINDS[out_dtype], *map(_bits, added)),
+        send=plan.bound(n, ACTIVATIONS[activation], OUT_KINDS[out_dtype], eps=_bits(eps), offset=_bits(offset)),
         takes_factors=True,
     )
 

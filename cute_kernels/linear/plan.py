@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.linear.arguments import STREAM, TILES, between
+from cute_kernels.linear.arguments import DENSE_ADDRESSES, FACTORED_TILES, STREAM, TILES
 from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
 from cute_kernels.linear.portable.schedule import make_portable_schedule
@@ -17,13 +17,14 @@ from cute_kernels.linear.quantize import DTYPES
 from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
 from cute_kernels.linear.served import schedule_for
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.limb_launch import limb_product
+from cute_kernels.linear.wgmma.limb_launch import LimbProduct, limb_product
 from cute_kernels.linear.wgmma.policies import NORMED, NORMED_ROWS, PortableMmaSync
 from cute_kernels.linear.wgmma.resident_schedule import with_factors
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported, portable_arch_of
 from cute_kernels.runtime.gpu import GPU, per_gpu
+from cute_kernels.runtime.launch_arguments import LaunchArguments
 from cute_kernels.weight_formats import WeightFormat
 
 ACTIVATIONS = {None: NO_ACTIVATION, "silu": SILU, "gelu": GELU, "swiglu": SWIGLU}
@@ -31,21 +32,38 @@ OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
 
 @dataclass(frozen=True)
+class CompiledProduct:
+    """A compiled kernel, and what it is launched with."""
+
+    function: Callable[..., Any]
+    declared: LaunchArguments
+
+    def bound(self, numbers: dict[str, int]) -> Callable[..., Any]:
+        """The kernel with these numbers: takes what else it is launched with by name."""
+        return self.declared.bound(self.function, numbers)
+
+
+@dataclass(frozen=True)
 class LinearPlan:
     """Everything about a launch that does not change between calls of the same shapes and formats.
 
     Attributes:
-        function: the compiled kernel, of few rows, of many, or the portable one; or two launches that are called alike.
+        kernels: the compiled kernel, of few rows, of many, or the portable one; or two launches that are called alike.
         schedule: what it was made of.
-        sizes: what stands between n and the activation among the function's arguments.
+        sizes: those numbers of a launch, by name, that the schedule decides.
         num_words: of workspace, 0 if there is nothing to combine.
     """
 
-    function: Callable[..., Any]
+    kernels: CompiledProduct | LimbProduct
     schedule: StreamSchedule | TileSchedule
     device_index: int
-    sizes: tuple[int, ...]
+    sizes: dict[str, int]
     num_words: int
+
+    def bound(self, n: int, activation: int, out_kind: int, **added: int) -> Callable[..., Any]:
+        """What launches products that have these numbers in common: takes x, addresses and the workspace by name."""
+        numbers = {"n": n, **self.sizes, "activation": activation, "out_kind": out_kind, **added}
+        return self.kernels.bound(numbers)
 
     def run(self, x: torch.Tensor, addresses: tuple[int, ...], n: int, activation: int, out_kind: int) -> None:
         """Launches on the current stream of the plan's device, which is the current one.
@@ -58,7 +76,8 @@ class LinearPlan:
         self, x: torch.Tensor, addresses: tuple[int, ...], workspace: int, n: int, activation: int, out_kind: int
     ) -> None:
         """:meth:`run` with a workspace of the caller's."""
-        self.function(x, *addresses, workspace, n, *self.sizes, activation, out_kind)
+        named = dict(zip(DENSE_ADDRESSES, (*addresses, workspace), strict=True))
+        self.bound(n, activation, out_kind)(x=x, **named)
 
     def workspace(self) -> int:
         """The address of a workspace for a launch on the current stream; 0 if it needs none."""
@@ -143,18 +162,16 @@ def make_plan(schedule: StreamSchedule | TileSchedule, m: int, device_index: int
     if isinstance(schedule, TileSchedule):
         return make_tile_plan(schedule, m, device_index)
     return LinearPlan(
-        function=load(spec_of(schedule.config), arch_of(device_index)),
+        kernels=CompiledProduct(load(spec_of(schedule.config), arch_of(device_index)), STREAM),
         schedule=schedule,
         device_index=device_index,
-        sizes=between(
-            STREAM,
-            *("n", "activation"),
-            num_tiles=schedule.num_tiles,
-            k_blocks=schedule.k_blocks,
-            num_slices=schedule.num_slices,
-            num_groups=schedule.num_groups,
-            max_parts=schedule.max_parts,
-        ),
+        sizes={
+            "num_tiles": schedule.num_tiles,
+            "k_blocks": schedule.k_blocks,
+            "num_slices": schedule.num_slices,
+            "num_groups": schedule.num_groups,
+            "max_parts": schedule.max_parts,
+        },
         num_words=schedule.workspace_words(m),
     )
 
@@ -164,20 +181,20 @@ def make_tile_plan(schedule: TileSchedule, m: int, device_index: int) -> LinearP
     is_portable = isinstance(schedule.config.mainloop, PortableMmaSync)
     arch = (portable_arch_of if is_portable else arch_of)(device_index)
     function = load(spec_of(schedule.config), arch)
+    declared = FACTORED_TILES if getattr(schedule.config.mainloop, "factors", "") else TILES
+    kernels: CompiledProduct | LimbProduct = CompiledProduct(function, declared)
     if not is_portable and schedule.config.makes_limbs_before:
-        function = limb_product(schedule.config, function, m, schedule.k_blocks, arch)
+        kernels = limb_product(schedule.config, function, m, schedule.k_blocks, arch)
     return LinearPlan(
-        function=function,
+        kernels=kernels,
         schedule=schedule,
         device_index=device_index,
-        sizes=between(
-            TILES,
-            *("n", "activation"),
-            num_tiles=schedule.num_tiles,
-            k_blocks=schedule.k_blocks,
-            whole=schedule.whole,
-            splits=schedule.splits,
-            num_ctas=schedule.num_ctas,
-        ),
+        sizes={
+            "num_tiles": schedule.num_tiles,
+            "k_blocks": schedule.k_blocks,
+            "whole": schedule.whole,
+            "splits": schedule.splits,
+            "num_ctas": schedule.num_ctas,
+        },
         num_words=schedule.workspace_words,
     )

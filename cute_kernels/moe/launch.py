@@ -120,7 +120,8 @@ class GroupedLaunch:
         offsets, row_index = expert_offsets.data_ptr(), _address(rows)
         if self.gather is not None:
             source, x = x, GPU.empty(*self.new_gathered)
-            self.gather(source, offsets + 4 * self.num_experts, row_index, x.data_ptr(), self.places)
+            end = offsets + 4 * self.num_experts
+            self.gather(x=source, end=end, rows=row_index, out=x.data_ptr(), places=self.places)
         addresses = *addresses_of(weight), _address(bias), out.data_ptr()
         self.plan.run(x, addresses, (offsets, row_index), self.numbers)
         return out
@@ -158,15 +159,16 @@ def launch_routing(topk_ids: torch.Tensor, num_experts: int) -> Routing:
     count = topk_ids.numel()
     words = torch.empty(num_experts + 1 + 2 * count, dtype=torch.int32, device=topk_ids.device)
     offsets, rows, places = words.split((num_experts + 1, count, count))
-    function = routing_function(8 * topk_ids.element_size(), topk_ids.get_device())
-    function(topk_ids, offsets.data_ptr(), rows.data_ptr(), places.data_ptr(), num_experts)
+    sort = routing_function(8 * topk_ids.element_size(), topk_ids.get_device())
+    addresses = {"offsets": offsets.data_ptr(), "rows": rows.data_ptr(), "places": places.data_ptr()}
+    sort(topk_ids=topk_ids, **addresses, num_experts=num_experts)
     return Routing(offsets, rows, places.view(topk_ids.shape))
 
 
 def launch_gather(x: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """x[rows], for places below offsets[-1]. x: [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes."""
     out = torch.empty((rows.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
-    function = gather_function(DTYPE_NAMES[x.dtype], x.get_device())
+    gather = gather_function(DTYPE_NAMES[x.dtype], x.get_device())
     end = offsets.data_ptr() + 4 * (offsets.shape[0] - 1)
-    function(x, end, rows.data_ptr(), out.data_ptr(), rows.shape[0])
+    gather(x=x, end=end, rows=rows.data_ptr(), out=out.data_ptr(), places=rows.shape[0])
     return out

@@ -136,7 +136,10 @@ class MoePlan:
         if self.pads[1]:
             hidden = _aligned(hidden)
         self.down.run(hidden, (*addresses_of(down), 0, results), of_second, self.second)
-        combine(out, results, places, topk_weights.data_ptr(), self.topk, self.num_experts, self.part_bits)
+        combine(
+            out=out, results=results, places=places, weights=topk_weights.data_ptr(), topk=self.topk,
+            num_experts=self.num_experts, part_bits=self.part_bits,
+        )  # fmt: skip
         return out
 
     def route(self, x: torch.Tensor, topk_ids: torch.Tensor, base: int) -> tuple[torch.Tensor, Any, Any, int]:
@@ -163,10 +166,11 @@ class SortedMoePlan(MoePlan):
     def route(self, x: torch.Tensor, topk_ids: torch.Tensor, base: int) -> tuple[torch.Tensor, Any, Any, int]:
         scratch = self.scratch
         offsets, rows, places = base + scratch.offsets, base + scratch.token_rows, base + scratch.places
-        self.routing(topk_ids, offsets, rows, places, self.num_experts)
+        self.routing(topk_ids=topk_ids, offsets=offsets, rows=rows, places=places, num_experts=self.num_experts)
         if self.gather is not None:
             source, x = x, GPU.empty(*self.new_gathered)
-            self.gather(source, offsets + 4 * self.num_experts, rows, x.data_ptr(), self.num_places)
+            end = offsets + 4 * self.num_experts
+            self.gather(x=source, end=end, rows=rows, out=x.data_ptr(), places=self.num_places)
         return x, (offsets, rows), (offsets, 0), places
 
 

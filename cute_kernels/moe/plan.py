@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.linear.arguments import between
 from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.wgmma.limb_launch import LimbRows, limb_rows
-from cute_kernels.moe.arguments import ASSIGNED, GROUPED, LIMB_TILES, RANGES, TILES
+from cute_kernels.moe.arguments import ASSIGNED, COMBINE, GATHER, GROUPED, LIMB_TILES, RANGES, ROUTING, TILES
 from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RangeSpec, RoutingSpec
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.ranges.schedule import RangeLayout, row_factor
@@ -23,7 +22,6 @@ from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU, per_gpu
-from cute_kernels.runtime.launch_arguments import LaunchArguments
 
 FEW_PLACES = 256  # results of a layer that are stored in fp32 before they are added up: more are worth half the bytes
 
@@ -34,18 +32,17 @@ class GroupedPlan:
 
     Attributes:
         num_words: of workspace.
-        launches: for each launch what stands between n and the activation among the function's arguments.
+        launches: each launch, by arguments' names.
         waits: whether offsets and rows may be those of the launch before. If not, that launch has waited for them
             before it lets another begin, and weights are asked for while it ends.
         gathers: whether rows of x are taken by index.
         stores_fp32: whether what a layer adds up is best stored in fp32: few results.
     """
 
-    function: Callable[..., Any]
     schedule: GroupedSchedule
     device_index: int
     num_words: int
-    launches: tuple[tuple[int, ...], ...]
+    launches: tuple[Callable[..., Any], ...]
     waits: bool = True
     gathers: bool = True
     stores_fp32: bool = True
@@ -58,9 +55,13 @@ class GroupedPlan:
         """
         index = self.device_index
         workspace = GPU.workspace(index, GPU.stream(index), self.num_words)
+        codes, scales, zeros, bias, out = addresses
         n, activation, out_kind = numbers
-        for sizes in self.launches:
-            self.function(x, *addresses, workspace, *routing, n, *sizes, self.waits, activation, out_kind)
+        for send in self.launches:
+            send(
+                x=x, codes=codes, scales=scales, zeros=zeros, bias=bias, out=out, workspace=workspace,
+                offsets=routing[0], rows=routing[1], n=n, waits=self.waits, activation=activation, out_kind=out_kind,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,12 @@ class RangePlan:
     """A product of few rows an expert in limbs that its CTAs make.
 
     Attributes:
-        sizes: between n and ``waits`` among the function's arguments.
+        send: the launch, by arguments' names.
         waits: as of `GroupedPlan`.
     """
 
-    function: Callable[..., Any]
+    send: Callable[..., Any]
     layout: RangeLayout
-    sizes: tuple[int, ...]
     waits: bool = True
     gathers: bool = True
     stores_fp32: bool = True
@@ -83,7 +83,10 @@ class RangePlan:
         """As :meth:`GroupedPlan.run`."""
         codes, scales, _, bias, out = addresses
         n, activation, out_kind = numbers
-        self.function(x, codes, scales, bias, out, *routing, n, *self.sizes, self.waits, activation, out_kind)
+        self.send(
+            x=x, codes=codes, scales=scales, bias=bias, out=out, offsets=routing[0], rows=routing[1], n=n,
+            waits=self.waits, activation=activation, out_kind=out_kind,
+        )  # fmt: skip
 
 
 class AssignedIds(NamedTuple):
@@ -104,13 +107,12 @@ class AssignedPlan:
     """A product of a few assignments as a router leaves them, in limbs that its CTAs make: no launch sorts them.
 
     Attributes:
-        sizes: between n and ``waits`` among the function's arguments.
+        send: the launch, by arguments' names.
         waits: as of `GroupedPlan`, of the ids.
     """
 
-    function: Callable[..., Any]
+    send: Callable[..., Any]
     layout: RangeLayout
-    sizes: tuple[int, ...]
     waits: bool
     gathers: bool = True
     stores_fp32: bool = True
@@ -119,23 +121,30 @@ class AssignedPlan:
         """As :meth:`GroupedPlan.run`; ids: address of the assignments' experts."""
         codes, scales, _, bias, out = addresses
         n, activation, out_kind = numbers
-        self.function(x, codes, scales, bias, out, ids, n, *self.sizes, self.waits, activation, out_kind)
+        self.send(
+            x=x, codes=codes, scales=scales, bias=bias, out=out, ids=ids, n=n, waits=self.waits,
+            activation=activation, out_kind=out_kind,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TilesPlan:
-    """A product of many rows an expert, which takes the rows of x in the order of the places."""
+    """A product of many rows an expert, which takes the rows of x in the order of the places. send: the launch, by
+    arguments' names."""
 
-    function: Callable[..., Any]
+    send: Callable[..., Any]
     tiles: GroupedTiles
-    sizes: tuple[int, ...]  # between n and the activation among the function's arguments
     gathers: bool = False
     stores_fp32: bool = False
 
     def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
         """As :meth:`GroupedPlan.run`; the address of rows is not looked at."""
+        codes, scales, zeros, bias, out = addresses
         n, activation, out_kind = numbers
-        self.function(x, *addresses, routing[0], n, *self.sizes, activation, out_kind)
+        self.send(
+            x=x, codes=codes, scales=scales, zeros=zeros, bias=bias, out=out, offsets=routing[0], n=n,
+            activation=activation, out_kind=out_kind,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -143,14 +152,13 @@ class LimbsPlan:
     """A product of activations in limbs, of which it has a launch before it make those of all places.
 
     Attributes:
+        send: the product's launch, by arguments' names.
         rows: that launch.
-        sizes: between n and the activation among the function's arguments.
     """
 
-    function: Callable[..., Any]
+    send: Callable[..., Any]
     rows: LimbRows
     tiles: GroupedTiles
-    sizes: tuple[int, ...]
     num_experts: int
     gathers: bool = True
     stores_fp32: bool = False
@@ -161,8 +169,10 @@ class LimbsPlan:
         offsets, rows = routing
         n, activation, out_kind = numbers
         limbs, x_scales = self.rows.make(x, offsets + 4 * self.num_experts, rows)
-        tail = *self.sizes, activation, out_kind, self.rows.pitch
-        self.function(limbs, codes, scales, x_scales.data_ptr(), bias, out, offsets, n, *tail)
+        self.send(
+            x=limbs, codes=codes, scales=scales, x_scales=x_scales.data_ptr(), bias=bias, out=out, offsets=offsets, n=n,
+            activation=activation, out_kind=out_kind,
+        )  # fmt: skip
 
 
 ProductPlan = GroupedPlan | RangePlan | TilesPlan | LimbsPlan
@@ -212,53 +222,43 @@ def make_product_plan(layout: GroupedLayout, places: int, num_experts: int, devi
 def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) -> GroupedPlan:
     """The plan of a given schedule of few rows an expert."""
 
-    def sizes(number: int) -> tuple[int, ...]:
-        return between(
-            GROUPED,
-            *("n", "waits"),
-            num_tiles=schedule.num_tiles,
-            k_blocks=schedule.k_blocks,
-            num_slices=schedule.num_slices,
-            num_groups=schedule.num_groups,
-            num_experts=num_experts,
-            entry_shift=schedule.entry_rows.bit_length() - 1,
-            x_slots=schedule.x_slots,
-            first_entry=number * schedule.max_entries,
-            max_entries=schedule.max_entries,
-            max_parts=schedule.max_parts,
-            slack=schedule.slack,
+    function = load(GroupedSpec(schedule.config), arch_of(device_index))
+
+    def launch(number: int) -> Callable[..., Any]:
+        return GROUPED.bound(
+            function,
+            {
+                "num_tiles": schedule.num_tiles,
+                "k_blocks": schedule.k_blocks,
+                "num_slices": schedule.num_slices,
+                "num_groups": schedule.num_groups,
+                "num_experts": num_experts,
+                "entry_shift": schedule.entry_rows.bit_length() - 1,
+                "x_slots": schedule.x_slots,
+                "first_entry": number * schedule.max_entries,
+                "max_entries": schedule.max_entries,
+                "max_parts": schedule.max_parts,
+                "slack": schedule.slack,
+            },
         )
 
-    return GroupedPlan(
-        function=load(GroupedSpec(schedule.config), arch_of(device_index)),
-        schedule=schedule,
-        device_index=device_index,
-        num_words=schedule.workspace_words,
-        launches=tuple(map(sizes, range(schedule.num_launches))),
-    )
+    launches = tuple(map(launch, range(schedule.num_launches)))
+    return GroupedPlan(schedule, device_index, schedule.workspace_words, launches)
 
 
 def make_range_plan(layout: RangeLayout, places: int, num_experts: int, device_index: int) -> RangePlan:
     """The plan of given runs of blocks."""
-    common = range_sizes(layout, num_experts)
-    sizes = between(RANGES, "n", "waits", **common, places=places)
     function = load(RangeSpec(layout.config), arch_of(device_index))
-    return RangePlan(function, layout, sizes, stores_fp32=places <= FEW_PLACES)
+    send = RANGES.bound(function, range_sizes(layout, num_experts) | {"places": places})
+    return RangePlan(send, layout, stores_fp32=places <= FEW_PLACES)
 
 
 def make_assigned_plan(layout: RangeLayout, ids: AssignedIds, num_experts: int, device_index: int) -> AssignedPlan:
     """The plan of given runs of blocks among assignments; layout: of `among_assignments`."""
-    sizes = between(
-        ASSIGNED,
-        *("n", "waits"),
-        **range_sizes(layout, num_experts),
-        count=ids.count,
-        id_words=ids.id_words,
-        row_factor=row_factor(ids.row_assignments),
-        part_bits=layout.part_bits,
-    )
-    function = load(RangeSpec(layout.config), arch_of(device_index))
-    return AssignedPlan(function, layout, sizes, ids.waits)
+    own = {"count": ids.count, "id_words": ids.id_words, "row_factor": row_factor(ids.row_assignments)}
+    sizes = range_sizes(layout, num_experts) | own | {"part_bits": layout.part_bits}
+    send = ASSIGNED.bound(load(RangeSpec(layout.config), arch_of(device_index)), sizes)
+    return AssignedPlan(send, layout, ids.waits)
 
 
 def range_sizes(layout: RangeLayout, num_experts: int) -> dict[str, int]:
@@ -275,38 +275,33 @@ def range_sizes(layout: RangeLayout, num_experts: int) -> dict[str, int]:
 def make_tiles_plan(tiles: GroupedTiles, _places: int, num_experts: int, device_index: int) -> TilesPlan:
     """The plan of given tiles of many rows an expert."""
     function = load(GroupedWgmmaSpec(tiles.config), arch_of(device_index))
-    return TilesPlan(function, tiles, tile_sizes(TILES, tiles, num_experts))
+    return TilesPlan(TILES.bound(function, tile_sizes(tiles, num_experts)), tiles)
 
 
-def tile_sizes(arguments: LaunchArguments, tiles: GroupedTiles, num_experts: int) -> tuple[int, ...]:
-    """What products by tiles are told, between n and the activation."""
-    return between(
-        arguments,
-        *("n", "activation"),
-        num_tiles=tiles.num_tiles,
-        k_blocks=tiles.k_blocks,
-        num_experts=num_experts,
-        num_ctas=tiles.num_ctas,
-    )
+def tile_sizes(tiles: GroupedTiles, num_experts: int) -> dict[str, int]:
+    """What products by tiles are told whatever their routing."""
+    return {
+        "num_tiles": tiles.num_tiles,
+        "k_blocks": tiles.k_blocks,
+        "num_experts": num_experts,
+        "num_ctas": tiles.num_ctas,
+    }
 
 
 def make_limbs_plan(tiles: GroupedTiles, places: int, num_experts: int, device_index: int) -> LimbsPlan:
     """The plan of given tiles whose activations come in limbs."""
     arch = arch_of(device_index)
-    return LimbsPlan(
-        function=load(GroupedWgmmaSpec(tiles.config), arch),
-        rows=limb_rows(tiles.config.dtype, places, tiles.k_blocks, arch),
-        tiles=tiles,
-        sizes=tile_sizes(LIMB_TILES, tiles, num_experts),
-        num_experts=num_experts,
-    )
+    rows = limb_rows(tiles.config.dtype, places, tiles.k_blocks, arch)
+    sizes = tile_sizes(tiles, num_experts) | {"x_scale_pitch": rows.pitch}
+    send = LIMB_TILES.bound(load(GroupedWgmmaSpec(tiles.config), arch), sizes)
+    return LimbsPlan(send, rows, tiles, num_experts)
 
 
 @per_gpu
 @lru_cache(maxsize=64)
 def routing_function(id_bits: int, device_index: int) -> Callable[..., Any]:
-    """The kernel that sorts assignments."""
-    return load(RoutingSpec(RoutingConfig(id_bits)), arch_of(device_index))
+    """The kernel that sorts assignments, by arguments' names."""
+    return ROUTING.bound(load(RoutingSpec(RoutingConfig(id_bits)), arch_of(device_index)), {})
 
 
 @per_gpu
@@ -314,12 +309,13 @@ def routing_function(id_bits: int, device_index: int) -> Callable[..., Any]:
 def combine_function(
     dtype: str, source: str, id_bits: int, device_index: int, shares: str = "fp32"
 ) -> Callable[..., Any]:
-    """The kernel that adds up results; id_bits, shares: as of `CombineConfig`."""
-    return load(CombineSpec(CombineConfig(dtype, source, id_bits, shares=shares)), arch_of(device_index))
+    """The kernel that adds up results, by arguments' names; id_bits, shares: as of `CombineConfig`."""
+    spec = CombineSpec(CombineConfig(dtype, source, id_bits, shares=shares))
+    return COMBINE.bound(load(spec, arch_of(device_index)), {})
 
 
 @per_gpu
 @lru_cache(maxsize=64)
 def gather_function(dtype: str, device_index: int) -> Callable[..., Any]:
-    """The kernel that lays rows in the order of their places."""
-    return load(GatherSpec(GatherConfig(dtype)), arch_of(device_index))
+    """The kernel that lays rows in the order of their places, by arguments' names."""
+    return GATHER.bound(load(GatherSpec(GatherConfig(dtype)), arch_of(device_index)), {})

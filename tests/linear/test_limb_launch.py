@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.linear.arguments import LIMB_ROWS
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.limb_launch import LimbProduct, LimbRows, block_rows
 from cute_kernels.linear.wgmma.policies import LIMB_GROUP, LIMB_TILE_M, X_SCALE_ALIGNMENT, Limbs
@@ -39,11 +40,13 @@ def test_a_product_reads_the_blocks_that_were_made(rows: int, groups: int, new):
         groups,
     )
     x = torch.zeros(rows - 1, LIMB_GROUP * groups, dtype=torch.bfloat16)
-    product(x, 1, 2, 3, 4, 5, 6, 7, 8, 9)
+    numbers = {"n": 8, "num_tiles": 9, "k_blocks": 10, "whole": 11, "splits": 12, "num_ctas": 13}
+    addresses = {"codes": 1, "scales": 2, "zeros": 3, "bias": 4, "residual": 5, "out": 6, "workspace": 7}
+    product.bound(numbers | {"activation": 14, "out_kind": 15})(x=x, **addresses)
     (blocks,) = new
     assert calls == [
         ("limbs", x, blocks.data_ptr(), rows, groups),
-        ("product", x, 1, 2, blocks.data_ptr(), 4, 5, 6, 7, 8, 9, rows),
+        ("product", x, 1, 2, blocks.data_ptr(), 4, 5, 6, 7, *range(8, 16), rows),
     ]
     # Both limbs of each input, and a scale for each row and group.
     assert blocks.nbytes == groups * rows * (2 * LIMB_GROUP + 4)
@@ -60,7 +63,8 @@ def test_a_block_has_the_rows_that_are_multiplied(tile_m: int, row_parts: int, m
 @pytest.mark.parametrize("places, groups", [(1, 1), (9, 64), (32, 5), (1023, 16)])
 def test_rows_of_experts_have_scales_from_any_of_them_on(places: int, groups: int, new):
     calls: list[tuple[Any, ...]] = []
-    rows = LimbRows(lambda *arguments: calls.append(arguments), "bf16", places, groups)
+    function = LIMB_ROWS.bound(lambda *arguments: calls.append(arguments), {})
+    rows = LimbRows(function, "bf16", places, groups)
     x = torch.zeros(places, LIMB_GROUP * groups, dtype=torch.bfloat16)
     limbs, scales = rows.make(x, 5, 6)
     assert calls == [(x, 5, 6, limbs.data_ptr(), scales.data_ptr(), places, groups, rows.pitch)]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import row_stride
+from cute_kernels.linear.arguments import INPUT_ROWS
 from cute_kernels.linear.inputs.compile import InputRowsSpec
 from cute_kernels.linear.inputs.config import VECTOR, InputRowsConfig, parts_of, room_for
 from cute_kernels.runtime.cache import load
@@ -25,27 +26,21 @@ class InputRows:
     """What makes the rows that a product takes, kept for calls that differ in contents and places of memory alone.
 
     Attributes:
-        function: the compiled kernel.
+        send: the compiled kernel, its tensors by name.
         new: [m, k], what it writes.
-        stride: elements of x from a row to the next.
-        parts: CTAs of a row.
     """
 
-    function: Callable[..., Any]
+    send: Callable[..., Any]
     new: Blank
-    stride: int
-    parts: int
 
     def make(self, x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
         """x [..., k] as contiguous rows [m, k], each input times its scale, in the order of perm."""
         rows = GPU.empty(*self.new)
-        self.function(
-            rows,
-            x.data_ptr(),
-            0 if perm is None else perm.data_ptr(),
-            0 if input_scale is None else input_scale.data_ptr(),
-            self.stride,
-            self.parts,
+        self.send(
+            out=rows,
+            x=x.data_ptr(),
+            order=0 if perm is None else perm.data_ptr(),
+            factors=0 if input_scale is None else input_scale.data_ptr(),
         )
         return rows
 
@@ -61,9 +56,6 @@ def input_rows(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Te
         return None
     m = x.numel() // k
     config = InputRowsConfig(DTYPES[x.dtype], room, input_scale is not None)
-    return InputRows(
-        function=load(InputRowsSpec(config), arch_of(index)),
-        new=blank((m, k), x.dtype),
-        stride=stride,
-        parts=parts_of(m, k, GPU.num_sms(index)),
-    )
+    fixed = {"stride": stride, "parts": parts_of(m, k, GPU.num_sms(index))}
+    send = INPUT_ROWS.bound(load(InputRowsSpec(config), arch_of(index)), fixed)
+    return InputRows(send, blank((m, k), x.dtype))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.linear.arguments import LIMB_BLOCKS, LIMB_ROWS, LIMB_TILES
 from cute_kernels.linear.wgmma.compile import LimbBlocksSpec, LimbRowsSpec
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig, LimbRowsConfig, WgmmaConfig
 from cute_kernels.linear.wgmma.policies import (
@@ -30,7 +31,7 @@ class LimbRows:
     """Makes limbs of the rows of x at so many places.
 
     Attributes:
-        function: the compiled kernel.
+        function: the compiled kernel, by arguments' names.
         dtype: of x, "bf16" or "fp16".
         places: rows of the product.
         groups: of `LIMB_GROUP` inputs of the padded K.
@@ -56,18 +57,21 @@ class LimbRows:
         return blank((self.groups, self.pitch), torch.float32)
 
     def make(self, x: torch.Tensor, end: int = 0, rows: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """(limbs, their scales) on the current device, as `LimbWgmmaKernel.__call__` takes them.
+        """(limbs, their scales) on the current device, as `GroupedLimbKernel` takes them.
 
-        x: [.., k], 16-byte aligned. end, rows: addresses, see `LimbRowsKernel.__call__`.
+        x: [.., k], 16-byte aligned. end, rows: addresses, see :mod:`cute_kernels.linear.arguments`.
         """
         limbs, scales = GPU.empty(*self.new_limbs), GPU.empty(*self.new_scales)
-        self.function(x, end, rows, limbs.data_ptr(), scales.data_ptr(), self.places, self.groups, self.pitch)
+        self.function(
+            x=x, end=end, rows=rows, out=limbs.data_ptr(), scales=scales.data_ptr(),
+            places=self.places, groups=self.groups, pitch=self.pitch,
+        )  # fmt: skip
         return limbs, scales
 
 
 @dataclass(frozen=True)
 class LimbProduct:
-    """Both launches of a dense product, called as the one launch of others is.
+    """Both launches of a dense product, bound as the one launch of others is.
 
     Attributes:
         make: makes limbs of x in blocks.
@@ -86,22 +90,22 @@ class LimbProduct:
         """Both limbs take the bytes of an element of x; scales, one for each row and group, lie behind all of them."""
         return blank((self.groups * self.rows * (ROW_LIMB_BYTES + ROW_SCALE_BYTES),), torch.uint8)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        codes: int,
-        scales: int,
-        _zeros: int,
-        bias: int,
-        residual: int,
-        out: int,
-        workspace: int,
-        *numbers: int,
-    ) -> None:
-        blocks = GPU.empty(*self.new_blocks)
-        limbs = blocks.data_ptr()
-        self.make(x, limbs, self.rows, self.groups)
-        self.function(x, codes, scales, limbs, bias, residual, out, workspace, *numbers, self.rows)
+    def bound(self, numbers: dict[str, int]) -> Callable[..., Any]:
+        """As `cute_kernels.linear.plan.CompiledProduct.bound`."""
+        make = LIMB_BLOCKS.bound(self.make, {"rows": self.rows, "groups": self.groups})
+        product = LIMB_TILES.bound(self.function, {**numbers, "block_rows": self.rows})
+
+        def send(
+            x: torch.Tensor, codes: int, scales: int, zeros: int, bias: int, residual: int, out: int, workspace: int
+        ) -> None:
+            limbs = GPU.empty(*self.new_blocks)
+            place = limbs.data_ptr()
+            make(x=x, out=place)
+            product(
+                x=x, codes=codes, scales=scales, limbs=place, bias=bias, residual=residual, out=out, workspace=workspace
+            )
+
+        return send
 
 
 def block_rows(config: WgmmaConfig, m: int) -> int:
@@ -117,4 +121,5 @@ def limb_product(config: WgmmaConfig, function: Callable[..., Any], m: int, grou
 
 def limb_rows(dtype: str, places: int, groups: int, arch: str) -> LimbRows:
     """What makes limbs of so many rows of a dtype, "bf16" or "fp16"."""
-    return LimbRows(load(LimbRowsSpec(LimbRowsConfig(dtype)), arch), dtype, places, groups)
+    function = LIMB_ROWS.bound(load(LimbRowsSpec(LimbRowsConfig(dtype)), arch), {})
+    return LimbRows(function, dtype, places, groups)
