@@ -27,6 +27,7 @@ from cute_kernels.extend import extend_attention
 from cute_kernels.extend import ops as extend_ops
 from cute_kernels.extend.arguments import attention_arguments
 from cute_kernels.extend.compile import CAUSAL_PAGES, ExtendSpec
+from cute_kernels.extend.reference import extend_attention_reference
 from cute_kernels.extend.schedule import ExtendProblem, choose
 from cute_kernels.extend.softmax import Rows, Softmax, row_of
 from cute_kernels.runtime import native
@@ -198,9 +199,12 @@ class ScoreOptionTests:
         scores = Registers(softmax.count, Float32)
         for i in range(softmax.count):
             scores[i] = Float32(given[i])
-        softmax.take(scores, held, state.values, None, Int32(block), False, None, Int32(0), Int32(LANES))
+        softmax.take(scores, held, state.values, None, Int32(block), False, None, Int32(LANES))
         found = np.stack(
-            [np.asarray(scores[i] * softmax.factor(held, stand_in(None), row_of(i))) for i in range(softmax.count)]
+            [
+                np.asarray(scores[i] * softmax.factor(held, stand_in(None), row_of(i), softmax.run_of(i)))
+                for i in range(softmax.count)
+            ]
         )
 
         call: Any = SimpleNamespace(num_kv_heads=1, group=GROUP, score_tensors=tensors)
@@ -276,7 +280,7 @@ class ScoreOptionTests:
                 make_call(kv_format, (3000, 100, 777), num_kv_heads=2, group=4, q_len=75, device="cuda", **others),
             )
             out = extended(call, unpack=unpack)[0].double()
-            want = call.reference()[0].flatten(0, 1)
+            want = extended_reference(call)
             errors = (out - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
             assert float(errors.max()) <= 8e-3
 
@@ -305,6 +309,13 @@ def extended(call: Call, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of extend attention, for a call of decode attention."""
     (q, ends), given = queries_of(call), call.options | options
     return extend_attention(q, *call.tensors[1:], cu_seqlens_q=ends, kv_format=call.kv_format, return_lse=True, **given)
+
+
+def extended_reference(call: Call) -> torch.Tensor:
+    """out of extend attention in fp64, for a call of decode attention with any number of queries."""
+    (q, ends), fp64 = queries_of(call), torch.float64
+    options = {"cu_seqlens_q": ends, "kv_format": call.kv_format, "compute_dtype": fp64} | call.options
+    return extend_attention_reference(q, *call.tensors[1:], **options)[0]
 
 
 def addresses_of(warp: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
