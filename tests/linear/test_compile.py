@@ -69,7 +69,7 @@ def test_what_cannot_be_implemented_is_refused():
 
 def test_the_cache_knows_the_modules_that_kernels_are_made_of():
     roots = {path.stem for path in LinearSpec(CONFIGS[0]).source_roots()}
-    assert roots == {*KERNEL_MODULES, "base", "decoder", "integers", "integer_decode"}
+    assert roots == {*KERNEL_MODULES, "arguments", "launch_arguments", "base", "decoder", "integers", "integer_decode"}
     assert all(path.is_file() for path in LinearSpec(CONFIGS[0]).source_roots())
 
 
