@@ -162,7 +162,8 @@ def decode() -> str:
     served = load("vllm_int4")
     vllms = {row["shape"]["batch"]: row["vllm"]["us"]["median_us"] for row in served["rows"]}
     cost = next(row for row in load("vllm_rows")["rows"] if row["name"] == vllm_rows.NAMES[0])
-    notes.append(f"{vllm_int4.note(served)}; perplexity {cost['increase_percent']:+.2f} % ({smollm2.NAME}, head_dim 64)")
+    rise = f"{cost['increase_percent']:+.2f} % ({smollm2.NAME}, head_dim 64)"
+    notes.append(f"{vllm_int4.note(served)}; perplexity {rise}")
     cells = [number(vllms[batch]) if batch in vllms else "-" for batch in BATCHES]
     over = number(vllms[last] / floors[vllm_int4.OURS], 2)  # rows of as many bytes
     lines.append(["INT4, 1 group, rotated", f"vLLM, Triton [{len(notes)}]", *cells, over])

@@ -77,7 +77,8 @@ def test_a_table_says_what_its_int4_caches_cost():
 
 
 def test_a_cache_that_nobody_measured_is_said_to_be_so():
-    assert perplexity.sentence([Cache(None, 2)], [perplexity.Model("m", 128, {})]).endswith("int4_g2 (64 columns a scale) not measured.")
+    said = perplexity.sentence([Cache(None, 2)], [perplexity.Model("m", 128, {})])
+    assert said.endswith("int4_g2 (64 columns a scale) not measured.")
 
 
 @pytest.mark.parametrize(
