@@ -135,7 +135,7 @@ class _Stack:
         positions and at the last ones."""
         cache = None if self.kv_format is None else DecodeCache(self.kv_format, scales=self.scales)
         layer_type = self._layer_type(attention)
-        taken = cache_argument(type(attention).forward)
+        taken = cache_argument(attention.forward)
         last = max(self.owner.config.max_position_embeddings - CHECKED_TOKENS - 1, 0)
         found = []
         for seed, tokens in enumerate((CHECKED_TOKENS, 1)):
