@@ -11,7 +11,7 @@ export OFFLINE
 
 help:
 	@echo "make demo        a small Llama decodes with an INT4 KV cache (GPU if there is one)"
-	@echo "make quick       what a commit needs: lint and the tests that a change breaks first (2 minutes)"
+	@echo "make quick       what a commit needs: lint and the tests that a change breaks first (1 minute on two cores)"
 	@echo "make test        lint, types, all tests, notebooks, site"
 	@echo "make docs        the site, in build/site"
 	@echo "make dist        sdist and wheel, tried out: the dry run of a release"

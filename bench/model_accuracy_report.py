@@ -69,5 +69,11 @@ def _about(record: Record) -> str:
         f"{str(environment['date'])[:10]}. {model.get('name')}, head_dim {model.get('head_dim')}; "
         f"{model.get('test_windows')} windows of {model.get('window')} tokens, calibrated on "
         f"{model.get('calibration_windows')} others; perplexity {model.get('perplexity', 0):.4f} with exact K and V."
-        + "".join(f" Rows before were measured at commit {commit_of(run)}." for run in record.get("resumed", []))
+        + _earlier(record.get("resumed", []))
     )
+
+
+def _earlier(runs: Sequence[Record]) -> str:
+    """The commits of runs that a record was resumed from; "" for none."""
+    commits = dict.fromkeys(commit_of(run) for run in runs)
+    return f" The record was resumed: its other rows are of commit {' and '.join(commits)}." if runs else ""

@@ -92,7 +92,7 @@ def _cost(name: str) -> str:
     (cache,) = perplexity.caches_in([name])
     costs = [(model.cost(cache), model.name) for model in perplexity.models()]
     said = " and ".join(f"by {cost.replace('+', '')} for {name}" for cost, name in costs if cost is not None)
-    return f"In exchange perplexity rises, {said}."
+    return f"In exchange perplexity rises: with {cache.columns} columns a scale, {said}."
 
 
 def _served() -> str:
@@ -162,7 +162,8 @@ def decode() -> str:
     served = load("vllm_int4")
     vllms = {row["shape"]["batch"]: row["vllm"]["us"]["median_us"] for row in served["rows"]}
     cost = next(row for row in load("vllm_rows")["rows"] if row["name"] == vllm_rows.NAMES[0])
-    notes.append(f"{vllm_int4.note(served)}; perplexity {cost['increase_percent']:+.2f} % ({smollm2.NAME})")
+    lost = f"perplexity {cost['increase_percent']:+.2f} % ({smollm2.NAME}, head_dim 64)"
+    notes.append(f"{vllm_int4.note(served)}; {lost}")
     cells = [number(vllms[batch]) if batch in vllms else "-" for batch in BATCHES]
     over = number(vllms[last] / floors[vllm_int4.OURS], 2)  # rows of as many bytes
     lines.append(["INT4, 1 group, rotated", f"vLLM, Triton [{len(notes)}]", *cells, over])

@@ -32,6 +32,11 @@ class Cache:
     def name(self) -> str:
         return f"{self.k_format + ',' if self.k_format else ''}int4_g{self.groups}"
 
+    @property
+    def columns(self) -> int:
+        """That share a scale, in tables of speed."""
+        return HEAD_DIM // self.groups
+
     def at(self, head_dim: int) -> Cache | None:
         """What has as many columns to a scale at another head_dim; None if nothing does."""
         groups, rest = divmod(self.groups * head_dim, HEAD_DIM)
@@ -58,8 +63,8 @@ class Model:
         same = cache.at(self.head_dim)
         if same in self.increases:
             return f"{self.increases[same]:+.2f} %"
-        least = 1 if same is None else same.groups
-        finer = [Cache(cache.k_format, groups) for groups in (2, 4, 8) if groups > least]
+        least = 0 if same is None else same.groups
+        finer = [Cache(cache.k_format, groups) for groups in (1, 2, 4, 8) if groups > least]
         known = [self.increases[each] for each in finer if each in self.increases]
         return f"more than {known[0]:+.2f} %" if known else None
 
@@ -96,5 +101,5 @@ def sentence(caches: Iterable[Cache], measured: Iterable[Model]) -> str:
     for cache in caches:
         costs = [(model.cost(cache), model.name) for model in measured]
         known = [f"{cost} ({name})" for cost, name in costs if cost is not None]
-        said.append(f"{cache.name} {', '.join(known) or 'not measured'}")
+        said.append(f"{cache.name} ({cache.columns} columns a scale) {', '.join(known) or 'not measured'}")
     return f"Perplexity beside 16-bit caches: {'; '.join(said)}." if said else ""

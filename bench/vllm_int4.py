@@ -212,8 +212,8 @@ def note(record: dict[str, Any]) -> str:
     ways = "; ".join(f"{row['shape']['batch']}: {row['vllm']['way']}" for row in record["rows"])
     return (
         f"{environment['gpu']}, {str(environment['date'])[:10]}: vLLM {record['vllm']} with `int4_per_token_head`, "
-        f"its rotations of q and of the output among it; measured, median of {samples} calls of a CUDA graph with a "
-        f"cold L2, its fastest way ({ways})"
+        f"with the time of its rotations of q and of the output; measured, median of {samples} calls of a CUDA graph "
+        f"with a cold L2; for each number of requests vLLM's fastest way ({ways})"
     )
 
 

@@ -65,9 +65,12 @@ def record_layers(model: Any) -> str | None:
         )
     config.quantization_config = describe_layers(model)
     if hasattr(model, "save_pretrained"):
-        from cute_kernels.integrations.saved_names import keep_names  # wants transformers, which the model is of
-
-        keep_names(model)
+        try:
+            from cute_kernels.integrations.saved_names import keep_names  # wants transformers, which the model is of
+        except ImportError:  # one before 5.0, which writes every model by its modules' names
+            pass
+        else:
+            keep_names(model)
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if isinstance(output, QuantizedLinear):  # a weight of its own now, whatever it was tied to
         for each in {id(each): each for each in (config, config.get_text_config())}.values():

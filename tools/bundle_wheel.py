@@ -75,6 +75,7 @@ def main() -> int:
     arguments = parser.parse_args()
     specs = chosen_specs(arguments.only or ["*"])
     if not arguments.only:
+        print("listing the kernels of common models: minutes on one core", flush=True)
         specs = list(dict.fromkeys([*specs, *engine_kernels.specs()]))
     wheel = build(specs, arguments.output, default_cache())
     print(f"{wheel}: {len(specs)} kernels, {wheel.stat().st_size / 2**20:.1f} MiB")

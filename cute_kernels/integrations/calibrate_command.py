@@ -88,6 +88,10 @@ def share(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Calibrates, writes the file, and says what is in it."""
+    if arguments.text_weight and arguments.fit is None:
+        raise ValueError(
+            f"--text-weight: got {arguments.text_weight:g} without --fit, want both: it is of what a fit lowers"
+        )
     try:
         from cute_kernels.integrations.transformers.calibrate import calibrate_cache
         from cute_kernels.integrations.transformers.fit import fit_transforms

@@ -244,6 +244,8 @@ def _launch_quantize(
     half: CacheTransform | None = None,
 ) -> torch.Tensor:
     form = _check_numbers(x, kv_format, scale)
+    if form.in_blocks:  # by the format itself: the kernels take rows one by one
+        return _quantize_here(x, kv_format, scale, out, half)
     if half is not None:
         check_half(half, x)
         if (reason := cannot_rotate(half.k_rotation, x.shape[-1])) is not None:
@@ -265,7 +267,8 @@ def _launch_dequantize(
     scale: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    _check_rows(rows, kv_format, head_dim, dtype, scale)
+    if _check_rows(rows, kv_format, head_dim, dtype, scale).in_blocks:
+        return _dequantize_here(rows, kv_format, head_dim, dtype, scale, out)
     shape = (*rows.shape[:-1], head_dim)
     if out is None:
         x = torch.empty(shape, dtype=dtype, device=rows.device)

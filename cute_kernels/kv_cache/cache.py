@@ -293,8 +293,8 @@ class KVCache:
             q_transformed: wanted for a layer with a transform: True for q as `append` returns it, False for q after
                 RoPE alone, which is transformed here by a few launches more. Nothing for other layers.
             options: what `decode_attention` takes besides: ``softmax_scale``, ``window_size``, ``return_lse``, ``out``
-                and so on; ``q_shift``, as `append` has written it, for a soft cap, sinks or the log-sum-exp of queries
-                that are transformed.
+                and so on; ``q_shift``, as `append` has written it, for a soft cap, sinks, ``score_options`` or the
+                log-sum-exp of queries that are transformed.
 
         Returns:
             As `decode_attention`: out [batch.size, q_len, num_q_heads, v_head_dim], with ``return_lse`` also lse.

@@ -45,13 +45,18 @@ def is_transformed(layer: int, transform: CacheTransform, given: bool | None, op
             "or False for q after RoPE alone"
         )
     check_flag("q_transformed", given)
-    sees_shift = options.get("return_lse") or any(options.get(name) is not None for name in ("softcap", "sinks"))
-    if given and sees_shift and transform.k_center is not None and options.get("q_shift") is None:
+    if given and sees_shift(options) and transform.k_center is not None and options.get("q_shift") is None:
         raise ValueError(
-            f"q_shift: got None for layer {layer}, whose keys are centred, with a soft cap, sinks or the log-sum-exp; "
-            "want what append writes to its q_shift"
+            f"q_shift: got None for layer {layer}, whose keys are centred, with a soft cap, sinks, score_options or "
+            "the log-sum-exp; want what append writes to its q_shift"
         )
     return given
+
+
+def sees_shift(options: dict[str, Any]) -> bool:
+    """Whether attention with these options differs by what centred keys lack: it looks at scores themselves."""
+    asked = options.get("return_lse") or options.get("score_options")
+    return bool(asked) or any(options.get(name) is not None for name in ("softcap", "sinks"))
 
 
 def checked_scale(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cute_kernels import arguments
 from cute_kernels.attention.checks import check_blocks, check_tail
 from cute_kernels.kv_cache import ops
 from cute_kernels.kv_cache.arguments import FILL
@@ -89,6 +90,8 @@ def launch(*given: Any) -> None:
     fill = Fill(*given)
     if not fill.k_new.numel() or not fill.k_cache.numel():
         return
+    if arguments.DEBUG:
+        _check_slots(fill)
     index = fill.k_new.get_device()
     if index == GPU.current():
         _fill(fill, index)
@@ -105,7 +108,7 @@ def _fill(fill: Fill, index: int) -> None:
     function = load(FillSpec(FillConfig(fill.k_format, head_dim)), arch_of(index))
     cache, table = fill.k_cache, fill.block_table
     most = tokens if fill.cu_seqlens is not None else 1  # new tokens of a request
-    arguments = {
+    passed = {
         "k_new": fill.k_new,
         "k_tail": fill.k_tail,
         "tail_slots": fill.tail_slots,
@@ -117,12 +120,13 @@ def _fill(fill: Fill, index: int) -> None:
         "max_pages": 0 if table is None else table.shape[1],
         "max_blocks": (most + BLOCK_TOKENS - 2) // BLOCK_TOKENS + 1,
     }
-    function(*(arguments[name] for name in FILL.names))
+    function(*(passed[name] for name in FILL.names))
 
 
 def reference(*given: Any) -> None:
     """The second launch in plain PyTorch: what it means, and what runs on a CPU."""
     fill = Fill(*given)
+    _check_slots(fill)
     form = format_of(fill.k_format)
     cache = fill.k_cache if fill.cache_layout == "NHD" else fill.k_cache.transpose(1, 2)
     bounds = range(len(fill.seq_lens) + 1) if fill.cu_seqlens is None else fill.cu_seqlens.tolist()
@@ -142,6 +146,20 @@ def reference(*given: Any) -> None:
                 cache[page, row : row + BLOCK_TOKENS] = form.quantize(values)
         kept = torch.arange(max(start, (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS - BLOCK_TOKENS), length)
         ring[kept % TAIL_TOKENS] = rows[kept - first]
+
+
+def _check_slots(fill: Fill) -> None:
+    """Raises ValueError unless each request with new tokens has a slot of k_tail of its own; waits for the device."""
+    lengths, slots, most = fill.seq_lens.tolist(), fill.tail_slots.tolist(), fill.k_tail.shape[0]
+    counts = [1] * len(lengths) if fill.cu_seqlens is None else fill.cu_seqlens.diff().tolist()
+    seen: dict[int, int] = {}
+    for request, (length, count, slot) in enumerate(zip(lengths, counts, slots, strict=True)):
+        if not length or not count:
+            continue
+        if not 0 <= slot < most:
+            raise ValueError(f"tail_slots: got {slot} for request {request}, want 0 to {most - 1}")
+        if (other := seen.setdefault(slot, request)) != request:
+            raise ValueError(f"tail_slots: got {slot} for requests {other} and {request}, want a slot for each")
 
 
 def _page_of(fill: Fill, shape: torch.Size, request: int, base: int) -> tuple[int | None, int]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cute_kernels.kv_cache.cache_checks import sees_shift
 from cute_kernels.kv_cache.pages import PageTable, SeqId
 from cute_kernels.kv_formats import KvFormat
 from layouts.kv.channel_blocks import BLOCK_TOKENS, TAIL_TOKENS
@@ -110,8 +111,7 @@ def append_then_attend(
     of_q: dict[str, Any] = {}
     if transform is not None:
         of_q["q_transformed"] = True
-        seen = options.get("return_lse") or any(options.get(name) is not None for name in ("softcap", "sinks"))
-        if seen and transform.k_center is not None:
+        if sees_shift(options) and transform.k_center is not None:
             of_q["q_shift"] = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
             for_append["q_shift"] = of_q["q_shift"].flatten(0, 1)
     turned = cache.append(layer, batch, k.flatten(0, 1), v.flatten(0, 1), q=q.flatten(0, 1), **for_append)

@@ -26,6 +26,7 @@ from cute_kernels.moe.plan import (
     ProductPlan,
     RangePlan,
     combine_function,
+    combines_by,
     gather_function,
     layout_of,
     make_assigned_plan,
@@ -117,7 +118,11 @@ class MoePlan:
             x = x.detach()
         combine = self.combine
         if topk_weights.dtype != torch.float32:
-            combine = combine_function(*self.combined, index, DTYPE_NAMES[topk_weights.dtype])
+            shares = DTYPE_NAMES[topk_weights.dtype]
+            if combines_by(*self.combined, index, shares):
+                combine = combine_function(*self.combined, index, shares)
+            else:
+                topk_weights = topk_weights.detach().float()
         if not topk_weights.is_contiguous():
             topk_weights = topk_weights.detach().contiguous()
         if not topk_ids.is_contiguous():

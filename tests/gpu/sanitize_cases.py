@@ -30,7 +30,7 @@ from cute_kernels.integrations.vllm import attention_kernels
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.plan import factored
 from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.policies import NORMED, SCALED
+from cute_kernels.linear.wgmma.policies import NORMED, NORMED_ROWS, SCALED
 from cute_kernels.moe import fused_moe, fused_moe_reference
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import NormConfig, launch_shape
@@ -192,6 +192,7 @@ class FactoredCase:
     kind: str
 
     def specs(self) -> list[KernelSpec]:
+        assert self.kind != NORMED or self.m <= NORMED_ROWS, "so many rows are normed by a launch of their own"
         schedule = factored(chosen(W4.problem(self.m, self.n, self.k), GPU), self.kind)
         assert schedule is not None, "the product's kernel takes no factors"
         return specs_of(schedule.config)
@@ -319,6 +320,9 @@ LAYERS = {
     "linear-24-rows-parts": LinearCase(8192, 8192, 24),
     "linear-64-rows-cluster": LinearCase(8192, 8192, 64),
     "linear-limbs-before": LinearCase(57344, 8192, 8),
+    "linear-limbs-zeros": LinearCase(4096, 4096, 1, Format(4, 128, True, "bf16")),
+    "linear-limbs-zeros-8-rows": LinearCase(28672, 4096, 8, Format(4, 128, True, "bf16")),
+    "linear-limbs-groups": LinearCase(4096, 4096, 8, Format(4, 32, False, "bf16")),
     "linear-mma-sync": LinearCase(256, 4096, 1, Format(4, 32, True, "fp16")),
     "linear-zeros-turns": LinearCase(2048, 2048, 16, Format(4, 32, True, "fp16")),
     "linear-w8": LinearCase(2048, 2048, 16, Format(8, 128, False, "bf16")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 # (n, k): one, two, four and seven tiles of features; K in chunks, which is normed before; ends of rows in 128 inputs.
 LAYERS = [(520, 1024), (6144, 4096), (28_672, 1024), (4096, 14_336), (1000, 1096), (384, 136)]
 ROWS = (1, 2, 3, 4, 5, 8)
+FORMS = [(128, True), (256, True), (32, False), (64, False)]  # group size, zero points: others that limbs take
 
 
 def specs() -> list[KernelSpec]:
@@ -35,6 +37,10 @@ def specs() -> list[KernelSpec]:
                 schedule = chosen(problem_of(m, n, k, 4, dtype, 128, False), GPU)
                 kinds = [factored(schedule, kind) for kind in (SCALED, NORMED)]
                 found |= dict.fromkeys(spec_of(one.config) for one in (schedule, *kinds) if one is not None)
+    for (group_size, zero_point), (n, k), m in product(FORMS, LAYERS[:3], ROWS):
+        schedule = chosen(problem_of(m, n, k, 4, DTYPES[0], group_size, zero_point), GPU)
+        scaled = factored(schedule, SCALED)
+        found |= dict.fromkeys(spec_of(one.config) for one in (schedule, scaled) if one is not None)
     return list(found)
 
 
@@ -67,6 +73,18 @@ def test_an_input_scale_in_a_product_is_that_of_rows_scaled_before_bit_for_bit(n
     scale = activations(1, k, dtype, 3)[0]
     for m in ROWS:
         x = activations(m, k, dtype, m)
+        found = quantized_linear(x, replace(plain, input_scale=scale))
+        assert torch.equal(found, quantized_linear(x * scale, plain)), m
+
+
+@pytest.mark.parametrize("group_size, zero_point", FORMS)
+@pytest.mark.parametrize("n, k", LAYERS[:3])
+def test_an_input_scale_meets_zero_points_and_small_groups(n, k, group_size, zero_point):
+    """The sums that zero points meet are those of scaled rows."""
+    plain = known(n, k, 4, group_size, zero_point).pack().to("cuda")
+    scale = activations(1, k, torch.bfloat16, 3)[0]
+    for m in ROWS:
+        x = activations(m, k, torch.bfloat16, m)
         found = quantized_linear(x, replace(plain, input_scale=scale))
         assert torch.equal(found, quantized_linear(x * scale, plain)), m
 

@@ -424,6 +424,7 @@ def test_the_output_layer_has_a_format_of_its_own(name, weights):
         ("llama", {"kv_format": "int5"}, ValueError, "kv_format: got 'int5'"),
         ("llama", {"kv_format": {0: "bf16"}}, ValueError, "kv_format: got none for layer 1"),
         ("llama", {"kv_format": "int8_head"}, ValueError, "which wants scales beside the cache"),
+        ("llama", {"kv_format": ("int4_channel32", "int4_g4")}, ValueError, "kv_format: got 'int4_channel32', whose"),
         ("llama", {"weights": "int4"}, ValueError, "weights: got 'int4', want one such as 'w4g128'"),
     ],
 )

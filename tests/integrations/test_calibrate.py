@@ -223,6 +223,9 @@ def test_what_cannot_be_fitted_is_named():
     constants: Any = ck.calibrate_cache(model, batches, "int4_g4")
     with pytest.raises(ValueError, match="kv_format: got 'e4m3_head', want INT4, INT8 with scales in the rows"):
         ck.fit_transforms(model, batches, "e4m3_head", constants)
+    in_blocks = ("int4_channel32", "int4_g4")  # whose scales are not of rows, as the gradient takes them to be
+    with pytest.raises(ValueError, match="kv_format: got 'int4_channel32', want INT4, INT8 with scales in the rows"):
+        ck.fit_transforms(model, batches, in_blocks, constants)
     with pytest.raises(ValueError, match="constants: got those of 1 layers, want 2, the model's"):
         ck.fit_transforms(model, batches, "int4_g4", CacheConstants(constants.transforms[:1]))
     with pytest.raises(ValueError, match="constants: got no factors and no centers"):

@@ -89,6 +89,15 @@ def test_what_cannot_be_read_is_an_error_that_names_it(directory, tmp_path, caps
     assert said.startswith("error: ") and wanted[wrong] in said and not out.exists()
 
 
+def test_a_weight_of_the_text_is_not_ignored(directory, tmp_path, capsys):
+    text, out = write_text(tmp_path / "text.txt", 40), tmp_path / "constants.safetensors"
+    options = ["--kv-format", "int4_g1", "--text-weight", "0.5", "--device", "cpu"]
+    assert main(["calibrate", str(directory), "--text", str(text), "-o", str(out), *options]) == 1
+    assert "--text-weight: got 0.5 without --fit" in capsys.readouterr().err and not out.exists()
+    assert main(["calibrate", str(directory), "--text", str(text), "-o", str(out), *options, "--fit", "1"]) == 0
+    assert "text weight 0.5" in CacheConstants.load(out).about["fitted"]
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [("int4", "int4_g4"), ("int8_head,int4_g4", ("int8_head", "int4_g4")), ("fp8,fp8", "e4m3_token_head")],

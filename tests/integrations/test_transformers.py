@@ -82,6 +82,14 @@ def test_formats_whose_scales_lie_beside_the_cache_are_refused_by_name(kv_format
         DecodeCache(kv_format, 30)
 
 
+@pytest.mark.parametrize(
+    "kv_format", [("int4_channel32", "int4_g4"), {0: "bf16", -1: ("int4_channel32", "bf16")}], ids=str
+)
+def test_keys_in_blocks_are_refused_by_name(kv_format):
+    with pytest.raises(ValueError, match="^kv_format: got 'int4_channel32', whose newest keys lie beside the cache"):
+        DecodeCache(kv_format, 30)
+
+
 def test_the_cache_counts_the_bytes_that_hold_tokens(model, tokens):
     sizes = {}
     for kv_format in ("bf16", "int4_g1", "int4_g4"):

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from cute_kernels.attention import decode_attention
-from cute_kernels.kv_cache import KVCache, Moments, Rope, append_and_decode, append_kv, dequantize_kv, quantize_kv
+from cute_kernels.kv_cache import (
+    KVCache,
+    Moments,
+    Rope,
+    append_and_decode,
+    append_kv,
+    bulk_ops,
+    dequantize_kv,
+    quantize_kv,
+)
 from cute_kernels.kv_cache import channel_blocks as host
 from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime import native
@@ -314,3 +323,22 @@ def test_a_transformed_cache_attends_as_over_what_it_reads(return_lse):
     assert float((found[0, 0].double() - want).abs().max()) <= 0.02
     if lse is not None:
         assert float((lse[0, 0].double() - scores.logsumexp(1)).abs().max()) <= 0.02
+
+
+def test_the_bulk_kernels_leave_blocks_to_the_format():
+    """On a GPU, too: rows of blocks are not made one by one."""
+    x = numbers(64)
+    rows = bulk_ops._launch_quantize(x, "int4_channel32", None)
+    assert torch.equal(rows, quantize_kv(x, kv_format="int4_channel32"))
+    back = bulk_ops._launch_dequantize(rows, "int4_channel32", 128, torch.float32, None)
+    assert torch.equal(back, as_read(x.float()))
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"), [((0, -1), "got -1 for request 1"), ((0, 3), "want 0 to 2"), ((1, 1), "requests 0 and 1")]
+)
+def test_a_slot_that_is_none_or_anothers_is_named(slots, message):
+    fill = fill_of((1, 1), (4, 31))._replace(tail_slots=torch.tensor(slots, dtype=torch.int32))
+    with pytest.raises(ValueError, match=f"^tail_slots: .*{message}"):
+        host.reference(*fill)
+    host.reference(*fill._replace(seq_lens=torch.tensor([5, 0], dtype=torch.int32)))  # one that pads a batch

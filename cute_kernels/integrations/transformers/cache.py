@@ -487,7 +487,13 @@ def check_formats(kv_format: object, scales: Scales | None, transforms: object =
         return
     for one in kv_format.values() if isinstance(kv_format, Mapping) else (kv_format,):
         for name in format_pair(one):
-            if format_of(name).given_scale is not None and scales is None:
+            form = format_of(name)
+            if form.in_blocks or form.by_token:
+                raise ValueError(
+                    f"kv_format: got {name!r}, whose newest keys lie beside the cache, want a format of rows; KVCache "
+                    "serves it"
+                )
+            if form.given_scale is not None and scales is None:
                 wanted = ", ".join(name for name, form in FORMATS.items() if not form.given_scale)
                 raise ValueError(
                     f"kv_format: got {name!r}, which wants scales beside the cache, want scales, or one of {wanted}"

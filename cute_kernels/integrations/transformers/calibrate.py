@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from cute_kernels import __version__
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import formats_of_layer
+from cute_kernels.integrations.transformers.known_code import cache_argument
 from cute_kernels.integrations.transformers.masks import make_mask
 from cute_kernels.kv_cache import Calibrator
 from cute_kernels.kv_cache.constants import CacheConstants, Scales
@@ -67,7 +68,7 @@ def watch(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], see: Cal
         mask = None if mask is None or bool(mask.all()) else mask.bool()
         cache = Cache(layer_class_to_replicate=_SeenLayer)
         with attending(model, _shown(cache.layers, mask, see)):
-            model(**batch, past_key_values=cache, use_cache=True)
+            model(**batch, **{cache_argument(model.forward): cache}, use_cache=True)
         tokens += int(batch["input_ids"].numel() if mask is None else mask.sum())
     if not tokens:
         raise ValueError("batches: got none, want at least one")

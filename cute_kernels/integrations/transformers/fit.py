@@ -116,7 +116,7 @@ class _Layer:
         self.start, self.deviation = transform.to(deviation.device), deviation
         self.forms = tuple(format_of(name) for name in formats)
         for name, form in zip(formats, self.forms, strict=True):
-            if _step(form, deviation) is None and form.is_coded:
+            if form.in_blocks or (_step(form, deviation) is None and form.is_coded):
                 raise ValueError(f"kv_format: got {name!r}, want INT4, INT8 with scales in the rows, or a dense format")
         arrays = self.start.arrays
         self.logs = {name: arrays[name].abs().log() for name in ("k_factor", "v_factor") if name in arrays}

@@ -16,6 +16,7 @@ from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers import patterns
 from cute_kernels.integrations.transformers.blocks import AttentionBlock, Block, LayerBlock, MlpBlock
 from cute_kernels.integrations.transformers.cache import DecodeCache, FormatOfLayers, Scales
+from cute_kernels.integrations.transformers.known_code import cache_argument
 from cute_kernels.integrations.transformers.norms import has_hooks, is_plain
 from cute_kernels.integrations.transformers.patterns import recognise
 from cute_kernels.integrations.transformers.ropes import ModelRope, rope_of
@@ -134,6 +135,7 @@ class _Stack:
         positions and at the last ones."""
         cache = None if self.kv_format is None else DecodeCache(self.kv_format, scales=self.scales)
         layer_type = self._layer_type(attention)
+        taken = cache_argument(attention.forward)
         last = max(self.owner.config.max_position_embeddings - CHECKED_TOKENS - 1, 0)
         found = []
         for seed, tokens in enumerate((CHECKED_TOKENS, 1)):
@@ -141,7 +143,7 @@ class _Stack:
             starts = torch.tensor([[0], [last]], device=x.device) + seed * CHECKED_TOKENS
             positions = starts + torch.arange(tokens, device=x.device)
             embeddings = self.owner.rotary_emb(x, positions, *(() if layer_type is None else (layer_type,)))
-            given = {"position_ids": positions, "position_embeddings": embeddings, "past_key_values": cache}
+            given = {"position_ids": positions, "position_embeddings": embeddings, taken: cache}
             result = run(hidden_states=x, attention_mask=None, **given)
             found.append(result[0] if isinstance(result, tuple) else result)
         return found

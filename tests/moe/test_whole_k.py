@@ -1,0 +1,40 @@
+"""Whatever chooses the layout of a product of experts, its k blocks are all of the padded K."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from cute_kernels.linear.weight import padded_shape
+from cute_kernels.moe.ranges import schedule as ranges
+from cute_kernels.moe.ranges.schedule import RangeLayout
+from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
+from cute_kernels.moe.tuned import GroupedLayout, candidates, chosen
+from cute_kernels.weight_formats import integers
+from cute_kernels.weight_formats.integers import IntegerFormat
+
+GPU = "NVIDIA H200"
+KS = (8, 136, 320, 504, 520, 576, 768, 2112)
+FORMS = [integers(*one) for one in product((4, 8), (None, 32, 64, 128, 256), (False, True))]
+
+
+def layouts_of(problem: GroupedProblem) -> Iterator[GroupedLayout]:
+    yield from (one.schedule for one in candidates(problem))
+    yield chosen(problem, GPU)
+    parts = ranges.make_parts(problem)
+    if parts is not None:
+        yield parts
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.key)
+def test_every_layout_has_all_of_k(form: IntegerFormat):
+    for k, places, invariant in product(KS, (2, 17, 512), (False, True)):
+        k_pad = padded_shape((200, k), form.group_size)[1]
+        problem = GroupedProblem(places, 8, 200, k, k_pad, form, "bf16", batch_invariant=invariant)
+        for layout in layouts_of(problem):
+            parts = layout.parts if isinstance(layout, RangeLayout) else 1
+            assert layout.k_blocks * layout.config.block_k * parts == k_pad, (problem, layout)
+            if isinstance(layout, GroupedSchedule):
+                assert (layout.num_slices - 1) * layout.slice_k_blocks < layout.k_blocks
