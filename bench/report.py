@@ -78,7 +78,7 @@ def text(record: Record) -> str:
 
 def commit_of(environment: Record) -> str:
     """The commit that was measured, and what is known of changes to it, as `bench.environment` says."""
-    about = {True: " (dirty)", False: "", None: " (as told)"}[environment["dirty"]]
+    about = {True: " (dirty)", False: "", None: " (local changes not known)"}[environment["dirty"]]
     return str(environment["commit"])[:10] + about
 
 

@@ -36,7 +36,7 @@ def test_files_of_another_commit_than_the_history_ends_with_are_not_called_chang
 
 
 @pytest.mark.parametrize(
-    "dirty, said", [(False, "b" * 10), (True, "b" * 10 + " (dirty)"), (None, "b" * 10 + " (as told)")]
+    "dirty, said", [(False, "b" * 10), (True, "b" * 10 + " (dirty)"), (None, "b" * 10 + " (local changes not known)")]
 )
 def test_reports_say_what_is_known_of_changes(dirty, said):
     assert commit_of({"commit": OTHER, "dirty": dirty}) == said
