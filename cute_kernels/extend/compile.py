@@ -19,7 +19,15 @@ from cute_kernels.runtime.spec import KernelSpec, check_config
 
 SHIPPED_FORMATS = ("bf16", "int8_token_head", "e4m3_token_head", "e4m3_tensor", "int4_g1", "int4_g4")
 CAUSAL_PAGES = Features(causal=True, paged=True)
-SHARED_SOURCES = ("config.py", "features.py", "tiles.py", "score_options.py", "score_terms.py", "readers/common.py")
+SHARED_SOURCES = (
+    "config.py",
+    "features.py",
+    "policies.py",
+    "tiles.py",
+    "score_options.py",
+    "score_terms.py",
+    "readers/common.py",
+)
 """Of decode attention's room, that decide these kernels too."""
 
 

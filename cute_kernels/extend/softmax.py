@@ -20,12 +20,13 @@ from cute_kernels.device import ptx
 from cute_kernels.device.lanes import in_pairs, lane_max
 from cute_kernels.device.types import RegisterTensor
 from cute_kernels.device.wgmma_tiles import sum_place
-from cute_kernels.extend.config import TILE_SCALE_BYTES, ExtendConfig
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.loads import load_word_below
 
 LOWEST = -1.0e30  # stands for -inf in references
 RESCALE_SLACK = 8.0  # powers of 2
 ROW_LANES = (1, 2)  # bits in which the numbers of the four lanes of a row differ
+MIN_SCALE = 2.0**-80  # stands for smaller scales of rows
 
 
 def row_of(index: int) -> int:
@@ -55,12 +56,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class TileScales:
-    """What a tile's numbers are to be multiplied with, powers of 2, by part of the tile: K's; log2 of V's and its
-    reciprocal."""
+    """What a tile's numbers are to be multiplied with, powers of 2: K's; log2 of V's and its reciprocal."""
 
-    keys: list[Any]
-    value_logs: list[Any]
-    value_reciprocals: list[Any]
+    key: Any
+    value_log: Any
+    value_reciprocal: Any
 
 
 class Softmax:
@@ -70,35 +70,48 @@ class Softmax:
         self.features = config.features
         self.tokens = config.tile_tokens
         self.count = config.tile_tokens // 2  # scores of a thread
-        self.tile_scales, self.runs, self.tree = config.tile_scales, config.scale_runs, config.tree
+        self.token_scales, self.tile_scales, self.tree = config.token_scales, config.tile_scales, config.tree
+        self.tile_warps = config.tile_warps
         # A thread's two rows are the columns that terms know, and its keys of a block their rows.
         self.terms = ScoreTerms(self.features, 2, self.count // 2)
 
-    def load_tile_scales(self, address) -> TileScales:
-        """Of K's tile and of V's, from shared memory; ones where they have none."""
-        if not any(self.tile_scales):
-            return TileScales([Float32(1.0)], [Float32(0.0)], [Float32(1.0)])
-        found = [ptx.load_shared_vector(address, run * TILE_SCALE_BYTES, 4) for run in range(self.runs)]
-        return TileScales(*([words[i].bitcast(Float32) for words in found] for i in (0, 2, 3)))
+    def own(self, values, row: int) -> list[Any]:
+        """Those of a thread's values that one of its two rows has."""
+        return [values[i] for i in range(self.count) if row_of(i) == row]
 
-    def run_of(self, index: int) -> int:
-        """Which of a tile's parts with a scale a thread's ``index``-th accumulator is of."""
-        return sum_place(index)[1] * self.runs // self.tokens
+    def load_scales(self, address, lane) -> list[Any]:
+        """Scales of the tokens of a row's accumulators: those of both rows are alike."""
+        found = []
+        for column in range(0, self.tokens, 8):
+            words = ptx.load_shared_vector(address + lane % 4 * 8, column * 4, 2)
+            found += [word.bitcast(Float32) for word in words]
+        return found
+
+    def load_tile_scales(self, address) -> TileScales:
+        """Of unpacked keys and values, from shared memory; ones where tiles have none."""
+        if not any(self.tile_scales):
+            return TileScales(Float32(1.0), Float32(0.0), Float32(1.0))
+        key, _, value_log, reciprocal = (word.bitcast(Float32) for word in ptx.load_shared_vector(address, 0, 4))
+        return TileScales(key, value_log, reciprocal)
 
     def place(self, index: int) -> tuple[int, int]:
         """(which of a thread's keys of a block, which of its rows) its ``index``-th accumulator is of."""
         return index // 4 * 2 + index % 2, row_of(index)
 
     @cute.jit
-    def take(self, scores, rows: Rows, features, work, block: Int32, masked, tile, lane: Int32):
-        """Scores, changed by options, then masked."""
+    def take(self, scores, rows: Rows, features, work, block: Int32, masked, tile, key_scales: Int32, lane: Int32):
+        """Scores times what their keys' rows are scaled with, changed by options, then masked."""
+        if const_expr(self.token_scales[0]):
+            scales = self.load_scales(key_scales, lane)
+            for i in cutlass.range_constexpr(self.count):
+                scores[i] = scores[i] * scales[self.place(i)[0]]
         token = block * self.tokens + lane % 4 * 2
         if const_expr(self.terms.load):
             own = [i for i in range(self.count) if row_of(i) == 0]
             self.terms.ask(rows.state, [token + sum_place(i)[1] for i in own])
         if const_expr(self.terms.change_scores):
             for i in cutlass.range_constexpr(self.count):
-                x = scores[i] * self.scale_of(rows, tile, row_of(i), self.run_of(i))
+                x = scores[i] * self.scale_of(rows, tile, row_of(i))
                 scores[i] = self.terms.change(rows.state, self.place(i), x, token + sum_place(i)[1])
         if masked:
             for row in cutlass.range_constexpr(2):
@@ -136,43 +149,56 @@ class Softmax:
             bits.append(aligned >> Uint32(lane % 4 * 2))
         return bits
 
-    def scale_of(self, rows: Rows, tile: TileScales, row: int, run: int):
+    def scale_of(self, rows: Rows, tile: TileScales, row: int):
         """From a tile's scores to powers of 2."""
-        return rows.scales[row] * tile.keys[run] if self.tile_scales[0] else rows.scales[row]
+        return rows.scales[row] * tile.key if self.tile_scales[0] else rows.scales[row]
 
-    def factor(self, rows: Rows, tile: TileScales, row: int, run: int):
+    def factor(self, rows: Rows, tile: TileScales, row: int):
         """What makes powers of 2 of what :meth:`take` leaves."""
-        return Float32(1.0) if const_expr(self.terms.change_scores) else self.scale_of(rows, tile, row, run)
+        return Float32(1.0) if const_expr(self.terms.change_scores) else self.scale_of(rows, tile, row)
 
-    def own(self, row: int, run: int) -> list[int]:
-        """Which of a thread's accumulators are of one of its two rows and of a part of a tile."""
-        return [i for i in range(self.count) if row_of(i) == row and self.run_of(i) == run]
+    def log_scale(self, tile: TileScales, value_scales):
+        """log2 of the greatest scale of a tile's rows, or of the tile's own."""
+        if self.tile_scales[1]:
+            return tile.value_log
+        if not self.token_scales[1]:
+            return Float32(0.0)
+        words = ptx.load_shared_vector(value_scales, self.tokens * 4, self.tile_warps)
+        tops = [word.bitcast(Float32) for word in words]
+        return ptx.log2(ptx.fmax(in_pairs(ptx.fmax, tops), Float32(MIN_SCALE)))
 
-    def weigh(self, scores, rows: Rows, factors, tile: TileScales) -> None:
+    def weigh(self, scores, rows: Rows, factors, tile: TileScales, value_scales) -> None:
         """Scores become probabilities, times what V's tile is to be multiplied with; factors, rmem fp32 [2], those by
         which earlier sums shrink. Adds totals."""
-        runs = range(self.runs)
+        more = self.log_scale(tile, value_scales)
         for row in range(2):
-            tops = [in_pairs(ptx.fmax, [scores[i] for i in self.own(row, run)]) for run in runs]
-            tops = [ptx.fma(tops[run], self.factor(rows, tile, row, run), tile.value_logs[run]) for run in runs]
-            highest, before = lane_max(in_pairs(ptx.fmax, tops), ROW_LANES), rows.references[row]
+            factor = self.factor(rows, tile, row)
+            top = lane_max(in_pairs(ptx.fmax, self.own(scores, row)), ROW_LANES)
+            before = rows.references[row]
+            highest = ptx.fma(top, factor, more)
             reference = cutlass.select_(highest - before > RESCALE_SLACK, highest, before)
             rows.references[row] = reference
             factors[row] = ptx.exp2(before - reference)
         for row in range(2):
-            total = Float32(0.0)
-            for run in runs:
-                factor = self.factor(rows, tile, row, run)
-                shift = tile.value_logs[run] - rows.references[row]
-                parts = [Float32(0.0), Float32(0.0)]
-                for i in self.own(row, run):
+            factor, shift = self.factor(rows, tile, row), -rows.references[row]
+            if self.tile_scales[1]:
+                shift = shift + more
+            parts = [Float32(0.0), Float32(0.0)]
+            for i in range(self.count):
+                if row_of(i) == row:
                     scores[i] = ptx.exp2(ptx.fma(scores[i], factor, shift))
                     parts[i // 4 % 2] = parts[i // 4 % 2] + scores[i]
-                total = ptx.fma(parts[0] + parts[1], tile.value_reciprocals[run], total)
+            total = parts[0] + parts[1]
+            if self.tile_scales[1]:
+                total = total * tile.value_reciprocal
             rows.totals[row] = ptx.fma(rows.totals[row], factors[row], total)
 
-    def pack(self, scores, packed, pack) -> None:
-        """Probabilities as the A operand of the next product."""
+    def pack(self, scores, packed, value_scales, lane, pack) -> None:
+        """Probabilities times their values' scales, the A operand of the next product."""
+        if const_expr(self.token_scales[1]):
+            scales = self.load_scales(value_scales, lane)
+            for i in range(self.count):
+                scores[i] = scores[i] * scales[self.place(i)[0]]
         for i in range(0, self.count, 2):
             packed[i // 2] = pack(scores[i], scores[i + 1])
 

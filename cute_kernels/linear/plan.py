@@ -21,12 +21,10 @@ from cute_kernels.linear.wgmma.limb_launch import LimbProduct, limb_product
 from cute_kernels.linear.wgmma.policies import NORMED, NORMED_ROWS, PortableMmaSync
 from cute_kernels.linear.wgmma.resident_schedule import with_factors
 from cute_kernels.linear.wgmma.schedule import TileSchedule
-from cute_kernels.runtime.cache import default_cache, load
+from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported, portable_arch_of
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.launch_arguments import LaunchArguments
-from cute_kernels.runtime.native import compiler_version
-from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.weight_formats import WeightFormat
 
 ACTIVATIONS = {None: NO_ACTIVATION, "silu": SILU, "gelu": GELU, "swiglu": SWIGLU}
@@ -129,14 +127,7 @@ def factored_plan_of(
         return None
     problem = problem_of(m, n, k, form, dtype, device, batch_invariant)
     schedule = factored(schedule_for(problem, GPU.name(device)), kind)
-    if schedule is None or not is_at_hand(spec_of(schedule.config), arch_of(device)):
-        return None
-    return make_tile_plan(schedule, m, device)
-
-
-def is_at_hand(spec: KernelSpec, arch: str) -> bool:
-    """Whether a kernel is compiled or can be: where it is not, launches that every machine has do the same."""
-    return compiler_version() is not None or default_cache().has(spec, arch)
+    return None if schedule is None else make_tile_plan(schedule, m, device)
 
 
 def factored(schedule: StreamSchedule | TileSchedule, kind: str) -> TileSchedule | None:

@@ -26,7 +26,6 @@ from cute_kernels.moe.plan import (
     ProductPlan,
     RangePlan,
     combine_function,
-    combines_by,
     gather_function,
     layout_of,
     make_assigned_plan,
@@ -118,11 +117,7 @@ class MoePlan:
             x = x.detach()
         combine = self.combine
         if topk_weights.dtype != torch.float32:
-            shares = DTYPE_NAMES[topk_weights.dtype]
-            if combines_by(*self.combined, index, shares):
-                combine = combine_function(*self.combined, index, shares)
-            else:
-                topk_weights = topk_weights.detach().float()
+            combine = combine_function(*self.combined, index, DTYPE_NAMES[topk_weights.dtype])
         if not topk_weights.is_contiguous():
             topk_weights = topk_weights.detach().contiguous()
         if not topk_ids.is_contiguous():

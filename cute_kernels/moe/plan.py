@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.linear.experts import ExpertsForm
-from cute_kernels.linear.plan import DTYPES, is_at_hand
+from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.wgmma.limb_launch import LimbRows, limb_rows
 from cute_kernels.moe.arguments import ASSIGNED, COMBINE, GATHER, GROUPED, LIMB_TILES, RANGES, ROUTING, TILES
 from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RangeSpec, RoutingSpec
@@ -312,14 +312,6 @@ def combine_function(
     """The kernel that adds up results, by arguments' names; id_bits, shares: as of `CombineConfig`."""
     spec = CombineSpec(CombineConfig(dtype, source, id_bits, shares=shares))
     return COMBINE.bound(load(spec, arch_of(device_index)), {})
-
-
-@per_gpu
-@lru_cache(maxsize=64)
-def combines_by(dtype: str, source: str, id_bits: int, device_index: int, shares: str) -> bool:
-    """Whether there is a kernel that adds up results by weights of a dtype; those of fp32 are everywhere."""
-    spec = CombineSpec(CombineConfig(dtype, source, id_bits, shares=shares))
-    return is_at_hand(spec, arch_of(device_index))
 
 
 @per_gpu

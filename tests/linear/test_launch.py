@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.linear import PackedWeight, checks, ops, plan, quantized_linear
+from cute_kernels.linear import PackedWeight, checks, ops, quantized_linear
 from cute_kernels.linear.inputs.compile import InputRowsSpec
 from cute_kernels.runtime import native
 from tests.launchers import assert_launched_alike_after_any_other, outcome, recording
@@ -228,15 +228,6 @@ def test_factors_of_few_rows_are_a_part_of_the_product(name, eps, offset, launch
     assert only.symbol.endswith("normed" if "norm" in given else "scaled")
     assert only.arguments[0].data_ptr() == given["x"].data_ptr() and only.arguments[8] == factors.data_ptr()
     assert np.array(only.arguments[-2:], np.int32).view(np.float32).tolist() == [np.float32(eps), offset]
-
-
-@pytest.mark.parametrize(("name", "first"), [("input scale", "linear_inputs_bf16_scaled"), ("norm", "norm_rms_bf16")])
-def test_without_such_a_kernel_factors_are_a_launch_of_their_own(name, first, launches, monkeypatch):
-    """Bundles have kernels with factors for symmetric weights in bf16 alone."""
-    monkeypatch.setattr(plan, "is_at_hand", lambda spec, arch: False)
-    with recording(lambda spec: lambda *arguments: None) as recorded:
-        run(recorded.launches, made(name))
-        assert [launch.symbol.startswith(first) for launch in recorded.launches] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["many parts of wider rows", "many parts of wider rows of three dimensions"])

@@ -452,13 +452,6 @@ def test_weights_of_16_bits_are_read_where_they_are(dtype, name, launches):
         assert launches[-1].arguments[3] == given["topk_weights"].data_ptr()
 
 
-def test_weights_of_16_bits_are_made_fp32_where_no_kernel_reads_them(launches, monkeypatch):
-    """Bundles have kernels for bf16 alone."""
-    monkeypatch.setattr(layer, "combines_by", lambda *names: False)
-    fused_moe(**but(topk_weights=torch.ones(3, TOPK, dtype=FP16)))
-    assert "_by_" not in launches[-1].symbol
-
-
 @pytest.mark.parametrize(
     "places, columns, result_bytes", [(1, 8, 32), (6, 128, 6 * 192 * 4), (700, 1000, 700 * 64 * 2)]
 )

@@ -199,12 +199,9 @@ class ScoreOptionTests:
         scores = Registers(softmax.count, Float32)
         for i in range(softmax.count):
             scores[i] = Float32(given[i])
-        softmax.take(scores, held, state.values, None, Int32(block), False, None, Int32(LANES))
+        softmax.take(scores, held, state.values, None, Int32(block), False, None, Int32(0), Int32(LANES))
         found = np.stack(
-            [
-                np.asarray(scores[i] * softmax.factor(held, stand_in(None), row_of(i), softmax.run_of(i)))
-                for i in range(softmax.count)
-            ]
+            [np.asarray(scores[i] * softmax.factor(held, stand_in(None), row_of(i))) for i in range(softmax.count)]
         )
 
         call: Any = SimpleNamespace(num_kv_heads=1, group=GROUP, score_tensors=tensors)
