@@ -108,6 +108,8 @@ def measure(model: Any, prompt: torch.Tensor, steps: int, cache: Any = None, do_
         moments.append(time.perf_counter())
         return never
 
+    name = "cache_implementation" if isinstance(cache, str) else "past_key_values"
+    given = {} if cache is None else {name: cache}
     torch.cuda.reset_peak_memory_stats()
     with _timed(model, host_s):
         outputs = model.generate(
@@ -117,11 +119,7 @@ def measure(model: Any, prompt: torch.Tensor, steps: int, cache: Any = None, do_
             do_sample=do_sample,
             return_dict_in_generate=True,
             stopping_criteria=StoppingCriteriaList([stop]),
-            **(
-                {}
-                if cache is None
-                else {"cache_implementation" if isinstance(cache, str) else "past_key_values": cache}
-            ),
+            **given,
         )
     sequences = outputs.sequences
     gaps = [1e3 * (after - before) for before, after in itertools.pairwise(moments)][SKIPPED_STEPS:]

@@ -152,9 +152,9 @@ def decode_attention(
         attn_bias: fp32 or bf16, broadcastable to [batch, q_len, num_q_heads, max_seq_len] (max_pages * page_size with a
             block table), added to the scores; -inf masks.
         q_shift: fp32 [batch, q_len, num_q_heads], contiguous: for a q that is transformed already, as `append_kv` with
-            a ``transform`` returns it, what that wrote to its ``q_shift``. Only a soft cap, sinks and the log-sum-exp
-            differ by it. The result is over V as the cache has it: ``transform.restore(out)`` where that has a part
-            for V.
+            a ``transform`` returns it, what that wrote to its ``q_shift``. Only a soft cap, sinks, score_options and
+            the log-sum-exp differ by it. The result is over V as the cache has it: ``transform.restore(out)`` where
+            that has a part for V.
         k_tail: for keys in blocks ("int4_channel32"), fp16 [slots, 64, num_kv_heads, head_dim], contiguous: row p % 64
             is the key at position p of those that wait for their block of 32 tokens to be full, as `append_kv` writes
             them. Pages hold a multiple of 32 tokens then.

@@ -8,19 +8,19 @@ from cute_kernels.device import numbers
 from cute_kernels.device.cuda import WARP_THREADS
 
 # Barrier 0 is that of all threads, which no warp takes part in after the ring is ready.
-READY, ATTENDING, COPYING = 1, 2, 3
+READY, CONSUMERS, PRODUCERS = 1, 2, 3
 FIRST_WARPGROUP = 4  # of as many as there are warpgroups
 FIRST_TURN = 8  # of two warpgroups that take turns
 WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 
 
 def announce_ready(config: DecodeConfig) -> None:
-    """A copying warp says that the ring's barriers are initialised; it does not wait."""
+    """A producer warp says that the ring's barriers are initialised; it does not wait."""
     cute.arch.barrier_arrive(barrier_id=READY, number_of_threads=_ready_threads(config))
 
 
 def await_ready(config: DecodeConfig) -> None:
-    """An attending warp waits for all copying warps to have said so."""
+    """A consumer warp waits for all producer warps to have said so."""
     cute.arch.barrier(barrier_id=READY, number_of_threads=_ready_threads(config))
 
 
@@ -28,15 +28,15 @@ def _ready_threads(config: DecodeConfig) -> int:
     return config.num_threads + config.copiers * WARP_THREADS
 
 
-def sync_attending(config: DecodeConfig) -> None:
-    """All attending warps wait for each other."""
-    cute.arch.barrier(barrier_id=ATTENDING, number_of_threads=config.num_threads)
+def sync_consumers(config: DecodeConfig) -> None:
+    """All consumer warps wait for each other."""
+    cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=config.num_threads)
 
 
-def sync_copying(config: DecodeConfig) -> None:
-    """All copying warps wait for each other."""
+def sync_producers(config: DecodeConfig) -> None:
+    """All producer warps wait for each other."""
     if config.copiers > 1:
-        cute.arch.barrier(barrier_id=COPYING, number_of_threads=config.copiers * WARP_THREADS)
+        cute.arch.barrier(barrier_id=PRODUCERS, number_of_threads=config.copiers * WARP_THREADS)
 
 
 def sync_warpgroup(number) -> None:

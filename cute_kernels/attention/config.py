@@ -25,7 +25,7 @@ from layouts.kv.tile import BLOCK_TOKENS
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of a launch's mode
 PLACES_SHIFT = 8  # of its bits that say how many CTAs the GPU holds at a time: the logarithm to base 2
 MERGE_PAD = 4  # words between the query heads of the merge buffer
-COPYING_REGISTERS, ATTENDING_REGISTERS = 40, 232  # of 12 warps, where the former lend to the latter
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of 12 warps, where the former lend to the latter
 PAIR_BYTES = 8  # a softmax maximum and sum
 RAW_TILE_ALIGNMENT = 128  # bytes, which bulk copies like
 SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
@@ -35,12 +35,12 @@ SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
 class DecodeConfig:
     """One compiled variant: a composition of policies, see :mod:`cute_kernels.attention.policies`.
 
-    Copying warps keep the pipeline's ring of tiles of K and V full, which all attending warps read.
+    Producer warps keep the pipeline's ring of tiles of K and V full, which all consumer warps read.
 
     Attributes:
         k, v: how tiles of the two caches are brought, and what they are.
         q_dtype: "bf16" or "fp16", of q and out; that of a 16-bit cache.
-        mainloop: which attending warps multiply what.
+        mainloop: which consumer warps multiply what.
         pipeline: what an SM has in flight.
         runs: which bytes of the caches lie together.
         features: what of attention it computes beyond softmax(q K^T) V.
@@ -157,12 +157,12 @@ class DecodeConfig:
 
     @property
     def num_warps(self) -> int:
-        """Attending warps; the copying ones come after them."""
+        """Consumer warps; the producers come after them."""
         return self.num_heads * self.num_query_blocks * self.num_slices
 
     @property
     def num_threads(self) -> int:
-        """Of the attending warps."""
+        """Of the consumer warps."""
         return self.num_warps * WARP_THREADS
 
     @property
@@ -171,7 +171,7 @@ class DecodeConfig:
 
     @property
     def copiers(self) -> int:
-        """Copying warps that copy.
+        """Producer warps that copy.
 
         Each has a part of every whole tile: one without would not be waited for, fall behind by a round of the ring,
         and take one phase of a barrier for another.
@@ -180,7 +180,7 @@ class DecodeConfig:
 
     @property
     def lends_registers(self) -> bool:
-        """Whether the copying warps, a warpgroup of their own, leave registers to both attending warpgroups.
+        """Whether the producer warps, a warpgroup of their own, leave registers to both consumer warpgroups.
 
         Not those that copy words: their loops need more than they would keep.
         """

@@ -78,7 +78,7 @@ class TileCopier:
     ):
         """Asks for the tile of a request that begins with ``token``; rows from ``length`` on may be left out.
 
-        copier: which of the copying warps this is; they share the copies. page, place: as :meth:`find_pages` has them
+        copier: which of the producer warps this is; they share the copies. page, place: as :meth:`find_pages` has them
         for this tile.
         """
         config = self.config
@@ -147,7 +147,7 @@ class TileCopier:
 
     @cute.jit
     def _copy_pages(self, tiles, tokens, stage, barrier, copier, page, place):
-        """Boxes of all tensor maps, a page's part of the tile at a time, shared among the copying warps."""
+        """Boxes of all tensor maps, a page's part of the tile at a time, shared among the producer warps."""
         size = min(self.config.page_tokens, self.config.tile_tokens)
         pieces = (tokens + (size - 1)) // size
         for piece in cutlass.range(copier, pieces, self.config.copiers, unroll=1):
@@ -159,7 +159,7 @@ class TileCopier:
 
     @cute.jit
     def _copy_boxes(self, tiles, request, token, stage, barrier, copier):
-        """Boxes of all tensor maps, shared among the copying warps."""
+        """Boxes of all tensor maps, shared among the producer warps."""
         for index in cutlass.range_constexpr(len(self.tensor_maps)):
             for box in cutlass.range_constexpr(self.tensor_maps[index].num_boxes):
                 if copier == box % self.config.copiers:
@@ -185,7 +185,7 @@ class TileCopier:
             cute.arch.cp_async_wait_group(0)
 
     def clear_rows(self, tiles, stage: Int32, first: Int32, tid: Int32):
-        """Zeroes a stage's rows from token ``first`` on, all attending threads together: see ``cleared``."""
+        """Zeroes a stage's rows from token ``first`` on, all consumer threads together: see ``cleared``."""
         for index in self.cleared:
             self._clear_from(index, tiles, stage, first, tid)
 
@@ -338,7 +338,7 @@ class RowOperand(_Operand):
 
 
 class BulkOperand(RowOperand):
-    """cp.async.bulk of runs of whole tokens, counted in bytes on the stage's barrier; one lane of a copying warp."""
+    """cp.async.bulk of runs of whole tokens, counted in bytes on the stage's barrier; one lane of a producer warp."""
 
     copy = "bulk"
 
@@ -357,7 +357,7 @@ class BulkOperand(RowOperand):
 
 
 class WordOperand(RowOperand):
-    """cp.async of single words, for caches whose rows no bulk copy can address; all lanes of the copying warps."""
+    """cp.async of single words, for caches whose rows no bulk copy can address; all lanes of the producer warps."""
 
     copy = "word"
 

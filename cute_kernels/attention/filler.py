@@ -1,19 +1,19 @@
-"""What the copying warps of a decode attention CTA do: they keep its ring of K and V tiles full."""
+"""What the producer warps of a decode attention CTA do: they keep its ring of K and V tiles full."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.attention.barriers import announce_ready, sync_copying
+from cute_kernels.attention.barriers import announce_ready, sync_producers
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.copies import TileCopier
 from cute_kernels.device.ring import advance
 
 
 class RingFiller:
-    """Asks for tiles, as :class:`TileCopier` does it, into places of the ring that the attending warps have left.
+    """Asks for tiles, as :class:`TileCopier` does it, into places of the ring that the consumer warps have left.
 
-    Every place has two barriers: one on which a tile's bytes arrive, and one on which every attending warp says that it
+    Every place has two barriers: one on which a tile's bytes arrive, and one on which every consumer warp says that it
     has read the tile.
     """
 
@@ -55,7 +55,7 @@ class RingFiller:
         if const_expr(pages is not None):
             self.find_pages(tiles, row, token, parts * config.tile_tokens, pages, lane)
         self.init_barriers(tiles.full, 0, first, copier, lane)
-        sync_copying(config)
+        sync_producers(config)
         if const_expr(config.early_tiles > 0):
             if early:
                 page, place = (
@@ -85,7 +85,7 @@ class RingFiller:
     def fill(self, cta, work, stage: Int32, phase: Int32, issued: Int32, pages, known):
         """Keeps the ring full for one unit; ``issued`` of its tiles are on their way.
 
-        stage, phase: of the ring's place that the attending warps read first. known: whether ``pages``, if any,
+        stage, phase: of the ring's place that the consumer warps read first. known: whether ``pages``, if any,
         are those of this unit's tiles.
         """
         config, lane = self.config, cta.lane

@@ -1,10 +1,10 @@
 """Split-KV decode attention, one launch: ring of tiles, online softmax in registers, last splits of a row combine.
 
 Shape of the work: a CTA takes ``num_heads`` KV heads of one request and a part of its tokens (:mod:`.assignment`).
-Copying warps keep a ring of K and V tiles full (:mod:`.filler`, :mod:`.copies`); every attending warp waits for a tile,
+Producer warps keep a ring of K and V tiles full (:mod:`.filler`, :mod:`.copies`); every consumer warp waits for a tile,
 takes its KV head, its blocks of 8 queries and its slice of the tokens, and keeps scores, probabilities and output in
 registers (:mod:`.mainloop`, or :mod:`.warpgroup` where four warps multiply together); what the bytes of K and of V mean
-is known to its two :mod:`.readers` alone, what a score becomes before the softmax to :mod:`.logits`. Attending warps do
+is known to its two :mod:`.readers` alone, what a score becomes before the softmax to :mod:`.logits`. Consumer warps do
 not wait for each other in the loop but for the tile in which the request ends. At the end they merge in shared memory,
 and the parts of a row through a workspace (:mod:`.merge`), in a fixed order: the output is bitwise reproducible.
 
@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.attention.arguments import BIAS_STRIDES
 from cute_kernels.attention.assignment import Assigner, Requests
 from cute_kernels.attention.barriers import await_ready
-from cute_kernels.attention.config import COPYING_REGISTERS, SWIZZLE_ALIGNMENT, DecodeConfig
+from cute_kernels.attention.config import PRODUCER_REGISTERS, SWIZZLE_ALIGNMENT, DecodeConfig
 from cute_kernels.attention.copies import Pager, TileCopier
 from cute_kernels.attention.filler import RingFiller
 from cute_kernels.attention.logits import FeatureValues, Logits, Tail
@@ -173,7 +173,7 @@ class DecodeKernel:
         first_length = self.assigner.fetch_first_length(requests, lane) if const_expr(config.units) else None
         asked = None  # after an append the queries are the last to come: `attend_unit` asks for them
         if const_expr(not config.after_append):
-            asked = self.fetch_query(cta, place, q, own_row)  # by copying warps in vain
+            asked = self.fetch_query(cta, place, q, own_row)  # by producer warps in vain
         early = part * config.tile_tokens < shape.max_seq_len
         if const_expr(config.units):
             early = early & (row < shape.batch)
@@ -208,7 +208,7 @@ class DecodeKernel:
                 self.attend_unit(cta, work, q, query, stage, phase)
             else:
                 if const_expr(self.config.lends_registers):
-                    cute.arch.setmaxregister_decrease(COPYING_REGISTERS)
+                    cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
                 if cta.warp < self.config.num_warps + self.config.copiers:
                     # Pages were asked for as of every ``grid``-th tile; a row of another length may have other parts.
                     known = expected & (work.num_parts == cute.arch.grid_dim()[0])

@@ -1,4 +1,4 @@
-"""What attending warps do with the tiles of a unit, each warp for itself: scores, online softmax, P V.
+"""What consumer warps do with the tiles of a unit, each warp for itself: scores, online softmax, P V.
 
 `.warpgroup` has the mainloop of warps that multiply together. `UnitTiles` is what both do alike.
 """
@@ -9,8 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.attention.barriers import sync_attending
-from cute_kernels.attention.config import ATTENDING_REGISTERS, DecodeConfig
+from cute_kernels.attention.barriers import sync_consumers
+from cute_kernels.attention.config import CONSUMER_REGISTERS, DecodeConfig
 from cute_kernels.attention.copies import TileCopier
 from cute_kernels.attention.logits import Logits, LogitState
 from cute_kernels.attention.merge import LOWEST, Merger
@@ -46,7 +46,7 @@ class WarpState:
 
 
 class UnitTiles:
-    """The tiles of a unit as an attending warp meets them: what it keeps between them, when they come and go."""
+    """The tiles of a unit as a consumer warp meets them: what it keeps between them, when they come and go."""
 
     def __init__(self, config: DecodeConfig, copier: TileCopier, key_reader, value_reader, logits: Logits):
         self.config, self.copier, self.logits = config, copier, logits
@@ -72,7 +72,7 @@ class UnitTiles:
         """(what a warp keeps, empty barriers, first token of its first tile, tokens from one tile to its next)."""
         config = self.config
         if config.lends_registers:
-            cute.arch.setmaxregister_increase(ATTENDING_REGISTERS)
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         empty = cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
         return self.open_state(cta, work, query, place_queries), empty, token, stride
@@ -91,13 +91,13 @@ class UnitTiles:
         if token + config.tile_tokens > work.length:
             # The request's last tile: the rows behind its end must not count, whatever they hold.
             self.copier.clear_rows(cta.tiles, stage, work.length - token, warp * WARP_THREADS + lane)
-            sync_attending(config)
+            sync_consumers(config)
         if const_expr(config.features.window):
             hidden = work.hidden_tokens(cta.features.window) - token
             if hidden > 0:
                 # Rows that no query sees may be anything too, and their pages gone.
                 self.copier.clear_first_rows(cta.tiles, stage, hidden, warp * WARP_THREADS + lane)
-                sync_attending(config)
+                sync_consumers(config)
 
     @cute.jit
     def give_back(self, cta, empty, stage: Int32):
@@ -155,7 +155,7 @@ class WarpMainloop:
         if roles.slice_index == 0:
             # All warps of the role have made the same.
             store_vectors(address, vectors)
-        sync_attending(config)
+        sync_consumers(config)
         return address
 
     def tokens_of(self, state, first_token):

@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from cute_kernels.attention.barriers import sync_attending
+from cute_kernels.attention.barriers import sync_consumers
 from cute_kernels.attention.config import KEEP_PARTIALS, MERGE_PAD, PAIR_BYTES, PLACES_SHIFT, WRITE_LSE, DecodeConfig
 from cute_kernels.attention.place import RECIPROCAL_BITS
 from cute_kernels.attention.policies import BLOCK_QUERIES
@@ -86,7 +86,7 @@ class Merger:
         if const_expr(self.config.features.sinks):
             if work.num_parts == 1:
                 self.ask_sinks(sinks, work, results, tid)
-        sync_attending(self.config)
+        sync_consumers(self.config)
         if work.num_parts == 1:
             for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
                 maximum, total, value = self.merge_slices(address, index)
@@ -145,7 +145,7 @@ class Merger:
         columns, softmax = range(self.config.columns), state.softmax
         totals = [lane_sum(softmax.total[column], (4, 8, 16)) for column in columns]
         values = self.value_reader.outputs(state.values)
-        sync_attending(self.config)  # every warp has read its last tile
+        sync_consumers(self.config)  # every warp has read its last tile
         row = warp % self.config.num_roles * self.config.warp_queries + 2 * (lane % 4)
         base = address + (slice_index * self.num_rows + row) * self.pitch
         for column, first, run in values:
@@ -208,12 +208,12 @@ class Merger:
             gathered = self.gather(work, results, share, address, index, group)
             for i in cutlass.range_constexpr(6):
                 sums[i] = gathered[i]
-        sync_attending(self.config)  # all have read the slices, whose place the groups' sums take
+        sync_consumers(self.config)  # all have read the slices, whose place the groups' sums take
         place = address + (group * step + member) * GROUP_BYTES
         if member < share.count:
             ptx.store_shared(place, 0, [sums[i] for i in range(4)])
             ptx.store_shared(place, 16, [sums[4], sums[5]])
-        sync_attending(self.config)
+        sync_consumers(self.config)
         if tid < share.count:
             for other in cutlass.range(1, Int32(1) << share.groups_log2, 1, unroll=1):
                 source = place + other * step * GROUP_BYTES

@@ -59,7 +59,7 @@ class CacheLoad:
 
 @dataclass(frozen=True)
 class WarpMma:
-    """Every attending warp multiplies by itself, with mma.sync.
+    """Every consumer warp multiplies by itself, with mma.sync.
 
     Of a CTA, ``num_heads * num_query_blocks * num_slices`` warps attend. Each takes one KV head of a tile,
     ``blocks_per_warp`` blocks of up to 8 of its query heads, and a slice of its tokens.
@@ -172,12 +172,12 @@ class WarpgroupMma:
 
 @dataclass(frozen=True)
 class CopyPipeline:
-    """What an SM has in flight: CTAs, and in each of them a ring of tiles that copying warps keep full.
+    """What an SM has in flight: CTAs, and in each of them a ring of tiles that producer warps keep full.
 
     Attributes:
         num_stages: tiles of the ring.
         copy_warps: warps that do nothing but ask for tiles, as far as there is a part of a tile for each; four of them
-            lend registers to eight attending ones.
+            lend registers to eight consumers.
         ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
         early_tiles: tiles asked for before the request's length is known, 0 or 1; what lies past the length is read for
             nothing. 0 with ``after_append``.

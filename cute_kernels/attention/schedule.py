@@ -52,7 +52,7 @@ MAX_WARPS = 16
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
 TARGET_WARPS = 8
 MOST_CTAS = 4  # on an SM
-COPIES_PER_WARP = 4  # of a tile, that one copying warp asks for in some 90 cycles each
+COPIES_PER_WARP = 4  # of a tile, that one producer warp asks for in some 90 cycles each
 SM_PARTITIONS = 4
 MAX_COPY_WARPS = 4
 SMALL_PAGE = 32  # tokens; rows of smaller pages are many small copies
@@ -352,10 +352,10 @@ def _with_warpgroups(config: DecodeConfig) -> DecodeConfig:
 
 
 def _with_copy_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
-    """``config`` with as many copying warps as its tiles' copies want and its registers allow.
+    """``config`` with as many producer warps as its tiles' copies want and its registers allow.
 
     An SM's four partitions take a warp each in turn: as many as fill up the last turn cost no registers. ``borrows``:
-    whether four copying warps lend theirs to eight attending ones.
+    whether four producer warps lend theirs to eight consumers.
     """
     if "word" in config.copies or (borrows and config.num_warps == TARGET_WARPS):
         return changed(config, copy_warps=MAX_COPY_WARPS)
@@ -465,7 +465,7 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     """A configuration for rows with headers: 8 warps and a ring of 3 tiles.
 
     One CTA to an SM serves few long rows best; two or four, whose beginnings and ends overlap, many rows. They have
-    shorter rings and fewer warps, as many as the registers allow: two CTAs of 8 warps and a copying one leave 96 to a
+    shorter rings and fewer warps, as many as the registers allow: two CTAs of 8 warps and a producer leave 96 to a
     thread, which is enough for one group.
     """
     int4 = _kinds(base.formats) == {"int4"}

@@ -106,7 +106,7 @@ def lane_tokens(config: TiledConfig) -> int:
 
 
 def most_copy_warps(config: TiledConfig) -> int:
-    """Copying warps that all have something to copy in every whole tile."""
+    """Producer warps that all have something to copy in every whole tile."""
     if "word" in config.copies:
         return config.tile_tokens
     boxes = [

@@ -28,7 +28,7 @@ from cute_kernels.attention.barriers import (
     any_of_warpgroup,
     await_turn,
     pass_turn,
-    sync_attending,
+    sync_consumers,
     sync_warpgroup,
 )
 from cute_kernels.attention.config import PAIR_BYTES
@@ -124,7 +124,7 @@ class WarpgroupMainloop:
         keys.warpgroup = Warpgroup(number, cta.warp % WARPGROUP_WARPS, cta.lane, exchange, probabilities, offset)
         self.clear_probabilities(keys.warpgroup)
         cute.arch.fence_proxy("async.shared", space="cta")
-        sync_attending(config)
+        sync_consumers(config)
 
     @cute.jit
     def store_queries(self, cta, keys):
@@ -149,7 +149,7 @@ class WarpgroupMainloop:
         self.give_first_turn(number)
         before = stage  # where the last tile lies; no tile yet: one that has come, times probabilities of zero
         while token < work.length:
-            # All attending warps meet where rows are cleared: before turns.
+            # All consumer warps meet where rows are cleared: before turns.
             self.unit.await_tile(cta, work, token, stage, phase)
             await_turn(number)
             self.start_products(cta, state, before)

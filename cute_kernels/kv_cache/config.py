@@ -423,6 +423,8 @@ class BulkConfig:
         """Why this configuration cannot be compiled, or None."""
         if self.direction not in ("quantize", "dequantize"):
             return f"direction {self.direction!r} is not 'quantize' or 'dequantize'"
+        if format_of(self.kv_format).in_blocks:
+            return f"{self.kv_format} rows are written by blocks"
         if self.head_dim not in HEAD_DIMS:
             return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
         if self.dtype not in BULK_DTYPES:

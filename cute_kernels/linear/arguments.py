@@ -50,22 +50,6 @@ def matrix_arguments(addresses: tuple[str, ...], numbers: tuple[str, ...], matri
     return joined(arguments("tensor", matrix), arguments("address", *addresses), arguments("int32", *numbers))
 
 
-def between(declared: LaunchArguments, first: str, last: str, **values: int) -> tuple[int, ...]:
-    """The numbers behind ``first`` and before ``last``, in order: what a plan knows of a launch.
-
-    Raises:
-        TypeError: one of them is missing, or a value is none of them; the message names it.
-    """
-    names = declared.names[declared.names.index(first) + 1 : declared.names.index(last)]
-    for name in values:
-        if name not in names:
-            raise TypeError(f"{name}: got a number of that name, want {', '.join(names)}")
-    for name in names:
-        if name not in values:
-            raise TypeError(f"{name}: got no such number, want {', '.join(names)}")
-    return tuple(values[name] for name in names)
-
-
 def compile_kernel(
     kind: type[Any],
     config: Any,

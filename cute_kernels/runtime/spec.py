@@ -14,7 +14,6 @@ import re
 import sys
 import typing
 from abc import ABC, ABCMeta, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -46,39 +45,6 @@ def check_config(config: Config) -> None:
     reason = config.can_implement()
     if reason is not None:
         raise ValueError(f"config: {reason} ({config})")
-
-
-def compile_matrix_kernel(
-    kernel: Callable[..., object],
-    dtype: str,
-    counts: tuple[int, int],
-    arch: str,
-    *options: str,
-    divisibility: int = 8,
-    assumed_align: int = 16,
-) -> Any:
-    """Compiles a kernel that takes a row-major matrix of any size, addresses, integers, and torch's current stream.
-
-    Args:
-        dtype: "bf16", "fp16", "fp32", "int32" or "int64", of the matrix.
-        counts: of addresses and of integers.
-        divisibility: of the matrix's rows, in elements. assumed_align: of its start, in bytes.
-    """
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-
-    types = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}
-    types |= {"int32": cutlass.Int32, "int64": cutlass.Int64}
-    shape = (cute.sym_int(), cute.sym_int(divisibility=divisibility))
-    return cute.compile(
-        kernel,
-        make_fake_compact_tensor(types[dtype], shape, stride_order=(1, 0), assumed_align=assumed_align),
-        *[cutlass.Int64(0)] * counts[0],
-        *[cutlass.Int32(1)] * counts[1],
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
 
 
 class KernelSpec(ABC):

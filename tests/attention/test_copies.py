@@ -76,8 +76,8 @@ def test_barriers_count_the_arrivals_that_copies_make(config: DecodeConfig):
 
     copier = TileCopier(config)
     announced = any(copy != "word" for copy in config.copies)
-    copying_threads = 32 * config.copiers
-    assert copier.arrivals == announced + ("word" in config.copies) * copying_threads
+    producer_threads = 32 * config.copiers
+    assert copier.arrivals == announced + ("word" in config.copies) * producer_threads
 
 
 @every_config

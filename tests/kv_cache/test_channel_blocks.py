@@ -20,6 +20,7 @@ from cute_kernels.kv_cache import (
     quantize_kv,
 )
 from cute_kernels.kv_cache import channel_blocks as host
+from cute_kernels.kv_cache.config import BulkConfig
 from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime import native
 from layouts.kv.channel_blocks import BLOCK_TOKENS, LIMIT, TAIL_TOKENS, ChannelBlocks
@@ -332,6 +333,8 @@ def test_the_bulk_kernels_leave_blocks_to_the_format():
     assert torch.equal(rows, quantize_kv(x, kv_format="int4_channel32"))
     back = bulk_ops._launch_dequantize(rows, "int4_channel32", 128, torch.float32, None)
     assert torch.equal(back, as_read(x.float()))
+    for direction in ("quantize", "dequantize"):
+        assert BulkConfig(direction, "int4_channel32", "bf16", 128).can_implement() is not None
 
 
 @pytest.mark.parametrize(
