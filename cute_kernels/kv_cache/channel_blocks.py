@@ -105,22 +105,21 @@ def _fill(fill: Fill, index: int) -> None:
     tokens, _, head_dim = fill.k_new.shape
     if any(stride % 4 for stride in fill.k_cache.stride()[:3]) or fill.k_cache.data_ptr() % 4:
         raise ValueError(f"k_cache: got strides {fill.k_cache.stride()}, want rows on multiples of 4 bytes")
-    function = load(FillSpec(FillConfig(fill.k_format, head_dim)), arch_of(index))
+    send = FILL.bound(load(FillSpec(FillConfig(fill.k_format, head_dim)), arch_of(index)), {})
     cache, table = fill.k_cache, fill.block_table
     most = tokens if fill.cu_seqlens is not None else 1  # new tokens of a request
-    passed = {
-        "k_new": fill.k_new,
-        "k_tail": fill.k_tail,
-        "tail_slots": fill.tail_slots,
-        "k_cache": cache if fill.cache_layout == "NHD" else cache.transpose(1, 2),
-        "seq_lens": fill.seq_lens,
-        "cu_seqlens": 0 if fill.cu_seqlens is None else fill.cu_seqlens.data_ptr(),
-        "block_table": 0 if table is None else table.data_ptr(),
-        "table_stride": 0 if table is None else table.stride(0),
-        "max_pages": 0 if table is None else table.shape[1],
-        "max_blocks": (most + BLOCK_TOKENS - 2) // BLOCK_TOKENS + 1,
-    }
-    function(*(passed[name] for name in FILL.names))
+    send(
+        k_new=fill.k_new,
+        k_tail=fill.k_tail,
+        tail_slots=fill.tail_slots,
+        k_cache=cache if fill.cache_layout == "NHD" else cache.transpose(1, 2),
+        seq_lens=fill.seq_lens,
+        cu_seqlens=0 if fill.cu_seqlens is None else fill.cu_seqlens.data_ptr(),
+        block_table=0 if table is None else table.data_ptr(),
+        table_stride=0 if table is None else table.stride(0),
+        max_pages=0 if table is None else table.shape[1],
+        max_blocks=(most + BLOCK_TOKENS - 2) // BLOCK_TOKENS + 1,
+    )
 
 
 def reference(*given: Any) -> None:
