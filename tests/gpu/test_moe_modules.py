@@ -168,6 +168,13 @@ class Experts(nn.Module):
         self.gate_up_proj, self.down_proj = (nn.Parameter(w, requires_grad=False) for w in (gate_up, down))
         self.act_fn = nn.SiLU()
 
+    def forward(self, rows: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.einsum("th,eih->tei", rows.float(), self.gate_up_proj.float()).chunk(2, -1)
+        hidden = (functional.silu(gate) * up).to(rows.dtype)
+        every = torch.einsum("tei,ehi->teh", hidden.float(), self.down_proj.float())
+        chosen = every.gather(1, ids[..., None].expand(-1, -1, every.shape[-1]))
+        return (chosen * shares[..., None]).sum(1).to(rows.dtype)
+
 
 class Block(nn.Module):
     """A router and experts, as `QuantizedMoE.from_block` takes them."""
@@ -179,11 +186,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, BLOCK_HIDDEN)
         _, shares, ids = self.gate(rows)
-        gate, up = torch.einsum("th,eih->tei", rows.float(), self.experts.gate_up_proj.float()).chunk(2, -1)
-        hidden = (functional.silu(gate) * up).to(x.dtype)
-        every = torch.einsum("tei,ehi->teh", hidden.float(), self.experts.down_proj.float())
-        chosen = every.gather(1, ids[..., None].expand(-1, -1, BLOCK_HIDDEN))
-        return (chosen * shares[..., None]).sum(1).to(x.dtype).view_as(x)
+        return self.experts(rows, ids, shares).view_as(x)
 
 
 def model_of_blocks() -> nn.Module:

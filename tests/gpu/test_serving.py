@@ -152,33 +152,26 @@ def test_a_thousand_captures_leave_memory_as_it_was():
     assert len(POOL._pieces) <= 8 * len(works)
 
 
-@pytest.fixture
-def fresh_pool():
-    """A pool of workspaces that nothing has been launched with."""
-    pool = WorkspacePool()
-    with gpu.standing_in(gpu.Gpu(workspace=pool.get)):
-        yield pool
-
-
-def test_captures_without_a_launch_before_them_are_not_held(fresh_pool):
+def test_captures_without_a_launch_before_them_are_not_held():
     """The graph fills its own memory, and torch frees it with the graph."""
-    pool = fresh_pool
+    pool = WorkspacePool()
     work = attention("bf16", (3000, 50), num_splits=7)
-    wanted = work()
+    wanted = work()  # with the workspaces of all: the pool has seen no launch
     marks = []
-    for i in range(60):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = work()
-        for _ in range(2):
-            out.fill_(torch.nan)
-            graph.replay()
-            assert torch.equal(out, wanted)
-        del graph, out
-        if i in (20, 59):
-            torch.cuda.synchronize()
-            marks.append(torch.cuda.memory_allocated())
-    assert marks[1] <= marks[0] and not pool._pieces
+    with gpu.standing_in(gpu.Gpu(workspace=pool.get)):
+        for i in range(60):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = work()
+            for _ in range(2):
+                out.fill_(torch.nan)
+                graph.replay()
+                assert torch.equal(out, wanted)
+            del graph, out
+            if i in (20, 59):
+                torch.cuda.synchronize()
+                marks.append(torch.cuda.memory_allocated())
+    assert marks[1] <= marks[0] and not pool._pieces and pool._by_capture
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
