@@ -18,7 +18,7 @@ from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
 from cute_kernels.linear.served import schedule_for
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.limb_launch import LimbProduct, limb_product
-from cute_kernels.linear.wgmma.policies import NORMED, NORMED_ROWS, PortableMmaSync
+from cute_kernels.linear.wgmma.mainloops import NORMED, NORMED_ROWS, PortableMmaSync
 from cute_kernels.linear.wgmma.resident_schedule import with_factors
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load

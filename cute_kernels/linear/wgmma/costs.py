@@ -13,17 +13,9 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
-from cute_kernels.linear.wgmma.policies import (
-    TMA_TILE_K,
-    WGMMA_N_STEP,
-    Limbs,
-    Mainloop,
-    MmaSync,
-    RegisterWgmma,
-    ResidentLimbs,
-    WholeK,
-)
+from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K, Limbs, Mainloop, MmaSync, RegisterWgmma, ResidentLimbs
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.results import WGMMA_N_STEP, WholeK
 
 if TYPE_CHECKING:
     from cute_kernels.linear.wgmma.schedule import TileSchedule

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import LinearProblem, weight_fields
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import LIMB_GROUP, TMA_TILE_K, EarlyDsmem, ResidentLimbs, dsmem
+from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
 from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M, ResidentConfig
+from cute_kernels.linear.wgmma.results import EarlyDsmem, dsmem
 from cute_kernels.linear.wgmma.stages import with_stages
 
 MOST_LOADED_ROWS = 4  # that warps load faster than TMA fills in those which are missing
