@@ -121,7 +121,7 @@ def factored_plan_of(
     batch_invariant: bool,
     kind: str,
 ) -> LinearPlan | None:
-    """As `plan_of`, of a kernel whose rows meet factors (`policies.SCALED` or `policies.NORMED`); None if the one that
+    """As `plan_of`, of a kernel whose rows meet factors (`mainloops.SCALED` or `.NORMED`); None if the one that
     serves the product takes none. It has the address of the factors behind the workspace, and two numbers more."""
     if not is_supported(device) or (kind == NORMED and m > NORMED_ROWS):
         return None

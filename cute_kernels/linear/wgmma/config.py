@@ -43,7 +43,7 @@ class WgmmaConfig(Generic[M]):
         num_stages: pipeline stages.
         multicast: CTAs of a cluster that compute neighbouring output features of the same rows of x. Each loads its
             share of the activations into the shared memory of all of them. 1: each CTA loads its own.
-        mainloop, reduction, store: what the kernel is made of, values of `.policies`.
+        mainloop, reduction, store: what the kernel is made of, values of `.mainloops` and `.results`.
     """
 
     format: WeightFormat

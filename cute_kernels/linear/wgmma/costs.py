@@ -2,8 +2,8 @@
 
 A k block takes as long as the slowest of four: the tensor cores, decoding, the memory's rate for weights, the filling
 in of rows that x does not have. Clocks are an H200's, fitted to measured times (tests/facts/linear.json,
-docs/design/weight_only_linear.md). They stand beside `.policies` and not in it, since they change when a GPU is
-measured, and what is compiled does not. Plain Python, no GPU.
+docs/design/weight_only_linear.md). They stand beside `.mainloops` and `.results`, and not in them, since they change
+when a GPU is measured, and what is compiled does not. Plain Python, no GPU.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class RowsRoom:
     Attributes:
         k_blocks: of x that there is room for.
         loads: whether consumer warps load x; if not, it comes by TMA.
-        factors: what rows meet before, `policies.SCALED` or `policies.NORMED`; "" for nothing.
+        factors: what rows meet before, `mainloops.SCALED` or `mainloops.NORMED`; "" for nothing.
         sums: whether each row's sum of a group is wanted, in the unit of limbs.
     """
 

@@ -49,7 +49,7 @@ class RowFactors:
     """Factors of a configuration.
 
     Args:
-        kind: `policies.SCALED` or `policies.NORMED`.
+        kind: `mainloops.SCALED` or `mainloops.NORMED`.
         warps: that make limbs.
     """
 
