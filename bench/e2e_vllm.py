@@ -9,13 +9,14 @@ a process of its own, is recorded at once, and is skipped where the record has i
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -423,13 +424,18 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
     return rows
 
 
-def main(arguments: list[str]) -> None:
-    """CASE FOLDER: measures a case, given as JSON, and writes its rows to FOLDER/rows.json."""
-    fields, place = json.loads(arguments[0]), Path(arguments[1])
-    case = Case(**{**fields, "batches": tuple(fields["batches"])})
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures a case and writes its rows to FOLDER/rows.json: what `measure_apart` starts."""
+    parser = argparse.ArgumentParser(description=str(main.__doc__))
+    parser.add_argument("case", type=json.loads, metavar="CASE", help="a JSON object, the fields of Case")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    place: Path = options.folder
+    case = Case(**{**options.case, "batches": tuple(options.case["batches"])})
     with tempfile.TemporaryDirectory(prefix="e2e_model_") as folder:
         (place / "rows.json").write_text(json.dumps(measure(case, Path(folder), Turn(place))))
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

@@ -18,7 +18,7 @@ from cute_kernels.linear import PackedWeight, linear_reference, quantized_linear
 from cute_kernels.linear.compile import spec_of, specs_of
 from cute_kernels.linear.plan import factored
 from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.policies import NORMED, SCALED
+from cute_kernels.linear.wgmma.mainloops import NORMED, SCALED
 from cute_kernels.runtime import KernelSpec
 from cute_kernels.tuning.linear import TORCH_DTYPES, Format, Weights
 

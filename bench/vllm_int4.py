@@ -12,7 +12,8 @@ fp64 attention over the rows that it wrote. Needs vLLM 0.26 and a GPU.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,13 +218,14 @@ def note(record: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--json", type=Path, default=RESULTS / "vllm_int4.json")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     run(Recorder(options.json, kind="vllm_int4"), ColdL2(), Protocol())
     print(text(load(options.json)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

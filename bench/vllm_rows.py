@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,16 +123,17 @@ def markdown(record: dict[str, Any]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in cells) + f"\n{about}\n"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--json", type=Path, default=RESULTS / "vllm_rows.json")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run(Recorder(options.json, kind="vllm_rows"), options.windows, options.batch, device)
     print(markdown(load(options.json)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

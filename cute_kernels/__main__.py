@@ -7,6 +7,7 @@ import fnmatch
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from cute_kernels import __version__, families
@@ -167,12 +168,12 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
-    if getattr(arguments, "only", "") is None:
-        arguments.only = ["*"]
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if getattr(options, "only", "") is None:
+        options.only = ["*"]
     try:
-        return arguments.run(arguments)
+        return options.run(options)
     except (
         aot.BundleError,
         CompileError,

@@ -4,8 +4,8 @@ pip install ".[compiler,transformers]"         # in a checkout
 python examples/awq_checkpoint.py [DIRECTORY]    # any that AutoAWQ wrote; without one, a small random one is made
 """
 
+import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -41,10 +41,13 @@ def make_checkpoint(folder: Path) -> Path:
     return folder
 
 
+parser = argparse.ArgumentParser()
+parser.add_argument("directory", nargs="?", type=Path)
+given = parser.parse_args().directory
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 folder = Path(tempfile.mkdtemp())
-checkpoint = Path(sys.argv[1]) if len(sys.argv) > 1 else make_checkpoint(folder)
+checkpoint = given or make_checkpoint(folder)
 
 # 1. The directory becomes a model whose layers are packed; codes are moved, never changed.
 model = load_model(checkpoint, device=device)

@@ -6,7 +6,7 @@ the other all begin in bank 0; an XOR of the 16-byte column with the row spreads
     python examples/custom_layout.py [FOLDER]
 """
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from layouts.algebra import Layout
 from layouts.banks import report
 from layouts.draw import figures, save
 
-folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp())
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", nargs="?", type=Path)
+folder = parser.parse_args().folder or Path(tempfile.mkdtemp())
 folder.mkdir(parents=True, exist_ok=True)
 plain = Layout((32, 8), (8, 1))  # rows x columns of 16 bytes, row-major
 swizzled = algebra.swizzled(3, 0, 3, plain)  # column ^= row % 8

@@ -10,7 +10,7 @@ import torch
 
 from bench.linear import Format
 from bench.moe import MoeModel, MoeShape
-from cute_kernels.linear.wgmma.policies import NORMED, SCALED
+from cute_kernels.linear.wgmma.mainloops import NORMED, SCALED
 from tests.gpu import sanitize, sanitize_cases
 from tests.gpu.sanitize_cases import (
     CASES,

@@ -9,10 +9,9 @@ binary of it.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +24,7 @@ from cute_kernels.runtime import KernelCache, aot_build  # noqa: E402
 from cute_kernels.runtime.cache import default_cache  # noqa: E402
 from cute_kernels.runtime.installed import PACKAGES  # noqa: E402
 from cute_kernels.runtime.spec import KernelSpec  # noqa: E402
+from tools import backend  # noqa: E402
 
 ARCH = "sm_90a"
 PLATFORM = "manylinux2014"  # the library has no symbol of libc that is bound to a version
@@ -63,21 +63,21 @@ def build(specs: Iterable[KernelSpec], output: Path, cache: KernelCache) -> Path
         (Path(scratch) / "pyproject.toml").write_text(text)
         machine = manifest["host"].partition("-v")[0]
         (Path(scratch) / "setup.cfg").write_text(f"[bdist_wheel]\nplat_name = {PLATFORM}_{machine}\n")
-        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(output), scratch]
-        subprocess.run(command, check=True)
+        backend.build(Path(scratch), output, "--wheel")
     return next(output.glob(f"{package}-{__version__}-*.whl"))
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--only", action="append", metavar="PATTERN", help="shipped kernels that match, and no others")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "dist", metavar="DIRECTORY")
-    arguments = parser.parse_args()
-    specs = chosen_specs(arguments.only or ["*"])
-    if not arguments.only:
+    options = parser.parse_args(arguments)
+    backend.need()
+    specs = chosen_specs(options.only or ["*"])
+    if not options.only:
         print("listing the kernels of common models: minutes on one core", flush=True)
         specs = list(dict.fromkeys([*specs, *engine_kernels.specs()]))
-    wheel = build(specs, arguments.output, default_cache())
+    wheel = build(specs, options.output, default_cache())
     print(f"{wheel}: {len(specs)} kernels, {wheel.stat().st_size / 2**20:.1f} MiB")
     return 0
 

@@ -5,7 +5,9 @@ Only links within the site; what lies elsewhere is not asked for.
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -50,12 +52,16 @@ def broken(site: Path) -> list[str]:
     return found
 
 
-def main(arguments: list[str]) -> int:
-    site = Path(arguments[0]).resolve()
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("site", type=Path, help="the folder that the site was built into")
+    site = parser.parse_args(arguments).site.resolve()
+    if not site.is_dir():
+        parser.error(f"site: got {site}, want a folder that is there")
     found = broken(site)
     print("\n".join(found) or f"every link of {len(list(site.rglob('*.html')))} pages leads somewhere")
     return 1 if found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

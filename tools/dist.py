@@ -6,6 +6,7 @@ itself, and tests of the sdist run against it.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -13,9 +14,14 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools import backend  # noqa: E402
+
 DIST = ROOT / "dist"
 PACKAGES = ("cute_kernels", "layouts")
 NOT_SHIPPED = (".ci/", ".gitignore")  # of the repository, not of a release
@@ -36,7 +42,7 @@ def tracked() -> set[str]:
 def build() -> tuple[Path, Path]:
     """(sdist, wheel), the wheel from the sdist."""
     shutil.rmtree(DIST, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(DIST), str(ROOT)], check=True)
+    backend.build(ROOT, DIST)
     (sdist,), (wheel,) = DIST.glob("*.tar.gz"), DIST.glob("*.whl")
     return sdist, wheel
 
@@ -75,7 +81,9 @@ def try_out(sdist: Path, wheel: Path) -> None:
         )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(description=str(__doc__).partition("\n")[0]).parse_args(arguments)
+    backend.need()
     sdist, wheel = build()
     lacking = missing(sdist, wheel)
     for line in lacking:

@@ -7,11 +7,13 @@ It goes to .venv/vllm/VERSION. Where it cannot be had (no network) a line says s
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent.parent / ".venv" / "vllm"
@@ -44,15 +46,19 @@ def fetch(version: str) -> Path:
     return folder
 
 
-def main(versions: list[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="*", metavar="VERSION", default=[REFERENCE])
+    versions = parser.parse_args(arguments).versions
     if os.environ.get("OFFLINE"):
-        return
-    for version in versions or [REFERENCE]:
+        return 0
+    for version in versions:
         try:
             fetch(version)
         except (OSError, StopIteration, subprocess.SubprocessError) as error:
             print(f"vllm {version}: not fetched ({error}); the plugin's interface tests are skipped", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

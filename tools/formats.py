@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -51,7 +53,8 @@ def page(text: str) -> str:
     return text
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     PAGE.write_text(page(PAGE.read_text()))
     return 0
 

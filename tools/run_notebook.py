@@ -5,8 +5,10 @@ As many at a time as there are cores; each runs in a kernel of its own anyway.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -34,7 +36,10 @@ def failure_of(path: str) -> str | None:
     return None
 
 
-def main(paths: list[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("paths", nargs="+", metavar="FILE")
+    paths = parser.parse_args(arguments).paths
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     failures = 0
     with ProcessPoolExecutor(max(1, min(len(paths), len(os.sched_getaffinity(0))))) as pool:
@@ -47,4 +52,4 @@ def main(paths: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -15,6 +15,7 @@ whatever its torch, what is missing is named, and whatever does not need it work
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import urllib.request
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,6 +103,15 @@ def create_environment(system_site_packages: bool) -> None:
         shutil.rmtree(ENV, ignore_errors=True)
         venv.create(ENV, system_site_packages=system_site_packages, symlinks=True, with_pip=False)
         fetch_pip()
+    if system_site_packages:
+        drop_setuptools()
+
+
+def drop_setuptools() -> None:
+    """Removes the setuptools that Python 3.10 and 3.11 put into an environment, where it hides a newer borrowed one."""
+    (site_packages,) = (ENV / "lib").glob("python3*/site-packages")
+    if any(site_packages.glob("setuptools-*.dist-info")):
+        run([environment_python(), "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"])
 
 
 def fetch_pip() -> None:
@@ -177,11 +188,14 @@ def install(wanted: list[str], system_torch: str | None) -> None:
     run([environment_python(), "-m", "pip", "install", *options, *wanted])
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
     if sys.version_info < MIN_PYTHON:
         raise SystemExit(f"setup: Python >= 3.10 is needed, {sys.executable} is {sys.version.split()[0]}; set PYTHON=")
+    os.environ.setdefault("PIP_NO_INPUT", "1")
     if is_current():
-        return
+        return 0
     system_torch, offline = cuda_torch_version(), bool(os.environ.get("OFFLINE"))
     borrows = offline or system_torch is not None
     how = f"with torch {system_torch}" if system_torch else "offline" if offline else "from scratch"
@@ -194,15 +208,15 @@ def main() -> None:
     if offline:  # without a stamp, so that a run with a network makes the environment what it is to be
         without = f"without: {', '.join(missing)}" if missing else "with all that is wanted"
         print(f"setup: offline, going on {without}", flush=True)
-        return
+        return 0
     if missing or system_torch is None:
         print(f"setup: installing {len(missing)} packages and what they need", flush=True)
         # All of them where nothing is borrowed from the system: a changed pin is then followed.
         install(missing if system_torch else requirements("all"), system_torch)
     STAMP.write_text(json.dumps(stamp_content(system_torch)))
     print("setup: ready", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PIP_NO_INPUT", "1")
-    main()
+    sys.exit(main())

@@ -22,17 +22,22 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from cute_kernels import attention
-from cute_kernels.arguments import check_count, device_of, is_one_of
+from cute_kernels.arguments import check_count, device_of
 from cute_kernels.kv_cache.batch import Batch
-from cute_kernels.kv_cache.cache_checks import check_max_seqs, checked_scale, formats_for, is_transformed
-from cute_kernels.kv_cache.calibration import scale_shape
+from cute_kernels.kv_cache.cache_checks import (
+    check_max_seqs,
+    check_new_tokens,
+    check_sizes,
+    formats_for,
+    is_transformed,
+)
 from cute_kernels.kv_cache.constants import CacheConstants, constants_of
-from cute_kernels.kv_cache.exported import ExportedSequence, layer_key
+from cute_kernels.kv_cache.exported import ExportedSequence
+from cute_kernels.kv_cache.layer_constants import LayerConstants
 from cute_kernels.kv_cache.memory import MemoryReport
 from cute_kernels.kv_cache.pages import PageCopy, PageTable, SeqId
 from cute_kernels.kv_cache.tails import KeyTails, append_then_attend
-from cute_kernels.kv_cache.transforms import CacheTransform, check_transforms
-from cute_kernels.kv_formats import HEAD_DIMS, KvFormat
+from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.names import CacheLayout, KvFormats
 
 if TYPE_CHECKING:
@@ -43,7 +48,6 @@ if TYPE_CHECKING:
     from cute_kernels.kv_cache.options import AppendOptions, AttendOptions, StepAttendOptions
 
 CACHE_LAYOUTS = ("NHD", "HND")
-MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256
 
 
 class KVCache:
@@ -75,7 +79,6 @@ class KVCache:
 
     Attributes:
         k_pages, v_pages: [num_layers, *a layer's cache], what `append_kv` and `decode_attention` take, by layer.
-        transforms: each layer's, or None.
         tails: of keys in blocks (`KeyTails`), or None.
     """
 
@@ -97,17 +100,7 @@ class KVCache:
         transform: CacheTransform | Sequence[CacheTransform | None] | None = None,
     ) -> None:
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        for name, value in (("num_layers", num_layers), ("num_pages", num_pages), ("num_kv_heads", num_kv_heads)):
-            check_count(name, value, 1)
-        if max_seq_len is not None:
-            check_count("max_seq_len", max_seq_len, 1)
-        if not is_one_of(page_size, range(MIN_PAGE_SIZE, MAX_PAGE_SIZE + 1, MIN_PAGE_SIZE)):
-            raise ValueError(
-                f"page_size: got {page_size}, want a multiple of 16 from {MIN_PAGE_SIZE} to {MAX_PAGE_SIZE}"
-            )
-        for name, value in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
-            if not is_one_of(value, HEAD_DIMS):
-                raise ValueError(f"{name}: got {value}, want one of {', '.join(map(str, HEAD_DIMS))}")
+        check_sizes(num_layers, num_pages, page_size, num_kv_heads, (head_dim, v_head_dim), max_seq_len)
         if cache_layout not in CACHE_LAYOUTS:
             raise ValueError(f"cache_layout: got {cache_layout!r}, want one of {', '.join(CACHE_LAYOUTS)}")
         self.formats = formats_for(kv_format, dtype)
@@ -127,12 +120,13 @@ class KVCache:
         self.tails: KeyTails | None = None
         if max_seqs is not None:
             self.tails = KeyTails(self.formats[0], (num_layers, max_seqs, num_kv_heads, head_dim), page_size, where)
-        self._scales = tuple(
-            self._make_scales(form, dim) for form, dim in zip(self.formats, self.head_dims, strict=True)
-        )
-        self._needs_scales = any(scale is not None for scale in self._scales)
-        self._layers_with_scales: set[int] = set()
-        self.transforms = self._checked_transforms("transform", transform)
+        self._constants = LayerConstants(self.formats, (num_layers, num_kv_heads, head_dim, v_head_dim), self.device)
+        self._constants.transforms = self._constants.checked_transforms("transform", transform)
+
+    @property
+    def transforms(self) -> tuple[CacheTransform | None, ...]:
+        """Each layer's, or None."""
+        return self._constants.transforms
 
     # -- sequences ----------------------------------------------------------------------------------------------------
 
@@ -379,10 +373,7 @@ class KVCache:
         from cute_kernels.kv_cache import append_and_decode
 
         self._check_append(layer, batch)
-        q_len = q.shape[1] if q.dim() == 4 else None  # other shapes are refused further on
-        wrong = next((count for count in batch.num_new_tokens if q_len is not None and count != q_len), None)
-        if wrong is not None:
-            raise ValueError(f"batch: got a sequence with {wrong} new tokens, want {q_len} of each, the q_len of q")
+        check_new_tokens(batch.num_new_tokens, q)
         if self.tails is not None:
             return append_then_attend(self, layer, batch, q, k, v, options)
         return append_and_decode(q, k, v, seq_lens=batch.seq_lens, **self._layer(layer, batch), **options)
@@ -403,15 +394,7 @@ class KVCache:
         """
         self._check_layer(layer)
         self._check_empty(f"layer: got {layer} of")
-        given = {"k_scale": k_scale, "v_scale": v_scale}
-        checked = [
-            checked_scale(name, scale, form, held)
-            for (name, scale), form, held in zip(given.items(), self.formats, self._scales, strict=True)
-        ]
-        for held, scale in zip(self._scales, checked, strict=True):
-            if held is not None and scale is not None:
-                held[layer].copy_(scale.reshape(held.shape[1:]))
-        self._layers_with_scales.add(layer)
+        self._constants.set_scales(layer, k_scale, v_scale)
 
     def set_constants(self, constants: CacheConstants | str | Path) -> None:
         """Gives all layers what a calibration has found: transforms, and the scales of formats that want them.
@@ -426,21 +409,18 @@ class KVCache:
         """
         constants = constants_of(constants)
         self._check_empty("constants: got some for")
-        transforms = self._checked_transforms("constants", constants.transforms)
+        transforms = self._constants.checked_transforms("constants", constants.transforms)
         scales = constants.scales or ((None, None),) * self.num_layers
         for layer, (k_scale, v_scale) in enumerate(scales):
-            self.set_scales(layer, k_scale=k_scale, v_scale=v_scale)
-        self.transforms = transforms
+            self._constants.set_scales(layer, k_scale, v_scale)
+        self._constants.transforms = transforms
 
     # -- moving sequences ---------------------------------------------------------------------------------------------
 
     @property
     def keys(self) -> tuple[str, ...]:
         """What every layer is written with: equal for layers that read each other's rows. Waits for the device."""
-        return tuple(
-            layer_key(self.formats, self.head_dims, self.num_kv_heads, self._layer_scales(layer), transform)
-            for layer, transform in enumerate(self.transforms)
-        )
+        return self._constants.keys
 
     def export_sequence(self, seq_id: SeqId) -> ExportedSequence:
         """A sequence's rows of all layers, copied, with what they were written with: for `import_sequence` of a cache
@@ -488,7 +468,7 @@ class KVCache:
         sequence = self._pages[seq_id]
         pages = torch.tensor(sequence.pages, dtype=torch.int64, device=self.device)
         operands = zip(
-            (self.k_pages, self.v_pages), self.formats, self.head_dims, self._layer_scales(layer), strict=True
+            (self.k_pages, self.v_pages), self.formats, self.head_dims, self._constants.scales(layer), strict=True
         )
         transform = self.transforms[layer]
         wide = dtype or self.dtype if transform is None else torch.float32
@@ -515,7 +495,7 @@ class KVCache:
         return MemoryReport(
             kv_format=" + ".join(names),
             layer_bytes=(layer_bytes,) * self.num_layers,
-            scale_bytes=sum(scale.nbytes for scale in self._scales if scale is not None),
+            scale_bytes=self._constants.nbytes,
             tail_bytes=0 if self.tails is None else self.tails.rows.nbytes,
             page_size=self.page_size,
             pages=self._pages.num_pages,
@@ -537,7 +517,7 @@ class KVCache:
 
     def _layer(self, layer: int, batch: Batch) -> dict[str, Any]:
         """The arguments of both operators that are about the cache."""
-        k_scale, v_scale = self._layer_scales(layer)
+        k_scale, v_scale = self._constants.scales(layer)
         tails = {}
         if self.tails is not None:
             tails = {"k_tail": self.tails.rows[layer], "tail_slots": batch.tail_slots}
@@ -552,26 +532,10 @@ class KVCache:
             "transform": self.transforms[layer],
         }
 
-    def _layer_scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        k_scales, v_scales = self._scales
-        return None if k_scales is None else k_scales[layer], None if v_scales is None else v_scales[layer]
-
     def _rows(self, pages: torch.Tensor, length: int) -> torch.Tensor:
         """Pages [layers, pages, ...] as rows [layers, length, num_kv_heads, row], copied."""
         pages = pages.transpose(2, 3) if self.cache_layout == "HND" else pages
         return pages.flatten(1, 2)[:, :length].contiguous()
-
-    def _checked_transforms(self, name: str, given: object) -> tuple[CacheTransform | None, ...]:
-        """Each layer's, on the device; None for those that change nothing."""
-        transforms = check_transforms(name, given, self.num_layers)
-        for layer, transform in enumerate(transforms):
-            if transform is not None:
-                try:
-                    transform.validate(self.num_kv_heads, *self.head_dims)
-                except ValueError as error:
-                    raise ValueError(f"{name}[{layer}]: {error}") from error
-        moved = {id(one): one.to(self.device) for one in transforms if one is not None and not one.identity}
-        return tuple(moved.get(id(one)) for one in transforms)
 
     def _check_empty(self, what: str) -> None:
         if len(self._pages):
@@ -583,8 +547,7 @@ class KVCache:
             raise TypeError(f"batch: got {type(batch).__name__}, want a Batch, as from make_batch")
         if batch.version != self._pages.version:
             raise ValueError("batch: sequences have changed since its last update; want batch.update(...) before")
-        if self._needs_scales and layer not in self._layers_with_scales:
-            raise ValueError(f"layer: got {layer}, whose scales were never given; want set_scales({layer}, ...) before")
+        self._constants.check_given(layer)
 
     def _check_append(self, layer: int, batch: Batch) -> None:
         self._check_step(layer, batch)
@@ -593,10 +556,3 @@ class KVCache:
 
     def _check_layer(self, layer: int) -> None:
         check_count("layer", layer, 0, self.num_layers - 1)
-
-    def _make_scales(self, form: KvFormat, head_dim: int) -> torch.Tensor | None:
-        """All layers' scales of a format that keeps them beside the cache, to be set; None for others."""
-        if form.given_scale is None:
-            return None
-        shape = (self.num_layers, *scale_shape(form.given_scale, self.num_kv_heads, head_dim))
-        return torch.full(shape, torch.nan, dtype=torch.float32, device=self.device)

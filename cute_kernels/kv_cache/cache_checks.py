@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_count, check_flag, check_floating
+from cute_kernels.arguments import check_count, check_flag, check_floating, is_one_of
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.kv_cache.transforms import CacheTransform
-from cute_kernels.kv_formats import KvFormat, format_of, format_pair
+from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of, format_pair
+
+MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256
+
+
+def check_sizes(
+    num_layers: object,
+    num_pages: object,
+    page_size: object,
+    num_kv_heads: object,
+    head_dims: tuple[object, object],
+    max_seq_len: object,
+) -> None:
+    """Raises TypeError or ValueError for a size that no cache has. head_dims: of K and V."""
+    for name, value in (("num_layers", num_layers), ("num_pages", num_pages), ("num_kv_heads", num_kv_heads)):
+        check_count(name, value, 1)
+    if max_seq_len is not None:
+        check_count("max_seq_len", max_seq_len, 1)
+    if not is_one_of(page_size, range(MIN_PAGE_SIZE, MAX_PAGE_SIZE + 1, MIN_PAGE_SIZE)):
+        raise ValueError(f"page_size: got {page_size}, want a multiple of 16 from {MIN_PAGE_SIZE} to {MAX_PAGE_SIZE}")
+    for name, value in zip(("head_dim", "v_head_dim"), head_dims, strict=True):
+        if not is_one_of(value, HEAD_DIMS):
+            raise ValueError(f"{name}: got {value}, want one of {', '.join(map(str, HEAD_DIMS))}")
+
+
+def check_new_tokens(counts: Iterable[int], q: torch.Tensor) -> None:
+    """Raises ValueError unless every sequence has as many new tokens as q. Other shapes are refused further on."""
+    q_len = q.shape[1] if q.dim() == 4 else None
+    wrong = next((count for count in counts if q_len is not None and count != q_len), None)
+    if wrong is not None:
+        raise ValueError(f"batch: got a sequence with {wrong} new tokens, want {q_len} of each, the q_len of q")
 
 
 def formats_for(kv_format: object, dtype: torch.dtype) -> tuple[KvFormat, KvFormat]:

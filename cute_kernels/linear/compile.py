@@ -14,7 +14,7 @@ from cute_kernels.linear.inputs import compile as inputs
 from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma import schedule as many_rows
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
-from cute_kernels.linear.wgmma.policies import PortableMmaSync, ResidentLimbs
+from cute_kernels.linear.wgmma.mainloops import PortableMmaSync, ResidentLimbs
 from cute_kernels.runtime.spec import KernelSpec
 
 KERNEL_MODULES = ("compile", "config", "epilogue", "kernel", "work")

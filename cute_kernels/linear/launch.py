@@ -15,7 +15,7 @@ from cute_kernels.linear.inputs.launch import InputRows, input_rows
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, LinearPlan, factored_plan_of, plan_of
 from cute_kernels.linear.reference import out_features
 from cute_kernels.linear.weight import check_presence
-from cute_kernels.linear.wgmma.policies import NORMED, SCALED
+from cute_kernels.linear.wgmma.mainloops import NORMED, SCALED
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import Blank, blank

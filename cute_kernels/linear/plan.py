@@ -18,7 +18,7 @@ from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
 from cute_kernels.linear.served import schedule_for
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.limb_launch import LimbProduct, limb_product
-from cute_kernels.linear.wgmma.policies import NORMED, NORMED_ROWS, PortableMmaSync
+from cute_kernels.linear.wgmma.mainloops import NORMED, NORMED_ROWS, PortableMmaSync
 from cute_kernels.linear.wgmma.resident_schedule import with_factors
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
@@ -121,7 +121,7 @@ def factored_plan_of(
     batch_invariant: bool,
     kind: str,
 ) -> LinearPlan | None:
-    """As `plan_of`, of a kernel whose rows meet factors (`policies.SCALED` or `policies.NORMED`); None if the one that
+    """As `plan_of`, of a kernel whose rows meet factors (`mainloops.SCALED` or `.NORMED`); None if the one that
     serves the product takes none. It has the address of the factors behind the workspace, and two numbers more."""
     if not is_supported(device) or (kind == NORMED and m > NORMED_ROWS):
         return None

@@ -19,7 +19,8 @@ from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma import schedule as many
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import RegisterWgmma, SequentialSplitK
+from cute_kernels.linear.wgmma.mainloops import RegisterWgmma
+from cute_kernels.linear.wgmma.results import SequentialSplitK
 from cute_kernels.linear.wgmma.schedule import MAX_SPLITS, TileSchedule
 
 Config: TypeAlias = "LinearConfig | WgmmaConfig"

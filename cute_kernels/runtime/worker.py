@@ -6,6 +6,7 @@ DIRECTORY, and answers with one JSON line.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import importlib
 import json
@@ -15,6 +16,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -40,14 +42,19 @@ def serve(cache: KernelCache, arch: str, requests: TextIO, replies: TextIO) -> N
         replies.flush()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY")
+    parser.add_argument("arch", metavar="ARCH")
+    options = parser.parse_args(arguments)
     # The compiler may print: replies get a descriptor of their own, and everything else goes to stderr.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # A scratch directory that goes away, or one that cannot be written, must be an error here, not a fallback.
     warnings.filterwarnings("error", message="kernel cache|sources of", category=RuntimeWarning)
-    serve(KernelCache(Path(sys.argv[1])), sys.argv[2], sys.stdin, replies)
+    serve(KernelCache(options.directory), options.arch, sys.stdin, replies)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

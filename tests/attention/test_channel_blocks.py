@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from cute_kernels.attention import decode_attention
+from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
+from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.extend import extend_attention
 from cute_kernels.kv_formats import format_of

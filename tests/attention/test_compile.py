@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.policies import WARPGROUP_WARPS
-from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
+from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.runtime import default_cache, native
 from cute_kernels.runtime.composed import changed
 from tests import golden

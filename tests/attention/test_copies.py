@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
+from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.kv_formats import HEAD_DIMS
 from cute_kernels.runtime import native

@@ -6,18 +6,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import DecodeSpec, shipped_specs
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.schedule import (
-    DecodeProblem,
-    candidate_configs,
-    cut_rows,
-    estimate_us,
-    expected_costs,
-    make_schedule,
-    split_options,
-)
+from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.schedule import cut_rows, estimate_us, expected_costs, make_schedule, split_options
 from cute_kernels.attention.tiles import cannot_read, kernel_format, tiles_of
 from cute_kernels.kv_formats import FORMATS as ALL_FORMATS
 from cute_kernels.kv_formats import HEAD_DIMS, format_of

@@ -11,8 +11,8 @@ import torch
 
 from cute_kernels.arguments import overlaps, strides_of
 from cute_kernels.attention.call import make_call
+from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.plan import problem_of
-from cute_kernels.attention.schedule import candidate_configs
 from cute_kernels.runtime import native
 from simulator import PlainThread
 from tests.attention import cases

@@ -17,9 +17,10 @@ pytest.importorskip("cutlass")
 
 
 from cute_kernels.attention import readers, warpgroup
+from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.mainloop import LOWEST, WarpState
 from cute_kernels.attention.policies import WarpgroupMma, WarpMma
-from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
+from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.attention.warpgroup import Warpgroup, WarpgroupMainloop
 from cute_kernels.device import wgmma

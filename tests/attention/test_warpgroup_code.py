@@ -6,9 +6,10 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
+from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.resources import ToolMissingError, find_tool, resource_report
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from cute_kernels.attention import decode_attention
+from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
+from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.kv_cache import KVCache, append_kv, dequantize_kv, quantize_kv
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec

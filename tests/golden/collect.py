@@ -8,6 +8,7 @@ or "objects"). What is written: a list of [symbol, architecture, digest of the I
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import hashlib
@@ -16,6 +17,7 @@ import multiprocessing
 import os
 import re
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -153,7 +155,10 @@ def show(progress: Progress) -> None:
         print(f"  {progress.done}/{progress.total} compiled, last {progress.spec}", flush=True)
 
 
-def main(request: dict[str, Any]) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("request", type=json.loads, metavar="REQUEST", help="a JSON object")
+    request: dict[str, Any] = parser.parse_args(arguments).request
     found = Path(cute_kernels.__file__).resolve().parent.parent
     if found != Path(request["tree"]).resolve():
         raise SystemExit(f"cute_kernels was imported from {found}, not from {request['tree']}")
@@ -165,7 +170,8 @@ def main(request: dict[str, Any]) -> None:
     values = (trace_all if request["what"] == "ir" else compile_all)(wanted)
     records = [[spec.symbol, arch, value] for (spec, arch), value in zip(wanted, values, strict=True)]
     Path(request["output"]).write_text(json.dumps(records))
+    return 0
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    sys.exit(main())

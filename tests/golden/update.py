@@ -5,10 +5,12 @@ Then the test files that compile kernels of their own run in full (`python -m te
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from cute_kernels import families
@@ -17,7 +19,16 @@ from cute_kernels.runtime import default_cache
 from tests import golden
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["all", "passed"], default="all", help="passed: only the tests")
+    if parser.parse_args(arguments).what == "all":
+        update_kernels()
+    update_passed()
+    return 0
+
+
+def update_kernels() -> None:
     specs = families.shipped_specs()
     measured = golden.measure(specs, default_cache(), show_progress)
     before = golden.read()["kernels"] if golden.PATH.exists() else {}
@@ -32,7 +43,6 @@ def main() -> None:
     golden.write(measured, golden.known_sources(specs))
     update_portable()
     print(f"{golden.PATH}: {len(measured)} configurations; review the diff before committing it")
-    update_passed()
 
 
 def update_portable() -> None:
@@ -58,4 +68,4 @@ def update_passed() -> None:
 
 
 if __name__ == "__main__":
-    update_passed() if sys.argv[1:] == ["passed"] else main()
+    sys.exit(main())

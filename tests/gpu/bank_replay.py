@@ -7,6 +7,10 @@ warp that issues the access `REPEATS` times and touches shared memory in no othe
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
+
 import cutlass
 import torch
 from cutlass import Int32, cute
@@ -101,5 +105,12 @@ def replay(accesses: list[Access]) -> None:
     torch.cuda.synchronize()
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
     replay(list(ACCESSES.values()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

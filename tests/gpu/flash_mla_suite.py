@@ -9,6 +9,7 @@ looks for FlashMLA's kernels by name in a profile: CUDA events take its place.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import importlib
@@ -20,7 +21,7 @@ import time
 import traceback
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,16 +159,16 @@ def judge(function: Callable[[Any], Any], case: Any) -> tuple[str, str]:
     return ("passed", "") if correct else ("wrong", said.getvalue()[-300:])
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """COUNT cases of each suite; 0 if all of them are right."""
-    if len(arguments) not in (1, 2):
-        print(__doc__)
-        return 2
-    prepare(Path(arguments[0]))
-    count = int(arguments[1]) if len(arguments) == 2 else None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
+    parser.add_argument("count", type=int, nargs="?", metavar="COUNT")
+    options = parser.parse_args(arguments)
+    prepare(options.checkout)
     wrong = 0
     for suite in SUITES:
-        tally = run(suite, count, seconds=3600)
+        tally = run(suite, options.count, seconds=3600)
         print(f"{suite.name}: {dict(tally.outcomes)} of {tally.num_cases} cases", flush=True)
         for line in tally.failures[:5]:
             print(f"  {line}", flush=True)
@@ -176,4 +177,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

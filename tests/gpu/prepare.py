@@ -7,7 +7,9 @@ or the one that CUTE_KERNELS_AHEAD_GPU names, as torch does: "NVIDIA H100 80GB H
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 
 from bench import linear as linear_bench
 from bench import mla as mla_bench
@@ -16,7 +18,9 @@ from cute_kernels.runtime import default_cache
 from tests.gpu.specs import ARCH, GPU, by_module
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
     shipped = set(shipped_specs())
     layers = linear_bench.specs(formats=linear_bench.FORMATS + linear_bench.OTHER_FORMATS, gpu=GPU)
     needed = [*(spec for specs in by_module().values() for spec in specs()), *layers, *mla_bench.specs()]

@@ -8,6 +8,8 @@ were: a tie is a margin that rounding alone can turn.
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,14 +144,14 @@ def text(row: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the record; 1 if a model could not be compared."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--names", nargs="+", default=NAMES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=STEPS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     recorder = Recorder(options.json, kind="same_tokens")
     for name in options.names:
         try:
@@ -161,4 +163,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

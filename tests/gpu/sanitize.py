@@ -9,8 +9,9 @@ Results are compared with a reference: a tool that slows the kernels down shows 
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cute_kernels.runtime import arch_of, default_cache, load_many
 from cute_kernels.runtime.store import key_of
@@ -30,12 +31,15 @@ def build(names: Iterable[str]) -> None:
     load_many(list(specs), ARCH, progress=lambda done: print(done.spec, done.source))
 
 
-def main(arguments: list[str]) -> int:
-    if arguments == ["list"]:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="list | [build] CASE")
+    words: list[str] = parser.parse_args(arguments).words
+    if words == ["list"]:
         print("\n".join(CASES))
         return 0
-    builds = arguments[:1] == ["build"]
-    chosen = arguments[1:] if builds else arguments
+    builds = words[:1] == ["build"]
+    chosen = words[1:] if builds else words
     unknown = [name for name in chosen if name not in CASES]
     if unknown:
         print(f"unknown case {', '.join(unknown)}; there are {', '.join(CASES)}", file=sys.stderr)
@@ -55,4 +59,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

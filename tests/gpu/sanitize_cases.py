@@ -21,7 +21,8 @@ from cute_kernels import quantized_linear, rms_norm
 from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.plan import problem_of
-from cute_kernels.attention.schedule import DecodeProblem, DecodeSchedule, make_schedule
+from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.extend.call import make_call as check_extend_call
 from cute_kernels.extend.compile import ExtendSpec, UnpackSpec
 from cute_kernels.extend.plan import combine_spec, configs_of
@@ -30,7 +31,7 @@ from cute_kernels.integrations.vllm import attention_kernels
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.plan import factored
 from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.policies import NORMED, NORMED_ROWS, SCALED
+from cute_kernels.linear.wgmma.mainloops import NORMED, NORMED_ROWS, SCALED
 from cute_kernels.moe import fused_moe, fused_moe_reference
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import NormConfig, launch_shape

@@ -13,6 +13,7 @@ are too few pages for all requests, so that some are preempted and begin again.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -408,16 +409,20 @@ def make_ready(scenarios: list[Scenario]) -> None:
     prepare.load(torch.device("cuda", 0), specs)
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scenarios", type=json.loads, metavar="SCENARIOS")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    options = parser.parse_args(arguments)
     from cute_kernels.integrations.vllm import register
 
     os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "fp16"  # of some scenarios: the seam has to be there for all
     register()
-    scenarios = {name: Scenario(**fields) for name, fields in json.loads(arguments[0]).items()}
+    scenarios = {name: Scenario(**fields) for name, fields in options.scenarios.items()}
     make_ready(list(scenarios.values()))
     for name, scenario in scenarios.items():
         begin, kept = time.perf_counter(), []
-        path = Path(arguments[1], f"{name}.json")
+        path = options.folder / f"{name}.json"
 
         def keep(found: dict[str, Any], path: Path = path, kept: list[Path] = kept) -> None:
             scratch = path.with_suffix(".partial")
@@ -435,7 +440,8 @@ def main(arguments: list[str]) -> None:
     if _kept:
         sys.stdout.flush()
         os._exit(0)  # nothing is freed on the way
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from cute_kernels.attention import ops
+from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
+from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.kv_formats import FORMATS, HEAD_DIMS, KvFormat, format_of
 from cute_kernels.runtime import arch_of, load_many

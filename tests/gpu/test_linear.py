@@ -24,7 +24,7 @@ from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
-from cute_kernels.linear.wgmma.policies import ResidentLimbs
+from cute_kernels.linear.wgmma.mainloops import ResidentLimbs
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.weight_formats import integers
 from tests.gpu.specs import GPU

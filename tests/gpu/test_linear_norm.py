@@ -13,7 +13,7 @@ from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.plan import factored, factored_plan_of
 from cute_kernels.linear.reference import activate
 from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.policies import NORMED, SCALED
+from cute_kernels.linear.wgmma.mainloops import NORMED, SCALED
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
 from tests.gpu.test_linear import activations, check_back_to_back, exact_product

@@ -15,7 +15,7 @@ from cute_kernels.linear.portable.schedule import make_portable_schedule, portab
 from cute_kernels.linear.reference import linear_reference, out_features
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma.policies import PortableMmaSync
+from cute_kernels.linear.wgmma.mainloops import PortableMmaSync
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.test_linear import CUDA, FORMATS, TOLERANCE, activations, assert_near, every_format
 from tests.linear.cases import Known, known, problem_of

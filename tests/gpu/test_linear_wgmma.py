@@ -19,7 +19,8 @@ from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig
-from cute_kernels.linear.wgmma.policies import Dsmem, ResidentLimbs, RowExchange, SequentialSplitK, WorkspaceSplitK
+from cute_kernels.linear.wgmma.mainloops import ResidentLimbs
+from cute_kernels.linear.wgmma.results import Dsmem, RowExchange, SequentialSplitK, WorkspaceSplitK
 from cute_kernels.linear.wgmma.schedule import BETWEEN_SHAPES, TileSchedule, make_tile_schedule, tile_schedules
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import POOL

@@ -16,7 +16,7 @@ from cute_kernels.linear.plan import ACTIVATIONS, DTYPES
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.compile import LimbRowsSpec
 from cute_kernels.linear.wgmma.config import LimbRowsConfig
-from cute_kernels.linear.wgmma.policies import MmaSync
+from cute_kernels.linear.wgmma.mainloops import MmaSync
 from cute_kernels.moe import fused_moe, grouped_linear, ops, plan
 from cute_kernels.moe.compile import (
     CombineSpec,

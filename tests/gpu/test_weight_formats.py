@@ -20,7 +20,7 @@ from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import PackedWeight, padded_shape
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import MmaSync
+from cute_kernels.linear.wgmma.mainloops import MmaSync
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.weight_formats import IntegerFormat, WeightFormat, registered_formats
 from tests.gpu.specs import GPU, products_needed_by

@@ -9,7 +9,8 @@ import pytest
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.schedule import DecodeProblem, make_schedule
+from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.schedule import make_schedule
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.kv_cache.config import AppendConfig, RowPrologue
 from cute_kernels.runtime import KernelSpec, default_cache, native

@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels.linear import plan
 from cute_kernels.linear.config import LinearConfig
-from cute_kernels.linear.wgmma.policies import PortableMmaSync, RegisterWgmma, ResidentLimbs
+from cute_kernels.linear.wgmma.mainloops import PortableMmaSync, RegisterWgmma, ResidentLimbs
 from cute_kernels.runtime import device
 from cute_kernels.weight_formats import integers
 from tests.launchers import RecordingCache, recording

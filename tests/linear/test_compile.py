@@ -11,11 +11,10 @@ from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma.compile import WgmmaSpec
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import (
+from cute_kernels.linear.wgmma.mainloops import RegisterWgmma, ResidentLimbs
+from cute_kernels.linear.wgmma.results import (
     STORE_M,
     EarlyDsmem,
-    RegisterWgmma,
-    ResidentLimbs,
     RowCuts,
     RowExchange,
     StagedStore,

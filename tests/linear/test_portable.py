@@ -24,7 +24,7 @@ from cute_kernels.linear.portable.schedule import make_portable_schedule, portab
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import epilogue, tiles
-from cute_kernels.linear.wgmma.policies import PortableMmaSync
+from cute_kernels.linear.wgmma.mainloops import PortableMmaSync
 from cute_kernels.linear.wgmma.tiles import dense_scheduler
 from cute_kernels.weight_formats import integers
 from layouts import banks

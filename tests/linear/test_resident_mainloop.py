@@ -22,16 +22,9 @@ from cute_kernels.linear.wgmma import (
     resident_mainloop,
 )
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import (
-    ROW_SCALE_BYTES,
-    TMA_TILE_K,
-    WGMMA_N_STEP,
-    EarlyDsmem,
-    ResidentLimbs,
-    WorkspaceSplitK,
-    dsmem,
-)
+from cute_kernels.linear.wgmma.mainloops import ROW_SCALE_BYTES, TMA_TILE_K, ResidentLimbs
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.results import WGMMA_N_STEP, EarlyDsmem, WorkspaceSplitK, dsmem
 from cute_kernels.linear.wgmma.schedule import schedule_of
 from cute_kernels.linear.wgmma.tiles import WorkTile
 from cute_kernels.weight_formats import integers

@@ -15,7 +15,7 @@ from cute_kernels.linear.wgmma import residual
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.epilogue import Store
 from cute_kernels.linear.wgmma.places import Corner
-from cute_kernels.linear.wgmma.policies import StagedStore
+from cute_kernels.linear.wgmma.results import StagedStore
 from cute_kernels.weight_formats import integers
 from layouts import banks
 from simulator import stand_in

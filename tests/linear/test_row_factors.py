@@ -13,8 +13,9 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import FACTOR_ROWS, NORMED, SCALED, ResidentLimbs, dsmem
+from cute_kernels.linear.wgmma.mainloops import FACTOR_ROWS, NORMED, SCALED, ResidentLimbs
 from cute_kernels.linear.wgmma.resident_schedule import with_factors
+from cute_kernels.linear.wgmma.results import dsmem
 from cute_kernels.linear.wgmma.row_factors import Factors, RowFactors
 from cute_kernels.weight_formats import integers
 from simulator import LANES, Int32, Uint32, Warp, running, stand_in

@@ -15,7 +15,7 @@ from cute_kernels.linear.compile import shipped_specs, spec_of
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.tuned import candidates, chosen, find, key_of, modelled, problem_of, worth_measuring
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.policies import ResidentLimbs
+from cute_kernels.linear.wgmma.mainloops import ResidentLimbs
 from cute_kernels.moe import tuned as of_experts
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.tuned import Choice, TableError, TunedTable, own_path

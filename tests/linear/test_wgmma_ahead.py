@@ -18,7 +18,8 @@ from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import kernel
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import LIMB_GROUP, TMA_TILE_K, Limbs, RowExchange
+from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, Limbs
+from cute_kernels.linear.wgmma.results import RowExchange
 from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel
 from cute_kernels.weight_formats import integers
 from simulator import Altered, Lanes

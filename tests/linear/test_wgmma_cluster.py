@@ -10,7 +10,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import epilogue, places, reduction, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import RowExchange
+from cute_kernels.linear.wgmma.results import RowExchange
 from cute_kernels.linear.wgmma.schedule import tile_schedules
 from cute_kernels.linear.wgmma.stages import with_stages
 from cute_kernels.weight_formats import integers

@@ -16,10 +16,11 @@ from cute_kernels.device import ptx
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import cluster_reduction, epilogue, kernel, places, resident_early
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import EarlyDsmem, Limbs, ResidentLimbs, dsmem
+from cute_kernels.linear.wgmma.mainloops import Limbs, ResidentLimbs
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_kernel import START_BARRIER
 from cute_kernels.linear.wgmma.resident_rows import CHUNK_BARRIER
+from cute_kernels.linear.wgmma.results import EarlyDsmem, dsmem
 from cute_kernels.linear.wgmma.schedule import schedule_of
 from cute_kernels.weight_formats import integers
 from simulator import Altered, Meanings, PlainThread, stand_in

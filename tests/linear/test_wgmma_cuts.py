@@ -12,7 +12,8 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import places, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import Limbs, MmaSync, RowCuts, RowExchange, TmaStore, WholeK, WorkspaceSplitK
+from cute_kernels.linear.wgmma.mainloops import Limbs, MmaSync
+from cute_kernels.linear.wgmma.results import RowCuts, RowExchange, TmaStore, WholeK, WorkspaceSplitK
 from cute_kernels.linear.wgmma.schedule import TileSchedule, schedule_of
 from cute_kernels.linear.wgmma.stages import with_stages
 from cute_kernels.weight_formats import integers

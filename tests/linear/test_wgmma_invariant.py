@@ -12,7 +12,7 @@ from cute_kernels.linear import tuned
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import MOST_SEQUENTIAL_M, SequentialSplitK, TmaStore
+from cute_kernels.linear.wgmma.results import MOST_SEQUENTIAL_M, SequentialSplitK, TmaStore
 from cute_kernels.linear.wgmma.schedule import TileSchedule, estimate_us, make_tile_schedule
 from cute_kernels.weight_formats import integers
 from simulator import Altered, PlainThread, stand_in

@@ -12,7 +12,8 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.linear.wgmma import reading, register_mainloop
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import Limbs, MmaSync, dsmem
+from cute_kernels.linear.wgmma.mainloops import Limbs, MmaSync
+from cute_kernels.linear.wgmma.results import dsmem
 from cute_kernels.weight_formats import integers
 from simulator import PlainThread
 

@@ -16,7 +16,8 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import epilogue, kernel
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import TMA_TILE_K, Limbs, RowExchange
+from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K, Limbs
+from cute_kernels.linear.wgmma.results import RowExchange
 from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel, x_scale_shift
 from cute_kernels.weight_formats import integers
 from layouts import banks

@@ -14,7 +14,8 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import memory, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import Limbs, MmaSync, RowExchange
+from cute_kernels.linear.wgmma.mainloops import Limbs, MmaSync
+from cute_kernels.linear.wgmma.results import RowExchange
 from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, schedule_of
 from cute_kernels.weight_formats import integers
 from simulator import PlainThread

@@ -14,15 +14,8 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import epilogue, kernel
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import (
-    STORE_BUFFERS,
-    STORE_BYTES,
-    STORE_M,
-    TMA_TILE_K,
-    MmaSync,
-    RegisterWgmma,
-    TmaStore,
-)
+from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K, MmaSync, RegisterWgmma
+from cute_kernels.linear.wgmma.results import STORE_BUFFERS, STORE_BYTES, STORE_M, TmaStore
 from cute_kernels.weight_formats import integers
 from layouts import banks
 from simulator import stand_in

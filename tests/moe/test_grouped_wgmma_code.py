@@ -11,7 +11,8 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.limbs import MMA_K
-from cute_kernels.linear.wgmma.policies import MmaSync, WorkspaceSplitK
+from cute_kernels.linear.wgmma.mainloops import MmaSync
+from cute_kernels.linear.wgmma.results import WorkspaceSplitK
 from cute_kernels.moe.compile import GroupedWgmmaSpec, compile_grouped_wgmma
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.moe.wgmma.schedule import layouts

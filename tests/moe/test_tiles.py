@@ -16,7 +16,7 @@ from cute_kernels.device.division import Divisor
 from cute_kernels.linear.wgmma.config import M_TILE_BAND
 from cute_kernels.linear.wgmma.consumers import in_loop_of
 from cute_kernels.linear.wgmma.costs import CLOCKS_PER_US, START_CLOCKS
-from cute_kernels.linear.wgmma.policies import MmaSync, RegisterWgmma
+from cute_kernels.linear.wgmma.mainloops import MmaSync, RegisterWgmma
 from cute_kernels.moe import tuned
 from cute_kernels.moe.ranges.schedule import MODELLED_ROWS, RangeLayout
 from cute_kernels.moe.schedule import MAX_EXPERTS, GroupedProblem

@@ -17,7 +17,7 @@ from cute_kernels.linear import tuned as of_linear
 from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.config import LimbRowsConfig
-from cute_kernels.linear.wgmma.policies import MmaSync
+from cute_kernels.linear.wgmma.mainloops import MmaSync
 from cute_kernels.moe import compile as moe_compile
 from cute_kernels.moe import plan, tuned
 from cute_kernels.moe.ranges.schedule import RangeLayout

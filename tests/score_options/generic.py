@@ -14,12 +14,13 @@ import torch
 from cute_kernels import blocks
 from cute_kernels.attention import ops
 from cute_kernels.attention.arguments import arguments_of
+from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.logits import FeatureValues, Logits
 from cute_kernels.attention.mainloop import LOWEST, UnitTiles, WarpMainloop, WarpState
 from cute_kernels.attention.place import RECIPROCAL_BITS, Place, Roles
-from cute_kernels.attention.schedule import DecodeProblem, candidate_configs
+from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.score_options import SIZES, KeyBlock, ScoreOption
 from cute_kernels.attention.score_terms import QueryColumn, ScoreState
 from cute_kernels.device.wgmma_tiles import sum_place

@@ -21,7 +21,7 @@ from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.slices import slice_inputs, slice_outputs
 from cute_kernels.linear.tuned import key_of, problem_of
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.policies import MmaSync, RegisterWgmma
+from cute_kernels.linear.wgmma.mainloops import MmaSync, RegisterWgmma
 from cute_kernels.model_config import describe_layers
 from cute_kernels.moe import tuned as moe_tuned
 from cute_kernels.moe.schedule import GroupedProblem

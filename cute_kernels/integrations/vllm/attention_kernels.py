@@ -13,7 +13,8 @@ from cute_kernels.attention.checks import MAX_Q_LEN, Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.policies import PAGE_TOKENS
-from cute_kernels.attention.schedule import DecodeProblem, make_schedule
+from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.schedule import make_schedule
 from cute_kernels.extend import schedule as extend
 from cute_kernels.extend.config import HEAD_DIMS, ExtendConfig, has_token_scale
 from cute_kernels.extend.plan import specs_of as extend_specs_of

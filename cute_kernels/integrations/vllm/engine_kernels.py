@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 
-from cute_kernels.attention.schedule import DecodeProblem
+from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.integrations.vllm import attention_kernels, expert_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_formats import format_of

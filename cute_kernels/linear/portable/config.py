@@ -7,7 +7,8 @@ inputs: of codes, scales, zero points and activations.
 from __future__ import annotations
 
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import PortableMmaSync, WorkspaceSplitK
+from cute_kernels.linear.wgmma.mainloops import PortableMmaSync
+from cute_kernels.linear.wgmma.results import WorkspaceSplitK
 from cute_kernels.weight_formats import WeightFormat
 
 TILE_M_SIZES = PortableMmaSync.tile_m_sizes

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from cute_kernels.linear.portable.config import TILE_M_SIZES, PortableConfig, portable_config
 from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.wgmma.policies import PortableMmaSync
+from cute_kernels.linear.wgmma.mainloops import PortableMmaSync
 from cute_kernels.linear.wgmma.schedule import MAX_SPLITS, TileSchedule, schedule_of
 from cute_kernels.weight_formats import integers
 

@@ -21,8 +21,8 @@ from cutlass import Float32, Int32, const_expr
 from cute_kernels.device import numbers, ptx
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.epilogue import TileEpilogue
+from cute_kernels.linear.wgmma.mainloops import WARPGROUP_THREADS
 from cute_kernels.linear.wgmma.places import Places, corner_of
-from cute_kernels.linear.wgmma.policies import WARPGROUP_THREADS
 
 JOIN = 9  # number of the first barrier of warpgroups that interleave k blocks, behind those of kernels and epilogues
 VECTOR_WORDS = 4

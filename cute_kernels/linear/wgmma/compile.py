@@ -22,16 +22,16 @@ from cute_kernels.runtime.spec import KernelSpec
 SHARED_MODULES = ("config", "epilogue", "work")  # of the room
 KERNEL_MODULES = (
     "cluster_reduction", "compile", "config", "consumers", "epilogue", "few_rows", "kernel", "limb_blocks",
-    "limb_kernel", "limb_rows", "limbs", "limbs_ahead", "loads", "memory", "places", "policies", "reading", "reduction",
-    "regions", "register_mainloop", "residual", "synchronous", "tiles", "tma_store",
+    "limb_kernel", "limb_rows", "limbs", "limbs_ahead", "loads", "mainloops", "memory", "places", "reading",
+    "reduction", "regions", "register_mainloop", "residual", "results", "synchronous", "tiles", "tma_store",
 )  # fmt: skip
 RESIDENT_MODULES = (
     "resident_config", "resident_early", "resident_kernel", "resident_loads", "resident_mainloop", "resident_rows",
     "row_factors",
 )  # fmt: skip
 LIMB_MODULES = (
-    "config", "limb_rows", "limbs", "loads", "places", "policies", "reading", "regions", "resident_config",
-    "resident_rows", "row_factors", "tiles",
+    "config", "limb_rows", "limbs", "loads", "mainloops", "places", "reading", "regions", "resident_config",
+    "resident_rows", "results", "row_factors", "tiles",
 )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ class LimbRowsSpec(KernelSpec):
 
     def source_roots(self) -> tuple[Path, ...]:
         folder = Path(__file__).resolve().parent
-        own = (folder / f"{name}.py" for name in ("compile", "config", "limb_rows", "policies"))
+        own = (folder / f"{name}.py" for name in ("compile", "config", "limb_rows", "mainloops", "results"))
         return *own, *SOURCES
 
     def compile(self, arch: str) -> Any:
@@ -102,7 +102,9 @@ class LimbBlocksSpec(KernelSpec):
 
     def source_roots(self) -> tuple[Path, ...]:
         folder = Path(__file__).resolve().parent
-        own = (folder / f"{name}.py" for name in ("compile", "config", "limb_blocks", "limb_rows", "policies"))
+        own = (
+            folder / f"{name}.py" for name in ("compile", "config", "limb_blocks", "limb_rows", "mainloops", "results")
+        )
         return *own, *SOURCES
 
     def compile(self, arch: str) -> Any:

@@ -8,21 +8,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from cute_kernels.architecture import Limits
 from cute_kernels.device.cuda import BARRIER_BYTES
-from cute_kernels.linear.wgmma.policies import (
-    MOST_LOOPS,
-    REGISTER_WGMMA,
-    STAGED,
-    STAGING_PAD,
-    TMA_TILE_K,
-    WARPGROUP_THREADS,
-    WGMMA_N_STEP,
-    WHOLE_K,
-    Mainloop,
-    Reduction,
-    Store,
-    one_of,
-)
+from cute_kernels.linear.wgmma.mainloops import MOST_LOOPS, REGISTER_WGMMA, TMA_TILE_K, WARPGROUP_THREADS, Mainloop
 from cute_kernels.linear.wgmma.regions import Barriers, Region
+from cute_kernels.linear.wgmma.results import STAGED, STAGING_PAD, WGMMA_N_STEP, WHOLE_K, Reduction, Store, one_of
 from cute_kernels.weight_formats import WeightFormat
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N, tile_k
 
@@ -55,7 +43,7 @@ class WgmmaConfig(Generic[M]):
         num_stages: pipeline stages.
         multicast: CTAs of a cluster that compute neighbouring output features of the same rows of x. Each loads its
             share of the activations into the shared memory of all of them. 1: each CTA loads its own.
-        mainloop, reduction, store: what the kernel is made of, values of `.policies`.
+        mainloop, reduction, store: what the kernel is made of, values of `.mainloops` and `.results`.
     """
 
     format: WeightFormat

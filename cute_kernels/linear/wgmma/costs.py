@@ -2,8 +2,8 @@
 
 A k block takes as long as the slowest of four: the tensor cores, decoding, the memory's rate for weights, the filling
 in of rows that x does not have. Clocks are an H200's, fitted to measured times (tests/facts/linear.json,
-docs/design/weight_only_linear.md). They stand beside `.policies` and not in it, since they change when a GPU is
-measured, and what is compiled does not. Plain Python, no GPU.
+docs/design/weight_only_linear.md). They stand beside `.mainloops` and `.results`, and not in them, since they change
+when a GPU is measured, and what is compiled does not. Plain Python, no GPU.
 """
 
 from __future__ import annotations
@@ -13,17 +13,9 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
-from cute_kernels.linear.wgmma.policies import (
-    TMA_TILE_K,
-    WGMMA_N_STEP,
-    Limbs,
-    Mainloop,
-    MmaSync,
-    RegisterWgmma,
-    ResidentLimbs,
-    WholeK,
-)
+from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K, Limbs, Mainloop, MmaSync, RegisterWgmma, ResidentLimbs
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.results import WGMMA_N_STEP, WholeK
 
 if TYPE_CHECKING:
     from cute_kernels.linear.wgmma.schedule import TileSchedule

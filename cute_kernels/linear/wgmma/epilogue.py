@@ -16,8 +16,8 @@ from cute_kernels.device import ptx
 from cute_kernels.linear import epilogue
 from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.mainloops import WARPGROUP_THREADS
 from cute_kernels.linear.wgmma.places import Corner
-from cute_kernels.linear.wgmma.policies import WARPGROUP_THREADS
 from cute_kernels.linear.wgmma.residual import BUFFERS, ResidualChunks
 from cute_kernels.linear.wgmma.tma_store import TmaTileStore
 from layouts.weights.hopper import TILE_N

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import schedule as plain
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import Dsmem, RegisterWgmma, SequentialSplitK
+from cute_kernels.linear.wgmma.mainloops import RegisterWgmma
+from cute_kernels.linear.wgmma.results import Dsmem, SequentialSplitK
 from cute_kernels.linear.wgmma.schedule import (
     BETWEEN_SHAPES,
     DSMEM_BLOCK_K,

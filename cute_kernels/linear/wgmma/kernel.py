@@ -21,7 +21,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int64, const_expr
 
-from cute_kernels.linear.wgmma import policies
+from cute_kernels.linear.wgmma import mainloops, results
 from cute_kernels.linear.wgmma.cluster_reduction import ClusterReduction
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.consumers import Consumers, TileMainloop
@@ -60,10 +60,10 @@ def make_mainloop(
 
     masks_by_lane: as of `RegisterMainloop`. x_scale_shift: as of `LimbReader`.
     """
-    if isinstance(config.mainloop, policies.Limbs):
+    if isinstance(config.mainloop, mainloops.Limbs):
         return (AheadMainloop if config.mainloop.ahead else LimbMainloop)(config, stages, x_scale_shift)
     channel = Channel(config, stages, places)
-    if isinstance(config.mainloop, policies.MmaSync):
+    if isinstance(config.mainloop, mainloops.MmaSync):
         return SynchronousMainloop(config, stages, channel, masks_by_lane=masks_by_lane)
     return RegisterMainloop(config, stages, channel, masks_by_lane=masks_by_lane)
 
@@ -72,9 +72,9 @@ def make_reduction(config: WgmmaConfig, epilogue: TileEpilogue, places: Places) 
     """The reduction that a configuration names."""
     if config.reduction.dsmem:
         return ClusterReduction(config, epilogue, places)
-    if isinstance(config.reduction, policies.SequentialSplitK):
+    if isinstance(config.reduction, results.SequentialSplitK):
         return SequentialReduction(config, epilogue, places)
-    is_exchange = isinstance(config.reduction, policies.RowExchange)
+    is_exchange = isinstance(config.reduction, results.RowExchange)
     return (RowReduction if is_exchange else WorkspaceReduction)(config, epilogue, places)
 
 

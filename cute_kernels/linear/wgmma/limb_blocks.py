@@ -16,7 +16,8 @@ from cute_kernels.device import ptx
 from cute_kernels.device.types import extents
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig
 from cute_kernels.linear.wgmma.limb_rows import GROUP_BYTES, GROUP_LANES, PIECE_BYTES, RowLimbs
-from cute_kernels.linear.wgmma.policies import LIMB_GROUP, ROW_SCALE_BYTES, WGMMA_N_STEP
+from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, ROW_SCALE_BYTES
+from cute_kernels.linear.wgmma.results import WGMMA_N_STEP
 
 
 class LimbBlocksKernel:

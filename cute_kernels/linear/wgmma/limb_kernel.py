@@ -17,8 +17,8 @@ from cute_kernels.linear.wgmma.few_rows import FewRowsSizes, few_rows_scheduler,
 from cute_kernels.linear.wgmma.kernel import TileRoles, launch_options, make_mainloop, make_reduction
 from cute_kernels.linear.wgmma.limb_rows import GROUP_BYTES
 from cute_kernels.linear.wgmma.loads import WeightLoads, product
+from cute_kernels.linear.wgmma.mainloops import ROW_SCALE_BYTES
 from cute_kernels.linear.wgmma.places import DensePlaces
-from cute_kernels.linear.wgmma.policies import ROW_SCALE_BYTES
 from cute_kernels.linear.wgmma.reading import StageReader
 from cute_kernels.linear.work import Operands, operands_of
 

@@ -12,7 +12,7 @@ import torch
 from cute_kernels.linear.arguments import LIMB_BLOCKS, LIMB_ROWS, LIMB_TILES
 from cute_kernels.linear.wgmma.compile import LimbBlocksSpec, LimbRowsSpec
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig, LimbRowsConfig, WgmmaConfig
-from cute_kernels.linear.wgmma.policies import (
+from cute_kernels.linear.wgmma.mainloops import (
     LIMB_GROUP,
     LIMB_TILE_M,
     ROW_LIMB_BYTES,

@@ -29,7 +29,7 @@ from cutlass import Float32, Int32, Uint32
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import LIMB_GROUP
+from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP
 from cute_kernels.linear.wgmma.reading import StageReader, nothing
 from layouts.weights.hopper import STEP_K, TILE_N
 

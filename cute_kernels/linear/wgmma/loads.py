@@ -12,8 +12,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K, X_SCALE_ALIGNMENT
 from cute_kernels.linear.wgmma.places import Places, parts_of
-from cute_kernels.linear.wgmma.policies import TMA_TILE_K, X_SCALE_ALIGNMENT
 from layouts.weights.hopper import TILE_BYTES
 
 BIAS_STEP = 32  # output features whose biases a lane asks for: half a line, as they may begin anywhere

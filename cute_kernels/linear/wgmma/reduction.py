@@ -17,8 +17,8 @@ from cute_kernels.device import numbers, ptx
 from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
+from cute_kernels.linear.wgmma.mainloops import WARPGROUP_THREADS
 from cute_kernels.linear.wgmma.places import Corner, Places, corner_of
-from cute_kernels.linear.wgmma.policies import WARPGROUP_THREADS
 
 VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next, of a part of K
 

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cute_kernels.device import wgmma
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import TMA_TILE_K, RegisterWgmma
+from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K, RegisterWgmma
 from cute_kernels.linear.wgmma.reading import Channel, Lane, StageReader, nothing, nothing_by_lane
 from layouts.weights.hopper import STEP_K
 

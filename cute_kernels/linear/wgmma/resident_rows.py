@@ -24,9 +24,10 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma.limb_rows import MAGIC, RowLimbs
-from cute_kernels.linear.wgmma.policies import LIMB_GROUP, NORMED, ROW_LIMB_BYTES, TMA_TILE_K, WGMMA_N_STEP
+from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, NORMED, ROW_LIMB_BYTES, TMA_TILE_K
 from cute_kernels.linear.wgmma.reading import Lane
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.results import WGMMA_N_STEP
 from cute_kernels.linear.wgmma.row_factors import FactoredOperands, Factors, RowFactors
 
 GROUP_LANES = 4  # that have 128 inputs of a row
@@ -80,7 +81,7 @@ class RowsRoom:
     Attributes:
         k_blocks: of x that there is room for.
         loads: whether consumer warps load x; if not, it comes by TMA.
-        factors: what rows meet before, `policies.SCALED` or `policies.NORMED`; "" for nothing.
+        factors: what rows meet before, `mainloops.SCALED` or `mainloops.NORMED`; "" for nothing.
         sums: whether each row's sum of a group is wanted, in the unit of limbs.
     """
 

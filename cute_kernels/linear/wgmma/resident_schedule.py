@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import LinearProblem, weight_fields
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import LIMB_GROUP, TMA_TILE_K, EarlyDsmem, ResidentLimbs, dsmem
+from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
 from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M, ResidentConfig
+from cute_kernels.linear.wgmma.results import EarlyDsmem, dsmem
 from cute_kernels.linear.wgmma.stages import with_stages
 
 MOST_LOADED_ROWS = 4  # that warps load faster than TMA fills in those which are missing
@@ -112,7 +113,7 @@ def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: War
 
 
 def with_factors(config: LinearConfig | WgmmaConfig, kind: str) -> ResidentConfig | None:
-    """The configuration whose rows of x meet factors of a kind (`policies.SCALED`, `policies.NORMED`) on their way to
+    """The configuration whose rows of x meet factors of a kind (`mainloops.SCALED`, `mainloops.NORMED`) on their way to
     limbs; None where no CTA makes them itself, or there is no room."""
     if not isinstance(config, WgmmaConfig) or not isinstance(config.mainloop, ResidentLimbs):
         return None

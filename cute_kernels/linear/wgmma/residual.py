@@ -14,7 +14,7 @@ from cutlass import Int32, Int64
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import WARPGROUP_THREADS
+from cute_kernels.linear.wgmma.mainloops import WARPGROUP_THREADS
 from layouts.weights.hopper import TILE_N
 
 ROW_BYTES = 2 * TILE_N  # of a token's results of a tile: what 128-byte swizzling permutes

@@ -20,7 +20,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma.limb_rows import RowLimbs
-from cute_kernels.linear.wgmma.policies import FACTOR_ROWS, NORMED
+from cute_kernels.linear.wgmma.mainloops import FACTOR_ROWS, NORMED
 from cute_kernels.linear.work import Operands
 
 PIECE_BYTES = 16  # 8 inputs
@@ -49,7 +49,7 @@ class RowFactors:
     """Factors of a configuration.
 
     Args:
-        kind: `policies.SCALED` or `policies.NORMED`.
+        kind: `mainloops.SCALED` or `mainloops.NORMED`.
         warps: that make limbs.
     """
 

@@ -15,15 +15,12 @@ from typing import Any, NamedTuple
 from cute_kernels.linear.schedule import LinearProblem, weight_fields
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.costs import CLOCKS_PER_US, MULTICAST_CLOCKS, START_CLOCKS, cost_of
-from cute_kernels.linear.wgmma.policies import (
+from cute_kernels.linear.wgmma.mainloops import FACTOR_ROWS, LIMB_GROUP, NORMED, SCALED, Limbs, RegisterWgmma
+from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M
+from cute_kernels.linear.wgmma.resident_schedule import resident_configs, with_factors
+from cute_kernels.linear.wgmma.results import (
     CHUNK_M,
-    FACTOR_ROWS,
-    LIMB_GROUP,
-    NORMED,
-    SCALED,
     Dsmem,
-    Limbs,
-    RegisterWgmma,
     RowCuts,
     RowExchange,
     StagedStore,
@@ -31,8 +28,6 @@ from cute_kernels.linear.wgmma.policies import (
     WorkspaceSplitK,
     dsmem,
 )
-from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M
-from cute_kernels.linear.wgmma.resident_schedule import resident_configs, with_factors
 from cute_kernels.linear.wgmma.stages import MAX_STAGES, with_stages
 from cute_kernels.weight_formats import integers
 

@@ -17,9 +17,10 @@ from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import MMA_N
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import TMA_TILE_K, WGMMA_N_STEP
+from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K
 from cute_kernels.linear.wgmma.reading import Channel, StageReader, nothing, nothing_by_lane
 from cute_kernels.linear.wgmma.register_mainloop import MMA_DTYPE
+from cute_kernels.linear.wgmma.results import WGMMA_N_STEP
 from layouts.weights.hopper import STEP_K
 
 ROW_BYTES = 2 * TMA_TILE_K  # of a TMA tile of activations

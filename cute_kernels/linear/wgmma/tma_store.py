@@ -17,13 +17,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.device import ptx
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.policies import (
-    STORE_BUFFERS,
-    STORE_BYTES,
-    STORE_M,
-    TMA_TILE_ALIGNMENT,
-    WARPGROUP_THREADS,
-)
+from cute_kernels.linear.wgmma.mainloops import WARPGROUP_THREADS
+from cute_kernels.linear.wgmma.results import STORE_BUFFERS, STORE_BYTES, STORE_M, TMA_TILE_ALIGNMENT
 from cute_kernels.linear.work import Operands
 from layouts.weights.hopper import TILE_N
 

@@ -14,14 +14,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
-from cute_kernels.device import ptx
-from cute_kernels.device.ring import advance
 from cute_kernels.mla.combine.cooperative import CooperativeCombine, PartPlaces, publish_part
 from cute_kernels.mla.combine.epilogue import end_rows
 from cute_kernels.mla.config import BLOCK_HEADS, CONSUMER_THREADS, NUM_STAGES, WARPGROUP_WARPS, MlaConfig
 from cute_kernels.mla.loads.destination import drain
+from cute_kernels.mla.mainloops.blocks import BlockLoop
 from cute_kernels.mla.mainloops.products import Rows
 from cute_kernels.mla.mainloops.stepped import Stepped
 from cute_kernels.mla.mainloops.weights import WEIGHTS_FREE
@@ -60,25 +59,19 @@ class PartConsumers:
     """The consumer warpgroups over one part, which they publish for those that combine. mainloop: of its blocks."""
 
     def __init__(self, mainloop: Stepped):
-        self.mainloop = mainloop
+        self.mainloop, self.blocks = mainloop, BlockLoop(mainloop)
 
     @cute.jit
     def scores(self, work_tiles, results, memory, softmax_scale, warp, lane):
         """The first warpgroup. warp: 0 to 3."""
         work = work_tiles.work(work_tiles.row, work_tiles.start, work_tiles.left)
-        scale = ptx.pinned(softmax_scale * ptx.LOG2_E)
-        places = ptx.pinned(self.mainloop.weights.place(memory, warp, lane))
-        rows = Rows.make()
-        factors = cute.make_rmem_tensor(2, Float32)  # by which a block shrinks earlier accumulators
+        kept = self.mainloop.scoring(memory, softmax_scale, warp, lane)
         self.mainloop.pipeline.await_queries(memory, Int32(0))
         stage, phase = Int32(0), Int32(0)
-        for block in cutlass.range(work.begin, work.end, 1, unroll=1):
-            self.mainloop.score_block(
-                rows, factors, work, work_tiles, memory, places, stage, phase, block, scale, warp, lane
-            )
-            stage, phase = advance(stage, phase, NUM_STAGES)
+        stage, phase = self.mainloop.score_blocks(kept, work, work_tiles, memory, warp, lane, stage, phase)
         cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
-        end_rows(rows, scale)
+        rows = kept.rows
+        end_rows(rows, kept.scale)
         stats = [(rows.maxima[i], rows.totals[i]) for i in range(2)]
         publish_part(work_tiles, rows.acc, stats, memory, warp, lane, 0)
 
@@ -86,13 +79,11 @@ class PartConsumers:
     def values(self, work_tiles, results, memory, softmax_scale, warp, lane):
         """The second warpgroup. warp: 0 to 3."""
         work = work_tiles.work(work_tiles.row, work_tiles.start, work_tiles.left)
-        weights = self.mainloop.products.weight_tile(memory)
+        operands = self.mainloop.value_operands(memory, warp, lane)
         acc = Rows.make().acc
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
         stage, phase = Int32(0), Int32(0)
-        for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
-            self.mainloop.value_block(acc, weights, memory, warp, lane, stage, phase)
-            stage, phase = advance(stage, phase, NUM_STAGES)
+        self.blocks.values(acc, operands, work, memory, warp, lane, stage, phase)
         # The part goes where the queries are; without a block nothing else has waited for them.
         self.mainloop.pipeline.await_queries(memory, Int32(0))
         publish_part(work_tiles, acc, (), memory, warp, lane, 1)

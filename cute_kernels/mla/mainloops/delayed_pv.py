@@ -22,7 +22,7 @@ from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, CONSUMER_THREADS,
 from cute_kernels.mla.loads.gather import SLAB_BYTES
 from cute_kernels.mla.mainloops import softmax, softmax_steps
 from cute_kernels.mla.mainloops.pipeline import NextQueries, TilePipeline
-from cute_kernels.mla.mainloops.products import HALF_ACC, Products, Rows
+from cute_kernels.mla.mainloops.products import HALF_ACC, Products, Rows, Scoring
 from cute_kernels.mla.mainloops.weights import PART_STEPS, WEIGHTS_FREE, WEIGHTS_READY, SteppedWeights
 
 START_RIGHT = 6  # named barrier of both warpgroups: the right half of the block before may be added
@@ -44,72 +44,69 @@ class DelayedPV:
         self.next_queries = NextQueries(config)
         self.epilogue = Epilogue(config, self.weights)
 
-    @cute.jit
-    def score_tile(self, work, work_tiles, results, memory, softmax_scale, warp, lane, stage, phase):
+    def scoring(self, memory, softmax_scale, warp, lane) -> Scoring:
+        """As that of :class:`.mainloops.serial.Serial`."""
         scale = ptx.pinned(softmax_scale * ptx.LOG2_E)
         places = ptx.pinned(self.weights.place(memory, warp, lane))
-        rows = Rows.make()
-        factors = cute.make_rmem_tensor(2, Float32)  # by which a block shrinks earlier accumulators
-        held = self.hold_queries(memory, warp, lane)
-        if work.resumes:
-            work_tiles.exchange.resume(work, rows.acc, (rows.maxima, rows.totals), warp, lane, 0)
-        self.next_queries.ask(work.begin >= work.end, work, work_tiles, memory, warp)
+        rows, factors = Rows.make(), cute.make_rmem_tensor(2, Float32)
+        return Scoring(rows, scale, factors, places, self.hold_queries(memory, warp, lane))
+
+    @cute.jit
+    def score_blocks(self, kept: Scoring, work, work_tiles, memory, warp, lane, stage, phase):
+        """As that of :class:`.mainloops.serial.Serial`; a block's scores are begun beside the one before."""
+        rows, held = kept.rows, kept.held
         if work.begin < work.end:
             self.score_first(rows, held, memory, stage, phase)
             self.next_queries.ask(work.begin + 1 == work.end, work, work_tiles, memory, warp)
         # The last block is apart: scores behind a branch would be waited for before it ends.
         for block in cutlass.range(work.begin, work.end - 1, 1, unroll=1):
-            self.weigh_block(rows, factors, work, memory, places, stage, block, scale, warp, lane)
+            self.weigh_block(kept, work, memory, stage, block, warp, lane)
             following = advance(stage, phase, NUM_STAGES)
             self.score_next(rows, held, memory, stage, *following, lane)
             self.next_queries.ask(block + 2 == work.end, work, work_tiles, memory, warp)
             stage, phase = following
         if work.begin < work.end:
-            self.weigh_block(rows, factors, work, memory, places, stage, work.end - 1, scale, warp, lane)
+            self.weigh_block(kept, work, memory, stage, work.end - 1, warp, lane)
             self.start_right_half()
             wgmma_tiles.wait()
             self.pipeline.release(memory, self.place(stage, LEFT), lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
-        cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
-        self.epilogue.end_scores(rows, work, work_tiles, results, memory, scale, warp, lane)
         return stage, phase
 
     @cute.jit
-    def weigh_block(self, rows, factors, work, memory, places, stage, block, scale, warp, lane):
+    def weigh_block(self, kept: Scoring, work, memory, stage, block, warp, lane):
         """From a block's scores to its left half's products, which are under way then."""
+        rows, factors, scale = kept.rows, kept.factors, kept.scale
         flags = self.weights.common_flags(memory, stage)
         self.weights.mask(rows.scores, flags, work, memory, stage, block, warp, lane)
         softmax_steps.begin(rows, factors, scale, work.shape.slack, HALF_ACC)
         # Places of steps are an xor from the first: made anew for every block, they take no registers of the loop.
-        self.weights.weigh_and_add(rows, factors, work, memory, ptx.pinned(places), stage, scale, warp, lane)
+        self.weights.weigh_and_add(rows, factors, work, memory, ptx.pinned(kept.places), stage, scale, warp, lane)
         softmax_steps.add_totals(rows, factors)
 
-    @cute.jit
-    def value_tile(self, work, work_tiles, results, memory, warp, lane, stage, phase):
-        cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
-        acc = Rows.make().acc
-        if work.resumes:
-            work_tiles.exchange.resume(work, acc, (), warp, lane, 1)
+    def value_operands(self, memory, warp, lane):
+        """As that of :class:`.mainloops.serial.Serial`: registers for weights, and their places."""
         packed = cute.make_rmem_tensor(BLOCK_TOKENS // 4, Uint32)
-        places = ptx.pinned(self.weights.place(memory, warp, lane))
-        for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
-            for part in cutlass.range_constexpr(len(WEIGHTS_READY)):
-                self.weights.await_part(part)
-                if const_expr(part == 0):
-                    factors = self.weights.row_values.load(memory, warp, lane)
-                self.load_fragment(packed, places, range(part * PART_STEPS, (part + 1) * PART_STEPS))
-            softmax.rescale(acc, factors, HALF_ACC)
-            self.pipeline.await_tile(memory, self.place(stage, RIGHT), phase)
-            cute.arch.barrier(barrier_id=START_RIGHT, number_of_threads=CONSUMER_THREADS)
-            self.products.add_values(acc, self.products.weight_fragment(packed), memory, stage, 1)
-            wgmma_tiles.commit()
-            # Behind the barrier, so that the first warpgroup does not come to it twice before this one.
-            cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
-            wgmma_tiles.wait()
-            self.pipeline.release(memory, self.place(stage, RIGHT), lane)
-            stage, phase = advance(stage, phase, NUM_STAGES)
-        self.epilogue.end_values(acc, work, work_tiles, results, memory, warp, lane)
-        return stage, phase
+        return packed, ptx.pinned(self.weights.place(memory, warp, lane))
+
+    @cute.jit
+    def value_block(self, acc, operands, memory, warp, lane, stage, phase):
+        """The second warpgroup's part in a block."""
+        packed, places = operands
+        for part in cutlass.range_constexpr(len(WEIGHTS_READY)):
+            self.weights.await_part(part)
+            if const_expr(part == 0):
+                factors = self.weights.row_values.load(memory, warp, lane)
+            self.load_fragment(packed, places, range(part * PART_STEPS, (part + 1) * PART_STEPS))
+        softmax.rescale(acc, factors, HALF_ACC)
+        self.pipeline.await_tile(memory, self.place(stage, RIGHT), phase)
+        cute.arch.barrier(barrier_id=START_RIGHT, number_of_threads=CONSUMER_THREADS)
+        self.products.add_values(acc, self.products.weight_fragment(packed), memory, stage, 1)
+        wgmma_tiles.commit()
+        # Behind the barrier, so that the first warpgroup does not come to it twice before this one.
+        cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
+        wgmma_tiles.wait()
+        self.pipeline.release(memory, self.place(stage, RIGHT), lane)
 
     # -- scores -------------------------------------------------------------------------------------------------------
 

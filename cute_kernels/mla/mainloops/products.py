@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.device import wgmma_tiles
 from cute_kernels.device.types import RegisterTensor
@@ -44,6 +45,25 @@ class Rows:
         rows.maxima.fill(softmax.LOWEST)
         rows.totals.fill(0.0)
         return rows
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What the first warpgroup keeps over the blocks of a work tile.
+
+    Attributes:
+        rows: a thread's.
+        scale: powers of 2 per unit of score.
+        factors: fp32 [2], by which a block shrinks earlier accumulators; of mainloops in steps.
+        places: of a thread's weights in shared memory; of mainloops in steps.
+        held: the queries' slabs in registers; of `DelayedPV`.
+    """
+
+    rows: Rows
+    scale: Float32
+    factors: RegisterTensor[Float32] | None = None
+    places: Int32 | None = None
+    held: dict[int, Any] | None = None
 
 
 class Products:

@@ -12,12 +12,12 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from cute_kernels.device import ptx, wgmma_tiles
-from cute_kernels.device.ring import advance
 from cute_kernels.mla.combine.epilogue import Epilogue
-from cute_kernels.mla.config import CONSUMER_THREADS, NUM_STAGES, MlaConfig
+from cute_kernels.mla.config import CONSUMER_THREADS, MlaConfig
 from cute_kernels.mla.mainloops import softmax, softmax_steps
+from cute_kernels.mla.mainloops.blocks import BlockLoop
 from cute_kernels.mla.mainloops.pipeline import NextQueries, NoNextQueries, TilePipeline
-from cute_kernels.mla.mainloops.products import HALF_ACC, Products, Rows
+from cute_kernels.mla.mainloops.products import HALF_ACC, Products, Rows, Scoring
 from cute_kernels.mla.mainloops.weights import PART_STEPS, WEIGHTS_FREE, WEIGHTS_READY, SteppedWeights
 
 
@@ -31,51 +31,35 @@ class Stepped:
         self.next_queries = next_queries or NextQueries(config)
         self.epilogue = Epilogue(config, self.weights)
 
-    @cute.jit
-    def score_tile(self, work, work_tiles, results, memory, softmax_scale, warp, lane, stage, phase):
+    def scoring(self, memory, softmax_scale, warp, lane) -> Scoring:
         """As that of :class:`.mainloops.serial.Serial`."""
         # What steps need is kept in registers: they are short, and to read and multiply constants takes as long.
         scale = ptx.pinned(softmax_scale * ptx.LOG2_E)
         places = ptx.pinned(self.weights.place(memory, warp, lane))
-        rows = Rows.make()
-        factors = cute.make_rmem_tensor(2, Float32)  # by which a block shrinks earlier accumulators
-        if work.resumes:
-            work_tiles.exchange.resume(work, rows.acc, (rows.maxima, rows.totals), warp, lane, 0)
-        self.next_queries.ask(work.begin >= work.end, work, work_tiles, memory, warp)
-        for block in cutlass.range(work.begin, work.end, 1, unroll=1):
-            self.score_block(rows, factors, work, work_tiles, memory, places, stage, phase, block, scale, warp, lane)
-            stage, phase = advance(stage, phase, NUM_STAGES)
-        cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
-        self.epilogue.end_scores(rows, work, work_tiles, results, memory, scale, warp, lane)
-        return stage, phase
+        return Scoring(Rows.make(), scale, cute.make_rmem_tensor(2, Float32), places)
 
     @cute.jit
-    def score_block(self, rows, factors, work, work_tiles, memory, places, stage, phase, block, scale, warp, lane):
+    def score_block(self, kept: Scoring, work, work_tiles, memory, stage, phase, block, warp, lane):
         """The first warpgroup's part in a block."""
+        rows, factors, scale = kept.rows, kept.factors, kept.scale
         self.products.score(rows.scores, memory, stage, phase)
         flags = self.weights.common_flags(memory, stage)
         wgmma_tiles.wait()
         self.next_queries.ask(block + 1 == work.end, work, work_tiles, memory, warp)
         self.weights.mask(rows.scores, flags, work, memory, stage, block, warp, lane)
         softmax_steps.begin(rows, factors, scale, work.shape.slack, HALF_ACC)
-        self.weights.weigh_and_add(rows, factors, work, memory, places, stage, scale, warp, lane)
+        self.weights.weigh_and_add(rows, factors, work, memory, kept.places, stage, scale, warp, lane)
         softmax_steps.add_totals(rows, factors)
         wgmma_tiles.wait()
         self.pipeline.release(memory, stage, lane)
 
-    @cute.jit
-    def value_tile(self, work, work_tiles, results, memory, warp, lane, stage, phase):
+    def score_blocks(self, kept: Scoring, work, work_tiles, memory, warp, lane, stage, phase):
         """As that of :class:`.mainloops.serial.Serial`."""
-        cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
-        acc = Rows.make().acc
-        if work.resumes:
-            work_tiles.exchange.resume(work, acc, (), warp, lane, 1)
-        weights = self.products.weight_tile(memory)
-        for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
-            self.value_block(acc, weights, memory, warp, lane, stage, phase)
-            stage, phase = advance(stage, phase, NUM_STAGES)
-        self.epilogue.end_values(acc, work, work_tiles, results, memory, warp, lane)
-        return stage, phase
+        return BlockLoop(self).scores(kept, work, work_tiles, memory, warp, lane, stage, phase)
+
+    def value_operands(self, memory, warp, lane):
+        """As that of :class:`.mainloops.serial.Serial`."""
+        return self.products.weight_tile(memory)
 
     @cute.jit
     def value_block(self, acc, weights, memory, warp, lane, stage, phase):

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.config import MMA_N, ROW_WARPS, Activations, LinearConfig
-from cute_kernels.linear.wgmma.policies import LIMB_GROUP, ROW_LIMB_BYTES, ROW_SCALE_BYTES, TMA_TILE_ALIGNMENT
+from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, ROW_LIMB_BYTES, ROW_SCALE_BYTES
+from cute_kernels.linear.wgmma.results import TMA_TILE_ALIGNMENT
 
 BLOCK_K = LIMB_GROUP  # inputs that share a scale of x, and of the weights
 ROWS = (MMA_N, 2 * MMA_N)  # of an expert that are multiplied together, at most

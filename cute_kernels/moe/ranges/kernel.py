@@ -32,7 +32,7 @@ from cute_kernels.linear.epilogue import Epilogue
 from cute_kernels.linear.kernel import FRAGMENT_BYTES, StreamLane, allocate, init_barriers, stage_acc, to_float
 from cute_kernels.linear.wgmma.limbs import LimbProducts, Part
 from cute_kernels.linear.wgmma.loads import product
-from cute_kernels.linear.wgmma.policies import ROW_LIMB_BYTES, ROW_SCALE_BYTES
+from cute_kernels.linear.wgmma.mainloops import ROW_LIMB_BYTES, ROW_SCALE_BYTES
 from cute_kernels.linear.wgmma.resident_rows import PIECE_BITS, ResidentRows, RowsRoom, Source
 from cute_kernels.linear.work import operands_of
 from cute_kernels.moe.ranges.config import RangeConfig

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.costs import K_BLOCK_CLOCKS
-from cute_kernels.linear.wgmma.policies import Limbs, Mainloop, MmaSync, RegisterWgmma
+from cute_kernels.linear.wgmma.mainloops import Limbs, Mainloop, MmaSync, RegisterWgmma
 
 WORK_TILE_CLOCKS = 2200  # of results of two warpgroups, where decoding or memory is the bound,
 TENSOR_WORK_TILE_CLOCKS = 1500  # and where tensor cores are

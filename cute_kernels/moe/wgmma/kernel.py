@@ -19,8 +19,8 @@ from cute_kernels.linear.wgmma.consumers import Consumers
 from cute_kernels.linear.wgmma.epilogue import TileEpilogue
 from cute_kernels.linear.wgmma.kernel import TileRoles, launch_options, make_mainloop, make_reduction
 from cute_kernels.linear.wgmma.loads import TmaLoads, WeightLoads
+from cute_kernels.linear.wgmma.mainloops import X_SCALE_ALIGNMENT
 from cute_kernels.linear.wgmma.places import tile_of_block
-from cute_kernels.linear.wgmma.policies import X_SCALE_ALIGNMENT
 from cute_kernels.linear.wgmma.reading import StageReader
 from cute_kernels.linear.wgmma.tiles import dense_sizes
 from cute_kernels.linear.work import Operands, operands_of

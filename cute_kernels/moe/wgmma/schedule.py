@@ -17,7 +17,7 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.schedule import weight_fields
 from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.linear.wgmma.costs import MEMORY_BYTES_PER_CLOCK
-from cute_kernels.linear.wgmma.policies import MOST_LOOPS, Limbs, Mainloop, MmaSync, RegisterWgmma
+from cute_kernels.linear.wgmma.mainloops import MOST_LOOPS, Limbs, Mainloop, MmaSync, RegisterWgmma
 from cute_kernels.linear.wgmma.stages import MAX_STAGES
 from cute_kernels.moe.schedule import CAPACITIES, MAX_EXPERTS, GroupedProblem, usual_rows
 from cute_kernels.moe.wgmma.costs import TENSOR_WORK_TILE_CLOCKS, WORK_TILE_CLOCKS, cost_of, scaled_as_decoded

@@ -8,8 +8,10 @@ read the files and want none of them. `want` is the project's own dequantising, 
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +193,16 @@ def auto_round() -> None:
             write("auto_round_auto_awq_4", state, want, config)
 
 
+MAKERS = {"hqq": hqq, "torchao": torchao, "compressed-tensors": compressed_tensors, "auto-round": auto_round}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("packages", nargs="+", choices=MAKERS, metavar="PACKAGE")
+    for package in parser.parse_args(arguments).packages:
+        MAKERS[package]()
+    return 0
+
+
 if __name__ == "__main__":
-    for package in sys.argv[1:]:
-        {"hqq": hqq, "torchao": torchao, "compressed-tensors": compressed_tensors, "auto-round": auto_round}[package]()
+    sys.exit(main())

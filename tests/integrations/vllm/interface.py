@@ -10,10 +10,12 @@ supported is tried as if it were.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
@@ -44,10 +46,14 @@ def set_up() -> None:
     prepare.load_noted = lambda device: None
 
 
-def main(folder: str, which: str = "") -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="FOLDER")
+    parser.add_argument("which", nargs="?", choices=["any"], metavar="any")
+    options = parser.parse_args(arguments)
     stubs.install()
-    sys.path.insert(0, folder)
-    if which == "any":
+    sys.path.insert(0, options.folder)
+    if options.which == "any":
         tried = versions.INTERFACES[max(versions.INTERFACES)]
         versions.interface_of = lambda version: tried
     outcomes: dict[str, str] = {}
@@ -55,7 +61,7 @@ def main(folder: str, which: str = "") -> None:
         set_up()
     except Exception:
         print(json.dumps({name: f"set_up: {traceback.format_exc()}" for name in CHECKS}))
-        return
+        return 0
     for name, function in CHECKS.items():
         try:
             function()
@@ -63,7 +69,8 @@ def main(folder: str, which: str = "") -> None:
         except Exception:
             outcomes[name] = traceback.format_exc()
     print(json.dumps(outcomes))
+    return 0
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main())

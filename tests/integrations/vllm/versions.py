@@ -8,11 +8,13 @@ to vLLM, with a line.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from cute_kernels.integrations.vllm.versions import interface_of
@@ -50,8 +52,11 @@ def table(found: dict[str, dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def main(versions: list[str]) -> int:
-    found = {version: outcomes(fetch(version)) for version in versions or (REFERENCE, *OTHERS)}
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="*", metavar="VERSION", default=[REFERENCE, *OTHERS])
+    versions = parser.parse_args(arguments).versions
+    found = {version: outcomes(fetch(version)) for version in versions}
     print(table(found))
     for version, results in found.items():
         for check, outcome in results.items():
@@ -62,4 +67,4 @@ def main(versions: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

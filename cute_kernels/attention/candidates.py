@@ -1,0 +1,292 @@
+"""The configurations that a schedule chooses from: what registers, shared memory and copies leave room for.
+
+Plain Python, no GPU. docs/design/decode_attention.md has the measurements behind the choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.features import PLAIN
+from cute_kernels.attention.policies import (
+    BLOCK_QUERIES,
+    MAX_BLOCKS_PER_WARP,
+    CacheLoad,
+    CopyPipeline,
+    TokenRuns,
+    WarpgroupMma,
+    WarpMma,
+)
+from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.score_options import options_in
+from cute_kernels.attention.tiles import cannot_read, copies_per_tile, kernel_format
+from cute_kernels.kv_formats import KvFormat, format_of
+from cute_kernels.runtime.composed import changed
+
+BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
+TARGET_WARPS = 8
+MOST_CTAS = 4  # on an SM
+COPIES_PER_WARP = 4  # of a tile, that one producer warp asks for in some 90 cycles each
+SM_PARTITIONS = 4
+MAX_COPY_WARPS = 4
+MAX_WARPS = 16
+SMALL_PAGE = 32  # tokens; rows of smaller pages are many small copies
+WARPGROUP_HEAD_DIM = 128  # of K and V, where warpgroups multiply
+WARPGROUP_STAGES = 4
+STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp takes two blocks of it
+
+
+def candidate_configs(problem: DecodeProblem) -> list[DecodeConfig]:
+    """The configurations worth considering for a problem, one per number of CTAs on an SM.
+
+    Raises ValueError if the kernels cannot read the caches.
+    """
+    names = (kernel_format(problem.k_format), kernel_format(problem.v_format))
+    for name, head_dim in zip(names, (problem.head_dim, problem.v_head_dim), strict=True):
+        reason = cannot_read(format_of(name), head_dim)
+        if reason is not None:
+            raise ValueError(f"kv_format: {reason}")
+    blocks, _ = query_blocks(problem)
+    with_headers = [format_of(name).has_header for name in names]
+    if not any(with_headers):
+        make, counts = bare_config, (1, 2, MOST_CTAS)
+        base = _base_config(problem, names, 1, blocks, contiguous=True, row_copy="")
+    else:
+        heads = row_heads(problem, names, blocks) if problem.aligned else 0
+        contiguous = _is_contiguous(problem, heads or 1)
+        row_copy = "bulk" if heads else "word"
+        make, counts = row_config, (1, 2, MOST_CTAS) if contiguous else (2,)
+        base = _base_config(problem, names, heads or 1, blocks, contiguous=contiguous, row_copy=row_copy)
+    borrows = _borrows_registers(problem)
+    if borrows:
+        counts = (1,)
+    configs = dict.fromkeys(_with_copy_warps(_roomy(make(base, ctas)), borrows) for ctas in counts)
+    return [_with_warpgroups(config) for config in configs] if _fits_warpgroups(problem) else list(configs)
+
+
+def _fits_warpgroups(problem: DecodeProblem) -> bool:
+    """Whether wgmma multiplies faster than mma.sync: with four blocks of queries of one KV head, of rows in bulk."""
+    forms = [format_of(kernel_format(name)) for name in (problem.k_format, problem.v_format)]
+    return (
+        2 * BLOCK_QUERIES < problem.rows <= MAX_BLOCKS_PER_WARP * BLOCK_QUERIES
+        and all(form.decode and form.decode.warpgroups for form in forms)
+        and max(problem.head_dim, problem.v_head_dim) == min(problem.head_dim, problem.v_head_dim) == WARPGROUP_HEAD_DIM
+        and _fits_four_blocks(problem)
+        and (problem.num_kv_heads == 1 or problem.features.head_major)
+        and problem.aligned
+        and problem.tokens_touch
+    )
+
+
+def _is_contiguous(problem: DecodeProblem, num_heads: int) -> bool:
+    """Whether the rows that a CTA with so many KV heads takes of raw rows' tokens lie one behind the other."""
+    return problem.tokens_touch and (problem.features.head_major or num_heads == problem.num_kv_heads)
+
+
+def _with_warpgroups(config: DecodeConfig) -> DecodeConfig:
+    """``config`` with products of warpgroups, and a ring of as many tiles as are worth it."""
+    config = changed(config, mainloop=WarpgroupMma())
+    return changed(config, num_stages=min(WARPGROUP_STAGES, _num_stages(config, config.ctas_per_sm)))
+
+
+def _with_copy_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
+    """``config`` with as many producer warps as its tiles' copies want and its registers allow.
+
+    An SM's four partitions take a warp each in turn: as many as fill up the last turn cost no registers. ``borrows``:
+    whether four producer warps lend theirs to eight consumers.
+    """
+    if "word" in config.copies or (borrows and config.num_warps == TARGET_WARPS):
+        return changed(config, copy_warps=MAX_COPY_WARPS)
+    wanted = min(MAX_COPY_WARPS, -(-copies_per_tile(config) // COPIES_PER_WARP))
+    turns = -(-config.ctas_per_sm * (config.num_warps + 1) // SM_PARTITIONS)
+    free = turns * SM_PARTITIONS // config.ctas_per_sm - config.num_warps
+    return changed(config, copy_warps=max(1, min(wanted, free)))
+
+
+def _roomy(config: DecodeConfig) -> DecodeConfig:
+    """``config`` with fewer CTAs to an SM where a thread needs more registers than so many leave it."""
+    if config.blocks_per_warp == 1 and replace(config.features, paged=False, head_major=False) == PLAIN:
+        return config
+    while config.ctas_per_sm > 1 and config.num_warps * config.ctas_per_sm > TARGET_WARPS:
+        config = changed(config, ctas_per_sm=config.ctas_per_sm // 2)
+    return config
+
+
+def query_blocks(problem: DecodeProblem) -> tuple[int, int]:
+    """(warps that take different queries of a KV head, blocks of 8 that each of them carries); more are more CTAs."""
+    per_warp = 2 if problem.rows > BLOCK_QUERIES else 1
+    if problem.rows > per_warp * BLOCK_QUERIES and _fits_four_blocks(problem):
+        per_warp = MAX_BLOCKS_PER_WARP
+    return 2 if problem.rows > per_warp * BLOCK_QUERIES else 1, per_warp
+
+
+def _groups(form: KvFormat) -> int:
+    """Groups of columns of a row, as far as they take registers. Keys in blocks scale queries, which takes as many as
+    four: with two blocks of queries no two CTAs of an SM have them, and with four not one."""
+    return max(form.num_groups, 4 if form.in_blocks else 1)
+
+
+def _fits_four_blocks(problem: DecodeProblem) -> bool:
+    """Whether a warp can carry four blocks of queries, which then are decoded for once instead of twice.
+
+    Their accumulators leave registers for codes with one group of columns, at most 128 of them, and for logits that
+    depend on the query no further than by what it sees. Nothing is decoded of 16-bit caches.
+    """
+    forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
+    return (
+        not any(not form.is_coded or _groups(form) > 1 for form in forms)
+        and max(problem.head_dim, problem.v_head_dim) <= 128
+        and all(option.fits_four_blocks for option in options_in(problem.features))
+    )
+
+
+def _borrows_registers(problem: DecodeProblem) -> bool:
+    """Whether eight warps want more registers than 168: with four blocks of queries each, or two of INT4 with groups.
+
+    Two blocks with four groups take 218, and no two CTAs of an SM have them. What is spilled finds no room in the L1
+    cache beside the ring: every such load goes to the L2 cache.
+    """
+    forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
+    grouped = costs_of(forms) == {"int4"} and max(_groups(form) for form in forms) > 1
+    blocks_per_warp = query_blocks(problem)[1]
+    return blocks_per_warp == MAX_BLOCKS_PER_WARP or (blocks_per_warp == 2 and grouped)
+
+
+def row_heads(problem: DecodeProblem, names: tuple[str, str], num_query_blocks: int) -> int:
+    """KV heads of a CTA such that a token's rows can be copied in bulk, 0 if there is no such number."""
+    most = (TARGET_WARPS if _borrows_registers(problem) else MAX_WARPS) // num_query_blocks
+    dims = (problem.head_dim, problem.v_head_dim)
+    forms = [format_of(name) for name in names]
+    row_bytes = [form.row_bytes(d) for form, d in zip(forms, dims, strict=True) if form.has_header]
+    # Head-major caches have one head's tokens side by side.
+    one_by_one = problem.features.head_major or not problem.heads_touch
+    for heads in (1,) if one_by_one else dict.fromkeys((problem.num_kv_heads, 8, 4, 2, 1)):
+        if heads > min(BLOCK_QUERIES, most) or problem.num_kv_heads % heads:
+            continue
+        contiguous = _is_contiguous(problem, heads)
+        if not contiguous and any(heads * size % BULK_BYTES for size in row_bytes):
+            continue
+        base = _base_config(problem, names, heads, num_query_blocks, contiguous, "bulk")
+        if _num_stages(base, 1) >= 2 and base.smem_bytes <= base.limits.shared_bytes:
+            return heads
+    return 0
+
+
+def _base_config(
+    problem: DecodeProblem,
+    names: tuple[str, str],
+    num_heads: int,
+    num_query_blocks: int,
+    contiguous: bool,
+    row_copy: str,
+) -> DecodeConfig:
+    """The fields that follow from the problem; one warp to a tile."""
+    dims = (problem.head_dim, problem.v_head_dim)
+    k, v = (
+        CacheLoad(name, head_dim, row_copy if format_of(name).has_header else "tma")
+        for name, head_dim in zip(names, dims, strict=True)
+    )
+    return DecodeConfig(
+        k,
+        v,
+        problem.q_dtype,
+        WarpMma(num_heads, num_query_blocks, query_blocks(problem)[1], num_slices=1),
+        CopyPipeline(early_tiles=0 if problem.features.window or problem.after_append else 1),
+        TokenRuns(contiguous, problem.page_tokens),
+        features=problem.features,
+        units=problem.features.paged,
+        after_append=problem.after_append,
+    )
+
+
+def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
+    """A configuration for rows with headers: 8 warps and a ring of 3 tiles.
+
+    One CTA to an SM serves few long rows best; two or four, whose beginnings and ends overlap, many rows. They have
+    shorter rings and fewer warps, as many as the registers allow: two CTAs of 8 warps and a producer leave 96 to a
+    thread, which is enough for one group.
+    """
+    int4 = costs_of(base.formats) == {"int4"}
+    groups = max(_groups(form) for form in base.formats)
+    roles, few_roles = base.num_roles, base.num_roles <= TARGET_WARPS // 2
+    crowded = int4 and (max(base.head_dims) > 128 or groups == 8)
+    if crowded or roles > TARGET_WARPS or "word" in base.copies:
+        ctas_per_sm = 1
+    elif int4 and groups > 1:
+        ctas_per_sm = min(ctas_per_sm, 2 if few_roles else 1)
+    elif ctas_per_sm == MOST_CTAS and not few_roles:
+        ctas_per_sm = 1 if base.units else 2
+    if int4:
+        # Pages' pieces are waited for longer: warps with two blocks of tokens each need fewer tiles in turn.
+        pieces = base.page_tokens > 0 and roles == base.blocks_per_warp == 1
+        few_warps = ctas_per_sm == MOST_CTAS or (ctas_per_sm == 2 and (groups > 1 or pieces))
+        warps = TARGET_WARPS // 2 if few_warps else TARGET_WARPS
+        config = changed(base, num_slices=max(1, warps // roles))
+        return _with_ring(config, ctas_per_sm, 3 if ctas_per_sm == 1 else 2)
+    return _byte_config(base, ctas_per_sm)
+
+
+def bare_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
+    """A configuration for bare elements: few warps for 16 bits, since little is to be computed per byte."""
+    if costs_of(base.formats) != {"dense"}:
+        return _byte_config(base, ctas_per_sm)
+    if max(base.head_dims) == 256:
+        ctas_per_sm = 1
+    few = max(base.head_dims) > 128 or base.num_query_blocks > 1 or ctas_per_sm > 1
+    return _with_ring(changed(base, num_slices=2 if few else 4), min(ctas_per_sm, 2), 3)
+
+
+def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
+    """``base`` with 8 warps to an SM, and as many tokens to a tile as leave room for a ring of three."""
+    slices = max(1, TARGET_WARPS // ctas_per_sm // base.num_roles)
+    shapes = [(slices, 2)] + [(slices >> i, 1) for i in range(slices.bit_length())]
+    configs = [changed(base, num_slices=s, blocks_per_slice=blocks, ctas_per_sm=ctas_per_sm) for s, blocks in shapes]
+    if sum(configs[0].tile_bytes) > STAGE_BYTES or _takes_one_block(base):
+        configs = configs[1:]
+    least = 2 if base.shares_queries else 3
+    fitting = next((config for config in configs if _num_stages(config, ctas_per_sm) >= least), configs[-1])
+    # A third tile in flight only delays the second, unless there are two CTAs to an SM, many small copies to a tile, or
+    # much to compute from it.
+    many = "bulk" in base.copies and 0 < base.page_tokens < SMALL_PAGE
+    stages = min(3 if ctas_per_sm == 2 or many or base.shares_queries else 2, _num_stages(fitting, ctas_per_sm))
+    if stages < 2:
+        return _byte_config(base, ctas_per_sm // 2)
+    return changed(fitting, num_stages=stages)
+
+
+def _takes_one_block(config: DecodeConfig) -> bool:
+    """Whether a warp has no registers for a second block of tokens, since it would keep the queries for it.
+
+    With two blocks of queries and eight groups it has too few for one block of tokens: 18 spills in the loop instead
+    of 88 for two.
+    """
+    most_groups = max(_groups(form) for form in config.formats)
+    crowded = config.shares_queries or (config.blocks_per_warp == 2 and most_groups == 8)
+    return crowded and max(config.head_dims) > 64
+
+
+def _num_stages(config: DecodeConfig, ctas_per_sm: int) -> int:
+    """Tiles that the shared memory of one of ``ctas_per_sm`` CTAs has room for."""
+    budget = config.limits.sm_shared_bytes // ctas_per_sm - 2048 - config.query_bytes
+    return budget // sum(config.tile_bytes)
+
+
+def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeConfig:
+    """``base`` with tiles of a useful size and up to ``num_stages`` of them, as the shared memory allows."""
+    blocks = 2 if 2 * sum(base.tile_bytes) <= STAGE_BYTES and not _takes_one_block(base) else 1
+    config = changed(base, ctas_per_sm=ctas_per_sm, blocks_per_slice=blocks)
+    # Four CTAs with small tiles serve many short rows better than two with large ones.
+    small = ctas_per_sm == MOST_CTAS and not base.units and base.blocks_per_warp == 1
+    if small and _num_stages(config, ctas_per_sm) < 2:
+        config = changed(config, blocks_per_slice=1)
+    stages = min(num_stages, _num_stages(config, ctas_per_sm))
+    if stages < 2:
+        return _with_ring(base, ctas_per_sm // 2, num_stages)
+    return changed(config, num_stages=stages)
+
+
+def costs_of(forms: Iterable[KvFormat]) -> set[str]:
+    """What K and V cost: keys of ``SM_RATE_ADVANTAGE``."""
+    return {form.decode.cost for form in forms if form.decode is not None}

@@ -1,0 +1,79 @@
+"""What a decode attention call asks for, as far as its schedule depends on it. Plain Python, no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.kv_formats import format_of
+
+
+@dataclass(frozen=True)
+class DecodeProblem:
+    """Everything about a call that its schedule depends on; lengths are on the device and not known here.
+
+    Attributes:
+        batch, max_seq_len, num_q_heads, num_kv_heads: of the tensors.
+        head_dim: of q and K.
+        v_head_dim: of V and out.
+        k_format, v_format, q_dtype: names.
+        q_len: queries of a request.
+        page_tokens: tokens that certainly lie together in a paged cache, 0 for contiguous ones.
+        features: what the call asks for beyond softmax(q K^T) V.
+        aligned: whether what a bulk copy takes of caches of rows with headers begins and ends on 16 bytes.
+        tokens_touch: whether their tokens lie one behind the other, so that a copy may take several.
+        heads_touch: whether the rows of a token do; not asked for of head-major caches.
+        num_sms: SMs of the GPU.
+        after_append: whether the newest tokens are appended in the same call.
+    """
+
+    batch: int
+    max_seq_len: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    k_format: str
+    v_format: str
+    q_dtype: str
+    q_len: int = 1
+    page_tokens: int = 0
+    features: Features = PLAIN
+    aligned: bool = True
+    tokens_touch: bool = True
+    heads_touch: bool = True
+    num_sms: int = DecodeConfig.limits.num_sms
+    after_append: bool = False
+
+    @classmethod
+    def uniform(
+        cls,
+        batch: int,
+        max_seq_len: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        kv_format: str,
+        q_dtype: str,
+        **others: Any,
+    ) -> DecodeProblem:
+        """K and V alike."""
+        shape = (batch, max_seq_len, num_q_heads, num_kv_heads)
+        return cls(*shape, head_dim, head_dim, kv_format, kv_format, q_dtype, **others)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of K and V of one token and KV head."""
+        return format_of(self.k_format).row_bytes(self.head_dim) + format_of(self.v_format).row_bytes(self.v_head_dim)
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Queries per KV head of a request: of all its positions and of the group's heads."""
+        return self.group * self.q_len
