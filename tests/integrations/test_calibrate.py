@@ -234,6 +234,28 @@ def test_what_cannot_be_fitted_is_named():
         ck.fit_transforms(model, [], "int4_g4", constants)
 
 
+def test_padding_has_no_part_in_a_fit():
+    model, batch = DECODERS["llama"].build(torch.float32), make_batches(1)[0]
+    constants: Any = ck.calibrate_cache(model, [batch], "int4_g4")
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :5] = 0
+    losses = []
+    for filler in (2, 7):
+        padded = {"input_ids": batch["input_ids"].masked_fill(mask == 0, filler), "attention_mask": mask}
+        for weight in (0.0, 1.0):
+            ck.fit_transforms(
+                model, [padded], "int4_g4", constants, steps=1, text_weight=weight, say=lambda _, x: losses.append(x)
+            )
+    assert losses[0] == pytest.approx(losses[2], rel=1e-3) and losses[1] == pytest.approx(losses[3], rel=1e-3)
+
+
+def test_a_fit_without_a_gpu_has_no_graph():
+    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
+    constants: Any = ck.calibrate_cache(model, batches, "int4_g4")
+    with pytest.raises(ValueError, match="cuda_graph: got a model on cpu, want one on one GPU"):
+        ck.fit_transforms(model, batches, "int4_g4", constants, steps=1, cuda_graph=True)
+
+
 @pytest.mark.parametrize("weights", [None, "w8g64"])
 def test_a_model_whose_kernels_have_no_gradients_is_refused(weights):
     model, batches = DECODERS["llama"].build(torch.bfloat16), make_batches(1)
