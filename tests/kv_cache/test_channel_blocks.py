@@ -198,7 +198,7 @@ def test_slots_are_given_and_taken():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_seqs": None}, "max_seqs: got None, want the sequences that there may be at a time for int4_channel32"),
+        ({"max_seqs": None}, "max_seqs: got None, want the number of sequences that there may be at a time for int4_channel32"),
         ({"kv_format": "int4_g4"}, "max_seqs: got 3, want None for int4_g4 keys"),
         ({"kv_format": "int4_channel32"}, "kv_format: got int4_channel32 for V, which is for keys alone"),
         ({"max_seqs": 0}, "max_seqs"),
