@@ -198,7 +198,10 @@ def test_slots_are_given_and_taken():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_seqs": None}, "max_seqs: got None, want the number of sequences that there may be at a time for int4_channel32"),
+        (
+            {"max_seqs": None},
+            "max_seqs: got None, want the number of sequences that there may be at a time for int4_channel32",
+        ),
         ({"kv_format": "int4_g4"}, "max_seqs: got 3, want None for int4_g4 keys"),
         ({"kv_format": "int4_channel32"}, "kv_format: got int4_channel32 for V, which is for keys alone"),
         ({"max_seqs": 0}, "max_seqs"),
@@ -239,7 +242,10 @@ def test_quantising_rows_wants_whole_blocks():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"k_tail": None}, "k_tail: got None, want a tensor for int4_channel32 keys"),
+        (
+            {"k_tail": None},
+            r"k_tail: got None, want fp16 \[slots, 64, 2, 128\], where .* wait, for int4_channel32",
+        ),
         ({"seq_lens": None, "slot_mapping": torch.zeros(2, dtype=torch.int64)}, "want seq_lens for int4_channel32"),
         ({"kv_format": "int4_g4"}, "k_tail: got a tensor, want None for int4_g4 keys"),
         ({"kv_format": ("int4_g4", "int4_channel32")}, "int4_channel32 for v_cache"),
