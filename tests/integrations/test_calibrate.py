@@ -9,7 +9,7 @@ import cute_kernels.integrations.transformers as ck
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.calibrate import attending, gather_moments, watch
 from cute_kernels.integrations.transformers.fit import _Layer
-from cute_kernels.kv_cache import CacheConstants, CacheTransform, Calibrator
+from cute_kernels.kv_cache import CacheConstants, CacheTransform, Calibrator, KVCache
 from cute_kernels.kv_cache.transforms import key_of
 from cute_kernels.kv_formats import format_of
 from tests.integrations.architectures import DECODERS, VOCABULARY
@@ -272,6 +272,25 @@ def test_a_model_whose_kernels_have_no_gradients_is_refused(weights):
 
 
 # -- a cache that is written with them --------------------------------------------------------------------------------
+
+
+def test_keys_in_blocks_are_calibrated_for_a_cache_that_serves_them(tmp_path):
+    pytest.importorskip("safetensors")
+    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
+    path, formats = tmp_path / "constants.safetensors", ("int4_channel32", "int4_g2")
+    ck.calibrate_cache(model, batches, formats, values="factors").save(path)
+    cache = KVCache(2, 2, 64, 2, 64, kv_format=formats, max_seqs=1)
+    cache.set_constants(path)
+    cache.allocate("a", 40)
+    batch = cache.make_batch(1).update(["a"], 40)
+    k, v = torch.randn(2, 40, 2, 64).bfloat16()
+    cache.append(1, batch, k, v)
+    got = cache.read(1, "a", torch.float32)
+    transform = cache.transforms[1]
+    assert transform is not None and transform.k_rotation == 32 and transform.v_factor is not None
+    for found, exact, most in zip(got, (k, v), (0.15, 0.15), strict=True):
+        assert 0 < (found - exact.float()).norm() < most * exact.float().norm()
+
 
 SIZES = {"llama": (2, 64), "qwen3": (2, 64), "gemma 2": (2, 64), "gpt-oss": (2, 64), "mistral, window": (2, 64)}
 
