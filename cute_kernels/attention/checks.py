@@ -191,11 +191,14 @@ def check_tail(
 ) -> None:
     """Raises TypeError or ValueError unless keys in blocks, and no others, come with what waits for its block to be
     full; heads: KV heads and head_dim."""
-    given = {"k_tail": rows, "tail_slots": slots}
-    for name, tensor in given.items():
+    wanted = {
+        "k_tail": (rows, f"fp16 [slots, {TAIL_TOKENS}, {heads[0]}, {heads[1]}], where the newest keys wait,"),
+        "tail_slots": (slots, f"int32 [{batch}], a slot of k_tail for each request,"),
+    }
+    for name, (tensor, what) in wanted.items():
         if (tensor is None) == form.in_blocks:
-            found, wanted = ("None", "a tensor") if tensor is None else ("a tensor", "None")
-            raise ValueError(f"{name}: got {found}, want {wanted} for {form.name} keys")
+            found, want = ("None", what) if tensor is None else ("a tensor", "None")
+            raise ValueError(f"{name}: got {found}, want {want} for {form.name} keys")
     if rows is None or slots is None:
         return
     check_vector("tail_slots", slots, torch.int32, batch, "a slot of k_tail for each request")

@@ -59,7 +59,7 @@ def formats_for(kv_format: object, dtype: torch.dtype) -> tuple[KvFormat, KvForm
 def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
     """Raises ValueError unless keys in blocks, and no others, come with a number of sequences, and can be read."""
     if (max_seqs is None) == keys.in_blocks:
-        want = "the sequences that there may be at a time" if keys.in_blocks else "None"
+        want = "the number of sequences that there may be at a time" if keys.in_blocks else "None"
         raise ValueError(f"max_seqs: got {max_seqs!r}, want {want} for {keys.name} keys")
     if max_seqs is None:
         return

@@ -137,8 +137,11 @@ def test_the_reference_attends_over_full_blocks_and_the_rows_that_wait(page_size
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"k_tail": None}, "k_tail: got None, want a tensor for int4_channel32 keys"),
-        ({"tail_slots": None}, "tail_slots: got None, want a tensor for int4_channel32 keys"),
+        (
+            {"k_tail": None},
+            r"k_tail: got None, want fp16 \[slots, 64, 2, 128\], where .* wait, for int4_channel32",
+        ),
+        ({"tail_slots": None}, r"tail_slots: got None, want int32 \[2\], a slot of k_tail .*, for int4_channel32 keys"),
         (
             {"k_tail": torch.zeros(4, 32, 2, 128).half()},
             r"k_tail: got shape \[4, 32, 2, 128\], want \[slots, 64, 2, 128\]",

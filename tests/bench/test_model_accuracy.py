@@ -87,6 +87,13 @@ def test_values_have_factors_where_they_are_asked_for(model):
     assert own.transforms[0].key == both.transforms[0].key
 
 
+def test_fits_are_to_what_their_names_say(model):
+    windows = make_windows(4)
+    found = [model_accuracy.prepare(model, windows, way, 2, 1).constants for way in model_accuracy.FITS[:2]]
+    said = [constants.about["fitted"] for constants in found if constants is not None]
+    assert [text.rpartition(" ")[2] for text in said] == ["0", "0.5"]
+
+
 def test_kivi_is_a_grid_for_each_channel_and_block_of_tokens():
     k = torch.randn(2, 70, 3, 8) * torch.logspace(-2, 2, 8) + torch.linspace(-50, 50, 8)
     got = model_accuracy.store_of(Way(KIVI, "bf16"), None)(0, k.transpose(1, 2), k.transpose(1, 2))[0].transpose(1, 2)
@@ -233,8 +240,8 @@ def test_a_record_that_was_cut_is_taken_up_by_the_same_command_on_the_same_gpu()
 
 def test_fitted_ways_are_measured_where_they_are_asked_for():
     gpu = torch.device("cuda")
-    plain, fitted = (model_accuracy.plan_for(gpu, False, fit) for fit in (False, True))
-    assert set(model_accuracy.FITS) == set(fitted.ways) - set(plain.ways)
+    plain, fitted = (model_accuracy.plan_for(gpu, False, fit) for fit in (None, 20))
+    assert set(model_accuracy.FITS) == set(fitted.ways) - set(plain.ways) and fitted.fit_steps == 20
     assert all(way in fitted.decoded for way in model_accuracy.FITS)
     assert all(way.k_format != KIVI for way in fitted.decoded)
     assert not model_accuracy.plan_for(gpu, False, decode=False).decoded

@@ -21,7 +21,7 @@ from cute_kernels.kv_formats import WAITING, format_of
 from cute_kernels.runtime import KernelSpec
 from layouts.kv.channel_blocks import TAIL_TOKENS
 from tests.attention.channel_cases import KEYS, attention, make_cached
-from tests.kv_cache.test_channel_blocks import CASES, clone, fill_of
+from tests.kv_cache.channel_fills import CASES, clone, fill_of
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import cute_kernels.integrations.transformers as ck
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.calibrate import attending, gather_moments, watch
 from cute_kernels.integrations.transformers.fit import _Layer
-from cute_kernels.kv_cache import CacheConstants, CacheTransform, Calibrator
+from cute_kernels.kv_cache import CacheConstants, CacheTransform, Calibrator, KVCache
 from cute_kernels.kv_cache.transforms import key_of
 from cute_kernels.kv_formats import format_of
 from tests.integrations.architectures import DECODERS, VOCABULARY
@@ -234,6 +234,28 @@ def test_what_cannot_be_fitted_is_named():
         ck.fit_transforms(model, [], "int4_g4", constants)
 
 
+def test_padding_has_no_part_in_a_fit():
+    model, batch = DECODERS["llama"].build(torch.float32), make_batches(1)[0]
+    constants: Any = ck.calibrate_cache(model, [batch], "int4_g4")
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :5] = 0
+    losses = []
+    for filler in (2, 7):
+        padded = {"input_ids": batch["input_ids"].masked_fill(mask == 0, filler), "attention_mask": mask}
+        for weight in (0.0, 1.0):
+            ck.fit_transforms(
+                model, [padded], "int4_g4", constants, steps=1, text_weight=weight, say=lambda _, x: losses.append(x)
+            )
+    assert losses[0] == pytest.approx(losses[2], rel=1e-3) and losses[1] == pytest.approx(losses[3], rel=1e-3)
+
+
+def test_a_fit_without_a_gpu_has_no_graph():
+    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
+    constants: Any = ck.calibrate_cache(model, batches, "int4_g4")
+    with pytest.raises(ValueError, match="cuda_graph: got a model on cpu, want one on one GPU"):
+        ck.fit_transforms(model, batches, "int4_g4", constants, steps=1, cuda_graph=True)
+
+
 @pytest.mark.parametrize("weights", [None, "w8g64"])
 def test_a_model_whose_kernels_have_no_gradients_is_refused(weights):
     model, batches = DECODERS["llama"].build(torch.bfloat16), make_batches(1)
@@ -250,6 +272,25 @@ def test_a_model_whose_kernels_have_no_gradients_is_refused(weights):
 
 
 # -- a cache that is written with them --------------------------------------------------------------------------------
+
+
+def test_keys_in_blocks_are_calibrated_for_a_cache_that_serves_them(tmp_path):
+    pytest.importorskip("safetensors")
+    model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
+    path, formats = tmp_path / "constants.safetensors", ("int4_channel32", "int4_g2")
+    ck.calibrate_cache(model, batches, formats, values="factors").save(path)
+    cache = KVCache(2, 2, 64, 2, 64, kv_format=formats, max_seqs=1)
+    cache.set_constants(path)
+    cache.allocate("a", 40)
+    batch = cache.make_batch(1).update(["a"], 40)
+    k, v = torch.randn(2, 40, 2, 64).bfloat16()
+    cache.append(1, batch, k, v)
+    got = cache.read(1, "a", torch.float32)
+    transform = cache.transforms[1]
+    assert transform is not None and transform.k_rotation == 32 and transform.v_factor is not None
+    for found, exact, most in zip(got, (k, v), (0.15, 0.15), strict=True):
+        assert 0 < (found - exact.float()).norm() < most * exact.float().norm()
+
 
 SIZES = {"llama": (2, 64), "qwen3": (2, 64), "gemma 2": (2, 64), "gpt-oss": (2, 64), "mistral, window": (2, 64)}
 

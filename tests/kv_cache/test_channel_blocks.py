@@ -23,36 +23,12 @@ from cute_kernels.kv_cache import channel_blocks as host
 from cute_kernels.kv_cache.config import BulkConfig
 from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime import native
-from layouts.kv.channel_blocks import BLOCK_TOKENS, LIMIT, TAIL_TOKENS, ChannelBlocks
+from layouts.kv.channel_blocks import BLOCK_TOKENS, LIMIT, ChannelBlocks
 from simulator import Gpu, Int32, Int64, running
+from tests.kv_cache.channel_fills import CASES, HEADS, KEYS, PAGE, clone, fill_of
 
-KEYS, VALUES = format_of("int4_channel32"), format_of("int4_g4")
-HEADS, PAGE = 2, 64
+VALUES = format_of("int4_g4")
 needs_dsl = pytest.mark.skipif(native.dsl_version() is None, reason="the kernels are written in nvidia-cutlass-dsl")
-
-
-def fill_of(counts, starts, head_dim=128, layout="NHD", paged=True, seed=0) -> host.Fill:
-    """New keys for requests that have ``starts`` tokens already, whose newest keys are in the ring."""
-    generator = torch.Generator().manual_seed(seed)
-    batch, lengths = len(counts), [start + count for start, count in zip(starts, counts, strict=True)]
-    k_new = torch.randn(sum(counts), HEADS, head_dim, generator=generator).mul(3).half()
-    tail = torch.randn(batch + 1, TAIL_TOKENS, HEADS, head_dim, generator=generator).half()
-    slots = torch.randperm(batch + 1, generator=generator)[:batch].to(torch.int32)
-    pages = -(-max(lengths) // PAGE)
-    table = torch.randperm(batch * pages + 1, generator=generator)[1:].view(batch, pages).to(torch.int32)
-    shape = (batch * pages + 1, PAGE) if paged else (batch, pages * PAGE)
-    inner = (shape[1], HEADS) if layout == "NHD" else (HEADS, shape[1])
-    cache = torch.randint(0, 255, (shape[0], *inner, KEYS.row_bytes(head_dim)), generator=generator).to(torch.uint8)
-    bounds = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-    one_each = all(count == 1 for count in counts)
-    return host.Fill(
-        k_new, tail, slots, cache, torch.tensor(lengths, dtype=torch.int32), None if one_each else bounds,
-        table if paged else None, layout, KEYS.name,
-    )  # fmt: skip
-
-
-def clone(fill: host.Fill) -> host.Fill:
-    return fill._replace(k_tail=fill.k_tail.clone(), k_cache=fill.k_cache.clone())
 
 
 def simulate(fill: host.Fill, order: Callable[[range], Iterable[int]]) -> None:
@@ -88,13 +64,6 @@ def simulate(fill: host.Fill, order: Callable[[range], Iterable[int]]) -> None:
                         kernel.kernel(keys, requests, cache)
     gpu.get(at["k_cache"], fill.k_cache)
     gpu.get(at["k_tail"], fill.k_tail)
-
-
-CASES = [
-    ((1, 1, 1, 1), (31, 0, 63, 40)),  # decode: a block that becomes full, the first token, another, one in between
-    ((5, 0, 3, 40), (30, 9, 93, 0)),
-    ((130, 64), (17, 33)),  # more than the ring holds
-]
 
 
 @needs_dsl
@@ -229,7 +198,10 @@ def test_slots_are_given_and_taken():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_seqs": None}, "max_seqs: got None, want the sequences that there may be at a time for int4_channel32"),
+        (
+            {"max_seqs": None},
+            "max_seqs: got None, want the number of sequences that there may be at a time for int4_channel32",
+        ),
         ({"kv_format": "int4_g4"}, "max_seqs: got 3, want None for int4_g4 keys"),
         ({"kv_format": "int4_channel32"}, "kv_format: got int4_channel32 for V, which is for keys alone"),
         ({"max_seqs": 0}, "max_seqs"),
@@ -270,7 +242,10 @@ def test_quantising_rows_wants_whole_blocks():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"k_tail": None}, "k_tail: got None, want a tensor for int4_channel32 keys"),
+        (
+            {"k_tail": None},
+            r"k_tail: got None, want fp16 \[slots, 64, 2, 128\], where .* wait, for int4_channel32",
+        ),
         ({"seq_lens": None, "slot_mapping": torch.zeros(2, dtype=torch.int64)}, "want seq_lens for int4_channel32"),
         ({"kv_format": "int4_g4"}, "k_tail: got a tensor, want None for int4_g4 keys"),
         ({"kv_format": ("int4_g4", "int4_channel32")}, "int4_channel32 for v_cache"),

@@ -12,6 +12,7 @@ score does not see the factors otherwise, since q is divided by them.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +32,7 @@ from cute_kernels.kv_cache.transforms import GREATEST_FACTOR, CacheTransform, ro
 from cute_kernels.kv_formats import KvFormat, format_of
 
 _BETAS = (0.9, 0.98)
+_WARM_STEPS = 3  # before a step is recorded, as PyTorch's guide to CUDA graphs has it
 _U4_STEPS, _INT8_STEPS = 15, 127  # of a row's range, of its largest magnitude
 
 
@@ -43,6 +45,7 @@ def fit_transforms(
     steps: int = 150,
     learning_rate: float = 0.02,
     text_weight: float = 0.0,
+    cuda_graph: bool = False,
     say: Callable[[int, float], None] | None = None,
 ) -> CacheConstants:
     """Constants whose transforms lose less of a model than those to begin with, on what the batches are like.
@@ -61,6 +64,9 @@ def fit_transforms(
         text_weight: from 0 to 1: how much of the loss is the text's own next tokens (their cross-entropy over that with
             exact K and V), the rest being the divergence. More of it keeps perplexity on such text, less of it keeps
             what the model would say.
+        cuda_graph: whether steps from the fourth on are replayed from a CUDA graph: several times as fast where
+            launches take longer than what they launch, as with a small model. It wants one GPU, batches of one shape
+            without padding, and a model whose pass does not wait for the GPU: else CUDA's own error ends the fit.
         say: called after each step with its number and its loss, in nats.
 
     Returns:
@@ -69,6 +75,7 @@ def fit_transforms(
     Raises:
         TypeError, ValueError: an argument is not as above, no layer has factors or a center, or the model is
             accelerated or quantised: the kernels have no gradients.
+        RuntimeError: with ``cuda_graph``, the model's pass cannot be recorded.
     """
     check_count("steps", steps, 1)
     check_positive("learning_rate", learning_rate)
@@ -87,23 +94,80 @@ def fit_transforms(
     parameters = [parameter for layer in layers for parameter in layer.parameters]
     if not parameters:
         raise ValueError("constants: got no factors and no centers, want some to fit")
-    losses: list[float] = []
-    optimizer = torch.optim.Adam(parameters, lr=learning_rate, betas=_BETAS)
+    if cuda_graph:
+        _check_recordable(batches, parameters)
+    losses: list[torch.Tensor] = []
+    rate = torch.tensor(learning_rate, device=parameters[0].device) if cuda_graph else learning_rate
+    optimizer = torch.optim.Adam(parameters, lr=rate, betas=_BETAS, capturable=cuda_graph)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+    def advance(batch: Mapping[str, Any]) -> torch.Tensor:
+        divergence, excess = _losses(model, batch, layers)
+        optimizer.zero_grad()
+        (divergence.lerp(excess, text_weight) if text_weight else divergence).backward()
+        optimizer.step()
+        return divergence.detach()
+
+    act = _Recorded(advance) if cuda_graph else advance
     with _frozen(model), _tensor_cores():
         for step in range(steps):
-            divergence, excess = _losses(model, batches[step % len(batches)], layers)
-            optimizer.zero_grad()
-            (divergence.lerp(excess, text_weight) if text_weight else divergence).backward()
-            optimizer.step()
+            losses.append(act(batches[step % len(batches)]))
             schedule.step()
-            losses.append(float(divergence.detach()))
             if say is not None:
-                say(step, losses[-1])
-    ends = [sum(part) / len(part) for part in (losses[: len(batches)], losses[-len(batches) :])]
+                say(step, float(losses[-1]))
+    optimizer.zero_grad()
+    ends = [float(torch.stack(part).mean()) for part in (losses[: len(batches)], losses[-len(batches) :])]
     fitted = f"{steps} steps, KL {ends[0]:.5f} to {ends[1]:.5f} nats, text weight {text_weight:g}"
     about = dict(constants.about) | {"fitted": fitted}
     return CacheConstants(tuple(layer.transform() for layer in layers), constants.scales, about)
+
+
+class _Recorded:
+    """Steps that are replayed from a CUDA graph, but for the first ones, which also warm up what the graph uses."""
+
+    def __init__(self, advance: Callable[[Mapping[str, Any]], torch.Tensor]) -> None:
+        self.advance, self.to_warm = advance, _WARM_STEPS
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.batch: dict[str, torch.Tensor] = {}
+        self.loss = torch.zeros(())
+
+    def __call__(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        if self.to_warm:
+            self.to_warm -= 1
+            return self._warm(batch)
+        if self.graph is None:
+            self._record(batch)
+        assert self.graph is not None
+        for name, tensor in self.batch.items():
+            tensor.copy_(batch[name])
+        self.graph.replay()
+        return self.loss.clone()
+
+    def _warm(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """A step aside of the current stream: nothing that a backward pass keeps may belong to it."""
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")
+            loss = self.advance(batch)
+        torch.cuda.current_stream().wait_stream(aside)
+        return loss
+
+    def _record(self, batch: Mapping[str, Any]) -> None:
+        self.batch = {name: tensor.clone() for name, tensor in batch.items()}
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.loss = self.advance(self.batch)
+
+
+def _check_recordable(batches: Sequence[Mapping[str, Any]], parameters: Sequence[torch.Tensor]) -> None:
+    """ValueError for what one CUDA graph cannot serve."""
+    places = {str(parameter.device) for parameter in parameters}
+    if len(places) > 1 or not parameters[0].is_cuda:
+        raise ValueError(f"cuda_graph: got a model on {', '.join(sorted(places))}, want one on one GPU")
+    shapes = {tuple((name, tuple(batch[name].shape)) for name in sorted(batch)) for batch in batches}
+    if len(shapes) > 1 or set(batches[0]) != {"input_ids"}:
+        raise ValueError(f"cuda_graph: got batches of {sorted(shapes)}, want input_ids alone, of one shape")
 
 
 class _Layer:
@@ -228,13 +292,13 @@ def _losses(
         exact = model(**batch, use_cache=False).logits.float().log_softmax(-1)
     with attending(model, attend):
         found = model(**batch, use_cache=False).logits.float().log_softmax(-1)
-    seen = batch.get("attention_mask")
-    seen = exact.new_ones(exact.shape[:2], dtype=torch.bool) if seen is None else seen.bool()
-    divergence = (exact.exp() * (exact - found)).sum(-1)[seen].mean()
-    said = seen[:, :-1] & seen[:, 1:]  # tokens whose next one is the text's
+    divergence = (exact.exp() * (exact - found)).sum(-1)
     told = batch["input_ids"][:, 1:, None]
-    excess = (exact[:, :-1].gather(-1, told) - found[:, :-1].gather(-1, told))[..., 0][said]
-    return divergence, excess.sum() / max(1, excess.numel())
+    excess = (exact[:, :-1].gather(-1, told) - found[:, :-1].gather(-1, told))[..., 0]
+    if (seen := batch.get("attention_mask")) is not None:
+        seen = seen.bool()
+        divergence, excess = divergence[seen], excess[seen[:, :-1] & seen[:, 1:]]  # tokens whose next one is the text's
+    return divergence.mean(), excess.sum() / max(1, excess.numel())
 
 
 def _check_differentiable(model: PreTrainedModel) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels.integrations.vllm import environment
 from cute_kernels.kv_cache.transforms import CacheTransform
-from cute_kernels.kv_formats import ALIASES, FORMATS, HEAD_DIMS, KvFormat, format_of
+from cute_kernels.kv_formats import ALIASES, CHANNEL_BLOCKS, FORMATS, HEAD_DIMS, KvFormat, format_of
 
 BY_DTYPE = {
     "fp8": "e4m3_tensor",
@@ -50,12 +50,17 @@ def own_formats() -> Formats | None:
     """The formats that the environment asks for, one for both of K and V or two with a comma between them.
 
     Raises:
-        ValueError: there is none of that name, or it wants scales that vLLM has no place for.
+        ValueError: there is none of that name, or it wants what vLLM has no place for: scales, or keys that wait.
     """
     text = environment.wanted_kv_format()
     if text is None:
         return None
     names = [name.strip() for name in text.split(",")]
+    if CHANNEL_BLOCKS.name in names:
+        raise ValueError(
+            f"{environment.KV_FORMAT}: got {text!r}: the newest keys of {CHANNEL_BLOCKS.name} wait beside the pages, "
+            f"where vLLM has no place; want rows, say int8_token_head,int4_g4 (cute_kernels.kv_cache.KVCache serves it)"
+        )
     known = {name: form for name, form in FORMATS.items() if form.given_scale in (None, "tensor")}
     known |= {alias: known[name] for alias, name in ALIASES.items() if name in known}
     if len(names) > 2 or not all(name in known for name in names):
