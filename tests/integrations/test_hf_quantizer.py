@@ -145,8 +145,8 @@ BART_SIZES = {"layers": 1, "attention_heads": 2, "ffn_dim": 64}
 
 def t5() -> Any:
     """Two embeddings and the output layer are one weight."""
-    config = T5Config(vocab_size=97, d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    return T5ForConditionalGeneration(config)
+    sizes: Any = {"d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=97, decoder_start_token_id=0, **sizes))
 
 
 def bart() -> Any:
@@ -160,7 +160,7 @@ def bart() -> Any:
 def test_what_is_tied_besides_a_quantised_layer_stays_tied(tmp_path, make, skip):
     """The configuration's flag is about all ties: cleared for the output layer's, it would leave random embeddings."""
     torch.manual_seed(0)
-    model = quantize_model(make().bfloat16().eval(), bits=8, group_size=32, skip=skip)
+    model: Any = quantize_model(make().bfloat16().eval(), bits=8, group_size=32, skip=skip)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=BF16).eval()
     with torch.no_grad():
