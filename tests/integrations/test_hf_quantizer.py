@@ -146,7 +146,7 @@ BART_SIZES = {"layers": 1, "attention_heads": 2, "ffn_dim": 64}
 def t5() -> Any:
     """Two embeddings and the output layer are one weight."""
     sizes: Any = {"d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(vocab_size=97, decoder_start_token_id=0, **sizes))
+    return T5ForConditionalGeneration(T5Config(vocab_size=97, **sizes))
 
 
 def bart() -> Any:
