@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -140,6 +141,9 @@ def test_a_quantised_output_layer_is_tied_no_more(tmp_path):
         assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
+KEEPS_FP32 = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.17"), reason="widens T5's `wo` to fp32, which is refused by name"
+)
 BART_SIZES = {"layers": 1, "attention_heads": 2, "ffn_dim": 64}
 
 
@@ -156,7 +160,7 @@ def bart() -> Any:
 
 
 @pytest.mark.parametrize("skip", [("lm_head",), ()], ids=["output layer in 16 bits", "output layer quantised"])
-@pytest.mark.parametrize("make", [t5, bart])
+@pytest.mark.parametrize("make", [pytest.param(t5, marks=KEEPS_FP32), bart])
 def test_what_is_tied_besides_a_quantised_layer_stays_tied(tmp_path, make, skip):
     """The configuration's flag is about all ties: cleared for the output layer's, it would leave random embeddings."""
     torch.manual_seed(0)

@@ -81,17 +81,18 @@ def test_padding_of_an_encoder_is_not_seen():
     assert_as_eager(bigbird_pegasus(), attention_mask=None, decoder_input_ids=IDS)
 
 
-def test_a_buffer_that_is_not_filled_is_not_seen():
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_what_is_not_in_a_cache_is_not_seen(cache):
     model, found = git(), []
+    options: Any = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     for name in ("eager", ck.ATTENTION_NAME):
         model.set_attn_implementation(name)
-        options: Any = {
-            "max_new_tokens": 5,
-            "do_sample": False,
-            "cache_implementation": "static",
-            "output_logits": True,
-        }
-        found.append(model.generate(IDS, attention_mask=LEFT_PADDED, return_dict_in_generate=True, **options))
+        try:
+            found.append(model.generate(IDS, attention_mask=LEFT_PADDED, cache_implementation=cache, **options))
+        except (RuntimeError, TypeError) as error:
+            if found:
+                raise
+            pytest.skip(f"not in this release of transformers: {error}")
     want, got = found
     assert torch.equal(got.sequences, want.sequences)
     for ours, theirs in zip(got.logits, want.logits, strict=True):
