@@ -51,7 +51,7 @@ def record_layers(model: Any) -> str | None:
     """Puts `describe_layers` into a transformers model's configuration; what hinders that, or None.
 
     A model without such a configuration is left alone: its state dict says all that there is to say. A quantised
-    output layer is tied to the embedding no more, and the configuration says so.
+    output layer is tied to the embedding no more, and the configuration says so where nothing else is tied.
     """
     config: Any = getattr(model, "config", None)
     if not (hasattr(config, "to_dict") and hasattr(config, "save_pretrained")):
@@ -72,11 +72,23 @@ def record_layers(model: Any) -> str | None:
         else:
             keep_names(model)
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if isinstance(output, QuantizedLinear):  # a weight of its own now, whatever it was tied to
+    others_are_tied = bool(untie_quantised(model))
+    if isinstance(output, QuantizedLinear) and not others_are_tied:
         for each in {id(each): each for each in (config, config.get_text_config())}.values():
             if getattr(each, "tie_word_embeddings", False):
                 each.tie_word_embeddings = False
     return None
+
+
+def untie_quantised(model: Any) -> Mapping[str, str]:
+    """Makes a transformers model forget that a quantised layer's weight was tied to another one: it is a weight of its
+    own. Returns what stays tied, names by names: "tie_word_embeddings" says all or nothing, and means these, too."""
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for names in list(tied.items()):
+        if any(isinstance(modules.get(name.rpartition(".")[0]), QuantizedLinear) for name in names):
+            del tied[names[0]]
+    return tied
 
 
 def _form(

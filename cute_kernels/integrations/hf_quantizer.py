@@ -34,7 +34,7 @@ from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.module import EXTRA_NAMES, QuantizedLinear, is_conv1d
 from cute_kernels.linear.quantize import check_options
 from cute_kernels.linear.weight import TILE_BYTES, TILE_N, PackedWeight, num_groups, padded_shape
-from cute_kernels.model_config import METHOD, describe_layers, forms_of
+from cute_kernels.model_config import METHOD, describe_layers, forms_of, untie_quantised
 from cute_kernels.model_layers import is_dense
 from cute_kernels.models import quantize_model
 from cute_kernels.moe.blocks import experts_refusal, is_experts, is_moe_block, refusal, shared_of
@@ -120,6 +120,7 @@ class CuteKernelsQuantizer(HfQuantizer):
             pairs.setdefault(parent, {})[own] = form
         for name, pair in pairs.items():
             _swap(model, name, made, modules, lambda block, pair=pair: _empty_moe(block, pair))
+        untie_quantised(model)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:

@@ -64,12 +64,12 @@ def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
     n, _ = _checked(weight, start, stop, 1)
     if weight.perm is not None:
         raise ValueError("weight: got one with perm (act-order), whose groups have inputs of every part, want it whole")
-    size, groups = weight.group_size, torch.zeros(1, dtype=torch.long)
+    size, groups = weight.group_size, torch.zeros(1, dtype=torch.long, device="cpu")
     if size is not None:
         fitting = [each for each in GROUP_SIZES if each <= size and start % each == 0]
         if not fitting:
             raise ValueError(f"start: got {start}, want a multiple of {GROUP_SIZES[0]}, the smallest group of inputs")
-        groups = torch.arange(start, stop, fitting[-1]) // size
+        groups = torch.arange(start, stop, fitting[-1], device="cpu") // size
         size = fitting[-1]
     groups = groups.to(weight.device)
 

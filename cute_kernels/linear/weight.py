@@ -292,7 +292,7 @@ def format_numbers(weight_format: WeightFormat, shape: tuple[int, int], *more: i
         numbers = (FORMAT_VERSION, *shape, weight_format.bits, weight_format.group_size, *more)
     else:
         numbers = (KEY_VERSION, *shape, *more, *weight_format.key.encode())
-    return torch.tensor(numbers, dtype=torch.int64)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def format_of_numbers(

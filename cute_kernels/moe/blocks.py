@@ -168,7 +168,8 @@ def _probe_refusal(block: nn.Module) -> str | None:
     experts: Any = block.experts
     w = experts.gate_up_proj
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_PROBE_TOKENS, w.shape[2], generator=generator).to(w.device, w.dtype)
+    x = torch.randn(_PROBE_TOKENS, w.shape[2], generator=generator, dtype=torch.float32, device="cpu")
+    x = x.to(w.device, w.dtype)
     x = torch.cat((x, -x))
     training = block.training
     block.eval()

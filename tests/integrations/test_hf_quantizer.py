@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertLMHeadModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model, quantize_weight
@@ -134,6 +139,37 @@ def test_a_quantised_output_layer_is_tied_no_more(tmp_path):
     assert isinstance(loaded.lm_head, QuantizedLinear) and not loaded.config.tie_word_embeddings
     with torch.no_grad():
         assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+KEEPS_FP32 = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.17"), reason="widens T5's `wo` to fp32, which is refused by name"
+)
+BART_SIZES = {"layers": 1, "attention_heads": 2, "ffn_dim": 64}
+
+
+def t5() -> Any:
+    """Two embeddings and the output layer are one weight."""
+    sizes: Any = {"d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=97, **sizes))
+
+
+def bart() -> Any:
+    """As T5, with other names."""
+    sizes: Any = {f"{part}_{what}": size for part in ("encoder", "decoder") for what, size in BART_SIZES.items()}
+    return BartForConditionalGeneration(BartConfig(vocab_size=97, d_model=64, max_position_embeddings=64, **sizes))
+
+
+@pytest.mark.parametrize("skip", [("lm_head",), ()], ids=["output layer in 16 bits", "output layer quantised"])
+@pytest.mark.parametrize("make", [pytest.param(t5, marks=KEEPS_FP32), bart])
+def test_what_is_tied_besides_a_quantised_layer_stays_tied(tmp_path, make, skip):
+    """The configuration's flag is about all ties: cleared for the output layer's, it would leave random embeddings."""
+    torch.manual_seed(0)
+    model: Any = quantize_model(make().bfloat16().eval(), bits=8, group_size=32, skip=skip)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=BF16).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS, decoder_input_ids=IDS).logits, model(IDS, decoder_input_ids=IDS).logits)
+    assert isinstance(loaded.lm_head, QuantizedLinear) == (not skip)
 
 
 def test_a_vision_language_model_comes_back(tmp_path):

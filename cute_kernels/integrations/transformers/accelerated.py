@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import re
 import weakref
@@ -31,7 +32,12 @@ from cute_kernels.integrations.transformers.columns import GRANULE, Columns
 from cute_kernels.integrations.transformers.fuse import Fused, fuse, restore_blocks
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME
-from cute_kernels.integrations.transformers.known_code import cache_argument, cache_in
+from cute_kernels.integrations.transformers.known_code import (
+    CACHE_ARGUMENTS,
+    cache_argument,
+    cache_in,
+    computes_attention,
+)
 from cute_kernels.integrations.transformers.latents import (
     LATENT_FORMATS,
     caches_latents,
@@ -329,6 +335,10 @@ def _check_cacheable(model: PreTrainedModel, config: Foreign, kv_format: object)
     others = set(getattr(config, "layer_types", None) or ()) - _CACHED_LAYERS
     if others:
         raise ValueError(f"model: got {name} with layers of {', '.join(sorted(others))}, want kv_format=None for it")
+    own = {type(part).__name__ for part in model.modules() if _caches_for_itself(part)}
+    if own:
+        kinds = ", ".join(sorted(own))
+        raise ValueError(f"model: got {name}, whose {kinds} computes attention itself, want kv_format=None for it")
     if crossing := getattr(config, "cross_attention_layers", None):
         raise ValueError(f"model: got {name} with cross-attention in layers {crossing}, want kv_format=None for it")
     if _checked_latents(model, kv_format):
@@ -338,6 +348,13 @@ def _check_cacheable(model: PreTrainedModel, config: Foreign, kv_format: object)
         raise ValueError(f"model: got {name} with head_dim {head_dim}, want one of {wanted}, or kv_format=None")
     for layer in range(config.num_hidden_layers):
         formats_of_layer(kv_format, layer)
+
+
+def _caches_for_itself(part: nn.Module) -> bool:
+    """Whether a layer takes a cache, and reads K and V of it by operators of its own."""
+    return computes_attention(type(part)) and any(
+        name in CACHE_ARGUMENTS for name in inspect.signature(part.forward).parameters
+    )
 
 
 def _head_dims(config: Foreign) -> set[int]:

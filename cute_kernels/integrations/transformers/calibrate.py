@@ -250,15 +250,16 @@ def _transform(
         group if rotation and can_rotate(dim) else 1
         for group, dim in zip((k_group, v_group), moments.sizes[1:], strict=True)
     ]
-    made = moments.transform(
-        k_rotation=widths[0],
-        v_rotation=widths[1] if values is True else 1,
-        k_group=k_group if k_group > 1 else None,
-        center=center and not dense,
-        factors=factors and not dense,
-        v_factors=bool(values) and v_group > 1,
-        seed=seed,
-    )
+    with torch.device("cpu"):  # where signs are drawn, whatever the default device is
+        made = moments.transform(
+            k_rotation=widths[0],
+            v_rotation=widths[1] if values is True else 1,
+            k_group=k_group if k_group > 1 else None,
+            center=center and not dense,
+            factors=factors and not dense,
+            v_factors=bool(values) and v_group > 1,
+            seed=seed,
+        )
     return None if made.identity else made
 
 

@@ -13,6 +13,7 @@ import torch
 from cute_kernels.attention import decode_attention
 from cute_kernels.attention.checks import MAX_Q_LEN
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
+from cute_kernels.integrations.transformers.known_code import computes_attention
 from cute_kernels.kv_cache import append_and_decode, append_kv, dequantize_kv
 from cute_kernels.names import KvFormatName
 
@@ -177,7 +178,8 @@ def why_not() -> str:
         return rule
     module = frame.f_locals["self"]
     name = type(module).__name__
-    if not hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS"):
+    offers = hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
+    if not offers or computes_attention(type(module)):
         return f"{rule}; {name} offers no choice: it computes attention itself. Want another cache for this model"
     found = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if found != ATTENTION_NAME:

@@ -88,7 +88,8 @@ class _Group:
         step = _ALIGNED_BYTES // dtype.itemsize
         size = sum(-(-x.numel() // step) * step for x in given.values())
         self.memory = torch.zeros(size, dtype=dtype, device=device)
-        self.noted, self.all_asked = (torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda") for _ in "na")
+        pinned = {"dtype": dtype, "device": "cpu", "pin_memory": device.type == "cuda"}
+        self.noted, self.all_asked = (torch.zeros(size, **pinned) for _ in "na")
         self.read: dict[str, torch.Tensor] = {}
         self.told: dict[str, torch.Tensor] = {}
         self.asked: dict[str, torch.Tensor] = {}

@@ -12,6 +12,8 @@ from functools import cache
 from types import CodeType
 from typing import Any
 
+from transformers import PreTrainedModel
+
 _MODEL_FILES = "transformers.models."
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """What a forward pass calls its cache: since transformers 5.24, and before, which later releases still take."""
@@ -35,6 +37,26 @@ def cache_argument(forward: Callable[..., Any]) -> str:
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """The cache among a forward pass's arguments by name; None for none."""
     return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
+
+
+@cache
+def computes_attention(kind: type) -> bool:
+    """Whether a class computes attention by operators of its own, whatever ``attn_implementation`` says: its forward
+    takes ``attention_mask``, and of its methods one calls a softmax and none transformers' attention functions.
+
+    Some model files have both kinds (GIT: the image encoder asks, the text's layers do not), and transformers then lets
+    the whole model choose. A class that is none of attention can be among them.
+    """
+    if issubclass(kind, PreTrainedModel) or "attention_mask" not in _parameters(_method(kind, "forward")):
+        return False
+    methods = [inspect.unwrap(f) for owner in kind.__mro__ for f in vars(owner).values() if inspect.isfunction(f)]
+    called = {name for method in methods for name in method.__code__.co_names}
+    return "softmax" in called and "ALL_ATTENTION_FUNCTIONS" not in called
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    code = getattr(function, "__code__", None)
+    return () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def method_code(kind: type, names: Iterable[str] = ("forward",)) -> Any:

@@ -4,6 +4,7 @@ implementation make of it what it reads.
 This one makes SDPA's boolean mask, which is right for every function, and notes on the tensor what the kernels can take
 as an option instead: causal, or causal within a window. A model that changes the mask makes another tensor, without
 the note; the kernels are then not used. So a pattern that is not recognised costs time, never correctness.
+A model in which a layer computes attention itself gets the mask as such a layer adds it to its scores, with the note.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
+from cute_kernels.integrations.transformers.known_code import computes_attention
 
 _NOTE = "_cute_kernels_pattern"
 _recorded = threading.local()
@@ -63,21 +65,26 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     """transformers' mask function of this attention implementation; arguments as its `sdpa_mask` has them.
 
     Returns bool [batch, 1, q_len, keys], True where a query sees a key, with a note that `pattern_of` reads; or None
-    where SDPA needs no mask, causal or not as the attention module is.
+    where SDPA needs no mask, causal or not as the attention module is. Where a layer of the model that asks adds masks
+    to scores of its own: what it adds, never None.
     """
     if (columns := recorded_columns()) is not None:
         return _mask_of_recorded_step(columns, options)
-    mask = sdpa_mask(*args, **options)
-    if mask is None and options.get("allow_is_causal_skip", True) and _q_len(options) > 1 and _denies_being_causal():
+    asking = _asking_module()
+    is_added = asking is not None and _is_added(asking)
+    mask = None if is_added else sdpa_mask(*args, **options)
+    if mask is None and (is_added or (_may_be_causal(options) and asking is not None and _denies_being_causal(asking))):
         mask = sdpa_mask(*args, **{**options, "allow_is_causal_skip": False})
     if mask is None and options.get("allow_is_bidirectional_skip"):
         # Without a mask a module may be causal: it is asked, not the configuration that made the model bidirectional.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=options.get("device"))
         mask = mask.expand(options["batch_size"], 1, _q_len(options), options["kv_length"])
+        mask = _as_read(mask, is_added, options)
         setattr(mask, _NOTE, EVERYTHING)
         return mask
     if mask is None or torch.compiler.is_compiling():
         return mask
+    mask = _as_read(mask, is_added, options)
     window = _window(options.get("mask_function", causal_mask_function))
     if _is_aligned(options):
         padding = options.get("attention_mask")
@@ -86,18 +93,36 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     return mask
 
 
-def _denies_being_causal() -> bool:
-    """Whether the module that asks for a causal mask has attention that says ``is_causal`` is False, and none that says
-    True, as some decoders have: without a mask it would see all keys."""
+def _may_be_causal(options: dict[str, Any]) -> bool:
+    """Whether no mask stands for a causal one."""
+    return options.get("allow_is_causal_skip", True) and _q_len(options) > 1
+
+
+def _asking_module() -> torch.nn.Module | None:
+    """The module whose code asks for a mask; None where nobody can tell."""
     if torch.compiler.is_compiling():
-        return False
+        return None
     frame = sys._getframe(2)
     while frame is not None and not isinstance(frame.f_locals.get("self"), torch.nn.Module):
         frame = frame.f_back
-    if frame is None:
-        return False
-    parts = frame.f_locals["self"].modules()
+    return None if frame is None else frame.f_locals["self"]
+
+
+def _denies_being_causal(asking: torch.nn.Module) -> bool:
+    """Whether a module has attention that says ``is_causal`` is False, and none that says True, as some decoders have:
+    without a mask it would see all keys."""
+    parts = asking.modules()
     return {vars(part).get("is_causal", getattr(type(part), "is_causal", None)) for part in parts} - {None} == {False}
+
+
+def _is_added(asking: torch.nn.Module) -> bool:
+    """Whether a part of a module adds masks to scores of its own."""
+    return any(computes_attention(kind) for kind in {type(part) for part in asking.modules()})
+
+
+def _as_read(mask: torch.Tensor, is_added: bool, options: dict[str, Any]) -> torch.Tensor:
+    """A boolean mask, or what is added to scores in its place."""
+    return additive(mask, options.get("dtype") or torch.float32) if is_added else mask
 
 
 def _mask_of_recorded_step(columns: Columns, options: dict[str, Any]) -> torch.Tensor | None:

@@ -1,0 +1,110 @@
+"""Models in which some layers ask transformers for attention and others compute it themselves: those get the mask that
+they add to their scores, whatever attn_implementation is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from cute_kernels.integrations import transformers as ck
+from tests.integrations.architectures import VOCABULARY
+
+IDS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+LEFT_PADDED = torch.ones_like(IDS)
+LEFT_PADDED[0, :3] = 0
+FAR_FROM_UNIFORM = 20.0
+"""Factor of queries: random models would hide a wrong mask else."""
+
+
+def sharpened(model: Any) -> Any:
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "query.weight" in name or "q_proj.weight" in name:
+                weight.mul_(FAR_FROM_UNIFORM)
+    return model.eval()
+
+
+def git() -> Any:
+    """An image encoder that asks for attention, text layers that do not."""
+    torch.manual_seed(0)
+    vision = {
+        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
+        "patch_size": 8,
+    }  # fmt: skip
+    config = transformers.GitConfig(
+        vision_config=vision, vocab_size=VOCABULARY, hidden_size=128, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    return sharpened(transformers.GitForCausalLM(config))
+
+
+def bigbird_pegasus() -> Any:
+    """An encoder of layers that compute attention themselves, a decoder of layers that ask."""
+    torch.manual_seed(0)
+    config = transformers.BigBirdPegasusConfig(
+        vocab_size=VOCABULARY, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, attention_type="original_full",
+        max_position_embeddings=64,
+    )  # fmt: skip
+    return sharpened(transformers.BigBirdPegasusModel(config))
+
+
+def outputs(model: Any, implementation: str, **inputs: Any) -> torch.Tensor:
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        return model(IDS, **inputs)[0]
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    ck.register()
+    transformers.logging.set_verbosity_error()
+
+
+def assert_as_eager(model: Any, **inputs: Any) -> None:
+    want, got = (outputs(model, name, **inputs) for name in ("eager", ck.ATTENTION_NAME))
+    assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("mask", [None, LEFT_PADDED], ids=["full", "padded"])
+@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
+def test_text_beside_images_is_causal(images, mask):
+    pixels = {"pixel_values": torch.randn(2, 3, 32, 32)} if images else {}
+    assert_as_eager(git(), attention_mask=mask, **pixels)
+
+
+def test_padding_of_an_encoder_is_not_seen():
+    assert_as_eager(bigbird_pegasus(), attention_mask=LEFT_PADDED, decoder_input_ids=IDS)
+    assert_as_eager(bigbird_pegasus(), attention_mask=None, decoder_input_ids=IDS)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_what_is_not_in_a_cache_is_not_seen(cache):
+    model, found = git(), []
+    options: Any = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    for name in ("eager", ck.ATTENTION_NAME):
+        model.set_attn_implementation(name)
+        try:
+            found.append(model.generate(IDS, attention_mask=LEFT_PADDED, cache_implementation=cache, **options))
+        except (RuntimeError, TypeError) as error:
+            if found:
+                raise
+            pytest.skip(f"not in this release of transformers: {error}")
+    want, got = found
+    assert torch.equal(got.sequences, want.sequences)
+    for ours, theirs in zip(got.logits, want.logits, strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+def test_layers_that_read_a_cache_themselves_are_refused_by_name():
+    model = git().bfloat16()
+    with pytest.raises(ValueError, match="whose GitSelfAttention computes attention itself, want kv_format=None"):
+        ck.accelerate(model, kv_format="bf16")
+    assert model.config._attn_implementation != ck.ATTENTION_NAME
+    model.set_attn_implementation(ck.ATTENTION_NAME)
+    with pytest.raises(AttributeError, match="GitSelfAttention offers no choice: it computes attention itself"):
+        model(IDS, past_key_values=ck.DecodeCache("bf16"))
+    ck.accelerate(model, kv_format=None)
