@@ -16,6 +16,7 @@ from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_formats import format_of
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.runtime import KernelCache
+from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.weight_formats import integers
 from tests.runtime.tiny import tiny_specs
 from tools import bundle_wheel
@@ -76,6 +77,7 @@ def test_one_that_does_not_fit_is_left_out_with_a_warning(site: Path, tmp_path: 
     assert printed.startswith("None cute-kernels-sm90a is installed and not used: ") and "x86_64-v9" in printed
 
 
+GPUS = engine_kernels.GPUS
 HEADS, FORMATS = engine_kernels.Heads(32, 8), Formats(format_of("e4m3_tensor"), format_of("e4m3_tensor"))
 
 
@@ -104,3 +106,21 @@ def test_processes_list_what_one_lists(monkeypatch: pytest.MonkeyPatch):
     one = engine_kernels.specs(1)
     assert engine_kernels.specs(2) == one
     assert {spec.family for spec in one} == {"attention", "kv_cache", "extend", "linear", "moe"}
+
+
+def test_the_list_is_kept_until_a_source_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    of_attention = engine_kernels.attention_specs(HEADS, FORMATS, 0, (1, 64))
+    of_layers = prepare.specs_for(LinearProblem(1, 4096, 7168, 7168, integers(4, 128), "bf16"), 64, GPUS[0])
+    with standing_in(Gpu(num_sms=lambda device: 132, name=lambda device: GPUS[0])):
+        of_experts = engine_kernels.experts_specs(engine_kernels.EXPERTS[0], 4, 128)
+    found, asked = [*of_attention, *of_layers, *of_experts], []
+    monkeypatch.setattr(engine_kernels, "specs", lambda: asked.append(1) or found)
+    keep = tmp_path / "cache"
+    assert engine_kernels.kept_specs("sm_90a", keep) == found
+    assert set(engine_kernels.kept_specs("sm_90a", keep)) == set(found) and len(asked) == 1
+    (path,) = keep.iterdir()
+    path.write_text("{}")  # damaged
+    assert set(engine_kernels.kept_specs("sm_90a", keep)) == set(found) and len(asked) == 2
+    monkeypatch.setattr(engine_kernels, "_digest_of_sources", lambda: "another")
+    assert engine_kernels.kept_specs("sm_90a", keep) == found and len(asked) == 3
+    assert [one.name for one in keep.iterdir()] == ["engine_kernels_another.json"]

@@ -7,15 +7,19 @@ not here, is named at its start (`prepare.why_not_ready`).
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
+import cute_kernels
+import layouts
 from cute_kernels.attention.schedule import DecodeProblem
 from cute_kernels.integrations.vllm import attention_kernels, expert_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
@@ -25,7 +29,7 @@ from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.tuned import modelled, tuned
 from cute_kernels.moe.checks import MAX_TOKENS
-from cute_kernels.runtime import workers
+from cute_kernels.runtime import wanted, workers
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.weight_formats import integers
@@ -110,6 +114,38 @@ EXPERTS = (
     *(Experts(128, 4096, 1536 // ranks, 8) for ranks in (1, 2, 4)),  # Qwen3-235B-A22B
     *(Experts(8, 4096, 14336 // ranks, 2) for ranks in (1, 2, 4, 8)),  # Mixtral 8x7B
 )
+
+
+def kept_specs(arch: str, directory: Path) -> list[KernelSpec]:
+    """:func:`specs`, from a list in ``directory`` if the sources that it was made from are those that are installed.
+
+    Raises OSError if it cannot be written.
+    """
+    path = directory / f"{KEPT}{_digest_of_sources()}.json"
+    if path.is_file():
+        try:
+            return wanted.read(path, arch)
+        except ValueError:
+            path.unlink()
+    found = specs()
+    for old in directory.glob(f"{KEPT}*.json"):
+        old.unlink()
+    wanted.write(path, found, arch)
+    return found
+
+
+KEPT = "engine_kernels_"
+
+
+def _digest_of_sources() -> str:
+    """Of the Python that lists kernels, and of the tables of measured times."""
+    digest = hashlib.sha256()
+    for package in (Path(cute_kernels.__file__).parent, Path(layouts.__file__).parent):
+        for path in sorted(package.rglob("*")):
+            if path.suffix in (".py", ".json"):
+                content = path.read_bytes()
+                digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:16]
 
 
 def specs(jobs: int | None = None) -> list[KernelSpec]:
