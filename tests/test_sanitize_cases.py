@@ -11,6 +11,7 @@ import torch
 from bench.linear import Format
 from bench.moe import MoeModel, MoeShape
 from cute_kernels.linear.wgmma.mainloops import NORMED, SCALED
+from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu import sanitize, sanitize_cases
 from tests.gpu.sanitize_cases import (
     CASES,
@@ -117,3 +118,20 @@ def test_cases_are_listed_and_unknown_ones_refused(capsys):
     assert capsys.readouterr().out.split() == list(CASES)
     assert sanitize.main(["build", "linear-none"]) == 2
     assert "unknown case linear-none; there are int4_g1," in capsys.readouterr().err
+
+
+def test_kernels_of_a_bundle_need_not_be_compiled(monkeypatch: pytest.MonkeyPatch):
+    class Bundle:
+        """Has every kernel but those whose names begin so."""
+
+        lacks = "nothing"
+
+        def has(self, spec: KernelSpec, arch: str) -> bool:
+            return arch == sanitize.ARCH and not spec.symbol.startswith(self.lacks)
+
+    bundle = Bundle()
+    monkeypatch.setattr(sanitize, "default_cache", lambda: bundle)
+    names = ["norm", "linear-one-row", "extend-bf16"]
+    assert sanitize.missing(names) == []
+    bundle.lacks = "norm_"
+    assert sanitize.missing(names) == ["norm"]

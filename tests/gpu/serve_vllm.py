@@ -310,12 +310,30 @@ def serve_long(llm: Any, scenario: Scenario, folder: Path) -> dict[str, Any]:
                 finished += 1
         if (step + 1) % (LONG_STEPS // 4) == 0:
             torch.cuda.synchronize()
-            free, total = torch.cuda.mem_get_info()
-            memory.append({"gpu": total - free, "host": resident_bytes()})
+            memory.append({"gpu": gpu_bytes(), "torch": torch.cuda.memory_reserved(), "host": resident_bytes()})
     return {"memory": memory, "finished": finished, "aborted": aborted, "live": len(live)}
 
 
 LONG_STEPS = 1200
+
+
+def gpu_bytes() -> int:
+    """In use on the first GPU by this process; by all, where the driver does not tell processes apart."""
+    import torch
+    from vllm.third_party import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid == os.getpid() and process.usedGpuMemory is not None:
+                return process.usedGpuMemory
+    except pynvml.NVMLError:
+        pass
+    finally:
+        pynvml.nvmlShutdown()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def resident_bytes() -> int:

@@ -15,8 +15,8 @@ ROWS = (1, 5, 40)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernels():
-    """Kernels of all of these layers, compiled side by side where they are not there yet."""
+def kernels(request: pytest.FixtureRequest):
+    """Kernels of the layers of chosen tests, compiled side by side where they are not there yet."""
     from cute_kernels.integrations.vllm import expert_kernels, prepare
     from cute_kernels.integrations.vllm.linear import Form
     from cute_kernels.linear.experts import ExpertsForm
@@ -24,11 +24,14 @@ def kernels():
     from cute_kernels.weight_formats import integers
 
     gpu, num_sms = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).multi_processor_count
+    chosen = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    parameters = [call.params for call in chosen if call is not None]
     specs = []
-    for form in layers.CHECKPOINTS:
+    for form in {given["form"] for given in parameters if "form" in given} | {layers.Checkpoint("ct")}:
         problem = Form(form.bits, form.group_size, form.n, form.k, form.dtype, form.zero_point).problem(num_sms)
         specs += [spec for rows in ROWS for spec in prepare.specs_for(problem, rows, gpu)]
-    for _, bits, group_size, zero_point, dtype in layers.EXPERTS:
+    for given in (given for given in parameters if "checkpoint" in given):
+        bits, group_size, zero_point, dtype = (given[name] for name in ("bits", "group_size", "zero_point", "dtype"))
         gate_up, down = (
             ExpertsForm(
                 num_experts=layers.NUM_EXPERTS,

@@ -267,7 +267,7 @@ def test_fused_graphs_give_what_single_operations_give(served: Served):
 
 def test_a_window_that_is_ignored_would_be_noticed(served: Served, own: Difference):
     found = difference(served("window-theirs"), served("theirs"))
-    assert sorted(found.logprobs)[len(found.logprobs) // 2] > 10 * max(own.logprobs) or len(found.parted) > 20
+    assert len(found.parted) > 20 or sorted(found.logprobs)[len(found.logprobs) // 2] > 10 * max(own.logprobs)
 
 
 def test_two_engines_of_a_process_give_what_each_does_alone(served: Served):
@@ -280,9 +280,10 @@ def test_two_engines_of_a_process_give_what_each_does_alone(served: Served):
 def test_memory_stays_as_it_is_while_requests_come_and_go(served: Served):
     found = served("long")
     assert found["finished"] > 300 and found["aborted"] > 20, found
+    print("memory:", found["memory"])
     second, last = found["memory"][1], found["memory"][-1]
-    assert last["gpu"] - second["gpu"] <= 16 << 20, found["memory"]
-    assert last["host"] - second["host"] <= 64 << 20, found["memory"]
+    for name, most in (("gpu", 16 << 20), ("torch", 16 << 20), ("host", 64 << 20)):
+        assert last[name] - second[name] <= most, found["memory"]
 
 
 @pytest.mark.parametrize("form", ["", "int4-"])

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from cute_kernels._version import __version__
-from cute_kernels.integrations.vllm import engine_kernels
+from cute_kernels.integrations.vllm import engine_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_formats import format_of
+from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.runtime import KernelCache
+from cute_kernels.runtime.gpu import Gpu, standing_in
+from cute_kernels.weight_formats import integers
 from tests.runtime.tiny import tiny_specs
 from tools import bundle_wheel
 
@@ -74,11 +77,50 @@ def test_one_that_does_not_fit_is_left_out_with_a_warning(site: Path, tmp_path: 
     assert printed.startswith("None cute-kernels-sm90a is installed and not used: ") and "x86_64-v9" in printed
 
 
-def test_what_an_engine_asks_for_is_on_the_list(monkeypatch: pytest.MonkeyPatch):
-    """Also for the numbers of requests between those that the list was made with."""
-    heads, formats = engine_kernels.Heads(32, 8), Formats(format_of("e4m3_tensor"), format_of("e4m3_tensor"))
-    monkeypatch.setattr(engine_kernels, "HEADS", (heads,))
+GPUS = engine_kernels.GPUS
+HEADS, FORMATS = engine_kernels.Heads(32, 8), Formats(format_of("e4m3_tensor"), format_of("e4m3_tensor"))
+
+
+@pytest.mark.parametrize("drafted", [0, 2])
+def test_what_an_engine_asks_for_is_on_the_list(drafted: int):
+    """Also for the numbers of requests between those that the list was made with, and for fewer drafted tokens."""
+    listed = set(engine_kernels.attention_specs(HEADS, FORMATS, engine_kernels.DRAFTED))
+    asked = engine_kernels.attention_specs(HEADS, FORMATS, drafted, (1, 2, 4, *range(8, 129, 24), 256))
+    assert set(asked) <= listed
+
+
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 7168)], ids=["measured", "not measured"])
+def test_what_a_layer_asks_for_on_each_gpu_is_on_the_list(n: int, k: int):
+    problem = LinearProblem(1, n, k, k, integers(4, 128), "bf16")
+    listed = engine_kernels.linear_specs(problem)
+    rows = (1, 2, 8, 40, 256, 288, 512, 4096, 16384)
+    asked = [spec for gpu in engine_kernels.GPUS for m in rows for spec in prepare.specs_for(problem, m, gpu)]
+    assert set(asked) <= set(listed) and len(listed) == len(set(listed))
+
+
+def test_processes_list_what_one_lists(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_kernels, "HEADS", (HEADS, HEADS))
     monkeypatch.setattr(engine_kernels, "KV_FORMATS", (("e4m3_tensor", "e4m3_tensor"),))
-    listed = {spec.symbol for spec in engine_kernels._attention()}
-    asked = engine_kernels.attention_specs(heads, formats, 0, (1, 2, 4, *range(8, 129, 24), 256))
-    assert {spec.symbol for spec in asked} <= listed
+    monkeypatch.setattr(engine_kernels, "LAYERS", (engine_kernels.Layers(((4096, 7168),)),))
+    monkeypatch.setattr(engine_kernels, "EXPERTS", engine_kernels.EXPERTS[:1])
+    one = engine_kernels.specs(1)
+    assert engine_kernels.specs(2) == one
+    assert {spec.family for spec in one} == {"attention", "kv_cache", "extend", "linear", "moe"}
+
+
+def test_the_list_is_kept_until_a_source_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    of_attention = engine_kernels.attention_specs(HEADS, FORMATS, 0, (1, 64))
+    of_layers = prepare.specs_for(LinearProblem(1, 4096, 7168, 7168, integers(4, 128), "bf16"), 64, GPUS[0])
+    with standing_in(Gpu(num_sms=lambda device: 132, name=lambda device: GPUS[0])):
+        of_experts = engine_kernels.experts_specs(engine_kernels.EXPERTS[0], 4, 128)
+    found, asked = [*of_attention, *of_layers, *of_experts], []
+    monkeypatch.setattr(engine_kernels, "specs", lambda: asked.append(1) or found)
+    keep = tmp_path / "cache"
+    assert engine_kernels.kept_specs("sm_90a", keep) == found
+    assert set(engine_kernels.kept_specs("sm_90a", keep)) == set(found) and len(asked) == 1
+    (path,) = keep.iterdir()
+    path.write_text("{}")  # damaged
+    assert set(engine_kernels.kept_specs("sm_90a", keep)) == set(found) and len(asked) == 2
+    monkeypatch.setattr(engine_kernels, "_digest_of_sources", lambda: "another")
+    assert engine_kernels.kept_specs("sm_90a", keep) == found and len(asked) == 3
+    assert [one.name for one in keep.iterdir()] == ["engine_kernels_another.json"]

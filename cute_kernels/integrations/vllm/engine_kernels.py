@@ -6,20 +6,30 @@ not here, is named at its start (`prepare.why_not_ready`).
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
+import cute_kernels
+import layouts
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.integrations.vllm import attention_kernels, expert_kernels, prepare
 from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_formats import format_of
+from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.schedule import LinearProblem
+from cute_kernels.linear.tuned import modelled, tuned
 from cute_kernels.moe.checks import MAX_TOKENS
+from cute_kernels.runtime import wanted, workers
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.weight_formats import integers
@@ -37,7 +47,7 @@ KV_FORMATS = (
 )
 """K's and V's: vLLM's 8-bit caches, and those that the pages recommend."""
 PAGE_SIZE = 64  # what the plug-in prefers
-DRAFTED = (0, 3)
+DRAFTED = 3  # tokens at most: what fewer ask for, none among them, is a part of that
 
 
 @dataclass(frozen=True)
@@ -106,18 +116,69 @@ EXPERTS = (
 )
 
 
-def specs() -> list[KernelSpec]:
-    """All of them; needs neither vLLM nor a GPU."""
-    found: dict[KernelSpec, None] = {}
-    found.update(dict.fromkeys(_attention()))
-    found.update(dict.fromkeys(_linear()))
-    found.update(dict.fromkeys(_experts()))
-    return list(found)
+def kept_specs(arch: str, directory: Path) -> list[KernelSpec]:
+    """:func:`specs`, from a list in ``directory`` if the sources that it was made from are those that are installed.
+
+    Raises OSError if it cannot be written.
+    """
+    path = directory / f"{KEPT}{_digest_of_sources()}.json"
+    if path.is_file():
+        try:
+            return wanted.read(path, arch)
+        except ValueError:
+            path.unlink()
+    found = specs()
+    for old in directory.glob(f"{KEPT}*.json"):
+        old.unlink()
+    wanted.write(path, found, arch)
+    return found
 
 
-def _attention() -> Iterator[KernelSpec]:
-    for heads, (k, v), drafted in itertools.product(HEADS, KV_FORMATS, DRAFTED):
-        yield from attention_specs(heads, Formats(format_of(k), format_of(v)), drafted)
+KEPT = "engine_kernels_"
+
+
+def _digest_of_sources() -> str:
+    """Of the Python that lists kernels, and of the tables of measured times."""
+    digest = hashlib.sha256()
+    for package in (Path(cute_kernels.__file__).parent, Path(layouts.__file__).parent):
+        for path in sorted(package.rglob("*")):
+            if path.suffix in (".py", ".json"):
+                content = path.read_bytes()
+                digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def specs(jobs: int | None = None) -> list[KernelSpec]:
+    """All of them; needs neither vLLM nor a GPU.
+
+    Some 70,000 schedules are chosen, one for each number of rows or requests of each shape, by ``jobs`` processes
+    (default: by cores and memory).
+    """
+    jobs = workers.default_jobs() if jobs is None else jobs
+    parts = [*_attention(), *_linear(), *_experts()]
+    if jobs == 1:
+        lists = [part() for part in parts]
+    else:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            lists = list(pool.map(_call, parts))
+    return list(dict.fromkeys(itertools.chain.from_iterable(lists)))
+
+
+Part = Callable[[], list[KernelSpec]]
+"""Lists the kernels of one shape."""
+
+
+def _call(part: Part) -> list[KernelSpec]:
+    return part()
+
+
+def _attention() -> Iterator[Part]:
+    for heads, names in itertools.product(dict.fromkeys(HEADS), KV_FORMATS):
+        yield functools.partial(_attention_specs_of, heads, *names)
+
+
+def _attention_specs_of(heads: Heads, k: str, v: str) -> list[KernelSpec]:
+    return attention_specs(heads, Formats(format_of(k), format_of(v)), DRAFTED)
 
 
 def attention_specs(
@@ -138,20 +199,34 @@ def attention_specs(
     return attention_kernels.specs_of(layer, decodes, DecodeProblem.num_sms)
 
 
-def _linear() -> Iterator[KernelSpec]:
-    rows = prepare.RowCounts(CAPTURED, MOST_TOKENS).all()
+def _linear() -> Iterator[Part]:
     shapes = dict.fromkeys(shape for layers in LAYERS for shape in layers.shapes)
-    for (n, k), (bits, group_size), gpu in itertools.product(shapes, WEIGHTS, GPUS):
-        problem = LinearProblem(1, n, k, k, integers(bits, group_size), "bf16")
-        for m in rows:
-            yield from prepare.specs_for(problem, m, gpu)
+    for (n, k), (bits, group_size) in itertools.product(shapes, WEIGHTS):
+        yield functools.partial(linear_specs, LinearProblem(1, n, k, k, integers(bits, group_size), "bf16"))
 
 
-def _experts() -> Iterator[KernelSpec]:
-    for gpu in GPUS:
-        with standing_in(Gpu(num_sms=lambda device: DecodeProblem.num_sms, name=lambda device, gpu=gpu: gpu)):
-            for experts, (bits, group_size) in itertools.product(EXPERTS, WEIGHTS):
-                yield from experts_specs(experts, bits, group_size)
+def linear_specs(problem: LinearProblem) -> list[KernelSpec]:
+    """The kernels of a layer (a problem of one row) on all of GPUS, which differ by what was measured on them."""
+    found: dict[KernelSpec, None] = {}
+    for m in prepare.RowCounts(CAPTURED, MOST_TOKENS).all():
+        rows = replace(problem, m=m)
+        measured = [tuned(rows, gpu) for gpu in GPUS]
+        schedules = [schedule for schedule in measured if schedule is not None]
+        if len(schedules) < len(GPUS):
+            schedules.append(modelled(rows))
+        for schedule in schedules:
+            found.update(dict.fromkeys(specs_of(schedule.config)))
+    return list(found)
+
+
+def _experts() -> Iterator[Part]:
+    for gpu, experts, weights in itertools.product(GPUS, EXPERTS, WEIGHTS):
+        yield functools.partial(_experts_specs_on, gpu, experts, *weights)
+
+
+def _experts_specs_on(gpu: str, experts: Experts, bits: int, group_size: int) -> list[KernelSpec]:
+    with standing_in(Gpu(num_sms=lambda device: DecodeProblem.num_sms, name=lambda device: gpu)):
+        return experts_specs(experts, bits, group_size)
 
 
 def experts_specs(experts: Experts, bits: int, group_size: int) -> list[KernelSpec]:
