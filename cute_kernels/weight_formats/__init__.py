@@ -2,7 +2,7 @@
 
 A format says its codes, its scales and zero points, what they stand for, how weights are quantised to it, how a kernel
 decodes it, and what that costs. `PackedWeight`, configurations, operators, tuned tables and tests carry the object or
-its key. Adding a format is one file that registers it: see docs/design/linear_structure.md.
+its key. Adding a format is one file that registers it: see docs/add_weight_format.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What holds of every registered weight format; a format has these tests by being registered.
 
-`tests.weight_formats.codebook` is imported for one that is no part of the package.
+Importing `tests.weight_formats` registers those of this folder, which are no part of the package.
 """
 
 from __future__ import annotations
