@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import __main__ as command
-from bench import e2e_steps, steps
+from bench import command_line, e2e_steps, steps
 from bench.e2e_steps import kind_of
 from bench.steps import CASES, MODELS, Shape, Step, StepCase, StepModel
 
@@ -160,7 +159,7 @@ class _Bench:
 
 
 def test_models_of_the_command_are_those_of_the_loops():
-    assert tuple(MODELS) == command.STEP_MODELS
+    assert tuple(MODELS) == command_line.STEP_MODELS
 
 
 def test_both_figures_are_drawn(record, tmp_path):

@@ -54,7 +54,7 @@ def computes_attention(kind: type) -> bool:
     return "softmax" in called and "ALL_ATTENTION_FUNCTIONS" not in called
 
 
-def _parameters(function: Any) -> tuple[str, ...]:
+def _parameters(function: object) -> tuple[str, ...]:
     code = getattr(function, "__code__", None)
     return () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 

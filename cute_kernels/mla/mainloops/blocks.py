@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 
@@ -12,9 +10,9 @@ from cute_kernels.mla.config import NUM_STAGES
 
 
 class BlockLoop:
-    """A mainloop's blocks, one after the other."""
+    """A mainloop's blocks, one after the other. mainloop: Serial or Stepped, or DelayedPV for values alone."""
 
-    def __init__(self, mainloop: Any):
+    def __init__(self, mainloop) -> None:
         self.mainloop = mainloop
 
     @cute.jit
