@@ -17,6 +17,7 @@ from cute_kernels.kv_formats import format_of
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.runtime import KernelCache
 from cute_kernels.runtime.gpu import Gpu, standing_in
+from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.weight_formats import integers
 from tests.runtime.tiny import tiny_specs
 from tools import bundle_wheel
@@ -98,29 +99,33 @@ def test_what_a_layer_asks_for_on_each_gpu_is_on_the_list(n: int, k: int):
     assert set(asked) <= set(listed) and len(listed) == len(set(listed))
 
 
-def test_processes_list_what_one_lists(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_kernels, "HEADS", (HEADS, HEADS))
-    monkeypatch.setattr(engine_kernels, "KV_FORMATS", (("e4m3_tensor", "e4m3_tensor"),))
-    monkeypatch.setattr(engine_kernels, "LAYERS", (engine_kernels.Layers(((4096, 7168),)),))
-    monkeypatch.setattr(engine_kernels, "EXPERTS", engine_kernels.EXPERTS[:1])
-    one = engine_kernels.specs(1)
-    assert engine_kernels.specs(2) == one
+def test_processes_list_what_one_lists():
+    kinds = (engine_kernels._attention(), engine_kernels._linear(), engine_kernels._experts())
+    parts = [next(kind) for kind in kinds]
+    one = engine_kernels.listed([*parts, parts[0]], 1)
+    assert engine_kernels.listed([*parts, parts[0]], 2) == one and len(one) == len(set(one))
     assert {spec.family for spec in one} == {"attention", "kv_cache", "extend", "linear", "moe"}
 
 
-def test_the_list_is_kept_until_a_source_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_no_shape_is_listed_twice():
+    parts = [str(part) for part in (*engine_kernels._attention(), *engine_kernels._linear())]
+    assert len(parts) == len(set(parts))
+
+
+def test_the_list_is_kept_until_a_source_changes(tmp_path: Path):
     of_attention = engine_kernels.attention_specs(HEADS, FORMATS, 0, (1, 64))
     of_layers = prepare.specs_for(LinearProblem(1, 4096, 7168, 7168, integers(4, 128), "bf16"), 64, GPUS[0])
     with standing_in(Gpu(num_sms=lambda device: 132, name=lambda device: GPUS[0])):
         of_experts = engine_kernels.experts_specs(engine_kernels.EXPERTS[0], 4, 128)
     found, asked = [*of_attention, *of_layers, *of_experts], []
-    monkeypatch.setattr(engine_kernels, "specs", lambda: asked.append(1) or found)
-    keep = tmp_path / "cache"
-    assert engine_kernels.kept_specs("sm_90a", keep) == found
-    assert set(engine_kernels.kept_specs("sm_90a", keep)) == set(found) and len(asked) == 1
-    (path,) = keep.iterdir()
+
+    def kept(sources: str | None = None) -> list[KernelSpec]:
+        return engine_kernels.kept_specs("sm_90a", tmp_path / "cache", sources, lambda: asked.append(1) or found)
+
+    assert kept() == found
+    assert set(kept()) == set(found) and len(asked) == 1
+    (path,) = (tmp_path / "cache").iterdir()
     path.write_text("{}")  # damaged
-    assert set(engine_kernels.kept_specs("sm_90a", keep)) == set(found) and len(asked) == 2
-    monkeypatch.setattr(engine_kernels, "_digest_of_sources", lambda: "another")
-    assert engine_kernels.kept_specs("sm_90a", keep) == found and len(asked) == 3
-    assert [one.name for one in keep.iterdir()] == ["engine_kernels_another.json"]
+    assert set(kept()) == set(found) and len(asked) == 2
+    assert kept("another") == found and len(asked) == 3
+    assert [one.name for one in path.parent.iterdir()] == ["engine_kernels_another.json"]

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import itertools
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,18 +116,23 @@ EXPERTS = (
 )
 
 
-def kept_specs(arch: str, directory: Path) -> list[KernelSpec]:
+def kept_specs(
+    arch: str, directory: Path, sources: str | None = None, make: Callable[[], list[KernelSpec]] | None = None
+) -> list[KernelSpec]:
     """:func:`specs`, from a list in ``directory`` if the sources that it was made from are those that are installed.
 
-    Raises OSError if it cannot be written.
+    Args:
+        sources: their digest; None for that of those installed. make: what lists kernels; None for :func:`specs`.
+
+    Raises OSError if the list cannot be written.
     """
-    path = directory / f"{KEPT}{_digest_of_sources()}.json"
+    path = directory / f"{KEPT}{sources or _digest_of_sources()}.json"
     if path.is_file():
         try:
             return wanted.read(path, arch)
         except ValueError:
             path.unlink()
-    found = specs()
+    found = (make or specs)()
     for old in directory.glob(f"{KEPT}*.json"):
         old.unlink()
     wanted.write(path, found, arch)
@@ -148,14 +153,16 @@ def _digest_of_sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def specs(jobs: int | None = None) -> list[KernelSpec]:
+def specs() -> list[KernelSpec]:
     """All of them; needs neither vLLM nor a GPU.
 
-    Some 70,000 schedules are chosen, one for each number of rows or requests of each shape, by ``jobs`` processes
-    (default: by cores and memory).
+    Some 70,000 schedules are chosen, one for each number of rows or requests of each shape.
     """
-    jobs = workers.default_jobs() if jobs is None else jobs
-    parts = [*_attention(), *_linear(), *_experts()]
+    return listed([*_attention(), *_linear(), *_experts()], workers.default_jobs())
+
+
+def listed(parts: Iterable[Part], jobs: int) -> list[KernelSpec]:
+    """The kernels of all parts, each once, found by so many processes."""
     if jobs == 1:
         lists = [part() for part in parts]
     else:
