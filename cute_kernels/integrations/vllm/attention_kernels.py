@@ -163,8 +163,8 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
 
 def _features(impl: Foreign, q_len: int, max_seq_len: int, after_append: bool = False) -> Features:
     window, transform = impl.sliding_window, impl.transform
-    # Behind an append the kernel undoes what the transform does to V, as `append_and_decode` does.
-    restores = after_append and transform is not None and transform.v_rotation <= WIDEST_RESTORED
+    # What it does to V is undone by the kernel behind an append alone, as `append_and_decode` has it.
+    restored = transform if after_append and transform is not None and transform.v_rotation <= WIDEST_RESTORED else None
     return Features(
         queries=q_len > 1,
         causal=q_len > 1,
@@ -172,7 +172,7 @@ def _features(impl: Foreign, q_len: int, max_seq_len: int, after_append: bool = 
         soft_cap=impl.soft_cap is not None,
         sinks=impl.sinks is not None,
         shift=_sees_shift(impl),
-        v_rotation=transform.v_rotation if restores else 1,
-        v_factor=restores and transform.v_factor is not None,
+        v_rotation=1 if restored is None else restored.v_rotation,
+        v_factor=restored is not None and restored.v_factor is not None,
         paged=True,
     )
