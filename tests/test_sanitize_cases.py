@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from bench.linear import Format
 from bench.moe import MoeModel, MoeShape
 from cute_kernels.linear.wgmma.mainloops import NORMED, SCALED
+from cute_kernels.runtime import KernelCache
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu import sanitize, sanitize_cases
 from tests.gpu.sanitize_cases import (
@@ -120,18 +122,18 @@ def test_cases_are_listed_and_unknown_ones_refused(capsys):
     assert "unknown case linear-none; there are int4_g1," in capsys.readouterr().err
 
 
-def test_kernels_of_a_bundle_need_not_be_compiled(monkeypatch: pytest.MonkeyPatch):
-    class Bundle:
-        """Has every kernel but those whose names begin so."""
+class Bundle(KernelCache):
+    """Has every kernel but those whose names begin so."""
 
-        lacks = "nothing"
+    def __init__(self, lacks: str) -> None:
+        super().__init__(Path("nothing-is-kept"))
+        self.lacks = lacks
 
-        def has(self, spec: KernelSpec, arch: str) -> bool:
-            return arch == sanitize.ARCH and not spec.symbol.startswith(self.lacks)
+    def has(self, spec: KernelSpec, arch: str) -> bool:
+        return arch == sanitize.ARCH and not spec.symbol.startswith(self.lacks)
 
-    bundle = Bundle()
-    monkeypatch.setattr(sanitize, "default_cache", lambda: bundle)
+
+def test_kernels_of_a_bundle_need_not_be_compiled():
     names = ["norm", "linear-one-row", "extend-bf16"]
-    assert sanitize.missing(names) == []
-    bundle.lacks = "norm_"
-    assert sanitize.missing(names) == ["norm"]
+    assert sanitize.missing(names, Bundle("nothing")) == []
+    assert sanitize.missing(names, Bundle("norm_")) == ["norm"]

@@ -13,14 +13,14 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 
-from cute_kernels.runtime import arch_of, default_cache, load_many
+from cute_kernels.runtime import KernelCache, arch_of, default_cache, load_many
 from tests.gpu.sanitize_cases import CASES
 from tests.gpu.specs import ARCH
 
 
-def missing(names: Iterable[str]) -> list[str]:
-    """Those of these cases of whose kernels one is in no bundle and not in the cache."""
-    return [name for name in names if not all(default_cache().has(spec, ARCH) for spec in CASES[name].specs())]
+def missing(names: Iterable[str], cache: KernelCache) -> list[str]:
+    """Those of these cases of whose kernels one is in no bundle and not on disk."""
+    return [name for name in names if not all(cache.has(spec, ARCH) for spec in CASES[name].specs())]
 
 
 def build(names: Iterable[str]) -> None:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         build(names)
         return 0
     arch_of()  # says what is supported if this GPU is not
-    absent = missing(names)
+    absent = missing(names, default_cache())
     if absent:
         print(f"not compiled: {', '.join(absent)}; run `python -m tests.gpu.sanitize build` first", file=sys.stderr)
         return 2

@@ -100,15 +100,16 @@ def test_what_a_layer_asks_for_on_each_gpu_is_on_the_list(n: int, k: int):
 
 
 def test_processes_list_what_one_lists():
-    served = engine_kernels.Served(
-        heads=(HEADS, HEADS),
-        kv_formats=(("e4m3_tensor", "e4m3_tensor"),),
-        layers=(engine_kernels.Layers(((4096, 7168),)),),
-        experts=engine_kernels.EXPERTS[:1],
-    )
-    one = engine_kernels.specs(1, served)
-    assert engine_kernels.specs(2, served) == one
+    kinds = (engine_kernels._attention(), engine_kernels._linear(), engine_kernels._experts())
+    parts = [next(kind) for kind in kinds]
+    one = engine_kernels.listed([*parts, parts[0]], 1)
+    assert engine_kernels.listed([*parts, parts[0]], 2) == one and len(one) == len(set(one))
     assert {spec.family for spec in one} == {"attention", "kv_cache", "extend", "linear", "moe"}
+
+
+def test_no_shape_is_listed_twice():
+    parts = [str(part) for part in (*engine_kernels._attention(), *engine_kernels._linear())]
+    assert len(parts) == len(set(parts))
 
 
 def test_the_list_is_kept_until_a_source_changes(tmp_path: Path):
@@ -117,15 +118,14 @@ def test_the_list_is_kept_until_a_source_changes(tmp_path: Path):
     with standing_in(Gpu(num_sms=lambda device: 132, name=lambda device: GPUS[0])):
         of_experts = engine_kernels.experts_specs(engine_kernels.EXPERTS[0], 4, 128)
     found, asked = [*of_attention, *of_layers, *of_experts], []
-    keep = tmp_path / "cache"
 
-    def kept(digest: str | None = None) -> list[KernelSpec]:
-        return engine_kernels.kept_specs("sm_90a", keep, lambda: asked.append(1) or found, digest)
+    def kept(sources: str | None = None) -> list[KernelSpec]:
+        return engine_kernels.kept_specs("sm_90a", tmp_path / "cache", sources, lambda: asked.append(1) or found)
 
     assert kept() == found
     assert set(kept()) == set(found) and len(asked) == 1
-    (path,) = keep.iterdir()
+    (path,) = (tmp_path / "cache").iterdir()
     path.write_text("{}")  # damaged
     assert set(kept()) == set(found) and len(asked) == 2
     assert kept("another") == found and len(asked) == 3
-    assert [one.name for one in keep.iterdir()] == ["engine_kernels_another.json"]
+    assert [one.name for one in path.parent.iterdir()] == ["engine_kernels_another.json"]

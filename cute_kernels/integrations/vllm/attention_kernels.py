@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.attention.checks import MAX_Q_LEN, Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.attention.features import PLAIN, WIDEST_RESTORED, Features
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.schedule import make_schedule
@@ -93,8 +93,18 @@ def specs(impls: Iterable[Foreign], decodes: Decodes, device: torch.device) -> l
 def _kind(impl: Foreign) -> tuple[object, ...]:
     """What kernels know of a layer; most layers of a model are alike."""
     shape = impl.formats, impl.head_size, impl.num_heads, impl.num_kv_heads
-    options = impl.sliding_window, impl.soft_cap is None, impl.sinks is None
-    return *shape, *options, row_transform_of(impl.transform, shift=False), _features(impl, 1, 1)
+    options = impl.sliding_window, impl.soft_cap is None, impl.sinks is None, _reads_anothers_cache(impl)
+    return *shape, *options, row_transform_of(impl.transform, shift=False)
+
+
+def _reads_anothers_cache(impl: Foreign) -> bool:
+    return getattr(impl, "kv_sharing_target_layer_name", None) is not None
+
+
+def _sees_shift(impl: Foreign) -> bool:
+    """Whether the result depends on what the center of keys takes off the scores, which kernels then add."""
+    centred = impl.transform is not None and impl.transform.k_center is not None
+    return centred and (impl.soft_cap is not None or impl.sinks is not None)
 
 
 def specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> list[KernelSpec]:
@@ -104,13 +114,19 @@ def specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> list[KernelSpec]:
 
 def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelSpec]:
     forms, dtype = (impl.formats.k.name, impl.formats.v.name), Q_DTYPES[decodes.dtype]
-    rows = row_transform_of(impl.transform, shift=False)
     k, v = (WrittenRows(form, impl.head_size) for form in forms)
-    yield from (AppendSpec(AppendConfig(k, v, dtype, leads=leads, transform=rows)) for leads in (False, True))
+    rows = row_transform_of(impl.transform, shift=False)
+    yield AppendSpec(AppendConfig(k, v, dtype, transform=rows))
+    rows_of_step = row_transform_of(impl.transform, _sees_shift(impl))
+    append = AppendConfig(k, v, dtype, leads=True, transform=rows_of_step)
+    yield AppendSpec(append)
+    if rows_of_step is not None:
+        yield AppendSpec(append.for_decode())  # of one token alone
     pages = -(-decodes.max_seq_len // decodes.page_size)
     if can_extend(impl.formats, impl.head_size):
-        # What a transform does is undone behind the kernel.
-        features = replace(_features(impl, 1, pages * decodes.page_size), causal=True, v_rotation=1, v_factor=False)
+        # What a transform does is undone behind the kernel, and sinks join where shifts do.
+        features = replace(_features(impl, 1, pages * decodes.page_size), causal=True, shift=False)
+        features = replace(features, sinks=features.sinks and not _sees_shift(impl))
         config = _extend_config(impl.formats, impl.head_size, dtype, decodes.page_size, features)
         yield from extend_specs_of(config, splits=not decodes.invariant)
     else:
@@ -123,6 +139,7 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
         *((q_len, decodes.batches, True) for q_len in range(1, decodes.q_len + 1)),
         # What continues a prompt by few tokens: any number of them.
         *((q_len, PART_BATCHES, False) for q_len in range(1, MAX_Q_LEN + 1)),
+        *((q_len, decodes.batches, False) for q_len in range(1, decodes.q_len + 1) if _reads_anothers_cache(impl)),
     ):
         for batch in batches:
             problem = DecodeProblem(
@@ -137,22 +154,25 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
                 q_dtype=dtype,
                 q_len=q_len,
                 page_tokens=max(size for size in PAGE_TOKENS if decodes.page_size % size == 0),
-                features=_features(impl, q_len, pages * decodes.page_size),
+                features=_features(impl, q_len, pages * decodes.page_size, after_append),
                 num_sms=num_sms,
                 after_append=after_append,
             )
             yield DecodeSpec(make_schedule(problem).config)
 
 
-def _features(impl: Foreign, q_len: int, max_seq_len: int) -> Features:
-    window = impl.sliding_window
+def _features(impl: Foreign, q_len: int, max_seq_len: int, after_append: bool = False) -> Features:
+    window, transform = impl.sliding_window, impl.transform
+    # What it does to V is undone by the kernel behind an append alone, as `append_and_decode` has it.
+    restored = transform if after_append and transform is not None and transform.v_rotation <= WIDEST_RESTORED else None
     return Features(
         queries=q_len > 1,
         causal=q_len > 1,
         window=window is not None and window < max_seq_len,
         soft_cap=impl.soft_cap is not None,
         sinks=impl.sinks is not None,
-        v_rotation=1 if impl.transform is None else impl.transform.v_rotation,
-        v_factor=impl.transform is not None and impl.transform.v_factor is not None,
+        shift=_sees_shift(impl),
+        v_rotation=1 if restored is None else restored.v_rotation,
+        v_factor=restored is not None and restored.v_factor is not None,
         paged=True,
     )

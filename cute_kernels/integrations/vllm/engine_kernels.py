@@ -10,7 +10,7 @@ import functools
 import hashlib
 import itertools
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,30 +116,23 @@ EXPERTS = (
 )
 
 
-@dataclass(frozen=True)
-class Served:
-    """What is served: models' parts, and K's and V's formats."""
-
-    heads: tuple[Heads, ...] = HEADS
-    kv_formats: tuple[tuple[str, str], ...] = KV_FORMATS
-    layers: tuple[Layers, ...] = LAYERS
-    experts: tuple[Experts, ...] = EXPERTS
-
-
 def kept_specs(
-    arch: str, directory: Path, list_specs: Callable[[], list[KernelSpec]] | None = None, digest: str | None = None
+    arch: str, directory: Path, sources: str | None = None, make: Callable[[], list[KernelSpec]] | None = None
 ) -> list[KernelSpec]:
     """:func:`specs`, from a list in ``directory`` if the sources that it was made from are those that are installed.
 
-    list_specs: makes the list. digest: of the sources. Raises OSError if the list cannot be written.
+    Args:
+        sources: their digest; None for that of those installed. make: what lists kernels; None for :func:`specs`.
+
+    Raises OSError if the list cannot be written.
     """
-    path = directory / f"{KEPT}{digest or _digest_of_sources()}.json"
+    path = directory / f"{KEPT}{sources or _digest_of_sources()}.json"
     if path.is_file():
         try:
             return wanted.read(path, arch)
         except ValueError:
             path.unlink()
-    found = (list_specs or specs)()
+    found = (make or specs)()
     for old in directory.glob(f"{KEPT}*.json"):
         old.unlink()
     wanted.write(path, found, arch)
@@ -160,14 +153,16 @@ def _digest_of_sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def specs(jobs: int | None = None, served: Served = Served()) -> list[KernelSpec]:
+def specs() -> list[KernelSpec]:
     """All of them; needs neither vLLM nor a GPU.
 
-    Some 70,000 schedules are chosen, one for each number of rows or requests of each shape, by ``jobs`` processes
-    (default: by cores and memory).
+    Some 70,000 schedules are chosen, one for each number of rows or requests of each shape.
     """
-    jobs = workers.default_jobs() if jobs is None else jobs
-    parts = [*_attention(served), *_linear(served.layers), *_experts(served.experts)]
+    return listed([*_attention(), *_linear(), *_experts()], workers.default_jobs())
+
+
+def listed(parts: Iterable[Part], jobs: int) -> list[KernelSpec]:
+    """The kernels of all parts, each once, found by so many processes."""
     if jobs == 1:
         lists = [part() for part in parts]
     else:
@@ -184,8 +179,8 @@ def _call(part: Part) -> list[KernelSpec]:
     return part()
 
 
-def _attention(served: Served) -> Iterator[Part]:
-    for heads, names in itertools.product(dict.fromkeys(served.heads), served.kv_formats):
+def _attention() -> Iterator[Part]:
+    for heads, names in itertools.product(dict.fromkeys(HEADS), KV_FORMATS):
         yield functools.partial(_attention_specs_of, heads, *names)
 
 
@@ -211,8 +206,8 @@ def attention_specs(
     return attention_kernels.specs_of(layer, decodes, DecodeProblem.num_sms)
 
 
-def _linear(models: tuple[Layers, ...]) -> Iterator[Part]:
-    shapes = dict.fromkeys(shape for layers in models for shape in layers.shapes)
+def _linear() -> Iterator[Part]:
+    shapes = dict.fromkeys(shape for layers in LAYERS for shape in layers.shapes)
     for (n, k), (bits, group_size) in itertools.product(shapes, WEIGHTS):
         yield functools.partial(linear_specs, LinearProblem(1, n, k, k, integers(bits, group_size), "bf16"))
 
@@ -231,8 +226,8 @@ def linear_specs(problem: LinearProblem) -> list[KernelSpec]:
     return list(found)
 
 
-def _experts(models: tuple[Experts, ...]) -> Iterator[Part]:
-    for gpu, experts, weights in itertools.product(GPUS, models, WEIGHTS):
+def _experts() -> Iterator[Part]:
+    for gpu, experts, weights in itertools.product(GPUS, EXPERTS, WEIGHTS):
         yield functools.partial(_experts_specs_on, gpu, experts, *weights)
 
 

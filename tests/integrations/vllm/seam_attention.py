@@ -26,6 +26,7 @@ from tests.integrations.vllm.steps import (
     serve_steps,
     step,
 )
+from tests.launchers import recording
 
 
 @check
@@ -426,6 +427,48 @@ def a_calibrated_cache_is_read_as_it_is_written() -> None:
             error = float((given.double() - expected).abs().max())
             assert error < bound, (str(layer), error)
     os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+
+
+@check
+def every_kernel_of_a_step_is_listed() -> None:
+    """One that is not would be compiled in a step that a user waits for, or be missed there."""
+    from vllm.v1.attention.backends import fa_utils
+
+    from cute_kernels.integrations.vllm import attention_kernels
+
+    one_sm = {"num_sms": 1}  # then hardly anything goes in parts
+    no_extend: dict[str, Any] = {"caches": {"extend": False}}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(fa_utils, "flash_attn_varlen_func", lambda **given: given["out"].zero_(), create=True),
+        mock.patch.object(fa_utils, "get_flash_attn_version", lambda **_: 3),
+    ):
+        centred, plain = constants_file(folder), constants_file(folder, k_center=None)
+        for layer in (
+            Layer("auto", "fp16", window=24, sinks=True, speculative=3),
+            Layer("auto", "int4_g4", soft_cap=3.0, caches=one_sm),
+            Layer("auto", "fp16,int4_g4", **no_extend),
+            Layer("fp8", speculative=3, caches={"invariant": True}),
+            Layer("int4_per_token_head", speculative=3),
+            Layer("int4_per_token_head", window=24, sinks=True, soft_cap=3.0, caches=one_sm),
+            Layer("int4_per_token_head", dim=256),  # more columns than a kernel turns back
+            Layer("auto", "fp16", window=24, sinks=True, speculative=3, constants=centred),
+            Layer("auto", "fp16", sinks=True, caches=one_sm, constants=centred),
+            Layer("auto", "fp16", soft_cap=3.0, constants=plain),
+            Layer("auto", "int8_token_head,int4_g4", constants=centred),
+            Layer("auto", "fp16,int4_g4", constants=centred, **no_extend),
+        ):
+            extends = attention_kernels.can_extend(layer.make("cpu").formats, layer.dim)
+            assert extends is layer.caches.get("extend", True), str(layer)
+            with recording() as recorded:
+                serve_steps(layer)
+            longest, invariant = layer.pages * layer.page, layer.caches.get("invariant", False)
+            decodes = attention_kernels.Decodes(
+                (1, 2, 3, 4), 1 + layer.speculative, longest, layer.page, torch.float16, invariant
+            )
+            listed = attention_kernels.specs_of(layer.make("cpu"), decodes, 132)
+            missing = {spec.symbol for spec, _ in recorded.loaded if spec not in listed}
+            assert recorded.loaded and not missing, (str(layer), sorted(missing))
 
 
 @check

@@ -149,19 +149,19 @@ class Layer:
         """The plugin's implementation of it."""
         from cute_kernels.integrations.vllm import attention
 
-        os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = self.form
         sinks = self.sink_logits
-        impl = attention.CuteKernelsAttentionImpl(
-            self.heads,
-            self.dim,
-            self.scale,
-            self.kv_heads,
-            None,
-            self.window,
-            self.kv_cache_dtype,
-            self.soft_cap,
-            sinks=None if sinks is None else sinks.to(device),
-        )
+        with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": self.form}):
+            impl = attention.CuteKernelsAttentionImpl(
+                self.heads,
+                self.dim,
+                self.scale,
+                self.kv_heads,
+                None,
+                self.window,
+                self.kv_cache_dtype,
+                self.soft_cap,
+                sinks=None if sinks is None else sinks.to(device),
+            )
         impl.process_weights_after_loading(torch.float16)
         impl.invariant = self.caches.get("invariant", False)
         if self.constants:

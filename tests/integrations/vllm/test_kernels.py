@@ -84,8 +84,10 @@ def test_a_transformed_cache_is_dequantised_in_fp32_and_has_appends_of_its_own()
         for spec in (BulkSpec(BulkConfig("dequantize", form, dtype, 128)) for form in ("bf16", "int4_g4"))
     }
     appends = [symbol for symbol in symbols if symbol.startswith("append")]
-    assert len(appends) == 4 and sum("center_v_factor_k32" in symbol for symbol in appends) == 2
-    assert any(symbol.startswith("decode") and "v_factor" in symbol for symbol in symbols)
+    assert len(appends) == 5 and sum("center_v_factor_k32" in symbol for symbol in appends) == 3
+    assert sum("_decode_leads" in symbol for symbol in appends) == 1  # of one token alone, through the transform
+    restored = [symbol for symbol in symbols if symbol.startswith("decode") and "v_factor" in symbol]
+    assert restored and all("after_append" in symbol for symbol in restored)
 
 
 @pytest.mark.usefixtures("h200")
