@@ -57,7 +57,7 @@ def deepseek_v4() -> Any:
     torch.manual_seed(0)
     config = transformers.DeepseekV4Config(
         vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1,
-        head_dim=64, q_lora_rank=64, n_routed_experts=4, num_local_experts=4, num_experts_per_tok=2,
+        head_dim=64, q_lora_rank=64, n_routed_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=64, sliding_window=8, max_position_embeddings=256, pad_token_id=0, bos_token_id=1,
         eos_token_id=None, layer_types=["heavily_compressed_attention", "compressed_sparse_attention"],
     )  # fmt: skip
