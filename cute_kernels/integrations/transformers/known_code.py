@@ -88,7 +88,7 @@ def _is_part(called: ast.expr) -> bool:
     return isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "self"
 
 
-def _parameters(function: Any) -> tuple[str, ...]:
+def _parameters(function: object) -> tuple[str, ...]:
     code = getattr(function, "__code__", None)
     return () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
