@@ -4,8 +4,8 @@ Random weights in Llama-3-8B's shape; every case is a run of `generate` over the
 from one choice of tokens to the next, host work included. `generate` waits for the device once a step; nothing else is
 waited for. Of a recorded step two parts are timed besides: the graph alone, replayed without a host between, and the
 host's time in ``forward``, which is all that `accelerate` adds to a step: of steps begun ahead, and of sampled ones,
-which run in order. Where a step was begun before it was asked for, ``forward`` waits for the device once, to compare
-its inputs. The wait is no work, and not counted; the comparison is.
+which run in order. Where a step was begun before it was asked for, ``forward`` waits for its inputs, to compare them.
+That wait is no work, and comes before what is timed; the comparison is.
 
 What a step could take is measured in the same run: the bare loop over the library in a CUDA graph (`bench.steps`), the
 output layer, and transformers' own loop around a model that does nothing.
@@ -135,27 +135,22 @@ def measure(model: Any, prompt: torch.Tensor, steps: int, cache: Any = None, do_
 
 @contextmanager
 def _timed(model: Any, host_s: list[float]) -> Iterator[None]:
-    """Within it an accelerated model's ``forward`` notes how long the host worked in it: not while it waited for what
-    it compares."""
+    """Within it an accelerated model's ``forward`` notes how long the host worked in it: not while it waited for its
+    inputs."""
     forward = model.__dict__.get("forward")
     if forward is None:
         yield
         return
-    synchronize, waited = torch.cuda.Stream.synchronize, [0.0]
-
-    def waiting(stream: torch.cuda.Stream) -> None:
-        begin = time.perf_counter()
-        synchronize(stream)
-        waited[0] += time.perf_counter() - begin
 
     @functools.wraps(forward)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        waited[0], begin = 0.0, time.perf_counter()
+        torch.cuda.current_stream().synchronize()  # the inputs are there
+        begin = time.perf_counter()
         outputs = forward(*args, **kwargs)
-        host_s.append(time.perf_counter() - begin - waited[0])
+        host_s.append(time.perf_counter() - begin)
         return outputs
 
-    with mock.patch.object(torch.cuda.Stream, "synchronize", waiting), mock.patch.object(model, "forward", timed):
+    with mock.patch.object(model, "forward", timed):
         yield
 
 

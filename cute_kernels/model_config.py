@@ -80,7 +80,7 @@ def record_layers(model: Any) -> str | None:
     return None
 
 
-def untie_quantised(model: torch.nn.Module) -> Mapping[str, str]:
+def untie_quantised(model: nn.Module) -> Mapping[str, str]:
     """Makes a transformers model forget that a quantised layer's weight was tied to another one: it is a weight of its
     own. Returns what stays tied, names by names: "tie_word_embeddings" says all or nothing, and means these, too."""
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -56,6 +57,13 @@ def generate(model: Any, mask: torch.Tensor, **options: Any) -> Any:
     return model.generate(input_ids=PROMPT.to(CUDA), attention_mask=mask.to(CUDA), **options)
 
 
+@torch.no_grad()
+def rounding_of(model: Any, tokens: torch.Tensor) -> float:
+    """How far the model's logits of these tokens are from those that its weights have in fp32, at most."""
+    exact = copy.deepcopy(model).float()(tokens).logits.double()
+    return float(((model(tokens).logits.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
+
+
 def assert_same_choices(got: Any, want: Any, tolerance: float = 4e-2) -> list[int]:
     """The same greedy tokens, until two were as good but for rounding; the same logits up to there. Returns how many
     steps that was, of each request."""
@@ -96,12 +104,13 @@ def test_generate_replays_graphs_and_chooses_the_tokens_of_eager_attention(name,
     model.set_attn_implementation("eager")
     replace_norms(model)
     want = generate(model, mask)
+    tolerance = max(4e-2, 1.5 * rounding_of(model, want.sequences))  # Gemma 4's rounds by up to 11 %
     ck.accelerate(model, kv_format="bf16")
     got = generate(model, mask)
     if name in MIXTURES:
         assert_same_experts_mostly(got, want)
     else:
-        assert_same_choices(got, want)
+        assert_same_choices(got, want, tolerance)
     replay = model.forward
     assert isinstance(replay, StepReplay)
     static = not (padded and name == "llama 4")

@@ -1,5 +1,5 @@
-"""Models in which some layers ask transformers for attention and others compute it themselves: those get the mask that
-they add to their scores, whatever attn_implementation is."""
+"""Models whose layers read masks as eager attention does, whatever attn_implementation is: some compute attention
+themselves beside others that ask for it, some ask with a mask that they have changed."""
 
 from __future__ import annotations
 
@@ -52,10 +52,25 @@ def bigbird_pegasus() -> Any:
     return sharpened(transformers.BigBirdPegasusModel(config))
 
 
-def outputs(model: Any, implementation: str, **inputs: Any) -> torch.Tensor:
+def deepseek_v4() -> Any:
+    """Its layers append columns to the mask that they ask with, as to one that is added."""
+    torch.manual_seed(0)
+    config = transformers.DeepseekV4Config(
+        vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1,
+        head_dim=64, q_lora_rank=64, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=64, sliding_window=8, max_position_embeddings=256, pad_token_id=0, bos_token_id=1,
+        eos_token_id=None, layer_types=["heavily_compressed_attention", "compressed_sparse_attention"],
+    )  # fmt: skip
+    model = transformers.DeepseekV4ForCausalLM(config)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    return sharpened(model)
+
+
+def outputs(model: Any, implementation: str, ids: torch.Tensor = IDS, **inputs: Any) -> torch.Tensor:
     model.set_attn_implementation(implementation)
     with torch.no_grad():
-        return model(IDS, **inputs)[0]
+        return model(ids, **inputs)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +89,13 @@ def assert_as_eager(model: Any, **inputs: Any) -> None:
 def test_text_beside_images_is_causal(images, mask):
     pixels = {"pixel_values": torch.randn(2, 3, 32, 32)} if images else {}
     assert_as_eager(git(), attention_mask=mask, **pixels)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="not in this release of transformers")
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_columns_that_a_layer_adds_to_its_mask_are_honoured(padded):
+    ids, mask = IDS.repeat(1, 3), torch.cat((LEFT_PADDED, torch.ones(2, 18, dtype=torch.long)), dim=1)
+    assert_as_eager(deepseek_v4(), ids=ids, attention_mask=mask if padded else None)
 
 
 def test_padding_of_an_encoder_is_not_seen():

@@ -13,7 +13,7 @@ reads them, and begins with a copy of its own on the host. So beginning the next
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -38,16 +38,28 @@ Copies: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
 class Lane:
     """A stream beside the current one. On a CPU all is done in order, and nothing is waited for.
 
+    Within ``with lane:`` work goes to the lane, as within `torch.cuda.stream`; the current stream is asked for once.
+
     Attributes:
-        beside: within it work goes to the lane.
+        outside: the stream that was the current one when the lane was entered last; None on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.beside: AbstractContextManager[object] = (
-            nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-        )
+        self.outside: torch.cuda.Stream | None = None
+        self._on_device = torch.cuda.device(device) if self.stream is not None else nullcontext()
         self._moment = torch.cuda.Event() if self.stream is not None else None
+
+    def __enter__(self) -> None:
+        self._on_device.__enter__()
+        if self.stream is not None:
+            self.outside = torch.cuda.current_stream()
+            torch.cuda.set_stream(self.stream)
+
+    def __exit__(self, *error: object) -> None:
+        if self.outside is not None:
+            torch.cuda.set_stream(self.outside)
+        self._on_device.__exit__(*error)
 
     def follow(self) -> None:
         """The lane goes on once the current stream's work is done."""
@@ -170,7 +182,7 @@ class Lookahead:
         lane = self._lane
         if not copies:
             lane.follow()
-        with lane.beside:
+        with lane:
             for copy, value in copies:
                 copy.copy_(value)
             if begins:
@@ -179,7 +191,7 @@ class Lookahead:
             else:
                 lane.mark()
         if begins:
-            step.inputs.wait()  # and so for what the lane was given before the step
+            step.inputs.wait(lane.outside)  # and so for what the lane was given before the step
             columns.begun = Begun(step, lane, self)
         else:
             lane.wait()

@@ -14,7 +14,8 @@ class StepInputs:
     """Where a recorded step reads its inputs; those of one dtype lie side by side.
 
     Inputs are compared on the host, where that needs no kernel: one that compares on a GPU waits for a place beside the
-    step that runs there.
+    step that runs there. Few calls of torch do it: after `generate`'s own work each takes three times as long as in a
+    loop, and they are most of what the host does.
 
     Args:
         given: the first step's, by the names of ``forward``'s arguments.
@@ -31,10 +32,11 @@ class StepInputs:
         self.tensors = {name: x for group in self._groups for name, x in group.read.items()}
         self._names, self._read = tuple(self.tensors), tuple(self.tensors.values())
         self._asked = {name: x for group in self._groups for name, x in group.asked.items()}
+        self._all_asked = tuple(self._asked.values())
         self._noted = {name: x for group in self._groups for name, x in group.told.items()}
-        self._devices = [device for _, device in kinds if device.type == "cuda"]
+        devices = dict.fromkeys(device for _, device in kinds if device.type == "cuda")
         # A recording that notes the inputs marks the moment at every replay: what is external to it may wait for that.
-        self._moments = [(torch.cuda.Event(external=True), device) for device in dict.fromkeys(self._devices)]
+        self._moments = [(torch.cuda.Event(external=True), device) for device in devices]
         self.place(given)
 
     def place(self, given: Mapping[str, torch.Tensor]) -> None:
@@ -48,16 +50,14 @@ class StepInputs:
         for moment, device in self._moments:
             moment.record(torch.cuda.current_stream(device))
 
-    def wait(self) -> None:
-        """The current stream goes on once the inputs were noted."""
+    def wait(self, current: torch.cuda.Stream | None = None) -> None:
+        """The current stream, which the caller may know, goes on once the inputs were noted."""
         for moment, device in self._moments:
-            torch.cuda.current_stream(device).wait_event(moment)
+            moment.wait(torch.cuda.current_stream(device) if current is None else current)
 
     def are(self, given: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the inputs that were noted have these values. Waits for the current stream."""
-        torch._foreach_copy_(tuple(self._asked.values()), [given[name] for name in self._names], non_blocking=True)
-        for device in self._devices:
-            torch.cuda.current_stream(device).synchronize()
+        """Whether the inputs that were noted have these values. Waits for the current stream, as its copies do."""
+        torch._foreach_copy_(self._all_asked, [given[name] for name in self._names])
         return all(torch.equal(group.all_asked, group.noted) for group in self._groups)
 
     def __del__(self) -> None:

@@ -5,8 +5,10 @@ Two methods are the same if their instructions are, and those of the functions o
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import CodeType
@@ -17,6 +19,10 @@ from transformers import PreTrainedModel
 _MODEL_FILES = "transformers.models."
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """What a forward pass calls its cache: since transformers 5.24, and before, which later releases still take."""
+
+
+_ATTENTION_FUNCTIONS = ("attention_interface", "eager_attention_forward")
+"""What model files call transformers' attention functions."""
 
 
 def model_class(file: str, name: str) -> type | None:
@@ -52,6 +58,34 @@ def computes_attention(kind: type) -> bool:
     methods = [inspect.unwrap(f) for owner in kind.__mro__ for f in vars(owner).values() if inspect.isfunction(f)]
     called = {name for method in methods for name in method.__code__.co_names}
     return "softmax" in called and "ALL_ATTENTION_FUNCTIONS" not in called
+
+
+@cache
+def passes_masks_on(kind: type) -> bool:
+    """Whether all that a class's forward does with ``attention_mask``, if it takes one, is to give it to a part of the
+    module or to an attention function, as it is."""
+    forward = _method(kind, "forward")
+    if "attention_mask" not in _parameters(forward):
+        return True
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):  # nobody can tell
+        return False
+    given = [
+        value
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and _is_part(call.func)
+        for value in (*call.args, *(keyword.value for keyword in call.keywords))
+    ]
+    read = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "attention_mask"]
+    return all(any(node is value for value in given) for node in read)
+
+
+def _is_part(called: ast.expr) -> bool:
+    """Whether a call is one of a module's part, or of an attention function."""
+    if isinstance(called, ast.Name):
+        return called.id in _ATTENTION_FUNCTIONS
+    return isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "self"
 
 
 def _parameters(function: object) -> tuple[str, ...]:

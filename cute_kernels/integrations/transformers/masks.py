@@ -4,7 +4,7 @@ implementation make of it what it reads.
 This one makes SDPA's boolean mask, which is right for every function, and notes on the tensor what the kernels can take
 as an option instead: causal, or causal within a window. A model that changes the mask makes another tensor, without
 the note; the kernels are then not used. So a pattern that is not recognised costs time, never correctness.
-A model in which a layer computes attention itself gets the mask as such a layer adds it to its scores, with the note.
+A model in which a layer adds masks to scores of its own, or changes them as if they were added, gets such a mask.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
+from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
-from cute_kernels.integrations.transformers.known_code import computes_attention
+from cute_kernels.integrations.transformers.known_code import passes_masks_on
 
 _NOTE = "_cute_kernels_pattern"
 _recorded = threading.local()
@@ -65,8 +66,8 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     """transformers' mask function of this attention implementation; arguments as its `sdpa_mask` has them.
 
     Returns bool [batch, 1, q_len, keys], True where a query sees a key, with a note that `pattern_of` reads; or None
-    where SDPA needs no mask, causal or not as the attention module is. Where a layer of the model that asks adds masks
-    to scores of its own: what it adds, never None.
+    where SDPA needs no mask, causal or not as the attention module is. Where a layer of the model that asks reads masks
+    as eager attention does: what is added to scores, never None.
     """
     if (columns := recorded_columns()) is not None:
         return _mask_of_recorded_step(columns, options)
@@ -116,8 +117,12 @@ def _denies_being_causal(asking: torch.nn.Module) -> bool:
 
 
 def _is_added(asking: torch.nn.Module) -> bool:
-    """Whether a part of a module adds masks to scores of its own."""
-    return any(computes_attention(kind) for kind in {type(part) for part in asking.modules()})
+    """Whether a part of a module reads masks as eager attention's: it adds them to scores of its own, or changes them.
+    A model that does not support SDPA, which takes boolean masks, may do so."""
+    if getattr(asking, "_supports_sdpa", True):
+        return False
+    kinds = {type(part) for part in asking.modules() if not isinstance(part, PreTrainedModel)}
+    return not all(map(passes_masks_on, kinds))
 
 
 def _as_read(mask: torch.Tensor, is_added: bool, options: dict[str, Any]) -> torch.Tensor:
