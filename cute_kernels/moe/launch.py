@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cute_kernels.linear.experts import ExpertsForm, PackedExperts
+from cute_kernels.linear.inputs.launch import contiguous
 from cute_kernels.linear.launch import VECTOR_BYTES, _address, _aligned
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS
 from cute_kernels.linear.reference import out_features
@@ -109,8 +110,7 @@ class GroupedLaunch:
                 return self.run(x, weight, expert_offsets, rows, bias, out)
         if x.requires_grad:
             x = x.detach()
-        if not x.is_contiguous():
-            x = x.contiguous()
+        x = contiguous(x)
         if self.pads or x.data_ptr() % VECTOR_BYTES:
             x = _aligned(x)
         if out is None:

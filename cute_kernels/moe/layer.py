@@ -16,6 +16,7 @@ import torch
 
 from cute_kernels.linear.config import NO_ACTIVATION, SWIGLU
 from cute_kernels.linear.experts import ExpertsForm, PackedExperts
+from cute_kernels.linear.inputs.launch import contiguous
 from cute_kernels.linear.launch import VECTOR_BYTES, _aligned
 from cute_kernels.linear.plan import OUT_KINDS
 from cute_kernels.moe.launch import DTYPE_NAMES, Weights, addresses_of
@@ -122,8 +123,7 @@ class MoePlan:
             topk_weights = topk_weights.detach().contiguous()
         if not topk_ids.is_contiguous():
             topk_ids = topk_ids.contiguous()
-        if not x.is_contiguous():
-            x = x.contiguous()
+        x = contiguous(x)
         if self.pads[0] or x.data_ptr() % VECTOR_BYTES:
             x = _aligned(x)
         if out is None:

@@ -343,6 +343,20 @@ def test_weights_of_16_bits_count_what_they_are_in_fp32(tokens, dtype):
         assert torch.equal(fused_moe(x, gate_up, down, given, ids), wanted)
 
 
+@pytest.mark.parametrize("gap", [LAYER[1], 8, 3])
+@pytest.mark.parametrize("tokens", [1, 3, 40, 200])
+def test_rows_that_lie_apart_are_those_that_do_not(tokens, gap):
+    """Calls one behind the other, each of whose rows are what the one before gave: copies wait for it."""
+    gate_up, down = (experts.to(CUDA) for experts in layer())
+    wide = numbers(tokens, LAYER[1] + gap).to(CUDA)
+    ids, weights = (given.to(CUDA) for given in assignments(tokens))
+    wanted, found = wide[:, : LAYER[1]].contiguous(), wide.clone()
+    for _ in range(8):
+        wanted = wanted + fused_moe(wanted, gate_up, down, weights, ids)
+        found[:, : LAYER[1]] += fused_moe(found[:, : LAYER[1]], gate_up, down, weights, ids)
+    assert torch.equal(found[:, : LAYER[1]], wanted) and torch.equal(found[:, LAYER[1] :], wide[:, LAYER[1] :])
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_a_table_may_give_each_product_to_any_kernel(pair, tmp_path, monkeypatch):
     entries = {key: Choice(*one.name, us=1.0, model_us=1.0) for key, one in tuned_products(pair).items()}

@@ -74,6 +74,7 @@ CALLS: dict[str, Any] = {
     "fp16": lambda: call(dtype=FP16),
     "x of fp16 for bf16": lambda: but(x=torch.ones(3, HIDDEN, dtype=FP16)),
     "x with gaps": lambda: but(x=apart(torch.ones(3, HIDDEN, dtype=BF16))),
+    "x with small gaps": lambda: but(x=apart(torch.ones(3, HIDDEN, dtype=BF16), 3)),
     "x off 16 bytes": lambda: but(x=offset(torch.ones(3, HIDDEN, dtype=BF16), 2)),
     "x, a parameter": lambda: but(x=torch.nn.Parameter(torch.ones(3, HIDDEN, dtype=BF16))),
     "x, sparse": lambda: but(x=sparse(torch.ones(3, HIDDEN, dtype=BF16))),
@@ -232,7 +233,7 @@ def test_batch_invariant_products_are_by_tiles_of_decoded_weights(tokens, direct
 
 @pytest.mark.parametrize("products", KINDS, indirect=True)
 @pytest.mark.parametrize(
-    "name", ["plain", "short rows", "short rows between the products", "x with gaps", "out of fp32"]
+    "name", ["plain", "short rows", "short rows between the products", "x with small gaps", "out of fp32"]
 )
 def test_the_operator_launches_what_the_call_does(name, products, launches):
     want = run(launches, made(name))
@@ -429,6 +430,26 @@ def test_a_second_product_of_long_k_is_in_parts_that_are_added_up(tokens, launch
     assert combine == (result, results, ids, shares, TOPK, EXPERTS, part_bits)
 
 
+@pytest.mark.parametrize("products", KINDS, indirect=True)
+@pytest.mark.parametrize("function", [fused_moe, grouped_linear])
+def test_rows_that_lie_apart_are_copied_by_a_launch_that_lets_the_next_begin(function, products, launches):
+    given = call() if function is fused_moe else product()
+    function(**given)
+    plain = [launch.symbol for launch in launches]
+    for _ in range(2):  # the second is a kept plan's
+        launches.clear()
+        function(**given | {"x": (x := apart(given["x"]))})
+        copy, address, order, factors, stride, parts = launches[0].arguments
+        assert (copy.shape, address, order, factors) == (x.shape, x.data_ptr(), 0, 0)
+        assert (stride, parts) == (2 * HIDDEN, 1)
+        later = [one for launch in launches[1:] for one in launch.arguments if isinstance(one, torch.Tensor)]
+        assert copy.data_ptr() in [tensor.data_ptr() for tensor in later]
+        assert [launch.symbol for launch in launches] == ["linear_inputs_bf16", *plain]
+    launches.clear()
+    function(**given | {"x": apart(given["x"], 3)})  # no whole pieces of 16 bytes: torch copies
+    assert [launch.symbol for launch in launches] == plain
+
+
 @pytest.mark.parametrize("products", ["ranges"], indirect=True)
 def test_what_is_made_contiguous_for_assignments_is_what_kernels_are_given(products, launches):
     given = but(
@@ -437,9 +458,10 @@ def test_what_is_made_contiguous_for_assignments_is_what_kernels_are_given(produ
         topk_weights=torch.ones(3, 2 * TOPK)[:, ::2],
     )
     fused_moe(**given)
-    first, second, combine = (launch.arguments for launch in launches)
+    rows, first, second, combine = (launch.arguments for launch in launches)
     assert first[5] == second[5] == combine[2] != given["topk_ids"].data_ptr()
-    assert combine[3] != given["topk_weights"].data_ptr() and first[0].is_contiguous()
+    assert combine[3] != given["topk_weights"].data_ptr()
+    assert rows[0].data_ptr() == first[0].data_ptr() and first[0].is_contiguous()
 
 
 @pytest.mark.parametrize("dtype, name", [(BF16, "bf16"), (FP16, "fp16")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from cute_kernels.linear.inputs.compile import InputRowsSpec
 from cute_kernels.linear.inputs.config import VECTOR, InputRowsConfig, parts_of, room_for
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
-from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import Blank, blank
+from cute_kernels.runtime.plans import MAX_PLANS
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ALIGNMENT = 16  # bytes
@@ -54,8 +56,24 @@ def input_rows(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Te
     aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
     if stride is None or room is None or k % VECTOR or stride % VECTOR or not aligned or not is_supported(index):
         return None
-    m = x.numel() // k
-    config = InputRowsConfig(DTYPES[x.dtype], room, input_scale is not None)
-    fixed = {"stride": stride, "parts": parts_of(m, k, GPU.num_sms(index))}
-    send = INPUT_ROWS.bound(load(InputRowsSpec(config), arch_of(index)), fixed)
-    return InputRows(send, blank((m, k), x.dtype))
+    return _rows_of((x.numel() // k, k), stride, x.dtype, room, input_scale is not None, index)
+
+
+@per_gpu
+@lru_cache(maxsize=MAX_PLANS)
+def _rows_of(size: tuple[int, int], stride: int, dtype: torch.dtype, room: int, scaled: bool, index: int) -> InputRows:
+    """What makes rows of ``size`` [m, k] that lie so far apart. room, scaled: as of `InputRowsConfig`."""
+    fixed = {"stride": stride, "parts": parts_of(*size, GPU.num_sms(index))}
+    spec = InputRowsSpec(InputRowsConfig(DTYPES[dtype], room, scaled))
+    return InputRows(INPUT_ROWS.bound(load(spec, arch_of(index)), fixed), blank(size, dtype))
+
+
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    """x [m, k] of 16 bits on a GPU, its rows one behind the other: a copy if they are not.
+
+    torch's copy lets the next launch begin when it has ended; an own one (programmatic dependent launch) before.
+    """
+    if x.is_contiguous():
+        return x
+    rows = input_rows(x, None, None)
+    return x.contiguous() if rows is None else rows.make(x, None, None)
