@@ -13,10 +13,9 @@ pytestmark = pytest.mark.gpu
 
 def fit(model: Any, batches: list[dict[str, torch.Tensor]], constants: Any, **options: Any) -> tuple[Any, list[float]]:
     losses: list[float] = []
-    fitted = ck.fit_transforms(
-        model, batches, "int4_g4", constants, say=lambda _, loss: losses.append(loss), **({"steps": 12} | options)
-    )
-    return fitted, losses
+    options.setdefault("steps", 12)
+    say = lambda _, loss: losses.append(loss)  # noqa: E731
+    return ck.fit_transforms(model, batches, "int4_g4", constants, say=say, **options), losses
 
 
 @pytest.mark.parametrize("text_weight", [0.0, 0.5])
