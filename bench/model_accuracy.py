@@ -118,7 +118,7 @@ WAYS = (
     *(Way(weights=name) for name in ("w8g64", "w4g64", "w4g32", "w4g32z")),
 )
 _FITTED_FORMATS = (("int4_g4",) * 2, ("int8_token_head", "int4_g2"), ("int4_g2",) * 2, ("int4_g1",) * 2)
-FITS = tuple(Way(*formats, method) for formats in _FITTED_FORMATS for method in TEXT_WEIGHTS)
+FITS = tuple(Way(k, v, method) for k, v in _FITTED_FORMATS for method in TEXT_WEIGHTS)
 """Only where they are asked for: each is hundreds of passes."""
 
 

@@ -277,7 +277,8 @@ def test_a_model_whose_kernels_have_no_gradients_is_refused(weights):
 def test_keys_in_blocks_are_calibrated_for_a_cache_that_serves_them(tmp_path):
     pytest.importorskip("safetensors")
     model, batches = DECODERS["llama"].build(torch.float32), make_batches(1)
-    path, formats = tmp_path / "constants.safetensors", ("int4_channel32", "int4_g2")
+    formats: Any = ("int4_channel32", "int4_g2")
+    path = tmp_path / "constants.safetensors"
     ck.calibrate_cache(model, batches, formats, values="factors").save(path)
     cache = KVCache(2, 2, 64, 2, 64, kv_format=formats, max_seqs=1)
     cache.set_constants(path)

@@ -18,6 +18,7 @@ are A operands as they lie, met by queries whose pairs are put in their order.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import cutlass
@@ -47,6 +48,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
         super().__init__(config)
         assert self.lane_codes == 8 and self.tile.k_unit == UNIT_COLUMNS
         self.multiplies_shifts, self.sum_factor = False, None
+        self.sums = 2 if config.blocks_per_warp == 1 else 1
         self.by_matrices = self.tile.header_words == RUN_WORDS
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32) -> State:
@@ -82,38 +84,33 @@ class ChannelBlockKeyReader(Int4KeyReader):
             ]
             for j in range(4)
         ]
-        start = self._shift_dots(state, tile_address, block_offset)
-        dots = [[start[block] for block in blocks] for _ in range(2)]
+        # Two sums side by side, where registers allow: in one all products would wait for one another.
+        shifts = self._shift_dots(state, tile_address, block_offset)
+        zeros = [[[Float32(0.0)] * 4 for _ in blocks] for _ in range(self.sums - 1)]
+        dots = [[[shifts[block], *(zero[block] for zero in zeros)] for block in blocks] for _ in range(2)]
         for unit in units:
             scales = self.parameters(state, tile_address, block_offset, 0, unit)
             query = self.query_operands(state, len(self.pairs) * unit, len(self.pairs))
-            scaled = [[ptx.mul_f16x2(*pair) for pair in zip(words_of, scales, strict=True)] for words_of in query]
-            operands = [
-                self.unit_operands(state, words[2 * tile][unit], words[2 * tile + 1][unit]) for tile in range(2)
-            ]
-            for step in range(len(self.pairs) // 2):
-                for tile in range(2):
-                    dots[tile] = [
-                        ptx.mma_m16n8k16(
-                            dots[tile][block], operands[tile][step], scaled[block][2 * step : 2 * step + 2], dtype="f16"
-                        )
-                        for block in blocks
-                    ]
-        return self._by_token(dots)
+            scaled = [[ptx.mul_f16x2(*pair) for pair in zip(registers, scales, strict=True)] for registers in query]
+            operands = [self.unit_operands(state, words[2 * i][unit], words[2 * i + 1][unit]) for i in range(2)]
+            for step, tile, block in itertools.product(range(len(self.pairs) // 2), range(2), blocks):
+                a, b, own = operands[tile][step], scaled[block][2 * step : 2 * step + 2], dots[tile][block]
+                own[step % self.sums] = ptx.mma_m16n8k16(own[step % self.sums], a, b, dtype="f16")
+        return self._by_token([[_added(parts) for parts in of_tile] for of_tile in dots])
 
     def _shift_dots(self, state: State, tile_address: Int32, block_offset: int) -> list[list[Any]]:
         """[block] accumulators that every row of the codes' products begins with: shifts times queries."""
-        dots = [[Float32(0.0)] * 4 for _ in range(self.config.blocks_per_warp)]
+        dots = [[[Float32(0.0)] * 4 for _ in range(self.sums)] for _ in range(self.config.blocks_per_warp)]
         for unit in range(self.tile.k_units):
             shifts = self.parameters(state, tile_address, block_offset, 1, unit)
             query = self.query_operands(state, len(self.pairs) * unit, len(self.pairs))
             for step in range(len(self.pairs) // 2):
                 low, high = shifts[2 * step], ptx.mul_f16x2(shifts[2 * step + 1], Uint32(SIXTEEN))
-                for block, words in enumerate(query):
-                    pair = words[2 * step : 2 * step + 2]
-                    dots[block] = ptx.mma_m16n8k16(dots[block], [low, low, high, high], pair, dtype="f16")
+                for own, words in zip(dots, query, strict=True):
+                    a, b = [low, low, high, high], words[2 * step : 2 * step + 2]
+                    own[step % self.sums] = ptx.mma_m16n8k16(own[step % self.sums], a, b, dtype="f16")
         # Rows are alike: what a lane has of row g + 8 is what it has of row g.
-        return [[dot[i % 2] * (1.0 / LOW_NIBBLE_UNIT) for i in range(4)] for dot in dots]
+        return [[value * (1.0 / LOW_NIBBLE_UNIT) for value in _added(parts)[:2] * 2] for parts in dots]
 
     def _by_token(self, dots) -> list[list[Any]]:
         """[j][column] of accumulators [tile][block]."""
@@ -174,6 +171,11 @@ class ChannelBlockKeyReader(Int4KeyReader):
                         of_tile[block] = ptx.mma_m16n8k16(of_tile[block], a, b, dtype="f16")
             dots.append([[value * (1.0 / LOW_NIBBLE_UNIT) for value in dot] for dot in of_tile])
         return self._by_token(dots)
+
+
+def _added(parts: list[list[Any]]) -> list[Any]:
+    """The sum of one or two accumulators."""
+    return parts[0] if len(parts) == 1 else [first + second for first, second in zip(*parts, strict=True)]
 
 
 def _in_order(registers: list[Any]) -> list[Any]:

@@ -64,9 +64,9 @@ def fit_transforms(
         text_weight: from 0 to 1: how much of the loss is the text's own next tokens (their cross-entropy over that with
             exact K and V), the rest being the divergence. More of it keeps perplexity on such text, less of it keeps
             what the model would say.
-        cuda_graph: whether steps from the fourth on are replayed from a CUDA graph: several times as fast where
-            launches take longer than what they launch, as with a small model. It wants one GPU, batches of one shape
-            without padding, and a model whose pass does not wait for the GPU: else CUDA's own error ends the fit.
+        cuda_graph: whether steps from the fourth on are replayed from a CUDA graph, for a model so small, or a host so
+            busy, that launches take longer than what they launch. It wants one GPU, batches of one shape without
+            padding, and a model whose pass does not wait for the GPU: else CUDA's own error ends the fit.
         say: called after each step with its number and its loss, in nats.
 
     Returns:
