@@ -180,7 +180,6 @@ def assert_close(call: Call, out: torch.Tensor, lse: torch.Tensor | None = None)
         assert not torch.isnan(excess).any(), "LSE is NaN"
         off = float(excess.max()) if excess.numel() else 0.0
         names = (call.kv_format,) if isinstance(call.kv_format, str) else call.kv_format
-        multiplied = format_of(names[0]).has_header and call.options.get("unpack") is not False
-        rounded = (names[0].startswith("int4") or multiplied) and call.q.is_cuda
+        rounded = format_of(names[0]).has_header and call.q.is_cuda
         assert off <= (ROUNDED_LSE_TOLERANCE if rounded else LSE_TOLERANCE), f"LSE is off by {off:.2e}"
     return worst
