@@ -19,6 +19,7 @@ from cute_kernels.extend.config import SLAB_COLUMNS, ExtendConfig
 from cute_kernels.extend.decode import RowRuns, TileWriter
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Source
 from cute_kernels.extend.schedule import ExtendProblem, choose
+from cute_kernels.kv_formats import format_pair
 from simulator import LANES, Int32, Int64, Uint32, running
 from tests.extend.cases import Call, make_call
 from tests.extend.test_unpack import Machine, _bytes, _rows, wanted
@@ -31,7 +32,7 @@ class Writer(TileWriter):
     """One that keeps what it tells consumers."""
 
     def tell(self, word, address, lane) -> None:
-        self.told = word
+        self.told: Any = word
 
 
 class Tiles:
@@ -43,13 +44,11 @@ class Tiles:
     """
 
     def __init__(self, call: Call):
-        names = (call.kv_format,) * 2 if isinstance(call.kv_format, str) else call.kv_format
+        keys, values = format_pair(call.kv_format)
         table, page_tokens = call.options.get("block_table"), call.caches[0].shape[1]
         features = Features(paged=True) if table is not None else PLAIN
-        problem = ExtendProblem(
-            call.q.shape[2], *names, "bf16", 0 if table is None else page_tokens & -page_tokens, features
-        )
-        self.config = choose(problem)
+        touching = 0 if table is None else page_tokens & -page_tokens
+        self.config = choose(ExtendProblem(call.q.shape[2], keys, values, "bf16", touching, features))
         assert self.config.can_implement() is None and self.config.decodes
         pieces = [_bytes(call.k_cache), _bytes(call.v_cache), np.zeros(0, np.uint8) if table is None else _bytes(table)]
         at = np.cumsum([256, *(-(-len(piece) // 256) * 256 for piece in pieces)])
