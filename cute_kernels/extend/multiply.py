@@ -33,14 +33,13 @@ from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.memory import KEYS, VALUES
 from cute_kernels.extend.queries import WARP_ROWS, QueryLoader, query_row
 from cute_kernels.extend.results import ResultWriter
-from cute_kernels.extend.softmax import LOWEST, Rows, Softmax, load_float, rescale
+from cute_kernels.extend.softmax import LOWEST, MIN_SCORE_SCALE, Rows, Softmax, load_float, rescale
 from cute_kernels.extend.work import END, Work, Worker
 
 FIRST_WARPGROUP = 1  # named barriers: of each warpgroup, then of their turns
 FIRST_TURN = 3
 WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 MMA_K = 16  # columns of a product
-MIN_SCORE_SCALE = 2.0**-126
 
 
 @dataclass(frozen=True)

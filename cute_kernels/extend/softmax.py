@@ -26,6 +26,7 @@ from cute_kernels.extend.powers import powers_in
 
 LOWEST = -1.0e30  # stands for -inf in references
 RESCALE_SLACK = 8.0  # powers of 2
+MIN_SCORE_SCALE = 2.0**-126
 ROW_LANES = (1, 2)  # bits in which the numbers of the four lanes of a row differ
 
 
@@ -147,8 +148,11 @@ class Softmax:
         return bits
 
     def scale_of(self, rows: Rows, scale: TileScale, row: int):
-        """From the scores of a part of a tile to powers of 2."""
-        return rows.scales[row] * scale.key if self.tile_scales[0] else rows.scales[row]
+        """From the scores of a part of a tile to powers of 2; not 0, by which masked scores, -inf, must not be
+        multiplied: a row of zeros and keys of zeros are both scaled by very small numbers."""
+        if not self.tile_scales[0]:
+            return rows.scales[row]
+        return ptx.fmax(rows.scales[row] * scale.key, Float32(MIN_SCORE_SCALE))
 
     def factor(self, rows: Rows, scale: TileScale, row: int):
         """What makes powers of 2 of what :meth:`take` leaves."""

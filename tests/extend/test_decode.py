@@ -19,8 +19,9 @@ from cute_kernels.extend.config import SLAB_COLUMNS, ExtendConfig
 from cute_kernels.extend.decode import RowRuns, TileWriter
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Source
 from cute_kernels.extend.schedule import ExtendProblem, choose
+from cute_kernels.extend.softmax import Softmax, TileScale
 from cute_kernels.kv_formats import format_pair
-from simulator import LANES, Int32, Int64, Uint32, running
+from simulator import LANES, Float32, Int32, Int64, Uint32, running
 from tests.extend.cases import Call, make_call
 from tests.extend.test_unpack import Machine, _bytes, _rows, wanted
 
@@ -169,6 +170,16 @@ def test_rows_of_a_tile_may_have_scales_of_all_sizes(most):
         scales = cache[..., :4].view(torch.float32)
         scales.mul_(torch.exp2(torch.randint(-most, most, scales.shape).float()))
     check(call)
+
+
+def test_no_power_of_2_makes_masked_scores_numbers():
+    """-inf times 0 is no number."""
+    softmax = Softmax(choose(ExtendProblem(128, "int8_token_head", "int8_token_head", "bf16", 64, PLAIN)))
+    with running(Machine(np.zeros(16, np.uint8), np.zeros(16, np.uint8))):
+        rows: Any = SimpleNamespace(scales=[Float32(2.0**-118)] * 2)
+        scale = TileScale(Float32(2.0**-45), Float32(0.0), Float32(1.0))
+        factors = [float(np.asarray(softmax.factor(rows, scale, row)).max()) for row in range(2)]
+    assert min(factors) > 0
 
 
 @pytest.mark.parametrize("key", [-46, -1, 0, 34])
