@@ -21,7 +21,7 @@ from cute_kernels.extend.memory import KEYS, VALUES, Pages, Source
 from cute_kernels.extend.schedule import ExtendProblem, choose
 from cute_kernels.extend.softmax import Softmax, TileScale
 from cute_kernels.kv_formats import format_pair
-from simulator import LANES, Float32, Int32, Int64, Uint32, running
+from simulator import LANES, Float32, Int32, Int64, Uint32, running, stand_in
 from tests.extend.cases import Call, make_call
 from tests.extend.test_unpack import Machine, _bytes, _rows, wanted
 
@@ -33,7 +33,7 @@ class Writer(TileWriter):
     """One that keeps what it tells consumers."""
 
     def tell(self, word, address, lane) -> None:
-        self.told: Any = word
+        self.told = stand_in(word)
 
 
 class Tiles:
@@ -67,14 +67,14 @@ class Tiles:
                 Int32(len(call.k_cache)),
                 Divisor.of(Int32(page_tokens)),
             )
-            source: Any = Source(rows[0], rows[1], pages, None, Int64(0))
+            source = stand_in(Source(rows[0], rows[1], pages, None, Int64(0)))
             for operand in (KEYS, VALUES):
                 for warp in range(self.config.tile_warps):
                     self.write(source, operand, Int32(warp))
                 self.rows.append(in_rows(self.machine.shared_memory, self.config))
 
     def write(self, source, operand: int, warp) -> None:
-        work: Any = SimpleNamespace(request=Int32(0), head=Int32(HEAD), kv_stop=Int32(STOP))
+        work = stand_in(SimpleNamespace(request=Int32(0), head=Int32(HEAD), kv_stop=Int32(STOP)))
         memory = SimpleNamespace(tiles=Int32(0), tile=lambda operand, stage: Int32(0), scales_of=lambda *_: Int32(0))
         writer, runs, lane = Writer(self.config, operand), RowRuns(self.config), Int32(LANES)
         held, places, value_scales = writer.rows.make(), runs.make(), [Uint32(0)]
@@ -176,7 +176,7 @@ def test_no_power_of_2_makes_masked_scores_numbers():
     """-inf times 0 is no number."""
     softmax = Softmax(choose(ExtendProblem(128, "int8_token_head", "int8_token_head", "bf16", 64, PLAIN)))
     with running(Machine(np.zeros(16, np.uint8), np.zeros(16, np.uint8))):
-        rows: Any = SimpleNamespace(scales=[Float32(2.0**-118)] * 2)
+        rows = stand_in(SimpleNamespace(scales=[Float32(2.0**-118)] * 2))
         scale = TileScale(Float32(2.0**-45), Float32(0.0), Float32(1.0))
         factors = [float(np.asarray(softmax.factor(rows, scale, row)).max()) for row in range(2)]
     assert min(factors) > 0
