@@ -15,6 +15,7 @@ from cute_kernels.attention.features import Features
 from cute_kernels.attention.score_options import tensors_of
 from cute_kernels.extend.config import HEAD_DIMS, MAX_SPLITS, cannot_read
 from cute_kernels.kv_formats import format_of
+from cute_kernels.kv_formats import names as format_names
 from cute_kernels.names import CacheLayout
 
 MAX_ROWS = 2**31 - 2**16  # queries times heads: rounded up to whole work tiles, they fit 32 bits
@@ -171,7 +172,8 @@ def make_call(
     forms = checks.check_formats(kv_format)
     for form in forms:
         if (reason := cannot_read(form)) is not None:
-            raise ValueError(f"kv_format: got {kv_format!r}, want formats that extend attention reads: {reason}")
+            known = ", ".join(name for name in format_names() if cannot_read(format_of(name)) is None)
+            raise ValueError(f"kv_format: got {kv_format!r}, want one of {known}, or a pair of them: {reason}")
     if forms[0].is_coded != forms[1].is_coded:
         raise ValueError(f"kv_format: got {kv_format!r}, want K and V both of 16 bits or both of codes")
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)

@@ -22,7 +22,7 @@ SLAB_COLUMNS = 64  # of an operand in the 128-byte swizzle
 ELEMENT_BYTES = 2  # of operands
 WORK_SLOTS = 2
 WORK_BYTES = 32  # of a slot: 8 words
-TILE_SCALE_BYTES = 16  # of unpacked keys and values, see `cute_kernels.extend.unpack`: one bulk copy
+TILE_SCALE_BYTES = 16  # of a tile: what `UnpackTarget` says of it, or a word of `powers.word_of` for each of its warps
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 OPERAND_COLUMNS = (64, 128, 256)  # that operands may have; zeros fill up what rows lack
 TILE_TOKENS = {64: 128, 128: 128, 256: 64}  # by operands' columns: accumulators of scores and of values fit a thread
@@ -33,14 +33,14 @@ SM_REGISTERS = 65536
 
 
 def has_token_scale(form: KvFormat) -> bool:
-    """Whether every row has an fp32 scale that stays out of the tile and meets scores or probabilities instead."""
+    """Whether every row has an fp32 scale, which is multiplied into its tile."""
     return form.extend is not None and form.extend.scales == "row"
 
 
 def cannot_read(form: KvFormat) -> str | None:
     """Why the kernel cannot read rows of a format, or None."""
     if form.is_coded and form.extend is None:
-        return f"{form.name} caches are not among those that extend attention reads"
+        return f"extend attention does not read {form.name} caches"
     return None
 
 
@@ -196,19 +196,16 @@ class ExtendConfig:
         return self.coded and self.q_dtype == "bf16"
 
     @property
-    def token_scales(self) -> tuple[bool, bool]:
-        """Whether rows of K and of V have scales that meet scores and probabilities."""
-        if self.unpacked:
-            return False, False
+    def tile_scales(self) -> tuple[bool, bool]:
+        """Whether tiles of K and of V have scales: rows have theirs multiplied in, up to a power of 2 that some of the
+        tile's have in common, see :attr:`scale_runs`."""
         return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
 
     @property
-    def tile_scales(self) -> tuple[bool, bool]:
-        """Whether tiles of K and of V have a scale each: unpacked rows have theirs multiplied in, up to a power of 2 of
-        the tile."""
-        if not self.unpacked:
-            return False, False
-        return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
+    def scale_runs(self) -> int:
+        """Parts of a tile that have powers of 2 of their own: what a producer warp decodes, or all that is
+        unpacked."""
+        return self.tile_warps if self.decodes and any(self.tile_scales) else 1
 
     @property
     def units(self) -> tuple[float, float]:
@@ -256,10 +253,8 @@ class ExtendConfig:
 
     @property
     def scale_bytes(self) -> int:
-        """Of the scales of a tile's rows, and the greatest that each of V's producer warps has seen; or of its own."""
-        if any(self.tile_scales):
-            return TILE_SCALE_BYTES
-        return 4 * (self.tile_tokens + self.producer_warps) if self.decodes else 0
+        """Of a tile's scales."""
+        return TILE_SCALE_BYTES if any(self.tile_scales) else 0
 
     @property
     def smem_bytes(self) -> int:
@@ -299,7 +294,7 @@ class ExtendConfig:
             return f"producer_warps {self.producer_warps} is not 4 or 8"
         if self.producer_warps == 8 and self.columns > 128:
             return f"8 producer_warps leave too few registers for head_dim {self.head_dim}"
-        if any(self.token_scales) and self.warp_rows > WARP_THREADS:
+        if self.decodes and any(self.tile_scales) and self.warp_rows > WARP_THREADS:
             return (
                 f"{self.producer_warps} producer_warps have {self.warp_rows} rows each, and a lane for the scale of one"
             )

@@ -8,8 +8,10 @@ Half of the warps decode K, half V. A warp asks for its rows of the next tile wh
 then waits until the tile is free. It asks for nothing in between: the machine counts a thread's loads together, and a
 warp that decodes would wait for all that it has asked for. Which pages a tile lies in is asked for one tile ahead.
 
-Codes of bytes are fp16 numbers without their scale: a row's scale meets scores (K) and probabilities (V), in fp32. INT4
-rows are multiplied out in fp16, rounded once: half of code * scale + shift.
+Codes of bytes whose scale is a head's or tensor's are fp16 numbers without it. A row's scale is multiplied in, in fp16,
+up to a power of 2 that a warp's rows have in common (:mod:`.powers`); K's warps look at V's scales, too: consumers want
+V's powers with K's tile, before its softmax. INT4 rows are multiplied out in fp16, rounded once: half of code * scale +
+shift.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.lanes import lane_max
+from cute_kernels.device.lanes import lane_max, neighbours
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import RegisterTensor
 from cute_kernels.extend.config import ELEMENT_BYTES, SLAB_COLUMNS, ExtendConfig, has_token_scale
 from cute_kernels.extend.loads import load_word_below
 from cute_kernels.extend.memory import KEYS, VALUES
+from cute_kernels.extend.powers import exponent_beside, power_of_2, word_of
 from cute_kernels.kv_formats import KvFormat, load_code
 
 WORD_BITS = 32
@@ -186,12 +189,21 @@ class CodedRows:
         else:
             self.load_words(held, rows, bases, low, count, lane)
         if const_expr(self.token_scale):
-            row = lane % self.warp_rows
-            base = bases[0]
-            for run in cutlass.range_constexpr(1, len(bases)):
-                base = cutlass.select_(row >= run * self.runs.rows, bases[run], base)
-            address = base + (row % self.runs.rows) * rows.token_bytes
-            held.scale[0] = load_word_below(row - low, count, address)
+            self.load_scales(held.scale, places, source, work, first_valid, block, warp, lane)
+
+    @cute.jit
+    def load_scales(self, scales, places: Places, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
+        """Asks for the scales of a warp's rows of a block, a lane for one."""
+        rows = source.rows(self.operand)
+        first = block * self.tile_tokens + warp * self.warp_rows
+        low = cutlass.max(first_valid - first, 0)
+        count = cutlass.max(work.kv_stop - first - low, 0)
+        bases = self.runs.bases(source, rows, places, work.head)
+        row = lane % self.warp_rows
+        base = bases[0]
+        for run in cutlass.range_constexpr(1, len(bases)):
+            base = cutlass.select_(row >= run * self.runs.rows, bases[run], base)
+        scales[0] = load_word_below(row - low, count, base + (row % self.runs.rows) * rows.token_bytes)
 
     def load_words(self, held: Held, rows, bases, low, count, lane) -> None:
         """Asks for words and headers of rows. count: of those from ``low`` on that are there; None: all are, which
@@ -237,29 +249,39 @@ class TileWriter:
         return place + (piece ^ below) * wgmma_tiles.PIECE_BYTES + column % 8 * 2
 
     @cute.jit
-    def store(self, held: Held, memory, stage: Int32, place: Int32, warp: Int32, lane: Int32):
-        """Decodes what a warp holds into its rows of a tile, which is free; place: :meth:`place`."""
+    def store(self, held: Held, value_scales, memory, stage: Int32, place: Int32, warp: Int32, lane: Int32):
+        """Decodes what a warp holds into its rows of a tile, which is free. place: :meth:`place`; value_scales: of V's
+        rows, which K's warps hold."""
         row_words, word_codes = self.rows.row_units, self.rows.word_codes
         place = place + (memory.tiles + memory.tile(self.operand, stage))
+        exponent = self.exponent_of(held.scale, self.config.tile_scales[self.operand])
+        if const_expr(self.operand == KEYS and any(self.config.tile_scales)):
+            values = self.exponent_of(value_scales, self.config.tile_scales[VALUES])
+            self.tell(word_of(exponent, values), memory.scales_of(KEYS, stage) + warp * 4, lane)
+        scale = held.scale[0].bitcast(Float32) * power_of_2(-exponent)
+        scale = ptx.pack_f16x2(scale, scale)
         for k in cutlass.range_constexpr(self.rows.num_loads):
             row, part = k * WARP_THREADS // row_words, k * WARP_THREADS % row_words
             offset = row * wgmma_tiles.ROW_BYTES + part * word_codes // SLAB_COLUMNS * self.config.slab_bytes
             pairs = self.rows.numbers(held, k)
+            if const_expr(self.rows.token_scale):
+                own = Uint32(cute.arch.shuffle_sync(scale, self.rows.lane_place(lane)[0] + row))
+                pairs = [ptx.mul_f16x2(pair, own) for pair in pairs]
             ptx.store_shared(place ^ (row % 8 * wgmma_tiles.PIECE_BYTES), offset, pairs)
-        if const_expr(self.rows.token_scale):
-            self.store_scales(held, memory, stage, warp, lane)
 
     @cute.jit
-    def store_scales(self, held: Held, memory, stage: Int32, warp: Int32, lane: Int32):
-        """The rows' scales, and the greatest of the warp's."""
-        warp_rows = self.rows.warp_rows
-        address = memory.scales_of(self.operand, stage)
-        if lane < warp_rows:
-            ptx.store_shared(address + (warp * warp_rows + lane) * 4, 0, [held.scale[0]])
-        if const_expr(self.operand == VALUES):
-            top = lane_max(Float32(held.scale[0].bitcast(Float32)), (1, 2, 4, 8, 16))
-            if lane == 0:
-                ptx.store_shared(address + (self.config.tile_tokens + warp) * 4, 0, [top])
+    def exponent_of(self, scales, is_scaled: cutlass.Constexpr):
+        """Of the power of 2 that a warp's rows have in common; scales: a lane's row's."""
+        exponent = Int32(0)
+        if const_expr(is_scaled):
+            exponent = exponent_beside(lane_max(Float32(scales[0].bitcast(Float32)), neighbours(WARP_THREADS)))
+        return exponent
+
+    @cute.jit
+    def tell(self, word: Uint32, address: Int32, lane: Int32):
+        """Consumers, with K's tile, of both powers of 2."""
+        if lane == 0:
+            ptx.store_shared(address, 0, [word])
 
 
 class RowProducer:
@@ -298,6 +320,7 @@ class RowProducer:
     ):
         """K's or V's; warp: of those that do."""
         held, places = self.writers[operand].rows.make(), self.runs.make()
+        value_scales = cute.make_rmem_tensor(1, Uint32)
         # Not what it is made of: registers are scarce.
         place = ptx.pinned(self.writers[operand].place(warp, lane))
         if span.begin < span.end:
@@ -305,8 +328,12 @@ class RowProducer:
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
             self.writers[operand].rows.load(held, places, source, work, first_valid, block, warp, lane)
+            if const_expr(operand == KEYS and self.config.tile_scales[VALUES]):
+                self.writers[VALUES].rows.load_scales(
+                    value_scales, places, source, work, first_valid, block, warp, lane
+                )
             self.runs.ask(places, source, work, cutlass.max(block - 1, span.begin), warp)
-            self.publish(self.writers[operand], held, memory, place, warp, lane, stage, phase)
+            self.publish(self.writers[operand], held, value_scales, memory, place, warp, lane, stage, phase)
             stage, phase = advance(stage, phase, self.config.num_stages)
         return stage, phase
 
@@ -315,6 +342,7 @@ class RowProducer:
         self,
         writer: cutlass.Constexpr,
         held,
+        value_scales,
         memory,
         place: Int32,
         warp: Int32,
@@ -325,7 +353,7 @@ class RowProducer:
         """Writes a warp's rows of a tile when it is free, and says so."""
         number = memory.barrier(writer.operand, stage)
         cute.arch.mbarrier_wait(memory.empty + number, phase)
-        writer.store(held, memory, stage, place, warp, lane)
+        writer.store(held, value_scales, memory, stage, place, warp, lane)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:

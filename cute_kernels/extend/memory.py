@@ -24,8 +24,8 @@ class ExtendMemory:
     Attributes:
         tile_pointer, tiles: of K's stages, then V's.
         query_pointer, queries: of the warpgroups' queries.
-        scales: fp32 [2, stages, tile_tokens + producer_warps]: of a tile's rows, and the greatest of each of V's
-            warps; or, of unpacked keys, [2, stages, 4], K's: what :class:`.unpack.UnpackTarget` says of a tile.
+        scales: [2, stages, 4] words, K's: what :class:`.unpack.UnpackTarget` says of a tile, or :func:`.powers.word_of`
+            of what each producer warp has decoded.
         query_scales: fp32 [128]: powers of 2 that queries in fp16 are to be multiplied with.
         slots: work tiles that the CTA knows of.
         full, empty: barriers of the tiles, K's and then V's. work_full, work_empty: of the slots.

@@ -33,14 +33,13 @@ from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.memory import KEYS, VALUES
 from cute_kernels.extend.queries import WARP_ROWS, QueryLoader, query_row
 from cute_kernels.extend.results import ResultWriter
-from cute_kernels.extend.softmax import LOWEST, Rows, Softmax, load_float, rescale
+from cute_kernels.extend.softmax import LOWEST, MIN_SCORE_SCALE, Rows, Softmax, load_float, rescale
 from cute_kernels.extend.work import END, Work, Worker
 
 FIRST_WARPGROUP = 1  # named barriers: of each warpgroup, then of their turns
 FIRST_TURN = 3
 WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 MMA_K = 16  # columns of a product
-MIN_SCORE_SCALE = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -153,11 +152,11 @@ class Consumer:
         sums.fill(0.0)
         packed = cute.make_rmem_tensor(self.config.tile_tokens // 4, Uint32)
         if span.begin < span.end:
-            self.begin(shape, features, work, span, rows, packed, memory, group, lane, stage, phase)
+            self.begin(features, work, span, rows, packed, memory, group, lane, stage, phase)
         for i in cutlass.range(span.begin + 1, span.end, 1, unroll=1):
             following = advance(stage, phase, self.config.num_stages)
             block = span.end - 1 - (i - span.begin)
-            self.go_on(shape, features, work, span, rows, sums, packed, memory, group, lane, block, stage, phase)
+            self.go_on(features, work, span, rows, sums, packed, memory, group, lane, block, stage, phase)
             stage, phase = following
         # Nobody reads these queries any more.
         self.sync_warpgroup(group)
@@ -173,7 +172,7 @@ class Consumer:
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
-    def begin(self, shape, features, work, span, rows, packed, memory, group, lane, stage, phase) -> None:
+    def begin(self, features, work, span, rows, packed, memory, group, lane, stage, phase) -> None:
         """Probabilities of the first block."""
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
         self.score(scores, memory, group, stage, phase)
@@ -181,10 +180,10 @@ class Consumer:
         values = self.finish_scores(scores, memory, stage, lane, 0)
         factors = cute.make_rmem_tensor(2, Float32)
         factors.fill(0.0)
-        self.weigh(shape, features, work, span, rows, values, factors, tile, memory, lane, span.end - 1, stage, phase)
-        self.pack(values, packed, memory, stage, lane)
+        self.weigh(features, work, span, rows, values, factors, tile, lane, span.end - 1)
+        self.pack(values, packed)
 
-    def go_on(self, shape, features, work, span, rows, sums, packed, memory, group, lane, block, stage, phase) -> None:
+    def go_on(self, features, work, span, rows, sums, packed, memory, group, lane, block, stage, phase) -> None:
         """Adds the values of the block before, in ``stage``, and makes probabilities of the next one."""
         next_stage, next_phase = advance(stage, phase, self.config.num_stages)
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
@@ -197,12 +196,10 @@ class Consumer:
         values = self.finish_scores(scores, memory, next_stage, lane, 1)
         factors = cute.make_rmem_tensor(2, Float32)
         factors.fill(1.0)
-        self.weigh(
-            shape, features, work, span, rows, values, factors, tile, memory, lane, block, next_stage, next_phase
-        )
+        self.weigh(features, work, span, rows, values, factors, tile, lane, block)
         self.finish_values(sums, memory, stage, lane)
         rescale(sums, factors, self.config.columns // 2)
-        self.pack(values, packed, memory, next_stage, lane)
+        self.pack(values, packed)
 
     def score(self, scores, memory, group, stage, phase) -> None:
         """Issues the scores of a block, which it waits for."""
@@ -236,8 +233,7 @@ class Consumer:
         values = cute.make_rmem_tensor(count, Float32)
         for i in range(count):
             values[i] = found[i]
-        if const_expr(not self.config.token_scales[0]):
-            self.release(memory, KEYS, stage, lane)
+        self.release(memory, KEYS, stage, lane)
         return values
 
     def finish_values(self, sums, memory, stage, lane) -> None:
@@ -250,7 +246,7 @@ class Consumer:
         self.release(memory, VALUES, stage, lane)
 
     @cute.jit
-    def weigh(self, shape, features, work, span, rows, values, factors, tile, memory, lane, block, stage, phase):
+    def weigh(self, features, work, span, rows, values, factors, tile, lane, block):
         """Probabilities of a block from its scores, and the factors by which earlier sums shrink.
 
         ptxas puts the wait for products that run meanwhile before all that does not need them and stands in the same
@@ -258,17 +254,12 @@ class Consumer:
         """
         masked = self.worker.is_masked(work, span, block)
         masked = self.softmax.terms.may_hide(rows.state, block * self.config.tile_tokens, masked)
-        key_scales, value_scales = memory.scales_of(KEYS, stage), memory.scales_of(VALUES, stage)
-        self.softmax.take(values, rows, features, work, block, masked, tile, key_scales, lane)
-        if const_expr(self.config.token_scales[0]):
-            self.release(memory, KEYS, stage, lane)
-        if const_expr(self.config.token_scales[1]):
-            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
+        self.softmax.take(values, rows, features, work, block, masked, tile, lane)
         if numbers.active_lanes() != 0:
-            self.softmax.weigh(values, rows, factors, tile, value_scales)
+            self.softmax.weigh(values, rows, factors, tile)
 
-    def pack(self, values, packed, memory, stage, lane) -> None:
-        self.softmax.pack(values, packed, memory.scales_of(VALUES, stage), lane, self.operands.pack)
+    def pack(self, values, packed) -> None:
+        self.softmax.pack(values, packed, self.operands.pack)
 
     @cute.jit
     def release(self, memory, operand: cutlass.Constexpr, stage: Int32, lane: Int32):

@@ -258,7 +258,7 @@ def _unpack_plan(call: ExtendCall, config: ExtendConfig) -> UnpackPlan | None:
     if call.unpack is None:
         least = queries_to_unpack_for(config, call.batch, call.base.group, call.base.window)
         # Rows' scales are rounded in other places: a request's result would depend on its batch.
-        is_fixed = call.num_splits is not None and any(config.token_scales)
+        is_fixed = call.num_splits is not None and any(config.tile_scales)
         if least is None or is_fixed:
             return None
     unpack, attention = choose_unpacked(config)

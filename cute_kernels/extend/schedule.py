@@ -28,8 +28,9 @@ BLOCK_TOKENS = 128
 # partial result and to have it read again; to wait for the kernel that puts splits together.
 TILE_COST, PARTIAL_COST, COMBINE_COST = 1.5, 4.0, 3.0
 # What kernels that read a cache as it is reach of the rate over unpacked keys, by what rows' scales are
-# (`ExtendReader`), and for 16 bits in pages of so many tokens: H200, docs/design/history/extend_attention.md.
-READING_RATES: dict[str | int, float] = {"row": 0.65, "outside": 0.77, "groups": 0.64, 16: 0.95}
+# (`ExtendReader`), at 128 to 256 queries, and for 16 bits in pages of so many tokens: H200,
+# docs/design/history/extend_attention.md.
+READING_RATES: dict[str | int, float] = {"row": 0.74, "outside": 0.77, "groups": 0.73, 16: 0.95}
 PRODUCTS_PER_US = 690e6  # FLOP over unpacked keys
 UNPACKED_BYTES_PER_US = 3.0e6  # read and written
 # Decoding beside a prefill: how fast it streams, on how many SMs it does, and what both lose to

@@ -20,13 +20,14 @@ from cute_kernels.device import ptx
 from cute_kernels.device.lanes import in_pairs, lane_max
 from cute_kernels.device.types import RegisterTensor
 from cute_kernels.device.wgmma_tiles import sum_place
-from cute_kernels.extend.config import ExtendConfig
+from cute_kernels.extend.config import TILE_SCALE_BYTES, ExtendConfig
 from cute_kernels.extend.loads import load_word_below
+from cute_kernels.extend.powers import powers_in
 
 LOWEST = -1.0e30  # stands for -inf in references
 RESCALE_SLACK = 8.0  # powers of 2
+MIN_SCORE_SCALE = 2.0**-126
 ROW_LANES = (1, 2)  # bits in which the numbers of the four lanes of a row differ
-MIN_SCALE = 2.0**-80  # stands for smaller scales of rows
 
 
 def row_of(index: int) -> int:
@@ -55,8 +56,8 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class TileScales:
-    """What a tile's numbers are to be multiplied with, powers of 2: K's; log2 of V's and its reciprocal."""
+class TileScale:
+    """What a part of a tile is to be multiplied with, powers of 2: K's; log2 of V's and its reciprocal."""
 
     key: Any
     value_log: Any
@@ -70,48 +71,45 @@ class Softmax:
         self.features = config.features
         self.tokens = config.tile_tokens
         self.count = config.tile_tokens // 2  # scores of a thread
-        self.token_scales, self.tile_scales, self.tree = config.token_scales, config.tile_scales, config.tree
-        self.tile_warps = config.tile_warps
+        self.tile_scales, self.runs, self.tree = config.tile_scales, config.scale_runs, config.tree
         # A thread's two rows are the columns that terms know, and its keys of a block their rows.
         self.terms = ScoreTerms(self.features, 2, self.count // 2)
 
-    def own(self, values, row: int) -> list[Any]:
-        """Those of a thread's values that one of its two rows has."""
-        return [values[i] for i in range(self.count) if row_of(i) == row]
-
-    def load_scales(self, address, lane) -> list[Any]:
-        """Scales of the tokens of a row's accumulators: those of both rows are alike."""
-        found = []
-        for column in range(0, self.tokens, 8):
-            words = ptx.load_shared_vector(address + lane % 4 * 8, column * 4, 2)
-            found += [word.bitcast(Float32) for word in words]
-        return found
-
-    def load_tile_scales(self, address) -> TileScales:
-        """Of unpacked keys and values, from shared memory; ones where tiles have none."""
+    def load_tile_scales(self, address) -> list[Any]:
+        """Words of shared memory that say what a tile is to be multiplied with, see :meth:`scales_in`."""
         if not any(self.tile_scales):
-            return TileScales(Float32(1.0), Float32(0.0), Float32(1.0))
-        key, _, value_log, reciprocal = (word.bitcast(Float32) for word in ptx.load_shared_vector(address, 0, 4))
-        return TileScales(key, value_log, reciprocal)
+            return []
+        return ptx.load_shared_vector(address, 0, TILE_SCALE_BYTES // 4 if self.runs == 1 else self.runs)
+
+    def scales_in(self, words) -> list[TileScale]:
+        """By part of a tile; ones where tiles have none. To be asked for last: parts' words are a third of what they
+        say, and registers are scarce while scores and sums are on their way."""
+        if not words:
+            return [TileScale(Float32(1.0), Float32(0.0), Float32(1.0))]
+        if self.runs > 1:
+            return [TileScale(*powers_in(word)) for word in words]
+        key, _, value_log, reciprocal = (word.bitcast(Float32) for word in words)
+        return [TileScale(key, value_log, reciprocal)]
+
+    def run_of(self, index: int) -> int:
+        """Which of a tile's parts with a scale a thread's ``index``-th accumulator is of."""
+        return sum_place(index)[1] * self.runs // self.tokens
 
     def place(self, index: int) -> tuple[int, int]:
         """(which of a thread's keys of a block, which of its rows) its ``index``-th accumulator is of."""
         return index // 4 * 2 + index % 2, row_of(index)
 
     @cute.jit
-    def take(self, scores, rows: Rows, features, work, block: Int32, masked, tile, key_scales: Int32, lane: Int32):
-        """Scores times what their keys' rows are scaled with, changed by options, then masked."""
-        if const_expr(self.token_scales[0]):
-            scales = self.load_scales(key_scales, lane)
-            for i in cutlass.range_constexpr(self.count):
-                scores[i] = scores[i] * scales[self.place(i)[0]]
+    def take(self, scores, rows: Rows, features, work, block: Int32, masked, tile, lane: Int32):
+        """Scores, changed by options, then masked."""
         token = block * self.tokens + lane % 4 * 2
         if const_expr(self.terms.load):
             own = [i for i in range(self.count) if row_of(i) == 0]
             self.terms.ask(rows.state, [token + sum_place(i)[1] for i in own])
         if const_expr(self.terms.change_scores):
+            scales = self.scales_in(tile)
             for i in cutlass.range_constexpr(self.count):
-                x = scores[i] * self.scale_of(rows, tile, row_of(i))
+                x = scores[i] * self.scale_of(rows, scales[self.run_of(i)], row_of(i))
                 scores[i] = self.terms.change(rows.state, self.place(i), x, token + sum_place(i)[1])
         if masked:
             for row in cutlass.range_constexpr(2):
@@ -149,56 +147,57 @@ class Softmax:
             bits.append(aligned >> Uint32(lane % 4 * 2))
         return bits
 
-    def scale_of(self, rows: Rows, tile: TileScales, row: int):
-        """From a tile's scores to powers of 2."""
-        return rows.scales[row] * tile.key if self.tile_scales[0] else rows.scales[row]
+    def scale_of(self, rows: Rows, scale: TileScale, row: int):
+        """From the scores of a part of a tile to powers of 2; not 0, by which masked scores, -inf, must not be
+        multiplied: a row of zeros and keys of zeros are both scaled by very small numbers."""
+        if not self.tile_scales[0]:
+            return rows.scales[row]
+        return ptx.fmax(rows.scales[row] * scale.key, Float32(MIN_SCORE_SCALE))
 
-    def factor(self, rows: Rows, tile: TileScales, row: int):
+    def factor(self, rows: Rows, scale: TileScale, row: int):
         """What makes powers of 2 of what :meth:`take` leaves."""
-        return Float32(1.0) if const_expr(self.terms.change_scores) else self.scale_of(rows, tile, row)
+        return Float32(1.0) if const_expr(self.terms.change_scores) else self.scale_of(rows, scale, row)
 
-    def log_scale(self, tile: TileScales, value_scales):
-        """log2 of the greatest scale of a tile's rows, or of the tile's own."""
-        if self.tile_scales[1]:
-            return tile.value_log
-        if not self.token_scales[1]:
-            return Float32(0.0)
-        words = ptx.load_shared_vector(value_scales, self.tokens * 4, self.tile_warps)
-        tops = [word.bitcast(Float32) for word in words]
-        return ptx.log2(ptx.fmax(in_pairs(ptx.fmax, tops), Float32(MIN_SCALE)))
+    def own(self, row: int, run: int) -> list[int]:
+        """Which of a thread's accumulators are of one of its two rows and of a part of a tile."""
+        return [i for i in range(self.count) if row_of(i) == row and self.run_of(i) == run]
 
-    def weigh(self, scores, rows: Rows, factors, tile: TileScales, value_scales) -> None:
+    def highest(self, scores, rows: Rows, scales: list[TileScale], row: int):
+        """The greatest of a row's powers of 2, times what V's tile is to be multiplied with."""
+        tops = [in_pairs(ptx.fmax, [scores[i] for i in self.own(row, run)]) for run in range(self.runs)]
+        if self.runs == 1:
+            tops = [lane_max(tops[0], ROW_LANES)]
+        logs = [scale.value_log if self.tile_scales[1] else Float32(0.0) for scale in scales]
+        tops = [
+            ptx.fma(top, self.factor(rows, scale, row), log) for top, scale, log in zip(tops, scales, logs, strict=True)
+        ]
+        return tops[0] if self.runs == 1 else lane_max(in_pairs(ptx.fmax, tops), ROW_LANES)
+
+    def weigh(self, scores, rows: Rows, factors, tile) -> None:
         """Scores become probabilities, times what V's tile is to be multiplied with; factors, rmem fp32 [2], those by
         which earlier sums shrink. Adds totals."""
-        more = self.log_scale(tile, value_scales)
+        scales = self.scales_in(tile)
         for row in range(2):
-            factor = self.factor(rows, tile, row)
-            top = lane_max(in_pairs(ptx.fmax, self.own(scores, row)), ROW_LANES)
-            before = rows.references[row]
-            highest = ptx.fma(top, factor, more)
+            highest, before = self.highest(scores, rows, scales, row), rows.references[row]
             reference = cutlass.select_(highest - before > RESCALE_SLACK, highest, before)
             rows.references[row] = reference
             factors[row] = ptx.exp2(before - reference)
         for row in range(2):
-            factor, shift = self.factor(rows, tile, row), -rows.references[row]
-            if self.tile_scales[1]:
-                shift = shift + more
-            parts = [Float32(0.0), Float32(0.0)]
-            for i in range(self.count):
-                if row_of(i) == row:
+            totals = []
+            for run, scale in enumerate(scales):
+                factor, shift = self.factor(rows, scale, row), -rows.references[row]
+                if self.tile_scales[1]:
+                    shift = shift + scale.value_log
+                parts = [Float32(0.0), Float32(0.0)]
+                for i in self.own(row, run):
                     scores[i] = ptx.exp2(ptx.fma(scores[i], factor, shift))
                     parts[i // 4 % 2] = parts[i // 4 % 2] + scores[i]
-            total = parts[0] + parts[1]
-            if self.tile_scales[1]:
-                total = total * tile.value_reciprocal
-            rows.totals[row] = ptx.fma(rows.totals[row], factors[row], total)
+                total = parts[0] + parts[1]
+                totals.append(total * scale.value_reciprocal if self.tile_scales[1] else total)
+            rows.totals[row] = ptx.fma(rows.totals[row], factors[row], sum(totals[1:], totals[0]))
 
-    def pack(self, scores, packed, value_scales, lane, pack) -> None:
-        """Probabilities times their values' scales, the A operand of the next product."""
-        if const_expr(self.token_scales[1]):
-            scales = self.load_scales(value_scales, lane)
-            for i in range(self.count):
-                scores[i] = scores[i] * scales[self.place(i)[0]]
+    def pack(self, scores, packed, pack) -> None:
+        """Probabilities as the A operand of the next product."""
         for i in range(0, self.count, 2):
             packed[i // 2] = pack(scores[i], scores[i + 1])
 

@@ -7,9 +7,7 @@ Rows of pages come to lie side by side on the way, which is all that happens to 
 A warp takes a tile of one KV head, of K or of V, in chunks of rows; the next chunk's words are on their way while one
 is decoded (:mod:`.decode` says how). What a tile holds is what a decoding producer would have put there, except that a
 row's fp32 scale is multiplied in: the product with the code is rounded once, to fp16. So that any scale does, a tile
-has a power of 2 that its numbers are to be multiplied with; attention gets it with the tile. Scales from 2**-50 to
-2**40 keep 11 bits beside a tile's greatest as long as they are not more than 2**29 times smaller; greater ones become
-infinite.
+has a power of 2 that its numbers are to be multiplied with (:mod:`.powers`); attention gets it with the tile.
 
 Tokens that no query of a request sees become zeros, and requests without queries are not looked at.
 """
@@ -23,7 +21,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from cute_kernels.device import numbers, ptx
+from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.lanes import lane_max, neighbours
@@ -37,12 +35,10 @@ from cute_kernels.extend.config import (
 from cute_kernels.extend.decode import CodedRows, Places, RowRuns
 from cute_kernels.extend.loads import load_piece_below, load_word_below, store_below
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Rows, Source
+from cute_kernels.extend.powers import exponent_beside, power_of_2
 from cute_kernels.extend.work import tokens_of
 
 PIECE_BYTES = 16
-CODE_EXPONENT = 9  # codes are below 2**9
-TOP_EXPONENT = 15  # of a tile's numbers in fp16
-LEAST_EXPONENT, GREATEST_EXPONENT = -40, 40  # of the greatest scale of a tile
 
 
 @dataclass(frozen=True)
@@ -261,11 +257,8 @@ class UnpackKernel:
         exponent = Int32(0)
         if const_expr(self.config.tile_scales[operand]):
             top = self.greatest_scale(source.rows(operand), source, work, first_valid, block, lane)
-            exponent = (numbers.bits(top) >> 23).to(Int32) - 127
-            exponent = cutlass.min(cutlass.max(exponent, Int32(LEAST_EXPONENT)), Int32(GREATEST_EXPONENT))
-            exponent = exponent + (1 + CODE_EXPONENT - TOP_EXPONENT)
-        power = numbers.from_bits((exponent + 127).to(Uint32) << 23)
-        reciprocal = numbers.from_bits((127 - exponent).to(Uint32) << 23)
+            exponent = exponent_beside(top)
+        power, reciprocal = power_of_2(exponent), power_of_2(-exponent)
         tile = line * (shape.room // self.config.tile_tokens) + block
         address = target.tile_scales + tile * TILE_SCALE_BYTES
         if const_expr(operand == KEYS):

@@ -181,6 +181,16 @@ def test_zero_scores_show_the_mask(kv_format, unpack, causal, window):
     check(call)
 
 
+@pytest.mark.parametrize("unpack", [False, True])
+@pytest.mark.parametrize("kv_format", ["int8_token_head", "int4_g4"])
+def test_zeros_over_keys_of_zeros_are_no_nan(kv_format, unpack):
+    """Both are scaled by the least powers of 2 that there are, whose product must not be 0: masked scores are -inf."""
+    call = make_call(kv_format, [130, 5], [400, 5], unpack=unpack, device=CUDA)
+    for tensor in (call.q, call.k_cache):
+        tensor.zero_()
+    check(call)
+
+
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("new", [False, True])
 @pytest.mark.parametrize("kv_format", ["bf16", "int8_token_head", "int4_g4"])
@@ -354,10 +364,12 @@ def test_the_memory_of_unpacked_keys_may_be_bounded():
     want = call.run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    # What is asked for: the allocator may have blocks at hand that are larger.
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     assert torch.equal(call.run(max_seq_len=700), want)
+    most = torch.cuda.memory_stats()["requested_bytes.all.peak"]
     bound = len(LENGTHS) * 2 * (768 * 2 * 128 * 2 + 6 * 16)  # requests, KV heads, K and V of 768 tokens
-    assert torch.cuda.max_memory_allocated() - before <= bound + call.q.numel() * 2 + 2**16
+    assert most - before <= bound + call.q.numel() * 2 + 2**16
 
 
 def test_every_configuration_that_can_be_tried_is_right():

@@ -200,7 +200,7 @@ class ScoreOptionTests:
         scores = Registers(softmax.count, Float32)
         for i in range(softmax.count):
             scores[i] = Float32(given[i])
-        softmax.take(scores, held, state.values, None, Int32(block), False, None, Int32(0), Int32(LANES))
+        softmax.take(scores, held, state.values, None, Int32(block), False, [], Int32(LANES))
         found = np.stack(
             [np.asarray(scores[i] * softmax.factor(held, stand_in(None), row_of(i))) for i in range(softmax.count)]
         )

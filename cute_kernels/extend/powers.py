@@ -1,0 +1,42 @@
+"""Powers of 2 that rows of a tile have in common: codes times their rows' scales fit fp16 up to them.
+
+A power brings the greatest of the rows' scales below 2**6, and its product with a code below 2**15. So scales from
+2**-50 to 2**40 keep 11 bits beside the greatest as long as they are not more than 2**29 times smaller where the product
+is rounded (:mod:`.unpack`), 2**19 times where the scale is, too (:mod:`.decode`); smaller ones are rounded to multiples
+of 2**-30 of the greatest. Greater ones become infinite.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, Numeric, Uint32
+
+from cute_kernels.device import numbers, ptx
+
+CODE_EXPONENT = 9  # codes are below 2**9
+TOP_EXPONENT = 15  # of a tile's numbers in fp16
+LEAST_EXPONENT, GREATEST_EXPONENT = -40, 40  # of the greatest scale
+
+
+def exponent_beside(top: Float32) -> Int32:
+    """The exponent of the power of 2 for rows whose greatest scale is ``top``."""
+    exponent = (numbers.bits(top) >> Uint32(23)).to(Int32) - 127
+    exponent = cutlass.min(cutlass.max(exponent, Int32(LEAST_EXPONENT)), Int32(GREATEST_EXPONENT))
+    return exponent + (1 + CODE_EXPONENT - TOP_EXPONENT)
+
+
+def power_of_2(exponent: Numeric) -> Float32:
+    return numbers.from_bits((exponent + 127).to(Uint32) << Uint32(23))
+
+
+def word_of(key_exponent: Int32, value_exponent: Int32) -> Uint32:
+    """What is said of a part of K's and of V's tile: K's power of 2 and V's exponent, as the upper halves of fp32
+    numbers; their lower ones are zeros."""
+    exponent = numbers.bits(value_exponent.to(Float32))
+    return numbers.bits(power_of_2(key_exponent)) | (exponent >> Uint32(16))
+
+
+def powers_in(word: Uint32) -> tuple[Float32, Float32, Float32]:
+    """(K's power of 2, V's exponent, the reciprocal of V's power of 2) of :func:`word_of`."""
+    exponent = numbers.from_bits(word << Uint32(16))
+    return numbers.from_bits(word & Uint32(0xFFFF0000)), exponent, ptx.exp2(-exponent)

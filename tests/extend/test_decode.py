@@ -1,0 +1,190 @@
+"""What a decoding producer warp writes into a tile of shared memory, run by the simulator."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.device import wgmma_tiles
+from cute_kernels.device.division import Divisor
+from cute_kernels.extend import powers
+from cute_kernels.extend.config import SLAB_COLUMNS, ExtendConfig
+from cute_kernels.extend.decode import RowRuns, TileWriter
+from cute_kernels.extend.memory import KEYS, VALUES, Pages, Source
+from cute_kernels.extend.schedule import ExtendProblem, choose
+from cute_kernels.extend.softmax import Softmax, TileScale
+from cute_kernels.kv_formats import format_pair
+from simulator import LANES, Float32, Int32, Int64, Uint32, running, stand_in
+from tests.extend.cases import Call, make_call
+from tests.extend.test_unpack import Machine, _bytes, _rows, wanted
+
+HEAD, BLOCK = 1, 1  # what is decoded
+FIRST, STOP = 140, 250  # tokens that queries see, in the middle of that block
+
+
+class Writer(TileWriter):
+    """One that keeps what it tells consumers."""
+
+    def tell(self, word, address, lane) -> None:
+        self.told = stand_in(word)
+
+
+class Tiles:
+    """Block `BLOCK` of a call's K and V, as producer warps write it.
+
+    Attributes:
+        rows: K's and V's, float64 [tile_tokens, columns], as they lie in the tile. words: what consumers are told, by
+            warp.
+    """
+
+    def __init__(self, call: Call):
+        keys, values = format_pair(call.kv_format)
+        table, page_tokens = call.options.get("block_table"), call.caches[0].shape[1]
+        features = Features(paged=True) if table is not None else PLAIN
+        touching = 0 if table is None else page_tokens & -page_tokens
+        self.config = choose(ExtendProblem(call.q.shape[2], keys, values, "bf16", touching, features))
+        assert self.config.can_implement() is None and self.config.decodes
+        pieces = [_bytes(call.k_cache), _bytes(call.v_cache), np.zeros(0, np.uint8) if table is None else _bytes(table)]
+        at = np.cumsum([256, *(-(-len(piece) // 256) * 256 for piece in pieces)])
+        memory = np.zeros(at[-1], np.uint8)
+        for start, piece in zip(at, pieces, strict=False):
+            memory[start : start + len(piece)] = piece
+        self.machine = Machine(np.zeros(self.config.tile_bytes, np.uint8), memory)
+        self.rows: list[torch.Tensor] = []
+        self.words: list[int] = []
+        with running(self.machine):
+            rows = [_rows(cache, at[i], False) for i, cache in enumerate((call.k_cache, call.v_cache))]
+            pages = Pages(
+                Int64(at[2]),
+                Int32(0 if table is None else table.shape[1]),
+                Int32(len(call.k_cache)),
+                Divisor.of(Int32(page_tokens)),
+            )
+            source = stand_in(Source(rows[0], rows[1], pages, None, Int64(0)))
+            for operand in (KEYS, VALUES):
+                for warp in range(self.config.tile_warps):
+                    self.write(source, operand, Int32(warp))
+                self.rows.append(in_rows(self.machine.shared_memory, self.config))
+
+    def write(self, source, operand: int, warp) -> None:
+        work = stand_in(SimpleNamespace(request=Int32(0), head=Int32(HEAD), kv_stop=Int32(STOP)))
+        memory = SimpleNamespace(tiles=Int32(0), tile=lambda operand, stage: Int32(0), scales_of=lambda *_: Int32(0))
+        writer, runs, lane = Writer(self.config, operand), RowRuns(self.config), Int32(LANES)
+        held, places, value_scales = writer.rows.make(), runs.make(), [Uint32(0)]
+        runs.ask(places, source, work, Int32(BLOCK), warp)
+        given = (places, source, work, Int32(FIRST), Int32(BLOCK), warp, lane)
+        writer.rows.load(held, *given)
+        if operand == KEYS and self.config.tile_scales[VALUES]:
+            TileWriter(self.config, VALUES).rows.load_scales(value_scales, *given)
+        writer.store(held, value_scales, memory, Int32(0), writer.place(warp, lane), warp, lane)
+        if operand == KEYS and any(self.config.tile_scales):
+            self.words.append(int(np.broadcast_to(writer.told, (32,))[0]))
+
+
+def in_rows(tile: np.ndarray, config: ExtendConfig) -> torch.Tensor:
+    """A tile in the 128-byte swizzle, row by row."""
+    row, column = np.arange(config.tile_tokens)[:, None], np.arange(config.columns)[None]
+    piece = column % SLAB_COLUMNS // 8 ^ row % 8
+    place = column // SLAB_COLUMNS * config.slab_bytes + row * wgmma_tiles.ROW_BYTES
+    place = place + piece * wgmma_tiles.PIECE_BYTES + column % 8 * 2
+    return torch.from_numpy(tile.view(np.float16)[place // 2].astype(np.float64))
+
+
+def powers_of(words: list[int]) -> torch.Tensor:
+    """K's and V's powers of 2, float64 [2, warps], from the halves of words."""
+    halves = np.array([[word & 0xFFFF0000 for word in words], [word << 16 & 0xFFFF0000 for word in words]], np.uint32)
+    keys, logs = torch.from_numpy(halves.view(np.float32)).double()
+    return torch.stack([keys, logs.exp2()])
+
+
+def check(call: Call) -> Tiles:
+    found = Tiles(call)
+    tokens = found.config.tile_tokens
+    first, stop = FIRST - BLOCK * tokens, min(STOP - BLOCK * tokens, tokens)
+    for operand, rows in enumerate(found.rows):
+        own = torch.ones(tokens, 1, dtype=torch.float64)
+        if any(found.config.tile_scales):
+            told = powers_of(found.words)[operand]
+            assert (told == told.log2().round().exp2()).all(), "powers of 2"
+            own = told.repeat_interleave(found.config.warp_rows)[:, None]
+        rows = rows * own
+        want = wanted(call, operand, 0, STOP)[HEAD, BLOCK * tokens :][:tokens]
+        seen = slice(max(first, 0), stop)
+        # A scale and its product with a code are rounded, each to 11 bits; scales to multiples of 2**-24.
+        tolerance = 2.0**-10 * want[seen].abs().amax(dim=-1, keepdim=True) + 448 * 2.0**-25 * own[seen]
+        assert ((rows[seen, : want.shape[1]] - want[seen]).abs() <= tolerance).all()
+        assert not rows[: seen.start].any() and not rows[stop:].any(), "rows that nobody sees are zeros"
+        assert not rows[:, want.shape[1] :].any(), "columns that rows lack are zeros"
+    return found
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "int8": ("int8_token_head", {}),
+    "e4m3, pages of 16": ("e4m3_token_head", {"page_size": 16}),
+    "e4m3, a scale a tensor": ("e4m3_tensor", {}),
+    "e5m2, contiguous": ("e5m2", {"page_size": None}),
+    "int4_g1": ("int4_g1", {}),
+    "int4_g4": ("int4_g4", {"page_size": 16}),
+    "a pair": (("int8_token_head", "int4_g4"), {}),
+    "another pair": (("e4m3_tensor", "int8_token_head"), {}),
+    "head_dim 64": ("int8_token_head", {"head_dim": 64}),
+    "head_dim 80": ("e4m3_token_head", {"head_dim": 80}),
+    "head_dim 256": ("int8_token_head", {"head_dim": 256}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_tile_is_what_the_cache_says(name):
+    kv_format, options = CASES[name]
+    check(make_call(kv_format, [4], [300], **options))
+
+
+@pytest.mark.parametrize("power", [-45, -20, 20, 38])
+def test_rows_scales_may_be_of_any_size(power):
+    """And K's of another one than V's."""
+    call = make_call("int8_token_head", [4], [300])
+    for operand, cache in enumerate(call.caches):
+        cache[..., :4].view(torch.float32).mul_(2.0 ** (power if operand else -power))
+    check(call)
+
+
+def test_warps_have_powers_of_their_own():
+    call = make_call("int8_token_head", [4], [300], page_size=None)
+    scales = call.caches[1][0, :, HEAD, :4].view(torch.float32)
+    scales[BLOCK * 128 + 32 :][:32] *= 2.0**7
+    own = powers_of(check(call).words)[VALUES].log2()
+    assert own[1] >= own[2] + 5 and len(own) == 4
+
+
+@pytest.mark.parametrize("most", [9, 14])
+def test_rows_of_a_tile_may_have_scales_of_all_sizes(most):
+    call = make_call("e4m3_token_head", [4], [300])
+    for cache in call.caches:
+        scales = cache[..., :4].view(torch.float32)
+        scales.mul_(torch.exp2(torch.randint(-most, most, scales.shape).float()))
+    check(call)
+
+
+def test_no_power_of_2_makes_masked_scores_numbers():
+    """-inf times 0 is no number."""
+    softmax = Softmax(choose(ExtendProblem(128, "int8_token_head", "int8_token_head", "bf16", 64, PLAIN)))
+    with running(Machine(np.zeros(16, np.uint8), np.zeros(16, np.uint8))):
+        rows = stand_in(SimpleNamespace(scales=[Float32(2.0**-118)] * 2))
+        scale = TileScale(Float32(2.0**-45), Float32(0.0), Float32(1.0))
+        factors = [float(np.asarray(softmax.factor(rows, scale, row)).max()) for row in range(2)]
+    assert min(factors) > 0
+
+
+@pytest.mark.parametrize("key", [-46, -1, 0, 34])
+@pytest.mark.parametrize("value", [-46, -7, 0, 1, 34])
+def test_consumers_read_what_producers_have_told(key, value):
+    with running(Machine(np.zeros(16, np.uint8), np.zeros(16, np.uint8))):
+        found = powers.powers_in(powers.word_of(Int32(key), Int32(value)))
+    assert [float(np.asarray(number).max()) for number in found] == [2.0**key, value, 2.0**-value]
