@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
@@ -75,6 +75,7 @@ class Cta:
     barriers: cute.Pointer
     warp: Int32
     lane: Int32
+    new: Any = None  # of a kernel that makes the newest rows itself: their operands, where its queries are
 
 
 @dataclass(frozen=True)
