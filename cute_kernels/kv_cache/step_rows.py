@@ -104,45 +104,70 @@ class NewRows:
 
         The producer warps of the CTA that has the newest token wait for its rows (`announce_rows`) before its tile.
         """
-        lane = cta.lane % self.lanes
-        team = cta.lane // self.lanes
+        lane, team = cta.lane % self.lanes, cta.lane // self.lanes
+        new, last = cta.new[0], work.place.shape.max_seq_len - 1
+        # All that comes from memory is asked for before any of it is waited for.
+        told = ptx.load_global_words(new.seq_lens + Int64(work.request) * 4, 0, 1)[0].to(Int32)
         steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
+        if const_expr(self.append.rope != "none"):
+            for i, word in enumerate(self.rotator.load_steps(new.phase_steps, lane)):
+                steps[i] = word
+        raw = cute.make_rmem_tensor(self.k_elements.piece.num_words, Uint32)
+        self.fetch_query(raw, work, q, 0, cta.warp * self.teams + team, lane)
+        newest = cutlass.max(work.length - 1, 0)
+        owner = (newest // self.attention.tile_tokens - work.first_tile) % work.num_parts == work.part
+        owner = owner & (work.length > 0)
+        fresh = cute.make_rmem_tensor(max(self.k_elements.piece.num_words, self.v_elements.piece.num_words), Uint32)
+        block, row = Int32(work.request), newest
+        if const_expr(self.attention.page_tokens > 0):
+            block, row = cta.tiles.pager.locate(work.request, newest)
+        if owner:
+            self.fetch_newest(fresh, cta, work, team, lane)
         cos = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
         sin = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
         if const_expr(self.append.rope != "none"):
-            for i, word in enumerate(self.rotator.load_steps(cta.new[0].phase_steps, lane)):
-                steps[i] = word
-        # As the request says it: what there is no cache for is rotated, but not written.
-        told = ptx.load_global_words(cta.new[0].seq_lens + Int64(work.request) * 4, 0, 1)[0].to(Int32)
-        if const_expr(self.append.rope != "none"):
-            self.rotator.make_angles(cos, sin, steps, told - 1, cta.new[0].rope_factor, lane)
-        newest = cutlass.max(work.length - 1, 0)
-        owner = (newest // self.attention.tile_tokens - work.first_tile) % work.num_parts == work.part
-        if owner & (work.length > 0):
-            self.write_newest(cta, work, told, cos, sin, team, lane)
+            # As the request says it: a token that there is no cache for is rotated, but not written.
+            self.rotator.make_angles(cos, sin, steps, told - 1, new.rope_factor, lane)
+        if owner:
+            there = (told <= last + 1) & (block >= 0) & (block < new.num_blocks)
+            self.write_newest(fresh, cta, work, NewPlace(there, Int64(block), Int64(row)), cos, sin, team, lane)
             cute.arch.fence_proxy("async.global")
             announce_rows(self.attention)
-        self.rotate_queries(cta, work, q, cos, sin, team, lane)
+        self.rotate_queries(raw, cta, work, q, cos, sin, team, lane)
         sync_consumers(self.attention)
         return self.query_addresses(cta, work)
 
     # -- queries ------------------------------------------------------------------------------------------------------
 
+    def count_of(self, work):
+        """Queries of each of the CTA's KV heads."""
+        return cutlass.min(work.place.shape.group - work.place.first_row, self.attention.head_queries)
+
+    def fetch_query(self, raw, work, q, head: int, row, lane) -> None:
+        """Asks for a row of the CTA's ``head``-th KV head, past the last one for that."""
+        shape, first = work.place.shape, work.place.first_row
+        row = first + cutlass.min(row, self.count_of(work) - 1)
+        source = q.address(self.attention, work.request, Int32(0), (work.place.first_head + head) * shape.group + row)
+        self.fetch(raw, self.k_elements, source, lane)
+
     @cute.jit
-    def rotate_queries(self, cta, work, q, cos, sin, team, lane):
-        """The warp's share of the CTA's query rows, to shared memory; teams without one repeat the last."""
-        elements, shape = self.k_elements, work.place.shape
+    def rotate_queries(self, raw, cta, work, q, cos, sin, team, lane):
+        """The warp's share of the CTA's query rows, to shared memory; ``raw``: of the first. Teams without a row
+        repeat the last one."""
+        elements, count = self.k_elements, self.count_of(work)
         values = cute.make_rmem_tensor(elements.count, Float32)
-        count = cutlass.min(shape.group - work.place.first_row, self.attention.head_queries)
         for head in cutlass.range_constexpr(self.attention.num_heads):
-            first_head = (work.place.first_head + head) * shape.group + work.place.first_row
             begin, step = cta.warp * self.teams, self.attention.num_warps * self.teams
             for base in cutlass.range(begin, count, step, unroll=1):
-                row = cutlass.min(base + team, count - 1)
-                source = q.address(self.attention, work.request, Int32(0), first_head + row)
-                self.unpack(values, elements, source, lane)
+                if const_expr(head > 0):
+                    self.fetch_query(raw, work, q, head, base + team, lane)
+                self.unpack(values, elements, raw)
+                if const_expr(head == 0):
+                    if base + step < count:
+                        self.fetch_query(raw, work, q, head, base + step + team, lane)
                 if const_expr(self.append.rope != "none"):
                     self.rotator.rotate(values, cos, sin, lane)
+                row = cutlass.min(base + team, count - 1)
                 target = cta.new[1] + (head * self.attention.head_queries + row) * self.pitch
                 self.store_shared(elements, target, lane, elements.pack(values))
 
@@ -167,40 +192,58 @@ class NewRows:
 
     # -- K and V ------------------------------------------------------------------------------------------------------
 
+    def warps_of(self) -> tuple[int, int]:
+        """Those that write K, and V: the last two, which have no queries if there are few."""
+        last = self.attention.num_warps - 1
+        return max(last - 1, 0), last
+
     @cute.jit
-    def write_newest(self, cta, work, told, cos, sin, team, lane):
-        """The newest token's rows of the CTA's KV heads: of V by the last warp, of K by the one before it."""
-        position = told - 1
-        place = self.place_of(cta, work, position)
-        of_v, of_k = self.attention.num_warps - 1, max(self.attention.num_warps - 2, 0)
-        new, request = cta.new[0], Int64(work.request)
-        if cta.warp == of_v:
-            target = (self.v_row, cta.given.v_scale, new.v_cache, new.v_strides)
-            self.write_rows(work, new.v + request * new.v_stride, self.v_elements, target, place, None, team, lane)
+    def fetch_newest(self, fresh, cta, work, team, lane):
+        """Asks for the first row that a warp writes."""
+        of_k, of_v = self.warps_of()
         if cta.warp == of_k:
-            target = (self.k_row, cta.given.k_scale, new.k_cache, new.k_strides)
-            turn = (cos, sin) if const_expr(self.append.rope != "none") else None
-            self.write_rows(work, new.k + request * new.k_stride, self.k_elements, target, place, turn, team, lane)
+            self.fetch_row(fresh, cta, work, self.k_elements, 0, team, lane)
+        if const_expr(of_v != of_k):
+            if cta.warp == of_v:
+                self.fetch_row(fresh, cta, work, self.v_elements, 0, team, lane)
 
-    def place_of(self, cta, work, position) -> NewPlace:
-        """Where a request's token of this position goes."""
-        last = work.place.shape.max_seq_len - 1
-        there = (position >= 0) & (position <= last)
-        if not self.attention.page_tokens:
-            return NewPlace(there, Int64(work.request), Int64(position))
-        page, row = cta.tiles.pager.locate(work.request, cutlass.min(cutlass.max(position, 0), last))
-        return NewPlace(there & (page >= 0) & (page < cta.new[0].num_blocks), Int64(page), Int64(row))
+    def fetch_row(self, fresh, cta, work, elements, base: int, team, lane) -> None:
+        """Asks for a team's row of K or V: of the CTA's KV head ``base`` + team, past the last one for that."""
+        new, of_k = cta.new[0], elements is self.k_elements
+        source, stride = (new.k, new.k_stride) if of_k else (new.v, new.v_stride)
+        source = source + Int64(work.request) * stride + Int64(self.head_of(work, base, team) * elements.row_bytes)
+        self.fetch(fresh, elements, source, lane)
+
+    def head_of(self, work, base: int, team):
+        return work.place.first_head + cutlass.min(base + team, self.attention.num_heads - 1)
 
     @cute.jit
-    def write_rows(self, work, source, elements, target, place, turn, team, lane):
-        """Rows of all KV heads of the CTA, from ``source``; teams without a head repeat the last one's."""
+    def write_newest(self, fresh, cta, work, place, cos, sin, team, lane):
+        """The newest token's rows of the CTA's KV heads; ``fresh``: as `fetch_newest` has asked for them."""
+        of_k, of_v = self.warps_of()
+        new = cta.new[0]
+        if cta.warp == of_k:
+            turn = (cos, sin) if const_expr(self.append.rope != "none") else None
+            target = (self.k_row, cta.given.k_scale, new.k_cache, new.k_strides)
+            self.write_rows(fresh, cta, work, self.k_elements, target, place, turn, team, lane)
+        if cta.warp == of_v:
+            if const_expr(of_v == of_k):
+                self.fetch_row(fresh, cta, work, self.v_elements, 0, team, lane)
+            target = (self.v_row, cta.given.v_scale, new.v_cache, new.v_strides)
+            self.write_rows(fresh, cta, work, self.v_elements, target, place, None, team, lane)
+
+    @cute.jit
+    def write_rows(self, fresh, cta, work, elements, target, place, turn, team, lane):
+        """Rows of all KV heads of the CTA; teams without a head repeat the last one's."""
         cache_row, scale, cache, strides = target
         block_stride, token_stride, head_stride = strides
         values = cute.make_rmem_tensor(elements.count, Float32)
         for base in cutlass.range_constexpr(0, self.attention.num_heads, self.teams):
-            head = work.place.first_head + cutlass.min(base + team, self.attention.num_heads - 1)
+            head = self.head_of(work, base, team)
             given = load_given(cache_row, scale, head, lane)
-            self.unpack(values, elements, source + Int64(head * elements.row_bytes), lane)
+            if const_expr(base > 0):
+                self.fetch_row(fresh, cta, work, elements, base, team, lane)
+            self.unpack(values, elements, fresh)
             if const_expr(turn is not None):
                 self.rotator.rotate(values, *turn, lane)
             encoded = encode_row(cache_row, values, given)
@@ -208,7 +251,12 @@ class NewRows:
             if place.there:
                 store_row(cache_row, encoded, cache + row, lane)
 
-    def unpack(self, values, elements: Elements, source, lane) -> None:
-        """A lane's numbers of the row at ``source``, in fp32."""
-        for i, value in enumerate(elements.load(source, lane)):
+    def fetch(self, raw, elements: Elements, source, lane) -> None:
+        """Asks for a lane's part of the row at ``source``."""
+        for i, word in enumerate(elements.piece.load(source, lane)):
+            raw[i] = word
+
+    def unpack(self, values, elements: Elements, raw) -> None:
+        """A lane's numbers, in fp32."""
+        for i, value in enumerate(elements.unpack([raw[i] for i in range(elements.piece.num_words)])):
             values[i] = value
