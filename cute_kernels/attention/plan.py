@@ -72,9 +72,9 @@ class DecodePlan:
         asked for).
 
         ``options``: complete ones (see `NO_OPTIONS`) or None. ``partials``: a workspace of the caller's, in which the
-        partial results of all splits stay. ``new``: k and v of the newest tokens, [batch, num_kv_heads, head_dim], of
-        a step in one launch (:mod:`cute_kernels.kv_cache.step_plan`). This is one flat function, without objects on the way, because each decoding
-        step of a model waits for it once a layer.
+        partial results of all splits stay. ``new``: of a step in one launch, k and v of the newest tokens, [batch,
+        num_kv_heads, head_dim] each. This is one flat function, without objects on the way, because each decoding step
+        of a model waits for it once a layer.
         """
         if out is None:
             out = GPU.empty(*self.new_out)
@@ -167,10 +167,8 @@ def _sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..., Any]
     return arguments_of(config.features, config.page_tokens > 0).bound(function, *known_arguments(call, schedule))
 
 
-def known_arguments(
-    call: AttentionCall, schedule: DecodeSchedule
-) -> tuple[dict[str, int | float], dict[str, Place]]:
-    """(arguments that only what decides a plan decides, places of those that are looked up in the options of a call)."""
+def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict[str, int | float], dict[str, Place]]:
+    """(arguments that only what decides a plan decides, places of those that are found in the options of a call)."""
     config = schedule.config
     features = config.features
     fixed: dict[str, int | float] = {

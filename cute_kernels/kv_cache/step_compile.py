@@ -66,7 +66,9 @@ def compile_step(config: StepConfig, arch: str, *options: str) -> Any:
 
     check_config(config)
     kernel = DecodeKernel(config.attention, NewRows(config.attention, config.append))
-    return step_arguments(config).compile(kernel.launch, fake_tensors(config, cutlass.AddressSpace.gmem), arch, *options)
+    return step_arguments(config).compile(
+        kernel.launch, fake_tensors(config, cutlass.AddressSpace.gmem), arch, *options
+    )
 
 
 def fake_tensors(config: StepConfig, memory: cute.AddressSpace) -> dict[str, Any]:

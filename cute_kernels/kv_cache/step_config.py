@@ -61,4 +61,3 @@ def step_config(attention: DecodeConfig, append: AppendConfig) -> StepConfig | N
     """The kernel that does both launches' work in one, or None where there is none."""
     config = StepConfig(attention, replace(append.for_decode(), leads=False))
     return config if config.can_implement() is None else None
-

@@ -245,7 +245,7 @@ class NewRows:
                 self.fetch_row(fresh, cta, work, elements, base, team, lane)
             self.unpack(values, elements, fresh)
             if const_expr(turn is not None):
-                self.rotator.rotate(values, *turn, lane)
+                self.rotator.rotate(values, turn[0], turn[1], lane)
             encoded = encode_row(cache_row, values, given)
             row = place.block * block_stride + place.row * token_stride + Int64(head) * head_stride
             if place.there:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.schedule import DecodeProblem, make_schedule
 from cute_kernels.kv_cache import ops
@@ -48,8 +48,10 @@ class SharedMemory(Gpu):
     def meanings(self) -> Any:
         own = super().meanings()
         nothing = {name: lambda *_, **__: None for name in ("barrier", "fence_proxy", "griddepcontrol_wait")}
-        own.arch.update(nothing, barrier_arrive=lambda **_: setattr(self, "announced", self.announced + 1))
-        return own
+        return replace(own, arch={**own.arch, **nothing, "barrier_arrive": self.count})
+
+    def count(self, **_: int) -> None:
+        self.announced += 1
 
 
 def config_of(call: AppendCall, shape: Shape) -> StepConfig:
@@ -77,7 +79,10 @@ def simulate_rows(call: AppendCall, config: StepConfig) -> torch.Tensor:
     put = {name: gpu.put(getattr(call, name)) for name in names}
     at = {name: Int64(address) for name, address in put.items()}
     steps = Int64(0 if call.rope is None else gpu.put(call.rope.phase_steps()))
-    group, max_pages = call.num_q_heads // call.num_kv_heads, 0 if call.block_table is None else call.block_table.shape[1]
+    group, max_pages = (
+        call.num_q_heads // call.num_kv_heads,
+        0 if call.block_table is None else call.block_table.shape[1],
+    )
     stride = 0 if call.block_table is None else call.block_table.stride(0)
     max_seq_len = max_pages * call.page_size if max_pages else call.page_size
 
