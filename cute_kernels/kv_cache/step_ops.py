@@ -1,5 +1,6 @@
 """Calling append and attention as one: the plan and launch of both in eager mode, the registered operator.
 
+Some steps are one launch (:mod:`.step_plan`). Of the others:
 The second launch is a programmatic dependent of the first: it starts as soon as all CTAs of that one have, and waits
 for its end only where it needs what was appended (`RingFiller.await_append`). The first launch is an ordinary one, so
 that whatever the second reads before that wait was written before both.
