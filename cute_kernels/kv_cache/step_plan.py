@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from cute_kernels.attention import plan as attention_plan
 from cute_kernels.attention.call import AttentionCall
-from cute_kernels.attention.schedule import make_schedule
+from cute_kernels.attention.schedule import DecodeProblem, make_schedule
 from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.step_compile import StepSpec, step_arguments
@@ -63,14 +63,17 @@ def config_of(append: AppendCall, attention: AttentionCall) -> StepConfig | None
     more += (append.q_bias, append.k_bias, append.v_bias, append.q_norm, append.k_norm)
     if not attention.head_major or any(given is not None for given in more):
         return None
-    problem = attention_plan.problem_of(attention, after_append=True)
-    schedule = make_schedule(problem, attention.num_splits)
+    schedule = make_schedule(_problem_of(attention), attention.num_splits)
     return step_config(schedule.config, append_plan.config_of(append, leads=True))
+
+
+def _problem_of(attention: AttentionCall) -> DecodeProblem:
+    return replace(attention_plan.problem_of(attention, after_append=True), appends=True)
 
 
 def make_plan(append: AppendCall, attention: AttentionCall, config: StepConfig) -> OneLaunchPlan:
     """The plan of a checked step that has tokens."""
-    problem = attention_plan.problem_of(attention, after_append=True)
+    problem = _problem_of(attention)
     schedule = make_schedule(problem, attention.num_splits)
     assert schedule.config == config.attention
     fixed, options = attention_plan.known_arguments(attention, schedule)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from cute_kernels import append_and_decode, append_kv
-from cute_kernels.kv_cache import KVCache, Rope
+from cute_kernels.kv_cache import KVCache, Rope, step_ops, step_plan
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.runtime import arch_of, load_many
 from tests.attention.cases import Call, assert_close
@@ -62,7 +64,6 @@ OTHERS = {
     "heads first": Case(GROUPED.with_(layout="HND"), (300, 1, 700)),
     "heads first, one long request": Case(HEADS_FIRST, (5000,)),
     "heads first, one token each": Case(HEADS_FIRST, (1,) * 40),
-    "heads first, ragged, small pages": Case(HEADS_FIRST.with_(page_size=16), (6000, *range(1, 60), 2000)),
     "heads first, more requests than SMs": Case(HEADS_FIRST, (65,) * 200),
     "heads first, other groups": Case(HEADS_FIRST.with_(num_q_heads=24, rope=Rope(128, interleaved=True)), (300, 1)),
     "heads first, no RoPE, a window": Case(HEADS_FIRST.with_(rope=None), (300, 64, 2000), 1, {"window_size": 99}),
@@ -80,6 +81,8 @@ OTHERS = {
     "fixed splits": Case(GROUPED, (300, 1, 700), 1, {"num_splits": 5}),
     "rows at words": Case(Shape("int4_g1", num_q_heads=8, num_kv_heads=1, place="contiguous", rope=LLAMA), (62, 2, 30)),
 }
+RAGGED = Case(HEADS_FIRST.with_(page_size=16), (6000, *range(1, 60), 2000))
+"""Long parts are recentred, as often as their tiles have gone round the ring; attention alone may ask for a tile more."""
 RACES = ("bf16", "int4_g1", "e4m3_tensor", "int8_token_head")
 RACE = {name: Case(Shape(name, rope=LLAMA, num_q_heads=8, num_kv_heads=1, page_size=64), (400,) * 16) for name in RACES}
 RACE |= {f"{name}, heads first": replace(case, shape=case.shape.with_(layout="HND")) for name, case in RACE.items()}
@@ -88,7 +91,7 @@ RACE |= {f"{name}, heads first": replace(case, shape=case.shape.with_(layout="HN
 def cases() -> list[Case]:
     found = [of_format(name, place, q_len) for name in ALL_FORMATS for place in PLACES for q_len in (1, 4)]
     found += [of_format(name, place, 1, "HND") for name in ALL_FORMATS for place in PLACES]
-    return [*found, *OTHERS.values(), *RACE.values()]
+    return [*found, *OTHERS.values(), *RACE.values(), RAGGED]
 
 
 PLACES = ("table", "contiguous")
@@ -98,10 +101,25 @@ def specs():
     """All kernels of this file, to be compiled beforehand: `python -m tests.gpu.prepare`."""
     steps = [case.step("cpu", blank=True) for case in cases()]
     found = [spec for step in steps for fused in (True, False) for spec in step_specs(step, fused)]
+    with two_launches():
+        found += [spec for case in BOTH.values() for spec in step_specs(case.step("cpu", blank=True), True)]
     # What fills the caches first is the kernel that leads attention, without leading.
     leading = [spec.config for spec in found if isinstance(spec, AppendSpec) and spec.config.leads]
     found += [AppendSpec(replace(config, leads=False)) for config in leading]
     return list(dict.fromkeys([*found, *needed_by(lambda: decode_in_a_cache("cpu", fused=True))]))
+
+
+BOTH = {"ragged": RAGGED} | {name: case for name, case in OTHERS.items() if name.startswith("heads first, ")}
+
+
+@contextmanager
+def two_launches() -> Iterator[None]:
+    """Steps take an append and attention after it, whichever kernels could do both."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_plan, "config_of", lambda append, attention: None)
+        step_ops.launch.plans.clear()
+        yield
+    step_ops.launch.plans.clear()
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +153,18 @@ def test_a_step_is_its_two_calls(kv_format, place, q_len):
 @pytest.mark.parametrize("kv_format", ALL_FORMATS)
 def test_a_step_over_heads_first_is_its_two_calls(kv_format, place):
     check(of_format(kv_format, place, 1, "HND"))
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_one_launch_is_two_to_the_bit(name):
+    step = BOTH[name].step()
+    poison_new(step)
+    other = with_own_cache(step)
+    out, lse = run(step)
+    with two_launches():
+        want, want_lse = run(other)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+    assert_same(step, other)
 
 
 @pytest.mark.parametrize("name", OTHERS)

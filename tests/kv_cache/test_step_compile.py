@@ -83,6 +83,16 @@ def test_a_step_is_scheduled_as_attention_alone_but_takes_no_tile_early(of: Deco
     assert step.config.can_implement() is None and step.config.name != alone.config.name
 
 
+@pytest.mark.parametrize(
+    ("batch", "num_kv_heads", "want"), [(1, 8, (1, 16)), (8, 8, (1, 2)), (32, 8, (2, 1)), (64, 1, (1, 2))]
+)
+def test_a_step_in_one_launch_has_as_few_ctas_on_an_sm_as_are_as_fast(batch, num_kv_heads, want):
+    """(CTAs of an SM, splits) of requests of 8192 tokens, as measured: each CTA rotates its queries."""
+    of = problem("int4_g4", batch, num_kv_heads, page_tokens=64, features=HEADS_FIRST, after_append=True)
+    schedule = make_schedule(replace(of, num_q_heads=32 if num_kv_heads == 8 else 8, appends=True))
+    assert (schedule.config.ctas_per_sm, schedule.num_splits) == want
+
+
 def test_a_tile_that_may_be_unwritten_is_not_taken_early():
     config = changed(after_append(PROBLEMS[0]), early_tiles=1)
     assert config.can_implement() == "early_tiles 1 of a cache that is still being written is not 0"
