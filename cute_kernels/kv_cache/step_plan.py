@@ -9,7 +9,8 @@ import torch
 
 from cute_kernels.attention import plan as attention_plan
 from cute_kernels.attention.call import AttentionCall
-from cute_kernels.attention.schedule import DecodeProblem, make_schedule
+from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.schedule import make_schedule
 from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.step_compile import StepSpec, step_arguments

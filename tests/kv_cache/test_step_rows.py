@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.schedule import DecodeProblem, make_schedule
+from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.schedule import make_schedule
 from cute_kernels.kv_cache import ops
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.rope import Rope
