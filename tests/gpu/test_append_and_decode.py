@@ -82,7 +82,7 @@ OTHERS = {
     "rows at words": Case(Shape("int4_g1", num_q_heads=8, num_kv_heads=1, place="contiguous", rope=LLAMA), (62, 2, 30)),
 }
 RAGGED = Case(HEADS_FIRST.with_(page_size=16), (6000, *range(1, 60), 2000))
-"""Long parts are recentred, as often as their tiles have gone round the ring; attention alone may ask for a tile more."""
+"""Long parts are recentred as often as tiles have gone round the ring; attention alone may have asked for one more."""
 RACES = ("bf16", "int4_g1", "e4m3_tensor", "int8_token_head")
 RACE = {name: Case(Shape(name, rope=LLAMA, num_q_heads=8, num_kv_heads=1, page_size=64), (400,) * 16) for name in RACES}
 RACE |= {f"{name}, heads first": replace(case, shape=case.shape.with_(layout="HND")) for name, case in RACE.items()}
