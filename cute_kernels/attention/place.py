@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
@@ -17,6 +17,7 @@ from cute_kernels.attention.score_terms import QueryColumn
 
 if TYPE_CHECKING:
     from cute_kernels.attention.merge import Results
+    from cute_kernels.kv_cache.step_rows import NewRowOperands
 
 RECIPROCAL_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20 and x / n < 2**11
 
@@ -75,7 +76,7 @@ class Cta:
     barriers: cute.Pointer
     warp: Int32
     lane: Int32
-    new: Any = None  # of a kernel that makes the newest rows itself: their operands, where its queries are
+    new: tuple[NewRowOperands, Int32] | None = None  # of a kernel that makes newest rows; where its queries are
 
 
 @dataclass(frozen=True)
