@@ -54,6 +54,14 @@ def attention_function(config: Any) -> Any:
 
 
 @functools.cache
+def step_function(config: Any) -> Any:
+    """Of a step in one launch."""
+    from cute_kernels.kv_cache.step_compile import fake_tensors, step_arguments
+
+    return accepting(step_arguments(config), fake_tensors(config, AddressSpace.generic))
+
+
+@functools.cache
 def fill_function(config: Any) -> Any:
     """Of the kernel that fills blocks of keys."""
     from cute_kernels.kv_cache.arguments import FILL

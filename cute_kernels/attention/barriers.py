@@ -11,6 +11,7 @@ from cute_kernels.device.cuda import WARP_THREADS
 READY, CONSUMERS, PRODUCERS = 1, 2, 3
 FIRST_WARPGROUP = 4  # of as many as there are warpgroups
 FIRST_TURN = 8  # of two warpgroups that take turns
+ROWS_WRITTEN = 10
 WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 
 
@@ -31,6 +32,16 @@ def _ready_threads(config: DecodeConfig) -> int:
 def sync_consumers(config: DecodeConfig) -> None:
     """All consumer warps wait for each other."""
     cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=config.num_threads)
+
+
+def announce_rows(config: DecodeConfig) -> None:
+    """A consumer warp says that it has written what it had to write of the newest token's rows; it does not wait."""
+    cute.arch.barrier_arrive(barrier_id=ROWS_WRITTEN, number_of_threads=_ready_threads(config))
+
+
+def await_rows(config: DecodeConfig) -> None:
+    """A producer warp waits for all consumer warps to have said so."""
+    cute.arch.barrier(barrier_id=ROWS_WRITTEN, number_of_threads=_ready_threads(config))
 
 
 def sync_producers(config: DecodeConfig) -> None:

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.attention.barriers import announce_ready, sync_producers
+from cute_kernels.attention.barriers import announce_ready, await_rows, sync_producers
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.copies import TileCopier
 from cute_kernels.device.ring import advance
@@ -15,11 +15,14 @@ class RingFiller:
 
     Every place has two barriers: one on which a tile's bytes arrive, and one on which every consumer warp says that it
     has read the tile.
+
+    writes_rows: whether the kernel's own consumer warps write the newest token's rows.
     """
 
-    def __init__(self, config: DecodeConfig, copier: TileCopier):
+    def __init__(self, config: DecodeConfig, copier: TileCopier, writes_rows: bool = False):
         self.config = config
         self.copier = copier
+        self.writes_rows = writes_rows
 
     def make_pages(self):
         """Registers for the pages of a round of the ring and of the tile after it, as (page, place) pairs."""
@@ -54,7 +57,8 @@ class RingFiller:
         token = part * config.tile_tokens
         if const_expr(pages is not None):
             self.find_pages(tiles, row, token, parts * config.tile_tokens, pages, lane)
-        self.init_barriers(tiles.full, 0, first, copier, lane)
+        if const_expr(not self.writes_rows):  # else they were while the launch before was running
+            self.init_barriers(tiles.full, 0, first, copier, lane)
         sync_producers(config)
         if const_expr(config.early_tiles > 0):
             if early:
@@ -65,7 +69,8 @@ class RingFiller:
                 self.copier.copy_tile(
                     entered, row, token, tiles.max_seq_len, Int32(0), copier, lane, page, place
                 )  # fmt: skip
-        self.init_barriers(tiles.full, first, 2 * config.num_stages, copier, lane)
+        if const_expr(not self.writes_rows):
+            self.init_barriers(tiles.full, first, 2 * config.num_stages, copier, lane)
         announce_ready(config)
 
     @cute.jit
@@ -144,7 +149,11 @@ class RingFiller:
         So it does before every tile but the unit's first: whatever else is asked for delays the append's own loads, and
         cannot be used before it is done.
         """
-        if const_expr(self.config.after_append and "word" not in self.config.copies):
+        if const_expr(self.writes_rows):
+            if token + self.config.tile_tokens >= work.length:
+                await_rows(self.config)
+                cute.arch.fence_proxy("async.global")
+        elif const_expr(self.config.after_append and "word" not in self.config.copies):
             later = token > work.first_token(self.config)
             if later | (token + self.config.tile_tokens > work.length - work.place.shape.q_len):
                 cute.arch.griddepcontrol_wait()

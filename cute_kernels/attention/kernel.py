@@ -11,6 +11,8 @@ and the parts of a row through a workspace (:mod:`.merge`), in a fixed order: th
 Split-KV is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum FlashAttention-4's (Zadouri et al. 2026).
 """
 
+from typing import TYPE_CHECKING, cast
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
@@ -33,15 +35,23 @@ from cute_kernels.attention.warpgroup import WarpgroupMainloop
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
 
+if TYPE_CHECKING:
+    from cute_kernels.kv_cache.step_rows import NewRows
+
 
 class DecodeKernel:
-    """One compiled variant of decode attention; :class:`DecodeConfig` says which."""
+    """One compiled variant of decode attention; :class:`DecodeConfig` says which.
 
-    def __init__(self, config: DecodeConfig):
+    rows: what rotates the queries and writes the newest token's rows of K and V, in a kernel that does so itself (see
+        :class:`cute_kernels.kv_cache.step_rows.NewRows`); None where they are there, or another launch makes them.
+    """
+
+    def __init__(self, config: DecodeConfig, rows: "NewRows | None" = None):
         self.config = config
+        self.appends, self.rows = rows is not None, cast("NewRows", rows)
         self.key_reader, self.value_reader = make_readers(config)
         self.copier = TileCopier(config)
-        self.filler = RingFiller(config, self.copier)
+        self.filler = RingFiller(config, self.copier, writes_rows=self.appends)
         unit = UnitTiles(config, self.copier, self.key_reader, self.value_reader, Logits(config))
         merger = Merger(config, self.value_reader)
         self.mainloop = (WarpgroupMainloop if config.warpgroups else WarpMainloop)(unit, merger)
@@ -93,6 +103,7 @@ class DecodeKernel:
             shape,
             given.softmax_scale,
             uneven,
+            self.rows.operands_of(given) if self.appends else None,
         ).launch(
             grid=(given.num_splits, head_blocks, batch + uneven[0]),
             block=(config.cta_threads, 1, 1),
@@ -128,6 +139,7 @@ class DecodeKernel:
         shape,
         softmax_scale: Float32,
         uneven,
+        new,
     ):
         config = self.config
         part, head_block, row = cute.arch.block_idx()
@@ -140,6 +152,9 @@ class DecodeKernel:
         if const_expr(config.query_bytes > 0):
             alignment = SWIZZLE_ALIGNMENT if config.warpgroups else QUERY_VECTOR_BYTES
             queries = Int32(smem.allocate(config.query_bytes, byte_alignment=alignment).toint())
+        rotated = Int32(0)
+        if const_expr(self.appends):
+            rotated = Int32(smem.allocate(self.rows.shared_bytes, byte_alignment=QUERY_VECTOR_BYTES).toint())
         barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
         # A division would take over 100 cycles on the way to the first copy.
         head_part = (head_block * shape.query_groups_reciprocal) >> RECIPROCAL_BITS
@@ -149,7 +164,13 @@ class DecodeKernel:
         tiles = self.copier.open(source, ring, barriers, place, pager)
         seen = features.window + shape.q_len - 1
         requests = Requests(seq_lens, shape.batch, shape.max_seq_len, seen, parts, *uneven)
-        cta = Cta(roles, tiles, results, given, features, softmax_scale, ring, queries, barriers, warp, lane)
+        own = (new, rotated) if const_expr(self.appends) else None
+        cta = Cta(roles, tiles, results, given, features, softmax_scale, ring, queries, barriers, warp, lane, own)
+        if const_expr(self.appends):
+            if warp == config.num_warps:
+                self.filler.init_barriers(barriers, 0, 2 * config.num_stages, Int32(0), lane)
+            # Lengths and pages may be results of launches that this wait is the first for.
+            cute.arch.griddepcontrol_wait()
         if const_expr(config.units):
             tiles_per_part = Int32(0)
             if row >= shape.batch:
@@ -217,7 +238,11 @@ class DecodeKernel:
     @cute.jit
     def attend_unit(self, cta, work, q, query, stage: Int32, phase: Int32):
         """Attention of one unit; ``query`` is None after an append, whose end the queries wait for."""
-        if const_expr(self.config.after_append):
+        if const_expr(self.appends):
+            addresses = self.rows.make(cta, work, q)
+            k_scale = cta.given.of_keys(work.place.first_head + cta.roles.head)
+            query = self.key_reader.fetch_query(addresses, k_scale, cta.lane)
+        elif const_expr(self.config.after_append):
             # Every unit waits here, even one without new tokens: that the launch is done says that the append is.
             cute.arch.griddepcontrol_wait()
             query = self.fetch_query(cta, work.place, q, work.request)

@@ -17,6 +17,7 @@ from cute_kernels.attention.score_terms import QueryColumn
 
 if TYPE_CHECKING:
     from cute_kernels.attention.merge import Results
+    from cute_kernels.kv_cache.step_rows import NewRowOperands
 
 RECIPROCAL_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20 and x / n < 2**11
 
@@ -75,6 +76,7 @@ class Cta:
     barriers: cute.Pointer
     warp: Int32
     lane: Int32
+    new: tuple[NewRowOperands, Int32] | None = None  # of a kernel that makes newest rows; where its queries are
 
 
 @dataclass(frozen=True)

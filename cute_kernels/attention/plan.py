@@ -66,13 +66,15 @@ class DecodePlan:
         out: torch.Tensor | None,
         options: Mapping[str, Any] | None = None,
         partials: torch.Tensor | None = None,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launches on the current stream of the plan's device, which is the current one: (out or a new one, lse if
         asked for).
 
         ``options``: complete ones (see `NO_OPTIONS`) or None. ``partials``: a workspace of the caller's, in which the
-        partial results of all splits stay. This is one flat function, without objects on the way, because each decoding
-        step of a model waits for it once a layer.
+        partial results of all splits stay. ``new``: of a step in one launch, k and v of the newest tokens, [batch,
+        num_kv_heads, head_dim] each. This is one flat function, without objects on the way, because each decoding step
+        of a model waits for it once a layer.
         """
         if out is None:
             out = GPU.empty(*self.new_out)
@@ -95,7 +97,13 @@ class DecodePlan:
             v_cache = v_cache.view(self.v_view)
         if softmax_scale is None:
             softmax_scale = self.softmax_scale
-        if self.takes_options:
+        if new is not None:
+            self.send(
+                q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address,
+                workspace=workspace, k_scale=k_scale, v_scale=v_scale, softmax_scale=softmax_scale, mode=mode,
+                options=options or NO_OPTIONS, new=new,
+            )  # fmt: skip
+        elif self.takes_options:
             self.send(
                 q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address,
                 workspace=workspace, k_scale=k_scale, v_scale=v_scale, softmax_scale=softmax_scale, mode=mode,
@@ -130,8 +138,15 @@ def make_plan(
         splits = make_schedule(problem).num_splits if num_splits is None else num_splits
         uneven = (schedule.more_rows, schedule.shares) if config.units else (0, 0)
         schedule = DecodeSchedule(config, splits, head_blocks(problem, config), *uneven)
+    return plan_of(call, problem, schedule, _sender(call, schedule))
+
+
+def plan_of(
+    call: AttentionCall, problem: DecodeProblem, schedule: DecodeSchedule, send: Callable[..., Any]
+) -> DecodePlan:
+    """The plan of a checked call with a schedule; ``send``: the compiled kernel, with what stays the same."""
     return DecodePlan(
-        send=_sender(call, schedule),
+        send=send,
         schedule=schedule,
         device_index=call.q.device.index,
         softmax_scale=call.softmax_scale,
@@ -147,6 +162,13 @@ def make_plan(
 
 def _sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..., Any]:
     """The compiled kernel, with the arguments that only what decides a plan decides."""
+    config = schedule.config
+    function = load(DecodeSpec(config), arch_of(call.q.device.index))
+    return arguments_of(config.features, config.page_tokens > 0).bound(function, *known_arguments(call, schedule))
+
+
+def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict[str, int | float], dict[str, Place]]:
+    """(arguments that only what decides a plan decides, places of those that are found in the options of a call)."""
     config = schedule.config
     features = config.features
     fixed: dict[str, int | float] = {
@@ -171,8 +193,7 @@ def _sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..., Any]
     if features.tail:
         options |= {name: ("options", name) for name in ("k_tail", "tail_slots")}
     options |= {tensor.name: ("options", "score_options", tensor.name) for tensor in tensors_in(features)}
-    function = load(DecodeSpec(config), arch_of(call.q.device.index))
-    return arguments_of(features, config.page_tokens > 0).bound(function, fixed, options)
+    return fixed, options
 
 
 def _columns(table: torch.Tensor | None) -> tuple[int, int]:

@@ -27,6 +27,7 @@ class DecodeProblem:
         heads_touch: whether the rows of a token do; not asked for of head-major caches.
         num_sms: SMs of the GPU.
         after_append: whether the newest tokens are appended in the same call.
+        appends: whether the kernel does so itself, in one launch.
     """
 
     batch: int
@@ -46,6 +47,7 @@ class DecodeProblem:
     heads_touch: bool = True
     num_sms: int = DecodeConfig.limits.num_sms
     after_append: bool = False
+    appends: bool = False
 
     @classmethod
     def uniform(

@@ -29,6 +29,7 @@ MAX_CUT_BATCH = 4096  # every CTA looks at all lengths
 UNEVEN_COST = 0.02  # of the time of one part, where lengths may differ
 SMALL_TILE_COST = 0.02  # of the time of streaming, where four CTAs with small INT4 tiles share an SM
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
+ROWS_US = 0.3  # rotating queries, of each further CTA of an SM
 # Of block tables that may be wider than any request is long: up to here they are taken to say how long requests are.
 KNOWN_TOKENS = 16384
 # Else requests are taken to be as long as these, so often relative to each other, or as the table is wide.
@@ -189,6 +190,8 @@ def estimate_us(problem: DecodeProblem, config: DecodeConfig, num_splits: int) -
     if config.units and problem.batch > 1:
         # Lengths may differ, which large parts balance badly.
         streaming += UNEVEN_COST * cta_bytes / sm_rate
+    if problem.appends:
+        streaming += ROWS_US * (per_sm - 1)
     return streaming + (waves - 1) * WAVE_GAP_US / config.ctas_per_sm + _combine_us(num_splits)
 
 

@@ -1,5 +1,6 @@
 """Calling append and attention as one: the plan and launch of both in eager mode, the registered operator.
 
+Some steps are one launch (:mod:`.step_plan`). Of the others:
 The second launch is a programmatic dependent of the first: it starts as soon as all CTAs of that one have, and waits
 for its end only where it needs what was appended (`RingFiller.await_append`). The first launch is an ordinary one, so
 that whatever the second reads before that wait was written before both.
@@ -24,6 +25,7 @@ from cute_kernels.attention.features import WIDEST_RESTORED
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.kv_cache import ops as append_ops
 from cute_kernels.kv_cache import plan as append_plan
+from cute_kernels.kv_cache import step_plan
 from cute_kernels.kv_cache.call import AppendCall, check_append
 from cute_kernels.kv_cache.rope import Rope, rope_of
 from cute_kernels.kv_cache.transforms import (
@@ -173,9 +175,12 @@ def _key(step: Step) -> tuple[Any, ...]:
     )
 
 
-def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan:
+def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan | step_plan.OneLaunchPlan:
     """The plan of a checked step that has tokens."""
     assert append.q is not None
+    alone = step_plan.config_of(append, attention)
+    if alone is not None:
+        return step_plan.make_plan(append, attention, alone)
     return StepPlan(
         append=append_plan.make_plan(append, leads=True),
         attention=attention_plan.make_plan(attention, after_append=True),
@@ -202,7 +207,7 @@ def _checked(step: Step) -> tuple[AppendCall, AttentionCall]:
     return append, attention
 
 
-def _plan_of(calls: tuple[AppendCall, AttentionCall]) -> StepPlan | None:
+def _plan_of(calls: tuple[AppendCall, AttentionCall]) -> StepPlan | step_plan.OneLaunchPlan | None:
     append, attention = calls
     has_tokens = attention.k.cache.numel() and attention.max_seq_len and attention.batch
     return make_plan(append, attention) if has_tokens else None

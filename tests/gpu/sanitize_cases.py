@@ -17,7 +17,7 @@ from bench import moe as moe_bench
 from bench.linear import Format, make_weights, pack
 from bench.moe import MODELS, Inputs, MoeModel, MoeShape, make_experts
 from bench.peers import relative_error
-from cute_kernels import quantized_linear, rms_norm
+from cute_kernels import append_and_decode, quantized_linear, rms_norm
 from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.plan import problem_of
@@ -28,6 +28,7 @@ from cute_kernels.extend.compile import ExtendSpec, UnpackSpec
 from cute_kernels.extend.plan import combine_spec, configs_of
 from cute_kernels.extend.schedule import choose_unpacked
 from cute_kernels.integrations.vllm import attention_kernels
+from cute_kernels.kv_cache import Rope
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.plan import factored
 from cute_kernels.linear.tuned import chosen
@@ -40,8 +41,10 @@ from tests.attention.cases import Call, assert_close, make_call
 from tests.extend.cases import Call as ExtendCall
 from tests.extend.cases import assert_close as assert_extend_close
 from tests.extend.cases import make_call as make_extend_call
-from tests.gpu.specs import GPU
+from tests.gpu.specs import GPU, step_specs
 from tests.integrations.vllm.steps import BATCHES, Layer, serve_steps
+from tests.kv_cache.cases import Shape
+from tests.kv_cache.steps import Arguments, assert_same, make_step, run_separately, with_own_cache
 
 CALLS = 2  # of each case: what a launch leaves in a workspace, the next one finds
 PRODUCT_TOLERANCE = 5e-3  # of the norm of a product's results in bf16 or fp16,
@@ -112,6 +115,37 @@ class AttentionCase:
             assert_close(call, out.cpu(), lse.cpu())
         schedule = self.schedule()
         return f"{schedule.num_splits} splits, {schedule.config.name}"
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """A step of append and attention in one launch over head-major caches, beside the two calls that it stands for."""
+
+    kv_format: str
+    lengths: tuple[int, ...]
+    num_splits: int | None = None
+    num_kv_heads: int = 2
+    place: str = "table"
+
+    def step(self, device: str) -> Arguments:
+        shape = Shape(self.kv_format, num_q_heads=8, num_kv_heads=self.num_kv_heads, place=self.place, page_size=64)
+        shape = shape.with_(layout="HND", rope=Rope(128))
+        return make_step(shape, self.lengths, device=device, num_splits=self.num_splits)
+
+    def specs(self) -> list[KernelSpec]:
+        step = self.step("cpu")
+        (alone,) = step_specs(step, fused=True)
+        return list(dict.fromkeys([alone, *step_specs(step, fused=False)]))
+
+    def run(self, device: str = "cuda") -> str:
+        step = self.step(device)
+        other = with_own_cache(step)
+        for _ in range(CALLS):
+            out = append_and_decode(**step)
+            want, _ = run_separately(other)
+            assert torch.equal(out, want)
+            assert_same(step, other)
+        return f"{len(self.lengths)} requests, {self.specs()[0].symbol}"
 
 
 @dataclass(frozen=True)
@@ -312,6 +346,13 @@ ATTENTION = {
     "int8_token_head-queries": AttentionCase("int8_token_head", (600, 33, 4), q_len=4, page_size=64),
     "fp16-d64": AttentionCase("fp16", (300, 64), num_kv_heads=3, head_dim=64, group=24),
 }
+STEPS = {
+    "step-int4_g4": StepCase("int4_g4", (600, 33, 0, 65, 1)),
+    "step-int4_g4-splits": StepCase("int4_g4", (1600,), num_splits=3),
+    "step-int8_token_head": StepCase("int8_token_head", (600, 33, 0), num_kv_heads=1),
+    "step-bf16": StepCase("bf16", (600, 33, 0)),
+    "step-e4m3_tensor": StepCase("e4m3_tensor", (300, 64), place="contiguous"),
+}
 LAYERS = {
     "linear-one-row": LinearCase(8192, 8192, 1),
     "linear-8-rows": LinearCase(8192, 8192, 8),
@@ -366,6 +407,6 @@ SERVED = {
     "served-int4_per_token_head": ServedCase(Layer("int4_per_token_head")),
     "served-fp8-drafts": ServedCase(Layer("fp8", window=24, sinks=True, speculative=3, caches={"num_sms": 1})),
 }
-CASES: dict[str, Case] = {**ATTENTION, **EXTEND, **LAYERS, **FACTORED, **NORMS, **EXPERTS}
+CASES: dict[str, Case] = {**ATTENTION, **STEPS, **EXTEND, **LAYERS, **FACTORED, **NORMS, **EXPERTS}
 if importlib.util.find_spec("vllm") is not None:
     CASES |= SERVED

@@ -16,11 +16,12 @@ from cute_kernels.attention.call import AttentionCall, make_call
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.plan import problem_of
 from cute_kernels.attention.schedule import make_schedule
-from cute_kernels.kv_cache import append_and_decode, step_ops
+from cute_kernels.kv_cache import append_and_decode, step_ops, step_plan
 from cute_kernels.kv_cache import ops as append_ops
 from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.compile import AppendSpec
+from cute_kernels.kv_cache.step_compile import StepSpec
 from cute_kernels.runtime import KernelSpec
 from tests.attention.cases import Call
 from tests.kv_cache.cases import Shape
@@ -62,7 +63,10 @@ def append_specs(shapes: Iterable[Shape]) -> list[AppendSpec]:
 
 
 def _specs_of(append: AppendCall, attention: AttentionCall, *, fused: bool) -> list[KernelSpec]:
-    """The two kernels of a step, in one call or in two."""
+    """The kernels of a step, in one call or in two."""
+    alone = step_plan.config_of(append, attention) if fused else None
+    if alone is not None:
+        return [StepSpec(alone)]
     schedule = make_schedule(problem_of(attention, after_append=fused), attention.num_splits)
     return [AppendSpec(append_plan.config_of(append, leads=fused)), DecodeSpec(schedule.config)]
 

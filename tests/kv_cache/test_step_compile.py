@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,9 @@ from cute_kernels.attention.features import Features
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.schedule import make_schedule
 from cute_kernels.kv_cache.compile import AppendSpec
-from cute_kernels.kv_cache.config import AppendConfig, RowPrologue
+from cute_kernels.kv_cache.config import AppendConfig, RowPrologue, RowTransform
+from cute_kernels.kv_cache.step_compile import StepSpec, compile_step
+from cute_kernels.kv_cache.step_config import StepConfig, step_config
 from cute_kernels.runtime import KernelSpec, default_cache, native
 from cute_kernels.runtime.composed import changed
 from tests import golden
@@ -43,9 +46,30 @@ def after_append(of: DecodeProblem) -> DecodeConfig:
 
 APPENDS = [AppendConfig.alike(name, "bf16", 128, RowPrologue("half", 128), leads=True) for name in FORMATS]
 DECODES = dict.fromkeys(after_append(of) for of in PROBLEMS)
+HEADS_FIRST = Features(paged=True, head_major=True)
+
+
+def alone(kv_format: str, batch: int = 1, num_kv_heads: int = 8, rope: str = "half", **others) -> StepConfig:
+    """The kernel of a step in one launch."""
+    features = others.pop("features", HEADS_FIRST)
+    of = problem(kv_format, batch, num_kv_heads, page_tokens=64, features=features, **others)
+    append = AppendConfig.alike(kv_format, "bf16", 128, RowPrologue(rope, 128 if rope != "none" else 0), leads=True)
+    config = step_config(after_append(of), append)
+    assert config is not None
+    return config
+
+
+ALONE = [alone(name) for name in FORMATS] + [
+    alone("int4_g4", 32),
+    alone("int4_g4", 64, 1),
+    alone("int4_g4", 32, rope="interleaved"),
+    alone("bf16", 32, rope="none"),
+    alone("int8_token_head", features=replace(HEADS_FIRST, window=True, sinks=True)),
+]
 SPECS: list[KernelSpec] = [
     *(DecodeSpec(config) for config in golden.worth_compiling(DECODES, DecodeSpec, __file__)),
     *(AppendSpec(config) for config in golden.worth_compiling(APPENDS, AppendSpec, __file__)),
+    *(StepSpec(config) for config in golden.worth_compiling(ALONE, StepSpec, __file__)),
 ]
 
 
@@ -57,6 +81,16 @@ def test_a_step_is_scheduled_as_attention_alone_but_takes_no_tile_early(of: Deco
     same = changed(step.config, early_tiles=alone.config.early_tiles, after_append=False)
     assert dataclasses.replace(step, config=same) == alone
     assert step.config.can_implement() is None and step.config.name != alone.config.name
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_kv_heads", "want"), [(1, 8, (1, 16)), (8, 8, (1, 2)), (32, 8, (2, 1)), (64, 1, (1, 2))]
+)
+def test_a_step_in_one_launch_has_as_few_ctas_on_an_sm_as_are_as_fast(batch, num_kv_heads, want):
+    """(CTAs of an SM, splits) of requests of 8192 tokens, as measured: each CTA rotates its queries."""
+    of = problem("int4_g4", batch, num_kv_heads, page_tokens=64, features=HEADS_FIRST, after_append=True)
+    schedule = make_schedule(replace(of, num_q_heads=32 if num_kv_heads == 8 else 8, appends=True))
+    assert (schedule.config.ctas_per_sm, schedule.num_splits) == want
 
 
 def test_a_tile_that_may_be_unwritten_is_not_taken_early():
@@ -96,3 +130,34 @@ def test_queries_are_loaded_as_what_another_kernel_writes(tmp_path):
     wait = lines.index("griddepcontrol.wait;")
     queries = [i for i, line in enumerate(lines) if line.startswith("ld.global.v4")]
     assert len(queries) == 4 and all(wait < i < wait + 100 for i in queries)
+
+
+@needs_compiler
+def test_a_step_in_one_launch_reads_nothing_before_the_launch_before_it_has_ended(tmp_path):
+    """Lengths, pages, rows and caches may all be what that one, or one before it, has written."""
+    compiled = compile_step(alone("int4_g4"), "sm_90a", f"--keep-ptx --dump-dir={tmp_path}")
+    text = compiled.artifacts.PTX
+    lines = [line.strip() for line in (text.decode() if isinstance(text, bytes) else text).splitlines()]
+    wait = lines.index("griddepcontrol.wait;")
+    read = [i for i, line in enumerate(lines) if line.startswith(("ld.global", "cp.async", "prefetch"))]
+    assert len(read) > 10 and wait < min(read)
+
+
+UNSERVED = {
+    "two tokens a request": (problem("int4_g4", 1, 8, q_len=2, features=Features(queries=True, head_major=True)), {}),
+    "warpgroups": (problem("int4_g1", 1, 1, features=HEADS_FIRST, page_tokens=64), {"queries": 32}),
+    "words": (problem("int4_g1", 1, aligned=False, features=HEADS_FIRST, page_tokens=64), {}),
+    "no features": (problem("int4_g4"), {}),
+    "a bias": (problem("int4_g4", features=HEADS_FIRST), {"prologue": RowPrologue("half", 128, has_bias=True)}),
+    "a transform": (problem("int4_g4", features=HEADS_FIRST), {"transform": RowTransform(k_rotation=32)}),
+    "another head_dim": (problem("bf16", head_dim=64, features=HEADS_FIRST), {}),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_what_a_step_in_one_launch_does_not_do_is_left_to_two(name):
+    of, changes = UNSERVED[name]
+    changes = dict(changes)
+    of = replace(of, num_q_heads=changes.pop("queries", of.num_q_heads))
+    append = AppendConfig.alike(of.k_format, "bf16", 128, RowPrologue("half", 128), leads=True)
+    assert step_config(after_append(of), replace(append, **changes)) is None

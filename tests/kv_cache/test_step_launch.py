@@ -1,4 +1,5 @@
-"""What a step on a GPU launches: an append that leads, then attention after it, whatever was launched before.
+"""What a step on a GPU launches, whatever was launched before: attention that appends as well, or an append that leads
+and attention after it.
 
 With compiled functions that launch nothing (`tests.host_functions`), so that no GPU is needed.
 """
@@ -14,8 +15,9 @@ import torch
 
 from cute_kernels import append_and_decode
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.kv_cache import Rope, step_ops
+from cute_kernels.kv_cache import Rope, step_ops, step_plan
 from cute_kernels.kv_cache.compile import AppendSpec
+from cute_kernels.kv_cache.step_compile import StepSpec, step_arguments
 from cute_kernels.runtime import native
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.steps import Arguments, make_step
@@ -32,9 +34,11 @@ TURNED = make_transform(2, 64, k_rotation=64, parts="center")
 
 @pytest.fixture
 def launches():
-    from tests.host_functions import append_function, attention_function
+    from tests.host_functions import append_function, attention_function, step_function
 
-    def function_of(spec: AppendSpec | DecodeSpec) -> Any:
+    def function_of(spec: AppendSpec | DecodeSpec | StepSpec) -> Any:
+        if isinstance(spec, StepSpec):
+            return step_function(spec.config)
         return append_function(spec.config) if isinstance(spec, AppendSpec) else attention_function(spec.config)
 
     with recording(function_of) as recorded:
@@ -66,6 +70,23 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "columns apart": lambda: but(lambda s: {"v": apart(s["v"])}),
     "contiguous": lambda: of(place="contiguous"),
     "heads first": lambda: of(layout="HND"),
+    "heads first, another rope": lambda: of(layout="HND", rope=Rope(64, theta=1e6)),
+    "heads first, no rope": lambda: of(layout="HND", rope=None),
+    "heads first, contiguous": lambda: of(layout="HND", place="contiguous"),
+    "heads first, 3 tokens": lambda: of(q_len=3, layout="HND"),
+    "heads first, bias": lambda: of(layout="HND", bias=True),
+    "heads first, positions": lambda: of(layout="HND", positions="int32"),
+    "heads first, fewer k heads": lambda: but(lambda s: {"k": s["k"][:, :, :1]}, layout="HND"),
+    "heads first, columns of v apart": lambda: but(lambda s: {"v": apart(s["v"])}, layout="HND"),
+    "heads first, int8": lambda: of(kv_format="int8_tensor", layout="HND"),
+    "heads first, rows at words": lambda: but(
+        lambda s: {name: padded(s[name], 4) for name in ("k_cache", "v_cache")}, layout="HND"
+    ),
+    "heads first, a transform": lambda: of(layout="HND") | {"transform": TURNED},
+    "heads first, lse": lambda: of(layout="HND") | {"return_lse": True},
+    "heads first, out": lambda: but(lambda s: {"out": torch.empty_like(s["q"].contiguous())}, layout="HND"),
+    "heads first, splits": lambda: of(layout="HND") | {"num_splits": 3},
+    "heads first, window": lambda: of(layout="HND", options={"window_size": 5}),
     "int8": lambda: of(kv_format="int8_tensor"),
     "e4m3 of as many bytes": lambda: of(kv_format="e4m3_tensor"),
     "int8, signed": lambda: but(lambda s: {"k_cache": s["k_cache"].view(torch.int8)}, kv_format="int8_tensor"),
@@ -108,6 +129,15 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "a negative scale": lambda: of() | {"softmax_scale": -0.5},
 }
 
+ALONE = [
+    *("heads first", "heads first, another rope", "heads first, no rope", "heads first, contiguous"),
+    *("heads first, int8", "heads first, lse", "heads first, out", "heads first, splits", "heads first, window"),
+]
+IN_TWO = [
+    *("heads first, 3 tokens", "heads first, bias", "heads first, positions", "heads first, rows at words"),
+    *("heads first, a transform", "plain"),
+]
+
 made = functools.cache(lambda name: CALLS[name]())
 
 
@@ -117,10 +147,10 @@ def outcome_of(launches: list[Any], step: Arguments) -> Any:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_step_launches_the_same_after_any_other(name, launches):
-    """Both kernels or, if it is refused, none."""
+    """All its kernels or, if it is refused, none."""
     plans = step_ops.launch.plans
     want = assert_launched_alike_after_any_other(name, CALLS, lambda call: outcome_of(launches, made(call)), plans)
-    assert len(want) == 2
+    assert len(want) == (1 if name in ALONE else 2)
 
 
 @pytest.mark.parametrize("name", ["plain", "3 tokens", "contiguous", "int8", "bias", "window", "out"])
@@ -138,7 +168,43 @@ def test_attention_follows_the_append_and_takes_its_queries(name, launches):
     assert [x.data_ptr() for x in append.arguments[:3]] == [step[name].data_ptr() for name in ("q", "k", "v")]
 
 
-@pytest.mark.parametrize("name", ["plain", "3 tokens", "lse", "out", "int8", "bias"])
+@pytest.mark.parametrize("name", ALONE)
+def test_a_step_over_heads_first_is_one_launch_of_its_own_tensors(name, launches):
+    step = made(name)
+    launches.clear()
+    result = append_and_decode(**step)
+    (alone,) = launches
+    given = dict(zip(step_arguments(alone_config(name)).names, alone.arguments, strict=False))
+    result = result[0] if isinstance(result, tuple) else result
+    assert given["out"].data_ptr() == result.data_ptr()
+    for part in ("q", "k", "v", "k_cache", "v_cache", "seq_lens"):
+        assert given[part].data_ptr() == step[part].data_ptr(), part
+    assert given["k"].shape == step["k"][:, 0].shape and given["q"].shape == step["q"].shape
+    assert (given["phase_steps"] == 0) == (step["rope"] is None)
+
+
+def alone_config(name: str) -> Any:
+    config = step_plan.config_of(*step_calls(name))
+    assert config is not None
+    return config
+
+
+def step_calls(name: str) -> Any:
+    with calls_of(step_ops.make_calls) as calls:
+        step_ops.launch.plans.clear()
+        append_and_decode(**made(name))
+    return step_ops.make_calls(calls[0].arguments["step"])
+
+
+@pytest.mark.parametrize("name", IN_TWO)
+def test_what_one_launch_does_not_serve_takes_two(name, launches):
+    step = made(name)
+    launches.clear()
+    append_and_decode(**step)
+    assert len(launches) == 2
+
+
+@pytest.mark.parametrize("name", ["plain", "3 tokens", "lse", "out", "int8", "bias", "heads first"])
 def test_a_repeated_step_is_not_checked_again_and_needs_no_plan(name, launches):
     step = made(name)
     want = outcome_of(launches, step)

@@ -122,12 +122,9 @@ class _ByteKeys(CodeKeyReader):
         """[block][unit] words of the lane's columns: neighbours, four or (as many as an MMA contracts) two."""
         column_bytes = 2 * self.lane_codes
         count = self.lane_codes // 2
-        first, constant = lane % 4 * column_bytes, not self.config.after_append
+        first = lane % 4 * column_bytes
         return [
-            [
-                ptx.load_global_words(address + first, unit * 4 * column_bytes, count, constant=constant)
-                for unit in range(num_units)
-            ]
+            [self.load_queries(address + first, unit * 4 * column_bytes, count) for unit in range(num_units)]
             for address in addresses
         ]
 

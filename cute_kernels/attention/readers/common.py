@@ -73,6 +73,16 @@ class Query:
     column_scales: list[list[Float32]] | None = None
 
 
+def load_queries(config: DecodeConfig, address, offset: int, num_words: int) -> list[Any]:
+    """Words of a query, in one access. 64 bits are an address of global memory, 32 one of shared memory.
+
+    Global ones are not constants behind an append: another kernel writes them while this one runs.
+    """
+    if isinstance(address, Int32):
+        return ptx.load_shared_vector(address, offset, num_words)
+    return ptx.load_global_words(address, offset, num_words, constant=not config.after_append)
+
+
 class CodeKeyReader:
     """Keys whose codes meet fp16 queries: makes those queries, scaled by a power of two into fp16.
 
@@ -96,6 +106,10 @@ class CodeKeyReader:
     code_unit: float
     sum_factor: float | None
     query_exponent: int = QUERY_EXPONENT
+
+    def load_queries(self, address, offset: int, num_words: int) -> list[Any]:
+        """As :func:`load_queries`."""
+        return load_queries(self.config, address, offset, num_words)
 
     def unit_queries(self, state: State, words) -> list[Any]:
         """The fp32 queries that meet the lane's codes of one unit of columns, in the order of the codes."""

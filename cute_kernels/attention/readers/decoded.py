@@ -51,16 +51,14 @@ class DecodedKeyReader(RowKeyReader):
 
     def fetch_query(self, addresses, given_scale: Int64, lane: Int32) -> Query:
         """Starts loading the lane's columns of its query head in every block; addresses: of those heads."""
-        column_bytes, constant = 2 * self.lane_codes, not self.config.after_append
+        column_bytes = 2 * self.lane_codes
         first = lane % 4 * column_bytes
 
         def load(address, unit: int) -> list[Any]:
             words: list[Any] = []
             for offset in range(0, column_bytes, 4 * LOAD_WORDS):
                 count = min(LOAD_WORDS, (column_bytes - offset) // 4)
-                words += ptx.load_global_words(
-                    address + first, unit * 4 * column_bytes + offset, count, constant=constant
-                )
+                words += self.load_queries(address + first, unit * 4 * column_bytes + offset, count)
             return words
 
         return Query([[load(address, unit) for unit in range(self.tile.k_units)] for address in addresses])

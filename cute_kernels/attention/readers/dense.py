@@ -5,7 +5,7 @@ from __future__ import annotations
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.readers.common import Query, State, ValueReader
+from cute_kernels.attention.readers.common import Query, State, ValueReader, load_queries
 from cute_kernels.attention.readers.swizzled import SwizzledLoads
 from cute_kernels.device import ptx
 from layouts.kv.swizzled_tile import MATRIX
@@ -31,10 +31,9 @@ class DenseKeyReader(SwizzledLoads):
         """Starts loading the lane's B operands of its query head in every block; addresses: of those heads."""
         column = 2 * (lane % 4)
         places = range(2 * self.num_loads)
-        constant = not self.config.after_append
 
         def load(address, place: int):
-            return ptx.load_global_words(address + 2 * column, 2 * MATRIX * place, 1, constant=constant)[0]
+            return load_queries(self.config, address + 2 * column, 2 * MATRIX * place, 1)[0]
 
         return Query([[load(address, place) for place in places] for address in addresses])
 

@@ -62,17 +62,17 @@ class Int4KeyReader(RowKeyReader):
         """Starts loading the lane's columns of its query head in every block; addresses: of those heads."""
         t = lane % 4
         column = {8: 8 * t, 4: 8 * (t // 2) + 2 * (t % 2), 2: 2 * (t // 2)}[self.lane_codes]
-        words, constant = [], not self.config.after_append
+        words = []
         for address in addresses:
             units = []
             for unit in range(self.tile.k_units):
                 offset = unit * self.tile.k_unit * 2
                 if self.lane_codes == 8:
-                    units.append(ptx.load_global_words(address + 2 * column, offset, 4, constant=constant))
+                    units.append(self.load_queries(address + 2 * column, offset, 4))
                 else:
                     # The lane's first nibbles, and those four further on.
                     places = (offset, offset + 8)
-                    loads = [ptx.load_global_words(address + 2 * column, p, 1, constant=constant) for p in places]
+                    loads = [self.load_queries(address + 2 * column, p, 1) for p in places]
                     units.append([load[0] for load in loads])
             words.append(units)
         return Query(words)

@@ -1,0 +1,92 @@
+"""From the configuration of a step in one launch to a compiled function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cute_kernels.attention import compile as attention_compile
+from cute_kernels.attention.arguments import arguments_of
+from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.kv_cache.compile import AppendSpec
+from cute_kernels.kv_cache.step_config import StepConfig
+from cute_kernels.runtime.launch_arguments import LaunchArguments, arguments, joined
+from cute_kernels.runtime.spec import KernelSpec, check_config
+
+if TYPE_CHECKING:
+    import cutlass.cute as cute
+
+NEW_ROWS = (
+    *arguments("tensor", "k", "v"),
+    *arguments("address", "phase_steps"),
+    *arguments("float32", "rope_factor"),
+)
+"""Beside attention's: k and v [batch, num_kv_heads, head_dim] of the newest tokens, any stride of requests; phase_steps
+and rope_factor as the append has them. attention's q is that before RoPE."""
+
+
+def step_arguments(config: StepConfig) -> LaunchArguments:
+    """Of a step in one launch."""
+    attention = config.attention
+    return joined(arguments_of(attention.features, attention.page_tokens > 0).arguments, NEW_ROWS)
+
+
+@dataclass(frozen=True, eq=False)
+class StepSpec(KernelSpec):
+    """One kernel of a step in one launch; the function takes :func:`step_arguments`."""
+
+    config: StepConfig
+    family: ClassVar[str] = "kv_cache"
+
+    @property
+    def of_attention(self) -> DecodeSpec:
+        return DecodeSpec(self.config.attention)
+
+    def source_roots(self) -> tuple[Path, ...]:
+        of_both = (*self.of_attention.source_roots(), *AppendSpec(self.config.append).source_roots())
+        return tuple(dict.fromkeys((*super().source_roots(), *of_both)))
+
+    def modules(self) -> tuple[str, ...]:
+        return self.of_attention.modules()
+
+    def compile(self, arch: str) -> Any:
+        return compile_step(self.config, arch)
+
+
+def compile_step(config: StepConfig, arch: str, *options: str) -> Any:
+    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
+
+    Raises ValueError if the configuration cannot be implemented.
+    """
+    import cutlass
+
+    from cute_kernels.attention.kernel import DecodeKernel
+    from cute_kernels.kv_cache.step_rows import NewRows
+
+    check_config(config)
+    kernel = DecodeKernel(config.attention, NewRows(config.attention, config.append))
+    return step_arguments(config).compile(
+        kernel.launch, fake_tensors(config, cutlass.AddressSpace.gmem), arch, *options
+    )
+
+
+def fake_tensors(config: StepConfig, memory: cute.AddressSpace) -> dict[str, Any]:
+    """What stands for the tensors of a launch, by name."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    from cute_kernels.device.rows import Elements
+
+    append = config.append
+    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[append.dtype]
+    batch, heads = cute.sym_int(), cute.sym_int()
+
+    def rows(head_dim: int):
+        unit = Elements(append.dtype, head_dim, append.lanes, append.runs).piece.unit
+        strides = (cute.sym_int64(divisibility=unit // 2), head_dim, 1)
+        return make_fake_tensor(dtype, (batch, heads, head_dim), stride=strides, assumed_align=unit, memspace=memory)
+
+    new = {"k": rows(append.head_dim_k), "v": rows(append.head_dim_v)}
+    return attention_compile.fake_tensors(config.attention, memory) | new

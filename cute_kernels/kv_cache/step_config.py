@@ -1,0 +1,63 @@
+"""What the kernel of a step in one launch is compiled for, and which steps it serves. No GPU types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.policies import QUERY_VECTOR_BYTES
+from cute_kernels.kv_cache.config import AppendConfig
+
+
+def query_pitch(attention: DecodeConfig) -> int:
+    """Bytes from a query's row in shared memory to the next: eight rows begin in different banks."""
+    return 2 * attention.head_dim + QUERY_VECTOR_BYTES
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """One compiled variant: attention that rotates its queries and writes each request's newest token itself.
+
+    Attributes:
+        attention: of the tokens; ``after_append``, though no append comes before it.
+        append: what rows of q, k and v become; of its teams the lanes count alone.
+    """
+
+    attention: DecodeConfig
+    append: AppendConfig
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.attention.smem_bytes + self.attention.num_rows * query_pitch(self.attention)
+
+    @property
+    def name(self) -> str:
+        """A C identifier that tells configurations apart."""
+        return f"step_{self.attention.name}_{self.append.name}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        return self.attention.can_implement() or self.append.can_implement() or self._problem()
+
+    def _problem(self) -> str | None:
+        attention, append = self.attention, self.append
+        if attention.warpgroups or attention.features.queries or attention.features.tail:
+            return "a step in one launch of several queries, of warpgroups or of keys in blocks"
+        if not attention.after_append or not attention.has_features:
+            return "a step in one launch whose attention is not after an append, or without its features' arguments"
+        if "word" in attention.copies:
+            return "a step in one launch that copies words, which may be older in L1 than what it has written"
+        if not append.decode or append.leads or append.has_bias or append.has_norm or append.transform is not None:
+            return "a step in one launch of more than RoPE and rounding"
+        if (append.dtype, append.head_dim_k, append.head_dim_v) != (attention.q_dtype, *attention.head_dims):
+            return "attention and append of different rows"
+        taken = (self.smem_bytes + attention.limits.reserved_shared_bytes) * attention.ctas_per_sm
+        if taken > attention.limits.sm_shared_bytes:
+            return f"{attention.ctas_per_sm} CTAs of {self.smem_bytes} bytes exceed the shared memory of an SM"
+        return None
+
+
+def step_config(attention: DecodeConfig, append: AppendConfig) -> StepConfig | None:
+    """The kernel that does both launches' work in one, or None where there is none."""
+    config = StepConfig(attention, replace(append.for_decode(), leads=False))
+    return config if config.can_implement() is None else None

@@ -1,0 +1,86 @@
+"""What of a step in one launch stays the same from call to call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from cute_kernels.attention import plan as attention_plan
+from cute_kernels.attention.call import AttentionCall
+from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.schedule import make_schedule
+from cute_kernels.kv_cache import plan as append_plan
+from cute_kernels.kv_cache.call import AppendCall
+from cute_kernels.kv_cache.step_compile import StepSpec, step_arguments
+from cute_kernels.kv_cache.step_config import StepConfig, step_config
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of
+
+if TYPE_CHECKING:
+    from cute_kernels.kv_cache.step_ops import Step
+
+
+@dataclass(frozen=True)
+class OneLaunchPlan:
+    """Everything about the launch that does not change between calls of the same shapes, dtypes and options.
+
+    Attributes:
+        attention: of the kernel, which appends as well.
+        phase_steps: of the angles, kept alive for the address that the kernel is given.
+    """
+
+    attention: attention_plan.DecodePlan
+    phase_steps: torch.Tensor | None
+
+    def launch(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launches on the current stream: (out or a new one, lse if asked for)."""
+        return self.attention.launch(
+            step.q,
+            step.k_cache,
+            step.v_cache,
+            step.seq_lens,
+            None,
+            step.softmax_scale,
+            None,
+            step.return_lse,
+            step.out,
+            step.options,
+            new=(step.k[:, 0], step.v[:, 0]),
+        )
+
+    @property
+    def device_index(self) -> int:
+        return self.attention.device_index
+
+
+def config_of(append: AppendCall, attention: AttentionCall) -> StepConfig | None:
+    """The kernel that serves a step of one token a request in one launch; None where two launches do.
+
+    One launch serves head-major caches: there it was measured (docs/design/decode_step.md).
+    """
+    more = (append.cu_seqlens, append.slot_mapping, append.position_ids, append.transform, append.q_shift)
+    more += (append.q_bias, append.k_bias, append.v_bias, append.q_norm, append.k_norm)
+    if not attention.head_major or any(given is not None for given in more):
+        return None
+    schedule = make_schedule(_problem_of(attention), attention.num_splits)
+    return step_config(schedule.config, append_plan.config_of(append, leads=True))
+
+
+def _problem_of(attention: AttentionCall) -> DecodeProblem:
+    return replace(attention_plan.problem_of(attention, after_append=True), appends=True)
+
+
+def make_plan(append: AppendCall, attention: AttentionCall, config: StepConfig) -> OneLaunchPlan:
+    """The plan of a checked step that has tokens."""
+    problem = _problem_of(attention)
+    schedule = make_schedule(problem, attention.num_splits)
+    assert schedule.config == config.attention
+    fixed, options = attention_plan.known_arguments(attention, schedule)
+    steps = None if append.rope is None else append.rope.phase_steps(attention.q.device)
+    fixed |= {"phase_steps": 0 if steps is None else steps.data_ptr()}
+    fixed |= {"rope_factor": 1.0 if append.rope is None else append.rope.attention_factor}
+    function = load(StepSpec(config), arch_of(attention.q.device.index))
+    send = step_arguments(config).bound(function, fixed, options, {"k": ("new", 0), "v": ("new", 1)})
+    return OneLaunchPlan(attention_plan.plan_of(attention, problem, schedule, send), steps)

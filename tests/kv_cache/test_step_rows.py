@@ -1,0 +1,185 @@
+"""What attention that appends for itself does first, its own code lane by lane: the rows of an append, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cute_kernels.attention.features import Features
+from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.schedule import make_schedule
+from cute_kernels.kv_cache import ops
+from cute_kernels.kv_cache.call import AppendCall
+from cute_kernels.kv_cache.rope import Rope
+from cute_kernels.kv_cache.step_config import StepConfig, step_config
+from cute_kernels.runtime import native
+from simulator import Float32, Gpu, Int32, Int64, running
+from simulator.gpu import LANES
+from tests.kv_cache.cases import ALL_FORMATS, Shape, clone_caches, make_call
+from tests.kv_cache.simulate import simulate_append
+
+pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="device code needs nvidia-cutlass-dsl")
+
+LENGTHS = (1, 64, 257, 300, 0, 0, 0, 0)  # warps of the append have all a token or none
+SMALL = Shape(
+    "int4_g4", new=(1,) * len(LENGTHS), lengths=LENGTHS, num_q_heads=6, page_size=64, layout="HND", rope=Rope(128)
+)
+PARTS = 3
+
+
+class SharedMemory(Gpu):
+    """With shared memory of a CTA, and a count of the warps that say that rows are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.announced = np.full(1 << 16, 0xA5, np.uint8), 0
+
+    def store_shared(self, address: Any, offset: int, values: Any) -> None:
+        for i, word in enumerate(values):
+            for lane in range(32):
+                place = int(address[lane]) + offset + 4 * i
+                assert place % (4 * len(values)) == (4 * i) % (4 * len(values)), "misaligned access"
+                self.shared[place : place + 4] = np.asarray(word[lane : lane + 1], np.uint32).view(np.uint8)
+
+    def meanings(self) -> Any:
+        own = super().meanings()
+        nothing = {name: lambda *_, **__: None for name in ("barrier", "fence_proxy", "griddepcontrol_wait")}
+        return replace(own, arch={**own.arch, **nothing, "barrier_arrive": self.count})
+
+    def count(self, **_: int) -> None:
+        self.announced += 1
+
+
+def config_of(call: AppendCall, shape: Shape) -> StepConfig:
+    names = (call.k_format, call.v_format)
+    problem = DecodeProblem(
+        len(LENGTHS), 320, call.num_q_heads, call.num_kv_heads, shape.head_dim, shape.head_dim, *names, shape.dtype,
+        page_tokens=64 if shape.place == "table" else 0,
+        features=Features(paged=shape.place == "table", head_major=True), after_append=True,
+    )  # fmt: skip
+    config = step_config(make_schedule(problem).config, ops.config_of(call))
+    assert config is not None
+    return config
+
+
+def simulate_rows(call: AppendCall, config: StepConfig) -> torch.Tensor:
+    """Every CTA's rows; writes the caches, returns the queries as they lie in shared memory, [batch, heads, d]."""
+    from cute_kernels.attention import place
+    from cute_kernels.attention.copies import Pager
+    from cute_kernels.kv_cache import step_rows
+
+    attention = config.attention
+    assert call.q is not None and call.seq_lens is not None
+    gpu, queries = SharedMemory(), torch.zeros(call.q.shape, dtype=call.q.dtype)
+    names = ("q", "k", "v", "k_cache", "v_cache", "seq_lens", "block_table", "k_scale", "v_scale")
+    put = {name: gpu.put(getattr(call, name)) for name in names}
+    at = {name: Int64(address) for name, address in put.items()}
+    steps = Int64(0 if call.rope is None else gpu.put(call.rope.phase_steps()))
+    group, max_pages = (
+        call.num_q_heads // call.num_kv_heads,
+        0 if call.block_table is None else call.block_table.shape[1],
+    )
+    stride = 0 if call.block_table is None else call.block_table.stride(0)
+    max_seq_len = max_pages * call.page_size if max_pages else call.page_size
+
+    def strides(cache: torch.Tensor) -> Any:
+        block, head, token = (Int64(stride * cache.element_size()) for stride in cache.stride()[:3])
+        return block, token, head
+
+    with running(gpu):
+        rows: Any = step_rows.NewRows(attention, config.append)
+        new = step_rows.NewRowOperands(
+            at["k"], at["v"], Int64(call.k.stride(0) * 2), Int64(call.v.stride(0) * 2), at["k_cache"], at["v_cache"],
+            strides(call.k_cache), strides(call.v_cache), Int32(call.num_pages), at["seq_lens"], steps,
+            Float32(1.0 if call.rope is None else call.rope.attention_factor),
+        )  # fmt: skip
+        numbers = (call.batch, 1, call.num_q_heads, call.num_kv_heads, group, -(-(1 << 20) // group), 1, 1 << 20)
+        sizes = place.DecodeSizes(*map(Int32, (*numbers, call.num_kv_heads, max_seq_len, call.page_size)))
+        units = Int64(-(-(1 << 32) // (call.page_size // 16)))
+        pager = Pager(at["block_table"], Int32(stride), Int32(call.page_size), units, Int32(call.num_pages))
+        given = SimpleNamespace(k_scale=at["k_scale"], v_scale=at["v_scale"])
+        q = place.QueryRows(at["q"], Int64(call.q.stride(0) * 2), Int64(0))
+        for request, told in enumerate(call.seq_lens.tolist()):
+            length = min(max(told, 0), max_seq_len)
+            tiles = max(1, -(-length // attention.tile_tokens))
+            for head in range(0, call.num_kv_heads, attention.num_heads):
+                gpu.announced = 0
+                for part in range(min(PARTS, tiles)):
+                    of = place.Place(sizes, Int32(head), Int32(0))
+                    work = place.Work(of, *map(Int32, (request, part, min(PARTS, tiles), 0, length, 0)))
+                    for warp in range(attention.num_warps):
+                        block = warp // attention.num_heads % attention.num_query_blocks
+                        roles = place.Roles(
+                            Int32(warp % attention.num_heads), Int32(block * attention.warp_queries), Int32(0)
+                        )
+                        cta = SimpleNamespace(
+                            lane=Int32(LANES), warp=warp, new=(new, Int32(0)), given=given, roles=roles,
+                            tiles=SimpleNamespace(pager=pager),
+                        )  # fmt: skip
+                        addresses = rows.make(cta, work, q)
+                    check_addresses(config, addresses, roles, group)
+                    take_queries(queries, gpu.shared, rows.pitch, request, head * group, group)
+                assert gpu.announced == (attention.num_warps if told > 0 else 0), "one CTA of the request's writes"
+    gpu.get(put["k_cache"], call.k_cache)
+    gpu.get(put["v_cache"], call.v_cache)
+    return queries
+
+
+def check_addresses(config: StepConfig, addresses: Any, roles: Any, group: int) -> None:
+    """Lane (g, t) takes query g of its block, or the last one."""
+    for block, address in enumerate(addresses):
+        want = np.minimum(int(roles.first_row[0]) + 8 * block + LANES // 4, group - 1)
+        assert (np.asarray(address) == want * (2 * config.attention.head_dim + 16)).all()
+
+
+def take_queries(queries: torch.Tensor, shared: np.ndarray, pitch: int, request: int, first: int, count: int) -> None:
+    for row in range(count):
+        words = shared[row * pitch : row * pitch + 2 * queries.shape[2]]
+        queries[request, first + row] = torch.from_numpy(words.copy()).view(queries.dtype)
+
+
+def check(shape: Shape, columns: int | None = None) -> None:
+    """The caches and the queries are what an append makes of them, to the bit; ``columns``: of the block table."""
+    call = make_call(shape)
+    if columns is not None:
+        assert call.block_table is not None
+        call = call._replace(block_table=call.block_table[:, :columns])
+    config = config_of(call, shape)
+    one, two = clone_caches(call), clone_caches(call)
+    queries = simulate_rows(one, config)
+    want = simulate_append(two, decode=True, lane_columns=config.append.lane_columns)
+    assert want is not None and torch.equal(queries.view(torch.int16), want.view(torch.int16))
+    for name in ("k_cache", "v_cache"):
+        got, other = getattr(one, name).view(torch.uint8), getattr(two, name).view(torch.uint8)
+        assert torch.equal(got, other) and not torch.equal(got, getattr(call, name).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("kv_format", ALL_FORMATS)
+def test_rows_of_every_format_are_an_appends(kv_format):
+    check(SMALL.with_(kv_format=kv_format, dtype="fp16" if kv_format == "fp16" else "bf16"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope": None},
+        {"rope": Rope(128, interleaved=True)},
+        {"rope": Rope(64)},
+        {"head_dim": 64, "rope": Rope(64)},
+        {"num_q_heads": 48},
+        {"num_q_heads": 2},
+        {"place": "contiguous", "page_size": 320},
+    ],
+    ids=["no RoPE", "interleaved", "half a row", "rows of 64", "blocks of queries", "a query a head", "contiguous"],
+)  # fmt: skip
+def test_rows_of_every_shape_are_an_appends(changes):
+    check(SMALL.with_(**changes))
+
+
+def test_tokens_beyond_the_block_table_are_not_written():
+    check(SMALL.with_(lengths=(1, 64, 100, 128, 300, 129, 257, 300)), columns=2)
