@@ -44,6 +44,8 @@ def _state_of(roots: tuple[Path, ...]) -> SourceState:
     digest = hashlib.sha256()
     newest = 0.0
     for root in roots:
+        if not root.exists():  # a kernel must not stay as it was when a source that nobody hashed has changed
+            raise FileNotFoundError(f"{root}: no such file, want the sources of a kernel")
         files = [root] if root.is_file() else sorted(root.rglob("*.py"))
         for file in files:
             name = file.relative_to(root).as_posix() if file != root else file.name

@@ -56,3 +56,9 @@ def test_it_covers_the_specs_room_the_device_code_and_the_layouts():
     layouts = importlib.util.find_spec("layouts")
     if layouts is not None:
         assert {Path(p) for p in layouts.submodule_search_locations or []} <= set(sources._shared_roots())
+
+
+def test_a_source_that_is_not_there_is_refused(room: Path):
+    missing = room / "mainlop.py"
+    with pytest.raises(FileNotFoundError, match=r"mainlop\.py: no such file, want the sources of a kernel"):
+        digest(missing)
