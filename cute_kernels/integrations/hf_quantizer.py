@@ -14,6 +14,7 @@ Without `register` transformers does not know the method: it says so in a log li
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,6 +45,8 @@ from layouts.weights import hopper
 
 _OPTIONS = ("bits", "group_size", "zero_point", "skip", "batch_invariant")
 _FORMAT = "format"
+_KEPT_IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "dtype_plan")
+"""Where a model says what transformers loads in fp32; 5.0.0 reads the last, 5.17 the others."""
 
 
 class CuteKernelsConfig(QuantizationConfigMixin):
@@ -121,6 +124,8 @@ class CuteKernelsQuantizer(HfQuantizer):
         for name, pair in pairs.items():
             _swap(model, name, made, modules, lambda block, pair=pair: _empty_moe(block, pair))
         untie_quantised(model)
+        names = [name for kind in ("linear", "experts") for name, _ in self._forms(kind)]
+        self._own_patterns = _load_as_saved(model, names)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:
@@ -135,6 +140,8 @@ class CuteKernelsQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, (QuantizedLinear, QuantizedExperts)):
                 _check_loaded(name, module)
+        for attribute, patterns in self._own_patterns.items():
+            setattr(model, attribute, patterns)
         keep_names(model)
         return model
 
@@ -252,6 +259,22 @@ def _empty_tensors(shape: tuple[int, int], form: dict[str, Any]) -> dict[str, An
     tensors = {name: make() if name in form["tensors"] else None for name, make in optional.items()}
     codes = empty((n_pad // TILE_N, k_pad // hopper.tile_k(found.bits), TILE_BYTES), torch.uint8)
     return {"codes": codes, "scales": empty(per_group, found.scale_dtype(dtype)), **tensors}
+
+
+def _load_as_saved(model: nn.Module, names: list[str]) -> dict[str, Any]:
+    """Has transformers load the tensors of these layers in the dtypes that they were saved in, those among them that
+    the model keeps in fp32 as well (T5's ``wo``, HYV4's ``scale``): patterns that are searched for in tensors' names.
+
+    Returns the model's attributes as they were. A pattern's "*" would be read as ".*", so none is used here.
+    """
+    ours = "|".join(map(re.escape, names))
+    found = {name: value for name in _KEPT_IN_FP32 if (value := getattr(model, name, None))}
+    if names:
+        for name, patterns in found.items():
+            others = {pattern: rf"^(?!(?:{ours})\.[^.]+$).{{0,}}(?:{pattern})" for pattern in patterns}
+            is_plan = isinstance(patterns, Mapping)
+            setattr(model, name, {others[k]: v for k, v in patterns.items()} if is_plan else set(others.values()))
+    return found
 
 
 # -- what was loaded ---------------------------------------------------------------------------------------------------

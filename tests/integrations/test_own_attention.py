@@ -3,18 +3,25 @@ themselves beside others that ask for it, some ask with a mask that they have ch
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import transformers
+from torch._dynamo.testing import CompileCounter
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from cute_kernels.integrations import transformers as ck
+from cute_kernels.integrations.transformers.known_code import may_add_masks, supports_sdpa
 from tests.integrations.architectures import VOCABULARY
 
 IDS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
 LEFT_PADDED = torch.ones_like(IDS)
 LEFT_PADDED[0, :3] = 0
+LONG, LONG_PADDED = IDS.repeat(1, 3), torch.cat((LEFT_PADDED, torch.ones(2, 18, dtype=torch.long)), dim=1)
+HAS_DEEPSEEK_V4 = pytest.mark.skipif(
+    not hasattr(transformers, "DeepseekV4Config"), reason="not in this release of transformers"
+)
 FAR_FROM_UNIFORM = 20.0
 """Factor of queries: random models would hide a wrong mask else."""
 
@@ -91,11 +98,10 @@ def test_text_beside_images_is_causal(images, mask):
     assert_as_eager(git(), attention_mask=mask, **pixels)
 
 
-@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="not in this release of transformers")
+@HAS_DEEPSEEK_V4
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_columns_that_a_layer_adds_to_its_mask_are_honoured(padded):
-    ids, mask = IDS.repeat(1, 3), torch.cat((LEFT_PADDED, torch.ones(2, 18, dtype=torch.long)), dim=1)
-    assert_as_eager(deepseek_v4(), ids=ids, attention_mask=mask if padded else None)
+    assert_as_eager(deepseek_v4(), ids=LONG, attention_mask=LONG_PADDED if padded else None)
 
 
 def test_padding_of_an_encoder_is_not_seen():
@@ -130,3 +136,56 @@ def test_layers_that_read_a_cache_themselves_are_refused_by_name():
     with pytest.raises(AttributeError, match="GitSelfAttention offers no choice: it computes attention itself"):
         model(IDS, past_key_values=ck.DecodeCache("bf16"))
     ck.accelerate(model, kv_format=None)
+
+
+# -- while torch.compile traces, there is a configuration but no module ---------------------------------------------
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("make", [git, pytest.param(deepseek_v4, marks=HAS_DEEPSEEK_V4), bigbird_pegasus])
+def test_a_compiled_model_gets_the_mask_that_its_layers_read(make, padded):
+    torch.compiler.reset()
+    model = make()
+    inputs: Any = {"attention_mask": LONG_PADDED if padded else None, "use_cache": False}
+    if make is bigbird_pegasus:
+        inputs["decoder_input_ids"] = IDS
+    want = outputs(model, "eager", LONG, **inputs)
+    model.set_attn_implementation(ck.ATTENTION_NAME)
+    counter = CompileCounter()
+    with torch.no_grad():
+        got = torch.compile(model.forward, fullgraph=True, backend=counter)(LONG, **inputs)[0]
+    assert counter.frame_count == 1
+    assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+def test_a_configuration_tells_who_may_add_masks():
+    git()
+
+    class Kin(transformers.GitConfig):
+        model_type = "kin"
+
+    assert not supports_sdpa(transformers.GitConfig) and may_add_masks(transformers.GitConfig)
+    assert may_add_masks(Kin)  # the models of its nearest base class
+    transformers.LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=0, num_attention_heads=1))
+    assert supports_sdpa(LlamaConfig) and not may_add_masks(LlamaConfig)
+    assert supports_sdpa(type(None)) and not may_add_masks(type(None))
+
+
+def test_a_model_that_asks_with_its_texts_configuration_counts():
+    class TextConfig(PreTrainedConfig):
+        pass
+
+    class Text(PreTrainedModel):
+        config_class = TextConfig
+        _supports_sdpa = True
+
+    assert Text.config_class is TextConfig and not may_add_masks(TextConfig)
+
+    class BothConfig(PreTrainedConfig):
+        sub_configs: ClassVar[Any] = {"text_config": TextConfig, "vision_config": AutoConfig}  # of any model: nobody can tell
+
+    class Both(PreTrainedModel):
+        config_class = BothConfig
+        _supports_sdpa = False
+
+    assert Both.config_class is BothConfig and may_add_masks(BothConfig) and may_add_masks(TextConfig)

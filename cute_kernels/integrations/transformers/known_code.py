@@ -8,13 +8,15 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from types import CodeType
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 _MODEL_FILES = "transformers.models."
 CACHE_ARGUMENTS = ("cache", "past_key_values")
@@ -79,6 +81,72 @@ def passes_masks_on(kind: type) -> bool:
     ]
     read = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "attention_mask"]
     return all(any(node is value for value in given) for node in read)
+
+
+@torch.compiler.assume_constant_result
+def supports_sdpa(config: type) -> bool:
+    """Whether all model classes that may ask for a mask with a configuration of this class support SDPA, as those do
+    that nobody knows. torch.compile can ask while it traces: the answer is a constant."""
+    return all(kind._supports_sdpa for kind in _models_asking_with(config))
+
+
+@torch.compiler.assume_constant_result
+def may_add_masks(config: type) -> bool:
+    """Whether a model that may ask for a mask with a configuration of this class can have a part that adds it to scores
+    or changes it: the model does not support SDPA, and in its file, or in those of the models that it can hold, is a
+    class that does more than `passes_masks_on`. Of a model with parts of any kind nobody can tell: True.
+
+    torch.compile can ask while it traces, when there is a configuration but no module: the answer is a constant.
+    """
+    asking = [kind for kind in _models_asking_with(config) if not kind._supports_sdpa]
+    held = {part for kind in asking for part in _configs_below(kind.config_class)}
+    kinds = {*asking, *(kind for part in held for kind in _models_of(part))}
+    return AutoConfig in held or not all(passes_masks_on(part) for kind in kinds for part in _beside(kind))
+
+
+def _models_asking_with(config: type) -> list[type[PreTrainedModel]]:
+    """The loaded model classes of a configuration class, and those of classes that hold one of it: some ask with their
+    text's configuration."""
+    found = _models_of(config)
+    own = {kind.config_class for kind in found}
+    return found + [kind for kind in _loaded_models() if own & _configs_below(kind.config_class)]
+
+
+def _models_of(config: type) -> list[type[PreTrainedModel]]:
+    """The loaded model classes of a configuration class, of its nearest base class if it has none of its own."""
+    loaded = list(_loaded_models())
+    for base in config.__mro__:
+        if base is not PreTrainedConfig and (found := [kind for kind in loaded if kind.config_class is base]):
+            return found
+    return []
+
+
+def _loaded_models() -> Iterator[type[PreTrainedModel]]:
+    """All that a running model can be of."""
+    pending, found = [PreTrainedModel], set[type]()
+    while pending:
+        for kind in pending.pop().__subclasses__():
+            if kind not in found:
+                found.add(kind)
+                pending.append(kind)
+                yield kind
+
+
+def _configs_below(config: object) -> set[type]:
+    """The configuration classes that one of this class holds, and those that they hold."""
+    found, pending = set[type](), [config]
+    while pending:
+        held = set((getattr(pending.pop(), "sub_configs", None) or {}).values()) - found
+        found |= held
+        pending += held
+    return found
+
+
+def _beside(kind: type) -> Iterator[type]:
+    """The classes of parts that the file of a model class knows."""
+    for part in list(vars(sys.modules[kind.__module__]).values()):
+        if isinstance(part, type) and issubclass(part, torch.nn.Module) and not issubclass(part, PreTrainedModel):
+            yield part
 
 
 def _is_part(called: ast.expr) -> bool:

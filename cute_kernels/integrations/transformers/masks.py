@@ -22,7 +22,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
-from cute_kernels.integrations.transformers.known_code import passes_masks_on
+from cute_kernels.integrations.transformers.known_code import may_add_masks, passes_masks_on, supports_sdpa
 
 _NOTE = "_cute_kernels_pattern"
 _recorded = threading.local()
@@ -71,10 +71,10 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     """
     if (columns := recorded_columns()) is not None:
         return _mask_of_recorded_step(columns, options)
-    asking = _asking_module()
-    is_added = asking is not None and _is_added(asking)
+    asking, config = _asking_module(), type(options.get("config"))
+    is_added = may_add_masks(config) if asking is None else _is_added(asking, config)
     mask = None if is_added else sdpa_mask(*args, **options)
-    if mask is None and (is_added or (_may_be_causal(options) and asking is not None and _denies_being_causal(asking))):
+    if mask is None and (is_added or (_may_be_causal(options) and _denies_being_causal(asking, config))):
         mask = sdpa_mask(*args, **{**options, "allow_is_causal_skip": False})
     if mask is None and options.get("allow_is_bidirectional_skip"):
         # Without a mask a module may be causal: it is asked, not the configuration that made the model bidirectional.
@@ -83,9 +83,11 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
         mask = _as_read(mask, is_added, options)
         setattr(mask, _NOTE, EVERYTHING)
         return mask
-    if mask is None or torch.compiler.is_compiling():
-        return mask
+    if mask is None:
+        return None
     mask = _as_read(mask, is_added, options)
+    if torch.compiler.is_compiling():
+        return mask
     window = _window(options.get("mask_function", causal_mask_function))
     if _is_aligned(options):
         padding = options.get("attention_mask")
@@ -100,7 +102,7 @@ def _may_be_causal(options: dict[str, Any]) -> bool:
 
 
 def _asking_module() -> torch.nn.Module | None:
-    """The module whose code asks for a mask; None where nobody can tell."""
+    """The module whose code asks for a mask; None where nobody can tell, as while torch.compile traces it."""
     if torch.compiler.is_compiling():
         return None
     frame = sys._getframe(2)
@@ -109,17 +111,19 @@ def _asking_module() -> torch.nn.Module | None:
     return None if frame is None else frame.f_locals["self"]
 
 
-def _denies_being_causal(asking: torch.nn.Module) -> bool:
+def _denies_being_causal(asking: torch.nn.Module | None, config: type) -> bool:
     """Whether a module has attention that says ``is_causal`` is False, and none that says True, as some decoders have:
-    without a mask it would see all keys."""
+    without a mask it would see all keys. Where nobody can tell which module asks, one without SDPA may have."""
+    if asking is None:
+        return not supports_sdpa(config)
     parts = asking.modules()
     return {vars(part).get("is_causal", getattr(type(part), "is_causal", None)) for part in parts} - {None} == {False}
 
 
-def _is_added(asking: torch.nn.Module) -> bool:
+def _is_added(asking: torch.nn.Module, config: type) -> bool:
     """Whether a part of a module reads masks as eager attention's: it adds them to scores of its own, or changes them.
     A model that does not support SDPA, which takes boolean masks, may do so."""
-    if getattr(asking, "_supports_sdpa", True):
+    if asking._supports_sdpa if isinstance(asking, PreTrainedModel) else supports_sdpa(config):
         return False
     kinds = {type(part) for part in asking.modules() if not isinstance(part, PreTrainedModel)}
     return not all(map(passes_masks_on, kinds))
