@@ -182,7 +182,7 @@ def test_a_model_that_asks_with_its_texts_configuration_counts():
     assert Text.config_class is TextConfig and not may_add_masks(TextConfig)
 
     class BothConfig(PreTrainedConfig):
-        sub_configs: ClassVar[Any] = {"text_config": TextConfig, "vision_config": AutoConfig}  # of any model: nobody can tell
+        sub_configs: ClassVar[Any] = {"text_config": TextConfig, "vision_config": AutoConfig}  # Auto: of any model
 
     class Both(PreTrainedModel):
         config_class = BothConfig
