@@ -162,10 +162,10 @@ class Layer:
                 self.soft_cap,
                 sinks=None if sinks is None else sinks.to(device),
             )
-        impl.process_weights_after_loading(torch.float16)
-        impl.invariant = self.caches.get("invariant", False)
-        if self.constants:
-            give_constants(impl, self.constants)
+            impl.process_weights_after_loading(torch.float16)
+            impl.invariant = self.caches.get("invariant", False)
+            if self.constants:
+                give_constants(impl, self.constants)
         if impl.transform is not None:
             impl.transform = impl.transform.to(device)  # an engine's layers are where its process is
         return impl
