@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from bench import pages
+from bench import pages, report
+from bench.environment import ROOT
 
 
 def test_the_readme_shows_the_records():
@@ -20,6 +21,12 @@ def test_the_performance_page_shows_the_records():
 
 def test_the_picture_shows_the_records():
     assert pages.PICTURE.read_text() == pages.picture(), "want `python -m bench pages`"
+
+
+def test_the_page_of_keys_in_blocks_shows_its_record():
+    text = (ROOT / "docs/design/channel_blocks.md").read_text()
+    table = report.markdown(pages.load("channel_blocks"))
+    assert report.filled(text, report.mark("main"), table) == text, "want `python -m bench table`"
 
 
 @pytest.mark.parametrize("mark", pages.PARTS)

@@ -82,7 +82,14 @@ def test_a_cache_that_nobody_measured_is_said_to_be_so():
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/performance.md", "docs/tasks/vllm.md", "docs/tasks/transformers.md"]
+    "page",
+    [
+        "README.md",
+        "docs/performance.md",
+        "docs/tasks/vllm.md",
+        "docs/tasks/transformers.md",
+        "docs/design/channel_blocks.md",
+    ],
 )
 def test_pages_with_int4_figures_say_what_they_cost(page: str):
     """Every table between marks that names an INT4 cache, and the sentence that the README begins with."""
