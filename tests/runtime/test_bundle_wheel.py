@@ -18,6 +18,7 @@ from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.runtime import KernelCache
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.runtime.tuned import Choice, TunedTable, own_path, tables
 from cute_kernels.weight_formats import integers
 from tests.runtime.tiny import tiny_specs
 from tools import bundle_wheel
@@ -129,3 +130,41 @@ def test_the_list_is_kept_until_a_source_changes(tmp_path: Path):
     assert set(kept()) == set(found) and len(asked) == 2
     assert kept("another") == found and len(asked) == 3
     assert [one.name for one in path.parent.iterdir()] == ["engine_kernels_another.json"]
+
+
+def test_a_list_is_not_kept_once_another_table_of_times_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+
+    def kept() -> None:
+        tables.cache_clear()  # as in another process
+        engine_kernels.kept_specs("sm_90a", tmp_path / "list", None, lambda: asked.append(1) or [])
+
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "cache"))
+    try:
+        kept()
+        kept()
+        assert len(asked) == 1
+        choice = Choice("kernel", "config", cut=1, us=1.0, model_us=1.0)
+        TunedTable(GPUS[0], None, {"a problem": choice}).write(own_path(GPUS[0]))
+        kept()
+        assert len(asked) == 2
+    finally:
+        monkeypatch.undo()
+        tables.cache_clear()
+
+
+def test_a_list_that_others_could_have_written_is_not_read(tmp_path: Path):
+    directory, found = tmp_path / "cache", list(tiny_specs(2))
+    engine_kernels.kept_specs("sm_90a", directory, "same", list)
+    (path,) = directory.iterdir()
+    path.chmod(0o666)
+    assert engine_kernels.kept_specs("sm_90a", directory, "same", lambda: found) == found
+    directory.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=r"not kept .* can be written by everybody"):
+        assert engine_kernels.kept_specs("sm_90a", directory, "same", lambda: found) == found
+
+
+def test_a_list_that_cannot_be_kept_is_given_all_the_same(tmp_path: Path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.warns(RuntimeWarning, match="not kept"):
+        assert engine_kernels.kept_specs("sm_90a", tmp_path / "cache", "same", lambda: [*tiny_specs(1)]) != []

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import itertools
 import multiprocessing
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -32,6 +33,9 @@ from cute_kernels.moe.checks import MAX_TOKENS
 from cute_kernels.runtime import wanted, workers
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.runtime.store import PRIVATE
+from cute_kernels.runtime.trust import distrust
+from cute_kernels.runtime.tuned import tables
 from cute_kernels.weight_formats import integers
 
 GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
@@ -119,23 +123,31 @@ EXPERTS = (
 def kept_specs(
     arch: str, directory: Path, sources: str | None = None, make: Callable[[], list[KernelSpec]] | None = None
 ) -> list[KernelSpec]:
-    """:func:`specs`, from a list in ``directory`` if the sources that it was made from are those that are installed.
+    """:func:`specs`, from a list in ``directory`` if what it was made from is what there is.
+
+    A list that others could have written is not read, as no kernel is (:mod:`cute_kernels.runtime.trust`). Where none
+    can be kept, a warning says so.
 
     Args:
-        sources: their digest; None for that of those installed. make: what lists kernels; None for :func:`specs`.
-
-    Raises OSError if the list cannot be written.
+        sources: a digest of what it is made from; None for that of what there is. make: what lists kernels; None for
+            :func:`specs`.
     """
     path = directory / f"{KEPT}{sources or _digest_of_sources()}.json"
-    if path.is_file():
-        try:
+    try:
+        if distrust(path) is None:
             return wanted.read(path, arch)
-        except ValueError:
-            path.unlink()
+    except (OSError, ValueError):
+        pass  # there is none yet, or one that is of no use
     found = (make or specs)()
-    for old in directory.glob(f"{KEPT}*.json"):
-        old.unlink()
-    wanted.write(path, found, arch)
+    try:
+        directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        if (reason := distrust(directory)) is not None:
+            raise PermissionError(reason)
+        for old in directory.glob(f"{KEPT}*.json"):
+            old.unlink(missing_ok=True)
+        wanted.write(path, found, arch)
+    except OSError as error:
+        warnings.warn(f"list of engines' kernels: not kept ({error})", RuntimeWarning, stacklevel=2)
     return found
 
 
@@ -143,8 +155,9 @@ KEPT = "engine_kernels_"
 
 
 def _digest_of_sources() -> str:
-    """Of the Python that lists kernels, and of the tables of measured times."""
-    digest = hashlib.sha256()
+    """Of the Python that lists kernels, and of the tables of measured times that hold here: those that ship, the user's
+    own, or the one that CUTE_KERNELS_TUNED names."""
+    digest = hashlib.sha256("".join(repr(tables(gpu)) for gpu in GPUS).encode())
     for package in (Path(cute_kernels.__file__).parent, Path(layouts.__file__).parent):
         for path in sorted(package.rglob("*")):
             if path.suffix in (".py", ".json"):
