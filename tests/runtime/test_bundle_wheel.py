@@ -154,7 +154,8 @@ def test_a_list_is_not_kept_once_another_table_of_times_holds(tmp_path: Path, mo
 
 
 def test_a_list_that_others_could_have_written_is_not_read(tmp_path: Path):
-    directory, found = tmp_path / "cache", list(tiny_specs(2))
+    directory = tmp_path / "cache"
+    found: list[KernelSpec] = [*tiny_specs(2)]
     engine_kernels.kept_specs("sm_90a", directory, "same", list)
     (path,) = directory.iterdir()
     path.chmod(0o666)
