@@ -1,5 +1,8 @@
 """Constants of a model's cache, from what its layers attend to."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 import cute_kernels.integrations.transformers as ck
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.calibrate import attending, gather_moments, watch
-from cute_kernels.integrations.transformers.fit import _Layer
+from cute_kernels.integrations.transformers.fit import _Layer, _Recorded
 from cute_kernels.kv_cache import CacheConstants, CacheTransform, Calibrator, KVCache
 from cute_kernels.kv_cache.transforms import key_of
 from cute_kernels.kv_formats import format_of
@@ -366,3 +369,31 @@ def test_constants_that_do_not_fit_a_model_name_the_layer():
         ck.accelerate(model, kv_format=None, kv_transform=make_transforms())
     with pytest.raises(FileNotFoundError, match="no such file"):
         ck.accelerate(model, kv_transform="missing.safetensors")
+
+
+def test_a_fit_is_recorded_on_its_models_gpu_whichever_is_the_current_one(monkeypatch):
+    """With stand-ins for torch.cuda, which follow the current device as streams and graphs do."""
+    now, seen = [0], list[tuple[str, int]]()
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        now.append(device.index)
+        yield
+        now.pop()
+
+    graph = SimpleNamespace(replay=lambda: seen.append(("replay", now[-1])))
+    stream = SimpleNamespace(wait_stream=lambda _: seen.append(("wait", now[-1])))
+    stands_in = {
+        "device": on,
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda _: nullcontext(),
+        "CUDAGraph": lambda: graph,
+        "graph": lambda _: nullcontext(seen.append(("record", now[-1]))),
+    }
+    for name, one in stands_in.items():
+        monkeypatch.setattr(torch.cuda, name, one)
+    recorded = _Recorded(lambda batch: batch["input_ids"].float().sum(), torch.device("cuda", 1))
+    for _ in range(5):
+        recorded({"input_ids": torch.ones(2)})
+    assert seen == [("wait", 1)] * 6 + [("record", 1)] + [("replay", 1)] * 2 and now == [0]

@@ -108,7 +108,7 @@ def fit_transforms(
         optimizer.step()
         return divergence.detach()
 
-    act = _Recorded(advance) if cuda_graph else advance
+    act = _Recorded(advance, parameters[0].device) if cuda_graph else advance
     with _frozen(model), _tensor_cores():
         for step in range(steps):
             losses.append(act(batches[step % len(batches)]))
@@ -123,15 +123,22 @@ def fit_transforms(
 
 
 class _Recorded:
-    """Steps that are replayed from a CUDA graph, but for the first ones, which also warm up what the graph uses."""
+    """Steps that are replayed from a CUDA graph, but for the first ones, which also warm up what the graph uses.
 
-    def __init__(self, advance: Callable[[Mapping[str, Any]], torch.Tensor]) -> None:
-        self.advance, self.to_warm = advance, _WARM_STEPS
+    device: the model's. It need not be the current one, of whose streams alone torch would record what it is given.
+    """
+
+    def __init__(self, advance: Callable[[Mapping[str, Any]], torch.Tensor], device: torch.device) -> None:
+        self.advance, self.device, self.to_warm = advance, device, _WARM_STEPS
         self.graph: torch.cuda.CUDAGraph | None = None
         self.batch: dict[str, torch.Tensor] = {}
         self.loss = torch.zeros(())
 
     def __call__(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        with torch.cuda.device(self.device):
+            return self._act(batch)
+
+    def _act(self, batch: Mapping[str, Any]) -> torch.Tensor:
         if self.to_warm:
             self.to_warm -= 1
             return self._warm(batch)
