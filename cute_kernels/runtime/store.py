@@ -1,6 +1,6 @@
 """Compiled kernels on disk: one directory per entry, complete or absent, checked when read.
 
-    <root>/<family>/<symbol>-<key>/entry.json   what the key was made of, checksums, launches
+    <root>/<family>/<symbol>-<key>/entry.json   what the key was made of, checksums, launches (long symbols are cut)
                                    kernel.o     the exported object
                                    kernel.so    the same, linked (where a linker was found)
     <root>/locks/<key>.lock                     held by the process that compiles the entry
@@ -36,6 +36,7 @@ from cute_kernels.runtime.trust import distrust
 DIRECTORY_VARIABLE = "CUTE_KERNELS_CACHE_DIR"
 FORMAT = 1
 PRIVATE = 0o755  # of what is made: for others to read
+SYMBOL_CHARACTERS = 200  # of a directory's name: with what `quarantine` adds, file systems allow 255
 
 # Settings of the DSL that change what it generates.
 COMPILE_VARIABLES = tuple(
@@ -64,7 +65,7 @@ class Key:
 
     @property
     def name(self) -> str:
-        return f"{self.symbol}-{self.digest[:16]}"
+        return f"{self.symbol[:SYMBOL_CHARACTERS]}-{self.digest[:16]}"
 
 
 def key_of(spec: KernelSpec, arch: str) -> Key:

@@ -252,3 +252,14 @@ def test_clearing_removes_entries_and_nothing_else(tmp_path: Path):
     assert store.DiskStore(tmp_path).clear() == 1
     assert store.DiskStore(tmp_path).entries() == []
     assert (tmp_path / "notes.txt").exists() and (tmp_path / "photos" / "me.jpg").exists()
+
+
+def test_symbols_of_any_length_have_places_of_their_own(tmp_path: Path):
+    """A step in one launch is named after attention and append: 243 characters with K and V apart and all options."""
+    disk = store.DiskStore(tmp_path)
+    keys = [store.Key("tiny", 250 * "x", content) for content in ("1", "2")]
+    for key in keys:
+        disk.folder(key).mkdir(parents=True)
+    with pytest.warns(RuntimeWarning, match="moved to .*; rebuilding"):
+        assert disk.read(keys[0]) is None  # without a record in it: damaged
+    assert not disk.folder(keys[0]).exists() and disk.folder(keys[1]).exists()
