@@ -275,9 +275,7 @@ class Consumer:
         k_unit = self.config.units[0]
         scale = operands.softmax_scale * (ptx.LOG2_E * k_unit)
         if const_expr(self.has_key_scale):
-            given = load_float(operands.k_scale + Int64(work.head) * operands.k_scale_stride * 4)
-            # A head of zeros has scale 0, but masked scores, -inf, must not be multiplied by 0.
-            scale = ptx.fmax(scale * given, Float32(MIN_SCORE_SCALE))
+            scale *= load_float(operands.k_scale + Int64(work.head) * operands.k_scale_stride * 4)
         positions, scales, queries, masks = [], [], [], []
         for i in range(2):
             row = warp * WARP_ROWS + lane // 4 + 8 * i
@@ -288,6 +286,9 @@ class Consumer:
             own = scale
             if const_expr(self.config.converts_queries):
                 own = scale * ptx.load_shared(query_scales + row * 4, 0).bitcast(Float32)
+            if const_expr(self.has_key_scale):
+                # A head of zeros has scale 0, queries of zeros the least one; masked scores, -inf, meet no 0.
+                own = ptx.fmax(own, Float32(MIN_SCORE_SCALE))
             scales.append(own)
             queries.append(QueryColumn(place, cutlass.min(head, shape.num_q_heads - 1)))
         state = ScoreState()

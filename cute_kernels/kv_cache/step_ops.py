@@ -159,6 +159,7 @@ def _key(step: Step) -> tuple[Any, ...]:
         v_cache.shape,
         seq_lens.shape,
         q.dtype,
+        step_plan.lie_well(q),
         k_cache.dtype,
         v_cache.dtype,
         attention_ops.strides_key(k_cache, v_cache),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +19,7 @@ from cute_kernels.kv_cache.step_compile import StepSpec, step_arguments
 from cute_kernels.kv_cache.step_config import StepConfig, step_config
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.plans import ALIGNMENT
 
 if TYPE_CHECKING:
     from cute_kernels.kv_cache.step_ops import Step
@@ -55,6 +58,11 @@ class OneLaunchPlan:
         return self.attention.device_index
 
 
+def lie_well(q: torch.Tensor) -> bool:
+    """Whether attention can read the rows of q of 16 bits where they are: an append takes others, too."""
+    return not (q.data_ptr() | 2 * reduce(or_, q.stride()[:-1], 0)) % ALIGNMENT
+
+
 def config_of(append: AppendCall, attention: AttentionCall) -> StepConfig | None:
     """The kernel that serves a step of one token a request in one launch; None where two launches do.
 
@@ -62,7 +70,8 @@ def config_of(append: AppendCall, attention: AttentionCall) -> StepConfig | None
     """
     more = (append.cu_seqlens, append.slot_mapping, append.position_ids, append.transform, append.q_shift)
     more += (append.q_bias, append.k_bias, append.v_bias, append.q_norm, append.k_norm)
-    if not attention.head_major or any(given is not None for given in more):
+    assert append.q is not None
+    if not attention.head_major or any(given is not None for given in more) or not lie_well(append.q):
         return None
     schedule = make_schedule(_problem_of(attention), attention.num_splits)
     return step_config(schedule.config, append_plan.config_of(append, leads=True))

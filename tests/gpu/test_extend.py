@@ -182,11 +182,11 @@ def test_zero_scores_show_the_mask(kv_format, unpack, causal, window):
 
 
 @pytest.mark.parametrize("unpack", [False, True])
-@pytest.mark.parametrize("kv_format", ["int8_token_head", "int4_g4"])
+@pytest.mark.parametrize("kv_format", ["int8_token_head", "e4m3_tensor", "int8_head", "int4_g4"])
 def test_zeros_over_keys_of_zeros_are_no_nan(kv_format, unpack):
     """Both are scaled by the least powers of 2 that there are, whose product must not be 0: masked scores are -inf."""
     call = make_call(kv_format, [130, 5], [400, 5], unpack=unpack, device=CUDA)
-    for tensor in (call.q, call.k_cache):
+    for tensor in (call.q, call.k_cache, *(call.options[name] for name in ("k_scale",) if name in call.options)):
         tensor.zero_()
     check(call)
 

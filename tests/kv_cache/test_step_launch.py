@@ -24,7 +24,7 @@ from tests.kv_cache.steps import Arguments, make_step
 from tests.kv_cache.transformed import make_transform
 from tests.launchers import assert_launched_alike_after_any_other, outcome, recording
 from tests.observed import calls_of
-from tests.tensors import apart, fused, padded, side_by_side
+from tests.tensors import apart, fused, offset, padded, side_by_side
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
@@ -72,6 +72,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "heads first": lambda: of(layout="HND"),
     "heads first, another rope": lambda: of(layout="HND", rope=Rope(64, theta=1e6)),
     "heads first, no rope": lambda: of(layout="HND", rope=None),
+    "heads first, q at words": lambda: but(lambda s: {"q": offset(s["q"], 8)}, layout="HND", rope=None, head_dim=96),
     "heads first, contiguous": lambda: of(layout="HND", place="contiguous"),
     "heads first, 3 tokens": lambda: of(q_len=3, layout="HND"),
     "heads first, bias": lambda: of(layout="HND", bias=True),
@@ -135,7 +136,7 @@ ALONE = [
 ]
 IN_TWO = [
     *("heads first, 3 tokens", "heads first, bias", "heads first, positions", "heads first, rows at words"),
-    *("heads first, a transform", "plain"),
+    *("heads first, a transform", "heads first, q at words", "plain"),
 ]
 
 made = functools.cache(lambda name: CALLS[name]())
