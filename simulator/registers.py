@@ -55,6 +55,10 @@ class Scalar:
                 np.copyto(register, lanes, casting="unsafe")
         return register
 
+    def __instancecheck__(self, value: object) -> bool:
+        """Whether a value is a register of this type, for kernels that ask what kind of address they were given."""
+        return isinstance(value, Register) and value.dtype == self.dtype
+
 
 Int32, Int64, Uint32, Uint64 = (Scalar(dtype) for dtype in (np.int32, np.int64, np.uint32, np.uint64))
 Float32 = Scalar(np.float32)
