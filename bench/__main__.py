@@ -260,6 +260,10 @@ def _accuracy(options: argparse.Namespace) -> int:
 
     from bench import accuracy, accuracy_report
 
+    for option, given in (("--fit", options.fit is not None), ("--resume", options.resume)):
+        if given and not options.model:
+            print(f"{option}: got no --model, want it together with --model.", file=sys.stderr)
+            return 2
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         print("--device cuda: torch sees no CUDA GPU here.", file=sys.stderr)

@@ -88,10 +88,7 @@ def share(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Calibrates, writes the file, and says what is in it."""
-    if arguments.text_weight and arguments.fit is None:
-        raise ValueError(
-            f"--text-weight: got {arguments.text_weight:g} without --fit, want both: it is of what a fit lowers"
-        )
+    _check(arguments)
     try:
         from cute_kernels.integrations.transformers.calibrate import calibrate_cache
         from cute_kernels.integrations.transformers.fit import fit_transforms
@@ -121,6 +118,27 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in sorted(constants.about.items()):
         print(f"  {name:<12}  {value}")
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for what can be seen before a model is loaded."""
+    if arguments.text_weight and arguments.fit is None:
+        raise ValueError(
+            f"--text-weight: got {arguments.text_weight:g} without --fit, want both: it is of what a fit lowers"
+        )
+    formats = [format_of(name) for name in format_pair(arguments.kv_format)]
+    if arguments.fit is not None and any(form.in_blocks for form in formats):
+        raise ValueError(
+            f"--fit: got it with {formats[0].name}, whose keys lie in blocks, want a format of rows, or no --fit"
+        )
+    for path in arguments.text:
+        if not path.exists():
+            raise ValueError(f"--text: got {path}, which does not exist, want a file of text")
+    model = Path(arguments.model)
+    if (model.is_absolute() or model.suffix == ".gguf") and not model.exists():
+        raise ValueError(
+            f"MODEL: got {model}, which does not exist, want a directory, a .gguf file, or a name known to transformers"
+        )
 
 
 def tokenizer_of(name: str) -> Any:

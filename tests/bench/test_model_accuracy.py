@@ -221,6 +221,13 @@ def test_the_real_model_goes_through_every_part(tmp_path):
     assert main(command) == 2
 
 
+@pytest.mark.parametrize("option", [["--fit"], ["--fit", "300"], ["--resume"]])
+def test_options_of_the_real_model_are_refused_without_it(option, tmp_path, capsys):
+    assert main(["accuracy", *option, "--json", str(tmp_path / "record.json")]) == 2
+    assert f"{option[0]}: got no --model, want it together with --model" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_record_that_was_cut_is_taken_up_by_the_same_command_on_the_same_gpu():
     earlier = Recorder(None, kind="model_accuracy")
     earlier.add_row({"suite": "model_accuracy", "name": "bf16"})

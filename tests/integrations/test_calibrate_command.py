@@ -89,6 +89,20 @@ def test_what_cannot_be_read_is_an_error_that_names_it(directory, tmp_path, caps
     assert said.startswith("error: ") and wanted[wrong] in said and not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--fit", "3", "--kv-format", "int4_channel32,int4_g2"], "--fit: got it with int4_channel32"),
+        (["--text", "none.txt"], "--text: got none.txt, which does not exist"),
+        ([], "MODEL: got /nowhere, which does not exist"),
+    ],
+)
+def test_what_needs_no_model_to_be_seen_is_refused_before_one_is_loaded(options, message, tmp_path, capsys):
+    text, out = write_text(tmp_path / "text.txt", 10), tmp_path / "constants.safetensors"
+    assert main(["calibrate", "/nowhere", "--text", str(text), "-o", str(out), *options]) == 1
+    assert message in capsys.readouterr().err and not out.exists()
+
+
 def test_a_weight_of_the_text_is_not_ignored(directory, tmp_path, capsys):
     text, out = write_text(tmp_path / "text.txt", 40), tmp_path / "constants.safetensors"
     options = ["--kv-format", "int4_g1", "--text-weight", "0.5", "--device", "cpu"]

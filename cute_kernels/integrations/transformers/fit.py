@@ -188,7 +188,10 @@ class _Layer:
         self.forms = tuple(format_of(name) for name in formats)
         for name, form in zip(formats, self.forms, strict=True):
             if form.in_blocks or (_step(form, deviation) is None and form.is_coded):
-                raise ValueError(f"kv_format: got {name!r}, want INT4, INT8 with scales in the rows, or a dense format")
+                raise ValueError(
+                    f"kv_format: got {name!r}, want INT4, INT8 with scales in the rows, or a dense format"
+                    + (": a fit is for rows, and these keys lie in blocks" if form.in_blocks else "")
+                )
         arrays = self.start.arrays
         self.logs = {name: arrays[name].abs().log() for name in ("k_factor", "v_factor") if name in arrays}
         self.offset = torch.zeros_like(arrays["k_center"]) if "k_center" in arrays else None
