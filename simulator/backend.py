@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NoReturn, Protocol
 
 PACKAGE = "cute_kernels"
@@ -114,7 +114,7 @@ def patches(meanings: Meanings) -> list[tuple[Any, str, Any]]:
     compiled, scalars = _sites(
         frozenset((*own, *kv_formats.modules_of(*kv_formats.names()), *score_options.modules_of()))
     )
-    found += [(owner, name, function) for owner, name, function in compiled]
+    found += [(owner, name, _as_written(function)) for owner, name, function in compiled]
     found += [(module, name, replaced[key]) for module, name, key in scalars if key in replaced]
     for owner, values in meanings.modules.items():
         found += [(owner, name, value) for name, value in values.items()]
@@ -139,13 +139,13 @@ def _missing(module: ModuleType, name: str) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def _sites(names: frozenset[str]) -> tuple[list[tuple[Any, str, Any]], list[tuple[ModuleType, str, int]]]:
+def _sites(names: frozenset[str]) -> tuple[list[tuple[Any, str, FunctionType]], list[tuple[ModuleType, str, int]]]:
     """Among loaded modules: (owner, name, plain function) of all that is compiled, and (module, name, identity) of
     every scalar type that a module has imported by name."""
     import cutlass
 
     identities = {id(getattr(cutlass, name)) for name in SCALARS}
-    compiled: list[tuple[Any, str, Any]] = []
+    compiled: list[tuple[Any, str, FunctionType]] = []
     scalars: list[tuple[ModuleType, str, int]] = []
     for module_name in sorted(names):
         module = importlib.import_module(module_name)
@@ -157,6 +157,16 @@ def _sites(names: frozenset[str]) -> tuple[list[tuple[Any, str, Any]], list[tupl
             elif isinstance(value, type) and value.__module__ == module_name:
                 compiled += [(value, own, f.__wrapped__) for own, f in vars(value).items() if _is_compiled(f)]
     return compiled, scalars
+
+
+def _as_written(function: FunctionType) -> FunctionType:
+    """A function with its own code: the compiler gives other code to what it has compiled in this process."""
+    code = getattr(function, "_original_code", function.__code__)
+    if code is function.__code__:
+        return function
+    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def _is_compiled(value: object) -> bool:
