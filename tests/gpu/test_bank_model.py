@@ -31,7 +31,7 @@ def counters():
         pytest.skip("ncu (Nsight Compute) is not installed")
     if native.dsl_version() is None:
         pytest.skip("the accesses are compiled as they are replayed, which needs nvidia-cutlass-dsl")
-    command = [ncu, "--clock-control", "none", "--csv", "--page", "raw", "--print-k blocks", "base"]
+    command = [ncu, "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
     command += ["--kernel-name", "regex:kernel_cutlass", "--metrics", f"{WAVEFRONTS},{CONFLICTS}"]
     command += [sys.executable, "-m", "tests.gpu.bank_replay"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
