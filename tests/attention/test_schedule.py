@@ -233,7 +233,7 @@ def test_warps_that_borrow_registers_are_eight_whatever_the_kv_heads():
     for num_kv_heads, heads in ((1, 1), (2, 2), (8, 4)):
         problem = DecodeProblem.uniform(32, 8192, 8 * num_kv_heads, num_kv_heads, 128, "int4_g4", "bf16", q_len=4)
         (config,) = candidate_configs(problem)
-        assert (config.num_heads, config.num_warps, config.copy_warps) == (heads, 8, 4)
+        assert (config.num_heads, config.num_warps, config.producer_warps) == (heads, 8, 4)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
