@@ -227,7 +227,8 @@ def test_what_moves_rows_alone_refuses_keys_in_blocks():
         cache.export_sequence("a")
     k = numbers(1)[None]
     step: dict[str, Any] = {"kv_format": cache.kv_format, "seq_lens": torch.tensor([1], dtype=torch.int32)}
-    for tail in ({}, {"k_tail": None, "tail_slots": None}):
+    tails: list[dict[str, Any]] = [{}, {"k_tail": None, "tail_slots": None}]
+    for tail in tails:
         with pytest.raises(
             ValueError, match="kv_format: got int4_channel32 keys, .* want another format, or append_kv"
         ):
