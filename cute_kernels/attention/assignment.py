@@ -26,15 +26,15 @@ class Requests:
     """What a launch knows of its requests; run-time values.
 
     address: of int32 lengths [batch]. max_seq_len: tokens that there is a cache for. seen: at most so many tokens at a
-    request's end are seen by its queries (of use with a window only). parts: CTAs of a row. more_rows: rows of CTAs
-    beyond the batch; 0 if every row has ``parts`` parts whatever its length. shares: parts of about equal size that all
-    requests together are cut into where lengths differ.
+    request's end are seen by its queries (:meth:`.score_terms.ScoreTerms.reach`); None for all of them. parts: CTAs of
+    a row. more_rows: rows of CTAs beyond the batch; 0 if every row has ``parts`` parts whatever its length. shares:
+    parts of about equal size that all requests together are cut into where lengths differ.
     """
 
     address: Int64
     batch: Int32
     max_seq_len: Int32
-    seen: Int32
+    seen: Int32 | None
     parts: Int32
     more_rows: Int32
     shares: Int32
@@ -58,9 +58,8 @@ class Unit:
 class Assigner:
     """Computes units; every warp does so for itself, so that none waits for another."""
 
-    def __init__(self, tile_tokens: int, windowed: bool):
+    def __init__(self, tile_tokens: int):
         self.tile_tokens = tile_tokens
-        self.windowed = windowed
 
     def fetch_length(self, requests, row):
         """Starts loading a request's length; what comes may be any number."""
@@ -76,7 +75,7 @@ class Assigner:
 
     def first_tile(self, requests, length):
         """The tile of the first token that a query sees."""
-        if const_expr(not self.windowed):
+        if const_expr(requests.seen is None):
             return Int32(0)
         return cutlass.max(length - requests.seen, 0) // self.tile_tokens
 

@@ -26,7 +26,7 @@ def await_ready(config: DecodeConfig) -> None:
 
 
 def _ready_threads(config: DecodeConfig) -> int:
-    return config.num_threads + config.copiers * WARP_THREADS
+    return config.num_threads + config.filling_warps * WARP_THREADS
 
 
 def sync_consumers(config: DecodeConfig) -> None:
@@ -46,8 +46,8 @@ def await_rows(config: DecodeConfig) -> None:
 
 def sync_producers(config: DecodeConfig) -> None:
     """All producer warps wait for each other."""
-    if config.copiers > 1:
-        cute.arch.barrier(barrier_id=PRODUCERS, number_of_threads=config.copiers * WARP_THREADS)
+    if config.filling_warps > 1:
+        cute.arch.barrier(barrier_id=PRODUCERS, number_of_threads=config.filling_warps * WARP_THREADS)
 
 
 def sync_warpgroup(number) -> None:

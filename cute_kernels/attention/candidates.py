@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from cute_kernels.attention.checks import CACHES, check_readable
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import PLAIN
 from cute_kernels.attention.policies import (
@@ -21,7 +22,7 @@ from cute_kernels.attention.policies import (
 )
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.score_options import options_in
-from cute_kernels.attention.tiles import cannot_read, copies_per_tile, kernel_format
+from cute_kernels.attention.tiles import copies_per_tile, kernel_format
 from cute_kernels.kv_formats import KvFormat, format_of
 from cute_kernels.runtime.composed import changed
 
@@ -30,7 +31,7 @@ TARGET_WARPS = 8
 MOST_CTAS = 4  # on an SM
 COPIES_PER_WARP = 4  # of a tile, that one producer warp asks for in some 90 cycles each
 SM_PARTITIONS = 4
-MAX_COPY_WARPS = 4
+MAX_PRODUCER_WARPS = 4
 MAX_WARPS = 16
 SMALL_PAGE = 32  # tokens; rows of smaller pages are many small copies
 WARPGROUP_HEAD_DIM = 128  # of K and V, where warpgroups multiply
@@ -44,10 +45,8 @@ def candidate_configs(problem: DecodeProblem) -> list[DecodeConfig]:
     Raises ValueError if the kernels cannot read the caches.
     """
     names = (kernel_format(problem.k_format), kernel_format(problem.v_format))
-    for name, head_dim in zip(names, (problem.head_dim, problem.v_head_dim), strict=True):
-        reason = cannot_read(format_of(name), head_dim)
-        if reason is not None:
-            raise ValueError(f"kv_format: {reason}")
+    for cache, name, head_dim in zip(CACHES, names, (problem.head_dim, problem.v_head_dim), strict=True):
+        check_readable(cache, format_of(name), head_dim)
     blocks, _ = query_blocks(problem)
     with_headers = [format_of(name).has_header for name in names]
     if not any(with_headers):
@@ -62,7 +61,7 @@ def candidate_configs(problem: DecodeProblem) -> list[DecodeConfig]:
     borrows = _borrows_registers(problem)
     if borrows:
         counts = (1,)
-    configs = dict.fromkeys(_with_copy_warps(_roomy(make(base, ctas)), borrows) for ctas in counts)
+    configs = dict.fromkeys(_with_producer_warps(_roomy(make(base, ctas)), borrows) for ctas in counts)
     return [_with_warpgroups(config) for config in configs] if _fits_warpgroups(problem) else list(configs)
 
 
@@ -91,18 +90,18 @@ def _with_warpgroups(config: DecodeConfig) -> DecodeConfig:
     return changed(config, num_stages=min(WARPGROUP_STAGES, _num_stages(config, config.ctas_per_sm)))
 
 
-def _with_copy_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
+def _with_producer_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
     """``config`` with as many producer warps as its tiles' copies want and its registers allow.
 
-    An SM's four partitions take a warp each in turn: as many as fill up the last turn cost no registers. ``borrows``:
-    whether four producer warps lend theirs to eight consumers.
+    An SM's four partitions take warps in turn: those that fill them up evenly cost no registers. ``borrows``: whether
+    four producer warps lend theirs to eight consumers.
     """
     if "word" in config.copies or (borrows and config.num_warps == TARGET_WARPS):
-        return changed(config, copy_warps=MAX_COPY_WARPS)
-    wanted = min(MAX_COPY_WARPS, -(-copies_per_tile(config) // COPIES_PER_WARP))
-    turns = -(-config.ctas_per_sm * (config.num_warps + 1) // SM_PARTITIONS)
-    free = turns * SM_PARTITIONS // config.ctas_per_sm - config.num_warps
-    return changed(config, copy_warps=max(1, min(wanted, free)))
+        return changed(config, producer_warps=MAX_PRODUCER_WARPS)
+    wanted = min(MAX_PRODUCER_WARPS, -(-copies_per_tile(config) // COPIES_PER_WARP))
+    partition_warps = -(-config.ctas_per_sm * (config.num_warps + 1) // SM_PARTITIONS)
+    free = partition_warps * SM_PARTITIONS // config.ctas_per_sm - config.num_warps
+    return changed(config, producer_warps=max(1, min(wanted, free)))
 
 
 def _roomy(config: DecodeConfig) -> DecodeConfig:

@@ -25,6 +25,7 @@ MAX_SPLITS = 65535  # times the tokens of a tile, they fit 32 bits
 MAX_TOKENS = 2**31 - 2**16  # of a request: rounded up to whole tiles, they fit 32 bits
 PAGE_SIZES = range(16, 257, 16)
 WORD = 4  # bytes, of rows that carry their scales
+CACHES = ("k_cache", "v_cache")
 
 
 # -- any tensor --------------------------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ def check_readable(name: str, form: KvFormat, head_dim: int) -> None:
     """Raises ValueError for rows that no kernel reads, on whatever device they are."""
     reason = cannot_read(form, head_dim)
     if reason is not None:
-        raise ValueError(f"kv_format: {reason}, in {name}")
+        raise ValueError(f"kv_format: got {form.name} for {name}, want a format that is read at its head_dim: {reason}")
 
 
 def check_blocks(forms: tuple[KvFormat, KvFormat], page_size: int | None) -> None:

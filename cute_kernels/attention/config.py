@@ -17,7 +17,7 @@ from cute_kernels.attention.policies import (
     WarpMma,
     joined,
 )
-from cute_kernels.attention.tiles import most_copy_warps, tiles_of
+from cute_kernels.attention.tiles import most_filling_warps, tiles_of
 from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.kv_formats import KvFormat
 from layouts.kv.tile import BLOCK_TOKENS
@@ -114,8 +114,8 @@ class DecodeConfig:
         return self.pipeline.num_stages
 
     @property
-    def copy_warps(self) -> int:
-        return self.pipeline.copy_warps
+    def producer_warps(self) -> int:
+        return self.pipeline.producer_warps
 
     @property
     def ctas_per_sm(self) -> int:
@@ -167,16 +167,16 @@ class DecodeConfig:
 
     @property
     def cta_threads(self) -> int:
-        return (self.num_warps + self.copy_warps) * WARP_THREADS
+        return (self.num_warps + self.producer_warps) * WARP_THREADS
 
     @property
-    def copiers(self) -> int:
+    def filling_warps(self) -> int:
         """Producer warps that copy.
 
         Each has a part of every whole tile: one without would not be waited for, fall behind by a round of the ring,
         and take one phase of a barrier for another.
         """
-        return min(self.copy_warps, most_copy_warps(self))
+        return min(self.producer_warps, most_filling_warps(self))
 
     @property
     def lends_registers(self) -> bool:
@@ -184,7 +184,7 @@ class DecodeConfig:
 
         Not those that copy words: their loops need more than they would keep.
         """
-        return (self.num_warps, self.copy_warps, self.ctas_per_sm) == (8, 4, 1) and "word" not in self.copies
+        return (self.num_warps, self.producer_warps, self.ctas_per_sm) == (8, 4, 1) and "word" not in self.copies
 
     @property
     def num_roles(self) -> int:
@@ -331,7 +331,7 @@ class DecodeConfig:
         limits = self.limits
         if self.cta_threads > limits.threads:
             most = limits.threads // WARP_THREADS
-            return f"{self.num_warps} + {self.copy_warps} warps are more than the {most} of a CTA"
+            return f"{self.num_warps} + {self.producer_warps} warps are more than the {most} of a CTA"
         if (self.smem_bytes + limits.reserved_shared_bytes) * self.ctas_per_sm > limits.sm_shared_bytes:
             return f"{self.ctas_per_sm} CTAs of {self.smem_bytes} bytes exceed the {limits.shared_bytes} bytes of an SM"
         return None

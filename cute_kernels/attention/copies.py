@@ -42,7 +42,7 @@ class TileCopier:
         self.words = tuple(operand for operand in self.operands if operand.copy == "word")
         self.tensor_maps = tuple(operand for operand in self.operands if operand.copy == "tma")
         self.counted = any(operand.copy != "word" for operand in self.operands)
-        self.arrivals = int(self.counted) + (WARP_THREADS * config.copiers if self.words else 0)
+        self.arrivals = int(self.counted) + (WARP_THREADS * config.filling_warps if self.words else 0)
         bulk = [operand for operand in self.operands if isinstance(operand, BulkOperand)]
         # Those whose copies take the same tokens are issued side by side.
         steps = dict.fromkeys(operand.run_tokens for operand in bulk)
@@ -74,12 +74,21 @@ class TileCopier:
 
     @cute.jit
     def copy_tile(
-        self, tiles, request: Int32, token: Int32, length: Int32, stage: Int32, copier: Int32, lane: Int32, page, place
+        self,
+        tiles,
+        request: Int32,
+        token: Int32,
+        length: Int32,
+        stage: Int32,
+        producer: Int32,
+        lane: Int32,
+        page,
+        place,
     ):
         """Asks for the tile of a request that begins with ``token``; rows from ``length`` on may be left out.
 
-        copier: which of the producer warps this is; they share the copies. page, place: as :meth:`find_pages` has them
-        for this tile.
+        producer: number of the warp among the producers, which share the copies. page, place: as :meth:`find_pages` has
+        them for this tile.
         """
         config = self.config
         barrier = tiles.full + stage
@@ -87,20 +96,20 @@ class TileCopier:
         tokens = cutlass.min((length - token + 3) & -4, tiles.max_seq_len - token)
         tokens = cutlass.min(tokens, config.tile_tokens)
         if const_expr(self.counted):
-            if (copier == 0) & (lane == 0):
+            if (producer == 0) & (lane == 0):
                 # Bytes may land before: the count may run below zero until this arrival.
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, self._arriving_bytes(tokens))
         if const_expr(len(self.bulk) > 0):
-            self._copy_runs(tiles, token, tokens, stage, barrier, copier, lane, page, place)
+            self._copy_runs(tiles, token, tokens, stage, barrier, producer, lane, page, place)
         if const_expr(len(self.tensor_maps) > 0):
             cute.arch.sync_warp()
             if const_expr(config.page_tokens > 0):
-                self._copy_pages(tiles, tokens, stage, barrier, copier, page, place)
+                self._copy_pages(tiles, tokens, stage, barrier, producer, page, place)
             else:
-                self._copy_boxes(tiles, request, token, stage, barrier, copier)
+                self._copy_boxes(tiles, request, token, stage, barrier, producer)
         if const_expr(len(self.words) > 0):
             self._copy_words(
-                tiles, request, token, cutlass.min(length - token, config.tile_tokens), stage, copier, lane
+                tiles, request, token, cutlass.min(length - token, config.tile_tokens), stage, producer, lane
             )  # fmt: skip
             cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
@@ -121,13 +130,13 @@ class TileCopier:
         return tiles.pager.locate(request, cutlass.min(token + lane * self.lane_tokens, tiles.max_seq_len - 1))
 
     @cute.jit
-    def _copy_runs(self, tiles, token, tokens, stage, barrier, copier, lane, page, place):
+    def _copy_runs(self, tiles, token, tokens, stage, barrier, producer, lane, page, place):
         """Bulk copies, run by run, every lane its own; what lies past the end is left out: its page may be gone."""
         share, config = self.lane_tokens, self.config
-        first, mine = Int32(0), (lane == 0) & (copier == 0)
+        first, mine = Int32(0), (lane == 0) & (producer == 0)
         if const_expr(share < config.tile_tokens):
             first = lane * share
-            mine = (lane % config.copiers == copier) & (first < tokens)
+            mine = (lane % config.filling_warps == producer) & (first < tokens)
         block = None
         start = token + first
         if const_expr(config.page_tokens > 0):
@@ -146,11 +155,11 @@ class TileCopier:
                                 operand.copy_run(tiles, block, start + i, first + i, size, stage, barrier)
 
     @cute.jit
-    def _copy_pages(self, tiles, tokens, stage, barrier, copier, page, place):
+    def _copy_pages(self, tiles, tokens, stage, barrier, producer, page, place):
         """Boxes of all tensor maps, a page's part of the tile at a time, shared among the producer warps."""
         size = min(self.config.page_tokens, self.config.tile_tokens)
         pieces = (tokens + (size - 1)) // size
-        for piece in cutlass.range(copier, pieces, self.config.copiers, unroll=1):
+        for piece in cutlass.range(producer, pieces, self.config.filling_warps, unroll=1):
             holder = piece * size // self.lane_tokens
             block = tiles.pager.existing(cute.arch.shuffle_sync(page, holder))
             first = cute.arch.shuffle_sync(place, holder)
@@ -158,17 +167,17 @@ class TileCopier:
                 self.tensor_maps[index].copy_box(tiles, block, first, piece, stage, barrier)
 
     @cute.jit
-    def _copy_boxes(self, tiles, request, token, stage, barrier, copier):
+    def _copy_boxes(self, tiles, request, token, stage, barrier, producer):
         """Boxes of all tensor maps, shared among the producer warps."""
         for index in cutlass.range_constexpr(len(self.tensor_maps)):
             for box in cutlass.range_constexpr(self.tensor_maps[index].num_boxes):
-                if copier == box % self.config.copiers:
+                if producer == box % self.config.filling_warps:
                     first = token + box * self.tensor_maps[index].box_tokens
                     self.tensor_maps[index].copy_box(tiles, request, first, box, stage, barrier)
 
     @cute.jit
-    def _copy_words(self, tiles, request, token, tokens, stage, copier, lane):
-        for i in cutlass.range(copier, tokens, self.config.copiers, unroll=1):
+    def _copy_words(self, tiles, request, token, tokens, stage, producer, lane):
+        for i in cutlass.range(producer, tokens, self.config.filling_warps, unroll=1):
             if const_expr(self.config.page_tokens > 0):
                 page, first = tiles.pager.locate(request, token + i)
                 self._copy_token(tiles, tiles.pager.existing(page), first, i, stage, lane)

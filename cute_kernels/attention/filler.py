@@ -45,20 +45,20 @@ class RingFiller:
             pages[2 * i], pages[2 * i + 1] = page, place
 
     @cute.jit
-    def start(self, tiles, row, part, parts, pages, early, copier, lane):
+    def start(self, tiles, row, part, parts, pages, early, producer, lane):
         """Initialises the barriers and asks for the first tile if the cache, maybe not the request, has it.
 
         Those of ``pages`` are asked for as well: if the CTA's unit turns out to be another, in vain.
         """
         config = self.config
-        alone = config.copiers == 1
+        alone = config.filling_warps == 1
         # What the first tile needs comes first.
         first = config.early_tiles if alone else 2 * config.num_stages
         token = part * config.tile_tokens
         if const_expr(pages is not None):
             self.find_pages(tiles, row, token, parts * config.tile_tokens, pages, lane)
         if const_expr(not self.writes_rows):  # else they were while the launch before was running
-            self.init_barriers(tiles.full, 0, first, copier, lane)
+            self.init_barriers(tiles.full, 0, first, producer, lane)
         sync_producers(config)
         if const_expr(config.early_tiles > 0):
             if early:
@@ -67,17 +67,17 @@ class RingFiller:
                 )
                 entered = self.copier.enter(tiles, row)
                 self.copier.copy_tile(
-                    entered, row, token, tiles.max_seq_len, Int32(0), copier, lane, page, place
+                    entered, row, token, tiles.max_seq_len, Int32(0), producer, lane, page, place
                 )  # fmt: skip
         if const_expr(not self.writes_rows):
-            self.init_barriers(tiles.full, first, 2 * config.num_stages, copier, lane)
+            self.init_barriers(tiles.full, first, 2 * config.num_stages, producer, lane)
         announce_ready(config)
 
     @cute.jit
-    def init_barriers(self, barriers, begin: int, end: int, copier, lane):
+    def init_barriers(self, barriers, begin: int, end: int, producer, lane):
         """Initialises some of the barriers: those of full stages, then those of empty ones."""
         if const_expr(begin < end):
-            if copier == 0:
+            if producer == 0:
                 if lane == 0:
                     for i in cutlass.range_constexpr(begin, end):
                         full = i < self.config.num_stages
@@ -94,7 +94,7 @@ class RingFiller:
         are those of this unit's tiles.
         """
         config, lane = self.config, cta.lane
-        copier = cta.warp - config.num_warps
+        producer = cta.warp - config.num_warps
         tiles = self.copier.enter(cta.tiles, work.request)
         empty = cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
@@ -114,7 +114,7 @@ class RingFiller:
                     cute.arch.mbarrier_wait(empty + stage, phase)
                     self.await_append(work, token)
                     self.copier.copy_tile(
-                        tiles, work.request, token, work.length, stage, copier, lane, pages[2 * i], pages[2 * i + 1]
+                        tiles, work.request, token, work.length, stage, producer, lane, pages[2 * i], pages[2 * i + 1]
                     )
                 token = token + stride
                 stage, phase = advance(stage, phase, config.num_stages)
@@ -125,7 +125,7 @@ class RingFiller:
         while token < work.length:
             cute.arch.mbarrier_wait(empty + stage, phase)
             self.await_append(work, token)
-            self.copier.copy_tile(tiles, work.request, token, work.length, stage, copier, lane, page, place)
+            self.copier.copy_tile(tiles, work.request, token, work.length, stage, producer, lane, page, place)
             token = token + stride
             page, place = self.copier.find_pages(tiles, work.request, token, lane)
             stage, phase = advance(stage, phase, config.num_stages)

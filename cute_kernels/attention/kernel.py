@@ -52,10 +52,12 @@ class DecodeKernel:
         self.key_reader, self.value_reader = make_readers(config)
         self.copier = TileCopier(config)
         self.filler = RingFiller(config, self.copier, writes_rows=self.appends)
-        unit = UnitTiles(config, self.copier, self.key_reader, self.value_reader, Logits(config))
+        logits = Logits(config)
+        self.terms = logits.terms
+        unit = UnitTiles(config, self.copier, self.key_reader, self.value_reader, logits)
         merger = Merger(config, self.value_reader)
         self.mainloop = (WarpgroupMainloop if config.warpgroups else WarpMainloop)(unit, merger)
-        self.assigner = Assigner(config.tile_tokens, config.features.window)
+        self.assigner = Assigner(config.tile_tokens)
 
     def launch(self, given, stream):
         """Launches over (splits, groups of KV heads x groups of query blocks, batch); ``given`` has the arguments of
@@ -162,7 +164,7 @@ class DecodeKernel:
         place = Place(shape, head_part * config.num_heads, query_part * config.head_queries)
         roles = self.roles(warp, place.first_row)
         tiles = self.copier.open(source, ring, barriers, place, pager)
-        seen = features.window + shape.q_len - 1
+        seen = self.terms.reach(features, shape.q_len)
         requests = Requests(seq_lens, shape.batch, shape.max_seq_len, seen, parts, *uneven)
         own = (new, rotated) if const_expr(self.appends) else None
         cta = Cta(roles, tiles, results, given, features, softmax_scale, ring, queries, barriers, warp, lane, own)
@@ -199,7 +201,7 @@ class DecodeKernel:
         if const_expr(config.units):
             early = early & (row < shape.batch)
         pages = self.filler.make_early_pages()
-        if (cta.warp >= config.num_warps) & (cta.warp < config.num_warps + config.copiers):
+        if (cta.warp >= config.num_warps) & (cta.warp < config.num_warps + config.filling_warps):
             self.filler.start(cta.tiles, own_row, part, requests.parts, pages, early, cta.warp - config.num_warps, lane)
         if cta.warp < config.num_warps:
             await_ready(config)
@@ -230,7 +232,7 @@ class DecodeKernel:
             else:
                 if const_expr(self.config.lends_registers):
                     cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-                if cta.warp < self.config.num_warps + self.config.copiers:
+                if cta.warp < self.config.num_warps + self.config.filling_warps:
                     # Pages were asked for as of every ``grid``-th tile; a row of another length may have other parts.
                     known = expected & (work.num_parts == cute.arch.grid_dim()[0])
                     self.filler.fill(cta, work, stage, phase, issued, pages, known)

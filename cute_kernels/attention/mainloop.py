@@ -92,8 +92,9 @@ class UnitTiles:
             # The request's last tile: the rows behind its end must not count, whatever they hold.
             self.copier.clear_rows(cta.tiles, stage, work.length - token, warp * WARP_THREADS + lane)
             sync_consumers(config)
-        if const_expr(config.features.window):
-            hidden = work.hidden_tokens(cta.features.window) - token
+        seen = self.logits.terms.reach(cta.features, work.place.shape.q_len)
+        if const_expr(seen is not None):
+            hidden = work.length - seen - token
             if hidden > 0:
                 # Rows that no query sees may be anything too, and their pages gone.
                 self.copier.clear_first_rows(cta.tiles, stage, hidden, warp * WARP_THREADS + lane)

@@ -143,10 +143,6 @@ class Work:
     length: Int32
     first_tile: Int32
 
-    def hidden_tokens(self, window):
-        """Tokens at the request's beginning that no query sees."""
-        return self.length - (self.place.shape.q_len - 1) - window
-
     def first_token(self, config: DecodeConfig):
         return (self.first_tile + self.part) * config.tile_tokens
 

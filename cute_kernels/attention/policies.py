@@ -176,22 +176,22 @@ class CopyPipeline:
 
     Attributes:
         num_stages: tiles of the ring.
-        copy_warps: warps that do nothing but ask for tiles, as far as there is a part of a tile for each; four of them
-            lend registers to eight consumers.
+        producer_warps: warps that do nothing but ask for tiles, as far as there is a part of a tile for each; four of
+            them lend registers to eight consumers.
         ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
         early_tiles: tiles asked for before the request's length is known, 0 or 1; what lies past the length is read for
             nothing. 0 with ``after_append``.
     """
 
     num_stages: int = 3
-    copy_warps: int = 1
+    producer_warps: int = 1
     ctas_per_sm: int = 4
     early_tiles: int = 1
 
     @property
     def name(self) -> str:
-        copiers = f"p{self.copy_warps}" if self.copy_warps > 1 else ""
-        return f"r{self.num_stages}{copiers}c{self.ctas_per_sm}e{self.early_tiles}"
+        producers = f"p{self.producer_warps}" if self.producer_warps > 1 else ""
+        return f"r{self.num_stages}{producers}c{self.ctas_per_sm}e{self.early_tiles}"
 
     def problem(self, after_append: bool) -> str | None:
         """Why a kernel, or one ``after_append``, cannot have it, or None."""
@@ -201,7 +201,7 @@ class CopyPipeline:
             return f"early_tiles {self.early_tiles} is not 0 or 1"
         if self.early_tiles and after_append:
             return f"early_tiles {self.early_tiles} of a cache that is still being written is not 0"
-        return "copy_warps must be at least 1" if self.copy_warps < 1 else None
+        return "producer_warps must be at least 1" if self.producer_warps < 1 else None
 
 
 THREE_STAGES = CopyPipeline()

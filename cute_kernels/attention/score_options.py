@@ -60,8 +60,11 @@ class OptionTensor:
         if tensor.dtype != self.dtype:
             raise TypeError(f"{self.name}: got {tensor.dtype}, want {self.dtype}")
         check_contiguous(self.name, tensor)
-        if tensor.data_ptr() % ALIGNMENT:
-            raise ValueError(f"{self.name}: got a tensor that starts off a multiple of {ALIGNMENT} bytes")
+        if past := tensor.data_ptr() % ALIGNMENT:
+            raise ValueError(
+                f"{self.name}: got a tensor that starts {past} bytes past a multiple of {ALIGNMENT}, "
+                f"want it aligned to {ALIGNMENT} bytes"
+            )
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ meet them; a lane's accumulators are keys (rows) times queries (columns) in both
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,14 @@ class ScoreTerm:
     def ask(self, state: ScoreState, kept: list[object], tokens: list[Int32]) -> None:
         """Starts loading what `change` wants of the keys at ``tokens``; ``kept`` by column. Decode attention calls it a
         block ahead, extend attention before the block's first `change`."""
+
+    def reach(self, values: Any, queries: Int32 | int) -> Any:
+        """Of the tokens up to a query, how many that one and the ``queries`` - 1 before it see at most; None for all.
+
+        Tiles before those are left out, and rows before those may hold anything. values: of the launch, its numbers: in
+        extend attention the tensors of registered options are not among them.
+        """
+        return None
 
     def may_hide(self, state: ScoreState, token: Int32) -> Any:
         """Whether it hides keys of a tile that begins with ``token`` from some query; None for never."""
@@ -173,7 +182,15 @@ class BiasTerm(ScoreTerm):
 
 
 class WindowTerm(ScoreTerm):
-    """Tiles that no query sees are left out by :mod:`.assignment`."""
+    """Keys further back than the window are hidden."""
+
+    @staticmethod
+    def reach_of(window, queries):
+        """See :meth:`reach`; of a kernel that serves all windows."""
+        return window + queries - 1
+
+    def reach(self, values, queries):
+        return self.reach_of(values.window, queries)
 
     def may_hide(self, state, token):
         # The last query is the first to lose sight of a key.
@@ -181,6 +198,13 @@ class WindowTerm(ScoreTerm):
 
     def hides(self, state, position, token):
         return token <= position - state.values.window
+
+
+def _nearer(reach, other):
+    """The lesser of two; None is no bound."""
+    if reach is None or other is None:
+        return other if reach is None else reach
+    return cutlass.min(reach, other)
 
 
 def load_shift(base, row):
@@ -221,6 +245,11 @@ class ScoreTerms:
         """Starts loading what they want of keys at positions ``tokens``."""
         for name, term in self.terms.items():
             term.ask(state, state.kept[name], tokens)
+
+    def reach(self, values, queries) -> Any:
+        """As `ScoreTerm.reach`, of all of them."""
+        reaches = (term.reach(values, queries) for term in self.terms.values())
+        return functools.reduce(_nearer, reaches, None)
 
     def may_hide(self, state: ScoreState, token, masked):
         """``masked``, or whether some of them may hide a key of a tile that begins with ``token``."""

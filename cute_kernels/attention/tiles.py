@@ -105,7 +105,7 @@ def lane_tokens(config: TiledConfig) -> int:
     return max(even, min(runs))
 
 
-def most_copy_warps(config: TiledConfig) -> int:
+def most_filling_warps(config: TiledConfig) -> int:
     """Producer warps that all have something to copy in every whole tile."""
     if "word" in config.copies:
         return config.tile_tokens

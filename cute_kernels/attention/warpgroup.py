@@ -149,7 +149,7 @@ class WarpgroupMainloop:
         self.give_first_turn(number)
         before = stage  # where the last tile lies; no tile yet: one that has come, times probabilities of zero
         while token < work.length:
-            # All consumer warps meet where rows are cleared: before turns.
+            # All consumer warps meet where rows are cleared: before the warpgroups take turns.
             self.unit.await_tile(cta, work, token, stage, phase)
             await_turn(number)
             self.start_products(cta, state, before)

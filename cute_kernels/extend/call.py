@@ -170,10 +170,12 @@ def make_call(
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
     """
     forms = checks.check_formats(kv_format)
-    for form in forms:
-        if (reason := cannot_read(form)) is not None:
-            known = ", ".join(name for name in format_names() if cannot_read(format_of(name)) is None)
-            raise ValueError(f"kv_format: got {kv_format!r}, want one of {known}, or a pair of them: {reason}")
+    for name, form in zip(checks.CACHES, forms, strict=True):
+        if cannot_read(form) is not None:
+            known = ", ".join(known for known in format_names() if cannot_read(format_of(known)) is None)
+            raise ValueError(
+                f"kv_format: got {form.name} for {name}, want one of those that extend attention reads: {known}"
+            )
     if forms[0].is_coded != forms[1].is_coded:
         raise ValueError(f"kv_format: got {kv_format!r}, want K and V both of 16 bits or both of codes")
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
@@ -321,7 +323,7 @@ def check_device_values(call: ExtendCall) -> None:
     if call.max_seq_len is not None and call.batch and int(longest := call.base.seq_lens.max()) > call.max_seq_len:
         request = call.base.seq_lens.tolist().index(int(longest))
         raise ValueError(
-            f"seq_lens: got {int(longest)} for request {request}, more than max_seq_len, {call.max_seq_len}"
+            f"seq_lens: got {int(longest)} for request {request}, want at most max_seq_len, {call.max_seq_len}"
         )
     for request in range(call.batch):
         own = call._request(request, slice(ends[request], ends[request + 1]))

@@ -31,6 +31,11 @@ SHARED_SOURCES = (
 """Of decode attention's room, that decide these kernels too."""
 
 
+def _shared_sources() -> list[Path]:
+    room = Path(attention.__file__).resolve().parent
+    return [room / name for name in SHARED_SOURCES]
+
+
 @dataclass(frozen=True, eq=False)
 class ExtendSpec(KernelSpec):
     """One extend attention kernel; the function takes :func:`.arguments.attention_arguments`, on torch's stream."""
@@ -43,11 +48,9 @@ class ExtendSpec(KernelSpec):
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
-        attention_room = Path(attention.__file__).resolve().parent
-        files = [attention_room / name for name in SHARED_SOURCES]
         of_formats = sources_of(self.config.k_format, self.config.v_format)
         options = score_options.sources_of(self.config.features)
-        return *super().source_roots(), *launch_arguments.SOURCES, *of_formats, *files, *options
+        return *super().source_roots(), *launch_arguments.SOURCES, *of_formats, *_shared_sources(), *options
 
     def modules(self) -> tuple[str, ...]:
         of_formats = modules_of(self.config.k_format, self.config.v_format)
@@ -70,7 +73,7 @@ class UnpackSpec(KernelSpec):
 
     def source_roots(self) -> tuple[Path, ...]:
         of_formats = sources_of(self.config.k_format, self.config.v_format)
-        return *super().source_roots(), *launch_arguments.SOURCES, *of_formats
+        return *super().source_roots(), *launch_arguments.SOURCES, *of_formats, *_shared_sources()
 
     def modules(self) -> tuple[str, ...]:
         return modules_of(self.config.k_format, self.config.v_format)

@@ -23,7 +23,7 @@ from cute_kernels.extend.decode import RowProducer
 from cute_kernels.extend.memory import ExtendMemory, Pages, Rows, Source
 from cute_kernels.extend.multiply import Consumer, Features, Operands
 from cute_kernels.extend.tma_tiles import TmaTileProducer
-from cute_kernels.extend.work import END, ExtendSizes, Lengths, Work, Worker
+from cute_kernels.extend.work import END, ExtendSizes, Lengths, Work
 
 
 class ExtendKernel:
@@ -32,7 +32,8 @@ class ExtendKernel:
     def __init__(self, config: ExtendConfig):
         self.config = config
         self.producer = RowProducer(config) if config.decodes else TmaTileProducer(config)
-        self.consumer, self.worker = Consumer(config), Worker(config)
+        self.consumer = Consumer(config)
+        self.worker = self.consumer.worker
 
     def launch(self, given, stream):
         """Launches ``num_ctas`` CTAs; ``given`` has the arguments of :func:`.arguments.attention_arguments`."""

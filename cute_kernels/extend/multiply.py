@@ -99,8 +99,8 @@ class Consumer:
     def __init__(self, config: ExtendConfig):
         self.config = config
         self.operands = of_name(config.operand_type)
-        self.loader, self.softmax, self.worker = QueryLoader(config), Softmax(config), Worker(config)
-        self.writer = ResultWriter(config)
+        self.loader, self.softmax, self.writer = QueryLoader(config), Softmax(config), ResultWriter(config)
+        self.worker = Worker(config, self.softmax.terms)
         self.has_key_scale = config.formats[0].given_scale is not None
 
     @cute.jit

@@ -21,6 +21,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
+from cute_kernels.attention.score_terms import WindowTerm
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
@@ -206,7 +207,8 @@ class UnpackKernel:
         queries = cutlass.min(cutlass.max(ends[1], q_start), shape.total_q) - q_start
         kv_len = Int32(ptx.load_global_words(lengths.seq_lens + Int64(at) * 4, 0, 1)[0])
         before, kv_stop = tokens_of(kv_len, queries, shape.max_seq_len, lengths.prefix_only)
-        first = cutlass.select_(shape.window > 0, cutlass.max(before - shape.window + 1, 0), Int32(0))
+        seen = WindowTerm.reach_of(shape.window, 1)
+        first = cutlass.select_(shape.window > 0, cutlass.max(before + 1 - seen, 0), Int32(0))
         some = exists & (queries > 0) & (first < kv_stop)
         return cutlass.select_(some, first, Int32(0)), cutlass.select_(some, kv_stop, Int32(0))
 

@@ -17,6 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
+from cute_kernels.attention.score_terms import ScoreTerms
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
@@ -136,9 +137,10 @@ def tokens_of(kv_len, queries, max_seq_len, prefix_only) -> tuple[Any, Any]:
 
 
 class Worker:
-    """Finds work tiles and what they see, for a configuration."""
+    """Finds work tiles and what they see, for a configuration and its score options."""
 
-    def __init__(self, config: ExtendConfig):
+    def __init__(self, config: ExtendConfig, terms: ScoreTerms):
+        self.terms = terms
         self.tokens, self.ragged, self.tree = config.tile_tokens, config.ragged, config.tree
         self.features = config.features
 
@@ -197,8 +199,8 @@ class Worker:
         stop, start = work.kv_stop, Int32(0)
         if const_expr(self.features.causal):
             stop = cutlass.min(cutlass.max(last_position + 1, 0), stop)
-        if const_expr(self.features.window):
-            start = cutlass.max(first_position - shape.window + 1, 0)
+        if (seen := self.terms.reach(shape, 1)) is not None:
+            start = cutlass.max(first_position + 1 - seen, 0)
         end = (stop + (self.tokens - 1)) // self.tokens
         begin = cutlass.min(start // self.tokens, end)
         before, _ = shape.splits.divide_int((end - begin) * work.split)
@@ -217,6 +219,5 @@ class Worker:
     def first_valid(self, shape: ExtendSizes, work: Work):
         """The first token that some query of the request sees; what lies before, and from kv_stop on, may be
         anything."""
-        if not self.features.window:
-            return Int32(0)
-        return cutlass.max(work.before - shape.window + 1, 0)
+        seen = self.terms.reach(shape, 1)
+        return Int32(0) if seen is None else cutlass.max(work.before + 1 - seen, 0)

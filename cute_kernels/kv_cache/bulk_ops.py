@@ -8,7 +8,7 @@ from cute_kernels.arguments import check_tensors, is_one_of, shape_of
 from cute_kernels.kv_cache.arguments import bulk_arguments
 from cute_kernels.kv_cache.call import check_given_scale
 from cute_kernels.kv_cache.compile import BulkSpec
-from cute_kernels.kv_cache.config import BulkConfig, cannot_rotate, divisor_of, row_alignment, row_transform_of
+from cute_kernels.kv_cache.config import BulkConfig, divisor_of, other_rotation, row_alignment, row_transform_of
 from cute_kernels.kv_cache.reference import shaped_scale
 from cute_kernels.kv_cache.transforms import CacheTransform, check_transform, transform_of
 from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of
@@ -81,7 +81,9 @@ def check_half(half: CacheTransform, x: torch.Tensor) -> None:
         if array.device != x.device:
             raise ValueError(f"transform: got one on {array.device}, want it on {x.device}, where x is")
     if x.shape[-1] % half.k_rotation:
-        raise ValueError(f"transform: got a rotation of {half.k_rotation} columns for a head_dim of {x.shape[-1]}")
+        raise ValueError(
+            f"transform: got a rotation of {half.k_rotation} columns, want one that divides head_dim {x.shape[-1]}"
+        )
 
 
 def dequantize(
@@ -248,8 +250,8 @@ def _launch_quantize(
         return _quantize_here(x, kv_format, scale, out, half)
     if half is not None:
         check_half(half, x)
-        if (reason := cannot_rotate(half.k_rotation, x.shape[-1])) is not None:
-            raise ValueError(f"transform: got a rotation that is {reason}")
+        if (wanted := other_rotation(half.k_rotation, x.shape[-1])) is not None:
+            raise ValueError(f"transform: got a rotation of {half.k_rotation} columns, want {wanted}")
     shape = (*x.shape[:-1], form.row_elements(x.shape[-1]))
     if out is None:
         rows = torch.empty(shape, dtype=form.cache_dtype, device=x.device)

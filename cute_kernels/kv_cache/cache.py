@@ -161,7 +161,7 @@ class KVCache:
             ValueError: the name is taken, or num_tokens is negative or above max_seq_len.
         """
         if self.tails is not None:
-            self.tails.check_free()
+            self.tails.check_free("seq_id", seq_id)
         self._pages.allocate(seq_id, num_tokens)
         if self.tails is not None:
             self.tails.add(seq_id)
@@ -185,7 +185,7 @@ class KVCache:
     def fork(self, seq_id: SeqId, new_id: SeqId) -> None:
         """A new sequence that shares all tokens of another; takes no page until one of them is extended."""
         if self.tails is not None:
-            self.tails.check_free()
+            self.tails.check_free("new_id", new_id)
         self._pages.fork(seq_id, new_id)
         if self.tails is not None:
             self.tails.fork(seq_id, new_id)
@@ -393,7 +393,7 @@ class KVCache:
                 sequences, whose tokens were written with other scales.
         """
         self._check_layer(layer)
-        self._check_empty(f"layer: got {layer} of")
+        self._check_empty(f"layer: got {layer}")
         self._constants.set_scales(layer, k_scale, v_scale)
 
     def set_constants(self, constants: CacheConstants | str | Path) -> None:
@@ -408,7 +408,7 @@ class KVCache:
                 cache holds sequences, which were written otherwise.
         """
         constants = constants_of(constants)
-        self._check_empty("constants: got some for")
+        self._check_empty("constants: got some")
         transforms = self._constants.checked_transforms("constants", constants.transforms)
         scales = constants.scales or ((None, None),) * self.num_layers
         for layer, (k_scale, v_scale) in enumerate(scales):
@@ -539,20 +539,24 @@ class KVCache:
 
     def _check_empty(self, what: str) -> None:
         if len(self._pages):
-            raise ValueError(f"{what} a cache with {len(self._pages)} sequences, want an empty cache")
+            raise ValueError(f"{what} for a cache with {len(self._pages)} sequences, want an empty cache")
 
     def _check_step(self, layer: int, batch: Batch) -> None:
         self._check_layer(layer)
         if not isinstance(batch, Batch):
             raise TypeError(f"batch: got {type(batch).__name__}, want a Batch, as from make_batch")
         if batch.version != self._pages.version:
-            raise ValueError("batch: sequences have changed since its last update; want batch.update(...) before")
+            raise ValueError(
+                "batch: got one whose sequences have changed since its last update, want batch.update(...)"
+            )
         self._constants.check_given(layer)
 
     def _check_append(self, layer: int, batch: Batch) -> None:
         self._check_step(layer, batch)
         if batch.shared is not None:
-            raise ValueError(f"batch: the new tokens of {batch.shared!r} lie in pages that it shares; extend it first")
+            raise ValueError(
+                f"batch: got new tokens of {batch.shared!r} in pages that it shares, want the sequence extended first"
+            )
 
     def _check_layer(self, layer: int) -> None:
         check_count("layer", layer, 0, self.num_layers - 1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import check_count, check_flag, check_floating, is_one_of
-from cute_kernels.attention.tiles import cannot_read
+from cute_kernels.attention.checks import check_readable
 from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of, format_pair
 
@@ -64,8 +64,7 @@ def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
     if max_seqs is None:
         return
     check_count("max_seqs", max_seqs, 1)
-    if (reason := cannot_read(keys, head_dim)) is not None:
-        raise ValueError(f"kv_format: {reason}")
+    check_readable("k_cache", keys, head_dim)
 
 
 def is_transformed(layer: int, transform: CacheTransform, given: bool | None, options: dict[str, Any]) -> bool:

@@ -117,7 +117,10 @@ def check_append(call: AppendCall) -> None:
     check_cache("v_cache", call, call.v_cache, v_format, call.v.shape[2])
     for name, form in (("k", k_format), ("v", v_format)):
         if form.in_blocks or (form.by_token and name == "v"):
-            raise ValueError(f"kv_format: got {form.name} for {name}_cache, whose rows are not written token by token")
+            raise ValueError(
+                f"kv_format: got {form.name} for {name}_cache, whose rows are not written token by token; want a "
+                "format of rows"
+            )
     if k_format.by_token:
         if call.k_cache.shape[0] != call.num_tokens:
             found = f"k_cache: got shape {shape_of(call.k_cache)}"

@@ -48,12 +48,13 @@ def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> i
     return max(unit, 4) if header else unit
 
 
-def cannot_rotate(width: int, head_dim: int) -> str | None:
-    """Why rows of ``head_dim`` columns have no Hadamard blocks of ``width`` here, or None: lanes own powers of two."""
+def other_rotation(width: int, head_dim: int) -> str | None:
+    """What is wanted in place of Hadamard blocks of ``width`` in rows of ``head_dim`` columns; None if these are there:
+    lanes own powers of two."""
     if width < 1 or width & (width - 1) or head_dim % width:
-        return f"{width}, not a power of two that divides head_dim {head_dim}"
+        return f"a power of two that divides head_dim {head_dim}"
     if width > 1 and head_dim & (head_dim - 1):
-        return f"{width}, not 1, with a head_dim of {head_dim}: the kernels rotate rows of 64, 128 and 256"
+        return f"1 with a head_dim of {head_dim}: the kernels rotate rows of 64, 128 and 256"
     return None
 
 
@@ -364,8 +365,9 @@ class AppendConfig:
             return f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"
         if self.transform is not None:
             for name, head_dim in (("k_rotation", self.head_dim_k), ("v_rotation", self.head_dim_v)):
-                if (reason := cannot_rotate(getattr(self.transform, name), head_dim)) is not None:
-                    return f"{name} is {reason}"
+                width = getattr(self.transform, name)
+                if (wanted := other_rotation(width, head_dim)) is not None:
+                    return f"{name} {width} is not {wanted}"
             if self.transform.shift and not self.transform.center:
                 return "a shift is what a center takes off"
         return self.prologue.problem(self.head_dim_k) or self.teams.problem()
@@ -432,8 +434,9 @@ class BulkConfig:
         if self.transform is not None:
             if self.direction != "quantize" or not self.strided:
                 return "a transform is for numbers to quantise, in blocks"
-            if (reason := cannot_rotate(self.transform.k_rotation, self.head_dim)) is not None:
-                return f"k_rotation is {reason}"
+            width = self.transform.k_rotation
+            if (wanted := other_rotation(width, self.head_dim)) is not None:
+                return f"k_rotation {width} is not {wanted}"
         if not 1 <= self.num_warps <= 32:
             return f"num_warps {self.num_warps} is not from 1 to 32"
         if not 1 <= self.rows_in_flight <= 8:

@@ -19,7 +19,7 @@ from cute_kernels.kv_cache.config import (
     AppendConfig,
     RowPrologue,
     WrittenRows,
-    cannot_rotate,
+    other_rotation,
     row_alignment,
 )
 from cute_kernels.kv_formats import format_of
@@ -176,8 +176,8 @@ def check_alignment(call: AppendCall, *, leads: bool = False) -> None:
     config = config_of(call, leads=leads)
     for name, head_dim in (("k_rotation", config.head_dim_k), ("v_rotation", config.head_dim_v)):
         width = 1 if config.transform is None else getattr(config.transform, name)
-        if (reason := cannot_rotate(width, head_dim)) is not None:
-            raise ValueError(f"transform: got a {name} that is {reason}")
+        if (wanted := other_rotation(width, head_dim)) is not None:
+            raise ValueError(f"transform: got {name} {width}, want {wanted}")
     for name in ("q", "k", "v", "q_out"):
         x = getattr(call, name)
         if x is not None:

@@ -152,6 +152,14 @@ def append_and_decode(
 
     CPU tensors are served by the reference implementation.
     """
+    if type(kv_format) is not str:
+        kv_format = format_pair(kv_format)
+    # Before names are looked at: who has such keys gives k_tail and tail_slots as well.
+    if (keys := format_of(format_pair(kv_format)[0])).in_blocks:
+        raise ValueError(
+            f"kv_format: got {keys.name} keys, whose blocks a launch of their own fills; want another format, or "
+            "append_kv and then decode_attention"
+        )
     if old:
         window_size, softcap, attn_bias = current_values(
             "append_and_decode",
@@ -159,13 +167,6 @@ def append_and_decode(
             window_size=("window", window_size),
             softcap=("soft_cap", softcap),
             attn_bias=("bias", attn_bias),
-        )
-    if type(kv_format) is not str:
-        kv_format = format_pair(kv_format)
-    if (keys := format_of(format_pair(kv_format)[0])).in_blocks:
-        raise ValueError(
-            f"kv_format: got {keys.name}, whose blocks a launch of their own fills; want append_kv and then "
-            "decode_attention"
         )
     extras: step_ops.Extras | None = None
     if qkv_bias is not None or not (position_ids is q_norm is k_norm is None):

@@ -179,9 +179,9 @@ def _key(step: Step) -> tuple[Any, ...]:
 def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan | step_plan.OneLaunchPlan:
     """The plan of a checked step that has tokens."""
     assert append.q is not None
-    alone = step_plan.config_of(append, attention)
+    alone = step_plan.make_plan(append, attention)
     if alone is not None:
-        return step_plan.make_plan(append, attention, alone)
+        return alone
     return StepPlan(
         append=append_plan.make_plan(append, leads=True),
         attention=attention_plan.make_plan(attention, after_append=True),

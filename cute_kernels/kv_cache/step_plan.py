@@ -12,7 +12,7 @@ import torch
 from cute_kernels.attention import plan as attention_plan
 from cute_kernels.attention.call import AttentionCall
 from cute_kernels.attention.problem import DecodeProblem
-from cute_kernels.attention.schedule import make_schedule
+from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.step_compile import StepSpec, step_arguments
@@ -63,8 +63,17 @@ def lie_well(q: torch.Tensor) -> bool:
     return not (q.data_ptr() | 2 * reduce(or_, q.stride()[:-1], 0)) % ALIGNMENT
 
 
-def config_of(append: AppendCall, attention: AttentionCall) -> StepConfig | None:
-    """The kernel that serves a step of one token a request in one launch; None where two launches do.
+@dataclass(frozen=True)
+class _Chosen:
+    """The kernel of a step, and what of it is attention's."""
+
+    config: StepConfig
+    problem: DecodeProblem
+    schedule: DecodeSchedule
+
+
+def _chosen(append: AppendCall, attention: AttentionCall) -> _Chosen | None:
+    """What serves a step of one token a request in one launch; None where two launches do.
 
     One launch serves head-major caches: there it was measured (docs/design/decode_step.md).
     """
@@ -73,19 +82,24 @@ def config_of(append: AppendCall, attention: AttentionCall) -> StepConfig | None
     assert append.q is not None
     if not attention.head_major or any(given is not None for given in more) or not lie_well(append.q):
         return None
-    schedule = make_schedule(_problem_of(attention), attention.num_splits)
-    return step_config(schedule.config, append_plan.config_of(append, leads=True))
-
-
-def _problem_of(attention: AttentionCall) -> DecodeProblem:
-    return replace(attention_plan.problem_of(attention, after_append=True), appends=True)
-
-
-def make_plan(append: AppendCall, attention: AttentionCall, config: StepConfig) -> OneLaunchPlan:
-    """The plan of a checked step that has tokens."""
-    problem = _problem_of(attention)
+    problem = replace(attention_plan.problem_of(attention, after_append=True), appends=True)
     schedule = make_schedule(problem, attention.num_splits)
-    assert schedule.config == config.attention
+    config = step_config(schedule.config, append_plan.config_of(append, leads=True))
+    return None if config is None else _Chosen(config, problem, schedule)
+
+
+def config_of(append: AppendCall, attention: AttentionCall) -> StepConfig | None:
+    """The kernel that serves a step of one token a request in one launch; None where two launches do."""
+    chosen = _chosen(append, attention)
+    return None if chosen is None else chosen.config
+
+
+def make_plan(append: AppendCall, attention: AttentionCall) -> OneLaunchPlan | None:
+    """The plan of a checked step that has tokens; None where two launches serve it."""
+    chosen = _chosen(append, attention)
+    if chosen is None:
+        return None
+    config, problem, schedule = chosen.config, chosen.problem, chosen.schedule
     fixed, options = attention_plan.known_arguments(attention, schedule)
     steps = None if append.rope is None else append.rope.phase_steps(attention.q.device)
     fixed |= {"phase_steps": 0 if steps is None else steps.data_ptr()}

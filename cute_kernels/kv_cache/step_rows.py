@@ -223,9 +223,9 @@ class NewRows:
         of_k, of_v = self.warps_of()
         new = cta.new[0]
         if cta.warp == of_k:
-            turn = (cos, sin) if const_expr(self.append.rope != "none") else None
+            angles = (cos, sin) if const_expr(self.append.rope != "none") else None
             target = (self.k_row, cta.given.k_scale, new.k_cache, new.k_strides)
-            self.write_rows(fresh, cta, work, self.k_elements, target, place, turn, team, lane)
+            self.write_rows(fresh, cta, work, self.k_elements, target, place, angles, team, lane)
         if cta.warp == of_v:
             if const_expr(of_v == of_k):
                 self.fetch_row(fresh, cta, work, self.v_elements, 0, team, lane)
@@ -233,7 +233,7 @@ class NewRows:
             self.write_rows(fresh, cta, work, self.v_elements, target, place, None, team, lane)
 
     @cute.jit
-    def write_rows(self, fresh, cta, work, elements, target, place, turn, team, lane):
+    def write_rows(self, fresh, cta, work, elements, target, place, angles, team, lane):
         """Rows of all KV heads of the CTA; teams without a head repeat the last one's."""
         cache_row, scale, cache, strides = target
         block_stride, token_stride, head_stride = strides
@@ -244,8 +244,8 @@ class NewRows:
             if const_expr(base > 0):
                 self.fetch_row(fresh, cta, work, elements, base, team, lane)
             self.unpack(values, elements, fresh)
-            if const_expr(turn is not None):
-                self.rotator.rotate(values, turn[0], turn[1], lane)
+            if const_expr(angles is not None):
+                self.rotator.rotate(values, angles[0], angles[1], lane)
             encoded = encode_row(cache_row, values, given)
             row = place.block * block_stride + place.row * token_stride + Int64(head) * head_stride
             if place.there:

@@ -54,10 +54,13 @@ class KeyTails:
         """A sequence's slot."""
         return self._slots[seq_id]
 
-    def check_free(self) -> None:
-        """Raises ValueError unless there is a slot for one more sequence."""
+    def check_free(self, name: str, seq_id: SeqId) -> None:
+        """Raises ValueError, about the argument ``name``, unless there is a slot for one more sequence."""
         if not self._free:
-            raise ValueError(f"seq_id: got one more than max_seqs {self.max_seqs} sequences, want some freed before")
+            raise ValueError(
+                f"{name}: got {seq_id!r} beside {len(self._slots)} sequences, want at most max_seqs {self.max_seqs} at "
+                "a time: free one first"
+            )
 
     def add(self, seq_id: SeqId) -> None:
         """Gives a new sequence a slot."""

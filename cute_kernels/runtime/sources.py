@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib.util
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,12 +42,20 @@ def source_state(spec: KernelSpec) -> SourceState:
 
 @functools.cache
 def _state_of(roots: tuple[Path, ...]) -> SourceState:
+    return state_of(roots)
+
+
+def state_of(roots: Iterable[Path], suffixes: tuple[str, ...] = (".py",)) -> SourceState:
+    """The state of files, and of folders' files with such endings, whatever lies below them.
+
+    Raises FileNotFoundError for one that is not there.
+    """
     digest = hashlib.sha256()
     newest = 0.0
     for root in roots:
         if not root.exists():  # a kernel must not stay as it was when a source that nobody hashed has changed
             raise FileNotFoundError(f"{root}: no such file, want the sources of a kernel")
-        files = [root] if root.is_file() else sorted(root.rglob("*.py"))
+        files = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.suffix in suffixes)
         for file in files:
             name = file.relative_to(root).as_posix() if file != root else file.name
             content = file.read_bytes()

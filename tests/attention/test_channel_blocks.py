@@ -180,7 +180,9 @@ def test_other_head_dims_are_refused(head_dim):
 def test_extend_attention_refuses_such_caches_by_name():
     cached = make_cached([40, 64])
     a = cached.arguments
-    with pytest.raises(ValueError, match="want one of bf16, .* does not read int4_channel32 caches"):
+    with pytest.raises(
+        ValueError, match="got int4_channel32 for k_cache, want one of those that extend attention reads: bf16, "
+    ):
         extend_attention(
             torch.zeros(2, 4, 128).bfloat16(), a["k_cache"], a["v_cache"], a["seq_lens"], block_table=a["block_table"],
             cu_seqlens_q=torch.tensor([0, 1, 2], dtype=torch.int32), kv_format=a["kv_format"],

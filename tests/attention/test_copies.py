@@ -77,7 +77,7 @@ def test_barriers_count_the_arrivals_that_copies_make(config: DecodeConfig):
 
     copier = TileCopier(config)
     announced = any(copy != "word" for copy in config.copies)
-    producer_threads = 32 * config.copiers
+    producer_threads = 32 * config.filling_warps
     assert copier.arrivals == announced + ("word" in config.copies) * producer_threads
 
 

@@ -162,7 +162,7 @@ def test_rows_are_copied_in_bulk_only_where_16_bytes_divide_the_copies(problem: 
 @pytest.mark.parametrize(("kv_format", "head_dim"), [("int4_g8", 80), ("int8_g4", 80), ("int8_g8", 96)])
 def test_groups_that_no_mma_can_take_are_refused(kv_format, head_dim):
     width = head_dim // int(kv_format[-1])
-    with pytest.raises(ValueError, match=f"kv_format: groups of {width} columns"):
+    with pytest.raises(ValueError, match=f"kv_format: got {kv_format} for k_cache, .* groups of {width} columns"):
         candidate_configs(DecodeProblem.uniform(1, 100, 8, 1, head_dim, kv_format, "bf16"))
 
 
@@ -233,7 +233,7 @@ def test_warps_that_borrow_registers_are_eight_whatever_the_kv_heads():
     for num_kv_heads, heads in ((1, 1), (2, 2), (8, 4)):
         problem = DecodeProblem.uniform(32, 8192, 8 * num_kv_heads, num_kv_heads, 128, "int4_g4", "bf16", q_len=4)
         (config,) = candidate_configs(problem)
-        assert (config.num_heads, config.num_warps, config.copy_warps) == (heads, 8, 4)
+        assert (config.num_heads, config.num_warps, config.producer_warps) == (heads, 8, 4)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)

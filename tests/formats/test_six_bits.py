@@ -184,5 +184,7 @@ def test_a_family_that_cannot_read_it_refuses_it_by_name():
     q, length = torch.zeros(4, 2, 128, dtype=torch.bfloat16), torch.tensor([16], dtype=torch.int32)
     bounds = torch.tensor([0, 4], dtype=torch.int32)
     options: Any = {"kv_format": "int6_token_head"}
-    with pytest.raises(ValueError, match="want one of bf16, .* does not read int6_token_head caches"):
+    with pytest.raises(
+        ValueError, match="got int6_token_head for k_cache, want one of those that extend attention reads: bf16, "
+    ):
         extend_attention(q, rows, rows, length, cu_seqlens_q=bounds, **options)

@@ -116,7 +116,7 @@ BOTH = {"ragged": RAGGED} | {name: case for name, case in OTHERS.items() if name
 def two_launches() -> Iterator[None]:
     """Steps take an append and attention after it, whichever kernels could do both."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_plan, "config_of", lambda append, attention: None)
+        patch.setattr(step_plan, "make_plan", lambda append, attention: None)
         step_ops.launch.plans.clear()
         yield
     step_ops.launch.plans.clear()

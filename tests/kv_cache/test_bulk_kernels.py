@@ -161,12 +161,12 @@ def test_a_transform_in_bulk_that_does_not_fit_is_refused():
         quantize_kv(x, kv_format="int4_g4", transform=make_transform(3, 64))
     with pytest.raises(ValueError, match=r"transform: got constants \[2, 64\], want \[3, 64\], x's heads"):
         quantize_kv(x, kv_format="int4_g4", transform=make_transform(2, 64), operand="v")
-    with pytest.raises(ValueError, match="transform: got a rotation of 128 columns for a head_dim of 64"):
+    with pytest.raises(ValueError, match="transform: got a rotation of 128 columns, want one that divides head_dim 64"):
         quantize_kv(x, kv_format="int4_g4", transform=CacheTransform(k_rotation=128), operand="k")
     with pytest.raises(TypeError, match="transform: got str, want a CacheTransform"):
         quantize_kv(x, kv_format="int4_g4", transform="hadamard", operand="k")  # type: ignore[arg-type]
     base = BulkConfig("quantize", "int4_g4", "bf16", 96, strided=True, transform=RowTransform(k_rotation=32))
-    assert "k_rotation is 32, not 1, with a head_dim of 96" in str(base.can_implement())
+    assert "k_rotation 32 is not 1 with a head_dim of 96" in str(base.can_implement())
     assert replace(base, direction="dequantize", head_dim=64).can_implement() is not None
 
 

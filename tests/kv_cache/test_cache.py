@@ -200,7 +200,9 @@ def test_shared_tokens_must_not_be_written():
     cache.allocate("a", 5)
     cache.fork("a", "b")
     batch = cache.make_batch(2).update(["a"], 5)
-    with pytest.raises(ValueError, match="batch: the new tokens of 'a' lie in pages that it shares; extend it first"):
+    with pytest.raises(
+        ValueError, match="batch: got new tokens of 'a' in pages that it shares, want the sequence extended first"
+    ):
         cache.append(0, batch, tokens(5), tokens(5))
     cache.attend(0, batch, tokens(1, heads=4)[None])  # reading them is what forks are for
 
@@ -291,7 +293,7 @@ def test_scales_are_asked_for_checked_and_kept_per_layer():
     cache.append(0, batch, tokens(1), tokens(1))
     with pytest.raises(ValueError, match="layer: got 1, whose scales were never given"):
         cache.append(1, batch, tokens(1), tokens(1))
-    with pytest.raises(ValueError, match="layer: got 1 of a cache with 1 sequences, want an empty cache"):
+    with pytest.raises(ValueError, match="layer: got 1 for a cache with 1 sequences, want an empty cache"):
         cache.set_scales(1, k_scale=k_scale, v_scale=v_scale)
     k, v = cache.read(0, "a", torch.float32)
     assert torch.equal(k, stored("int8_channel", tokens(1), k_scale))
@@ -332,11 +334,11 @@ def test_a_stale_batch_and_a_missing_layer_are_refused():
     cache.allocate("a", 1)
     batch = cache.make_batch(1)
     q = tokens(1, heads=4)[None]
-    with pytest.raises(ValueError, match="batch: sequences have changed since its last update"):
+    with pytest.raises(ValueError, match="batch: got one whose sequences have changed since its last update"):
         cache.attend(0, batch, q)
     cache.attend(0, batch.update(["a"]), q)
     cache.extend("a")
-    with pytest.raises(ValueError, match="batch: sequences have changed"):
+    with pytest.raises(ValueError, match="batch: got one whose sequences have changed"):
         cache.append(0, batch, tokens(1), tokens(1))
     with pytest.raises(ValueError, match="layer: got 2, want 0 to 1"):
         cache.attend(2, batch.update(["a"]), q)

@@ -185,8 +185,8 @@ def test_slots_are_given_and_taken():
     cache = make_cache()
     for seq_id in ("a", "b", "c"):
         cache.allocate(seq_id, 1)
-    for new in (lambda: cache.allocate("d", 1), lambda: cache.fork("a", "d")):
-        with pytest.raises(ValueError, match="one more than max_seqs 3 sequences"):
+    for name, new in {"seq_id": lambda: cache.allocate("d", 1), "new_id": lambda: cache.fork("a", "d")}.items():
+        with pytest.raises(ValueError, match=f"^{name}: got 'd' beside 3 sequences, want at most max_seqs 3 at a time"):
             new()
     cache.free("b")
     cache.allocate("d", 1)
@@ -227,8 +227,12 @@ def test_what_moves_rows_alone_refuses_keys_in_blocks():
         cache.export_sequence("a")
     k = numbers(1)[None]
     step: dict[str, Any] = {"kv_format": cache.kv_format, "seq_lens": torch.tensor([1], dtype=torch.int32)}
-    with pytest.raises(ValueError, match="want append_kv and then decode_attention"):
-        append_and_decode(numbers(1, 8)[None], k, k, cache.k_pages[0][:1], cache.v_pages[0][:1], **step)
+    tails: list[dict[str, Any]] = [{}, {"k_tail": None, "tail_slots": None}]
+    for tail in tails:
+        with pytest.raises(
+            ValueError, match="kv_format: got int4_channel32 keys, .* want another format, or append_kv"
+        ):
+            append_and_decode(numbers(1, 8)[None], k, k, cache.k_pages[0][:1], cache.v_pages[0][:1], **step, **tail)
 
 
 def test_quantising_rows_wants_whole_blocks():

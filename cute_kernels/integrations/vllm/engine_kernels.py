@@ -32,6 +32,7 @@ from cute_kernels.linear.tuned import modelled, tuned
 from cute_kernels.moe.checks import MAX_TOKENS
 from cute_kernels.runtime import wanted, workers
 from cute_kernels.runtime.gpu import Gpu, standing_in
+from cute_kernels.runtime.sources import state_of
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.store import PRIVATE
 from cute_kernels.runtime.trust import distrust
@@ -157,13 +158,9 @@ KEPT = "engine_kernels_"
 def _digest_of_sources() -> str:
     """Of the Python that lists kernels, and of the tables of measured times that hold here: those that ship, the user's
     own, or the one that CUTE_KERNELS_TUNED names."""
-    digest = hashlib.sha256("".join(repr(tables(gpu)) for gpu in GPUS).encode())
-    for package in (Path(cute_kernels.__file__).parent, Path(layouts.__file__).parent):
-        for path in sorted(package.rglob("*")):
-            if path.suffix in (".py", ".json"):
-                content = path.read_bytes()
-                digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()[:16]
+    packages = [Path(package.__file__).parent for package in (cute_kernels, layouts)]
+    parts = [*(repr(tables(gpu)) for gpu in GPUS), state_of(packages, (".py", ".json")).digest]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def specs() -> list[KernelSpec]:

@@ -15,7 +15,7 @@ import torch
 from cute_kernels.attention.features import WIDEST_RESTORED
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import environment, kv_formats
-from cute_kernels.kv_cache.config import cannot_rotate, row_transform_of
+from cute_kernels.kv_cache.config import other_rotation, row_transform_of
 from cute_kernels.kv_cache.constants import CacheConstants
 from cute_kernels.kv_cache.transforms import CacheTransform
 
@@ -116,7 +116,7 @@ def _check_served(transform: CacheTransform, head_size: int, soft_cap: float | N
     if soft_cap is not None and transform.k_center is not None:
         raise ValueError(f"k_center: got one with a soft cap of {soft_cap}, want none (calibrate --no-center)")
     for name, width in (("k_rotation", transform.k_rotation), ("v_rotation", transform.v_rotation)):
-        if (reason := cannot_rotate(width, head_size)) is not None:
-            raise ValueError(f"got a {name} that is {reason}")
+        if (wanted := other_rotation(width, head_size)) is not None:
+            raise ValueError(f"{name}: got {width}, want {wanted}")
     if transform.v_rotation > WIDEST_RESTORED:
         raise ValueError(f"v_rotation: got {transform.v_rotation}, want at most {WIDEST_RESTORED}")
