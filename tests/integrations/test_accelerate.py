@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels import QuantizedLinear
@@ -33,6 +34,41 @@ NEW = 12
 CACHES_LATENTS = hasattr(transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention, "expand_kv")
 
 
+class Operators(TorchDispatchMode):
+    """Notes the operators that run in its block, and runs them again.
+
+    `make_fx` does so, too, but takes far longer: it also notes how each result looks and where it was asked for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any]] = []  # operator, what it was given, what it gave
+        self.made: set[int] = set()  # identities of what they gave
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and id(args[0]) in self.made:
+            raise RuntimeError("the host takes a value out of a tracing tensor")  # which a graph's capture refuses, too
+        given = (args, kwargs or {})
+        result = func(*args, **given[1])
+        self.calls.append((func, given, result))
+        self.made.update(map(id, tree_leaves(result)))
+        return result
+
+    def replay(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What stands now in place of ``outputs`` of the block."""
+        there: dict[int, torch.Tensor] = {}
+
+        def now(value: Any) -> Any:
+            return there.get(id(value), value)
+
+        for func, given, result in self.calls:
+            args, kwargs = tree_map(now, given)
+            for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor):
+                    there[id(old)] = new
+        return [now(each) for each in outputs]
+
+
 class Traced:
     """Stands for a CUDA graph on a CPU: the operators of one run, replayed. Like a graph's, numbers that the host took
     during that run stay what they were, so a step that is not static gives wrong tokens here, too."""
@@ -40,23 +76,19 @@ class Traced:
     count = 0
 
     def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
-        self.outputs: Any = None
-
-        def run() -> list[torch.Tensor]:
-            self.outputs = function()
-            return tensors_of(self.outputs)
-
         with (
             mock.patch.object(step_ops, "path_of", lambda step: step_ops.dispatch),  # as one operator
             mock.patch.object(attention_ops, "path_of", lambda *_: attention_ops.dispatch),
+            Operators() as self.operators,
         ):
-            self.run = make_fx(run, tracing_mode="real")()
+            self.outputs: Any = function()
         Traced.count += 1
 
     def replay(self) -> None:
         with torch.inference_mode():
-            for kept, new in zip(tensors_of(self.outputs), self.run(), strict=True):
-                kept.copy_(new)
+            kept = tensors_of(self.outputs)
+            for old, new in zip(kept, self.operators.replay(kept), strict=True):
+                old.copy_(new)
 
 
 def tensors_of(outputs: Any) -> list[torch.Tensor]:

@@ -62,22 +62,21 @@ def place_layers(model: nn.Module, names: Iterable[str], stacked: Iterable[str] 
         places[name] = Place(
             block if block in modules else rename(f"{block}.experts.gate_up_proj")[0].rpartition(".experts.")[0], role
         )
-    places = {name: _narrowed(modules, place) for name, place in places.items()}
+    moves = {module: _narrowed(modules, module) for module in {place.module for place in places.values() if place.role}}
+    places = {name: replace(place, module=moves.get(place.module, place.module)) for name, place in places.items()}
     _check_experts(modules, places)
     return places
 
 
-def _narrowed(modules: Mapping[str, nn.Module], place: Place) -> Place:
-    """The place, at the experts alone where their block does more than is served."""
-    block = modules.get(place.module)
-    experts = modules.get(f"{place.module}.experts")
-    if (
-        place.role is None
-        or not is_experts(experts)
-        or (block is not None and is_moe_block(block) and refusal(block) is None)
-    ):
-        return place
-    return replace(place, module=f"{place.module}.experts")
+def _narrowed(modules: Mapping[str, nn.Module], module: str) -> str:
+    """The module of experts' places: the experts alone where their block does more than is served.
+
+    Whether it does is tried out, so this is asked once for all experts of a block.
+    """
+    block, experts = modules.get(module), modules.get(f"{module}.experts")
+    if not is_experts(experts) or (block is not None and is_moe_block(block) and refusal(block) is None):
+        return module
+    return f"{module}.experts"
 
 
 Renamer = Callable[[str], tuple[str, Any, Any]]
