@@ -233,5 +233,5 @@ def test_a_cache_refuses_other_numbers_of_new_tokens_and_shared_pages():
     with pytest.raises(ValueError, match="^batch: got a sequence with 1 new tokens, want 2 of each"):
         cache.append_and_attend(0, batch.update("ab", [2, 1]), q, k, v)
     cache.fork("a", "c")
-    with pytest.raises(ValueError, match="^batch: the new tokens of 'c' lie in pages that it shares"):
+    with pytest.raises(ValueError, match="^batch: got new tokens of 'c' in pages that it shares"):
         cache.append_and_attend(0, batch.update("c", 2), q[:1], k[:1], v[:1])
