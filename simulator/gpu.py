@@ -36,18 +36,33 @@ GUARD = 256  # bytes between arrays that nobody may touch
 
 
 def exact_fma(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> Lanes:
-    """a * b + c rounded once to fp32: rounding the exact sum to odd in fp64 keeps the second rounding honest."""
-    a, b, c = (np.asarray(x, np.float32).astype(np.float64) for x in (a, b, c))
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        product = a * b  # exact
-        total = product + c
-        part = total - product
-        error = (product - (total - part)) + (c - part)
-        inexact = np.isfinite(total) & (error != 0)
-        bits = np.ascontiguousarray(total).view(np.int64)
-        toward = np.where((error > 0) == (total > 0), 0, -1)  # truncated towards zero, then the last bit set
-        odd = ((bits + np.where(inexact, toward, 0)) | 1).view(np.float64)
-        return Float32(np.where(inexact & (total != 0), odd, total))
+    """a * b + c rounded once to fp32.
+
+    The product is exact in fp64. Rounding the sum to fp64 and then to fp32 gives another result than rounding once only
+    where the former is halfway between two fp32 numbers; where these are, is another question below the normal ones.
+    """
+    a, b, c = (np.asarray(x, np.float32) for x in (a, b, c))
+    product = np.multiply(a, b, dtype=np.float64)
+    total = np.asarray(product + c)
+    halfway = (total.view(np.int64) & _BELOW_FP32) == _HALF_OF_FP32
+    if (halfway | ((np.abs(total) < _NORMAL) & (total != 0))).any():
+        total = _rounded_to_odd(product, np.asarray(c, np.float64), total)
+    return total.astype(np.float32).view(Register) if total.shape else Float32(total)
+
+
+_BELOW_FP32, _HALF_OF_FP32 = (1 << 29) - 1, 1 << 28  # bits of fp64 that fp32 lacks; what they are halfway
+_NORMAL = 2.0**-126
+
+
+def _rounded_to_odd(product: np.ndarray, c: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """product + c, whose sum in fp64 is ``total``, rounded to odd, which keeps a second rounding honest."""
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    inexact = np.isfinite(total) & (error != 0)
+    bits = np.ascontiguousarray(total).view(np.int64)
+    toward = np.where((error > 0) == (total > 0), 0, -1)  # truncated towards zero, then the last bit set
+    odd = ((bits + np.where(inexact, toward, 0)) | 1).view(np.float64)
+    return np.where(inexact & (total != 0), odd, total)
 
 
 def bytes_to_words(pairs: np.ndarray) -> Lanes:
@@ -69,12 +84,12 @@ class Gpu:
     """Global memory and instructions: its methods have the names and arguments of `device.ptx` and `device.numbers`.
 
     Attributes:
-        memory: bytes; owner: which of them belong to an array; end: of the last one.
+        memory: bytes; owner: which of them belong to an array, as no others are read; end: of the last one.
         block, warp: where the kernel runs now.
         models: as `Meanings.modules`.
     """
 
-    memory: np.ndarray = field(default_factory=lambda: np.full(1 << 22, 0xA5, np.uint8))
+    memory: np.ndarray = field(default_factory=lambda: np.empty(1 << 22, np.uint8))
     owner: np.ndarray = field(default_factory=lambda: np.zeros(1 << 22, bool))
     end: int = 4096
     block: tuple[int, int, int] = (0, 0, 0)
@@ -234,21 +249,17 @@ class Gpu:
         return np.fmin(np.fmax(exact_fma(a, b, c), Float32(0.0)), Float32(1.0))
 
     def multiply(self, a: ArrayLike, b: ArrayLike) -> Lanes:
-        with np.errstate(all="ignore"):
-            return Float32(a) * Float32(b)
+        return Float32(a) * Float32(b)
 
     def add(self, a: ArrayLike, b: ArrayLike) -> Lanes:
-        with np.errstate(all="ignore"):
-            return Float32(a) + Float32(b)
+        return Float32(a) + Float32(b)
 
     def divide(self, a: ArrayLike, b: ArrayLike) -> Lanes:
-        with np.errstate(all="ignore"):
-            return Float32(a) / Float32(b)
+        return Float32(a) / Float32(b)
 
     def reciprocal(self, x: ArrayLike) -> Lanes:
         """An ulp low, right, or an ulp high, by lane; subnormals are flushed."""
-        with np.errstate(all="ignore"):
-            right = Float32(1.0) / Float32(x)
+        right = Float32(1.0) / Float32(x)
         normal = np.isfinite(right) & (np.abs(right) >= 2.0**-126)
         off = (right.view(np.int32) + np.where(normal, LANES % 3 - 1, 0).astype(np.int32)).view(np.float32)
         return np.where(normal | ~np.isfinite(right), off, Float32(0.0)).view(Register)

@@ -44,15 +44,12 @@ class Scalar:
 
     def __call__(self, value: ArrayLike) -> Any:
         """A `Register`, which kernels take for the DSL's scalar that they ask for: hence no type of its own."""
+        if type(value) is Register and value.shape == (32,):  # most are
+            return value.astype(self.dtype)
         if isinstance(value, int) and issubclass(self.dtype, np.integer):
             value = np.uint64(value % 2**64)  # of any size and sign: what is kept are its lowest bits
         register = np.empty(32, self.dtype).view(Register)
-        lanes = np.asarray(value)
-        if lanes.dtype == self.dtype or lanes.dtype.kind in "iu":  # most are, and never too large for a float
-            np.copyto(register, lanes, casting="unsafe")
-        else:
-            with np.errstate(over="ignore"):
-                np.copyto(register, lanes, casting="unsafe")
+        np.copyto(register, np.asarray(value), casting="unsafe")
         return register
 
     def __instancecheck__(self, value: object) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any
 
 
@@ -24,7 +25,11 @@ class Scheduler:
     def run(self, bodies: list[Callable[[], None]]) -> None:
         """Runs all bodies, each of which calls :meth:`until` with its own number, to their ends; raises the first
         error."""
-        threads = [threading.Thread(target=self._body, args=(i, body), daemon=True) for i, body in enumerate(bodies)]
+        # In the caller's context, where NumPy keeps how it takes overflows.
+        threads = [
+            threading.Thread(target=copy_context().run, args=(self._body, i, body), daemon=True)
+            for i, body in enumerate(bodies)
+        ]
         self.waiting = {i: lambda: True for i in range(len(bodies))}
         with self.turn:
             self._next()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any
 
 from greenlet import getcurrent, greenlet
@@ -35,6 +36,8 @@ class Turns:
         """Runs all bodies to their ends; raises the first error, AssertionError if all that are left wait."""
         self._hub = getcurrent()
         threads = [_Thread(body) for body in bodies]
+        for thread in threads:
+            thread.gr_context = copy_context()  # in which NumPy keeps how it takes overflows
         self._ready += threads
         try:
             while self._ready or self._last:

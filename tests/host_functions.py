@@ -40,9 +40,28 @@ def _matrix(config: Any) -> Any:
 
 
 def accepting(declared: LaunchArguments, tensors: dict[str, Any]) -> Any:
-    """A function that takes what a kernel with these arguments takes."""
-    entry = declared.entry(lambda given: None, with_stream=False)
-    return cute.compile(entry, *declared.fake(tensors), options=compile_options("sm_90a"))
+    """A function that takes what a kernel with these arguments takes: one for all that take the same."""
+    key = declared, described(tensors)
+    if key not in _compiled:
+        entry = declared.entry(lambda given: None, with_stream=False)
+        _compiled[key] = cute.compile(entry, *declared.fake(tensors), options=compile_options("sm_90a"))
+    return _compiled[key]
+
+
+_compiled: dict[Any, Any] = {}
+
+
+def described(tensors: dict[str, Any]) -> tuple[Any, ...]:
+    """All that is asked of tensors: dtypes, memory, alignment, shapes and strides, and which sizes are the same one."""
+    numbers: dict[int, int] = {}
+
+    def named(extent: Any) -> Any:
+        return extent if isinstance(extent, int) else (str(extent), numbers.setdefault(id(extent), len(numbers)))
+
+    return tuple(
+        (name, *fake.__cache_key__[:-2], *(tuple(map(named, extents)) for extents in (fake.shape, fake.stride)))
+        for name, fake in tensors.items()
+    )
 
 
 @functools.cache

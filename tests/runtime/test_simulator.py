@@ -1,10 +1,15 @@
-"""What the simulator runs of a function: what its source says, whatever the compiler has made of it in this process."""
+"""The simulator runs a function as its source has it, whatever the compiler has made of it; its sums are the GPU's."""
 
 from __future__ import annotations
 
+from fractions import Fraction
 from types import FunctionType
 
+import numpy as np
+import pytest
+
 from simulator import backend
+from simulator.gpu import exact_fma
 
 
 def test_a_function_that_was_compiled_in_this_process_runs_as_it_is_written():
@@ -20,3 +25,34 @@ def test_a_function_that_was_compiled_in_this_process_runs_as_it_is_written():
     vars(written)["_original_code"], written.__code__ = written.__code__, rewritten.__code__  # as the compiler does
     assert written(1) == (-1, -2, -3, -4)
     assert backend._as_written(written)(1) == (1, 2, 3, 4)
+
+
+def numbers(kind: str, rng: np.random.Generator) -> np.ndarray:
+    """Two factors and a summand of 32 lanes, fp32 [3, 32], all finite with their results."""
+    exponents = {"far apart": (67, 187), "alike": (120, 134)}.get(kind, (126, 128))
+    bits = rng.integers(0, 1 << 23, (3, 32)) | rng.integers(*exponents, (3, 32)) << 23
+    x = (bits | rng.integers(0, 2, (3, 32)) << 31).astype(np.uint32).view(np.float32)
+    if kind == "halfway":  # products of 25 bits or fewer, and summands that may tip them
+        x[:2] = rng.integers(1 << 11, 1 << 13, (2, 32)) | 1
+        x[2] = rng.choice([0.0, 2.0**-60, -(2.0**-60), 1.0], 32)
+    if kind == "subnormal":  # products next to half of the least number
+        x[:2] = [[(1 + 2.0**-20) * 2.0**-75], [(1 - 2.0**-20) * 2.0**-75]]
+        x[2] = rng.integers(-(1 << 22), 1 << 22, 32) * 2.0**-149
+    if kind == "cancelling":
+        x[2] = -(x[0].astype(np.float64) * x[1]) * rng.choice([1.0, 1 + 2.0**-22], 32)
+    return x
+
+
+@pytest.mark.parametrize("kind", ["far apart", "alike", "subnormal", "halfway", "cancelling"])
+def test_a_fused_sum_is_the_nearest_number_to_the_exact_one(kind):
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        a, b, c = numbers(kind, rng)
+        for got, *terms in zip(np.asarray(exact_fma(a, b, c)), a, b, c, strict=True):
+            x, y, z = (Fraction(float(term)) for term in terms)
+            exact = x * y + z
+            off = abs(Fraction(float(got)) - exact)
+            for other in (np.nextafter(got, np.float32(np.inf)), np.nextafter(got, np.float32(-np.inf))):
+                distance = abs(Fraction(float(other)) - exact)
+                even = int(got.view(np.uint32)) % 2 == 0
+                assert off < distance or (off == distance and even), terms
