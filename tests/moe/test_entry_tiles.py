@@ -17,7 +17,8 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.linear.wgmma.epilogue import GATED_PITCH, PACKED_PITCH, Store
 from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K
-from cute_kernels.moe.ranges.assignments import AssignmentFinder, load_expert
+from cute_kernels.moe.ranges import assignments
+from cute_kernels.moe.ranges.assignments import AssignmentFinder
 from cute_kernels.moe.ranges.schedule import row_factor
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.moe.wgmma.entry_config import (
@@ -68,7 +69,9 @@ def sizes(ids: list[int], k: int = 0, n: int = 0, topk: int = 1) -> EntryTileSiz
 def finder_of(machine: Machine, ids: list[int]) -> AssignmentFinder:
     """What a warp's lane knows of entries."""
     lanes = range(-(-len(ids) // WARP_THREADS))
-    experts = [load_expert(machine.ids, i * WARP_THREADS + machine.lane, len(ids), 1, NUM_EXPERTS) for i in lanes]
+    experts = [
+        assignments.load_expert(machine.ids, i * WARP_THREADS + machine.lane, len(ids), 1, NUM_EXPERTS) for i in lanes
+    ]
     return AssignmentFinder.of(experts, NUM_EXPERTS, machine.lane, ENTRY_ROWS)
 
 
@@ -164,7 +167,7 @@ def test_results_are_stored_where_their_assignments_are(features, pitch, columns
     ids = [2, 5, 2, 7, 2]
     machine, staged = on_machine(run_on, ids), torch.randn(ENTRY_ROWS, pitch // 2).bfloat16()
     out = machine.put(torch.zeros(len(ids), columns).bfloat16())
-    shape, results = sizes(ids), EntryResults(ring_config(configured()))
+    results = EntryResults(ring_config(configured()))
 
     def work() -> None:
         if machine.here.thread == 0:
@@ -193,7 +196,7 @@ def test_layouts_can_be_compiled(k, dtype, bits, group, zero):
     assert found is not None and found.k_blocks * found.config.block_k == k
     assert found.config.can_implement() is None and found.config.smem_bytes + SMEM_RESERVE <= HOPPER.shared_bytes
     ring = ring_config(found.config)
-    assert ring.can_implement() is None and ring.block_tiles == found.config.block_tiles == 1
+    assert ring.block_tiles == found.config.block_tiles == 1
     assert ring.stage_bytes == found.config.stage_bytes and RINGS * ring.num_stages == found.config.num_stages
 
 

@@ -152,7 +152,7 @@ class EntryLoads:
 
 
 class EntryResults:
-    """Stores a work tile's results, each row where its assignment is: `cute_kernels.linear.wgmma.reduction.TileReduction`.
+    """Stores a work tile's results, each row where its assignment is: see `TileReduction`.
 
     Results are of x's dtype, and whole vectors of 16 bytes; there is no bias.
     """
