@@ -161,7 +161,7 @@ def shipped_specs() -> list[KernelSpec]:
             problems = [GroupedProblem(count, experts, n, k, k, integers(4), "bf16") for n, k in products]
             layouts = [tuned.modelled(problem) for problem in problems]
             specs |= dict.fromkeys(layer_specs(count, problems, layouts))
-            few = (entry_tiles(problem, count) for problem in problems)
+            few = (entry_tiles(problem, tokens) for problem in problems)
             specs |= {EntrySpec(layout.config): None for layout in few if layout is not None}
         specs |= {GroupedWgmmaSpec(config): None for config in candidate_configs(problems[0])}
     specs |= {spec: None for config in tuned.shipped_configs() for spec in specs_of(config)}

@@ -273,7 +273,7 @@ def entry_plans(
 ) -> tuple[EntryPlan, EntryPlan] | None:
     """As `assigned_plans`, of batch-invariant products."""
     count = tokens * topk
-    layouts = [entry_tiles(problem_of(count, form, True), count) for form in (gate_up, down)]
+    layouts = [entry_tiles(problem_of(count, form, True), tokens) for form in (gate_up, down)]
     sizes, ids = (gate_up.num_experts, gate_up.device_index), ids_of_products(count, topk, id_bits)
     if layouts[0] is None or layouts[1] is None:
         return None

@@ -100,7 +100,7 @@ def entries_and_sorted(
     count, id_bits = tokens * topk, 8 * id_dtype.itemsize
     plans = []
     for form, ids in zip((gate_up, down), ids_of_products(count, topk, id_bits), strict=True):
-        layout = entry_tiles(replace(problem_of(count, form, True), num_experts=MANY_EXPERTS), count)
+        layout = entry_tiles(replace(problem_of(count, form, True), num_experts=MANY_EXPERTS), tokens)
         assert layout is not None
         plans.append(make_entry_plan(layout, ids, form.num_experts, form.device_index))
     both = (plans[0], plans[1]), sorted_plans(count, gate_up, down, True)

@@ -25,9 +25,11 @@ from cute_kernels.moe.wgmma.entry_config import (
     BLOCK_K,
     ENTRY_ROWS,
     RINGS,
+    ROW_COLUMNS,
     SMEM_RESERVE,
     EntryConfig,
     entry_config,
+    entry_rows,
     entry_tiles,
     ring_config,
 )
@@ -52,8 +54,8 @@ def problem(places: int = 8, n: int = 4096, k: int = 2048, experts: int = 128, *
     return GroupedProblem(places, experts, n, k, k, form, others.pop("dtype", "bf16"), batch_invariant=True, **others)
 
 
-def configured(block_k: int = 128) -> EntryConfig:
-    config = entry_config(problem(), block_k, 1)
+def configured(rows: int, block_k: int = 128) -> EntryConfig:
+    config = entry_config(problem(), rows, block_k, 1)
     assert config is not None
     return config
 
@@ -66,13 +68,13 @@ def sizes(ids: list[int], k: int = 0, n: int = 0, topk: int = 1) -> EntryTileSiz
     )
 
 
-def finder_of(machine: Machine, ids: list[int]) -> AssignmentFinder:
+def finder_of(machine: Machine, ids: list[int], rows: int) -> AssignmentFinder:
     """What a warp's lane knows of entries."""
     lanes = range(-(-len(ids) // WARP_THREADS))
     experts = [
         assignments.load_expert(machine.ids, i * WARP_THREADS + machine.lane, len(ids), 1, NUM_EXPERTS) for i in lanes
     ]
-    return AssignmentFinder.of(experts, NUM_EXPERTS, machine.lane, ENTRY_ROWS)
+    return AssignmentFinder.of(experts, NUM_EXPERTS, machine.lane, rows)
 
 
 def on_machine(run_on, ids: list[int]) -> Any:
@@ -82,14 +84,15 @@ def on_machine(run_on, ids: list[int]) -> Any:
     return machine
 
 
+@pytest.mark.parametrize("rows", ENTRY_ROWS)
 @pytest.mark.parametrize("num_ctas", [1, 4, 7])
 @pytest.mark.parametrize("ids", IDS.values(), ids=list(IDS))
-def test_every_tile_of_every_entry_is_computed_by_one_warpgroup(ids, num_ctas, run_on):
+def test_every_tile_of_every_entry_is_computed_by_one_warpgroup(ids, num_ctas, rows, run_on):
     """And no warpgroup has two more than another; with fewer than CTAs, each has a CTA of its own."""
     machine, found = on_machine(run_on, ids), [[] for _ in range(RINGS * num_ctas)]
 
     def work() -> None:
-        finder = finder_of(machine, ids)
+        finder = finder_of(machine, ids, rows)
         for ring in range(RINGS):
             first = machine.cta.block[0] + ring * num_ctas
             scheduler = stand_in(EntryTileScheduler)(sizes(ids), finder, first, RINGS * num_ctas)
@@ -102,10 +105,10 @@ def test_every_tile_of_every_entry_is_computed_by_one_warpgroup(ids, num_ctas, r
 
     machine.run(work, [(cta, 0, 0) for cta in range(num_ctas)], WARP_THREADS)
     taken = [tile for own in found for tile in own]
-    assert len(taken) == len(set(taken))
-    rows = [(place, block) for _, places, block in taken for place in places]
+    assert len(taken) == len(set(taken)) and all(len(places) <= rows for _, places, _ in taken)
+    results = [(place, block) for _, places, block in taken for place in places]
     known = [place for place, expert in enumerate(ids) if 0 <= expert < NUM_EXPERTS]
-    assert sorted(rows) == sorted((place, block) for place in known for block in range(NUM_TILES))
+    assert sorted(results) == sorted((place, block) for place in known for block in range(NUM_TILES))
     assert all(ids[place] == expert for expert, places, _ in taken for place in places)
     assert max(map(len, found)) - min(map(len, found)) <= 1
     if len(taken) <= num_ctas:
@@ -114,10 +117,11 @@ def test_every_tile_of_every_entry_is_computed_by_one_warpgroup(ids, num_ctas, r
 
 @pytest.mark.parametrize("block_k", BLOCK_K)
 @pytest.mark.parametrize("topk", [1, 3])
-@pytest.mark.parametrize("ids", [[2], [3] * 2, [3] * 8, [1, 3, 1, 1, 6, 1]], ids=str)
-def test_rows_lie_swizzled_as_mmas_read_them(ids, topk, block_k, run_on):
-    """Piece c of row r of 128 bytes at c ^ r; what lies where an entry has no row nobody has written."""
-    machine, config = on_machine(run_on, ids), configured(block_k)
+@pytest.mark.parametrize("rows", ENTRY_ROWS)
+@pytest.mark.parametrize("ids", [[2], [3] * 2, [3] * 5, [1, 3, 1, 1, 6, 1]], ids=str)
+def test_each_row_is_the_first_of_eight(ids, rows, topk, block_k, run_on):
+    """Where pieces of 16 bytes are not swizzled; nobody writes what lies where an entry has no row."""
+    machine, config = on_machine(run_on, ids), configured(rows, block_k)
     ring, k = ring_config(config), K_BLOCKS * block_k
     x = torch.randn(-(-len(ids) // topk), k).bfloat16()
     operands, shape = SimpleNamespace(x=machine.put(x)), sizes(ids, k=k, topk=topk)
@@ -130,7 +134,7 @@ def test_rows_lie_swizzled_as_mmas_read_them(ids, topk, block_k, run_on):
                 machine.mbarrier_init(where.full + stage, 1)
                 machine.mbarrier_init(where.empty + stage, 1)
         machine.cta.all.pass_by()
-        scheduler = stand_in(EntryTileScheduler)(shape, finder_of(machine, ids), 0, NUM_TILES)
+        scheduler = stand_in(EntryTileScheduler)(shape, finder_of(machine, ids, rows), 0, NUM_TILES)
         if machine.warp == 0:
             EntryLoads(ring).copy(operands, shape, where, scheduler, machine.lane)
             return
@@ -154,10 +158,10 @@ def test_rows_lie_swizzled_as_mmas_read_them(ids, topk, block_k, run_on):
     assert found
     for places, blocks in found:
         for number, block in enumerate(blocks):
-            pieces = block.view(torch.bfloat16).view(block_k // TMA_TILE_K, ENTRY_ROWS, 8, 8)
+            operand = block.view(torch.bfloat16).view(block_k // TMA_TILE_K, rows, ROW_COLUMNS, TMA_TILE_K)
             for row, place in enumerate(places):
-                read = torch.cat([pieces[:, row, c ^ row] for c in range(8)], -1).flatten()
-                assert torch.equal(read, x[place // topk, number * block_k : (number + 1) * block_k])
+                wanted = x[place // topk, number * block_k : (number + 1) * block_k]
+                assert torch.equal(operand[:, row, 0].flatten(), wanted)
 
 
 @pytest.mark.parametrize("features, pitch", [(TILE_N, PACKED_PITCH), (TILE_N // 2, GATED_PITCH)])
@@ -165,15 +169,15 @@ def test_rows_lie_swizzled_as_mmas_read_them(ids, topk, block_k, run_on):
 def test_results_are_stored_where_their_assignments_are(features, pitch, columns, run_on):
     """Of an entry's rows, and of the features that there are."""
     ids = [2, 5, 2, 7, 2]
-    machine, staged = on_machine(run_on, ids), torch.randn(ENTRY_ROWS, pitch // 2).bfloat16()
+    machine, staged = on_machine(run_on, ids), torch.randn(4 * ROW_COLUMNS, pitch // 2).bfloat16()
     out = machine.put(torch.zeros(len(ids), columns).bfloat16())
-    results = EntryResults(ring_config(configured()))
+    results = EntryResults(ring_config(configured(4)))
 
     def work() -> None:
         if machine.here.thread == 0:
             machine.cta.shared[: staged.nbytes] = staged.view(torch.uint8).flatten().numpy()
         machine.cta.all.pass_by()
-        entry, thread = finder_of(machine, ids).find(0), machine.here.thread
+        entry, thread = finder_of(machine, ids, 4).find(0), machine.here.thread
         for block in range(-(-columns // features)):
             tile = stand_in(EntryTile)(entry, block, 0, K_BLOCKS)
             store = stand_in(Store)(staging=0, warpgroup=0, tid=thread, row_warp=thread // 32, lane=machine.lane)
@@ -184,7 +188,7 @@ def test_results_are_stored_where_their_assignments_are(features, pitch, columns
     for row, place in enumerate((0, 2, 4)):
         for block in range(-(-columns // features)):
             own = stored[place, block * features : (block + 1) * features]
-            assert torch.equal(own, staged[row, : len(own)])
+            assert torch.equal(own, staged[ROW_COLUMNS * row, : len(own)])
     assert not stored[[1, 3]].any()
 
 
@@ -192,7 +196,7 @@ def test_results_are_stored_where_their_assignments_are(features, pitch, columns
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("k", [256, 640, 2048, 14336])
 def test_layouts_can_be_compiled(k, dtype, bits, group, zero):
-    found = entry_tiles(problem(2, k=k, form=integers(bits, group, zero), dtype=dtype, experts=8), 2)
+    found = entry_tiles(problem(2, k=k, form=integers(bits, group, zero), dtype=dtype, experts=8), 1)
     assert found is not None and found.k_blocks * found.config.block_k == k
     assert found.config.can_implement() is None and found.config.smem_bytes + SMEM_RESERVE <= HOPPER.shared_bytes
     ring = ring_config(found.config)
@@ -201,16 +205,23 @@ def test_layouts_can_be_compiled(k, dtype, bits, group, zero):
 
 
 @pytest.mark.parametrize(
-    "given, assignments",
-    {
-        "too many assignments": (problem(65), 65),
-        "experts with more rows than an entry": (problem(64, experts=8), 64),
-        "an odd K": (problem(k=2048 + 32), 8),
-        "a padded K": (replace(problem(), k=1984), 8),
-        "features that are no vectors": (problem(n=4104), 8),
-    }.values(),
-    ids=lambda value: "" if isinstance(value, int) else None,
+    "given, tokens",
+    [
+        pytest.param(problem(65), 65, id="too many assignments"),
+        pytest.param(problem(16, experts=8), 8, id="experts with more rows than an entry"),
+        pytest.param(problem(k=2048 + 32), 8, id="an odd K"),
+        pytest.param(replace(problem(), k=1984), 8, id="a padded K"),
+        pytest.param(problem(n=4104), 8, id="features that are no vectors"),
+    ],
 )
-def test_others_are_sorted(given, assignments):
-    assert entry_tiles(given, assignments) is None
+def test_others_are_sorted(given, tokens):
+    assert entry_tiles(given, tokens) is None
     assert entry_tiles(problem(), 8) is not None
+
+
+@pytest.mark.parametrize("experts, topk, rows", [(8, 2, {1: 1, 2: 2, 3: 4, 4: 4}), (128, 8, {1: 1, 2: 1, 4: 2, 8: 2})])
+def test_entries_have_as_many_rows_as_experts_usually(experts, topk, rows):
+    """And no more than there are tokens: each row takes eight columns of the MMAs."""
+    for tokens, wanted in rows.items():
+        found = entry_tiles(problem(tokens * topk, experts=experts), tokens)
+        assert found is not None and entry_rows(found.config) == wanted

@@ -220,7 +220,7 @@ def test_one_launch_a_step(products, kernels, launches):
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "operator"])
-@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("tokens", [1, 4])
 def test_batch_invariant_products_of_few_rows_find_assignments_as_they_are(tokens, direct, launches):
     """By tiles of decoded weights as well, whose results are of x's dtype: three launches."""
     given = call(tokens, hidden=256)
@@ -232,7 +232,7 @@ def test_batch_invariant_products_of_few_rows_find_assignments_as_they_are(token
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "operator"])
-@pytest.mark.parametrize("tokens, hidden", [(1, HIDDEN), (16, HIDDEN), (33, 256), (700, 256)])
+@pytest.mark.parametrize("tokens, hidden", [(1, HIDDEN), (16, HIDDEN), (16, 256), (700, 256)])
 def test_batch_invariant_products_are_by_tiles_of_decoded_weights(tokens, hidden, direct, launches):
     """Of many rows, or a K that is not whole: sorted, with rows in order, neither in limbs nor by runs."""
     given = call(tokens, hidden)

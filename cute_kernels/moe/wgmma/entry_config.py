@@ -2,7 +2,7 @@
 
 A batch-invariant layer adds up each result in one chain of k16 steps, whatever its rows. With one token the tiles that
 many rows want leave half of the SMs without work, and sorting and gathering are two launches of their own. So a work
-tile here is 64 output features of one *entry*, up to eight rows of an expert, among assignments as a router leaves
+tile here is 64 output features of one *entry*, up to four rows of an expert, among assignments as a router leaves
 them: twice to eight times as many work tiles, and three launches for five.
 """
 
@@ -20,10 +20,10 @@ from cute_kernels.moe.ranges.config import LANE_ASSIGNMENTS, MOST_ASSIGNMENTS, W
 from cute_kernels.moe.schedule import GroupedProblem, usual_rows
 from layouts.weights.hopper import TILE_N
 
-ENTRY_ROWS = WGMMA_N_STEP
+ENTRY_ROWS = (1, 2, 4)  # of an expert that are multiplied together, at most
+ROW_COLUMNS = WGMMA_N_STEP  # of the MMAs, that a row takes
 RINGS = 2  # of stages: one for each warpgroup, which has work tiles of its own
 BLOCK_K = (256, 128)  # the first that divides K: what a k block costs besides its products is a third of them
-RING_BYTES = 96 * 1024  # of stages, at most: more is asked for than memory takes to answer
 SMEM_RESERVE = 1024  # for alignment
 WHOLE_FEATURES = 16  # of which rows are stored 16 bytes at a time, gate and up in turn as well
 
@@ -44,7 +44,7 @@ class EntryWgmma(RegisterWgmma):
     multicasts: ClassVar[bool] = False
     rows_apart: ClassVar[bool] = False
     stores: ClassVar[tuple[type, ...]] = (StagedStore,)
-    tile_m_sizes: ClassVar[tuple[int, ...]] = (ENTRY_ROWS,)
+    tile_m_sizes: ClassVar[tuple[int, ...]] = tuple(ROW_COLUMNS * rows for rows in ENTRY_ROWS)
     n_tiles_sizes: ClassVar[tuple[int, ...]] = (1,)
     block_k_sizes: ClassVar[tuple[int, ...]] = BLOCK_K
 
@@ -66,6 +66,11 @@ class EntryWgmma(RegisterWgmma):
 
 
 EntryConfig = WgmmaConfig[EntryWgmma]
+
+
+def entry_rows(config: WgmmaConfig) -> int:
+    """Rows that an entry may have."""
+    return config.tile_m // ROW_COLUMNS
 
 
 def ring_config(config: EntryConfig) -> WgmmaConfig[RegisterWgmma]:
@@ -91,28 +96,30 @@ class EntryTiles:
     num_ctas: int
 
 
-def entry_tiles(problem: GroupedProblem, assignments: int) -> EntryTiles | None:
-    """The layout of a batch-invariant product of so many assignments as they are.
+def entry_tiles(problem: GroupedProblem, tokens: int) -> EntryTiles | None:
+    """The layout of a batch-invariant product of so many tokens' assignments as they are.
 
     None if there are too many of them, experts usually have more rows than an entry, or K or N are not whole.
     """
-    if assignments > MOST_ASSIGNMENTS or usual_rows(problem) > ENTRY_ROWS:
+    usual = min(usual_rows(problem), tokens)  # a router gives no token an expert twice
+    rows = next((count for count in ENTRY_ROWS if usual <= count), None)
+    if rows is None or problem.places > MOST_ASSIGNMENTS:
         return None
     block_k = next((size for size in BLOCK_K if problem.k % size == 0), None)
     if block_k is None or problem.k != problem.k_pad or problem.n % WHOLE_FEATURES:
         return None
-    lanes = next(number for number in LANE_ASSIGNMENTS if assignments <= number * WARP_THREADS)
-    config = entry_config(problem, block_k, lanes)
+    lanes = next(number for number in LANE_ASSIGNMENTS if problem.places <= number * WARP_THREADS)
+    config = entry_config(problem, rows, block_k, lanes)
     if config is None:
         return None
     return EntryTiles(config, -(-problem.n // TILE_N), problem.k // block_k, problem.num_sms)
 
 
-def entry_config(problem: GroupedProblem, block_k: int, lane_assignments: int) -> EntryConfig | None:
+def entry_config(problem: GroupedProblem, rows: int, block_k: int, lane_assignments: int) -> EntryConfig | None:
     """A configuration with as many stages as there is room for; None if it cannot be compiled."""
     config: EntryConfig = WgmmaConfig(
         **weight_fields(problem),
-        tile_m=ENTRY_ROWS,
+        tile_m=ROW_COLUMNS * rows,
         n_tiles=1,
         warpgroups=RINGS,
         block_k=block_k,
@@ -121,6 +128,6 @@ def entry_config(problem: GroupedProblem, block_k: int, lane_assignments: int) -
     )
     barriers = sum(group.count for group in config.mainloop.barriers(config)) // RINGS * 8
     room = config.limits.shared_bytes - SMEM_RESERVE - (config.smem_bytes - RINGS * config.stage_bytes)
-    of_ring = min(RING_BYTES, room // RINGS) // (config.stage_bytes + barriers)
+    of_ring = room // RINGS // (config.stage_bytes + barriers)
     config = replace(config, num_stages=RINGS * of_ring)
     return config if of_ring > 1 and config.can_implement() is None else None

@@ -6,9 +6,9 @@ warpgroups has work tiles, stages and producer warps of its own: one decodes whi
 has a work tile for each SM only, none waits for a second one. Entries are found among assignments as they are
 (:mod:`cute_kernels.moe.ranges.assignments`), so no launch sorts them.
 
-Rows of an entry lie anywhere. The B operand has eight rows of 128 bytes whose pieces of 16 bytes are swizzled by the
-row's number: of row 0 they lie as in x, which one bulk copy brings, of others each piece has a copy. Rows that an entry
-does not have are columns of the product that nobody stores.
+Rows of an entry lie anywhere, and a B operand is groups of eight rows of 128 bytes, whose pieces of 16 bytes are
+swizzled by the row's number in its group. The first of a group lies as it does in x, so a bulk copy brings it. Each row
+of an entry is the first of a group of its own; the seven others are columns of the product that nobody stores.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.ring import advance
+from cute_kernels.device.wgmma import ATOM_BYTES
 from cute_kernels.linear.config import SWIGLU
 from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.linear.wgmma.consumers import Consumers
@@ -37,11 +38,8 @@ from cute_kernels.linear.wgmma.tiles import TileSizes, dense_sizes
 from cute_kernels.linear.work import Operands, operands_of
 from cute_kernels.moe.ranges.assignments import AssignedEntry, AssignmentFinder, load_expert
 from cute_kernels.moe.ranges.config import ROW_BITS
-from cute_kernels.moe.wgmma.entry_config import ENTRY_ROWS, RINGS, EntryConfig, ring_config
+from cute_kernels.moe.wgmma.entry_config import RINGS, ROW_COLUMNS, EntryConfig, entry_rows, ring_config
 from layouts.weights.hopper import TILE_N
-
-PIECE_BYTES = 16
-ROW_PIECES = ROW_BYTES // PIECE_BYTES  # of a row of a TMA tile
 
 
 @dataclass(frozen=True)
@@ -108,8 +106,8 @@ class EntryLoads:
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
+        self.entry_rows = config.tile_m // ROW_COLUMNS
         self.tma_tiles = config.block_k // TMA_TILE_K
-        self.row_pieces = self.tma_tiles * ROW_PIECES
 
     @cute.jit
     def copy(self, operands, shape, memory, scheduler, lane):
@@ -119,36 +117,32 @@ class EntryLoads:
         stage, phase = Int32(0), Int32(1)
         for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
             work_tile = scheduler.work_tile(index)
-            entry = work_tile.entry
-            row = shape.row(entry.place(cutlass.min(lane, entry.rows - 1)))
+            rows = work_tile.entry.rows
+            sources = self.sources(operands, shape, work_tile.entry, lane)
             for k_block in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)
                 with cute.arch.elect_one():
-                    size = entry.rows * (self.row_pieces * PIECE_BYTES)
-                    cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, size)
-                cute.arch.sync_warp()
-                self.copy_rows(operands, shape, memory, stage, k_block, entry.rows, row, lane)
+                    cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, rows * (self.tma_tiles * ROW_BYTES))
+                    for row in cutlass.range_constexpr(self.entry_rows):
+                        if row < rows:
+                            self.copy_row(sources[row], memory, stage, k_block, row)
                 stage, phase = advance(stage, phase, config.num_stages)
 
-    @cute.jit
-    def copy_rows(self, operands, shape, memory, stage, k_block, rows, own_row, lane):
-        """Asks for the rows of a k block, a copy a lane at a time. own_row: of x, of the entry's ``lane``-th row."""
-        copies = self.tma_tiles + (rows - 1) * self.row_pieces
-        target = memory.x_address + stage * self.config.x_stage_bytes
+    def sources(self, operands, shape, entry, lane) -> list[Any]:
+        """Addresses of as many rows of x as an entry may have; of those that it does not have another one."""
+        own = shape.row(entry.place(cutlass.min(lane, entry.rows - 1)))
+        rows = [cute.arch.shuffle_sync(own, row) for row in range(self.entry_rows)]
+        return [operands.x + product(row, shape.k) * 2 for row in rows]
+
+    def copy_row(self, source, memory, stage, k_block, row: int) -> None:
+        """Asks for a k block of a row; one lane. A loop of one copy a lane would take four times as long."""
+        config = self.config
+        target = memory.x_address + stage * config.x_stage_bytes + row * ATOM_BYTES
+        source = source + Int64(k_block * (self.tma_tiles * ROW_BYTES))
         barrier = Int32((memory.full + stage).toint())
-        for first in cutlass.range(0, copies, WARP_THREADS, unroll=1):
-            number = first + lane
-            whole = number < self.tma_tiles
-            rest = number - self.tma_tiles
-            row = cutlass.select_(whole, Int32(0), rest // self.row_pieces + 1)
-            piece = cutlass.select_(whole, number * ROW_PIECES, rest % self.row_pieces)
-            source_row = cute.arch.shuffle_sync(own_row, row & (ENTRY_ROWS - 1))
-            if number < copies:
-                tile, column = piece // ROW_PIECES, piece % ROW_PIECES
-                place = tile * self.config.tma_tile_bytes + row * ROW_BYTES + (column ^ row) * PIECE_BYTES
-                source = product(source_row, shape.k) * 2 + Int64((k_block * self.row_pieces + piece) * PIECE_BYTES)
-                size = cutlass.select_(whole, Int32(ROW_BYTES), Int32(PIECE_BYTES))
-                ptx.bulk_copy_to_shared(target + place, operands.x + source, size, barrier)
+        for tile in range(self.tma_tiles):
+            place = target + tile * config.tma_tile_bytes
+            ptx.bulk_copy_to_shared(place, source + tile * ROW_BYTES, Int32(ROW_BYTES), barrier)
 
 
 class EntryResults:
@@ -187,12 +181,12 @@ class EntryResults:
 
     @cute.jit
     def store_rows(self, operands, columns, store: Store, work_tile, features: int, pitch: int):
-        """Stores what is staged, ``features`` a row, 8 neighbouring ones a thread."""
+        """Stores what is staged of the first column of each row, ``features``, 8 neighbouring ones a thread."""
         vectors = features // PACKED_VECTOR
         row, vector = store.tid // vectors, store.tid % vectors
         column = work_tile.block * features + vector * PACKED_VECTOR
         if (row < work_tile.entry.rows) & (column < columns):
-            words = ptx.load_shared_vector(store.staging + row * pitch + vector * 16, 0, 4)
+            words = ptx.load_shared_vector(store.staging + row * (ROW_COLUMNS * pitch) + vector * 16, 0, 4)
             place = Int64(work_tile.entry.place(row)) * columns + column
             ptx.store_global(operands.out + place * 2, words)
 
@@ -226,18 +220,18 @@ class EntryKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = allocate(config, self.layout(), ELEMENTS[config.dtype], 0)
+        if warp == config.consumer_warps:
+            if lane == 0:
+                init_barriers(config, memory)
         if shape.waits != 0:
             cute.arch.griddepcontrol_wait()
         experts = [
             load_expert(ids, i * WARP_THREADS + lane, shape.places, shape.id_words, shape.num_experts)
             for i in range(config.mainloop.lane_assignments)
         ]
-        finder = AssignmentFinder.of(experts, shape.num_experts, lane, ENTRY_ROWS)
-        if warp == config.consumer_warps:
-            if lane == 0:
-                init_barriers(config, memory)
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # while ids are on their way
         cute.arch.griddepcontrol_launch_dependents()
+        finder = AssignmentFinder.of(experts, shape.num_experts, lane, entry_rows(config))
         self.take(operands, shape, memory, finder, cta, num_ctas, warp, lane)
 
     @cute.jit
