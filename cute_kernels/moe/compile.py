@@ -161,8 +161,7 @@ def shipped_specs() -> list[KernelSpec]:
             problems = [GroupedProblem(count, experts, n, k, k, integers(4), "bf16") for n, k in products]
             layouts = [tuned.modelled(problem) for problem in problems]
             specs |= dict.fromkeys(layer_specs(count, problems, layouts))
-            few = (entry_tiles(problem, tokens) for problem in problems)
-            specs |= {EntrySpec(layout.config): None for layout in few if layout is not None}
+            specs |= dict.fromkeys(entry_specs(tokens, problems))
         specs |= {GroupedWgmmaSpec(config): None for config in candidate_configs(problems[0])}
     specs |= {spec: None for config in tuned.shipped_configs() for spec in specs_of(config)}
     small: list[KernelSpec] = [RoutingSpec(RoutingConfig(bits)) for bits in (32, 64)]
@@ -200,6 +199,13 @@ def layer_specs(
     """All kernels of a layer's products, whose layouts these are: of sorted assignments, and of them as they are."""
     found = [spec for layout in layouts for spec in specs_of(layout.config)]
     return [*found, *(spec_of(layout.config) for layout in tuned.assigned(assignments, problems, layouts) or ())]
+
+
+def entry_specs(tokens: int, problems: Sequence[GroupedProblem]) -> list[EntrySpec]:
+    """The kernels of a batch-invariant layer's products of so many tokens' assignments as they are; none where they are
+    sorted."""
+    found = [entry_tiles(problem, tokens) for problem in problems]
+    return [EntrySpec(layout.config) for layout in found if layout is not None] if None not in found else []
 
 
 def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:
