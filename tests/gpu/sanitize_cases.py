@@ -398,7 +398,7 @@ MIXTRAL, QWEN3, _ = MODELS
 EXPERTS = {
     "experts-assigned": LayerCase(MoeShape(SMALL, 3)),
     "experts-entries": LayerCase(MoeShape(SMALL, 3), batch_invariant=True),
-    "experts-entries-of-four-rows": LayerCase(MoeShape(MIXTRAL, 4), batch_invariant=True),
+    "experts-entries-long": LayerCase(MoeShape(MIXTRAL, 1), batch_invariant=True),
     "experts-parts": LayerCase(MoeShape(MIXTRAL, 3)),
     "experts-runs": LayerCase(MoeShape(SMALL, 20)),
     "experts-tiles": LayerCase(MoeShape(SMALL, 300)),

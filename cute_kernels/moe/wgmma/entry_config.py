@@ -2,7 +2,7 @@
 
 A batch-invariant layer adds up each result in one chain of k16 steps, whatever its rows. With one token the tiles that
 many rows want leave half of the SMs without work, and sorting and gathering are two launches of their own. So a work
-tile here is 64 output features of one *entry*, up to four rows of an expert, among assignments as a router leaves
+tile here is 64 output features of one *entry*, one or two rows of an expert, among assignments as a router leaves
 them: twice to eight times as many work tiles, and three launches for five.
 """
 
@@ -20,10 +20,11 @@ from cute_kernels.moe.ranges.config import LANE_ASSIGNMENTS, MOST_ASSIGNMENTS, W
 from cute_kernels.moe.schedule import GroupedProblem, usual_rows
 from layouts.weights.hopper import TILE_N
 
-ENTRY_ROWS = (1, 2, 4)  # of an expert that are multiplied together, at most
+ENTRY_ROWS = (1, 2)  # of an expert that are multiplied together, at most; with four sorted tiles are the faster ones
 ROW_COLUMNS = WGMMA_N_STEP  # of the MMAs, that a row takes
 RINGS = 2  # of stages: one for each warpgroup, which has work tiles of its own
-BLOCK_K = (256, 128)  # the first that divides K: what a k block costs besides its products is a third of them
+LONG_K = 4096  # from which on a k block is longer, as measured: what it costs besides its products is shared by more
+LONG_BLOCK_K, BLOCK_K = (512, 256, 128), (256, 128)  # of which the first that divides K is taken
 SMEM_RESERVE = 1024  # for alignment
 WHOLE_FEATURES = 16  # of which rows are stored 16 bytes at a time, gate and up in turn as well
 
@@ -46,7 +47,7 @@ class EntryWgmma(RegisterWgmma):
     stores: ClassVar[tuple[type, ...]] = (StagedStore,)
     tile_m_sizes: ClassVar[tuple[int, ...]] = tuple(ROW_COLUMNS * rows for rows in ENTRY_ROWS)
     n_tiles_sizes: ClassVar[tuple[int, ...]] = (1,)
-    block_k_sizes: ClassVar[tuple[int, ...]] = BLOCK_K
+    block_k_sizes: ClassVar[tuple[int, ...]] = LONG_BLOCK_K
 
     @property
     def name(self) -> str:
@@ -105,7 +106,7 @@ def entry_tiles(problem: GroupedProblem, tokens: int) -> EntryTiles | None:
     rows = next((count for count in ENTRY_ROWS if usual <= count), None)
     if rows is None or problem.places > MOST_ASSIGNMENTS:
         return None
-    block_k = next((size for size in BLOCK_K if problem.k % size == 0), None)
+    block_k = next((size for size in (BLOCK_K if problem.k < LONG_K else LONG_BLOCK_K) if problem.k % size == 0), None)
     if block_k is None or problem.k != problem.k_pad or problem.n % WHOLE_FEATURES:
         return None
     lanes = next(number for number in LANE_ASSIGNMENTS if problem.places <= number * WARP_THREADS)
