@@ -19,7 +19,7 @@ from cute_kernels.linear import PackedWeight
 from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.moe import fused_moe, grouped_linear
-from cute_kernels.moe.compile import CombineSpec, GatherSpec, RoutingSpec, layer_specs
+from cute_kernels.moe.compile import CombineSpec, GatherSpec, RoutingSpec, entry_specs, layer_specs
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.launch import launch_routing
 from cute_kernels.moe.schedule import GroupedProblem
@@ -87,14 +87,14 @@ class MoeShape:
 def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS, gpu: str = GPU) -> list[KernelSpec]:
     """The kernels that the benchmark runs on a GPU."""
     found: dict[KernelSpec, None] = {RoutingSpec(RoutingConfig(32)): None, GatherSpec(GatherConfig()): None}
-    of = CombineConfig("bf16", "bf16"), CombineConfig("bf16", "fp32"), CombineConfig("bf16", "fp32", id_bits=32)
-    found |= {CombineSpec(config): None for config in of}
+    found |= {CombineSpec(CombineConfig("bf16", source, bits)): None for source in ("bf16", "fp32") for bits in (0, 32)}
     for model in models:
         for count in tokens:
             problems = problems_of(MoeShape(model, count))
             for of_mode in (problems, [replace(problem, batch_invariant=True) for problem in problems]):
                 layouts = [chosen(problem, gpu) for problem in of_mode]
                 found |= dict.fromkeys(layer_specs(count * model.topk, of_mode, layouts))
+            found |= dict.fromkeys(entry_specs(count, problems))
     return list(found)
 
 

@@ -55,6 +55,8 @@ KINDS = {
     "experts' work ranges": "ranges1",
     "runs of entries of sixteen rows": "m16n128k128w2e3",
     "assignments as they are": "assigned1",
+    "tiles of entries": r"m16n64x2k\w*entries1",
+    "tiles of entries, a long K": r"m8n64x2k512\w*entries1",
     "experts' tiles in limbs": "grouped_linear_wgmma_w4bf16_g128_m32p4n128x2k128_s2limbs",
     "experts' tiles in bf16": "grouped_linear_wgmma_w4bf16_g128_m48p6",
     "norms on the way to limbs": "resident32loadsnormed$",

@@ -15,6 +15,7 @@ What :mod:`cute_kernels.linear.arguments` has too means the same here, of all ex
                        to num_experts - 1 go nowhere; out [count, ..], a row for each assignment; row_factor: as
                        `AssignedSizes`. k_blocks: of one of 2**part_bits equal parts of K, each of which has a result of
                        its own, out [2**part_bits, count, ..]: without bias or activation, for whoever adds them up
+    of `ENTRIES`       ids, count, id_words, row_factor: as of `ASSIGNED`; k and n whole k blocks and vectors
     of `TILES`         x [places, k], rows in the order of the places
     of `LIMB_TILES`    x [places, padded k] of 16 bits: of each 128 inputs first the high limbs, then the low ones;
                        x_scales, on 16 bytes: fp32 [k blocks, x_scale_pitch], a multiple of 4 and large enough for 68
@@ -52,6 +53,10 @@ ASSIGNED = matrix_arguments(
         "part_bits", "waits", *RESULT,
     ),
 )  # fmt: skip
+ENTRIES = matrix_arguments(
+    ("codes", "scales", "zeros", "out", "ids"),
+    ("n", "num_tiles", "k_blocks", "num_ctas", "num_experts", "count", "id_words", "row_factor", "waits", *RESULT),
+)
 TILE_NUMBERS = ("n", "num_tiles", "k_blocks", "num_experts", "num_ctas", *RESULT)
 TILES = matrix_arguments(("codes", "scales", "zeros", "bias", "out", "offsets"), TILE_NUMBERS)
 LIMB_ADDRESSES = ("codes", "scales", "x_scales", "bias", "out", "offsets")

@@ -13,10 +13,11 @@ from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma import compile as linear_wgmma
 from cute_kernels.linear.wgmma.config import LimbRowsConfig, WgmmaConfig
 from cute_kernels.moe import tuned
-from cute_kernels.moe.arguments import ASSIGNED, COMBINE, GATHER, GROUPED, LIMB_TILES, RANGES, ROUTING, TILES
+from cute_kernels.moe.arguments import ASSIGNED, COMBINE, ENTRIES, GATHER, GROUPED, LIMB_TILES, RANGES, ROUTING, TILES
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.ranges.config import EntryLimbs, RangeConfig
 from cute_kernels.moe.schedule import GroupedProblem
+from cute_kernels.moe.wgmma.entry_config import EntryConfig, EntryWgmma, entry_tiles
 from cute_kernels.moe.wgmma.schedule import TABLE_WARPS, candidate_configs
 from cute_kernels.runtime.spec import KernelSpec, check_config
 from cute_kernels.weight_formats import integers
@@ -66,6 +67,25 @@ class GroupedWgmmaSpec(KernelSpec):
 
     def compile(self, arch: str) -> Any:
         return compile_grouped_wgmma(self.config, arch)
+
+
+@dataclass(frozen=True, eq=False)
+class EntrySpec(KernelSpec):
+    """One grouped GEMM kernel of few rows an expert, bit for bit that of tiles: takes what `arguments` has of it."""
+
+    config: EntryConfig
+    family: ClassVar[str] = "moe"
+
+    @property
+    def symbol(self) -> str:
+        return f"grouped_{self.config.name}"
+
+    def source_roots(self) -> tuple[Path, ...]:
+        own = _modules("ranges/assignments", "ranges/config", "schedule", "wgmma/entry_config", "wgmma/entry_kernel")
+        return *own, *linear_wgmma.WgmmaSpec(self.config).source_roots()
+
+    def compile(self, arch: str) -> Any:
+        return compile_entries(self.config, arch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,13 +161,15 @@ def shipped_specs() -> list[KernelSpec]:
             problems = [GroupedProblem(count, experts, n, k, k, integers(4), "bf16") for n, k in products]
             layouts = [tuned.modelled(problem) for problem in problems]
             specs |= dict.fromkeys(layer_specs(count, problems, layouts))
+            specs |= dict.fromkeys(entry_specs(tokens, problems))
         specs |= {GroupedWgmmaSpec(config): None for config in candidate_configs(problems[0])}
     specs |= {spec: None for config in tuned.shipped_configs() for spec in specs_of(config)}
     small: list[KernelSpec] = [RoutingSpec(RoutingConfig(bits)) for bits in (32, 64)]
     small += [CombineSpec(CombineConfig(dtype)) for dtype in ("bf16", "fp16")]
     small += [CombineSpec(CombineConfig("bf16", "bf16")), CombineSpec(CombineConfig("fp16", "fp16"))]
     small += [CombineSpec(CombineConfig("bf16", id_bits=bits)) for bits in (32, 64)]
-    by_bf16 = (("fp32", 0), ("bf16", 0), ("fp32", 32), ("fp32", 64))
+    small += [CombineSpec(CombineConfig("bf16", "bf16", id_bits=bits)) for bits in (32, 64)]
+    by_bf16 = [(source, bits) for bits in (0, 32, 64) for source in ("fp32", "bf16")]
     small += [CombineSpec(CombineConfig("bf16", source, bits, shares="bf16")) for source, bits in by_bf16]
     return [*small, *(GatherSpec(GatherConfig(dtype)) for dtype in ("bf16", "fp16")), *specs]
 
@@ -157,10 +179,10 @@ def grouped_spec(problem: GroupedProblem) -> GroupedSpec | GroupedWgmmaSpec:
     return spec_of(tuned.modelled(problem).config)
 
 
-def spec_of(config: LinearConfig | WgmmaConfig) -> GroupedSpec | GroupedWgmmaSpec:
+def spec_of(config: LinearConfig | WgmmaConfig) -> GroupedSpec | GroupedWgmmaSpec | EntrySpec:
     """The kernel of a configuration."""
     if isinstance(config, WgmmaConfig):
-        return GroupedWgmmaSpec(config)
+        return EntrySpec(config) if isinstance(config.mainloop, EntryWgmma) else GroupedWgmmaSpec(config)
     return RangeSpec(config) if isinstance(config.activations, EntryLimbs) else GroupedSpec(config)
 
 
@@ -177,6 +199,13 @@ def layer_specs(
     """All kernels of a layer's products, whose layouts these are: of sorted assignments, and of them as they are."""
     found = [spec for layout in layouts for spec in specs_of(layout.config)]
     return [*found, *(spec_of(layout.config) for layout in tuned.assigned(assignments, problems, layouts) or ())]
+
+
+def entry_specs(tokens: int, problems: Sequence[GroupedProblem]) -> list[EntrySpec]:
+    """The kernels of a batch-invariant layer's products of so many tokens' assignments as they are; none where they are
+    sorted."""
+    found = [entry_tiles(problem, tokens) for problem in problems]
+    return [EntrySpec(layout.config) for layout in found if layout is not None] if None not in found else []
 
 
 def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:
@@ -212,6 +241,13 @@ def compile_grouped_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
         )
     kind, arguments = (GroupedLimbKernel, LIMB_TILES) if config.limbs else (GroupedWgmmaKernel, TILES)
     return compile_kernel(kind, config, arguments, arch, *options)
+
+
+def compile_entries(config: EntryConfig, arch: str, *options: str) -> Any:
+    """As `compile_grouped`."""
+    from cute_kernels.moe.wgmma.entry_kernel import EntryKernel
+
+    return compile_kernel(EntryKernel, config, ENTRIES, arch, *options)
 
 
 def compile_gather(config: GatherConfig, arch: str, *options: str) -> Any:

@@ -23,6 +23,7 @@ from cute_kernels.moe.launch import DTYPE_NAMES, Weights, addresses_of
 from cute_kernels.moe.plan import (
     AssignedIds,
     AssignedPlan,
+    EntryPlan,
     GroupedPlan,
     ProductPlan,
     RangePlan,
@@ -30,11 +31,13 @@ from cute_kernels.moe.plan import (
     gather_function,
     layout_of,
     make_assigned_plan,
+    make_entry_plan,
     plan_of,
     problem_of,
     routing_function,
 )
 from cute_kernels.moe.tuned import assigned
+from cute_kernels.moe.wgmma.entry_config import entry_tiles
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.plans import MAX_PLANS
@@ -89,8 +92,8 @@ class MoePlan:
     new_out: Blank
     combine: Callable[..., Any]
     combined: tuple[str, str, int]
-    gate_up: ProductPlan | AssignedPlan
-    down: ProductPlan | AssignedPlan
+    gate_up: ProductPlan | AssignedPlan | EntryPlan
+    down: ProductPlan | AssignedPlan | EntryPlan
     first: tuple[int, int, int]
     second: tuple[int, int, int]
     pads: tuple[bool, bool]
@@ -196,13 +199,13 @@ def moe_plan_of(
 ) -> MoePlan:
     """The plan of a layer's calls with at least one assignment; id_bits: of an expert's id, 32 or 64; batch_invariant:
     whether no token's result may depend on what other tokens there are."""
-    few = None if batch_invariant else assigned_plans(tokens, topk, id_bits, gate_up, down)
+    few = (entry_plans if batch_invariant else assigned_plans)(tokens, topk, id_bits, gate_up, down)
     plans = few or sorted_plans(tokens * topk, gate_up, down, batch_invariant)
     return make_moe_plan(plans, tokens, topk, id_bits, gate_up, down, out_dtype)
 
 
 def make_moe_plan(
-    plans: tuple[AssignedPlan, AssignedPlan] | tuple[ProductPlan, ProductPlan],
+    plans: tuple[AssignedPlan, AssignedPlan] | tuple[EntryPlan, EntryPlan] | tuple[ProductPlan, ProductPlan],
     tokens: int,
     topk: int,
     id_bits: int,
@@ -210,9 +213,9 @@ def make_moe_plan(
     down: ExpertsForm,
     out_dtype: torch.dtype,
 ) -> MoePlan:
-    """The plan of a layer whose products have given plans: of `assigned_plans` or of `sorted_plans`."""
+    """The plan of a layer whose products have given plans: of `assigned_plans`, `entry_plans` or `sorted_plans`."""
     num_places = tokens * topk
-    few = isinstance(plans[0], AssignedPlan)
+    few = isinstance(plans[0], AssignedPlan | EntryPlan)
     dtype, index = gate_up.dtype, gate_up.device_index
     # Few rows: accumulators stay in fp32 until all experts have been added. Many: half the traffic, as large as the
     # weights'.
@@ -254,15 +257,33 @@ def assigned_plans(
 
     No launch of the first lets another begin before it has waited for the ids, so the second need not.
     """
-    count, words, forms = tokens * topk, id_bits // 32, (gate_up, down)
+    count, forms = tokens * topk, (gate_up, down)
     problems = [problem_of(count, form) for form in forms]
     layouts = assigned(count, problems, [layout_of(count, form) for form in forms])
     if layouts is None:
         return None
-    ids = AssignedIds(count, words, topk, True), AssignedIds(count, words, 1, False)
+    ids = ids_of_products(count, topk, id_bits)
     sizes = gate_up.num_experts, gate_up.device_index
     first, second = (make_assigned_plan(*of_product, *sizes) for of_product in zip(layouts, ids, strict=True))
     return first, second
+
+
+def entry_plans(
+    tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm
+) -> tuple[EntryPlan, EntryPlan] | None:
+    """As `assigned_plans`, of batch-invariant products."""
+    count = tokens * topk
+    layouts = [entry_tiles(problem_of(count, form, True), tokens) for form in (gate_up, down)]
+    sizes, ids = (gate_up.num_experts, gate_up.device_index), ids_of_products(count, topk, id_bits)
+    if layouts[0] is None or layouts[1] is None:
+        return None
+    return make_entry_plan(layouts[0], ids[0], *sizes), make_entry_plan(layouts[1], ids[1], *sizes)
+
+
+def ids_of_products(count: int, topk: int, id_bits: int) -> tuple[AssignedIds, AssignedIds]:
+    """Of both: a token's assignments have a row of x together, and each a row of hidden activations."""
+    words = id_bits // 32
+    return AssignedIds(count, words, topk, True), AssignedIds(count, words, 1, False)
 
 
 def sorted_plans(

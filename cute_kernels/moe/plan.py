@@ -12,12 +12,21 @@ import torch
 from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.wgmma.limb_launch import LimbRows, limb_rows
-from cute_kernels.moe.arguments import ASSIGNED, COMBINE, GATHER, GROUPED, LIMB_TILES, RANGES, ROUTING, TILES
-from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RangeSpec, RoutingSpec
+from cute_kernels.moe.arguments import ASSIGNED, COMBINE, ENTRIES, GATHER, GROUPED, LIMB_TILES, RANGES, ROUTING, TILES
+from cute_kernels.moe.compile import (
+    CombineSpec,
+    EntrySpec,
+    GatherSpec,
+    GroupedSpec,
+    GroupedWgmmaSpec,
+    RangeSpec,
+    RoutingSpec,
+)
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.ranges.schedule import RangeLayout, row_factor
 from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
 from cute_kernels.moe.tuned import GroupedLayout, chosen
+from cute_kernels.moe.wgmma.entry_config import EntryTiles
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
@@ -123,6 +132,31 @@ class AssignedPlan:
         n, activation, out_kind = numbers
         self.send(
             x=x, codes=codes, scales=scales, bias=bias, out=out, ids=ids, n=n, waits=self.waits,
+            activation=activation, out_kind=out_kind,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EntryPlan:
+    """A batch-invariant product of a few assignments as a router leaves them: no launch sorts them.
+
+    Attributes:
+        send: the launch, by arguments' names.
+        waits: as of `GroupedPlan`, of the ids.
+    """
+
+    send: Callable[..., Any]
+    layout: EntryTiles
+    waits: bool
+    gathers: bool = True
+    stores_fp32: bool = False  # as tiles, whose bits these are
+
+    def run(self, x: torch.Tensor, addresses: tuple[int, ...], ids: int, numbers: tuple[int, ...]):
+        """As :meth:`AssignedPlan.run`; without biases."""
+        codes, scales, zeros, _, out = addresses
+        n, activation, out_kind = numbers
+        self.send(
+            x=x, codes=codes, scales=scales, zeros=zeros, out=out, ids=ids, n=n, waits=self.waits,
             activation=activation, out_kind=out_kind,
         )  # fmt: skip
 
@@ -255,10 +289,20 @@ def make_range_plan(layout: RangeLayout, places: int, num_experts: int, device_i
 
 def make_assigned_plan(layout: RangeLayout, ids: AssignedIds, num_experts: int, device_index: int) -> AssignedPlan:
     """The plan of given runs of blocks among assignments; layout: of `among_assignments`."""
-    own = {"count": ids.count, "id_words": ids.id_words, "row_factor": row_factor(ids.row_assignments)}
-    sizes = range_sizes(layout, num_experts) | own | {"part_bits": layout.part_bits}
+    sizes = range_sizes(layout, num_experts) | id_sizes(ids) | {"part_bits": layout.part_bits}
     send = ASSIGNED.bound(load(RangeSpec(layout.config), arch_of(device_index)), sizes)
     return AssignedPlan(send, layout, ids.waits)
+
+
+def make_entry_plan(layout: EntryTiles, ids: AssignedIds, num_experts: int, device_index: int) -> EntryPlan:
+    """The plan of given tiles of entries among assignments."""
+    sizes = tile_sizes(layout, num_experts) | id_sizes(ids)
+    return EntryPlan(ENTRIES.bound(load(EntrySpec(layout.config), arch_of(device_index)), sizes), layout, ids.waits)
+
+
+def id_sizes(ids: AssignedIds) -> dict[str, int]:
+    """What products among assignments are told of them."""
+    return {"count": ids.count, "id_words": ids.id_words, "row_factor": row_factor(ids.row_assignments)}
 
 
 def range_sizes(layout: RangeLayout, num_experts: int) -> dict[str, int]:
@@ -278,7 +322,7 @@ def make_tiles_plan(tiles: GroupedTiles, _places: int, num_experts: int, device_
     return TilesPlan(TILES.bound(function, tile_sizes(tiles, num_experts)), tiles)
 
 
-def tile_sizes(tiles: GroupedTiles, num_experts: int) -> dict[str, int]:
+def tile_sizes(tiles: GroupedTiles | EntryTiles, num_experts: int) -> dict[str, int]:
     """What products by tiles are told whatever their routing."""
     return {
         "num_tiles": tiles.num_tiles,

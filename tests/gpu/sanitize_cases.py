@@ -277,6 +277,7 @@ class LayerCase:
     """A layer of experts with so many tokens."""
 
     shape: MoeShape
+    batch_invariant: bool = False
 
     def specs(self) -> list[KernelSpec]:
         return moe_bench.specs([self.shape.model], [self.shape.tokens])
@@ -291,7 +292,8 @@ class LayerCase:
         wanted = fused_moe_reference(inputs.x[checked], gate_up, down, *some, out_dtype=torch.float32)
         for _ in range(CALLS):
             out = torch.full_like(inputs.x, torch.nan)
-            fused_moe(inputs.x, gate_up, down, inputs.weights, inputs.ids, out=out)
+            weights = gate_up, down, inputs.weights, inputs.ids
+            fused_moe(inputs.x, *weights, batch_invariant=self.batch_invariant, out=out)
             assert bool(torch.isfinite(out).all())
             error = relative_error(out[checked], wanted)
             assert error <= LAYER_TOLERANCE, error
@@ -395,6 +397,8 @@ SMALL = MoeModel("small", 32, 4, 1024, 256)
 MIXTRAL, QWEN3, _ = MODELS
 EXPERTS = {
     "experts-assigned": LayerCase(MoeShape(SMALL, 3)),
+    "experts-entries": LayerCase(MoeShape(SMALL, 3), batch_invariant=True),
+    "experts-entries-long": LayerCase(MoeShape(MIXTRAL, 1), batch_invariant=True),
     "experts-parts": LayerCase(MoeShape(MIXTRAL, 3)),
     "experts-runs": LayerCase(MoeShape(SMALL, 20)),
     "experts-tiles": LayerCase(MoeShape(SMALL, 300)),

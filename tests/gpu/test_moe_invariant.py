@@ -13,13 +13,17 @@ import torch
 from cute_kernels.linear.experts import PackedExperts, interleave_experts, stack_experts
 from cute_kernels.moe import fused_moe, grouped_linear
 from cute_kernels.moe.compile import GroupedWgmmaSpec
+from cute_kernels.moe.layer import MoePlan, ids_of_products, make_moe_plan, sorted_plans
+from cute_kernels.moe.plan import make_entry_plan, problem_of
 from cute_kernels.moe.reference import route_reference
+from cute_kernels.moe.wgmma.entry_config import entry_tiles
 from cute_kernels.moe.wgmma.schedule import GroupedTiles, layouts
 from cute_kernels.runtime import KernelSpec, arch_of, load_many
 from tests.gpu.compiled import compiled
 from tests.gpu.moe_forms import BF16, FP16, LAYER_TOLERANCE, Form, numbers
 from tests.gpu.specs import products_needed_by
 from tests.gpu.test_moe import CUDA, assert_near, problem, run_product
+from tests.gpu.test_moe_assigned import ID_DTYPES, ROUTING, assignments
 from tests.linear.cases import known
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("product_kernels")]
@@ -34,6 +38,8 @@ FORMS = {
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
 ALL_TOKENS = 1500
 SOME_TOKENS = (1, 2, 7, 30, 260, 600, 1000)
+ROUTES = ((1, 2), (2, 8), (5, 3), (11, 1), (16, 2), (8, 8))  # tokens, experts that each chooses, as they are
+MANY_EXPERTS = 64  # that usually have less than an entry of the most assignments
 TILES = {16, 32, 64, 128, 256}  # rows, of tiles that there are for every format
 
 
@@ -69,6 +75,9 @@ def specs() -> list[KernelSpec]:
             for tokens in (*SOME_TOKENS, ALL_TOKENS):
                 for batch_invariant in (True, False) if form == FORMS["w4"] else (True,):
                     only_shapes(form, weights, tokens, batch_invariant)
+            for tokens, topk in ROUTES:
+                for id_dtype in ID_DTYPES:
+                    entries_and_sorted(weights, tokens, topk, id_dtype)
 
     found = products_needed_by(work)
     found += [GroupedWgmmaSpec(tiles.config) for form in FORMS.values() for tiles in tiles_of(form)]
@@ -81,6 +90,21 @@ def tiles_of(form: Form) -> list[GroupedTiles]:
     found = layouts(replace(product, batch_invariant=True))
     assert {tiles.config.tile_m for tiles in found} >= TILES
     return found
+
+
+def entries_and_sorted(
+    weights: tuple[PackedExperts, PackedExperts], tokens: int, topk: int, id_dtype: torch.dtype
+) -> list[MoePlan]:
+    """The same layer by tiles of entries, whether or not they are what serves it, and by sorted tiles."""
+    gate_up, down = (weight.form for weight in weights)
+    count, id_bits = tokens * topk, 8 * id_dtype.itemsize
+    plans = []
+    for form, ids in zip((gate_up, down), ids_of_products(count, topk, id_bits), strict=True):
+        layout = entry_tiles(replace(problem_of(count, form, True), num_experts=MANY_EXPERTS), tokens)
+        assert layout is not None
+        plans.append(make_entry_plan(layout, ids, form.num_experts, form.device_index))
+    both = (plans[0], plans[1]), sorted_plans(count, gate_up, down, True)
+    return [make_moe_plan(plan, tokens, topk, id_bits, gate_up, down, gate_up.dtype) for plan in both]
 
 
 def only_shapes(form: Form, weights: tuple[PackedExperts, PackedExperts], tokens: int, batch_invariant: bool) -> None:
@@ -152,3 +176,19 @@ def test_every_tile_adds_up_alike(form):
         results.append(out[: int(offsets[-1])])
     assert all(torch.equal(results[0], other) for other in results[1:])
     assert results[0].isfinite().all()
+
+
+@every_form
+@pytest.mark.parametrize("id_dtype", ID_DTYPES, ids=str)
+@pytest.mark.parametrize("tokens, topk", ROUTES)
+@pytest.mark.parametrize("routing", ROUTING)
+def test_entries_have_the_bits_of_sorted_tiles(routing, tokens, topk, id_dtype, form):
+    """Of experts with more rows than an entry too, and of none."""
+    weights = layer(form)
+    ids, shares = assignments(routing, tokens, topk, EXPERTS, id_dtype)
+    x = numbers(tokens, HIDDEN, dtype=form.dtype, seed=3)
+    entries, tiles = entries_and_sorted(weights, tokens, topk, id_dtype)
+    want = tiles.run(x, *weights, ids, shares, None)
+    for _ in range(3):
+        assert torch.equal(entries.run(x, *weights, ids, shares, None), want)
+    assert want.isfinite().all()

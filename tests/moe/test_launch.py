@@ -220,10 +220,22 @@ def test_one_launch_a_step(products, kernels, launches):
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "operator"])
-@pytest.mark.parametrize("tokens", [1, 16, 700])
-def test_batch_invariant_products_are_by_tiles_of_decoded_weights(tokens, direct, launches):
-    """However few the tokens: sorted, with rows in order, neither in limbs nor by runs."""
-    given = call(tokens)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_batch_invariant_products_of_few_rows_find_assignments_as_they_are(tokens, direct, launches):
+    """By tiles of decoded weights as well, whose results are of x's dtype: three launches."""
+    given = call(tokens, hidden=256)
+    fused_moe(**(given if direct else derived(given)), batch_invariant=True)
+    kernels = [launch.symbol for launch in launches]
+    assert [kernel.split("_w4")[0] for kernel in kernels[:2]] == ["grouped_linear_wgmma"] * 2
+    assert all("entries1" in kernel for kernel in kernels[:2])
+    assert [kernel.split("_pdl")[0] for kernel in kernels[2:]] == [f"{COMBINE}_bf16_of_bf16_i32"]
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "operator"])
+@pytest.mark.parametrize("tokens, hidden", [(1, HIDDEN), (16, HIDDEN), (16, 256), (700, 256)])
+def test_batch_invariant_products_are_by_tiles_of_decoded_weights(tokens, hidden, direct, launches):
+    """Of many rows, or a K that is not whole: sorted, with rows in order, neither in limbs nor by runs."""
+    given = call(tokens, hidden)
     fused_moe(**(given if direct else derived(given)), batch_invariant=True)
     kernels = [launch.symbol for launch in launches]
     assert [kernel.split("_w4")[0] for kernel in kernels[2:4]] == ["grouped_linear_wgmma"] * 2
