@@ -12,7 +12,7 @@ cores busy meanwhile.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass.cute as cute
 from cutlass import Float32
@@ -24,11 +24,14 @@ from cute_kernels.extend.memory import KEYS, VALUES
 from cute_kernels.extend.products import Fp8Products
 from cute_kernels.extend.softmax import row_of
 
+if TYPE_CHECKING:
+    from cute_kernels.extend.multiply import Consumer
+
 
 class TwoLevelSums:
     """How the consumer of a configuration goes from block to block; arguments as `multiply.Consumer`'s have them."""
 
-    def __init__(self, config: ExtendConfig, consumer: Any):
+    def __init__(self, config: ExtendConfig, consumer: Consumer):
         assert config.fp8 is not None
         self.config, self.consumer, self.products = config, consumer, Fp8Products(config)
         self.go_on = self.go_on_behind if config.fp8.behind else self.go_on_in_turn

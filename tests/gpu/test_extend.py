@@ -208,6 +208,14 @@ def test_zero_scores_show_the_mask_of_fp8_products(num_splits, causal, window):
     check(call, rounded=False)
 
 
+@pytest.mark.parametrize("options", [{"tree": True}, {"softcap": 20.0, "sinks": True, "window_size": 200}], ids=str)
+def test_what_leaves_zero_scores_alike_leaves_fp8_products_exact(options):
+    """Their kernels multiply values before the next scores, not behind the softmax."""
+    call = make_call("e4m3_tensor", [130, 5, 64], [400, 5, 290], fp8_products=True, device=CUDA, **options)
+    call.q.zero_()
+    check(call, rounded=False)
+
+
 def test_fp8_products_of_signs_are_exact():
     """Scores are integers, and differ by 2 or not at all: E4M3 holds a softmax of those alike, and others are next to
     nothing. So a query gets the average of the values of those keys whose signs agree most with its own."""
