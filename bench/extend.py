@@ -22,8 +22,11 @@ from cute_kernels.extend.reference import extend_attention_reference
 from cute_kernels.kv_formats import format_of
 
 FORMATS = ("bf16", "int8_token_head", "e4m3_token_head", "e4m3_tensor", "int4_g1", "int4_g4")
+FP8_FORMAT, FP8_PRODUCTS = "e4m3_tensor", "e4m3_tensor, FP8 products"
+FA3_FP8 = "FA3 in FP8"
 HEAD_DIM, PAGE_SIZE = 128, 64
 TENSOR_SCALE = 4.5 / 448  # of standard normal numbers in E4M3
+FP8_TOLERANCE = 6e-2  # queries and probabilities keep 4 bits
 CHECKED_QUERIES = 64  # of the last request
 PIECE_PAGES = 512  # that are quantised at a time
 
@@ -93,7 +96,9 @@ class Inputs:
             order.view(shape.batch, pages),
         )
 
-    def call(self, kv_format: str, page_size: int | None = PAGE_SIZE) -> tuple[Callable[[], Any], dict[str, Any]]:
+    def call(
+        self, kv_format: str, page_size: int | None = PAGE_SIZE, **options: Any
+    ) -> tuple[Callable[[], Any], dict[str, Any]]:
         """(our call, its arguments) over caches in a format; page_size: None for contiguous ones."""
         form, scales = format_of(kv_format), {}
         caches, table = [self.k, self.v], self.table
@@ -119,14 +124,37 @@ class Inputs:
             "kv_format": kv_format,
             "block_table": None if page_size is None else table,
             **scales,
+            **options,
         }
         out = torch.empty_like(self.q)
         return partial(extend_attention, **arguments, out=out), arguments
 
     def fa3(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """FlashAttention-3's calls over the same bf16 keys: in pages, and in a row; cut as it likes, and not cut."""
-        op = torch.ops._vllm_fa3_C.fwd
-        values: dict[str, Any] = {
+        values = self._fa3_values()
+        places = {
+            "": {"k": self.k, "v": self.v, "seqused_k": self.lengths, "page_table": self.table},
+            ", contiguous": {**self._in_a_row(self.k, self.v), "cu_seqlens_k": self._key_ends()},
+        }
+        for place, keys in places.items():
+            for cut, splits in (("", 0), (", one split", 1)):
+                yield f"FA3{place}{cut}", _fa3_call(values | keys | {"num_splits": splits})
+
+    def fa3_of_fp8(self, arguments: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """FlashAttention-3's calls in FP8 over the codes of our call's ``arguments``, in a row: it takes no such pages.
+        Queries are in E4M3 before it is called."""
+        codes = [arguments[name].view(torch.uint8) for name in ("k_cache", "v_cache")]
+        keys = {name: rows.view(torch.float8_e4m3fn) for name, rows in self._in_a_row(*codes).items()}
+        scales = (self.shape.batch, self.shape.num_kv_heads)
+        unit, scale = (torch.full(scales, value, device=self.q.device) for value in (1.0, TENSOR_SCALE))
+        values = self._fa3_values() | keys | {"q": self.q.to(torch.float8_e4m3fn), "cu_seqlens_k": self._key_ends()}
+        values |= {"q_descale": unit, "k_descale": scale, "v_descale": scale}
+        for cut, splits in (("", 0), (", one split", 1)):
+            yield f"{FA3_FP8}{cut}", _fa3_call(values | {"num_splits": splits})
+
+    def _fa3_values(self) -> dict[str, Any]:
+        """What all calls of FlashAttention-3 are given."""
+        return {
             "q": self.q,
             "cu_seqlens_q": self.ends,
             "max_seqlen_q": self.shape.q_len,
@@ -141,26 +169,22 @@ class Inputs:
             "cp_world_size": 1,
             "cp_rank": 0,
         }
-        places = {
-            "": {"k": self.k, "v": self.v, "seqused_k": self.lengths, "page_table": self.table},
-            ", contiguous": {**self._in_a_row(), "cu_seqlens_k": self._key_ends()},
-        }
-        for place, keys in places.items():
-            for cut, splits in (("", 0), (", one split", 1)):
-                given = values | keys | {"num_splits": splits}
-                ordered = [given.get(argument.name) for argument in op.default._schema.arguments]
-                yield f"FA3{place}{cut}", partial(op, *ordered)
 
-    def _in_a_row(self) -> dict[str, torch.Tensor]:
-        """K and V without pages: those of all requests one after the other."""
+    def _in_a_row(self, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Caches without pages: the rows of all requests one after the other."""
         shape, pages = self.shape, self.table.long()
         return {
-            name: cache[pages].flatten(1, 2)[:, : shape.seq_len].flatten(0, 1)
-            for name, cache in (("k", self.k), ("v", self.v))
+            name: cache[pages].flatten(1, 2)[:, : shape.seq_len].flatten(0, 1).contiguous()
+            for name, cache in (("k", k), ("v", v))
         }
 
     def _key_ends(self) -> torch.Tensor:
         return torch.arange(self.shape.batch + 1, dtype=torch.int32, device=self.q.device) * self.shape.seq_len
+
+
+def _fa3_call(values: dict[str, Any]) -> Callable[[], Any]:
+    op = torch.ops._vllm_fa3_C.fwd
+    return partial(op, *[values.get(argument.name) for argument in op.default._schema.arguments])
 
 
 def run(bench: Bench, shapes: Sequence[ExtendShape] = SHAPES, formats: Sequence[str] = FORMATS) -> None:
@@ -249,15 +273,22 @@ def _microseconds(times: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
 def _measure(bench: Bench, inputs: Inputs, formats: Sequence[str]) -> dict[str, Any]:
     calls: dict[str, Callable[[], Any]] = {}
     errors: dict[str, float] = {}
-    places = {name: (name, PAGE_SIZE) for name in formats}
+    ours: dict[str, dict[str, Any]] = {name: {"kv_format": name} for name in formats}
     if "bf16" in formats:
-        places |= {f"bf16, {place}": ("bf16", page_size) for place, page_size in PLACES.items()}
-    for name, (kv_format, page_size) in places.items():
-        calls[name], arguments = inputs.call(kv_format, page_size)
-        errors[name] = _error(calls[name](), arguments)
-        if not errors[name] <= TOLERANCE:
-            raise WrongOutput(f"{name}: relative error {errors[name]:.2e} to fp64, at most {TOLERANCE:g}")
+        ours |= {f"bf16, {place}": {"kv_format": "bf16", "page_size": size} for place, size in PLACES.items()}
+    if FP8_FORMAT in formats:
+        ours[FP8_PRODUCTS] = {"kv_format": FP8_FORMAT, "fp8_products": True}
     missing = fa3_missing()
+    for name, options in ours.items():
+        calls[name], arguments = inputs.call(**options)
+        errors[name] = _error(calls[name](), arguments)
+        tolerance = FP8_TOLERANCE if name == FP8_PRODUCTS else TOLERANCE
+        if not errors[name] <= tolerance:
+            raise WrongOutput(f"{name}: relative error {errors[name]:.2e} to fp64, at most {tolerance:g}")
+        if name == FP8_PRODUCTS and missing is None:
+            others = dict(inputs.fa3_of_fp8(arguments))
+            errors |= {other: _error(_first_of(call()), arguments) for other, call in others.items()}
+            calls |= others
     if missing is None:
         calls |= dict(inputs.fa3())
     times = time_cold_in_turn(calls, bench.flush, bench.protocol)
@@ -269,6 +300,11 @@ def _measure(bench: Bench, inputs: Inputs, formats: Sequence[str]) -> dict[str, 
         "us": _microseconds(times),
         "missing": {} if missing is None else {"FA3": missing},
     }
+
+
+def _first_of(result: Any) -> torch.Tensor:
+    """The output among a call's results."""
+    return result[0] if isinstance(result, (tuple, list)) else result
 
 
 def _error(out: torch.Tensor, arguments: dict[str, Any]) -> float:
@@ -293,12 +329,14 @@ def markdown(record: dict[str, Any]) -> str:
     if not rows:
         raise ValueError("record: got no measured call of extend attention, want some")
     names = [name for name in dict.fromkeys(name for row in rows for name in row["us"]) if not name.startswith("FA3")]
-    head = ["queries, heads", "FlashAttention-3", *names]
+    in_fp8 = [_fastest(row, FA3_FP8) for row in rows]
+    has_fp8 = any(rate is not None for rate in in_fp8)
+    head = ["queries, heads", "FlashAttention-3", *(["FlashAttention-3 in FP8"] if has_fp8 else []), *names]
     lines = []
-    for row in rows:
-        rates = {name: row["flops"] * 1e-6 / time["median_us"] for name, time in row["us"].items()}
-        peer = max((rate for name, rate in rates.items() if name.startswith("FA3")), default=None)
-        lines.append([row["name"], number(peer, 0), *(number(rates.get(name), 0) for name in names)])
+    for row, fp8 in zip(rows, in_fp8, strict=True):
+        peers = [_fastest(row, "FA3", but=FA3_FP8), *([fp8] if has_fp8 else [])]
+        own = [_fastest(row, name, exactly=True) for name in names]
+        lines.append([row["name"], *(number(rate, 0) for rate in (*peers, *own))])
     about = f"TFLOPS, median of {record.get('samples')} calls with a cold L2; FlashAttention-3: bf16, its fastest call."
     about = " ".join(filter(None, [about, perplexity.sentence(perplexity.caches_in(names), perplexity.models())]))
     parts = [in_markdown(record, head, lines, about)]
@@ -307,6 +345,16 @@ def markdown(record: dict[str, Any]) -> str:
             head, *lines = _cells(record[key])
             parts.append(in_markdown(record, head, lines, what + "."))
     return "\n".join(parts)
+
+
+def _fastest(row: dict[str, Any], start: str, but: str | None = None, exactly: bool = False) -> float | None:
+    """The greatest rate of the calls whose names begin with ``start``, or are it, and do not begin with ``but``."""
+    times = [
+        time["median_us"]
+        for name, time in row["us"].items()
+        if (name == start if exactly else name.startswith(start)) and not (but and name.startswith(but))
+    ]
+    return row["flops"] * 1e-6 / min(times) if times else None
 
 
 def text(data: dict[str, Any]) -> str:

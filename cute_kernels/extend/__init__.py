@@ -48,6 +48,7 @@ class ExtendOptions(TypedDict, total=False):
     num_splits: int | None
     sm_margin: int
     unpack: bool | None
+    fp8_products: bool
     max_seq_len: int | None
     score_options: Mapping[str, torch.Tensor] | None
     out: torch.Tensor | None
@@ -121,6 +122,7 @@ def extend_attention(
     sm_margin: int = 0,
     unpack: bool | None = None,
     max_seq_len: int | None = None,
+    fp8_products: bool = False,
     score_options: Mapping[str, torch.Tensor] | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
@@ -178,6 +180,10 @@ def extend_attention(
             per row, whose results differ by its rounding. True: in any case.
         max_seq_len: none of seq_lens is greater, as the caller knows. It bounds that memory where the cache has room
             for more. Results of longer requests are undefined.
+        fp8_products: whether q and the probabilities are rounded to E4M3, 4 significant bits, and multiplied with the
+            codes of K and V. For "e4m3_tensor" and "e4m3_head" caches of head_dim 128, by way of 2 bytes times batch,
+            tokens a request may have, num_kv_heads and head_dim, however many queries there are. docs/extend.md says
+            what it gains and what errors it makes. On the CPU the reference implementation rounds nothing.
         score_options: as for :func:`cute_kernels.decode_attention`: tensors, by name, of options that
             :func:`cute_kernels.attention.score_options.register` has made known; without a size of q_len. Not with
             new_k, new_v, a tree_mask, or a transform whose K has a center.
@@ -217,6 +223,7 @@ def extend_attention(
         "sm_margin": sm_margin,
         "unpack": unpack,
         "max_seq_len": max_seq_len,
+        "fp8_products": fp8_products,
         "score_options": score_options or None,
     }
     if score_options is not None:

@@ -13,8 +13,8 @@ from cute_kernels.attention import checks
 from cute_kernels.attention.call import AttentionCall, Bias, CacheOperand
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.score_options import tensors_of
-from cute_kernels.extend.config import HEAD_DIMS, MAX_SPLITS, cannot_read
-from cute_kernels.kv_formats import format_of
+from cute_kernels.extend.config import HEAD_DIMS, MAX_SPLITS, cannot_multiply_fp8, cannot_read
+from cute_kernels.kv_formats import KvFormat, format_of
 from cute_kernels.kv_formats import names as format_names
 from cute_kernels.names import CacheLayout
 
@@ -33,7 +33,7 @@ class ExtendCall:
             they come from the cache.
         tree_mask: int32 [total_q, words], contiguous: which of its request's new tokens each query sees; None where
             their order says so.
-        num_splits, sm_margin, unpack, max_seq_len: as given.
+        num_splits, sm_margin, unpack, max_seq_len, fp8_products: as given.
         out: where the result goes, contiguous, as q; None for a new one.
     """
 
@@ -47,6 +47,7 @@ class ExtendCall:
     sm_margin: int = 0
     unpack: bool | None = None
     max_seq_len: int | None = None
+    fp8_products: bool = False
 
     @property
     def batch(self) -> int:
@@ -161,6 +162,7 @@ def make_call(
     sm_margin: int = 0,
     unpack: bool | None = None,
     max_seq_len: int | None = None,
+    fp8_products: bool = False,
     score_options: Mapping[str, torch.Tensor] | None = None,
     out: torch.Tensor | None = None,
 ) -> ExtendCall:
@@ -193,6 +195,7 @@ def make_call(
     if unpack is not None and type(unpack) is not bool:
         raise TypeError(f"unpack: got {unpack!r}, want None, True or False")
     checks.check_count("max_seq_len", max_seq_len)
+    _check_fp8(fp8_products, forms, q.shape[2], unpack)
     base = attention_call.make_call(
         q.new_empty((batch, 1, *q.shape[1:])),
         k_cache,
@@ -225,8 +228,30 @@ def make_call(
     if tree_mask is not None:
         _check_tree_mask(tree_mask, q, window_size=window_size, alibi_slopes=alibi_slopes)
     return ExtendCall(
-        q, cu_seqlens_q, base, new, out, tree_mask, num_splits, sm_margin, unpack=unpack, max_seq_len=max_seq_len
+        q,
+        cu_seqlens_q,
+        base,
+        new,
+        out,
+        tree_mask,
+        num_splits,
+        sm_margin,
+        unpack=unpack,
+        max_seq_len=max_seq_len,
+        fp8_products=fp8_products,
     )
+
+
+def _check_fp8(asked_for: object, forms: tuple[KvFormat, KvFormat], head_dim: int, unpack: bool | None) -> None:
+    """Raises TypeError or ValueError where products are to be of 8 bits and cannot be."""
+    if type(asked_for) is not bool:
+        raise TypeError(f"fp8_products: got {asked_for!r}, want True or False")
+    if not asked_for:
+        return
+    if (reason := cannot_multiply_fp8(forms, head_dim)) is not None:
+        raise ValueError(f"fp8_products: got True, want False: {reason}")
+    if unpack is False:
+        raise ValueError("unpack: got False beside fp8_products, want None or True: values have to be transposed first")
 
 
 def _check_score_options(names: tuple[str, ...], **others: object) -> None:

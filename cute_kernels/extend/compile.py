@@ -124,13 +124,13 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
     from cute_kernels.extend.kernel import ExtendKernel
 
     check_config(config)
-    dtype = _float_type(config.q_dtype)
+    dtype = _element_type(config.q_dtype)
     total_q, q_heads, *blocks = (cute.sym_int() for _ in range(5))
 
     def cache(form):
         if config.cache_type is None:
             return _fake_cache(blocks, cutlass.Uint8, form.row_elements(config.head_dim), 4)
-        return _fake_cache(blocks, _float_type(config.cache_type), config.head_dim, 16)
+        return _fake_cache(blocks, _element_type(config.cache_type), config.head_dim, 16)
 
     k_cache, v_cache = map(cache, config.formats)
     tensors = {
@@ -144,10 +144,11 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
     return attention_arguments(config.features).compile(ExtendKernel(config).launch, tensors, arch, *options)
 
 
-def _float_type(name: str) -> Any:
+def _element_type(name: str) -> Any:
+    """Of tensors; codes come as bytes."""
     import cutlass
 
-    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[name]
+    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "e4m3": cutlass.Uint8}[name]
 
 
 def _fake_dense(dtype: Any, shape: tuple[Any, ...]) -> Any:
@@ -176,7 +177,7 @@ def compile_unpack(config: UnpackConfig, arch: str, *options: str) -> Any:
     from cute_kernels.extend.unpack import UnpackKernel
 
     check_config(config)
-    dtype = _float_type(config.dtype)
+    dtype = _element_type(config.dtype)
     *blocks, requests, heads, room = (cute.sym_int() for _ in range(6))
 
     def cache(form):
@@ -203,6 +204,6 @@ def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
     from cute_kernels.extend.combine import CombineKernel
 
     check_config(config)
-    out = _fake_dense(_float_type(config.q_dtype), (cute.sym_int(), cute.sym_int(), config.head_dim))
+    out = _fake_dense(_element_type(config.q_dtype), (cute.sym_int(), cute.sym_int(), config.head_dim))
     tensors = {"out": out, "cu_seqlens": _fake_dense(cutlass.Int32, (cute.sym_int(),))}
     return COMBINE.compile(CombineKernel(config).launch, tensors, arch, *options)

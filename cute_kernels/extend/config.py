@@ -19,15 +19,17 @@ TILE_ROWS = MMA_WARPGROUPS * WARPGROUP_ROWS  # packed queries of a work tile: po
 MMA_WARPS = MMA_WARPGROUPS * WARPGROUP_WARPS
 MMA_THREADS = MMA_WARPS * WARP_THREADS
 SLAB_COLUMNS = 64  # of an operand in the 128-byte swizzle
-ELEMENT_BYTES = 2  # of operands
+ELEMENT_BYTES = 2  # of operands, but for those of E4M3
+ROW_BYTES = 128  # of an operand's row in the 128-byte swizzle
 WORK_SLOTS = 2
 WORK_BYTES = 32  # of a slot: 8 words
 TILE_SCALE_BYTES = 16  # of a tile: what `UnpackTarget` says of it, or a word of `powers.word_of` for each of its warps
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 OPERAND_COLUMNS = (64, 128, 256)  # that operands may have; zeros fill up what rows lack
 TILE_TOKENS = {64: 128, 128: 128, 256: 64}  # by operands' columns: accumulators of scores and of values fit a thread
+FP8_HEAD_DIM = 128  # of FP8 products: a row of K, and one of V's transposed tile, is a row of the swizzle
 # Registers of a thread after setmaxnreg: producers, consumers. By what producers do, and how many warps they are.
-REGISTERS = {("dense", 4): (40, 232), ("bytes", 4): (88, 208), ("int4", 4): (104, 200)}
+REGISTERS = {("dense", 4): (40, 232), ("fp8", 4): (24, 240), ("bytes", 4): (88, 208), ("int4", 4): (104, 200)}
 REGISTERS |= {("bytes", 8): (56, 200), ("int4", 8): (64, 192)}
 SM_REGISTERS = 65536
 
@@ -41,6 +43,16 @@ def cannot_read(form: KvFormat) -> str | None:
     """Why the kernel cannot read rows of a format, or None."""
     if form.is_coded and form.extend is None:
         return f"extend attention does not read {form.name} caches"
+    return None
+
+
+def cannot_multiply_fp8(formats: tuple[KvFormat, KvFormat], head_dim: int) -> str | None:
+    """Why there are no FP8 products over caches of K's and V's formats, or None."""
+    for form in formats:
+        if form.codes != "e4m3" or form.extend is None or form.extend.scales != "outside":
+            return f"FP8 products want e4m3_tensor or e4m3_head caches, not {form.name}"
+    if head_dim != FP8_HEAD_DIM:
+        return f"FP8 products want head_dim {FP8_HEAD_DIM}, not {head_dim}"
     return None
 
 
@@ -80,9 +92,25 @@ class RaggedKeys:
 
 
 @dataclass(frozen=True)
+class Fp8Products:
+    """How E4M3 operands are multiplied, see :mod:`.two_level`.
+
+    behind: whether the values of a block are multiplied behind the next one's softmax, in accumulators beside its
+    scores and the sums; else before its scores, whose registers they have.
+    """
+
+    behind: bool
+
+
+@dataclass(frozen=True)
 class UnpackedKeys:
     """K and V are what :mod:`.unpack` has made of a cache: rows of 16 bits, one request's after the other and head by
-    head, with zeros behind a request's last token up to the end of its tile."""
+    head, with zeros behind a request's last token up to the end of its tile.
+
+    fp8: if given, they stay codes of E4M3, V's tiles transposed, and products are of 8 bits.
+    """
+
+    fp8: Fp8Products | None = None
 
 
 Keys: TypeAlias = CachedKeys | RaggedKeys | UnpackedKeys
@@ -149,6 +177,11 @@ class ExtendConfig:
         return isinstance(self.keys, UnpackedKeys)
 
     @property
+    def fp8(self) -> Fp8Products | None:
+        """How products of 8 bits are made; None for those of 16."""
+        return self.keys.fp8 if isinstance(self.keys, UnpackedKeys) else None
+
+    @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
         """Of K and of V."""
         return format_of(self.k_format), format_of(self.v_format)
@@ -182,18 +215,35 @@ class ExtendConfig:
 
     @property
     def cache_type(self) -> str | None:
-        """ "bf16" or "fp16", of K and V as the kernel is given them; None for codes."""
+        """ "bf16", "fp16" or "e4m3", of K and V as the kernel is given them; None for rows with their codes."""
         return None if self.decodes else self.operand_type
 
     @property
     def operand_type(self) -> str:
-        """ "bf16" or "fp16": of all operands. Codes, as the numbers that they stand for, are exact in fp16."""
+        """ "bf16", "fp16" or "e4m3": of all operands. Codes, as the numbers that they stand for, are exact in fp16."""
+        if self.fp8 is not None:
+            return "e4m3"
         return "fp16" if self.coded else self.q_dtype
 
     @property
+    def operand_bytes(self) -> int:
+        """Of an operand's element."""
+        return ELEMENT_BYTES if self.fp8 is None else 1
+
+    @property
+    def slab_columns(self) -> int:
+        """Of a tile, that lie in rows of the swizzle."""
+        return ROW_BYTES // self.operand_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of an element of K and V as the kernel is given them."""
+        return 1 if self.decodes else self.operand_bytes
+
+    @property
     def converts_queries(self) -> bool:
-        """Whether queries are brought into fp16, each row with a power of 2 of its own."""
-        return self.coded and self.q_dtype == "bf16"
+        """Whether queries are brought into fp16 or E4M3, each row with a power of 2 of its own."""
+        return self.coded and (self.q_dtype == "bf16" or self.fp8 is not None)
 
     @property
     def tile_scales(self) -> tuple[bool, bool]:
@@ -220,6 +270,8 @@ class ExtendConfig:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a producer's and of a consumer's thread."""
+        if self.fp8 is not None:
+            return REGISTERS["fp8" if self.fp8.behind else "dense", self.producer_warps]
         if not self.decodes:
             return REGISTERS["dense", 4]
         kinds = {form.extend.registers for form in self.formats if form.extend is not None}
@@ -239,17 +291,32 @@ class ExtendConfig:
     @property
     def tile_bytes(self) -> int:
         """Of K or V."""
-        return self.tile_tokens * self.columns * ELEMENT_BYTES
+        return self.tile_tokens * self.columns * self.operand_bytes
+
+    @property
+    def ones_rows(self) -> int:
+        """Rows behind a tile of V's transpose, whose products are sums of probabilities."""
+        return 0 if self.fp8 is None else 8
+
+    @property
+    def tile_room(self) -> int:
+        """Bytes from a tile to the next one."""
+        return self.tile_bytes + self.ones_rows * ROW_BYTES
 
     @property
     def slab_bytes(self) -> int:
-        """Of 64 columns of a tile."""
-        return self.tile_tokens * SLAB_COLUMNS * ELEMENT_BYTES
+        """Of a tile's columns that lie in rows of the swizzle."""
+        return self.tile_tokens * ROW_BYTES
 
     @property
     def query_bytes(self) -> int:
-        """Of a warpgroup."""
+        """Of a warpgroup, as they come."""
         return WARPGROUP_ROWS * self.columns * ELEMENT_BYTES
+
+    @property
+    def query_code_bytes(self) -> int:
+        """Of a warpgroup's queries in E4M3, which lie beside those that come."""
+        return 0 if self.fp8 is None else WARPGROUP_ROWS * self.columns
 
     @property
     def scale_bytes(self) -> int:
@@ -258,7 +325,8 @@ class ExtendConfig:
 
     @property
     def smem_bytes(self) -> int:
-        tiles = MMA_WARPGROUPS * self.query_bytes + 2 * self.num_stages * (self.tile_bytes + self.scale_bytes)
+        queries = MMA_WARPGROUPS * (self.query_bytes + self.query_code_bytes)
+        tiles = queries + 2 * self.num_stages * (self.tile_room + self.scale_bytes)
         return tiles + 4 * TILE_ROWS + WORK_SLOTS * WORK_BYTES + 8 * (4 * self.num_stages + 2 * WORK_SLOTS) + 1024
 
     @property
@@ -269,6 +337,8 @@ class ExtendConfig:
         layout = f"_p{self.page_tokens}" if self.page_tokens else ""
         layout += f"_{self.features.name}" if self.features.name else ""
         layout += "_ragged" if self.ragged else "_unpacked" if self.unpacked else ""
+        if self.fp8 is not None:
+            layout += "_fp8" + ("_behind" if self.fp8.behind else "")
         layout += "_merges" if self.merges else ""
         layout += ("_tree" if self.tree else "") + ("" if self.ping_pong else "_free")
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
@@ -308,6 +378,8 @@ class ExtendConfig:
             return "ragged keys lie in 16 bits, token by token"
         if self.unpacked and not self.features.head_major:
             return "unpacked keys lie head by head"
+        if self.fp8 is not None and (reason := cannot_multiply_fp8(self.formats, self.head_dim)) is not None:
+            return reason
         if self.tree and (self.features.causal or self.features.window or self.features.alibi):
             return "a tree's mask says what is seen: neither order nor positions do"
         if self.features.bias is not None:
@@ -345,7 +417,8 @@ class UnpackConfig:
     """One compiled variant of the kernel that makes :class:`UnpackedKeys` of a cache.
 
     Attributes:
-        k_format, v_format: of the cache. dtype: "bf16" or "fp16", of the rows that it makes.
+        k_format, v_format: of the cache. dtype: "bf16" or "fp16", of the rows that it makes; "e4m3" for codes as they
+            are, V's tiles transposed, see :mod:`.fp8`.
         head_dim: of rows.
         page_tokens, head_major: as :class:`CachedKeys` and the features of attention have them.
     """
@@ -361,6 +434,11 @@ class UnpackConfig:
     def formats(self) -> tuple[KvFormat, KvFormat]:
         """Of K and of V."""
         return format_of(self.k_format), format_of(self.v_format)
+
+    @property
+    def element_bytes(self) -> int:
+        """Of the rows that it makes."""
+        return 1 if self.dtype == "e4m3" else ELEMENT_BYTES
 
     @property
     def tile_tokens(self) -> int:
@@ -388,6 +466,8 @@ class UnpackConfig:
         It keeps pages of rows without a header at 96 registers and spills, unless told; others it makes spill if told.
         """
         form = self.formats[0]
+        if self.dtype == "e4m3":
+            return None
         return UNPACK_CTAS_PER_SM if form.is_coded and not form.has_header and self.page_tokens else None
 
     @property
@@ -406,7 +486,7 @@ class UnpackConfig:
             if kernel_format(name) != name:
                 return f"{name} caches are read by the kernel for {kernel_format(name)}"
             wanted = "fp16" if form.is_coded else name
-            if self.dtype != wanted:
+            if self.dtype != wanted and self.dtype != "e4m3":
                 return f"dtype {self.dtype!r} is not {wanted!r}, that of rows of a {name} cache"
             if form.has_header and self.head_dim // form.num_groups % GROUP_UNIT:
                 return f"groups of {self.head_dim // form.num_groups} columns are no multiple of {GROUP_UNIT}"
@@ -414,4 +494,4 @@ class UnpackConfig:
             return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
         if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
-        return None
+        return cannot_multiply_fp8(self.formats, self.head_dim) if self.dtype == "e4m3" else None

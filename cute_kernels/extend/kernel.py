@@ -12,13 +12,13 @@ docs/design/extend_attention.md has the balance of clocks, bytes and registers b
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import extents
-from cute_kernels.extend.config import ELEMENT_BYTES, MMA_WARPS, TILE_ROWS, WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
+from cute_kernels.extend.config import MMA_WARPS, TILE_ROWS, WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
 from cute_kernels.extend.decode import RowProducer
 from cute_kernels.extend.memory import ExtendMemory, Pages, Rows, Source
 from cute_kernels.extend.multiply import Consumer, Features, Operands
@@ -57,8 +57,7 @@ class ExtendKernel:
             window=given.window,
         )
         keys, values = (
-            Rows.of(tensor, 1 if config.decodes else ELEMENT_BYTES, config.features.head_major)
-            for tensor in (given.k_cache, given.v_cache)
+            Rows.of(tensor, config.cache_bytes, config.features.head_major) for tensor in (given.k_cache, given.v_cache)
         )
         pages = Pages(given.block_table, given.max_pages, cache[0], Divisor.of(tokens))
         maps = self.producer.make_maps(given.k_cache, given.v_cache)
@@ -85,6 +84,9 @@ class ExtendKernel:
         if warp == 0:
             if lane == 0:
                 memory.init_barriers()
+        if const_expr(config.ones_rows > 0):
+            if warp == 0:
+                memory.write_ones(lane)
         cute.arch.sync_threads()
         producing, consuming = config.registers
         if warp >= MMA_WARPS:

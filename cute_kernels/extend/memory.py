@@ -7,12 +7,22 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu.cpasync import TmaInfo
 
 from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
-from cute_kernels.extend.config import MMA_WARPGROUPS, MMA_WARPS, TILE_ROWS, WORK_BYTES, WORK_SLOTS, ExtendConfig
+from cute_kernels.extend.config import (
+    MMA_WARPGROUPS,
+    MMA_WARPS,
+    ROW_BYTES,
+    TILE_ROWS,
+    WORK_BYTES,
+    WORK_SLOTS,
+    ExtendConfig,
+)
+from cute_kernels.extend.fp8 import QUARTERS
 
 KEYS, VALUES = 0, 1
 
@@ -23,7 +33,7 @@ class ExtendMemory:
 
     Attributes:
         tile_pointer, tiles: of K's stages, then V's.
-        query_pointer, queries: of the warpgroups' queries.
+        query_pointer, queries: of the warpgroups' queries. code_pointer, codes: of the same in E4M3; else these.
         scales: [2, stages, 4] words, K's: what :class:`.unpack.UnpackTarget` says of a tile, or :func:`.powers.word_of`
             of what each producer warp has decoded.
         query_scales: fp32 [128]: powers of 2 that queries in fp16 are to be multiplied with.
@@ -36,6 +46,8 @@ class ExtendMemory:
     tiles: Int32
     query_pointer: cute.Pointer
     queries: Int32
+    code_pointer: cute.Pointer
+    codes: Int32
     scales: Int32
     query_scales: Int32
     slots: Int32
@@ -47,8 +59,13 @@ class ExtendMemory:
     @staticmethod
     def allocate(config: ExtendConfig) -> ExtendMemory:
         smem = cutlass.utils.SmemAllocator()
-        tiles = smem.allocate(2 * config.num_stages * config.tile_bytes, byte_alignment=1024)
+        tiles = smem.allocate(2 * config.num_stages * config.tile_room, byte_alignment=1024)
         queries = smem.allocate(MMA_WARPGROUPS * config.query_bytes, byte_alignment=1024)
+        query_address = Int32(queries.toint())
+        codes, code_address = queries, query_address
+        if config.query_code_bytes:
+            codes = smem.allocate(MMA_WARPGROUPS * config.query_code_bytes, byte_alignment=1024)
+            code_address = Int32(codes.toint())
         scales = smem.allocate(max(2 * config.num_stages * config.scale_bytes, 16), byte_alignment=16)
         query_scales = smem.allocate(4 * TILE_ROWS, byte_alignment=16)
         slots = smem.allocate(WORK_SLOTS * WORK_BYTES, byte_alignment=16)
@@ -59,7 +76,9 @@ class ExtendMemory:
             tile_pointer=tiles,
             tiles=Int32(tiles.toint()),
             query_pointer=queries,
-            queries=Int32(queries.toint()),
+            queries=query_address,
+            code_pointer=codes,
+            codes=code_address,
             scales=Int32(scales.toint()),
             query_scales=Int32(query_scales.toint()),
             slots=Int32(slots.toint()),
@@ -86,7 +105,15 @@ class ExtendMemory:
 
     def tile(self, operand: int, stage):
         """Byte offset of a tile."""
-        return self.barrier(operand, stage) * self.config.tile_bytes
+        return self.barrier(operand, stage) * self.config.tile_room
+
+    def write_ones(self, lane) -> None:
+        """Behind the tiles of V's transpose, by a warp before anybody reads them."""
+        for stage in range(self.config.num_stages):
+            behind = self.tile(VALUES, stage) + self.config.tile_bytes
+            for piece in range(0, self.config.ones_rows * ROW_BYTES, WARP_THREADS * 16):
+                ptx.store_shared(self.tiles + lane * 16, behind + piece, [Uint32(QUARTERS)] * 4)
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     def scales_of(self, operand: int, stage):
         """Address of the scales of a tile's rows."""

@@ -47,7 +47,7 @@ def mixed_attention(
         sm_margin: SMs that the other requests' kernel leaves to decoding, which runs beside it then. Default: chosen
             by what both have to do; one kernel after the other where that is better, as it is for codes.
         options: block_table, cache_layout, softmax_scale, window_size, softcap, sinks, alibi_slopes, k_scale, v_scale,
-            as both calls have them; unpack and max_seq_len, as :func:`extend_attention` has them.
+            as both calls have them; unpack, max_seq_len and fp8_products, as :func:`extend_attention` has them.
 
     Returns out, as :func:`extend_attention`. On a GPU decoding may run on a stream of its own, which the current one
     waits for; graphs capture both.
@@ -65,7 +65,7 @@ def mixed_attention(
         check_out(out, q)
         checks.check_place("out", out, q.device)
         checks.check_contiguous("out", out)
-    of_extend = {name: options.pop(name) for name in ("unpack", "max_seq_len") if name in options}
+    of_extend = {name: options.pop(name) for name in ("unpack", "max_seq_len", "fp8_products") if name in options}
     first, rest = (
         _part_of(k_cache, v_cache, options, slice(0, num_decodes)),
         _part_of(k_cache, v_cache, options, slice(num_decodes, None)) | of_extend,

@@ -29,17 +29,17 @@ from cute_kernels.extend.config import (
     WORK_SLOTS,
     ExtendConfig,
 )
-from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.memory import KEYS, VALUES
+from cute_kernels.extend.products import Fp8Products, HalfProducts
 from cute_kernels.extend.queries import WARP_ROWS, QueryLoader, query_row
 from cute_kernels.extend.results import ResultWriter
 from cute_kernels.extend.softmax import LOWEST, MIN_SCORE_SCALE, Rows, Softmax, load_float, rescale
+from cute_kernels.extend.two_level import TwoLevelSums
 from cute_kernels.extend.work import END, Work, Worker
 
 FIRST_WARPGROUP = 1  # named barriers: of each warpgroup, then of their turns
 FIRST_TURN = 3
 WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
-MMA_K = 16  # columns of a product
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,10 @@ class Consumer:
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        self.operands = of_name(config.operand_type)
         self.loader, self.softmax, self.writer = QueryLoader(config), Softmax(config), ResultWriter(config)
         self.worker = Worker(config, self.softmax.terms)
+        self.products = HalfProducts(config) if config.fp8 is None else Fp8Products(config)
+        self.two_level = None if config.fp8 is None else TwoLevelSums(config, self)
         self.has_key_scale = config.formats[0].given_scale is not None
 
     @cute.jit
@@ -145,46 +146,51 @@ class Consumer:
         span = self.worker.span(shape, work)
         tile = memory.queries + group * self.config.query_bytes
         query_scales = memory.query_scales + group * (4 * WARPGROUP_ROWS)
-        self.loader.finish(tile, query_scales, warp, lane)
+        codes = memory.codes + group * self.config.query_code_bytes
+        self.loader.finish(tile, codes, query_scales, warp, lane)
         self.sync_warpgroup(group)
         rows = self.make_rows(shape, operands, features, work, span, query_scales, group, warp, lane)
         sums = wgmma_tiles.make_sums(self.config.columns)
         sums.fill(0.0)
-        packed = cute.make_rmem_tensor(self.config.tile_tokens // 4, Uint32)
+        packed = cute.make_rmem_tensor(self.products.packed_words, Uint32)
+        factors = cute.make_rmem_tensor(2, Float32)
         if span.begin < span.end:
-            self.begin(features, work, span, rows, packed, memory, group, lane, stage, phase)
+            self.begin(features, work, span, rows, packed, factors, memory, group, lane, stage, phase)
         for i in cutlass.range(span.begin + 1, span.end, 1, unroll=1):
             following = advance(stage, phase, self.config.num_stages)
             block = span.end - 1 - (i - span.begin)
-            self.go_on(features, work, span, rows, sums, packed, memory, group, lane, block, stage, phase)
+            self.go_on(features, work, span, rows, sums, packed, factors, memory, group, lane, block, stage, phase)
             stage, phase = following
         # Nobody reads these queries any more.
         self.sync_warpgroup(group)
         after = self.receive(memory, slot, slot_phase, lane)
         self.ask_queries(shape, operands, after, memory, group, warp, lane)
         if span.begin < span.end:
-            self.add_values(sums, packed, memory, stage, phase)
-            wgmma_tiles.commit()
-            self.finish_values(sums, memory, stage, lane)
+            self.finish(rows, sums, packed, factors, memory, lane, stage, phase)
             stage, phase = advance(stage, phase, self.config.num_stages)
         self.writer.write(shape, operands, features, work, rows, sums, group, warp, lane)
         return after, stage, phase
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
-    def begin(self, features, work, span, rows, packed, memory, group, lane, stage, phase) -> None:
+    def begin(self, features, work, span, rows, packed, factors, memory, group, lane, stage, phase) -> None:
         """Probabilities of the first block."""
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
         self.score(scores, memory, group, stage, phase)
         tile = self.softmax.load_tile_scales(memory.scales_of(KEYS, stage))
         values = self.finish_scores(scores, memory, stage, lane, 0)
-        factors = cute.make_rmem_tensor(2, Float32)
         factors.fill(0.0)
         self.weigh(features, work, span, rows, values, factors, tile, lane, span.end - 1)
-        self.pack(values, packed)
+        self.products.pack(values, packed)
 
-    def go_on(self, features, work, span, rows, sums, packed, memory, group, lane, block, stage, phase) -> None:
+    def go_on(
+        self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, stage, phase
+    ) -> None:
         """Adds the values of the block before, in ``stage``, and makes probabilities of the next one."""
+        if self.two_level is not None:
+            given = (features, work, span, rows, sums, packed, factors, memory, group, lane, block, stage, phase)
+            self.two_level.go_on(*given)
+            return
         next_stage, next_phase = advance(stage, phase, self.config.num_stages)
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
         self.await_turn(group)
@@ -194,36 +200,31 @@ class Consumer:
         wgmma_tiles.commit()
         self.pass_turn(group)
         values = self.finish_scores(scores, memory, next_stage, lane, 1)
-        factors = cute.make_rmem_tensor(2, Float32)
         factors.fill(1.0)
         self.weigh(features, work, span, rows, values, factors, tile, lane, block)
         self.finish_values(sums, memory, stage, lane)
         rescale(sums, factors, self.config.columns // 2)
-        self.pack(values, packed)
+        self.products.pack(values, packed)
+
+    def finish(self, rows, sums, packed, factors, memory, lane, stage, phase) -> None:
+        """Adds the values of the last block."""
+        if self.two_level is not None:
+            self.two_level.finish(rows, sums, packed, factors, memory, lane, stage, phase)
+            return
+        self.add_values(sums, packed, memory, stage, phase)
+        wgmma_tiles.commit()
+        self.finish_values(sums, memory, stage, lane)
 
     def score(self, scores, memory, group, stage, phase) -> None:
         """Issues the scores of a block, which it waits for."""
         cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
-        config = self.config
-        place = memory.tile_pointer + memory.tile(KEYS, stage)
-        keys = wgmma_tiles.tile(place, config.tile_tokens, config.columns, self.operands.type)
-        place = memory.query_pointer + group * config.query_bytes
-        queries = wgmma_tiles.tile(place, WARPGROUP_ROWS, config.columns, self.operands.type)
-        wgmma_tiles.begin()
-        steps = range(config.head_dim // MMA_K)  # what follows is zeros
-        wgmma_tiles.multiply(scores, queries, keys, config.tile_tokens, zero=True, steps=steps)
+        self.products.score(scores, memory, group, stage)
         wgmma_tiles.commit()
 
     def add_values(self, sums, packed, memory, stage, phase) -> None:
         """Issues sums += probabilities times the values of a block, to be committed."""
         cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
-        config = self.config
-        place = memory.tile_pointer + memory.tile(VALUES, stage)
-        values = wgmma_tiles.transposed_tile(place, config.tile_tokens, config.columns, self.operands.type)
-        layout = cute.make_layout(((2, 2, 2), 1, config.tile_tokens // 16))
-        weights = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=self.operands.type), layout)
-        wgmma_tiles.begin()
-        wgmma_tiles.multiply(sums, weights, values, config.columns, b_transposed=True)
+        self.products.multiply_values(sums, packed, memory, stage)
 
     def finish_scores(self, scores, memory, stage, lane, pending: int) -> Any:
         """Waits for scores, which go through a second wait: else LLVM puts copies of them before the first one."""
@@ -257,9 +258,6 @@ class Consumer:
         self.softmax.take(values, rows, features, work, block, masked, tile, lane)
         if numbers.active_lanes() != 0:
             self.softmax.weigh(values, rows, factors, tile)
-
-    def pack(self, values, packed) -> None:
-        self.softmax.pack(values, packed, self.operands.pack)
 
     @cute.jit
     def release(self, memory, operand: cutlass.Constexpr, stage: Int32, lane: Int32):

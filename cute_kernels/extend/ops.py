@@ -37,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "sm_margin": 0,
     "unpack": None,
     "max_seq_len": None,
+    "fp8_products": False,
     "score_options": None,
 }
 """Complete options, in the order that every complete set of options has."""
@@ -209,7 +210,8 @@ _operator = Operator(
     "str v_format, *, float? softmax_scale=None, Tensor? block_table=None, str cache_layout='NHD', bool causal=True, "
     "int? window_size=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? k_scale=None, "
     "Tensor? v_scale=None, Tensor? new_k=None, Tensor? new_v=None, Tensor? tree_mask=None, int? num_splits=None, "
-    "int sm_margin=0, bool? unpack=None, int? max_seq_len=None, str score_names='', Tensor[]? score_tensors=None) "
+    "int sm_margin=0, bool? unpack=None, int? max_seq_len=None, bool fp8_products=False, "
+    "str score_names='', Tensor[]? score_tensors=None) "
     "-> (Tensor, Tensor)",
     cpu=_on_cpu,
     cuda=_on_cuda,

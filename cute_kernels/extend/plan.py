@@ -20,6 +20,7 @@ from cute_kernels.extend.config import CombineConfig, ExtendConfig
 from cute_kernels.extend.schedule import (
     ExtendProblem,
     choose,
+    choose_fp8,
     choose_newer,
     choose_splits,
     choose_unpacked,
@@ -46,7 +47,8 @@ class ExtendPlan:
 
     Attributes:
         send: the compiled kernel, which compares every tensor that it is given with what it was compiled for; takes the
-            arguments of a launch that are not the same for all of them by name, and ``options``.
+            arguments of a launch that are not the same for all of them by name, and ``options``. None where every call
+            goes the other way.
         config: what it was compiled from.
         k_view, v_view: dtypes that the function takes the caches as, None for their own.
         copies_table: whether the rows of the block table lie apart: the kernels know of none that do.
@@ -60,7 +62,7 @@ class ExtendPlan:
         max_seq_len: tokens that a request may have.
     """
 
-    send: Callable[..., Any]
+    send: Callable[..., Any] | None
     config: ExtendConfig
     device_index: int
     num_sms: int
@@ -146,6 +148,7 @@ class ExtendPlan:
         num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], self.num_kv_heads) * splits
         mask = options["tree_mask"] if config.tree else None
         own = {} if unpacked is None else {"max_pages": unpacked[0], "tile_scales": address_of(unpacked[1])}
+        assert self.send is not None
         self.send(
             q=q,
             k_cache=k_cache,
@@ -207,8 +210,9 @@ def make_plan_of(call: ExtendCall, config: ExtendConfig, newer: ExtendPlan | Non
     """The plan of a launch of ``config``; newer: that of a launch that merges what this one makes."""
     base, coded = call.base, config.decodes
     table, device = base.block_table, call.q.device
+    unpack = _unpack_plan(call, config)
     return ExtendPlan(
-        send=_sender(call, config),
+        send=None if unpack is not None and unpack.serves_all else _sender(call, config),
         config=config,
         device_index=device.index,
         num_sms=max(GPU.num_sms(device) - call.sm_margin, 1),
@@ -221,7 +225,7 @@ def make_plan_of(call: ExtendCall, config: ExtendConfig, newer: ExtendPlan | Non
         window=base.window or 0,
         has_cache=base.k.cache.numel() > 0 and base.max_seq_len > 0,
         newer=newer,
-        unpack=_unpack_plan(call, config),
+        unpack=unpack,
         combine=None if config.merges or call.num_splits == 1 else _combiner(config, device),
         num_splits=call.num_splits,
         max_seq_len=base.max_seq_len,
@@ -255,15 +259,16 @@ def _unpack_plan(call: ExtendCall, config: ExtendConfig) -> UnpackPlan | None:
     if config.unpacked or config.ragged or call.unpack is False:
         return None
     least: int | None = 0
-    if call.unpack is None:
+    if call.unpack is None and not call.fp8_products:
         least = queries_to_unpack_for(config, call.batch, call.base.group, call.base.window)
         # Rows' scales are rounded in other places: a request's result would depend on its batch.
         is_fixed = call.num_splits is not None and any(config.tile_scales)
         if least is None or is_fixed:
             return None
-    unpack, attention = choose_unpacked(config)
+    unpack, attention = choose_fp8(config) if call.fp8_products else choose_unpacked(config)
     send = UNPACK.bound(load(UnpackSpec(unpack), arch_of(call.q.device.index)), {})
-    return UnpackPlan(send, unpack, make_plan_of(call, attention), least, call.unpack is True)
+    is_asked_for = call.unpack is True or call.fp8_products
+    return UnpackPlan(send, unpack, make_plan_of(call, attention), least, is_asked_for)
 
 
 def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:

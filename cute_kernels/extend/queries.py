@@ -2,7 +2,8 @@
 
 They are asked for as soon as the last scores of the work tile before are there, and come behind its last products. For
 keys that are codes bf16 queries become fp16, each row times a power of 2 that brings its greatest number below 2**15:
-numbers 2**28 times smaller are still exact.
+numbers 2**28 times smaller are still exact. For FP8 products they become E4M3, beside where they came to, each row
+times a power of 2 that brings its greatest number below 2**8: numbers down to 2**-13 of it keep 4 bits.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, neighbours
 from cute_kernels.extend.config import ELEMENT_BYTES, SLAB_COLUMNS, WARPGROUP_ROWS, ExtendConfig
+from cute_kernels.extend.elements import of_name
+from cute_kernels.extend.fp8 import pack_e4m3x4
 
-TOP_EXPONENT = 14  # of a row's greatest number in fp16
+TOP_EXPONENTS = {"fp16": 14, "e4m3": 7}  # of a row's greatest number
 WARP_ROWS = 16
 SLAB_BYTES = WARPGROUP_ROWS * SLAB_COLUMNS * ELEMENT_BYTES
 
@@ -38,6 +41,8 @@ class QueryLoader:
         self.row_bytes = config.head_dim * ELEMENT_BYTES
         self.row_pieces = config.columns * ELEMENT_BYTES // wgmma_tiles.PIECE_BYTES
         self.real_pieces = self.row_bytes // wgmma_tiles.PIECE_BYTES  # others are zeros
+        self.top_exponent = TOP_EXPONENTS.get(config.operand_type, 0)
+        self.halves = of_name(config.q_dtype).halves
         self.step_rows = WARP_THREADS // self.row_pieces
         self.num_steps = WARP_ROWS // self.step_rows
 
@@ -45,6 +50,11 @@ class QueryLoader:
         """Shared address of a lane's piece."""
         row, piece = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces, lane % self.row_pieces
         return tile + piece // 8 * SLAB_BYTES + wgmma_tiles.piece_offset(row, piece % 8)
+
+    def code_place(self, codes, warp, lane, step: int):
+        """Shared address of what a lane's piece becomes in E4M3: half a piece."""
+        row, half = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces, lane % self.row_pieces
+        return codes + wgmma_tiles.piece_offset(row, half // 2) + half % 2 * (wgmma_tiles.PIECE_BYTES // 2)
 
     @cute.jit
     def ask(self, shape, work, queries: Int64, tile: Int32, first_row: Int32, warp: Int32, lane: Int32):
@@ -62,10 +72,11 @@ class QueryLoader:
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def finish(self, tile: Int32, scales: Int32, warp: Int32, lane: Int32):
+    def finish(self, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
         """Waits for what this thread has asked for; its warpgroup has to meet before products read it.
 
-        scales: shared address of what the warpgroup's rows are to be multiplied with afterwards.
+        codes: shared address of the warpgroup's queries in E4M3. scales: that of what the warpgroup's rows are to be
+        multiplied with afterwards.
         """
         cute.arch.cp_async_wait_group(0)
         if const_expr(self.config.converts_queries):
@@ -73,22 +84,27 @@ class QueryLoader:
                 place = self.place(tile, warp, lane, step)
                 words = ptx.load_shared_vector(place, 0, 4)
                 converted, unit = self.convert(words)
-                ptx.store_shared(place, 0, converted)
+                if const_expr(self.config.fp8 is None):
+                    ptx.store_shared(place, 0, converted)
+                else:
+                    ptx.store_shared(self.code_place(codes, warp, lane, step), 0, converted)
                 if lane % self.row_pieces == 0:
                     row = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces
                     ptx.store_shared(scales + row * 4, 0, [unit])
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def convert(self, words) -> tuple[list[Any], Any]:
-        """(a lane's piece of bf16 as fp16 times a power of 2 of its row, the reciprocal of that)."""
-        values = [half(word) for word in words for half in (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float)]
+        """(a lane's piece as fp16, or E4M3, times a power of 2 of its row, the reciprocal of that)."""
+        values = [half(word) for word in words for half in self.halves]
         top = Float32(0.0)
         for value in values:
             top = ptx.fmax(top, ptx.absolute(value))
         top = lane_max(top, neighbours(self.row_pieces))
         exponent = (numbers.bits(top) >> 23).to(Int32) - 127
         exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))
-        to_fp16 = numbers.from_bits(Uint32((127 + TOP_EXPONENT - exponent) << 23))
-        from_fp16 = numbers.from_bits(Uint32((127 - TOP_EXPONENT + exponent) << 23))
-        scaled = [value * to_fp16 for value in values]
-        return [ptx.pack_f16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)], from_fp16
+        to_operand = numbers.from_bits(Uint32((127 + self.top_exponent - exponent) << 23))
+        from_operand = numbers.from_bits(Uint32((127 - self.top_exponent + exponent) << 23))
+        scaled = [value * to_operand for value in values]
+        if self.config.fp8 is not None:
+            return [pack_e4m3x4(scaled[i : i + 4]) for i in range(0, len(scaled), 4)], from_operand
+        return [ptx.pack_f16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)], from_operand

@@ -14,6 +14,7 @@ from cute_kernels.extend.config import (
     TILE_TOKENS,
     CachedKeys,
     ExtendConfig,
+    Fp8Products,
     ProducerPipeline,
     RaggedKeys,
     UnpackConfig,
@@ -24,6 +25,7 @@ from cute_kernels.kv_formats import FORMATS, KvFormat, format_of
 
 DECODE_WARPS = {64: 8, 128: 8, 256: 4}  # with 8 a thread begins with 128 registers: too few for 128 sums
 BLOCK_TOKENS = 128
+FP8_STAGES = 4  # tiles of half the bytes
 # Of a CTA, in blocks of keys that it could have multiplied meanwhile: to begin and to end a work tile; to write its
 # partial result and to have it read again; to wait for the kernel that puts splits together.
 TILE_COST, PARTIAL_COST, COMBINE_COST = 1.5, 4.0, 3.0
@@ -115,6 +117,20 @@ def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
         features=replace(config.features, paged=False, head_major=True),
     )
     return unpack, attention
+
+
+def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
+    """As :func:`choose_unpacked`, for products of 8 bits."""
+    unpack, attention = choose_unpacked(config)
+    # What changes and hides scores has no registers where values are multiplied behind the softmax: ptxas spills.
+    plain = replace(attention.features, causal=False, head_major=False) == PLAIN and not config.tree
+    return replace(unpack, dtype="e4m3"), replace(
+        attention,
+        k_format=config.k_format,
+        v_format=config.v_format,
+        pipeline=replace(attention.pipeline, num_stages=FP8_STAGES),
+        keys=UnpackedKeys(Fp8Products(behind=plain)),
+    )
 
 
 def _unpacked_as(form: KvFormat) -> str:

@@ -71,6 +71,9 @@ class Softmax:
         self.features = config.features
         self.tokens = config.tile_tokens
         self.count = config.tile_tokens // 2  # scores of a thread
+        # Probabilities of E4M3 are up to 2**8, so that its 17 powers of 2 are those of the great ones.
+        self.headroom = RESCALE_SLACK if config.fp8 is not None else 0.0
+        self.adds_totals = config.ones_rows == 0
         self.tile_scales, self.runs, self.tree = config.tile_scales, config.scale_runs, config.tree
         # A thread's two rows are the columns that terms know, and its keys of a block their rows.
         self.terms = ScoreTerms(self.features, 2, self.count // 2)
@@ -175,11 +178,12 @@ class Softmax:
 
     def weigh(self, scores, rows: Rows, factors, tile) -> None:
         """Scores become probabilities, times what V's tile is to be multiplied with; factors, rmem fp32 [2], those by
-        which earlier sums shrink. Adds totals."""
+        which earlier sums shrink. Adds totals, unless products do."""
         scales = self.scales_in(tile)
         for row in range(2):
             highest, before = self.highest(scores, rows, scales, row), rows.references[row]
-            reference = cutlass.select_(highest - before > RESCALE_SLACK, highest, before)
+            reached = highest - self.headroom if self.headroom else highest
+            reference = cutlass.select_(highest - before > RESCALE_SLACK, reached, before)
             rows.references[row] = reference
             factors[row] = ptx.exp2(before - reference)
         for row in range(2):
@@ -194,12 +198,8 @@ class Softmax:
                     parts[i // 4 % 2] = parts[i // 4 % 2] + scores[i]
                 total = parts[0] + parts[1]
                 totals.append(total * scale.value_reciprocal if self.tile_scales[1] else total)
-            rows.totals[row] = ptx.fma(rows.totals[row], factors[row], sum(totals[1:], totals[0]))
-
-    def pack(self, scores, packed, pack) -> None:
-        """Probabilities as the A operand of the next product."""
-        for i in range(0, self.count, 2):
-            packed[i // 2] = pack(scores[i], scores[i + 1])
+            if self.adds_totals:
+                rows.totals[row] = ptx.fma(rows.totals[row], factors[row], sum(totals[1:], totals[0]))
 
 
 @cute.jit

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.ring import advance
-from cute_kernels.extend.config import ELEMENT_BYTES, SLAB_COLUMNS, TILE_SCALE_BYTES, ExtendConfig
+from cute_kernels.extend.config import ELEMENT_BYTES, TILE_SCALE_BYTES, ExtendConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.memory import KEYS, VALUES
 
@@ -26,11 +26,11 @@ class TmaTileProducer:
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        self.type = of_name(config.operand_type).type
+        self.type = Uint8 if config.fp8 is not None else of_name(config.operand_type).type
         self.tma_rows = min(config.page_tokens or config.tile_tokens, config.tile_tokens)
         self.num_tma_tiles = config.tile_tokens // self.tma_rows
-        self.tma_shape = (self.tma_rows, SLAB_COLUMNS)
-        self.num_slabs = config.columns // SLAB_COLUMNS
+        self.tma_shape = (self.tma_rows, config.slab_columns)
+        self.num_slabs = config.columns // config.slab_columns
         self.row_pieces = config.columns // 8
         self.real_pieces = config.head_dim // 8  # others are zeros
         self.step_rows = WARP_THREADS // self.row_pieces  # of a row-by-row copy

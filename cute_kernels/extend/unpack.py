@@ -4,6 +4,8 @@ Producers that decode rows for every 128 rows of queries cannot keep up with the
 row once for all queries, at the speed of memory, and attention then loads tiles by TMA as it does from a 16-bit cache.
 Rows of pages come to lie side by side on the way, which is all that happens to 16-bit caches.
 
+For FP8 products rows stay codes: K's as they are, V's with rows and columns exchanged.
+
 A warp takes a tile of one KV head, of K or of V, in chunks of rows; the next chunk's words are on their way while one
 is decoded (:mod:`.decode` says how). What a tile holds is what a decoding producer would have put there, except that a
 row's fp32 scale is multiplied in: the product with the code is rounded once, to fp16. So that any scale does, a tile
@@ -27,6 +29,7 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.lanes import lane_max, neighbours
 from cute_kernels.device.types import RegisterTensor, extents
+from cute_kernels.extend import fp8
 from cute_kernels.extend.config import (
     ELEMENT_BYTES,
     TILE_SCALE_BYTES,
@@ -143,7 +146,7 @@ class UnpackKernel:
         self.config = config
         kind = CodedRows if config.formats[0].is_coded else DenseRows
         self.rows = kind(config, KEYS), kind(config, VALUES)
-        self.row_bytes = config.head_dim * ELEMENT_BYTES
+        self.row_bytes = config.head_dim * config.element_bytes
 
     def launch(self, given, stream):
         """``given`` has the arguments of :data:`.arguments.UNPACK`."""
@@ -248,8 +251,12 @@ class UnpackKernel:
             if const_expr(chunk + 1 < UNPACK_CHUNKS):
                 rows.runs.ask(places, source, work, block, Int32(chunk + 1))
                 rows.load(held[(chunk + 1) % 2], places, source, work, first_valid, block, Int32(chunk + 1), lane)
-            address = target.rows(operand) + place + chunk * self.config.warp_rows * self.row_bytes
-            self.store(rows, held[chunk % 2], factor, address, lane)
+            first = chunk * self.config.warp_rows
+            if const_expr(self.config.dtype == "e4m3"):
+                self.store_codes(operand, held[chunk % 2], target.rows(operand) + place, first, lane)
+            else:
+                address = target.rows(operand) + place + first * self.row_bytes
+                self.store(rows, held[chunk % 2], factor, address, lane)
 
     @cute.jit
     def scale_tile(
@@ -302,6 +309,18 @@ class UnpackKernel:
                 store_below(unit + part, Int32(rows.real_units), own, words, offset)
             else:
                 ptx.store_global(own, words, offset=offset)
+
+    def store_codes(self, operand: int, held, tile: Int64, first: int, lane) -> None:
+        """Stores what a warp holds of a chunk, 16 rows from ``first`` on, into the tile at an address: K's as they are,
+        V's into rows that are columns of V, see :mod:`.fp8`. A lane's words are 4 columns of each row."""
+        words = [held.words[k] for k in range(self.config.warp_rows)]
+        if operand == KEYS:
+            for k, word in enumerate(words):
+                ptx.store_global(tile + Int64(4 * lane), [word], offset=(first + k) * self.row_bytes)
+            return
+        own = tile + Int64(4 * lane * self.config.tile_tokens)
+        for column, codes in enumerate(fp8.transposed(words)):
+            ptx.store_global(own, codes, offset=column * self.config.tile_tokens + first)
 
     def scaled(self, word, scale):
         """A pair of codes times a scale, rounded once."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.attention.plan import address_of
-from cute_kernels.extend.config import ELEMENT_BYTES, TILE_SCALE_BYTES, UNPACK_CTAS_PER_SM, UnpackConfig
+from cute_kernels.extend.config import TILE_SCALE_BYTES, UNPACK_CTAS_PER_SM, UnpackConfig
 from cute_kernels.extend.schedule import MAX_UNPACKED_BYTES, room_of
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
@@ -17,7 +17,7 @@ from cute_kernels.runtime.memory import blank
 if TYPE_CHECKING:
     from cute_kernels.extend.plan import ExtendPlan
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class UnpackPlan:
     least_queries: int
     is_asked_for: bool
 
+    @property
+    def serves_all(self) -> bool:
+        """Whether every call goes this way."""
+        return self.is_asked_for and self.least_queries == 0
+
     def serves(self, num_queries: int, max_seq_len: int | None) -> bool:
         """Whether a launch goes this way. max_seq_len: of its requests, if known."""
         if num_queries < self.least_queries:
@@ -46,7 +51,7 @@ class UnpackPlan:
     def num_bytes(self, max_seq_len: int | None) -> int:
         """Of the unpacked keys and values."""
         rows = self.attention.batch * self.attention.num_kv_heads * self.room(max_seq_len)
-        return 2 * rows * self.config.head_dim * ELEMENT_BYTES
+        return 2 * rows * self.config.head_dim * self.config.element_bytes
 
     def tokens(self, max_seq_len: int | None) -> int:
         """That a request has at most."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.extend import HEAD_DIM, SHAPES, ExtendShape, markdown, text
+from bench.extend import FA3_FP8, FP8_PRODUCTS, HEAD_DIM, SHAPES, ExtendShape, markdown, text
 
 
 def test_flops_are_those_of_keys_that_queries_see():
@@ -38,3 +38,12 @@ def test_a_page_shows_the_faster_of_the_peer_s_calls():
     environment = {"gpu": "a GPU", "driver": "1", "versions": {"torch": "2"}, "date": "2026-11-27", "commit": "a" * 40}
     page = markdown({"extend": [row], "extend_few_queries": [few], "samples": 3, "environment": environment})
     assert "| a shape | 400 | 500 |" in page and "1.20" in page
+
+
+def test_a_page_shows_the_peer_s_fp8_beside_its_bf16():
+    times = {"bf16": 2_000.0, FP8_PRODUCTS: 1_250.0, FA3_FP8: 1_600.0, f"{FA3_FP8}, one split": 1_500.0, "FA3": 2_500.0}
+    row = {"name": "a shape", "flops": 1e12, "us": {name: {"median_us": value} for name, value in times.items()}}
+    environment = {"gpu": "a GPU", "driver": "1", "versions": {"torch": "2"}, "date": "2026-11-27", "commit": "a" * 40}
+    page = markdown({"extend": [row], "samples": 3, "environment": environment})
+    assert f"| queries, heads | FlashAttention-3 | FlashAttention-3 in FP8 | bf16 | {FP8_PRODUCTS} |" in page
+    assert "| a shape | 400 | 667 | 500 | 800 |" in page

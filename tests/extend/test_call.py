@@ -65,6 +65,8 @@ WRONG = {
     "causal": ({"causal": 1}, TypeError, "causal: got 1, want True or False"),
     "splits": ({"num_splits": 33}, ValueError, "num_splits: got 33, want None or an int from 1 to 32"),
     "a margin": ({"sm_margin": -1}, ValueError, "sm_margin: got -1, want a number of SMs from 0 on"),
+    "FP8 products by a word": ({"fp8_products": "yes"}, TypeError, "fp8_products: got 'yes', want True or False"),
+    "FP8 products of 16 bits": ({"fp8_products": True}, ValueError, "fp8_products: got True, want False: .*not bf16"),
     "a mask of booleans": (
         {"tree_mask": torch.ones(5, 3, dtype=torch.bool)},
         TypeError,
@@ -94,6 +96,22 @@ def test_what_does_not_fit_is_named(case):
     changed, error, message = WRONG[case]
     with pytest.raises(error, match=message):
         run(**changed)
+
+
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        ({"kv_format": "e4m3_token_head"}, "fp8_products: got True, want False: .* not e4m3_token_head"),
+        ({"kv_format": ("e4m3_tensor", "int8_tensor")}, "fp8_products: got True, want False: .* not int8_tensor"),
+        ({"head_dim": 64}, "fp8_products: got True, want False: FP8 products want head_dim 128, not 64"),
+        ({"unpack": False}, "unpack: got False beside fp8_products, want None or True"),
+    ],
+)
+def test_fp8_products_are_refused_where_they_are_not(options, error):
+    given = {"kv_format": "e4m3_tensor", **options}
+    call = make_call(given.pop("kv_format"), [3, 2], [9, 12], fp8_products=True, **given)
+    with pytest.raises(ValueError, match=error):
+        call.run()
 
 
 def test_no_queries_and_no_requests():

@@ -12,8 +12,8 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.extend.compile import CAUSAL_PAGES, ExtendSpec, UnpackSpec
-from cute_kernels.extend.config import MMA_WARPS, CachedKeys, ProducerPipeline, UnpackedKeys
-from cute_kernels.extend.schedule import ExtendProblem, choose, choose_newer, choose_unpacked
+from cute_kernels.extend.config import MMA_WARPS, CachedKeys, Fp8Products, ProducerPipeline, UnpackedKeys
+from cute_kernels.extend.schedule import ExtendProblem, choose, choose_fp8, choose_newer, choose_unpacked
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.resources import ToolMissingError, cubins_in, find_tool, resource_report
 from tests import golden
@@ -32,6 +32,9 @@ CONFIGS["new tokens"] = choose_newer(CONFIGS["bf16"])
 CONFIGS["unpacked, a scale a tile"] = choose_unpacked(CONFIGS["int8"])[1]
 CONFIGS["unpacked"] = choose_unpacked(CONFIGS["int4"])[1]
 UNPACKING = {name: choose_unpacked(CONFIGS[name])[0] for name in ("int8", "int4", "contiguous", "bf16")}
+for name, features in {"FP8 products": CAUSAL_PAGES, "FP8 products, features": FEATURES}.items():
+    problem = ExtendProblem(128, "e4m3_tensor", "e4m3_tensor", "bf16", 64, features)
+    UNPACKING[name], CONFIGS[name] = choose_fp8(choose(problem))
 COMPILED = golden.worth_compiling(CONFIGS, lambda name: ExtendSpec(CONFIGS[name]), __file__)
 
 
@@ -57,13 +60,14 @@ def test_it_compiles_to_what_it_was_designed_to_be(name, artifacts):
     producing, consuming = config.registers
     shared_out = MMA_WARPS * consuming + config.producer_warps * producing
     assert shared_out <= (MMA_WARPS + config.producer_warps) * report.registers, "no warp waits for registers for ever"
-    steps = config.head_dim // 16, config.tile_tokens // 16
-    assert report.opcodes["HGMMA"] == 2 * sum(steps), "the first block's, the loop's and the last block's products"
+    opcode, columns = ("HGMMA", 16) if config.fp8 is None else ("QGMMA", 32)
+    steps = config.head_dim // columns, config.tile_tokens // columns
+    assert report.opcodes[opcode] == 2 * sum(steps), "the first block's, the loop's and the last block's products"
     # Fences and waits of groups: one for each product would mean that ptxas puts them one after the other.
     assert report.opcodes["WARPGROUP"] <= 12
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", [name for name in COMPILED if CONFIGS[name].fp8 != Fp8Products(behind=False)])
 def test_a_block_s_softmax_runs_while_the_values_of_the_block_before_are_multiplied(name, artifacts, tmp_path: Path):
     """In the loop: scores and values issued, a wait for scores, all powers of 2, then the wait for values."""
     config, (image,) = CONFIGS[name], cubins_in(artifacts[name].object_code)
@@ -91,6 +95,7 @@ def test_what_a_configuration_says_is_what_it_is_told_apart_by():
         replace(config, pipeline=ProducerPipeline(producer_warps=8)),
         replace(config, keys=CachedKeys(16)),
         replace(config, keys=UnpackedKeys()),
+        *(replace(config, keys=UnpackedKeys(Fp8Products(behind))) for behind in (False, True)),
         replace(config, pipeline=ProducerPipeline(ping_pong=False)),
         replace(config, merges=True),
         replace(config, features=FEATURES),

@@ -142,6 +142,22 @@ def test_the_caller_says_whether_keys_are_unpacked(launches):
         extend_attention(**coded(6, unpack="yes"))
 
 
+def test_fp8_products_are_made_however_few_queries_there_are(launches):
+    cache = torch.zeros(2, 256, 2, 128, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.ones(())
+    call = given(6, q=torch.zeros(6, 4, 128).bfloat16(), k_cache=cache, v_cache=cache, k_scale=scale, v_scale=scale)
+    call["kv_format"] = "e4m3_tensor"
+    extend_attention(**call)
+    assert len(launches) == 1 and "fp8" not in launches[0].symbol
+    launches.clear()
+    for num_splits in (None, 2):
+        extend_attention(**call, fp8_products=True, num_splits=num_splits)
+    unpack, attention, *_ = launches
+    assert unpack.symbol == "extend_unpack_e4m3_tensor_e4m3_d128" and "_unpacked_fp8" in attention.symbol
+    assert unpack.arguments[2].dtype == torch.uint8 and unpack.arguments[2].shape == (2, 2, 256, 128)
+    assert [symbol for symbol in symbols(launches) if symbol.startswith("extend_unpack")] == [unpack.symbol] * 2
+
+
 def test_with_fixed_splits_rows_scales_are_read_as_they_are(launches):
     """Whatever else is in the batch; other formats give the same bits either way."""
     extend_attention(**coded(4000, num_splits=1))

@@ -15,9 +15,10 @@ from cute_kernels.device.division import Divisor
 from cute_kernels.extend import decode, unpack
 from cute_kernels.extend.call import make_call as check_call
 from cute_kernels.extend.config import TILE_SCALE_BYTES, UnpackConfig
+from cute_kernels.extend.fp8 import KEYS_IN_ORDER
 from cute_kernels.extend.memory import Pages, Rows, Source
 from cute_kernels.extend.plan import problem_of
-from cute_kernels.extend.schedule import choose, choose_unpacked, room_of
+from cute_kernels.extend.schedule import choose, choose_fp8, choose_unpacked, room_of
 from cute_kernels.extend.unpack import UnpackKernel, UnpackLengths, UnpackSizes, UnpackTarget
 from cute_kernels.kv_formats import format_of
 from simulator import LANES, Int32, Int64, Lanes, Meanings, Warp, running
@@ -72,14 +73,15 @@ class Unpacked:
 
     Attributes:
         rows: K's and V's, float64 [batch, kv_heads, room, head_dim], as attention takes them: times their tile's power
-            of 2. raw: their 16 bits.
+            of 2; none of FP8 products. raw: their bits.
         scales: fp32 [batch, kv_heads, tiles, 4].
     """
 
     def __init__(self, call: Call, prefix_only: bool = False):
         checked = check_call(*call.tensors, **call.keywords)
         base = checked.base
-        self.config, _ = choose_unpacked(choose(problem_of(checked)))
+        chosen = choose_fp8 if checked.fp8_products else choose_unpacked
+        self.config, _ = chosen(choose(problem_of(checked)))
         assert self.config.can_implement() is None
         self.room = room_of(base.max_seq_len, self.config.head_dim)
         shape = (checked.batch, base.num_kv_heads, self.room, self.config.head_dim)
@@ -91,8 +93,8 @@ class Unpacked:
             "table": _bytes(table) if table is not None else np.zeros(0, np.uint8),
             "ends": _bytes(call.cu_seqlens_q),
             "lengths": _bytes(call.seq_lens),
-            "k_rows": np.full(2 * int(np.prod(shape)), POISON, np.uint8),
-            "v_rows": np.full(2 * int(np.prod(shape)), POISON, np.uint8),
+            "k_rows": np.full(self.config.element_bytes * int(np.prod(shape)), POISON, np.uint8),
+            "v_rows": np.full(self.config.element_bytes * int(np.prod(shape)), POISON, np.uint8),
             "scales": np.full(4 * int(np.prod(tiles)), POISON, np.uint8),
         }
         at, end = {}, 256
@@ -105,12 +107,15 @@ class Unpacked:
         self._run(call, at, prefix_only)
         part = {name: memory[at[name] : at[name] + len(piece)] for name, piece in pieces.items()}
         self.scales = part["scales"].view(np.float32).reshape(tiles)
-        self.raw = [part[name].view(np.uint16).reshape(shape) for name in ("k_rows", "v_rows")]
+        kind = {1: np.uint8, 2: np.uint16}[self.config.element_bytes]
+        self.raw = [part[name].view(kind).reshape(shape) for name in ("k_rows", "v_rows")]
+        self.reads = self.machine.reads
+        if self.config.dtype == "e4m3":
+            return
         self.rows = [torch.from_numpy(raw.view(np.int16)).view(call_dtype(self.config)).double() for raw in self.raw]
         if any(self.config.tile_scales):
             scales = torch.from_numpy(self.scales).double().repeat_interleave(self.config.tile_tokens, 2)
             self.rows = [self.rows[0] * scales[..., 0:1], self.rows[1] * scales[..., 2:3].exp2()]
-        self.reads = self.machine.reads
 
     def _run(self, call: Call, at: dict[str, int], prefix_only: bool) -> None:
         head_major = call.options.get("cache_layout") == "HND"
@@ -249,6 +254,35 @@ def test_codes_without_scales_are_exact():
     """Also those of INT4 are what a decoding producer makes of them, so that both ways give the same bits."""
     found = check(make_call("e4m3_tensor", Q_LENS, LENGTHS))
     assert not (found.scales == found.scales).any(), "there are no scales to be written"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"page_size": 16}, {"cache_layout": "HND"}, {"page_size": None}, {"window_size": 40}],
+    ids=["pages of 64", "pages of 16", "HND", "contiguous", "window"],
+)
+def test_fp8_products_get_the_cache_s_codes_and_values_transposed(options):
+    call = make_call("e4m3_tensor", Q_LENS, LENGTHS, fp8_products=True, **options)
+    found, window = Unpacked(call), options.get("window_size")
+    tile = found.config.tile_tokens
+    keys = np.array([first + key for first in range(0, tile, len(KEYS_IN_ORDER)) for key in KEYS_IN_ORDER])
+    for request, (q_len, length) in enumerate(zip(Q_LENS, LENGTHS, strict=True)):
+        stop = length if q_len else 0
+        first = max(0, length - q_len - window + 1) if window and stop else 0
+        begin, end = first // tile * tile, -(-stop // tile) * tile
+        for operand in range(2):
+            raw = found.raw[operand][request]
+            assert (np.concatenate((raw[:, :begin], raw[:, end:]), 1) == POISON).all(), "tiles that nobody sees"
+            rows = raw[:, begin:end].copy()
+            if operand == 1:
+                tiles = rows.reshape(len(rows), -1, found.config.head_dim, tile)
+                rows = np.empty_like(tiles).swapaxes(2, 3)
+                rows[:, :, keys] = tiles.swapaxes(2, 3)
+                rows = rows.reshape(len(raw), end - begin, found.config.head_dim)
+            want = np.zeros_like(rows)
+            codes = wanted(call, operand, request, stop)[:, first:stop].to(torch.float8_e4m3fn)
+            want[:, first - begin : stop - begin] = codes.view(torch.uint8).numpy()
+            assert (rows == want).all(), "codes, and zeros where no query sees one"
 
 
 def test_numbers_on_the_device_that_cannot_be_do_no_harm():

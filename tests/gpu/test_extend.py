@@ -19,7 +19,7 @@ from cute_kernels.extend.call import make_call as check_call
 from cute_kernels.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
 from cute_kernels.extend.config import CombineConfig, ExtendConfig, UnpackConfig
 from cute_kernels.extend.plan import configs_of, problem_of
-from cute_kernels.extend.schedule import choose, choose_unpacked
+from cute_kernels.extend.schedule import choose, choose_fp8, choose_unpacked
 from cute_kernels.runtime.spec import KernelSpec
 from tests.extend.cases import FORMATS, Call, assert_close, make_call
 
@@ -86,6 +86,20 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tree, head_dim 256": ("bf16", {"tree": True, "head_dim": 256, "group": 1}),
     "a pair": (("int8_token_head", "int4_g4"), {}),
 }
+FP8: dict[str, dict[str, Any]] = {
+    "pages of 64": {},
+    "pages of 16": {"page_size": 16},
+    "HND": {"cache_layout": "HND"},
+    "contiguous": {"page_size": None},
+    "fp16 queries": {"q_dtype": "fp16"},
+    "7 heads a group": {"group": 7},
+    "all keys": {"causal": False},
+    "window": {"window_size": 100},
+    "splits": {"num_splits": 3},
+    "tree": {"tree": True},
+    "new tokens": {"new": True},
+    "all features": {"window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True},
+}
 FEATURES = {"window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True}
 UNPACKED: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (name, {}) for name in FORMATS},
@@ -110,6 +124,7 @@ UNPACKED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 # The others read the cache as it is, whatever the schedule says of so few queries.
 VARIANTS = {name: (form, {"unpack": False, **options}) for name, (form, options) in VARIANTS.items()}
+VARIANTS |= {f"{name}, FP8 products": ("e4m3_tensor", {"fp8_products": True, **given}) for name, given in FP8.items()}
 VARIANTS |= {f"{name}, unpacked": (form, {"unpack": True, **given}) for name, (form, given) in UNPACKED.items()}
 
 
@@ -128,20 +143,22 @@ def specs() -> list[KernelSpec]:
     unpacking: dict[UnpackConfig, None] = {}
     for call in calls:
         first, *newer = configs_of(check_call(*call.tensors, **call.keywords))
-        if call.options["unpack"]:
-            unpack, first = choose_unpacked(first)
+        if call.options.get("unpack") or call.options.get("fp8_products"):
+            chosen = choose_fp8 if call.options.get("fp8_products") else choose_unpacked
+            unpack, first = chosen(first)
             unpacking[unpack] = None
         configs |= dict.fromkeys((first, *newer))
     combines = dict.fromkeys(CombineConfig(config.q_dtype, config.head_dim) for config in configs)
     return [*map(ExtendSpec, configs), *map(UnpackSpec, unpacking), *map(CombineSpec, combines)]
 
 
-def check(call: Call) -> torch.Tensor:
-    """Runs the public call into an output full of NaN and compares with fp64; returns the output."""
+def check(call: Call, *, rounded: bool = True) -> torch.Tensor:
+    """Runs the public call into an output full of NaN and compares with fp64; returns the output. rounded: see
+    `assert_close`."""
     out = torch.full_like(call.q, torch.nan)
     result, lse = call.run(out=out, return_lse=True)
     assert result is out
-    assert_close(call, out, lse)
+    assert_close(call, out, lse, rounded=rounded)
     return out
 
 
@@ -179,6 +196,41 @@ def test_zero_scores_show_the_mask(kv_format, unpack, causal, window):
     )
     call.q.zero_()
     check(call)
+
+
+@pytest.mark.parametrize("causal, window", [(True, None), (False, None), (True, 77), (True, 128)])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_zero_scores_show_the_mask_of_fp8_products(num_splits, causal, window):
+    """Probabilities are then alike, and E4M3 holds them: every value has to be where its key is, to the last bits."""
+    lengths, options = [400, 5, 290], {"causal": causal, "window_size": window, "num_splits": num_splits}
+    call = make_call("e4m3_tensor", [130, 5, 300], lengths, fp8_products=True, device=CUDA, **options)
+    call.q.zero_()
+    check(call, rounded=False)
+
+
+@pytest.mark.parametrize("options", [{"tree": True}, {"softcap": 20.0, "sinks": True, "window_size": 200}], ids=str)
+def test_what_leaves_zero_scores_alike_leaves_fp8_products_exact(options):
+    """Their kernels multiply values before the next scores, not behind the softmax."""
+    call = make_call("e4m3_tensor", [130, 5, 64], [400, 5, 290], fp8_products=True, device=CUDA, **options)
+    call.q.zero_()
+    check(call, rounded=False)
+
+
+def test_fp8_products_of_signs_are_exact():
+    """Scores are integers, and differ by 2 or not at all: E4M3 holds a softmax of those alike, and others are next to
+    nothing. So a query gets the average of the values of those keys whose signs agree most with its own."""
+    call = make_call("e4m3_tensor", [130, 64], [400, 64], fp8_products=True, device=CUDA)
+
+    def signs(like: torch.Tensor) -> torch.Tensor:
+        return torch.randint(0, 2, like.shape, device=CUDA).float() * 2 - 1
+
+    call.q.copy_(signs(call.q))
+    call.k_cache.copy_(signs(call.k_cache).to(torch.float8_e4m3fn).view(call.k_cache.dtype))
+    call.options["k_scale"].fill_(1.0)
+    call.options["softmax_scale"] = 6.0
+    out, lse = call.run(return_lse=True)
+    assert_close(call, out, rounded=False)
+    assert (lse - call.reference()[1]).abs().max() < 1e-3, "of scores of some 200"
 
 
 @pytest.mark.parametrize("unpack", [False, True])

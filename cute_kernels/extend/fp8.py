@@ -1,0 +1,81 @@
+"""Warpgroup MMAs of E4M3: operands, and the order of keys in which probabilities need no lane but their own.
+
+Both operands are K-major, rows of 128 bytes in the 128-byte swizzle: a row of K, or of V's transpose, in which a tile's
+keys are columns. As an accumulator a thread has columns 2t and 2t + 1 of each 8 (t = lane % 4); as operand A it has
+columns 4t to 4t + 3 of each 16. So the tile's keys are permuted: column 4t + 2j + i of each 16 is key 8j + 2t + i
+(:data:`KEYS_IN_ORDER`), and a thread's accumulators are its operand, four of a row a word.
+
+Hopper's tensor cores add products of E4M3 in some 14 bits. docs/design/extend_attention.md says what comes of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup import OperandSource
+from cutlass.cutlass_dsl import dsl_user_op
+
+from cute_kernels.device import ptx, wgmma_tiles
+
+QUARTERS = 0x28282828  # four codes of 1/4: what four lanes sum up of it is counted once
+MMA_K = 32  # columns of a product
+KEYS_IN_ORDER = tuple(8 * j + 2 * t + i for t in range(4) for j in range(2) for i in range(2))  # of 16 columns
+
+
+@dsl_user_op
+def pack_e4m3x4(values: Sequence[Float32], *, loc=None, ip=None) -> Uint32:
+    """Four fp32 rounded to nearest-even E4M3, saturating at 448, in a word, the first in its lowest byte."""
+    asm = (
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+        "mov.b32 $0, {low, high}; }"
+    )
+    operands = [Float32(value).ir_value(loc=loc, ip=ip) for value in values]
+    return Uint32(llvm.inline_asm(Uint32.mlir_type, operands, asm, "=r,f,f,f,f", loc=loc, ip=ip))
+
+
+def accumulators_of(word: int) -> tuple[int, int, int, int]:
+    """Which of a thread's accumulators are a word of operand A of the next product: of one row, two columns side by
+    side of each of two 8."""
+    first = word // 2 * 8 + word % 2 * 2
+    return first, first + 1, first + 4, first + 5
+
+
+def transposed(words: Sequence[Uint32]) -> list[list[Uint32]]:
+    """Words of V^T's tile of the words of 16 keys, each of the same 4 columns: 4 words for each of these columns."""
+    columns: list[list[Uint32]] = [[], [], [], []]
+    for first in range(0, len(KEYS_IN_ORDER), 4):
+        a, b, c, d = (words[key] for key in KEYS_IN_ORDER[first : first + 4])
+        for column, select in ((0, 0x5140), (2, 0x7362)):  # of two words their lower, upper halves' bytes in turn
+            low, high = ptx.prmt(a, b, Uint32(select)), ptx.prmt(c, d, Uint32(select))
+            columns[column].append(ptx.prmt(low, high, Uint32(0x5410)))
+            columns[column + 1].append(ptx.prmt(low, high, Uint32(0x7632)))
+    return columns
+
+
+def multiply(sums, a, b, n: int) -> None:
+    """Issues sums = A B^T, as :func:`.wgmma_tiles.multiply`.
+
+    a: tensor [64, k] in shared memory, or a rank-3 fragment of registers (values, 1, k / 32). b: [n, k] in shared
+    memory; both of Float8E4M3FN, from :func:`.wgmma_tiles.tile`.
+    """
+    in_registers = a.memspace == cute.AddressSpace.rmem
+    operation = warpgroup.MmaF8Op(
+        Float8E4M3FN,
+        Float8E4M3FN,
+        Float32,
+        (wgmma_tiles.WARPGROUP_ROWS, n, MMA_K),
+        OperandSource.RMEM if in_registers else OperandSource.SMEM,
+        OperandMajorMode.K,
+        OperandMajorMode.K,
+    )
+    tiled = cute.make_tiled_mma(cute.make_mma_atom(operation), (1, 1, 1))
+    thread = tiled.get_slice(0)  # operands in shared memory are the warpgroup's, not a thread's
+    a_fragment = a if in_registers else tiled.make_fragment_A(thread.partition_A(a))
+    b_fragment = tiled.make_fragment_B(thread.partition_B(b))
+    for step in range(cute.size(b_fragment.shape[2])):
+        tiled.set(warpgroup.Field.ACCUMULATE, step > 0)
+        cute.gemm(tiled, sums, a_fragment[None, None, step], b_fragment[None, None, step], sums)

@@ -1,0 +1,120 @@
+"""What FP8 products are made of, run by the simulator: queries in E4M3, probabilities where their values are, and the
+range that E4M3 leaves them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.device import wgmma_tiles
+from cute_kernels.device.wgmma_tiles import sum_place
+from cute_kernels.extend import fp8, queries
+from cute_kernels.extend.compile import CAUSAL_PAGES
+from cute_kernels.extend.config import WARPGROUP_ROWS
+from cute_kernels.extend.queries import WARP_ROWS, QueryLoader
+from cute_kernels.extend.schedule import ExtendProblem, choose, choose_fp8
+from cute_kernels.extend.softmax import LOWEST, Rows, Softmax
+from simulator import LANES, Float32, Int32, Meanings, Uint32, Warp, running, stand_in
+
+WARPS = 4
+
+
+def config_of(q_dtype: str):
+    _, config = choose_fp8(choose(ExtendProblem(128, "e4m3_tensor", "e4m3_tensor", q_dtype, 64, CAUSAL_PAGES)))
+    assert config.can_implement() is None
+    return config
+
+
+class Machine(Warp):
+    """A warp that rounds to E4M3."""
+
+    def meanings(self) -> Meanings:
+        return replace(super().meanings(), modules={queries: {"pack_e4m3x4": self.pack_e4m3x4}})
+
+    def pack_e4m3x4(self, values: list[Any]) -> Any:
+        codes = torch.from_numpy(np.stack([np.broadcast_to(value, (32,)) for value in values], 1).astype(np.float32))
+        return Uint32(codes.to(torch.float8_e4m3fn).view(torch.uint8).numpy().view(np.uint32)[:, 0])
+
+
+@pytest.mark.parametrize("q_dtype", ["bf16", "fp16"])
+def test_queries_become_codes_and_a_power_of_2_for_each_row(q_dtype):
+    config, dtype = config_of(q_dtype), {"bf16": torch.bfloat16, "fp16": torch.float16}[q_dtype]
+    q = torch.randn(WARPGROUP_ROWS, 128).mul_(torch.randint(-9, 9, (WARPGROUP_ROWS, 1)).float().exp2()).to(dtype)
+    q[5] = 0
+    codes = config.query_bytes
+    machine = Machine(np.zeros(codes + config.query_code_bytes, np.uint8), np.zeros(16, np.uint8))
+    row, piece = np.arange(WARPGROUP_ROWS)[:, None, None], np.arange(16)[None, :, None]
+    places = piece // 8 * queries.SLAB_BYTES + row * 128 + (piece % 8 ^ row % 8) * 16 + np.arange(16)
+    machine.shared_memory[places] = q.view(torch.uint8).numpy().reshape(WARPGROUP_ROWS, 16, 16)
+    powers = torch.zeros(WARPGROUP_ROWS, 1, dtype=torch.float64)
+    with running(machine):
+        loader, lane = QueryLoader(config), Int32(LANES)
+        for number in range(WARPS):
+            warp = Int32(number)
+            for step in range(loader.num_steps):
+                words = machine.load_shared_vector(loader.place(Int32(0), warp, lane, step), 0, 4)
+                converted, unit = loader.convert(words)
+                machine.store_shared(loader.code_place(Int32(codes), warp, lane, step), 0, converted)
+                first = number * WARP_ROWS + step * loader.step_rows
+                for below in range(loader.step_rows):  # all lanes of a row know of its power
+                    (power,) = set(np.asarray(unit)[LANES // loader.row_pieces == below].tolist())
+                    powers[first + below] = power
+    column = np.arange(128)[None]
+    row = row[:, 0]
+    tile = machine.shared_memory[codes + row * 128 + (column // 16 ^ row % 8) * 16 + column % 16]
+    found = torch.from_numpy(tile).view(torch.float8_e4m3fn).double()
+    assert (powers == powers.log2().round().exp2()).all(), "powers of 2"
+    greatest = found.abs().amax(1)
+    assert (greatest[:5] >= 128).all() and not found[5].any() and (greatest <= 256).all(), (
+        "which bring a row to the top of E4M3"
+    )
+    assert torch.equal(found, (q.double() / powers).to(torch.float8_e4m3fn).double())
+
+
+def test_a_probability_meets_the_value_of_its_key():
+    """The PTX manual: register r of 4 of lane (g, t) is row g + 8 (r % 2), columns 16 (r / 2) + 4t to 4t + 3 of A."""
+    tokens = config_of("bf16").tile_tokens
+    for t in range(4):
+        for word in range(tokens // 8):
+            step, register = divmod(word, 4)
+            for byte, accumulator in enumerate(fp8.accumulators_of(word)):
+                row, key = sum_place(accumulator)
+                assert row == 8 * (register % 2)
+                column = 32 * step + 16 * (register // 2) + 4 * t + byte
+                assert key + 2 * t == column // 16 * 16 + fp8.KEYS_IN_ORDER[column % 16]
+    used = sorted(i for word in range(tokens // 8) for i in fp8.accumulators_of(word))
+    assert used == list(range(tokens // 2)), "each probability once"
+
+
+def test_the_greatest_probability_is_two_to_the_eighth_and_none_is_more():
+    """So that all of E4M3's powers of 2 serve; blocks whose scores rise little rescale nothing that they need not."""
+    config = config_of("bf16")
+    softmax, generator = Softmax(config), np.random.default_rng(0)
+    state, references, totals = (stand_in(value) for value in (None, [Float32(LOWEST)] * 2, [Float32(0.0)] * 2))
+    rows = Rows([], [stand_in(Float32(0.25))] * 2, state, [], references, totals)
+    factors, highest = [Float32(0.0)] * 2, np.full((2, 8), -np.inf)
+    with running(Warp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))):
+        for step in range(5):
+            own = generator.normal(0, 40 * (step + 1), (config.tile_tokens // 2, 32)).astype(np.float32)
+            values = [Float32(row) for row in own]
+            by_row = own.reshape(-1, 2, 2, 8, 4).transpose(1, 3, 0, 2, 4).reshape(2, 8, -1)
+            highest = np.maximum(highest, by_row.max(-1) * 0.25)
+            softmax.weigh(values, rows, factors, [])
+            for i, value in enumerate(values):
+                reference = highest[i // 2 % 2].repeat(4) - 8
+                np.testing.assert_allclose(value, np.exp2(own[i] * 0.25 - reference), rtol=1e-4, atol=1e-30)
+                assert (np.asarray(value) <= 256.1).all()
+
+
+def test_tiles_leave_room_for_rows_of_quarters():
+    config = config_of("bf16")
+    assert config.tile_room == config.tile_bytes + 8 * wgmma_tiles.ROW_BYTES and config.tile_room % 1024 == 0
+    quarters = torch.tensor([fp8.QUARTERS], dtype=torch.int32).view(torch.float8_e4m3fn).float()
+    assert (quarters * 4 == 1).all(), "four lanes of a row add up the same sum"
+    assert WARPS * WARP_ROWS == WARPGROUP_ROWS
