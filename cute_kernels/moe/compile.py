@@ -174,7 +174,7 @@ def shipped_specs() -> list[KernelSpec]:
     return [*small, *(GatherSpec(GatherConfig(dtype)) for dtype in ("bf16", "fp16")), *specs]
 
 
-def grouped_spec(problem: GroupedProblem) -> GroupedSpec | GroupedWgmmaSpec:
+def grouped_spec(problem: GroupedProblem) -> GroupedSpec | GroupedWgmmaSpec | EntrySpec:
     """The kernel that a product is served by where no table says otherwise."""
     return spec_of(tuned.modelled(problem).config)
 

@@ -68,7 +68,7 @@ def sizes(ids: list[int], k: int = 0, n: int = 0, topk: int = 1) -> EntryTileSiz
     )
 
 
-def finder_of(machine: Machine, ids: list[int], rows: int) -> AssignmentFinder:
+def finder_of(machine: Any, ids: list[int], rows: int) -> AssignmentFinder:
     """What a warp's lane knows of entries."""
     lanes = range(-(-len(ids) // WARP_THREADS))
     experts = [

@@ -206,8 +206,16 @@ class EntryKernel:
     def launch(self, given, stream):
         """Launches ``num_ctas`` CTAs; ``given`` has the arguments `ENTRIES` of :mod:`cute_kernels.moe.arguments`."""
         sizes = dense_sizes(self.ring, given, whole=Int32(0), splits=Int32(1))
-        routed = given.num_experts, given.count, given.id_words, given.row_factor
-        shape = EntryTileSizes(*sizes, None, *routed, Divisor.of(given.num_tiles), given.waits)
+        shape = EntryTileSizes(
+            *sizes,
+            grid=None,
+            num_experts=given.num_experts,
+            places=given.count,
+            id_words=given.id_words,
+            row_factor=given.row_factor,
+            tiles=Divisor.of(given.num_tiles),
+            waits=given.waits,
+        )
         operands = operands_of(Operands, given, bias=Int64(0), residual=Int64(0), workspace=Int64(0))
         options = launch_options(self.config, given.num_ctas, stream, use_pdl=True)
         self.kernel(operands, shape, given.ids).launch(**options)
