@@ -14,6 +14,7 @@ from cute_kernels.linear.inputs import compile as inputs
 from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma import schedule as many_rows
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
+from cute_kernels.linear.wgmma.long_config import LongWgmma
 from cute_kernels.linear.wgmma.mainloops import PortableMmaSync, ResidentLimbs
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -52,11 +53,14 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
     """The kernel of a configuration of the kernel for few rows, of that for many, or of the portable one."""
     from cute_kernels.linear.portable.compile import PortableSpec
     from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
+    from cute_kernels.linear.wgmma.long_compile import LongSpec
 
     if isinstance(config, LinearConfig):
         return LinearSpec(config)
     if isinstance(config.mainloop, ResidentLimbs):
         return ResidentSpec(config)
+    if isinstance(config.mainloop, LongWgmma):
+        return LongSpec(config)
     return PortableSpec(config) if isinstance(config.mainloop, PortableMmaSync) else WgmmaSpec(config)
 
 

@@ -19,6 +19,8 @@ from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig
+from cute_kernels.linear.wgmma.invariant import DSMEM_PARTS
+from cute_kernels.linear.wgmma.long_config import LongWgmma
 from cute_kernels.linear.wgmma.mainloops import ResidentLimbs
 from cute_kernels.linear.wgmma.results import Dsmem, RowExchange, SequentialSplitK, WorkspaceSplitK
 from cute_kernels.linear.wgmma.schedule import BETWEEN_SHAPES, TileSchedule, make_tile_schedule, tile_schedules
@@ -64,6 +66,7 @@ INVARIANT_SHAPES = ((1000, 2048), (200, 520), (1001, 640), (4096, 1664))
 SHAPES = ((1000, 2048), (200, 520), (1001, 640))
 LARGE_BLOCKS = ((28_672, 4096), (24_576, 4096), (14_336, 4096))  # of four to seven tiles of 64 features
 MOST_PARTS = 3  # numbers of parts of K that are tested
+LONG_K, LONG_K_ROWS = (200, 14_336), (1, 8, 17, 32)  # whose parts of K have long k blocks
 LONG = (20_000, 512)  # many tiles, with several for each CTA
 MARGIN = 512  # elements before and behind an output that nobody may touch
 BETWEEN = (300, 976, 640)  # (m, n, k): of every tile in between a last one that is not full
@@ -83,6 +86,7 @@ def specs() -> list[KernelSpec]:
     configs += [schedule.config for schedule in between(problem_of(*BETWEEN))]
     for m in INVARIANT_ROWS:
         configs += [schedule.config for _, _, schedule in of_all_parts(m)]
+    configs += [schedule.config for m in LONG_K_ROWS for schedule in in_long_k_blocks(m)]
     for (dtype, group), m, shape in product(LIMB_FORMATS, LIMB_ROWS, LIMB_SHAPES):
         schedules = in_limbs(problem_of(m, *shape, dtype=dtype, group_size=group))
         configs += [schedule.config for schedule in schedules]
@@ -146,6 +150,26 @@ def test_schedules_with_as_many_parts_of_k_give_the_same_bits(shape):
             assert torch.equal(found, first.setdefault(parts, found)[:m]), (m, schedule)
             kinds.add(type(schedule.config.reduction))
     assert kinds == {WorkspaceSplitK, RowExchange, Dsmem, SequentialSplitK}
+
+
+def in_long_k_blocks(m: int) -> list[TileSchedule]:
+    """A schedule of long k blocks in a cluster, and others of as many parts of K."""
+    found = list(invariant.schedules_of(problem_of(m, *LONG_K), DSMEM_PARTS))
+    assert any(isinstance(schedule.config.mainloop, LongWgmma) for schedule in found)
+    return found
+
+
+def test_long_k_blocks_give_the_bits_of_others():
+    n, k = LONG_K
+    reference = known(n, k, group_size=128)
+    weight, x = reference.pack().to(CUDA), activations(LONG_K_ROWS[-1], k, torch.bfloat16)
+    first = None
+    for m in reversed(LONG_K_ROWS):
+        for schedule in in_long_k_blocks(m):
+            found = launch(schedule, weight, x[:m].contiguous())
+            first = found if first is None else first
+            assert torch.equal(found, first[:m]), (m, schedule)
+    assert_near(first, exact_product(x, reference), SUMS)
 
 
 @pytest.mark.parametrize("n, k", SHAPES)

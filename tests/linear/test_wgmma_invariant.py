@@ -12,6 +12,7 @@ from cute_kernels.linear import tuned
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.long_config import LONG_BLOCK_K, LongWgmma
 from cute_kernels.linear.wgmma.results import MOST_SEQUENTIAL_M, SequentialSplitK, TmaStore
 from cute_kernels.linear.wgmma.schedule import TileSchedule, estimate_us, make_tile_schedule
 from cute_kernels.weight_formats import integers
@@ -85,6 +86,19 @@ def test_many_rows_are_expected_to_take_little_longer_than_without(n, k):
         assert estimate_us(case, invariant.make_schedule(case)) < 1.3 * estimate_us(plain, make_tile_schedule(plain))
 
 
+@pytest.mark.parametrize("m", [1, 16, 32])
+def test_parts_of_many_inputs_have_long_k_blocks_where_a_cta_has_one_warpgroup(m):
+    """Nobody decodes while it waits; of few inputs the first stage would come later, which costs as much."""
+    long = invariant.make_schedule(problem(m, 4096, 14336)).config
+    assert isinstance(long.mainloop, LongWgmma) and (long.block_k, long.warpgroups) == (LONG_BLOCK_K, 1)
+    for n, k in ((4096, 4096), (8192, 8192)):
+        assert invariant.make_schedule(problem(m, n, k)).config.block_k == 128
+
+
+def has_long_k_blocks(n: int, k: int, m: int) -> bool:
+    return isinstance(invariant.make_schedule(problem(m, n, k)).config.mainloop, LongWgmma)
+
+
 def test_many_rows_have_no_partial_results_in_memory():
     for n, k in SHAPES:
         assert invariant.make_schedule(problem(8192, n, k)).workspace_words == 0
@@ -98,7 +112,12 @@ def test_two_sets_of_accumulators_want_registers():
     assert "does not go with" in str(replace(most, tile_m=128, store=TmaStore()).can_implement())
 
 
-MEASURED = facts.table("linear_invariant", "INVARIANT")
+LONG = facts.table("linear_invariant", "LONG")
+# Of these the rows between take the same kernels.
+OTHERS = {
+    shape: of for shape, of in facts.table("linear_invariant", "INVARIANT").items() if not has_long_k_blocks(*shape)
+}
+MEASURED = OTHERS | LONG
 
 
 @pytest.mark.parametrize("n, k, m", MEASURED)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma.config import M_TILE_BAND, WgmmaConfig
+from cute_kernels.linear.wgmma.long_config import LongWgmma
 from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K, Limbs, Mainloop, MmaSync, RegisterWgmma, ResidentLimbs
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.results import WGMMA_N_STEP, WholeK
@@ -220,7 +221,8 @@ class ResidentCost:
 
 
 COSTS: dict[type[Mainloop], MainloopCost] = {
-    RegisterWgmma: DecodedCost(), MmaSync: DecodedCost(), Limbs: LimbCost(), ResidentLimbs: ResidentCost(),
+    RegisterWgmma: DecodedCost(), LongWgmma: DecodedCost(), MmaSync: DecodedCost(), Limbs: LimbCost(),
+    ResidentLimbs: ResidentCost(),
 }  # fmt: skip
 
 

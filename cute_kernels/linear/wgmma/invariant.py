@@ -18,6 +18,7 @@ from typing import NamedTuple
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma import schedule as plain
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.long_config import LONG_BLOCK_K, LongWgmma
 from cute_kernels.linear.wgmma.mainloops import RegisterWgmma
 from cute_kernels.linear.wgmma.results import Dsmem, SequentialSplitK
 from cute_kernels.linear.wgmma.schedule import (
@@ -36,6 +37,9 @@ ROWS = (1, 16, 64, 256, 1024)  # that a cut of K is chosen for
 MOST_PARTS = 16
 MOST_WORKSPACE_WORDS = 16 << 20  # of partial results; more rows have them one after the other
 DSMEM_PARTS, DSMEM_TILE_M = 2, (16, 32, 64)  # of tiles of few rows whose parts of K meet in a cluster
+# Of those of one warpgroup, as measured with 4 bits: rows up to which, and inputs of a part from which on, k blocks are
+# long.
+LONG_BITS, LONG_TILE_M, LONG_PART, LONG_STAGES = 4, 32, 7168, 8
 SEQUENTIAL_TILE_M = (64, 96, 128, 160)
 # What parts that meet in memory take besides, beyond what tiles that are cut in a last round do: an H200, 1 to 32 rows.
 WORKSPACE_US = 2.2
@@ -154,7 +158,7 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     tile_m = next((size for size in DSMEM_TILE_M if problem.m <= size), None)
     if tile_m is None:
         return []
-    configs = (
+    narrow, wide = (
         plain.of_format(
             problem,
             tile_m=tile_m,
@@ -165,7 +169,11 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
         )
         for warpgroups in (1, 2)
     )
-    return plain.implementable(configs, {1: DSMEM_STAGES, 2: DSMEM_STAGES})
+    found = plain.implementable((narrow, wide), {1: DSMEM_STAGES, 2: DSMEM_STAGES})
+    if problem.format.bits == LONG_BITS and tile_m <= LONG_TILE_M and problem.k_pad >= DSMEM_PARTS * LONG_PART:
+        long = replace(narrow, block_k=LONG_BLOCK_K, mainloop=LongWgmma())
+        found += plain.implementable([long], {1: LONG_STAGES})
+    return found
 
 
 def sequential_configs(problem: LinearProblem) -> list[WgmmaConfig]:
