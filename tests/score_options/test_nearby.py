@@ -5,7 +5,6 @@ Its `reach` has decode and extend attention leave out tiles, as a window's does.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,11 +12,9 @@ pytest.importorskip("cutlass", reason="the option's device code is written in nv
 
 from cutlass import Int64
 
-from cute_kernels.attention.features import Features
 from cute_kernels.attention.readers.common import load_float
 from cute_kernels.attention.score_options import KeyBlock, OptionTensor, ScoreOption, register
-from cute_kernels.attention.score_terms import ScoreTerm, ScoreTerms
-from simulator import Int32, stand_in
+from cute_kernels.attention.score_terms import ScoreTerm
 from tests.attention.cases import make_call
 from tests.score_options.generic import ScoreOptionTests, expected, extended, with_option
 
@@ -76,18 +73,3 @@ def test_keys_far_back_are_not_seen(page_size):
     if page_size is None:  # what `expected` reads
         torch.testing.assert_close(out.double(), expected(call, seen), atol=1e-2, rtol=1e-2)
     torch.testing.assert_close(extended(call)[0].view_as(out), out, atol=1e-2, rtol=1e-2)
-
-
-@pytest.mark.parametrize("queries", [1, 5])
-def test_the_shortest_reach_is_that_of_all_options(queries):
-    """Of a window and an option that hide keys, whichever sees fewer decides which tiles are left out."""
-    for features, window, reach in (
-        (Features(), 9, None),
-        (Features(window=True), 9, 9),
-        (Features(terms=("nearby",)), 9, REACH),
-        (Features(window=True, terms=("nearby",)), 9, 9),
-        (Features(window=True, terms=("nearby",)), 1000, REACH),
-    ):
-        values = stand_in(type("Values", (), {"window": Int32(window)}))
-        found = ScoreTerms(features, 2).reach(values, queries)
-        assert found is None if reach is None else int(np.max(found)) == reach + queries - 1
