@@ -158,7 +158,7 @@ KEPT = "engine_kernels_"
 def _digest_of_sources() -> str:
     """Of the Python that lists kernels, and of the tables of measured times that hold here: those that ship, the user's
     own, or the one that CUTE_KERNELS_TUNED names."""
-    packages = [Path(package.__file__).parent for package in (cute_kernels, layouts)]
+    packages = [Path(str(package.__file__)).parent for package in (cute_kernels, layouts)]
     parts = [*(repr(tables(gpu)) for gpu in GPUS), state_of(packages, (".py", ".json")).digest]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
