@@ -114,7 +114,7 @@ def patches(meanings: Meanings) -> list[tuple[Any, str, Any]]:
         found += [(owner, name, value) for name, value in values.items()]
     replaced = {id(getattr(cutlass, name)): value for name, value in meanings.scalars.items()}
     found += [(cutlass, name, value) for name, value in meanings.scalars.items()]
-    own = (name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}."))
+    own = [name for name in sys.modules if name.startswith(PACKAGE) and name.partition(".")[0] == PACKAGE]
     compiled, scalars = _sites(
         frozenset((*own, *kv_formats.modules_of(*kv_formats.names()), *score_options.modules_of()))
     )

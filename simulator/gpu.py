@@ -29,6 +29,7 @@ from simulator.registers import (
     Uint64,
     halves,
     lanes_range,
+    permuted_bytes,
     select,
 )
 
@@ -193,9 +194,7 @@ class Gpu:
     # -- bits --------------------------------------------------------------------------------------------------------
 
     def prmt(self, a: ArrayLike, b: ArrayLike, selector: ArrayLike) -> Lanes:
-        data = np.stack([np.asarray(Uint32(a)), np.asarray(Uint32(b))], axis=1).view(np.uint8).reshape(32, 8)
-        select = np.asarray(Uint32(selector))
-        return bytes_to_words(np.stack([data[LANES, select >> 4 * i & 7] for i in range(4)], axis=1))
+        return permuted_bytes(a, b, selector)
 
     def bits(self, x: ArrayLike) -> Lanes:
         return np.ascontiguousarray(np.asarray(Float32(x))).view(np.uint32).view(Register)

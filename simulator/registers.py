@@ -44,8 +44,9 @@ class Scalar:
 
     def __call__(self, value: ArrayLike) -> Any:
         """A `Register`, which kernels take for the DSL's scalar that they ask for: hence no type of its own."""
-        if type(value) is Register and value.shape == (32,):  # most are
-            return value.astype(self.dtype)
+        if isinstance(value, np.ndarray) and value.shape == (32,):  # most are
+            cast = value.astype(self.dtype)
+            return cast if type(cast) is Register else cast.view(Register)
         if isinstance(value, int) and issubclass(self.dtype, np.integer):
             value = np.uint64(value % 2**64)  # of any size and sign: what is kept are its lowest bits
         register = np.empty(32, self.dtype).view(Register)
@@ -93,8 +94,23 @@ def lanes_range(*bounds: ArrayLike, unroll: int = 1) -> range:
 
 
 def halves(word: ArrayLike) -> np.ndarray:
-    """The two 16-bit halves of each lane's word, low first: uint16 [32, 2]."""
-    return np.ascontiguousarray(np.asarray(word, np.uint32)).view(np.uint16).reshape(32, 2)
+    """The two 16-bit halves of each word, low first: uint16 [words, 2]."""
+    return np.ascontiguousarray(np.asarray(word, np.uint32)).view(np.uint16).reshape(-1, 2)
+
+
+def permuted_bytes(a: ArrayLike, b: ArrayLike, selector: ArrayLike) -> Lanes:
+    """`prmt`: four bytes of two words by the lowest nibbles of a selector, whose bit 3 asks for copies of a sign."""
+    pair = np.empty((32, 2), np.uint32)
+    pair[:, 0], pair[:, 1] = Uint32(a), Uint32(b)
+    nibbles = np.asarray(Uint32(selector))[:, None] >> _NIBBLES
+    chosen = pair.view(np.uint8)[_EACH_LANE, nibbles & 7]
+    signs = nibbles & 8
+    if signs.any():
+        chosen = np.where(signs != 0, 0 - (chosen >> 7), chosen).astype(np.uint8)
+    return chosen.view(np.uint32).reshape(32).view(Register)
+
+
+_NIBBLES, _EACH_LANE = np.arange(0, 16, 4, dtype=np.uint32), LANES[:, None]
 
 
 def from_halves(pair: np.ndarray) -> Lanes:
@@ -114,7 +130,7 @@ def bf16_values(bits: np.ndarray) -> np.ndarray:
 
 
 def elements(word: ArrayLike, dtype: str) -> np.ndarray:
-    """A lane's packed pair as fp64 [32, 2]; ``dtype`` is "f16" or "bf16"."""
+    """The packed pair of each word as fp64 [words, 2]; ``dtype`` is "f16" or "bf16"."""
     pair = halves(word)
     values = pair.view(np.float16) if dtype == "f16" else bf16_values(pair)
     return values.astype(np.float64)

@@ -35,6 +35,7 @@ from simulator.registers import (
     halves,
     lanes_range,
     nearest_bf16,
+    permuted_bytes,
     select,
     uniform,
 )
@@ -251,13 +252,7 @@ class Warp:
         return Uint32(np.asarray(a, np.uint64) * np.asarray(b, np.uint64) >> np.uint64(32))
 
     def prmt(self, a: Lanes, b: Lanes, selector: Lanes) -> Lanes:
-        data = np.stack([Uint32(a), Uint32(b)], axis=1).view(np.uint8).reshape(32, 8)
-        select = np.asarray(Uint32(selector))
-        chosen = [data[LANES, select >> 4 * i & 7] for i in range(4)]
-        # Bit 3 of a selector asks for eight copies of the byte's sign.
-        chosen = [np.where(select >> 4 * i & 8, -(byte >> 7) & 0xFF, byte) for i, byte in enumerate(chosen)]
-        chosen = [byte.astype(np.uint8) for byte in chosen]
-        return np.ascontiguousarray(np.stack(chosen, axis=1)).view(np.uint32).reshape(32).view(Register)
+        return permuted_bytes(a, b, selector)
 
     # -- packed numbers -----------------------------------------------------------------------------------------------
 
@@ -339,7 +334,8 @@ def _double(x: ArrayLike) -> np.ndarray:
 
 
 def _places(address: ArrayLike, offset: int) -> np.ndarray:
-    return np.broadcast_to(np.asarray(address, np.int64) + offset, (32,))
+    places = np.asarray(address, np.int64) + offset
+    return places if places.shape == (32,) else np.broadcast_to(places, (32,))
 
 
 def _f16_pair(x: ArrayLike) -> np.ndarray:
@@ -357,16 +353,18 @@ def matrix_fragment(matrix: np.ndarray) -> Lanes:
 
 
 def mma(c: Sequence[Lanes], a: Sequence[Lanes], b: Sequence[Lanes], dtype: str) -> list[Lanes]:
-    """m16n8k8 (two registers of A) or m16n8k16 (four): products and sums exact, one rounding to fp32 at the end."""
-    left, right, total = np.zeros((16, 8 * len(b))), np.zeros((8 * len(b), 8)), np.zeros((16, 8))
-    for register, word in enumerate(a):
-        for half in range(2):
-            left[ROW + 8 * (register % 2), 8 * (register // 2) + 2 * COLUMN + half] = elements(word, dtype)[:, half]
-    for register, word in enumerate(b):
-        for half in range(2):
-            right[8 * register + 2 * COLUMN + half, ROW] = elements(word, dtype)[:, half]
-    places = [(ROW + 8 * (i // 2), 2 * COLUMN + i % 2) for i in range(4)]
-    for value, place in zip(c, places, strict=True):
-        total[place] = Float32(value)
-    total += left @ right
-    return [Float32(total[place]) for place in places]
+    """m16n8k8 (two registers of A) or m16n8k16 (four): products and sums exact, one rounding to fp32 at the end.
+
+    A lane is (g, t); rows of A and C are g and g + 8, columns of B are g, and a pair is two inputs or two columns of C.
+    """
+    left = _matrix_of(a, dtype).reshape(-1, 2, 8, 4, 2).transpose(1, 2, 0, 3, 4).reshape(16, -1)
+    right = _matrix_of(b, dtype).reshape(-1, 8, 4, 2).transpose(0, 2, 3, 1).reshape(-1, 8)
+    total = np.array([Float32(value) for value in c], np.float64).reshape(2, 2, 8, 4).transpose(0, 2, 3, 1)
+    total = (total.reshape(16, 8) + left @ right).astype(np.float32)
+    rows = np.ascontiguousarray(total.reshape(2, 8, 4, 2).transpose(0, 3, 1, 2)).reshape(4, 32)
+    return [row.view(Register) for row in rows]
+
+
+def _matrix_of(words: Sequence[Lanes], dtype: str) -> np.ndarray:
+    """The packed pairs of registers as fp64 [registers, 32, 2]."""
+    return elements(np.array([np.asarray(word) for word in words]).reshape(-1), dtype).reshape(len(words), 32, 2)
