@@ -39,7 +39,7 @@ class EntryWgmma(RegisterWgmma):
 
     in_flight: int = 2
     lane_assignments: int = 1
-    spare: ClassVar[int] = 1  # pyright: ignore[reportIncompatibleVariableOverride] -- a stage has one tile of weights
+    spare = 1  # a stage has one tile of weights
     registers: ClassVar[dict[int, int]] = {RINGS: 240}
     reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK,)
     multicasts: ClassVar[bool] = False
