@@ -22,7 +22,13 @@ from cute_kernels.linear.wgmma.results import (
     WorkspaceSplitK,
     dsmem,
 )
-from cute_kernels.linear.wgmma.schedule import BETWEEN_SHAPES, DSMEM_FORMS, candidate_configs, dsmem_configs
+from cute_kernels.linear.wgmma.schedule import (
+    BETWEEN_SHAPES,
+    DSMEM_FORMS,
+    candidate_configs,
+    dsmem_configs,
+    wide_configs,
+)
 from cute_kernels.runtime import KernelSpec, default_cache, native
 from cute_kernels.runtime.artifact import Artifact
 from cute_kernels.weight_formats import integers
@@ -136,6 +142,10 @@ INTERLEAVED = {  # tiles whose warpgroups take turns: what ships, and other form
     for rows in (16, 32, 64)
     for config in dsmem_configs(LinearProblem(rows, 8192, 8192, 8192, *form))
 }
+FEW_FEATURES = [LinearProblem(rows, 1024, 8192, 8192, *form) for form in DSMEM_FORMS[:2] for rows in (32, 64, 96)]
+WIDE = [config for one in FEW_FEATURES for config in wide_configs(one)]
+INTERLEAVED |= dict.fromkeys(config for config in WIDE if config.k_warpgroups > 1)
+WGMMA_CONFIGS += [config for config in WIDE if config.k_warpgroups == 1]
 MULTIPLIED, IN_TURN = (golden.worth_compiling(of, WgmmaSpec, __file__) for of in (WGMMA_CONFIGS, INTERLEAVED))
 OPCODES = {
     SQUARE: {"LOP3": 4, "SHF": 1, "HFMA2": 4},

@@ -413,7 +413,9 @@ def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, whole,
     assert (done == 1).all()
 
 
-@pytest.mark.parametrize("n, k, tile_m, cluster", [(700, 2048, 16, 2), (4096, 4096, 16, 3), (64, 384, 32, 3)])
+@pytest.mark.parametrize(
+    "n, k, tile_m, cluster", [(700, 2048, 16, 2), (4096, 4096, 16, 3), (64, 384, 32, 3), (64, 512, 32, 4)]
+)
 def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tile_m, cluster, run_on):
     pytest.importorskip("cutlass")
     from cute_kernels.linear.wgmma import tiles
@@ -433,6 +435,43 @@ def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tile_m, cluster, run_
         assert (work_tile.block, work_tile.m_tile) == (cta // cluster, 0)
         done[work_tile.block, work_tile.begin : work_tile.end] += 1
     assert (done == 1).all()
+
+
+@pytest.mark.parametrize("n, m, num_ctas", [(1280, 64, 80), (1024, 33, 64), (1536, 17, 96), (1280, 96, 80)])
+def test_few_features_are_shared_out_to_clusters_of_four(n, m, num_ctas):
+    wide = [one for one in tile_schedules(problem(m, n, 8192)) if one.config.cluster == 4]
+    assert wide
+    assert all((one.num_ctas, one.split_k_blocks, one.workspace_words) == (num_ctas, 16, 0) for one in wide)
+
+
+# us, launched, cold L2, an H200, 2026-11-27 (bench/results/step_study.json): (n, k, m): (now, the fastest other one)
+NOW_CHOSEN = {
+    (1280, 8192, 32): (9.65, 11.65), (1280, 8192, 64): (11.62, 13.1), (1280, 8192, 96): (13.42, 15.2),
+    (1024, 8192, 64): (11.28, 13.01), (1536, 4096, 64): (9.71, 10.83),
+    (4096, 14336, 1): (13.97, 15.15), (4096, 14336, 2): (14.24, 15.2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("n, k, m", NOW_CHOSEN, ids=str)
+def test_clusters_of_four_and_long_rows_at_once_are_chosen_where_they_were_faster(n, k, m):
+    case, (us, other) = problem(m, n, k), NOW_CHOSEN[n, k, m]
+    chosen = modelled(case)
+    assert isinstance(chosen, TileSchedule) and us < other
+    assert chosen.config.cluster == 4 or (m <= 2 and chosen.config.mainloop.k_blocks == 64)
+    assert estimate_us(case, chosen) == pytest.approx(us, rel=0.06)
+
+
+@pytest.mark.parametrize("n, m", [(1600, 64), (8192, 64), (1280, 16), (1280, 97)])
+def test_other_layers_have_no_clusters_of_four(n, m):
+    """More features would want clusters on more than three quarters of the SMs; fewer rows are in limbs."""
+    assert all(one.config.cluster < 4 for one in tile_schedules(problem(m, n, 8192)))
+
+
+@pytest.mark.parametrize("k, whole", [(8192, False), (8448, True), (14336, True), (16384, True), (16640, False)])
+def test_limbs_of_long_rows_are_made_at_once_where_there_is_room(k, whole):
+    found = [one for one in candidate_configs(problem(1, 4096, k)) if isinstance(one.mainloop, ResidentLimbs)]
+    assert any(one.mainloop.k_blocks == 64 for one in found) == whole
+    assert all(schedule_of(problem(1, 4096, k), one, 2) is not None for one in found if one.mainloop.k_blocks == 64)
 
 
 @pytest.mark.parametrize("group_size", [32, 64])

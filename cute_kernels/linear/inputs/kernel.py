@@ -51,7 +51,8 @@ class InputRowsKernel:
         row_of_out = out + Int64(row) * vectors * 16
         inputs = cute.make_rmem_tensor(VECTOR, Uint32)
         scales = cute.make_rmem_tensor(VECTOR, Uint32)
-        self.ask(inputs, scales, order, factors, begin + thread, vectors)
+        # Not as constant memory: ptxas moves such loads behind the wait.
+        self.ask(inputs, scales, order, factors, begin + thread, vectors, constant=False)
         cute.arch.griddepcontrol_wait()
         room = Int32(0)
         if const_expr(config.room):
@@ -68,19 +69,21 @@ class InputRowsKernel:
             self.ask(inputs, scales, order, factors, vector + config.num_threads, vectors)
             ptx.store_global(row_of_out + Int64(vector) * 16, words)
 
-    def ask(self, inputs, scales, order, factors, vector, vectors) -> None:
+    def ask(self, inputs, scales, order, factors, vector, vectors, *, constant: bool = True) -> None:
         """Loads a vector's order and factors; of one behind the row's end, the last one's."""
         vector = cutlass.min(vector, vectors - 1)
         if self.config.room:
             at = order + Int64(vector) * (4 * VECTOR)
-            for i, word in enumerate(ptx.load_global_words(at, 0, 4) + ptx.load_global_words(at, 16, 4)):
+            words = [ptx.load_global_words(at, offset, 4, constant=constant) for offset in (0, 16)]
+            for i, word in enumerate(words[0] + words[1]):
                 inputs[i] = word
         if self.config.scaled:
             if self.config.room:
                 for i in range(VECTOR):
                     scales[i] = numbers.load_global_part(factors + Int64(Int32(inputs[i])) * 2, 0, 2)
             else:
-                for i, word in enumerate(ptx.load_global_words(factors + Int64(vector) * 16, 0, WORDS)):
+                at = factors + Int64(vector) * 16
+                for i, word in enumerate(ptx.load_global_words(at, 0, WORDS, constant=constant)):
                     scales[i] = word
 
     def load(self, room, row, inputs, vector) -> list[Any]:

@@ -83,8 +83,8 @@ class DecodedCost:
     work_tile, tma_work_tile, tma_start = 3100, 2200, 1100
     # To exchange parts of K through the workspace, and each other part of each accumulator of a thread.
     combine, combine_part = 2100, 46
-    # The same of a cluster that exchanges rows; of DSMEM.
-    join, join_acc, dsmem = 2800, 40, 1500
+    # The same of a cluster that exchanges rows; of DSMEM, and each row of a part beyond that of a second CTA.
+    join, join_acc, dsmem, dsmem_row = 2800, 40, 1500, 9
 
     def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         return self.tma_start if schedule.config.store.by_tma else 0
@@ -113,7 +113,8 @@ class DecodedCost:
         if config.warpgroups == 1:
             return self.alone
         in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
-        return 1 - self.in_flight_gain if in_flight > 1 and config.scales_codes else 1.0
+        gains = in_flight > 1 and config.scales_codes and config.cluster == 1  # in clusters it is in what was fitted
+        return 1 - self.in_flight_gain if gains else 1.0
 
     def decode_clocks(self, config: WgmmaConfig) -> tuple[float, float]:
         """Of decoding, for each k16 step of a tile: however few rows there are, and for each of them."""
@@ -138,7 +139,7 @@ class DecodedCost:
             return schedule.k_blocks * k_block + results / config.row_parts
         products = schedule.split_k_blocks * k_block
         if config.dsmem_reduction:
-            return products + results + self.dsmem
+            return products + results + self.dsmem + self.dsmem_row * config.tile_m * (config.cluster - 2)
         if config.cluster > 1:
             return (
                 products

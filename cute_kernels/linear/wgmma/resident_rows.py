@@ -194,17 +194,21 @@ class ResidentRows:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def ask_factors(self, x: Source, begin, end, warp, lane):
-        """Asks for the factors of a warp's first step; nothing waits for them yet."""
+        """Asks for the factors of a warp's first step; nothing waits for them yet.
+
+        Not as constant memory: ptxas moves such loads behind the wait for the launch before.
+        """
         asked = cute.make_rmem_tensor(STEP_WORDS, Uint32)
-        self.keep(asked, self.load_factors(x, begin, self.step_bits(end - begin), warp, lane))
+        bits = self.step_bits(end - begin)
+        self.keep(asked, self.load_factors(x, begin, bits, warp, lane, constant=False))
         return asked
 
-    def load_factors(self, x: Source, begin, bits, step, lane) -> list[Any]:
+    def load_factors(self, x: Source, begin, bits, step, lane, *, constant: bool = True) -> list[Any]:
         """Factors of a lane's inputs of a step, in their order; zeros behind the ends of rows."""
         assert x.factors is not None
         first = (begin + self.place(bits, step, lane)[1]) * GROUP_PIECES
         start = x.factors.address + Int64(first) * PIECE_BYTES
-        return self.load_pieces(start, x.row_pieces - first, lane, constant=True)
+        return self.load_pieces(start, x.row_pieces - first, lane, constant=constant)
 
     @staticmethod
     def keep(registers, values) -> None:

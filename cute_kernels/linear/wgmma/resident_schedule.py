@@ -32,6 +32,8 @@ class WarpgroupsOf:
         loaded_stages: the same where warps load x.
         publishes_early: whether it is `EarlyDsmem`.
         chunks: whether K may come in chunks where there is no room for all limbs of a CTA's part of it.
+        least: k blocks of a CTA's part of K where it is worth a try.
+        loaded: whether it is for x that warps load alone: TMA fills in rows for all k blocks at once.
     """
 
     warpgroups: int
@@ -44,6 +46,8 @@ class WarpgroupsOf:
     loaded_stages: int = MOST_STAGES
     publishes_early: bool = False
     chunks: bool = True
+    least: int = 0
+    loaded: bool = False
 
 
 # In clusters of two, each CTA with half of K: what was the fastest somewhere, by the rows of a tile.
@@ -54,6 +58,8 @@ RESIDENT_SHAPES = {
         WarpgroupsOf(4, ahead=False, resident_k_blocks=16, most_stages=6),  # four
         # Seven tiles: 28672 features are 128 such parts.
         WarpgroupsOf(4, n_tiles=2, spare=1, ahead=False, resident_k_blocks=16, most_stages=4),
+        # One tile of long rows, whose limbs are all made at once: a chunk's way through L2 is waited for.
+        WarpgroupsOf(2, k_warpgroups=2, resident_k_blocks=64, chunks=False, least=33, loaded=True),
     ),
     # Four, six and seven tiles. Of so many rows a thread wants registers that four warpgroups do not have.
     16: tuple(
@@ -88,11 +94,12 @@ def resident_configs(problem: LinearProblem) -> list[ResidentConfig]:
     if tile_m is None or problem.k_pad % LIMB_GROUP:  # groups of 32 and 64 may end within one of limbs
         return []
     shapes = FINE_SHAPES if problem.format.group_size < LIMB_GROUP else RESIDENT_SHAPES
+    k_blocks = part_k_blocks(problem)
     configs = (
         resident_config(problem, tile_m, loads, shape)
         for loads in ways_of_x(problem)
         for shape in shapes.get(tile_m, ())
-        if shape.chunks or fits(problem, shape)
+        if k_blocks >= shape.least and (shape.chunks or k_blocks <= shape.resident_k_blocks) and loads >= shape.loaded
     )
     return [config for config in configs if config.can_implement() is None]
 
@@ -121,10 +128,9 @@ def with_factors(config: LinearConfig | WgmmaConfig, kind: str) -> ResidentConfi
     return changed if changed.can_implement() is None else None
 
 
-def fits(problem: LinearProblem, shape: WarpgroupsOf) -> bool:
-    """Whether there is room for all limbs of a CTA's part of K."""
-    k_blocks = -(-problem.k_pad // LIMB_GROUP)
-    return -(-k_blocks // RESIDENT_CLUSTER) <= shape.resident_k_blocks
+def part_k_blocks(problem: LinearProblem) -> int:
+    """Of a CTA's part of K, whose padded inputs are whole groups of limbs."""
+    return -(-problem.k_pad // (LIMB_GROUP * RESIDENT_CLUSTER))
 
 
 def ways_of_x(problem: LinearProblem) -> tuple[bool, ...]:

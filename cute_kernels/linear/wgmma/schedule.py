@@ -130,6 +130,10 @@ DSMEM_FORMS = (
     (integers(8), "fp16"),
 )
 DSMEM_BLOCK_K, DSMEM_CLUSTER, DSMEM_STAGES = 128, 2, 12
+# Of so few features that clusters of two keep less than half of the SMs busy, 17 to 96 rows: clusters of four. Such
+# clusters find places on this share of the SMs, whatever number of them a GPC has.
+WIDE_CLUSTER, WIDE_SHARE, WIDE_TILE_M = 4, 0.75, 32
+MOST_DSMEM_ROWS, MOST_WIDE_ROWS = 64, 96
 # What tiles that are all cut, and whose parts meet in memory, take besides: nothing as a launch, 2.6 us as a graph of
 # one. So they are left where others are expected to take this much longer; limbs of a launch before, at equal times.
 ALL_CUT_US, LIMBS_BEFORE_US = 0.6, 0.2
@@ -245,7 +249,8 @@ def cluster_schedule_of(problem: LinearProblem, config: WgmmaConfig, k_blocks: i
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, config.cluster, 0)
     if config.dsmem_reduction and schedule.m_tiles > 1:
         return None
-    return replace(schedule, num_ctas=schedule.num_work_tiles) if schedule.num_work_tiles <= problem.num_sms else None
+    most = problem.num_sms * (WIDE_SHARE if config.cluster == WIDE_CLUSTER else 1)
+    return replace(schedule, num_ctas=schedule.num_work_tiles) if schedule.num_work_tiles <= most else None
 
 
 def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
@@ -261,8 +266,8 @@ def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
 
 def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Configurations worth considering."""
-    shapes = SHAPES + BETWEEN_SHAPES
-    return tile_configs(problem, shapes) + dsmem_configs(problem) + limb_configs(problem) + resident_configs(problem)
+    tiles, dsmem = tile_configs(problem, SHAPES + BETWEEN_SHAPES), dsmem_configs(problem) + wide_configs(problem)
+    return tiles + dsmem + limb_configs(problem) + resident_configs(problem)
 
 
 def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
@@ -275,7 +280,7 @@ def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, i
             n_tiles=n_tiles,
             warpgroups=warpgroups,
             block_k=block_k if problem.k_pad % block_k == 0 else 64,
-            mainloop=RegisterWgmma(in_flight=groups_in_flight(problem, tile_m, block_k) if cluster == 1 else 1),
+            mainloop=RegisterWgmma(in_flight=groups_in_flight(problem, tile_m, block_k, cluster)),
             reduction=WorkspaceSplitK() if cluster == 1 else RowExchange(cluster),
             store=StagedStore(short if tile_m == 128 and (problem.format.bits == 8 or cluster > 1) else CHUNK_M),
         )
@@ -316,6 +321,23 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     return implementable(configs, {1: DSMEM_STAGES, 2: DSMEM_STAGES})
 
 
+def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Those of one tile of 64 features a CTA in clusters of four, for layers whose features are few.
+
+    Up to 64 rows they are those of `dsmem_configs`. For more the parts of K that a CTA is sent leave room for four
+    stages, which are too few for warpgroups that interleave k blocks.
+    """
+    if problem.num_tiles * WIDE_CLUSTER > problem.num_sms * WIDE_SHARE or problem.k_pad % DSMEM_BLOCK_K:
+        return []
+    found = (one for one in dsmem_configs(problem) if one.block_tiles == 1 and one.tile_m >= WIDE_TILE_M)
+    wide = [replace(one, reduction=dsmem(WIDE_CLUSTER, one.k_warpgroups)) for one in found]
+    if MOST_DSMEM_ROWS < problem.m <= MOST_WIDE_ROWS:
+        alone = dsmem(WIDE_CLUSTER)
+        options = {"n_tiles": 1, "warpgroups": 1, "block_k": DSMEM_BLOCK_K}
+        wide.append(of_format(problem, tile_m=MOST_WIDE_ROWS, reduction=alone, **options))
+    return implementable(wide, {1: DSMEM_STAGES})
+
+
 def k_warpgroups_of(problem: LinearProblem, shape: DsmemShape) -> int:
     """How many warpgroups take k blocks of such a tile in turn."""
     if problem.format.has_zeros:
@@ -323,11 +345,14 @@ def k_warpgroups_of(problem: LinearProblem, shape: DsmemShape) -> int:
     return shape.group_k_warpgroups if 0 < problem.format.group_size < DSMEM_BLOCK_K else shape.k_warpgroups
 
 
-def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int) -> int:
-    """How many groups of MMAs of a tile without a cluster run while the next one is decoded, as measured."""
+def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster: int) -> int:
+    """How many groups of MMAs of a tile run while the next one is decoded, as measured."""
+    form = problem.format.bits, problem.dtype
     if not 64 <= tile_m <= 128 or problem.k_pad % block_k:
         return 1
-    return 1 if tile_m > 64 and (problem.format.bits, problem.dtype) == (8, "bf16") else 2
+    if cluster > 1:
+        return 2 if tile_m == 64 and form == (4, "bf16") else 1
+    return 1 if tile_m > 64 and form == (8, "bf16") else 2
 
 
 def limb_configs(problem: LinearProblem) -> list[WgmmaConfig]:
@@ -369,12 +394,16 @@ def shipped_configs() -> list[WgmmaConfig]:
     for form in DSMEM_FORMS:
         for shape in DSMEM_SHAPES[form[0].bits]:
             configs |= dict.fromkeys(dsmem_configs(LinearProblem(shape.tile_m, 8192, 8192, 8192, *form)))
+    for rows in (*(shape.tile_m for shape in DSMEM_SHAPES[4]), MOST_WIDE_ROWS):
+        configs |= dict.fromkeys(wide_configs(LinearProblem(rows, 1024, 8192, 8192, *DSMEM_FORMS[0])))
     for dtype, m, zeros in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M), (False, True)):
         found = resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4, zero_points=zeros), dtype))
         configs |= dict.fromkeys(found)
         if dtype == "bf16" and m <= FACTOR_ROWS and not zeros:
             changed = (with_factors(config, kind) for config in found for kind in (SCALED, NORMED))
             configs |= dict.fromkeys(config for config in changed if config is not None)
+    long_rows = resident_configs(LinearProblem(1, 4096, 14336, 14336, integers(4), "bf16"))
+    configs |= dict.fromkeys(config for config in long_rows if config.mainloop.loads)
     for dtype, (tile_m, *_) in product(("bf16", "fp16"), LIMB_SHAPES):
         problem = LinearProblem(min(tile_m, MOST_LIMB_ROWS), 8192, 8192, 8192, integers(4), dtype)
         configs |= dict.fromkeys(limb_configs(problem))

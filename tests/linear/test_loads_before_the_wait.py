@@ -1,0 +1,48 @@
+"""What depends on no launch is asked for before the wait for the launch before: in the machine code, where ptxas moves
+loads of constant memory behind it."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.linear.compile import spec_of
+from cute_kernels.linear.inputs.compile import InputRowsSpec
+from cute_kernels.linear.inputs.config import ROOMS, InputRowsConfig
+from cute_kernels.linear.schedule import LinearProblem
+from cute_kernels.linear.wgmma.mainloops import NORMED, SCALED
+from cute_kernels.linear.wgmma.resident_schedule import resident_configs, with_factors
+from cute_kernels.runtime import KernelSpec, default_cache
+from cute_kernels.weight_formats import integers
+from tests.linear import machine_code
+
+ARCH = "sm_90a"
+WAIT = "ACQBULK"
+FACTOR_LOADS = 4  # of 16 bytes: a lane's 32 factors of its first step
+CONFIG = resident_configs(LinearProblem(1, 6144, 4096, 4096, integers(4), "bf16"))[0]
+
+
+def opcodes(spec: KernelSpec, folder) -> list[str]:
+    (artifact,) = default_cache().artifacts([spec], ARCH)
+    return [opcode for _, opcode, _ in machine_code.instructions(artifact.object_code, folder)]
+
+
+def loads(code: list[str]) -> int:
+    return sum(opcode.startswith("LDG.E") for opcode in code)
+
+
+@pytest.mark.parametrize("kind", [SCALED, NORMED])
+def test_factors_are(kind: str, tmp_path):
+    """By the consumer warps, whose wait is the second."""
+    config = with_factors(CONFIG, kind)
+    assert config is not None and config.mainloop.loads
+    code = opcodes(spec_of(config), tmp_path)
+    _, wait = (place for place, opcode in enumerate(code) if opcode == WAIT)
+    assert loads(code[:wait]) == FACTOR_LOADS
+
+
+@pytest.mark.parametrize(("room", "scaled", "count"), [(ROOMS[0], False, 2), (0, True, 1)])
+def test_the_order_and_the_factors_of_prepared_rows_are(room: int, scaled: bool, count: int, tmp_path):
+    code = opcodes(InputRowsSpec(InputRowsConfig("bf16", room, scaled)), tmp_path)
+    assert loads(code[: code.index(WAIT)]) == count
