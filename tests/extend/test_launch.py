@@ -13,6 +13,7 @@ from cute_kernels.extend.call import make_call
 from cute_kernels.extend.plan import problem_of, specs_of
 from cute_kernels.extend.ragged import ragged_attention
 from cute_kernels.extend.schedule import MAX_UNPACKED_BYTES, choose
+from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.launch_arguments import LaunchArguments
 from tests.launchers import Launch, recording
 from tests.observed import calls_of
@@ -208,3 +209,64 @@ def test_every_number_of_unpacking_stands_where_its_kernel_takes_it(launches):
     numbers = {"max_pages": 0, "total_q": 4000, "max_seq_len": 100, "window": 9, "prefix_only": 0, "block_table": 0}
     assert {name: unpack[name] for name in numbers} == numbers
     assert unpack["tile_scales"] == attention["tile_scales"] != 0 and attention["max_pages"] == 100
+
+
+def narrow(num_queries: int, kv_format: str = "int8_token_head", **options: Any) -> dict[str, Any]:
+    """Over codes of head_dim 128, 2 heads a group."""
+    row = format_of(kv_format).row_bytes(128)
+    cache = torch.zeros(2, 256, 2, row, dtype=torch.uint8)
+    q = torch.zeros(num_queries, 4, 128).bfloat16()
+    return given(num_queries, q=q, k_cache=cache, v_cache=cache, kv_format=kv_format, **options)
+
+
+def test_few_queries_over_codes_are_columns_of_products(launches):
+    """Up to 72 rows of a work tile, as if requests had equally many."""
+    for num_queries, few in ((6, True), (72, True), (73, False), (200, False)):
+        launches.clear()
+        extend_attention(**narrow(num_queries))
+        (launch, *_) = launches
+        assert launch.symbol.endswith("_q72") == few, num_queries
+    assert len(ops.launch.plans) == 1, "the same plan serves both"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_splits": 1},  # a request's bits must not depend on its batch
+        {"softcap": 3.0},
+        {"alibi_slopes": torch.zeros(4)},
+        {"unpack": True},
+        {"kv_format": "int4_g8"},
+    ],
+    ids=str,
+)
+def test_what_key_rows_do_not_take_is_served_as_before(options, launches):
+    extend_attention(**narrow(6, **options))
+    assert launches and not any(symbol.endswith("_q72") for symbol in symbols(launches))
+
+
+def test_key_rows_take_trees_and_leave_new_tokens_to_another_launch(launches):
+    extend_attention(**narrow(6, tree_mask=torch.zeros(6, 1, dtype=torch.int32)))
+    assert launches[0].symbol.endswith("_tree_q72")
+    assert by_name(ATTENTION, launches[0])["tree_words"] == 1
+    launches.clear()
+    new = torch.zeros(6, 2, 128).bfloat16()
+    extend_attention(**narrow(6, new_k=new, new_v=new))
+    older, newer = launches
+    assert older.symbol.endswith("_q72") and newer.symbol.endswith("_merges")
+    assert by_name(ATTENTION, older)["prefix_only"] == 1
+
+
+def test_work_tiles_of_key_rows_are_counted_as_theirs(launches):
+    """72 rows each: of two requests of 35 queries of 2 heads one a KV head, and one place more for each request."""
+    extend_attention(**narrow(70, max_seq_len=100))
+    found = by_name(ATTENTION, launches[0])
+    assert found["num_ctas"] == min((70 * 2 // 72 + 2) * 2 * found["num_splits"], 132)
+
+
+def test_a_configuration_that_is_given_serves_all_calls(launches):
+    call = narrow(6)
+    config = choose(problem_of(make_call(**call)))
+    tensors = [call.pop(name) for name in ("q", "k_cache", "v_cache", "seq_lens")]
+    ops.bind_config(config, *tensors, out=torch.zeros_like(tensors[0]), **call)()
+    assert not launches[0].symbol.endswith("_q72")

@@ -12,11 +12,13 @@ from cute_kernels.extend.config import REGISTERS, TILE_ROWS, ExtendConfig, Produ
 from cute_kernels.extend.schedule import (
     ExtendProblem,
     choose,
+    choose_key_rows,
     choose_splits,
     choose_unpacked,
     count_tiles,
     decode_sms,
     queries_to_unpack_for,
+    serves_key_rows,
 )
 from tests.extend.cases import FORMATS
 
@@ -160,3 +162,31 @@ def test_decoding_gets_the_sms_that_let_both_end_together():
     assert decode_sms(decode_bytes / 30, prefill_flops, 132) is None, "a prefill on fewer SMs would take longer"
     assert decode_sms(decode_bytes, prefill_flops / 30, 132) is None
     assert decode_sms(decode_bytes, prefill_flops, 1) is None
+
+
+@pytest.mark.parametrize("page_tokens", [0, 16, 64])
+@pytest.mark.parametrize("name", ["int8_token_head", "e4m3_tensor", "e5m2", "int4_g1", "int4_g4"])
+def test_key_rows_fit_an_sm(name, page_tokens):
+    for features in (Features(causal=True, paged=page_tokens > 0), Features(head_major=True)):
+        config = choose_key_rows(choose(ExtendProblem(128, name, name, "bf16", page_tokens, features)))
+        assert config is not None and config.can_implement() is None
+        assert config.num_stages >= 4, "memory's latency is hidden"
+        assert config.smem_bytes <= config.limits.shared_bytes
+
+
+def test_key_rows_are_for_what_they_are_written_for():
+    def problem(name="int8_token_head", head_dim=128, **features: bool):
+        return ExtendProblem(head_dim, name, name, "bf16", 64, Features(paged=True, **features))
+
+    none = [problem("bf16"), problem("int4_g8"), problem(head_dim=64), problem(head_dim=256)]
+    none += [problem(**{name: True}) for name in ("soft_cap", "alibi")]
+    assert all(choose_key_rows(choose(each)) is None for each in none)
+    served = [problem(), problem(causal=True, window=True, sinks=True, head_major=True)]
+    assert all(choose_key_rows(choose(each)) is not None for each in served)
+
+
+def test_key_rows_serve_what_is_one_work_tile():
+    config = choose_key_rows(choose(ExtendProblem(128, "int4_g1", "int4_g1", "bf16", 64, Features(causal=True))))
+    assert config is not None
+    assert serves_key_rows(config, 18 * 32, 32, 4) and not serves_key_rows(config, 18 * 32 + 1, 32, 4)
+    assert serves_key_rows(config, 9, 1, 8) and not serves_key_rows(config, 10, 1, 8)
