@@ -83,10 +83,15 @@ def plan_of(call: AttentionCall) -> FewQueriesPlan | None:
         return None
     shape = (call.batch * call.q_len, call.num_q_heads, call.head_dim)
     checked = ExtendCall(call.q.contiguous().view(shape), call.seq_lens, call, None, None)
-    config = choose_key_rows(choose(problem_of(checked)))
-    num_sms = GPU.num_sms(call.q.device)
-    rows = call.q_len * call.group
-    if config is None or not decodes_with_key_rows(config, call.batch, call.num_kv_heads, rows, num_sms):
+    config = decodes_with_key_rows(
+        choose_key_rows(choose(problem_of(checked))),
+        call.batch,
+        call.q_len,
+        call.num_q_heads,
+        call.num_kv_heads,
+        GPU.num_sms(call.q.device),
+    )
+    if config is None:
         return None
     if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
         return None

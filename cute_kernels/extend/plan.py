@@ -59,8 +59,7 @@ class ExtendPlan:
         num_sms: those that a launch may use.
         has_cache: whether the cache has room for a token.
         newer: the plan of the launch over the queries' own tokens, where these are not in the cache.
-        key_rows: the plan of launches of few queries a request, whose products have keys as rows; None where there is
-            none.
+        key_rows: plans of launches of few queries a request, whose products have keys as rows; for the fewest first.
         combine: the compiled kernel that puts splits together, its arguments by name; None where there are never any.
         num_splits: parts that the keys of every work tile are cut into; None where each launch chooses.
         max_seq_len: tokens that a request may have.
@@ -80,7 +79,7 @@ class ExtendPlan:
     has_cache: bool = True
     newer: ExtendPlan | None = None
     unpack: UnpackPlan | None = None
-    key_rows: ExtendPlan | None = None
+    key_rows: tuple[ExtendPlan, ...] = ()
     combine: Callable[..., Any] | None = None
     num_splits: int | None = None
     max_seq_len: int = 0
@@ -147,9 +146,10 @@ class ExtendPlan:
             given = (cu_seqlens_q, lengths, out, lse, softmax_scale, options, table, prefix_only)
             self.unpack.call(q, (k_cache, v_cache), *given)
             return
-        if self.key_rows is not None and self.key_rows.takes_key_rows(q):
+        few = self.key_rows_for(q)
+        if few is not None:
             given = (cu_seqlens_q, lengths, out, lse, softmax_scale, options)
-            self.key_rows.call(q, k_cache, v_cache, *given, prefix_only=prefix_only)
+            few.call(q, k_cache, v_cache, *given, prefix_only=prefix_only)
             return
         splits, partials = self.splits_of(q, max_seq_len), None
         if splits > 1:
@@ -198,9 +198,10 @@ class ExtendPlan:
         heads, tile_rows = self.num_kv_heads, self.config.tile_rows
         return choose_splits(q.shape[0], self.batch, q.shape[1], heads, most, self.num_sms, tile_rows)
 
-    def takes_key_rows(self, q: torch.Tensor) -> bool:
-        """Whether this plan, of key rows, is the one for such queries."""
-        return serves_key_rows(self.config, q.shape[0], self.batch, q.shape[1] // self.num_kv_heads)
+    def key_rows_for(self, q: torch.Tensor) -> ExtendPlan | None:
+        """The plan of key rows that serves such queries; None if this one does."""
+        shape = (q.shape[0], self.batch, q.shape[1], self.num_kv_heads, self.num_sms)
+        return next((plan for plan in self.key_rows if serves_key_rows(plan.config, *shape)), None)
 
 
 def make_plan(call: ExtendCall, config: ExtendConfig | None = None) -> ExtendPlan:
@@ -208,7 +209,7 @@ def make_plan(call: ExtendCall, config: ExtendConfig | None = None) -> ExtendPla
     chosen, *others = configs_of(call, config)
     newer = make_plan_of(call, others[0]) if others else None
     plan = make_plan_of(call, chosen, newer)
-    return replace(plan, key_rows=_key_rows_plan(call, chosen)) if config is None else plan
+    return replace(plan, key_rows=_key_rows_plans(call, chosen)) if config is None else plan
 
 
 def configs_of(call: ExtendCall, config: ExtendConfig | None = None) -> list[ExtendConfig]:
@@ -286,13 +287,12 @@ def _unpack_plan(call: ExtendCall, config: ExtendConfig) -> UnpackPlan | None:
     return UnpackPlan(send, unpack, make_plan_of(call, attention), least, is_asked_for)
 
 
-def _key_rows_plan(call: ExtendCall, config: ExtendConfig) -> ExtendPlan | None:
+def _key_rows_plans(call: ExtendCall, config: ExtendConfig) -> tuple[ExtendPlan, ...]:
     """How a call that ``config`` serves is served with few queries a request. Not with fixed splits: a request's bits
     would depend on how many queries others have."""
     if call.num_splits is not None or call.unpack is True or call.fp8_products:
-        return None
-    few = choose_key_rows(config)
-    return None if few is None else make_plan_of(call, few)
+        return ()
+    return tuple(make_plan_of(call, few) for few in choose_key_rows(config))
 
 
 def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
@@ -301,9 +301,7 @@ def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
     splits: whether keys may be cut.
     """
     specs: list[KernelSpec] = [ExtendSpec(config), *([combine_spec(config)] if splits else [])]
-    few = choose_key_rows(config)
-    if few is not None:
-        specs.append(ExtendSpec(few))
+    specs += map(ExtendSpec, choose_key_rows(config))
     if queries_to_unpack_for(config, 1, 1, None) is not None:
         unpack, attention = choose_unpacked(config)
         specs += [UnpackSpec(unpack), ExtendSpec(attention)]

@@ -24,9 +24,9 @@ from cute_kernels.extend.schedule import (
     ExtendProblem,
     choose,
     choose_fp8,
-    choose_key_rows,
     choose_newer,
     choose_unpacked,
+    key_rows_of,
 )
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.resources import ToolMissingError, cubins_in, find_tool, resource_report
@@ -50,7 +50,7 @@ for name, features in {"FP8 products": CAUSAL_PAGES, "FP8 products, features": F
     problem = ExtendProblem(128, "e4m3_tensor", "e4m3_tensor", "bf16", 64, features)
     UNPACKING[name], CONFIGS[name] = choose_fp8(choose(problem))
 KEY_ROWS = {
-    name: choose_key_rows(choose(ExtendProblem(128, name, name, "bf16", 64, CAUSAL_PAGES)))
+    name: key_rows_of(choose(ExtendProblem(128, name, name, "bf16", 64, CAUSAL_PAGES)))
     for name in ("int8_token_head", "e4m3_tensor", "int4_g4")
 }
 COMPILED = golden.worth_compiling(CONFIGS, lambda name: ExtendSpec(CONFIGS[name]), __file__)

@@ -24,21 +24,24 @@ def launches():
         yield recorded.launches
 
 
-def given(q_len: int, batch: int = BATCH, kv_format: str = "int8_token_head", **options: Any) -> dict[str, Any]:
+def given(q_len: int, batch: int = BATCH, kv_format: str = "e4m3_tensor", **options: Any) -> dict[str, Any]:
     cache = torch.zeros(batch, 256, KV_HEADS, format_of(kv_format).row_bytes(128), dtype=torch.uint8)
+    scale = torch.ones(()) if format_of(kv_format).given_scale else None
     return {
         "q": torch.zeros(batch, q_len, HEADS, 128).bfloat16(),
         "k_cache": cache,
         "v_cache": cache,
         "seq_lens": torch.full((batch,), 100, dtype=torch.int32),
         "kv_format": kv_format,
+        "k_scale": scale,
+        "v_scale": scale,
         **options,
     }
 
 
 def serves(launches) -> bool:
     (launch, *_) = launches
-    return launch.symbol.endswith("_q72")
+    return launch.symbol.startswith("extend")
 
 
 def test_many_rows_of_queries_are_columns_of_products(launches):
@@ -70,11 +73,11 @@ def test_queries_that_lie_apart_are_copied(launches):
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_splits": 1}, {"softcap": 3.0}, {"alibi_slopes": torch.zeros(HEADS)}, {"batch": 3}],
+    [{"num_splits": 1}, {"softcap": 3.0}, {"alibi_slopes": torch.zeros(HEADS)}, {"batch": 3}, {"kv_format": "int4_g1"}],
     ids=str,
 )
 def test_what_key_rows_do_not_take_is_decode_s(options, launches):
-    """Nor few work tiles, whose parts decode attention merges sooner."""
+    """Nor few work tiles, whose parts decode attention merges sooner; INT4's keys would be rounded."""
     decode_attention(**given(16, **options))
     assert not serves(launches)
 

@@ -20,7 +20,7 @@ from cute_kernels.extend.key_rows.copies import RawRowProducer
 from cute_kernels.extend.key_rows.multiply import KeyRowsConsumer
 from cute_kernels.extend.key_rows.queries import QueryWriter
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Source
-from cute_kernels.extend.schedule import ExtendProblem, choose, choose_key_rows
+from cute_kernels.extend.schedule import ExtendProblem, choose, key_rows_of
 from cute_kernels.kv_formats import format_pair
 from simulator import LANES, Float32, Int32, Int64, running, stand_in
 from simulator.registers import from_halves, halves
@@ -62,7 +62,7 @@ class Block:
         table, page_tokens = call.options.get("block_table"), call.caches[0].shape[1]
         features = Features(paged=table is not None, causal=True)
         touching = 0 if table is None else page_tokens & -page_tokens
-        config = choose_key_rows(choose(ExtendProblem(128, keys, values, "bf16", touching, features)))
+        config = key_rows_of(choose(ExtendProblem(128, keys, values, "bf16", touching, features)))
         assert config is not None and config.can_implement() is None and config.key_rows is not None
         self.config, self.shape = config, config.key_rows
         pieces = [_bytes(call.k_cache), _bytes(call.v_cache), np.zeros(0, np.uint8) if table is None else _bytes(table)]

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels import decode_attention
 from cute_kernels.extend import ops
 from cute_kernels.extend.call import make_call as check_call
 from cute_kernels.extend.compile import CombineSpec, ExtendSpec
 from cute_kernels.extend.config import CombineConfig, ExtendConfig
-from cute_kernels.extend.plan import configs_of, make_plan
-from cute_kernels.extend.schedule import choose_key_rows
+from cute_kernels.extend.plan import configs_of, make_plan, problem_of
+from cute_kernels.extend.schedule import choose, key_rows_of
 from cute_kernels.runtime.spec import KernelSpec
 from tests.extend.cases import Call, assert_close, make_call
 
@@ -28,6 +29,7 @@ Q_LENS, LENGTHS = [17, 0, 1, 18, 5, 16, 40, 0, 2], [700, 5, 129, 64, 300, 128, 1
 FORMATS = ("int8_token_head", "int8_tensor", "e4m3_token_head", "e4m3_tensor", "e4m3_head", "e5m2")
 FORMATS += ("int4_g1", "int4_g2", "int4_g4")
 
+PUBLIC = ("e4m3_tensor", "int4_g1", "int4_g4", "tree, codes")  # that the schedule gives calls of few queries
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (name, {}) for name in FORMATS},
     "pages of 16": ("int8_token_head", {"page_size": 16}),
@@ -47,6 +49,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fp16 queries, int4": ("int4_g4", {"q_dtype": "fp16"}),
     "new tokens": ("int8_token_head", {"new": True}),
     "tree": ("e4m3_token_head", {"tree": True}),
+    "tree, codes": ("e4m3_tensor", {"tree": True}),
     "tree, new tokens": ("int4_g4", {"tree": True, "new": True}),
     "a pair": (("int8_token_head", "int4_g4"), {}),
     "another pair": (("int4_g1", "e4m3_tensor"), {}),
@@ -55,15 +58,15 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def variant(name: str, q_lens=Q_LENS, lengths=LENGTHS, device: str = CUDA, seed: int = 0, **more: Any) -> Call:
     kv_format, given = VARIANTS[name]
-    options = given | more
+    options = {"num_kv_heads": 4} | given | more
     if "new" in options:  # all of them are there
         lengths = [max(pair) for pair in zip(q_lens, lengths, strict=True)]
     return make_call(kv_format, q_lens, lengths, device=device, seed=seed, **options)
 
 
-def key_rows_config(call: Call) -> ExtendConfig:
-    """What serves a call over the cache."""
-    config = choose_key_rows(configs_of(check_call(*call.tensors, **call.keywords))[0])
+def config_of(call: Call, tile_rows: int = 72) -> ExtendConfig:
+    """Of a call's launch over the cache."""
+    config = key_rows_of(choose(problem_of(check_call(*call.tensors, **call.keywords))), tile_rows)
     assert config is not None
     return config
 
@@ -73,29 +76,52 @@ def specs() -> list[KernelSpec]:
     configs: dict[ExtendConfig, None] = {}
     for name in VARIANTS:
         call = variant(name, [1], [1], device="cpu")
-        first, *newer = configs_of(check_call(*call.tensors, **call.keywords))
-        configs |= dict.fromkeys((first, key_rows_config(call), *newer))
+        checked = check_call(*call.tensors, **call.keywords)
+        configs |= dict.fromkeys(configs_of(checked, config_of(call)))
+        if name in PUBLIC:
+            configs |= dict.fromkeys((choose(problem_of(checked)), config_of(call, 40)))
     combines = dict.fromkeys(CombineConfig(config.q_dtype, config.head_dim) for config in configs)
     return [*map(ExtendSpec, configs), *map(CombineSpec, combines)]
 
 
-def check(call: Call) -> torch.Tensor:
-    """Runs the public call into an output full of NaN and compares with fp64; returns the output."""
-    plan = make_plan(check_call(*call.tensors, **call.keywords))
-    assert plan.key_rows is not None and plan.key_rows.takes_key_rows(call.q), "another kernel serves it"
+def check(call: Call, tile_rows: int = 72, **options: Any) -> torch.Tensor:
+    """Runs the kernel, whether it is the one that serves the call or not, into an output full of NaN and compares with
+    fp64; returns the output."""
     out = torch.full_like(call.q, torch.nan)
-    result, lse = call.run(out=out, return_lse=True)
-    assert result is out
+    given = call.keywords | options | {"out": out, "return_lse": True}
+    run = ops.bind_config(config_of(call, tile_rows), *call.tensors, **given)
+    _, lse = run()
     assert_close(call, out, lse)
+    again = out.clone()
+    out.fill_(torch.nan)
+    run()
+    assert torch.equal(out, again), "equal inputs give bitwise equal outputs"
     return out
+
+
+@pytest.mark.parametrize("tile_rows", [40, 72])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_calls_of_few_queries_are_served_by_it(name, tile_rows):
+    call = variant(name, Q_LENS if tile_rows == 72 else [min(q_len, 10) for q_len in Q_LENS])
+    few = make_plan(check_call(*call.tensors, **call.keywords)).key_rows_for(call.q)
+    assert few is not None and few.config == config_of(call, tile_rows)
+    out = check(call, tile_rows)
+    assert torch.equal(call.run(), out)
+
+
+@pytest.mark.parametrize("q_len, batch", [(10, 20), (16, 20)])
+def test_decode_attention_s_calls_are_served_by_it(q_len, batch):
+    call = variant("e4m3_tensor", [q_len] * batch, [37 * i + q_len for i in range(batch)])
+    q = call.q.view(batch, -1, *call.q.shape[1:])
+    out, lse = decode_attention(q, *call.tensors[1:], kv_format=call.kv_format, return_lse=True, **call.options)
+    assert_close(call, out.view_as(call.q), lse.view(call.q.shape[:2]))
+    extended = call.run()
+    assert torch.equal(out.view_as(call.q), extended)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_is_attention(name):
-    out = check(call := variant(name))
-    again = torch.full_like(out, torch.nan)
-    call.run(out=again)
-    assert torch.equal(out, again), "equal inputs give bitwise equal outputs"
+    check(variant(name))
 
 
 @pytest.mark.parametrize("name", ["int8_token_head", "e4m3_tensor", "int4_g4", "new tokens", "tree"])
@@ -110,10 +136,7 @@ def test_random_batches(name):
 @pytest.mark.parametrize("num_splits", [2, 5])
 @pytest.mark.parametrize("name", ["int8_token_head", "e4m3_tensor", "int4_g1", "a narrow window, sinks"])
 def test_splits(name, num_splits):
-    call = variant(name)
-    out = torch.full_like(call.q, torch.nan)
-    ops.bind_config(key_rows_config(call), *call.tensors, out=out, num_splits=num_splits, **call.keywords)()
-    assert_close(call, out)
+    check(variant(name), num_splits=num_splits)
 
 
 @pytest.mark.parametrize("causal, window", [(True, None), (False, None), (True, 77), (True, 128)])
@@ -180,14 +203,14 @@ def test_growing_scores_raise_the_reference():
 
 
 def test_a_graph_serves_other_lengths():
-    call = variant("int8_token_head")
+    call = variant("e4m3_tensor")
     out = torch.full_like(call.q, torch.nan)
     call.run(out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call.run(out=out)
     # Other lengths of the same tensors: fewer queries, fewer keys.
-    other = variant("int8_token_head", [3, 0, 40, 1, 5, 2, 17, 3, 0], [690, 5, 129, 60, 300, 100, 180, 3, 2], seed=5)
+    other = variant("e4m3_tensor", [3, 0, 40, 1, 5, 2, 17, 3, 0], [690, 5, 129, 60, 300, 100, 180, 3, 2], seed=5)
     for mine, theirs in zip(call.tensors[1:3], other.tensors[1:3], strict=True):
         assert mine.shape == theirs.shape
         mine.copy_(theirs)
@@ -204,9 +227,11 @@ def test_a_graph_serves_other_lengths():
 
 def test_ends_and_lengths_that_cannot_be_do_no_harm():
     """Numbers on the device are not looked at: nothing may be written or read outside the tensors."""
-    call = variant("int8_token_head")
+    call = variant("e4m3_tensor")
     call.seq_lens[0] = 2**30
     call.cu_seqlens_q[2] = -7
+    call.cu_seqlens_q[-1] = 2**30
+    call.options["block_table"][0] = -1
     call.run()
     torch.cuda.synchronize()
 

@@ -16,6 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
+from cute_kernels.attention.score_terms import ScoreTerms
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max
@@ -88,7 +89,8 @@ class KeyRowsConsumer:
         self.columns = 2 * self.blocks  # of a thread
         self.keys, self.values = map(rows_of, config.formats)
         self.key_scale, self.value_scale = config.tile_scales
-        self.queries, self.results, self.worker = QueryWriter(config), KeyRowsResults(config), Worker(config)
+        self.queries, self.results = QueryWriter(config), KeyRowsResults(config)
+        self.worker = Worker(config, ScoreTerms(config.features, self.columns, 2))
         shape = config.key_rows
         assert shape is not None
         self.shape = shape

@@ -12,8 +12,9 @@ from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
 from cute_kernels.extend.config import ELEMENT_BYTES, MMA_THREADS, MMA_WARPS, SLAB_COLUMNS, ExtendConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, rows_of
-from cute_kernels.extend.queries import TOP_EXPONENT, query_row
+from cute_kernels.extend.queries import TOP_EXPONENTS, query_row
 
+TOP_EXPONENT = TOP_EXPONENTS["fp16"]
 CONSUMERS = 5  # named barrier of all consumer warps
 
 
