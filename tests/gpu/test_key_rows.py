@@ -58,7 +58,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def variant(name: str, q_lens=Q_LENS, lengths=LENGTHS, device: str = CUDA, seed: int = 0, **more: Any) -> Call:
     kv_format, given = VARIANTS[name]
-    options = {"num_kv_heads": 4} | given | more
+    options: dict[str, Any] = {"num_kv_heads": 4, **given, **more}
     if "new" in options:  # all of them are there
         lengths = [max(pair) for pair in zip(q_lens, lengths, strict=True)]
     return make_call(kv_format, q_lens, lengths, device=device, seed=seed, **options)
