@@ -38,6 +38,7 @@ from cute_kernels.runtime.operator import Operator, launcher, on_device_of
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 
 if TYPE_CHECKING:
+    from cute_kernels.extend.few_queries import FewQueriesPlan
     from cute_kernels.kv_cache.transforms import CacheTransform
 from cute_kernels.runtime.workspace import EMPTY
 
@@ -117,9 +118,15 @@ def _checked(
     return call
 
 
-def _plan_of(call: AttentionCall) -> DecodePlan | None:
-    has_tokens = call.k.cache.numel() and call.max_seq_len and call.batch
-    return make_plan(call) if has_tokens else None
+def _plan_of(call: AttentionCall) -> DecodePlan | FewQueriesPlan | None:
+    if not (call.k.cache.numel() and call.max_seq_len and call.batch):
+        return None
+    few = None
+    if call.q_len > 1 and call.k.form.is_coded:
+        from cute_kernels.extend import few_queries  # whose kernel is built on this room
+
+        few = few_queries.plan_of(call)
+    return make_plan(call) if few is None else few
 
 
 def without_tokens(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias
 
 from cute_kernels.architecture import HOPPER, Limits
@@ -32,6 +32,12 @@ FP8_HEAD_DIM = 128  # of FP8 products: a row of K, and one of V's transposed til
 REGISTERS = {("dense", 4): (40, 232), ("fp8", 4): (24, 240), ("bytes", 4): (88, 208), ("int4", 4): (104, 200)}
 REGISTERS |= {("bytes", 8): (56, 200), ("int4", 8): (64, 192)}
 SM_REGISTERS = 65536
+KEY_ROWS_HEAD_DIM = 128  # where keys are rows of products and queries their columns: see `extend.key_rows`
+GROUP_TOKENS = 64  # of a tile, that one of two warpgroups takes there
+KEY_ROWS_WORDS = ("Int8Words", "E4m3Words", "E5m2Words", "Int4Words")  # of `extend.decode`, that it knows
+MOST_COLUMNS = 72  # whose scores and sums a thread has registers for
+KEY_ROWS_FEATURES = ("causal", "window", "sinks", "paged", "head_major")  # of attention, that it serves
+KEY_ROWS_GROUPS = (1, 2, 4)  # of columns with scales of their own, of nibbles
 
 
 def has_token_scale(form: KvFormat) -> bool:
@@ -113,6 +119,47 @@ class UnpackedKeys:
     fp8: Fp8Products | None = None
 
 
+@dataclass(frozen=True)
+class KeyRows:
+    """Shared memory of a CTA that multiplies keys, as rows, with ``tile_rows`` queries; bytes.
+
+    Attributes:
+        tile_bytes: of K's codes and of V's. header_bytes: of what lies in front of their rows.
+    """
+
+    tile_rows: int
+    tile_bytes: tuple[int, int]
+    header_bytes: tuple[int, int]
+
+    @property
+    def query_bytes(self) -> int:
+        return self.tile_rows * KEY_ROWS_HEAD_DIM * ELEMENT_BYTES
+
+    @property
+    def probability_bytes(self) -> int:
+        """Of one of the two places that a warpgroup has."""
+        return self.tile_rows * GROUP_TOKENS * ELEMENT_BYTES
+
+    @property
+    def group_told_bytes(self) -> int:
+        """What warps of a warpgroup tell each other: a number of each warp and one of all, for each query."""
+        return 4 * self.tile_rows * (WARPGROUP_WARPS + 1)
+
+    @property
+    def told_bytes(self) -> int:
+        return MMA_WARPGROUPS * self.group_told_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Beside tiles."""
+        places = 2 * MMA_WARPGROUPS * self.probability_bytes
+        return self.query_bytes + places + self.told_bytes + 4 * MMA_WARPS
+
+    @property
+    def stage_bytes(self) -> int:
+        return sum(self.tile_bytes) + sum(self.header_bytes)
+
+
 Keys: TypeAlias = CachedKeys | RaggedKeys | UnpackedKeys
 
 
@@ -134,6 +181,8 @@ class ExtendConfig:
         features: what of attention it computes beyond softmax(q K^T) V.
         merges: whether the result is merged with that of another launch over other keys.
         tree: whether a mask says which of a request's new tokens a query sees, instead of their order.
+        tile_rows: packed queries of a work tile. Fewer than 128 are columns of products whose rows are keys, see
+            :mod:`.key_rows`.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -146,6 +195,16 @@ class ExtendConfig:
     features: Features = PLAIN
     merges: bool = False
     tree: bool = False
+    tile_rows: int = TILE_ROWS
+
+    @property
+    def key_rows(self) -> KeyRows | None:
+        """Of products whose rows are keys; None where they are queries."""
+        if self.tile_rows == TILE_ROWS:
+            return None
+        sizes = [self.tile_tokens * self.head_dim * form.code_bits // 8 for form in self.formats]
+        headers = [self.tile_tokens * form.header_bytes for form in self.formats]
+        return KeyRows(self.tile_rows, (sizes[0], sizes[1]), (headers[0], headers[1]))
 
     @property
     def tile_tokens(self) -> int:
@@ -272,7 +331,7 @@ class ExtendConfig:
         """Of a producer's and of a consumer's thread."""
         if self.fp8 is not None:
             return REGISTERS["fp8" if self.fp8.behind else "dense", self.producer_warps]
-        if not self.decodes:
+        if not self.decodes or self.key_rows is not None:
             return REGISTERS["dense", 4]
         kinds = {form.extend.registers for form in self.formats if form.extend is not None}
         return REGISTERS["int4" if "int4" in kinds else "bytes", self.producer_warps]
@@ -325,9 +384,13 @@ class ExtendConfig:
 
     @property
     def smem_bytes(self) -> int:
+        barriers = 8 * (4 * self.num_stages + 2 * WORK_SLOTS) + 1024
+        if self.key_rows is not None:
+            tiles = self.num_stages * self.key_rows.stage_bytes + self.key_rows.fixed_bytes
+            return tiles + WORK_SLOTS * WORK_BYTES + barriers
         queries = MMA_WARPGROUPS * (self.query_bytes + self.query_code_bytes)
         tiles = queries + 2 * self.num_stages * (self.tile_room + self.scale_bytes)
-        return tiles + 4 * TILE_ROWS + WORK_SLOTS * WORK_BYTES + 8 * (4 * self.num_stages + 2 * WORK_SLOTS) + 1024
+        return tiles + 4 * TILE_ROWS + WORK_SLOTS * WORK_BYTES + barriers
 
     @property
     def name(self) -> str:
@@ -341,6 +404,7 @@ class ExtendConfig:
             layout += "_fp8" + ("_behind" if self.fp8.behind else "")
         layout += "_merges" if self.merges else ""
         layout += ("_tree" if self.tree else "") + ("" if self.ping_pong else "_free")
+        layout += f"_q{self.tile_rows}" if self.key_rows is not None else ""
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
 
     def can_implement(self) -> str | None:
@@ -364,6 +428,8 @@ class ExtendConfig:
             return f"producer_warps {self.producer_warps} is not 4 or 8"
         if self.producer_warps == 8 and self.columns > 128:
             return f"8 producer_warps leave too few registers for head_dim {self.head_dim}"
+        if self.key_rows is not None:
+            return self._problem_of_key_rows() or self.limits.refuses(self.num_threads, self.smem_bytes)
         if self.decodes and any(self.tile_scales) and self.warp_rows > WARP_THREADS:
             return (
                 f"{self.producer_warps} producer_warps have {self.warp_rows} rows each, and a lane for the scale of one"
@@ -385,6 +451,23 @@ class ExtendConfig:
         if self.features.bias is not None:
             return "there is no additive bias"
         return self.limits.refuses(self.num_threads, self.smem_bytes)
+
+    def _problem_of_key_rows(self) -> str | None:
+        """Why keys cannot be rows of products, or None."""
+        if not (self.tile_rows % 8 == 0 and 8 <= self.tile_rows <= MOST_COLUMNS):
+            return f"tile_rows {self.tile_rows} is not {TILE_ROWS} or a multiple of 8 up to {MOST_COLUMNS}"
+        if not self.decodes or self.ragged or self.merges:
+            return f"{self.tile_rows} tile_rows of anything but a cache of codes"
+        if self.head_dim != KEY_ROWS_HEAD_DIM or self.tile_tokens != 2 * GROUP_TOKENS or self.producer_warps != 4:
+            return f"{self.tile_rows} tile_rows of head_dim {self.head_dim}, not {KEY_ROWS_HEAD_DIM}"
+        for form in self.formats:
+            words = "" if form.extend is None else form.extend.words.rpartition(":")[2]
+            groups = KEY_ROWS_GROUPS if words == "Int4Words" else (1,)
+            if words not in KEY_ROWS_WORDS or form.num_groups not in groups:
+                return f"{self.tile_rows} tile_rows of {form.name} caches"
+        if replace(self.features, **dict.fromkeys(KEY_ROWS_FEATURES, False)) != PLAIN:
+            return f"{self.tile_rows} tile_rows with {self.features.name}"
+        return None
 
 
 MAX_SPLITS = 32  # a lane of the combining warp for each

@@ -11,6 +11,8 @@ docs/design/extend_attention.md has the balance of clocks, bytes and registers b
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
@@ -18,8 +20,11 @@ from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import extents
-from cute_kernels.extend.config import MMA_WARPS, TILE_ROWS, WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
+from cute_kernels.extend.config import MMA_WARPS, WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
 from cute_kernels.extend.decode import RowProducer
+from cute_kernels.extend.key_rows.copies import RawRowProducer
+from cute_kernels.extend.key_rows.memory import KeyRowsMemory
+from cute_kernels.extend.key_rows.multiply import KeyRowsConsumer
 from cute_kernels.extend.memory import ExtendMemory, Pages, Rows, Source
 from cute_kernels.extend.multiply import Consumer, Features, Operands
 from cute_kernels.extend.tma_tiles import TmaTileProducer
@@ -31,8 +36,7 @@ class ExtendKernel:
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        self.producer = RowProducer(config) if config.decodes else TmaTileProducer(config)
-        self.consumer = Consumer(config)
+        self.memory, self.producer, self.consumer = _parts(config)
         self.worker = self.consumer.worker
 
     def launch(self, given, stream):
@@ -43,7 +47,7 @@ class ExtendKernel:
         batch = ends[0] - 1
         tokens, kv_heads = (cache[2], cache[1]) if config.features.head_major else (cache[1], cache[2])
         group = num_q_heads // kv_heads
-        num_slots = total_q * group // TILE_ROWS + batch
+        num_slots = total_q * group // config.tile_rows + batch
         shape = ExtendSizes(
             total_q=total_q,
             batch=batch,
@@ -80,7 +84,7 @@ class ExtendKernel:
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        memory = ExtendMemory.allocate(config)
+        memory = self.memory.allocate(config)
         if warp == 0:
             if lane == 0:
                 memory.init_barriers()
@@ -144,3 +148,10 @@ class ExtendKernel:
             cute.arch.mbarrier_arrive(memory.work_full + slot)
         cute.arch.sync_warp()
         return tile
+
+
+def _parts(config: ExtendConfig) -> tuple[Any, Any, Any]:
+    """Shared memory, what fills it and what multiplies."""
+    if config.key_rows is not None:
+        return KeyRowsMemory, RawRowProducer(config), KeyRowsConsumer(config)
+    return ExtendMemory, RowProducer(config) if config.decodes else TmaTileProducer(config), Consumer(config)

@@ -21,11 +21,13 @@ from cute_kernels.extend.schedule import (
     ExtendProblem,
     choose,
     choose_fp8,
+    choose_key_rows,
     choose_newer,
     choose_splits,
     choose_unpacked,
     count_tiles,
     queries_to_unpack_for,
+    serves_key_rows,
 )
 from cute_kernels.extend.unpacked import UnpackPlan
 from cute_kernels.runtime.cache import load
@@ -57,6 +59,7 @@ class ExtendPlan:
         num_sms: those that a launch may use.
         has_cache: whether the cache has room for a token.
         newer: the plan of the launch over the queries' own tokens, where these are not in the cache.
+        key_rows: plans of launches of few queries a request, whose products have keys as rows; for the fewest first.
         combine: the compiled kernel that puts splits together, its arguments by name; None where there are never any.
         num_splits: parts that the keys of every work tile are cut into; None where each launch chooses.
         max_seq_len: tokens that a request may have.
@@ -76,6 +79,7 @@ class ExtendPlan:
     has_cache: bool = True
     newer: ExtendPlan | None = None
     unpack: UnpackPlan | None = None
+    key_rows: tuple[ExtendPlan, ...] = ()
     combine: Callable[..., Any] | None = None
     num_splits: int | None = None
     max_seq_len: int = 0
@@ -142,10 +146,15 @@ class ExtendPlan:
             given = (cu_seqlens_q, lengths, out, lse, softmax_scale, options, table, prefix_only)
             self.unpack.call(q, (k_cache, v_cache), *given)
             return
+        few = self.key_rows_for(q)
+        if few is not None:
+            given = (cu_seqlens_q, lengths, out, lse, softmax_scale, options)
+            few.call(q, k_cache, v_cache, *given, prefix_only=prefix_only)
+            return
         splits, partials = self.splits_of(q, max_seq_len), None
         if splits > 1:
             partials = GPU.empty(*blank((splits, q.shape[0], q.shape[1], q.shape[2] + 1), torch.float32))
-        num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], self.num_kv_heads) * splits
+        num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], self.num_kv_heads, config.tile_rows) * splits
         mask = options["tree_mask"] if config.tree else None
         own = {} if unpacked is None else {"max_pages": unpacked[0], "tile_scales": address_of(unpacked[1])}
         assert self.send is not None
@@ -186,14 +195,21 @@ class ExtendPlan:
         if self.num_splits is not None:
             return self.num_splits
         most = self.max_seq_len if max_seq_len is None else min(self.max_seq_len, max_seq_len)
-        return choose_splits(q.shape[0], self.batch, q.shape[1], self.num_kv_heads, most, self.num_sms)
+        heads, tile_rows = self.num_kv_heads, self.config.tile_rows
+        return choose_splits(q.shape[0], self.batch, q.shape[1], heads, most, self.num_sms, tile_rows)
+
+    def key_rows_for(self, q: torch.Tensor) -> ExtendPlan | None:
+        """The plan of key rows that serves such queries; None if this one does."""
+        shape = (q.shape[0], self.batch, q.shape[1], self.num_kv_heads, self.num_sms)
+        return next((plan for plan in self.key_rows if serves_key_rows(plan.config, *shape)), None)
 
 
 def make_plan(call: ExtendCall, config: ExtendConfig | None = None) -> ExtendPlan:
     """The plan of a checked call; ``config`` instead of what the schedule would choose."""
-    config, *others = configs_of(call, config)
+    chosen, *others = configs_of(call, config)
     newer = make_plan_of(call, others[0]) if others else None
-    return make_plan_of(call, config, newer)
+    plan = make_plan_of(call, chosen, newer)
+    return replace(plan, key_rows=_key_rows_plans(call, chosen)) if config is None else plan
 
 
 def configs_of(call: ExtendCall, config: ExtendConfig | None = None) -> list[ExtendConfig]:
@@ -256,7 +272,7 @@ def _combiner(config: ExtendConfig, device: torch.device) -> Callable[..., Any]:
 
 def _unpack_plan(call: ExtendCall, config: ExtendConfig) -> UnpackPlan | None:
     """How a call that ``config`` serves could be served over unpacked keys."""
-    if config.unpacked or config.ragged or call.unpack is False:
+    if config.unpacked or config.ragged or config.key_rows is not None or call.unpack is False:
         return None
     least: int | None = 0
     if call.unpack is None and not call.fp8_products:
@@ -271,12 +287,21 @@ def _unpack_plan(call: ExtendCall, config: ExtendConfig) -> UnpackPlan | None:
     return UnpackPlan(send, unpack, make_plan_of(call, attention), least, is_asked_for)
 
 
+def _key_rows_plans(call: ExtendCall, config: ExtendConfig) -> tuple[ExtendPlan, ...]:
+    """How a call that ``config`` serves is served with few queries a request. Not with fixed splits: a request's bits
+    would depend on how many queries others have."""
+    if call.num_splits is not None or call.unpack is True or call.fp8_products:
+        return ()
+    return tuple(make_plan_of(call, few) for few in choose_key_rows(config))
+
+
 def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
     """All kernels that calls which the schedule gives ``config`` may launch, but for those of new tokens.
 
     splits: whether keys may be cut.
     """
     specs: list[KernelSpec] = [ExtendSpec(config), *([combine_spec(config)] if splits else [])]
+    specs += map(ExtendSpec, choose_key_rows(config))
     if queries_to_unpack_for(config, 1, 1, None) is not None:
         unpack, attention = choose_unpacked(config)
         specs += [UnpackSpec(unpack), ExtendSpec(attention)]

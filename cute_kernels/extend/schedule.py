@@ -10,6 +10,7 @@ from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.extend.config import (
     ELEMENT_BYTES,
     MAX_SPLITS,
+    MOST_COLUMNS,
     TILE_ROWS,
     TILE_TOKENS,
     CachedKeys,
@@ -40,6 +41,10 @@ UNPACKED_BYTES_PER_US = 3.0e6  # read and written
 STREAMED_BYTES_PER_US = 4.4e6
 STREAMING_SMS, SMS_STEP = 40, 4
 SIDE_BY_SIDE_COST, STREAMS_US = 1.12, 10.0
+KEY_ROWS = (40, MOST_COLUMNS)  # columns: of 10 and 18 queries of 4 heads
+KEY_ROWS_TILES = 4  # work tiles an SM that they are fast with, as a fraction: splits cost as much as they gain
+DECODE_ROWS = 32  # up to so many rows decode attention's own kernel is as fast
+KEY_ROWS_WARPS, MOST_STAGES, BARRIERS_BYTES = 4, 6, 32  # of key rows: producer warps, tiles; barriers of a stage
 MAX_UNPACKED_BYTES = 2**29  # that a call takes by itself
 
 
@@ -90,6 +95,53 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
         merges=True,
         tree=config.tree,
     )
+
+
+def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS) -> ExtendConfig | None:
+    """What serves launches that ``config`` serves with keys as rows of products and so many queries as columns; None
+    where nothing does."""
+    least = ProducerPipeline(num_stages=2, producer_warps=KEY_ROWS_WARPS)
+    wide = replace(config, tile_rows=tile_rows, pipeline=least)
+    if wide.can_implement() is not None:
+        return None
+    assert wide.key_rows is not None
+    free = wide.limits.shared_bytes - wide.smem_bytes
+    stages = min(MOST_STAGES, 2 + free // (wide.key_rows.stage_bytes + BARRIERS_BYTES))
+    return replace(wide, pipeline=replace(wide.pipeline, num_stages=stages))
+
+
+def choose_key_rows(config: ExtendConfig) -> list[ExtendConfig]:
+    """What may serve launches of few queries a request that ``config`` serves, for the fewest first. Not where rows
+    have fp32 scales: word by word, they come as slowly as tiles of 128 rows decode them."""
+    configs = [] if any(config.tile_scales) else [key_rows_of(config, rows) for rows in KEY_ROWS]
+    return [few for few in configs if few is not None]
+
+
+def serves_key_rows(
+    config: ExtendConfig, total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, num_sms: int
+) -> bool:
+    """Whether a launch takes less time with ``config``, of key rows, than with tiles of 128 rows: where a request's
+    queries are one work tile of a KV head, and there are enough of these. They count as if requests had equally many.
+    """
+    rows = -(-total_q // batch) * (num_q_heads // num_kv_heads)
+    return rows <= config.tile_rows and KEY_ROWS_TILES * batch * num_kv_heads >= num_sms
+
+
+def decodes_with_key_rows(
+    configs: list[ExtendConfig], batch: int, q_len: int, num_q_heads: int, num_kv_heads: int, num_sms: int
+) -> ExtendConfig | None:
+    """Which of some configurations of key rows takes less time than decode attention's own kernel, whose warps decode
+    for 32 rows at most; None for none. INT4 stays there, where keys are not rounded."""
+    if q_len * (num_q_heads // num_kv_heads) <= DECODE_ROWS:
+        return None
+    exact = [config for config in configs if all(_is_exact(form) for form in config.formats)]
+    shape = (batch * q_len, batch, num_q_heads, num_kv_heads, num_sms)
+    return next((config for config in exact if serves_key_rows(config, *shape)), None)
+
+
+def _is_exact(form: KvFormat) -> bool:
+    """Whether operands are what codes stand for, unrounded."""
+    return form.extend is not None and form.extend.scales == "outside"
 
 
 def _pipeline(head_dim: int, decodes: bool) -> ProducerPipeline:
@@ -183,12 +235,20 @@ def room_of(max_seq_len: int, head_dim: int) -> int:
     return -(-max_seq_len // tokens) * tokens
 
 
-def count_tiles(total_q: int, batch: int, num_q_heads: int, num_kv_heads: int) -> int:
+def count_tiles(total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, tile_rows: int = TILE_ROWS) -> int:
     """Numbers of work tiles that a launch has, some of them of none: a request has at most one of these a KV head."""
-    return (total_q * (num_q_heads // num_kv_heads) // TILE_ROWS + batch) * num_kv_heads
+    return (total_q * (num_q_heads // num_kv_heads) // tile_rows + batch) * num_kv_heads
 
 
-def choose_splits(total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> int:
+def choose_splits(
+    total_q: int,
+    batch: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    max_seq_len: int,
+    num_sms: int,
+    tile_rows: int = TILE_ROWS,
+) -> int:
     """How many parts each work tile's keys are cut into: as many as give the busiest CTA least.
 
     How long requests are is known on the device alone: queries count as if requests had equally many of them, and keys
@@ -197,7 +257,7 @@ def choose_splits(total_q: int, batch: int, num_q_heads: int, num_kv_heads: int,
     if not (total_q and batch):
         return 1
     rows = -(-total_q // batch) * (num_q_heads // num_kv_heads)
-    tiles = min(batch, total_q) * -(-rows // TILE_ROWS) * num_kv_heads
+    tiles = min(batch, total_q) * -(-rows // tile_rows) * num_kv_heads
     blocks = -(-max_seq_len // BLOCK_TOKENS)
 
     def time(splits: int) -> float:

@@ -22,7 +22,7 @@ from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.exchange import EMPTY_WORD
-from cute_kernels.extend.config import TILE_ROWS, ExtendConfig
+from cute_kernels.extend.config import ExtendConfig
 
 END = -1  # the request of a slot that says that there is no more work
 SPLIT_SHIFT = 16  # a KV head's number and a split's share a word
@@ -142,12 +142,13 @@ class Worker:
     def __init__(self, config: ExtendConfig, terms: ScoreTerms):
         self.terms = terms
         self.tokens, self.ragged, self.tree = config.tile_tokens, config.ragged, config.tree
+        self.rows = config.tile_rows
         self.features = config.features
 
     def slot_of(self, shape: ExtendSizes, cu_seqlens, request):
         """The slot of a request's first work tile."""
         before = self.load(cu_seqlens, request)
-        return cutlass.min(cutlass.max(before, 0), shape.total_q) * shape.group.value // TILE_ROWS + request
+        return cutlass.min(cutlass.max(before, 0), shape.total_q) * shape.group.value // self.rows + request
 
     def load(self, address, index):
         return Int32(ptx.load_global_words(address + Int64(index) * 4, 0, 1)[0])
@@ -172,7 +173,7 @@ class Worker:
             size = cutlass.min(step, size - found)
         q_start = cutlass.min(cutlass.max(self.load(cu_seqlens, low), 0), shape.total_q)
         q_end = cutlass.min(cutlass.max(self.load(cu_seqlens, low + 1), q_start), shape.total_q)
-        first_row = (slot - (q_start * shape.group.value // TILE_ROWS + low)) * TILE_ROWS
+        first_row = (slot - (q_start * shape.group.value // self.rows + low)) * self.rows
         rows = (q_end - q_start) * shape.group.value
         kv_start, kv_len = Int32(0), self.load(lengths.seq_lens, low)
         if const_expr(self.ragged):
@@ -194,7 +195,7 @@ class Worker:
     def span(self, shape: ExtendSizes, work: Work) -> Span:
         """Which keys a work tile sees."""
         first, _ = shape.group.divide_int(work.first_row)
-        last, _ = shape.group.divide_int(cutlass.min(work.first_row + TILE_ROWS, work.num_rows) - 1)
+        last, _ = shape.group.divide_int(cutlass.min(work.first_row + self.rows, work.num_rows) - 1)
         first_position, last_position = work.before + first, work.before + last
         stop, start = work.kv_stop, Int32(0)
         if const_expr(self.features.causal):

@@ -12,8 +12,22 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.extend.compile import CAUSAL_PAGES, ExtendSpec, UnpackSpec
-from cute_kernels.extend.config import MMA_WARPS, CachedKeys, Fp8Products, ProducerPipeline, UnpackedKeys
-from cute_kernels.extend.schedule import ExtendProblem, choose, choose_fp8, choose_newer, choose_unpacked
+from cute_kernels.extend.config import (
+    GROUP_TOKENS,
+    MMA_WARPS,
+    CachedKeys,
+    Fp8Products,
+    ProducerPipeline,
+    UnpackedKeys,
+)
+from cute_kernels.extend.schedule import (
+    ExtendProblem,
+    choose,
+    choose_fp8,
+    choose_newer,
+    choose_unpacked,
+    key_rows_of,
+)
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.resources import ToolMissingError, cubins_in, find_tool, resource_report
 from tests import golden
@@ -35,6 +49,10 @@ UNPACKING = {name: choose_unpacked(CONFIGS[name])[0] for name in ("int8", "int4"
 for name, features in {"FP8 products": CAUSAL_PAGES, "FP8 products, features": FEATURES}.items():
     problem = ExtendProblem(128, "e4m3_tensor", "e4m3_tensor", "bf16", 64, features)
     UNPACKING[name], CONFIGS[name] = choose_fp8(choose(problem))
+KEY_ROWS = {
+    name: key_rows_of(choose(ExtendProblem(128, name, name, "bf16", 64, CAUSAL_PAGES)))
+    for name in ("int8_token_head", "e4m3_tensor", "int4_g4")
+}
 COMPILED = golden.worth_compiling(CONFIGS, lambda name: ExtendSpec(CONFIGS[name]), __file__)
 
 
@@ -89,6 +107,21 @@ def test_unpacking_keeps_two_chunks_of_a_tile_in_registers(name):
     assert report.registers <= 128 and report.spill_store_bytes <= 32
 
 
+@pytest.mark.parametrize("name", KEY_ROWS)
+def test_key_rows_keep_all_sums_in_registers_and_products_side_by_side(name):
+    """The loop's scores and values, and the last block's values; a fence for two steps, a wait for a group."""
+    config = KEY_ROWS[name]
+    assert config is not None
+    (artifact,) = default_cache().artifacts([ExtendSpec(config)], "sm_90a")
+    (report,) = resource_report(artifact)
+    assert report.spill_store_bytes == report.stack_bytes == 0
+    producing, consuming = config.registers
+    shared_out = MMA_WARPS * consuming + config.producer_warps * producing
+    assert shared_out <= (MMA_WARPS + config.producer_warps) * report.registers, "no warp waits for registers for ever"
+    assert report.opcodes["HGMMA"] == config.head_dim // 16 + 2 * 2 * GROUP_TOKENS // 16
+    assert report.opcodes["WARPGROUP"] <= 12
+
+
 def test_what_a_configuration_says_is_what_it_is_told_apart_by():
     config = CONFIGS["bf16"]
     changed = [
@@ -99,6 +132,7 @@ def test_what_a_configuration_says_is_what_it_is_told_apart_by():
         replace(config, pipeline=ProducerPipeline(ping_pong=False)),
         replace(config, merges=True),
         replace(config, features=FEATURES),
+        replace(config, tile_rows=72),
         CONFIGS["new tokens"],
     ]
     assert len({config.name, *(other.name for other in changed)}) == len(changed) + 1

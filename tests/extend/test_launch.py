@@ -13,6 +13,7 @@ from cute_kernels.extend.call import make_call
 from cute_kernels.extend.plan import problem_of, specs_of
 from cute_kernels.extend.ragged import ragged_attention
 from cute_kernels.extend.schedule import MAX_UNPACKED_BYTES, choose
+from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.launch_arguments import LaunchArguments
 from tests.launchers import Launch, recording
 from tests.observed import calls_of
@@ -208,3 +209,83 @@ def test_every_number_of_unpacking_stands_where_its_kernel_takes_it(launches):
     numbers = {"max_pages": 0, "total_q": 4000, "max_seq_len": 100, "window": 9, "prefix_only": 0, "block_table": 0}
     assert {name: unpack[name] for name in numbers} == numbers
     assert unpack["tile_scales"] == attention["tile_scales"] != 0 and attention["max_pages"] == 100
+
+
+BATCH = 20  # requests of 2 KV heads: 40 work tiles at least
+
+
+def narrow(q_len: int, kv_format: str = "e4m3_tensor", batch: int = BATCH, **options: Any) -> dict[str, Any]:
+    """Requests of equally many queries over codes of head_dim 128, 2 heads a group."""
+    cache = torch.zeros(batch, 256, 2, format_of(kv_format).row_bytes(128), dtype=torch.uint8)
+    scale = torch.ones(()) if format_of(kv_format).given_scale else None
+    return {
+        "q": torch.zeros(batch * q_len, 4, 128).bfloat16(),
+        "k_cache": cache,
+        "v_cache": cache,
+        "seq_lens": torch.full((batch,), 200, dtype=torch.int32),
+        "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32) * q_len,
+        "kv_format": kv_format,
+        "k_scale": scale,
+        "v_scale": scale,
+        **options,
+    }
+
+
+def columns_of(launches) -> str:
+    (launch, *_) = launches
+    return launch.symbol.rpartition("_")[2]
+
+
+def test_few_queries_over_codes_are_columns_of_products(launches):
+    for q_len, columns in ((1, "q40"), (20, "q40"), (21, "q72"), (36, "q72"), (37, "causal"), (200, "causal")):
+        launches.clear()
+        extend_attention(**narrow(q_len))
+        assert columns_of(launches) == columns, q_len
+    launches.clear()
+    extend_attention(**narrow(17, batch=2))
+    assert columns_of(launches) == "causal", "few work tiles"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_splits": 1},  # a request's bits must not depend on its batch
+        {"softcap": 3.0},
+        {"alibi_slopes": torch.zeros(4)},
+        {"unpack": True},
+        {"fp8_products": True},
+        {"kv_format": "int4_g8"},
+        {"kv_format": "int8_token_head"},
+    ],
+    ids=str,
+)
+def test_what_key_rows_do_not_take_is_served_as_before(options, launches):
+    extend_attention(**narrow(6, **options))
+    assert launches and not any("_q" in symbol for symbol in symbols(launches))
+
+
+def test_key_rows_take_trees_and_leave_new_tokens_to_another_launch(launches):
+    extend_attention(**narrow(6, tree_mask=torch.zeros(6 * BATCH, 1, dtype=torch.int32)))
+    assert launches[0].symbol.endswith("_tree_q40")
+    assert by_name(ATTENTION, launches[0])["tree_words"] == 1
+    launches.clear()
+    new = torch.zeros(6 * BATCH, 2, 128).bfloat16()
+    extend_attention(**narrow(6, new_k=new, new_v=new))
+    older, newer = launches
+    assert older.symbol.endswith("_q40") and newer.symbol.endswith("_merges")
+    assert by_name(ATTENTION, older)["prefix_only"] == 1
+
+
+def test_work_tiles_of_key_rows_are_counted_as_theirs(launches):
+    """72 rows each, of 35 queries of 2 heads, and one place more for each request."""
+    extend_attention(**narrow(35, batch=17, max_seq_len=100))
+    found = by_name(ATTENTION, launches[0])
+    assert found["num_ctas"] == min((17 * 70 // 72 + 17) * 2 * found["num_splits"], 132) == 66
+
+
+def test_a_configuration_that_is_given_serves_all_calls(launches):
+    call = narrow(6)
+    config = choose(problem_of(make_call(**call)))
+    tensors = [call.pop(name) for name in ("q", "k_cache", "v_cache", "seq_lens")]
+    ops.bind_config(config, *tensors, out=torch.zeros_like(tensors[0]), **call)()
+    assert columns_of(launches) == "causal"

@@ -12,11 +12,15 @@ from cute_kernels.extend.config import REGISTERS, TILE_ROWS, ExtendConfig, Produ
 from cute_kernels.extend.schedule import (
     ExtendProblem,
     choose,
+    choose_key_rows,
     choose_splits,
     choose_unpacked,
     count_tiles,
     decode_sms,
+    decodes_with_key_rows,
+    key_rows_of,
     queries_to_unpack_for,
+    serves_key_rows,
 )
 from tests.extend.cases import FORMATS
 
@@ -160,3 +164,46 @@ def test_decoding_gets_the_sms_that_let_both_end_together():
     assert decode_sms(decode_bytes / 30, prefill_flops, 132) is None, "a prefill on fewer SMs would take longer"
     assert decode_sms(decode_bytes, prefill_flops / 30, 132) is None
     assert decode_sms(decode_bytes, prefill_flops, 1) is None
+
+
+@pytest.mark.parametrize("tile_rows", [8, 40, 72])
+@pytest.mark.parametrize("page_tokens", [0, 16, 64])
+@pytest.mark.parametrize("name", ["int8_token_head", "e4m3_tensor", "e5m2", "int4_g1", "int4_g4"])
+def test_key_rows_fit_an_sm(name, page_tokens, tile_rows):
+    for features in (Features(causal=True, paged=page_tokens > 0), Features(head_major=True)):
+        config = key_rows_of(choose(ExtendProblem(128, name, name, "bf16", page_tokens, features)), tile_rows)
+        assert config is not None and config.can_implement() is None
+        assert config.num_stages >= 4, "memory's latency is hidden"
+        assert config.smem_bytes <= config.limits.shared_bytes
+
+
+def few(name: str = "e4m3_tensor", head_dim: int = 128, **features: bool) -> list[ExtendConfig]:
+    return choose_key_rows(choose(ExtendProblem(head_dim, name, name, "bf16", 64, Features(paged=True, **features))))
+
+
+def test_key_rows_are_for_what_they_are_faster_for():
+    none = [few("bf16"), few("int8_token_head"), few("int4_g8"), few(head_dim=64), few(head_dim=256)]
+    assert not any([*none, few(soft_cap=True), few(alibi=True)])
+    for served in (few(), few("int4_g1"), few("int4_g4"), few(causal=True, window=True, sinks=True, head_major=True)):
+        assert [config.tile_rows for config in served] == [40, 72]
+
+
+def test_key_rows_serve_what_is_one_work_tile():
+    narrow, wide = few()
+    shape = (32, 32, 8, 132)
+    assert serves_key_rows(wide, 18 * 32, *shape) and not serves_key_rows(wide, 18 * 32 + 1, *shape)
+    assert serves_key_rows(narrow, 10 * 32, *shape) and not serves_key_rows(narrow, 10 * 32 + 1, *shape)
+    assert serves_key_rows(wide, 9 * 8, 8, 64, 8, 132) and not serves_key_rows(wide, 10 * 8, 8, 64, 8, 132)
+    assert not serves_key_rows(wide, 17, 1, 32, 8, 132), "8 work tiles leave SMs idle, or are cut"
+
+
+@pytest.mark.parametrize(
+    "name, q_len, tile_rows",
+    [
+        *(("e4m3_tensor", 8, None), ("e4m3_tensor", 9, 40), ("e4m3_tensor", 10, 40), ("e4m3_tensor", 16, 72)),
+        *(("int8_tensor", 16, 72), ("int4_g1", 16, None), ("int8_token_head", 16, None)),
+    ],
+)
+def test_decode_attention_has_exact_operands_of_more_rows_than_its_warps(name, q_len, tile_rows):
+    found = decodes_with_key_rows(few(name), 32, q_len, 32, 8, 132)
+    assert (None if found is None else found.tile_rows) == tile_rows

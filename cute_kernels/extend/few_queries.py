@@ -1,0 +1,103 @@
+"""Decode attention's calls of several queries a request over codes, where all of them at once are faster.
+
+Its own kernel decodes codes for 8 to 32 rows of queries at a time; :mod:`.key_rows` does it once for up to 72.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels.attention.call import AttentionCall
+from cute_kernels.extend.call import ExtendCall
+from cute_kernels.extend.plan import ExtendPlan, check_alignment, make_plan_of, problem_of
+from cute_kernels.extend.schedule import choose, choose_key_rows, decodes_with_key_rows
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.memory import blank
+
+DEFAULTS: dict[str, Any] = {
+    "block_table": None, "k_scale": None, "v_scale": None, "sinks": None, "alibi_slopes": None, "tree_mask": None,
+    "max_seq_len": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FewQueriesPlan:
+    """What of such a launch stays the same: extend attention's plan, and where requests' queries begin, int32 [batch +
+    1]."""
+
+    plan: ExtendPlan
+    ends: torch.Tensor
+
+    @property
+    def device_index(self) -> int:
+        return self.plan.device_index
+
+    def launch(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        seq_lens: torch.Tensor,
+        kv_format: object,
+        softmax_scale: float | None,
+        num_splits: int | None,
+        return_lse: bool,
+        out: torch.Tensor | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `attention.plan.DecodePlan` launches; queries that lie apart are copied first."""
+        shape = (q.shape[0] * q.shape[1], q.shape[2], q.shape[3])
+        if out is None:
+            out = GPU.empty(*blank(tuple(q.shape), q.dtype))
+        lse = GPU.empty(*blank(tuple(q.shape[:3]), torch.float32)) if return_lse else None
+        given = DEFAULTS
+        if options is not None:
+            given = DEFAULTS | {name: options[name] for name in ("block_table", "k_scale", "v_scale")}
+        self.plan.call(
+            q.contiguous().view(shape),
+            k_cache,
+            v_cache,
+            self.ends,
+            seq_lens,
+            out.view(shape),
+            lse,
+            softmax_scale,
+            given,
+        )
+        return out, lse
+
+
+def plan_of(call: AttentionCall) -> FewQueriesPlan | None:
+    """The plan of a call of decode attention that is served so; None for others.
+
+    Not with fixed splits, which say in what order its own kernel adds up; nor while a graph is captured, whose memory
+    is no place for what a plan keeps.
+    """
+    if call.num_splits is not None or call.head_dim != call.v.head_dim or not call.k.form.is_coded:
+        return None
+    if call.out is not None and not call.out.is_contiguous():
+        return None
+    shape = (call.batch * call.q_len, call.num_q_heads, call.head_dim)
+    checked = ExtendCall(call.q.contiguous().view(shape), call.seq_lens, call, None, None)
+    config = decodes_with_key_rows(
+        choose_key_rows(choose(problem_of(checked))),
+        call.batch,
+        call.q_len,
+        call.num_q_heads,
+        call.num_kv_heads,
+        GPU.num_sms(call.q.device),
+    )
+    if config is None:
+        return None
+    if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    try:
+        check_alignment(checked)
+    except ValueError:
+        return None
+    ends = torch.arange(call.batch + 1, dtype=torch.int32, device=call.q.device) * call.q_len
+    return FewQueriesPlan(make_plan_of(checked, config), ends)

@@ -1,0 +1,243 @@
+"""Rows of codes in shared memory to A operands of wgmma: keys as they lie, values transposed.
+
+A warp's keys are 16 rows of tokens; its values 32 columns of all of its warpgroup's 64 tokens. ldmatrix moves pairs of
+bytes: of keys a lane gets a word of a row, of values, transposed, the same two bytes of two tokens. Which columns a
+lane's codes are of is free, as long as the queries' operand, and whoever writes sums, knows it:
+
+    bytes    keys: step s of 16 columns has 16 s + 4 t + (0, 1) and (2, 3)
+             values: sum (m, i) is column 32 w + 16 m + 2 g + i
+    nibbles  keys: steps 2 c and 2 c + 1 have 32 c + 8 t + (0, 4), (1, 5) and (2, 6), (3, 7)
+             values: sum (m, i) is column 32 w + 4 g + 2 m + i
+
+Lane (g, t) = (lane / 4, lane % 4) of warp w, MMA m of two, row half i. Chunks of 16 bytes of a row are exchanged so
+that ldmatrix has no bank conflicts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Int32, Uint32
+
+from cute_kernels.device import ptx
+from cute_kernels.extend.decode import MAGIC_BYTES, MINUS_1024, MINUS_1152, SIGN_BITS
+from cute_kernels.kv_formats import KvFormat
+
+CHUNK_BYTES = 16
+HEAD_DIM = 128
+WARP_TOKENS = 16
+LOW_NIBBLES, HIGH_NIBBLES, MAGIC = 0x000F000F, 0x00F000F0, 0x64006400
+HALF, THIRTY_SECOND = 0x38003800, 0x28002800  # 2**-1 and 2**-5 in fp16, twice
+
+
+class Int8Codes:
+    """fp16 pairs of a word's bytes; ``pairs``: the two bytes of each."""
+
+    def numbers(self, word, pairs) -> list[Uint32]:
+        positive = word ^ Uint32(SIGN_BITS)
+        selectors = [0x4040 | high << 8 | low for low, high in pairs]
+        placed = [ptx.prmt(positive, Uint32(MAGIC_BYTES), Uint32(select)) for select in selectors]
+        return [ptx.add_f16x2(pair, Uint32(MINUS_1152)) for pair in placed]
+
+
+class E4m3Codes:
+    def numbers(self, word, pairs) -> list[Uint32]:
+        (a, b), (c, d) = pairs
+        if (a, b, c, d) != (0, 1, 2, 3):
+            word = ptx.prmt(word, Uint32(0), Uint32(d << 12 | c << 8 | b << 4 | a))
+        return [ptx.e4m3x2_low_to_f16x2(word), ptx.e4m3x2_high_to_f16x2(word)]
+
+
+class E5m2Codes:
+    def numbers(self, word, pairs) -> list[Uint32]:
+        return [ptx.prmt(word, Uint32(0), Uint32(high << 12 | 4 << 8 | low << 4 | 4)) for low, high in pairs]
+
+
+class ByteRows:
+    """Rows of 128 bytes; a row's scale, if it has one, meets scores and probabilities."""
+
+    row_bytes = HEAD_DIM
+
+    def __init__(self, codes):
+        self.codes = codes
+
+    @staticmethod
+    def swizzle(row):
+        """What is exclusive-or-ed to the number of a chunk."""
+        return row % 8
+
+    # -- keys -----------------------------------------------------------------------------------------------------
+
+    def key_place(self, warp, lane):
+        """Bytes from a warpgroup's rows to what a lane gives the address of."""
+        matrix, row = lane // 8, lane % 8
+        return (warp * WARP_TOKENS + row + 8 * (matrix % 2)) * self.row_bytes + (matrix // 2 ^ row) * CHUNK_BYTES
+
+    def load_keys(self, address) -> list[Any]:
+        return [
+            word
+            for chunk in range(0, self.row_bytes // CHUNK_BYTES, 2)
+            for word in ptx.load_matrix_x4(address ^ (chunk * CHUNK_BYTES), 0, transpose=False)
+        ]
+
+    def load_key_headers(self, address, warp, lane) -> list[Any]:
+        """Nothing: see :meth:`scale_words`."""
+        return []
+
+    def key_operands(self, words, headers) -> list[list[Uint32]]:
+        """A registers by step of 16 columns."""
+        steps = []
+        for low, high in zip(words[0::2], words[1::2], strict=True):
+            of_low, of_high = (self.codes.numbers(word, ((0, 1), (2, 3))) for word in (low, high))
+            steps.append([of_low[0], of_high[0], of_low[1], of_high[1]])
+        return steps
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def value_place(self, warp, lane):
+        matrix, row = lane // 8, lane % 8
+        return (row + 8 * (matrix % 2)) * self.row_bytes + ((2 * warp + matrix // 2) ^ row) * CHUNK_BYTES
+
+    def load_values(self, address, tokens: int) -> list[Any]:
+        """Words of a warp's columns, for :meth:`value_operands`."""
+        return [
+            word
+            for first in range(0, tokens, 16)
+            for word in ptx.load_matrix_x4(address, first * self.row_bytes, transpose=True)
+        ]
+
+    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
+        return []
+
+    def value_operands(self, words, headers, step: int) -> list[list[Uint32]]:
+        """A registers of the two MMAs of a step of 16 tokens."""
+        own = words[4 * step : 4 * step + 4]
+        result = []
+        for mma in range(2):
+            low, high = (self.codes.numbers(word, ((0, 2), (1, 3))) for word in own[2 * mma : 2 * mma + 2])
+            result.append([*low, *high])
+        return result
+
+    @staticmethod
+    def column(warp, lane, mma):
+        """Of the sum of row half 0; that of row half 1 is the next one."""
+        return 32 * warp + 16 * mma + 2 * (lane // 4)
+
+    @staticmethod
+    def query_step(lane) -> tuple[Int32, Int32]:
+        """Of queries a lane writes: (step of 16 columns, t)."""
+        return lane // 4, lane % 4
+
+    @staticmethod
+    def query_columns(lane) -> tuple[Int32, int]:
+        """First column of the first of two words that it reads, and columns to the other one."""
+        return 4 * lane, 2
+
+    @staticmethod
+    def query_pairs(values):
+        """The operand's two pairs of the four numbers."""
+        return (values[0], values[1]), (values[2], values[3])
+
+
+class NibbleRows:
+    """Rows of 64 bytes, multiplied out: half of code * scale + shift, rounded once to fp16."""
+
+    row_bytes = HEAD_DIM // 2
+
+    def __init__(self, num_groups: int):
+        self.group_chunks = HEAD_DIM // 32 // num_groups  # chunks of 16 bytes, or warps, of a group
+
+    @staticmethod
+    def swizzle(row):
+        return row // 2 % 4
+
+    def numbers(self, word, scales, shifts) -> list[Uint32]:
+        """Pairs (i, i + 4) of a word's nibbles. scales: halves of them, and 32nds for odd i."""
+        result = []
+        for index in range(4):
+            own = word if index < 2 else word >> 8
+            masked = (own & Uint32(HIGH_NIBBLES if index % 2 else LOW_NIBBLES)) | Uint32(MAGIC)
+            codes = ptx.add_f16x2(masked, Uint32(MINUS_1024))
+            result.append(ptx.fma_f16x2(codes, scales[index % 2], shifts))
+        return result
+
+    def halved(self, scales, shifts):
+        return [ptx.mul_f16x2(scales, Uint32(x)) for x in (HALF, THIRTY_SECOND)], ptx.mul_f16x2(shifts, Uint32(HALF))
+
+    def key_place(self, warp, lane):
+        matrix, row = lane // 8, lane % 8
+        rows = warp * WARP_TOKENS + row + 8 * (matrix % 2)
+        return rows * self.row_bytes + (matrix // 2 ^ self.swizzle(row)) * CHUNK_BYTES
+
+    def load_keys(self, address) -> list[Any]:
+        return [
+            word
+            for chunk in range(0, self.row_bytes // CHUNK_BYTES, 2)
+            for word in ptx.load_matrix_x4(address ^ (chunk * CHUNK_BYTES), 0, transpose=False)
+        ]
+
+    def load_key_headers(self, address, warp, lane) -> list[Any]:
+        """[group][row half] of the lane's two tokens. address: of the tile's, of the warpgroup's first token."""
+        own = address + 4 * (warp * WARP_TOKENS + lane // 4)
+        groups = HEAD_DIM // 32 // self.group_chunks
+        return [[ptx.load_shared(own, 512 * group + 32 * i) for i in range(2)] for group in range(groups)]
+
+    def key_operands(self, words, headers) -> list[list[Uint32]]:
+        made = [
+            [self.halved(*(ptx.prmt(word, Uint32(0), Uint32(s)) for s in (0x1010, 0x3232))) for word in rows]
+            for rows in headers
+        ]
+        steps = []
+        for chunk in range(4):
+            low, high = (self.numbers(words[2 * chunk + i], *made[chunk // self.group_chunks][i]) for i in range(2))
+            steps += [[low[p], high[p], low[p + 1], high[p + 1]] for p in (0, 2)]
+        return steps
+
+    def value_place(self, warp, lane):
+        matrix, row = lane // 8, lane % 8
+        return (row + 8 * matrix) * self.row_bytes + (warp ^ self.swizzle(row)) * CHUNK_BYTES
+
+    def load_values(self, address, tokens: int) -> list[Any]:
+        return [
+            word
+            for first in range(0, tokens, 32)
+            for word in ptx.load_matrix_x4(address, first * self.row_bytes, transpose=True)
+        ]
+
+    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
+        """[8 tokens][token of the lane's two]."""
+        own = address + 512 * (warp // self.group_chunks) + 8 * (lane % 4)
+        return [ptx.load_shared_vector(own, 4 * first, 2) for first in range(0, tokens, 8)]
+
+    def value_operands(self, words, headers, step: int) -> list[list[Uint32]]:
+        pairs = []
+        for index in (2 * step, 2 * step + 1):
+            even, odd = headers[index]
+            scales, shifts = (ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632))
+            pairs.append(self.numbers(words[index], *self.halved(scales, shifts)))
+        low, high = pairs
+        return [[low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]] for m in range(2)]
+
+    @staticmethod
+    def column(warp, lane, mma):
+        return 32 * warp + 4 * (lane // 4) + 2 * mma
+
+    @staticmethod
+    def query_step(lane) -> tuple[Int32, Int32]:
+        return 2 * (lane // 8) + lane % 2, lane % 8 // 2
+
+    @staticmethod
+    def query_columns(lane) -> tuple[Int32, int]:
+        return 32 * (lane // 8) + 8 * (lane % 8 // 2) + 2 * (lane % 2), 4
+
+    @staticmethod
+    def query_pairs(values):
+        return (values[0], values[2]), (values[1], values[3])
+
+
+BYTE_CODES = {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}
+
+
+def rows_of(form: KvFormat) -> ByteRows | NibbleRows:
+    """How rows of a format become operands."""
+    return ByteRows(BYTE_CODES[form.codes]()) if form.codes in BYTE_CODES else NibbleRows(form.num_groups)

@@ -1,0 +1,141 @@
+"""Producer warps that bring raw rows of codes, by cp.async into the order that ldmatrix likes; nothing to decode.
+
+Pieces of 16 bytes where rows are multiples of them, else of a word: rows of 132 bytes begin anywhere. What no query
+sees becomes zeros. A tile is full when all of its pieces have arrived, which its barrier is told asynchronously: a warp
+asks for tiles as long as there are free ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.ring import advance
+from cute_kernels.extend.config import ExtendConfig
+from cute_kernels.extend.decode import Places, RowRuns
+from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, rows_of
+from cute_kernels.extend.memory import KEYS, VALUES
+from cute_kernels.kv_formats import KvFormat
+
+
+@dataclass(frozen=True)
+class WarpRows:
+    """Which rows of a tile a producer warp brings, of K and of V."""
+
+    formats: tuple[KvFormat, KvFormat]
+    head_dim: int
+    columns: int
+    tile_tokens: int
+    warp_rows: int
+    page_tokens: int
+
+
+class TileRows:
+    """How a warp's rows of K or V come."""
+
+    def __init__(self, shape: WarpRows, operand: int):
+        form = shape.formats[operand]
+        self.operand, self.tokens, self.warp_rows = operand, shape.tile_tokens, shape.warp_rows
+        self.rows = rows_of(form)
+        self.header_bytes, self.header_words = form.header_bytes, form.header_bytes // 4
+        self.piece_bytes = 4 if form.row_bytes(shape.head_dim) % CHUNK_BYTES else CHUNK_BYTES
+        self.row_pieces = self.rows.row_bytes // self.piece_bytes
+        self.step_rows = WARP_THREADS // self.row_pieces
+        self.runs = RowRuns(shape)
+
+    def lane_place(self, lane):
+        """(row of a step, bytes of its codes before the lane's piece, its place from the step's first row)."""
+        below, first = lane // self.row_pieces, lane % self.row_pieces * self.piece_bytes
+        place = below * self.rows.row_bytes + (first ^ (self.rows.swizzle(below) * CHUNK_BYTES))
+        return below, first, place
+
+    @cute.jit
+    def copy(self, source, work, memory, first_valid, places: Places, block: Int32, stage: Int32, warp: Int32, lane):
+        """Asks for a warp's rows of a block."""
+        rows = source.rows(self.operand)
+        bases = self.runs.bases(source, rows, places, work.head)
+        first = block * self.tokens + warp * self.warp_rows
+        low, high = first_valid - first, work.kv_stop - first
+        tile = memory.tile(self.operand, stage) + warp * (self.warp_rows * self.rows.row_bytes)
+        headers = memory.header(self.operand, stage) + 4 * (warp * self.warp_rows)
+        if (low <= 0) & (high >= self.warp_rows):
+            self.copy_rows(bases, rows.token_bytes, tile, headers, None, None, lane)
+        else:
+            self.copy_rows(bases, rows.token_bytes, tile, headers, low, high, lane)
+
+    def copy_rows(self, bases, token_bytes, tile, headers, low, high, lane) -> None:
+        """low, high: rows [low, high) are there; None: all."""
+        below, first, place = self.lane_place(lane)
+        step_bytes = Int64(token_bytes) * self.step_rows
+        start = Int64(below) * Int64(token_bytes) + Int64(first + self.header_bytes)
+        place = tile + place
+        address = bases[0] + start
+        for row in range(0, self.warp_rows, self.step_rows):
+            if row % self.runs.rows == 0:
+                address = bases[row // self.runs.rows] + start
+            target = (place ^ (self.rows.swizzle(row) * CHUNK_BYTES)) + row * self.rows.row_bytes
+            exists = None if low is None else (row + below >= low) & (row + below < high)
+            self.copy_piece(target, address, exists, self.piece_bytes, bases[0])
+            address = address + step_bytes
+        if self.header_words:
+            base = bases[0]
+            for run in range(1, len(bases)):
+                base = cutlass.select_(lane >= run * self.runs.rows, bases[run], base)
+            base = base + Int64(lane % self.runs.rows) * Int64(token_bytes)
+            exists = None if low is None else (lane >= low) & (lane < high)
+            for word in range(self.header_words):
+                target = headers + 4 * lane + 4 * self.tokens * word
+                self.copy_piece(target, base + 4 * word, exists, 4, bases[0])
+
+    def copy_piece(self, target, address, exists, size: int, somewhere) -> None:
+        if size == CHUNK_BYTES:
+            count = Int32(CHUNK_BYTES)
+            if exists is not None:
+                count = cutlass.select_(exists, count, Int32(0))
+                address = cutlass.select_(exists, address, somewhere)
+            numbers.copy_async(target, address, count)
+        elif exists is None:
+            ptx.async_copy_word(target, address)
+        else:
+            there = cutlass.select_(exists, Int32(1), Int32(0))
+            numbers.copy_word_async_or(there, target, address, Int32(0))
+
+
+class RawRowProducer:
+    """The producer warps: each brings its rows of K's tile, then of V's."""
+
+    def __init__(self, config: ExtendConfig):
+        self.config = config
+        warp_rows = config.tile_tokens // config.producer_warps
+        shape = WarpRows(
+            config.formats, config.head_dim, config.columns, config.tile_tokens, warp_rows, config.page_tokens
+        )
+        assert warp_rows == WARP_THREADS
+        self.runs, self.tiles = RowRuns(shape), (TileRows(shape, KEYS), TileRows(shape, VALUES))
+
+    def make_maps(self, k_cache, v_cache):
+        """No tensor maps."""
+
+    @cute.jit
+    def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
+        """Fills the tiles of a work tile, the last block first; the ring's next stage and phase."""
+        places, following = self.runs.make(), self.runs.make()
+        self.runs.ask(places, source, work, cutlass.max(span.end - 1, 0), warp)
+        for i in cutlass.range(span.begin, span.end, 1, unroll=1):
+            block = span.end - 1 - (i - span.begin)
+            self.runs.ask(following, source, work, cutlass.max(block - 1, span.begin), warp)
+            for operand in cutlass.range_constexpr(2):
+                number = memory.barrier(operand, stage)
+                cute.arch.mbarrier_wait(memory.empty + number, phase)
+                self.tiles[operand].copy(source, work, memory, first_valid, places, block, stage, warp, lane)
+                numbers.arrive_when_copied(Int32((memory.full + number).toint()))
+            for run in cutlass.range_constexpr(self.runs.count):
+                places.entries[run] = following.entries[run]
+                places.places[run] = following.places[run]
+            stage, phase = advance(stage, phase, self.config.num_stages)
+        return stage, phase

@@ -1,0 +1,107 @@
+"""Shared memory of a CTA that multiplies keys with queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.extend.config import MMA_WARPGROUPS, MMA_WARPS, WORK_BYTES, WORK_SLOTS, ExtendConfig
+
+TOP_BYTES = 4 * MMA_WARPS
+
+
+@dataclass(frozen=True)
+class KeyRowsMemory:
+    """Pointers and addresses; a tile is found by its operand (KEYS or VALUES) and stage.
+
+    Attributes:
+        tiles: raw codes of K's stages, then V's.
+        headers: [stage][header words of K, then those of V][token], a word each.
+        queries: B operand [tile_rows, head_dim], by slabs of 64 columns.
+        probabilities: of each warpgroup two B operands [tile_rows, 64 tokens].
+        told: [warpgroup][warp][tile_rows] fp32, then [warpgroup][tile_rows]: what warps tell each other.
+        tops: fp32 [8], of each warp's queries.
+        slots, full, empty, work_full, work_empty: as `extend.memory.ExtendMemory` has them.
+    """
+
+    config: ExtendConfig
+    tiles: Int32
+    headers: Int32
+    queries: Int32
+    probabilities: Int32
+    told: Int32
+    tops: Int32
+    slots: Int32
+    full: cute.Pointer
+    empty: cute.Pointer
+    work_full: cute.Pointer
+    work_empty: cute.Pointer
+
+    @staticmethod
+    def allocate(config: ExtendConfig) -> KeyRowsMemory:
+        smem, shape = cutlass.utils.SmemAllocator(), config.key_rows
+        assert shape is not None
+        parts = [
+            Int32(smem.allocate(size, byte_alignment=alignment).toint())
+            for size, alignment in (
+                (config.num_stages * sum(shape.tile_bytes), 1024),
+                (shape.query_bytes, 1024),
+                (2 * MMA_WARPGROUPS * shape.probability_bytes, 1024),
+                (max(config.num_stages * sum(shape.header_bytes), 16), 16),
+                (shape.told_bytes, 16),
+                (TOP_BYTES, 16),
+                (WORK_SLOTS * WORK_BYTES, 16),
+            )
+        ]
+        tiles, queries, probabilities, headers, told, tops, slots = parts
+        count = 2 * config.num_stages
+        barriers = smem.allocate_array(cutlass.Int64, 2 * count + 2 * WORK_SLOTS)
+        return KeyRowsMemory(
+            config=config,
+            tiles=tiles,
+            headers=headers,
+            queries=queries,
+            probabilities=probabilities,
+            told=told,
+            tops=tops,
+            slots=slots,
+            full=barriers,
+            empty=barriers + count,
+            work_full=barriers + 2 * count,
+            work_empty=barriers + (2 * count + WORK_SLOTS),
+        )
+
+    def init_barriers(self) -> None:
+        """One thread, before anybody uses them."""
+        config = self.config
+        for i in range(2 * config.num_stages):
+            cute.arch.mbarrier_init(self.full + i, config.producer_warps * WARP_THREADS)
+            cute.arch.mbarrier_init(self.empty + i, MMA_WARPS)
+        for i in range(WORK_SLOTS):
+            cute.arch.mbarrier_init(self.work_full + i, 1)
+            cute.arch.mbarrier_init(self.work_empty + i, MMA_WARPS + config.filling_warps)
+        cute.arch.mbarrier_init_fence()
+
+    def barrier(self, operand: int, stage):
+        """Number of a tile among the barriers."""
+        return operand * self.config.num_stages + stage
+
+    def tile(self, operand: int, stage):
+        """Address of a tile's codes."""
+        sizes = self.shape.tile_bytes
+        return self.tiles + operand * self.config.num_stages * sizes[0] + stage * sizes[operand]
+
+    def header(self, operand: int, stage):
+        """Address of the headers of a tile's rows: [header word][token]."""
+        sizes = self.shape.header_bytes
+        return self.headers + stage * sum(sizes) + operand * sizes[0]
+
+    @property
+    def shape(self):
+        shape = self.config.key_rows
+        assert shape is not None
+        return shape

@@ -1,0 +1,417 @@
+"""The consumer warpgroups: scores, softmax and values of 64 of a tile's tokens each, times all queries of a work tile.
+
+A warp scores 16 tokens, and sums up a quarter of the values' columns over all of its warpgroup's tokens. So the four
+warps share probabilities and a softmax reference, as `attention.warpgroup` has it: they write probabilities as of the
+reference they have; the barrier after which these are read also tells whether one of them was too large for it. Only
+then is it raised, and are they written again. A turn has all of a warpgroup's products at once, values of the block
+before and then scores of the next one; its softmax is behind the other warpgroup's turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.attention.score_terms import ScoreTerms
+from cute_kernels.device import numbers, ptx, wgmma
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.lanes import in_pairs, lane_max
+from cute_kernels.device.ring import advance
+from cute_kernels.device.types import RegisterTensor
+from cute_kernels.extend.config import (
+    GROUP_TOKENS,
+    MMA_THREADS,
+    SLAB_COLUMNS,
+    WARPGROUP_WARPS,
+    WORK_SLOTS,
+    ExtendConfig,
+)
+from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, rows_of
+from cute_kernels.extend.key_rows.queries import QueryWriter
+from cute_kernels.extend.key_rows.results import KeyRowsResults, sum_index
+from cute_kernels.extend.loads import load_word_below
+from cute_kernels.extend.memory import KEYS, VALUES
+from cute_kernels.extend.multiply import FIRST_TURN, FIRST_WARPGROUP, WARPGROUP_THREADS, Consumer
+from cute_kernels.extend.queries import query_row
+from cute_kernels.extend.softmax import LOWEST, MIN_SCORE_SCALE, RESCALE_SLACK, load_float
+from cute_kernels.extend.work import END, Worker
+
+MIN_VALUE_SCALE = 2.0**-80  # stands for smaller ones, so that probabilities stay finite
+MAX_TOTAL = 2.0**90  # of a lane's probabilities of a block: more than the reference lets them be with the least scale
+KEY_STEPS, VALUE_STEPS = 8, GROUP_TOKENS // 16  # of 16 columns, of 16 tokens
+STEPS_AT_ONCE = 2  # of products whose operands are handed over together
+STEP_SLAB = SLAB_COLUMNS // 16  # steps of a slab
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a thread keeps of a work tile, in registers.
+
+    Attributes:
+        values: fp32 [2 MMAs][columns][2 row halves], as `results.sum_index` has it.
+        maximum, total: fp32 by column: the softmax's reference, alike in all lanes of a warpgroup; the sum over the
+            lane's own tokens.
+        probabilities: bytes from the first to the next tile's place of probabilities.
+    """
+
+    values: RegisterTensor[Float32]
+    maximum: RegisterTensor[Float32]
+    total: RegisterTensor[Float32]
+    probabilities: RegisterTensor[Int32]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Where a thread stands. group, warp: of the two warpgroups, of its four warps. places: of keys, values and
+    probabilities, bytes from a warpgroup's to the lane's."""
+
+    group: Int32
+    warp: Int32
+    lane: Int32
+    keys: Int32
+    values: Int32
+    probabilities: Int32
+    last_probabilities: Int32
+
+
+class KeyRowsConsumer:
+    """What the consumer warps do."""
+
+    receive = Consumer.receive
+
+    def __init__(self, config: ExtendConfig):
+        self.config = config
+        self.blocks = config.tile_rows // 8
+        self.columns = 2 * self.blocks  # of a thread
+        self.keys, self.values = map(rows_of, config.formats)
+        self.key_scale, self.value_scale = config.tile_scales
+        self.queries, self.results = QueryWriter(config), KeyRowsResults(config)
+        self.worker = Worker(config, ScoreTerms(config.features, self.columns, 2))
+        shape = config.key_rows
+        assert shape is not None
+        self.shape = shape
+
+    @cute.jit
+    def run(self, shape, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
+        """All work tiles of the CTA. group: of the two warpgroups; warp: of its four."""
+        if const_expr(self.config.ping_pong):
+            if group == 1:
+                self.pass_turn(group)
+        stage, phase, slot, slot_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        place = self.place_of(group, warp, lane)
+        work = self.receive(memory, slot, slot_phase, lane)
+        while work.request != END:
+            slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
+            stage, phase = self.attend(shape, operands, features, work, memory, place, stage, phase)
+            work = self.receive(memory, slot, slot_phase, lane)
+
+    def place_of(self, group, warp, lane) -> Lane:
+        matrix, row = lane // 8, lane % 8
+        # Of two blocks of queries at a time, and two halves of the warp's tokens.
+        chunk = ((2 * warp + matrix % 2) ^ row) * CHUNK_BYTES
+        last = row * wgmma.ROW_BYTES + chunk
+        return Lane(
+            group,
+            warp,
+            lane,
+            self.keys.key_place(warp, lane) + group * (GROUP_TOKENS * self.keys.row_bytes),
+            self.values.value_place(warp, lane) + group * (GROUP_TOKENS * self.values.row_bytes),
+            last + matrix // 2 * (8 * wgmma.ROW_BYTES),
+            last,
+        )
+
+    @cute.jit
+    def attend(self, shape, operands, features, work, memory, place, stage: Int32, phase: Int32):
+        """One work tile; the ring's next stage and phase."""
+        span = self.worker.span(shape, work)
+        from_fp16 = self.queries.write(
+            shape, operands, work, memory, place.group * WARPGROUP_WARPS + place.warp, place.lane
+        )
+        scale = self.score_scale(operands, work, from_fp16)
+        sums = self.make_sums()
+        self.clear_probabilities(memory, sums, place)
+        before, before_phase = stage, phase  # where the last values lie; none yet: some, times probabilities of zero
+        for i in cutlass.range(span.begin, span.end, 1, unroll=1):
+            block = span.end - 1 - (i - span.begin)
+            cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
+            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, before), before_phase)
+            self.await_turn(place.group)
+            self.add_values(memory, sums, place, before)
+            if i > span.begin:
+                self.release(memory, VALUES, before, place.lane)
+            dots = self.start_scores(memory, place, stage)
+            self.pass_turn(place.group)
+            self.weigh(shape, features, work, span, memory, sums, place, scale, dots, block, stage)
+            before, before_phase = stage, phase
+            stage, phase = advance(stage, phase, self.config.num_stages)
+        if span.begin < span.end:
+            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, before), before_phase)
+            self.add_values(memory, sums, place, before)
+            self.release(memory, VALUES, before, place.lane)
+            self.wait_for(sums, [])
+        self.results.write(shape, operands, features, work, memory, sums, place)
+        return stage, phase
+
+    def score_scale(self, operands, work, from_fp16):
+        """From dot products to powers of 2, but for a row's scale; not 0, by which masked ones must not be
+        multiplied."""
+        scale = operands.softmax_scale * (ptx.LOG2_E * self.config.units[0]) * from_fp16
+        if self.config.formats[0].given_scale is not None:
+            scale = scale * load_float(operands.k_scale + Int64(work.head) * operands.k_scale_stride * 4)
+        return ptx.fmax(scale, Float32(MIN_SCORE_SCALE))
+
+    def make_sums(self) -> Sums:
+        values = cute.make_rmem_tensor(4 * self.columns, Float32)
+        maximum, total = (cute.make_rmem_tensor(self.columns, Float32) for _ in range(2))
+        offset = cute.make_rmem_tensor(1, Int32)
+        values.fill(0.0)
+        maximum.fill(LOWEST)
+        total.fill(0.0)
+        offset[0] = Int32(0)
+        return Sums(values, maximum, total, offset)
+
+    # -- probabilities ------------------------------------------------------------------------------------------------
+
+    def own_probabilities(self, memory, place):
+        """Shared address of the warpgroup's two places."""
+        return memory.probabilities + place.group * (2 * self.shape.probability_bytes)
+
+    def last_place(self, memory, sums, place):
+        return self.own_probabilities(memory, place) + (self.shape.probability_bytes - sums.probabilities[0])
+
+    def next_place(self, memory, sums, place):
+        return self.own_probabilities(memory, place) + sums.probabilities[0]
+
+    @cute.jit
+    def clear_probabilities(self, memory, sums, place):
+        """Zeros for the first turn, in which there is no block before."""
+        start = self.last_place(memory, sums, place) + CHUNK_BYTES * (place.warp * WARP_THREADS + place.lane)
+        size = self.shape.probability_bytes
+        for offset in cutlass.range_constexpr(0, size, CHUNK_BYTES * WARPGROUP_THREADS):
+            if const_expr(offset + CHUNK_BYTES * WARPGROUP_THREADS <= size):
+                ptx.store_shared_zero16(start, offset)
+            else:
+                if (place.warp * WARP_THREADS + place.lane) * CHUNK_BYTES + offset < size:
+                    ptx.store_shared_zero16(start, offset)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
+
+    # -- products -----------------------------------------------------------------------------------------------------
+
+    def add_values(self, memory, sums, place, stage) -> None:
+        """Starts adding the last block's values, which lie in ``stage``, times their probabilities. The codes have
+        been read when it returns."""
+        b = wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
+        words = self.values.load_values(place.values + memory.tile(VALUES, stage), GROUP_TOKENS)
+        address = memory.header(VALUES, stage) + place.group * (4 * GROUP_TOKENS)
+        headers = self.values.load_value_headers(address, GROUP_TOKENS, place.warp, place.lane)
+        mmas = range(2)
+        totals = [[sums.values[i] for i in self._places(m)] for m in mmas]
+        for first in range(0, VALUE_STEPS, STEPS_AT_ONCE):
+            steps = [self.values.value_operands(words, headers, first + i) for i in range(STEPS_AT_ONCE)]
+            ready = wgmma.fence([word for step in steps for a in step for word in a])
+            for i in range(STEPS_AT_ONCE):
+                for m in mmas:
+                    a = ready[4 * (2 * i + m) : 4 * (2 * i + m) + 4]
+                    totals[m] = wgmma.mma(totals[m], a, wgmma.advanced(b, (first + i) * wgmma.STEP_BYTES), dtype="f16")
+            wgmma.commit()
+        wgmma.wait(1)
+        self._set(sums, [value for total in totals for value in total])
+
+    def start_scores(self, memory, place, stage) -> list[Any]:
+        """Starts the dot products of the warp's 16 tokens with all queries; the keys are free when it returns."""
+        words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage))
+        address = memory.header(KEYS, stage) + place.group * (4 * GROUP_TOKENS)
+        headers = self.keys.load_key_headers(address, place.warp, place.lane)
+        b, dots = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries)), []
+        operands = self.keys.key_operands(words, headers)
+        slab_bytes = self.config.tile_rows * SLAB_COLUMNS * 2
+        for first in range(0, KEY_STEPS, STEPS_AT_ONCE):
+            ready = wgmma.fence([word for a in operands[first : first + STEPS_AT_ONCE] for word in a])
+            for i in range(STEPS_AT_ONCE):
+                step = first + i
+                own = wgmma.advanced(b, step // STEP_SLAB * slab_bytes + step % STEP_SLAB * wgmma.STEP_BYTES)
+                a = ready[4 * i : 4 * i + 4]
+                if dots:
+                    dots = wgmma.mma(dots, a, own, dtype="f16")
+                else:
+                    dots = wgmma.first_mma(2 * self.columns, a, own, dtype="f16")
+        wgmma.commit()
+        return dots
+
+    def wait_for(self, sums, dots) -> list[Any]:
+        """Waits for all products; the sums are there then, and so are ``dots``."""
+        own = [sums.values[i] for m in range(2) for i in self._places(m)]
+        finished = wgmma.wait_for([*own, *dots], 0)
+        self._set(sums, finished[: len(own)])
+        return finished[len(own) :]
+
+    def _places(self, mma: int) -> range:
+        """Of an MMA's sums in the order of its registers."""
+        return range(2 * self.columns * mma, 2 * self.columns * (mma + 1))
+
+    def _set(self, sums, values) -> None:
+        for place, value in enumerate(values):
+            sums.values[place] = value
+
+    @cute.jit
+    def release(self, memory, operand: cutlass.Constexpr, stage: Int32, lane: Int32):
+        """A warp is done with a tile."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(memory.empty + memory.barrier(operand, stage))
+
+    # -- softmax ------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def weigh(self, shape, features, work, span, memory, sums, place, scale, dots, block: Int32, stage: Int32):
+        """Probabilities of a block, where all warps see them. When it returns no products are running."""
+        row = place.group * GROUP_TOKENS + place.warp * WARP_TOKENS + place.lane // 4
+        lines = self.load_scales(memory, KEYS, stage, row)
+        value_scales = self.load_scales(memory, VALUES, stage, row)
+        found = self.wait_for(sums, dots)
+        self.release(memory, KEYS, stage, place.lane)
+        s = cute.make_rmem_tensor(2 * self.columns, Float32)
+        for i in cutlass.range_constexpr(2 * self.columns):
+            s[i] = found[i]
+        masked = self.worker.is_masked(work, span, block)
+        if const_expr(self.config.features.window):
+            # The last query is the first to lose sight of a key.
+            masked = masked | (block * self.config.tile_tokens <= span.last_position - features.window)
+        if masked:
+            self.mask(shape, features, work, s, place, block * self.config.tile_tokens + row)
+        if const_expr(self.key_scale):
+            lines = [ptx.fmax(line * scale, Float32(MIN_SCORE_SCALE)) for line in lines]
+        else:
+            lines = [scale, scale]
+        self.share(memory, sums, place, s, lines, value_scales)
+
+    def load_scales(self, memory, operand: int, stage, row) -> list[Any]:
+        """Those of the lane's two tokens; none where rows have none. They come while products run."""
+        if not (self.key_scale, self.value_scale)[operand]:
+            return []
+        address = memory.header(operand, stage) + 4 * row
+        return [ptx.load_shared(address, 32 * i).bitcast(Float32) for i in range(2)]
+
+    @cute.jit
+    def mask(self, shape, features, work, s, place, token: Int32):
+        """Hides what a query does not see. token: the lane's first one; its other one is 8 further on."""
+        for column in cutlass.range_constexpr(self.columns):
+            row = work.first_row + 8 * (column // 2) + 2 * (place.lane % 4) + column % 2
+            _, query, _ = query_row(shape, work, row)
+            stop = work.kv_stop
+            if const_expr(self.config.features.causal):
+                stop = cutlass.min(work.before + query + 1, stop)
+            for half in cutlass.range_constexpr(2):
+                index = sum_index(column, half)
+                seen = token + 8 * half < stop
+                if const_expr(self.config.features.window):
+                    seen = seen & (token + 8 * half > work.before + query - features.window)
+                if const_expr(self.config.tree):
+                    seen = seen & self.tree_sees(shape, features, work, query, token + 8 * half)
+                s[index] = cutlass.select_(seen, s[index], -Float32.inf)
+
+    def tree_sees(self, shape, features, work, query, token):
+        """Whether the tree's mask shows a token to one of the request's queries."""
+        number, new = cutlass.min(work.q_start + query, shape.total_q - 1), token - work.before
+        address = features.tree_mask + (Int64(number) * features.tree_words + Int64(new >> 5)) * 4
+        word = load_word_below(new >> 5, features.tree_words, address)
+        return (new < 0) | (((word >> Uint32(new & 31)) & Uint32(1)) != 0)
+
+    @cute.jit
+    def share(self, memory, sums, place, s, lines, value_scales):
+        """Gives the warpgroup the warp's probabilities and adds them to its totals; may raise the reference."""
+        totals = cute.make_rmem_tensor(self.columns, Float32)
+        target = self.next_place(memory, sums, place)
+        exceeds = self.write_probabilities(sums, totals, place, target, s, lines, value_scales)
+        again = self.any_of_warpgroup(place, exceeds)
+        while again != 0:
+            self.raise_reference(memory, sums, place, s, lines, value_scales)
+            exceeds = self.write_probabilities(sums, totals, place, target, s, lines, value_scales)
+            again = self.any_of_warpgroup(place, exceeds)
+        for column in cutlass.range_constexpr(self.columns):
+            sums.total[column] = sums.total[column] + totals[column]
+        sums.probabilities[0] = self.shape.probability_bytes - sums.probabilities[0]
+
+    def any_of_warpgroup(self, place, exceeds):
+        """Whether some thread's are too large; probabilities that were written before are where products see them."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        return numbers.barrier_any(Int32(exceeds), FIRST_WARPGROUP + place.group, WARPGROUP_THREADS)
+
+    def write_probabilities(self, sums, totals, place, target, s, lines, value_scales):
+        """Writes P * scale of V, and P's sums into ``totals``. Whether one is too large for fp16."""
+        largest: Any = None
+        for first in range(0, self.blocks, 2):
+            words = []
+            for block in range(first, min(first + 2, self.blocks)):
+                p = [[ptx.exp2(self.logit(sums, s, lines, 2 * block + c, j)) for c in range(2)] for j in range(2)]
+                for c in range(2):
+                    totals[2 * block + c] = p[0][c] + p[1][c]
+                for j in range(2):
+                    own = [x * value_scales[j] for x in p[j]] if self.value_scale else p[j]
+                    words.append(ptx.pack_f16x2(*own))
+            for word in words:
+                largest = word if largest is None else ptx.max_f16x2(largest, word)
+            if len(words) == 4:
+                address, offset = target + place.probabilities, first * 8 * wgmma.ROW_BYTES
+            else:
+                address, offset = target + place.last_probabilities, first * 8 * wgmma.ROW_BYTES
+            ptx.store_matrix_x4(address, offset, (words + words)[:4], transpose=True)
+        product = ptx.fmax(ptx.half2_low_to_float(largest), ptx.half2_high_to_float(largest))
+        exceeds = product > 2.0**RESCALE_SLACK
+        if self.value_scale:
+            exceeds = exceeds | (in_pairs(ptx.fmax, [totals[c] for c in range(self.columns)]) > MAX_TOTAL)
+        return exceeds
+
+    def logit(self, sums, s, lines, column: int, half: int, start=None):
+        """A logit in powers of 2, less the reference; or ``start`` and it."""
+        start = -sums.maximum[column] if start is None else start
+        return ptx.fma(s[sum_index(column, half)], lines[half], start)
+
+    def raise_reference(self, memory, sums, place, s, lines, value_scales) -> None:
+        """Takes the warpgroup's maxima as reference, and rescales what was added up under the old one."""
+        logs = [Float32(0.0)] * 2
+        if self.value_scale:
+            logs = [ptx.log2(ptx.fmax(scale, Float32(MIN_VALUE_SCALE))) for scale in value_scales]
+        maxima = []
+        for column in range(self.columns):
+            bounds = [self.logit(sums, s, lines, column, j, start=logs[j]) for j in range(2)]
+            maxima.append(lane_max(ptx.fmax(*bounds), (4, 8, 16)))
+        told = memory.told + place.group * self.shape.group_told_bytes
+        row_bytes = 4 * self.config.tile_rows
+        own = told + place.warp * row_bytes + 8 * (place.lane % 4)
+        for block in range(self.blocks):
+            ptx.store_shared(own, 32 * block, maxima[2 * block : 2 * block + 2])
+        barrier = {"barrier_id": FIRST_WARPGROUP + place.group, "number_of_threads": WARPGROUP_THREADS}
+        cute.arch.barrier(**barrier)
+        for block in range(self.blocks):
+            heard = [
+                ptx.load_shared_vector(told + 8 * (place.lane % 4), warp * row_bytes + 32 * block, 2)
+                for warp in range(WARPGROUP_WARPS)
+            ]
+            for c in range(2):
+                column = 2 * block + c
+                raised = in_pairs(ptx.fmax, [words[c].bitcast(Float32) for words in heard])
+                raised = ptx.fmax(raised, sums.maximum[column])
+                factor = ptx.exp2(sums.maximum[column] - raised)
+                sums.maximum[column] = raised
+                sums.total[column] = sums.total[column] * factor
+                for mma in range(2):
+                    for half in range(2):
+                        index = 2 * self.columns * mma + sum_index(column, half)
+                        sums.values[index] = sums.values[index] * factor
+
+    # -- turns --------------------------------------------------------------------------------------------------------
+
+    def await_turn(self, group) -> None:
+        """Waits until the other warpgroup has issued its products."""
+        if self.config.ping_pong:
+            cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=MMA_THREADS)
+
+    def pass_turn(self, group) -> None:
+        if self.config.ping_pong:
+            cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=MMA_THREADS)

@@ -1,0 +1,80 @@
+"""Queries of a work tile as the B operand of products with keys: fp16, by a power of 2 that all of them share."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.device import numbers, ptx, wgmma
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
+from cute_kernels.extend.config import ELEMENT_BYTES, MMA_THREADS, MMA_WARPS, SLAB_COLUMNS, ExtendConfig
+from cute_kernels.extend.elements import of_name
+from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, rows_of
+from cute_kernels.extend.queries import TOP_EXPONENTS, query_row
+
+TOP_EXPONENT = TOP_EXPONENTS["fp16"]
+CONSUMERS = 5  # named barrier of all consumer warps
+
+
+def sync_consumers() -> None:
+    """All consumer warps wait for each other."""
+    cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=MMA_THREADS)
+
+
+class QueryWriter:
+    """Warp w brings rows w, w + 8, ... of a work tile."""
+
+    def __init__(self, config: ExtendConfig):
+        self.config, self.rows = config, rows_of(config.formats[0])
+        self.halves = of_name(config.q_dtype).halves
+        self.count = config.tile_rows // MMA_WARPS
+
+    @cute.jit
+    def write(self, shape, operands, work, memory, warp: Int32, lane: Int32):
+        """What scores are to be multiplied with, as the queries' power of 2. Nobody reads the last tile's any more."""
+        values = self.load(shape, work, operands.q, warp, lane)
+        top = lane_max(
+            in_pairs(ptx.fmax, [ptx.absolute(value) for own in values for value in own]), neighbours(WARP_THREADS)
+        )
+        if lane == 0:
+            ptx.store_shared(memory.tops + 4 * warp, 0, [top])
+        sync_consumers()
+        words = [*ptx.load_shared_vector(memory.tops, 0, 4), *ptx.load_shared_vector(memory.tops, 16, 4)]
+        top = in_pairs(ptx.fmax, [word.bitcast(Float32) for word in words])
+        exponent = (numbers.bits(top) >> 23).to(Int32) - 127
+        exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))
+        to_fp16 = numbers.from_bits(Uint32((127 + TOP_EXPONENT - exponent) << 23))
+        from_fp16 = numbers.from_bits(Uint32((127 - TOP_EXPONENT + exponent) << 23))
+        self.store([[value * to_fp16 for value in own] for own in values], memory.queries, warp, lane)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        sync_consumers()
+        return from_fp16
+
+    def load(self, shape, work, queries, warp, lane) -> list[list[Float32]]:
+        """Four numbers of each of the warp's rows; zeros of those that the request does not have."""
+        column, distance = self.rows.query_columns(lane)
+        values = []
+        for i in range(self.count):
+            row = work.first_row + warp + MMA_WARPS * i
+            exists = row < work.num_rows
+            number, _, _ = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
+            address = queries + Int64(number) * (self.config.head_dim * ELEMENT_BYTES)
+            address = address + Int64(column * ELEMENT_BYTES)
+            words = [ptx.load_global_words(address, k * distance * ELEMENT_BYTES, 1)[0] for k in range(2)]
+            words = [cutlass.select_(exists, word, Uint32(0)) for word in words]
+            values.append([half(word) for word in words for half in self.halves])
+        return values
+
+    def store(self, values, tile, warp, lane) -> None:
+        """Puts the warp's rows into the operand."""
+        step, t = self.rows.query_step(lane)
+        slab, chunk = step // 4, step % 4 * 2
+        slab_bytes = self.config.tile_rows * SLAB_COLUMNS * ELEMENT_BYTES
+        place = tile + slab * slab_bytes + warp * wgmma.ROW_BYTES + 4 * t
+        for pair in range(2):
+            target = place + ((chunk + pair) ^ warp) * CHUNK_BYTES
+            for i, own in enumerate(values):
+                low, high = self.rows.query_pairs(own)[pair]
+                ptx.store_shared(target, i * MMA_WARPS * wgmma.ROW_BYTES, [ptx.pack_f16x2(low, high)])

@@ -1,0 +1,213 @@
+"""Keys times queries: what producers bring and consumers make of it, run by the simulator."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.attention.features import Features
+from cute_kernels.device import wgmma
+from cute_kernels.device.division import Divisor
+from cute_kernels.extend.config import GROUP_TOKENS, SLAB_COLUMNS
+from cute_kernels.extend.key_rows.codes import rows_of
+from cute_kernels.extend.key_rows.copies import RawRowProducer
+from cute_kernels.extend.key_rows.multiply import KeyRowsConsumer
+from cute_kernels.extend.key_rows.queries import QueryWriter
+from cute_kernels.extend.memory import KEYS, VALUES, Pages, Source
+from cute_kernels.extend.schedule import ExtendProblem, choose, key_rows_of
+from cute_kernels.kv_formats import format_pair
+from simulator import LANES, Float32, Int32, Int64, running, stand_in
+from simulator.registers import from_halves, halves
+from tests.extend.cases import Call, make_call
+from tests.extend.test_unpack import Machine, _bytes, _rows, wanted
+
+HEAD, BLOCK = 1, 1
+FIRST, STOP = 140, 250  # tokens that queries see, in the middle of that block
+G, T = np.arange(32) // 4, np.arange(32) % 4
+
+
+class CopyingMachine(Machine):
+    """One with copies of words."""
+
+    def async_copy_word(self, destination, source) -> None:
+        self.copy_word_async_or(1, destination, source, 0)
+
+    def copy_word_async_or(self, condition, destination, source, otherwise) -> None:
+        conditions = np.broadcast_to(np.asarray(condition), (32,))
+        targets, sources = (np.broadcast_to(np.asarray(x), (32,)) for x in (destination, source))
+        words = self.shared_memory.view(np.uint32)
+        assert not (targets % 4).any()
+        for there, target, place in zip(conditions, targets, sources, strict=True):
+            if there:
+                assert place % 4 == 0 and 0 <= place < self.global_memory.size
+                self.reads.append((int(place), 4))
+            words[target // 4] = self.global_memory.view(np.uint32)[place // 4] if there else np.max(otherwise)
+
+    def max_f16x2(self, a, b):
+        pairs = [halves(x).view(np.float16) for x in (a, b)]
+        return from_halves(np.fmax(*pairs).view(np.uint16))
+
+
+class Block:
+    """Block `BLOCK` of a call's K and V in shared memory, and the parts of a consumer that read it."""
+
+    def __init__(self, call: Call):
+        keys, values = format_pair(call.kv_format)
+        table, page_tokens = call.options.get("block_table"), call.caches[0].shape[1]
+        features = Features(paged=table is not None, causal=True)
+        touching = 0 if table is None else page_tokens & -page_tokens
+        config = key_rows_of(choose(ExtendProblem(128, keys, values, "bf16", touching, features)))
+        assert config is not None and config.can_implement() is None and config.key_rows is not None
+        self.config, self.shape = config, config.key_rows
+        pieces = [_bytes(call.k_cache), _bytes(call.v_cache), np.zeros(0, np.uint8) if table is None else _bytes(table)]
+        at = np.cumsum([256, *(-(-len(piece) // 256) * 256 for piece in pieces)])
+        memory = np.zeros(at[-1], np.uint8)
+        for start, piece in zip(at, pieces, strict=False):
+            memory[start : start + len(piece)] = piece
+        sizes = self.shape.tile_bytes
+        self.queries = sum(sizes)
+        self.probabilities = self.queries + self.shape.query_bytes
+        self.headers = self.probabilities + 4 * self.shape.probability_bytes
+        self.shared = np.full(self.headers + sum(self.shape.header_bytes) + 16, 0xFF, np.uint8)
+        self.machine = CopyingMachine(self.shared, memory)
+        self.memory: Any = stand_in(
+            SimpleNamespace(
+                tile=lambda operand, stage: Int32(operand * sizes[0]),
+                header=lambda operand, stage: Int32(self.headers + operand * self.shape.header_bytes[0]),
+                queries=Int32(self.queries),
+                probabilities=Int32(self.probabilities),
+            )
+        )
+        with running(self.machine):
+            rows = [_rows(cache, at[i], False) for i, cache in enumerate((call.k_cache, call.v_cache))]
+            pages = Pages(
+                Int64(at[2]),
+                Int32(0 if table is None else table.shape[1]),
+                Int32(len(call.k_cache)),
+                Divisor.of(Int32(page_tokens)),
+            )
+            source = stand_in(Source(rows[0], rows[1], pages, None, Int64(0)))
+            work = stand_in(SimpleNamespace(request=Int32(0), head=Int32(HEAD), kv_stop=Int32(STOP)))
+            producer = RawRowProducer(config)
+            for warp in range(config.producer_warps):
+                places = producer.runs.make()
+                producer.runs.ask(places, source, work, Int32(BLOCK), Int32(warp))
+                for tile in producer.tiles:
+                    tile.copy(
+                        source, work, self.memory, Int32(FIRST), places, Int32(BLOCK), Int32(0), Int32(warp),
+                        Int32(LANES),
+                    )  # fmt: skip
+
+    def operand(self, start: int, columns: int) -> torch.Tensor:
+        """A B operand [tile_rows, columns] in the 128-byte swizzle."""
+        row, column = np.arange(self.config.tile_rows)[:, None], np.arange(columns)[None]
+        slab = column // SLAB_COLUMNS * (self.config.tile_rows * wgmma.ROW_BYTES)
+        place = start + slab + row * wgmma.ROW_BYTES + (column % 64 // 8 ^ row % 8) * 16 + column % 8 * 2
+        return torch.from_numpy(self.shared.view(np.float16)[place // 2].astype(np.float64))
+
+    def a_operand(self, steps) -> np.ndarray:
+        """16 rows of A, by steps of 16 columns, of a warp's registers."""
+        found = np.zeros((16, 16 * len(steps)))
+        for step, registers in enumerate(steps):
+            for index, word in enumerate(registers):
+                pair = halves(np.broadcast_to(np.asarray(word), (32,))).view(np.float16)
+                for half in range(2):
+                    found[G + index % 2 * 8, 16 * step + 2 * T + half + index // 2 * 8] = pair[:, half]
+        return found
+
+
+def scales_of(block: Block, operand: int) -> np.ndarray:
+    """Of a tile's rows, where they meet scores and probabilities."""
+    if not block.config.tile_scales[operand]:
+        return np.ones(128)
+    start = block.headers + operand * block.shape.header_bytes[0]
+    return block.shared[start : start + 512].view(np.float32).astype(np.float64)
+
+
+FORMATS = [
+    "int8_token_head", "e4m3_token_head", "e4m3_tensor", "e5m2", "int4_g1", "int4_g2", "int4_g4",
+    ("int8_token_head", "int4_g4"), ("int4_g1", "e4m3_tensor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("page_size", [16, 64, None])
+@pytest.mark.parametrize("kv_format", FORMATS, ids=str)
+def test_operands_are_what_the_cache_says(kv_format, page_size):
+    """Keys by queries' columns, values by the outputs' columns."""
+    call = make_call(kv_format, [4], [300], page_size=page_size)
+    block = Block(call)
+    q = torch.randn(block.config.tile_rows, 128, generator=torch.Generator().manual_seed(3)).half()
+    with running(block.machine):
+        writer = QueryWriter(block.config)
+        column, distance = writer.rows.query_columns(LANES)
+        for warp in range(8):
+            own = [
+                [Float32(q[warp + 8 * i].float().numpy()[column + distance * (k // 2) + k % 2]) for k in range(4)]
+                for i in range(writer.count)
+            ]
+            writer.store(own, Int32(block.queries), Int32(warp), Int32(LANES))
+    queries = block.operand(block.queries, 128)
+    seen = slice(FIRST - 128, STOP - 128)
+    keys, values = (rows_of(form) for form in block.config.formats)
+    wanted_k, wanted_v = (wanted(call, operand, 0, STOP)[HEAD, 128:256] for operand in (KEYS, VALUES))
+    got_scores, got_values = np.zeros((128, len(q))), np.zeros((128, 128))
+    with running(block.machine):
+        for group in range(2):
+            for warp in range(4):
+                rows = slice(64 * group + 16 * warp, 64 * group + 16 * warp + 16)
+                place = keys.key_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * keys.row_bytes)
+                words = keys.load_keys(place + block.memory.tile(KEYS, 0))
+                headers = keys.load_key_headers(block.memory.header(KEYS, 0) + 256 * group, Int32(warp), Int32(LANES))
+                got_scores[rows] = block.a_operand(keys.key_operands(words, headers)) @ queries.numpy().T
+                place = values.value_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * values.row_bytes)
+                words = values.load_values(place + block.memory.tile(VALUES, 0), GROUP_TOKENS)
+                address = block.memory.header(VALUES, 0) + 256 * group
+                headers = values.load_value_headers(address, GROUP_TOKENS, Int32(warp), Int32(LANES))
+                steps = [values.value_operands(words, headers, step) for step in range(4)]
+                for mma in range(2):
+                    a = block.a_operand([step[mma] for step in steps])
+                    columns = np.asarray(values.column(warp, np.arange(32), mma))
+                    for half in range(2):
+                        got_values[64 * group : 64 * group + 64, columns[4 * np.arange(8)] + half] = a[8 * half :][:8].T
+    got_scores = torch.from_numpy(got_scores * scales_of(block, KEYS)[:, None])
+    got_values = torch.from_numpy(got_values * scales_of(block, VALUES)[:, None])
+    scores = wanted_k @ q.double().T
+    assert (got_scores[seen] - scores[seen]).abs().max() <= 2e-3 * scores[seen].abs().max()
+    assert (got_values[seen] - wanted_v[seen]).abs().max() <= 2e-3 * wanted_v[seen].abs().max()
+    assert not got_scores[: seen.start].any() and not got_scores[seen.stop :].any(), "rows that nobody sees are zeros"
+    assert not got_values[: seen.start].any() and not got_values[seen.stop :].any(), "rows that nobody sees are zeros"
+
+
+@pytest.mark.parametrize("name", ["int8_token_head", "int4_g4"])
+def test_probabilities_lie_as_products_read_them(name):
+    block = Block(make_call(name, [4], [300]))
+    consumer = KeyRowsConsumer(block.config)
+    columns, scaled = consumer.columns, block.config.tile_scales[VALUES]
+    logits = np.random.default_rng(0).uniform(-6, 4, (64, 8 * consumer.blocks)).astype(np.float32)
+    factors = np.random.default_rng(1).uniform(0.5, 2, 64).astype(np.float32)
+    with running(block.machine):
+        sums: Any = stand_in(SimpleNamespace(maximum=[Float32(0.0)] * columns))
+        for warp in range(4):
+            place = consumer.place_of(Int32(0), Int32(warp), Int32(LANES))
+            rows = [16 * warp + G + 8 * j for j in range(2)]
+            s = [None] * (2 * columns)
+            for column in range(columns):
+                for j in range(2):
+                    index = column // 2 * 4 + 2 * j + column % 2
+                    s[index] = Float32(logits[rows[j], 8 * (column // 2) + 2 * T + column % 2])
+            totals = [None] * columns
+            scales = [Float32(factors[row]) for row in rows] if scaled else []
+            exceeds = consumer.write_probabilities(
+                sums, totals, place, Int32(block.probabilities), s, [Float32(1.0)] * 2, scales
+            )
+            assert not np.any(exceeds)
+    found = block.operand(block.probabilities, 64)
+    want = torch.from_numpy(np.exp2(logits.astype(np.float64)) * (factors if scaled else np.ones(64))[:, None]).T
+    assert (found - want).abs().max() <= 2.0**-11 * want.max()
+    assert ((found - want).abs() <= 2.0**-10 * want + 2.0**-24).all()

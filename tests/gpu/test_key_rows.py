@@ -1,0 +1,243 @@
+"""Extend attention of few queries over codes, keys times queries, on a GPU: against fp64, and where it could break.
+
+All that no query of a request sees is poisoned: NaN rows, table entries that are no pages.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import decode_attention
+from cute_kernels.extend import ops
+from cute_kernels.extend.call import make_call as check_call
+from cute_kernels.extend.compile import CombineSpec, ExtendSpec
+from cute_kernels.extend.config import CombineConfig, ExtendConfig
+from cute_kernels.extend.plan import configs_of, make_plan, problem_of
+from cute_kernels.extend.schedule import choose, key_rows_of
+from cute_kernels.runtime.spec import KernelSpec
+from tests.extend.cases import Call, assert_close, make_call
+
+pytestmark = [pytest.mark.gpu]
+
+CUDA = "cuda"
+# 72 rows a work tile are 18 queries of 4 heads; blocks of 128 keys, of which a warpgroup has 64.
+Q_LENS, LENGTHS = [17, 0, 1, 18, 5, 16, 40, 0, 2], [700, 5, 129, 64, 300, 128, 191, 0, 2]
+FORMATS = ("int8_token_head", "int8_tensor", "e4m3_token_head", "e4m3_tensor", "e4m3_head", "e5m2")
+FORMATS += ("int4_g1", "int4_g2", "int4_g4")
+
+PUBLIC = ("e4m3_tensor", "int4_g1", "int4_g4", "tree, codes")  # that the schedule gives calls of few queries
+VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{name: (name, {}) for name in FORMATS},
+    "pages of 16": ("int8_token_head", {"page_size": 16}),
+    "pages of 48, HND": ("e4m3_tensor", {"page_size": 48, "cache_layout": "HND"}),
+    "pages of 256, HND": ("int4_g1", {"page_size": 256, "cache_layout": "HND"}),
+    "contiguous": ("int8_token_head", {"page_size": None}),
+    "contiguous, HND": ("int4_g4", {"page_size": None, "cache_layout": "HND"}),
+    "6 heads a group": ("e4m3_token_head", {"group": 6}),
+    "one head a group": ("int4_g4", {"group": 1, "num_kv_heads": 3}),
+    "all keys": ("int8_token_head", {"causal": False}),
+    "window": ("e4m3_tensor", {"window_size": 100}),
+    "a narrow window, sinks": ("int4_g4", {"window_size": 7, "sinks": True}),
+    "sinks": ("int8_token_head", {"sinks": True}),
+    "sinks, new tokens": ("int4_g1", {"sinks": True, "new": True}),
+    "tree, sinks": ("int8_token_head", {"tree": True, "sinks": True}),
+    "fp16 queries": ("int8_token_head", {"q_dtype": "fp16"}),
+    "fp16 queries, int4": ("int4_g4", {"q_dtype": "fp16"}),
+    "new tokens": ("int8_token_head", {"new": True}),
+    "tree": ("e4m3_token_head", {"tree": True}),
+    "tree, codes": ("e4m3_tensor", {"tree": True}),
+    "tree, new tokens": ("int4_g4", {"tree": True, "new": True}),
+    "a pair": (("int8_token_head", "int4_g4"), {}),
+    "another pair": (("int4_g1", "e4m3_tensor"), {}),
+}
+
+
+def variant(name: str, q_lens=Q_LENS, lengths=LENGTHS, device: str = CUDA, seed: int = 0, **more: Any) -> Call:
+    kv_format, given = VARIANTS[name]
+    options: dict[str, Any] = {"num_kv_heads": 4, **given, **more}
+    if "new" in options:  # all of them are there
+        lengths = [max(pair) for pair in zip(q_lens, lengths, strict=True)]
+    return make_call(kv_format, q_lens, lengths, device=device, seed=seed, **options)
+
+
+def config_of(call: Call, tile_rows: int = 72) -> ExtendConfig:
+    """Of a call's launch over the cache."""
+    config = key_rows_of(choose(problem_of(check_call(*call.tensors, **call.keywords))), tile_rows)
+    assert config is not None
+    return config
+
+
+def specs() -> list[KernelSpec]:
+    """For tests.gpu.prepare."""
+    configs: dict[ExtendConfig, None] = {}
+    for name in VARIANTS:
+        call = variant(name, [1], [1], device="cpu")
+        checked = check_call(*call.tensors, **call.keywords)
+        configs |= dict.fromkeys(configs_of(checked, config_of(call)))
+        if name in PUBLIC:
+            configs |= dict.fromkeys((choose(problem_of(checked)), config_of(call, 40)))
+    combines = dict.fromkeys(CombineConfig(config.q_dtype, config.head_dim) for config in configs)
+    return [*map(ExtendSpec, configs), *map(CombineSpec, combines)]
+
+
+def check(call: Call, tile_rows: int = 72, **options: Any) -> torch.Tensor:
+    """Runs the kernel, whether it is the one that serves the call or not, into an output full of NaN and compares with
+    fp64; returns the output."""
+    out = torch.full_like(call.q, torch.nan)
+    given = call.keywords | options | {"out": out, "return_lse": True}
+    run = ops.bind_config(config_of(call, tile_rows), *call.tensors, **given)
+    _, lse = run()
+    assert_close(call, out, lse)
+    again = out.clone()
+    out.fill_(torch.nan)
+    run()
+    assert torch.equal(out, again), "equal inputs give bitwise equal outputs"
+    return out
+
+
+@pytest.mark.parametrize("tile_rows", [40, 72])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_calls_of_few_queries_are_served_by_it(name, tile_rows):
+    call = variant(name, Q_LENS if tile_rows == 72 else [min(q_len, 10) for q_len in Q_LENS])
+    few = make_plan(check_call(*call.tensors, **call.keywords)).key_rows_for(call.q)
+    assert few is not None and few.config == config_of(call, tile_rows)
+    out = check(call, tile_rows)
+    assert torch.equal(call.run(), out)
+
+
+@pytest.mark.parametrize("q_len, batch", [(10, 20), (16, 20)])
+def test_decode_attention_s_calls_are_served_by_it(q_len, batch):
+    call = variant("e4m3_tensor", [q_len] * batch, [37 * i + q_len for i in range(batch)])
+    q = call.q.view(batch, -1, *call.q.shape[1:])
+    out, lse = decode_attention(q, *call.tensors[1:], kv_format=call.kv_format, return_lse=True, **call.options)
+    assert_close(call, out.view_as(call.q), lse.view(call.q.shape[:2]))
+    extended = call.run()
+    assert torch.equal(out.view_as(call.q), extended)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_it_is_attention(name):
+    check(variant(name))
+
+
+@pytest.mark.parametrize("name", ["int8_token_head", "e4m3_tensor", "int4_g4", "new tokens", "tree"])
+def test_random_batches(name):
+    generator = random.Random(name)
+    for seed in range(8):
+        count = generator.choice([1, 2, 33, 70])
+        lengths = [generator.choice([0, 1, 127, 128, 129, generator.randrange(1500)]) for _ in range(count)]
+        check(variant(name, [generator.randrange(19) or 1 for _ in lengths], lengths, seed=seed))
+
+
+@pytest.mark.parametrize("num_splits", [2, 5])
+@pytest.mark.parametrize("name", ["int8_token_head", "e4m3_tensor", "int4_g1", "a narrow window, sinks"])
+def test_splits(name, num_splits):
+    check(variant(name), num_splits=num_splits)
+
+
+@pytest.mark.parametrize("causal, window", [(True, None), (False, None), (True, 77), (True, 128)])
+@pytest.mark.parametrize("kv_format", ["int8_token_head", "e4m3_tensor", "int4_g4"])
+def test_zero_scores_show_the_mask(kv_format, causal, window):
+    """With q = 0 every key that is seen weighs the same: a mask that is off by one key is off by a row of V."""
+    call = make_call(kv_format, [18, 5, 17], [400, 5, 290], causal=causal, window_size=window, device=CUDA)
+    call.q.zero_()
+    check(call)
+
+
+@pytest.mark.parametrize("kv_format", ["int8_token_head", "int4_g4"])
+def test_zero_scores_show_a_tree_s_mask(kv_format):
+    """Of few older tokens and many new ones; a tree's mask must never become the causal one."""
+    call = make_call(kv_format, [68, 5, 64], [69, 5, 400], tree=True, group=1, device=CUDA)
+    call.q.zero_()
+    check(call)
+
+
+@pytest.mark.parametrize("kv_format", ["int8_token_head", "e4m3_tensor", "int8_head", "int4_g4"])
+def test_zeros_over_keys_of_zeros_are_no_nan(kv_format):
+    """Both are scaled by the least powers of 2 that there are, whose product must not be 0: masked scores are -inf."""
+    call = make_call(kv_format, [18, 5], [400, 5], device=CUDA)
+    for tensor in (call.q, call.k_cache, *(call.options[name] for name in ("k_scale",) if name in call.options)):
+        tensor.zero_()
+    check(call)
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e5])
+def test_scales_far_from_one(factor):
+    """Rows' scales are fp32: no probability may overflow or vanish in fp16."""
+    call = make_call("int8_token_head", [17, 3], [300, 40], device=CUDA)
+    for cache in (call.k_cache, call.v_cache):
+        cache[..., :4].view(torch.float32).mul_(factor)
+    call.q.div_(factor)
+    if factor > 1:
+        call.q.mul_(0.5)
+    check(call)
+
+
+def test_rows_of_one_tile_may_have_scales_of_all_sizes():
+    call = make_call("int8_token_head", [17], [300], device=CUDA)
+    scales = call.v_cache[..., :4].view(torch.float32)
+    scales.mul_(torch.exp2(torch.randint(-12, 12, scales.shape, device=CUDA).float()))
+    check(call)
+
+
+def test_values_of_zeros_are_zeros():
+    """Their scales are 0, which bound no probability."""
+    call = make_call("int8_token_head", [17], [300], device=CUDA)
+    call.v_cache.zero_()
+    assert not check(call).any()
+
+
+def test_growing_scores_raise_the_reference():
+    """Keys are read from the last one on: the greatest scores come last, again and again."""
+    call = make_call("int8_token_head", [17], [1500], device=CUDA)
+    rows = call.k_cache[call.options["block_table"][0].long()[:24]]
+    steps = torch.linspace(12.0, 0.1, rows.shape[0] * rows.shape[1], device=CUDA).view(*rows.shape[:2], 1, 1)
+    scaled = rows[..., :4].contiguous().view(torch.float32) * steps
+    rows[..., :4] = scaled.view(torch.uint8)
+    call.k_cache[call.options["block_table"][0].long()[:24]] = rows
+    check(call)
+
+
+def test_a_graph_serves_other_lengths():
+    call = variant("e4m3_tensor")
+    out = torch.full_like(call.q, torch.nan)
+    call.run(out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call.run(out=out)
+    # Other lengths of the same tensors: fewer queries, fewer keys.
+    other = variant("e4m3_tensor", [3, 0, 40, 1, 5, 2, 17, 3, 0], [690, 5, 129, 60, 300, 100, 180, 3, 2], seed=5)
+    for mine, theirs in zip(call.tensors[1:3], other.tensors[1:3], strict=True):
+        assert mine.shape == theirs.shape
+        mine.copy_(theirs)
+    call.q[: other.q.shape[0]].copy_(other.q)
+    call.seq_lens.copy_(other.seq_lens)
+    call.cu_seqlens_q.copy_(other.cu_seqlens_q)
+    call.options["block_table"].copy_(other.options["block_table"])
+    out.fill_(torch.nan)
+    for _ in range(2):
+        graph.replay()
+    assert_close(other, out[: other.q.shape[0]])
+    assert out[other.q.shape[0] :].isnan().all(), "queries of no request are not written"
+
+
+def test_ends_and_lengths_that_cannot_be_do_no_harm():
+    """Numbers on the device are not looked at: nothing may be written or read outside the tensors."""
+    call = variant("e4m3_tensor")
+    call.seq_lens[0] = 2**30
+    call.cu_seqlens_q[2] = -7
+    call.cu_seqlens_q[-1] = 2**30
+    call.options["block_table"][0] = -1
+    call.run()
+    torch.cuda.synchronize()
+
+
+def test_many_launches_leave_the_counter_empty():
+    call = variant("e4m3_tensor")
+    want = call.run()
+    for _ in range(50):
+        assert torch.equal(call.run(), want)
