@@ -198,6 +198,25 @@ def append_options(shape: AppendShape, kv_format: str, device: str = "cuda") -> 
         slots = table.gather(1, page[:, None])[:, 0].long() * call.page_size + row
         positions = {"slot_mapping": slots, "block_table": None, "seq_lens": None, "position_ids": last}
         found["slots and positions"] = Option(bind(_with(call, positions)), own_bytes=2 * slots.nbytes)
+        found |= _steps_of(call)
+    return found
+
+
+def _steps_of(call: AppendCall) -> dict[str, Option]:
+    """An append's tokens in one launch with attention over their requests, in head-major caches of their own."""
+    assert call.q is not None and call.seq_lens is not None
+    k_cache, v_cache = (cache.transpose(1, 2).contiguous() for cache in (call.k_cache, call.v_cache))
+    given = {"k_cache": k_cache, "v_cache": v_cache, "cache_layout": "HND", "seq_lens": call.seq_lens,
+             "block_table": call.block_table, "kv_format": (call.k_format, call.v_format), "rope": call.rope,
+             "k_scale": call.k_scale, "v_scale": call.v_scale}  # fmt: skip
+    new = [x[:, None] for x in (call.q, call.k, call.v)]
+
+    def step(**options: Any) -> Call:
+        return lambda: append_and_decode(*new, **(given | options))
+
+    found = {"append_and_decode": Option(step())}
+    for name, transform in transforms(call.num_kv_heads, call.k.shape[2], call.k.device).items():
+        found[f"{name}: step"] = Option(step(transform=transform), plain="append_and_decode", bar=STEP_BAR)
     return found
 
 

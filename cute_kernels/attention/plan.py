@@ -66,15 +66,15 @@ class DecodePlan:
         out: torch.Tensor | None,
         options: Mapping[str, Any] | None = None,
         partials: torch.Tensor | None = None,
-        new: tuple[torch.Tensor, torch.Tensor] | None = None,
+        new: tuple[Any, ...] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launches on the current stream of the plan's device, which is the current one: (out or a new one, lse if
         asked for).
 
         ``options``: complete ones (see `NO_OPTIONS`) or None. ``partials``: a workspace of the caller's, in which the
         partial results of all splits stay. ``new``: of a step in one launch, k and v of the newest tokens, [batch,
-        num_kv_heads, head_dim] each. This is one flat function, without objects on the way, because each decoding step
-        of a model waits for it once a layer.
+        num_kv_heads, head_dim] each, and where a transform's constants lie. This is one flat function, without objects
+        on the way, because each decoding step of a model waits for it once a layer.
         """
         if out is None:
             out = GPU.empty(*self.new_out)

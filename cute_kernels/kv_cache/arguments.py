@@ -26,9 +26,10 @@ import functools
 
 from cute_kernels.runtime.launch_arguments import LaunchArguments, arguments, joined
 
+TERMS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 APPEND = (
     *arguments("tensor", "q", "k", "v", "q_out", "k_cache", "v_cache", "seq_lens", "block_table"),
-    *arguments("address", "cu_seqlens", "slots", "position_ids", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm"),
+    *arguments("address", "cu_seqlens", "slots", "position_ids", *TERMS),
     *arguments("address", "phase_steps", "k_scale", "v_scale"),
     *arguments("float32", "norm_eps", "rope_factor"),
     *arguments("int32", "wave", "mode"),

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_kernels.device import ptx
-from cute_kernels.kv_cache.arguments import CONSTANTS
+from cute_kernels.kv_cache.arguments import CONSTANTS, TERMS
 from cute_kernels.kv_cache.config import GROUP_BITS, HAS_Q
 from cute_kernels.kv_cache.page import PageSlot
 
@@ -56,6 +56,28 @@ class Where:
     max_pages: Int32
     table_stride: Int64
     mode: Int32
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Addresses of a transform's constants, 0 where there is none: fp32 [num_kv_heads, head_dim]."""
+
+    k_center: Int64
+    k_factor: Int64
+    q_factor: Int64
+    v_factor: Int64
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Addresses of biases and of the norms' weights, 0 where there is none, and the norms' epsilon."""
+
+    q_bias: Int64
+    k_bias: Int64
+    v_bias: Int64
+    q_norm: Int64
+    k_norm: Int64
+    norm_eps: Float32
 
 
 @dataclass(frozen=True)
@@ -179,6 +201,14 @@ def extras_of(given, transformed: bool) -> Extras:
     names = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale", "norm_eps")
     own = {name: getattr(given, name) for name in names}
     return Extras(**own, transforms=_transforms_of(given) if transformed else None)
+
+
+def constants_of(given) -> Constants:
+    return Constants(*(getattr(given, name) for name in CONSTANTS))
+
+
+def terms_of(given) -> Terms:
+    return Terms(*(getattr(given, name) for name in (*TERMS, "norm_eps")))
 
 
 def _transforms_of(given) -> Transforms:

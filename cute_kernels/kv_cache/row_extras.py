@@ -58,6 +58,12 @@ class RowExtras:
                 self.ask_bias(asked, base, self.k_elements, heads.first, self.ahead, count, lane)
         if const_expr(self.asks_norm):
             weight = cutlass.select_(is_q, extras.q_norm, cutlass.select_(is_v, Int64(0), extras.k_norm))
+            self.ask_norm(asked, weight, lane)
+
+    @cute.jit
+    def ask_norm(self, asked: Asked, weight, lane):
+        """Asks for the norm's weights at an address, if it is one."""
+        if const_expr(self.asks_norm):
             if weight != 0:
                 for i, word in enumerate(self.k_elements.piece.load(weight, lane)):
                     asked.norm[i] = word

@@ -77,8 +77,12 @@ class RowTransformer:
 
     def ask_q(self, constants, given, q_head, lane):
         """``constants`` become those of a q head: center where shifts are wanted, then factor."""
+        self.ask_queries(constants, given, self.kv_head(given, q_head), lane)
+
+    def ask_queries(self, constants, given, kv_head, lane):
+        """As `ask_q`, of q heads that read ``kv_head``."""
         for part, base in enumerate(self.addresses(given)[1]):
-            self._load(constants, self.k_constants, part, base, self.kv_head(given, q_head), lane)
+            self._load(constants, self.k_constants, part, base, kv_head, lane)
 
     def ask_v(self, constants, given, head, lane):
         for part, base in enumerate(self.addresses(given)[2]):
@@ -89,9 +93,11 @@ class RowTransformer:
             constants[part * elements.count + i] = value
 
     def transform_k(self, values, constants, given, next_head, lane):
-        """k' of a row, whose ``constants`` then become those of the next one: they come while this one is written."""
+        """k' of a row, whose ``constants`` then become those of the next one: they come while this one is written.
+        None: there is no next one."""
         self.apply_constants(values, constants)
-        self.ask_k(constants, given, next_head, lane)
+        if next_head is not None:
+            self.ask_k(constants, given, next_head, lane)
         self.k_hadamard.apply(values, lane)
 
     def apply_constants(self, values, constants):
@@ -108,26 +114,34 @@ class RowTransformer:
         if self.parts.v_factor:
             for i in range(self.v_constants.count):
                 values[i] = numbers.multiply(values[i], constants[i])
-        self.ask_v(constants, given, next_head, lane)
+        if next_head is not None:
+            self.ask_v(constants, given, next_head, lane)
         self.v_hadamard.apply(values, lane)
 
     @cute.jit
     def transform_q(self, values, constants, given, head, next_head, place):
         """q's side; where it is asked for, also what the centre takes off the scores."""
-        count = self.k_constants.count
         if const_expr(self.parts.shift):
             total = self.shift_of(values, constants)
             if place.valid:
                 # All lanes write the same: cheaper than to choose one.
                 index = Int64(place.token) * given.num_q_heads + head
                 numbers.store_global_words(given.q_shift + index * 4, 0, [numbers.bits(total)])
-        if const_expr(self.parts.factor):
-            for i in cutlass.range_constexpr(count):
-                values[i] = numbers.multiply(values[i], constants[self.parts.shift * count + i])
+        self.apply_q_factor(values, constants)
         if const_expr(self.parts.shift or self.parts.factor):
             if self.kv_head(given, next_head) != self.kv_head(given, head):
                 self.ask_q(constants, given, next_head, place.lane)
         self.k_hadamard.apply(values, place.lane)
+
+    def turn_query(self, values, constants, lane):
+        """q' of a row whose shift nobody wants."""
+        self.apply_q_factor(values, constants)
+        self.k_hadamard.apply(values, lane)
+
+    def apply_q_factor(self, values, constants):
+        count = self.k_constants.count
+        for i in range(count if self.parts.factor else 0):
+            values[i] = numbers.multiply(values[i], constants[self.parts.shift * count + i])
 
     def shift_of(self, values, centres):
         """q . k_center of the team's row.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cute_kernels.attention import compile as attention_compile
 from cute_kernels.attention.arguments import arguments_of
 from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.kv_cache.arguments import CONSTANTS, TERMS
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.kv_cache.step_config import StepConfig
 from cute_kernels.runtime.launch_arguments import LaunchArguments, arguments, joined
@@ -23,13 +24,19 @@ NEW_ROWS = (
     *arguments("float32", "rope_factor"),
 )
 """Beside attention's: k and v [batch, num_kv_heads, head_dim] of the newest tokens, any stride of requests; phase_steps
-and rope_factor as the append has them. attention's q is that before RoPE."""
+and rope_factor as the append has them, as are the constants of a transform, biases and norms. attention's q is that
+before RoPE."""
+POSITIONS = (*arguments("address", "position_ids"), *arguments("int64", "position_bytes"))
+"""int32 or int64 [batch], and the bytes of one of them."""
 
 
 def step_arguments(config: StepConfig) -> LaunchArguments:
     """Of a step in one launch."""
     attention = config.attention
-    return joined(arguments_of(attention.features, attention.page_tokens > 0).arguments, NEW_ROWS)
+    of_attention = arguments_of(attention.features, attention.page_tokens > 0).arguments
+    of_transform = () if config.append.transform is None else arguments("address", *CONSTANTS)
+    of_terms = (*arguments("address", *TERMS), *arguments("float32", "norm_eps")) if config.has_terms else ()
+    return joined(of_attention, NEW_ROWS, of_transform, of_terms, POSITIONS if config.positions else ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +72,7 @@ def compile_step(config: StepConfig, arch: str, *options: str) -> Any:
     from cute_kernels.kv_cache.step_rows import NewRows
 
     check_config(config)
-    kernel = DecodeKernel(config.attention, NewRows(config.attention, config.append))
+    kernel = DecodeKernel(config.attention, NewRows(config.attention, config.append, config.positions))
     return step_arguments(config).compile(
         kernel.launch, fake_tensors(config, cutlass.AddressSpace.gmem), arch, *options
     )

@@ -21,10 +21,12 @@ class StepConfig:
     Attributes:
         attention: of the tokens; ``after_append``, though no append comes before it.
         append: what rows of q, k and v become; of its teams the lanes count alone.
+        positions: whether the positions for RoPE are given.
     """
 
     attention: DecodeConfig
     append: AppendConfig
+    positions: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -33,7 +35,12 @@ class StepConfig:
     @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
-        return f"step_{self.attention.name}_{self.append.name}"
+        return f"step_{self.attention.name}_{self.append.name}" + "_positions" * self.positions
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether rows may meet biases or norms."""
+        return self.append.has_bias or self.append.has_norm
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
@@ -47,8 +54,10 @@ class StepConfig:
             return "a step in one launch whose attention is not after an append, or without its features' arguments"
         if "word" in attention.copies:
             return "a step in one launch that copies words, which may be older in L1 than what it has written"
-        if not append.decode or append.leads or append.has_bias or append.has_norm or append.transform is not None:
-            return "a step in one launch of more than RoPE and rounding"
+        if not append.decode or append.leads:
+            return "a step in one launch of another append than that of one token a request"
+        if append.transform is not None and append.transform.shift:
+            return "a step in one launch that hands on what a center takes off its scores"
         if (append.dtype, append.head_dim_k, append.head_dim_v) != (attention.q_dtype, *attention.head_dims):
             return "attention and append of different rows"
         taken = (self.smem_bytes + attention.limits.reserved_shared_bytes) * attention.ctas_per_sm
@@ -57,7 +66,19 @@ class StepConfig:
         return None
 
 
-def step_config(attention: DecodeConfig, append: AppendConfig) -> StepConfig | None:
-    """The kernel that does both launches' work in one, or None where there is none."""
-    config = StepConfig(attention, replace(append.for_decode(), leads=False))
+def serving_config(attention: DecodeConfig, append: AppendConfig, positions: bool = False) -> StepConfig | None:
+    """As `step_config`, where one launch is what serves: a CTA with several KV heads, of caches of tokens first whose
+    rows have headers, has not been measured (docs/design/decode_step.md)."""
+    return step_config(attention, append, positions) if attention.num_heads == 1 else None
+
+
+def step_config(attention: DecodeConfig, append: AppendConfig, positions: bool = False) -> StepConfig | None:
+    """The kernel that does both launches' work in one, or None where there is none.
+
+    Rows are those of `append_kv` with these arguments, to the bit: a norm is summed up by as many lanes.
+    """
+    rows = replace(append.for_decode(), leads=False)
+    if positions and rows.has_norm:
+        rows = replace(rows, teams=append.for_all().teams)
+    config = StepConfig(attention, rows, positions)
     return config if config.can_implement() is None else None

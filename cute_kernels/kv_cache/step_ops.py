@@ -125,8 +125,7 @@ class StepPlan:
             if q_shift is not None:
                 options = (options or NO_OPTIONS) | {"q_shift": q_shift}
         if self.restores:
-            assert transform is not None
-            options = (options or NO_OPTIONS) | {"out_factor": transform.out_factor}
+            options = step_plan.restoring(options, transform)
         new = (k.view(of_k), v.view(of_v), k_cache, v_cache)
         rotated = self.append.launch(
             (*new, None, None, None, None, norm_eps, q.view(of_q), None, seq_lens, table, transform), more

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention import plan as attention_plan
-from cute_kernels.attention.call import AttentionCall
+from cute_kernels.attention.call import NO_OPTIONS, AttentionCall
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.kv_cache import plan as append_plan
+from cute_kernels.kv_cache.arguments import CONSTANTS, TERMS
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.step_compile import StepSpec, step_arguments
-from cute_kernels.kv_cache.step_config import StepConfig, step_config
+from cute_kernels.kv_cache.step_config import StepConfig, serving_config
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.launch_arguments import Place
 from cute_kernels.runtime.plans import ALIGNMENT
 
 if TYPE_CHECKING:
     from cute_kernels.kv_cache.step_ops import Step
+    from cute_kernels.kv_cache.transforms import CacheTransform
 
 
 @dataclass(frozen=True)
@@ -32,14 +37,20 @@ class OneLaunchPlan:
     Attributes:
         attention: of the kernel, which appends as well.
         phase_steps: of the angles, kept alive for the address that the kernel is given.
+        restores: whether the kernel brings its output back from V's transform.
     """
 
     attention: attention_plan.DecodePlan
     phase_steps: torch.Tensor | None
+    restores: bool
 
     def launch(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launches on the current stream: (out or a new one, lse if asked for)."""
-        return self.attention.launch(
+        transform, options = step.transform, step.options
+        constants = () if transform is None else transform.addresses
+        if self.restores:
+            options = restoring(options, transform)
+        result, lse = self.attention.launch(
             step.q,
             step.k_cache,
             step.v_cache,
@@ -49,13 +60,22 @@ class OneLaunchPlan:
             None,
             step.return_lse,
             step.out,
-            step.options,
-            new=(step.k[:, 0], step.v[:, 0]),
+            options,
+            new=(step.k[:, 0], step.v[:, 0], constants, step.extras),
         )
+        if transform is not None and transform.changes_values and not self.restores:
+            result = attention_ops.restore(transform, result, step.out)
+        return result, lse
 
     @property
     def device_index(self) -> int:
         return self.attention.device_index
+
+
+def restoring(options: Mapping[str, Any] | None, transform: CacheTransform | None) -> dict[str, Any]:
+    """Options of attention that brings its output back from V's transform."""
+    assert transform is not None
+    return {**(options or NO_OPTIONS), "out_factor": transform.out_factor}
 
 
 def lie_well(q: torch.Tensor) -> bool:
@@ -64,7 +84,7 @@ def lie_well(q: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class Chosen:
     """The kernel of a step, and what of it is attention's."""
 
     config: StepConfig
@@ -72,38 +92,45 @@ class _Chosen:
     schedule: DecodeSchedule
 
 
-def _chosen(append: AppendCall, attention: AttentionCall) -> _Chosen | None:
-    """What serves a step of one token a request in one launch; None where two launches do.
-
-    One launch serves head-major caches: there it was measured (docs/design/decode_step.md).
-    """
-    more = (append.cu_seqlens, append.slot_mapping, append.position_ids, append.transform, append.q_shift)
-    more += (append.q_bias, append.k_bias, append.v_bias, append.q_norm, append.k_norm)
+def chosen(append: AppendCall, attention: AttentionCall) -> Chosen | None:
+    """What serves a step of one token a request in one launch; None where two launches do."""
     assert append.q is not None
-    if not attention.head_major or any(given is not None for given in more) or not lie_well(append.q):
+    more = (append.cu_seqlens, append.slot_mapping, append.q_shift)
+    if any(given is not None for given in more) or not lie_well(append.q):
         return None
     problem = replace(attention_plan.problem_of(attention, after_append=True), appends=True)
     schedule = make_schedule(problem, attention.num_splits)
-    config = step_config(schedule.config, append_plan.config_of(append, leads=True))
-    return None if config is None else _Chosen(config, problem, schedule)
+    rows = append_plan.config_of(append, leads=True)
+    config = serving_config(schedule.config, rows, append.position_ids is not None)
+    return None if config is None else Chosen(config, problem, schedule)
 
 
 def config_of(append: AppendCall, attention: AttentionCall) -> StepConfig | None:
     """The kernel that serves a step of one token a request in one launch; None where two launches do."""
-    chosen = _chosen(append, attention)
-    return None if chosen is None else chosen.config
+    found = chosen(append, attention)
+    return None if found is None else found.config
 
 
 def make_plan(append: AppendCall, attention: AttentionCall) -> OneLaunchPlan | None:
     """The plan of a checked step that has tokens; None where two launches serve it."""
-    chosen = _chosen(append, attention)
-    if chosen is None:
+    found = chosen(append, attention)
+    if found is None:
         return None
-    config, problem, schedule = chosen.config, chosen.problem, chosen.schedule
+    config, problem, schedule = found.config, found.problem, found.schedule
     fixed, options = attention_plan.known_arguments(attention, schedule)
     steps = None if append.rope is None else append.rope.phase_steps(attention.q.device)
     fixed |= {"phase_steps": 0 if steps is None else steps.data_ptr()}
     fixed |= {"rope_factor": 1.0 if append.rope is None else append.rope.attention_factor}
     function = load(StepSpec(config), arch_of(attention.q.device.index))
-    send = step_arguments(config).bound(function, fixed, options, {"k": ("new", 0), "v": ("new", 1)})
-    return OneLaunchPlan(attention_plan.plan_of(attention, problem, schedule, send), steps)
+    new: dict[str, Place] = {"k": ("new", 0), "v": ("new", 1)}
+    if config.append.transform is not None:
+        new |= {name: ("new", 2, i) for i, name in enumerate(CONSTANTS)}
+    if config.has_terms:
+        options |= {name: ("new", 3, 1 + i) for i, name in enumerate(TERMS)}
+        fixed |= {"norm_eps": append.norm_eps}
+    if append.position_ids is not None:
+        options |= {"position_ids": ("new", 3, 0)}
+        fixed |= {"position_bytes": append.position_ids.element_size()}
+    send = step_arguments(config).bound(function, fixed, options, new)
+    plan = attention_plan.plan_of(attention, problem, schedule, send)
+    return OneLaunchPlan(plan, steps, attention.features.restores)

@@ -2,7 +2,8 @@
 
 Every CTA rotates the queries of its heads, whichever tokens it takes. Of the CTAs of a row, the one whose tiles end
 with the newest token writes K and V of it. Consumer warps do both: until their first tile has come they have nothing
-else to do. A *team* of lanes takes a row, as in :mod:`.kernel`; all lanes of a warp take the same way.
+else to do. A *team* of lanes takes a row, as in :mod:`.kernel`; all lanes of a warp take the same way. A cache's
+transform comes behind the rotation, by the code of an append.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.rows import Elements
 from cute_kernels.device.write_row import encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import AppendConfig
+from cute_kernels.kv_cache.operands import Constants, Terms, constants_of, terms_of
 from cute_kernels.kv_cache.rotate import Rotator
+from cute_kernels.kv_cache.row_extras import Asked, RowExtras
+from cute_kernels.kv_cache.row_transform import RowTransformer
 from cute_kernels.kv_cache.rows import make_row
 from cute_kernels.kv_cache.step_config import query_pitch
 
@@ -44,6 +48,9 @@ class NewRowOperands:
     seq_lens: Int64
     phase_steps: Int64
     rope_factor: Float32
+    constants: Constants | None = None  # of variants that have a transform
+    terms: Terms | None = None  # of those with biases or norms
+    positions: tuple[Int64, Int64] | None = None  # address, and bytes of one, of those that are given them
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,15 @@ class NewPlace:
     row: Int64
 
 
+@dataclass(frozen=True)
+class Coming:
+    """Registers of a row that is on its way: its words, the constants and the terms that it meets."""
+
+    words: Any
+    constants: Any
+    asked: Asked
+
+
 class NewRows:
     """Makes the rows of the newest token of a CTA's unit.
 
@@ -62,8 +78,9 @@ class NewRows:
         shared_bytes: of shared memory, for the queries.
     """
 
-    def __init__(self, attention: DecodeConfig, append: AppendConfig):
-        self.attention, self.append = attention, append
+    def __init__(self, attention: DecodeConfig, append: AppendConfig, positions: bool = False):
+        self.attention, self.append, self.positions = attention, append, positions
+        self.has_terms = append.has_bias or append.has_norm
         self.lanes, runs = append.lanes, append.runs
         self.teams = WARP_THREADS // self.lanes
         self.k_elements = Elements(append.dtype, append.head_dim_k, self.lanes, runs)
@@ -71,6 +88,9 @@ class NewRows:
         self.k_row = make_row(append.k_format, append.head_dim_k, self.lanes, runs)
         self.v_row = make_row(append.v_format, append.head_dim_v, self.lanes, runs)
         self.rotator = Rotator(append.rope, append.rotary_dim, append.head_dim_k, self.lanes, runs)
+        head_dims = append.head_dim_k, append.head_dim_v
+        self.transformer = RowTransformer(append.transform, head_dims, self.lanes, runs)
+        self.row_extras = RowExtras(append, self.k_elements, self.v_elements)
         self.pitch = query_pitch(attention)
         self.shared_bytes = attention.num_rows * self.pitch
 
@@ -91,6 +111,9 @@ class NewRows:
             seq_lens=ptx.address(given.seq_lens),
             phase_steps=given.phase_steps,
             rope_factor=given.rope_factor,
+            constants=None if self.append.transform is None else constants_of(given),
+            terms=terms_of(given) if self.has_terms else None,
+            positions=(given.position_ids, given.position_bytes) if self.positions else None,
         )
 
     def _strides_of(self, cache) -> Any:
@@ -108,16 +131,25 @@ class NewRows:
         new, last = cta.new[0], work.place.shape.max_seq_len - 1
         # All that comes from memory is asked for before any of it is waited for.
         told = ptx.load_global_words(new.seq_lens + Int64(work.request) * 4, 0, 1)[0].to(Int32)
+        own = Int32(0)
+        if const_expr(self.positions):
+            base, size = new.positions
+            own = ptx.load_global_words(base + Int64(work.request) * size, 0, 1)[0].to(Int32)  # the lower half
         steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
         if const_expr(self.append.rope != "none"):
             for i, word in enumerate(self.rotator.load_steps(new.phase_steps, lane)):
                 steps[i] = word
-        raw = cute.make_rmem_tensor(self.k_elements.piece.num_words, Uint32)
-        self.fetch_query(raw, work, q, 0, cta.warp * self.teams + team, lane)
+        query = self.coming(self.k_elements.piece.num_words)
+        self.fetch_query(query, cta, work, q, self.first_row(cta) + team, lane)
+        if const_expr(self.append.transform is not None):
+            kv_head = work.place.first_head + self.own_head(cta)
+            self.transformer.ask_queries(query.constants, new.constants, kv_head, lane)
+        if const_expr(self.has_terms):
+            self.row_extras.ask_norm(query.asked, new.terms.q_norm, lane)
         newest = cutlass.max(work.length - 1, 0)
         owner = (newest // self.attention.tile_tokens - work.first_tile) % work.num_parts == work.part
         owner = owner & (work.length > 0)
-        fresh = cute.make_rmem_tensor(max(self.k_elements.piece.num_words, self.v_elements.piece.num_words), Uint32)
+        fresh = self.coming(max(self.k_elements.piece.num_words, self.v_elements.piece.num_words))
         block, row = Int32(work.request), newest
         if const_expr(self.attention.page_tokens > 0):
             block, row = cta.tiles.pager.locate(work.request, newest)
@@ -127,15 +159,22 @@ class NewRows:
         sin = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
         if const_expr(self.append.rope != "none"):
             # As the request says it: a token that there is no cache for is rotated, but not written.
-            self.rotator.make_angles(cos, sin, steps, told - 1, new.rope_factor, lane)
+            position = own if const_expr(self.positions) else told - 1
+            self.rotator.make_angles(cos, sin, steps, position, new.rope_factor, lane)
         if owner:
             there = (told <= last + 1) & (block >= 0) & (block < new.num_blocks)
-            self.write_newest(fresh, cta, work, NewPlace(there, Int64(block), Int64(row)), cos, sin, team, lane)
+            place = NewPlace(there, Int64(block), Int64(row))
+            self.write_newest(fresh, cta, work, place, cos, sin, team, lane)
             cute.arch.fence_proxy("async.global")
             announce_rows(self.attention)
-        self.rotate_queries(raw, cta, work, q, cos, sin, team, lane)
+        self.rotate_queries(query, cta, work, q, cos, sin, team, lane)
         sync_consumers(self.attention)
         return self.query_addresses(cta, work)
+
+    def coming(self, num_words: int) -> Coming:
+        """Registers for a row."""
+        constants = cute.make_rmem_tensor(max(self.transformer.num_constants, 1), Float32)
+        return Coming(cute.make_rmem_tensor(num_words, Uint32), constants, self.row_extras.registers())
 
     # -- queries ------------------------------------------------------------------------------------------------------
 
@@ -143,33 +182,45 @@ class NewRows:
         """Queries of each of the CTA's KV heads."""
         return cutlass.min(work.place.shape.group - work.place.first_row, self.attention.head_queries)
 
-    def fetch_query(self, raw, work, q, head: int, row, lane) -> None:
-        """Asks for a row of the CTA's ``head``-th KV head, past the last one for that."""
+    def own_head(self, cta):
+        """Which of the CTA's KV heads the warp rotates queries of."""
+        return cta.roles.head if self.attention.num_heads > 1 else 0
+
+    def first_row(self, cta):
+        """Of the queries of its KV head, the first that a warp rotates: warps of a head take turns."""
+        turn = cta.warp // self.attention.num_heads if self.attention.num_heads > 1 else cta.warp
+        return turn * self.teams
+
+    def fetch_query(self, query, cta, work, q, row, lane) -> None:
+        """Asks for a row of the warp's KV head, past the last one for that, and for its bias."""
         shape, first = work.place.shape, work.place.first_row
         row = first + cutlass.min(row, self.count_of(work) - 1)
-        source = q.address(self.attention, work.request, Int32(0), (work.place.first_head + head) * shape.group + row)
-        self.fetch(raw, self.k_elements, source, lane)
+        head = (work.place.first_head + self.own_head(cta)) * shape.group + row
+        self.fetch(query.words, self.k_elements, q.address(self.attention, work.request, Int32(0), head), lane)
+        if self.has_terms:
+            self.row_extras.ask_bias(query.asked, cta.new[0].terms.q_bias, self.k_elements, head, 1, 1, lane)
 
     @cute.jit
-    def rotate_queries(self, raw, cta, work, q, cos, sin, team, lane):
-        """The warp's share of the CTA's query rows, to shared memory; ``raw``: of the first. Teams without a row
-        repeat the last one."""
-        elements, count = self.k_elements, self.count_of(work)
+    def rotate_queries(self, query, cta, work, q, cos, sin, team, lane):
+        """The warp's share of the CTA's query rows, to shared memory; ``query``: the first. Teams without a row repeat
+        the last one."""
+        elements, count, terms = self.k_elements, self.count_of(work), cta.new[0].terms
         values = cute.make_rmem_tensor(elements.count, Float32)
-        for head in cutlass.range_constexpr(self.attention.num_heads):
-            begin, step = cta.warp * self.teams, self.attention.num_warps * self.teams
-            for base in cutlass.range(begin, count, step, unroll=1):
-                if const_expr(head > 0):
-                    self.fetch_query(raw, work, q, head, base + team, lane)
-                self.unpack(values, elements, raw)
-                if const_expr(head == 0):
-                    if base + step < count:
-                        self.fetch_query(raw, work, q, head, base + step + team, lane)
-                if const_expr(self.append.rope != "none"):
-                    self.rotator.rotate(values, cos, sin, lane)
-                row = cutlass.min(base + team, count - 1)
-                target = cta.new[1] + (head * self.attention.head_queries + row) * self.pitch
-                self.store_shared(elements, target, lane, elements.pack(values))
+        step = self.attention.num_warps // self.attention.num_heads * self.teams
+        for base in cutlass.range(self.first_row(cta), count, step, unroll=1):
+            self.unpack(values, elements, query.words)
+            if const_expr(self.has_terms):
+                self.row_extras.add_bias(values, query.asked, terms.q_bias, elements, base + team, 1, lane)
+            if base + step < count:
+                self.fetch_query(query, cta, work, q, base + step + team, lane)
+            if const_expr(self.has_terms):
+                self.row_extras.normalise(values, query.asked, terms.q_norm, terms.norm_eps, lane)
+            if const_expr(self.append.rope != "none"):
+                self.rotator.rotate(values, cos, sin, lane)
+            self.transformer.turn_query(values, query.constants, lane)
+            row = cutlass.min(base + team, count - 1)
+            target = cta.new[1] + (self.own_head(cta) * self.attention.head_queries + row) * self.pitch
+            self.store_shared(elements, target, lane, elements.pack(values))
 
     def store_shared(self, elements: Elements, row, lane, words) -> None:
         """Puts a lane's runs of a row where `query_addresses` finds them."""
@@ -192,64 +243,98 @@ class NewRows:
 
     # -- K and V ------------------------------------------------------------------------------------------------------
 
-    def warps_of(self) -> tuple[int, int]:
-        """Those that write K, and V: the last two, which have no queries if there are few."""
-        last = self.attention.num_warps - 1
-        return max(last - 1, 0), last
+    @property
+    def writers(self) -> int:
+        """Warps that write K, each rows of as many KV heads as it has teams at a time; as many others write V."""
+        wanted = -(-self.attention.num_heads // self.teams)
+        return max(1, min(wanted, self.attention.num_warps // 2))
+
+    def writes(self, cta, elements) -> Any:
+        """Whether the warp writes rows of K, or of V. The last warps do: they have no queries if there are few."""
+        last, of_k = self.attention.num_warps - 1, int(elements is self.k_elements)
+        if self.writers == 1:
+            return cta.warp == max(last - of_k, 0)
+        return (last - cta.warp < 2 * self.writers) & ((last - cta.warp) % 2 == of_k)
+
+    def first_head(self, cta):
+        """Of the CTA's KV heads, the first whose row such a warp writes."""
+        return (self.attention.num_warps - 1 - cta.warp) // 2 * self.teams if self.writers > 1 else 0
 
     @cute.jit
     def fetch_newest(self, fresh, cta, work, team, lane):
-        """Asks for the first row that a warp writes."""
-        of_k, of_v = self.warps_of()
-        if cta.warp == of_k:
-            self.fetch_row(fresh, cta, work, self.k_elements, 0, team, lane)
-        if const_expr(of_v != of_k):
-            if cta.warp == of_v:
-                self.fetch_row(fresh, cta, work, self.v_elements, 0, team, lane)
+        """Asks for the first row that a warp writes, and for what it meets."""
+        if self.writes(cta, self.k_elements):
+            self.fetch_row(fresh, cta, work, self.k_elements, self.first_head(cta), team, lane)
+            if const_expr(self.has_terms):
+                self.row_extras.ask_norm(fresh.asked, cta.new[0].terms.k_norm, lane)
+        if const_expr(self.attention.num_warps > 1):
+            if self.writes(cta, self.v_elements):
+                self.fetch_row(fresh, cta, work, self.v_elements, self.first_head(cta), team, lane)
 
-    def fetch_row(self, fresh, cta, work, elements, base: int, team, lane) -> None:
-        """Asks for a team's row of K or V: of the CTA's KV head ``base`` + team, past the last one for that."""
-        new, of_k = cta.new[0], elements is self.k_elements
+    def fetch_row(self, fresh, cta, work, elements, base, team, lane) -> None:
+        """Asks for a team's row of K or V, its bias and constants: of the CTA's KV head ``base`` + team, past the last
+        one for that."""
+        new, of_k, head = cta.new[0], elements is self.k_elements, self.head_of(work, base, team)
         source, stride = (new.k, new.k_stride) if of_k else (new.v, new.v_stride)
-        source = source + Int64(work.request) * stride + Int64(self.head_of(work, base, team) * elements.row_bytes)
-        self.fetch(fresh, elements, source, lane)
+        source = source + Int64(work.request) * stride + Int64(head * elements.row_bytes)
+        self.fetch(fresh.words, elements, source, lane)
+        if self.has_terms:
+            bias = new.terms.k_bias if of_k else new.terms.v_bias
+            self.row_extras.ask_bias(fresh.asked, bias, elements, head, 1, 1, lane)
+        if self.append.transform is not None:
+            ask = self.transformer.ask_k if of_k else self.transformer.ask_v
+            ask(fresh.constants, new.constants, head, lane)
 
-    def head_of(self, work, base: int, team):
+    def head_of(self, work, base, team):
         return work.place.first_head + cutlass.min(base + team, self.attention.num_heads - 1)
 
     @cute.jit
     def write_newest(self, fresh, cta, work, place, cos, sin, team, lane):
-        """The newest token's rows of the CTA's KV heads; ``fresh``: as `fetch_newest` has asked for them."""
-        of_k, of_v = self.warps_of()
+        """The newest token's rows of the CTA's KV heads; ``fresh``: what `fetch_newest` has asked for."""
         new = cta.new[0]
-        if cta.warp == of_k:
+        if self.writes(cta, self.k_elements):
             angles = (cos, sin) if const_expr(self.append.rope != "none") else None
             target = (self.k_row, cta.given.k_scale, new.k_cache, new.k_strides)
             self.write_rows(fresh, cta, work, self.k_elements, target, place, angles, team, lane)
-        if cta.warp == of_v:
-            if const_expr(of_v == of_k):
+        if self.writes(cta, self.v_elements):
+            if const_expr(self.attention.num_warps == 1):
                 self.fetch_row(fresh, cta, work, self.v_elements, 0, team, lane)
             target = (self.v_row, cta.given.v_scale, new.v_cache, new.v_strides)
             self.write_rows(fresh, cta, work, self.v_elements, target, place, None, team, lane)
 
     @cute.jit
     def write_rows(self, fresh, cta, work, elements, target, place, angles, team, lane):
-        """Rows of all KV heads of the CTA; teams without a head repeat the last one's."""
+        """The warp's share of the rows of all KV heads of the CTA; teams without a head repeat the last one's."""
         cache_row, scale, cache, strides = target
         block_stride, token_stride, head_stride = strides
         values = cute.make_rmem_tensor(elements.count, Float32)
-        for base in cutlass.range_constexpr(0, self.attention.num_heads, self.teams):
+        for ahead in cutlass.range_constexpr(0, self.attention.num_heads, self.writers * self.teams):
+            base = self.first_head(cta) + ahead
             head = self.head_of(work, base, team)
             given = load_given(cache_row, scale, head, lane)
-            if const_expr(base > 0):
+            if const_expr(ahead > 0):
                 self.fetch_row(fresh, cta, work, elements, base, team, lane)
-            self.unpack(values, elements, fresh)
+            self.unpack(values, elements, fresh.words)
+            if const_expr(self.has_terms):
+                self.add_terms(values, fresh.asked, cta.new[0].terms, elements, lane)
             if const_expr(angles is not None):
                 self.rotator.rotate(values, angles[0], angles[1], lane)
+            if const_expr(elements is self.k_elements):
+                self.transformer.transform_k(values, fresh.constants, None, None, lane)
+            else:
+                self.transformer.transform_v(values, fresh.constants, None, None, lane)
             encoded = encode_row(cache_row, values, given)
             row = place.block * block_stride + place.row * token_stride + Int64(head) * head_stride
             if place.there:
                 store_row(cache_row, encoded, cache + row, lane)
+
+    def add_terms(self, values, asked, terms, elements, lane) -> None:
+        """Bias and norm of a row of K, or the bias of one of V."""
+        if elements is self.k_elements:
+            self.row_extras.add_bias(values, asked, terms.k_bias, elements, 0, 1, lane)
+            self.row_extras.normalise(values, asked, terms.k_norm, terms.norm_eps, lane)
+        else:
+            self.row_extras.add_bias(values, asked, terms.v_bias, elements, 0, 1, lane)
 
     def fetch(self, raw, elements: Elements, source, lane) -> None:
         """Asks for a lane's part of the row at ``source``."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from cute_kernels import append_and_decode, append_kv
-from cute_kernels.kv_cache import KVCache, Rope, step_ops, step_plan
+from cute_kernels.kv_cache import KVCache, Rope
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.runtime import arch_of, load_many
 from tests.attention.cases import Call, assert_close
@@ -25,6 +23,7 @@ from tests.kv_cache.steps import (
     poison_new,
     run,
     run_separately,
+    two_launches,
     with_own_cache,
 )
 
@@ -71,8 +70,16 @@ OTHERS = {
     "heads first, many queries of a head": Case(HEADS_FIRST.with_(num_q_heads=16, num_kv_heads=1), (900, 33)),
     "heads first, rows of 64": Case(HEADS_FIRST.with_(head_dim=64, rope=Rope(64)), (300, 1, 700)),
     "heads first, rows of 256": Case(HEADS_FIRST.with_(kv_format="bf16", head_dim=256, rope=Rope(64)), (300, 1, 700)),
+    "tokens first, 16 bits": Case(GROUPED.with_(kv_format="bf16", num_q_heads=40, page_size=64), (300, 1, 700)),
+    "tokens first, 8 bits": Case(GROUPED.with_(kv_format="e4m3_tensor"), (6000, *range(1, 60), 2000)),
     "16 new tokens": Case(GROUPED.with_(num_q_heads=8), (16, 31, 700, 1024), 16),
     "bias, norms, positions": Case(GROUPED.with_(bias=True, norm=True, positions="int32"), (300, 1, 700)),
+    "norms, heads first": Case(HEADS_FIRST.with_(norm=True), (300, 1, 700)),
+    "norms and biases": Case(GROUPED.with_(kv_format="bf16", norm=True, bias=True), (300, 1, 700)),
+    "heads first, biases, wide positions": Case(HEADS_FIRST.with_(bias=True, positions="int64"), (300, 1, 700)),
+    "heads first, all terms": Case(
+        HEADS_FIRST.with_(bias=True, norm=True, positions="int64", num_q_heads=32), (300, 1, 700, 64)
+    ),
     "a pair of formats and head dims": Case(
         Shape(("e4m3_head", "int8_channel"), head_dim=192, v_head_dim=128, rope=Rope(64)), (300, 1, 700)
     ),
@@ -109,17 +116,8 @@ def specs():
     return list(dict.fromkeys([*found, *needed_by(lambda: decode_in_a_cache("cpu", fused=True))]))
 
 
-BOTH = {"ragged": RAGGED} | {name: case for name, case in OTHERS.items() if name.startswith("heads first, ")}
-
-
-@contextmanager
-def two_launches() -> Iterator[None]:
-    """Steps take an append and attention after it, whichever kernels could do both."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_plan, "make_plan", lambda append, attention: None)
-        step_ops.launch.plans.clear()
-        yield
-    step_ops.launch.plans.clear()
+BOTH = {"ragged": RAGGED}
+BOTH |= {name: case for name, case in OTHERS.items() if name.startswith(("heads first, ", "tokens first, "))}
 
 
 @pytest.fixture(scope="module")
@@ -287,11 +285,11 @@ def test_a_cache_takes_steps():
         assert torch.equal(out, want)
 
 
-@pytest.mark.parametrize(("name", "launches"), [("int4_g1", 2), ("int4_g1, heads first", 1)])
+@pytest.mark.parametrize(("name", "launches"), [("int4_g1", 1), ("int4_g1, heads first", 1), ("two tokens", 2)])
 def test_a_step_is_as_few_launches_as_can_be(name, launches):
     from torch.profiler import ProfilerActivity, profile
 
-    step = RACE[name].step()
+    step = OTHERS["a window, a cap"].step() if name == "two tokens" else RACE[name].step()
     append_and_decode(**step)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

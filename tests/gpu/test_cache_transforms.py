@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cute_kernels import append_and_decode, append_kv, decode_attention, merge_states
-from cute_kernels.kv_cache import CacheTransform
+from cute_kernels.kv_cache import CacheTransform, Rope, step_ops, step_plan
 from cute_kernels.kv_cache import reference as append_reference
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.compile import AppendSpec
@@ -21,14 +21,36 @@ from cute_kernels.kv_cache.plan import config_of
 from cute_kernels.runtime import arch_of, load_many
 from tests.gpu.specs import step_specs
 from tests.kv_cache.cases import assert_appended, clone_caches, make_call
-from tests.kv_cache.steps import Arguments, assert_same, with_own_cache
+from tests.kv_cache.steps import Arguments, assert_same, poison_new, two_launches, with_own_cache
 from tests.kv_cache.transformed import make_transform, with_transform
-from tests.kv_cache.transformed_steps import BOTH, CASES, assert_near, calls_of, expected
+from tests.kv_cache.transformed_steps import BASE, BOTH, CASES, FORMATS, Case, assert_near, calls_of, expected
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transform_kernels")]
 
 CUDA = "cuda"
 APART = ("int4_g4", "one token", "a cap", "sinks", "sinks, a cap, a window", "4 new tokens, a cap", "contiguous")
+HEADS_FIRST = BASE.with_(layout="HND", page_size=64)
+ALONE = {name: Case(HEADS_FIRST.with_(kv_format=name), BOTH) for name in FORMATS if name != "fp16"}
+ALONE |= {
+    "a center": Case(HEADS_FIRST, {"parts": "center"}),
+    "factors": Case(HEADS_FIRST, {"parts": "factor v_factor"}),
+    "V's factors": Case(HEADS_FIRST, {"parts": "v_factor"}),
+    "rotations": Case(HEADS_FIRST, {"parts": "", "k_rotation": 128, "v_rotation": 128}),
+    "fp16": Case(HEADS_FIRST.with_(dtype="fp16"), BOTH),
+    "no rope": Case(HEADS_FIRST.with_(rope=None), BOTH),
+    "pairs side by side": Case(HEADS_FIRST.with_(rope=Rope(128, interleaved=True)), BOTH),
+    "contiguous": Case(HEADS_FIRST.with_(place="contiguous"), BOTH),
+    "rows of 64, splits": Case(HEADS_FIRST.with_(head_dim=64, rope=Rope(64)), {"v_rotation": 64}, (3000, 70, 1), 1,
+                               {"num_splits": 5}),
+    "rows of 256": Case(HEADS_FIRST.with_(kv_format="bf16", head_dim=256, rope=Rope(64)),
+                        {"k_rotation": 64, "v_rotation": 256}),
+    "a window": Case(HEADS_FIRST, BOTH, options={"window_size": 100}),
+    "many queries of a head": Case(HEADS_FIRST.with_(num_q_heads=16, num_kv_heads=1), BOTH),
+    "tokens first": Case(BASE.with_(kv_format="bf16", num_q_heads=32, num_kv_heads=8), BOTH),
+    "more requests than SMs": Case(HEADS_FIRST.with_(num_q_heads=32, num_kv_heads=8), BOTH, (65,) * 200),
+    "a pair of formats": Case(HEADS_FIRST.with_(kv_format=("int8_token_head", "int4_g4")), BOTH),
+}  # fmt: skip
+"""Steps whose rows attention writes itself; nobody sees what a center takes off their scores."""
 APPENDS = {
     "decode": {"new": (1,) * 9},
     "prefill": {"new": (3, 0, 50, 17)},
@@ -46,11 +68,20 @@ def specs():
     plain = steps["int4_g4"] | {"transform": None}
     found += [spec for lse in (True, False) for spec in step_specs(plain | {"return_lse": lse}, fused=False)]
     found += step_specs(plain, fused=True)
+    alone = [unseen(case, "cpu", blank=True) for case in ALONE.values()]
+    found += [spec for step in alone for spec in step_specs(step, fused=True)]
+    with two_launches():
+        found += [spec for step in alone for spec in step_specs(step, fused=True)]
     leading = [spec.config for spec in found if isinstance(spec, AppendSpec) and spec.config.leads]
     apart = [replace(config, leads=False) for config in leading]
     many = [config_of(many_tokens("cpu"))]
     decode = (config.for_decode() for config in apart)
     return list(dict.fromkeys([*found, *(AppendSpec(config) for config in (*apart, *decode, *many))]))
+
+
+def unseen(case: Case, device: str, *, blank: bool = False) -> Arguments:
+    """A step that does not ask for the log-sum-exp, with as many splits in one launch as in two."""
+    return {"num_splits": 2} | case.step(device, blank=blank) | {"return_lse": False}
 
 
 def many_tokens(device: str) -> AppendCall:
@@ -102,6 +133,21 @@ def test_a_step_is_attention_over_the_keys_and_values_before_the_transform(case)
     step = CASES[case].step(CUDA)
     out, lse = append_and_decode(**step)
     assert_near(out, lse, *expected(step))
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_a_step_in_one_launch_is_attention_before_the_transform_and_two_launches_to_the_bit(case):
+    step = unseen(ALONE[case], CUDA)
+    poison_new(step)
+    other = with_own_cache(step)
+    step_ops.launch.plans.clear()
+    out = append_and_decode(**step)
+    (plan,) = step_ops.launch.plans.values()
+    assert isinstance(plan, step_plan.OneLaunchPlan)
+    with two_launches():
+        assert torch.equal(append_and_decode(**other), out)
+    assert_same(step, other)
+    assert_near(out, None, *expected(step))
 
 
 @pytest.mark.parametrize("case", APART)

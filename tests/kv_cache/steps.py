@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from cute_kernels import append_and_decode, append_kv, decode_attention
+from cute_kernels.kv_cache import step_ops, step_plan
 from tests.kv_cache.cases import Shape, make_call
 
 Arguments = dict[str, Any]
@@ -71,6 +75,16 @@ def run_separately(step: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     turned: Any = append_kv(**given)
     options = {name: step[name] for name in (*CACHE, *ATTENTION) if name in step}
     return decode_attention(turned.unflatten(0, (batch, q_len)), **options, return_lse=True)
+
+
+@contextmanager
+def two_launches() -> Iterator[None]:
+    """Steps take an append and attention after it, whichever kernels could do both."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_plan, "chosen", lambda append, attention: None)
+        step_ops.launch.plans.clear()
+        yield
+    step_ops.launch.plans.clear()
 
 
 def assert_same(one: Arguments, two: Arguments) -> None:

@@ -46,15 +46,20 @@ def after_append(of: DecodeProblem) -> DecodeConfig:
 
 APPENDS = [AppendConfig.alike(name, "bf16", 128, RowPrologue("half", 128), leads=True) for name in FORMATS]
 DECODES = dict.fromkeys(after_append(of) for of in PROBLEMS)
+BIASES, NORMS = {"has_bias": True}, {"has_norm": True}
 HEADS_FIRST = Features(paged=True, head_major=True)
+ALL = RowTransform(center=True, factor=True, v_factor=True, k_rotation=128, v_rotation=128)
+RESTORED = replace(HEADS_FIRST, v_rotation=128, v_factor=True)
 
 
 def alone(kv_format: str, batch: int = 1, num_kv_heads: int = 8, rope: str = "half", **others) -> StepConfig:
     """The kernel of a step in one launch."""
-    features = others.pop("features", HEADS_FIRST)
+    features, transform = others.pop("features", HEADS_FIRST), others.pop("transform", None)
+    terms, positions = others.pop("terms", {}), others.pop("positions", False)
     of = problem(kv_format, batch, num_kv_heads, page_tokens=64, features=features, **others)
-    append = AppendConfig.alike(kv_format, "bf16", 128, RowPrologue(rope, 128 if rope != "none" else 0), leads=True)
-    config = step_config(after_append(of), append)
+    prologue = RowPrologue(rope, 128 if rope != "none" else 0, **terms)
+    append = AppendConfig.alike(kv_format, "bf16", 128, prologue, leads=True, transform=transform)
+    config = step_config(after_append(of), append, positions)
     assert config is not None
     return config
 
@@ -65,6 +70,16 @@ ALONE = [alone(name) for name in FORMATS] + [
     alone("int4_g4", 32, rope="interleaved"),
     alone("bf16", 32, rope="none"),
     alone("int8_token_head", features=replace(HEADS_FIRST, window=True, sinks=True)),
+    alone("int4_g4", 512, transform=RowTransform(center=True, k_rotation=32)),
+    alone("int8_token_head", transform=RowTransform(center=True)),
+    alone("int4_g4", transform=ALL, features=RESTORED),
+    alone("int4_g1", 64, 1, transform=ALL, features=RESTORED),
+    *(alone(name, batch, features=Features(paged=True)) for name in ("bf16", "int4_g4") for batch in (1, 64)),
+    alone("int4_g4", 512, transform=RowTransform(center=True, k_rotation=32), features=Features(paged=True)),
+    alone("bf16", positions=True),
+    alone("int4_g4", positions=True, terms=NORMS),
+    alone("bf16", 32, terms=NORMS | BIASES, features=Features(paged=True)),
+    alone("int4_g4", 64, terms=BIASES, transform=ALL, features=RESTORED),
 ]
 SPECS: list[KernelSpec] = [
     *(DecodeSpec(config) for config in golden.worth_compiling(DECODES, DecodeSpec, __file__)),
@@ -148,8 +163,7 @@ UNSERVED = {
     "warpgroups": (problem("int4_g1", 1, 1, features=HEADS_FIRST, page_tokens=64), {"queries": 32}),
     "words": (problem("int4_g1", 1, aligned=False, features=HEADS_FIRST, page_tokens=64), {}),
     "no features": (problem("int4_g4"), {}),
-    "a bias": (problem("int4_g4", features=HEADS_FIRST), {"prologue": RowPrologue("half", 128, has_bias=True)}),
-    "a transform": (problem("int4_g4", features=HEADS_FIRST), {"transform": RowTransform(k_rotation=32)}),
+    "a shift": (problem("int4_g4", features=HEADS_FIRST), {"transform": RowTransform(center=True, shift=True)}),
     "another head_dim": (problem("bf16", head_dim=64, features=HEADS_FIRST), {}),
 }
 

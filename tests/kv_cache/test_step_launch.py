@@ -16,6 +16,7 @@ import torch
 from cute_kernels import append_and_decode
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.kv_cache import Rope, step_ops, step_plan
+from cute_kernels.kv_cache.arguments import CONSTANTS
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.kv_cache.step_compile import StepSpec, step_arguments
 from cute_kernels.runtime import native
@@ -30,6 +31,8 @@ pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling 
 
 PLAIN = Shape("int4_g4", rope=Rope(64), head_dim=64)
 TURNED = make_transform(2, 64, k_rotation=64, parts="center")
+SCALED = make_transform(2, 64, parts="factor")
+OF_BOTH = make_transform(2, 64, k_rotation=64, v_rotation=64)
 
 
 @pytest.fixture
@@ -76,7 +79,9 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "heads first, contiguous": lambda: of(layout="HND", place="contiguous"),
     "heads first, 3 tokens": lambda: of(q_len=3, layout="HND"),
     "heads first, bias": lambda: of(layout="HND", bias=True),
+    "heads first, norm": lambda: of(layout="HND", norm=True),
     "heads first, positions": lambda: of(layout="HND", positions="int32"),
+    "heads first, wide positions": lambda: of(layout="HND", positions="int64"),
     "heads first, fewer k heads": lambda: but(lambda s: {"k": s["k"][:, :, :1]}, layout="HND"),
     "heads first, columns of v apart": lambda: but(lambda s: {"v": apart(s["v"])}, layout="HND"),
     "heads first, int8": lambda: of(kv_format="int8_tensor", layout="HND"),
@@ -84,6 +89,10 @@ CALLS: dict[str, Callable[[], Arguments]] = {
         lambda s: {name: padded(s[name], 4) for name in ("k_cache", "v_cache")}, layout="HND"
     ),
     "heads first, a transform": lambda: of(layout="HND") | {"transform": TURNED},
+    "heads first, V transformed": lambda: of(layout="HND") | {"transform": OF_BOTH},
+    "heads first, a transform, lse": lambda: of(layout="HND") | {"transform": TURNED, "return_lse": True},
+    "heads first, no center, lse": lambda: of(layout="HND") | {"transform": SCALED, "return_lse": True},
+    "heads first, a transform, a cap": lambda: of(layout="HND", options={"softcap": 9.0}) | {"transform": TURNED},
     "heads first, lse": lambda: of(layout="HND") | {"return_lse": True},
     "heads first, out": lambda: but(lambda s: {"out": torch.empty_like(s["q"].contiguous())}, layout="HND"),
     "heads first, splits": lambda: of(layout="HND") | {"num_splits": 3},
@@ -133,10 +142,14 @@ CALLS: dict[str, Callable[[], Arguments]] = {
 ALONE = [
     *("heads first", "heads first, another rope", "heads first, no rope", "heads first, contiguous"),
     *("heads first, int8", "heads first, lse", "heads first, out", "heads first, splits", "heads first, window"),
+    *("heads first, a transform", "heads first, V transformed", "heads first, no center, lse"),
+    *("heads first, bias", "heads first, norm", "heads first, positions", "heads first, wide positions"),
+    *("int8", "e4m3 of as many bytes", "int8, signed", "caches with gaps"),  # tokens first, a head to a CTA
 ]
 IN_TWO = [
-    *("heads first, 3 tokens", "heads first, bias", "heads first, positions", "heads first, rows at words"),
-    *("heads first, a transform", "heads first, q at words", "plain"),
+    *("heads first, 3 tokens", "heads first, rows at words"),
+    *("heads first, a transform, lse", "heads first, a transform, a cap", "heads first, q at words"),
+    *("contiguous", "plain", "a transform", "bias", "norm", "positions"),
 ]
 
 made = functools.cache(lambda name: CALLS[name]())
@@ -154,7 +167,7 @@ def test_a_step_launches_the_same_after_any_other(name, launches):
     assert len(want) == (1 if name in ALONE else 2)
 
 
-@pytest.mark.parametrize("name", ["plain", "3 tokens", "contiguous", "int8", "bias", "window", "out"])
+@pytest.mark.parametrize("name", ["plain", "3 tokens", "contiguous", "bias", "window", "out"])
 def test_attention_follows_the_append_and_takes_its_queries(name, launches):
     step = made(name)
     launches.clear()
@@ -170,7 +183,7 @@ def test_attention_follows_the_append_and_takes_its_queries(name, launches):
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_step_over_heads_first_is_one_launch_of_its_own_tensors(name, launches):
+def test_a_step_in_one_launch_is_given_its_own_tensors(name, launches):
     step = made(name)
     launches.clear()
     result = append_and_decode(**step)
@@ -182,6 +195,15 @@ def test_a_step_over_heads_first_is_one_launch_of_its_own_tensors(name, launches
         assert given[part].data_ptr() == step[part].data_ptr(), part
     assert given["k"].shape == step["k"][:, 0].shape and given["q"].shape == step["q"].shape
     assert (given["phase_steps"] == 0) == (step["rope"] is None)
+    extras = {name: step[name] for name in ("position_ids", "q_norm", "k_norm")}
+    extras |= dict(zip(("q_bias", "k_bias", "v_bias"), step["qkv_bias"], strict=True))
+    for part, tensor in extras.items():
+        assert given.get(part, 0) == (0 if tensor is None else tensor.data_ptr()), part
+    transform = step.get("transform")
+    if transform is not None:
+        assert tuple(given[part] for part in CONSTANTS) == transform.addresses != (0,) * 4
+        if transform.out_factor is not None:
+            assert given["out_factor"] == transform.out_factor.data_ptr()
 
 
 def alone_config(name: str) -> Any:
@@ -214,12 +236,15 @@ def test_a_repeated_step_is_not_checked_again_and_needs_no_plan(name, launches):
     assert not repeated
 
 
+@pytest.mark.parametrize("q_len", [1, 3])
 @pytest.mark.parametrize(("head_dim", "restores"), [(64, True), (256, False)])
-def test_what_the_kernel_restores_is_not_restored_once_more(head_dim, restores, launches):
+def test_what_the_kernel_restores_is_not_restored_once_more(head_dim, restores, q_len, launches):
     """V's transform is undone by attention where it can, else by operations behind it: once in either case."""
     transform = make_transform(2, head_dim, k_rotation=64, v_rotation=head_dim)
-    given: dict[str, Any] = of(head_dim=head_dim) | {"transform": transform}
+    given: dict[str, Any] = of(q_len=q_len, head_dim=head_dim, layout="HND") | {"transform": transform}
+    launches.clear()
     append_and_decode(**given)
+    assert len(launches) == (1 if q_len == 1 else 2)
     (plan,) = step_ops.launch.plans.values()
     assert plan.restores == restores
     with calls_of(step_ops.attention_ops.restore) as done:

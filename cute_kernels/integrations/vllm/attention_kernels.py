@@ -22,6 +22,8 @@ from cute_kernels.extend.schedule import choose
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec
 from cute_kernels.kv_cache.config import AppendConfig, BulkConfig, WrittenRows, row_transform_of
+from cute_kernels.kv_cache.step_compile import StepSpec
+from cute_kernels.kv_cache.step_config import serving_config
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -158,7 +160,10 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
                 num_sms=num_sms,
                 after_append=after_append,
             )
-            yield DecodeSpec(make_schedule(problem).config)
+            alone = None
+            if after_append and q_len == 1:
+                alone = serving_config(make_schedule(replace(problem, appends=True)).config, append)
+            yield StepSpec(alone) if alone is not None else DecodeSpec(make_schedule(problem).config)
 
 
 def _features(impl: Foreign, q_len: int, max_seq_len: int, after_append: bool = False) -> Features:

@@ -59,6 +59,15 @@ def test_attention_of_every_batch_and_every_continuation_is_ready(window: int | 
     assert families(specs) == {"append", "extend", "decode"}
 
 
+@pytest.mark.usefixtures("h200")
+def test_steps_over_rows_without_headers_are_one_launch():
+    """An append and attention over them are not asked for, but where several tokens are drafted."""
+    decodes = attention_kernels.Decodes((1, 8, 64), 2, 8448, 64, torch.bfloat16)
+    specs = attention_kernels.specs([layer("e4m3_tensor", "e4m3_tensor")], decodes, torch.device("cuda", 0))
+    after = [spec.symbol for spec in specs if "after_append" in spec.symbol]
+    assert {(name.split("_")[0], "queries" in name) for name in after} == {("step", False), ("decode", True)}
+
+
 def families(specs: list[KernelSpec]) -> set[str]:
     return {spec.symbol.split("_")[0] for spec in specs}
 
@@ -68,7 +77,8 @@ def test_prompts_that_extend_attention_does_not_serve_are_dequantised():
     decodes = attention_kernels.Decodes((1, 8), 1, 8448, 64, torch.bfloat16)
     for impl in (layer("int8_channel", "int8_channel"), layer("bf16", "int4_g4")):
         specs = attention_kernels.specs([impl], decodes, torch.device("cuda", 0))
-        assert families(specs) == {"append", "dequantize", "decode"}
+        in_one = {"step"} if impl.formats.k.name == "int8_channel" else set()
+        assert families(specs) == {"append", "dequantize", "decode"} | in_one
 
 
 @pytest.mark.usefixtures("h200")
