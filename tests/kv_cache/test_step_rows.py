@@ -101,7 +101,7 @@ def simulate_rows(call: AppendCall, config: StepConfig) -> torch.Tensor:
         constants = operands.Constants(*(Int64(gpu.put(x)) for x in arrays))
     terms = positions = None
     if config.has_terms:
-        terms = operands.Terms(*(at[name] for name in TERMS), Float32(call.norm_eps))
+        terms = operands.Terms(**{name: at[name] for name in TERMS}, norm_eps=Float32(call.norm_eps))
     if call.position_ids is not None:
         positions = at["position_ids"], Int64(call.position_ids.element_size())
 
