@@ -21,6 +21,7 @@ from cute_kernels.attention.policies import BLOCK_QUERIES
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.rows import Elements
+from cute_kernels.device.types import RegisterTensor
 from cute_kernels.device.write_row import encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import AppendConfig
 from cute_kernels.kv_cache.operands import Constants, Terms, constants_of, terms_of
@@ -66,8 +67,8 @@ class NewPlace:
 class Coming:
     """Registers of a row that is on its way: its words, the constants and the terms that it meets."""
 
-    words: Any
-    constants: Any
+    words: RegisterTensor[Uint32]
+    constants: RegisterTensor[Float32]
     asked: Asked
 
 
