@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -177,7 +178,7 @@ def test_key_rows_fit_an_sm(name, page_tokens, tile_rows):
         assert config.smem_bytes <= config.limits.shared_bytes
 
 
-def few(name: str = "e4m3_tensor", head_dim: int = 128, **features: bool) -> list[ExtendConfig]:
+def few(name: str = "e4m3_tensor", head_dim: int = 128, **features: Any) -> list[ExtendConfig]:
     return choose_key_rows(choose(ExtendProblem(head_dim, name, name, "bf16", 64, Features(paged=True, **features))))
 
 
