@@ -56,7 +56,7 @@ class FewQueriesPlan:
         lse = GPU.empty(*blank(tuple(q.shape[:3]), torch.float32)) if return_lse else None
         given = DEFAULTS
         if options is not None:
-            given = DEFAULTS | {name: options[name] for name in ("block_table", "k_scale", "v_scale")}
+            given = DEFAULTS | {name: options[name] for name in ("block_table", "k_scale", "v_scale", "sinks")}
         self.plan.call(
             q.contiguous().view(shape),
             k_cache,

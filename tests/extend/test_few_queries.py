@@ -64,6 +64,18 @@ def test_the_launch_is_one_of_extend_attention_over_equal_requests(launches):
     assert lse.shape == (BATCH, 16, HEADS)
 
 
+def test_every_option_of_a_call_arrives(launches):
+    sinks, table = torch.randn(HEADS), torch.zeros(BATCH, 4, dtype=torch.int32)
+    call = given(16, sinks=sinks, window_size=9, block_table=table)
+    call |= {name: torch.zeros(4, 64, *call[name].shape[2:], dtype=torch.uint8) for name in ("k_cache", "v_cache")}
+    decode_attention(**call)
+    assert serves(launches)
+    found = dict(zip(ATTENTION.names, launches[0].arguments, strict=True))
+    assert (found["sinks"], found["block_table"]) == (sinks.data_ptr(), table.data_ptr())
+    scales = [found[f"{name}_scale"] for name in "kv"]
+    assert scales == [call[f"{name}_scale"].data_ptr() for name in "kv"] and found["window"] == 9
+
+
 def test_queries_that_lie_apart_are_copied(launches):
     call = given(16)
     call["q"] = torch.zeros(BATCH, 16, 2 * HEADS, 128).bfloat16()[:, :, :HEADS]

@@ -145,6 +145,8 @@ class KeyRowsConsumer:
                 self.release(memory, VALUES, before, place.lane)
             dots = self.start_scores(memory, place, stage)
             self.pass_turn(place.group)
+            if const_expr(self.value_scale):
+                cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)  # which scales come with
             self.weigh(shape, features, work, span, memory, sums, place, scale, dots, block, stage)
             before, before_phase = stage, phase
             stage, phase = advance(stage, phase, self.config.num_stages)

@@ -120,11 +120,11 @@ def _describes_a_tensor(entry: object) -> bool:
     """Whether an entry of a header has a dtype, a shape and the place of as many bytes as these say."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
-    shape: Any = entry.get("shape")
-    place: Any = entry.get("data_offsets")
-    for numbers in (shape, place):
+    said: list[Any] = [entry.get("shape"), entry.get("data_offsets")]
+    for numbers in said:
         if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
             return False
+    shape, place = said
     if len(place) != 2 or place[0] > place[1]:
         return False
     size = _ITEM_BYTES.get(entry["dtype"])  # None for one that is nothing to the importers
