@@ -189,7 +189,8 @@ def _is_sequential(tile_m: int, n_tiles: int, warpgroups: int, block_k: int, clu
 
 def shipped_configs() -> list[WgmmaConfig]:
     """Those of the most common formats that no other product has."""
-    problems = [LinearProblem(m, 8192, 8192, 8192, integers(bits), "bf16") for bits in (4, 8) for m in DSMEM_TILE_M]
+    k = DSMEM_PARTS * 2 * LONG_PART  # where all k blocks are whole
+    problems = [LinearProblem(m, 8192, k, k, integers(bits), "bf16") for bits in (4, 8) for m in DSMEM_TILE_M]
     many = [replace(problem, m=8192) for problem in problems[:: len(DSMEM_TILE_M)]]
     small = [config for problem in problems for config in dsmem_configs(problem)]
     return [*small, *(config for problem in many for config in sequential_configs(problem))]
