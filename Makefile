@@ -6,6 +6,8 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 export OFFLINE
+# Where an image sets this, each of the hundred processes that tests and tools start compiles all of our sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo quick test lint format typecheck pytest notebooks docs dist bundle golden versions doctor clean
 

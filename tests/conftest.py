@@ -1,6 +1,7 @@
 """What holds for all tests: which need a GPU, and how they share the processor.
 
-Tests under tests/gpu need a CUDA GPU: there they run, elsewhere each is reported as skipped with the reason.
+Tests under tests/gpu need a CUDA GPU: there they run, elsewhere each file is reported as skipped with the reason, and
+not imported (`--collect-only` still lists its tests).
 
 Without one, `pytest -n auto` runs modules side by side, one process for each core. PyTorch then has one thread in each:
 tensors of tests are small, and threads that wait for one another on a busy machine cost ten times what they save.
@@ -74,6 +75,29 @@ def pytest_collection_finish() -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Of `-n auto`: a process for each core, but no other beside this one where a GPU would have to be shared."""
     return num_cores() if reason_without_gpu() else 0
+
+
+class FileForGpu(pytest.File):
+    """A file of tests/gpu where there is no GPU: one item, which is skipped."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        yield TestsForGpu.from_parent(self, name="all")
+
+
+class TestsForGpu(pytest.Item):
+    """Stands for thousands, whose collection, reports and garbage would take a minute of each run."""
+
+    def runtest(self) -> None:
+        raise AssertionError("without a GPU it is skipped")
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, 0, self.name
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if GPU_TESTS in module_path.parents and reason_without_gpu() and not parent.config.option.collectonly:
+        return FileForGpu.from_parent(parent, path=module_path)
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
