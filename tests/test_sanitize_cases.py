@@ -37,6 +37,10 @@ KINDS = {
     "unpacking": "extend_unpack_int8",
     "unpacked keys": "extend_int8_token_head_\\w+_unpacked",
     "splits put together": "extend_combine",
+    "FP8 products": r"extend_e4m3_tensor\w*_fp8",
+    "values transposed for them": r"extend_unpack_e4m3\w*e4m3",
+    "keys times queries, 40 rows": r"extend_int4_g4\w*_q40",
+    "keys times queries, 72 rows": r"extend_e4m3_tensor\w*_q72",
     "limbs that stay, rows loaded": "resident32loads",
     "limbs that stay, rows by TMA": "resident32$",
     "blocks of seven tiles": "resident16less1$",
@@ -91,6 +95,8 @@ SMALL = {
     "norm": NormCase(3, 256),
     "attention": CASES["bf16"],
     "extend": CASES["extend-int8_token_head"],
+    "FP8 products": CASES["extend-fp8"],
+    "keys times queries": CASES["extend-int4_g4-key-rows"],
     "step": StepCase("int4_g4", (70, 3)),
 }
 

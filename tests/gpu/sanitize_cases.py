@@ -26,7 +26,7 @@ from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.extend.call import make_call as check_extend_call
 from cute_kernels.extend.compile import ExtendSpec, UnpackSpec
 from cute_kernels.extend.plan import combine_spec, configs_of
-from cute_kernels.extend.schedule import choose_unpacked
+from cute_kernels.extend.schedule import choose_fp8, choose_key_rows, choose_unpacked
 from cute_kernels.integrations.vllm import attention_kernels
 from cute_kernels.kv_cache import Rope
 from cute_kernels.linear.compile import specs_of
@@ -150,15 +150,17 @@ class StepCase:
 
 @dataclass(frozen=True)
 class ExtendCase:
-    """Arguments of extend attention's `make_call`. unpack: whether a pass makes 16 bits of the cache first."""
+    """Arguments of extend attention's `make_call`. unpack: whether a pass makes 16 bits of the cache first. num_splits:
+    None lets the launch choose, which it has to for products whose rows are keys."""
 
     kv_format: str
     q_lens: tuple[int, ...]
     lengths: tuple[int, ...]
     unpack: bool = False
-    num_splits: int = 1
+    num_splits: int | None = 1
     head_dim: int = 128
     page_size: int | None = 64
+    fp8_products: bool = False
 
     def call(self, device: str = "cpu") -> ExtendCall:
         return make_extend_call(
@@ -168,17 +170,20 @@ class ExtendCase:
             head_dim=self.head_dim,
             page_size=self.page_size,
             num_splits=self.num_splits,
-            unpack=self.unpack,
+            unpack=True if self.unpack else None if self.fp8_products or self.num_splits is None else False,
+            fp8_products=self.fp8_products,
             device=device,
         )
 
     def specs(self) -> list[KernelSpec]:
         call = self.call()
         (config,) = configs_of(check_extend_call(*call.tensors, **call.keywords))
-        combine = [combine_spec(config)] if self.num_splits > 1 else []
-        if not self.unpack:
+        combine = [combine_spec(config)] if self.num_splits != 1 else []
+        if self.num_splits is None:
+            return [*map(ExtendSpec, choose_key_rows(config)), *combine]
+        if not (self.unpack or self.fp8_products):
             return [ExtendSpec(config), *combine]
-        unpack, attention = choose_unpacked(config)
+        unpack, attention = (choose_fp8 if self.fp8_products else choose_unpacked)(config)
         return [UnpackSpec(unpack), ExtendSpec(attention), *combine]
 
     def run(self, device: str = "cuda") -> str:
@@ -376,6 +381,9 @@ LAYERS = {
 }
 # Requests without queries and without keys, work tiles that end within a block, rings that go round.
 EXTEND_SHAPES = (40, 0, 3, 1), (700, 9, 129, 0)
+# As many requests as products whose rows are keys want: tiles of 40 rows of queries, of 72.
+FEW_QUERIES = (17, 0, 3, 1) * 5, (700, 9, 129, 0) * 5
+MORE_QUERIES = (17, 0, 18, 16) * 5, (700, 9, 129, 16) * 5
 EXTEND = {
     "extend-bf16": ExtendCase("bf16", *EXTEND_SHAPES),
     "extend-int8_token_head": ExtendCase("int8_token_head", *EXTEND_SHAPES),
@@ -384,6 +392,10 @@ EXTEND = {
     "extend-int8_token_head-d256": ExtendCase("int8_token_head", *EXTEND_SHAPES, head_dim=256),
     "extend-int8_token_head-unpacked": ExtendCase("int8_token_head", *EXTEND_SHAPES, unpack=True),
     "extend-int4_g4-unpacked-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, unpack=True, num_splits=2),
+    "extend-fp8": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True),
+    "extend-fp8-splits": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True, num_splits=2),
+    "extend-e4m3_tensor-key-rows": ExtendCase("e4m3_tensor", *MORE_QUERIES, num_splits=None),
+    "extend-int4_g4-key-rows": ExtendCase("int4_g4", *FEW_QUERIES, num_splits=None),
 }
 FACTORED = {
     "norm-in-product-one-row": FactoredCase(6144, 4096, 1, NORMED),
