@@ -39,7 +39,7 @@ every_form = pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
 ALL_TOKENS = 1500
 SOME_TOKENS = (1, 2, 7, 30, 260, 600, 1000)
 ROUTES = ((1, 2), (2, 8), (5, 3), (11, 1), (16, 2), (8, 8))  # tokens, experts that each chooses, as they are
-MANY_EXPERTS = 64  # that usually have less than an entry of the most assignments
+MANY_EXPERTS = 256  # that usually have no more rows than an entry, of the most assignments
 TILES = {16, 32, 64, 128, 256}  # rows, of tiles that there are for every format
 
 
