@@ -6,7 +6,11 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.policies import QUERY_VECTOR_BYTES
+from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.schedule import DecodeSchedule
 from cute_kernels.kv_cache.config import AppendConfig
+
+MOST_WAVES = 6  # of CTAs, whose queries meet more than RoPE
 
 
 def query_pitch(attention: DecodeConfig) -> int:
@@ -42,6 +46,12 @@ class StepConfig:
         """Whether rows may meet biases or norms."""
         return self.append.has_bias or self.append.has_norm
 
+    @property
+    def queries_meet_more(self) -> bool:
+        """Whether queries are more than rotated by RoPE."""
+        transform = self.append.transform
+        return self.has_terms or (transform is not None and (transform.k_rotation > 1 or transform.factor))
+
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
         return self.attention.can_implement() or self.append.can_implement() or self._problem()
@@ -66,10 +76,21 @@ class StepConfig:
         return None
 
 
-def serving_config(attention: DecodeConfig, append: AppendConfig, positions: bool = False) -> StepConfig | None:
-    """As `step_config`, where one launch is what serves: a CTA with several KV heads, of caches of tokens first whose
-    rows have headers, has not been measured (docs/design/decode_step.md)."""
-    return step_config(attention, append, positions) if attention.num_heads == 1 else None
+def serving_config(
+    problem: DecodeProblem, schedule: DecodeSchedule, append: AppendConfig, positions: bool = False
+) -> StepConfig | None:
+    """As `step_config`, where one launch is what serves.
+
+    A CTA with several KV heads, of caches of tokens first whose rows have headers, has no tests on a GPU yet
+    (docs/design/decode_step.md). What queries meet beside RoPE delays the beginning of each CTA: where many waves of
+    CTAs follow each other an append does it sooner, measured at 15 waves, and not at 4 (docs/design/kv_append.md).
+    """
+    config = step_config(schedule.config, append, positions)
+    if config is None or schedule.config.num_heads > 1:
+        return None
+    ctas = problem.batch * schedule.head_blocks * schedule.num_splits
+    places = problem.num_sms * schedule.config.ctas_per_sm
+    return None if config.queries_meet_more and ctas > MOST_WAVES * places else config
 
 
 def step_config(attention: DecodeConfig, append: AppendConfig, positions: bool = False) -> StepConfig | None:

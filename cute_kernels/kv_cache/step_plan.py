@@ -101,7 +101,7 @@ def chosen(append: AppendCall, attention: AttentionCall) -> Chosen | None:
     problem = replace(attention_plan.problem_of(attention, after_append=True), appends=True)
     schedule = make_schedule(problem, attention.num_splits)
     rows = append_plan.config_of(append, leads=True)
-    config = serving_config(schedule.config, rows, append.position_ids is not None)
+    config = serving_config(problem, schedule, rows, append.position_ids is not None)
     return None if config is None else Chosen(config, problem, schedule)
 
 

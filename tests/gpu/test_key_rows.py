@@ -217,7 +217,8 @@ def test_a_graph_serves_other_lengths():
     call.q[: other.q.shape[0]].copy_(other.q)
     call.seq_lens.copy_(other.seq_lens)
     call.cu_seqlens_q.copy_(other.cu_seqlens_q)
-    call.options["block_table"].copy_(other.options["block_table"])
+    for name in ("block_table", "k_scale", "v_scale"):
+        call.options[name].copy_(other.options[name])
     out.fill_(torch.nan)
     for _ in range(2):
         graph.replay()

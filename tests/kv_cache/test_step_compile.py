@@ -15,7 +15,7 @@ from cute_kernels.attention.schedule import make_schedule
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.kv_cache.config import AppendConfig, RowPrologue, RowTransform
 from cute_kernels.kv_cache.step_compile import StepSpec, compile_step
-from cute_kernels.kv_cache.step_config import StepConfig, step_config
+from cute_kernels.kv_cache.step_config import StepConfig, serving_config, step_config
 from cute_kernels.runtime import KernelSpec, default_cache, native
 from cute_kernels.runtime.composed import changed
 from tests import golden
@@ -156,6 +156,22 @@ def test_a_step_in_one_launch_reads_nothing_before_the_launch_before_it_has_ende
     wait = lines.index("griddepcontrol.wait;")
     read = [i for i, line in enumerate(lines) if line.startswith(("ld.global", "cp.async", "prefetch"))]
     assert len(read) > 10 and wait < min(read)
+
+
+@pytest.mark.parametrize("changes", [{}, {"terms": NORMS}, {"transform": RowTransform(k_rotation=32)}])
+def test_queries_that_meet_more_than_rope_are_an_appends_where_many_waves_of_ctas_follow_each_other(changes):
+    """As measured with 8 KV heads, heads first: 15 waves of 512 requests, 4 of 128."""
+    append = AppendConfig.alike(
+        "int4_g4", "bf16", 128, RowPrologue("half", 128, **changes.get("terms", {})), leads=True
+    )
+    append = replace(append, transform=changes.get("transform"))
+
+    def served(batch: int) -> bool:
+        of = problem("int4_g4", batch, 8, page_tokens=64, features=HEADS_FIRST, after_append=True)
+        of = replace(of, num_q_heads=32, appends=True)
+        return serving_config(of, make_schedule(of), append) is not None
+
+    assert served(128) and served(512) == (not changes)
 
 
 UNSERVED = {

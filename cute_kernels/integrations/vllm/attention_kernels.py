@@ -162,7 +162,8 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
             )
             alone = None
             if after_append and q_len == 1:
-                alone = serving_config(make_schedule(replace(problem, appends=True)).config, append)
+                of_step = replace(problem, appends=True)
+                alone = serving_config(of_step, make_schedule(of_step), append)
             yield StepSpec(alone) if alone is not None else DecodeSpec(make_schedule(problem).config)
 
 
