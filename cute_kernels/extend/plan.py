@@ -292,7 +292,15 @@ def _key_rows_plans(call: ExtendCall, config: ExtendConfig) -> tuple[ExtendPlan,
     would depend on how many queries others have."""
     if call.num_splits is not None or call.unpack is True or call.fp8_products:
         return ()
+    if not all(_lies_in_pieces(operand) for operand in (call.base.k, call.base.v)):
+        return ()
     return tuple(make_plan_of(call, few) for few in choose_key_rows(config))
+
+
+def _lies_in_pieces(operand: CacheOperand) -> bool:
+    """Whether key rows can bring a cache: rows of a multiple of 16 bytes by pieces of 16, others by words."""
+    places = operand.cache.data_ptr() | operand.block_stride | operand.token_stride | operand.head_stride
+    return bool(operand.form.row_bytes(operand.head_dim) % ALIGNMENT) or places % ALIGNMENT == 0
 
 
 def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:

@@ -246,6 +246,20 @@ def test_few_queries_over_codes_are_columns_of_products(launches):
     assert columns_of(launches) == "causal", "few work tiles"
 
 
+@pytest.mark.parametrize("kv_format, columns", [("int4_g4", "causal"), ("int4_g1", "q40"), ("e4m3_tensor", "causal")])
+def test_rows_that_begin_between_pieces_of_16_bytes_are_not_copied_by_them(kv_format, columns, launches):
+    """Rows with a header may begin at any word, and so may any cache of bytes."""
+    call = narrow(17, kv_format)
+    rows = call["k_cache"].shape[3]
+    if kv_format == "e4m3_tensor":
+        moved = torch.zeros(call["k_cache"].numel() + 16, dtype=torch.uint8)[4:]
+        call["v_cache"] = moved[: call["k_cache"].numel()].view(call["k_cache"].shape)
+    else:
+        call["v_cache"] = torch.zeros(*call["k_cache"].shape[:3], rows + 4, dtype=torch.uint8)[..., :rows]
+    extend_attention(**call)
+    assert columns_of(launches) == columns
+
+
 @pytest.mark.parametrize(
     "options",
     [
