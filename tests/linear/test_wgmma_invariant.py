@@ -120,11 +120,17 @@ OTHERS = {
 MEASURED = OTHERS | LONG
 
 
+def measured(times: dict[str, float], schedule: Any) -> float:
+    """Clusters with tiles of 64 rows were measured with one group of MMAs in flight, and have had two since."""
+    name = schedule.config.name[NAME_ENDS:].replace("_s2f2r8_cluster2", "_s2r8_cluster2")
+    return times[f"{name}/{schedule.splits}"]
+
+
 @pytest.mark.parametrize("n, k, m", MEASURED)
 def test_choices_are_near_the_fastest_measured_and_seldom_far_from_plain_products(n, k, m):
     plain, times = MEASURED[n, k, m]
     schedule = invariant.make_schedule(problem(m, n, k))
-    us = times[f"{schedule.config.name[NAME_ENDS:]}/{schedule.splits}"]
+    us = measured(times, schedule)
     assert us <= 1.06 * min(times.values())
     assert us <= 1.25 * plain
 
@@ -133,7 +139,7 @@ def test_most_products_take_at_most_fifteen_percent_more():
     found = []
     for (n, k, m), (plain, times) in MEASURED.items():
         schedule = invariant.make_schedule(problem(m, n, k))
-        found.append(times[f"{schedule.config.name[NAME_ENDS:]}/{schedule.splits}"] / plain)
+        found.append(measured(times, schedule) / plain)
     assert sum(ratio > 1.155 for ratio in found) <= 7
 
 
