@@ -13,15 +13,11 @@ import torch
 
 from cute_kernels.attention.call import AttentionCall
 from cute_kernels.extend.call import ExtendCall
-from cute_kernels.extend.plan import ExtendPlan, check_alignment, make_plan_of, problem_of
+from cute_kernels.extend.ops import DEFAULTS
+from cute_kernels.extend.plan import ExtendPlan, check_alignment, make_plan, problem_of
 from cute_kernels.extend.schedule import choose, choose_key_rows, decodes_with_key_rows
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
-
-DEFAULTS: dict[str, Any] = {
-    "block_table": None, "k_scale": None, "v_scale": None, "sinks": None, "alibi_slopes": None, "tree_mask": None,
-    "max_seq_len": None,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,9 +50,7 @@ class FewQueriesPlan:
         if out is None:
             out = GPU.empty(*blank(tuple(q.shape), q.dtype))
         lse = GPU.empty(*blank(tuple(q.shape[:3]), torch.float32)) if return_lse else None
-        given = DEFAULTS
-        if options is not None:
-            given = DEFAULTS | {name: options[name] for name in ("block_table", "k_scale", "v_scale", "sinks")}
+        given = DEFAULTS if options is None else {**DEFAULTS, **options}  # all of them: the kernel looks for its own
         self.plan.call(
             q.contiguous().view(shape),
             k_cache,
@@ -100,4 +94,4 @@ def plan_of(call: AttentionCall) -> FewQueriesPlan | None:
     except ValueError:
         return None
     ends = torch.arange(call.batch + 1, dtype=torch.int32, device=call.q.device) * call.q_len
-    return FewQueriesPlan(make_plan_of(checked, config), ends)
+    return FewQueriesPlan(make_plan(checked, config), ends)

@@ -1,8 +1,8 @@
-"""What of a launch stays the same from call to call: the compiled function and its numbers."""
+"""What of a call stays the same from call to call: the ways to serve it, compiled, and their numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,26 +10,25 @@ import torch
 
 from cute_kernels.attention.call import CacheOperand
 from cute_kernels.attention.checks import Q_DTYPES
-from cute_kernels.attention.plan import address_of
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.score_options import tensors_in
 from cute_kernels.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.extend.call import ExtendCall
 from cute_kernels.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
-from cute_kernels.extend.config import CombineConfig, ExtendConfig
+from cute_kernels.extend.config import UNPACK_CTAS_PER_SM, CombineConfig, ExtendConfig
 from cute_kernels.extend.schedule import (
+    MAX_UNPACKED_BYTES,
     ExtendProblem,
     choose,
     choose_fp8,
     choose_key_rows,
     choose_newer,
-    choose_splits,
     choose_unpacked,
-    count_tiles,
     queries_to_unpack_for,
     serves_key_rows,
 )
-from cute_kernels.extend.unpacked import UnpackPlan
+from cute_kernels.extend.unpacked import UnpackedLaunches
+from cute_kernels.extend.ways import ExtendLaunch, Launches, Way
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU
@@ -39,50 +38,28 @@ from cute_kernels.runtime.plans import ALIGNMENT
 from cute_kernels.runtime.spec import KernelSpec
 
 MAX_TOKEN_STRIDE = 2**23  # bytes: those of a tile fit 32 bits
-COUNTER_WORDS = 4  # of workspace, of which one counts work tiles
 
 
 @dataclass(frozen=True)
 class ExtendPlan:
-    """Everything about a launch that does not change between calls of the same shapes, but for how many queries there
+    """Everything about a call that does not change between calls of the same shapes, but for how many queries there
     are, dtypes, device and options.
 
     Attributes:
-        send: the compiled kernel, which compares every tensor that it is given with what it was compiled for; takes the
-            arguments of a launch that are not the same for all of them by name, and ``options``. None where every call
-            goes the other way.
-        config: what it was compiled from.
-        k_view, v_view: dtypes that the function takes the caches as, None for their own.
+        ways: in which calls are served: the first that says so serves one, and the last serves all.
+        k_view, v_view: dtypes that the kernels take the caches as, None for their own.
         copies_table: whether the rows of the block table lie apart: the kernels know of none that do.
-        window: keys that a query sees, 0 for all.
-        unpack: the other way to serve a call, for launches of many queries; None where there is none.
-        num_sms: those that a launch may use.
         has_cache: whether the cache has room for a token.
-        newer: the plan of the launch over the queries' own tokens, where these are not in the cache.
-        key_rows: plans of launches of few queries a request, whose products have keys as rows; for the fewest first.
-        combine: the compiled kernel that puts splits together, its arguments by name; None where there are never any.
-        num_splits: parts that the keys of every work tile are cut into; None where each launch chooses.
-        max_seq_len: tokens that a request may have.
+        newer: the launch over the queries' own tokens, where these are not in the cache.
     """
 
-    send: Callable[..., Any] | None
-    config: ExtendConfig
+    ways: tuple[Way, ...]
     device_index: int
-    num_sms: int
-    batch: int
-    num_kv_heads: int
-    softmax_scale: float
     k_view: torch.dtype | None
     v_view: torch.dtype | None
     copies_table: bool
-    window: int
     has_cache: bool = True
-    newer: ExtendPlan | None = None
-    unpack: UnpackPlan | None = None
-    key_rows: tuple[ExtendPlan, ...] = ()
-    combine: Callable[..., Any] | None = None
-    num_splits: int | None = None
-    max_seq_len: int = 0
+    newer: ExtendLaunch | None = None
 
     def launch(
         self,
@@ -130,86 +107,36 @@ class ExtendPlan:
         options: dict[str, Any],
         *,
         prefix_only: int = 0,
-        other: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-        unpacked: tuple[int, torch.Tensor | None] | None = None,
     ) -> None:
-        """One launch; lengths: what :mod:`.arguments` has as seq_lens. other: (out, lse) of another launch that the
-        result is merged with. unpacked: of unpacked keys, tokens that a request may have, and tiles'
-        scales."""
-        config, index, max_seq_len = self.config, self.device_index, options["max_seq_len"]
-        table = options["block_table"] if config.page_tokens else None
-        if self.copies_table and table is not None:
-            table = table.contiguous()  # may be freed before it is read: its memory is reused in the stream's order
+        """Attention over the cache, as :class:`.ways.Launches` has it."""
+        if self.copies_table:  # the copy may be freed before it is read: its memory is reused in the stream's order
+            options = options | {"block_table": options["block_table"].contiguous()}
         k_cache = k_cache if self.k_view is None else k_cache.view(self.k_view)
         v_cache = v_cache if self.v_view is None else v_cache.view(self.v_view)
-        if self.unpack is not None and self.unpack.serves(q.shape[0], max_seq_len):
-            given = (cu_seqlens_q, lengths, out, lse, softmax_scale, options, table, prefix_only)
-            self.unpack.call(q, (k_cache, v_cache), *given)
-            return
-        few = self.key_rows_for(q)
-        if few is not None:
-            given = (cu_seqlens_q, lengths, out, lse, softmax_scale, options)
-            few.call(q, k_cache, v_cache, *given, prefix_only=prefix_only)
-            return
-        splits, partials = self.splits_of(q, max_seq_len), None
-        if splits > 1:
-            partials = GPU.empty(*blank((splits, q.shape[0], q.shape[1], q.shape[2] + 1), torch.float32))
-        num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], self.num_kv_heads, config.tile_rows) * splits
-        mask = options["tree_mask"] if config.tree else None
-        own = {} if unpacked is None else {"max_pages": unpacked[0], "tile_scales": address_of(unpacked[1])}
-        assert self.send is not None
-        self.send(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            cu_seqlens=cu_seqlens_q,
-            seq_lens=lengths,
-            out=out,
-            lse=address_of(lse),
-            other_out=address_of(other[0]),
-            other_lse=address_of(other[1]),
-            counter=GPU.workspace(index, GPU.stream(index), COUNTER_WORDS),
-            prefix_only=prefix_only,
-            softmax_scale=self.softmax_scale if softmax_scale is None else softmax_scale,
-            block_table=address_of(table),
-            tree_mask=address_of(mask),
-            tree_words=0 if mask is None else mask.shape[1],
-            num_splits=splits,
-            partials=address_of(partials),
-            num_ctas=min(num_tiles, self.num_sms),
-            options=options,
-            **own,
+        launches = self.launches_for(q.shape[0], options["max_seq_len"])
+        launches.call(
+            q, k_cache, v_cache, cu_seqlens_q, lengths, out, lse, softmax_scale, options, prefix_only=prefix_only
         )
-        if splits > 1:
-            assert self.combine is not None
-            sinks = options["sinks"] if config.features.sinks else None
-            self.combine(
-                out=out, cu_seqlens=cu_seqlens_q, partials=address_of(partials), lse=address_of(lse),
-                sinks=address_of(sinks), num_splits=splits,
-            )  # fmt: skip
 
-    def splits_of(self, q: torch.Tensor, max_seq_len: int | None) -> int:
-        """Of a launch; max_seq_len: of its requests, if known."""
-        if self.combine is None:
-            return 1
-        if self.num_splits is not None:
-            return self.num_splits
-        most = self.max_seq_len if max_seq_len is None else min(self.max_seq_len, max_seq_len)
-        heads, tile_rows = self.num_kv_heads, self.config.tile_rows
-        return choose_splits(q.shape[0], self.batch, q.shape[1], heads, most, self.num_sms, tile_rows)
-
-    def key_rows_for(self, q: torch.Tensor) -> ExtendPlan | None:
-        """The plan of key rows that serves such queries; None if this one does."""
-        shape = (q.shape[0], self.batch, q.shape[1], self.num_kv_heads, self.num_sms)
-        return next((plan for plan in self.key_rows if serves_key_rows(plan.config, *shape)), None)
+    def launches_for(self, num_queries: int, max_seq_len: int | None) -> Launches:
+        """Of the way that serves a call; max_seq_len: of its requests, if known."""
+        ways = (way for way in self.ways if way.serves is None or way.serves(num_queries, max_seq_len))
+        return next(ways).launches
 
 
 def make_plan(call: ExtendCall, config: ExtendConfig | None = None) -> ExtendPlan:
     """The plan of a checked call; ``config`` instead of what the schedule would choose."""
+    base, device = call.base, call.q.device
     chosen, *others = configs_of(call, config)
-    newer = make_plan_of(call, others[0]) if others else None
-    plan = make_plan_of(call, chosen, newer)
-    return replace(plan, key_rows=_key_rows_plans(call, chosen)) if config is None else plan
+    return ExtendPlan(
+        ways=_ways_of(call, chosen, WAYS if config is None else WAYS_OF_A_CONFIG),
+        device_index=device.index,
+        k_view=byte_view(base.k.cache) if chosen.decodes else None,
+        v_view=byte_view(base.v.cache) if chosen.decodes else None,
+        copies_table=base.block_table is not None and not base.block_table.is_contiguous(),
+        has_cache=base.k.cache.numel() > 0 and base.max_seq_len > 0,
+        newer=_launch_of(call, others[0]) if others else None,
+    )
 
 
 def configs_of(call: ExtendCall, config: ExtendConfig | None = None) -> list[ExtendConfig]:
@@ -222,30 +149,107 @@ def configs_of(call: ExtendCall, config: ExtendConfig | None = None) -> list[Ext
     return [older, choose_newer(config)]
 
 
-def make_plan_of(call: ExtendCall, config: ExtendConfig, newer: ExtendPlan | None = None) -> ExtendPlan:
-    """The plan of a launch of ``config``; newer: that of a launch that merges what this one makes."""
-    base, coded = call.base, config.decodes
-    table, device = base.block_table, call.q.device
-    unpack = _unpack_plan(call, config)
-    return ExtendPlan(
-        send=None if unpack is not None and unpack.serves_all else _sender(call, config),
+# -- ways -------------------------------------------------------------------------------------------------------------
+
+
+def _ways_of(call: ExtendCall, config: ExtendConfig, kinds: Iterable[WaysOf]) -> tuple[Way, ...]:
+    """In which calls are served whose configuration is ``config``, up to the first that serves all: what would never
+    be asked is not compiled."""
+    ways: list[Way] = []
+    for ways_of in kinds:
+        ways += ways_of(call, config)
+        if ways and ways[-1].serves is None:
+            break
+    return tuple(ways)
+
+
+def _unpacked(call: ExtendCall, config: ExtendConfig) -> list[Way]:
+    """A launch that makes rows of 16 bits of the cache, and attention over them."""
+    if config.unpacked or config.ragged or config.key_rows is not None or call.unpack is False:
+        return []
+    least: int | None = 0
+    if call.unpack is None and not call.fp8_products:
+        least = queries_to_unpack_for(config, call.batch, call.base.group, call.base.window)
+        # Rows' scales are rounded in other places: a request's result would depend on its batch.
+        is_fixed = call.num_splits is not None and any(config.tile_scales)
+        if least is None or is_fixed:
+            return []
+    unpack, attention = choose_fp8(config) if call.fp8_products else choose_unpacked(config)
+    table, num_sms = call.base.block_table, _num_sms(call)
+    fixed: dict[str, int | float] = {
+        "window": call.base.window or 0,
+        "max_pages": 0 if table is None else table.shape[1],
+        "num_ctas": num_sms * UNPACK_CTAS_PER_SM,
+    }
+    send = UNPACK.bound(load(UnpackSpec(unpack), arch_of(call.q.device.index)), fixed)
+    launches = UnpackedLaunches(send, unpack, _launch_of(call, attention))
+    is_asked_for = call.unpack is True or call.fp8_products
+    if is_asked_for and least == 0:
+        return [Way(launches)]
+
+    def serves(num_queries: int, max_seq_len: int | None) -> bool:
+        enough = num_queries >= least
+        return enough and (is_asked_for or launches.num_bytes(max_seq_len) <= MAX_UNPACKED_BYTES)
+
+    return [Way(launches, serves)]
+
+
+def _key_rows(call: ExtendCall, config: ExtendConfig) -> list[Way]:
+    """Keys as rows of products and a request's few queries as columns. Not with fixed splits: a request's bits would
+    depend on how many queries others have."""
+    if call.num_splits is not None or call.unpack is True or call.fp8_products:
+        return []
+    if not all(_lies_in_pieces(operand) for operand in (call.base.k, call.base.v)):
+        return []
+
+    def way(few: ExtendConfig) -> Way:
+        shape = call.q.shape[1], call.base.num_kv_heads, _num_sms(call)
+        return Way(_launch_of(call, few), lambda queries, _: serves_key_rows(few, queries, call.batch, *shape))
+
+    return [way(few) for few in choose_key_rows(config)]
+
+
+def _as_it_lies(call: ExtendCall, config: ExtendConfig) -> list[Way]:
+    """The cache is read once, however many queries there are."""
+    return [Way(_launch_of(call, config))]
+
+
+WaysOf = Callable[[ExtendCall, ExtendConfig], list[Way]]
+WAYS: tuple[WaysOf, ...] = (_unpacked, _key_rows, _as_it_lies)
+"""What may serve calls of a configuration, in the order in which they are asked."""
+WAYS_OF_A_CONFIG: tuple[WaysOf, ...] = (_unpacked, _as_it_lies)
+"""Where the configuration is given: key rows are one."""
+
+
+def _lies_in_pieces(operand: CacheOperand) -> bool:
+    """Whether key rows can bring a cache: rows of a multiple of 16 bytes by pieces of 16, others by words."""
+    places = operand.cache.data_ptr() | operand.block_stride | operand.token_stride | operand.head_stride
+    return bool(operand.form.row_bytes(operand.head_dim) % ALIGNMENT) or places % ALIGNMENT == 0
+
+
+# -- launches ---------------------------------------------------------------------------------------------------------
+
+
+def _launch_of(call: ExtendCall, config: ExtendConfig) -> ExtendLaunch:
+    """One launch of attention, compiled."""
+    base = call.base
+    return ExtendLaunch(
+        send=_sender(call, config),
         config=config,
-        device_index=device.index,
-        num_sms=max(GPU.num_sms(device) - call.sm_margin, 1),
+        device_index=call.q.device.index,
+        num_sms=_num_sms(call),
         batch=call.batch,
         num_kv_heads=base.num_kv_heads,
         softmax_scale=base.softmax_scale,
-        k_view=byte_view(base.k.cache) if coded else None,
-        v_view=byte_view(base.v.cache) if coded else None,
-        copies_table=table is not None and not table.is_contiguous(),
-        window=base.window or 0,
-        has_cache=base.k.cache.numel() > 0 and base.max_seq_len > 0,
-        newer=newer,
-        unpack=unpack,
-        combine=None if config.merges or call.num_splits == 1 else _combiner(config, device),
-        num_splits=call.num_splits,
         max_seq_len=base.max_seq_len,
+        num_splits=call.num_splits,
+        combine=None if config.merges or call.num_splits == 1 else _combiner(config, call.q.device),
     )
+
+
+def _num_sms(call: ExtendCall) -> int:
+    """That a launch may use."""
+    return max(GPU.num_sms(call.q.device) - call.sm_margin, 1)
 
 
 def _sender(call: ExtendCall, config: ExtendConfig) -> Callable[..., Any]:
@@ -268,39 +272,6 @@ def _sender(call: ExtendCall, config: ExtendConfig) -> Callable[..., Any]:
 
 def _combiner(config: ExtendConfig, device: torch.device) -> Callable[..., Any]:
     return COMBINE.bound(load(combine_spec(config), arch_of(device.index)), {})
-
-
-def _unpack_plan(call: ExtendCall, config: ExtendConfig) -> UnpackPlan | None:
-    """How a call that ``config`` serves could be served over unpacked keys."""
-    if config.unpacked or config.ragged or config.key_rows is not None or call.unpack is False:
-        return None
-    least: int | None = 0
-    if call.unpack is None and not call.fp8_products:
-        least = queries_to_unpack_for(config, call.batch, call.base.group, call.base.window)
-        # Rows' scales are rounded in other places: a request's result would depend on its batch.
-        is_fixed = call.num_splits is not None and any(config.tile_scales)
-        if least is None or is_fixed:
-            return None
-    unpack, attention = choose_fp8(config) if call.fp8_products else choose_unpacked(config)
-    send = UNPACK.bound(load(UnpackSpec(unpack), arch_of(call.q.device.index)), {})
-    is_asked_for = call.unpack is True or call.fp8_products
-    return UnpackPlan(send, unpack, make_plan_of(call, attention), least, is_asked_for)
-
-
-def _key_rows_plans(call: ExtendCall, config: ExtendConfig) -> tuple[ExtendPlan, ...]:
-    """How a call that ``config`` serves is served with few queries a request. Not with fixed splits: a request's bits
-    would depend on how many queries others have."""
-    if call.num_splits is not None or call.unpack is True or call.fp8_products:
-        return ()
-    if not all(_lies_in_pieces(operand) for operand in (call.base.k, call.base.v)):
-        return ()
-    return tuple(make_plan_of(call, few) for few in choose_key_rows(config))
-
-
-def _lies_in_pieces(operand: CacheOperand) -> bool:
-    """Whether key rows can bring a cache: rows of a multiple of 16 bytes by pieces of 16, others by words."""
-    places = operand.cache.data_ptr() | operand.block_stride | operand.token_stride | operand.head_stride
-    return bool(operand.form.row_bytes(operand.head_dim) % ALIGNMENT) or places % ALIGNMENT == 0
 
 
 def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:

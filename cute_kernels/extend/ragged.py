@@ -13,7 +13,7 @@ from cute_kernels.attention import call as attention_call
 from cute_kernels.attention import checks
 from cute_kernels.extend import ops
 from cute_kernels.extend.call import ExtendCall, check_query
-from cute_kernels.extend.plan import ExtendPlan, check_alignment, make_plan_of, problem_of
+from cute_kernels.extend.plan import ExtendPlan, check_alignment, make_plan, problem_of
 from cute_kernels.extend.schedule import choose, choose_newer
 from cute_kernels.runtime.operator import launcher
 from cute_kernels.runtime.plans import identity
@@ -87,7 +87,7 @@ def _checked_launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options)
 def _plan_of(call: ExtendCall) -> RaggedPlan | None:
     if not (call.q.shape[0] and call.base.k.cache.numel() and call.batch):
         return None
-    return RaggedPlan(make_plan_of(call, replace(choose_newer(choose(problem_of(call))), merges=False)))
+    return RaggedPlan(make_plan(call, replace(choose_newer(choose(problem_of(call))), merges=False)))
 
 
 def _without_tokens(call: ExtendCall) -> tuple[torch.Tensor, torch.Tensor]:

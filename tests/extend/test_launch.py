@@ -177,6 +177,26 @@ def test_what_a_configuration_s_calls_may_launch_can_be_prepared():
     assert len(specs_of(config, splits=False)) == 3
 
 
+def test_what_no_call_would_be_served_by_is_not_compiled():
+    for options in ({"unpack": True}, {"unpack": True, "num_splits": 1}):
+        with recording() as recorded:
+            extend_attention(**coded(6, **options))
+        names = [spec.symbol for spec, _ in recorded.loaded if not spec.symbol.startswith("extend_combine")]
+        assert len(names) == 2 and names[0].startswith("extend_unpack") and names[1].endswith("_unpacked"), options
+
+
+@pytest.mark.parametrize("unpack", [False, True])
+def test_block_tables_whose_rows_lie_apart_are_copied(unpack, launches):
+    """For every launch that reads one; the caller's own stays as it is."""
+    pages, table = torch.zeros(9, 64, 2, 68, dtype=torch.uint8), torch.arange(8, dtype=torch.int32).view(2, 4)[:, :3]
+    call: dict[str, Any] = coded(6, block_table=table, unpack=unpack) | {"k_cache": pages, "v_cache": pages}
+    before = dict(call)
+    extend_attention(**call)
+    found = by_name(UNPACK if unpack else ATTENTION, launches[0])
+    assert found["block_table"] not in (0, table.data_ptr()) and found["max_pages"] == 3
+    assert call.keys() == before.keys() and all(call[name] is before[name] for name in call)
+
+
 def by_name(declared: LaunchArguments, launch: Launch) -> dict[str, Any]:
     return dict(zip(declared.names, launch.arguments, strict=True))
 

@@ -18,6 +18,7 @@ from cute_kernels.extend.compile import CombineSpec, ExtendSpec
 from cute_kernels.extend.config import CombineConfig, ExtendConfig
 from cute_kernels.extend.plan import configs_of, make_plan, problem_of
 from cute_kernels.extend.schedule import choose, key_rows_of
+from cute_kernels.extend.ways import ExtendLaunch
 from cute_kernels.runtime.spec import KernelSpec
 from tests.extend.cases import Call, assert_close, make_call
 from tests.gpu.extend_graphs import assert_a_graph_serves
@@ -104,8 +105,8 @@ def check(call: Call, tile_rows: int = 72, **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_calls_of_few_queries_are_served_by_it(name, tile_rows):
     call = variant(name, Q_LENS if tile_rows == 72 else [min(q_len, 10) for q_len in Q_LENS])
-    few = make_plan(check_call(*call.tensors, **call.keywords)).key_rows_for(call.q)
-    assert few is not None and few.config == config_of(call, tile_rows)
+    launch = make_plan(check_call(*call.tensors, **call.keywords)).launches_for(call.q.shape[0], None)
+    assert isinstance(launch, ExtendLaunch) and launch.config == config_of(call, tile_rows)
     out = check(call, tile_rows)
     assert torch.equal(call.run(), out)
 
