@@ -81,16 +81,15 @@ def serving_config(
 ) -> StepConfig | None:
     """As `step_config`, where one launch is what serves.
 
-    A CTA with several KV heads, of caches of tokens first whose rows have headers, has no tests on a GPU yet
-    (docs/design/decode_step.md). What queries meet beside RoPE delays the beginning of each CTA: where many waves of
-    CTAs follow each other an append does it sooner, measured at 15 waves, and not at 4 (docs/design/kv_append.md).
+    What queries meet beside RoPE delays the beginning of each CTA. Where many waves of CTAs follow each other an append
+    does it sooner: measured at 15 waves, and not at 4 (docs/design/kv_append.md).
     """
     config = step_config(schedule.config, append, positions)
-    if config is None or schedule.config.num_heads > 1:
-        return None
+    if config is None or not config.queries_meet_more:
+        return config
     ctas = problem.batch * schedule.head_blocks * schedule.num_splits
     places = problem.num_sms * schedule.config.ctas_per_sm
-    return None if config.queries_meet_more and ctas > MOST_WAVES * places else config
+    return config if ctas <= MOST_WAVES * places else None
 
 
 def step_config(attention: DecodeConfig, append: AppendConfig, positions: bool = False) -> StepConfig | None:

@@ -70,6 +70,7 @@ OTHERS = {
     "heads first, many queries of a head": Case(HEADS_FIRST.with_(num_q_heads=16, num_kv_heads=1), (900, 33)),
     "heads first, rows of 64": Case(HEADS_FIRST.with_(head_dim=64, rope=Rope(64)), (300, 1, 700)),
     "heads first, rows of 256": Case(HEADS_FIRST.with_(kv_format="bf16", head_dim=256, rope=Rope(64)), (300, 1, 700)),
+    "heads of a CTA": Case(GROUPED.with_(num_q_heads=40, page_size=64), (300, 1, 700)),
     "tokens first, 16 bits": Case(GROUPED.with_(kv_format="bf16", num_q_heads=40, page_size=64), (300, 1, 700)),
     "tokens first, 8 bits": Case(GROUPED.with_(kv_format="e4m3_tensor"), (6000, *range(1, 60), 2000)),
     "16 new tokens": Case(GROUPED.with_(num_q_heads=8), (16, 31, 700, 1024), 16),
@@ -116,7 +117,8 @@ def specs():
     return list(dict.fromkeys([*found, *needed_by(lambda: decode_in_a_cache("cpu", fused=True))]))
 
 
-BOTH = {"ragged": RAGGED}
+TOKENS_FIRST = ("one long request", "one token each", "ragged, some of them long", "fixed splits", "heads of a CTA")
+BOTH = {"ragged": RAGGED} | {name: OTHERS[name] for name in TOKENS_FIRST}
 BOTH |= {name: case for name, case in OTHERS.items() if name.startswith(("heads first, ", "tokens first, "))}
 
 

@@ -160,18 +160,19 @@ def test_a_step_in_one_launch_reads_nothing_before_the_launch_before_it_has_ende
 
 @pytest.mark.parametrize("changes", [{}, {"terms": NORMS}, {"transform": RowTransform(k_rotation=32)}])
 def test_queries_that_meet_more_than_rope_are_an_appends_where_many_waves_of_ctas_follow_each_other(changes):
-    """As measured with 8 KV heads, heads first: 15 waves of 512 requests, 4 of 128."""
+    """As measured with 8 KV heads: 15 waves of 512 requests, heads first; 4 of 128, and of 512, tokens first."""
     append = AppendConfig.alike(
         "int4_g4", "bf16", 128, RowPrologue("half", 128, **changes.get("terms", {})), leads=True
     )
     append = replace(append, transform=changes.get("transform"))
 
-    def served(batch: int) -> bool:
-        of = problem("int4_g4", batch, 8, page_tokens=64, features=HEADS_FIRST, after_append=True)
+    def served(batch: int, features: Features) -> bool:
+        of = problem("int4_g4", batch, 8, page_tokens=64, features=features, after_append=True)
         of = replace(of, num_q_heads=32, appends=True)
         return serving_config(of, make_schedule(of), append) is not None
 
-    assert served(128) and served(512) == (not changes)
+    assert served(128, HEADS_FIRST) and served(512, Features(paged=True))
+    assert served(512, HEADS_FIRST) == (not changes)
 
 
 UNSERVED = {

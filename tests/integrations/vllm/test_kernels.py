@@ -14,6 +14,7 @@ from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_cache import CacheTransform
 from cute_kernels.kv_cache.compile import BulkSpec
 from cute_kernels.kv_cache.config import BulkConfig
+from cute_kernels.kv_cache.step_compile import StepSpec
 from cute_kernels.kv_formats import format_of
 from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.schedule import LinearProblem
@@ -52,20 +53,11 @@ def test_attention_of_every_batch_and_every_continuation_is_ready(window: int | 
     decodes = attention_kernels.Decodes((1, 8, 64), 4, 8448, 64, torch.bfloat16)
     specs = attention_kernels.specs([impl, impl], decodes, torch.device("cuda", 0))
     assert len(specs) == len(set(specs))
-    names = [spec.symbol for spec in specs if isinstance(spec, DecodeSpec)]
-    assert any("after_append" in name and "queries" not in name for name in names)
-    assert any("after_append" in name and "queries" in name for name in names)
+    names = [spec.symbol for spec in specs if isinstance(spec, (DecodeSpec, StepSpec))]
+    assert any(name.startswith("step") and "queries" not in name for name in names)
+    assert any(name.startswith("decode") and "after_append" in name and "queries" in name for name in names)
     assert all(("window" in name) == (window == 1024) for name in names)
-    assert families(specs) == {"append", "extend", "decode"}
-
-
-@pytest.mark.usefixtures("h200")
-def test_steps_over_rows_without_headers_are_one_launch():
-    """An append and attention over them are not asked for, but where several tokens are drafted."""
-    decodes = attention_kernels.Decodes((1, 8, 64), 2, 8448, 64, torch.bfloat16)
-    specs = attention_kernels.specs([layer("e4m3_tensor", "e4m3_tensor")], decodes, torch.device("cuda", 0))
-    after = [spec.symbol for spec in specs if "after_append" in spec.symbol]
-    assert {(name.split("_")[0], "queries" in name) for name in after} == {("step", False), ("decode", True)}
+    assert families(specs) == {"append", "extend", "decode", "step"}
 
 
 def families(specs: list[KernelSpec]) -> set[str]:
@@ -77,8 +69,7 @@ def test_prompts_that_extend_attention_does_not_serve_are_dequantised():
     decodes = attention_kernels.Decodes((1, 8), 1, 8448, 64, torch.bfloat16)
     for impl in (layer("int8_channel", "int8_channel"), layer("bf16", "int4_g4")):
         specs = attention_kernels.specs([impl], decodes, torch.device("cuda", 0))
-        in_one = {"step"} if impl.formats.k.name == "int8_channel" else set()
-        assert families(specs) == {"append", "dequantize", "decode"} | in_one
+        assert families(specs) == {"append", "dequantize", "decode", "step"}
 
 
 @pytest.mark.usefixtures("h200")
@@ -96,8 +87,10 @@ def test_a_transformed_cache_is_dequantised_in_fp32_and_has_appends_of_its_own()
     appends = [symbol for symbol in symbols if symbol.startswith("append")]
     assert len(appends) == 5 and sum("center_v_factor_k32" in symbol for symbol in appends) == 3
     assert sum("_decode_leads" in symbol for symbol in appends) == 1  # of one token alone, through the transform
-    restored = [symbol for symbol in symbols if symbol.startswith("decode") and "v_factor" in symbol]
-    assert restored and all("after_append" in symbol for symbol in restored)
+    steps = [symbol for symbol in symbols if "after_append" in symbol]
+    assert {symbol.split("_")[0] for symbol in steps} == {"step"}
+    assert any("v_factor" in symbol for symbol in steps) and not all("v_factor" in symbol for symbol in steps)
+    assert not any("v_factor" in symbol for symbol in symbols if symbol.startswith("decode"))
 
 
 @pytest.mark.usefixtures("h200")
