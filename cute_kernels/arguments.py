@@ -101,6 +101,19 @@ def check_positive(name: str, value: object) -> None:
         raise ValueError(f"{name}: got {value}, want a positive finite number")
 
 
+def check_number(name: str, value: object, least: int | None = None) -> None:
+    """Raises TypeError or ValueError unless ``value`` is a finite number of at least ``least``.
+
+    By comparisons alone: `torch.compile` makes guards of them where it traces a number for all values at once.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, want a number")
+    lowest = -sys.float_info.max if least is None else least
+    if not lowest <= value <= sys.float_info.max:  # an int may be beyond all floats, too
+        wanted = "a finite number" if least is None else f"a finite number of at least {least}"
+        raise ValueError(f"{name}: got {value}, want {wanted}")
+
+
 def is_one_of(value: object, choices: Container[int]) -> bool:
     """Whether ``value`` is an int among ``choices``: 64.0 and True are not, which compare equal to ints."""
     return isinstance(value, int) and not isinstance(value, bool) and value in choices

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.arguments import check_number, check_tensors, shape_of
 from cute_kernels.kv_cache.config import MAX_TRANSFORMED_HEADS, RowTransform, row_transform_of
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.kv_cache.transforms import CacheTransform, check_transform
@@ -277,8 +277,7 @@ def _check_extras(call: AppendCall) -> None:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, want {call.k.dtype}, that of k")
         if tensor.shape != (size,):
             raise ValueError(f"{name}: got shape {shape_of(tensor)}, want [{size}]")
-    if not isinstance(call.norm_eps, (int, float)) or not call.norm_eps >= 0:
-        raise ValueError(f"norm_eps: got {call.norm_eps!r}, want a number of at least 0")
+    check_number("norm_eps", call.norm_eps, least=0)
     if call.rope is None:
         return
     if not isinstance(call.rope, Rope):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from cute_kernels.arguments import check_tensors
+from cute_kernels.arguments import check_number, check_tensors
 from cute_kernels.linear.reference import ACTIVATIONS, out_features
 from cute_kernels.weight_formats.integers import SCALE_DTYPES
 
@@ -49,11 +47,8 @@ def check_norm(norm: torch.Tensor, eps: object, offset: object, x: torch.Tensor)
     _check("norm", norm, norm.dtype, (x.shape[-1],), x.device)
     if not norm.is_contiguous():
         raise ValueError(f"norm: got strides {norm.stride()}, want a contiguous tensor")
-    for name, value, least in (("norm_eps", eps, 0.0), ("norm_offset", offset, -math.inf)):
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise TypeError(f"{name}: got {value!r}, want a number")
-        if not (math.isfinite(value) and value >= least):
-            raise ValueError(f"{name}: got {value}, want a finite number" + (" of at least 0" if least == 0 else ""))
+    check_number("norm_eps", eps, least=0)
+    check_number("norm_offset", offset)
 
 
 def check_norm_place(norm: torch.Tensor) -> None:

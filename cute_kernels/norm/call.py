@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_tensors, check_together, row_stride, shape_of
+from cute_kernels.arguments import check_number, check_tensors, check_together, row_stride, shape_of
 from cute_kernels.norm.config import MAX_COLUMNS, VECTOR, NormKind
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -47,8 +46,8 @@ def check_call(call: NormCall) -> None:
     if x.numel() // n > MAX_ROWS:
         raise ValueError(f"x: got {x.numel() // n} rows, want at most {MAX_ROWS}")
     check_together(**call.tensors)
-    _check_number("eps", call.eps, least=0.0)
-    _check_number("weight_offset", call.weight_offset)
+    check_number("eps", call.eps, least=0)
+    check_number("weight_offset", call.weight_offset)
     _check_weight("weight", call.weight, n, (x.dtype, torch.float32))
     if call.bias is not None:
         _check_weight("bias", call.bias, n, (call.weight.dtype,))
@@ -63,14 +62,6 @@ def check_call(call: NormCall) -> None:
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want it contiguous")
     _check_places(call)
-
-
-def _check_number(name: str, value: object, least: float | None = None) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name}: got {value!r}, want a number")
-    if not math.isfinite(value) or (least is not None and value < least):
-        wanted = "a finite number" if least is None else f"a finite number of at least {least:g}"
-        raise ValueError(f"{name}: got {value}, want {wanted}")
 
 
 def _check_weight(name: str, tensor: torch.Tensor, n: int, dtypes: tuple[torch.dtype, ...]) -> None:

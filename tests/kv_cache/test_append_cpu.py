@@ -240,7 +240,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "bias of no q": ({"q": None, "qkv_bias": (torch.zeros(8), None, None)}, "q_bias: got a tensor without q, want"),
     "norm of all heads": ({"k_norm": torch.ones(256).bfloat16()}, r"k_norm: got shape \[256\], want \[128\]"),
     "norm with gaps": ({"q_norm": torch.ones(256).bfloat16()[::2]}, "q_norm: got strides .* want it contiguous"),
-    "negative eps": ({"norm_eps": -1.0}, "norm_eps: got -1.0, want a number of at least 0"),
+    "negative eps": ({"norm_eps": -1.0}, "norm_eps: got -1.0, want a finite number of at least 0"),
     "scale of nothing": ({"k_scale": torch.ones(())}, "k_scale: got a tensor, want None: bf16 has no scale beside"),
 }  # fmt: skip
 
