@@ -23,51 +23,24 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-VOCABULARY = 2048
+from tests.gpu.vllm_scenarios import (
+    BLOCK,
+    CONFIG,
+    GRAPHS,
+    GROUP,
+    MAX_MODEL_LEN,
+    MAX_REQUESTS,
+    VOCABULARY,
+    WIDE,
+    Scenario,
+    kernels_of,
+)
+
 NEW_TOKENS = 24
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "float16",
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-LATENT = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "num_key_value_heads": CONFIG["num_attention_heads"],
-    "head_dim": None,
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 128,
-    "first_k_dense_replace": CONFIG["num_hidden_layers"],  # no experts
-}
-"""Changes to CONFIG that make latent attention (MLA) of it."""
 
 
 def attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
@@ -89,23 +62,6 @@ def attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
         "kv_b_proj": (heads * (nope + value), latent),
         "o_proj": (hidden, heads * value),
     }
-
-
-GROUP = 128  # inputs of a layer that share a scale
-W4 = {
-    "quantization_config": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP},
-            }
-        },
-    }
-}
-"""Changes to CONFIG that make 4-bit weights of it."""
 
 
 def quantised(name: str, weight: Any) -> dict[str, Any]:
@@ -173,34 +129,6 @@ def prompts() -> list[list[int]]:
     return found
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """One engine.
-
-    Attributes:
-        kv: what --kv-cache-dtype is given. kv_format: of this package, instead of it; empty for none.
-        chunk: tokens of a step, at most.
-        tokens: that the cache has room for.
-        model: changes to CONFIG. engine: more arguments of the engine.
-        leaves_mla: whether MLA is left to FlashMLA's kernels, though the seam is replaced.
-        what: of this module's functions of an engine and a scenario, the one that is called.
-    """
-
-    kv: str = "auto"
-    kv_format: str = ""
-    chunk: int = 512
-    tokens: int = 12288
-    model: dict[str, Any] = field(default_factory=dict)
-    engine: dict[str, Any] = field(default_factory=dict)
-    what: str = "generate_twice"
-    leaves_mla: bool = False
-
-
-BLOCK, MAX_REQUESTS = 16, 32
-GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}
-"""No torch.compile: a model of this size gains nothing, and starts four times as fast."""
-
-
 def start(scenario: Scenario, folder: Path) -> Any:
     """The engine of a scenario."""
     import vllm
@@ -210,7 +138,12 @@ def start(scenario: Scenario, folder: Path) -> Any:
     config = {**CONFIG, **scenario.model}
     (folder / "config.json").write_text(json.dumps(config))
     write_model(folder, config)
-    usual = {"compilation_config": GRAPHS, "max_model_len": 2048, "max_num_seqs": MAX_REQUESTS, "block_size": BLOCK}
+    usual = {
+        "compilation_config": GRAPHS,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_REQUESTS,
+        "block_size": BLOCK,
+    }
     arguments = {**usual, **scenario.engine}
     return vllm.LLM(
         model=str(folder),
@@ -262,9 +195,6 @@ def generate_wide(llm: Any, scenario: Scenario, folder: Path) -> dict[str, Any]:
     """A prompt that is nearly as long as a prompt may be, beside short ones; again as a prefix hit."""
     asked = random_prompts([WIDE - NEW_TOKENS, 1, 300])
     return {"results": [*generate(llm, asked), *generate(llm, asked)]}
-
-
-WIDE = 131072
 
 
 def generate_many(llm: Any, scenario: Scenario, folder: Path) -> dict[str, Any]:
@@ -398,33 +328,10 @@ def make_ready(scenarios: list[Scenario]) -> None:
     """Compiles what all engines will ask for, side by side."""
     import torch
 
-    from cute_kernels.integrations.vllm import attention_kernels, kv_formats, prepare
+    from cute_kernels.integrations.vllm import prepare
 
     invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
-    specs: dict[Any, None] = {}
-    for scenario in scenarios:
-        if (scenario.kv == "auto" and not scenario.kv_format) or "kv_lora_rank" in scenario.model:
-            continue  # vLLM's own, and MLA, which says by itself what it asks for
-        os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = scenario.kv_format
-        config, ranks = {**CONFIG, **scenario.model}, scenario.engine.get("tensor_parallel_size", 1)
-        kv_heads = max(config["num_key_value_heads"] // ranks, 1)
-        layer = SimpleNamespace(
-            formats=kv_formats.formats_for(scenario.kv),
-            head_size=config["head_dim"],
-            num_heads=config["num_attention_heads"] // ranks,
-            num_kv_heads=kv_heads,
-            sliding_window=scenario.model.get("sliding_window"),
-            soft_cap=None,
-            sinks=None,
-            transform=kv_formats.transform_for(scenario.kv, kv_heads, config["head_dim"], "cpu"),
-        )
-        drafted = scenario.engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
-        longest = scenario.engine.get("max_model_len", 2048)
-        batches = attention_kernels.batches_up_to(scenario.engine.get("max_num_seqs", MAX_REQUESTS))
-        decodes = attention_kernels.Decodes(batches, 1 + drafted, longest, BLOCK, torch.float16, invariant)
-        device = torch.device("cuda", 0)
-        specs.update(dict.fromkeys(attention_kernels.specs([layer], decodes, device)))
-    prepare.load(torch.device("cuda", 0), specs)
+    prepare.load(torch.device("cuda", 0), kernels_of(scenarios, invariant=invariant))
 
 
 def start_sooner() -> None:

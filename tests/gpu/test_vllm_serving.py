@@ -15,89 +15,13 @@ import torch
 
 from bench.e2e_vllm import Case, environment_of
 from cute_kernels.integrations.vllm.environment import SEAMS
-from tests.gpu.serve_vllm import LATENT, W4, WIDE, Scenario
+from tests.gpu.vllm_scenarios import ENVIRONMENTS, SCENARIOS
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("vllm")
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS, VLLMS = "CuteKernelsAttentionImpl", "FlashAttentionImpl"
-SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-MANY = {
-    "max_num_seqs": 256,
-    "compilation_config": {
-        "mode": 0,
-        "cudagraph_mode": "FULL_DECODE_ONLY",
-        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256],
-    },
-}
-WIDE_MODEL, WIDE_ENGINE = {"max_position_embeddings": WIDE}, {"max_model_len": WIDE}
-FLASHMLA = {"block_size": 64, "attention_backend": "FLASHMLA"}
-COMPILED = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}}
-TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
-ONE_KV_HEAD = {**W4, "num_key_value_heads": 1, "intermediate_size": 1280}  # both GPUs have it; five groups of each MLP
-WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 100}
-
-SCENARIOS: dict[str, dict[str, Scenario]] = {
-    # A process of vLLM's for each of these; FAMILY.NAME is a scenario.
-    "": {
-        "theirs": Scenario(),
-        "theirs-cut": Scenario(chunk=384),
-        "fp16": Scenario(kv_format="fp16"),
-        "fp16-cut": Scenario(kv_format="fp16", chunk=384),
-        "speculation": Scenario(kv_format="fp16", engine={"speculative_config": SPECULATION}),
-        "int8": Scenario("int8_per_token_head"),
-        "fp8-rows": Scenario("fp8_per_token_head"),
-        "fp8": Scenario("fp8"),
-        "int4": Scenario(kv_format="int4_g4"),
-        "int4-rows": Scenario("int4_per_token_head"),
-        "window-theirs": Scenario(model=WINDOW),
-        "window": Scenario(kv_format="fp16", model=WINDOW),
-        "many-theirs": Scenario(tokens=65536, engine=MANY, what="generate_many"),
-        "many": Scenario(kv_format="fp16", tokens=65536, engine=MANY, what="generate_many"),
-        "wide-theirs": Scenario("auto", "", 8192, WIDE + 4096, WIDE_MODEL, WIDE_ENGINE, "generate_wide"),
-        "wide": Scenario("auto", "fp16", 8192, WIDE + 4096, WIDE_MODEL, WIDE_ENGINE, "generate_wide"),
-        "latent-theirs": Scenario(model=LATENT, engine={"block_size": 64, "attention_backend": "FLASH_ATTN_MLA"}),
-        "latent-left": Scenario(model=LATENT, engine=FLASHMLA, leaves_mla=True),
-        "latent": Scenario(model=LATENT, engine=FLASHMLA),
-        "w4": Scenario(kv_format="fp16", model=W4),
-        "w4-fused": Scenario(kv_format="fp16", model=W4, engine=COMPILED),
-        "pair": Scenario(kv_format="fp16", what="beside_another"),
-        "long": Scenario(kv_format="int4_g4", what="serve_long", tokens=16384),
-    },
-    "invariant": {
-        "theirs": Scenario(),
-        "theirs-cut": Scenario(chunk=384),
-        "whole": Scenario(kv_format="fp16"),
-        "cut": Scenario(kv_format="fp16", chunk=384),
-        "int4": Scenario(kv_format="int4_g4"),
-        "int4-cut": Scenario(kv_format="int4_g4", chunk=384),
-    },
-    "two": {
-        "theirs": Scenario(),
-        "theirs-cut": Scenario(chunk=384),
-        "w4-fp8": Scenario("fp8", model=W4),
-        "w4-int4": Scenario(kv_format="int4_g4", model=W4),
-        "w4-one-head": Scenario("int8_per_token_head", model=ONE_KV_HEAD),
-        "fp16-two": Scenario(kv_format="fp16", engine=TWO),
-        "w4-fp8-two": Scenario("fp8", model=W4, engine=TWO),
-        "w4-int4-two": Scenario(kv_format="int4_g4", model=W4, engine=TWO),
-        "w4-one-head-two": Scenario("int8_per_token_head", model=ONE_KV_HEAD, engine=TWO),
-    },
-}
-ENVIRONMENTS = {
-    # What is fused is said where graphs are made.
-    "": {"CUTE_KERNELS_VLLM": ",".join(SEAMS), "VLLM_DISABLE_COMPILE_CACHE": "1"},
-    "invariant": {"VLLM_BATCH_INVARIANT": "1"},
-    # No addresses are looked up, and nothing is sent by NVLink's multicast, which not every machine lends.
-    "two": {
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-        "NCCL_NVLS_ENABLE": "0",
-        "VLLM_DISABLE_COMPILE_CACHE": "1",
-    },
-}
 
 
 class Served:

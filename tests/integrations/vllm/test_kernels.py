@@ -22,6 +22,7 @@ from cute_kernels.moe.checks import MAX_TOKENS
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.weight_formats import integers
+from tests.gpu.vllm_scenarios import SCENARIOS, kernels_of
 
 
 @pytest.fixture
@@ -204,3 +205,14 @@ def test_experts_of_few_and_of_many_tokens_are_ready():
     kinds = {type(spec).__name__ for spec in specs}
     assert {"RangeSpec", "GroupedWgmmaSpec", "RoutingSpec", "CombineSpec"} <= kinds
     assert len(specs) == len(set(specs))
+
+
+@pytest.mark.usefixtures("h200")
+def test_kernels_of_a_served_scenario_can_be_listed_before_it_runs():
+    """Each of two GPUs has one KV head, whose INT4 step is one launch."""
+    scenarios = SCENARIOS["two"]
+    one, two = (kernels_of([scenarios[name]], invariant=False) for name in ("w4-int4", "w4-int4-two"))
+    assert families(one) == {"append", "decode", "extend", "linear"}
+    assert families(two) == {*families(one), "step"}
+    assert families(kernels_of([SCENARIOS[""]["latent"]], invariant=False)) == {"mla"}
+    assert kernels_of([scenarios["theirs"]], invariant=False) == []

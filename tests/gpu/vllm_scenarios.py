@@ -1,0 +1,290 @@
+"""Engines that serve a small random model, as data; and the kernels that they ask for.
+
+    python -m tests.gpu.vllm_scenarios FILE
+
+writes the kernels as a list that `python -m cute_kernels aot build --list FILE` builds a bundle from, without a GPU and
+without vLLM. `serve_vllm` runs scenarios, `test_vllm_serving` judges them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cute_kernels.integrations.vllm import attention_kernels, kv_formats, mla_kernels, prepare
+from cute_kernels.integrations.vllm.environment import SEAMS
+from cute_kernels.linear.schedule import LinearProblem
+from cute_kernels.runtime import KernelSpec, wanted
+from cute_kernels.runtime.gpu import GPU as DEVICE
+from cute_kernels.runtime.gpu import Gpu, standing_in
+from cute_kernels.weight_formats import integers
+from tests.gpu.specs import ARCH, GPU, NUM_SMS
+
+VOCABULARY = 2048
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float16",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+LATENT = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": CONFIG["num_attention_heads"],
+    "head_dim": None,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": CONFIG["num_hidden_layers"],  # no experts
+}
+"""Changes to CONFIG that make latent attention (MLA) of it."""
+
+MLA_QUERIES = 16  # of a request, at most
+GROUP = 128  # inputs of a layer that share a scale
+W4 = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP},
+            }
+        },
+    }
+}
+"""Changes to CONFIG that make 4-bit weights of it."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One engine.
+
+    Attributes:
+        kv: what --kv-cache-dtype is given. kv_format: of this package, instead of it; empty for none.
+        chunk: tokens of a step, at most.
+        tokens: that the cache has room for.
+        model: changes to CONFIG. engine: more arguments of the engine.
+        leaves_mla: whether MLA is left to FlashMLA's kernels, though the seam is replaced.
+        what: of `serve_vllm`'s functions of an engine and a scenario, the one that is called.
+    """
+
+    kv: str = "auto"
+    kv_format: str = ""
+    chunk: int = 512
+    tokens: int = 12288
+    model: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    what: str = "generate_twice"
+    leaves_mla: bool = False
+
+
+BLOCK, MAX_REQUESTS, MAX_MODEL_LEN = 16, 32, 2048
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}
+"""No torch.compile: a model of this size gains nothing, and starts four times as fast."""
+
+WIDE = 131072
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+MANY = {
+    "max_num_seqs": 256,
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256],
+    },
+}
+WIDE_MODEL, WIDE_ENGINE = {"max_position_embeddings": WIDE}, {"max_model_len": WIDE}
+FLASHMLA = {"block_size": 64, "attention_backend": "FLASHMLA"}
+COMPILED = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}}
+TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
+ONE_KV_HEAD = {**W4, "num_key_value_heads": 1, "intermediate_size": 1280}  # both GPUs have it; five groups of each MLP
+WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 100}
+
+SCENARIOS: dict[str, dict[str, Scenario]] = {
+    # A process of vLLM's for each of these; FAMILY.NAME is a scenario.
+    "": {
+        "theirs": Scenario(),
+        "theirs-cut": Scenario(chunk=384),
+        "fp16": Scenario(kv_format="fp16"),
+        "fp16-cut": Scenario(kv_format="fp16", chunk=384),
+        "speculation": Scenario(kv_format="fp16", engine={"speculative_config": SPECULATION}),
+        "int8": Scenario("int8_per_token_head"),
+        "fp8-rows": Scenario("fp8_per_token_head"),
+        "fp8": Scenario("fp8"),
+        "int4": Scenario(kv_format="int4_g4"),
+        "int4-rows": Scenario("int4_per_token_head"),
+        "window-theirs": Scenario(model=WINDOW),
+        "window": Scenario(kv_format="fp16", model=WINDOW),
+        "many-theirs": Scenario(tokens=65536, engine=MANY, what="generate_many"),
+        "many": Scenario(kv_format="fp16", tokens=65536, engine=MANY, what="generate_many"),
+        "wide-theirs": Scenario("auto", "", 8192, WIDE + 4096, WIDE_MODEL, WIDE_ENGINE, "generate_wide"),
+        "wide": Scenario("auto", "fp16", 8192, WIDE + 4096, WIDE_MODEL, WIDE_ENGINE, "generate_wide"),
+        "latent-theirs": Scenario(model=LATENT, engine={"block_size": 64, "attention_backend": "FLASH_ATTN_MLA"}),
+        "latent-left": Scenario(model=LATENT, engine=FLASHMLA, leaves_mla=True),
+        "latent": Scenario(model=LATENT, engine=FLASHMLA),
+        "w4": Scenario(kv_format="fp16", model=W4),
+        "w4-fused": Scenario(kv_format="fp16", model=W4, engine=COMPILED),
+        "pair": Scenario(kv_format="fp16", what="beside_another"),
+        "long": Scenario(kv_format="int4_g4", what="serve_long", tokens=16384),
+    },
+    "invariant": {
+        "theirs": Scenario(),
+        "theirs-cut": Scenario(chunk=384),
+        "whole": Scenario(kv_format="fp16"),
+        "cut": Scenario(kv_format="fp16", chunk=384),
+        "int4": Scenario(kv_format="int4_g4"),
+        "int4-cut": Scenario(kv_format="int4_g4", chunk=384),
+    },
+    "two": {
+        "theirs": Scenario(),
+        "theirs-cut": Scenario(chunk=384),
+        "w4-fp8": Scenario("fp8", model=W4),
+        "w4-int4": Scenario(kv_format="int4_g4", model=W4),
+        "w4-one-head": Scenario("int8_per_token_head", model=ONE_KV_HEAD),
+        "fp16-two": Scenario(kv_format="fp16", engine=TWO),
+        "w4-fp8-two": Scenario("fp8", model=W4, engine=TWO),
+        "w4-int4-two": Scenario(kv_format="int4_g4", model=W4, engine=TWO),
+        "w4-one-head-two": Scenario("int8_per_token_head", model=ONE_KV_HEAD, engine=TWO),
+    },
+}
+ENVIRONMENTS = {
+    # What is fused is said where graphs are made.
+    "": {"CUTE_KERNELS_VLLM": ",".join(SEAMS), "VLLM_DISABLE_COMPILE_CACHE": "1"},
+    "invariant": {"VLLM_BATCH_INVARIANT": "1"},
+    # No addresses are looked up, and nothing is sent by NVLink's multicast, which not every machine lends.
+    "two": {
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "NCCL_NVLS_ENABLE": "0",
+        "VLLM_DISABLE_COMPILE_CACHE": "1",
+    },
+}
+
+
+def specs() -> list[KernelSpec]:
+    """The kernels of all scenarios on the GPU that is here, or on an H200."""
+    other = Gpu(num_sms=lambda device: NUM_SMS, name=lambda device: GPU)
+    with nullcontext() if torch.cuda.is_available() else standing_in(other):
+        found = (
+            spec
+            for family, scenarios in SCENARIOS.items()
+            for spec in kernels_of(scenarios.values(), invariant="VLLM_BATCH_INVARIANT" in ENVIRONMENTS[family])
+        )
+        return list(dict.fromkeys(found))
+
+
+def kernels_of(scenarios: Iterable[Scenario], *, invariant: bool) -> list[KernelSpec]:
+    """The kernels that engines ask for, but for those of what they fuse."""
+    found: dict[KernelSpec, None] = {}
+    for scenario in {_kind(scenario): scenario for scenario in scenarios}.values():
+        if "kv_lora_rank" in scenario.model:
+            found.update(dict.fromkeys(_latent_kernels(scenario)))
+        elif scenario.kv != "auto" or scenario.kv_format:
+            found.update(dict.fromkeys(_attention_kernels(scenario, invariant)))
+        if "quantization_config" in scenario.model:
+            found.update(dict.fromkeys(_linear_kernels(scenario)))
+    return list(found)
+
+
+def _kind(scenario: Scenario) -> str:
+    """What decides a scenario's kernels."""
+    return repr((scenario.kv, scenario.kv_format, scenario.model, scenario.engine))
+
+
+def _heads(scenario: Scenario) -> tuple[dict[str, Any], int, int]:
+    """A scenario's configuration, and the heads and KV heads of one of its GPUs."""
+    config, ranks = {**CONFIG, **scenario.model}, scenario.engine.get("tensor_parallel_size", 1)
+    return config, config["num_attention_heads"] // ranks, max(config["num_key_value_heads"] // ranks, 1)
+
+
+def _attention_kernels(scenario: Scenario, invariant: bool) -> list[KernelSpec]:
+    config, heads, kv_heads = _heads(scenario)
+    with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": scenario.kv_format}):
+        formats = kv_formats.formats_for(scenario.kv)
+    layer = SimpleNamespace(
+        formats=formats,
+        head_size=config["head_dim"],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        sliding_window=scenario.model.get("sliding_window"),
+        soft_cap=None,
+        sinks=None,
+        transform=kv_formats.transform_for(scenario.kv, kv_heads, config["head_dim"], "cpu"),
+    )
+    drafted = scenario.engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
+    longest = scenario.engine.get("max_model_len", MAX_MODEL_LEN)
+    batches = attention_kernels.batches_up_to(scenario.engine.get("max_num_seqs", MAX_REQUESTS))
+    decodes = attention_kernels.Decodes(batches, 1 + drafted, longest, BLOCK, torch.float16, invariant)
+    return attention_kernels.specs([layer], decodes, torch.device("cuda", 0))
+
+
+def _latent_kernels(scenario: Scenario) -> list[KernelSpec]:
+    _, heads, _ = _heads(scenario)
+    batches = attention_kernels.batches_up_to(MAX_REQUESTS)
+    page = scenario.engine["block_size"]
+    decodes = mla_kernels.Decodes("mla_fp16", False, heads, batches, (1, MLA_QUERIES), MAX_MODEL_LEN, page)
+    return mla_kernels.specs(decodes, NUM_SMS)
+
+
+def _linear_kernels(scenario: Scenario) -> Iterator[KernelSpec]:
+    config, heads, kv_heads = _heads(scenario)
+    ranks, hidden = scenario.engine.get("tensor_parallel_size", 1), config["hidden_size"]
+    middle, columns = config["intermediate_size"] // ranks, heads * config["head_dim"]
+    shapes = {
+        (columns + 2 * kv_heads * config["head_dim"], hidden),
+        (hidden, columns),
+        (2 * middle, hidden),
+        (hidden, middle),
+    }
+    captured = scenario.engine.get("compilation_config", GRAPHS)["cudagraph_capture_sizes"]
+    rows = prepare.RowCounts(tuple(captured), scenario.chunk).all()
+    for n, k in sorted(shapes):
+        problem = LinearProblem(1, n, k, k, integers(4, GROUP), "fp16")
+        for m in rows:
+            yield from prepare.specs_for(problem, m, DEVICE.name(0))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, metavar="FILE")
+    file: Path = parser.parse_args(arguments).file
+    found = specs()
+    wanted.write(file, found, ARCH)
+    print(f"{len(found)} kernels")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
