@@ -202,6 +202,11 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def _kept(before: torch.Tensor | None, now: torch.Tensor) -> torch.Tensor:
+    """``now``, where ``before`` lies if there is one: captured graphs read it there when weights are loaded again."""
+    return now if before is None else before.copy_(now)
+
+
 class CuteKernelsAttentionImpl(AttentionImpl):
     """A layer's attention. Arguments as vLLM passes them to every implementation."""
 
@@ -240,8 +245,9 @@ class CuteKernelsAttentionImpl(AttentionImpl):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         if self.sinks is not None:
-            self.sink_logits = self.sinks.detach().float().contiguous()
-            self.flash_sinks = self.sinks.detach().to(torch.bfloat16)  # FlashAttention-3 takes no others
+            self.sink_logits = _kept(self.sink_logits, self.sinks.detach().float().contiguous())
+            # FlashAttention-3 takes no others.
+            self.flash_sinks = _kept(self.flash_sinks, self.sinks.detach().to(torch.bfloat16))
 
     def forward(
         self,

@@ -33,6 +33,9 @@ def examine() -> Finding:
     if versions.interface_of(version) is None:
         remedy = f"supported: {versions.supported()}; everything is left to vLLM"
         return Finding("vllm", LIMITED, f"{version} is installed, nothing is replaced", remedy)
+    if not environment.is_loaded():
+        remedy = f"add {environment.PLUGIN} to it, or unset it"
+        return Finding("vllm", LIMITED, f"{environment.VLLMS_PLUGINS} does not name {environment.PLUGIN}", remedy)
     if not seams:
         return Finding("vllm", OK, f"{version}, nothing is replaced ({environment.SWITCH}=0)")
     replaced = ", ".join(REPLACED[seam] for seam in seams)

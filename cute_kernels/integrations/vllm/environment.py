@@ -13,6 +13,10 @@ from pathlib import Path
 SWITCH = "CUTE_KERNELS_VLLM"
 KV_FORMAT = "CUTE_KERNELS_VLLM_KV_FORMAT"
 CONSTANTS = "CUTE_KERNELS_VLLM_CONSTANTS"
+VLLMS_PLUGINS = "VLLM_PLUGINS"
+"""vLLM's own switch: the plug-ins that it loads, all if it is unset."""
+PLUGIN = "cute_kernels"
+"""This package's entry point among them."""
 SEAMS = ("linear", "attention", "moe", "mla", "fusion")
 """In the order in which they are replaced."""
 USUAL = tuple(seam for seam in SEAMS if seam != "fusion")
@@ -36,6 +40,12 @@ def wanted_seams() -> tuple[str, ...]:
     if unknown:
         raise ValueError(f"{SWITCH}: got {text!r}, want 0, 1 or a list of {', '.join(SEAMS)}")
     return tuple(seam for seam in SEAMS if seam in names)
+
+
+def is_loaded() -> bool:
+    """Whether vLLM loads the plug-in at all."""
+    named = os.environ.get(VLLMS_PLUGINS)
+    return named is None or PLUGIN in named.split(",")
 
 
 def wanted_kv_format() -> str | None:

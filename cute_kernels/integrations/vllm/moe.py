@@ -27,7 +27,7 @@ from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.versions import Interface
 from cute_kernels.linear.experts import ExpertsForm, PackedExperts
 from cute_kernels.linear.plan import DTYPES
-from cute_kernels.linear.weight import GROUP_SIZES, TILE_N, padded_shape
+from cute_kernels.linear.weight import GROUP_SIZES, TILE_N, padded_shape, symmetric_zero
 from cute_kernels.moe.checks import MAX_TOKENS
 from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.spec import KernelSpec
@@ -223,9 +223,16 @@ def _kernels_of(method: Foreign, layer: Foreign, source: Source) -> Iterator[Ker
         size = 0 if group_size == -1 else group_size
         k_pad = padded_shape((n, k), size or None)[1]
         index = prepare.index_of(scales.device)
-        form = integers(bits, size, zero_point)
+        zeros = getattr(layer, source.zeros.format(name)) if zero_point else None
+        form = integers(bits, size, zeros is not None and not _are_symmetric(zeros, bits))
         forms.append(ExpertsForm(experts, n, k, k_pad, form, scales.dtype, index))
     yield from _asked(method, forms[0], forms[1])
+
+
+def _are_symmetric(zeros: torch.Tensor, bits: int) -> bool:
+    """Whether all zero points in int32 words are the symmetric one; such weights are packed without."""
+    word = symmetric_zero(bits) * (0xFFFFFFFF // ((1 << bits) - 1))
+    return bool((zeros == word - (1 << 32)).all())
 
 
 @functools.cache
@@ -241,7 +248,11 @@ def _asked(method: Foreign, gate_up: ExpertsForm, down: ExpertsForm) -> tuple[Ke
 
 
 def process(method: Foreign, layer: Foreign, source: Source) -> None:
-    """Packs a layer's weights, and gives the method these experts."""
+    """Packs a layer's weights, and gives the method these experts.
+
+    Raises:
+        ValueError: they are loaded again, and other kernels would serve them than captured graphs have.
+    """
     bits, group_size, zero_point, _ = source.form(method)
     packed = {}
     for name, gated in (("w13", True), ("w2", False)):
@@ -260,6 +271,7 @@ def process(method: Foreign, layer: Foreign, source: Source) -> None:
         _set(layer, source.scales.format(name), packed[name].scales)
         if zero_point:
             _set(layer, source.zeros.format(name), packed[name].zeros)
+    _check_same_form(method, packed["w13"].form, packed["w2"].form)
     layer.w13_weight = getattr(layer, source.words.format("w13"))
     layer.w2_weight = getattr(layer, source.words.format("w2"))
     note_served(f"moe {packed['w13'].form[:-1]} {packed['w2'].form[:-1]}")
@@ -277,6 +289,15 @@ def process(method: Foreign, layer: Foreign, source: Source) -> None:
     )
     experts = CuteKernelsExperts(method.moe, method.moe_quant_config, packed["w13"], packed["w2"])
     method.moe_kernel = modular_kernel.FusedMoEKernel(hand_out, experts)
+
+
+def _check_same_form(method: Foreign, gate_up: ExpertsForm, down: ExpertsForm) -> None:
+    """Raises ValueError if a method's experts were of another form before."""
+    before = getattr(method, "cute_kernels_forms", (gate_up, down))
+    if before != (gate_up, down):
+        got, want = (" and ".join(form.format.key for form in forms) for forms in ((gate_up, down), before))
+        raise ValueError(f"experts: got weights loaded again in {got}, want {want}, as graphs were captured with")
+    method.cute_kernels_forms = before
 
 
 def _set(layer: Foreign, name: str, tensor: torch.Tensor | None) -> None:

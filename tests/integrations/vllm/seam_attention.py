@@ -394,6 +394,18 @@ def steps_of_mixed_requests_give_attention_over_everything() -> None:
 
 
 @check
+def sinks_that_are_loaded_again_are_where_captured_graphs_read_them() -> None:
+    impl = Layer("auto", "fp16", sinks=True).make("cpu")
+    before = impl.sink_logits, impl.flash_sinks
+    assert not torch.equal(before[0], torch.full((8,), 2.0))
+    impl.sinks.data.fill_(2)  # vLLM loads weights where they were
+    impl.process_weights_after_loading(torch.float16)
+    for was, now in zip(before, (impl.sink_logits, impl.flash_sinks), strict=True):
+        assert was is now and torch.equal(now.float(), torch.full((8,), 2.0))
+    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+
+
+@check
 def two_gpus_attend_as_one_does() -> None:
     """Each to its own heads: what one GPU gives for them, but for sums that a CPU adds in another order."""
     from vllm.v1.attention.backends import fa_utils

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -49,3 +51,62 @@ def other_experts_are_left_to_vllm_with_a_reason() -> None:
     assert "the activation" in reason(layers.Checkpoint(**usual), activation=SimpleNamespace(value="gelu"))
     assert "biases or limits" in reason(layers.Checkpoint(**usual), w13_bias=torch.zeros(1))
     assert "weights on the input" in reason(layers.Checkpoint(**usual), apply_router_weight_on_input=True)
+
+
+@check
+def kernels_of_experts_are_those_of_their_zero_points() -> None:
+    """A checkpoint of AWQ has zero points even where all are symmetric, and is packed without them then."""
+    from cute_kernels.integrations.vllm import moe
+    from tests.integrations.vllm import layers
+
+    moe.current_platform = hopper()
+    source = moe.SOURCES["AutoAWQMoEMethod"]
+    for bits, symmetric in ((4, False), (4, True), (8, True)):
+        form = layers.Checkpoint("awq", bits, 32, not symmetric, dtype=torch.float16, n=96, k=128)
+        if bits == 8:  # as compressed-tensors has it
+            form, source = replace(form, checkpoint="ct"), moe.SOURCES["CompressedTensorsWNA16MarlinMoEMethod"]
+        experts = layers.make_experts(form, "cpu")
+        experts.method.quant_config.zero_point, experts.method.symmetric = True, False
+        with (
+            mock.patch.object(moe, "compiler_version", lambda: None),
+            mock.patch.object(moe.prepare, "index_of", lambda device: -1),
+            mock.patch.object(moe, "_asked", return_value=()) as asked,
+        ):
+            assert list(moe._kernels_of(experts.method, experts.layer, source)) == []
+        no_hand_out = mock.patch.object(all2all_utils(), "maybe_make_prepare_finalize", lambda **_: None)
+        with no_hand_out, mock.patch.object(moe.modular_kernel, "FusedMoEKernel", lambda hand_out, made: made):
+            moe.process(experts.method, experts.layer, source)
+        made = experts.method.moe_kernel
+        asked.assert_called_once_with(experts.method, made.gate_up.form, made.down.form)
+        assert (made.gate_up.zeros is None) is symmetric
+
+
+@check
+def experts_that_are_loaded_again_in_another_form_are_refused() -> None:
+    """Captured graphs would go on with the kernels that they have."""
+    from cute_kernels.integrations.vllm import moe
+    from tests.integrations.vllm import layers
+
+    moe.current_platform = hopper()
+    source = moe.SOURCES["AutoAWQMoEMethod"]
+    form = layers.Checkpoint("awq", 4, 32, True, dtype=torch.float16, n=96, k=128)
+    first, _ = layers.serve_experts(form, "cpu")
+    again, symmetric = (
+        layers.make_experts(form, "cpu", seed=1),
+        layers.make_experts(replace(form, zero_point=False), "cpu"),
+    )
+    no_hand_out = mock.patch.object(all2all_utils(), "maybe_make_prepare_finalize", lambda **_: None)
+    with no_hand_out, mock.patch.object(moe.modular_kernel, "FusedMoEKernel", lambda hand_out, made: made):
+        moe.process(first.method, again.layer, source)
+        try:
+            moe.process(first.method, symmetric.layer, source)
+        except ValueError as error:
+            assert "experts: got weights loaded again in" in str(error), error
+        else:
+            raise AssertionError("weights of another form were taken")
+
+
+def all2all_utils() -> Any:
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+
+    return all2all_utils

@@ -78,6 +78,11 @@ def doctor_says_what_would_keep_vllm_from_starting() -> None:
     assert "want the seam attention" in said(_KV_FORMAT="int4_g4", **{"": "linear"})
     assert "limited: CUTE_KERNELS_VLLM_CONSTANTS: got" in said(_CONSTANTS="/there")
     assert "/there is no file" in said(_KV_FORMAT="int4_g4", _CONSTANTS="/there")
+    # vLLM's own switch may leave the plug-in out, whatever the others say.
+    with mock.patch.dict(os.environ, {environment.VLLMS_PLUGINS: "another,cute_kernels"}):
+        assert "ok: 0.26.0, replaced" in said()
+    with mock.patch.dict(os.environ, {environment.VLLMS_PLUGINS: "another"}):
+        assert "limited: VLLM_PLUGINS does not name cute_kernels" in said(_KV_FORMAT="int4_g4")
 
 
 @check
