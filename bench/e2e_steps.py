@@ -66,18 +66,30 @@ def points(models: Iterable[str], batches: Iterable[int], contexts: Iterable[int
 
 def run(bench: Bench, chosen: Iterable[Point], seconds: float) -> None:
     """A row for each point under the record's "rows". After so many seconds the rest is left for another run."""
-    chosen = [point for point in chosen if point.key not in {key_of(row) for row in bench.recorder.data["rows"]}]
-    chosen = [point for point in chosen if not _does_not_fit(bench, point)]
+    chosen = [point for point in not_recorded(chosen, bench.recorder.data["rows"]) if not _does_not_fit(bench, point)]
     gpu = torch.cuda.get_device_name()
     wanted = {spec: None for p in chosen for spec in specs(MODELS[p.model], p.case, p.shape.batch, gpu)}
     bench.attempt("kernels", lambda: _load(list(wanted)))
     bench.recorder.set("bytes_per_us", bytes_per_us(bench))
+    measure_in_time(bench, chosen, seconds, lambda point: measure(bench, point))
+
+
+def not_recorded(chosen: Iterable[Point], rows: Iterable[dict[str, Any]]) -> list[Point]:
+    """Those that have no row yet."""
+    recorded = {key_of(row) for row in rows}
+    return [point for point in chosen if point.key not in recorded]
+
+
+def measure_in_time(
+    bench: Bench, chosen: Iterable[Point], seconds: float, row_of: Callable[[Point], dict[str, Any]]
+) -> None:
+    """Records the row of each point, and says how many are left after so many seconds."""
     left = 0
     for point in chosen:
         if bench.recorder.seconds() > seconds:
             left += 1
         else:
-            bench.attempt(point.name, lambda p=point: bench.recorder.add_row(measure(bench, p)))
+            bench.attempt(point.name, lambda p=point: bench.recorder.add_row(row_of(p)))
     if left:
         bench.say(f"{left} figures are left: the same command goes on with this record")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -119,28 +120,28 @@ def test_the_report_says_how_much_faster_a_step_is(record):
     assert "without all-reduce" in table and "| 2.50 |" in table and "| 2.00 |" in table
 
 
-def test_what_is_recorded_is_not_measured_again(monkeypatch):
-    measured = []
-    monkeypatch.setattr(e2e_steps, "measure", lambda bench, point: measured.append(point) or {})
-    monkeypatch.setattr(e2e_steps, "bytes_per_us", lambda bench: 3e6)
-    monkeypatch.setattr(e2e_steps, "_load", lambda wanted: None)
-    monkeypatch.setattr(e2e_steps, "_does_not_fit", lambda bench, point: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+def test_what_is_recorded_is_not_measured_again():
     chosen = e2e_steps.points(["llama2-70b-shard8"], [8], [8192])
-    bench = _Bench(rows())
-    e2e_steps.run(bench, chosen, 100)  # pyright: ignore[reportArgumentType]
-    assert [point.case.name for point in measured] == [
+    left = e2e_steps.not_recorded(chosen, rows())
+    assert [point.case.name for point in left] == [
         case.name for case in CASES if case.name not in ("bf16, bf16 SDPA", "w4, int4_g4")
     ]
-    measured.clear()
-    e2e_steps.run(_Bench([]), chosen, -1)  # pyright: ignore[reportArgumentType]
-    assert not measured
+
+
+def test_what_is_left_when_time_is_over_is_counted():
+    chosen = e2e_steps.points(["llama2-70b-shard8"], [8], [8192])
+    bench: Any = _Bench(rows())
+    e2e_steps.measure_in_time(bench, chosen, 100, lambda point: {"of": point.name})
+    assert bench.recorder.data["rows"][len(rows()) :] == [{"of": point.name} for point in chosen] and not bench.said
+    bench = _Bench([])
+    e2e_steps.measure_in_time(bench, chosen, -1, lambda point: {"of": point.name})
+    assert not bench.recorder.data["rows"] and f"{len(chosen)} figures are left" in bench.said[0]
 
 
 class _Bench:
     def __init__(self, done):
         self.recorder = self
-        self.data = {"rows": list(done)}
+        self.data, self.said = {"rows": list(done)}, []
 
     def seconds(self):
         return 0.0
@@ -149,13 +150,10 @@ class _Bench:
         work()
 
     def say(self, line):
-        pass
-
-    def set(self, key, value):
-        self.data[key] = value
+        self.said.append(line)
 
     def add_row(self, row):
-        pass
+        self.data["rows"].append(row)
 
 
 def test_models_of_the_command_are_those_of_the_loops():
