@@ -20,7 +20,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "calibrate",
         help="find the constants of a model's KV cache (transforms, scales) on text of yours",
         description="Runs a model over text and writes what its KV cache wants to know beforehand: a safetensors file "
-        "that KVCache.set_constants, accelerate(kv_transform=...) and DecodeCache(kv_transform=...) read.",
+        "that KVCache.set_constants, accelerate(kv_transform=...), DecodeCache(kv_transform=...) and, in vLLM, "
+        "CUTE_KERNELS_VLLM_CONSTANTS read.",
     )
     command.add_argument("model", metavar="MODEL", help="a directory, a .gguf file, or a name that transformers knows")
     command.add_argument(

@@ -164,6 +164,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         assert self.reorder_batch_threshold is not None
         self.reorder_batch_threshold = min(self.reorder_batch_threshold, MAX_Q_LEN)
+        self.drafts = self.reorder_batch_threshold > 1
         self.page_size = kv_cache_spec.block_size
         layers = vllm_config.compilation_config.static_forward_context
         kv_constants.give(layers, vllm_config, device)
@@ -229,7 +230,9 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
                 max_seq_len=max(lengths[begin:end]),
             )
         if way is Way.GATHER:
-            return replace(piece, context=self._context(common, lengths[begin:end], requests))
+            # Rows are put one behind the other, which a bound would not do: vLLM's counts each draft as accepted.
+            exact = common.seq_lens[requests].tolist() if self.drafts else lengths[begin:end]
+            return replace(piece, context=self._context(common, exact, requests))
         return _in_parts(piece, common) if way is Way.PARTS else piece
 
     def _context(self, common: CommonAttentionMetadata, lengths: list[int], requests: slice) -> Context:

@@ -344,6 +344,19 @@ def every_token_of_a_step_is_served_once() -> None:
 
 
 @check
+def contexts_of_drafted_tokens_have_the_tokens_that_were_accepted() -> None:
+    """On the host vLLM knows bounds of their lengths alone: as if every draft were accepted."""
+    from cute_kernels.integrations.vllm.attention_metadata import Way
+
+    new, lengths = [17, 19], [40, 57]
+    common = step(new, lengths, pages=6)
+    common.seq_lens_cpu_upper_bound = torch.tensor(lengths, dtype=torch.int32) + 13
+    (piece,) = builder(24, extend=False).build(0, common).pieces
+    assert piece.way is Way.GATHER
+    check_context(piece, new, lengths, common)
+
+
+@check
 def prompts_that_go_on_are_one_launch() -> None:
     """However many tokens each has; few of them over long contexts go to decode attention, which splits those."""
     from cute_kernels.integrations.vllm.attention_metadata import Way
