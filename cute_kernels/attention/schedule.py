@@ -21,7 +21,8 @@ COMBINE_US = 0.8  # combining splits: store and load
 COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
 ALIKE = (7, 8)  # lengths are alike if the longest row has at most 8/7 of the mean
-FEW_ROWS = 4  # rows that differ are cut for one wave of CTAs if these leave room for so many parts of each
+FEW_ROWS = 4  # rows that differ are cut for one wave of CTAs if there are shares for so many parts of each
+ONE_WAVE_PARTS = 2  # of each row, that one wave of CTAs must have room for to be what rows that differ are cut for
 CUT_STEPS = 4  # of the search for the smallest parts of one wave
 MORE_CTAS_PER_SM = 3  # at most, than rows alike would have, for the parts of long requests
 MORE_CTAS_US = 80.0  # one of them for so much streaming, if all requests are as long as they may be
@@ -46,7 +47,8 @@ class DecodeSchedule:
         num_splits: CTAs that share the tokens of a row (a request and the KV heads of a CTA).
         head_blocks: CTAs per split that cover all query heads.
         more_rows: rows of CTAs beyond the batch, for the parts of long requests where lengths differ.
-        shares: of about equal size that all requests together are cut into where lengths differ: what the SMs hold.
+        shares: of about equal size that all requests together are cut into where lengths differ: what the SMs hold, or
+            `FEW_ROWS` for each request, by which the device knows that one wave of CTAs is to take them all.
     """
 
     config: DecodeConfig
@@ -73,9 +75,10 @@ def make_schedule(problem: DecodeProblem, num_splits: int | None = None) -> Deco
     )
     config = configs[index]
     blocks = head_blocks(problem, config)
+    places = max(1, problem.num_sms * config.ctas_per_sm // blocks)
     cut_by_length = config.units and 1 < problem.batch <= MAX_CUT_BATCH
-    more = rows_beyond(problem, config, splits, blocks) if cut_by_length else 0
-    return DecodeSchedule(config, splits, blocks, more, max(1, problem.num_sms * config.ctas_per_sm // blocks))
+    more, shares = room_beyond(problem, places, splits, blocks) if cut_by_length else (0, places)
+    return DecodeSchedule(config, splits, blocks, more, shares)
 
 
 def expected_costs(problem: DecodeProblem, options: list[tuple[DecodeConfig, int]]) -> list[float]:
@@ -116,21 +119,24 @@ def split_options(problem: DecodeProblem, config: DecodeConfig) -> range:
     return range(1, most + 1)
 
 
-def rows_beyond(problem: DecodeProblem, config: DecodeConfig, parts: int, head_blocks: int) -> int:
-    """Rows of ``parts`` CTAs beyond the batch, for the parts of long requests.
+def room_beyond(problem: DecodeProblem, places: int, parts: int, head_blocks: int) -> tuple[int, int]:
+    """(rows of ``parts`` CTAs beyond the batch, for the parts of long requests; shares, as of :class:`DecodeSchedule`).
 
-    Few requests are cut for the CTAs that the SMs hold at a time. Many need more, since each may have one part more
-    than divides it: as many as let all requests be cut into shares of what the SMs hold. Where lengths turn out to be
-    alike these have nothing to do, but come and go: few where that would be felt.
+    Where the ``places`` that SMs have for CTAs of a head block leave room for two parts of each request, lengths that
+    differ are cut for one wave of CTAs. Else each request may have one part more than divides it: as many more CTAs as
+    let all requests be cut into shares of what the SMs hold. These wait for places, so SMs end at different times; and
+    where lengths turn out to be alike they have nothing to do, but come and go: few where that would be felt.
     """
-    shares = problem.num_sms * config.ctas_per_sm // head_blocks
-    if problem.batch * FEW_ROWS <= shares:
-        return max(1, shares // parts - problem.batch)
-    tokens = problem.batch * problem.max_seq_len * problem.num_kv_heads
+    batch = problem.batch
+    if batch * FEW_ROWS <= places:
+        return max(1, places // parts - batch), places
+    if batch * ONE_WAVE_PARTS <= places and batch < places // parts:
+        return places // parts - batch, batch * FEW_ROWS
+    tokens = batch * problem.max_seq_len * problem.num_kv_heads
     streaming_us = tokens * problem.token_bytes / MEMORY_BYTES_PER_US
     per_sm = min(MORE_CTAS_PER_SM, max(1, int(streaming_us / MORE_CTAS_US)))
-    wanted = min(shares + problem.batch - problem.batch * parts, per_sm * problem.num_sms // head_blocks)
-    return max(1, -(-wanted // parts))
+    wanted = min(places + batch - batch * parts, per_sm * problem.num_sms // head_blocks)
+    return max(1, -(-wanted // parts)), places
 
 
 def cut_rows(tiles: list[int], parts: int, more_rows: int, shares: int) -> list[tuple[int, int, int]]:

@@ -1,6 +1,7 @@
 """Every problem gets a schedule that compiles and covers each query head once; known ones get the measured best."""
 
 import dataclasses
+import random
 
 import pytest
 from hypothesis import assume, given, settings
@@ -281,6 +282,28 @@ def test_few_rows_are_cut_for_one_wave():
 def test_parts_are_larger_than_shares_where_there_are_too_few_ctas():
     counts = {row: count for row, _, count in cut_rows([61] + [1] * 19, 1, 4, 132)}  # 24 CTAs
     assert counts == {0: 5} | dict.fromkeys(range(1, 20), 1)
+
+
+@pytest.mark.parametrize("batch", [34, 40, 61, 65])
+def test_one_wave_takes_requests_that_differ_where_it_has_room_for_two_parts_of_each(batch):
+    problem = DecodeProblem.uniform(batch, 8192, 8, 1, 128, "int4_g4", "bf16", features=Features(paged=True))
+    schedule = make_schedule(dataclasses.replace(problem, page_tokens=64, after_append=True, appends=True))
+    ctas = (batch + schedule.more_rows) * schedule.num_splits
+    assert (schedule.config.ctas_per_sm, schedule.more_rows > 0) == (1, True) and ctas <= problem.num_sms
+    generator = random.Random(batch)
+    for _ in range(20):
+        tiles = [generator.randint(1, 128) for _ in range(batch)]
+        units = cut_rows(tiles, schedule.num_splits, schedule.more_rows, schedule.shares)
+        assert batch < len(units) <= ctas
+        assert max(-(-tiles[row] // count) for row, _, count in units) <= 1.5 * sum(tiles) / problem.num_sms
+
+
+@pytest.mark.parametrize("batch", [66, 128])
+def test_parts_wait_for_places_where_one_wave_has_no_room_for_more(batch):
+    problem = DecodeProblem.uniform(batch, 8192, 8, 1, 128, "int4_g4", "bf16", features=Features(paged=True))
+    schedule = make_schedule(dataclasses.replace(problem, page_tokens=64, after_append=True, appends=True))
+    assert schedule.shares == problem.num_sms * schedule.config.ctas_per_sm
+    assert (batch + schedule.more_rows) * schedule.num_splits >= schedule.shares + batch - schedule.num_splits
 
 
 # -- measured choices --------------------------------------------------------------------------------------------------

@@ -59,6 +59,9 @@ OTHERS = {
     "one long request": Case(GROUPED, (5000,)),
     "one token each": Case(GROUPED, (1,) * 40),
     "ragged, some of them long": Case(GROUPED.with_(place="table", page_size=64), (6000, *range(1, 60), 2000)),
+    "heads first, ragged, two parts each": Case(
+        HEADS_FIRST.with_(num_q_heads=8, num_kv_heads=1), tuple(range(7, 4007, 100)), 1
+    ),
     "contiguous": Case(GROUPED.with_(place="contiguous"), (3000, 1, 700)),
     "heads first": Case(GROUPED.with_(layout="HND"), (300, 1, 700)),
     "heads first, one long request": Case(HEADS_FIRST, (5000,)),
@@ -175,15 +178,27 @@ def test_whatever_the_shapes_and_options(name):
 @pytest.mark.parametrize("q_len", [1, 4])
 @pytest.mark.parametrize("kv_format", ["bf16", "int4_g4", "e4m3_tensor", "int8_channel"])
 def test_a_step_is_attention_in_fp64_over_the_cache_that_it_leaves(kv_format, q_len):
-    step = of_format(kv_format, "table", q_len).step()
+    check_against_fp64(of_format(kv_format, "table", q_len))
+
+
+@pytest.mark.parametrize("name", ["ragged, some of them long", "heads first, ragged, two parts each"])
+def test_requests_that_one_wave_takes_are_attention_in_fp64(name):
+    check_against_fp64(OTHERS[name])
+
+
+def check_against_fp64(case: Case) -> None:
+    step, kv_format, q_len = case.step(), case.shape.kv_format, case.q_len
     out, lse = run(step)
     given = {name: step[name].flatten(0, 1) for name in ("q", "k", "v")}
     given |= {name: step[name].clone() for name in ("k_cache", "v_cache")}
     given |= {name: step[name] for name in CACHE if name not in given}
-    starts = q_len * torch.arange(len(EDGES) + 1, dtype=torch.int32, device=CUDA)
-    turned = append_kv(**given, rope=step["rope"], cu_seqlens=starts)
+    if q_len > 1:
+        given["cu_seqlens"] = q_len * torch.arange(len(case.lengths) + 1, dtype=torch.int32, device=CUDA)
+    turned = append_kv(**given, rope=step["rope"])
     assert turned is not None
-    options = {name: step[name] for name in ("block_table", "k_scale", "v_scale") if step[name] is not None}
+    options = {
+        name: step[name] for name in ("block_table", "cache_layout", "k_scale", "v_scale") if step[name] is not None
+    }
     tensors = (turned.view(step["q"].shape), step["k_cache"], step["v_cache"], step["seq_lens"])
     # Scales of channels are folded into the queries, whose 11 bits the LSE of a single token shows.
     assert_close(Call(*tensors, kv_format, options), out, None if kv_format == "int8_channel" else lse)
