@@ -116,9 +116,9 @@ def append_and_decode(
 
     The result is that of the two calls, bit for bit where ``num_splits`` is given. On a GPU the second kernel starts
     while the first one runs: it reads the tokens that were in the cache before, and waits for the append only for the
-    new ones and for the rotated queries. One token a request takes one launch in "HND" caches, and in "NHD" pages whose
-    rows have no scale of their own: attention writes the new rows itself. What a center takes off the scores is another
-    launch's work where a soft cap, sinks or the log-sum-exp see it.
+    new ones and for the rotated queries. One token a request takes one launch in most caches: attention
+    writes the new rows itself (docs/api.md says where not). What a center takes off the scores is another launch's work
+    where a soft cap, sinks or the log-sum-exp see it.
 
     Args:
         q: bf16 or fp16 [batch, q_len, num_q_heads, head_dim], before norm and RoPE; q_len 1 to 16.

@@ -1,6 +1,7 @@
 """Every problem gets a schedule that compiles and covers each query head once; known ones get the measured best."""
 
 import dataclasses
+import functools
 import random
 
 import pytest
@@ -12,7 +13,14 @@ from cute_kernels.attention.compile import DecodeSpec, shipped_specs
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.problem import DecodeProblem
-from cute_kernels.attention.schedule import cut_rows, estimate_us, expected_costs, make_schedule, split_options
+from cute_kernels.attention.schedule import (
+    cut_rows,
+    estimate_us,
+    expected_costs,
+    make_schedule,
+    room_beyond,
+    split_options,
+)
 from cute_kernels.attention.tiles import cannot_read, kernel_format, tiles_of
 from cute_kernels.kv_formats import FORMATS as ALL_FORMATS
 from cute_kernels.kv_formats import HEAD_DIMS, format_of
@@ -260,6 +268,20 @@ def test_units_cover_every_row_and_there_is_a_cta_for_each(tiles: list[int], par
     assert len(units) <= (len(tiles) + more_rows) * parts
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.one_of(st.just(1), st.integers(1, 600)), min_size=2, max_size=300),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 8, 33]),
+    st.integers(1, 1 << 17),
+    st.integers(1, 528),
+)
+def test_however_long_requests_are_there_is_a_cta_for_each_unit(tiles, parts, heads, tokens, places):
+    problem = DecodeProblem.uniform(len(tiles), tokens, 8 * heads, heads, 128, "int4_g4", "bf16")
+    more_rows, shares = room_beyond(problem, places, parts, heads)
+    assert more_rows > 0 and len(cut_rows(tiles, parts, more_rows, shares)) <= (len(tiles) + more_rows) * parts
+
+
 def test_rows_of_one_length_are_cut_as_the_grid_is():
     assert cut_rows([8, 7, 8], 4, 20, 90) == [(row, part, 4) for row in range(3) for part in range(4)]
 
@@ -290,10 +312,13 @@ def test_one_wave_takes_requests_that_differ_where_it_has_room_for_two_parts_of_
     schedule = make_schedule(dataclasses.replace(problem, page_tokens=64, after_append=True, appends=True))
     ctas = (batch + schedule.more_rows) * schedule.num_splits
     assert (schedule.config.ctas_per_sm, schedule.more_rows > 0) == (1, True) and ctas <= problem.num_sms
+    cut = functools.partial(cut_rows, parts=schedule.num_splits, more_rows=schedule.more_rows, shares=schedule.shares)
+    for alike in (1, 2, 128):
+        assert len(cut([alike] * batch)) == batch * min(alike, schedule.num_splits)
     generator = random.Random(batch)
     for _ in range(20):
         tiles = [generator.randint(1, 128) for _ in range(batch)]
-        units = cut_rows(tiles, schedule.num_splits, schedule.more_rows, schedule.shares)
+        units = cut(tiles)
         assert batch < len(units) <= ctas
         assert max(-(-tiles[row] // count) for row, _, count in units) <= 1.5 * sum(tiles) / problem.num_sms
 
