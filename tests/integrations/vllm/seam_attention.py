@@ -357,6 +357,31 @@ def contexts_of_drafted_tokens_have_the_tokens_that_were_accepted() -> None:
 
 
 @check
+def drafted_tokens_without_a_slot_are_not_stored() -> None:
+    """Of a request at the end of its context vLLM drafts on with the length 1 and no slot."""
+    from cute_kernels.integrations.vllm import kv_formats
+    from cute_kernels.integrations.vllm.attention_metadata import Way
+
+    layer = Layer("auto", "fp16", heads=4, dim=64)
+    common = step([1, 1], [1, 40], pages=32)
+    common.slot_mapping[0] = -1
+    common.seq_lens_cpu_upper_bound = torch.tensor([513, 40], dtype=torch.int32)  # of at most 512
+    metadata = builder().build_for_drafting(common, 2)
+    assert metadata.num_decodes == 0 and [piece.way for piece in metadata.pieces] == [Way.PARTS]
+    impl = layer.make("cpu")
+    cache = torch.zeros(64, kv_formats.page_bytes(impl.formats, 64, 16, 2), dtype=torch.uint8)
+    q, k, v = (torch.randn(2, heads, 64, dtype=torch.float16) for heads in (4, 2, 2))
+    output = torch.full_like(q, torch.nan)
+    impl.forward(SimpleNamespace(), q, k, v, cache, metadata, output)
+    written = cache.view(torch.float16).view(64, -1).any(1).nonzero().flatten().tolist()
+    assert written == [int(common.slot_mapping[1]) // 16], written
+    assert not output.isnan().any()
+    common.seq_lens_cpu_upper_bound[0] = 512
+    assert builder().build_for_drafting(common, 2).num_decodes == 2
+    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
+
+
+@check
 def prompts_that_go_on_are_one_launch() -> None:
     """However many tokens each has; few of them over long contexts go to decode attention, which splits those."""
     from cute_kernels.integrations.vllm.attention_metadata import Way
