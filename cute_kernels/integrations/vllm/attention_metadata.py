@@ -140,6 +140,12 @@ class Metadata(AttentionMetadata):
             block_table=self.block_table[: self.num_decodes],
         )
 
+    def by_slots(self) -> Metadata:
+        """The same step; its decoding requests' tokens go to the places of `slot_mapping`, -1 among them to none."""
+        q_len = self.decode_len
+        parts = replace(self.decoding, way=Way.PARTS, longest=q_len, q_len=q_len)
+        return replace(self, num_decodes=0, pieces=(parts, *self.pieces))
+
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     """Makes a step's metadata; decoding steps of one shape are captured in CUDA graphs."""
@@ -164,6 +170,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         assert self.reorder_batch_threshold is not None
         self.reorder_batch_threshold = min(self.reorder_batch_threshold, MAX_Q_LEN)
+        self.max_model_len = vllm_config.model_config.max_model_len
         self.drafts = self.reorder_batch_threshold > 1
         self.page_size = kv_cache_spec.block_size
         layers = vllm_config.compilation_config.static_forward_context
@@ -194,6 +201,15 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             slot_mapping=common.slot_mapping,
             pieces=tuple(self._pieces(common, decodes)) if others else (),
         )
+
+    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> Metadata:
+        """A step of a model that drafts. At the end of the longest context vLLM gives a request the length 1 and no
+        slot: its token must not go where a context of one token has it."""
+        metadata = super().build_for_drafting(common_attn_metadata, draft_index)
+        bound = common_attn_metadata.seq_lens_cpu_upper_bound
+        within = bound is not None and int(bound.max()) <= self.max_model_len
+        by_lengths = metadata.num_decodes and not self.caches.invariant  # which stores by slots anyway
+        return metadata.by_slots() if by_lengths and not within else metadata
 
     def _pieces(self, common: CommonAttentionMetadata, first: int) -> Iterator[Piece]:
         """The requests from ``first`` on, in pieces."""

@@ -21,10 +21,19 @@ from types import SimpleNamespace
 import torch
 
 from cute_kernels.integrations.vllm import environment, versions
-from tests.integrations.vllm import seam_attention, seam_fusion, seam_linear, seam_mla, seam_moe, seam_plugin, stubs
+from tests.integrations.vllm import (
+    seam_attention,
+    seam_attention_steps,
+    seam_fusion,
+    seam_linear,
+    seam_mla,
+    seam_moe,
+    seam_plugin,
+    stubs,
+)
 from tests.integrations.vllm.checks import CHECKS, hopper
 
-SEAMS = (seam_plugin, seam_linear, seam_attention, seam_moe, seam_mla, seam_fusion)
+SEAMS = (seam_plugin, seam_linear, seam_attention, seam_attention_steps, seam_moe, seam_mla, seam_fusion)
 """Modules that put their checks on the list."""
 
 

@@ -27,7 +27,7 @@ OTHERS = ("0.30.0", "0.33.0")
 
 def seam_of(check: str) -> str:
     """The seam that a check is of."""
-    return CHECKS[check].__module__.rpartition("seam_")[2]
+    return CHECKS[check].__module__.rpartition("seam_")[2].partition("_")[0]
 
 
 def outcomes(folder: Path) -> dict[str, str]:
