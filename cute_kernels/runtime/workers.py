@@ -52,16 +52,18 @@ def default_jobs() -> int:
 def kept(most: int = 2) -> Iterator[None]:
     """In this block workers that are done wait for the next call of `compile_all`; those that wait end with it.
 
-    A worker keeps the sources that it was started with, so they must not change in the block. Blocks do not nest.
+    A worker keeps the sources that it was started with, so they must not change in the block. Within a block another
+    one has workers of its own.
 
     most: workers that wait, each with 0.4 GiB of memory.
     """
-    _waiting.most = most
+    global _waiting
+    before, _waiting = _waiting, _Waiting(most)
     try:
         yield
     finally:
-        _waiting.most = 0
-        _waiting.close_surplus()
+        ended, _waiting = _waiting, before
+        ended.close()
 
 
 def compile_all(
@@ -222,36 +224,41 @@ class _Waiting:
         most: of them.
     """
 
-    def __init__(self) -> None:
-        self.most = 0
+    def __init__(self, most: int) -> None:
+        self.most = most
         self._workers: list[_Worker] = []
         self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._workers)
 
     def take(self, start: _Start) -> _Worker | None:
         """A worker that was started so, if one waits and lives."""
         with self._lock:
             alike = [worker for worker in self._workers if worker.start == start]
-            self._workers = [worker for worker in self._workers if worker.start != start]
             living = [worker for worker in alike if worker.alive]
-            self._workers += living[1:]
-        for worker in alike:
-            if worker not in living:
-                worker.close()
-        return living[0] if living else None
+            taken = living[:1]
+            dead = [worker for worker in alike if worker not in living]
+            self._workers = [worker for worker in self._workers if worker not in taken + dead]
+        for worker in dead:
+            worker.close()
+        return taken[0] if taken else None
 
     def put(self, worker: _Worker) -> None:
-        """Has a worker wait, or ends it, or another one that waits for longer."""
+        """Has a worker wait; ends the one that has waited for the longest if there are too many."""
         with self._lock:
             self._workers.append(worker)
-        self.close_surplus()
-
-    def close_surplus(self) -> None:
-        with self._lock:
-            kept = len(self._workers) - self.most
-            surplus = self._workers[: max(kept, 0)]
+            surplus = self._workers[: max(len(self._workers) - self.most, 0)]
             self._workers = self._workers[len(surplus) :]
-        for worker in surplus:
+        for other in surplus:
+            other.close()
+
+    def close(self) -> None:
+        """Ends all of them."""
+        with self._lock:
+            ended, self._workers = self._workers, []
+        for worker in ended:
             worker.close()
 
 
-_waiting = _Waiting()
+_waiting = _Waiting(0)

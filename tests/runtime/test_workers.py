@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,6 @@ import pytest
 from cute_kernels.runtime import CompileError, KernelCache, Progress, native, store, workers
 from tests.runtime.conftest import ARCH
 from tests.runtime.tiny import TellingSpec, tiny_specs
-
-
-@pytest.fixture
-def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Those that wait: at first none, not even the session's."""
-    found = workers._Waiting()
-    monkeypatch.setattr(workers, "_waiting", found)
-    yield found
-    assert not found._workers
 
 
 def process(directory: Path) -> int:
@@ -43,13 +33,13 @@ def lives(process: int) -> bool:
 
 
 @pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
-def test_a_worker_serves_later_calls_until_the_block_ends(waiting: Any, tmp_path: Path):
+def test_a_worker_serves_later_calls_until_the_block_ends(tmp_path: Path):
     def sources() -> list[str]:
         seen: list[Progress] = []
         KernelCache(tmp_path).artifacts(tiny_specs(1), ARCH, progress=seen.append)
         return [progress.source for progress in seen]
 
-    with workers.kept():
+    with workers.kept():  # of its own, not the session's
         first = process(tmp_path)
         assert process(tmp_path) == first and lives(first)
         assert sources() == ["compiled"] and sources() == ["disk"]
@@ -57,8 +47,9 @@ def test_a_worker_serves_later_calls_until_the_block_ends(waiting: Any, tmp_path
         assert sources() == ["compiled"] and sources() == ["disk"], "the worker writes again what it has made before"
         assert process(tmp_path) == first
     assert not lives(first)
-    alone = process(tmp_path)
-    assert alone != first and not lives(alone)
+    with workers.kept(0):
+        alone = process(tmp_path)
+        assert alone != first and not lives(alone)
 
 
 @dataclass(eq=False)
@@ -73,8 +64,9 @@ class Worker:
         self.closed = True
 
 
-def test_a_call_gets_a_worker_that_was_started_as_it_wants_one_and_lives(waiting: Any):
+def test_a_call_gets_a_worker_that_was_started_as_it_wants_one_and_lives():
     with workers.kept(3):
+        waiting: Any = workers._waiting
         dead, other, living = Worker("a", alive=False), Worker("b"), Worker("a")
         for worker in (dead, other, living):
             waiting.put(worker)
@@ -84,15 +76,18 @@ def test_a_call_gets_a_worker_that_was_started_as_it_wants_one_and_lives(waiting
         assert waiting.take("b") is other and not other.closed
 
 
-def test_no_more_wait_than_are_wanted(waiting: Any):
-    found = [Worker("a") for _ in range(4)]
-    waiting.put(found[0])
-    assert found[0].closed, "outside of a block none waits"
+def test_no_more_wait_than_are_wanted():
+    first, second, third, within = (Worker("a") for _ in range(4))
     with workers.kept(2):
-        for worker in found[1:]:
+        waiting: Any = workers._waiting
+        for worker in (first, second, third):
             waiting.put(worker)
-        assert [worker.closed for worker in found[1:]] == [True, False, False], "the longest ends first"
-    assert all(worker.closed for worker in found)
+        assert (first.closed, second.closed, third.closed) == (True, False, False), "the longest ends first"
+        with workers.kept():
+            inner: Any = workers._waiting
+            inner.put(within)
+        assert within.closed and not second.closed and workers._waiting is waiting
+    assert second.closed and third.closed
 
 
 @pytest.mark.parametrize("changed", ["directory", "arch", "path", "environment"])
