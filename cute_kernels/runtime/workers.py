@@ -148,6 +148,9 @@ def _serve(
                 worker = None
                 results.put(_Result(spec, str(died), 0.0))
             except Exception as failure:  # the caller counts one result per spec, whatever happens
+                if worker is not None:  # what it replies next may be the answer to this request
+                    worker.close()
+                    worker = None
                 results.put(_Result(spec, f"{type(failure).__name__}: {failure}", 0.0))
     finally:
         if worker is not None:

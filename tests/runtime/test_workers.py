@@ -60,6 +60,9 @@ class Worker:
     alive: bool = True
     closed: bool = False
 
+    def compile(self, encoded: str) -> tuple[str | None, float]:
+        raise ValueError("half a line")
+
     def close(self) -> None:
         self.closed = True
 
@@ -88,6 +91,16 @@ def test_no_more_wait_than_are_wanted():
             inner.put(within)
         assert within.closed and not second.closed and workers._waiting is waiting
     assert second.closed and third.closed
+
+
+def test_a_worker_whose_reply_is_not_understood_ends(tmp_path: Path):
+    """The next call would read the rest of it as the reply to its own request."""
+    worker: Any = Worker(workers._Start.of(tmp_path, ARCH))
+    with workers.kept():
+        workers._waiting.put(worker)
+        with pytest.raises(CompileError, match="half a line"):
+            workers.compile_all([TellingSpec()], ARCH, tmp_path)
+        assert worker.closed and len(workers._waiting) == 0
 
 
 @pytest.mark.parametrize("changed", ["directory", "arch", "path", "environment"])
