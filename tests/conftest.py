@@ -53,6 +53,15 @@ def run_on() -> Iterator[Callable[[Backend], None]]:
         yield change
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compilers_wait_for_the_next_kernels() -> Iterator[None]:
+    """A worker that compiles kernels takes longer to start than a kernel to compile; a dozen files want some."""
+    from cute_kernels.runtime import workers
+
+    with workers.kept():
+        yield
+
+
 def pytest_configure() -> None:
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if reason_without_gpu() or processes > 1:

@@ -120,13 +120,35 @@ def outcome(launches: list[Launch], call: Callable[[], Any], given: dict[str, An
 
 
 def assert_launched_alike_after_any_other(
-    name: str, calls: Iterable[str], outcome_of: Callable[[str], Any], plans: dict[Any, Any]
-) -> Any:
-    """That a call of ``calls`` launches what it does when no ``plans`` are kept, whatever was launched before it;
-    returns its outcome."""
-    want = outcome_of(name)
-    for other in calls:
+    calls: Iterable[str], outcome_of: Callable[[str], Any], plans: dict[Any, Any]
+) -> dict[str, Any]:
+    """That each of ``calls`` launches what it does when no ``plans`` are kept, whatever was launched before it; returns
+    what each of them launches.
+
+    A plan serves a call whose key finds it. So it is enough that each call follows all others, in either order, and
+    that where several calls have a key in common, the plan of each of them meets those, and every call that keeps none.
+    """
+    names, want, keys = list(calls), {}, {}
+    for name in names:
         plans.clear()
-        outcome_of(other)
-        assert outcome_of(name) == want, f"after {other}"
+        want[name] = outcome_of(name)
+        keys[name] = set(plans)
+    wrong: list[str] = []
+
+    def follow(name: str, before: str) -> None:
+        if outcome_of(name) != want[name]:
+            wrong.append(f"{name!r} after {before}")
+
+    for order in (names, names[::-1]):
+        plans.clear()
+        for name in [*order, *order]:
+            follow(name, "all others")
+    for first in names:
+        if any(keys[first] & keys[name] for name in names if name != first):
+            for name in names:
+                if keys[first] & keys[name] or not keys[name]:
+                    plans.clear()
+                    outcome_of(first)
+                    follow(name, repr(first))
+    assert not wrong, "\n".join(dict.fromkeys(wrong))
     return want

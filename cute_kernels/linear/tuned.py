@@ -85,13 +85,23 @@ def problem_of(key: str) -> LinearProblem | None:
     return None if weight is None else LinearProblem(int(match[4]), *weight, num_sms=int(match[5]))
 
 
-def candidates(problem: LinearProblem) -> Iterator[Candidate[StreamSchedule | TileSchedule]]:
-    """Every schedule of either kernel that is right for a problem."""
+def few_rows(problem: LinearProblem) -> Iterator[StreamSchedule]:
+    """The memory-bound kernel's schedules that are right for a problem."""
     if problem.m <= MAX_TOKENS and not problem.batch_invariant:
         for config in few.candidate_configs(problem):
-            for schedule in few.schedules(problem, config):
-                yield Candidate(FEW, schedule, schedule.num_slices, few.estimate_us(problem, schedule))
-    for tiles in (invariant.schedules if problem.batch_invariant else many.tile_schedules)(problem):
+            yield from few.schedules(problem, config)
+
+
+def many_rows(problem: LinearProblem) -> Iterator[TileSchedule]:
+    """The schedules of tiles that are right for a problem."""
+    return (invariant.schedules if problem.batch_invariant else many.tile_schedules)(problem)
+
+
+def candidates(problem: LinearProblem) -> Iterator[Candidate[StreamSchedule | TileSchedule]]:
+    """Every schedule of either kernel that is right for a problem."""
+    for schedule in few_rows(problem):
+        yield Candidate(FEW, schedule, schedule.num_slices, few.estimate_us(problem, schedule))
+    for tiles in many_rows(problem):
         yield Candidate(MANY, tiles, tiles.splits, many.estimate_us(problem, tiles))
 
 
@@ -156,14 +166,14 @@ def configs_of_tables(
     problem_of: Callable[[str], P | None], find: Callable[[P, Choice], HasConfig | None]
 ) -> list[LinearConfig | WgmmaConfig]:
     """The configurations that shipped tables choose for the problems that ``problem_of`` knows the keys of."""
-    found: dict[LinearConfig | WgmmaConfig, None] = {}
+    found: dict[str, LinearConfig | WgmmaConfig] = {}  # by name, which tells them apart
     for table in shipped_tables():
         for key, choice in table.entries.items():
-            problem = problem_of(key)
+            problem = problem_of(key) if choice.config not in found else None
             schedule = None if problem is None else find(problem, choice)
             if schedule is not None:
-                found[schedule.config] = None
-    return list(found)
+                found[choice.config] = schedule.config
+    return list(found.values())
 
 
 def tuned(problem: LinearProblem, gpu: str) -> StreamSchedule | TileSchedule | None:
@@ -180,5 +190,11 @@ def tuned(problem: LinearProblem, gpu: str) -> StreamSchedule | TileSchedule | N
 
 def find(problem: LinearProblem, choice: Choice) -> StreamSchedule | TileSchedule | None:
     """The schedule that a choice names, None if there is none of that name any more."""
-    name = choice.kernel, choice.config, choice.cut
-    return next((one.schedule for one in candidates(problem) if one.name == name), None)
+    # Names of configurations are made of those alone whose parts of K are as many; no model is asked.
+    if choice.kernel == FEW:
+        found = (one for one in few_rows(problem) if one.num_slices == choice.cut)
+        return next((one for one in found if one.config.name == choice.config), None)
+    if choice.kernel == MANY:
+        tiles = (one for one in many_rows(problem) if one.splits == choice.cut)
+        return next((one for one in tiles if one.config.name == choice.config), None)
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import InitVar, dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from cute_kernels.linear.packed import Packed
 from cute_kernels.weight_formats import GROUP_SIZES, IntegerFormat, WeightFormat, integers, weight_format
 from cute_kernels.weight_formats.base import CODE_BITS as BITS
 from cute_kernels.weight_formats.integers import SCALE_DTYPES as SCALE_DTYPES
-from layouts.transform import unpack
+from layouts.transform import Transform, unpack
 from layouts.weights import hopper
 
 TILE_N = hopper.TILE_N
@@ -25,6 +26,12 @@ FORMAT_VERSION = 1  # of state dicts: "format" says bits and group size of integ
 KEY_VERSION = 2  # or the bytes of another format's key
 TENSOR_NAMES = ("codes", "scales", "zeros", "perm", "input_scale")
 BLOCK_ELEMENTS = 1 << 21  # of a weight that is unpacked at a time: 8 MB in fp32, which caches hold
+
+
+@lru_cache(maxsize=1024)
+def _unpacking(n: int, k: int, bits: int) -> Transform:
+    """What brings codes of a weight [n, k] in order; working it out takes longer than a small weight's codes do."""
+    return hopper.transform(n, k, bits).inverse()
 
 
 def symmetric_zero(bits: int) -> int:
@@ -180,7 +187,10 @@ class PackedWeight(Packed):
 
     def unpack_tiles(self, first: int, last: int) -> torch.Tensor:
         """Codes uint8 [64 * (last - first), K_pad] of N tiles first to last, in packed order."""
-        return unpack(hopper.restore(self.codes[first:last], self.bits), self.bits)
+        codes = self.codes[first:last]
+        tiles, k_tiles, _ = codes.shape
+        in_order = _unpacking(tiles * TILE_N, k_tiles * hopper.tile_k(self.bits), self.bits)
+        return unpack(in_order(codes), self.bits)
 
     # -- places ------------------------------------------------------------------------------------------------------
 

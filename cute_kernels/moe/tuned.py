@@ -55,14 +55,29 @@ def problem_of(key: str) -> GroupedProblem | None:
     return None if weight is None else GroupedProblem(places, experts, *weight, num_sms=num_sms)
 
 
+def few_rows(problem: GroupedProblem) -> Iterator[GroupedSchedule]:
+    """The memory-bound kernel's layouts that are worth a thought."""
+    if has_few_entries(problem):
+        for capacity in CAPACITIES:
+            yield from few.schedules(problem, capacity)
+
+
+def few_ranges(problem: GroupedProblem) -> Iterator[RangeLayout]:
+    """The layouts of ranges that are worth a thought."""
+    if has_few_entries(problem):
+        yield from ranges.layouts(problem)
+
+
+def has_few_entries(problem: GroupedProblem) -> bool:
+    return usual_rows(problem) <= MOST_ENTRIES * CAPACITIES[-1]
+
+
 def candidates(problem: GroupedProblem) -> Iterator[GroupedCandidate]:
     """Every layout of any kernel that is worth a thought."""
-    if usual_rows(problem) <= MOST_ENTRIES * CAPACITIES[-1]:
-        for capacity in CAPACITIES:
-            for schedule in few.schedules(problem, capacity):
-                yield Candidate(FEW, schedule, schedule.num_slices, few_rows_us(problem, schedule))
-        for layout in ranges.layouts(problem):
-            yield Candidate(RANGES, layout, 1, ranges.estimate_us(problem, layout))
+    for schedule in few_rows(problem):
+        yield Candidate(FEW, schedule, schedule.num_slices, few_rows_us(problem, schedule))
+    for layout in few_ranges(problem):
+        yield Candidate(RANGES, layout, 1, ranges.estimate_us(problem, layout))
     for tiles in many.layouts(problem):
         yield Candidate(MANY, tiles, 1, many.estimate_clocks(problem, tiles) / CLOCKS_PER_US)
 
@@ -137,8 +152,13 @@ def ranges_like(problem: GroupedProblem, layout: GroupedLayout, *, last: bool) -
 
 def find(problem: GroupedProblem, choice: Choice) -> GroupedLayout | None:
     """The layout that a choice names, None if there is none of that name any more."""
-    name = choice.kernel, choice.config, choice.cut
-    return next((one.schedule for one in candidates(problem) if one.name == name), None)
+    if choice.kernel == FEW:
+        schedules = (one for one in few_rows(problem) if one.num_slices == choice.cut)
+        return next((one for one in schedules if one.config.name == choice.config), None)
+    if choice.kernel not in (RANGES, MANY) or choice.cut != 1:
+        return None
+    layouts = few_ranges(problem) if choice.kernel == RANGES else many.layouts(problem)
+    return next((one for one in layouts if one.config.name == choice.config), None)
 
 
 def shipped_configs() -> list[LinearConfig | WgmmaConfig]:

@@ -68,6 +68,11 @@ class Key:
         return f"{self.symbol[:SYMBOL_CHARACTERS]}-{self.digest[:16]}"
 
 
+def compile_environment() -> dict[str, str]:
+    """The environment variables that change what the compiler makes, where they are set."""
+    return {name: os.environ[name] for name in COMPILE_VARIABLES if os.environ.get(name)}
+
+
 def key_of(spec: KernelSpec, arch: str) -> Key:
     """The key of `spec` compiled for `arch` by this installation on this kind of host."""
     spec.check()
@@ -82,7 +87,7 @@ def key_of(spec: KernelSpec, arch: str) -> Key:
         "toolkit": native.runtime_flavor(),
         "host": native.host_isa(),
         "sources": source_state(spec).digest,
-        "environment": {name: os.environ[name] for name in COMPILE_VARIABLES if os.environ.get(name)},
+        "environment": compile_environment(),
     }
     return Key(spec.family, spec.symbol, json.dumps(content, sort_keys=True))
 

@@ -23,21 +23,22 @@ from typing import TextIO
 from cute_kernels.runtime.cache import KernelCache
 
 
-def _compile(cache: KernelCache, encoded: str, arch: str) -> str | None:
+def _compile(directory: Path, encoded: str, arch: str) -> str | None:
     try:
         modules, spec = pickle.loads(base64.b64decode(encoded))
         for module in modules:
             importlib.import_module(module)
-        cache.artifact(spec, arch)
+        # Of this request alone: what is on disk counts, not what this process once compiled.
+        KernelCache(directory).artifact(spec, arch)
     except BaseException:
         return traceback.format_exc()
     return None
 
 
-def serve(cache: KernelCache, arch: str, requests: TextIO, replies: TextIO) -> None:
+def serve(directory: Path, arch: str, requests: TextIO, replies: TextIO) -> None:
     for line in requests:
         start = time.perf_counter()
-        error = _compile(cache, line, arch)
+        error = _compile(directory, line, arch)
         replies.write(json.dumps({"error": error, "seconds": time.perf_counter() - start}) + "\n")
         replies.flush()
 
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.dup2(2, 1)
     # A scratch directory that goes away, or one that cannot be written, must be an error here, not a fallback.
     warnings.filterwarnings("error", message="kernel cache|sources of", category=RuntimeWarning)
-    serve(KernelCache(options.directory), options.arch, sys.stdin, replies)
+    serve(options.directory, options.arch, sys.stdin, replies)
     return 0
 
 

@@ -2,7 +2,8 @@
 
 The DSL's compiler is not thread-safe, so parallel means processes. They are started as `python -m
 cute_kernels.runtime.worker` rather than through multiprocessing: nothing of the caller's `__main__` runs again, no GPU
-context is inherited, and a compiler crash takes one kernel with it instead of the pool.
+context is inherited, and a compiler crash takes one kernel with it instead of the pool. One takes seconds to start, so
+within `kept` they wait for the next call.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.runtime.store import compile_environment
 
 WORKER_BYTES = 1 << 30  # resident size of one worker (0.4 GiB) with room for large kernels
 
@@ -43,6 +46,24 @@ def default_jobs() -> int:
     cores = len(os.sched_getaffinity(0))
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(cores, free // WORKER_BYTES))
+
+
+@contextmanager
+def kept(most: int = 2) -> Iterator[None]:
+    """In this block workers that are done wait for the next call of `compile_all`; those that wait end with it.
+
+    A worker keeps the sources that it was started with, so they must not change in the block. Within a block another
+    one has workers of its own.
+
+    most: workers that wait, each with 0.4 GiB of memory.
+    """
+    global _waiting
+    before, _waiting = _waiting, _Waiting(most)
+    try:
+        yield
+    finally:
+        ended, _waiting = _waiting, before
+        ended.close()
 
 
 def compile_all(
@@ -112,6 +133,7 @@ def _serve(
     stop: threading.Event,
 ) -> None:
     """One thread, one worker process at a time: hands it tasks and replaces it if it dies."""
+    start = _Start.of(directory, arch)
     worker: _Worker | None = None
     try:
         while (task := tasks.get()) is not None:
@@ -119,38 +141,58 @@ def _serve(
             if stop.is_set():
                 break
             try:
-                worker = worker or _Worker(directory, arch)
+                worker = worker or _waiting.take(start) or _Worker(start)
                 error, seconds = worker.compile(encoded)
                 results.put(_Result(spec, error, seconds))
             except _WorkerDiedError as died:
                 worker = None
                 results.put(_Result(spec, str(died), 0.0))
             except Exception as failure:  # the caller counts one result per spec, whatever happens
+                if worker is not None:  # what it replies next may be the answer to this request
+                    worker.close()
+                    worker = None
                 results.put(_Result(spec, f"{type(failure).__name__}: {failure}", 0.0))
     finally:
         if worker is not None:
-            worker.close()
+            _waiting.put(worker)
 
 
 class _WorkerDiedError(Exception):
     pass
 
 
+class _Start(NamedTuple):
+    """What a worker is started with: of two that are equal either compiles what the other would."""
+
+    directory: Path
+    arch: str
+    path: str  # the same modules must be importable in the worker as here, wherever they were found
+    environment: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def of(directory: Path, arch: str) -> _Start:
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        return _Start(directory, arch, path, tuple(compile_environment().items()))
+
+
 class _Worker:
     """One worker process: a line with a spec goes in, a JSON line with the outcome comes out."""
 
-    def __init__(self, directory: Path, arch: str) -> None:
-        # The same modules must be importable in the worker as here, wherever they were found.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    def __init__(self, start: _Start) -> None:
+        self.start = start
         self._log: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cute_kernels.runtime.worker", str(directory), arch],
+            [sys.executable, "-m", "cute_kernels.runtime.worker", str(start.directory), start.arch],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": start.path},
         )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
     def compile(self, encoded: str) -> tuple[str | None, float]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -176,3 +218,50 @@ class _Worker:
         self._process.wait()
         self._process.stdout.close()
         self._log.close()
+
+
+class _Waiting:
+    """Workers that wait for the next call, the longest first. Thread-safe.
+
+    Attributes:
+        most: of them.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._workers: list[_Worker] = []
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def take(self, start: _Start) -> _Worker | None:
+        """A worker that was started so, if one waits and lives."""
+        with self._lock:
+            alike = [worker for worker in self._workers if worker.start == start]
+            living = [worker for worker in alike if worker.alive]
+            taken = living[:1]
+            dead = [worker for worker in alike if worker not in living]
+            self._workers = [worker for worker in self._workers if worker not in taken + dead]
+        for worker in dead:
+            worker.close()
+        return taken[0] if taken else None
+
+    def put(self, worker: _Worker) -> None:
+        """Has a worker wait; ends the one that has waited for the longest if there are too many."""
+        with self._lock:
+            self._workers.append(worker)
+            surplus = self._workers[: max(len(self._workers) - self.most, 0)]
+            self._workers = self._workers[len(surplus) :]
+        for other in surplus:
+            other.close()
+
+    def close(self) -> None:
+        """Ends all of them."""
+        with self._lock:
+            ended, self._workers = self._workers, []
+        for worker in ended:
+            worker.close()
+
+
+_waiting = _Waiting(0)

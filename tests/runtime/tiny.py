@@ -60,5 +60,17 @@ class CrashingSpec(TinySpec):
         os._exit(7)
 
 
+@dataclass(frozen=True)
+class TellingSpec(TinySpec):
+    """A spec whose compilation fails and says in which process."""
+
+    family: ClassVar[str] = "telling"
+
+    def compile(self, arch: str) -> Any:
+        import os
+
+        raise ArithmeticError(f"process {os.getpid()}")
+
+
 def tiny_specs(count: int) -> list[TinySpec]:
     return [TinySpec(TinyConfig(scale=float(i + 1), smem_floats=128 * (i + 1))) for i in range(count)]

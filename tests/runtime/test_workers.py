@@ -1,0 +1,120 @@
+"""Workers that compile kernels wait for the next call where that is asked for, and for no call that wants another."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cute_kernels.runtime import CompileError, KernelCache, Progress, native, store, workers
+from tests.runtime.conftest import ARCH
+from tests.runtime.tiny import TellingSpec, tiny_specs
+
+
+def process(directory: Path) -> int:
+    """The process that one call's kernel is compiled in."""
+    with pytest.raises(CompileError) as error:
+        KernelCache(directory).artifacts([TellingSpec()], ARCH)
+    found = re.search(r"process (\d+)", str(error.value))
+    assert found is not None
+    return int(found[1])
+
+
+def lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
+def test_a_worker_serves_later_calls_until_the_block_ends(tmp_path: Path):
+    def sources() -> list[str]:
+        seen: list[Progress] = []
+        KernelCache(tmp_path).artifacts(tiny_specs(1), ARCH, progress=seen.append)
+        return [progress.source for progress in seen]
+
+    with workers.kept():  # of its own, not the session's
+        first = process(tmp_path)
+        assert process(tmp_path) == first and lives(first)
+        assert sources() == ["compiled"] and sources() == ["disk"]
+        store.DiskStore(tmp_path).clear()
+        assert sources() == ["compiled"] and sources() == ["disk"], "the worker writes again what it has made before"
+        assert process(tmp_path) == first
+    assert not lives(first)
+    with workers.kept(0):
+        alone = process(tmp_path)
+        assert alone != first and not lives(alone)
+
+
+@dataclass(eq=False)
+class Worker:
+    """Stands for a worker."""
+
+    start: Any
+    alive: bool = True
+    closed: bool = False
+
+    def compile(self, encoded: str) -> tuple[str | None, float]:
+        raise ValueError("half a line")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_call_gets_a_worker_that_was_started_as_it_wants_one_and_lives():
+    with workers.kept(3):
+        waiting: Any = workers._waiting
+        dead, other, living = Worker("a", alive=False), Worker("b"), Worker("a")
+        for worker in (dead, other, living):
+            waiting.put(worker)
+        assert waiting.take("c") is None
+        assert waiting.take("a") is living and dead.closed and not living.closed
+        assert waiting.take("a") is None
+        assert waiting.take("b") is other and not other.closed
+
+
+def test_no_more_wait_than_are_wanted():
+    first, second, third, within = (Worker("a") for _ in range(4))
+    with workers.kept(2):
+        waiting: Any = workers._waiting
+        for worker in (first, second, third):
+            waiting.put(worker)
+        assert (first.closed, second.closed, third.closed) == (True, False, False), "the longest ends first"
+        with workers.kept():
+            inner: Any = workers._waiting
+            inner.put(within)
+        assert within.closed and not second.closed and workers._waiting is waiting
+    assert second.closed and third.closed
+
+
+def test_a_worker_whose_reply_is_not_understood_ends(tmp_path: Path):
+    """The next call would read the rest of it as the reply to its own request."""
+    worker: Any = Worker(workers._Start.of(tmp_path, ARCH))
+    with workers.kept():
+        workers._waiting.put(worker)
+        with pytest.raises(CompileError, match="half a line"):
+            workers.compile_all([TellingSpec()], ARCH, tmp_path)
+        assert worker.closed and len(workers._waiting) == 0
+
+
+@pytest.mark.parametrize("changed", ["directory", "arch", "path", "environment"])
+def test_workers_are_told_apart_by_all_that_decides_what_they_compile(changed: str, monkeypatch: pytest.MonkeyPatch):
+    directory, arch = Path("here"), ARCH
+    before = workers._Start.of(directory, arch)
+    monkeypatch.setenv("PYTEST_OF_NO_MATTER", "1")
+    assert workers._Start.of(directory, arch) == before
+    if changed == "directory":
+        directory = Path("there")
+    elif changed == "arch":
+        arch = "sm_80"
+    elif changed == "path":
+        monkeypatch.syspath_prepend("more")
+    else:
+        monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    assert workers._Start.of(directory, arch) != before
