@@ -175,7 +175,7 @@ class Step:
     def __call__(self) -> torch.Tensor:
         rows = NormedRows(self.hidden, self.parts[0]["norm"], EPS)
         for number in range(self.layers):
-            following = self.parts[(number + 1) % len(self.parts)]["norm"]
+            following = self.parts[(number + 1) % len(self.parts)]
             rows = self.layer(self.parts[number % len(self.parts)], rows, following)
         return rows.rows
 
@@ -238,20 +238,20 @@ class Step:
 
     # -- what a layer does --------------------------------------------------------------------------------------------
 
-    def layer(self, parts: dict[str, Any], rows: NormedRows, following: torch.Tensor) -> NormedRows:
-        """The residual stream behind a layer. following: weight of the norm that comes next."""
+    def layer(self, parts: dict[str, Any], rows: NormedRows, following: dict[str, Any]) -> NormedRows:
+        """The residual stream behind a layer. following: what the next layer has."""
         model, batch = self.model, self.shape.batch
         qkv = self.normed(parts["qkv"], rows)
         heads = qkv.view(batch, 1, -1, model.head_dim)
         q, k, v = heads.split((model.num_q_heads, model.num_kv_heads, model.num_kv_heads), dim=2)
         attended = self.attend(q, k, v, parts["cache"]).view(batch, -1)
-        rows = self.added(parts["o"], attended, rows.rows, parts["mlp_norm"])
+        rows = self.added(parts["o"], attended, rows.rows, parts["mlp_norm"], parts.get("gate_up"))
         if model.experts:
             x = rows.normed()
             weights, ids = torch.topk(functional.linear(x, parts["router"]).float().softmax(-1), model.topk, dim=-1)
-            return NormedRows(rows.rows + parts["experts"](x, weights, ids), following, EPS)
+            return NormedRows(rows.rows + parts["experts"](x, weights, ids), following["norm"], EPS)
         gated = self.normed(parts["gate_up"], rows, activation="swiglu")
-        return self.added(parts["down"], gated, rows.rows, following)
+        return self.added(parts["down"], gated, rows.rows, following["norm"], following["qkv"])
 
     def normed(self, product: Callable[..., torch.Tensor], rows: NormedRows, **options: Any) -> torch.Tensor:
         """A product of normed rows. In a graph a launch for the norm is faster than `quantized_linear(norm=)`, which
@@ -259,14 +259,19 @@ class Step:
         return product(rows.normed() if self.case.weights == "bf16" else rows, **options)
 
     def added(
-        self, product: Callable[..., torch.Tensor], x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
+        self,
+        product: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        following: Callable[..., torch.Tensor] | None,
     ) -> NormedRows:
-        """Rows with a product added to them, before the norm of the next one. The norm of experts' rows is wanted as it
-        is."""
-        if self.case.weights == "bf16" or self.model.experts:
+        """Rows with a product added to them, and the norm that the product ``following`` takes; experts take rows as
+        they are."""
+        if following is None or self.case.weights == "bf16":
             return NormedRows(product(x, residual=residual), norm, EPS)
-        weight = product.keywords["weight"]  # pyright: ignore[reportFunctionMemberAccess]
-        return quantized_linear_norm(x, weight, residual=residual, norm=norm, norm_eps=EPS)
+        own, its = (each.keywords["weight"] for each in (product, following))  # pyright: ignore[reportFunctionMemberAccess]
+        return quantized_linear_norm(x, own, residual=residual, norm=norm, norm_eps=EPS, following=its)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: dict[str, Any]) -> torch.Tensor:
         if not self.case.sdpa:

@@ -118,6 +118,7 @@ def quantized_linear_norm(
     norm: torch.Tensor,
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
+    following: PackedWeight | None = None,
 ) -> NormedRows:
     """x W^T + bias + residual, and the RMSNorm of these rows for the products that come next.
 
@@ -132,6 +133,8 @@ def quantized_linear_norm(
         residual: added last, of the result's shape, in x's dtype.
         norm: [N] in x's dtype or fp32, the norm's weight, as `rms_norm` takes it.
         norm_eps: a number of at least 0. norm_offset: added to the weight.
+        following: the weight of the product that takes the norm, where it is known: nothing is made for one that would
+            launch `rms_norm` anyway.
 
     Returns:
         `NormedRows`; its ``rows`` [..., N] are those of `quantized_linear` with this residual, bit for bit.
@@ -141,7 +144,7 @@ def quantized_linear_norm(
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
-    return deferred.give(deferred.GivingCall(x, weight, bias, residual, norm, norm_eps, norm_offset))
+    return deferred.give(deferred.GivingCall(x, weight, bias, residual, norm, norm_eps, norm_offset, following))
 
 
 def linear(*args: Any, **kwargs: Any) -> torch.Tensor:

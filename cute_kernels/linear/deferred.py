@@ -79,9 +79,11 @@ class NormedRows:
 
 
 def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> DeferredNormConfig | None:
-    """The kernel of a schedule on one side of a deferred norm; None if it has none, or CTAs several work tiles: each
-    would wait for sums of its own."""
-    if not isinstance(schedule, TileSchedule) or schedule.num_work_tiles > schedule.num_ctas:
+    """The kernel of a schedule on one side of a deferred norm; None if it has none, or its CTAs several work tiles: what
+    is given has memory of one, and what is taken, of one tile of rows."""
+    if not isinstance(schedule, TileSchedule):
+        return None
+    if schedule.num_work_tiles > schedule.num_ctas and (kind == GIVES or schedule.m_tiles > 1):
         return None
     config = DeferredNormConfig(schedule.config, kind)
     return None if config.can_implement() else config
@@ -133,6 +135,7 @@ class GivingCall(NamedTuple):
     norm: torch.Tensor
     eps: float
     offset: float
+    following: PackedWeight | None = None
 
 
 def give(call: GivingCall) -> NormedRows:
@@ -160,9 +163,12 @@ def check_giving(call: GivingCall) -> GivingCall:
     checks.check_result("residual", residual, x, n, None, x.dtype)
     checks.check_norm(call.norm, call.eps, call.offset, residual)
     if n % NORM_VECTOR or n > MAX_COLUMNS:
-        raise ValueError(
-            f"weight: got {n} rows, want a multiple of {NORM_VECTOR} up to {MAX_COLUMNS} to take a norm of"
-        )
+        raise ValueError(f"weight: got {n} rows, want a multiple of {NORM_VECTOR} up to {MAX_COLUMNS}: they are normed")
+    following = call.following
+    if following is not None and not isinstance(following, PackedWeight):
+        raise TypeError(f"following: got {type(following).__name__}, want a PackedWeight or None")
+    if following is not None and following.shape[1] != n:
+        raise ValueError(f"following: got a weight {list(following.shape)}, want one of {n} inputs")
     return call
 
 
@@ -222,7 +228,8 @@ def _weight_key(weight: PackedWeight) -> tuple[Any, ...]:
 def _giving_key(call: GivingCall) -> tuple[Any, ...]:
     bias = None if call.bias is None else identity(call.bias)
     tensors = identity(call.x), identity(call.residual), identity(call.norm), bias
-    return *tensors, *_weight_key(call.weight), call.eps, call.offset
+    following = None if call.following is None else _weight_key(call.following)
+    return *tensors, *_weight_key(call.weight), call.eps, call.offset, following
 
 
 def _giving_plan(call: GivingCall) -> GivingPlan | ApartPlan:
@@ -234,6 +241,9 @@ def _giving_plan(call: GivingCall) -> GivingPlan | ApartPlan:
     as_it_is = weight.perm is weight.input_scale is None and _aligned(x) and k % PIECE == 0
     inputs = None if as_it_is else input_rows(x, weight.perm, weight.input_scale)
     if inputs is None and not as_it_is:
+        return apart
+    following = call.following
+    if following is not None and not _is_taken(m, following, x.dtype, index):
         return apart
     product = deferred_plan_of(m, n, k, weight.format, x.dtype, index, GIVES)
     if product is None:
@@ -247,6 +257,12 @@ def _giving_plan(call: GivingCall) -> GivingPlan | ApartPlan:
         send=product.bound(n, ACTIVATIONS[None], OUT_KINDS[x.dtype], **numbers),
         new=(rows, blank((m, n), x.dtype), blank((m, n // SQUARES_N), torch.float32)),
     )
+
+
+def _is_taken(m: int, weight: PackedWeight, dtype: torch.dtype, device: int) -> bool:
+    """Whether a product of ``m`` normed rows with a weight takes what the one before gives."""
+    (n, k), as_it_is = weight.shape, weight.perm is weight.input_scale is None
+    return as_it_is and deferred_plan_of(m, n, k, weight.format, dtype, device, TAKES) is not None
 
 
 _give = launcher(_giving_key, check_giving, _giving_plan)

@@ -30,7 +30,8 @@ pytestmark = pytest.mark.gpu
 PAIRS = [(1024, 1024, 520), (576, 768, 2048), (14_336, 4096, 6144), (4096, 4096, 28_672), (1024, 8192, 1280)]
 PAIRS += [(3584, 8192, 7168)]
 ROWS = (1, 17, 32, 63, 64, 65)
-DEFERRED_ROWS = {(4096, 4096, 28_672): 32, (14_336, 4096, 6144): 32, (1024, 8192, 1280): 64, (3584, 8192, 7168): 64}
+# One of Llama-3-8B's takes the rows' norm in CTAs of two work tiles at 64.
+DEFERRED_ROWS = {PAIRS[2]: 32, PAIRS[3]: 64, PAIRS[4]: 64, PAIRS[5]: 64}
 EPS, OFFSET = 1e-5, 0.25
 every_pair = pytest.mark.parametrize("k, hidden, n", PAIRS)
 

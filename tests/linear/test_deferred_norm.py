@@ -233,10 +233,13 @@ def test_products_of_steps_have_such_stores(m: int, n: int, k: int, kind: Deferr
     assert host.deferred(schedule, kind) is not None
 
 
-def test_ctas_of_several_work_tiles_have_none():
-    for m, n in ((32, 128_256), (700, 8192)):
+def test_ctas_of_several_work_tiles_take_a_norm_of_the_same_rows_and_give_none():
+    for (m, n), takes in {(64, 28_672): True, (32, 128_256): True, (700, 8192): False}.items():
         schedule = chosen(problem_of(m, n, 4096, 4, torch.bfloat16, 128), GPU)
-        assert host.deferred(schedule, TAKES) is None
+        assert isinstance(schedule, TileSchedule) and schedule.num_work_tiles > schedule.num_ctas
+        assert DeferredNormConfig(schedule.config, TAKES).can_implement() is None or m == 700
+        assert (host.deferred(schedule, TAKES) is not None) == takes
+        assert host.deferred(schedule, GIVES) is None
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
@@ -367,6 +370,20 @@ OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     ),
     "results in pieces": ({}, {"weight": weight(100, N)}, ["gives", "norm", "product"]),
 }  # fmt: skip
+
+
+def test_nothing_is_made_for_a_product_that_does_not_take_it():
+    for following, want in ((weight(128, N), "gives"), (weight(128, N, perm=torch.arange(N - 1, -1, -1)), "product")):
+        with recording() as cache:
+            quantized_linear_norm(**given_of(following=following))
+        assert kinds(cache.launches) == [want]
+    wrong = {
+        r"a weight \[128, 256\], want one of 512 inputs": weight(128, K),
+        "Tensor, want a PackedWeight": torch.ones(3),
+    }
+    for message, following in wrong.items():
+        with recording(), pytest.raises((TypeError, ValueError), match=f"^following: got {message}"):
+            quantized_linear_norm(**given_of(following=following))
 
 
 @pytest.mark.parametrize(("first", "second", "want"), OTHERWISE.values(), ids=list(OTHERWISE))
