@@ -79,8 +79,8 @@ class NormedRows:
 
 
 def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> DeferredNormConfig | None:
-    """The kernel of a schedule on one side of a deferred norm; None if it has none, or its CTAs several work tiles: what
-    is given has memory of one, and what is taken, of one tile of rows."""
+    """The kernel of a schedule on one side of a deferred norm; None if it has none, or its CTAs several work tiles:
+    there is memory for what one gives, and for what is taken for one tile of rows."""
     if not isinstance(schedule, TileSchedule):
         return None
     if schedule.num_work_tiles > schedule.num_ctas and (kind == GIVES or schedule.m_tiles > 1):
