@@ -21,9 +21,17 @@ from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.deferred_compile import ARGUMENTS
 from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind, DeferredNormConfig
 from cute_kernels.linear.wgmma.epilogue import Store
-from cute_kernels.linear.wgmma.mainloops import MmaSync
+from cute_kernels.linear.wgmma.mainloops import MmaSync, ResidentLimbs
 from cute_kernels.linear.wgmma.places import Corner
-from cute_kernels.linear.wgmma.results import RowExchange, SequentialSplitK, StagedStore, TmaStore, WorkspaceSplitK
+from cute_kernels.linear.wgmma.results import (
+    EarlyDsmem,
+    RowExchange,
+    SequentialSplitK,
+    StagedStore,
+    TmaStore,
+    WorkspaceSplitK,
+    dsmem,
+)
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.weight_formats import integers
 from layouts import banks
@@ -44,6 +52,10 @@ TILES = [
     WgmmaConfig(W4, "bf16", tile_m=64, block_k=128, reduction=RowExchange()),
     WgmmaConfig(W4, "bf16", tile_m=80, reduction=WorkspaceSplitK()),
 ]
+LIMBS = replace(
+    TILES[0], block_k=128, num_stages=8, mainloop=ResidentLimbs(32, loads=True, ahead=True), reduction=dsmem(2, 2)
+)
+TILES.append(LIMBS)
 every_tile = pytest.mark.parametrize("tiles", TILES, ids=lambda tiles: tiles.name)
 
 
@@ -160,7 +172,7 @@ def test_accumulators_meet_the_root_of_their_row(tiles: WgmmaConfig, k: int, run
     subject: Any = deferred_norm.TakingStore(DeferredNormConfig(tiles, TAKES))
     operands = SimpleNamespace(squares=0, parts=parts, inverse_k=np.float32(1 / k), eps=np.float32(1e-5))
     for warp in range(4):
-        subject.make_factors(operands, store_of(warp), stand_in(Corner)(0, token, rows, 0))
+        subject.make_factors(operands, store_of(warp), token, rows)
     acc, results = accumulators(tiles, 1)
     want = torch.from_numpy(results[: tiles.own_m - 3]).double()
     want *= (squares[token:].double().sum(-1, keepdim=True) / k + 1e-5).rsqrt()
@@ -177,6 +189,22 @@ def test_accumulators_meet_the_root_of_their_row(tiles: WgmmaConfig, k: int, run
                 wanted = float(want[row, 16 * warp + g[lane] + 8 * (i // 2)])
                 assert abs(acc[warp, place, lane] - wanted) <= 2e-6 * abs(wanted)
     assert {place // (4 * parts) for place, _ in gpu.reads} == set(range(token, rows))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("k", [256, 4096, 16384])
+def test_sums_that_are_asked_for_at_once_make_the_same_factors(rows: int, k: int, run_on):
+    squares = torch.rand(rows, k // 64, generator=torch.Generator().manual_seed(k)) * 100
+    gpu = warp_with(run_on, squares)
+    subject: Any = deferred_norm.TakingStore(DeferredNormConfig(LIMBS, TAKES))
+    operands = SimpleNamespace(squares=0, parts=k // 64, inverse_k=np.float32(1 / k), eps=np.float32(1e-5))
+    for warp in range(4):
+        asked = subject.ask(operands, store_of(warp).tid, rows)
+        subject.keep_asked(operands, store_of(warp), asked)
+    first = int(subject.factors_of(store_of(0))[0]) // 4
+    found = gpu.shared_memory.view(np.float32)[first : first + rows]
+    assert np.allclose(found, (squares.double().mean(-1) / 64 + 1e-5).rsqrt().numpy(), rtol=2e-6)
+    assert len(gpu.reads) == squares.numel() // 4  # each once
 
 
 def test_lanes_that_scale_do_not_meet_in_a_bank(run_on):
@@ -206,6 +234,21 @@ REFUSED = {
         GIVES,
         "1 tiles of 3 chunks have no buffers",
     ),
+    "rows of 16 in limbs": (
+        replace(LIMBS, tile_m=16, mainloop=ResidentLimbs(16), reduction=dsmem(2)),
+        TAKES,
+        "in limbs of 8 rows",
+    ),
+    "limbs that meet factors": (
+        replace(LIMBS, mainloop=replace(LIMBS.mainloop, factors="scaled")),
+        TAKES,
+        "rows that meet no factors",
+    ),
+    "limbs of which some leave early": (
+        replace(LIMBS, n_tiles=2, mainloop=ResidentLimbs(16), reduction=EarlyDsmem()),
+        GIVES,
+        "EarlyDsmem",
+    ),
     "another kind": (TILES[2], "both", "kind 'both' is not one of gives, takes"),
 }
 
@@ -221,7 +264,8 @@ def test_kernels_of_the_three_are_told_apart():
     assert len(names) == 3
 
 
-STEPS = {  # (n, k) by the kind that a step of 32 requests to Llama-3-8B, or of 64 to Llama-2-70B's shard, wants
+STEPS = {  # (n, k) by what a step of 1 or 32 requests to Llama-3-8B, or of 64 to Llama-2-70B's shard, wants of it
+    1: {(4096, 4096): GIVES, (4096, 14_336): GIVES, (6144, 4096): TAKES, (28_672, 4096): TAKES},
     32: {(4096, 4096): GIVES, (4096, 14_336): GIVES, (6144, 4096): TAKES, (28_672, 4096): TAKES},
     64: {(8192, 1024): GIVES, (8192, 3584): GIVES, (1280, 8192): TAKES, (7168, 8192): TAKES},
 }
@@ -245,7 +289,7 @@ def test_ctas_of_several_work_tiles_take_a_norm_of_the_same_rows_and_give_none()
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 N, K = 512, 256
-M = 48
+M, HALF = 48, torch.float16
 
 
 def weight(n: int = N, k: int = K, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
@@ -344,7 +388,15 @@ def test_no_launch_lies_between_the_two_products():
 
 
 OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
-    "one row": ({"x": numbers(1, K), "residual": numbers(1, N)}, {}, ["product", "norm", "product"]),
+    "one row": ({"x": numbers(1, K), "residual": numbers(1, N)}, {}, ["gives", "takes"]),
+    "fp16": (
+        {
+            "x": numbers(M, K, dtype=HALF), "weight": weight(dtype=HALF), "residual": numbers(M, N, dtype=HALF),
+            "norm": numbers(N, dtype=HALF),
+        },
+        {"weight": weight(128, N, HALF)},
+        ["product", "norm", "product"],
+    ),
     "no rows": ({"x": numbers(0, K), "residual": numbers(0, N)}, {}, []),
     "many rows": ({"x": numbers(20_000, K), "residual": numbers(20_000, N)}, {}, ["product", "norm", "product"]),
     "an fp32 norm": ({"norm": torch.ones(N)}, {}, ["product", "norm", "product"]),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_kernels.linear.arguments import TILES, compile_kernel
-from cute_kernels.linear.wgmma.compile import WgmmaSpec
+from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
 from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredNormConfig
 from cute_kernels.runtime.launch_arguments import arguments, joined
 
@@ -40,7 +40,7 @@ class DeferredNormSpec(WgmmaSpec):
 
     def source_roots(self) -> tuple[Path, ...]:
         folder = Path(__file__).resolve().parent
-        return WgmmaSpec(self.config.tiles).source_roots() + tuple(folder / f"{name}.py" for name in MODULES)
+        return ResidentSpec(self.config.tiles).source_roots() + tuple(folder / f"{name}.py" for name in MODULES)
 
     def compile(self, arch: str) -> Any:
         return compile_deferred(self.config, arch)
@@ -51,6 +51,7 @@ def compile_deferred(config: DeferredNormConfig, arch: str, *options: str) -> An
 
     Raises ValueError if the configuration cannot be implemented.
     """
-    from cute_kernels.linear.wgmma.deferred_kernel import DeferredNormKernel
+    from cute_kernels.linear.wgmma.deferred_kernel import DeferredNormKernel, DeferredResidentKernel
 
-    return compile_kernel(DeferredNormKernel, config, ARGUMENTS[config.kind], arch, *options)
+    kind = DeferredResidentKernel if config.in_limbs else DeferredNormKernel
+    return compile_kernel(kind, config, ARGUMENTS[config.kind], arch, *options)

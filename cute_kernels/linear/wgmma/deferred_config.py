@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from cute_kernels.architecture import Limits
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.mainloops import WARPGROUP_THREADS, RegisterWgmma
+from cute_kernels.linear.wgmma.mainloops import WARPGROUP_THREADS, RegisterWgmma, ResidentLimbs
 from cute_kernels.linear.wgmma.results import (
     Dsmem,
     InterleavedDsmem,
@@ -36,8 +36,7 @@ STEP_N = SQUARES_N * SQUARES_VECTOR  # so rows are a multiple of this
 ROW_BYTES = 2 * TILE_N  # of a token's results of a tile in 16 bits
 CHUNK_BUFFERS = 2  # of a warpgroup's residual, as `.residual` has them
 FACTOR_BYTES = 4  # of a row: r
-ROW_LANES = 8  # that add up a row's sums of squares,
-ROWS_AT_ONCE = WARPGROUP_THREADS // ROW_LANES
+FEW_ROWS = 8  # of a tile in limbs
 MOST_OWN_M = 128  # rows whose sums a warpgroup asks for at once
 
 
@@ -50,7 +49,11 @@ class DeferredNormConfig:
         kind: `GIVES` or `TAKES`.
     """
 
-    reductions: ClassVar[tuple[type, ...]] = (WholeK, WorkspaceSplitK, RowExchange, Dsmem, InterleavedDsmem)
+    reductions: ClassVar[dict[type, tuple[type, ...]]] = {
+        RegisterWgmma: (WholeK, WorkspaceSplitK, RowExchange, Dsmem, InterleavedDsmem),
+        ResidentLimbs: (Dsmem, InterleavedDsmem),
+    }
+    """By the mainloop, those that it goes with."""
 
     tiles: WgmmaConfig[Any]
     kind: DeferredKind
@@ -70,6 +73,21 @@ class DeferredNormConfig:
         return f"{self.tiles.name}_{self.kind}_norm"
 
     @property
+    def in_limbs(self) -> bool:
+        """Whether CTAs make limbs of x, while which sums of squares may come."""
+        return self.tiles.limbs
+
+    @property
+    def row_lanes(self) -> int:
+        """Threads of a warpgroup that add up a row's sums of squares."""
+        return 16 if self.tiles.own_m <= FEW_ROWS else 8
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows whose sums a warpgroup adds up at a time."""
+        return WARPGROUP_THREADS // self.row_lanes
+
+    @property
     def stored_tiles(self) -> int:
         """Tiles of 64 features that a warpgroup stores, at most."""
         cluster = self.tiles.cluster if self.tiles.dsmem_reduction else 1
@@ -83,7 +101,7 @@ class DeferredNormConfig:
     @property
     def extra_bytes(self) -> int:
         """What is kept there: the norm's weights of each tile that is stored, or a factor for each row."""
-        rows = -(-self.tiles.own_m // ROWS_AT_ONCE) * ROWS_AT_ONCE
+        rows = -(-self.tiles.own_m // self.rows_at_once) * self.rows_at_once
         return self.stored_tiles * ROW_BYTES if self.kind == GIVES else FACTOR_BYTES * rows
 
     def can_implement(self) -> str | None:
@@ -94,8 +112,10 @@ class DeferredNormConfig:
         if tiles.dtype != "bf16":
             return f"a norm is deferred in bf16, not {tiles.dtype}: a row times a norm's weight may be too large for it"
         parts = (type(tiles.mainloop), type(tiles.reduction), type(tiles.store))
-        if parts[0] is not RegisterWgmma or parts[1] not in self.reductions or parts[2] is not StagedStore:
+        if parts[1] not in self.reductions.get(parts[0], ()) or parts[2] is not StagedStore:
             return f"a norm is not deferred by {', '.join(part.__name__ for part in parts)}"
+        if self.in_limbs and (tiles.mainloop.factors or tiles.tile_m > FEW_ROWS):
+            return f"a norm is deferred in limbs of {FEW_ROWS} rows that meet no factors"
         if tiles.multicast > 1:
             return f"a norm is not deferred by {tiles.multicast} CTAs that multicast activations"
         if tiles.own_m > MOST_OWN_M:

@@ -6,8 +6,8 @@ each tile of 64 features has a place of its own in each row. So nobody adds to w
 each time.
 
 `TakingStore`: a warpgroup that will store a tile adds up its rows' sums before the products, while the first weights
-are on their way: up to 16 loads of a thread at once, out of L2. The factor of each row lies in shared memory until the
-accumulators are complete.
+are on their way: all loads of up to 128 rows at once, out of L2. Where CTAs make limbs of x, sums are asked for before
+x is, and come with it. The factor of each row lies in shared memory until the accumulators are complete.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.linear.wgmma.deferred_config import (
     FACTOR_BYTES,
     GIVES,
-    ROW_LANES,
-    ROWS_AT_ONCE,
     SQUARES_N,
     SQUARES_VECTOR,
     DeferredNormConfig,
@@ -36,7 +34,9 @@ from cute_kernels.linear.wgmma.places import Corner
 from cute_kernels.linear.wgmma.residual import ROW_BYTES, ROW_VECTORS, VECTOR, ResidualChunks, vector_offset
 from cute_kernels.linear.work import Operands
 
-IN_FLIGHT = 4  # vectors of a row that a lane asks for at a time: with 8 lanes the sums of 8192 features
+IN_FLIGHT = (
+    4  # vectors of a row that a lane asks for at a time: with 8 lanes the sums of 8192 features, of 16384 with 16
+)
 VECTOR_BYTES = 16
 TOKENS_AT_ONCE = WARPGROUP_THREADS // ROW_VECTORS
 
@@ -177,43 +177,69 @@ class TakingStore:
 
     @cute.jit
     def prepare(self, operands: TakingOperands, shape, store: Store, corner: Corner, ordinal: int):
-        """Before the products: makes the factors of the rows of the first tile, which are those of all tiles; asks for
-        the residual."""
-        if const_expr(ordinal == 0):
-            self.make_factors(operands, store, corner)
+        """Before the products: makes the factors of the rows of the first tile, which are those of all tiles, unless
+        `ask` and `keep` do; asks for the residual."""
+        if const_expr(ordinal == 0 and not self.config.in_limbs):
+            self.make_factors(operands, store, corner.token, corner.end)
         self.plain.prepare(operands, shape, store, corner, ordinal)
 
     @cute.jit
-    def make_factors(self, operands: TakingOperands, store: Store, corner: Corner):
-        """Adds up the squares of 16 rows at a time, eight lanes each. Rows that do not exist have sums of 0."""
-        rows = range(0, self.tiles.own_m, ROWS_AT_ONCE)
-        own, lane = store.tid // ROW_LANES, store.tid % ROW_LANES
+    def make_factors(self, operands: TakingOperands, store: Store, token, end):
+        """Adds up the sums of some rows at a time. Those of rows that do not exist are 0."""
         vectors = operands.parts // SQUARES_VECTOR
-        sums = cute.make_rmem_tensor(len(rows), Float32)
+        sums = cute.make_rmem_tensor(len(self.first_rows), Float32)
         sums.fill(0.0)
-        for first in cutlass.range(0, vectors, ROW_LANES * IN_FLIGHT, unroll=1):
-            words = [self.load_vectors(operands, corner, row + own, first + lane, vectors) for row in rows]
-            for i in cutlass.range_constexpr(len(rows)):
-                sums[i] = sums[i] + lanes.in_pairs(operator.add, [word.bitcast(Float32) for word in words[i]])
-        for i in cutlass.range_constexpr(len(rows)):
-            total = lanes.lane_sum(sums[i], lanes.neighbours(ROW_LANES))
-            factor = numbers.reciprocal_root(total * operands.inverse_k + operands.eps)
-            # All lanes of a row have it, and store the same.
-            ptx.store_shared(Int32(self.factors_of(store) + (rows[i] + own) * FACTOR_BYTES), 0, [factor])
+        for first in cutlass.range(0, vectors, self.config.row_lanes * IN_FLIGHT, unroll=1):
+            words = self.load_sums(operands, store.tid, token, end, first)
+            for i in cutlass.range_constexpr(len(self.first_rows)):
+                sums[i] = sums[i] + self.added(words[i])
+        self.keep(operands, store, [sums[i] for i in range(len(self.first_rows))])
 
-    def load_vectors(self, operands: TakingOperands, corner: Corner, row, first, vectors) -> list[Any]:
-        """Words of a row's sums, of every eighth of some vectors; zeros behind the row's last and for no row."""
-        start = operands.squares + Int64(corner.token + row) * operands.parts * FACTOR_BYTES
+    def ask(self, operands: TakingOperands, tid, end) -> list[list[Any]]:
+        """A thread's sums of the first rows, of rows in limbs, which `keep_asked` makes factors of: all there are."""
+        return self.load_sums(operands, tid, Int32(0), end, Int32(0))
+
+    def keep_asked(self, operands: TakingOperands, store: Store, asked: list[list[Any]]) -> None:
+        """Makes factors of what `ask` has asked for."""
+        self.keep(operands, store, [self.added(words) for words in asked])
+
+    @property
+    def first_rows(self) -> range:
+        """The first of the rows that are added up at a time."""
+        return range(0, self.tiles.own_m, self.config.rows_at_once)
+
+    def load_sums(self, operands: TakingOperands, tid, token, end, first) -> list[list[Any]]:
+        """[rows that are added up at a time] a thread's words of their sums, from the ``first``-th vector on."""
+        lane_count = self.config.row_lanes
+        own, lane = tid // lane_count, tid % lane_count
+        return [self.load_vectors(operands, token + row + own, end, first + lane) for row in self.first_rows]
+
+    def load_vectors(self, operands: TakingOperands, row, end, first) -> list[Any]:
+        """Words of a row's sums, of some vectors a thread for each lane apart; zeros behind the row's last and for no
+        row."""
+        start = operands.squares + Int64(row) * operands.parts * FACTOR_BYTES
         words = []
         for i in range(IN_FLIGHT):
-            vector = first + i * ROW_LANES
-            there = (vector < vectors) & (corner.token + row < corner.end)
+            vector = first + i * self.config.row_lanes
+            there = (vector < operands.parts // SQUARES_VECTOR) & (row < end)
             address = start + Int64(vector) * VECTOR_BYTES
             # Not as constant memory: the launch before wrote them.
             words += numbers.load_global_if(
                 cutlass.select_(there, Int32(1), Int32(0)), address, 0, SQUARES_VECTOR, constant=False
             )
         return words
+
+    def added(self, words) -> Any:
+        return lanes.in_pairs(operator.add, [word.bitcast(Float32) for word in words])
+
+    def keep(self, operands: TakingOperands, store: Store, sums: list[Any]) -> None:
+        """Leaves the factors of rows in shared memory. sums: a thread's, of the rows that are added up at a time."""
+        own = store.tid // self.config.row_lanes
+        for row, value in zip(self.first_rows, sums, strict=True):
+            total = lanes.lane_sum(value, lanes.neighbours(self.config.row_lanes))
+            factor = numbers.reciprocal_root(total * operands.inverse_k + operands.eps)
+            # All lanes of a row have it, and store the same.
+            ptx.store_shared(Int32(self.factors_of(store) + (row + own) * FACTOR_BYTES), 0, [factor])
 
     @cute.jit
     def run(self, operands: TakingOperands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
