@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma.cluster_reduction import ClusterReduction
 from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS
 from cute_kernels.linear.wgmma.consumers import Consumers
-from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredNormConfig
+from cute_kernels.linear.wgmma.deferred_config import GIVES, DeferredNormConfig
 from cute_kernels.linear.wgmma.deferred_norm import GivingOperands, TakingOperands, make_store
 from cute_kernels.linear.wgmma.epilogue import Store
 from cute_kernels.linear.wgmma.few_rows import few_rows_scheduler, few_rows_sizes
@@ -74,7 +74,7 @@ class DeferredResidentKernel:
     """The same of few rows, whose limbs each CTA makes: parts are `ResidentKernel`'s."""
 
     def __init__(self, config: DeferredNormConfig):
-        self.config, self.kind, product = config.tiles, config.kind, ResidentKernel(config.tiles)
+        self.config, product = config.tiles, ResidentKernel(config.tiles)
         self.operands = GivingOperands if config.kind == GIVES else TakingOperands
         self.store = make_store(config)
         self.places, self.limbs, self.weights = product.places, product.limbs, product.weights
@@ -122,12 +122,9 @@ class DeferredResidentKernel:
             factors = self.limbs.ask_factors(scheduler, warp, lane)
             cute.arch.griddepcontrol_wait()  # for whoever makes x, and its sums of squares
             store = self.place(memory, warp, lane)
-            asked = []
-            if const_expr(self.kind == TAKES):
-                asked = self.store.ask(operands, store.tid, shape.m)
+            asked = self.store.ask(operands, store.tid, shape.m)
             fits = self.limbs.make_first(shape, memory, scheduler, warp, lane, factors)
-            if const_expr(self.kind == TAKES):
-                self.store.keep_asked(operands, store, asked)
+            self.store.keep_asked(operands, store, asked)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             self.consumers.multiply(
                 operands, shape, memory, scheduler, replace(self.consumers.lane(shape, warp, lane), fits=fits)

@@ -90,6 +90,13 @@ class GivingStore:
         """Shared memory of the norm's weights of the ``ordinal``-th tile that is stored."""
         return store.staging + (self.config.extra_offset + ordinal * ROW_BYTES)
 
+    def ask(self, operands: GivingOperands, tid, end) -> list[list[Any]]:
+        """Nothing: its norm is of rows that it makes."""
+        return []
+
+    def keep_asked(self, operands: GivingOperands, store: Store, asked: list[list[Any]]) -> None:
+        """Nothing."""
+
     def prepare(self, operands: GivingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
         """Asks for a tile's norm weights and residual. Nobody has used their memory: a CTA has one work tile."""
         self.bring_weights(operands, shape, store, corner, ordinal)
