@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -86,7 +86,10 @@ def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> Def
     if schedule.num_work_tiles > schedule.num_ctas and (kind == GIVES or schedule.m_tiles > 1):
         return None
     config = DeferredNormConfig(schedule.config, kind)
-    return None if config.can_implement() else config
+    if config.can_implement():
+        return None
+    most = config.most_inputs if kind == TAKES else None
+    return config if most is None or schedule.k_blocks * schedule.config.block_k <= most else None
 
 
 @per_gpu
@@ -148,7 +151,7 @@ def give(call: GivingCall) -> NormedRows:
 
 def give_apart(call: GivingCall) -> NormedRows:
     """The rows by a product as any other, of a checked call: the norm is left to the next one."""
-    rows = _product(call.x, call.weight, bias=call.bias, residual=call.residual)
+    rows = _product(call.x, call.weight)(bias=call.bias, residual=call.residual)
     return NormedRows(rows, call.norm, call.eps, call.offset)
 
 
@@ -216,7 +219,7 @@ class ApartPlan:
     device_index: int
     run: Callable[[Any], Any]
 
-    def launch(self, call: Any) -> Any:
+    def launch(self, call: GivingCall | TakingCall) -> Any:
         return self.run(call)
 
 
@@ -297,13 +300,13 @@ def take_apart(call: TakingCall) -> torch.Tensor:
     """The product behind a launch for the norm."""
     options = call._asdict()
     rows, weight = options.pop("rows"), options.pop("weight")
-    return _product(rows.normed(), weight, **options)
+    return _product(rows.normed(), weight)(**options)
 
 
-def _product(x: torch.Tensor, weight: PackedWeight, **options: Any) -> torch.Tensor:
-    """A product as any other."""
+def _product(x: torch.Tensor, weight: PackedWeight) -> Callable[..., torch.Tensor]:
+    """A product as any other, of its options."""
     tensors = weight.codes, weight.scales, weight.zeros, weight.perm, weight.input_scale
-    return ops.apply(x, *tensors, format=weight.format, shape=weight.shape, **options)
+    return partial(ops.apply, x, *tensors, format=weight.format, shape=weight.shape)
 
 
 def check_taking(call: TakingCall) -> TakingCall:

@@ -121,7 +121,7 @@ class Given:
                 corner = self.corner(ordinal)
                 self.put(self.subject.piece(self.shape, store_of(warp), corner, factors, ordinal, chunk, i))
 
-    def put(self, piece: deferred_norm.Piece) -> None:
+    def put(self, piece: Any) -> None:
         """What `GivingStore.store_chunk` stores of it; nothing is stored twice."""
         for lane in np.flatnonzero(np.broadcast_to(piece.there, 32)):
             row, column = divmod(int(piece.place[lane]) // 2, self.n)
@@ -275,6 +275,14 @@ STEPS = {  # (n, k) by what a step of 1 or 32 requests to Llama-3-8B, or of 64 t
 def test_products_of_steps_have_such_stores(m: int, n: int, k: int, kind: DeferredKind):
     schedule = chosen(problem_of(m, n, k, 4, torch.bfloat16, 128), GPU)
     assert host.deferred(schedule, kind) is not None
+
+
+def test_rows_in_limbs_take_as_many_sums_as_they_ask_for_at_once():
+    for k, takes in {16_384: True, 16_640: False, 32_768: False}.items():
+        schedule = chosen(problem_of(1, 4096, k, 4, torch.bfloat16, 128), GPU)
+        assert isinstance(schedule, TileSchedule) and schedule.config.limbs
+        assert (host.deferred(schedule, TAKES) is not None) == takes
+        assert host.deferred(schedule, GIVES) is not None
 
 
 def test_ctas_of_several_work_tiles_take_a_norm_of_the_same_rows_and_give_none():

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from cute_kernels.linear.arguments import TILES, compile_kernel
-from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
+from cute_kernels.linear.wgmma.compile import ResidentSpec
 from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredNormConfig
 from cute_kernels.runtime.launch_arguments import arguments, joined
+from cute_kernels.runtime.spec import KernelSpec
 
 MODULES = ("deferred_compile", "deferred_config", "deferred_kernel", "deferred_norm")
 
@@ -33,10 +34,11 @@ ARGUMENTS = {
 
 
 @dataclass(frozen=True, eq=False)
-class DeferredNormSpec(WgmmaSpec):
+class DeferredNormSpec(KernelSpec):
     """One weight-only GEMM kernel around a deferred norm: takes `ARGUMENTS`, on torch's current stream."""
 
-    config: DeferredNormConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    config: DeferredNormConfig
+    family: ClassVar[str] = "linear"
 
     def source_roots(self) -> tuple[Path, ...]:
         folder = Path(__file__).resolve().parent

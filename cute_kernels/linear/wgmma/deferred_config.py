@@ -36,6 +36,7 @@ STEP_N = SQUARES_N * SQUARES_VECTOR  # so rows are a multiple of this
 ROW_BYTES = 2 * TILE_N  # of a token's results of a tile in 16 bits
 CHUNK_BUFFERS = 2  # of a warpgroup's residual, as `.residual` has them
 FACTOR_BYTES = 4  # of a row: r
+IN_FLIGHT = 4  # vectors of a row's sums that a thread asks for at a time
 FEW_ROWS = 8  # of a tile in limbs
 MOST_OWN_M = 128  # rows whose sums a warpgroup asks for at once
 
@@ -86,6 +87,11 @@ class DeferredNormConfig:
     def rows_at_once(self) -> int:
         """Rows whose sums a warpgroup adds up at a time."""
         return WARPGROUP_THREADS // self.row_lanes
+
+    @property
+    def most_inputs(self) -> int | None:
+        """Inputs of rows whose sums are asked for all at once, where they are, in limbs; None for any number."""
+        return self.row_lanes * IN_FLIGHT * STEP_N if self.in_limbs else None
 
     @property
     def stored_tiles(self) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -14,7 +15,7 @@ from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS
 from cute_kernels.linear.wgmma.consumers import Consumers
 from cute_kernels.linear.wgmma.deferred_config import GIVES, DeferredNormConfig
 from cute_kernels.linear.wgmma.deferred_norm import GivingOperands, TakingOperands, make_store
-from cute_kernels.linear.wgmma.epilogue import Store
+from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.linear.wgmma.few_rows import few_rows_scheduler, few_rows_sizes
 from cute_kernels.linear.wgmma.kernel import TileRoles, launch_options, make_mainloop, make_reduction
 from cute_kernels.linear.wgmma.loads import (
@@ -28,10 +29,16 @@ from cute_kernels.linear.wgmma.loads import (
 from cute_kernels.linear.wgmma.memory import allocate
 from cute_kernels.linear.wgmma.places import DensePlaces
 from cute_kernels.linear.wgmma.reading import StageReader
+from cute_kernels.linear.wgmma.reduction import TileStore
 from cute_kernels.linear.wgmma.resident_kernel import START_BARRIER, ResidentKernel, ResidentSizes
 from cute_kernels.linear.wgmma.resident_rows import K_BLOCK_TMA_TILES
 from cute_kernels.linear.wgmma.tiles import TileSizes, dense_grid, dense_scheduler, dense_sizes
 from cute_kernels.linear.work import operands_of
+
+
+def for_reductions(store: TileStore) -> TileEpilogue:
+    """A store as reductions are declared to take it. They ask for no more than `TileStore` has."""
+    return cast("TileEpilogue", store)
 
 
 class DeferredNormKernel:
@@ -41,9 +48,8 @@ class DeferredNormKernel:
         self.config, tiles = config.tiles, config.tiles
         self.operands = GivingOperands if config.kind == GIVES else TakingOperands
         places, stages = DensePlaces(tiles), StageReader(tiles)
-        mainloop, store = make_mainloop(tiles, stages, places), make_store(config)
-        # Reductions ask a store for no more than `reduction.TileStore` has.
-        reduction = make_reduction(tiles, store, places)  # pyright: ignore[reportArgumentType]
+        mainloop = make_mainloop(tiles, stages, places)
+        reduction = make_reduction(tiles, for_reductions(make_store(config)), places)
         self.consumers = Consumers(tiles, stages, places, mainloop, reduction)
         self.activations = TmaLoads(tiles, places)
         weights = WeightLoads(tiles, places, asks_first=tiles.one_m_tile)
@@ -78,8 +84,7 @@ class DeferredResidentKernel:
         self.operands = GivingOperands if config.kind == GIVES else TakingOperands
         self.store = make_store(config)
         self.places, self.limbs, self.weights = product.places, product.limbs, product.weights
-        # Reductions ask a store for no more than `reduction.TileStore` has.
-        reduction = ClusterReduction(config.tiles, self.store, self.places)  # pyright: ignore[reportArgumentType]
+        reduction = ClusterReduction(config.tiles, for_reductions(self.store), self.places)
         self.consumers = Consumers(
             config.tiles, StageReader(config.tiles), self.places, product.consumers.mainloop, reduction
         )

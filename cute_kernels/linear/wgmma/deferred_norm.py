@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.linear.wgmma.deferred_config import (
     FACTOR_BYTES,
     GIVES,
+    IN_FLIGHT,
     SQUARES_N,
     SQUARES_VECTOR,
     DeferredNormConfig,
@@ -34,9 +35,6 @@ from cute_kernels.linear.wgmma.places import Corner
 from cute_kernels.linear.wgmma.residual import ROW_BYTES, ROW_VECTORS, VECTOR, ResidualChunks, vector_offset
 from cute_kernels.linear.work import Operands
 
-IN_FLIGHT = (
-    4  # vectors of a row that a lane asks for at a time: with 8 lanes the sums of 8192 features, of 16384 with 16
-)
 VECTOR_BYTES = 16
 TOKENS_AT_ONCE = WARPGROUP_THREADS // ROW_VECTORS
 
@@ -55,12 +53,12 @@ class Piece(NamedTuple):
     """Eight neighbouring results of a thread: whether they exist, where they belong (bytes), themselves and times the
     norm's weights, and where the sum of their row's 64 squares belongs, and it."""
 
-    there: Any
-    place: Any
-    words: list[Any]
-    scaled: list[Any]
-    sum_place: Any
-    total: Any
+    there: Boolean
+    place: Int64
+    words: list[Uint32]
+    scaled: list[Uint32]
+    sum_place: Int64
+    total: Float32
 
 
 @dataclass(frozen=True)
