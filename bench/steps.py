@@ -30,7 +30,7 @@ from cute_kernels.kv_cache import Rope
 from cute_kernels.kv_formats import KvFormatName, format_of
 from cute_kernels.linear import PackedWeight
 from cute_kernels.linear.compile import specs_of
-from cute_kernels.linear.deferred import deferred
+from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES

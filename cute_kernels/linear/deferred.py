@@ -17,14 +17,14 @@ import torch
 
 from cute_kernels.arguments import check_tensors
 from cute_kernels.linear import checks, ops
+from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.inputs.launch import InputRows, input_rows
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, CompiledProduct, LinearPlan, problem_of
 from cute_kernels.linear.reference import out_features
-from cute_kernels.linear.schedule import StreamSchedule
 from cute_kernels.linear.served import schedule_for
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.deferred_compile import ARGUMENTS, DeferredNormSpec
-from cute_kernels.linear.wgmma.deferred_config import GIVES, SQUARES_N, STEP_N, TAKES, DeferredKind, DeferredNormConfig
+from cute_kernels.linear.wgmma.deferred_config import GIVES, SQUARES_N, STEP_N, TAKES, DeferredKind
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.norm import rms_norm
 from cute_kernels.norm.config import MAX_COLUMNS
@@ -76,20 +76,6 @@ class NormedRows:
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
-
-
-def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> DeferredNormConfig | None:
-    """The kernel of a schedule on one side of a deferred norm; None if it has none, or its CTAs several work tiles:
-    there is memory for what one gives, and for what is taken for one tile of rows."""
-    if not isinstance(schedule, TileSchedule):
-        return None
-    if schedule.num_work_tiles > schedule.num_ctas and (kind == GIVES or schedule.m_tiles > 1):
-        return None
-    config = DeferredNormConfig(schedule.config, kind)
-    if config.can_implement():
-        return None
-    most = config.most_inputs if kind == TAKES else None
-    return config if most is None or schedule.k_blocks * schedule.config.block_k <= most else None
 
 
 @per_gpu

@@ -12,7 +12,8 @@ import torch
 
 from cute_kernels import NormedRows, quantized_linear, quantized_linear_norm, rms_norm
 from cute_kernels.linear.compile import spec_of
-from cute_kernels.linear.deferred import DeferredParts, deferred
+from cute_kernels.linear.deferred import DeferredParts
+from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.reference import activate
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec

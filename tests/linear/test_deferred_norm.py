@@ -15,6 +15,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels import quantized_linear, quantized_linear_norm, rms_norm
 from cute_kernels.linear import deferred as host
+from cute_kernels.linear.deferred_choice import deferred, shipped_configs
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma import deferred_norm
 from cute_kernels.linear.wgmma.config import WgmmaConfig
@@ -274,15 +275,23 @@ STEPS = {  # (n, k) by what a step of 1 or 32 requests to Llama-3-8B, or of 64 t
 @pytest.mark.parametrize(("m", "n", "k", "kind"), [(m, *size, kind) for m in STEPS for size, kind in STEPS[m].items()])
 def test_products_of_steps_have_such_stores(m: int, n: int, k: int, kind: DeferredKind):
     schedule = chosen(problem_of(m, n, k, 4, torch.bfloat16, 128), GPU)
-    assert host.deferred(schedule, kind) is not None
+    assert deferred(schedule, kind) is not None
+
+
+def test_bundles_hold_what_steps_take():
+    shipped = shipped_configs()
+    for m, sizes in STEPS.items():
+        for (n, k), kind in sizes.items():
+            assert deferred(chosen(problem_of(m, n, k, 4, torch.bfloat16, 128), GPU), kind) in shipped
+    assert all(config.can_implement() is None for config in shipped)
 
 
 def test_rows_in_limbs_take_as_many_sums_as_they_ask_for_at_once():
     for k, takes in {16_384: True, 16_640: False, 32_768: False}.items():
         schedule = chosen(problem_of(1, 4096, k, 4, torch.bfloat16, 128), GPU)
         assert isinstance(schedule, TileSchedule) and schedule.config.limbs
-        assert (host.deferred(schedule, TAKES) is not None) == takes
-        assert host.deferred(schedule, GIVES) is not None
+        assert (deferred(schedule, TAKES) is not None) == takes
+        assert deferred(schedule, GIVES) is not None
 
 
 def test_ctas_of_several_work_tiles_take_a_norm_of_the_same_rows_and_give_none():
@@ -290,8 +299,8 @@ def test_ctas_of_several_work_tiles_take_a_norm_of_the_same_rows_and_give_none()
         schedule = chosen(problem_of(m, n, 4096, 4, torch.bfloat16, 128), GPU)
         assert isinstance(schedule, TileSchedule) and schedule.num_work_tiles > schedule.num_ctas
         assert DeferredNormConfig(schedule.config, TAKES).can_implement() is None or m == 700
-        assert (host.deferred(schedule, TAKES) is not None) == takes
-        assert host.deferred(schedule, GIVES) is None
+        assert (deferred(schedule, TAKES) is not None) == takes
+        assert deferred(schedule, GIVES) is None
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
@@ -486,7 +495,7 @@ def test_fp32_results_that_three_warpgroups_along_k_stage_go_another_way():
     """Staged in fp32 they would take the memory of the factors."""
     schedule = chosen(problem_of(32, 6144, 4096, 4, torch.bfloat16, 128), GPU)
     assert isinstance(schedule, TileSchedule) and schedule.config.k_warpgroups == 3
-    assert host.deferred(schedule, TAKES) is not None
+    assert deferred(schedule, TAKES) is not None
     with recording(name=lambda device: GPU) as cache:
         other = random_weight(W4, torch.bfloat16, 6144, 4096)
         parts = host.DeferredParts(numbers(32, 4096), torch.ones(32, 64))
