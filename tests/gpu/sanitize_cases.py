@@ -34,7 +34,7 @@ from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.plan import factored
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
-from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES
+from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.linear.wgmma.mainloops import NORMED, NORMED_ROWS, SCALED
 from cute_kernels.moe import fused_moe, fused_moe_reference
 from cute_kernels.norm.compile import NormSpec
@@ -267,7 +267,8 @@ class DeferredNormCase:
 
     def specs(self) -> list[KernelSpec]:
         found: list[KernelSpec] = []
-        for kind, size in ((GIVES, (self.hidden, self.k)), (TAKES, (self.n, self.hidden))):
+        sides: dict[DeferredKind, tuple[int, int]] = {GIVES: (self.hidden, self.k), TAKES: (self.n, self.hidden)}
+        for kind, size in sides.items():
             config = deferred(chosen(W4.problem(self.m, *size), GPU), kind)
             assert config is not None, "the product's kernel is on no side of a norm"
             found.append(DeferredNormSpec(config))
