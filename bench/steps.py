@@ -18,12 +18,22 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import moe
-from cute_kernels import append_and_decode, append_kv, quantize_kv, quantized_linear, rms_norm
+from cute_kernels import (
+    NormedRows,
+    append_and_decode,
+    append_kv,
+    quantize_kv,
+    quantized_linear,
+    quantized_linear_norm,
+)
 from cute_kernels.kv_cache import Rope
 from cute_kernels.kv_formats import KvFormatName, format_of
 from cute_kernels.linear import PackedWeight
 from cute_kernels.linear.compile import specs_of
+from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
+from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES
 from cute_kernels.moe import fused_moe
 from cute_kernels.runtime import KernelSpec
 from cute_kernels.tuning.linear import Format, Weights
@@ -34,6 +44,7 @@ FILLED_ROWS = 1 << 20
 EPS = 1e-5
 ROPE_THETA = 500000.0
 SDPA_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+ENDS = ("o", "down")  # products that add to the residual stream: a norm follows
 FORMATS = {"w4": Format(4), "w8": Format(8)}
 
 
@@ -132,9 +143,12 @@ def specs(model: StepModel, case: StepCase, batch: int, gpu: str) -> list[Kernel
     if case.weights == "bf16":
         return []
     found: dict[KernelSpec, None] = {}
-    for n, k in model.products.values():
+    for name, (n, k) in model.products.items():
         schedule = chosen(FORMATS[case.weights].problem(batch, n, k), gpu)
         found |= dict.fromkeys(specs_of(schedule.config))
+        around = deferred(schedule, GIVES if name in ENDS else TAKES)
+        if around is not None:
+            found[DeferredNormSpec(around)] = None
     if model.experts:
         sizes = moe.MoeModel(model.name, model.experts, model.topk, model.hidden, model.intermediate)
         found |= dict.fromkeys(moe.specs([sizes], [batch], gpu))
@@ -159,10 +173,11 @@ class Step:
         self.parts = [self.make_layer() for _ in range(min(DISTINCT, self.layers))]
 
     def __call__(self) -> torch.Tensor:
-        hidden = self.hidden
+        rows = NormedRows(self.hidden, self.parts[0]["norm"], EPS)
         for number in range(self.layers):
-            hidden = self.layer(self.parts[number % len(self.parts)], hidden)
-        return hidden
+            following = self.parts[(number + 1) % len(self.parts)]
+            rows = self.layer(self.parts[number % len(self.parts)], rows, following)
+        return rows.rows
 
     # -- what a layer has ---------------------------------------------------------------------------------------------
 
@@ -223,25 +238,40 @@ class Step:
 
     # -- what a layer does --------------------------------------------------------------------------------------------
 
-    def layer(self, parts: dict[str, Any], hidden: torch.Tensor) -> torch.Tensor:
-        """The residual stream behind a layer."""
+    def layer(self, parts: dict[str, Any], rows: NormedRows, following: dict[str, Any]) -> NormedRows:
+        """The residual stream behind a layer. following: what the next layer has."""
         model, batch = self.model, self.shape.batch
-        qkv = self.normed(parts["qkv"], hidden, parts["norm"])
+        qkv = self.normed(parts["qkv"], rows)
         heads = qkv.view(batch, 1, -1, model.head_dim)
         q, k, v = heads.split((model.num_q_heads, model.num_kv_heads, model.num_kv_heads), dim=2)
         attended = self.attend(q, k, v, parts["cache"]).view(batch, -1)
-        hidden = parts["o"](attended, residual=hidden)
+        rows = self.added(parts["o"], attended, rows.rows, parts["mlp_norm"], parts.get("gate_up"))
         if model.experts:
-            x = rms_norm(hidden, parts["mlp_norm"], eps=EPS)
+            x = rows.normed()
             weights, ids = torch.topk(functional.linear(x, parts["router"]).float().softmax(-1), model.topk, dim=-1)
-            return hidden + parts["experts"](x, weights, ids)
-        gated = self.normed(parts["gate_up"], hidden, parts["mlp_norm"], activation="swiglu")
-        return parts["down"](gated, residual=hidden)
+            return NormedRows(rows.rows + parts["experts"](x, weights, ids), following["norm"], EPS)
+        gated = self.normed(parts["gate_up"], rows, activation="swiglu")
+        return self.added(parts["down"], gated, rows.rows, following["norm"], following["qkv"])
 
-    def normed(self, product: Callable[..., torch.Tensor], x: torch.Tensor, norm: torch.Tensor, **options: Any) -> Any:
+    def normed(self, product: Callable[..., torch.Tensor], rows: NormedRows, **options: Any) -> torch.Tensor:
         """A product of normed rows. In a graph a launch for the norm is faster than `quantized_linear(norm=)`, which
         spares the host one: 0.7 us of a layer with one row."""
-        return product(rms_norm(x, norm, eps=EPS), **options)
+        return product(rows.normed() if self.case.weights == "bf16" else rows, **options)
+
+    def added(
+        self,
+        product: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        following: Callable[..., torch.Tensor] | None,
+    ) -> NormedRows:
+        """Rows with a product added to them, and the norm that the product ``following`` takes; experts take rows as
+        they are."""
+        if following is None or self.case.weights == "bf16":
+            return NormedRows(product(x, residual=residual), norm, EPS)
+        own, its = (each.keywords["weight"] for each in (product, following))  # pyright: ignore[reportFunctionMemberAccess]
+        return quantized_linear_norm(x, own, residual=residual, norm=norm, norm_eps=EPS, following=its)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: dict[str, Any]) -> torch.Tensor:
         if not self.case.sdpa:

@@ -20,11 +20,13 @@ from cute_kernels.kv_cache import (
     quantize_kv,
 )
 from cute_kernels.linear import (
+    NormedRows,
     PackedWeight,
     QuantizedLinear,
     interleave_weights,
     quantize_weight,
     quantized_linear,
+    quantized_linear_norm,
 )
 from cute_kernels.mla import mla_decode, sparse_mla_decode
 from cute_kernels.mla_cache import append_mla, quantize_mla_kv
@@ -45,6 +47,7 @@ __all__ = [
     "KVCache",
     "LinearScaling",
     "Llama3Scaling",
+    "NormedRows",
     "NtkScaling",
     "PackedExperts",
     "PackedWeight",
@@ -75,6 +78,7 @@ __all__ = [
     "quantize_model",
     "quantize_weight",
     "quantized_linear",
+    "quantized_linear_norm",
     "rms_norm",
     "sparse_mla_decode",
     "stack_experts",

@@ -16,6 +16,7 @@ from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu import sanitize, sanitize_cases
 from tests.gpu.sanitize_cases import (
     CASES,
+    DEFERRED,
     EXPERTS,
     EXTEND,
     FACTORED,
@@ -23,6 +24,7 @@ from tests.gpu.sanitize_cases import (
     NORMS,
     STEPS,
     Case,
+    DeferredNormCase,
     FactoredCase,
     LayerCase,
     LinearCase,
@@ -66,6 +68,10 @@ KINDS = {
     "norms on the way to limbs": "resident32loadsnormed$",
     "norms on the way to seven tiles": "resident16less1loadsnormed$",
     "input scales on the way to limbs": "resident32loadsscaled$",
+    "a norm deferred in limbs": "resident32.*_gives_norm$",
+    "a norm deferred in clusters": r"m32\w*dsmem2k2_takes_norm$",
+    "a norm deferred by clusters that exchange rows": "cluster2_takes_norm$",
+    "a norm deferred by whole tiles": "m80n64x1.*_split_gives_norm$",
     "a norm behind a sum": "norm_rms_bf16.*_residual$",
     "steps in one launch, rows in bulk": r"^step_decode_int4_g4_bf16_d128\w*_bulk_p64_units",
     "steps in one launch, tiles by TMA": r"^step_decode_bf16_bf16_d128\w*_tma_p64_units",
@@ -77,7 +83,7 @@ KINDS = {
 
 @cache
 def symbols() -> set[str]:
-    cases = {**STEPS, **EXTEND, **LAYERS, **FACTORED, **NORMS, **EXPERTS}.values()
+    cases = {**STEPS, **EXTEND, **LAYERS, **FACTORED, **DEFERRED, **NORMS, **EXPERTS}.values()
     return {spec.symbol for case in cases for spec in case.specs()}
 
 
@@ -92,6 +98,7 @@ SMALL = {
     "layer": LayerCase(MoeShape(MoeModel("tiny", 4, 2, 256, 128), 5)),
     "norm in a product": FactoredCase(200, 256, 1, NORMED),
     "input scale in a product": FactoredCase(200, 256, 3, SCALED),
+    "deferred norm": DeferredNormCase(256, 256, 200, 3),
     "norm": NormCase(3, 256),
     "attention": CASES["bf16"],
     "extend": CASES["extend-int8_token_head"],
@@ -110,6 +117,7 @@ WRONG_RESULTS = [
     (SMALL["linear"], "quantized_linear"),
     (SMALL["norm in a product"], "quantized_linear"),
     (SMALL["input scale in a product"], "quantized_linear"),
+    (SMALL["deferred norm"], "quantized_linear"),
     (SMALL["layer"], "fused_moe"),
     (SMALL["step"], "append_and_decode"),
 ]

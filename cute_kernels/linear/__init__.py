@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from cute_kernels.deprecated import warn
-from cute_kernels.linear import ops
+from cute_kernels.linear import deferred, ops
+from cute_kernels.linear.deferred import NormedRows
 from cute_kernels.linear.module import QuantizedLinear
 from cute_kernels.linear.quantize import interleave_weights, quantize_weight
 from cute_kernels.linear.reference import linear_reference
@@ -21,19 +22,21 @@ from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.names import Activation
 
 __all__ = [
+    "NormedRows",
     "PackedWeight",
     "QuantizedLinear",
     "interleave_weights",
     "linear_reference",
     "quantize_weight",
     "quantized_linear",
+    "quantized_linear_norm",
     "slice_inputs",
     "slice_outputs",
 ]
 
 
 def quantized_linear(
-    x: torch.Tensor,
+    x: torch.Tensor | NormedRows,
     weight: PackedWeight,
     bias: torch.Tensor | None = None,
     *,
@@ -54,7 +57,8 @@ def quantized_linear(
 
     Args:
         x: bf16 or fp16 [..., K], in the dtype of the weight's scales and on its device; any strides, any of the leading
-            sizes may be 0. `input_scale` and `perm` of the weight are applied to it first.
+            sizes may be 0. `input_scale` and `perm` of the weight are applied to it first. Or rows of
+            `quantized_linear_norm`, whose norm is taken.
         weight: [N, K], from `quantize_weight` or one of `PackedWeight.from_...`.
         bias: [N] in x's dtype.
         residual: added last, of the result's shape and dtype. It may be ``out``.
@@ -78,6 +82,12 @@ def quantized_linear(
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
+    if isinstance(x, NormedRows):
+        if norm is not None:
+            raise ValueError("norm: got a tensor for x of NormedRows, want None: these rows are normed already")
+        return deferred.take(
+            deferred.TakingCall(x, weight, bias, residual, activation, out_dtype, batch_invariant, out)
+        )
     return ops.apply(
         x,
         weight.codes,
@@ -97,6 +107,44 @@ def quantized_linear(
         norm_eps=norm_eps,
         norm_offset=norm_offset,
     )
+
+
+def quantized_linear_norm(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    following: PackedWeight | None = None,
+) -> NormedRows:
+    """x W^T + bias + residual, and the RMSNorm of these rows for the products that come next.
+
+    `quantized_linear` takes the result as its x; there may be several such products. Where both kernels have the means
+    (bf16 rows of up to 64 or so, as most layers have them; N a multiple of 256; a norm in x's dtype), no launch lies
+    between the products: the first stores its rows times the norm's weight and sums of their squares, too, and the
+    second multiplies its accumulators with (mean square + eps)^-0.5. Else `rms_norm` is launched before each. Both ways
+    round a normed row once, at another place: results differ in their last bits.
+
+    Args:
+        x, weight, bias: as of `quantized_linear`.
+        residual: added last, of the result's shape, in x's dtype.
+        norm: [N] in x's dtype or fp32, the norm's weight, as `rms_norm` takes it.
+        norm_eps: a number of at least 0. norm_offset: added to the weight.
+        following: the weight of the product that takes the norm, where it is known: nothing is made for one that would
+            launch `rms_norm` anyway.
+
+    Returns:
+        `NormedRows`; its ``rows`` [..., N] are those of `quantized_linear` with this residual, bit for bit.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
+    """
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
+    return deferred.give(deferred.GivingCall(x, weight, bias, residual, norm, norm_eps, norm_offset, following))
 
 
 def linear(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -32,6 +32,30 @@ def check_activation(activation: object, n: int) -> None:
         raise ValueError(f"activation: got 'swiglu' for a weight of {n} rows, want an even number: gate and up in turn")
 
 
+def check_options(
+    x: torch.Tensor,
+    n: int,
+    *,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+    out: torch.Tensor | None,
+) -> torch.dtype:
+    """What the result is in; raises TypeError or ValueError unless a product of x with a weight of ``n`` rows has these
+    options."""
+    check_activation(activation, n)
+    out_dtype = result_dtype(out_dtype, x, out)
+    if bias is not None:
+        check_bias(bias, x, n)
+    if residual is not None:
+        check_result("residual", residual, x, n, activation, out_dtype)
+    if out is not None:
+        check_result("out", out, x, n, activation, out_dtype)
+        check_out(out)
+    return out_dtype
+
+
 def check_bias(bias: torch.Tensor, x: torch.Tensor, n: int) -> None:
     check_tensors(bias=bias)
     _check("bias", bias, x.dtype, (n,), x.device)

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from cute_kernels.linear import deferred_choice, tuned
 from cute_kernels.linear import schedule as few_rows
-from cute_kernels.linear import tuned
 from cute_kernels.linear.arguments import SOURCES, STREAM, compile_kernel
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.inputs import compile as inputs
 from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma import schedule as many_rows
 from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
+from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.linear.wgmma.long_config import LongWgmma
 from cute_kernels.linear.wgmma.mainloops import PortableMmaSync, ResidentLimbs
 from cute_kernels.runtime.spec import KernelSpec
@@ -46,7 +47,8 @@ def shipped_specs() -> list[KernelSpec]:
     rooms = (few_rows, many_rows, invariant, tuned)
     configs = [config for room in rooms for config in room.shipped_configs()]
     products = dict.fromkeys(spec for config in configs for spec in specs_of(config))
-    return [*products, *inputs.shipped_specs()]
+    norms = [DeferredNormSpec(config) for config in deferred_choice.shipped_configs()]
+    return [*products, *norms, *inputs.shipped_specs()]
 
 
 def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:

@@ -79,19 +79,13 @@ def apply(
     dispatch = needs_dispatch(x=x, codes=codes)
     if norm is not None:
         checks.check_norm(norm, norm_eps, norm_offset, x)
-    checks.check_activation(activation, n)
-    out_dtype = checks.result_dtype(out_dtype, x, out)
     check_flag("batch_invariant", batch_invariant)
-    if bias is not None:
-        checks.check_bias(bias, x, n)
+    out_dtype = checks.check_options(
+        x, n, bias=bias, residual=residual, activation=activation, out_dtype=out_dtype, out=out
+    )
     columns = out_features(n, activation)
-    if residual is not None:
-        checks.check_result("residual", residual, x, n, activation, out_dtype)
-    if out is not None:
-        checks.check_result("out", out, x, n, activation, out_dtype)
-        checks.check_out(out)
-        if not dispatch:
-            checks.check_apart(out, x)
+    if out is not None and not dispatch:
+        checks.check_apart(out, x)
     row_norm = None if norm is None else RowNorm(norm, norm_eps, norm_offset)
     if key is not None and (residual is None or residual.is_contiguous()):
         kept = keep_launch(x, format, shape, activation, out_dtype, batch_invariant, perm, input_scale, row_norm)

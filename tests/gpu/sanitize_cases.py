@@ -17,7 +17,7 @@ from bench import moe as moe_bench
 from bench.linear import Format, make_weights, pack
 from bench.moe import MODELS, Inputs, MoeModel, MoeShape, make_experts
 from bench.peers import relative_error
-from cute_kernels import append_and_decode, quantized_linear, rms_norm
+from cute_kernels import append_and_decode, quantized_linear, quantized_linear_norm, rms_norm
 from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.plan import problem_of
@@ -30,8 +30,11 @@ from cute_kernels.extend.schedule import choose_fp8, choose_key_rows, choose_unp
 from cute_kernels.integrations.vllm import attention_kernels
 from cute_kernels.kv_cache import Rope
 from cute_kernels.linear.compile import specs_of
+from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.plan import factored
 from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
+from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.linear.wgmma.mainloops import NORMED, NORMED_ROWS, SCALED
 from cute_kernels.moe import fused_moe, fused_moe_reference
 from cute_kernels.norm.compile import NormSpec
@@ -254,6 +257,39 @@ class FactoredCase:
 
 
 @dataclass(frozen=True)
+class DeferredNormCase:
+    """Two products around a norm that neither launches; [hidden, k] and [n, hidden], with m rows."""
+
+    k: int
+    hidden: int
+    n: int
+    m: int
+
+    def specs(self) -> list[KernelSpec]:
+        found: list[KernelSpec] = []
+        sides: dict[DeferredKind, tuple[int, int]] = {GIVES: (self.hidden, self.k), TAKES: (self.n, self.hidden)}
+        for kind, size in sides.items():
+            config = deferred(chosen(W4.problem(self.m, *size), GPU), kind)
+            assert config is not None, "the product's kernel is on no side of a norm"
+            found.append(DeferredNormSpec(config))
+        return found
+
+    def run(self, device: str = "cuda") -> str:
+        weights = [make_weights(*size, W4, device) for size in ((self.hidden, self.k), (self.n, self.hidden))]
+        down, up = (pack(one) for one in weights)
+        sizes = (self.m, self.k), (self.m, self.hidden), (self.hidden,)
+        x, residual, norm = (torch.randn(size, device=device).to(down.dtype) for size in sizes)
+        for _ in range(CALLS):
+            rows = quantized_linear_norm(x, down, residual=residual, norm=norm, norm_eps=EPS)
+            wanted = x.float() @ weights[0].dense.float().T + residual.float()
+            assert relative_error(rows.rows, wanted) <= PRODUCT_TOLERANCE
+            out = quantized_linear(rows, up)
+            error = relative_error(out, rows.normed().float() @ weights[1].dense.float().T)
+            assert error <= LAYER_TOLERANCE, error
+        return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
+
+
+@dataclass(frozen=True)
 class NormCase:
     """RMSNorm of [rows, n] behind a residual, whose sum comes too."""
 
@@ -404,6 +440,12 @@ FACTORED = {
     "input-scale-one-row": FactoredCase(6144, 4096, 1, SCALED),
     "input-scale-seven-tiles": FactoredCase(28672, 1024, 8, SCALED),
 }
+DEFERRED = {
+    "deferred-norm-limbs": DeferredNormCase(1024, 1024, 520, 3),
+    "deferred-norm-clusters": DeferredNormCase(1024, 1024, 520, 30),
+    "deferred-norm-exchanged-rows": DeferredNormCase(1024, 8192, 7168, 60),
+    "deferred-norm-parts": DeferredNormCase(576, 768, 200, 65),
+}
 NORMS = {"norm": NormCase(3, 4096), "norm-short-rows": NormCase(5, 1096)}
 SMALL = MoeModel("small", 32, 4, 1024, 256)
 MIXTRAL, QWEN3, _ = MODELS
@@ -423,6 +465,6 @@ SERVED = {
     "served-int4_per_token_head": ServedCase(Layer("int4_per_token_head")),
     "served-fp8-drafts": ServedCase(Layer("fp8", window=24, sinks=True, speculative=3, caches={"num_sms": 1})),
 }
-CASES: dict[str, Case] = {**ATTENTION, **STEPS, **EXTEND, **LAYERS, **FACTORED, **NORMS, **EXPERTS}
+CASES: dict[str, Case] = {**ATTENTION, **STEPS, **EXTEND, **LAYERS, **FACTORED, **DEFERRED, **NORMS, **EXPERTS}
 if importlib.util.find_spec("vllm") is not None:
     CASES |= SERVED

@@ -1,0 +1,46 @@
+"""Which products are on a side of a deferred norm, and which of their kernels ship. Plain Python, no GPU."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
+from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind, DeferredNormConfig
+from cute_kernels.linear.wgmma.schedule import TileSchedule
+from cute_kernels.runtime.tuned import shipped_tables
+from cute_kernels.weight_formats import integers
+
+SHIPPED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+# (N, K) of Llama-3-8B's layers and of Llama-2-70B's shard on one of 8 GPUs, by their side of a norm.
+SHIPPED_LAYERS: dict[DeferredKind, tuple[tuple[int, int], ...]] = {
+    GIVES: ((4096, 4096), (4096, 14_336), (8192, 1024), (8192, 3584)),
+    TAKES: ((6144, 4096), (28_672, 4096), (1280, 8192), (7168, 8192)),
+}
+
+
+def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> DeferredNormConfig | None:
+    """The kernel of a schedule on one side of a deferred norm; None if it has none, or its CTAs several work tiles:
+    there is memory for what one gives, and for what is taken for one tile of rows."""
+    if not isinstance(schedule, TileSchedule):
+        return None
+    if schedule.num_work_tiles > schedule.num_ctas and (kind == GIVES or schedule.m_tiles > 1):
+        return None
+    config = DeferredNormConfig(schedule.config, kind)
+    if config.can_implement():
+        return None
+    most = config.most_inputs if kind == TAKES else None
+    return config if most is None or schedule.k_blocks * schedule.config.block_k <= most else None
+
+
+def shipped_configs() -> list[DeferredNormConfig]:
+    """What bundles hold: of 4-bit weights in groups of 128, the layers and rows above, as the model of time and shipped
+    tables have them. Others compile on demand."""
+    found: dict[DeferredNormConfig, None] = {}
+    gpus = ("", *(table.gpu for table in shipped_tables()))
+    for kind, layers in SHIPPED_LAYERS.items():
+        for (n, k), rows, gpu in product(layers, SHIPPED_ROWS, gpus):
+            config = deferred(chosen(LinearProblem(rows, n, k, k, integers(4), "bf16"), gpu), kind)
+            if config is not None:
+                found[config] = None
+    return list(found)
