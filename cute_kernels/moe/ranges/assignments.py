@@ -19,6 +19,7 @@ from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 
 ALL_LANES = 0xFFFFFFFF
+NO_ID = 0xFFFFFFFF  # as a word: larger than any expert's
 
 
 @dataclass(frozen=True)
@@ -147,18 +148,27 @@ def nth_bit(bits, number):
     return Int32(31) - Int32(cute.arch.clz(rest & (Uint32(0) - rest)))
 
 
-@cute.jit
 def load_expert(ids, number, count, id_words, num_experts):
     """The expert of an assignment, num_experts if there is none or its id is none of an expert.
 
     ids: address of ``count`` ids of 32 or 64 bits, ``id_words`` words.
     """
-    expert = Int32(num_experts)
+    return expert_of(*load_id(ids, number, count, id_words), num_experts)
+
+
+@cute.jit
+def load_id(ids, number, count, id_words):
+    """The lower and the upper word of an assignment's id, as they come from memory; of none an id of no expert."""
+    low, high = Uint32(NO_ID), Uint32(0)
     if number < count:
         address = ids + Int64(number * id_words) * 4
         (low,) = ptx.load_global_words(address, 0, 1, constant=False)
-        high = Uint32(0)
         if id_words > 1:
             (high,) = ptx.load_global_words(address, 4, 1, constant=False)
-        expert = cutlass.select_((low < Uint32(num_experts)) & (high == 0), Int32(low), expert)
-    return expert
+    return low, high
+
+
+def expert_of(low, high, num_experts):
+    """The expert of an id's words, num_experts if it is none of an expert."""
+    known = (low < Uint32(num_experts)) & (high == 0)
+    return cutlass.select_(known, Int32(low), Int32(num_experts))

@@ -29,14 +29,14 @@ from cute_kernels.linear.config import SWIGLU
 from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.linear.wgmma.consumers import Consumers
 from cute_kernels.linear.wgmma.epilogue import GATED_PITCH, PACKED_PITCH, PACKED_VECTOR, ROW_BYTES, Store, TileEpilogue
-from cute_kernels.linear.wgmma.kernel import launch_options, make_mainloop
+from cute_kernels.linear.wgmma.kernel import BEGIN, launch_options, make_mainloop
 from cute_kernels.linear.wgmma.loads import ELEMENTS, TmaLoads, WeightLoads, product
 from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K
 from cute_kernels.linear.wgmma.memory import TileMemory, allocate, init_barriers
 from cute_kernels.linear.wgmma.reading import StageReader
 from cute_kernels.linear.wgmma.tiles import TileSizes, dense_sizes
 from cute_kernels.linear.work import Operands, operands_of
-from cute_kernels.moe.ranges.assignments import AssignedEntry, AssignmentFinder, load_expert
+from cute_kernels.moe.ranges.assignments import AssignedEntry, AssignmentFinder, expert_of, load_id
 from cute_kernels.moe.ranges.config import ROW_BITS
 from cute_kernels.moe.wgmma.entry_config import RINGS, ROW_COLUMNS, EntryConfig, entry_rows, ring_config
 from layouts.weights.hopper import TILE_N
@@ -228,19 +228,30 @@ class EntryKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = allocate(config, self.layout(), ELEMENTS[config.dtype], 0)
-        if warp == config.consumer_warps:
-            if lane == 0:
-                init_barriers(config, memory)
         if shape.waits != 0:
             cute.arch.griddepcontrol_wait()
-        experts = [
-            load_expert(ids, i * WARP_THREADS + lane, shape.places, shape.id_words, shape.num_experts)
+        words = [
+            load_id(ids, i * WARP_THREADS + lane, shape.places, shape.id_words)
             for i in range(config.mainloop.lane_assignments)
         ]
-        cute.arch.sync_threads()  # while ids are on their way
+        self.begin(memory, warp, lane)  # while ids are on their way
         cute.arch.griddepcontrol_launch_dependents()
+        experts = [expert_of(low, high, shape.num_experts) for low, high in words]
         finder = AssignmentFinder.of(experts, shape.num_experts, lane, entry_rows(config))
         self.take(operands, shape, memory, finder, cta, num_ctas, warp, lane)
+
+    @cute.jit
+    def begin(self, memory, warp, lane):
+        """Makes each ring's barriers, by the warp that loads its weights, which waits for nobody: with few tokens a
+        warpgroup has one work tile, and a launch is as long as its first weights are on their way."""
+        config = self.config
+        if (warp >= config.consumer_warps) & (warp % RINGS == 0):
+            if lane == 0:
+                init_barriers(self.ring, self.ring_of(memory, (warp - config.consumer_warps) // RINGS))
+            cute.arch.sync_warp()
+            cute.arch.barrier_arrive(barrier_id=BEGIN, number_of_threads=config.num_threads)
+        else:
+            cute.arch.barrier(barrier_id=BEGIN, number_of_threads=config.num_threads)
 
     @cute.jit
     def take(self, operands, shape, memory, finder, cta, num_ctas, warp, lane):
