@@ -96,7 +96,7 @@ class Cluster:
 def publishing(bits: int, tile_m: int, cluster: int, k_warpgroups: int = 1, **choices) -> WgmmaConfig:
     reduction = dsmem(cluster, k_warpgroups)
     config = WgmmaConfig(integers(bits), "bf16", tile_m=tile_m, block_k=128, reduction=reduction)
-    return replace(config, row_parts=min(tile_m // 8, 4), **{"num_stages": 2, **choices})
+    return replace(config, **{"row_parts": min(tile_m // 8, 4), "num_stages": 2, **choices})
 
 
 CONFIGS = [
@@ -114,6 +114,8 @@ TURNING = [
     publishing(4, 64, 2, k_warpgroups=2, num_stages=4),
     publishing(4, 16, 2, n_tiles=2, warpgroups=3, k_warpgroups=3, num_stages=12),
     publishing(4, 16, 3, n_tiles=1, warpgroups=1, k_warpgroups=1),
+    publishing(4, 64, 4, warpgroups=2, k_warpgroups=2, num_stages=4),
+    publishing(4, 96, 4, warpgroups=1, row_parts=1),
 ]
 SPARED = WgmmaConfig(
     integers(4),
@@ -163,7 +165,7 @@ def test_every_tile_is_added_up_by_one_warpgroup(config: WgmmaConfig, run_on):
         for i in (i for i in range(config.n_tiles) if subject.partials.exists(first_tile + i, i)):
             which = first_tile + i, warp % 4
             exact[which] = exact.get(which, 0) + np.array(acc[i * count : (i + 1) * count])
-            if (first_tile + i) % config.cluster == rank and warp // 4 // groups == 0:
+            if subject.partials.owner(first_tile + i) == rank and warp // 4 // groups == 0:
                 own.append((rank, warp, first_tile + i, i))
     assert {tile for _, _, tile, _ in own} == set(range(config.block_tiles))
     # What is left for another turn is there before anybody joins: all warps leave, then all join.
@@ -182,7 +184,7 @@ def test_every_tile_is_added_up_by_one_warpgroup(config: WgmmaConfig, run_on):
         cluster.rank = rank
         first_tile = warp // 4 % groups * config.n_tiles
         for i in (i for i in range(config.n_tiles) if subject.partials.exists(first_tile + i, i)):
-            if (first_tile + i) % config.cluster != rank and warp // 4 // groups == config.k_warpgroups - 1:
+            if subject.partials.owner(first_tile + i) != rank and warp // 4 // groups == config.k_warpgroups - 1:
                 subject.partials.publish(memory, store_of(warp), rank, first_tile + i, acc, i)
     assert set(cluster.arrived.values()) == {(config.cluster - 1) * config.partial_bytes}
     for rank, warp, tile, i in own:
@@ -193,6 +195,32 @@ def test_every_tile_is_added_up_by_one_warpgroup(config: WgmmaConfig, run_on):
         np.testing.assert_allclose(found, exact[tile, warp % 4], rtol=0, atol=2e-6)
     last = max(cluster.written) % RANK_BYTES
     assert last + 16 <= PARTS + config.reduction.regions(config)[0].size
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_parts_of_a_block_of_one_tile_are_added_in_the_order_of_parts_that_meet_in_memory(size: int, run_on):
+    """The last one's accumulators, then the first's, the second's ...: batch-invariant products depend on it."""
+    config = publishing(4, 16, size, warpgroups=1)
+    cluster = Cluster(np.full(size * RANK_BYTES, 0xFF, np.uint8))
+    run_on(cluster)
+    partials = reduction_of(config).partials
+    memory = SimpleNamespace(partials=PARTS, partial_barriers=Barrier(BARRIERS))
+    generator = np.random.default_rng(size)
+    magnitudes = 10.0 ** generator.integers(-3, 4, (size, config.thread_acc, 32))
+    of_k = (generator.standard_normal(magnitudes.shape) * magnitudes).astype(np.float32)
+    owner = int(partials.owner(0))
+    registers = [machine.Registers(config.thread_acc, Float32) for _ in range(size)]
+    for rank, values in enumerate(of_k):
+        cluster.rank = rank
+        registers[rank][:] = [Float32(value) for value in values]
+        if rank != owner:
+            partials.publish(memory, store_of(0), rank, 0, registers[rank], 0)
+    cluster.rank = owner
+    partials.load(memory, store_of(0), 0, registers[owner], 0)
+    want = of_k[-1]
+    for part in range(size - 1):  # as `WorkspaceReduction.add_part`
+        want = want + of_k[part]
+    assert (np.array([np.asarray(value) for value in registers[owner]], np.float32) == want).all()
 
 
 def corner_of(config, places, shape, work_tile, tile) -> Any:

@@ -40,8 +40,13 @@ class Partials:
         return True if i < self.config.last_tiles else tile < self.config.block_tiles
 
     def owner(self, tile) -> Any:
-        """The CTA that stores a tile."""
-        return tile % self.config.cluster
+        """The CTA that stores a tile.
+
+        Of more than two the last one has the first tile. So a block of one tile has its parts of K added up as parts
+        that meet in memory are: the last, then the first, the second and so on.
+        """
+        owner = tile % self.config.cluster
+        return owner if self.config.cluster <= 2 else self.config.cluster - 1 - owner
 
     def vectors(self, acc, i: int) -> list[list[Any]]:
         """A thread's accumulators of the ``i``-th tile of its warpgroup, four at a time."""

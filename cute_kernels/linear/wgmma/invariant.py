@@ -2,13 +2,13 @@
 
 A sum over K runs step by step within a part of K, whatever the tile, and parts are added in one order: the last, then
 the first, the second and so on. So a row has the same bits in every schedule of one number of parts. Parts of few rows
-are different CTAs', and meet in memory or, of two, in a cluster: one addition has no order. Of many rows a CTA has them
-one after the other. Plain Python, no GPU.
+are different CTAs', and meet in memory or in a cluster, of two, since one addition has no order, or of four with one
+tile each. Of many rows a CTA has them one after the other. Plain Python, no GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
@@ -25,8 +25,11 @@ from cute_kernels.linear.wgmma.schedule import (
     BETWEEN_SHAPES,
     DSMEM_BLOCK_K,
     DSMEM_STAGES,
+    MOST_WIDE_ROWS,
     NARROW_SHAPES,
     SHAPES,
+    WIDE_CLUSTER,
+    WIDE_SHARE,
     TileSchedule,
     estimate_us,
 )
@@ -37,6 +40,8 @@ ROWS = (1, 16, 64, 256, 1024)  # that a cut of K is chosen for
 MOST_PARTS = 16
 MOST_WORKSPACE_WORDS = 16 << 20  # of partial results; more rows have them one after the other
 DSMEM_PARTS, DSMEM_TILE_M = 2, (16, 32, 64)  # of tiles of few rows whose parts of K meet in a cluster
+# Of layers with few features, in clusters of four: for the last size there are too few stages in clusters of two.
+WIDE_TILE_M = (*DSMEM_TILE_M, MOST_WIDE_ROWS)
 # Of those of one warpgroup, as measured with 4 bits: rows up to which, and inputs of a part from which on, k blocks are
 # long.
 LONG_BITS, LONG_TILE_M, LONG_PART, LONG_STAGES = 4, 32, 7168, 8
@@ -119,7 +124,11 @@ class Configs(NamedTuple):
 def configs_of(problem: LinearProblem) -> Configs:
     """Those of a problem: made once for all numbers of parts that are compared."""
     tiles = plain.tile_configs(problem, (*SHAPES, *BETWEEN_SHAPES, *NARROW_SHAPES))
-    return Configs(tiles, dsmem_configs(problem), sequential_configs(problem) if problem.m >= FEW_PARTS_ROWS else [])
+    return Configs(
+        tiles,
+        dsmem_configs(problem) + wide_configs(problem),
+        sequential_configs(problem) if problem.m >= FEW_PARTS_ROWS else [],
+    )
 
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule | None:
@@ -153,27 +162,38 @@ def _all_tiles(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileS
 def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Few rows in two parts that meet in a cluster. Warpgroups have features of their own: the sums of interleaved k
     blocks would be others."""
-    if problem.k_pad % DSMEM_BLOCK_K:
+    narrow, wide = (cluster_configs(problem, DSMEM_PARTS, DSMEM_TILE_M, warpgroups) for warpgroups in (1, 2))
+    long_blocks = problem.format.bits == LONG_BITS and problem.k_pad >= DSMEM_PARTS * LONG_PART
+    long = [
+        replace(config, block_k=LONG_BLOCK_K, mainloop=LongWgmma())
+        for config in narrow
+        if long_blocks and config.tile_m <= LONG_TILE_M
+    ]
+    return narrow + wide + plain.implementable(long, {1: LONG_STAGES})
+
+
+def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Few rows in four parts that meet in a cluster, of layers with few features. A CTA has one tile of 64: only
+    its parts are added in the order of all others."""
+    if problem.num_tiles * WIDE_CLUSTER > problem.num_sms * WIDE_SHARE:
         return []
-    tile_m = next((size for size in DSMEM_TILE_M if problem.m <= size), None)
-    if tile_m is None:
+    return cluster_configs(problem, WIDE_CLUSTER, WIDE_TILE_M, warpgroups=1)
+
+
+def cluster_configs(problem: LinearProblem, cluster: int, sizes: Sequence[int], warpgroups: int) -> list[WgmmaConfig]:
+    """The smallest of the tiles of some sizes that has all rows, one of 64 features a warpgroup, if there is one."""
+    tile_m = next((size for size in sizes if problem.m <= size), None)
+    if tile_m is None or problem.k_pad % DSMEM_BLOCK_K:
         return []
-    narrow, wide = (
-        plain.of_format(
-            problem,
-            tile_m=tile_m,
-            row_parts=2,
-            warpgroups=warpgroups,
-            block_k=DSMEM_BLOCK_K,
-            reduction=Dsmem(DSMEM_PARTS),
-        )
-        for warpgroups in (1, 2)
+    config = plain.of_format(
+        problem,
+        tile_m=tile_m,
+        row_parts=2 if tile_m.bit_count() == 1 else 1,
+        warpgroups=warpgroups,
+        block_k=DSMEM_BLOCK_K,
+        reduction=Dsmem(cluster),
     )
-    found = plain.implementable((narrow, wide), {1: DSMEM_STAGES, 2: DSMEM_STAGES})
-    if problem.format.bits == LONG_BITS and tile_m <= LONG_TILE_M and problem.k_pad >= DSMEM_PARTS * LONG_PART:
-        long = replace(narrow, block_k=LONG_BLOCK_K, mainloop=LongWgmma())
-        found += plain.implementable([long], {1: LONG_STAGES})
-    return found
+    return plain.implementable([config], {1: DSMEM_STAGES})
 
 
 def sequential_configs(problem: LinearProblem) -> list[WgmmaConfig]:
@@ -193,4 +213,6 @@ def shipped_configs() -> list[WgmmaConfig]:
     problems = [LinearProblem(m, 8192, k, k, integers(bits), "bf16") for bits in (4, 8) for m in DSMEM_TILE_M]
     many = [replace(problem, m=8192) for problem in problems[:: len(DSMEM_TILE_M)]]
     small = [config for problem in problems for config in dsmem_configs(problem)]
+    few_features = [LinearProblem(m, 1024, k, k, integers(4), "bf16") for m in WIDE_TILE_M]
+    small += [config for problem in few_features for config in wide_configs(problem)]
     return [*small, *(config for problem in many for config in sequential_configs(problem))]
