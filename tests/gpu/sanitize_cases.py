@@ -206,9 +206,11 @@ class LinearCase:
     k: int
     m: int
     form: Format = W4
+    batch_invariant: bool = False
 
     def specs(self) -> list[KernelSpec]:
-        return specs_of(chosen(self.form.problem(self.m, self.n, self.k), GPU).config)
+        problem = self.form.problem(self.m, self.n, self.k)
+        return specs_of(chosen(dataclasses.replace(problem, batch_invariant=self.batch_invariant), GPU).config)
 
     def run(self, device: str = "cuda") -> str:
         weights = make_weights(self.n, self.k, self.form, device)
@@ -216,7 +218,8 @@ class LinearCase:
         x = torch.randn((self.m, self.k), device=device).to(packed.dtype)
         wanted = x.float() @ weights.dense.float().T
         for _ in range(CALLS):
-            out = quantized_linear(x, packed, out=torch.full_like(wanted, torch.nan, dtype=packed.dtype))
+            out = torch.full_like(wanted, torch.nan, dtype=packed.dtype)
+            quantized_linear(x, packed, out=out, batch_invariant=self.batch_invariant)
             error = relative_error(out, wanted)
             assert error <= PRODUCT_TOLERANCE, error
         return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
@@ -404,6 +407,7 @@ LAYERS = {
     "linear-16-rows-turns": LinearCase(8192, 8192, 16),
     "linear-24-rows-parts": LinearCase(8192, 8192, 24),
     "linear-64-rows-cluster": LinearCase(8192, 8192, 64),
+    "linear-96-rows-cluster-of-four": LinearCase(1280, 8192, 96, batch_invariant=True),
     "linear-limbs-before": LinearCase(57344, 8192, 8),
     "linear-limbs-zeros": LinearCase(4096, 4096, 1, Format(4, 128, True, "bf16")),
     "linear-limbs-zeros-8-rows": LinearCase(28672, 4096, 8, Format(4, 128, True, "bf16")),

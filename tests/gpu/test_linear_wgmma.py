@@ -23,7 +23,14 @@ from cute_kernels.linear.wgmma.invariant import DSMEM_PARTS
 from cute_kernels.linear.wgmma.long_config import LongWgmma
 from cute_kernels.linear.wgmma.mainloops import ResidentLimbs
 from cute_kernels.linear.wgmma.results import Dsmem, RowExchange, SequentialSplitK, WorkspaceSplitK
-from cute_kernels.linear.wgmma.schedule import BETWEEN_SHAPES, TileSchedule, make_tile_schedule, tile_schedules
+from cute_kernels.linear.wgmma.schedule import (
+    BETWEEN_SHAPES,
+    MOST_WIDE_ROWS,
+    WIDE_CLUSTER,
+    TileSchedule,
+    make_tile_schedule,
+    tile_schedules,
+)
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import POOL
 from cute_kernels.weight_formats import integers
@@ -67,6 +74,8 @@ SHAPES = ((1000, 2048), (200, 520), (1001, 640))
 LARGE_BLOCKS = ((28_672, 4096), (24_576, 4096), (14_336, 4096))  # of four to seven tiles of 64 features
 MOST_PARTS = 3  # numbers of parts of K that are tested
 LONG_K, LONG_K_ROWS = (200, 14_336), (1, 8, 17, 32)  # whose parts of K have long k blocks
+# Of few features, whose parts of K meet in clusters of four; the last part of the second is a k block of four.
+WIDE_SHAPES, WIDE_ROWS = ((1000, 2048), (200, 1664)), (1, 16, 17, 33, 64, 65, 96, 97, 300)
 LONG = (20_000, 512)  # many tiles, with several for each CTA
 MARGIN = 512  # elements before and behind an output that nobody may touch
 BETWEEN = (300, 976, 640)  # (m, n, k): of every tile in between a last one that is not full
@@ -87,6 +96,7 @@ def specs() -> list[KernelSpec]:
     for m in INVARIANT_ROWS:
         configs += [schedule.config for _, _, schedule in of_all_parts(m)]
     configs += [schedule.config for m in LONG_K_ROWS for schedule in in_long_k_blocks(m)]
+    configs += [schedule.config for shape in WIDE_SHAPES for m in WIDE_ROWS for schedule in in_four_parts(m, shape)]
     for (dtype, group), m, shape in product(LIMB_FORMATS, LIMB_ROWS, LIMB_SHAPES):
         schedules = in_limbs(problem_of(m, *shape, dtype=dtype, group_size=group))
         configs += [schedule.config for schedule in schedules]
@@ -167,6 +177,25 @@ def test_long_k_blocks_give_the_bits_of_others():
     assert_near(every, exact_product(x, reference), SUMS)
     for m in LONG_K_ROWS:
         for schedule in in_long_k_blocks(m):
+            assert torch.equal(launch(schedule, weight, x[:m].contiguous()), every[:m]), (m, schedule)
+
+
+def in_four_parts(m: int, shape: tuple[int, int]) -> list[TileSchedule]:
+    """Schedules of four parts of K: in a cluster up to 96 rows, in memory, one after the other."""
+    found = list(invariant.schedules_of(problem_of(m, *shape), WIDE_CLUSTER))
+    assert any(schedule.config.cluster == WIDE_CLUSTER for schedule in found) == (m <= MOST_WIDE_ROWS)
+    return found
+
+
+@pytest.mark.parametrize("n, k", WIDE_SHAPES)
+def test_four_parts_in_a_cluster_give_the_bits_of_others(n, k):
+    """Three additions have an order: the last part, then the first, the second and the third."""
+    reference = known(n, k, group_size=128)
+    weight, x = reference.pack().to(CUDA), activations(WIDE_ROWS[-1], k, torch.bfloat16)
+    every = launch(in_four_parts(WIDE_ROWS[-1], (n, k))[0], weight, x)
+    assert_near(every, exact_product(x, reference), SUMS)
+    for m in WIDE_ROWS:
+        for schedule in in_four_parts(m, (n, k)):
             assert torch.equal(launch(schedule, weight, x[:m].contiguous()), every[:m]), (m, schedule)
 
 
