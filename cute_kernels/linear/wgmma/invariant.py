@@ -188,7 +188,7 @@ def cluster_configs(problem: LinearProblem, cluster: int, sizes: Sequence[int], 
     config = plain.of_format(
         problem,
         tile_m=tile_m,
-        row_parts=2 if tile_m.bit_count() == 1 else 1,
+        row_parts=2 if tile_m in DSMEM_TILE_M else 1,  # parts are powers of two
         warpgroups=warpgroups,
         block_k=DSMEM_BLOCK_K,
         reduction=Dsmem(cluster),
