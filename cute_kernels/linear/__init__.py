@@ -17,7 +17,7 @@ from cute_kernels.linear.deferred import NormedRows
 from cute_kernels.linear.module import QuantizedLinear
 from cute_kernels.linear.quantize import interleave_weights, quantize_weight
 from cute_kernels.linear.reference import linear_reference
-from cute_kernels.linear.slices import slice_inputs, slice_outputs
+from cute_kernels.linear.slices import reorder_outputs, slice_inputs, slice_outputs
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.names import Activation
 
@@ -30,6 +30,7 @@ __all__ = [
     "quantize_weight",
     "quantized_linear",
     "quantized_linear_norm",
+    "reorder_outputs",
     "slice_inputs",
     "slice_outputs",
 ]

@@ -1,4 +1,5 @@
 """Parts of packed weights that begin anywhere: tensor parallelism wants them where shares are no whole tiles or groups.
+And rows in another order, which a layer behind wants that has its inputs in act-order.
 
 `PackedWeight.shard_n` and `shard_k` cut between tiles and groups and copy bytes. These unpack and pack again, a block
 of rows at a time; codes, scales and zero points keep their values, so a part is exactly that part of the weight.
@@ -11,10 +12,10 @@ from typing import TypeVar
 
 import torch
 
-from cute_kernels.arguments import check_count
+from cute_kernels.arguments import check_count, check_tensors, shape_of
 from cute_kernels.linear.experts import PackedExperts, stack_experts
 from cute_kernels.linear.quantize import pack, simplest
-from cute_kernels.linear.weight import TILE_N, PackedWeight, rows_of
+from cute_kernels.linear.weight import TILE_N, PackedWeight, check_permutation, rows_of
 from cute_kernels.weight_formats import GROUP_SIZES
 
 Weight = TypeVar("Weight", PackedWeight, PackedExperts)
@@ -41,6 +42,40 @@ def slice_outputs(weight: Weight, start: int, stop: int) -> Weight:
     zeros = None if weight.zeros is None else rows_of(weight.zeros)[start:stop, :groups]
     form, zeros = simplest(weight.format, zeros)
     packed = pack(form, codes_of, rows_of(weight.scales)[start:stop, :groups], zeros, shape=(stop - start, k))
+    # The codes are in packed order already.
+    return replace(packed, perm=weight.perm, input_scale=weight.input_scale, check_values=False)
+
+
+def reorder_outputs(weight: PackedWeight, order: torch.Tensor) -> PackedWeight:
+    """A weight [N, K] whose row i is row order[i] of this one: its layer's results come in another order.
+
+    A layer that reads them and has its inputs in act-order then wants nothing put in order: reorder_outputs(gate,
+    down.perm), the same of up, and dataclasses.replace(down, perm=None) compute what gate, up and down did. Codes are
+    moved, never changed; the codes of all rows are unpacked at a time, N K bytes.
+
+    Args:
+        weight: `PackedWeight`.
+        order: int32 or int64 [N], each of 0 to N - 1 once, on any device; a layer's bias is wanted in the same order.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+    """
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
+    n, k = weight.shape
+    check_tensors(order=order)
+    if order.dtype not in (torch.int32, torch.int64) or shape_of(order) != [n]:
+        raise ValueError(f"order: got {order.dtype} {shape_of(order)}, want int32 or int64 [{n}], a row for each")
+    check_permutation("order", order)
+    rows = order.to(weight.device).long()
+    groups = -(-k // weight.group_size) if weight.group_size else 1
+    codes = weight.unpack_tiles(0, weight.codes.shape[0])
+
+    def codes_of(first: int, last: int) -> torch.Tensor:
+        return codes[rows[first:last], :k]
+
+    zeros = None if weight.zeros is None else rows_of(weight.zeros)[rows, :groups]
+    packed = pack(weight.format, codes_of, rows_of(weight.scales)[rows, :groups], zeros, shape=(n, k))
     # The codes are in packed order already.
     return replace(packed, perm=weight.perm, input_scale=weight.input_scale, check_values=False)
 

@@ -261,6 +261,108 @@ def _quantized(n: int, k: int, bits: int = 4, zeros: bool = False, **options: An
     return QuantizedLinear.from_linear(linear, bits, options.get("group_size", 32), zeros)
 
 
+def test_layers_interleaved_in_another_order_are_made_again_bit_for_bit():
+    torch.manual_seed(3)
+    layers, order = [_quantized(160, 96, zeros=True) for _ in range(2)], torch.randperm(160).int()
+    for layer in layers:
+        layer.bias = torch.randn(160).bfloat16()
+    pair, x = interleave(layers, order), torch.randn(3, 96).bfloat16()
+    assert pair is not None
+    wanted = torch.stack([layer(x)[:, order.long()] for layer in layers], dim=-1).flatten(1)
+    assert torch.equal(pair(x), wanted)
+    for half, layer in enumerate(layers):
+        part = PartOfPair(pair, (half,), order)
+        assert torch.equal(part(x), layer(x)) and torch.equal(part.separate()(x), layer(x))
+        assert torch.equal(part.codes, layer.codes) and torch.equal(part.bias, layer.bias)
+
+
+def in_act_order(layer: QuantizedLinear) -> None:
+    """Another layer, whose packed inputs are these of x."""
+    layer.perm = torch.randperm(layer.in_features).int()
+
+
+def ordered_llama() -> Any:
+    """A quantised model, all of whose layers have their inputs in act-order; those of one input in the same one."""
+    model = built("llama", weights=True)
+    torch.manual_seed(4)
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        inputs = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+        for one in (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj):
+            in_act_order(one)
+        for first, *others in inputs:
+            for other in others:
+                other.perm = first.perm.clone()
+    return model
+
+
+def _another_order(down: QuantizedLinear) -> None:
+    in_act_order(down)
+
+
+def _another_order_in_place(down: QuantizedLinear) -> None:
+    assert down.perm is not None
+    down.perm.copy_(down.perm.flip(0))
+
+
+def _no_order(down: QuantizedLinear) -> None:
+    down.perm = None
+
+
+def _scaled_inputs(down: QuantizedLinear) -> None:
+    down.input_scale = torch.full((down.in_features,), -2.0, dtype=down.scales.dtype)
+
+
+def _other_codes(down: QuantizedLinear) -> None:
+    down.codes = down.codes.flip(0)
+
+
+def _hooked(down: QuantizedLinear) -> None:
+    down.register_forward_pre_hook(lambda module, given: (given[0].roll(1, -1),))
+
+
+@pytest.mark.parametrize(
+    "change", [None, _another_order, _another_order_in_place, _no_order, _scaled_inputs, _other_codes, _hooked]
+)
+def test_a_down_projection_in_act_order_gets_its_inputs_in_that_order(change, monkeypatch):
+    """From the rows of gate and up, which stand in it; or as the layer itself has it, once that wants another one."""
+    model = ordered_llama()
+    before = {name: copy.deepcopy(value) for name, value in model.state_dict().items()}
+    want = logits_of(model, LEFT_PADDED)
+    ck.accelerate(model, kv_format="bf16")
+    mlp = model.model.layers[0].mlp
+    block, x = mlp.forward, torch.randn(2, 128).bfloat16()
+    assert isinstance(block, blocks.MlpBlock) and block.down is not None
+    assert relative_error(logits_of(model, LEFT_PADDED), want) <= 3e-2
+    with torch.no_grad():
+        first = mlp(x)
+        if change is not None:
+            change(mlp.down_proj)
+        if change in (None, _other_codes):  # the block serves it still
+            monkeypatch.setattr(block, "own", None)
+        got = mlp(x)
+        monkeypatch.undo()
+        wanted = block.own(x)
+    assert relative_error(got.double(), wanted.double()) <= 1e-2
+    assert change is None or relative_error(first.double(), wanted.double()) > 0.5
+    if change is None:
+        ck.restore(model)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]) if isinstance(value, torch.Tensor) else value == before[name], name
+
+
+def test_a_copy_of_a_model_in_act_order_and_one_that_was_moved_stay_fused(monkeypatch):
+    model = ordered_llama()
+    ck.accelerate(model, kv_format="bf16")
+    want = logits_of(model, LEFT_PADDED)
+    for one in (copy.deepcopy(model), model):
+        for layer in one.model.layers:
+            layer.mlp._apply(torch.clone)
+            monkeypatch.setattr(layer.mlp.forward, "own", None)
+        assert torch.equal(logits_of(one, LEFT_PADDED), want)
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize("kind", ["dense", "quantised"])
 def test_merged_layers_are_views_of_one(kind):
     torch.manual_seed(0)

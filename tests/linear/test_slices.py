@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_kernels import PackedExperts, PackedWeight, quantize_experts, quantized_linear
-from cute_kernels.linear import slice_inputs, slice_outputs
+from cute_kernels.linear import reorder_outputs, slice_inputs, slice_outputs
 from cute_kernels.weight_formats.integers import check_scales
 from tests.linear.cases import GROUPS, known
 
@@ -42,6 +43,34 @@ def test_a_part_is_those_rows_and_those_columns(bits, group_size, zero_point, dt
     assert torch.equal(columns.dequantize(FP64), case.dense[:, first:last])
     check_scales("scales", columns.scales)
     PackedWeight(columns.codes, columns.scales, columns.zeros, columns.format, columns.shape)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([4, 8]), st.sampled_from(GROUPS), st.booleans(), st.integers(1, 300), st.integers(1, 300))
+def test_rows_in_another_order_are_those_rows(bits, group_size, zero_point, n, k):
+    case = known(n, k, bits, group_size, zero_point)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(n))
+    for perm in (None, torch.randperm(k).int()):
+        weight = replace(case.pack(), perm=perm)
+        found = reorder_outputs(weight, order.int() if k % 2 else order)
+        assert torch.equal(found.dequantize(FP64), weight.dequantize(FP64)[order])
+        PackedWeight(found.codes, found.scales, found.zeros, found.format, found.shape, found.perm)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (torch.arange(69), r"order: got torch.int64 \[69\], want int32 or int64 \[70\], a row for each"),
+        (torch.zeros(70, dtype=torch.int32), "order: got indices that are missing or repeated"),
+        (torch.arange(70.0), r"order: got torch.float32 \[70\]"),
+        ([0], "order: got list"),
+    ],
+)
+def test_an_order_of_rows_has_each_once(order, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        reorder_outputs(known(70, 64, 4, 64).pack(), order)
+    with pytest.raises(TypeError, match="weight: got Tensor, want a PackedWeight"):
+        reorder_outputs(torch.zeros(2, 2), torch.arange(2))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("k", "group_size", "world_size", "want"), [

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -28,8 +29,8 @@ from cute_kernels.integrations.transformers.known_code import CACHE_ARGUMENTS, c
 from cute_kernels.integrations.transformers.merged import PartOfPair, interleave, is_merged, merge, unmerge
 from cute_kernels.integrations.transformers.norms import add_and_norm, add_with_next_norm, has_hooks, is_plain, terms_of
 from cute_kernels.integrations.transformers.patterns import KnownAttention, KnownLayer, KnownMlp
-from cute_kernels.integrations.transformers.ropes import ModelRope
-from cute_kernels.linear import quantized_linear
+from cute_kernels.integrations.transformers.ropes import ModelRope, version_of
+from cute_kernels.linear import PackedWeight, QuantizedLinear, quantized_linear
 
 _SILU = tuple(type(ACT2FN[name]) for name in ("silu", "swish"))
 
@@ -156,8 +157,57 @@ class AttentionBlock(Block):
         return getattr(module, name) if hasattr(module, name) else getattr(module.config, name, None)
 
 
+class OrderedInputs:
+    """A quantised layer in act-order, for callers whose x is in that order already.
+
+    Args:
+        layer: that `wants_order`.
+    """
+
+    def __init__(self, layer: QuantizedLinear) -> None:
+        assert layer.perm is not None
+        self.layer, self.order = layer, layer.perm.clone()
+        self._perm, self._version = layer.perm, version_of(layer.perm)
+        self._weight = replace(layer.weight, perm=None, check_values=False)
+
+    def is_current(self) -> bool:
+        """Whether the layer wants the order that it wanted: what is loaded into it may have another, or none."""
+        perm = self.layer.perm
+        if perm is None or not wants_order(self.layer):
+            return False
+        compiling = torch.compiler.is_compiling()  # which sees no versions
+        if perm is self._perm and (compiling or version_of(perm) == self._version):
+            return True
+        if not torch.equal(perm.to(self.order.device), self.order):
+            return False
+        self._perm, self._version = perm, version_of(perm)
+        return True
+
+    @property
+    def weight(self) -> PackedWeight:
+        """The layer's, of inputs in order; it shares the layer's tensors."""
+        layer, weight = self.layer, self._weight
+        same = layer.codes is weight.codes and layer.scales is weight.scales and layer.zeros is weight.zeros
+        if not same or layer.weight_format != weight.format:
+            self._weight = replace(layer.weight, perm=None, check_values=False)
+        return self._weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., N] of x [..., K] in the layer's order."""
+        return quantized_linear(x, self.weight, self.layer.bias, batch_invariant=self.layer.batch_invariant)
+
+
+def wants_order(layer: nn.Module) -> bool:
+    """Whether a layer is quantised, has its inputs in act-order, and nothing else to do with them."""
+    return type(layer) is QuantizedLinear and layer.perm is not None and layer.input_scale is layer.shifts is None
+
+
 class MlpBlock(Block):
-    """A gated MLP whose projections are quantised: see `interleave`."""
+    """A gated MLP whose projections are quantised: see `interleave`.
+
+    A down projection in act-order gets its inputs from the "swiglu" epilogue in that order: the rows of gate and up
+    stand in it. So it costs nothing.
+    """
 
     compiles = True
 
@@ -167,7 +217,9 @@ class MlpBlock(Block):
         self.activation = getattr(module, known.activation)
         self.originals: list[nn.Module] = [getattr(module, name) for name in self.names]
         self.parts = list(self.originals)
-        self.pair = interleave(self.originals) if type(self.activation) in _SILU else None
+        self.down = OrderedInputs(module.down_proj) if wants_order(module.down_proj) else None
+        self.order = None if self.down is None else self.down.order
+        self.pair = interleave(self.originals, self.order) if type(self.activation) in _SILU else None
         self.weight = None if self.pair is None else self.pair.weight
         self.known = known
 
@@ -175,7 +227,7 @@ class MlpBlock(Block):
         """Puts it in place. The projections are made of the interleaved weight from then on."""
         assert self.pair is not None
         halves = [(0,), (1,)] if len(self.names) == 2 else [(0, 1)]
-        self.parts = [PartOfPair(self.pair, each) for each in halves]
+        self.parts = [PartOfPair(self.pair, each, self.order) for each in halves]
         self.originals = []
         for name, part in zip(self.names, self.parts, strict=True):
             setattr(self.module, name, part)
@@ -195,7 +247,7 @@ class MlpBlock(Block):
         x = quantized_linear(
             args[0], self.weight, self.pair.bias, activation="swiglu", batch_invariant=self.pair.batch_invariant
         )
-        return self.module.down_proj(x)
+        return self.module.down_proj(x) if self.down is None else self.down(x)
 
     def _serves(self) -> bool:
         module, pair, weight = self.module, self.pair, self.weight
@@ -203,9 +255,14 @@ class MlpBlock(Block):
             return False
         if any(getattr(module, name) is not part for name, part in zip(self.names, self.parts, strict=True)):
             return False
+        passed_by = [*self.parts, self.activation]
+        if self.down is not None:
+            if module.down_proj is not self.down.layer or not self.down.is_current():
+                return False
+            passed_by.append(module.down_proj)
         if pair.codes is not weight.codes:  # moved to another device
             self.weight = pair.weight
-        return self._may_pass_by([*self.parts, self.activation])
+        return self._may_pass_by(passed_by)
 
 
 class LayerBlock(Block):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cute_kernels.linear import PackedWeight, QuantizedLinear, interleave_weights, slice_outputs
+from cute_kernels.linear import PackedWeight, QuantizedLinear, interleave_weights, reorder_outputs, slice_outputs
 from cute_kernels.linear.quantize import pack, simplest
 from cute_kernels.linear.weight import TENSOR_NAMES, TILE_N, rows_of
 
@@ -125,9 +125,10 @@ def _have_one_form(one: QuantizedLinear, other: QuantizedLinear) -> bool:
 # -- gate and up ------------------------------------------------------------------------------------------------------
 
 
-def interleave(parts: Sequence[nn.Module]) -> QuantizedLinear | None:
+def interleave(parts: Sequence[nn.Module], order: torch.Tensor | None = None) -> QuantizedLinear | None:
     """One layer [2 N, K] of a gate and an up projection, or of one layer with both, gate first: even rows are gate's.
 
+    order: int [N]; pair i is row order[i] of each, for a layer behind that has its inputs in that order (act-order).
     None where the layers are not quantised, or of formats that differ.
     """
     if not all(type(part) is QuantizedLinear for part in parts):
@@ -145,7 +146,11 @@ def interleave(parts: Sequence[nn.Module]) -> QuantizedLinear | None:
         half = both.out_features // 2
         weights = slice_outputs(both.weight, 0, half), slice_outputs(both.weight, half, 2 * half)
         biases = (None, None) if both.bias is None else both.bias.split(half)
-    bias = None if biases[0] is None else torch.stack(biases, dim=1).flatten()
+    bias = None if biases[0] is None else torch.stack(biases, dim=1)
+    if order is not None:
+        weights = tuple(reorder_outputs(weight, order) for weight in weights)
+        bias = None if bias is None else bias[order.to(bias.device).long()]
+    bias = None if bias is None else bias.flatten()
     layer = QuantizedLinear(interleave_weights(*weights), bias)
     layer.batch_invariant = layers[0].batch_invariant
     return layer.train(layers[0].training)
@@ -160,10 +165,12 @@ class PartOfPair(QuantizedLinear):
     Args:
         pair: as `interleave` makes it.
         halves: (0,) for gate, (1,) for up, (0, 1) for both, one after the other.
+        order: that `interleave` was given.
     """
 
-    def __init__(self, pair: QuantizedLinear, halves: tuple[int, ...]) -> None:
+    def __init__(self, pair: QuantizedLinear, halves: tuple[int, ...], order: torch.Tensor | None = None) -> None:
         nn.Module.__init__(self)
+        self.pairs = None if order is None else order.argsort()  # which pair each row is in
         self.pair = (pair,)  # a tuple: not a module of its own, whose tensors a state dict would list
         self.halves = halves
         self.shape = (pair.out_features // 2 * len(halves), pair.in_features)
@@ -171,16 +178,21 @@ class PartOfPair(QuantizedLinear):
         self.training = pair.training
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.pair[0](x)
-        return torch.cat([y[..., half::2] for half in self.halves], dim=-1)
+        return self.pair[0](x).index_select(-1, self._rows(x.device))
+
+    def _rows(self, device: torch.device) -> torch.Tensor:
+        """Rows of the pair's layer, in the order of the layer that it stands for."""
+        pairs = torch.arange(self.shape[0] // len(self.halves), device=device)
+        pairs = pairs if self.pairs is None else self.pairs.to(device)
+        return torch.cat([2 * pairs + half for half in self.halves])
 
     def separate(self) -> QuantizedLinear:
         """The layer that it stands for, bit for bit."""
         (pair,) = self.pair
         weight = pair.weight
-        n, k = weight.shape
+        k = weight.shape[1]
         groups = -(-k // weight.group_size) if weight.group_size else 1
-        rows = torch.cat([torch.arange(half, n, 2, device=weight.device) for half in self.halves])
+        rows = self._rows(weight.device)
         codes = weight.unpack_tiles(0, weight.codes.shape[0])
         zeros = None if weight.zeros is None else rows_of(weight.zeros)[rows, :groups]
         form, zeros = simplest(weight.format, zeros)
