@@ -15,7 +15,7 @@ from cute_kernels.linear.inputs.launch import InputRows, input_rows
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, LinearPlan, factored_plan_of, plan_of
 from cute_kernels.linear.reference import out_features
 from cute_kernels.linear.weight import check_presence
-from cute_kernels.linear.wgmma.mainloops import NORMED, SCALED
+from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import Blank, blank
@@ -34,6 +34,7 @@ class KeptLaunch:
         new_out: what the result is made of where the caller gives no tensor for it.
         send: the launch: takes x, addresses and the workspace by name.
         takes_factors: whether the product's own kernel applies the input scale or the norm.
+        takes_order: whether it puts x in order.
     """
 
     plan: LinearPlan
@@ -42,6 +43,7 @@ class KeptLaunch:
     new_out: Blank
     send: Callable[..., Any]
     takes_factors: bool = False
+    takes_order: bool = False
 
     def run(
         self,
@@ -76,6 +78,8 @@ class KeptLaunch:
         added = 0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()
         workspace = plan.workspace() if plan.num_words else 0
         factors = (input_scale if norm is None else norm) if self.takes_factors else None
+        if self.takes_order:
+            factors = perm
         if factors is None:
             self.send(
                 x=x, codes=codes.data_ptr(), scales=scales.data_ptr(), zeros=zero_points, bias=added[0],
@@ -145,14 +149,18 @@ def _factored_launch(
     input_scale: torch.Tensor | None,
     norm: RowNorm | None,
 ) -> KeptLaunch | None:
-    """One launch with an input scale or a norm, not both; None where the product's kernel takes neither."""
-    (n, k), factors = shape, input_scale if norm is None else norm.weight
-    alone = perm is None and (norm is None or input_scale is None)
-    if factors is None or not alone or factors.dtype != x.dtype:
+    """One launch with an input scale, a norm or another order; None where the product's kernel takes none, or there is
+    more than one of them."""
+    norm_weight = None if norm is None else norm.weight
+    given = {SCALED: input_scale, NORMED: norm_weight, ORDERED: perm}
+    found = [(kind, tensor) for kind, tensor in given.items() if tensor is not None]
+    if len(found) != 1:
+        return None
+    ((kind, factors),), (n, k) = found, shape
+    if factors.dtype != (torch.int32 if kind == ORDERED else x.dtype):
         return None
     if not (_is_aligned(x) and x.is_contiguous() and factors.data_ptr() % VECTOR_BYTES == 0):
         return None
-    kind = SCALED if norm is None else NORMED
     plan = factored_plan_of(m, n, k, form, x.dtype, x.get_device(), batch_invariant, kind)
     if plan is None:
         return None
@@ -163,7 +171,8 @@ def _factored_launch(
         inputs=None,
         new_out=blank((*x.shape[:-1], out_features(n, activation)), out_dtype),
         send=plan.bound(n, ACTIVATIONS[activation], OUT_KINDS[out_dtype], eps=_bits(eps), offset=_bits(offset)),
-        takes_factors=True,
+        takes_factors=kind != ORDERED,
+        takes_order=kind == ORDERED,
     )
 
 

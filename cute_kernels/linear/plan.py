@@ -18,7 +18,16 @@ from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
 from cute_kernels.linear.served import schedule_for
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.limb_launch import LimbProduct, limb_product
-from cute_kernels.linear.wgmma.mainloops import NORMED, NORMED_ROWS, PortableMmaSync
+from cute_kernels.linear.wgmma.mainloops import (
+    FACTOR_ROWS,
+    LIMB_GROUP,
+    NORMED,
+    NORMED_ROWS,
+    ORDERED,
+    ORDERED_ROWS,
+    SCALED,
+    PortableMmaSync,
+)
 from cute_kernels.linear.wgmma.resident_schedule import with_factors
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
@@ -29,6 +38,8 @@ from cute_kernels.weight_formats import WeightFormat
 
 ACTIVATIONS = {None: NO_ACTIVATION, "silu": SILU, "gelu": GELU, "swiglu": SWIGLU}
 OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
+# Of rows of x that meet something on their way to limbs.
+MOST_ROWS = {SCALED: FACTOR_ROWS, NORMED: NORMED_ROWS, ORDERED: ORDERED_ROWS}
 
 
 @dataclass(frozen=True)
@@ -121,9 +132,10 @@ def factored_plan_of(
     batch_invariant: bool,
     kind: str,
 ) -> LinearPlan | None:
-    """As `plan_of`, of a kernel whose rows meet factors (`mainloops.SCALED` or `.NORMED`); None if the one that
-    serves the product takes none. It has the address of the factors behind the workspace, and two numbers more."""
-    if not is_supported(device) or (kind == NORMED and m > NORMED_ROWS):
+    """As `plan_of`, of a kernel whose rows meet factors or another order (`mainloops.SCALED`, `.NORMED`, `.ORDERED`);
+    None if the one that serves the product takes none. It has their address behind the workspace, and two numbers
+    more."""
+    if not is_supported(device) or m > MOST_ROWS[kind] or (kind == ORDERED and k % LIMB_GROUP):
         return None
     problem = problem_of(m, n, k, form, dtype, device, batch_invariant)
     schedule = factored(schedule_for(problem, GPU.name(device)), kind)

@@ -27,11 +27,11 @@ KERNEL_MODULES = (
 )  # fmt: skip
 RESIDENT_MODULES = (
     "resident_config", "resident_early", "resident_kernel", "resident_loads", "resident_mainloop", "resident_rows",
-    "row_factors",
+    "row_factors", "row_order",
 )  # fmt: skip
 LIMB_MODULES = (
     "config", "limb_rows", "limbs", "loads", "mainloops", "places", "reading", "regions", "resident_config",
-    "resident_rows", "results", "row_factors", "tiles",
+    "resident_rows", "results", "row_factors", "row_order", "tiles",
 )  # fmt: skip
 
 

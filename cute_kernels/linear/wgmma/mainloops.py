@@ -45,7 +45,9 @@ LIMB_GROUP = 128  # inputs of a row of x that share a scale where x comes in lim
 ROW_LIMB_BYTES = 2 * LIMB_GROUP  # both limbs of so many inputs of a row,
 ROW_SCALE_BYTES = 4  # and their scale
 SCALED, NORMED = "scaled", "normed"  # what rows of x meet on their way to limbs: factors; a norm as well
+ORDERED = "ordered"  # or that one row is put in the order of the weight's packed inputs
 FACTOR_ROWS = WGMMA_N_STEP  # rows of x, at most, that meet factors
+ORDERED_ROWS = 1  # of rows whose order is changed: they lie, as they come, where others' limbs would be
 NORMED_ROWS = 1  # of them, at most, that are normed: each CTA adds up the squares of all
 LIMB_TILE_M = 64  # whose limbs an MMA takes
 AHEAD_TILE_M = 32  # for which a thread has registers to decode the next k block ahead
@@ -280,7 +282,8 @@ class ResidentLimbs(Mainloop):
             which takes long to fill in rows that x does not have.
         spare: so that blocks of an odd number of tiles are as many as there are SMs.
         ahead: as of `Limbs`.
-        factors: what rows meet before limbs are made of them, `SCALED` or `NORMED`: `.row_factors`; "" for nothing.
+        factors: what rows meet before limbs are made of them, `SCALED` or `NORMED`: `.row_factors`; `ORDERED`, one row
+            in another order: `.row_order`; "" for nothing.
 
     A zero point is taken off a group's products where it meets the sum of the group's inputs, of which there is one for
     each row of x: whoever makes limbs has it. Smaller groups than those of limbs have accumulators of their own.
@@ -345,10 +348,12 @@ class ResidentLimbs(Mainloop):
             return f"tiles that come one by one have no zero points, and groups of at least {LIMB_GROUP} inputs"
         if self.spare not in range(config.n_tiles):
             return f"spare {self.spare} is not one of 0 to {config.n_tiles - 1}"
-        if self.factors not in ("", SCALED, NORMED):
-            return f"factors {self.factors!r} is not one of '', {SCALED!r} and {NORMED!r}"
-        if self.factors == NORMED and config.tile_m > FACTOR_ROWS:
-            return f"tiles of {config.tile_m} rows are not normed, but those of {FACTOR_ROWS}"
+        if self.factors not in ("", SCALED, NORMED, ORDERED):
+            return f"factors {self.factors!r} is not one of '', {SCALED!r}, {NORMED!r} and {ORDERED!r}"
+        if self.factors in (NORMED, ORDERED) and config.tile_m > FACTOR_ROWS:
+            return f"tiles of {config.tile_m} rows are not {self.factors}, but those of {FACTOR_ROWS}"
+        if self.factors == ORDERED and not self.loads:
+            return "a row in another order is loaded by warps"
         if self.ahead and config.reduction.early:
             return "warpgroups that send early take no k block ahead"
         if self.k_blocks % (2 * config.reduction.k_warpgroups):

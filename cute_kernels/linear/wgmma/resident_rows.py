@@ -24,11 +24,12 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma.limb_rows import MAGIC, RowLimbs
-from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, NORMED, ROW_LIMB_BYTES, TMA_TILE_K
+from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, NORMED, ORDERED, ROW_LIMB_BYTES, TMA_TILE_K
 from cute_kernels.linear.wgmma.reading import Lane
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.results import WGMMA_N_STEP
 from cute_kernels.linear.wgmma.row_factors import FactoredOperands, Factors, RowFactors
+from cute_kernels.linear.wgmma.row_order import RowOrder
 
 GROUP_LANES = 4  # that have 128 inputs of a row
 STEP_ROWS = 2  # of a warp at a time,
@@ -41,6 +42,8 @@ PIECE_INPUTS = PIECE_BYTES // 2
 PIECE_BITS = PIECE_INPUTS.bit_length() - 1
 GROUP_PIECES = LIMB_GROUP // PIECE_INPUTS
 STEP_WORDS = LANE_BLOCKS * BLOCK_PIECES * PIECE_BYTES // 4
+STEP_INPUTS = LANE_BLOCKS * BLOCK  # of a lane
+ORDER_PIECE_INPUTS = PIECE_BYTES // 4  # whose numbers are a piece
 K_BLOCK_TMA_TILES = LIMB_GROUP // TMA_TILE_K
 CHUNK_BARRIER = 14  # of the consumer warps, between chunks of K
 ROW_BYTES = LIMB_GROUP  # of limbs; and of x, of half of a group
@@ -81,7 +84,7 @@ class RowsRoom:
     Attributes:
         k_blocks: of x that there is room for.
         loads: whether consumer warps load x; if not, it comes by TMA.
-        factors: what rows meet before, `mainloops.SCALED` or `mainloops.NORMED`; "" for nothing.
+        factors: what rows meet before, `mainloops.SCALED`, `mainloops.NORMED` or `mainloops.ORDERED`; "" for nothing.
         sums: whether each row's sum of a group is wanted, in the unit of limbs.
     """
 
@@ -101,6 +104,8 @@ class ResidentRows:
         self.room = room
         self.limb_rows = RowLimbs(room.dtype)
         self.factors = RowFactors(room.factors, room.dtype, room.consumer_warps)
+        self.order = RowOrder(room.consumer_warps)
+        self.is_ordered = room.factors == ORDERED
 
     def source(self, operands, shape, memory, copy_x, x_view) -> TmaSource:
         """x of a launch."""
@@ -168,18 +173,21 @@ class ResidentRows:
         if const_expr(self.room.factors != ""):
             of_rows = self.factors.of_rows(x, memory, lane)
             asked = self.ask_factors(x, begin, end, warp, lane) if asked is None else asked
-        if const_expr(self.room.loads):
+        if const_expr(self.room.loads and not self.is_ordered):
             self.keep(coming, self.load_global(x, begin, bits, steps, warp, lane))
         for step in cutlass.range(warp, steps, self.room.consumer_warps, unroll=1):
             row, k_block = self.place(bits, step, lane)
             start = memory.x_address + (k_block * 2 * tile_m + row) * ROW_BYTES
-            if const_expr(self.room.loads):
+            if const_expr(self.is_ordered):
+                self.keep(words, self.order.gather(memory, [asked[i] for i in range(STEP_INPUTS)]))
+                self.keep(asked, self.load_order(x, begin, bits, step + self.room.consumer_warps, lane))
+            elif const_expr(self.room.loads):
                 self.keep(words, [coming[i] for i in range(STEP_WORDS)])
                 following = step + self.room.consumer_warps
                 self.keep(coming, self.load_global(x, begin, bits, steps, following, lane))
             else:
                 self.keep(words, self.load(start, tile_m, row, lane))
-            if const_expr(self.room.factors != ""):
+            if const_expr(self.room.factors != "" and not self.is_ordered):
                 inputs, factors = ([tensor[i] for i in range(STEP_WORDS)] for tensor in (words, asked))
                 self.keep(words, self.factors.apply(x, inputs, factors, self.factors.of_row(of_rows, row)))
                 self.keep(asked, self.load_factors(x, begin, bits, step + self.room.consumer_warps, lane))
@@ -194,14 +202,25 @@ class ResidentRows:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def ask_factors(self, x: Source, begin, end, warp, lane):
-        """Asks for the factors of a warp's first step; nothing waits for them yet.
+        """Asks for the factors, or the order, of a warp's first step; nothing waits for them yet.
 
         Not as constant memory: ptxas moves such loads behind the wait for the launch before.
         """
-        asked = cute.make_rmem_tensor(STEP_WORDS, Uint32)
-        bits = self.step_bits(end - begin)
-        self.keep(asked, self.load_factors(x, begin, bits, warp, lane, constant=False))
+        asked = cute.make_rmem_tensor(STEP_INPUTS if self.is_ordered else STEP_WORDS, Uint32)
+        bits, load = self.step_bits(end - begin), self.load_order if self.is_ordered else self.load_factors
+        self.keep(asked, load(x, begin, bits, warp, lane, constant=False))
         return asked
+
+    def load_order(self, x: Source, begin, bits, step, lane, *, constant: bool = True) -> list[Any]:
+        """Numbers of the inputs that a lane's inputs of a step are, in their order; zeros where there is no row, and
+        behind its end."""
+        assert x.factors is not None
+        row, k_block = self.place(bits, step, lane)
+        first = (begin + k_block) * (LIMB_GROUP // ORDER_PIECE_INPUTS)
+        start = x.factors.address + Int64(first) * PIECE_BYTES
+        there = x.row_pieces * (PIECE_INPUTS // ORDER_PIECE_INPUTS) - first
+        there = cutlass.select_(row < x.rows, there, Int32(0))
+        return self.load_pieces(start, there, lane, constant=constant, pieces=BLOCK // ORDER_PIECE_INPUTS)
 
     def load_factors(self, x: Source, begin, bits, step, lane, *, constant: bool = True) -> list[Any]:
         """Factors of a lane's inputs of a step, in their order; zeros behind the ends of rows."""
@@ -225,13 +244,13 @@ class ResidentRows:
         # Not as constant memory: the launch before may write x, until it is waited for.
         return self.load_pieces(start, there, lane, constant=False)
 
-    def load_pieces(self, start, there, lane, *, constant: bool) -> list[Any]:
-        """A lane's blocks of a group that begins at ``start``, of which the first ``there`` pieces exist."""
+    def load_pieces(self, start, there, lane, *, constant: bool, pieces: int = BLOCK_PIECES) -> list[Any]:
+        """A lane's blocks, of ``pieces``, of a group that begins at ``start`` and has the first ``there`` pieces."""
         words = []
         for number in range(LANE_BLOCKS):
             block = lane % GROUP_LANES + self.half(lane, number) * GROUP_LANES
-            for i in range(BLOCK_PIECES):
-                piece = block * BLOCK_PIECES + i
+            for i in range(pieces):
+                piece = block * pieces + i
                 inside = cutlass.select_(piece < there, Int32(1), Int32(0))
                 words += numbers.load_global_if(inside, start + Int64(piece) * PIECE_BYTES, 0, 4, constant=constant)
         return words
@@ -352,6 +371,9 @@ class ResidentLimbLoads:
         """Makes limbs of the CTA's part of K, if there is room for them. Returns whether there is."""
         if const_expr(self.config.mainloop.factors == NORMED):
             self.rows.factors.add_squares(self.source, memory, warp, lane)
+            self.meet()
+        if const_expr(self.config.mainloop.factors == ORDERED):
+            self.rows.order.bring(self.source, memory, warp, lane)
             self.meet()
         work_tile = scheduler.work_tile(scheduler.first)
         begin, end = work_tile.begin, work_tile.end

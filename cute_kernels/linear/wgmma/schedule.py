@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 from cute_kernels.linear.schedule import LinearProblem, weight_fields
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.costs import CLOCKS_PER_US, MULTICAST_CLOCKS, START_CLOCKS, cost_of
-from cute_kernels.linear.wgmma.mainloops import FACTOR_ROWS, LIMB_GROUP, NORMED, SCALED, Limbs, RegisterWgmma
+from cute_kernels.linear.wgmma.mainloops import (
+    FACTOR_ROWS,
+    LIMB_GROUP,
+    NORMED,
+    ORDERED,
+    ORDERED_ROWS,
+    SCALED,
+    Limbs,
+    RegisterWgmma,
+)
 from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M
 from cute_kernels.linear.wgmma.resident_schedule import resident_configs, with_factors
 from cute_kernels.linear.wgmma.results import (
@@ -402,6 +411,9 @@ def shipped_configs() -> list[WgmmaConfig]:
         if dtype == "bf16" and m <= FACTOR_ROWS and not zeros:
             changed = (with_factors(config, kind) for config in found for kind in (SCALED, NORMED))
             configs |= dict.fromkeys(config for config in changed if config is not None)
+        if dtype == "bf16" and m == ORDERED_ROWS and not zeros:
+            ordered = (with_factors(config, ORDERED) for config in found)
+            configs |= dict.fromkeys(config for config in ordered if config is not None)
     long_rows = resident_configs(LinearProblem(1, 4096, 14336, 14336, integers(4), "bf16"))
     configs |= dict.fromkeys(config for config in long_rows if config.mainloop.loads)
     for dtype, (tile_m, *_) in product(("bf16", "fp16"), LIMB_SHAPES):
