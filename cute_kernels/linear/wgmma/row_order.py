@@ -24,6 +24,7 @@ PLACE_BYTES = 2 * WGMMA_N_STEP * LINE_BYTES  # of a k block's limbs, those of ei
 FREE = WGMMA_N_STEP // 2 * LINE_BYTES  # from where on they are not those of the first rows, as far as the low ones
 PLACE_BITS = (FREE // 2).bit_length() - 1  # log2 of the inputs that fit there: of two k blocks
 PIECE_BYTES = 16
+PIECE_INPUTS = PIECE_BYTES // 2
 LOW_HALVES = 0x5410
 
 
@@ -45,9 +46,11 @@ class RowOrder:
     @cute.jit
     def bring(self, x, memory, warp, lane):
         """Brings all of the row, whichever part of K the CTA has: a barrier of all warps is to follow."""
-        for piece in cutlass.range(warp * WARP_THREADS + lane, x.row_pieces, self.warps * WARP_THREADS, unroll=4):
-            target = self.place(memory, piece * (PIECE_BYTES // 2))
-            numbers.copy_async(target, x.address + Int64(piece) * PIECE_BYTES, Int32(PIECE_BYTES))
+        for first in cutlass.range(warp * WARP_THREADS, x.row_pieces, self.warps * WARP_THREADS, unroll=4):
+            piece = first + lane
+            inside = cutlass.select_(piece < x.row_pieces, Int32(1), Int32(0))
+            target, source = self.place(memory, piece * PIECE_INPUTS), x.address + Int64(piece) * PIECE_BYTES
+            numbers.copy_async_if(inside, target, source, Int32(PIECE_BYTES))
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
 
