@@ -18,7 +18,7 @@ from cute_kernels.linear import PackedWeight, linear_reference, quantized_linear
 from cute_kernels.linear.compile import spec_of, specs_of
 from cute_kernels.linear.plan import factored
 from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.mainloops import NORMED, SCALED
+from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.runtime import KernelSpec
 from cute_kernels.tuning.linear import TORCH_DTYPES, Format, Weights
 
@@ -143,7 +143,7 @@ def _specs(layers: Iterable[Layer], form: Format, gpu: str) -> Iterator[KernelSp
             schedule = chosen(problem, gpu)
             yield from specs_of(schedule.config)
             if not changes:
-                found = [factored(schedule, kind) for kind in (SCALED, NORMED)]
+                found = [factored(schedule, kind) for kind in (SCALED, NORMED, ORDERED)]
                 yield from (spec_of(one.config) for one in found if one is not None)
                 yield from specs_of(chosen(replace(problem, batch_invariant=True), gpu).config)
 

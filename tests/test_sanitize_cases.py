@@ -10,7 +10,7 @@ import pytest
 
 from bench.linear import Format
 from bench.moe import MoeModel, MoeShape
-from cute_kernels.linear.wgmma.mainloops import NORMED, SCALED
+from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.runtime import KernelCache
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu import sanitize, sanitize_cases
@@ -99,6 +99,7 @@ SMALL = {
     "norm in a product": FactoredCase(200, 256, 1, NORMED),
     "input scale in a product": FactoredCase(200, 256, 3, SCALED),
     "deferred norm": DeferredNormCase(256, 256, 200, 3),
+    "act order in a product": FactoredCase(200, 256, 1, ORDERED),
     "norm": NormCase(3, 256),
     "attention": CASES["bf16"],
     "extend": CASES["extend-int8_token_head"],

@@ -24,6 +24,7 @@ from cute_kernels.linear.wgmma.mainloops import (
     NORMED,
     NORMED_ROWS,
     ORDERED,
+    ORDERED_K_BLOCKS,
     ORDERED_ROWS,
     SCALED,
     PortableMmaSync,
@@ -143,13 +144,15 @@ def factored_plan_of(
 
 
 def factored(schedule: StreamSchedule | TileSchedule, kind: str) -> TileSchedule | None:
-    """A schedule whose rows meet factors; None if its kernel takes none, or makes limbs in chunks: each would wait for
-    factors of its own, which took 4096 x 14336 with one row 3 us more than 14."""
+    """A schedule whose rows meet factors, or another order; None if its kernel takes none, or makes limbs in chunks:
+    each would wait for factors of its own, which took 4096 x 14336 with one row 3 us more than 14."""
     if not isinstance(schedule, TileSchedule):
         return None
     config = with_factors(schedule.config, kind)
     if config is None or schedule.split_k_blocks > config.mainloop.k_blocks:
         return None
+    if kind == ORDERED and schedule.k_blocks > ORDERED_K_BLOCKS * config.mainloop.k_blocks:
+        return None  # all of the row has to lie there
     return replace(schedule, config=config)
 
 

@@ -31,11 +31,11 @@ from cute_kernels.integrations.vllm import attention_kernels
 from cute_kernels.kv_cache import Rope
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.deferred_choice import deferred
-from cute_kernels.linear.plan import factored
+from cute_kernels.linear.plan import MOST_ROWS, factored
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind
-from cute_kernels.linear.wgmma.mainloops import NORMED, NORMED_ROWS, SCALED
+from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.moe import fused_moe, fused_moe_reference
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import NormConfig, launch_shape
@@ -227,9 +227,9 @@ class LinearCase:
 
 @dataclass(frozen=True)
 class FactoredCase:
-    """A linear layer whose own kernel norms its rows, or scales their inputs, on the way to limbs; as `LinearCase`.
+    """As `LinearCase`, of a layer whose own kernel norms rows, scales their inputs or orders them, on the way to limbs.
 
-    kind: `policies.NORMED` or `policies.SCALED`.
+    kind: `mainloops.NORMED`, `mainloops.SCALED` or `mainloops.ORDERED`.
     """
 
     n: int
@@ -238,7 +238,7 @@ class FactoredCase:
     kind: str
 
     def specs(self) -> list[KernelSpec]:
-        assert self.kind != NORMED or self.m <= NORMED_ROWS, "so many rows are normed by a launch of their own"
+        assert self.m <= MOST_ROWS[self.kind], "so many rows have a launch of their own before"
         schedule = factored(chosen(W4.problem(self.m, self.n, self.k), GPU), self.kind)
         assert schedule is not None, "the product's kernel takes no factors"
         return specs_of(schedule.config)
@@ -247,9 +247,12 @@ class FactoredCase:
         weights = make_weights(self.n, self.k, W4, device)
         packed = pack(weights)
         x, factors = (torch.randn(size, device=device).to(packed.dtype) for size in ((self.m, self.k), (self.k,)))
-        normed = self.kind == NORMED
-        rows = rms_norm(x, factors, eps=EPS) if normed else x * factors
-        weight = packed if normed else dataclasses.replace(packed, input_scale=factors)
+        normed, order = self.kind == NORMED, torch.randperm(self.k, device=device)
+        rows, weight = x * factors, dataclasses.replace(packed, input_scale=factors)
+        if normed:
+            rows, weight = rms_norm(x, factors, eps=EPS), packed
+        if self.kind == ORDERED:
+            rows, weight = x[:, order], dataclasses.replace(packed, perm=order.int())
         wanted = rows.float() @ weights.dense.float().T
         for _ in range(CALLS):
             out = torch.full_like(wanted, torch.nan, dtype=packed.dtype)
@@ -443,6 +446,8 @@ FACTORED = {
     "norm-in-product-part-of-a-tile": FactoredCase(520, 1024, 1, NORMED),
     "input-scale-one-row": FactoredCase(6144, 4096, 1, SCALED),
     "input-scale-seven-tiles": FactoredCase(28672, 1024, 8, SCALED),
+    "act-order-one-row": FactoredCase(6144, 4096, 1, ORDERED),
+    "act-order-long-rows": FactoredCase(1024, 14336, 1, ORDERED),
 }
 DEFERRED = {
     "deferred-norm-limbs": DeferredNormCase(1024, 1024, 520, 3),

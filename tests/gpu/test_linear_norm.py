@@ -1,7 +1,9 @@
-"""Products whose rows meet factors, or a norm, on the way to limbs: against fp64, and against launches of their own."""
+"""Products whose rows meet factors, a norm or another order on the way to limbs: against fp64, and against launches of
+their own."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -13,7 +15,7 @@ from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.plan import factored, factored_plan_of
 from cute_kernels.linear.reference import activate
 from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.mainloops import NORMED, SCALED
+from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
 from tests.gpu.test_linear import activations, check_back_to_back, exact_product
@@ -35,12 +37,16 @@ def specs() -> list[KernelSpec]:
         for n, k in LAYERS:
             for m in (*ROWS, 9):
                 schedule = chosen(problem_of(m, n, k, 4, dtype, 128, False), GPU)
-                kinds = [factored(schedule, kind) for kind in (SCALED, NORMED)]
+                kinds = [factored(schedule, kind) for kind in (SCALED, NORMED, ORDERED)]
                 found |= dict.fromkeys(spec_of(one.config) for one in (schedule, *kinds) if one is not None)
+    for n, k in ((2048, 4096), *((300, k) for k in (128, 384, 640, 8192))):
+        schedule = chosen(problem_of(1, n, k), GPU)
+        kinds = [factored(schedule, ORDERED)]
+        found |= dict.fromkeys(spec_of(one.config) for one in (schedule, *kinds) if one is not None)
     for (group_size, zero_point), (n, k), m in product(FORMS, LAYERS[:3], ROWS):
         schedule = chosen(problem_of(m, n, k, 4, DTYPES[0], group_size, zero_point), GPU)
-        scaled = factored(schedule, SCALED)
-        found |= dict.fromkeys(spec_of(one.config) for one in (schedule, scaled) if one is not None)
+        kinds = [factored(schedule, kind) for kind in (SCALED, ORDERED)]
+        found |= dict.fromkeys(spec_of(one.config) for one in (schedule, *kinds) if one is not None)
     return list(found)
 
 
@@ -87,6 +93,88 @@ def test_an_input_scale_meets_zero_points_and_small_groups(n, k, group_size, zer
         x = activations(m, k, torch.bfloat16, m)
         found = quantized_linear(x, replace(plain, input_scale=scale))
         assert torch.equal(found, quantized_linear(x * scale, plain)), m
+
+
+def in_order_of(k: int) -> torch.Tensor:
+    return torch.randperm(k, generator=torch.Generator().manual_seed(k)).to("cuda", torch.int32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n, k", LAYERS)
+def test_one_row_in_act_order_is_the_row_put_in_order_before_bit_for_bit(n, k, dtype):
+    """Of whole groups of 128 by the product's own kernel; of others, and of more rows, by a launch before."""
+    plain, order = known(n, k, dtype=dtype, group_size=128).pack().to("cuda"), in_order_of(k)
+    weight = replace(plain, perm=order)
+    for m in (1, 2):
+        kernel = factored_plan_of(m, n, k, weight.format, dtype, 0, False, ORDERED)
+        assert kernel is None or (m == 1 and k % 128 == 0)
+        if (n, k) in ((6144, 4096), (28_672, 1024), (4096, 14_336)):
+            assert (kernel is not None) == (m == 1)
+        for seed in range(3):
+            x = activations(m, k, dtype, seed)
+            bias = activations(1, n, dtype, 8)[0]
+            found = quantized_linear(x, weight, bias, activation="silu")
+            assert torch.equal(found, quantized_linear(x[:, order.long()].contiguous(), plain, bias, activation="silu"))
+            assert torch.equal(found, quantized_linear(x, weight, bias, activation="silu"))
+
+
+@pytest.mark.parametrize("k", [128, 384, 640, 8192])
+def test_orders_that_change_nothing_and_everything(k):
+    """With 128 inputs one CTA of a cluster has no k block; what lies around x is nobody's."""
+    plain = known(300, k, group_size=128).pack().to("cuda")
+    around = torch.full((3 * k,), math.nan, device="cuda", dtype=torch.bfloat16)
+    x = around[k : 2 * k].copy_(activations(1, k, torch.bfloat16)[0])[None]
+    for order in (torch.arange(k), torch.arange(k).flip(0), torch.arange(k).roll(1)):
+        order = order.to("cuda", torch.int32)
+        found = quantized_linear(x, replace(plain, perm=order))
+        assert found.isfinite().all()
+        assert torch.equal(found, quantized_linear(x[:, order.long()].contiguous(), plain))
+
+
+def test_a_captured_product_puts_another_row_in_order():
+    plain, order = known(2048, 4096, group_size=128).pack().to("cuda"), in_order_of(4096)
+    weight, x = replace(plain, perm=order), activations(1, 4096, torch.bfloat16)
+    out = quantized_linear(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quantized_linear(x, weight, out=out)
+    for seed in range(1, 4):
+        x.copy_(activations(1, 4096, torch.bfloat16, seed))
+        graph.replay()
+        assert torch.equal(out, quantized_linear(x[:, order.long()].contiguous(), plain))
+
+
+@pytest.mark.parametrize("group_size, zero_point", FORMS)
+@pytest.mark.parametrize("n, k", LAYERS[:3])
+def test_act_order_meets_zero_points_and_small_groups(n, k, group_size, zero_point):
+    plain, order = known(n, k, 4, group_size, zero_point).pack().to("cuda"), in_order_of(k)
+    x = activations(1, k, torch.bfloat16)
+    found = quantized_linear(x, replace(plain, perm=order))
+    assert torch.equal(found, quantized_linear(x[:, order.long()].contiguous(), plain))
+
+
+def test_a_row_in_act_order_waits_for_the_launch_that_makes_it():
+    """A chain of dependent launches; the order is asked for before the wait, the row behind it."""
+    up, down = (known(n, k, group_size=128).pack().to("cuda") for n, k in ((2048, 1024), (1024, 2048)))
+    orders, start = [in_order_of(k) for k in (1024, 2048)], activations(1, 1024, torch.bfloat16)
+
+    def chain(after) -> torch.Tensor:
+        hidden = start.clone()
+        for _ in range(8):
+            wide = quantized_linear(hidden, replace(up, perm=orders[0]))
+            after()
+            hidden = quantized_linear(wide, replace(down, perm=orders[1]))
+            hidden = hidden / hidden.norm()
+            after()
+        return hidden
+
+    want = check_back_to_back(chain)
+    unfused = start.clone()
+    for _ in range(8):
+        wide = quantized_linear(unfused[:, orders[0].long()].contiguous(), up)
+        unfused = quantized_linear(wide[:, orders[1].long()].contiguous(), down)
+        unfused = unfused / unfused.norm()
+    assert torch.equal(want, unfused)
 
 
 def test_these_rows_are_normed_within_the_product():

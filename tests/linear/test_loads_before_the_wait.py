@@ -11,7 +11,7 @@ from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.inputs.compile import InputRowsSpec
 from cute_kernels.linear.inputs.config import ROOMS, InputRowsConfig
 from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.wgmma.mainloops import NORMED, SCALED
+from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.linear.wgmma.resident_schedule import resident_configs, with_factors
 from cute_kernels.runtime import KernelSpec, default_cache
 from cute_kernels.weight_formats import integers
@@ -19,7 +19,8 @@ from tests.linear import machine_code
 
 ARCH = "sm_90a"
 WAIT = "ACQBULK"
-FACTOR_LOADS = 4  # of 16 bytes: a lane's 32 factors of its first step
+# Of 16 bytes: a lane's 32 factors of its first step, or the numbers of its inputs.
+FACTOR_LOADS = {SCALED: 4, NORMED: 4, ORDERED: 8}
 CONFIG = resident_configs(LinearProblem(1, 6144, 4096, 4096, integers(4), "bf16"))[0]
 
 
@@ -32,14 +33,14 @@ def loads(code: list[str]) -> int:
     return sum(opcode.startswith("LDG.E") for opcode in code)
 
 
-@pytest.mark.parametrize("kind", [SCALED, NORMED])
+@pytest.mark.parametrize("kind", FACTOR_LOADS)
 def test_factors_are(kind: str, tmp_path):
     """By the consumer warps, whose wait is the second."""
     config = with_factors(CONFIG, kind)
     assert config is not None and config.mainloop.loads
     code = opcodes(spec_of(config), tmp_path)
     _, wait = (place for place, opcode in enumerate(code) if opcode == WAIT)
-    assert loads(code[:wait]) == FACTOR_LOADS
+    assert loads(code[:wait]) == FACTOR_LOADS[kind]
 
 
 @pytest.mark.parametrize(("room", "scaled", "count"), [(ROOMS[0], False, 2), (0, True, 1)])

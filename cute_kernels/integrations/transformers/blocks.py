@@ -171,7 +171,10 @@ class OrderedInputs:
         self._weight = replace(layer.weight, perm=None, check_values=False)
 
     def is_current(self) -> bool:
-        """Whether the layer wants the order that it wanted: what is loaded into it may have another, or none."""
+        """Whether the layer wants the order that it wanted: what is loaded into it may have another, or none.
+
+        Waits for the GPU in the first call after the layer was moved, or written: not one that is captured.
+        """
         perm = self.layer.perm
         if perm is None or not wants_order(self.layer):
             return False
@@ -217,7 +220,8 @@ class MlpBlock(Block):
         self.activation = getattr(module, known.activation)
         self.originals: list[nn.Module] = [getattr(module, name) for name in self.names]
         self.parts = list(self.originals)
-        self.down = OrderedInputs(module.down_proj) if wants_order(module.down_proj) else None
+        down: Any = module.down_proj
+        self.down = OrderedInputs(down) if wants_order(down) else None
         self.order = None if self.down is None else self.down.order
         self.pair = interleave(self.originals, self.order) if type(self.activation) in _SILU else None
         self.weight = None if self.pair is None else self.pair.weight

@@ -16,13 +16,13 @@ from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP
+from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, ORDERED_K_BLOCKS
 from cute_kernels.linear.wgmma.results import WGMMA_N_STEP
 
 LINE_BYTES = LIMB_GROUP  # of a row's high limbs of a k block, and of its low ones
 PLACE_BYTES = 2 * WGMMA_N_STEP * LINE_BYTES  # of a k block's limbs, those of eight rows: first the high ones
 FREE = WGMMA_N_STEP // 2 * LINE_BYTES  # from where on they are not those of the first rows, as far as the low ones
-PLACE_BITS = (FREE // 2).bit_length() - 1  # log2 of the inputs that fit there: of two k blocks
+PLACE_BITS = (ORDERED_K_BLOCKS * LIMB_GROUP).bit_length() - 1  # log2 of the inputs that lie there, two bytes each
 PIECE_BYTES = 16
 PIECE_INPUTS = PIECE_BYTES // 2
 LOW_HALVES = 0x5410
@@ -41,7 +41,7 @@ class RowOrder:
     def place(self, memory, input_number) -> Any:
         """Where an input of the row lies."""
         block = input_number >> PLACE_BITS
-        return memory.x_address + FREE + input_number * 2 + block * (PLACE_BYTES - FREE)
+        return memory.x_address + FREE + input_number * 2 + block * (PLACE_BYTES - (2 << PLACE_BITS))
 
     @cute.jit
     def bring(self, x, memory, warp, lane):

@@ -153,7 +153,8 @@ def load_expert(ids, number, count, id_words, num_experts):
 
     ids: address of ``count`` ids of 32 or 64 bits, ``id_words`` words.
     """
-    return expert_of(*load_id(ids, number, count, id_words), num_experts)
+    low, high = load_id(ids, number, count, id_words)
+    return expert_of(low, high, num_experts)
 
 
 @cute.jit
