@@ -447,7 +447,7 @@ FACTORED = {
     "input-scale-one-row": FactoredCase(6144, 4096, 1, SCALED),
     "input-scale-seven-tiles": FactoredCase(28672, 1024, 8, SCALED),
     "act-order-one-row": FactoredCase(6144, 4096, 1, ORDERED),
-    "act-order-long-rows": FactoredCase(1024, 14336, 1, ORDERED),
+    "act-order-seven-tiles": FactoredCase(28672, 4096, 1, ORDERED),
 }
 DEFERRED = {
     "deferred-norm-limbs": DeferredNormCase(1024, 1024, 520, 3),

@@ -102,13 +102,13 @@ def in_order_of(k: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n, k", LAYERS)
 def test_one_row_in_act_order_is_the_row_put_in_order_before_bit_for_bit(n, k, dtype):
-    """Of whole groups of 128 by the product's own kernel; of others, and of more rows, by a launch before."""
+    """Of whole groups of 128 by the product's own kernel; of others, of long rows and of more, by a launch before."""
     plain, order = known(n, k, dtype=dtype, group_size=128).pack().to("cuda"), in_order_of(k)
     weight = replace(plain, perm=order)
     for m in (1, 2):
         kernel = factored_plan_of(m, n, k, weight.format, dtype, 0, False, ORDERED)
         assert kernel is None or (m == 1 and k % 128 == 0)
-        if (n, k) in ((6144, 4096), (28_672, 1024), (4096, 14_336)):
+        if (n, k) in ((6144, 4096), (28_672, 1024)):
             assert (kernel is not None) == (m == 1)
         for seed in range(3):
             x = activations(m, k, dtype, seed)

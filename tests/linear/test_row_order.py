@@ -103,7 +103,7 @@ def test_one_row_whose_limbs_warps_load_is_put_in_order():
     assert plan.factored(TileSchedule(CONFIG, 64, 1, 65, 3, 128), ORDERED) is None
 
 
-@pytest.mark.parametrize(("n", "k"), [(8192, 8192), (4096, 4096), (4096, 14336), (28672, 4096), (8192, 3584)])
+@pytest.mark.parametrize(("n", "k"), [(8192, 8192), (4096, 4096), (6144, 4096), (28672, 4096), (8192, 3584)])
 def test_products_of_one_row_have_a_kernel_that_takes_the_order(n: int, k: int):
     """And room for the row: each CTA has half of K, and two k blocks of x lie in the place of one of limbs."""
     schedule = plan.factored(chosen(LinearProblem(1, n, k, k, integers(4), "bf16"), "NVIDIA H200"), ORDERED)
@@ -111,7 +111,12 @@ def test_products_of_one_row_have_a_kernel_that_takes_the_order(n: int, k: int):
     assert -(-k // (2 * LIMB_GROUP)) <= schedule.split_k_blocks <= schedule.config.mainloop.k_blocks
 
 
-def test_every_shape_of_one_row_can_be_ordered():
-    for n, k in ((4096, 4096), (4096, 14336)):
-        found = [one for one in resident_configs(LinearProblem(1, n, k, k, integers(4), "bf16")) if one.mainloop.loads]
-        assert found and all(with_factors(one, ORDERED) is not None for one in found)
+def test_every_shape_of_one_row_but_that_of_long_rows_can_be_ordered():
+    """Of those a launch before is faster: as measured, 0.5 us more than plain for 0.9."""
+    for k, most in ((4096, 32), (14336, 64)):
+        found = [
+            one for one in resident_configs(LinearProblem(1, 4096, k, k, integers(4), "bf16")) if one.mainloop.loads
+        ]
+        assert max(one.mainloop.k_blocks for one in found) == most
+        for one in found:
+            assert (with_factors(one, ORDERED) is None) == (one.mainloop.k_blocks > 32)

@@ -48,7 +48,8 @@ SCALED, NORMED = "scaled", "normed"  # what rows of x meet on their way to limbs
 ORDERED = "ordered"  # or that one row is put in the order of the weight's packed inputs
 FACTOR_ROWS = WGMMA_N_STEP  # rows of x, at most, that meet factors
 ORDERED_ROWS = 1  # of rows whose order is changed: they lie, as they come, where others' limbs would be,
-ORDERED_K_BLOCKS = 2  # of all of K in the place of one of the CTA's part
+ORDERED_K_BLOCKS = 2  # of all of K in the place of one of the CTA's part;
+ORDERED_MOST_K_BLOCKS = 32  # of that part: with 56, on eight warps, a launch before takes 0.5 us less
 NORMED_ROWS = 1  # of them, at most, that are normed: each CTA adds up the squares of all
 LIMB_TILE_M = 64  # whose limbs an MMA takes
 AHEAD_TILE_M = 32  # for which a thread has registers to decode the next k block ahead
@@ -355,6 +356,8 @@ class ResidentLimbs(Mainloop):
             return f"tiles of {config.tile_m} rows are not {self.factors}, but those of {FACTOR_ROWS}"
         if self.factors == ORDERED and not self.loads:
             return "a row in another order is loaded by warps"
+        if self.factors == ORDERED and self.k_blocks > ORDERED_MOST_K_BLOCKS:
+            return f"a row in another order of {self.k_blocks} k blocks a CTA is slower than a launch before"
         if self.factors == ORDERED and config.cluster > ORDERED_K_BLOCKS:
             return f"a CTA of {config.cluster} has room for {ORDERED_K_BLOCKS} times its part of a row in another order"
         if self.ahead and config.reduction.early:
