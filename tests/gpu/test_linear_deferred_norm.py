@@ -6,11 +6,12 @@ What the first product leaves and what the second one takes is one pair of kerne
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
-from cute_kernels import NormedRows, quantized_linear, quantized_linear_norm, rms_norm
+from cute_kernels import NormedRows, PackedWeight, quantized_linear, quantized_linear_norm, rms_norm
 from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.deferred import DeferredParts
 from cute_kernels.linear.deferred_choice import deferred
@@ -20,18 +21,17 @@ from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
-from tests.gpu.test_linear import activations, check_back_to_back, exact_product
+from tests.gpu.test_linear import activations, check_back_to_back, is_rounded
 from tests.linear.cases import known, problem_of
 
 pytestmark = pytest.mark.gpu
 
 # (K of the first product, its N and so the K of the second, N of the second): clusters that reduce through DSMEM or
-# exchange rows, parts of K in memory, a last block of features that is not full; the three real ones are layers of
-# Llama-3-8B and of Llama-2-70B's shard.
-PAIRS = [(1024, 1024, 520), (576, 768, 2048), (14_336, 4096, 6144), (4096, 4096, 28_672), (1024, 8192, 1280)]
+# exchange rows, parts of K in memory, several work tiles of a CTA, a last block of features that is not full.
+PAIRS = [(1024, 1024, 520), (576, 768, 2048), (2048, 4096, 6144), (1024, 1024, 28_672), (1024, 8192, 1280)]
 PAIRS += [(3584, 8192, 7168)]
 ROWS = (1, 2, 8, 17, 32, 63, 64, 65)
-# One of Llama-3-8B's takes the rows' norm in CTAs of two work tiles at 64.
+# With 64 rows CTAs of the fourth take a norm in two work tiles.
 DEFERRED_ROWS = [(PAIRS[2], 1), (PAIRS[3], 1), (PAIRS[2], 32), (PAIRS[3], 64), (PAIRS[4], 64), (PAIRS[5], 64)]
 EPS, OFFSET = 1e-5, 0.25
 every_pair = pytest.mark.parametrize("k, hidden, n", PAIRS)
@@ -56,12 +56,21 @@ def specs() -> list[KernelSpec]:
     return list(found)
 
 
+@cache
+def weight_of(n: int, k: int, seed: int) -> tuple[PackedWeight, torch.Tensor]:
+    """A weight, and what it stands for in fp64."""
+    reference = known(n, k, group_size=128, seed=seed)
+    return reference.pack().to("cuda"), reference.dense.cuda()
+
+
 class Pair:
     """Two products and the norm between them."""
 
     def __init__(self, k: int, hidden: int, n: int, m: int):
-        self.first, self.second = known(hidden, k, group_size=128), known(n, hidden, group_size=128, seed=1)
-        self.down, self.up = (one.pack().to("cuda") for one in (self.first, self.second))
+        self.down, _ = weight_of(hidden, k, 0)
+        self.up, self.dense = weight_of(n, hidden, 1)
+        if is_rounded(problem_of(m, n, hidden, 4, torch.bfloat16, 128, False)):
+            self.dense = self.dense.bfloat16().double()
         self.x, self.residual = activations(m, k, torch.bfloat16, m), activations(m, hidden, torch.bfloat16, 2)
         # Rows of very different sizes: each has a factor of its own.
         self.residual *= torch.logspace(-1, 2, m, device="cuda")[:, None].bfloat16()
@@ -75,7 +84,7 @@ class Pair:
         """The second product in fp64, of rows normed in fp64."""
         row = rows.double()
         normed = row * (row.square().mean(-1, keepdim=True) + EPS).rsqrt() * (self.norm.double() + OFFSET)
-        return exact_product(normed, self.second)
+        return normed @ self.dense.T
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -197,7 +206,7 @@ def test_weights_that_are_prepared_for_and_others_go_the_way_of_three_launches()
 def test_no_launch_of_a_chain_is_overtaken_and_a_graph_computes_the_same(m):
     """Layers in a chain of dependent launches, each of which reads what the last one has just written."""
     pair = Pair(1024, 1024, 2048, m)
-    start, second = pair.residual, known(1024, 1024, group_size=128, seed=5).pack().to("cuda")
+    start, (second, _) = pair.residual, weight_of(1024, 1024, 5)
 
     def chain(after) -> torch.Tensor:
         hidden = NormedRows(start.clone(), pair.norm, EPS)
