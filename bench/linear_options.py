@@ -14,10 +14,14 @@ from bench.options import Bar, Option, measure, run_cases
 from bench.peers import relative_error
 from bench.suites import TOLERANCE, Bench, WrongOutput
 from cute_kernels import rms_norm
-from cute_kernels.linear import PackedWeight, linear_reference, quantized_linear
+from cute_kernels.linear import NormedRows, PackedWeight, linear_reference, quantized_linear, quantized_linear_norm
 from cute_kernels.linear.compile import spec_of, specs_of
+from cute_kernels.linear.deferred import DeferredParts
+from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.plan import factored
 from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
+from cute_kernels.linear.wgmma.deferred_config import GIVES, SQUARES_N, TAKES
 from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.runtime import KernelSpec
 from cute_kernels.tuning.linear import TORCH_DTYPES, Format, Weights
@@ -32,6 +36,7 @@ RESIDUAL = Bar(0.03, 1.0)
 EPILOGUE = Bar(0.04)  # also of other formats
 INPUT = Bar(0.05, 1.0)
 INVARIANT = Bar(0.15)
+EPS = 1e-6  # of norms
 
 
 @dataclass(frozen=True)
@@ -103,10 +108,28 @@ class LinearOptions:
             "strided x": self.option(INPUT, x=wide),
             "norm": self.option(INPUT, norm=random(layer.k)),
             "batch invariant": self.option(INVARIANT, batch_invariant=True),
+            "norm given": self.giving(),
+            "norm taken": self.taking(),
         }
         for name, changes in other_formats(self.form).items():
             found[name] = self.option(EPILOGUE, weight=self.packed(**changes))
         return found
+
+    def giving(self) -> Option:
+        """Rows that are normed next, where a kernel leaves what that needs: the rows times the norm's weight, and sums
+        of their squares."""
+        n, m = self.layer.n, self.layer.m
+        arguments = {"residual": self.random(m, n), "norm": self.random(n)}
+        more = sum(value.nbytes for value in arguments.values()) + 2 * m * n + 4 * m * (n // SQUARES_N)
+        return Option(partial(quantized_linear_norm, self.x, self.weight, **arguments), more, RESIDUAL)
+
+    def taking(self) -> Option:
+        """Rows whose norm the product before has left to this one."""
+        norm, (m, k) = self.random(self.layer.k), self.x.shape
+        squares = self.x.float().square().view(m, -1, min(k, SQUARES_N)).sum(-1)
+        parts = DeferredParts((self.x.float() * norm).to(self.dtype), squares)
+        rows = NormedRows(self.x, norm, EPS, deferred=parts)
+        return Option(partial(quantized_linear, rows, self.weight), squares.nbytes, INPUT)
 
     def check(self, options: dict[str, Option]) -> None:
         """WrongOutput where a call's result is not the reference's in some of its rows."""
@@ -115,11 +138,15 @@ class LinearOptions:
             assert isinstance(option.call, partial)
             (x, weight), arguments = option.call.args, dict(option.call.keywords)
             arguments.pop("batch_invariant", None)
-            rows, norm = x[some], arguments.pop("norm", None)
-            rows = rows if norm is None else rms_norm(rows, norm)
+            rows, norm = (x.normed() if isinstance(x, NormedRows) else x)[some], arguments.pop("norm", None)
+            result = option.call()
+            if isinstance(result, NormedRows):
+                result = result.rows
+            elif norm is not None:
+                rows = rms_norm(rows, norm)
             if "residual" in arguments:
                 arguments["residual"] = arguments["residual"][some]
-            error = relative_error(option.call()[some], linear_reference(rows, weight, **arguments).float())
+            error = relative_error(result[some], linear_reference(rows, weight, **arguments).float())
             if not error <= TOLERANCE:
                 raise WrongOutput(f"{name}: relative error {error:.2e}, at most {TOLERANCE:g}")
 
@@ -146,6 +173,8 @@ def _specs(layers: Iterable[Layer], form: Format, gpu: str) -> Iterator[KernelSp
                 found = [factored(schedule, kind) for kind in (SCALED, NORMED, ORDERED)]
                 yield from (spec_of(one.config) for one in found if one is not None)
                 yield from specs_of(chosen(replace(problem, batch_invariant=True), gpu).config)
+                around = [deferred(schedule, kind) for kind in (GIVES, TAKES)]
+                yield from (DeferredNormSpec(config) for config in around if config is not None)
 
 
 def run(bench: Bench, forms: Iterable[Format], rows: Iterable[int] | None = None) -> None:
