@@ -27,6 +27,7 @@ from cute_kernels.linear.wgmma.deferred_compile import ARGUMENTS, DeferredNormSp
 from cute_kernels.linear.wgmma.deferred_config import GIVES, SQUARES_N, STEP_N, TAKES, DeferredKind
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.norm import rms_norm
+from cute_kernels.norm.call import DTYPES
 from cute_kernels.norm.config import MAX_COLUMNS
 from cute_kernels.norm.config import VECTOR as NORM_VECTOR
 from cute_kernels.runtime.cache import load
@@ -56,23 +57,44 @@ class NormedRows:
     """Rows, and the RMSNorm of them that the next product takes: of `quantized_linear_norm`, for `quantized_linear`.
 
     Attributes:
-        rows: bf16 or fp16 [..., n], before the norm: a model's residual stream. Nobody may write to it before the
-            products of the norm are computed.
+        rows: bf16 or fp16 [..., n], before the norm: a model's residual stream; n a multiple of 8 up to 16384. Nobody
+            may write to it before the products of the norm are computed.
         norm: [n], the norm's weight, in the dtype of rows or fp32.
-        eps: added to the mean square.
-        offset: added to the weight.
+        norm_eps: added to the mean square.
+        norm_offset: added to the weight.
         deferred: what the product that made the rows left of the norm; None where the norm takes a launch.
+
+    Raises:
+        TypeError, ValueError: a field is not as above; the message names it, what came and what is wanted.
     """
 
     rows: torch.Tensor
     norm: torch.Tensor
-    eps: float
-    offset: float = 0.0
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
     deferred: DeferredParts | None = None
+
+    def __post_init__(self) -> None:
+        if self.deferred is None:
+            check_rows(self.rows, self.norm, self.norm_eps, self.norm_offset)
+        elif not isinstance(self.deferred, DeferredParts):
+            raise TypeError(f"deferred: got {type(self.deferred).__name__}, want DeferredParts or None")
 
     def normed(self) -> torch.Tensor:
         """The norm of the rows, [..., n] in their dtype, by `rms_norm`: what any other consumer takes."""
-        return rms_norm(self.rows.detach(), self.norm, eps=self.eps, weight_offset=self.offset)
+        return rms_norm(self.rows.detach(), self.norm, eps=self.norm_eps, weight_offset=self.norm_offset)
+
+
+def check_rows(rows: torch.Tensor, norm: torch.Tensor, eps: object, offset: object) -> None:
+    """Raises TypeError or ValueError unless `rms_norm` takes rows with this weight and these numbers."""
+    check_tensors(rows=rows)
+    if rows.dtype not in DTYPES:
+        raise TypeError(f"rows: got dtype {rows.dtype}, want torch.bfloat16 or torch.float16")
+    n = rows.shape[-1] if rows.dim() else 0
+    if not n or n % NORM_VECTOR or n > MAX_COLUMNS:
+        want = f"[..., n] with n a multiple of {NORM_VECTOR} up to {MAX_COLUMNS}"
+        raise ValueError(f"rows: got shape {list(rows.shape)}, want {want}")
+    checks.check_norm(norm, eps, offset, rows)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -366,7 +388,7 @@ def _taking_key(call: TakingCall) -> tuple[Any, ...]:
     parts = call.rows.deferred
     assert parts is not None
     on_input = call.out is not None and call.out.data_ptr() == parts.scaled.data_ptr()
-    rows = identity(call.rows.rows), identity(parts.scaled), identity(parts.squares), call.rows.eps, on_input
+    rows = identity(call.rows.rows), identity(parts.scaled), identity(parts.squares), call.rows.norm_eps, on_input
     options = call.activation, call.out_dtype
     return *rows, *_weight_key(call.weight), *given, *options
 
@@ -390,7 +412,7 @@ def _taking_plan(call: TakingCall) -> TakingPlan | ApartPlan:
     product = deferred_plan_of(m, n, k, weight.format, rows.dtype, index, TAKES) if as_it_is else None
     if product is None or not (packed or stores_floats(product)):
         return ApartPlan(index, take_apart)
-    numbers: dict[str, Any] = {"parts": k // SQUARES_N, "inverse_k": 1.0 / k, "eps": float(call.rows.eps)}
+    numbers: dict[str, Any] = {"parts": k // SQUARES_N, "inverse_k": 1.0 / k, "eps": float(call.rows.norm_eps)}
     return TakingPlan(
         product=product,
         send=product.bound(n, ACTIVATIONS[call.activation], OUT_KINDS[out_dtype], **numbers),

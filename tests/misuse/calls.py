@@ -292,6 +292,21 @@ def linear_layer() -> Call:
 
 
 @case
+def linear_layer_before_a_norm() -> Call:
+    call = {"x": numbers(3, 128), "weight": packed(), "bias": numbers(64), "residual": numbers(3, 64)}
+    return ck.quantized_linear_norm, {**call, **norm(64), "following": packed(32, 64)}
+
+
+@case
+def normed_rows() -> Call:
+    return ck.NormedRows, {"rows": numbers(3, 64), **norm(64)}
+
+
+def norm(n: int) -> dict[str, Any]:
+    return {"norm": numbers(n), "norm_eps": 1e-5, "norm_offset": 0.5}
+
+
+@case
 def linear_module() -> Call:
     return ck.QuantizedLinear, {"weight": packed(), "bias": numbers(64)}
 

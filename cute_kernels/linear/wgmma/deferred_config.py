@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from cute_kernels.architecture import Limits
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.mainloops import WARPGROUP_THREADS, RegisterWgmma, ResidentLimbs
 from cute_kernels.linear.wgmma.results import (
@@ -65,7 +64,8 @@ class DeferredNormConfig:
         return self.tiles.dtype
 
     @property
-    def limits(self) -> Limits:
+    def limits(self):
+        """Of the architectures that the mainloop is written for."""
         return self.tiles.limits
 
     @property
