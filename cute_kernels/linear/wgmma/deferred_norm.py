@@ -113,28 +113,23 @@ class GivingStore:
         """Stores the tile whose accumulators are accumulators[first : first + tokens / 2], and what its norm needs."""
         self.plain.add_bias(operands, shape, store, corner, acc, first)
         for chunk in cutlass.range_constexpr(len(self.tiles.chunks)):
-            if corner.token + self.tiles.chunks[chunk][0] < corner.end:
-                self.residuals.wait(chunk)
-                self.plain.wait(store)
-                self.residuals.add(store, acc, first + self.tiles.chunks[chunk][0] // 2, ordinal, chunk)
-                self.plain.wait(store)
-                self.store_chunk(operands, shape, store, corner, ordinal, chunk)
+            self.residuals.wait(chunk)
+            self.plain.wait(store)
+            self.residuals.add(store, acc, first + self.tiles.chunks[chunk][0] // 2, ordinal, chunk)
+            self.plain.wait(store)
+            self.store_chunk(operands, shape, store, corner, ordinal, chunk)
 
     @cute.jit
     def store_chunk(self, operands: GivingOperands, shape, store: Store, corner: Corner, ordinal: int, chunk: int):
-        """Stores a chunk's rows, what they are times the norm's weights, and sums of squares: 8 features a thread.
-
-        Nothing is stored before all is computed: between branches none of it would overlap.
-        """
+        """Stores a chunk's rows, what they are times the norm's weights, and sums of squares: 8 features a thread."""
         factors = self.factors_of(operands, store, ordinal)
-        numbers_of = range(-(-self.tiles.chunks[chunk][1] // TOKENS_AT_ONCE))
-        pieces = [self.piece(shape, store, corner, factors, ordinal, chunk, i) for i in numbers_of]
-        for i in cutlass.range_constexpr(len(pieces)):
-            if pieces[i].there:
-                ptx.store_global(operands.out + pieces[i].place, pieces[i].words)
-                ptx.store_global(operands.scaled + pieces[i].place, pieces[i].scaled)
+        for i in cutlass.range_constexpr(-(-self.tiles.chunks[chunk][1] // TOKENS_AT_ONCE)):
+            piece = self.piece(shape, store, corner, factors, ordinal, chunk, i)
+            if piece.there:
+                ptx.store_global(operands.out + piece.place, piece.words)
+                ptx.store_global(operands.scaled + piece.place, piece.scaled)
                 if store.tid % ROW_VECTORS == 0:
-                    ptx.store_global(operands.squares + pieces[i].sum_place, [pieces[i].total])
+                    ptx.store_global(operands.squares + piece.sum_place, [piece.total])
 
     def factors_of(self, operands: GivingOperands, store: Store, ordinal: int) -> list[Any]:
         """What a thread's 8 features are multiplied with."""
