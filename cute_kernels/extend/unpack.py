@@ -19,7 +19,7 @@ Tokens that no query of a request sees become zeros, and requests without querie
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -148,9 +148,15 @@ class UnpackKernel:
 
     def __init__(self, config: UnpackConfig):
         self.config = config
-        kind = CodedRows if config.formats[0].is_coded else DenseRows
-        self.rows = kind(config, KEYS), kind(config, VALUES)
+        self.rows = self.rows_of(KEYS), self.rows_of(VALUES)
         self.row_bytes = config.head_dim * config.element_bytes
+
+    def rows_of(self, operand: int) -> CodedRows | DenseRows:
+        """K's or V's. A branch around a tile's loads keeps ptxas from putting some of them behind the wait for its
+        greatest scale."""
+        if self.config.formats[operand].is_coded:
+            return CodedRows(self.config, operand, looks_first=True)
+        return DenseRows(self.config, operand)
 
     def launch(self, given, stream):
         """``given`` has the arguments of :data:`.arguments.UNPACK`."""
@@ -193,16 +199,14 @@ class UnpackKernel:
         base = Int32(0)
         for first in cutlass.range(0, shape.batch, WARP_THREADS):
             first_valid, kv_stop = self.tokens(shape, lengths, first + lane)
-            begin = first_valid // self.config.tile_tokens
-            end = (kv_stop + (self.config.tile_tokens - 1)) // self.config.tile_tokens
-            count = cutlass.max(end - begin, 0) * shape.kv_heads.value * 2
             for k in cutlass.range(0, cutlass.min(shape.batch - first, WARP_THREADS), 1):
-                stop = base + cute.arch.shuffle_sync(count, k)
-                own_begin, own_stop = cute.arch.shuffle_sync(begin, k), cute.arch.shuffle_sync(kv_stop, k)
-                own_valid = cute.arch.shuffle_sync(first_valid, k)
+                own_valid, own_stop = cute.arch.shuffle_sync(first_valid, k), cute.arch.shuffle_sync(kv_stop, k)
+                end = (own_stop + (self.config.tile_tokens - 1)) // self.config.tile_tokens
+                tiles = end - own_valid // self.config.tile_tokens
+                stop = base + tiles * shape.kv_heads.value * 2
                 while item < stop:
                     self.unpack_tile(
-                        shape, source, target, first + k, own_begin, own_valid, own_stop, item - base, tops, warp, lane
+                        shape, source, target, first + k, own_valid, own_stop, item - base, tops, warp, lane
                     )
                     item, tops = item + stride, tops ^ TOPS_BYTES
                 base = stop
@@ -230,7 +234,6 @@ class UnpackKernel:
         source,
         target,
         request,
-        begin,
         first_valid,
         kv_stop,
         index: Int32,
@@ -240,7 +243,8 @@ class UnpackKernel:
     ):
         """K's or V's tile of a number among its request's."""
         tile, head = shape.kv_heads.divide_int(index >> 1)
-        given = (shape, source, target, UnpackWork(request, head, kv_stop), first_valid, begin + tile, tops, warp, lane)
+        block = first_valid // self.config.tile_tokens + tile
+        given = (shape, source, target, UnpackWork(request, head, kv_stop), first_valid, block, tops, warp, lane)
         if (index & 1) == KEYS:
             self.copy(KEYS, *given)
         else:
@@ -264,7 +268,7 @@ class UnpackKernel:
         rows = self.rows[operand]
         line = Int64(work.request) * shape.kv_heads.value + work.head  # of the target's: a request's head
         tile = target.rows(operand) + (line * shape.room + block * self.config.tile_tokens) * self.row_bytes
-        held, places = rows.make(), rows.runs.make()
+        held, places, source = rows.make(), rows.runs.make(), self.pinned(source)
         rows.runs.ask(places, source, work, block, warp)
         rows.load(held, places, source, work, first_valid, block, warp, lane)
         factor = Float32(1.0)
@@ -276,6 +280,11 @@ class UnpackKernel:
             self.store_codes(operand, held, tile, first, lane)
         else:
             self.store(rows, held, factor, tile + first * self.row_bytes, lane)
+
+    def pinned(self, source):
+        """A source of which the compiler computes nothing before the loop: registers are scarce."""
+        keys, values = (replace(rows, token_bytes=ptx.pinned(rows.token_bytes)) for rows in (source.keys, source.values))
+        return replace(source, keys=keys, values=values)
 
     @cute.jit
     def scale_tile(self, operand: cutlass.Constexpr, held, address: Int64, tops: Int32, warp: Int32, lane: Int32):
