@@ -191,9 +191,7 @@ class UnpackKernel:
         self.unpack(shape, source, target, lengths, tops, item, stride, warp, lane)
 
     @cute.jit
-    def unpack(
-        self, shape, source, target, lengths, tops: Int32, item: Int32, stride: Int32, warp: Int32, lane: Int32
-    ):
+    def unpack(self, shape, source, target, lengths, tops: Int32, item: Int32, stride: Int32, warp: Int32, lane: Int32):
         """A CTA's tiles of K and V of all requests: every ``stride``-th from ``item`` on. Heads and operands innermost,
         so that who runs at the same time reads the same tokens. tops: shared memory of two tiles in turn."""
         base = Int32(0)
@@ -283,7 +281,9 @@ class UnpackKernel:
 
     def pinned(self, source):
         """A source of which the compiler computes nothing before the loop: registers are scarce."""
-        keys, values = (replace(rows, token_bytes=ptx.pinned(rows.token_bytes)) for rows in (source.keys, source.values))
+        keys, values = (
+            replace(rows, token_bytes=ptx.pinned(rows.token_bytes)) for rows in (source.keys, source.values)
+        )
         return replace(source, keys=keys, values=values)
 
     @cute.jit
