@@ -194,20 +194,17 @@ class UnpackKernel:
     def unpack(self, shape, source, target, lengths, tops: Int32, item: Int32, stride: Int32, warp: Int32, lane: Int32):
         """A CTA's tiles of K and V of all requests: every ``stride``-th from ``item`` on. Heads and operands innermost,
         so that who runs at the same time reads the same tokens. tops: shared memory of two tiles in turn."""
-        base = Int32(0)
         for first in cutlass.range(0, shape.batch, WARP_THREADS):
             first_valid, kv_stop = self.tokens(shape, lengths, first + lane)
             for k in cutlass.range(0, cutlass.min(shape.batch - first, WARP_THREADS), 1):
                 own_valid, own_stop = cute.arch.shuffle_sync(first_valid, k), cute.arch.shuffle_sync(kv_stop, k)
                 end = (own_stop + (self.config.tile_tokens - 1)) // self.config.tile_tokens
                 tiles = end - own_valid // self.config.tile_tokens
-                stop = base + tiles * shape.kv_heads.value * 2
-                while item < stop:
-                    self.unpack_tile(
-                        shape, source, target, first + k, own_valid, own_stop, item - base, tops, warp, lane
-                    )
+                count = tiles * shape.kv_heads.value * 2
+                while item < count:
+                    self.unpack_tile(shape, source, target, first + k, own_valid, own_stop, item, tops, warp, lane)
                     item, tops = item + stride, tops ^ TOPS_BYTES
-                base = stop
+                item = item - count
 
     @cute.jit
     def tokens(self, shape, lengths, request: Int32):

@@ -42,7 +42,10 @@ class Machine(Warp):
 
     def meanings(self) -> Meanings:
         loads = {"load_word_below": self.load_word_below}
-        modules = {decode: loads, unpack: loads | {"load_piece_below": self.load_piece_below}}
+        modules: dict[Any, dict[str, Any]] = {
+            decode: loads,
+            unpack: loads | {"load_piece_below": self.load_piece_below},
+        }
         modules[unpack]["store_below"] = self.store_below
         modules[UnpackKernel] = {"publish": lambda _, top, address, lane: self.store_shared(address, 0, [top])}
         return replace(super().meanings(), modules=modules)
