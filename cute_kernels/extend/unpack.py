@@ -155,7 +155,7 @@ class UnpackKernel:
         """K's or V's. A branch around a tile's loads keeps ptxas from putting some of them behind the wait for its
         greatest scale."""
         if self.config.formats[operand].is_coded:
-            return CodedRows(self.config, operand, looks_first=True)
+            return CodedRows(self.config, operand, looks_first=True, around=True)
         return DenseRows(self.config, operand)
 
     def launch(self, given, stream):

@@ -54,7 +54,9 @@ class Machine(Warp):
         exists = (np.asarray(index) >= 0) & (np.asarray(index) < np.asarray(limit))
         return self.load_global_if(exists, address, offset, words)
 
-    def load_word_below(self, index: Lanes, limit: Lanes, address: Lanes, offset: int = 0) -> Lanes:
+    def load_word_below(
+        self, index: Lanes, limit: Lanes, address: Lanes, offset: int = 0, *, around: bool = False
+    ) -> Lanes:
         return self.load_piece_below(index, limit, address, offset, 1)[0]
 
     def store_below(self, index: Lanes, limit: Lanes, address: Lanes, values: list[Lanes], offset: int = 0) -> None:
