@@ -491,8 +491,8 @@ class CombineConfig:
         return None if self.head_dim in HEAD_DIMS else f"head_dim {self.head_dim} is not one of {HEAD_DIMS}"
 
 
-UNPACK_CHUNKS = 8  # parts of a tile that a warp unpacks one after the other
-UNPACK_CTAS_PER_SM = 4  # of 4 warps: 2 took a fifth longer, 6 and 8 the same (int8 rows, H200)
+UNPACK_WARPS = 8  # of a CTA, which share a tile
+UNPACK_CTAS_PER_SM = 4
 
 
 @dataclass(frozen=True)
@@ -534,24 +534,13 @@ class UnpackConfig:
 
     @property
     def warp_rows(self) -> int:
-        """Rows that a warp holds at a time."""
-        return self.tile_tokens // UNPACK_CHUNKS
+        """Rows of a tile that a warp takes."""
+        return self.tile_tokens // UNPACK_WARPS
 
     @property
     def tile_scales(self) -> tuple[bool, bool]:
         """As :class:`ExtendConfig` has them."""
         return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
-
-    @property
-    def least_ctas(self) -> int | None:
-        """CTAs that an SM's registers must have room for; None where ptxas spills nothing if it is told of none.
-
-        It keeps pages of rows without a header at 96 registers and spills, unless told; others it makes spill if told.
-        """
-        form = self.formats[0]
-        if self.dtype == "e4m3":
-            return None
-        return UNPACK_CTAS_PER_SM if form.is_coded and not form.has_header and self.page_tokens else None
 
     @property
     def name(self) -> str:

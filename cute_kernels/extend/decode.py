@@ -145,18 +145,18 @@ class RowRuns:
 class CodedRows:
     """K or V: which words are whose, and how a warp's rows of a tile come.
 
-    looks_first: whether rows of groups that are all there are loaded by code of their own, without a look at each.
+    looks_first: whether rows that are all there are loaded by code of their own, without a look at each. around:
+    whether other warps read at the same time what lies around a row, see :func:`.loads.load_word_below`.
     """
 
-    def __init__(self, shape: RowShape, operand: int, *, looks_first: bool = False):
+    def __init__(self, shape: RowShape, operand: int, *, looks_first: bool = False, around: bool = False):
         self.tile_tokens, self.operand, self.runs = shape.tile_tokens, operand, RowRuns(shape)
         form = shape.formats[operand]
         assert form.extend is not None  # `ExtendConfig.can_implement` has said so
         self.decoder = load_code(form.extend.words)()
         self.word_codes = WORD_BITS // form.code_bits
         self.has_headers = form.extend.scales == "groups"
-        # It takes 4 % from INT4's time, and would add 7 % to that of bytes (32 x 32 queries over 8k, H200).
-        self.looks_first = looks_first and self.has_headers
+        self.looks_first, self.around = looks_first, around
         self.token_scale = has_token_scale(form)
         self.header_bytes = form.header_bytes
         self.unit_bytes = self.word_codes * ELEMENT_BYTES  # of a word's numbers
@@ -203,7 +203,8 @@ class CodedRows:
         base = bases[0]
         for run in cutlass.range_constexpr(1, len(bases)):
             base = cutlass.select_(row >= run * self.runs.rows, bases[run], base)
-        scales[0] = load_word_below(row - low, count, base + (row % self.runs.rows) * rows.token_bytes)
+        address = base + (row % self.runs.rows) * rows.token_bytes
+        scales[0] = load_word_below(row - low, count, address, around=self.around)
 
     def load_words(self, held: Held, rows, bases, low, count, lane) -> None:
         """Asks for words and headers of rows. count: of those from ``low`` on that are there; None: all are, which
@@ -216,10 +217,18 @@ class CodedRows:
             if self.real_units < self.row_units:
                 there = self.warp_rows if count is None else count
                 limit = cutlass.select_(word + part < self.real_units, Int32(there), Int32(0))
-            held.words[k] = load_word(index, limit, address + 4 * word, self.header_bytes + 4 * part)
+            held.words[k] = self.load_word(index, limit, address + 4 * word, self.header_bytes + 4 * part)
             if self.has_headers:
                 group = (word + part) // self.group_words
-                held.headers[k] = load_word(index, limit, address + 4 * group)
+                held.headers[k] = self.load_word(index, limit, address + 4 * group)
+
+    def load_word(self, index, limit, address, offset: int = 0):
+        """A word of read-only global memory where 0 <= ``index`` < ``limit``, else zero; limit None: it is there."""
+        if limit is not None:
+            return load_word_below(index, limit, address, offset, around=self.around)
+        if self.around:
+            return load_word_below(Int32(0), Int32(1), address, offset, around=True)
+        return ptx.load_global_words(address, offset, 1)[0]
 
     def lane_place(self, lane) -> tuple[Int32, Int32]:
         """(row, word) of a lane's part of a load, among those of the load."""
@@ -237,7 +246,9 @@ class TileWriter:
 
     def __init__(self, config: ExtendConfig, operand: int):
         self.config, self.operand = config, operand
-        self.rows = CodedRows(config, operand, looks_first=True)
+        # It takes 4 % from INT4's time, and would add 7 % to that of bytes (32 x 32 queries over 8k, H200).
+        form = config.formats[operand].extend
+        self.rows = CodedRows(config, operand, looks_first=form is not None and form.scales == "groups")
 
     def place(self, warp, lane):
         """Byte offset in a tile of what a lane's first word becomes."""
@@ -358,10 +369,3 @@ class RowProducer:
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(memory.full + number)
-
-
-def load_word(index, limit, address, offset: int = 0):
-    """A word of read-only global memory where 0 <= ``index`` < ``limit``, else zero; limit None: it is there."""
-    if limit is None:
-        return ptx.load_global_words(address, offset, 1)[0]
-    return load_word_below(index, limit, address, offset)

@@ -12,9 +12,13 @@ from cute_kernels.device.ptx import struct_of
 
 
 @dsl_user_op
-def load_word_below(index: Int32, limit: Int32, address: Int64, offset: int = 0, *, loc=None, ip=None) -> Uint32:
-    """One word of read-only global memory where 0 <= ``index`` < ``limit``, else zero and no access."""
-    asm = f"{{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; @p ld.global.nc.u32 $0, [$3 + {offset}]; }}"
+def load_word_below(
+    index: Int32, limit: Int32, address: Int64, offset: int = 0, *, around: bool = False, loc=None, ip=None
+) -> Uint32:
+    """One word of read-only global memory where 0 <= ``index`` < ``limit``, else zero and no access. around: whether
+    others want what lies beside it soon: L2 asks memory for 256 bytes at once."""
+    kind = ".L2::256B" if around else ""
+    asm = f"{{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; @p ld.global.nc{kind}.u32 $0, [$3 + {offset}]; }}"
     values = [x.ir_value(loc=loc, ip=ip) for x in (Int32(index), Int32(limit), Int64(address))]
     return Uint32(llvm.inline_asm(Uint32.mlir_type, values, asm, "=&r,r,r,l", has_side_effects=True, loc=loc, ip=ip))
 

@@ -6,18 +6,21 @@ Rows of pages come to lie side by side on the way, which is all that happens to 
 
 For FP8 products rows stay codes: K's as they are, V's with rows and columns exchanged.
 
-A warp takes a tile of one KV head, of K or of V, in chunks of rows; the next chunk's words are on their way while one
-is decoded (:mod:`.decode` says how). What a tile holds is what a decoding producer would have put there, except that a
-row's fp32 scale is multiplied in: the product with the code is rounded once, to fp16. So that any scale does, a tile
-has a power of 2 that its numbers are to be multiplied with (:mod:`.powers`); attention gets it with the tile.
+A CTA takes a tile of one KV head, of K or of V; a warp asks for all of its rows of it at once, and decodes them when
+they are there (:mod:`.decode` says how). Other CTAs of the SM keep memory busy meanwhile. What a tile holds is what a
+decoding producer would have put there, except that a row's fp32 scale is multiplied in: the product with the code is
+rounded once, to fp16. So that any scale does, a tile has a power of 2 that its numbers are to be multiplied with
+(:mod:`.powers`), for which its warps tell each other their rows' greatest scale; attention gets it with the tile.
+
+Code that runs once a tile must be short: it comes through the instruction cache as rows come through memory.
 
 Tokens that no query of a request sees become zeros, and requests without queries are not looked at.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -27,22 +30,25 @@ from cute_kernels.attention.score_terms import WindowTerm
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
-from cute_kernels.device.lanes import lane_max, neighbours
+from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
 from cute_kernels.device.types import RegisterTensor, extents
 from cute_kernels.extend import fp8
 from cute_kernels.extend.config import (
     ELEMENT_BYTES,
     TILE_SCALE_BYTES,
-    UNPACK_CHUNKS,
+    UNPACK_CTAS_PER_SM,
+    UNPACK_WARPS,
     UnpackConfig,
 )
 from cute_kernels.extend.decode import CodedRows, Places, RowRuns
-from cute_kernels.extend.loads import load_piece_below, load_word_below, store_below
+from cute_kernels.extend.loads import load_piece_below, store_below
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Rows, Source
 from cute_kernels.extend.powers import exponent_beside, power_of_2
 from cute_kernels.extend.work import tokens_of
 
 PIECE_BYTES = 16
+TOPS_BYTES = 4 * UNPACK_WARPS  # of shared memory: what a CTA's warps tell each other of a tile
+SHARED_PERCENT = 8  # of an SM's memory that need not be L1: what its CTAs' tops and the driver want
 
 
 @dataclass(frozen=True)
@@ -67,10 +73,10 @@ class DenseRows:
         return HeldRows(cute.make_rmem_tensor(4 * self.num_loads, Uint32))
 
     @cute.jit
-    def load(self, held: HeldRows, places: Places, source, work, first_valid, block: Int32, chunk: Int32, lane: Int32):
-        """Asks for a chunk of a tile's rows; those that no query of the request sees become zeros."""
+    def load(self, held: HeldRows, places: Places, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
+        """Asks for a warp's rows of a tile; those that no query of the request sees become zeros."""
         rows = source.rows(self.operand)
-        first = block * self.config.tile_tokens + chunk * self.config.warp_rows
+        first = block * self.config.tile_tokens + warp * self.config.warp_rows
         below, unit = lane // self.row_units, lane % self.row_units
         low = cutlass.max(first_valid - first, 0)
         count = cutlass.max(work.kv_stop - first - low, 0)
@@ -140,13 +146,17 @@ class UnpackWork:
 class UnpackKernel:
     """One compiled variant; :class:`UnpackConfig` says which."""
 
-    num_warps: ClassVar[int] = 4
-
     def __init__(self, config: UnpackConfig):
         self.config = config
-        kind = CodedRows if config.formats[0].is_coded else DenseRows
-        self.rows = kind(config, KEYS), kind(config, VALUES)
+        self.rows = self.rows_of(KEYS), self.rows_of(VALUES)
         self.row_bytes = config.head_dim * config.element_bytes
+
+    def rows_of(self, operand: int) -> CodedRows | DenseRows:
+        """K's or V's. A branch around a tile's loads keeps ptxas from putting some of them behind the wait for its
+        greatest scale."""
+        if self.config.formats[operand].is_coded:
+            return CodedRows(self.config, operand, looks_first=True, around=True)
+        return DenseRows(self.config, operand)
 
     def launch(self, given, stream):
         """``given`` has the arguments of :data:`.arguments.UNPACK`."""
@@ -167,37 +177,34 @@ class UnpackKernel:
         )
         lengths = UnpackLengths(ptx.address(given.cu_seqlens), ptx.address(given.seq_lens), given.prefix_only)
         rows = UnpackTarget(ptx.address(given.k_rows), ptx.address(given.v_rows), given.tile_scales)
-        sizes = {"grid": (given.num_ctas, 1, 1), "block": (self.num_warps * WARP_THREADS, 1, 1), "stream": stream}
-        if config.least_ctas is not None:
-            sizes |= {"min_blocks_per_mp": config.least_ctas, "preferred_smem_carveout": 0}
+        sizes = {"grid": (given.num_ctas, 1, 1), "block": (UNPACK_WARPS * WARP_THREADS, 1, 1), "stream": stream}
+        sizes |= {"min_blocks_per_mp": UNPACK_CTAS_PER_SM, "preferred_smem_carveout": SHARED_PERCENT}
         self.kernel(shape, Source(keys, values, pages, None, Int64(0)), rows, lengths).launch(**sizes)
 
     @cute.kernel
     def kernel(self, shape, source, target, lengths):
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-        item = cute.arch.block_idx()[0] * self.num_warps + warp
-        self.unpack(shape, source, target, lengths, item, cute.arch.grid_dim()[0] * self.num_warps, lane)
+        tops = Int32(0)
+        if const_expr(any(self.config.tile_scales)):
+            tops = Int32(cutlass.utils.SmemAllocator().allocate(2 * TOPS_BYTES, byte_alignment=2 * TOPS_BYTES).toint())
+        item, stride = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        self.unpack(shape, source, target, lengths, tops, item, stride, warp, lane)
 
     @cute.jit
-    def unpack(self, shape, source, target, lengths, item: Int32, stride: Int32, lane: Int32):
-        """Every ``stride``-th tile of K and V of all requests, from ``item`` on: heads and operands innermost, so that
-        who runs at the same time reads the same tokens."""
-        base = Int32(0)
+    def unpack(self, shape, source, target, lengths, tops: Int32, item: Int32, stride: Int32, warp: Int32, lane: Int32):
+        """A CTA's tiles of K and V of all requests: every ``stride``-th from ``item`` on. Heads and operands innermost,
+        so that who runs at the same time reads the same tokens. tops: shared memory of two tiles in turn."""
         for first in cutlass.range(0, shape.batch, WARP_THREADS):
             first_valid, kv_stop = self.tokens(shape, lengths, first + lane)
-            begin = first_valid // self.config.tile_tokens
-            end = (kv_stop + (self.config.tile_tokens - 1)) // self.config.tile_tokens
-            count = cutlass.max(end - begin, 0) * shape.kv_heads.value * 2
             for k in cutlass.range(0, cutlass.min(shape.batch - first, WARP_THREADS), 1):
-                stop = base + cute.arch.shuffle_sync(count, k)
-                own_begin, own_stop = cute.arch.shuffle_sync(begin, k), cute.arch.shuffle_sync(kv_stop, k)
-                own_valid = cute.arch.shuffle_sync(first_valid, k)
-                while item < stop:
-                    self.unpack_tile(
-                        shape, source, target, first + k, own_begin, own_valid, own_stop, item - base, lane
-                    )
-                    item = item + stride
-                base = stop
+                own_valid, own_stop = cute.arch.shuffle_sync(first_valid, k), cute.arch.shuffle_sync(kv_stop, k)
+                end = (own_stop + (self.config.tile_tokens - 1)) // self.config.tile_tokens
+                tiles = end - own_valid // self.config.tile_tokens
+                count = tiles * shape.kv_heads.value * 2
+                while item < count:
+                    self.unpack_tile(shape, source, target, first + k, own_valid, own_stop, item, tops, warp, lane)
+                    item, tops = item + stride, tops ^ TOPS_BYTES
+                item = item - count
 
     @cute.jit
     def tokens(self, shape, lengths, request: Int32):
@@ -216,14 +223,27 @@ class UnpackKernel:
         return cutlass.select_(some, first, Int32(0)), cutlass.select_(some, kv_stop, Int32(0))
 
     @cute.jit
-    def unpack_tile(self, shape, source, target, request, begin, first_valid, kv_stop, index: Int32, lane: Int32):
+    def unpack_tile(
+        self,
+        shape,
+        source,
+        target,
+        request,
+        first_valid,
+        kv_stop,
+        index: Int32,
+        tops: Int32,
+        warp: Int32,
+        lane: Int32,
+    ):
         """K's or V's tile of a number among its request's."""
         tile, head = shape.kv_heads.divide_int(index >> 1)
-        work = UnpackWork(request, head, kv_stop)
+        block = first_valid // self.config.tile_tokens + tile
+        given = (shape, source, target, UnpackWork(request, head, kv_stop), first_valid, block, tops, warp, lane)
         if (index & 1) == KEYS:
-            self.copy(KEYS, shape, source, target, work, first_valid, begin + tile, lane)
+            self.copy(KEYS, *given)
         else:
-            self.copy(VALUES, shape, source, target, work, first_valid, begin + tile, lane)
+            self.copy(VALUES, *given)
 
     @cute.jit
     def copy(
@@ -235,65 +255,69 @@ class UnpackKernel:
         work,
         first_valid: Int32,
         block: Int32,
+        tops: Int32,
+        warp: Int32,
         lane: Int32,
     ):
-        """A tile of one operand, chunk by chunk, the next one's words asked for before one is stored."""
+        """A warp's rows of a tile of one operand."""
         rows = self.rows[operand]
         line = Int64(work.request) * shape.kv_heads.value + work.head  # of the target's: a request's head
+        tile = target.rows(operand) + (line * shape.room + block * self.config.tile_tokens) * self.row_bytes
+        held, places, source = rows.make(), rows.runs.make(), self.pinned(source)
+        rows.runs.ask(places, source, work, block, warp)
+        rows.load(held, places, source, work, first_valid, block, warp, lane)
         factor = Float32(1.0)
         if const_expr(any(self.config.tile_scales)):
-            factor = self.scale_tile(operand, shape, source, target, work, first_valid, block, line, lane)
-        place = (line * shape.room + block * self.config.tile_tokens) * self.row_bytes
-        held, places = [rows.make(), rows.make()], rows.runs.make()
-        rows.runs.ask(places, source, work, block, Int32(0))
-        rows.load(held[0], places, source, work, first_valid, block, Int32(0), lane)
-        for chunk in cutlass.range_constexpr(UNPACK_CHUNKS):
-            if const_expr(chunk + 1 < UNPACK_CHUNKS):
-                rows.runs.ask(places, source, work, block, Int32(chunk + 1))
-                rows.load(held[(chunk + 1) % 2], places, source, work, first_valid, block, Int32(chunk + 1), lane)
-            first = chunk * self.config.warp_rows
-            if const_expr(self.config.dtype == "e4m3"):
-                self.store_codes(operand, held[chunk % 2], target.rows(operand) + place, first, lane)
-            else:
-                address = target.rows(operand) + place + first * self.row_bytes
-                self.store(rows, held[chunk % 2], factor, address, lane)
+            number = line * (shape.room // self.config.tile_tokens) + block
+            factor = self.scale_tile(operand, held, target.tile_scales + number * TILE_SCALE_BYTES, tops, warp, lane)
+        first = warp * self.config.warp_rows
+        if const_expr(self.config.dtype == "e4m3"):
+            self.store_codes(operand, held, tile, first, lane)
+        else:
+            self.store(rows, held, factor, tile + first * self.row_bytes, lane)
+
+    def pinned(self, source):
+        """A source of which the compiler computes nothing before the loop: registers are scarce."""
+        keys, values = (
+            replace(rows, token_bytes=ptx.pinned(rows.token_bytes)) for rows in (source.keys, source.values)
+        )
+        return replace(source, keys=keys, values=values)
 
     @cute.jit
-    def scale_tile(
-        self, operand: cutlass.Constexpr, shape, source, target, work, first_valid, block: Int32, line: Int64, lane
-    ):
-        """Writes a tile's power of 2; returns its reciprocal, which rows' scales are to be multiplied with."""
+    def scale_tile(self, operand: cutlass.Constexpr, held, address: Int64, tops: Int32, warp: Int32, lane: Int32):
+        """Writes a tile's power of 2 to an address; returns its reciprocal, which rows' scales are to be multiplied
+        with."""
         exponent = Int32(0)
         if const_expr(self.config.tile_scales[operand]):
-            top = self.greatest_scale(source.rows(operand), source, work, first_valid, block, lane)
-            exponent = exponent_beside(top)
-        power, reciprocal = power_of_2(exponent), power_of_2(-exponent)
-        tile = line * (shape.room // self.config.tile_tokens) + block
-        address = target.tile_scales + tile * TILE_SCALE_BYTES
-        if const_expr(operand == KEYS):
-            store_below(lane, Int32(1), address, [power, Float32(0.0)])
+            top = lane_max(Float32(held.scale[0].bitcast(Float32)), neighbours(WARP_THREADS))
+            exponent = exponent_beside(self.greatest(top, tops, warp, lane))
         else:
-            store_below(lane, Int32(1), address, [exponent.to(Float32), reciprocal], 8)
+            cute.arch.barrier()  # tops are used in turn: nobody may be two tiles ahead
+        power, reciprocal = power_of_2(exponent), power_of_2(-exponent)
+        thread = warp * WARP_THREADS + lane
+        if const_expr(operand == KEYS):
+            store_below(thread, Int32(1), address, [power, Float32(0.0)])
+        else:
+            store_below(thread, Int32(1), address, [exponent.to(Float32), reciprocal], 8)
         return reciprocal
 
     @cute.jit
-    def greatest_scale(self, rows, source, work, first_valid, block: Int32, lane: Int32):
-        """Of the rows of a tile that some query sees."""
-        top = Float32(0.0)
-        for first in cutlass.range_constexpr(0, self.config.tile_tokens, WARP_THREADS):
-            token = block * self.config.tile_tokens + first + lane
-            exists = (token >= first_valid) & (token < work.kv_stop)
-            token = cutlass.select_(exists, token, work.kv_stop - 1)  # whose page there is
-            found, place = source.pages.locate(self.config.page_tokens > 0, work.request, token)
-            word = load_word_below(
-                cutlass.select_(exists, Int32(0), Int32(1)), Int32(1), rows.address(found, place, work.head)
-            )
-            top = ptx.fmax(top, word.bitcast(Float32))
-        return lane_max(top, neighbours(WARP_THREADS))
+    def greatest(self, top: Float32, tops: Int32, warp: Int32, lane: Int32):
+        """Of what the CTA's warps have. Who comes here for the next tile writes beside it."""
+        self.publish(top, tops + 4 * warp, lane)
+        cute.arch.barrier()
+        words = [word for i in range(0, UNPACK_WARPS, 4) for word in ptx.load_shared_vector(tops, 4 * i, 4)]
+        return in_pairs(ptx.fmax, [word.bitcast(Float32) for word in words])
+
+    @cute.jit
+    def publish(self, top: Float32, address: Int32, lane: Int32):
+        """A warp's, for all others."""
+        if lane == 0:
+            ptx.store_shared(address, 0, [top])
 
     @cute.jit
     def store(self, rows: cutlass.Constexpr, held, factor, address: Int64, lane: Int32):
-        """Decodes what a warp holds of a chunk into the target's rows, whose first is at ``address``. factor: what
+        """Decodes what a warp holds of a tile into the target's rows, whose first is at ``address``. factor: what
         rows' scales are to be multiplied with."""
         below = lane // rows.row_units if const_expr(rows.row_units < WARP_THREADS) else Int32(0)
         unit = lane % rows.row_units if const_expr(rows.row_units < WARP_THREADS) else lane
@@ -310,17 +334,18 @@ class UnpackKernel:
             else:
                 ptx.store_global(own, words, offset=offset)
 
-    def store_codes(self, operand: int, held, tile: Int64, first: int, lane) -> None:
-        """Stores what a warp holds of a chunk, 16 rows from ``first`` on, into the tile at an address: K's as they are,
+    def store_codes(self, operand: int, held, tile: Int64, first: Int32, lane) -> None:
+        """Stores what a warp holds of a tile, 16 rows from ``first`` on, into the tile at an address: K's as they are,
         V's into rows that are columns of V, see :mod:`.fp8`. A lane's words are 4 columns of each row."""
         words = [held.words[k] for k in range(self.config.warp_rows)]
         if operand == KEYS:
+            own = tile + Int64(first * self.row_bytes + 4 * lane)
             for k, word in enumerate(words):
-                ptx.store_global(tile + Int64(4 * lane), [word], offset=(first + k) * self.row_bytes)
+                ptx.store_global(own, [word], offset=k * self.row_bytes)
             return
-        own = tile + Int64(4 * lane * self.config.tile_tokens)
+        own = tile + Int64(4 * lane * self.config.tile_tokens + first)
         for column, codes in enumerate(fp8.transposed(words)):
-            ptx.store_global(own, codes, offset=column * self.config.tile_tokens + first)
+            ptx.store_global(own, codes, offset=column * self.config.tile_tokens)
 
     def scaled(self, word, scale):
         """A pair of codes times a scale, rounded once."""

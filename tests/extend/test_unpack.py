@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,19 +17,19 @@ pytest.importorskip("cutlass")
 from cute_kernels.device.division import Divisor
 from cute_kernels.extend import decode, unpack
 from cute_kernels.extend.call import make_call as check_call
-from cute_kernels.extend.config import TILE_SCALE_BYTES, UnpackConfig
+from cute_kernels.extend.config import TILE_SCALE_BYTES, UNPACK_WARPS, UnpackConfig
 from cute_kernels.extend.fp8 import KEYS_IN_ORDER
 from cute_kernels.extend.memory import Pages, Rows, Source
 from cute_kernels.extend.plan import problem_of
 from cute_kernels.extend.schedule import choose, choose_fp8, choose_unpacked, room_of
-from cute_kernels.extend.unpack import UnpackKernel, UnpackLengths, UnpackSizes, UnpackTarget
+from cute_kernels.extend.unpack import TOPS_BYTES, UnpackKernel, UnpackLengths, UnpackSizes, UnpackTarget
 from cute_kernels.kv_formats import format_of
-from simulator import LANES, Int32, Int64, Lanes, Meanings, Warp, running
+from simulator import LANES, Altered, Int32, Int64, Lanes, Meanings, Scheduler, Warp, running
 from simulator.registers import from_halves, halves
 from tests.extend.cases import Call, make_call
 
 POISON = 0xFF  # bytes that nobody has written: NaN in 16 and in 32 bits
-NUM_WARPS = 5
+NUM_CTAS = 5
 Q_LENS, LENGTHS = [3, 0, 140, 1], [200, 90, 300, 0]
 
 
@@ -39,15 +42,21 @@ class Machine(Warp):
 
     def meanings(self) -> Meanings:
         loads = {"load_word_below": self.load_word_below}
-        modules = {decode: loads, unpack: loads | {"load_piece_below": self.load_piece_below}}
+        modules: dict[Any, dict[str, Any]] = {
+            decode: loads,
+            unpack: loads | {"load_piece_below": self.load_piece_below},
+        }
         modules[unpack]["store_below"] = self.store_below
+        modules[UnpackKernel] = {"publish": lambda _, top, address, lane: self.store_shared(address, 0, [top])}
         return replace(super().meanings(), modules=modules)
 
     def load_piece_below(self, index: Lanes, limit: Lanes, address: Lanes, offset: int = 0, words: int = 4) -> Any:
         exists = (np.asarray(index) >= 0) & (np.asarray(index) < np.asarray(limit))
         return self.load_global_if(exists, address, offset, words)
 
-    def load_word_below(self, index: Lanes, limit: Lanes, address: Lanes, offset: int = 0) -> Lanes:
+    def load_word_below(
+        self, index: Lanes, limit: Lanes, address: Lanes, offset: int = 0, *, around: bool = False
+    ) -> Lanes:
         return self.load_piece_below(index, limit, address, offset, 1)[0]
 
     def store_below(self, index: Lanes, limit: Lanes, address: Lanes, values: list[Lanes], offset: int = 0) -> None:
@@ -66,6 +75,28 @@ class Machine(Warp):
     def fma_f16x2(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes:
         exact = half_values(a).astype(np.float64) * half_values(b) + half_values(c)
         return from_halves(exact.astype(np.float16).view(np.uint16))
+
+
+class Barrier:
+    """What all warps of a CTA wait at for each other; they run one at a time, in an order drawn at random."""
+
+    def __init__(self, count: int):
+        self.count, self.met = count, [0] * count
+        self.own = threading.local()
+
+    def run(self, body: Callable[[int], None], seed: int) -> None:
+        self.scheduler = Scheduler(seed)
+        self.scheduler.run([partial(self._run, body, warp) for warp in range(self.count)])
+        assert len(set(self.met)) == 1, "all warps meet as often"
+
+    def _run(self, body: Callable[[int], None], warp: int) -> None:
+        self.own.warp = warp
+        body(warp)
+
+    def meet(self) -> None:
+        self.met[self.own.warp] += 1
+        own = self.met[self.own.warp]
+        self.scheduler.until(lambda: min(self.met) >= own, self.own.warp)
 
 
 class Unpacked:
@@ -103,7 +134,7 @@ class Unpacked:
         memory = np.full(end, POISON, np.uint8)
         for name, piece in pieces.items():
             memory[at[name] : at[name] + len(piece)] = piece
-        self.machine = Machine(np.zeros(16, np.uint8), memory)
+        self.machine = Machine(np.full(2 * TOPS_BYTES, POISON, np.uint8), memory)
         self._run(call, at, prefix_only)
         part = {name: memory[at[name] : at[name] + len(piece)] for name, piece in pieces.items()}
         self.scales = part["scales"].view(np.float32).reshape(tiles)
@@ -121,7 +152,8 @@ class Unpacked:
         head_major = call.options.get("cache_layout") == "HND"
         table, (batch,) = call.options.get("block_table"), call.seq_lens.shape
         blocks, page_size, kv_heads, _ = call.caches[0].shape
-        with running(self.machine):
+        barrier = Barrier(UNPACK_WARPS)
+        with running(Altered(self.machine, arch={"barrier": barrier.meet})):
             places = [_rows(cache, at[name], head_major) for name, cache in (("k", call.k_cache), ("v", call.v_cache))]
             max_pages = 0 if table is None else table.shape[1]
             pages = Pages(Int64(at["table"]), Int32(max_pages), Int32(blocks), Divisor.of(Int32(page_size)))
@@ -135,8 +167,9 @@ class Unpacked:
             lengths = UnpackLengths(Int64(at["ends"]), Int64(at["lengths"]), Int32(prefix_only))
             kernel: Any = UnpackKernel(self.config)
             source: Any = Source(places[0], places[1], pages, None, Int64(0))
-            for warp in range(NUM_WARPS):
-                kernel.unpack(sizes, source, target, lengths, Int32(warp), Int32(NUM_WARPS), Int32(LANES))
+            for cta in range(NUM_CTAS):
+                given = (sizes, source, target, lengths, Int32(0), Int32(cta), Int32(NUM_CTAS))
+                barrier.run(lambda warp, given=given: kernel.unpack(*given, Int32(warp), Int32(LANES)), seed=cta)
 
 
 def call_dtype(config: UnpackConfig) -> torch.dtype:
