@@ -15,7 +15,7 @@ from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.costs import cost_of
 from cute_kernels.linear.wgmma.mainloops import RegisterWgmma, ResidentLimbs
-from cute_kernels.linear.wgmma.results import WorkspaceSplitK, dsmem
+from cute_kernels.linear.wgmma.results import RowExchange, WorkspaceSplitK, dsmem
 from cute_kernels.linear.wgmma.schedule import (
     TileSchedule,
     candidate_configs,
