@@ -181,9 +181,11 @@ def test_long_k_blocks_give_the_bits_of_others():
 
 
 def in_four_parts(m: int, shape: tuple[int, int]) -> list[TileSchedule]:
-    """Schedules of four parts of K: in a cluster up to 96 rows, in memory, one after the other."""
+    """Schedules of four parts of K: in a cluster, tile by tile up to 96 rows or exchanging rows from 65 on, in memory,
+    one after the other."""
     found = list(invariant.schedules_of(problem_of(m, *shape), WIDE_CLUSTER))
-    assert any(schedule.config.cluster == WIDE_CLUSTER for schedule in found) == (m <= MOST_WIDE_ROWS)
+    reductions = {type(schedule.config.reduction) for schedule in found}
+    assert (Dsmem in reductions, RowExchange in reductions) == (m <= MOST_WIDE_ROWS, m > 64)
     return found
 
 

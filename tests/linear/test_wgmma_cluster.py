@@ -28,6 +28,8 @@ CONFIGS = [
     WgmmaConfig(integers(4), "bf16", tile_m=128, block_k=128, reduction=RowExchange()),
     WgmmaConfig(integers(8), "bf16", tile_m=64, block_k=128, reduction=RowExchange()),
     WgmmaConfig(integers(4), "bf16", tile_m=32, block_k=128, reduction=RowExchange()),
+    WgmmaConfig(integers(4), "bf16", tile_m=128, block_k=128, reduction=RowExchange(4)),
+    WgmmaConfig(integers(8), "bf16", tile_m=64, block_k=128, reduction=RowExchange(4)),
 ]
 
 
@@ -55,7 +57,11 @@ def test_each_cta_has_all_of_k_of_its_share_of_the_tokens(config: WgmmaConfig, r
     run_on(gpu)
     subject = reduction.RowReduction(config, epilogue.TileEpilogue(config), places.DensePlaces(config))
     generator = np.random.default_rng(0)
-    parts = generator.integers(-100, 100, (cluster, warps, config.thread_acc, 32))
+    parts = generator.standard_normal((cluster, warps, config.thread_acc, 32))
+    parts = (parts * 10.0 ** generator.integers(-3, 4, parts.shape)).astype(np.float32)
+    wanted = parts[-1]
+    for part in parts[:-1]:  # in the order of `WorkspaceReduction.add_part`
+        wanted = wanted + part
     acc = [[[machine.Float32(value) for value in warp] for warp in cta] for cta in parts]
     starts = [
         [subject.shares_place(store_of(config, warp), STAGES) for warp in range(warps)]
@@ -72,7 +78,7 @@ def test_each_cta_has_all_of_k_of_its_share_of_the_tokens(config: WgmmaConfig, r
         for warp in range(warps):
             subject.load_shares(starts[rank][warp], acc[rank][warp], rank)
             found = np.stack([np.asarray(value) for value in acc[rank][warp][:own]])
-            assert np.array_equal(found, parts[:, warp, rank * own : (rank + 1) * own].sum(0))
+            assert np.array_equal(found, wanted[warp, rank * own : (rank + 1) * own])
     written = [place % CTA_BYTES for access in gpu.accesses for place in access.addresses]
     assert STAGES <= min(written) and max(written) + 16 <= STAGES + config.num_stages * config.x_stage_bytes
     for access in gpu.accesses:

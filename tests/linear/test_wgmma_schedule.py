@@ -15,7 +15,7 @@ from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.costs import cost_of
 from cute_kernels.linear.wgmma.mainloops import RegisterWgmma, ResidentLimbs
-from cute_kernels.linear.wgmma.results import WorkspaceSplitK, dsmem
+from cute_kernels.linear.wgmma.results import RowExchange, WorkspaceSplitK, dsmem
 from cute_kernels.linear.wgmma.schedule import (
     TileSchedule,
     candidate_configs,
@@ -439,8 +439,9 @@ def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tile_m, cluster, run_
 
 @pytest.mark.parametrize("n, m, num_ctas", [(1280, 64, 80), (1024, 33, 64), (1536, 17, 96), (1280, 96, 80)])
 def test_few_features_are_shared_out_to_clusters_of_four(n, m, num_ctas):
-    wide = [one for one in tile_schedules(problem(m, n, 8192)) if one.config.cluster == 4]
-    assert wide
+    found = [one for one in tile_schedules(problem(m, n, 8192)) if one.config.cluster == 4]
+    wide = [one for one in found if one.config.dsmem_reduction]
+    assert wide and (len(found) > len(wide)) == (m > 64)
     assert all((one.num_ctas, one.split_k_blocks, one.workspace_words) == (num_ctas, 16, 0) for one in wide)
 
 
@@ -448,6 +449,9 @@ def test_few_features_are_shared_out_to_clusters_of_four(n, m, num_ctas):
 NOW_CHOSEN = {
     (1280, 8192, 32): (9.65, 11.65), (1280, 8192, 64): (11.62, 13.1), (1280, 8192, 96): (13.42, 15.2),
     (1024, 8192, 64): (11.28, 13.01), (1536, 4096, 64): (9.71, 10.83),
+    # Rows exchanged, another H200: beside what was chosen before.
+    (1280, 8192, 97): (14.33, 15.72), (1280, 8192, 128): (14.5, 16.53), (1536, 8192, 128): (14.58, 16.32),
+    (1024, 8192, 192): (15.03, 16.15), (1280, 4096, 128): (11.4, 12.96), (512, 7168, 256): (13.56, 14.6),
     (4096, 14336, 1): (13.97, 15.15), (4096, 14336, 2): (14.24, 15.2),
 }  # fmt: skip
 
@@ -458,10 +462,19 @@ def test_clusters_of_four_and_long_rows_at_once_are_chosen_where_they_were_faste
     chosen = modelled(case)
     assert isinstance(chosen, TileSchedule) and us < other
     assert chosen.config.cluster == 4 or (m <= 2 and chosen.config.mainloop.k_blocks == 64)
-    assert estimate_us(case, chosen) == pytest.approx(us, rel=0.06)
+    assert estimate_us(case, chosen) == pytest.approx(us, rel=0.1 if m > 96 else 0.06)
 
 
-@pytest.mark.parametrize("n, m", [(1600, 64), (8192, 64), (1280, 16), (1280, 97)])
+@pytest.mark.parametrize("n, m, num_ctas", [(1280, 97, 80), (1280, 128, 80), (1024, 384, 96), (512, 300, 80)])
+def test_more_rows_are_exchanged_in_clusters_of_four(n, m, num_ctas):
+    """Whole rows of 128 features, each CTA its quarter of a tile's; all clusters have a place at once."""
+    found = [one for one in tile_schedules(problem(m, n, 8192)) if isinstance(one.config.reduction, RowExchange)]
+    wide = [one for one in found if one.config.cluster == 4]
+    assert num_ctas in {one.num_ctas for one in wide} and max(one.num_ctas for one in wide) <= 99
+    assert all((one.split_k_blocks, one.workspace_words, one.config.own_m % 16) == (16, 0, 0) for one in wide)
+
+
+@pytest.mark.parametrize("n, m", [(1600, 64), (1600, 128), (8192, 64), (1280, 16), (1280, 512)])
 def test_other_layers_have_no_clusters_of_four(n, m):
     """More features would want clusters on more than three quarters of the SMs; fewer rows are in limbs."""
     assert all(one.config.cluster < 4 for one in tile_schedules(problem(m, n, 8192)))

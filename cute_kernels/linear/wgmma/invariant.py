@@ -29,7 +29,6 @@ from cute_kernels.linear.wgmma.schedule import (
     NARROW_SHAPES,
     SHAPES,
     WIDE_CLUSTER,
-    WIDE_SHARE,
     TileSchedule,
     estimate_us,
 )
@@ -123,7 +122,7 @@ class Configs(NamedTuple):
 @lru_cache(maxsize=64)
 def configs_of(problem: LinearProblem) -> Configs:
     """Those of a problem: made once for all numbers of parts that are compared."""
-    tiles = plain.tile_configs(problem, (*SHAPES, *BETWEEN_SHAPES, *NARROW_SHAPES))
+    tiles = plain.tile_configs(problem, (*SHAPES, *BETWEEN_SHAPES, *NARROW_SHAPES, *plain.wide_shapes(problem)))
     return Configs(
         tiles,
         dsmem_configs(problem) + wide_configs(problem),
@@ -175,7 +174,7 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Few rows in four parts that meet in a cluster, of layers with few features. A CTA has one tile of 64: only
     its parts are added in the order of all others."""
-    if problem.num_tiles * WIDE_CLUSTER > problem.num_sms * WIDE_SHARE:
+    if not plain.has_few_features(problem):
         return []
     return cluster_configs(problem, WIDE_CLUSTER, WIDE_TILE_M, warpgroups=1)
 

@@ -242,9 +242,24 @@ class RowReduction:
 
     def load_shares(self, place, acc, rank):
         """Adds what the other CTAs left of the CTA's own share."""
+        if self.config.cluster > 2:
+            self.load_in_order(place, acc, rank)
+            return
         own = self.config.own_m // 2
         for step in range(1, self.config.cluster):
             other = numbers.address_in(place + rank * self.config.share_bytes, (rank + step) % self.config.cluster)
             words = [numbers.load_in_cluster(other + i * VECTOR_STRIDE, 4) for i in range(own // 4)]
             for i in range(own):
                 acc[i] = acc[i] + words[i // 4][i % 4].bitcast(Float32)
+
+    def load_in_order(self, place, acc, rank):
+        """The same of more than two CTAs, whose additions have an order: that of parts that meet in memory, the last,
+        then the first, the second and so on. What a CTA loads of its own, which it left nowhere, is not taken."""
+        own, total = self.config.own_m // 2, []
+        for part in (self.config.cluster - 1, *range(self.config.cluster - 1)):
+            other = numbers.address_in(place + rank * self.config.share_bytes, Int32(part))
+            words = [numbers.load_in_cluster(other + i * VECTOR_STRIDE, 4) for i in range(own // 4)]
+            found = [cutlass.select_(rank == part, acc[i], words[i // 4][i % 4].bitcast(Float32)) for i in range(own)]
+            total = [one + more for one, more in zip(total, found, strict=True)] if total else found
+        for i, value in enumerate(total):
+            acc[i] = value

@@ -213,7 +213,7 @@ class RowExchange(Reduction):
         return f"_cluster{self.cluster}"
 
     def problem(self, config: WgmmaConfig) -> str | None:
-        if reason := one_of(self.cluster, (2,), "cluster"):
+        if reason := one_of(self.cluster, (2, 4), "cluster"):
             return reason
         if config.n_tiles > 1 or config.own_m < 2 * WGMMA_N_STEP or config.row_parts > 1:
             return f"a cluster of {self.cluster} wants one tile a warpgroup and {2 * WGMMA_N_STEP} rows for each CTA"

@@ -143,6 +143,7 @@ DSMEM_BLOCK_K, DSMEM_CLUSTER, DSMEM_STAGES = 128, 2, 12
 # clusters find places on this share of the SMs, whatever number of them a GPC has.
 WIDE_CLUSTER, WIDE_SHARE, WIDE_TILE_M = 4, 0.75, 32
 MOST_DSMEM_ROWS, MOST_WIDE_ROWS = 64, 96
+WIDE_SHAPES = ((128, 1, 2, 128, WIDE_CLUSTER), (64, 1, 2, 128, WIDE_CLUSTER))  # of more rows, as `SHAPES`
 # What tiles that are all cut, and whose parts meet in memory, take besides: nothing as a launch, 2.6 us as a graph of
 # one. So they are left where others are expected to take this much longer; limbs of a launch before, at equal times.
 ALL_CUT_US, LIMBS_BEFORE_US = 0.6, 0.2
@@ -275,7 +276,8 @@ def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
 
 def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Configurations worth considering."""
-    tiles, dsmem = tile_configs(problem, SHAPES + BETWEEN_SHAPES), dsmem_configs(problem) + wide_configs(problem)
+    tiles = tile_configs(problem, SHAPES + BETWEEN_SHAPES + wide_shapes(problem))
+    dsmem = dsmem_configs(problem) + wide_configs(problem)
     return tiles + dsmem + limb_configs(problem) + resident_configs(problem)
 
 
@@ -336,7 +338,7 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     Up to 64 rows they are those of `dsmem_configs`. For more the parts of K that a CTA is sent leave room for four
     stages, which are too few for warpgroups that interleave k blocks.
     """
-    if problem.num_tiles * WIDE_CLUSTER > problem.num_sms * WIDE_SHARE or problem.k_pad % DSMEM_BLOCK_K:
+    if not has_few_features(problem) or problem.k_pad % DSMEM_BLOCK_K:
         return []
     found = (one for one in dsmem_configs(problem) if one.block_tiles == 1 and one.tile_m >= WIDE_TILE_M)
     wide = [replace(one, reduction=dsmem(WIDE_CLUSTER, one.k_warpgroups)) for one in found]
@@ -345,6 +347,16 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
         options = {"n_tiles": 1, "warpgroups": 1, "block_k": DSMEM_BLOCK_K}
         wide.append(of_format(problem, tile_m=MOST_WIDE_ROWS, reduction=alone, **options))
     return implementable(wide, {1: DSMEM_STAGES})
+
+
+def wide_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
+    """Of tiles whose rows the CTAs of a cluster of four exchange, for the same layers and more rows."""
+    return WIDE_SHAPES if has_few_features(problem) and problem.m > MOST_DSMEM_ROWS else ()
+
+
+def has_few_features(problem: LinearProblem) -> bool:
+    """Whether clusters of four for each tile of 64 features all have a place at once."""
+    return problem.num_tiles * WIDE_CLUSTER <= problem.num_sms * WIDE_SHARE
 
 
 def k_warpgroups_of(problem: LinearProblem, shape: DsmemShape) -> int:
@@ -405,6 +417,7 @@ def shipped_configs() -> list[WgmmaConfig]:
             configs |= dict.fromkeys(dsmem_configs(LinearProblem(shape.tile_m, 8192, 8192, 8192, *form)))
     for rows in (*(shape.tile_m for shape in DSMEM_SHAPES[4]), MOST_WIDE_ROWS):
         configs |= dict.fromkeys(wide_configs(LinearProblem(rows, 1024, 8192, 8192, *DSMEM_FORMS[0])))
+    configs |= dict.fromkeys(tile_configs(LinearProblem(128, 1024, 8192, 8192, *DSMEM_FORMS[0]), WIDE_SHAPES))
     for dtype, m, zeros in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M), (False, True)):
         found = resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4, zero_points=zeros), dtype))
         configs |= dict.fromkeys(found)
