@@ -203,10 +203,17 @@ def append_options(shape: AppendShape, kv_format: str, device: str = "cuda") -> 
 
 
 def _steps_of(call: AppendCall) -> dict[str, Option]:
-    """An append's tokens in one launch with attention over their requests, in head-major caches of their own."""
+    """An append's tokens in one launch with attention over their requests: in its caches, and in head-major ones."""
+    heads_first = [cache.transpose(1, 2).contiguous() for cache in (call.k_cache, call.v_cache)]
+    found = _steps_over(call, (call.k_cache, call.v_cache), "NHD", "append_and_decode")
+    return found | _steps_over(call, heads_first, "HND", "append_and_decode, heads first")
+
+
+def _steps_over(call: AppendCall, caches: Iterable[torch.Tensor], layout: str, plain: str) -> dict[str, Option]:
+    """``plain``: the name of the step over caches of rows as they come."""
     assert call.q is not None and call.seq_lens is not None
-    k_cache, v_cache = (cache.transpose(1, 2).contiguous() for cache in (call.k_cache, call.v_cache))
-    given = {"k_cache": k_cache, "v_cache": v_cache, "cache_layout": "HND", "seq_lens": call.seq_lens,
+    k_cache, v_cache = caches
+    given = {"k_cache": k_cache, "v_cache": v_cache, "cache_layout": layout, "seq_lens": call.seq_lens,
              "block_table": call.block_table, "kv_format": (call.k_format, call.v_format), "rope": call.rope,
              "k_scale": call.k_scale, "v_scale": call.v_scale}  # fmt: skip
     new = [x[:, None] for x in (call.q, call.k, call.v)]
@@ -214,9 +221,9 @@ def _steps_of(call: AppendCall) -> dict[str, Option]:
     def step(**options: Any) -> Call:
         return lambda: append_and_decode(*new, **(given | options))
 
-    found = {"append_and_decode": Option(step())}
+    found = {plain: Option(step())}
     for name, transform in transforms(call.num_kv_heads, call.k.shape[2], call.k.device).items():
-        found[f"{name}: step"] = Option(step(transform=transform), plain="append_and_decode", bar=STEP_BAR)
+        found[f"{name}: {plain}"] = Option(step(transform=transform), plain=plain, bar=STEP_BAR)
     return found
 
 
