@@ -7,6 +7,7 @@ import pytest
 from cute_kernels import families
 from cute_kernels.runtime import KernelSpec, default_cache, native
 from tests import golden
+from tests.each import each
 
 SPECS = families.shipped_specs()
 # All whose sources have changed since they were reviewed, and a sample of the others. GOLDEN_ALL=1 takes all.
@@ -38,7 +39,7 @@ def test_resources_are_as_reviewed(spec: KernelSpec, measured: dict[str, golden.
         pytest.fail(f"{spec} uses other resources than were reviewed:\n  " + "\n  ".join(changes), pytrace=False)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@each("spec", SPECS)
 def test_no_kernel_spills(spec: KernelSpec):
     """As reviewed: what is compiled is as reviewed."""
     for kernel in REVIEWED["kernels"].get(spec.symbol, []):

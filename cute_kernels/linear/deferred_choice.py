@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
-from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.tuned import chosen_by
 from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind, DeferredNormConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.tuned import shipped_tables
@@ -37,10 +37,10 @@ def shipped_configs() -> list[DeferredNormConfig]:
     """What bundles hold: of 4-bit weights in groups of 128, the layers and rows above, as the model of time and shipped
     tables have them. Others compile on demand."""
     found: dict[DeferredNormConfig, None] = {}
-    gpus = ("", *(table.gpu for table in shipped_tables()))
+    tables = (None, *shipped_tables())  # not a user's own: what ships is the same everywhere
     for kind, layers in SHIPPED_LAYERS.items():
-        for (n, k), rows, gpu in product(layers, SHIPPED_ROWS, gpus):
-            config = deferred(chosen(LinearProblem(rows, n, k, k, integers(4), "bf16"), gpu), kind)
+        for (n, k), rows, table in product(layers, SHIPPED_ROWS, tables):
+            config = deferred(chosen_by(LinearProblem(rows, n, k, k, integers(4), "bf16"), table), kind)
             if config is not None:
                 found[config] = None
     return list(found)

@@ -16,7 +16,7 @@ from cute_kernels.linear.wgmma import invariant
 from cute_kernels.linear.wgmma import schedule as many
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule
-from cute_kernels.runtime.tuned import Choice, choice_of, shipped_tables
+from cute_kernels.runtime.tuned import Choice, TunedTable, choice_of, shipped_tables
 from cute_kernels.weight_formats import WeightFormat
 from cute_kernels.weight_formats.base import of_table_name
 
@@ -157,6 +157,11 @@ def chosen(problem: LinearProblem, gpu: str) -> StreamSchedule | TileSchedule:
     return tuned(problem, gpu) or modelled(problem)
 
 
+def chosen_by(problem: LinearProblem, table: TunedTable | None) -> StreamSchedule | TileSchedule:
+    """What serves a problem where there is this table alone, or none."""
+    return (table and _tuned(problem, table.entries.get)) or modelled(problem)
+
+
 def shipped_configs() -> list[LinearConfig | WgmmaConfig]:
     """The configurations that shipped tables choose."""
     return configs_of_tables(problem_of, find)
@@ -178,11 +183,15 @@ def configs_of_tables(
 
 def tuned(problem: LinearProblem, gpu: str) -> StreamSchedule | TileSchedule | None:
     """What a table says is fastest, if it says so and is possible."""
+    return _tuned(problem, lambda key: choice_of(key, gpu))
+
+
+def _tuned(problem: LinearProblem, choice_of: Callable[[str], Choice | None]) -> StreamSchedule | TileSchedule | None:
     if problem.batch_invariant:
         return None  # tables hold what is fastest without
     # Of so few rows, all in one tile, more take as long: what serves the next number that a table has serves them, too.
     for m in range(problem.m, MOST_ALIKE + 1) if problem.m < MOST_ALIKE else [problem.m]:
-        choice = choice_of(key_of(replace(problem, m=m)), gpu)
+        choice = choice_of(key_of(replace(problem, m=m)))
         if choice is not None:
             return find(problem, choice)
     return None

@@ -1,7 +1,7 @@
-"""The worker process of `workers`: `python -m cute_kernels.runtime.worker DIRECTORY ARCH`.
+"""The worker process of `workers`: `python -m cute_kernels.runtime.worker`.
 
-Reads one pickled pair per line (base64), the modules to import and a spec, compiles the spec into the store at
-DIRECTORY, and answers with one JSON line.
+Reads one pickled tuple per line (base64): a directory, an architecture, the modules to import and a spec. Compiles the
+spec into the store at that directory, and answers with one JSON line.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TextIO
 
 from cute_kernels.runtime.cache import KernelCache
 
 
-def _compile(directory: Path, encoded: str, arch: str) -> str | None:
+def _compile(encoded: str) -> str | None:
     try:
-        modules, spec = pickle.loads(base64.b64decode(encoded))
+        directory, arch, modules, spec = pickle.loads(base64.b64decode(encoded))
         for module in modules:
             importlib.import_module(module)
         # Of this request alone: what is on disk counts, not what this process once compiled.
@@ -35,25 +34,23 @@ def _compile(directory: Path, encoded: str, arch: str) -> str | None:
     return None
 
 
-def serve(directory: Path, arch: str, requests: TextIO, replies: TextIO) -> None:
+def serve(requests: TextIO, replies: TextIO) -> None:
     for line in requests:
         start = time.perf_counter()
-        error = _compile(directory, line, arch)
+        error = _compile(line)
         replies.write(json.dumps({"error": error, "seconds": time.perf_counter() - start}) + "\n")
         replies.flush()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, metavar="DIRECTORY")
-    parser.add_argument("arch", metavar="ARCH")
-    options = parser.parse_args(arguments)
+    parser.parse_args(arguments)
     # The compiler may print: replies get a descriptor of their own, and everything else goes to stderr.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # A scratch directory that goes away, or one that cannot be written, must be an error here, not a fallback.
     warnings.filterwarnings("error", message="kernel cache|sources of", category=RuntimeWarning)
-    serve(options.directory, options.arch, sys.stdin, replies)
+    serve(sys.stdin, replies)
     return 0
 
 

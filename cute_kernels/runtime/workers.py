@@ -82,13 +82,11 @@ def compile_all(
         raise ValueError(f"jobs must be at least 1, got {jobs}")
     tasks: queue.SimpleQueue[tuple[KernelSpec, str] | None] = queue.SimpleQueue()
     for spec in specs:
-        tasks.put((spec, _encode(spec)))
+        tasks.put((spec, _encode(directory, arch, spec)))
     results: queue.SimpleQueue[_Result] = queue.SimpleQueue()
     count = min(jobs or default_jobs(), len(specs))
     stop = threading.Event()
-    threads = [
-        threading.Thread(target=_serve, args=(tasks, results, arch, directory, stop), daemon=True) for _ in range(count)
-    ]
+    threads = [threading.Thread(target=_serve, args=(tasks, results, stop), daemon=True) for _ in range(count)]
     for thread in threads:
         tasks.put(None)
         thread.start()
@@ -115,25 +113,23 @@ class _Result:
     seconds: float
 
 
-def _encode(spec: KernelSpec) -> str:
+def _encode(directory: Path, arch: str, spec: KernelSpec) -> str:
     module = type(spec).__module__
     if module == "__main__":
         raise TypeError(
             f"{type(spec).__qualname__} is defined in the script that runs; workers can only compile specs of "
             "importable modules"
         )
-    return base64.b64encode(pickle.dumps((spec.modules(), spec))).decode()
+    return base64.b64encode(pickle.dumps((directory.resolve(), arch, spec.modules(), spec))).decode()
 
 
 def _serve(
     tasks: queue.SimpleQueue[tuple[KernelSpec, str] | None],
     results: queue.SimpleQueue[_Result],
-    arch: str,
-    directory: Path,
     stop: threading.Event,
 ) -> None:
     """One thread, one worker process at a time: hands it tasks and replaces it if it dies."""
-    start = _Start.of(directory, arch)
+    start = _Start.now()
     worker: _Worker | None = None
     try:
         while (task := tasks.get()) is not None:
@@ -164,15 +160,13 @@ class _WorkerDiedError(Exception):
 class _Start(NamedTuple):
     """What a worker is started with: of two that are equal either compiles what the other would."""
 
-    directory: Path
-    arch: str
     path: str  # the same modules must be importable in the worker as here, wherever they were found
     environment: tuple[tuple[str, str], ...]
 
     @staticmethod
-    def of(directory: Path, arch: str) -> _Start:
+    def now() -> _Start:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        return _Start(directory, arch, path, tuple(compile_environment().items()))
+        return _Start(path, tuple(compile_environment().items()))
 
 
 class _Worker:
@@ -182,7 +176,7 @@ class _Worker:
         self.start = start
         self._log: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cute_kernels.runtime.worker", str(start.directory), start.arch],
+            [sys.executable, "-m", "cute_kernels.runtime.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -30,6 +30,7 @@ from tests.attention.rig import (
     random_operand,
     random_probabilities,
 )
+from tests.each import each
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="the readers are written in nvidia-cutlass-dsl")
 
@@ -113,8 +114,8 @@ SEVERAL_BLOCKS += [case("int8_g2", "int4_g1", 64, blocks_per_warp=2, group=11)]
 SEVERAL_BLOCKS += [case(name, blocks_per_warp=2, group=13) for name in ("int4_g4", "int4_g8")]
 CASES = [*ALIKE, *PAIRS, *SEVERAL_BLOCKS]
 
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
-every_int4_case = pytest.mark.parametrize("case", [c for c in CASES if c.config.formats[1].codes == "u4"], ids=str)
+every_case = each("case", CASES)
+every_int4_case = each("case", [c for c in CASES if c.config.formats[1].codes == "u4"])
 
 
 def assert_equal_to_fp32_rounding(

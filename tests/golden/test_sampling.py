@@ -11,6 +11,7 @@ from cute_kernels.runtime import native
 from cute_kernels.runtime.sources import source_state
 from tests import golden
 from tests.golden.toy import ToyConfig, ToySpec
+from tests.golden.update import files_that_compile
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="the sources count with nvidia-cutlass-dsl alone")
 
@@ -59,3 +60,9 @@ def test_what_has_passed_is_written_as_it_is_read(tmp_path: Path):
     (entry,) = known()["files"].values()
     golden.write_passed({"tests/golden/test_sampling.py": entry["sources"]}, tmp_path / "passed.json")
     assert golden.read(tmp_path / "passed.json") == known()
+
+
+def test_files_whose_helpers_compile_are_run_in_full_too():
+    found = {path.name for path in files_that_compile(Path(__file__).parents[1])}
+    assert {"test_portable_compile.py", "test_six_bits.py", "test_parity.py"} < found
+    assert "test_sampling.py" not in found and "generic.py" not in found

@@ -53,16 +53,28 @@ def update_portable() -> None:
     golden.write_portable(measured)
 
 
+def files_that_compile(tests: Path) -> list[Path]:
+    """The files of tests that ask which kernels are worth compiling, or import a helper that does."""
+    texts = {path: path.read_text() for path in sorted(tests.glob("*/*.py")) if path.parent.name != "golden"}
+    asking = {path for path, text in texts.items() if "golden.worth_compiling(" in text}
+    imports = [f"from {module_of(path, tests)} import" for path in asking if not path.name.startswith("test_")]
+    found = {path for path, text in texts.items() if path in asking or any(line in text for line in imports)}
+    return sorted(path for path in found if path.name.startswith("test_"))
+
+
+def module_of(path: Path, tests: Path) -> str:
+    return ".".join(path.relative_to(tests.parent).with_suffix("").parts)
+
+
 def update_passed() -> None:
     """Runs the test files that compile kernels of their own, in full, and writes down that they have passed."""
     tests = Path(__file__).parents[1]
-    asking = [path for path in sorted(tests.glob("*/test_*.py")) if "golden.worth_compiling(" in path.read_text()]
-    files = [path for path in asking if path.parent.name != "golden"]  # whose tests are about this
+    files = files_that_compile(tests)
     environment = {**os.environ, golden.ALL: "1"}
     if subprocess.run([sys.executable, "-m", "pytest", "-q", *files], env=environment, check=False).returncode:
         raise SystemExit(f"{golden.PASSED_PATH} is as it was: not all tests of {len(files)} files have passed")
     for path in files:
-        importlib.import_module(".".join(path.relative_to(tests.parent).with_suffix("").parts))
+        importlib.import_module(module_of(path, tests))
     golden.write_passed(golden.asked)
     print(f"{golden.PASSED_PATH}: {len(files)} files of tests have passed in full")
 

@@ -11,6 +11,7 @@ from cute_kernels.kv_formats import HEAD_DIMS
 from layouts import banks
 from layouts.kv.swizzled_tile import CHUNK_BYTES, LOAD_CHUNKS, MATRIX, SwizzledTile
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile, plan_tiles
+from tests.each import each
 
 LANES = range(32)
 MMA_ROWS = 16  # of the A operand of mma.sync.m16n8k16
@@ -64,9 +65,9 @@ def name(tile: RowTile | SwizzledTile) -> str:
     return f"{rows}-h{tile.num_heads}-t{tile.num_tokens}-{layout}"
 
 
-every_row_tile = pytest.mark.parametrize("tile", ROW_TILES, ids=name)
-every_bulk_tile = pytest.mark.parametrize("tile", BULK_TILES, ids=name)
-every_swizzled_tile = pytest.mark.parametrize("tile", SWIZZLED_TILES, ids=name)
+every_row_tile = each("tile", ROW_TILES, ids=name)
+every_bulk_tile = each("tile", BULK_TILES, ids=name)
+every_swizzled_tile = each("tile", SWIZZLED_TILES, ids=name)
 
 
 def word_report(words: list[int], width: int = WORD_BYTES) -> banks.BankReport:

@@ -189,13 +189,14 @@ TILE_BY_TILE = WgmmaConfig(
     mainloop=ResidentLimbs(16, spare=1),
     reduction=EarlyDsmem(),
 )
-COPYING = [SQUARE, IN_ROWS, WGMMA_CONFIGS[7]]
+STORING = golden.worth_compiling([STORED, IN_ROWS], WgmmaSpec, __file__)
+COPYING = golden.worth_compiling([SQUARE, IN_ROWS, WGMMA_CONFIGS[7]], WgmmaSpec, __file__)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """All kernels of this file at once: one by one, each would wait for a compiler to start."""
-    products = (*MULTIPLIED, STORED, IN_ROWS, *IN_TURN, *COUNTED, *COPYING, *ASKING, MULTICAST, TILE_BY_TILE)
+    products = (*MULTIPLIED, *STORING, *IN_TURN, *COUNTED, *COPYING, *ASKING, MULTICAST, TILE_BY_TILE)
     streams = [LinearConfig(integers(4), "bf16"), *COMPILED]
     default_cache().artifacts([*map(LinearSpec, streams), *map(spec_of, products)], ARCH)
 
@@ -292,7 +293,7 @@ def test_shared_activations_are_multicast(tmp_path):
     assert opcodes.count("MEMBAR.ALL.GPU") == 1
 
 
-@pytest.mark.parametrize("config", [STORED, IN_ROWS], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", STORING, ids=lambda config: config.name)
 def test_boxes_of_results_are_stored_by_tma(config: WgmmaConfig, tmp_path):
     """One instruction for each TMA tile, of results with a residual and of those without; a loop of MMAs for each
     number of a tile's parts of rows, none of them spilling."""

@@ -15,6 +15,7 @@ from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.linear.wgmma.resident_schedule import resident_configs, with_factors
 from cute_kernels.runtime import KernelSpec, default_cache
 from cute_kernels.weight_formats import integers
+from tests import golden
 from tests.linear import machine_code
 
 ARCH = "sm_90a"
@@ -33,12 +34,16 @@ def loads(code: list[str]) -> int:
     return sum(opcode.startswith("LDG.E") for opcode in code)
 
 
-@pytest.mark.parametrize("kind", FACTOR_LOADS)
-def test_factors_are(kind: str, tmp_path):
-    """By the consumer warps, whose wait is the second."""
+def factored(kind: str) -> KernelSpec:
     config = with_factors(CONFIG, kind)
     assert config is not None and config.mainloop.loads
-    code = opcodes(spec_of(config), tmp_path)
+    return spec_of(config)
+
+
+@pytest.mark.parametrize("kind", golden.worth_compiling(FACTOR_LOADS, factored, __file__))
+def test_factors_are(kind: str, tmp_path):
+    """By the consumer warps, whose wait is the second."""
+    code = opcodes(factored(kind), tmp_path)
     _, wait = (place for place, opcode in enumerate(code) if opcode == WAIT)
     assert loads(code[:wait]) == FACTOR_LOADS[kind]
 

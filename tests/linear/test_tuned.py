@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from cute_kernels.linear import tuned
+from cute_kernels.linear import deferred_choice, tuned
 from cute_kernels.linear.compile import shipped_specs, spec_of
 from cute_kernels.linear.schedule import LinearProblem
-from cute_kernels.linear.tuned import candidates, chosen, find, key_of, modelled, problem_of, worth_measuring
+from cute_kernels.linear.tuned import candidates, chosen, chosen_by, find, key_of, modelled, problem_of, worth_measuring
 from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.wgmma.deferred_config import GIVES
 from cute_kernels.linear.wgmma.mainloops import ResidentLimbs
 from cute_kernels.moe import tuned as of_experts
 from cute_kernels.runtime import tuned as tables
@@ -137,6 +138,24 @@ def test_own_entries_come_before_shipped_ones():
     tables.tables.cache_clear()
     table({key_of(problem): choice(own)}).write(own_path(GPU))
     assert tuned.tuned(problem, GPU) == own.schedule
+
+
+def test_tables_of_ones_own_change_nothing_of_what_ships(monkeypatch, tmp_path: Path):
+    """Neither one that is kept beside compiled kernels nor one that is named, of whatever GPU."""
+    table({}).write(tables.SHIPPED / tables.file_name(GPU))
+    ships, configs = shipped_specs(), deferred_choice.shipped_configs()
+    problem = LinearProblem(8, 4096, 4096, 4096, integers(4), "bf16")
+    others = (one for one in worth_measuring(problem) if deferred_choice.deferred(one.schedule, GIVES) not in configs)
+    slow = next(one for one in others if deferred_choice.deferred(one.schedule, GIVES))
+    own = table({key_of(problem): choice(slow)})
+    own.write(own_path(GPU))
+    tables.tables.cache_clear()
+    assert chosen(problem, GPU) == chosen_by(problem, own) == slow.schedule != chosen_by(problem, None)
+    assert shipped_specs() == ships
+    own.write(tmp_path / "named.json")
+    monkeypatch.setenv(tables.VARIABLE, str(tmp_path / "named.json"))
+    tables.tables.cache_clear()
+    assert shipped_specs() == ships
 
 
 def test_a_named_table_is_the_only_one(monkeypatch, tmp_path: Path):

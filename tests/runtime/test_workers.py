@@ -45,7 +45,7 @@ def test_a_worker_serves_later_calls_until_the_block_ends(tmp_path: Path):
         assert sources() == ["compiled"] and sources() == ["disk"]
         store.DiskStore(tmp_path).clear()
         assert sources() == ["compiled"] and sources() == ["disk"], "the worker writes again what it has made before"
-        assert process(tmp_path) == first
+        assert process(tmp_path / "another") == first
     assert not lives(first)
     with workers.kept(0):
         alone = process(tmp_path)
@@ -95,7 +95,7 @@ def test_no_more_wait_than_are_wanted():
 
 def test_a_worker_whose_reply_is_not_understood_ends(tmp_path: Path):
     """The next call would read the rest of it as the reply to its own request."""
-    worker: Any = Worker(workers._Start.of(tmp_path, ARCH))
+    worker: Any = Worker(workers._Start.now())
     with workers.kept():
         workers._waiting.put(worker)
         with pytest.raises(CompileError, match="half a line"):
@@ -103,18 +103,14 @@ def test_a_worker_whose_reply_is_not_understood_ends(tmp_path: Path):
         assert worker.closed and len(workers._waiting) == 0
 
 
-@pytest.mark.parametrize("changed", ["directory", "arch", "path", "environment"])
+@pytest.mark.parametrize("changed", ["path", "environment"])
 def test_workers_are_told_apart_by_all_that_decides_what_they_compile(changed: str, monkeypatch: pytest.MonkeyPatch):
-    directory, arch = Path("here"), ARCH
-    before = workers._Start.of(directory, arch)
+    """Directories and architectures come with each request."""
+    before = workers._Start.now()
     monkeypatch.setenv("PYTEST_OF_NO_MATTER", "1")
-    assert workers._Start.of(directory, arch) == before
-    if changed == "directory":
-        directory = Path("there")
-    elif changed == "arch":
-        arch = "sm_80"
-    elif changed == "path":
+    assert workers._Start.now() == before
+    if changed == "path":
         monkeypatch.syspath_prepend("more")
     else:
         monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
-    assert workers._Start.of(directory, arch) != before
+    assert workers._Start.now() != before

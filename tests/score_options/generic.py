@@ -31,7 +31,7 @@ from cute_kernels.extend.compile import CAUSAL_PAGES, ExtendSpec
 from cute_kernels.extend.reference import extend_attention_reference
 from cute_kernels.extend.schedule import ExtendProblem, choose
 from cute_kernels.extend.softmax import Rows, Softmax, row_of
-from cute_kernels.runtime import native
+from cute_kernels.runtime import KernelSpec, native
 from cute_kernels.runtime.wanted import record_of, spec_of
 from layouts.kv.tile import BLOCK_TOKENS
 from simulator import LANES, Float32, Int32, Int64, Registers, Warp, stand_in
@@ -64,9 +64,22 @@ class ScoreOptionTests:
     """Tests of `option`, which is registered."""
 
     option: ClassVar[ScoreOption]
+    compiled: ClassVar[list[KernelSpec]]
 
-    def features(self, **others: Any) -> Features:
-        return Features(terms=(self.option.name,), **others)
+    def __init_subclass__(cls) -> None:
+        cls.compiled = golden.worth_compiling(cls.specs(), lambda spec: spec, __file__)
+
+    @classmethod
+    def features(cls, **others: Any) -> Features:
+        return Features(terms=(cls.option.name,), **others)
+
+    @classmethod
+    def specs(cls) -> list[KernelSpec]:
+        """Kernels of decode and of extend attention with the option."""
+        decode = DecodeProblem.uniform(8, 4096, 8, 1, 128, "int4_g4", "bf16", features=cls.features())
+        features = cls.features(causal=True, paged=True)
+        extend = [ExtendProblem(128, name, name, "bf16", 64, features) for name in ("bf16", "int4_g4")]
+        return [DecodeSpec(candidate_configs(decode)[0]), *(ExtendSpec(choose(problem)) for problem in extend)]
 
     @pytest.mark.parametrize("page_size", [None, 16])
     @pytest.mark.parametrize("others", [{}, {"softcap": 3.0, "sinks": True, "alibi": True}, {"window_size": 9}])
@@ -160,11 +173,12 @@ class ScoreOptionTests:
             call.run(score_options=others[wrong] or [tensor])
 
     @needs_compiler
-    def test_it_compiles_without_spills(self):
+    def test_decode_and_extend_attention_compile_without_spills_with_it(self):
         from cute_kernels.runtime.cache import default_cache
 
-        problem = DecodeProblem.uniform(8, 4096, 8, 1, 128, "int4_g4", "bf16", features=self.features())
-        for (kernel,) in golden.measure([DecodeSpec(candidate_configs(problem)[0])], default_cache()).values():
+        measured = golden.measure(self.compiled, default_cache())
+        assert measured
+        for (kernel,) in measured.values():
             assert kernel["stack_bytes"] + kernel["spill_store_bytes"] + kernel["spill_load_bytes"] == 0
 
     # -- extend attention --
@@ -251,17 +265,6 @@ class ScoreOptionTests:
             extended(call, score_options={"nobodys": new})
         with pytest.raises(TypeError, match="score_options: got list"):
             extended(call, score_options=[new])
-
-    @needs_compiler
-    def test_extend_attention_compiles_without_spills_with_it(self):
-        from cute_kernels.runtime.cache import default_cache
-
-        features = self.features(causal=True, paged=True)
-        specs = [
-            ExtendSpec(choose(ExtendProblem(128, name, name, "bf16", 64, features))) for name in ("bf16", "int4_g4")
-        ]
-        for (kernel,) in golden.measure(specs, default_cache()).values():
-            assert kernel["stack_bytes"] + kernel["spill_store_bytes"] + kernel["spill_load_bytes"] == 0
 
     # -- on a GPU --
 

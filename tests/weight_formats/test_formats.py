@@ -16,18 +16,23 @@ import pytest
 import torch
 
 from cute_kernels import PackedWeight, quantize_experts, quantize_model, quantize_weight, quantized_linear
+from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.plan import DTYPES
+from cute_kernels.linear.portable.schedule import make_portable_schedule
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.slices import slice_inputs, slice_outputs
-from cute_kernels.linear.tuned import key_of, problem_of
+from cute_kernels.linear.tuned import key_of, modelled, problem_of
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.mainloops import MmaSync, RegisterWgmma
 from cute_kernels.model_config import describe_layers
 from cute_kernels.moe import tuned as moe_tuned
+from cute_kernels.moe.compile import specs_of as grouped_specs_of
 from cute_kernels.moe.schedule import GroupedProblem
+from cute_kernels.runtime import KernelSpec, default_cache
 from cute_kernels.weight_formats import IntegerFormat, WeightFormat, integers, register, registered_formats
 from cute_kernels.weight_formats import weight_format as format_of
 from layouts.weights import hopper
+from tests import golden
 from tests.linear.cases import random_weight
 from tests.weight_formats import codebook
 
@@ -259,24 +264,26 @@ def test_every_scale_is_decoded(form, run_on):
 # -- kernels, compiled -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [form for form in KINDS if not isinstance(form, IntegerFormat)], ids=str)
-def test_the_kernels_that_serve_it_compile_without_spills(form):
+def kernels_of(form: WeightFormat) -> list[KernelSpec]:
     """Dense and of experts, of few rows and of many, and the portable one."""
-    pytest.importorskip("cutlass")
-    from cute_kernels.linear.compile import specs_of
-    from cute_kernels.linear.portable.schedule import make_portable_schedule
-    from cute_kernels.linear.tuned import modelled
-    from cute_kernels.moe.compile import specs_of as grouped_specs_of
-    from cute_kernels.runtime.cache import default_cache
-    from tests import golden
-
     problems = [LinearProblem(m, 4096, 4096, 4096, form, form.dtypes[0]) for m in (1, 16, 512)]
     grouped = [GroupedProblem(places, 8, 4096, 4096, 4096, form, form.dtypes[0]) for places in (8, 4096)]
     specs = [spec for problem in problems for spec in specs_of(modelled(problem).config)]
     specs += specs_of(make_portable_schedule(problems[1]).config)
     specs += [spec for problem in grouped for spec in grouped_specs_of(moe_tuned.modelled(problem).config)]
-    found = golden.measure(dict.fromkeys(specs), default_cache())
-    assert len(found) >= 5
+    return list(dict.fromkeys(specs))
+
+
+FROM_ELSEWHERE = [form for form in KINDS if not isinstance(form, IntegerFormat)]
+COMPILED = {form: golden.worth_compiling(kernels_of(form), lambda spec: spec, __file__) for form in FROM_ELSEWHERE}
+
+
+@pytest.mark.parametrize("form", FROM_ELSEWHERE, ids=str)
+def test_the_kernels_that_serve_it_compile_without_spills(form):
+    pytest.importorskip("cutlass")
+    assert len(kernels_of(form)) >= 5
+    found = golden.measure(COMPILED[form], default_cache())
+    assert found
     for symbol, kernels in found.items():
         for kernel in kernels:
             assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0, symbol
