@@ -337,13 +337,16 @@ def make_ready(scenarios: list[Scenario]) -> None:
 def start_sooner() -> None:
     """Leaves out of vLLM's starts what models of this size do not need, half a minute on a busy machine.
 
-    These are a process that imports vLLM anew, to look at a model's class, and kernels for routers of known models.
+    These are a process that imports vLLM anew, to look at a model's class, kernels for routers of known models, and the
+    import of the compiler, of whose calls vLLM would warn.
     """
     from vllm.model_executor.models import registry
     from vllm.model_executor.warmup import kernel_warmup
+    from vllm.utils import jit_monitor
 
     registry._run_in_subprocess = lambda look: look()
     kernel_warmup._warmup_ll_bf16_router_gemm = lambda: None
+    jit_monitor._setup_cutedsl_jit_hook = lambda: None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,8 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cute_kernels import append_and_decode
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.integrations.vllm import attention_kernels, engine_kernels, expert_kernels, mla_kernels, prepare
+from cute_kernels.integrations.vllm import (
+    attention_kernels,
+    engine_kernels,
+    expert_kernels,
+    kv_formats,
+    mla_kernels,
+    prepare,
+)
 from cute_kernels.integrations.vllm.kv_formats import Formats
 from cute_kernels.kv_cache import CacheTransform
 from cute_kernels.kv_cache.compile import BulkSpec
@@ -23,6 +31,7 @@ from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.weight_formats import integers
 from tests.gpu.vllm_scenarios import SCENARIOS, kernels_of
+from tests.launchers import recording
 
 
 @pytest.fixture
@@ -216,3 +225,22 @@ def test_kernels_of_a_served_scenario_can_be_listed_before_it_runs():
     assert {spec.symbol for spec in one} != {spec.symbol for spec in two}
     assert families(kernels_of([SCENARIOS[""]["latent"]], invariant=False)) == {"mla"}
     assert kernels_of([scenarios["theirs"]], invariant=False) == []
+
+
+@pytest.mark.usefixtures("h200")
+def test_transformed_steps_of_any_number_of_requests_run_kernels_that_are_listed():
+    """Whether append and attention are one launch depends on how many there are, too."""
+    kv_heads, rows, page = 8, 68, 64
+    transform = kv_formats.transform_for("int4_per_token_head", kv_heads, 128, "cpu")
+    impl = layer("int4_g1", "int4_g1")
+    impl.transform = transform
+    decodes = attention_kernels.Decodes(attention_kernels.batches_up_to(256), 1, 8192, page, torch.bfloat16)
+    listed = attention_kernels.specs_of(impl, decodes, 132)
+    k_cache, v_cache = torch.zeros(2, 4, page, kv_heads, rows, dtype=torch.uint8)
+    for batch in (1, 33, 256):
+        q, new = (torch.zeros(batch, 1, heads, 128, dtype=torch.bfloat16) for heads in (32, kv_heads))
+        table, lengths = (torch.zeros(batch, 8192 // page, dtype=torch.int32), torch.ones(batch, dtype=torch.int32))
+        options = {"kv_format": "int4_g1", "block_table": table, "transform": transform}
+        with recording() as recorded:
+            append_and_decode(q, new, new, k_cache, v_cache, lengths, **options)
+        assert recorded.loaded and all(spec in listed for spec, _ in recorded.loaded), batch
