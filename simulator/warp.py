@@ -186,12 +186,12 @@ class Warp:
         counts = np.broadcast_to(np.asarray(num_bytes), (32,))
         for lane in lanes:
             target, place, count = int(targets[lane]), int(sources[lane]), int(counts[lane])
-            assert target % 16 == 0 and count in (0, 16)
+            assert target % 16 == 0 and place % 16 == 0 and 0 <= count <= 16
             self.shared_memory[target : target + 16] = 0
             if count:
-                assert place % 16 == 0 and 0 <= place <= self.global_memory.size - 16
-                self.reads.append((place, 16))
-                self.shared_memory[target : target + 16] = self.global_memory[place : place + 16]
+                assert 0 <= place <= self.global_memory.size - count
+                self.reads.append((place, count))
+                self.shared_memory[target : target + count] = self.global_memory[place : place + count]
 
     # -- a cluster ----------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,10 @@ REGISTERS = {("dense", 4): (40, 232), ("fp8", 4): (24, 240), ("bytes", 4): (88, 
 REGISTERS |= {("bytes", 8): (56, 200), ("int4", 8): (64, 192)}
 SM_REGISTERS = 65536
 KEY_ROWS_HEAD_DIM = 128  # where keys are rows of products and queries their columns: see `extend.key_rows`
+SCALED_ROW_BYTES = (
+    144  # of a row of bytes behind its scale, in shared memory there: what pieces of 16 bytes it may touch
+)
+HEADED_ROW_BYTES = 80  # of a row of nibbles of four groups, headers and codes
 GROUP_TOKENS = 64  # of a tile, that one of two warpgroups takes there
 KEY_ROWS_WORDS = ("Int8Words", "E4m3Words", "E5m2Words", "Int4Words")  # of `extend.decode`, that it knows
 MOST_COLUMNS = 72  # whose scores and sums a thread has registers for
@@ -124,7 +128,7 @@ class KeyRows:
     """Shared memory of a CTA that multiplies keys, as rows, with ``tile_rows`` queries; bytes.
 
     Attributes:
-        tile_bytes: of K's codes and of V's. header_bytes: of what lies in front of their rows.
+        tile_bytes: of K's codes and of V's. header_bytes: of what is in front of their rows, unless it lies with them.
     """
 
     tile_rows: int
@@ -202,9 +206,18 @@ class ExtendConfig:
         """Of products whose rows are keys; None where they are queries."""
         if self.tile_rows == TILE_ROWS:
             return None
-        sizes = [self.tile_tokens * self.head_dim * form.code_bits // 8 for form in self.formats]
-        headers = [self.tile_tokens * form.header_bytes for form in self.formats]
-        return KeyRows(self.tile_rows, (sizes[0], sizes[1]), (headers[0], headers[1]))
+        rows, headers = zip(*map(self._key_rows_of, self.formats), strict=True)
+        tokens = self.tile_tokens
+        return KeyRows(self.tile_rows, (tokens * rows[0], tokens * rows[1]), (tokens * headers[0], tokens * headers[1]))
+
+    def _key_rows_of(self, form: KvFormat) -> tuple[int, int]:
+        """Bytes in shared memory of a row's codes, and of what lies in front of them if that lies elsewhere."""
+        if form.code_bits == 8 and form.header_bytes:
+            return SCALED_ROW_BYTES, 0
+        codes = self.head_dim * form.code_bits // 8
+        if codes + form.header_bytes == HEADED_ROW_BYTES:
+            return HEADED_ROW_BYTES, 0
+        return codes, form.header_bytes
 
     @property
     def tile_tokens(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from cute_kernels.attention.call import AttentionCall
 from cute_kernels.extend.call import ExtendCall
 from cute_kernels.extend.ops import DEFAULTS
-from cute_kernels.extend.plan import ExtendPlan, check_alignment, make_plan, problem_of
+from cute_kernels.extend.plan import ExtendPlan, check_alignment, lies_in_pieces, make_plan, problem_of
 from cute_kernels.extend.schedule import choose, choose_key_rows, decodes_with_key_rows
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
@@ -85,7 +85,7 @@ def plan_of(call: AttentionCall) -> FewQueriesPlan | None:
         call.num_kv_heads,
         GPU.num_sms(call.q.device),
     )
-    if config is None:
+    if config is None or not lies_in_pieces(checked):
         return None
     if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
         return None

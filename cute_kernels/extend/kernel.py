@@ -100,7 +100,11 @@ class ExtendKernel:
         else:
             cute.arch.setmaxregister_increase(consuming)
             group = warp // WARPGROUP_WARPS
-            self.consumer.run(shape, operands, features, memory, group, warp % WARPGROUP_WARPS, lane)
+            own = warp % WARPGROUP_WARPS
+            if const_expr(config.key_rows is None):
+                self.consumer.run(shape, operands, features, memory, group, own, lane)
+            else:
+                self.consumer.run(shape, source, operands, features, memory, group, own, lane)
 
     @cute.jit
     def produce(self, shape, source, lengths, memory, warp: Int32, lane: Int32):

@@ -199,7 +199,7 @@ def _key_rows(call: ExtendCall, config: ExtendConfig) -> list[Way]:
     depend on how many queries others have."""
     if call.num_splits is not None or call.unpack is True or call.fp8_products:
         return []
-    if not all(_lies_in_pieces(operand) for operand in (call.base.k, call.base.v)):
+    if not lies_in_pieces(call):
         return []
 
     def way(few: ExtendConfig) -> Way:
@@ -211,6 +211,11 @@ def _key_rows(call: ExtendCall, config: ExtendConfig) -> list[Way]:
 
 def _as_it_lies(call: ExtendCall, config: ExtendConfig) -> list[Way]:
     """The cache is read once, however many queries there are."""
+    if config.key_rows is not None and not lies_in_pieces(call):
+        raise ValueError(
+            f"k_cache, v_cache: got rows that key rows cannot bring: config {config.name} wants caches, and blocks of "
+            f"them, that begin at multiples of {ALIGNMENT} bytes"
+        )
     return [Way(_launch_of(call, config))]
 
 
@@ -221,10 +226,20 @@ WAYS_OF_A_CONFIG: tuple[WaysOf, ...] = (_unpacked, _as_it_lies)
 """Where the configuration is given: key rows are one."""
 
 
+def lies_in_pieces(call: ExtendCall) -> bool:
+    """Whether key rows can bring a call's caches."""
+    return all(_lies_in_pieces(operand) for operand in (call.base.k, call.base.v))
+
+
 def _lies_in_pieces(operand: CacheOperand) -> bool:
-    """Whether key rows can bring a cache: rows of a multiple of 16 bytes by pieces of 16, others by words."""
-    places = operand.cache.data_ptr() | operand.block_stride | operand.token_stride | operand.head_stride
-    return bool(operand.form.row_bytes(operand.head_dim) % ALIGNMENT) or places % ALIGNMENT == 0
+    """Of K's or V's: rows of a multiple of 16 bytes by pieces of 16; bytes behind a scale by all pieces that they
+    touch, in blocks that begin with one; others by words."""
+    form, places = operand.form, operand.cache.data_ptr() | operand.block_stride
+    if form.row_bytes(operand.head_dim) % ALIGNMENT == 0:
+        places |= operand.token_stride | operand.head_stride
+    elif form.code_bits != 8:
+        return True
+    return places % ALIGNMENT == 0
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------

@@ -111,9 +111,8 @@ def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS) -> ExtendCo
 
 
 def choose_key_rows(config: ExtendConfig) -> list[ExtendConfig]:
-    """What may serve launches of few queries a request that ``config`` serves, for the fewest first. Not where rows
-    have fp32 scales: word by word, they come as slowly as tiles of 128 rows decode them."""
-    configs = [] if any(config.tile_scales) else [key_rows_of(config, rows) for rows in KEY_ROWS]
+    """What may serve launches of few queries a request that ``config`` serves, for the fewest first."""
+    configs = [key_rows_of(config, rows) for rows in KEY_ROWS]
     return [few for few in configs if few is not None]
 
 
@@ -140,8 +139,8 @@ def decodes_with_key_rows(
 
 
 def _is_exact(form: KvFormat) -> bool:
-    """Whether operands are what codes stand for, unrounded."""
-    return form.extend is not None and form.extend.scales == "outside"
+    """Whether operands are what codes stand for, unrounded: scales meet scores and probabilities."""
+    return form.extend is not None and form.extend.scales in ("outside", "row")
 
 
 def _pipeline(head_dim: int, decodes: bool) -> ProducerPipeline:

@@ -94,6 +94,16 @@ def test_what_key_rows_do_not_take_is_decode_s(options, launches):
     assert not serves(launches)
 
 
+def test_caches_that_begin_between_pieces_of_16_bytes_are_refused(launches):
+    """By decode attention's own plan, which names them."""
+    call = given(16)
+    moved = torch.zeros(call["k_cache"].numel() + 16, dtype=torch.uint8)[4:]
+    call["v_cache"] = moved[: call["k_cache"].numel()].view(call["k_cache"].shape)
+    with pytest.raises(ValueError, match="v_cache: got a tensor that starts 4 bytes past a multiple of 16"):
+        decode_attention(**call)
+    assert not launches
+
+
 def test_the_same_plan_serves_the_next_call(launches):
     for _ in range(3):
         decode_attention(**given(16))

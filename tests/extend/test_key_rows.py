@@ -92,13 +92,15 @@ class Block:
                 Int32(len(call.k_cache)),
                 Divisor.of(Int32(page_tokens)),
             )
-            source = stand_in(Source(rows[0], rows[1], pages, None, Int64(0)))
-            work = stand_in(SimpleNamespace(request=Int32(0), head=Int32(HEAD), kv_stop=Int32(STOP)))
+            source: Any = stand_in(Source(rows[0], rows[1], pages, None, Int64(0)))
+            work: Any = stand_in(SimpleNamespace(request=Int32(0), head=Int32(HEAD), kv_stop=Int32(STOP)))
+            self.source, self.work = source, work
             producer = RawRowProducer(config)
             for warp in range(config.producer_warps):
                 places = producer.runs.make()
                 producer.runs.ask(places, source, work, Int32(BLOCK), Int32(warp))
                 for tile in producer.tiles:
+                    tile.by_tma = False  # tensor maps bring the same bytes: tests/gpu/test_key_rows.py
                     tile.copy(
                         source, work, self.memory, Int32(FIRST), places, Int32(BLOCK), Int32(0), Int32(warp),
                         Int32(LANES),
@@ -123,11 +125,18 @@ class Block:
 
 
 def scales_of(block: Block, operand: int) -> np.ndarray:
-    """Of a tile's rows, where they meet scores and probabilities."""
+    """Of a tile's rows, where they meet scores and probabilities, as the lanes of the score warps load them."""
     if not block.config.tile_scales[operand]:
         return np.ones(128)
-    start = block.headers + operand * block.shape.header_bytes[0]
-    return block.shared[start : start + 512].view(np.float32).astype(np.float64)
+    found = np.zeros(128)
+    consumer = KeyRowsConsumer(block.config)
+    with running(block.machine):
+        place = consumer.shifted(consumer.place_of(Int32(0), Int32(0), Int32(LANES)), block.source, block.work)
+        for first in range(0, 128, 16):
+            pair = consumer.load_scales(block.memory, place, operand, Int32(0), Int32(first + G))
+            for half, scale in enumerate(pair):
+                found[first + G + 8 * half] = np.asarray(scale)
+    return found
 
 
 FORMATS = [
@@ -140,7 +149,19 @@ FORMATS = [
 @pytest.mark.parametrize("kv_format", FORMATS, ids=str)
 def test_operands_are_what_the_cache_says(kv_format, page_size):
     """Keys by queries' columns, values by the outputs' columns."""
-    call = make_call(kv_format, [4], [300], page_size=page_size)
+    check_operands(make_call(kv_format, [4], [300], page_size=page_size))
+
+
+@pytest.mark.parametrize("num_kv_heads", [2, 3, 5])
+@pytest.mark.parametrize(
+    "kv_format", ["int8_token_head", ("e4m3_token_head", "int4_g4"), ("e5m2", "e4m3_token_head")], ids=str
+)
+def test_rows_behind_a_scale_begin_anywhere(kv_format, num_kv_heads):
+    """Neighbouring tokens' rows are shifted differently unless there are 4 heads."""
+    check_operands(make_call(kv_format, [4], [300], page_size=16, num_kv_heads=num_kv_heads))
+
+
+def check_operands(call: Call) -> None:
     block = Block(call)
     q = torch.randn(block.config.tile_rows, 128, generator=torch.Generator().manual_seed(3)).half()
     with running(block.machine):
@@ -161,13 +182,17 @@ def test_operands_are_what_the_cache_says(kv_format, page_size):
         for group in range(2):
             for warp in range(4):
                 rows = slice(64 * group + 16 * warp, 64 * group + 16 * warp + 16)
+                shift, _, _ = keys.shifts(block.source.keys, block.work.head, Int32(LANES))
                 place = keys.key_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * keys.row_bytes)
-                words = keys.load_keys(place + block.memory.tile(KEYS, 0))
-                headers = keys.load_key_headers(block.memory.header(KEYS, 0) + 256 * group, Int32(warp), Int32(LANES))
+                words = keys.load_keys(place + block.memory.tile(KEYS, 0) + shift)
+                address = keys.header_start(block.memory, KEYS, 0, group)
+                headers = keys.load_key_headers(address, Int32(warp), Int32(LANES))
                 got_scores[rows] = block.a_operand(keys.key_operands(words, headers)) @ queries.numpy().T
+                _, shift, odd = values.shifts(block.source.values, block.work.head, Int32(LANES))
                 place = values.value_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * values.row_bytes)
-                words = values.load_values(place + block.memory.tile(VALUES, 0), GROUP_TOKENS)
-                address = block.memory.header(VALUES, 0) + 256 * group
+                odd = odd + values.row_bytes
+                words = values.load_values(place + block.memory.tile(VALUES, 0) + shift, odd, GROUP_TOKENS)
+                address = values.header_start(block.memory, VALUES, 0, group)
                 headers = values.load_value_headers(address, GROUP_TOKENS, Int32(warp), Int32(LANES))
                 steps = [values.value_operands(words, headers, step) for step in range(4)]
                 for mma in range(2):

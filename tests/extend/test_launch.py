@@ -10,9 +10,9 @@ import torch
 from cute_kernels.extend import extend_attention, ops, ragged
 from cute_kernels.extend.arguments import ATTENTION, COMBINE, UNPACK
 from cute_kernels.extend.call import make_call
-from cute_kernels.extend.plan import problem_of, specs_of
+from cute_kernels.extend.plan import make_plan, problem_of, specs_of
 from cute_kernels.extend.ragged import ragged_attention
-from cute_kernels.extend.schedule import MAX_UNPACKED_BYTES, choose
+from cute_kernels.extend.schedule import MAX_UNPACKED_BYTES, choose, key_rows_of
 from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.launch_arguments import LaunchArguments
 from tests.launchers import Launch, recording
@@ -266,18 +266,33 @@ def test_few_queries_over_codes_are_columns_of_products(launches):
     assert columns_of(launches) == "causal", "few work tiles"
 
 
-@pytest.mark.parametrize("kv_format, columns", [("int4_g4", "causal"), ("int4_g1", "q40"), ("e4m3_tensor", "causal")])
+@pytest.mark.parametrize(
+    "kv_format, columns",
+    [("int4_g4", "causal"), ("int4_g1", "q40"), ("e4m3_tensor", "causal"), ("int8_token_head", "causal")],
+)
 def test_rows_that_begin_between_pieces_of_16_bytes_are_not_copied_by_them(kv_format, columns, launches):
     """Rows with a header may begin at any word, and so may any cache of bytes."""
     call = narrow(17, kv_format)
     rows = call["k_cache"].shape[3]
-    if kv_format == "e4m3_tensor":
+    if kv_format in ("e4m3_tensor", "int8_token_head"):
         moved = torch.zeros(call["k_cache"].numel() + 16, dtype=torch.uint8)[4:]
         call["v_cache"] = moved[: call["k_cache"].numel()].view(call["k_cache"].shape)
     else:
         call["v_cache"] = torch.zeros(*call["k_cache"].shape[:3], rows + 4, dtype=torch.uint8)[..., :rows]
     extend_attention(**call)
     assert columns_of(launches) == columns
+
+
+@pytest.mark.parametrize("kv_format", ["e4m3_tensor", "int8_token_head"])
+def test_a_given_configuration_refuses_caches_that_it_cannot_bring(kv_format, launches):
+    call = narrow(6, kv_format)
+    moved = torch.zeros(call["k_cache"].numel() + 16, dtype=torch.uint8)[4:]
+    call["k_cache"] = moved[: call["k_cache"].numel()].view(call["k_cache"].shape)
+    checked = make_call(**call)
+    config = key_rows_of(choose(problem_of(checked)))
+    with pytest.raises(ValueError, match=r"k_cache, v_cache: .*_q72 wants .* multiples of 16 bytes"):
+        make_plan(checked, config)
+    assert not launches
 
 
 @pytest.mark.parametrize(
@@ -289,7 +304,6 @@ def test_rows_that_begin_between_pieces_of_16_bytes_are_not_copied_by_them(kv_fo
         {"unpack": True},
         {"fp8_products": True},
         {"kv_format": "int4_g8"},
-        {"kv_format": "int8_token_head"},
     ],
     ids=str,
 )

@@ -183,9 +183,13 @@ def few(name: str = "e4m3_tensor", head_dim: int = 128, **features: Any) -> list
 
 
 def test_key_rows_are_for_what_they_are_faster_for():
-    none = [few("bf16"), few("int8_token_head"), few("int4_g8"), few(head_dim=64), few(head_dim=256)]
+    none = [few("bf16"), few("int4_g8"), few(head_dim=64), few(head_dim=256)]
     assert not any([*none, few(soft_cap=True), few(alibi=True)])
-    for served in (few(), few("int4_g1"), few("int4_g4"), few(causal=True, window=True, sinks=True, head_major=True)):
+    for served in (
+        few(),
+        *map(few, ("int8_token_head", "int4_g1", "int4_g4")),
+        few(causal=True, window=True, sinks=True, head_major=True),
+    ):
         assert [config.tile_rows for config in served] == [40, 72]
 
 
@@ -202,7 +206,7 @@ def test_key_rows_serve_what_is_one_work_tile():
     "name, q_len, tile_rows",
     [
         *(("e4m3_tensor", 8, None), ("e4m3_tensor", 9, 40), ("e4m3_tensor", 10, 40), ("e4m3_tensor", 16, 72)),
-        *(("int8_tensor", 16, 72), ("int4_g1", 16, None), ("int8_token_head", 16, None)),
+        *(("int8_tensor", 16, 72), ("int4_g1", 16, None), ("int8_token_head", 16, 72)),
     ],
 )
 def test_decode_attention_has_exact_operands_of_more_rows_than_its_warps(name, q_len, tile_rows):

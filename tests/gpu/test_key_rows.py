@@ -31,13 +31,24 @@ Q_LENS, LENGTHS = [17, 0, 1, 18, 5, 16, 40, 0, 2], [700, 5, 129, 64, 300, 128, 1
 FORMATS = ("int8_token_head", "int8_tensor", "e4m3_token_head", "e4m3_tensor", "e4m3_head", "e5m2")
 FORMATS += ("int4_g1", "int4_g2", "int4_g4")
 
-PUBLIC = ("e4m3_tensor", "int4_g1", "int4_g4", "tree, codes")  # that the schedule gives calls of few queries
+PUBLIC = (
+    "int8_token_head",
+    "e4m3_token_head",
+    "e4m3_tensor",
+    "int4_g1",
+    "int4_g4",
+    "tree, codes",
+)  # that the schedule gives calls of few queries
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (name, {}) for name in FORMATS},
     "pages of 16": ("int8_token_head", {"page_size": 16}),
     "pages of 48, HND": ("e4m3_tensor", {"page_size": 48, "cache_layout": "HND"}),
     "pages of 256, HND": ("int4_g1", {"page_size": 256, "cache_layout": "HND"}),
+    "a scale a row, HND": ("e4m3_token_head", {"page_size": 48, "cache_layout": "HND"}),
+    "a scale a row, 3 heads": ("int8_token_head", {"page_size": 16, "num_kv_heads": 3}),
     "contiguous": ("int8_token_head", {"page_size": None}),
+    "contiguous, bytes": ("e4m3_tensor", {"page_size": None}),
+    "pages of 16, bytes": ("int8_tensor", {"page_size": 16}),
     "contiguous, HND": ("int4_g4", {"page_size": None, "cache_layout": "HND"}),
     "6 heads a group": ("e4m3_token_head", {"group": 6}),
     "one head a group": ("int4_g4", {"group": 1, "num_kv_heads": 3}),
@@ -111,9 +122,10 @@ def test_calls_of_few_queries_are_served_by_it(name, tile_rows):
     assert torch.equal(call.run(), out)
 
 
+@pytest.mark.parametrize("name", ["e4m3_tensor", "int8_token_head"])
 @pytest.mark.parametrize("q_len, batch", [(10, 20), (16, 20)])
-def test_decode_attention_s_calls_are_served_by_it(q_len, batch):
-    call = variant("e4m3_tensor", [q_len] * batch, [37 * i + q_len for i in range(batch)])
+def test_decode_attention_s_calls_are_served_by_it(q_len, batch, name):
+    call = variant(name, [q_len] * batch, [37 * i + q_len for i in range(batch)])
     q = call.q.view(batch, -1, *call.q.shape[1:])
     out, lse = decode_attention(q, *call.tensors[1:], kv_format=call.kv_format, return_lse=True, **call.options)
     assert_close(call, out.view_as(call.q), lse.view(call.q.shape[:2]))

@@ -5,7 +5,7 @@ bytes: of keys a lane gets a word of a row, of values, transposed, the same two 
 lane's codes are of is free, as long as the queries' operand, and whoever writes sums, knows it:
 
     bytes    keys: step s of 16 columns has 16 s + 4 t + (0, 1) and (2, 3)
-             values: sum (m, i) is column 32 w + 16 m + 2 g + i
+             values: sum (m, i) is column 32 w + 16 m + 2 g + i; behind a scale 32 w + 4 g + 2 m + i
     nibbles  keys: steps 2 c and 2 c + 1 have 32 c + 8 t + (0, 4), (1, 5) and (2, 6), (3, 7)
              values: sum (m, i) is column 32 w + 4 g + 2 m + i
 
@@ -20,11 +20,13 @@ from typing import Any
 from cutlass import Int32, Uint32
 
 from cute_kernels.device import ptx
+from cute_kernels.extend.config import GROUP_TOKENS, HEADED_ROW_BYTES, SCALED_ROW_BYTES
 from cute_kernels.extend.decode import MAGIC_BYTES, MINUS_1024, MINUS_1152, SIGN_BITS
 from cute_kernels.kv_formats import KvFormat
 
 CHUNK_BYTES = 16
 HEAD_DIM = 128
+SCALE_BYTES = 4
 WARP_TOKENS = 16
 LOW_NIBBLES, HIGH_NIBBLES, MAGIC = 0x000F000F, 0x00F000F0, 0x64006400
 HALF, THIRTY_SECOND = 0x38003800, 0x28002800  # 2**-1 and 2**-5 in fp16, twice
@@ -54,12 +56,17 @@ class E5m2Codes:
 
 
 class ByteRows:
-    """Rows of 128 bytes; a row's scale, if it has one, meets scores and probabilities."""
+    """Rows of 128 bytes."""
 
     row_bytes = HEAD_DIM
+    shifted = headed = False
 
     def __init__(self, codes):
         self.codes = codes
+
+    def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
+        """As :meth:`ScaledByteRows.shifts`: rows begin where they are to."""
+        return 0, 0, 0
 
     @staticmethod
     def swizzle(row):
@@ -80,8 +87,12 @@ class ByteRows:
             for word in ptx.load_matrix_x4(address ^ (chunk * CHUNK_BYTES), 0, transpose=False)
         ]
 
+    def header_start(self, memory, operand: int, stage, group) -> Any:
+        """Address of the headers of a tile's tokens of a warpgroup: none."""
+        return 0
+
     def load_key_headers(self, address, warp, lane) -> list[Any]:
-        """Nothing: see :meth:`scale_words`."""
+        """Nothing: a scale meets scores and probabilities."""
         return []
 
     def key_operands(self, words, headers) -> list[list[Uint32]]:
@@ -98,8 +109,9 @@ class ByteRows:
         matrix, row = lane // 8, lane % 8
         return (row + 8 * (matrix % 2)) * self.row_bytes + ((2 * warp + matrix // 2) ^ row) * CHUNK_BYTES
 
-    def load_values(self, address, tokens: int) -> list[Any]:
-        """Words of a warp's columns, for :meth:`value_operands`."""
+    def load_values(self, address, odd, tokens: int) -> list[Any]:
+        """Words of a warp's columns, for :meth:`value_operands`. odd: bytes from what ``address`` is of to the same of
+        the next token, of rows that begin anywhere."""
         return [
             word
             for first in range(0, tokens, 16)
@@ -139,13 +151,85 @@ class ByteRows:
         return (values[0], values[1]), (values[2], values[3])
 
 
+class ScaledByteRows(ByteRows):
+    """Rows of 132 bytes, fp32 scale and codes, which begin at any multiple of 4 of global memory.
+
+    They lie in shared memory with the bytes in front of them down to a multiple of 16, so that pieces of 16 bytes bring
+    them. That shifts a row by 0 to 12 bytes, for which ldmatrix has no use: lanes load words, 36 from a row to the next
+    one, without bank conflicts unless neighbouring rows are shifted differently (two ways at most).
+    """
+
+    row_bytes = SCALED_ROW_BYTES
+    shifted = headed = True
+
+    @staticmethod
+    def swizzle(row):
+        return row * 0
+
+    def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
+        """Bytes by which a lane's rows are shifted: of keys, tokens g of every 8; of values, tokens 2 t, and how much
+        more the next ones are. Blocks of the cache begin at multiples of 16 bytes and have multiples of 4 tokens."""
+        start = head * rows.head_bytes.to(Int32)
+
+        def shift(token):
+            return (start + token % 4 * rows.token_bytes) & 15
+
+        even = shift(lane % 4 * 2)
+        return shift(lane // 4), even, shift(lane % 4 * 2 + 1) - even
+
+    def scale_place(self, row):
+        """Bytes from a tile to the scale of a row that is not shifted."""
+        return row * self.row_bytes
+
+    # -- keys -----------------------------------------------------------------------------------------------------
+
+    def key_place(self, warp, lane):
+        return (warp * WARP_TOKENS + lane // 4) * self.row_bytes + SCALE_BYTES + lane % 4 * 4
+
+    def load_keys(self, address) -> list[Any]:
+        chunks = HEAD_DIM // CHUNK_BYTES
+        return [
+            ptx.load_shared(address, half * 8 * self.row_bytes + chunk * CHUNK_BYTES)
+            for chunk in range(chunks)
+            for half in range(2)
+        ]
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def value_place(self, warp, lane):
+        return lane % 4 * 2 * self.row_bytes + SCALE_BYTES + (8 * warp + lane // 4) * 4
+
+    def load_values(self, address, odd, tokens: int) -> list[Any]:
+        return [
+            ptx.load_shared(start, first * self.row_bytes)
+            for first in range(0, tokens, 8)
+            for start in (address, address + odd)
+        ]
+
+    def value_operands(self, words, headers, step: int) -> list[list[Uint32]]:
+        pairs = []
+        for even, odd in zip(words[4 * step : 4 * step + 4 : 2], words[4 * step + 1 : 4 * step + 4 : 2], strict=True):
+            both = [ptx.prmt(even, odd, Uint32(s)) for s in (0x5140, 0x7362)]
+            pairs.append([self.codes.numbers(word, ((0, 1), (2, 3))) for word in both])
+        low, high = pairs
+        return [[*low[m], *high[m]] for m in range(2)]
+
+    @staticmethod
+    def column(warp, lane, mma):
+        return 32 * warp + 4 * (lane // 4) + 2 * mma
+
+
 class NibbleRows:
     """Rows of 64 bytes, multiplied out: half of code * scale + shift, rounded once to fp16."""
 
     row_bytes = HEAD_DIM // 2
+    shifted = headed = False
 
     def __init__(self, num_groups: int):
         self.group_chunks = HEAD_DIM // 32 // num_groups  # chunks of 16 bytes, or warps, of a group
+
+    def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
+        return 0, 0, 0
 
     @staticmethod
     def swizzle(row):
@@ -176,6 +260,9 @@ class NibbleRows:
             for word in ptx.load_matrix_x4(address ^ (chunk * CHUNK_BYTES), 0, transpose=False)
         ]
 
+    def header_start(self, memory, operand: int, stage, group):
+        return memory.header(operand, stage) + group * (4 * GROUP_TOKENS)
+
     def load_key_headers(self, address, warp, lane) -> list[Any]:
         """[group][row half] of the lane's two tokens. address: of the tile's, of the warpgroup's first token."""
         own = address + 4 * (warp * WARP_TOKENS + lane // 4)
@@ -197,7 +284,7 @@ class NibbleRows:
         matrix, row = lane // 8, lane % 8
         return (row + 8 * matrix) * self.row_bytes + (warp ^ self.swizzle(row)) * CHUNK_BYTES
 
-    def load_values(self, address, tokens: int) -> list[Any]:
+    def load_values(self, address, odd, tokens: int) -> list[Any]:
         return [
             word
             for first in range(0, tokens, 32)
@@ -235,9 +322,51 @@ class NibbleRows:
         return (values[0], values[2]), (values[1], values[3])
 
 
+class HeadedNibbleRows(NibbleRows):
+    """Of four groups: rows of 80 bytes, headers and codes, as the cache has them; so they have no bank conflicts."""
+
+    row_bytes = HEADED_ROW_BYTES
+    headed = True
+
+    @staticmethod
+    def swizzle(row):
+        return row * 0
+
+    def key_place(self, warp, lane):
+        matrix, row = lane // 8, lane % 8
+        rows = warp * WARP_TOKENS + row + 8 * (matrix % 2)
+        return rows * self.row_bytes + CHUNK_BYTES + matrix // 2 * CHUNK_BYTES
+
+    def load_keys(self, address) -> list[Any]:
+        return [
+            word
+            for chunk in range(0, 4, 2)
+            for word in ptx.load_matrix_x4(address, chunk * CHUNK_BYTES, transpose=False)
+        ]
+
+    def header_start(self, memory, operand: int, stage, group):
+        return memory.tile(operand, stage) + group * (GROUP_TOKENS * self.row_bytes)
+
+    def load_key_headers(self, address, warp, lane) -> list[Any]:
+        own = address + (warp * WARP_TOKENS + lane // 4) * self.row_bytes
+        rows = [ptx.load_shared_vector(own, 8 * i * self.row_bytes, 4) for i in range(2)]
+        return [[rows[i][group] for i in range(2)] for group in range(4)]
+
+    def value_place(self, warp, lane):
+        matrix, row = lane // 8, lane % 8
+        return (row + 8 * matrix) * self.row_bytes + CHUNK_BYTES + warp * CHUNK_BYTES
+
+    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
+        own = address + lane % 4 * 2 * self.row_bytes + 4 * warp
+        return [[ptx.load_shared(own, (first + i) * self.row_bytes) for i in range(2)] for first in range(0, tokens, 8)]
+
+
 BYTE_CODES = {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}
 
 
 def rows_of(form: KvFormat) -> ByteRows | NibbleRows:
     """How rows of a format become operands."""
-    return ByteRows(BYTE_CODES[form.codes]()) if form.codes in BYTE_CODES else NibbleRows(form.num_groups)
+    if form.codes not in BYTE_CODES:
+        return HeadedNibbleRows(4) if form.header_bytes == CHUNK_BYTES else NibbleRows(form.num_groups)
+    kind = ScaledByteRows if form.header_bytes else ByteRows
+    return kind(BYTE_CODES[form.codes]())

@@ -1,8 +1,9 @@
 """Producer warps that bring raw rows of codes, by cp.async into the order that ldmatrix likes; nothing to decode.
 
-Pieces of 16 bytes where rows are multiples of them, else of a word: rows of 132 bytes begin anywhere. What no query
-sees becomes zeros. A tile is full when all of its pieces have arrived, which its barrier is told asynchronously: a warp
-asks for tiles as long as there are free ones.
+Pieces of 16 bytes where rows are multiples of them, else of a word. Rows of a scale and bytes come by pieces of 16,
+too, from the last multiple of 16 before them on, see `codes.ScaledByteRows`. What no query sees becomes zeros. A tile
+is full when all of its pieces have arrived, which its barrier is told asynchronously: a warp asks for tiles as long as
+there are free ones.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.device import numbers, ptx
+from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.ring import advance
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.decode import Places, RowRuns
-from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, rows_of
+from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, SCALE_BYTES, ByteRows, rows_of
 from cute_kernels.extend.memory import KEYS, VALUES
 from cute_kernels.kv_formats import KvFormat
 
@@ -34,6 +36,16 @@ class WarpRows:
     warp_rows: int
     page_tokens: int
 
+    @property
+    def by_tma(self) -> bool:
+        """Whether whole tiles come by tensor maps: rows of 128 bytes, K's and V's."""
+        return all(type(rows_of(form)) is ByteRows for form in self.formats)
+
+
+def _aligned(address: Int64) -> Int64:
+    """The last multiple of 16 up to an address."""
+    return address & ~Int64(CHUNK_BYTES - 1)
+
 
 class TileRows:
     """How a warp's rows of K or V come."""
@@ -45,14 +57,35 @@ class TileRows:
         self.header_bytes, self.header_words = form.header_bytes, form.header_bytes // 4
         self.piece_bytes = 4 if form.row_bytes(shape.head_dim) % CHUNK_BYTES else CHUNK_BYTES
         self.row_pieces = self.rows.row_bytes // self.piece_bytes
-        self.step_rows = WARP_THREADS // self.row_pieces
+        self.step_rows = 0 if self.rows.headed else WARP_THREADS // self.row_pieces
         self.runs = RowRuns(shape)
+        self.by_tma = shape.by_tma
 
     def lane_place(self, lane):
         """(row of a step, bytes of its codes before the lane's piece, its place from the step's first row)."""
         below, first = lane // self.row_pieces, lane % self.row_pieces * self.piece_bytes
         place = below * self.rows.row_bytes + (first ^ (self.rows.swizzle(below) * CHUNK_BYTES))
         return below, first, place
+
+    def copy_headed_rows(self, bases, token_bytes, tile, low, high, lane) -> None:
+        """Rows with what lies in front of their codes, by all pieces that they touch, one row behind the other. No byte
+        behind a row is read."""
+        pieces, somewhere = self.rows.row_bytes // CHUNK_BYTES, _aligned(bases[0])
+        for number in range(0, self.warp_rows * pieces, WARP_THREADS):
+            row, piece = (number + lane) // pieces, (number + lane) % pieces
+            base = bases[0]
+            for run in range(1, len(bases)):
+                base = cutlass.select_(row >= run * self.runs.rows, bases[run], base)
+            start = base + Int64(row % self.runs.rows) * Int64(token_bytes)
+            count, address = Int32(CHUNK_BYTES), _aligned(start) + Int64(piece * CHUNK_BYTES)
+            if self.rows.shifted:
+                last = (start.to(Int32) & (CHUNK_BYTES - 1)) + SCALE_BYTES
+                count = cutlass.select_(piece == pieces - 1, last, count)
+            if low is not None:
+                exists = (row >= low) & (row < high)
+                count = cutlass.select_(exists, count, Int32(0))
+                address = cutlass.select_(exists, address, somewhere)
+            numbers.copy_async(tile + (number + lane) * CHUNK_BYTES, address, count)
 
     @cute.jit
     def copy(self, source, work, memory, first_valid, places: Places, block: Int32, stage: Int32, warp: Int32, lane):
@@ -63,10 +96,42 @@ class TileRows:
         low, high = first_valid - first, work.kv_stop - first
         tile = memory.tile(self.operand, stage) + warp * (self.warp_rows * self.rows.row_bytes)
         headers = memory.header(self.operand, stage) + 4 * (warp * self.warp_rows)
-        if (low <= 0) & (high >= self.warp_rows):
+        if const_expr(self.by_tma):
+            if (low <= 0) & (high >= self.warp_rows):
+                self.copy_tma_tiles(source, work, memory, places, stage, warp)
+            else:
+                self.copy_rows(bases, rows.token_bytes, tile, headers, low, high, lane)
+        elif const_expr(self.rows.headed):
+            if (low <= 0) & (high >= self.warp_rows):
+                self.copy_headed_rows(bases, rows.token_bytes, tile, None, None, lane)
+            else:
+                self.copy_headed_rows(bases, rows.token_bytes, tile, low, high, lane)
+        elif (low <= 0) & (high >= self.warp_rows):
             self.copy_rows(bases, rows.token_bytes, tile, headers, None, None, lane)
         else:
             self.copy_rows(bases, rows.token_bytes, tile, headers, low, high, lane)
+
+    def copy_tma_tiles(self, source, work, memory, places: Places, stage, warp) -> None:
+        """A warp's whole rows, a run of them a TMA tile."""
+        atom, view = source.maps[self.operand]
+        shape = self.runs.rows, self.rows.row_bytes
+        tma_tiles = cute.local_tile(view, shape, (None, None, None, None))
+        barrier = memory.full + memory.barrier(self.operand, stage)
+        first = memory.tile_offset(self.operand, stage) + warp * (self.warp_rows * self.rows.row_bytes)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_expect_tx(barrier, self.warp_rows * self.rows.row_bytes)
+        for run in range(self.runs.count):
+            block = source.pages.block(self.runs.paged, places.entries[run])
+            pointer = memory.tile_pointer + (first + run * (shape[0] * shape[1]))
+            target, origin = cpasync.tma_partition(
+                atom,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(wgmma_tiles.tile(pointer, *shape, Uint8), 0, 2),
+                cute.group_modes(tma_tiles, 0, 2),
+            )
+            row = places.places[run] // shape[0]
+            cute.copy(atom, origin[None, row, 0, work.head, block], target, tma_bar_ptr=barrier)
 
     def copy_rows(self, bases, token_bytes, tile, headers, low, high, lane) -> None:
         """low, high: rows [low, high) are there; None: all."""
@@ -119,7 +184,17 @@ class RawRowProducer:
         self.runs, self.tiles = RowRuns(shape), (TileRows(shape, KEYS), TileRows(shape, VALUES))
 
     def make_maps(self, k_cache, v_cache):
-        """No tensor maps."""
+        """On the host: tensor maps with coordinates [token of a block, byte, head, block]; None without."""
+        if not self.tiles[KEYS].by_tma:
+            return None
+        return tuple(self._make_map(cache) for cache in (k_cache, v_cache))
+
+    def _make_map(self, cache: cute.Tensor):
+        modes = [2, 3, 1, 0] if self.config.features.head_major else [1, 3, 2, 0]
+        view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=modes))
+        shape = self.runs.rows, ByteRows.row_bytes
+        place = wgmma_tiles.tile_layout(*shape, Uint8)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, place, shape)
 
     @cute.jit
     def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):

@@ -19,7 +19,7 @@ class KeyRowsMemory:
     """Pointers and addresses; a tile is found by its operand (KEYS or VALUES) and stage.
 
     Attributes:
-        tiles: raw codes of K's stages, then V's.
+        tile_pointer, tiles: raw codes of K's stages, then V's.
         headers: [stage][header words of K, then those of V][token], a word each.
         queries: B operand [tile_rows, head_dim], by slabs of 64 columns.
         probabilities: of each warpgroup two B operands [tile_rows, 64 tokens].
@@ -29,6 +29,7 @@ class KeyRowsMemory:
     """
 
     config: ExtendConfig
+    tile_pointer: cute.Pointer
     tiles: Int32
     headers: Int32
     queries: Int32
@@ -45,8 +46,8 @@ class KeyRowsMemory:
     def allocate(config: ExtendConfig) -> KeyRowsMemory:
         smem, shape = cutlass.utils.SmemAllocator(), config.key_rows
         assert shape is not None
-        parts = [
-            Int32(smem.allocate(size, byte_alignment=alignment).toint())
+        pointers = [
+            smem.allocate(size, byte_alignment=alignment)
             for size, alignment in (
                 (config.num_stages * sum(shape.tile_bytes), 1024),
                 (shape.query_bytes, 1024),
@@ -57,11 +58,12 @@ class KeyRowsMemory:
                 (WORK_SLOTS * WORK_BYTES, 16),
             )
         ]
-        tiles, queries, probabilities, headers, told, tops, slots = parts
+        tiles, queries, probabilities, headers, told, tops, slots = (Int32(own.toint()) for own in pointers)
         count = 2 * config.num_stages
         barriers = smem.allocate_array(cutlass.Int64, 2 * count + 2 * WORK_SLOTS)
         return KeyRowsMemory(
             config=config,
+            tile_pointer=pointers[0],
             tiles=tiles,
             headers=headers,
             queries=queries,
@@ -92,8 +94,12 @@ class KeyRowsMemory:
 
     def tile(self, operand: int, stage):
         """Address of a tile's codes."""
+        return self.tiles + self.tile_offset(operand, stage)
+
+    def tile_offset(self, operand: int, stage):
+        """Bytes from the first tile."""
         sizes = self.shape.tile_bytes
-        return self.tiles + operand * self.config.num_stages * sizes[0] + stage * sizes[operand]
+        return operand * self.config.num_stages * sizes[0] + stage * sizes[operand]
 
     def header(self, operand: int, stage):
         """Address of the headers of a tile's rows: [header word][token]."""

@@ -9,7 +9,7 @@ before and then scores of the next one; its softmax is behind the other warpgrou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -30,7 +30,7 @@ from cute_kernels.extend.config import (
     WORK_SLOTS,
     ExtendConfig,
 )
-from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, rows_of
+from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, rows_of
 from cute_kernels.extend.key_rows.queries import QueryWriter
 from cute_kernels.extend.key_rows.results import KeyRowsResults, sum_index
 from cute_kernels.extend.loads import load_word_below
@@ -66,8 +66,9 @@ class Sums:
 
 @dataclass(frozen=True)
 class Lane:
-    """Where a thread stands. group, warp: of the two warpgroups, of its four warps. places: of keys, values and
-    probabilities, bytes from a warpgroup's to the lane's."""
+    """Where a thread stands. group, warp: of the two warpgroups, of its four warps. keys, values, probabilities,
+    last_probabilities: bytes from a tile, or from the warpgroup's probabilities, to the lane's. scales: by which those
+    of its rows of K and V are shifted; next_value: from values of its first token to those of its next one."""
 
     group: Int32
     warp: Int32
@@ -76,6 +77,8 @@ class Lane:
     values: Int32
     probabilities: Int32
     last_probabilities: Int32
+    scales: tuple[Any, Any]
+    next_value: Any
 
 
 class KeyRowsConsumer:
@@ -96,16 +99,17 @@ class KeyRowsConsumer:
         self.shape = shape
 
     @cute.jit
-    def run(self, shape, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
+    def run(self, shape, source, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
         """All work tiles of the CTA. group: of the two warpgroups; warp: of its four."""
         if const_expr(self.config.ping_pong):
             if group == 1:
                 self.pass_turn(group)
         stage, phase, slot, slot_phase = Int32(0), Int32(0), Int32(0), Int32(0)
-        place = self.place_of(group, warp, lane)
+        start = self.place_of(group, warp, lane)
         work = self.receive(memory, slot, slot_phase, lane)
         while work.request != END:
             slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
+            place = self.shifted(start, source, work)
             stage, phase = self.attend(shape, operands, features, work, memory, place, stage, phase)
             work = self.receive(memory, slot, slot_phase, lane)
 
@@ -122,6 +126,21 @@ class KeyRowsConsumer:
             self.values.value_place(warp, lane) + group * (GROUP_TOKENS * self.values.row_bytes),
             last + matrix // 2 * (8 * wgmma.ROW_BYTES),
             last,
+            (0, 0),
+            0,
+        )
+
+    def shifted(self, start: Lane, source, work) -> Lane:
+        """For a work tile: rows that begin anywhere are shifted in shared memory."""
+        keys, values = self.keys, self.values
+        key, _, _ = keys.shifts(source.keys, work.head, start.lane)
+        value, even, more = values.shifts(source.values, work.head, start.lane)
+        return replace(
+            start,
+            keys=start.keys + key,
+            values=start.values + even,
+            scales=(key, value),
+            next_value=values.row_bytes + more,
         )
 
     @cute.jit
@@ -208,8 +227,8 @@ class KeyRowsConsumer:
         """Starts adding the last block's values, which lie in ``stage``, times their probabilities. The codes have
         been read when it returns."""
         b = wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
-        words = self.values.load_values(place.values + memory.tile(VALUES, stage), GROUP_TOKENS)
-        address = memory.header(VALUES, stage) + place.group * (4 * GROUP_TOKENS)
+        words = self.values.load_values(place.values + memory.tile(VALUES, stage), place.next_value, GROUP_TOKENS)
+        address = self.values.header_start(memory, VALUES, stage, place.group)
         headers = self.values.load_value_headers(address, GROUP_TOKENS, place.warp, place.lane)
         mmas = range(2)
         totals = [[sums.values[i] for i in self._places(m)] for m in mmas]
@@ -227,7 +246,7 @@ class KeyRowsConsumer:
     def start_scores(self, memory, place, stage) -> list[Any]:
         """Starts the dot products of the warp's 16 tokens with all queries; the keys are free when it returns."""
         words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage))
-        address = memory.header(KEYS, stage) + place.group * (4 * GROUP_TOKENS)
+        address = self.keys.header_start(memory, KEYS, stage, place.group)
         headers = self.keys.load_key_headers(address, place.warp, place.lane)
         b, dots = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries)), []
         operands = self.keys.key_operands(words, headers)
@@ -273,8 +292,8 @@ class KeyRowsConsumer:
     def weigh(self, shape, features, work, span, memory, sums, place, scale, dots, block: Int32, stage: Int32):
         """Probabilities of a block, where all warps see them. When it returns no products are running."""
         row = place.group * GROUP_TOKENS + place.warp * WARP_TOKENS + place.lane // 4
-        lines = self.load_scales(memory, KEYS, stage, row)
-        value_scales = self.load_scales(memory, VALUES, stage, row)
+        lines = self.load_scales(memory, place, KEYS, stage, row)
+        value_scales = self.load_scales(memory, place, VALUES, stage, row)
         found = self.wait_for(sums, dots)
         self.release(memory, KEYS, stage, place.lane)
         s = cute.make_rmem_tensor(2 * self.columns, Float32)
@@ -292,12 +311,14 @@ class KeyRowsConsumer:
             lines = [scale, scale]
         self.share(memory, sums, place, s, lines, value_scales)
 
-    def load_scales(self, memory, operand: int, stage, row) -> list[Any]:
+    def load_scales(self, memory, place, operand: int, stage, row) -> list[Any]:
         """Those of the lane's two tokens; none where rows have none. They come while products run."""
         if not (self.key_scale, self.value_scale)[operand]:
             return []
-        address = memory.header(operand, stage) + 4 * row
-        return [ptx.load_shared(address, 32 * i).bitcast(Float32) for i in range(2)]
+        rows = (self.keys, self.values)[operand]
+        assert isinstance(rows, ScaledByteRows)
+        address = memory.tile(operand, stage) + rows.scale_place(row) + place.scales[operand]
+        return [ptx.load_shared(address, 8 * i * rows.row_bytes).bitcast(Float32) for i in range(2)]
 
     @cute.jit
     def mask(self, shape, features, work, s, place, token: Int32):
