@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -155,7 +155,8 @@ def model_of(name: str, device: torch.device, dtype: torch.dtype | None = None) 
     from transformers import AutoModelForCausalLM
 
     where, options = _source(name)
-    model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto", **options)
+    found = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto", **options)
+    model = cast("torch.nn.Module", found)  # transformers declares its `to` otherwise
     return model.to(device).eval()
 
 
