@@ -173,7 +173,7 @@ def _specs(layers: Iterable[Layer], form: Format, gpu: str) -> Iterator[KernelSp
                 found = [factored(schedule, kind) for kind in (SCALED, NORMED, ORDERED)]
                 yield from (spec_of(one.config) for one in found if one is not None)
                 yield from specs_of(chosen(replace(problem, batch_invariant=True), gpu).config)
-                around = [deferred(schedule, kind) for kind in (GIVES, TAKES)]
+                around = deferred(schedule, GIVES), deferred(schedule, TAKES)
                 yield from (DeferredNormSpec(config) for config in around if config is not None)
 
 

@@ -265,7 +265,9 @@ def test_kernels_of_the_three_are_told_apart():
     assert len(names) == 3
 
 
-STEPS = {  # (n, k) by what a step of 1 or 32 requests to Llama-3-8B, or of 64 to Llama-2-70B's shard, wants of it
+STEPS: dict[
+    int, dict[tuple[int, int], DeferredKind]
+] = {  # (n, k) by what a step of 1 or 32 requests to Llama-3-8B, or of 64 to Llama-2-70B's shard, wants of it
     1: {(4096, 4096): GIVES, (4096, 14_336): GIVES, (6144, 4096): TAKES, (28_672, 4096): TAKES},
     32: {(4096, 4096): GIVES, (4096, 14_336): GIVES, (6144, 4096): TAKES, (28_672, 4096): TAKES},
     64: {(8192, 1024): GIVES, (8192, 3584): GIVES, (1280, 8192): TAKES, (7168, 8192): TAKES},
