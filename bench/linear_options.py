@@ -23,6 +23,7 @@ from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.linear.wgmma.deferred_config import GIVES, SQUARES_N, TAKES
 from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
+from cute_kernels.norm.config import MAX_COLUMNS
 from cute_kernels.runtime import KernelSpec
 from cute_kernels.tuning.linear import TORCH_DTYPES, Format, Weights
 
@@ -108,9 +109,10 @@ class LinearOptions:
             "strided x": self.option(INPUT, x=wide),
             "norm": self.option(INPUT, norm=random(layer.k)),
             "batch invariant": self.option(INVARIANT, batch_invariant=True),
-            "norm given": self.giving(),
             "norm taken": self.taking(),
         }
+        if layer.n <= MAX_COLUMNS:  # wider rows, of gates and heads, are never normed
+            found["norm given"] = self.giving()
         for name, changes in other_formats(self.form).items():
             found[name] = self.option(EPILOGUE, weight=self.packed(**changes))
         return found

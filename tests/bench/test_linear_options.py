@@ -12,6 +12,7 @@ from bench import linear_options
 from bench.linear_options import INPUT, INVARIANT, RESIDUAL, Layer, LinearOptions
 from bench.suites import WrongOutput
 from cute_kernels import NormedRows
+from cute_kernels.norm.config import MAX_COLUMNS
 from cute_kernels.tuning.linear import Format
 
 LAYER = Layer(128, 256, 3)
@@ -47,6 +48,11 @@ def test_an_option_has_its_own_bytes(options):
     assert options["act order"].own_bytes == 4 * k and options["input scale"].own_bytes == 2 * k
     assert options["zero points"].own_bytes == n * k // 128
     assert options["groups of 32"].own_bytes == 2 * n * k * 3 // 128
+
+
+def test_rows_that_are_too_wide_to_be_normed_give_no_norm():
+    wide = LinearOptions(replace(LAYER, n=MAX_COLUMNS + 64), Format(), "cpu").all()
+    assert "norm given" not in wide and "norm taken" in wide
 
 
 def test_what_each_may_take(options):

@@ -453,7 +453,7 @@ DEFERRED = {
     "deferred-norm-limbs": DeferredNormCase(1024, 1024, 520, 3),
     "deferred-norm-clusters": DeferredNormCase(1024, 1024, 520, 30),
     "deferred-norm-exchanged-rows": DeferredNormCase(1024, 8192, 7168, 60),
-    "deferred-norm-parts": DeferredNormCase(576, 768, 200, 65),
+    "deferred-norm-parts": DeferredNormCase(640, 768, 200, 65),
 }
 NORMS = {"norm": NormCase(3, 4096), "norm-short-rows": NormCase(5, 1096)}
 SMALL = MoeModel("small", 32, 4, 1024, 256)

@@ -48,7 +48,7 @@ ALONE |= {
     "many queries of a head": Case(HEADS_FIRST.with_(num_q_heads=16, num_kv_heads=1), BOTH),
     "heads of a CTA": Case(BASE.with_(num_q_heads=32, num_kv_heads=8, page_size=64), BOTH),
     "tokens first": Case(BASE.with_(kv_format="bf16", num_q_heads=32, num_kv_heads=8), BOTH),
-    "more requests than SMs": Case(HEADS_FIRST.with_(num_q_heads=32, num_kv_heads=8), BOTH, (65,) * 200),
+    "more requests than SMs": Case(HEADS_FIRST.with_(num_q_heads=8, num_kv_heads=2), BOTH, (65,) * 140),
     "a pair of formats": Case(HEADS_FIRST.with_(kv_format=("int8_token_head", "int4_g4")), BOTH),
 }  # fmt: skip
 """Steps whose rows attention writes itself; nobody sees what a center takes off their scores."""
