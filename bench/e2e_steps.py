@@ -30,7 +30,7 @@ MARK = "<!-- bench:e2e-steps -->"
 FLOOR_BYTES = 4 << 30  # what the rate of reading is measured on
 RESERVE = 6 << 30  # of the GPU's memory: activations, graphs, what torch keeps
 KINDS = {
-    "norm": r"norm",
+    "norm": r"^(?!.*kernelslinear).*norm",  # products around a deferred norm are products
     "append": r"kv_cache",
     "experts": r"\bmoe|moe",
     "attention": r"attention|fmha|flash|sdpa|cudnn",

@@ -76,6 +76,7 @@ def test_experts_that_are_read_grow_with_the_batch_up_to_all():
     "kernel, kind",
     [
         ("kernel_cutlass_kernel_cute_kernelslinearwgmmakernelWgmmaKernel_object_at", "products"),
+        ("kernel_cutlass_kernel_cute_kernelslinearwgmmadeferred_kernelDeferredNormKernel_object_at", "products"),
         ("kernel_cutlass_kernel_cute_kernelsattentionkernelDecode", "attention"),
         ("kernel_cutlass_kernel_cute_kernelsnormkernelNormKernel", "norm"),
         ("kernel_cutlass_kernel_cute_kernelskv_cachekernelAppend", "append"),
