@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
+
 import pytest
 
 from cute_kernels import families
@@ -13,6 +15,15 @@ SPECS = families.shipped_specs()
 # All whose sources have changed since they were reviewed, and a sample of the others. GOLDEN_ALL=1 takes all.
 REVIEWED = golden.read()
 MEASURED = golden.to_compile(SPECS, REVIEWED) if native.dsl_version() else []
+
+# Bytes of stack, spilled and loaded again, by kernels' names. Why is on docs/design/extend_attention.md.
+SPILLS = {
+    "extend_unpack_*_token_head_*": 144,
+    "extend_unpack_int4_*": 24,
+    "extend_int8_token_head_*_q40": 116,
+    "extend_e4m3_token_head_*_q40": 116,
+}
+MOST_ACCESSES = 0.02  # of a kernel's instructions that may be to local memory
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
@@ -42,6 +53,17 @@ def test_resources_are_as_reviewed(spec: KernelSpec, measured: dict[str, golden.
 @each("spec", SPECS)
 def test_no_kernel_spills(spec: KernelSpec):
     """As reviewed: what is compiled is as reviewed."""
+    bounds = [bound for pattern, bound in SPILLS.items() if fnmatch(spec.symbol, pattern)]
     for kernel in REVIEWED["kernels"].get(spec.symbol, []):
         spilled = kernel["stack_bytes"] + kernel["spill_store_bytes"] + kernel["spill_load_bytes"]
-        assert spilled == 0, f"{spec}/{kernel['kernel']} keeps {kernel['stack_bytes']} bytes per thread in local memory"
+        assert spilled <= max(bounds, default=0), (
+            f"{spec}/{kernel['kernel']} keeps {kernel['stack_bytes']} bytes per thread in local memory"
+        )
+        accesses = sum(kernel["opcodes"].get(opcode, 0) for opcode in ("LDL", "STL"))
+        assert accesses <= MOST_ACCESSES * kernel["num_instructions"]
+
+
+def test_what_spills_is_said():
+    """No entry that nothing needs any more."""
+    spilling = [name for name, kernels in REVIEWED["kernels"].items() if any(one["stack_bytes"] for one in kernels)]
+    assert spilling and all(any(fnmatch(name, pattern) for name in spilling) for pattern in SPILLS)
