@@ -19,7 +19,7 @@ from cute_kernels.arguments import check_tensors
 from cute_kernels.linear import checks, ops
 from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.inputs.launch import InputRows, input_rows
-from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, CompiledProduct, LinearPlan, problem_of
+from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, CompiledProduct, LinearPlan, plan_of_tiles, problem_of
 from cute_kernels.linear.reference import out_features
 from cute_kernels.linear.served import schedule_for
 from cute_kernels.linear.weight import PackedWeight
@@ -113,19 +113,7 @@ def deferred_plan_of(
     if config is None or not isinstance(schedule, TileSchedule):
         return None
     function = load(DeferredNormSpec(config), arch_of(device))
-    return LinearPlan(
-        kernels=CompiledProduct(function, ARGUMENTS[kind]),
-        schedule=schedule,
-        device_index=device,
-        sizes={
-            "num_tiles": schedule.num_tiles,
-            "k_blocks": schedule.k_blocks,
-            "whole": schedule.whole,
-            "splits": schedule.splits,
-            "num_ctas": schedule.num_ctas,
-        },
-        num_words=schedule.workspace_words,
-    )
+    return plan_of_tiles(CompiledProduct(function, ARGUMENTS[kind]), schedule, device)
 
 
 def _aligned(*tensors: torch.Tensor | None) -> bool:

@@ -200,6 +200,11 @@ def make_tile_plan(schedule: TileSchedule, m: int, device_index: int) -> LinearP
     kernels: CompiledProduct | LimbProduct = CompiledProduct(function, declared)
     if not is_portable and schedule.config.makes_limbs_before:
         kernels = limb_product(schedule.config, function, m, schedule.k_blocks, arch)
+    return plan_of_tiles(kernels, schedule, device_index)
+
+
+def plan_of_tiles(kernels: CompiledProduct | LimbProduct, schedule: TileSchedule, device_index: int) -> LinearPlan:
+    """The plan of a compiled kernel of tiles, whose sizes its schedule has."""
     return LinearPlan(
         kernels=kernels,
         schedule=schedule,

@@ -12,21 +12,23 @@ partials like those of the other CTAs of a cluster, and go the same way (:mod:`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
 import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma.cluster_reduction import ClusterReduction
+from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS
 from cute_kernels.linear.wgmma.consumers import Consumers
-from cute_kernels.linear.wgmma.epilogue import TileEpilogue
+from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.linear.wgmma.few_rows import FewRowsSizes, few_rows_scheduler, few_rows_sizes
 from cute_kernels.linear.wgmma.kernel import launch_options
 from cute_kernels.linear.wgmma.loads import ELEMENTS, prefetch_biases, prefetch_k_blocks, tma_tiles_layout
 from cute_kernels.linear.wgmma.memory import allocate
 from cute_kernels.linear.wgmma.places import DensePlaces
 from cute_kernels.linear.wgmma.reading import StageReader
-from cute_kernels.linear.wgmma.reduction import TileReduction
+from cute_kernels.linear.wgmma.reduction import TileReduction, TileStore
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_early import EarlyReduction, OrderedLoads, TileByTile, TileOrder
 from cute_kernels.linear.wgmma.resident_loads import ResidentWeights, StageLoads
@@ -45,12 +47,33 @@ class ResidentSizes(FewRowsSizes):
     reserved: Int32  # not used; kernels are as they were measured with it
 
 
-class ResidentKernel:
-    """One compiled variant; :class:`.resident_config.ResidentConfig` says which."""
+class RowStore(TileStore, Protocol):
+    """A store that asks for numbers of its rows."""
 
-    def __init__(self, config: ResidentConfig):
-        self.config = config
-        self.places, stages, epilogue = DensePlaces(config), StageReader(config), TileEpilogue(config)
+    def ask(self, operands, tid, end) -> list[list[Any]]:
+        """Asks for a thread's, of the rows before ``end``."""
+        ...
+
+    def keep_asked(self, operands, store, asked) -> None:
+        """Leaves in shared memory what came of them."""
+        ...
+
+
+def for_reductions(store: TileStore) -> TileEpilogue:
+    """A store as reductions are declared to take it. They ask for no more than `TileStore` has."""
+    return cast("TileEpilogue", store)
+
+
+class ResidentKernel:
+    """One compiled variant; :class:`.resident_config.ResidentConfig` says which.
+
+    store: in place of `TileEpilogue`; it asks for what else it needs while x is on its way (:mod:`.deferred_norm`).
+    """
+
+    def __init__(self, config: ResidentConfig, store: RowStore | None = None):
+        self.config, self.store = config, store
+        self.places, stages = DensePlaces(config), StageReader(config)
+        epilogue = TileEpilogue(config) if store is None else for_reductions(store)
         self.weights: ResidentWeights
         loop: ChunkLoop
         reduction: TileReduction
@@ -109,13 +132,29 @@ class ResidentKernel:
             self.weights.copy_following(operands, shape, memory, scheduler, lane)
         else:
             cute.arch.cluster_arrive_relaxed()
-            asked = self.limbs.ask_factors(scheduler, warp, lane)
+            factors = self.limbs.ask_factors(scheduler, warp, lane)
             cute.arch.griddepcontrol_wait()  # for whoever makes x
-            fits = self.limbs.make_first(shape, memory, scheduler, warp, lane, asked)
+            store, asked = self.ask(operands, shape, memory, warp, lane)
+            fits = self.limbs.make_first(shape, memory, scheduler, warp, lane, factors)
+            self.keep(operands, store, asked)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             self.consumers.multiply(
                 operands, shape, memory, scheduler, replace(self.consumers.lane(shape, warp, lane), fits=fits)
             )
+
+    def ask(self, operands, shape, memory, warp, lane) -> tuple[Store | None, Any]:
+        """A consumer thread's place among those that store a tile, and what the store asks for beside x."""
+        if self.store is None:
+            return None, None
+        group, row_warp = warp // WARPGROUP_WARPS, warp % WARPGROUP_WARPS
+        staging = memory.staging + group * self.config.staging_bytes
+        store = Store(staging, group, row_warp * WARP_THREADS + lane, row_warp, lane)
+        return store, self.store.ask(operands, store.tid, shape.m)
+
+    def keep(self, operands, store: Store | None, asked) -> None:
+        """Puts it where the store finds it."""
+        if self.store is not None:
+            self.store.keep_asked(operands, store, asked)
 
 
 class FactoredResidentKernel:
