@@ -1,0 +1,104 @@
+"""What a launch of several products is compiled for. No GPU types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cute_kernels.architecture import HOPPER, Limits
+from cute_kernels.device.cuda import WARP_THREADS
+
+MOST_PRODUCTS = 4
+TILE_N = 32  # output features of a work tile: half a tile of codes
+STAGE_K = 256  # inputs of a stage
+GROUP = 128  # inputs that share a scale of weights, and one of x
+CODE_TILE_BYTES, CODE_TILE_K = 2048, 64  # a tile of codes: 64 features
+STAGE_CODES = TILE_N * STAGE_K // 2
+STAGE_SCALES = TILE_N * 2 * (STAGE_K // GROUP)
+STAGE_BYTES = STAGE_CODES + STAGE_SCALES
+PRODUCT_BYTES = 64  # of a product's numbers in shared memory
+SLOTS = 4  # of numbers of work tiles on their way to the warps
+BUFFERS = 2  # of the consumer warps' sums
+ROWS = (1, 2, 4, 8)
+MMA_ROWS = 4  # whose two limbs are the columns of an MMA
+
+
+@dataclass(frozen=True)
+class LayerProductsConfig:
+    """One compiled variant.
+
+    rows: of x, at most. groups: of 128 inputs of the longest row whose limbs there is room for. num_stages: of the ring
+    of weights; default what there is room for.
+    """
+
+    limits: ClassVar[Limits] = HOPPER
+    consumer_warps: ClassVar[int] = 8
+    loader_warps: ClassVar[int] = 4
+    rows: int
+    groups: int
+    num_stages: int
+    dtype: str = "bf16"
+
+    @property
+    def num_warps(self) -> int:
+        return self.consumer_warps + self.loader_warps + 1
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_warps * WARP_THREADS
+
+    @property
+    def columns(self) -> int:
+        """Of limbs: both of each row."""
+        return 2 * self.rows
+
+    @property
+    def row_blocks(self) -> int:
+        """MMAs that share a weight."""
+        return -(-self.rows // MMA_ROWS)
+
+    @property
+    def group_limb_bytes(self) -> int:
+        return self.columns * GROUP
+
+    @property
+    def part_bytes(self) -> int:
+        """A consumer warp's sums of a work tile."""
+        return self.rows * TILE_N * 4
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory beside the ring."""
+        limbs = self.groups * (self.group_limb_bytes + 2 * 4 * self.rows)
+        parts = BUFFERS * self.consumer_warps * self.part_bytes
+        return limbs + parts + MOST_PRODUCTS * PRODUCT_BYTES + 4 * SLOTS + 8 * 2 * (SLOTS + BUFFERS) + 7 * 128
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.fixed_bytes + self.num_stages * (STAGE_BYTES + 16)
+
+    @property
+    def name(self) -> str:
+        return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}"
+
+    def can_implement(self) -> str | None:
+        """None, or why not."""
+        if self.dtype != "bf16":
+            return f"dtype {self.dtype!r} is not 'bf16'"
+        if self.rows not in ROWS:
+            return f"rows {self.rows} is not one of {', '.join(map(str, ROWS))}"
+        if self.num_stages < 2 * self.consumer_warps:
+            return f"{self.num_stages} stages are fewer than two for each of {self.consumer_warps} consumer warps"
+        return self.limits.refuses(self.num_threads, self.shared_bytes)
+
+
+def config_for(rows: int, most_k: int) -> LayerProductsConfig | None:
+    """The configuration for so many rows of up to ``most_k`` inputs: as deep a ring as there is room for; None if it
+    would be too shallow."""
+    fitting = [size for size in ROWS if size >= rows]
+    if not fitting:
+        return None
+    empty = LayerProductsConfig(fitting[0], -(-most_k // GROUP), 0)
+    stages = (empty.limits.shared_bytes - empty.fixed_bytes) // (STAGE_BYTES + 16)
+    config = LayerProductsConfig(empty.rows, empty.groups, stages)
+    return config if stages > 0 and config.can_implement() is None else None

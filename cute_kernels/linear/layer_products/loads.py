@@ -1,0 +1,111 @@
+"""Loader warps: weights of one work tile after the other into the ring, whatever has been computed by then."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from cute_kernels.device import ptx
+from cute_kernels.device.exchange import EMPTY_WORD
+from cute_kernels.device.ring import advance
+from cute_kernels.linear.layer_products import instructions
+from cute_kernels.linear.layer_products.config import (
+    CODE_TILE_BYTES,
+    CODE_TILE_K,
+    GROUP,
+    SLOTS,
+    STAGE_BYTES,
+    STAGE_CODES,
+    STAGE_K,
+    TILE_N,
+    LayerProductsConfig,
+)
+from cute_kernels.linear.layer_products.memory import TICKETS, Memory, Sizes, receive
+
+HALF_CODES = TILE_N * CODE_TILE_K // 2  # a work tile's part of a tile of codes
+GROUP_SCALES = 2 * 2 * TILE_N  # of a tile of codes
+
+
+class Loader:
+    """What the loader warps do; the first of them draws work tiles."""
+
+    def __init__(self, config: LayerProductsConfig):
+        self.config = config
+
+    def draw(self, sizes: Sizes):
+        """The number of the CTA's next work tile, at least num_tiles where there is no more; one lane."""
+        return ptx.atomic_add(sizes.counters + TICKETS, Int32(1)) + 1
+
+    @cute.jit
+    def run(self, sizes: Sizes, memory: Memory, rank, lane, drawn):
+        """All work tiles of the CTA. drawn: the first one, in lane 0 of the first loader warp."""
+        base, slot, slot_phase, running, drawn = Int32(0), Int32(0), Int32(0), Int32(1), Int32(drawn)
+        while running != 0:
+            if rank == 0:
+                cute.arch.mbarrier_wait(memory.tile_empty + slot, slot_phase ^ 1)
+                if lane == 0:
+                    ptx.store_shared(memory.slots + slot * 4, 0, [Uint32(drawn)])
+                    cute.arch.mbarrier_arrive(memory.tile_full + slot)
+            tile = receive(memory, slot, slot_phase, lane)
+            slot, slot_phase = advance(slot, slot_phase, SLOTS)
+            if tile >= sizes.num_tiles:
+                running = Int32(0)
+            else:
+                if rank == 0:
+                    if lane == 0:
+                        drawn = self.draw(sizes)
+                number = sizes.product_of(tile)
+                stages = self.copy_tile(memory, number, tile, base, rank, lane)
+                base = base + stages
+        if rank == 0:
+            if lane == 0:
+                self.leave(sizes, drawn)
+
+    @cute.jit
+    def leave(self, sizes: Sizes, drawn):
+        """Every CTA draws one number too many, who draws the last one makes the counter EMPTY. Then, and not before,
+        may the next launch begin, whose CTAs draw at once."""
+        if drawn == sizes.num_tiles + sizes.num_ctas - 1:
+            ptx.store_global(sizes.counters + TICKETS, [Uint32(EMPTY_WORD)])
+        instructions.fence()
+        cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def copy_tile(self, memory: Memory, number, tile, base, rank, lane):
+        """Asks for a loader warp's stages of a work tile, as the ring has room; how many the tile has."""
+        product = memory.product(number)
+        own = tile - product.begin
+        half, whole = own & 1, Int64(own >> 1)
+        k = product.k
+        codes = product.codes + whole * (k * (CODE_TILE_BYTES // CODE_TILE_K)) + half * HALF_CODES
+        scales = product.scales + whole * (k * GROUP_SCALES // GROUP) + half * (GROUP_SCALES // 2)
+        stages = k // STAGE_K
+        if lane == 0:
+            for j in cutlass.range(rank, stages, self.config.loader_warps, unroll=1):
+                position = base + j
+                stage = position % self.config.num_stages
+                parity = (position // self.config.num_stages) & 1
+                cute.arch.mbarrier_wait(memory.empty + stage, parity ^ 1)
+                self.copy_stage(memory, stage, codes, scales, j)
+        return stages
+
+    def copy_stage(self, memory: Memory, stage, codes, scales, j) -> None:
+        """Asks for a stage."""
+        barrier = memory.full + stage
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, STAGE_BYTES)
+        address, target = Int32(barrier.toint()), memory.ring + stage * STAGE_BYTES
+        code_tiles, groups = STAGE_K // CODE_TILE_K, STAGE_K // GROUP
+        first = codes + Int64(j) * (code_tiles * CODE_TILE_BYTES)
+        for i in range(code_tiles):
+            ptx.bulk_copy_to_shared(
+                target + i * HALF_CODES, first + i * CODE_TILE_BYTES, Int32(HALF_CODES), address
+            )
+        first = scales + Int64(j) * (groups * GROUP_SCALES)
+        for i in range(groups):
+            ptx.bulk_copy_to_shared(
+                target + (STAGE_CODES + i * (GROUP_SCALES // 2)),
+                first + i * GROUP_SCALES,
+                Int32(GROUP_SCALES // 2),
+                address,
+            )

@@ -1,0 +1,140 @@
+"""Consumer warps: each multiplies stages of its own, 32 features by 256 inputs, by MMAs of bytes.
+
+A warp's products are exact in int32 for each 128 inputs; scales meet them on the way to fp32 sums. Every eighth stage
+of a work tile is a warp's, from its own number on, so sums are the same whichever CTA has the tile.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.ring import advance
+from cute_kernels.linear.layer_products import instructions
+from cute_kernels.linear.layer_products.config import (
+    BUFFERS,
+    CODE_TILE_K,
+    GROUP,
+    MMA_ROWS,
+    SLOTS,
+    STAGE_BYTES,
+    STAGE_CODES,
+    STAGE_K,
+    TILE_N,
+    LayerProductsConfig,
+)
+from cute_kernels.linear.layer_products.loads import HALF_CODES
+from cute_kernels.linear.layer_products.memory import Memory, Sizes, receive
+from cute_kernels.linear.layer_products.rows import COLUMN_BYTES, Rows
+from cute_kernels.linear.wgmma.limbs import LIMB_BASE, SIGNS, UPPER_HALVES
+
+FRAGMENT_N = 16  # features of an MMA
+FRAGMENTS = TILE_N // FRAGMENT_N
+WARP_CODES = HALF_CODES // FRAGMENTS  # a warp's load of 64 inputs
+
+
+class Multiplier:
+    """What the consumer warps do."""
+
+    def __init__(self, config: LayerProductsConfig):
+        self.config, self.rows = config, Rows(config)
+
+    @cute.jit
+    def run(self, sizes: Sizes, memory: Memory, warp, lane):
+        """All work tiles of the CTA."""
+        base, slot, slot_phase, running = Int32(0), Int32(0), Int32(0), Int32(1)
+        before, buffer, buffer_phase = Int32(-1), Int32(0), Int32(0)
+        masks = ptx.pinned(Uint32(SIGNS))
+        acc = cute.make_rmem_tensor(self.num_sums, Float32)
+        while running != 0:
+            tile = receive(memory, slot, slot_phase, lane)
+            slot, slot_phase = advance(slot, slot_phase, SLOTS)
+            if tile >= sizes.num_tiles:
+                running = Int32(0)
+            else:
+                number = sizes.product_of(tile)
+                product = memory.product(number)
+                if number != before:
+                    self.rows.make(sizes, memory, product, warp, lane)
+                    before = number
+                acc.fill(0.0)
+                stages = product.k // STAGE_K
+                for j in cutlass.range(warp, stages, self.config.consumer_warps, unroll=1):
+                    position = base + j
+                    stage = position % self.config.num_stages
+                    parity = (position // self.config.num_stages) & 1
+                    cute.arch.mbarrier_wait(memory.full + stage, parity)
+                    self.multiply_stage(acc, memory, stage, j, masks, lane)
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(memory.empty + stage)
+                base = base + stages
+                cute.arch.mbarrier_wait(memory.parts_empty + buffer, buffer_phase ^ 1)
+                self.publish(acc, memory, buffer, warp, lane)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(memory.parts_full + buffer)
+                buffer, buffer_phase = advance(buffer, buffer_phase, BUFFERS)
+
+    @property
+    def num_sums(self) -> int:
+        """[block of four rows][fragment][feature of a thread]."""
+        return self.config.row_blocks * FRAGMENTS * 2
+
+    def multiply_stage(self, acc, memory: Memory, stage, j, masks, lane) -> None:
+        """Adds a stage's products."""
+        config, place = self.config, memory.ring + stage * STAGE_BYTES
+        codes = place + lane * 16
+        scales = place + STAGE_CODES + lane // 4 * 2
+        column, row = cutlass.min(lane // 4, config.columns - 1), cutlass.min(lane % 4, config.rows - 1)
+        half_bytes = config.columns * COLUMN_BYTES
+        for i in range(STAGE_K // GROUP):
+            group = j * (STAGE_K // GROUP) + i
+            limbs = memory.limbs + group * (2 * half_bytes) + column * COLUMN_BYTES + lane % 4 * 16
+            x_scales = memory.x_scales + (group * config.rows + row) * 4
+            b = [
+                [ptx.load_shared_vector(limbs, half * half_bytes + block * (8 * COLUMN_BYTES), 4) for half in range(2)]
+                for block in range(config.row_blocks)
+            ]
+            of_rows = [
+                ptx.load_shared(x_scales, block * MMA_ROWS * 4).bitcast(Float32) for block in range(config.row_blocks)
+            ]
+            for fragment in range(FRAGMENTS):
+                first = i * (GROUP // CODE_TILE_K) * HALF_CODES + fragment * WARP_CODES
+                words = [ptx.load_shared_vector(codes, first + half * HALF_CODES, 4) for half in range(2)]
+                at = i * (TILE_N * 2) + fragment * (FRAGMENT_N * 2)
+                of_features = [
+                    (ptx.load_shared_part(scales, at + 16 * k, 2) << 16).bitcast(Float32) for k in range(2)
+                ]
+                a = [self.operands(words[half][step], words[half][step + 1], masks) for half in range(2) for step in (0, 2)]
+                for block in range(config.row_blocks):
+                    dots = [Int32(0)] * 4
+                    for step in range(4):
+                        pair = b[block][step // 2][step % 2 * 2 : step % 2 * 2 + 2]
+                        dots = instructions.multiply_bytes(dots, a[step], pair)
+                    for k in range(2):
+                        exact = numbers.to_float(dots[2 * k] * LIMB_BASE + dots[2 * k + 1])
+                        index = (block * FRAGMENTS + fragment) * 2 + k
+                        acc[index] = ptx.fma(exact * of_rows[block], of_features[k], acc[index])
+
+    def operands(self, first, second, masks) -> list:
+        """Bytes of two steps' codes, less 8 and times 16: the A operand of an MMA."""
+        upper = Uint32(UPPER_HALVES)
+        return [
+            byte for word in (first, second) for byte in (((word << 4) ^ masks) & upper, (word ^ masks) & upper)
+        ]
+
+    @cute.jit
+    def publish(self, acc, memory: Memory, buffer, warp, lane):
+        """Leaves a warp's sums to the store warp: [row][feature]."""
+        start = memory.parts + (buffer * self.config.consumer_warps + warp) * self.config.part_bytes
+        start = start + lane % 4 * (TILE_N * 4) + lane // 4 * 4
+        for block in cutlass.range_constexpr(self.config.row_blocks):
+            if lane % 4 + block * MMA_ROWS < self.config.rows:
+                for fragment in cutlass.range_constexpr(FRAGMENTS):
+                    for k in cutlass.range_constexpr(2):
+                        index = (block * FRAGMENTS + fragment) * 2 + k
+                        place = block * (MMA_ROWS * TILE_N * 4) + (fragment * FRAGMENT_N + 8 * k) * 4
+                        ptx.store_shared(start, place, [acc[index]])
