@@ -81,3 +81,14 @@ def add_in_order(address: Int64, value: Int32, *, loc=None, ip=None) -> Int32:
 def fence(*, loc=None, ip=None) -> None:
     """What the thread has stored is seen by the GPU before what it does next."""
     _effect([], "fence.acq_rel.gpu;", "", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def copy_elected(destination: Int32, source: Int64, num_bytes: int, barrier: Int32, *, loc=None, ip=None) -> None:
+    """As `ptx.bulk_copy_to_shared`, by one lane of a warp whose lanes are all here with the same operands.
+
+    In a branch of one lane the compiler would ask each time which lanes have which addresses.
+    """
+    operands = [Int32(destination), Int64(source), Int32(num_bytes), Int32(barrier)]
+    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    _effect(operands, f"{{ .reg .pred p; elect.sync _|p, 0xffffffff; @p {copy} }}", "r,l,r,r", loc=loc, ip=ip)

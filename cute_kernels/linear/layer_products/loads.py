@@ -77,35 +77,38 @@ class Loader:
         product = memory.product(number)
         own = tile - product.begin
         half, whole = own & 1, Int64(own >> 1)
-        k = product.k
+        k = cute.arch.shuffle_sync(product.k, 0)
         codes = product.codes + whole * (k * (CODE_TILE_BYTES // CODE_TILE_K)) + half * HALF_CODES
         scales = product.scales + whole * (k * GROUP_SCALES // GROUP) + half * (GROUP_SCALES // 2)
+        # Else each copy would ask which lanes have which address: 100 clocks.
+        codes, scales = uniform(codes), uniform(scales)
         stages = k // STAGE_K
-        if lane == 0:
-            for j in cutlass.range(rank, stages, self.config.loader_warps, unroll=1):
-                position = base + j
-                stage = position % self.config.num_stages
-                parity = (position // self.config.num_stages) & 1
-                cute.arch.mbarrier_wait(memory.empty + stage, parity ^ 1)
-                self.copy_stage(memory, stage, codes, scales, j)
+        for j in cutlass.range(rank, stages, self.config.loader_warps, unroll=1):
+            position = base + j
+            stage = position % self.config.num_stages
+            parity = (position // self.config.num_stages) & 1
+            cute.arch.mbarrier_wait(memory.empty + stage, parity ^ 1)
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, STAGE_BYTES)
+            cute.arch.sync_warp()
+            self.copy_stage(memory, stage, codes, scales, j)
         return stages
 
     def copy_stage(self, memory: Memory, stage, codes, scales, j) -> None:
         """Asks for a stage."""
         barrier = memory.full + stage
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, STAGE_BYTES)
         address, target = Int32(barrier.toint()), memory.ring + stage * STAGE_BYTES
         code_tiles, groups = STAGE_K // CODE_TILE_K, STAGE_K // GROUP
         first = codes + Int64(j) * (code_tiles * CODE_TILE_BYTES)
         for i in range(code_tiles):
-            ptx.bulk_copy_to_shared(
-                target + i * HALF_CODES, first + i * CODE_TILE_BYTES, Int32(HALF_CODES), address
-            )
+            instructions.copy_elected(target + i * HALF_CODES, first + i * CODE_TILE_BYTES, HALF_CODES, address)
         first = scales + Int64(j) * (groups * GROUP_SCALES)
         for i in range(groups):
-            ptx.bulk_copy_to_shared(
-                target + (STAGE_CODES + i * (GROUP_SCALES // 2)),
-                first + i * GROUP_SCALES,
-                Int32(GROUP_SCALES // 2),
-                address,
-            )
+            place = target + (STAGE_CODES + i * (GROUP_SCALES // 2))
+            instructions.copy_elected(place, first + i * GROUP_SCALES, GROUP_SCALES // 2, address)
+
+
+def uniform(address: Int64) -> Int64:
+    """An address that is alike in all lanes, as the compiler knows then."""
+    low, high = (cute.arch.shuffle_sync(Int32(part), 0) for part in (address, address >> 32))
+    return (Int64(high) << 32) | Int64(Uint32(low))
