@@ -63,13 +63,12 @@ class Rows:
             self.keep(words, [ptx.pack_bf16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)])
             own = lanes.in_pairs(operator.add, [value * value for value in values])
             total = lanes.lane_sum(own, lanes.neighbours(GROUP_LANES))
-            if (lane % GROUP_LANES == 0) & (group < groups):
+            if group < groups:  # all four lanes have it, and store the same
                 ptx.store_shared(memory.squares + (row * self.config.groups + group) * 4, 0, [total])
         scale, limbs = self.limbs.split([words[i] for i in range(LANE_WORDS)])
         if group < groups:
             self.store(memory, row, group, lane, limbs)
-            if lane % GROUP_LANES == 0:
-                ptx.store_shared(memory.x_scales + (group * self.config.rows + row) * 4, 0, [scale])
+            ptx.store_shared(memory.x_scales + (group * self.config.rows + row) * 4, 0, [scale])
 
     def load(self, start, *, constant: bool) -> list[Any]:
         """A lane's two blocks of 16 elements, 64 apart. Rows may have been written by this launch."""

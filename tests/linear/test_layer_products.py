@@ -1,0 +1,158 @@
+"""Products of a layer in one launch, without a GPU: what its warps compute in NumPy, and what configurations promise."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.linear.layer_products import instructions
+from cute_kernels.linear.layer_products.config import GROUP, STAGE_BYTES, STAGE_K, TILE_N, LayerProductsConfig, config_for
+from cute_kernels.linear.layer_products.loads import Loader
+from cute_kernels.linear.layer_products.memory import Product
+from cute_kernels.linear.layer_products.multiply import FRAGMENT_N, FRAGMENTS, Multiplier
+from cute_kernels.linear.layer_products.rows import Rows
+from simulator.backend import Meanings
+from simulator.registers import Register
+from tests.attention.warp import LANES, Int32, Warp, elements, from_halves, halves
+from tests.linear.cases import known
+
+RING, LIMBS, X_SCALES, SQUARES = 0, 1 << 16, 3 << 16, (3 << 16) + (1 << 12)
+CODES, SCALES, X, NORM = 0, 1 << 20, 3 << 19, (3 << 19) + (1 << 16)
+
+
+class LayerWarp(Warp):
+    """A warp with what these launches have more."""
+
+    def meanings(self) -> Meanings:
+        found = super().meanings()
+        own = {"multiply_bytes": self.multiply_bytes, "copy_elected": self.copy_elected}
+        return Meanings(found.instructions, found.arch, found.cute, found.cutlass, found.scalars, {instructions: own})
+
+    def load_relaxed(self, address, num_words: int, *, offset: int = 0):
+        return self.load_global_words(address, offset, num_words, constant=False)
+
+    def load_shared_part(self, address, offset: int, num_bytes: int):
+        places = np.broadcast_to(np.asarray(address, np.int64) + offset, (32,))
+        assert num_bytes == 2 and not (places % 2).any()
+        return self.shared_memory.view(np.uint16)[places // 2].astype(np.uint32).view(Register)
+
+    def to_float(self, x):
+        return np.asarray(x, np.int32).astype(np.float32).view(Register)
+
+    def greater_magnitude(self, a, b, *, dtype: str):
+        left, right = (np.abs(elements(word, dtype)) for word in (a, b))
+        return from_halves(np.where(left >= right, halves(a), halves(b)))
+
+    def copy_elected(self, destination, source, num_bytes: int, barrier) -> None:
+        target, start = int(np.asarray(destination).reshape(-1)[0]), int(np.asarray(source).reshape(-1)[0])
+        assert not (target | start | num_bytes) % 16
+        self.shared_memory[target : target + num_bytes] = self.global_memory[start : start + num_bytes]
+
+    def multiply_bytes(self, sums, a, b):
+        """The instruction's fragments, from the PTX manual."""
+        row, column = LANES // 4, LANES % 4
+        left, right = np.zeros((16, 32), np.int64), np.zeros((32, 8), np.int64)
+        for i, word in enumerate(a):
+            of_lanes = np.broadcast_to(np.asarray(word, np.uint32), (32,)).copy().view(np.int8).reshape(32, 4)
+            for byte in range(4):
+                left[row + 8 * (i % 2), 4 * column + byte + 16 * (i // 2)] = of_lanes[:, byte]
+        for i, word in enumerate(b):
+            of_lanes = np.broadcast_to(np.asarray(word, np.uint32), (32,)).copy().view(np.int8).reshape(32, 4)
+            for byte in range(4):
+                right[4 * column + byte + 16 * i, row] = of_lanes[:, byte]
+        product = left @ right
+        found = [product[row + 8 * (i // 2), 2 * column + i % 2] for i in range(4)]
+        totals = [np.broadcast_to(np.asarray(c, np.int64), (32,)) + one for c, one in zip(sums, found, strict=True)]
+        return [total.astype(np.int32).view(Register) for total in totals]
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
+
+
+class Cta:
+    """A CTA's memory, with one product's weight and rows."""
+
+    def __init__(self, n: int, k: int, rows: int, run_on):
+        self.config = LayerProductsConfig(rows, -(-k // GROUP), 16)
+        self.weight, generator = known(n, k, group_size=GROUP), torch.Generator().manual_seed(k + rows)
+        self.x = torch.randn(rows, k, generator=generator).bfloat16()
+        self.norm = torch.rand(k, generator=generator).bfloat16()
+        packed = self.weight.pack()
+        memory = np.zeros(1 << 21, np.uint8)
+        places = ((CODES, packed.codes), (SCALES, packed.scales), (X, self.x), (NORM, self.norm))
+        for place, tensor in places:
+            found = bytes_of(tensor)
+            memory[place : place + len(found)] = found
+        self.warp = LayerWarp(np.full(1 << 18, 0xAA, np.uint8), memory)
+        run_on(self.warp)
+        barrier = SimpleNamespace(toint=lambda: Int32(0))
+        self.memory = SimpleNamespace(
+            ring=RING, limbs=LIMBS, x_scales=X_SCALES, squares=SQUARES,
+            full=SimpleNamespace(__add__=None), barrier=barrier,
+        )  # fmt: skip
+        self.memory.full = Barriers()
+        self.k, self.n = k, n
+
+    def product(self, norm: bool) -> Product:
+        return Product(CODES, SCALES, X, NORM if norm else 0, 0, 0, self.n, self.k, 0, 0)  # type: ignore[arg-type]
+
+    def make_rows(self, norm: bool, offset: float = 0.0) -> None:
+        rows, sizes = Rows(self.config), SimpleNamespace(offset=np.float32(offset), m=self.config.rows)
+        for row in range(self.config.rows):
+            for first in range(0, self.k // GROUP, 8):
+                rows.make_groups(sizes, self.memory, self.product(norm), self.k // GROUP, row, Int32(first), Int32(LANES))
+
+    def tile(self, number: int) -> np.ndarray:
+        """A work tile's sums [rows, 32 features], by one warp."""
+        loader, multiplier = Loader(self.config), Multiplier(self.config)
+        half, whole = number & 1, number >> 1
+        codes = CODES + whole * self.k * 32 + half * 1024
+        scales = SCALES + whole * self.k + half * 64
+        acc = [np.zeros(32, np.float32).view(Register) for _ in range(multiplier.num_sums)]
+        for j in range(self.k // STAGE_K):
+            stage = (5 + j) % 16
+            loader.copy_stage(self.memory, stage, codes, scales, j)  # type: ignore[arg-type]
+            multiplier.multiply_stage(acc, self.memory, stage, j, np.uint32(0x80808080), Int32(LANES))  # type: ignore[arg-type]
+        found = np.zeros((max(4, self.config.rows), TILE_N), np.float32)
+        for block in range(self.config.row_blocks):
+            for fragment in range(FRAGMENTS):
+                for k in range(2):
+                    features = FRAGMENT_N * fragment + 8 * k + LANES // 4
+                    found[4 * block + LANES % 4, features] = acc[(block * FRAGMENTS + fragment) * 2 + k]
+        return found[: self.config.rows]
+
+
+class Barriers:
+    def __add__(self, _):
+        return SimpleNamespace(toint=lambda: Int32(0))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+@pytest.mark.parametrize("norm", [False, True])
+def test_warps_multiply_a_work_tile_as_fp64_does(rows: int, norm: bool, run_on):
+    cta = Cta(128, 1024, rows, run_on)
+    cta.make_rows(norm, 0.25)
+    x = cta.x
+    if norm:
+        x = (x.float() * (cta.norm.float() + 0.25)).bfloat16()
+        squares = cta.warp.shared_memory[SQUARES:].view(np.float32)[: rows * 8].reshape(rows, 8)
+        exact = cta.x.double().square().view(rows, 8, GROUP).sum(-1)
+        assert np.allclose(squares, exact.numpy(), rtol=1e-6)
+    exact = (x.double() @ cta.weight.dense.T).numpy()
+    for number in range(4):
+        wanted = exact[:, number * TILE_N : (number + 1) * TILE_N]
+        assert np.allclose(cta.tile(number), wanted, rtol=0, atol=2e-5 * np.abs(exact).max())
+
+
+def test_rings_are_as_deep_as_there_is_room_for():
+    for rows, most_k, stages in ((1, 14336, 44), (2, 14336, 36), (4, 14336, 22), (8, 8192, 16), (1, 28672, 36)):
+        config = config_for(rows, most_k)
+        assert config is not None and config.num_stages >= stages
+        assert config.shared_bytes + STAGE_BYTES + 16 > config.limits.shared_bytes
+    assert config_for(8, 14336) is None and config_for(9, 4096) is None
