@@ -20,11 +20,13 @@ from cute_kernels.kv_cache import (
     quantize_kv,
 )
 from cute_kernels.linear import (
+    LayerRows,
     NormedRows,
     PackedWeight,
     QuantizedLinear,
     interleave_weights,
     quantize_weight,
+    quantized_layer,
     quantized_linear,
     quantized_linear_norm,
 )
@@ -45,6 +47,7 @@ from cute_kernels.runtime.device import UnsupportedGPUError
 
 __all__ = [
     "KVCache",
+    "LayerRows",
     "LinearScaling",
     "Llama3Scaling",
     "NormedRows",
@@ -77,6 +80,7 @@ __all__ = [
     "quantize_mla_kv",
     "quantize_model",
     "quantize_weight",
+    "quantized_layer",
     "quantized_linear",
     "quantized_linear_norm",
     "rms_norm",

@@ -1,4 +1,4 @@
-"""Products of a layer in one launch, without a GPU: what its warps compute in NumPy, and what configurations promise."""
+"""Products of a layer in one launch, without a GPU: what its warps compute in NumPy, what configurations promise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.linear.layer_products import instructions
-from cute_kernels.linear.layer_products.config import GROUP, STAGE_BYTES, STAGE_K, TILE_N, LayerProductsConfig, config_for
+from cute_kernels.linear.layer_products.config import (
+    GROUP,
+    STAGE_BYTES,
+    STAGE_K,
+    TILE_N,
+    LayerProductsConfig,
+    config_for,
+)
 from cute_kernels.linear.layer_products.loads import Loader
 from cute_kernels.linear.layer_products.memory import Product
 from cute_kernels.linear.layer_products.multiply import FRAGMENT_N, FRAGMENTS, Multiplier
@@ -106,7 +113,9 @@ class Cta:
         rows, sizes = Rows(self.config), SimpleNamespace(offset=np.float32(offset), m=self.config.rows)
         for row in range(self.config.rows):
             for first in range(0, self.k // GROUP, 8):
-                rows.make_groups(sizes, self.memory, self.product(norm), self.k // GROUP, row, Int32(first), Int32(LANES))
+                rows.make_groups(
+                    sizes, self.memory, self.product(norm), self.k // GROUP, row, Int32(first), Int32(LANES)
+                )
 
     def tile(self, number: int) -> np.ndarray:
         """A work tile's sums [rows, 32 features], by one warp."""

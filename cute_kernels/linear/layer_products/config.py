@@ -27,17 +27,20 @@ MMA_ROWS = 4  # whose two limbs are the columns of an MMA
 class LayerProductsConfig:
     """One compiled variant.
 
-    rows: of x, at most. groups: of 128 inputs of the longest row whose limbs there is room for. num_stages: of the ring
-    of weights; default what there is room for.
+    Attributes:
+        rows: of x, at most.
+        groups: of 128 inputs of the longest row whose limbs there is room for.
+        num_stages: of the ring of weights.
+        consumer_warps, loader_warps: that multiply, and that copy weights.
     """
 
     limits: ClassVar[Limits] = HOPPER
-    consumer_warps: ClassVar[int] = 8
-    loader_warps: ClassVar[int] = 4
     rows: int
     groups: int
     num_stages: int
     dtype: str = "bf16"
+    consumer_warps: int = 8
+    loader_warps: int = 4
 
     @property
     def num_warps(self) -> int:
@@ -79,7 +82,8 @@ class LayerProductsConfig:
 
     @property
     def name(self) -> str:
-        return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}"
+        warps = f"w{self.consumer_warps}l{self.loader_warps}"
+        return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}_{warps}"
 
     def can_implement(self) -> str | None:
         """None, or why not."""

@@ -105,10 +105,12 @@ class Multiplier:
                 first = i * (GROUP // CODE_TILE_K) * HALF_CODES + fragment * WARP_CODES
                 words = [ptx.load_shared_vector(codes, first + half * HALF_CODES, 4) for half in range(2)]
                 at = i * (TILE_N * 2) + fragment * (FRAGMENT_N * 2)
-                of_features = [
-                    (ptx.load_shared_part(scales, at + 16 * k, 2) << 16).bitcast(Float32) for k in range(2)
+                of_features = [(ptx.load_shared_part(scales, at + 16 * k, 2) << 16).bitcast(Float32) for k in range(2)]
+                a = [
+                    self.operands(words[half][step], words[half][step + 1], masks)
+                    for half in range(2)
+                    for step in (0, 2)
                 ]
-                a = [self.operands(words[half][step], words[half][step + 1], masks) for half in range(2) for step in (0, 2)]
                 for block in range(config.row_blocks):
                     dots = [Int32(0)] * 4
                     for step in range(4):
@@ -122,9 +124,7 @@ class Multiplier:
     def operands(self, first, second, masks) -> list:
         """Bytes of two steps' codes, less 8 and times 16: the A operand of an MMA."""
         upper = Uint32(UPPER_HALVES)
-        return [
-            byte for word in (first, second) for byte in (((word << 4) ^ masks) & upper, (word ^ masks) & upper)
-        ]
+        return [byte for word in (first, second) for byte in (((word << 4) ^ masks) & upper, (word ^ masks) & upper)]
 
     @cute.jit
     def publish(self, acc, memory: Memory, buffer, warp, lane):

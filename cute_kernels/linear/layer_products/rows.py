@@ -98,5 +98,3 @@ class Rows:
     def meet(self) -> None:
         """Waits for all consumer warps."""
         cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=32 * self.config.consumer_warps)
-
-

@@ -1,0 +1,209 @@
+"""The products of a layer from one attention to the next: in one launch where there is a kernel for them, else as
+`quantized_linear_norm` and `quantized_linear` have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.linear import checks, ops
+from cute_kernels.linear.deferred import GivingCall, NormedRows, TakingCall, check_giving, give, take
+from cute_kernels.linear.layer_products.arguments import COUNTER_WORDS, LAYER_PRODUCTS, NUMBERS, PRODUCTS
+from cute_kernels.linear.layer_products.compile import LayerProductsSpec
+from cute_kernels.linear.layer_products.config import (
+    GROUP,
+    MOST_PRODUCTS,
+    STAGE_K,
+    TILE_N,
+    LayerProductsConfig,
+    config_for,
+)
+from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of, is_supported
+from cute_kernels.runtime.gpu import GPU, per_gpu
+from cute_kernels.runtime.memory import Blank, blank
+from cute_kernels.runtime.operator import launcher
+from cute_kernels.runtime.plans import ALIGNMENT, identity
+from cute_kernels.runtime.workspace import Memory, WorkspacePool
+from cute_kernels.weight_formats import integers
+
+FORMAT = integers(4, GROUP)
+# Of these launches alone: CTAs of the next one draw work tiles before they wait for the launch before them.
+COUNTERS = WorkspacePool(Memory(stream_words=COUNTER_WORDS, slab_words=1 << 18))
+
+
+class LayerCall(NamedTuple):
+    """Arguments of `quantized_layer`."""
+
+    x: torch.Tensor
+    o: PackedWeight
+    gate_up: PackedWeight
+    down: PackedWeight
+    qkv: PackedWeight | None
+    residual: torch.Tensor
+    norm: torch.Tensor
+    following_norm: torch.Tensor
+    eps: float
+    offset: float
+
+    @property
+    def weights(self) -> tuple[PackedWeight, ...]:
+        three = (self.o, self.gate_up, self.down)
+        return three if self.qkv is None else (*three, self.qkv)
+
+
+class LayerRows(NamedTuple):
+    """What `quantized_layer` returns.
+
+    rows: the residual stream behind the layer, and the norm that the next one takes. qkv: of the next layer; None where
+    no weight was given for it.
+    """
+
+    rows: NormedRows
+    qkv: torch.Tensor | None
+
+
+def layer(call: LayerCall) -> LayerRows:
+    """`cute_kernels.quantized_layer`."""
+    if ops.is_direct(call.x, call.o.codes, call.residual, call.norm, call.following_norm):
+        return _layer(call)
+    check_layer(call)
+    return layer_apart(call)
+
+
+def layer_apart(call: LayerCall) -> LayerRows:
+    """Product by product."""
+    norms, nothing = (call.eps, call.offset), (None, False, None)
+    middle = give(GivingCall(call.x, call.o, None, call.residual, call.norm, *norms, call.gate_up))
+    gated = take(TakingCall(middle, call.gate_up, None, None, "swiglu", *nothing))
+    given = GivingCall(gated, call.down, None, middle.rows, call.following_norm, *norms, call.qkv)
+    rows = give(given)
+    return LayerRows(rows, None if call.qkv is None else take(TakingCall(rows, call.qkv, None, None, None, *nothing)))
+
+
+def check_layer(call: LayerCall) -> LayerCall:
+    """Raises TypeError or ValueError, which name the argument, unless all products can be computed."""
+    for name in ("o", "gate_up", "down", "qkv"):
+        weight = getattr(call, name)
+        if not isinstance(weight, PackedWeight) and (name != "qkv" or weight is not None):
+            raise TypeError(f"{name}: got {type(weight).__name__}, want a PackedWeight")
+    hidden, inner = call.o.shape[0], call.down.shape[1]
+    shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    if call.qkv is not None:
+        shapes["qkv"] = (call.qkv.shape[0], hidden)
+    for name, wanted in shapes.items():
+        found = getattr(call, name).shape
+        if tuple(found) != wanted:
+            raise ValueError(f"{name}: got a weight {list(found)}, want {list(wanted)}, of o's and down's sizes")
+    check_giving(GivingCall(call.x, call.o, None, call.residual, call.norm, call.eps, call.offset))
+    checks.check_norm(call.following_norm, call.eps, call.offset, call.residual)
+    return call
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+@per_gpu
+@lru_cache(maxsize=256)
+def kernel_of(rows: int, most_k: int, device: int) -> tuple[LayerProductsConfig, Callable[..., Any]] | None:
+    """The kernel of so many rows of up to ``most_k`` inputs; None if there is none."""
+    config = config_for(rows, most_k) if is_supported(device) else None
+    return None if config is None else (config, load(LayerProductsSpec(config), arch_of(device)))
+
+
+def is_served(weight: PackedWeight) -> bool:
+    """Whether the launch takes a weight."""
+    n, k = weight.shape
+    as_it_is = weight.perm is weight.input_scale is None and weight.scales.dtype == torch.bfloat16
+    return weight.format == FORMAT and as_it_is and n % (2 * TILE_N) == 0 and k % STAGE_K == 0
+
+
+def _aligned(*tensors: torch.Tensor) -> bool:
+    return all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What of a launch is kept. send: the launch. matrix: x as the kernel takes it. new: o's rows, gated rows, the
+    layer's rows, qkv."""
+
+    device_index: int
+    matrix: tuple[int, int]
+    send: Callable[..., Any]
+    new: tuple[Blank, ...]
+
+    def launch(self, call: LayerCall) -> LayerRows:
+        """Launches on the current stream."""
+        middle, gated, rows, *qkv = (GPU.empty(*new) for new in self.new)
+        x = call.x.detach() if call.x.requires_grad else call.x
+        inputs, outs = (x.view(self.matrix), middle, gated, rows), (middle, gated, rows, *qkv)
+        norms = (None, call.norm, None, call.following_norm)
+        residuals = (call.residual, None, middle, None)
+        named: dict[str, Any] = {}
+        for i, (names, weight) in enumerate(zip(PRODUCTS, call.weights)):  # noqa: B905
+            norm, residual = norms[i], residuals[i]
+            named[names["codes"]], named[names["scales"]] = weight.codes.data_ptr(), weight.scales.data_ptr()
+            named[names["x"]] = inputs[i] if i == 0 else inputs[i].data_ptr()
+            named[names["norm"]] = 0 if norm is None else norm.data_ptr()
+            named[names["residual"]] = 0 if residual is None else residual.data_ptr()
+            named[names["out"]] = outs[i].data_ptr()
+        index = self.device_index
+        self.send(**named, counters=COUNTERS.get(index, GPU.stream(index), COUNTER_WORDS))
+        return LayerRows(NormedRows(rows, call.following_norm, call.eps, call.offset), qkv[0] if qkv else None)
+
+
+@dataclass(frozen=True)
+class ApartPlan:
+    """Of calls that no kernel serves."""
+
+    device_index: int
+
+    def launch(self, call: LayerCall) -> LayerRows:
+        return layer_apart(call)
+
+
+def _key(call: LayerCall) -> tuple[Any, ...]:
+    weights = tuple(
+        (weight.format.key, weight.shape, weight.scales.dtype, weight.codes.get_device(), weight.perm is None,
+         weight.input_scale is None)
+        for weight in call.weights
+    )  # fmt: skip
+    tensors = (call.x, call.residual, call.norm, call.following_norm)
+    return *(identity(tensor) for tensor in tensors), weights, call.eps, call.offset
+
+
+def _plan(call: LayerCall) -> LayerPlan | ApartPlan:
+    index, m = call.x.get_device(), call.x.numel() // call.o.shape[1]
+    tensors = (call.x, call.residual, call.norm, call.following_norm)
+    fits = all(tensor.dtype == torch.bfloat16 for tensor in tensors) and _aligned(*tensors)
+    if not m or not fits or not all(is_served(weight) for weight in call.weights):
+        return ApartPlan(index)
+    kernel = kernel_of(m, max(weight.shape[1] for weight in call.weights), index)
+    return ApartPlan(index) if kernel is None else make_plan(call, *kernel, GPU.num_sms(index))
+
+
+def make_plan(call: LayerCall, config: LayerProductsConfig, function: Callable[..., Any], num_ctas: int) -> LayerPlan:
+    """The plan of a compiled kernel for calls like one, with at most so many CTAs."""
+    (hidden, heads), m = call.o.shape, call.x.numel() // call.o.shape[1]
+    inner, dtype, leading = call.down.shape[1], call.x.dtype, call.x.shape[:-1]
+    new = [blank((m, hidden), dtype), blank((m, inner), dtype), blank((*leading, hidden), dtype)]
+    if call.qkv is not None:
+        new.append(blank((*leading, call.qkv.shape[0]), dtype))
+    numbers: dict[str, Any] = {"eps": float(call.eps), "offset": float(call.offset)}
+    missing = PRODUCTS[len(call.weights) : MOST_PRODUCTS]
+    for i, (names, weight) in enumerate(zip(PRODUCTS, call.weights)):  # noqa: B905
+        numbers |= dict(zip((names[each] for each in NUMBERS), (*weight.shape, int(i == 1)), strict=True))
+    numbers |= {name: 0 for names in missing for name in names.values()}
+    tiles = sum(weight.shape[0] for weight in call.weights) // TILE_N
+    numbers["num_ctas"] = min(num_ctas, tiles)
+    send = LAYER_PRODUCTS.bound(function, numbers)
+    return LayerPlan(call.x.get_device(), (m, heads), send, tuple(new))
+
+
+_layer = launcher(_key, check_layer, _plan)
