@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from cute_kernels.architecture import HOPPER, Limits
@@ -93,6 +94,8 @@ class LayerProductsConfig:
             return f"rows {self.rows} is not one of {', '.join(map(str, ROWS))}"
         if self.num_stages < 2 * self.consumer_warps:
             return f"{self.num_stages} stages are fewer than two for each of {self.consumer_warps} consumer warps"
+        if self.num_stages % self.consumer_warps or self.num_stages % self.loader_warps:
+            return f"{self.num_stages} stages are not as many for each consumer warp, and for each loader warp"
         return self.limits.refuses(self.num_threads, self.shared_bytes)
 
 
@@ -103,6 +106,7 @@ def config_for(rows: int, most_k: int) -> LayerProductsConfig | None:
     if not fitting:
         return None
     empty = LayerProductsConfig(fitting[0], -(-most_k // GROUP), 0)
-    stages = (empty.limits.shared_bytes - empty.fixed_bytes) // (STAGE_BYTES + 16)
-    config = LayerProductsConfig(empty.rows, empty.groups, stages)
-    return config if stages > 0 and config.can_implement() is None else None
+    room = (empty.limits.shared_bytes - empty.fixed_bytes) // (STAGE_BYTES + 16)
+    each = math.lcm(empty.consumer_warps, empty.loader_warps)
+    config = replace(empty, num_stages=max(room, 0) // each * each)
+    return config if config.can_implement() is None else None

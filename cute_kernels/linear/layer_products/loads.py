@@ -21,7 +21,7 @@ from cute_kernels.linear.layer_products.config import (
     TILE_N,
     LayerProductsConfig,
 )
-from cute_kernels.linear.layer_products.memory import TICKETS, Memory, Sizes, receive
+from cute_kernels.linear.layer_products.memory import TICKETS, Memory, Sizes, receive, turn
 
 HALF_CODES = TILE_N * CODE_TILE_K // 2  # a work tile's part of a tile of codes
 GROUP_SCALES = 2 * 2 * TILE_N  # of a tile of codes
@@ -83,7 +83,8 @@ class Loader:
         # Else each copy would ask which lanes have which address: 100 clocks.
         codes, scales = uniform(codes), uniform(scales)
         stages = k // STAGE_K
-        for j in cutlass.range(rank, stages, self.config.loader_warps, unroll=1):
+        first = turn(rank, base, self.config.loader_warps)
+        for j in cutlass.range(first, stages, self.config.loader_warps, unroll=1):
             position = base + j
             stage = position % self.config.num_stages
             parity = (position // self.config.num_stages) & 1

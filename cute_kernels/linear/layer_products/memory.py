@@ -167,3 +167,9 @@ def wait_for_tiles(sizes: Sizes, count):
 def tiles_of(n):
     """Work tiles of a product of n features."""
     return n // TILE_N
+
+
+def turn(warp, base, warps: int):
+    """The first stage of a work tile that a warp has, if the tile's first stage is the ``base``-th: each warp has every
+    ``warps``-th."""
+    return (warp + warps - base % warps) % warps

@@ -1,7 +1,9 @@
 """Consumer warps: each multiplies stages of its own, 32 features by 256 inputs, by MMAs of bytes.
 
-A warp's products are exact in int32 for each 128 inputs; scales meet them on the way to fp32 sums. Every eighth stage
-of a work tile is a warp's, from its own number on, so sums are the same whichever CTA has the tile.
+A warp's products are exact in int32 for each 128 inputs; scales meet them on the way to fp32 sums. A place of the ring
+is always the same warp's, so nobody takes a use of it for the next but one by its parity. Which stages of a work tile
+a warp has depends on where the tile begins in the ring. Its sums are those of a rank that does not: what they add up to
+is the same whichever CTA has the tile.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from cute_kernels.linear.layer_products.config import (
     LayerProductsConfig,
 )
 from cute_kernels.linear.layer_products.loads import HALF_CODES
-from cute_kernels.linear.layer_products.memory import Memory, Sizes, receive
+from cute_kernels.linear.layer_products.memory import Memory, Sizes, receive, turn
 from cute_kernels.linear.layer_products.rows import COLUMN_BYTES, Rows
 from cute_kernels.linear.wgmma.limbs import LIMB_BASE, SIGNS, UPPER_HALVES
 
@@ -61,7 +63,8 @@ class Multiplier:
                     before = number
                 acc.fill(0.0)
                 stages = product.k // STAGE_K
-                for j in cutlass.range(warp, stages, self.config.consumer_warps, unroll=1):
+                rank = turn(warp, base, self.config.consumer_warps)
+                for j in cutlass.range(rank, stages, self.config.consumer_warps, unroll=1):
                     position = base + j
                     stage = position % self.config.num_stages
                     parity = (position // self.config.num_stages) & 1
@@ -72,7 +75,7 @@ class Multiplier:
                         cute.arch.mbarrier_arrive(memory.empty + stage)
                 base = base + stages
                 cute.arch.mbarrier_wait(memory.parts_empty + buffer, buffer_phase ^ 1)
-                self.publish(acc, memory, buffer, warp, lane)
+                self.publish(acc, memory, buffer, rank, lane)
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(memory.parts_full + buffer)
@@ -127,9 +130,9 @@ class Multiplier:
         return [byte for word in (first, second) for byte in (((word << 4) ^ masks) & upper, (word ^ masks) & upper)]
 
     @cute.jit
-    def publish(self, acc, memory: Memory, buffer, warp, lane):
-        """Leaves a warp's sums to the store warp: [row][feature]."""
-        start = memory.parts + (buffer * self.config.consumer_warps + warp) * self.config.part_bytes
+    def publish(self, acc, memory: Memory, buffer, rank, lane):
+        """Leaves a rank's sums to the store warp: [row][feature]."""
+        start = memory.parts + (buffer * self.config.consumer_warps + rank) * self.config.part_bytes
         start = start + lane % 4 * (TILE_N * 4) + lane // 4 * 4
         for block in cutlass.range_constexpr(self.config.row_blocks):
             if lane % 4 + block * MMA_ROWS < self.config.rows:
