@@ -237,3 +237,6 @@ class WorkspacePool:
 
 
 POOL = WorkspacePool()
+# Of launches whose CTAs count before they wait for the launch before them, so that it may use none of these words. They
+# take few words each.
+COUNTERS = WorkspacePool(Memory(stream_words=1 << 8, slab_words=1 << 18))

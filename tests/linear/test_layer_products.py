@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels import quantized_layer, quantized_linear, quantized_linear_norm
 from cute_kernels.linear.layer_products import instructions
+from cute_kernels.linear.layer_products.arguments import LAYER_PRODUCTS, PRODUCTS
 from cute_kernels.linear.layer_products.config import (
     GROUP,
     STAGE_BYTES,
@@ -26,6 +29,7 @@ from cute_kernels.linear.layer_products.rows import Rows
 from simulator.backend import Meanings
 from simulator.registers import Register
 from tests.attention.warp import LANES, Int32, Warp, elements, from_halves, halves
+from tests.launchers import given_to, recording
 from tests.linear.cases import known
 
 RING, LIMBS, X_SCALES, SQUARES = 0, 1 << 16, 3 << 16, (3 << 16) + (1 << 12)
@@ -165,3 +169,75 @@ def test_rings_are_as_deep_as_there_is_room_for():
         assert config is not None and config.num_stages >= stages
         assert config.shared_bytes + 8 * (STAGE_BYTES + 16) > config.limits.shared_bytes
     assert config_for(8, 14336) is None and config_for(9, 4096) is None
+
+
+def layer_call(m: int, hidden: int = 512, heads: int = 256, inner: int = 768, qkv: int | None = 384, **weights: Any):
+    """A call's arguments, on the CPU."""
+    shapes = {"o": (hidden, heads), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    if qkv is not None:
+        shapes["qkv"] = (qkv, hidden)
+    packed = {name: known(*shape, group_size=GROUP, seed=i).pack() for i, (name, shape) in enumerate(shapes.items())}
+    generator = torch.Generator().manual_seed(m)
+    x, residual = (torch.randn(m, size, generator=generator).bfloat16() for size in (heads, hidden))
+    norms = {name: torch.rand(hidden, generator=generator).bfloat16() for name in ("norm", "following_norm")}
+    return {"x": x, **packed, "residual": residual, **norms, "norm_eps": 1e-5, **weights}
+
+
+@pytest.mark.parametrize(("m", "qkv"), [(1, 384), (3, None), (8, 384)])
+def test_one_launch_has_all_products(m: int, qkv: int | None):
+    given = layer_call(m, qkv=qkv)
+    with recording() as cache:
+        for _ in range(2):
+            found = quantized_layer(**given)
+    assert len(cache.launches) == 2 and found.rows.norm is given["following_norm"]
+    assert found.rows.rows.shape == (m, 512) and (found.qkv is None) == (qkv is None)
+    passed = given_to(LAYER_PRODUCTS, *cache.launches[1].arguments)
+    names = [name for name in ("o", "gate_up", "down", "qkv") if name in given]
+    for i, fields in enumerate(PRODUCTS):
+        values = {field: getattr(passed, name) for field, name in fields.items()}
+        if i >= len(names):
+            assert not any(values.values())
+            continue
+        weight = given[names[i]]
+        assert (values["n"], values["k"], values["gated"]) == (*weight.shape, int(names[i] == "gate_up"))
+        assert (values["codes"], values["scales"]) == (weight.codes.data_ptr(), weight.scales.data_ptr())
+    assert passed.x_0.data_ptr() == given["x"].data_ptr() and passed.residual_0 == given["residual"].data_ptr()
+    assert (passed.x_1, passed.x_2, passed.x_3 if qkv else passed.out_2) == (passed.out_0, passed.out_1, passed.out_2)
+    assert passed.residual_2 == passed.out_0 and passed.norm_1 == given["norm"].data_ptr()
+    assert passed.num_ctas == min(132, sum(given[name].shape[0] for name in names) // TILE_N)
+
+
+@pytest.mark.parametrize("why", ["rows", "zero points", "norm", "groups"])
+def test_other_layers_are_launched_product_by_product(why: str):
+    given = layer_call(9 if why == "rows" else 1)
+    if why == "zero points":
+        given["down"] = known(512, 768, group_size=GROUP, zero_point=True).pack()
+    if why == "groups":
+        given["o"] = known(512, 256, group_size=64).pack()
+    if why == "norm":
+        given["norm"] = given["norm"].float()
+    with recording() as cache:
+        quantized_layer(**given)
+    assert len(cache.launches) >= 4
+
+
+def test_a_cpu_computes_the_calls_that_a_layer_stands_for():
+    given = layer_call(2)
+    found = quantized_layer(**given)
+    norms = {"norm_eps": 1e-5}
+    middle = quantized_linear_norm(given["x"], given["o"], residual=given["residual"], norm=given["norm"], **norms)
+    gated = quantized_linear(middle, given["gate_up"], activation="swiglu")
+    rows = quantized_linear_norm(gated, given["down"], residual=middle.rows, norm=given["following_norm"], **norms)
+    assert torch.equal(found.rows.rows, rows.rows)
+    assert found.qkv is not None and torch.equal(found.qkv, quantized_linear(rows, given["qkv"]))
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    given = layer_call(2)
+    wrong = {
+        "gate_up": given["down"], "down": given["o"], "qkv": given["down"], "o": None,
+        "residual": given["x"], "norm": given["norm"][1:], "following_norm": given["norm"][1:], "x": given["residual"],
+    }  # fmt: skip
+    for name, value in wrong.items():
+        with pytest.raises((TypeError, ValueError), match="norm" if name == "following_norm" else name):
+            quantized_layer(**{**given, name: value})

@@ -30,12 +30,9 @@ from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.operator import launcher
 from cute_kernels.runtime.plans import ALIGNMENT, identity
-from cute_kernels.runtime.workspace import Memory, WorkspacePool
 from cute_kernels.weight_formats import integers
 
 FORMAT = integers(4, GROUP)
-# Of these launches alone: CTAs of the next one draw work tiles before they wait for the launch before them.
-COUNTERS = WorkspacePool(Memory(stream_words=COUNTER_WORDS, slab_words=1 << 18))
 
 
 class LayerCall(NamedTuple):
@@ -71,6 +68,7 @@ class LayerRows(NamedTuple):
 
 def layer(call: LayerCall) -> LayerRows:
     """`cute_kernels.quantized_layer`."""
+    check_weights(call)
     if ops.is_direct(call.x, call.o.codes, call.residual, call.norm, call.following_norm):
         return _layer(call)
     check_layer(call)
@@ -87,12 +85,15 @@ def layer_apart(call: LayerCall) -> LayerRows:
     return LayerRows(rows, None if call.qkv is None else take(TakingCall(rows, call.qkv, None, None, None, *nothing)))
 
 
+def check_weights(call: LayerCall) -> None:
+    """Raises TypeError unless weights are weights."""
+    for name, weight in zip(("o", "gate_up", "down", "qkv"), call.weights, strict=False):
+        if not isinstance(weight, PackedWeight):
+            raise TypeError(f"{name}: got {type(weight).__name__}, want a PackedWeight")
+
+
 def check_layer(call: LayerCall) -> LayerCall:
     """Raises TypeError or ValueError, which name the argument, unless all products can be computed."""
-    for name in ("o", "gate_up", "down", "qkv"):
-        weight = getattr(call, name)
-        if not isinstance(weight, PackedWeight) and (name != "qkv" or weight is not None):
-            raise TypeError(f"{name}: got {type(weight).__name__}, want a PackedWeight")
     hidden, inner = call.o.shape[0], call.down.shape[1]
     shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
     if call.qkv is not None:
@@ -154,7 +155,7 @@ class LayerPlan:
             named[names["residual"]] = 0 if residual is None else residual.data_ptr()
             named[names["out"]] = outs[i].data_ptr()
         index = self.device_index
-        self.send(**named, counters=COUNTERS.get(index, GPU.stream(index), COUNTER_WORDS))
+        self.send(**named, counters=GPU.counters(index, GPU.stream(index), COUNTER_WORDS))
         return LayerRows(NormedRows(rows, call.following_norm, call.eps, call.offset), qkv[0] if qkv else None)
 
 
