@@ -20,7 +20,6 @@ from cute_kernels.kv_cache import (
     quantize_kv,
 )
 from cute_kernels.linear import (
-    LayerRows,
     NormedRows,
     PackedWeight,
     QuantizedLinear,
@@ -47,7 +46,6 @@ from cute_kernels.runtime.device import UnsupportedGPUError
 
 __all__ = [
     "KVCache",
-    "LayerRows",
     "LinearScaling",
     "Llama3Scaling",
     "NormedRows",

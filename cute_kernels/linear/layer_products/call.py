@@ -30,6 +30,7 @@ from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.operator import launcher
 from cute_kernels.runtime.plans import ALIGNMENT, identity
+from cute_kernels.runtime.workspace import UnsettledError
 from cute_kernels.weight_formats import integers
 
 FORMAT = integers(4, GROUP)
@@ -94,16 +95,16 @@ def check_weights(call: LayerCall) -> None:
 
 def check_layer(call: LayerCall) -> LayerCall:
     """Raises TypeError or ValueError, which name the argument, unless all products can be computed."""
-    hidden, inner = call.o.shape[0], call.down.shape[1]
-    shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    hidden, (both, _) = call.o.shape[0], call.gate_up.shape
+    shapes = {"gate_up": (both & ~1, hidden), "down": (hidden, both // 2)}
     if call.qkv is not None:
         shapes["qkv"] = (call.qkv.shape[0], hidden)
     for name, wanted in shapes.items():
         found = getattr(call, name).shape
         if tuple(found) != wanted:
-            raise ValueError(f"{name}: got a weight {list(found)}, want {list(wanted)}, of o's and down's sizes")
+            raise ValueError(f"{name}: got a weight {list(found)}, want {list(wanted)} behind o {list(call.o.shape)}")
     check_giving(GivingCall(call.x, call.o, None, call.residual, call.norm, call.eps, call.offset))
-    checks.check_norm(call.following_norm, call.eps, call.offset, call.residual)
+    checks.check_norm(call.following_norm, call.eps, call.offset, call.residual, "following_norm")
     return call
 
 
@@ -141,6 +142,11 @@ class LayerPlan:
 
     def launch(self, call: LayerCall) -> LayerRows:
         """Launches on the current stream."""
+        index = self.device_index
+        try:
+            counters = GPU.counters(index, GPU.stream(index), COUNTER_WORDS)
+        except UnsettledError:
+            return layer_apart(call)
         middle, gated, rows, *qkv = (GPU.empty(*new) for new in self.new)
         x = call.x.detach() if call.x.requires_grad else call.x
         inputs, outs = (x.view(self.matrix), middle, gated, rows), (middle, gated, rows, *qkv)
@@ -154,8 +160,7 @@ class LayerPlan:
             named[names["norm"]] = 0 if norm is None else norm.data_ptr()
             named[names["residual"]] = 0 if residual is None else residual.data_ptr()
             named[names["out"]] = outs[i].data_ptr()
-        index = self.device_index
-        self.send(**named, counters=GPU.counters(index, GPU.stream(index), COUNTER_WORDS))
+        self.send(**named, counters=counters)
         return LayerRows(NormedRows(rows, call.following_norm, call.eps, call.offset), qkv[0] if qkv else None)
 
 
