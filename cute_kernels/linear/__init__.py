@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from cute_kernels.deprecated import warn
+from cute_kernels.layer_products import call as layer_call
+from cute_kernels.layer_products.call import LayerRows
 from cute_kernels.linear import deferred, ops
 from cute_kernels.linear.deferred import NormedRows
-from cute_kernels.linear.layer_products import call as layer_call
-from cute_kernels.linear.layer_products.call import LayerRows
 from cute_kernels.linear.module import QuantizedLinear
 from cute_kernels.linear.quantize import interleave_weights, quantize_weight
 from cute_kernels.linear.reference import linear_reference

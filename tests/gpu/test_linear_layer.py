@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from cute_kernels import PackedWeight, quantized_layer
+from cute_kernels.layer_products import call as layer_call
+from cute_kernels.layer_products.call import LayerCall, LayerRows
+from cute_kernels.layer_products.compile import LayerProductsSpec
+from cute_kernels.layer_products.config import config_for
 from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.deferred_choice import deferred
-from cute_kernels.linear.layer_products import call as layer_call
-from cute_kernels.linear.layer_products.call import LayerCall, LayerRows
-from cute_kernels.linear.layer_products.compile import LayerProductsSpec
-from cute_kernels.linear.layer_products.config import config_for
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES

@@ -12,9 +12,9 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels import quantized_layer, quantized_linear, quantized_linear_norm
-from cute_kernels.linear.layer_products import instructions
-from cute_kernels.linear.layer_products.arguments import LAYER_PRODUCTS, PRODUCTS
-from cute_kernels.linear.layer_products.config import (
+from cute_kernels.layer_products import instructions
+from cute_kernels.layer_products.arguments import LAYER_PRODUCTS, PRODUCTS
+from cute_kernels.layer_products.config import (
     GROUP,
     STAGE_BYTES,
     STAGE_K,
@@ -22,10 +22,10 @@ from cute_kernels.linear.layer_products.config import (
     LayerProductsConfig,
     config_for,
 )
-from cute_kernels.linear.layer_products.loads import Loader
-from cute_kernels.linear.layer_products.memory import Product
-from cute_kernels.linear.layer_products.multiply import FRAGMENT_N, FRAGMENTS, Multiplier
-from cute_kernels.linear.layer_products.rows import Rows
+from cute_kernels.layer_products.loads import Loader
+from cute_kernels.layer_products.memory import Product
+from cute_kernels.layer_products.multiply import FRAGMENT_N, FRAGMENTS, Multiplier
+from cute_kernels.layer_products.rows import Rows
 from simulator.backend import Meanings
 from simulator.registers import Register
 from tests.attention.warp import LANES, Int32, Warp, elements, from_halves, halves

@@ -14,8 +14,8 @@ from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.layer_products import instructions
-from cute_kernels.linear.layer_products.config import (
+from cute_kernels.layer_products import instructions
+from cute_kernels.layer_products.config import (
     BUFFERS,
     CODE_TILE_K,
     GROUP,
@@ -27,9 +27,9 @@ from cute_kernels.linear.layer_products.config import (
     TILE_N,
     LayerProductsConfig,
 )
-from cute_kernels.linear.layer_products.loads import HALF_CODES
-from cute_kernels.linear.layer_products.memory import Memory, Sizes, receive, turn
-from cute_kernels.linear.layer_products.rows import COLUMN_BYTES, Rows
+from cute_kernels.layer_products.loads import HALF_CODES
+from cute_kernels.layer_products.memory import Memory, Sizes, receive, turn
+from cute_kernels.layer_products.rows import COLUMN_BYTES, Rows
 from cute_kernels.linear.wgmma.limbs import LIMB_BASE, SIGNS, UPPER_HALVES
 
 FRAGMENT_N = 16  # features of an MMA

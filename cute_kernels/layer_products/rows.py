@@ -15,8 +15,8 @@ import cutlass.cute as cute
 from cutlass import Int64, Uint32
 
 from cute_kernels.device import lanes, ptx
-from cute_kernels.linear.layer_products.config import GROUP, LayerProductsConfig
-from cute_kernels.linear.layer_products.memory import Memory, Product, Sizes, wait_for_tiles
+from cute_kernels.layer_products.config import GROUP, LayerProductsConfig
+from cute_kernels.layer_products.memory import Memory, Product, Sizes, wait_for_tiles
 from cute_kernels.linear.wgmma.resident_rows import ResidentRows, RowsRoom
 
 GROUP_LANES, WARP_GROUPS = 4, 8

@@ -9,8 +9,8 @@ from cutlass import Int32, Int64, Uint32
 from cute_kernels.device import ptx
 from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.layer_products import instructions
-from cute_kernels.linear.layer_products.config import (
+from cute_kernels.layer_products import instructions
+from cute_kernels.layer_products.config import (
     CODE_TILE_BYTES,
     CODE_TILE_K,
     GROUP,
@@ -21,7 +21,7 @@ from cute_kernels.linear.layer_products.config import (
     TILE_N,
     LayerProductsConfig,
 )
-from cute_kernels.linear.layer_products.memory import TICKETS, Memory, Sizes, receive, turn
+from cute_kernels.layer_products.memory import TICKETS, Memory, Sizes, receive, turn
 
 HALF_CODES = TILE_N * CODE_TILE_K // 2  # a work tile's part of a tile of codes
 GROUP_SCALES = 2 * 2 * TILE_N  # of a tile of codes

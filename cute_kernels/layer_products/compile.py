@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from cute_kernels.layer_products.arguments import LAYER_PRODUCTS
+from cute_kernels.layer_products.config import LayerProductsConfig, config_for
 from cute_kernels.linear.arguments import SOURCES, compile_kernel
-from cute_kernels.linear.layer_products.arguments import LAYER_PRODUCTS
-from cute_kernels.linear.layer_products.config import LayerProductsConfig
 from cute_kernels.runtime.spec import KernelSpec
 
 # Modules of the room that its kernels are made of as well.
 SHARED = ("epilogue.py", "config.py", "wgmma/resident_rows.py", "wgmma/limb_rows.py", "wgmma/limbs.py")
+SHIPPED_ROWS, SHIPPED_K = (1, 2, 4), 14_336  # of Llama-3-8B's layers; others compile on demand
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,14 +21,20 @@ class LayerProductsSpec(KernelSpec):
     """One kernel of several products: takes `LAYER_PRODUCTS`, on torch's current stream."""
 
     config: LayerProductsConfig
-    family: ClassVar[str] = "linear"
+    family: ClassVar[str] = "layer_products"
 
     def source_roots(self) -> tuple[Path, ...]:
-        room = Path(__file__).resolve().parents[1]
+        room = Path(__file__).resolve().parents[1] / "linear"
         return *super().source_roots(), *(room / name for name in SHARED), *SOURCES
 
     def compile(self, arch: str) -> Any:
         return compile_layer_products(self.config, arch)
+
+
+def shipped_specs() -> list[KernelSpec]:
+    """What bundles hold and the gates compile."""
+    configs = (config_for(rows, SHIPPED_K) for rows in SHIPPED_ROWS)
+    return [LayerProductsSpec(config) for config in configs if config is not None]
 
 
 def compile_layer_products(config: LayerProductsConfig, arch: str, *options: str) -> Any:
@@ -35,6 +42,6 @@ def compile_layer_products(config: LayerProductsConfig, arch: str, *options: str
 
     Raises ValueError if the configuration cannot be implemented.
     """
-    from cute_kernels.linear.layer_products.kernel import LayerProductsKernel
+    from cute_kernels.layer_products.kernel import LayerProductsKernel
 
     return compile_kernel(LayerProductsKernel, config, LAYER_PRODUCTS, arch, *options)

@@ -10,8 +10,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.linear.layer_products import instructions
-from cute_kernels.linear.layer_products.config import (
+from cute_kernels.layer_products import instructions
+from cute_kernels.layer_products.config import (
     BUFFERS,
     MOST_PRODUCTS,
     PRODUCT_BYTES,

@@ -12,7 +12,7 @@ counters: 96 words, EMPTY before and after. num_ctas: that are launched. eps, of
 
 from __future__ import annotations
 
-from cute_kernels.linear.layer_products.config import MOST_PRODUCTS
+from cute_kernels.layer_products.config import MOST_PRODUCTS
 from cute_kernels.runtime.launch_arguments import arguments, joined
 
 ADDRESSES = ("codes", "scales", "x", "norm", "residual", "out")

@@ -14,12 +14,12 @@ from cutlass import Int32
 
 from cute_kernels.device import ptx
 from cute_kernels.device.types import extents
-from cute_kernels.linear.layer_products.arguments import PRODUCTS
-from cute_kernels.linear.layer_products.config import LayerProductsConfig
-from cute_kernels.linear.layer_products.loads import Loader
-from cute_kernels.linear.layer_products.memory import Product, Sizes, allocate, init_barriers, tiles_of, write_table
-from cute_kernels.linear.layer_products.multiply import Multiplier
-from cute_kernels.linear.layer_products.store import Storer
+from cute_kernels.layer_products.arguments import PRODUCTS
+from cute_kernels.layer_products.config import LayerProductsConfig
+from cute_kernels.layer_products.loads import Loader
+from cute_kernels.layer_products.memory import Product, Sizes, allocate, init_barriers, tiles_of, write_table
+from cute_kernels.layer_products.multiply import Multiplier
+from cute_kernels.layer_products.store import Storer
 
 
 class LayerProductsKernel:

@@ -11,10 +11,10 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.device.ring import advance
+from cute_kernels.layer_products import instructions
+from cute_kernels.layer_products.config import BUFFERS, GROUP, SLOTS, TILE_N, LayerProductsConfig
+from cute_kernels.layer_products.memory import DONE, LEFT, Memory, Product, Sizes, receive, wait_for_tiles
 from cute_kernels.linear.epilogue import silu
-from cute_kernels.linear.layer_products import instructions
-from cute_kernels.linear.layer_products.config import BUFFERS, GROUP, SLOTS, TILE_N, LayerProductsConfig
-from cute_kernels.linear.layer_products.memory import DONE, LEFT, Memory, Product, Sizes, receive, wait_for_tiles
 
 
 class Storer:

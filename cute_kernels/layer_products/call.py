@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.linear import checks, ops
-from cute_kernels.linear.deferred import GivingCall, NormedRows, TakingCall, check_giving, give, take
-from cute_kernels.linear.layer_products.arguments import COUNTER_WORDS, LAYER_PRODUCTS, NUMBERS, PRODUCTS
-from cute_kernels.linear.layer_products.compile import LayerProductsSpec
-from cute_kernels.linear.layer_products.config import (
+from cute_kernels.layer_products.arguments import COUNTER_WORDS, LAYER_PRODUCTS, NUMBERS, PRODUCTS
+from cute_kernels.layer_products.compile import LayerProductsSpec
+from cute_kernels.layer_products.config import (
     GROUP,
     MOST_PRODUCTS,
     STAGE_K,
@@ -23,6 +21,8 @@ from cute_kernels.linear.layer_products.config import (
     LayerProductsConfig,
     config_for,
 )
+from cute_kernels.linear import checks, ops
+from cute_kernels.linear.deferred import GivingCall, NormedRows, TakingCall, check_giving, give, take
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
