@@ -14,7 +14,7 @@ import torch
 from cute_kernels.layer_products.arguments import COUNTER_WORDS, LAYER_PRODUCTS, NUMBERS, PRODUCTS
 from cute_kernels.layer_products.compile import LayerProductsSpec
 from cute_kernels.layer_products.config import (
-    GROUP,
+    FORMAT,
     MOST_PRODUCTS,
     STAGE_K,
     TILE_N,
@@ -22,7 +22,7 @@ from cute_kernels.layer_products.config import (
     config_for,
 )
 from cute_kernels.linear import checks, ops
-from cute_kernels.linear.deferred import GivingCall, NormedRows, TakingCall, check_giving, give, take
+from cute_kernels.linear.deferred import ApartPlan, GivingCall, NormedRows, TakingCall, check_giving, give, take
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
@@ -31,9 +31,6 @@ from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.operator import launcher
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 from cute_kernels.runtime.workspace import UnsettledError
-from cute_kernels.weight_formats import integers
-
-FORMAT = integers(4, GROUP)
 
 
 class LayerCall(NamedTuple):
@@ -164,16 +161,6 @@ class LayerPlan:
         return LayerRows(NormedRows(rows, call.following_norm, call.eps, call.offset), qkv[0] if qkv else None)
 
 
-@dataclass(frozen=True)
-class ApartPlan:
-    """Of calls that no kernel serves."""
-
-    device_index: int
-
-    def launch(self, call: LayerCall) -> LayerRows:
-        return layer_apart(call)
-
-
 def _key(call: LayerCall) -> tuple[Any, ...]:
     weights = tuple(
         (weight.format.key, weight.shape, weight.scales.dtype, weight.codes.get_device(), weight.perm is None,
@@ -189,9 +176,9 @@ def _plan(call: LayerCall) -> LayerPlan | ApartPlan:
     tensors = (call.x, call.residual, call.norm, call.following_norm)
     fits = all(tensor.dtype == torch.bfloat16 for tensor in tensors) and _aligned(*tensors)
     if not m or not fits or not all(is_served(weight) for weight in call.weights):
-        return ApartPlan(index)
+        return ApartPlan(index, layer_apart)
     kernel = kernel_of(m, max(weight.shape[1] for weight in call.weights), index)
-    return ApartPlan(index) if kernel is None else make_plan(call, *kernel, GPU.num_sms(index))
+    return ApartPlan(index, layer_apart) if kernel is None else make_plan(call, *kernel, GPU.num_sms(index))
 
 
 def make_plan(call: LayerCall, config: LayerProductsConfig, function: Callable[..., Any], num_ctas: int) -> LayerPlan:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.layer_products.arguments import LAYER_PRODUCTS
-from cute_kernels.layer_products.config import LayerProductsConfig, config_for
+from cute_kernels.layer_products.config import FORMAT, LayerProductsConfig, config_for
 from cute_kernels.linear.arguments import SOURCES, compile_kernel
+from cute_kernels.linear.wgmma.compile import limb_roots
 from cute_kernels.runtime.spec import KernelSpec
 
-# Modules of the room that its kernels are made of as well.
-SHARED = ("epilogue.py", "config.py", "wgmma/resident_rows.py", "wgmma/limb_rows.py", "wgmma/limbs.py")
+SHARED = ("config", "epilogue", "work")  # modules of linear layers that kernels are made of as well
 SHIPPED_ROWS, SHIPPED_K = (1, 2, 4), 14_336  # of Llama-3-8B's layers; others compile on demand
 
 
@@ -25,7 +25,8 @@ class LayerProductsSpec(KernelSpec):
 
     def source_roots(self) -> tuple[Path, ...]:
         room = Path(__file__).resolve().parents[1] / "linear"
-        return *super().source_roots(), *(room / name for name in SHARED), *SOURCES
+        shared = tuple(room / f"{name}.py" for name in SHARED)
+        return *super().source_roots(), *shared, *limb_roots(), *SOURCES, *FORMAT.sources()
 
     def compile(self, arch: str) -> Any:
         return compile_layer_products(self.config, arch)

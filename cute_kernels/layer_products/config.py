@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.weight_formats import integers
 
 MOST_PRODUCTS = 4
 TILE_N = 32  # output features of a work tile: half a tile of codes
@@ -21,6 +22,7 @@ PRODUCT_BYTES = 64  # of a product's numbers in shared memory
 SLOTS = 4  # of numbers of work tiles on their way to the warps
 BUFFERS = 2  # of the consumer warps' sums
 ROWS = (1, 2, 4, 8)
+FORMAT = integers(4, GROUP)  # of all weights
 MMA_ROWS = 4  # whose two limbs are the columns of an MMA
 
 

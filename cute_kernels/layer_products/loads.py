@@ -21,7 +21,7 @@ from cute_kernels.layer_products.config import (
     TILE_N,
     LayerProductsConfig,
 )
-from cute_kernels.layer_products.memory import TICKETS, Memory, Sizes, receive, turn
+from cute_kernels.layer_products.memory import TICKETS, LayerMemory, Sizes, receive, turn
 
 HALF_CODES = TILE_N * CODE_TILE_K // 2  # a work tile's part of a tile of codes
 GROUP_SCALES = 2 * 2 * TILE_N  # of a tile of codes
@@ -38,7 +38,7 @@ class Loader:
         return ptx.atomic_add(sizes.counters + TICKETS, Int32(1)) + 1
 
     @cute.jit
-    def run(self, sizes: Sizes, memory: Memory, rank, lane, drawn):
+    def run(self, sizes: Sizes, memory: LayerMemory, rank, lane, drawn):
         """All work tiles of the CTA. drawn: the first one, in lane 0 of the first loader warp."""
         base, slot, slot_phase, running, drawn = Int32(0), Int32(0), Int32(0), Int32(1), Int32(drawn)
         while running != 0:
@@ -72,7 +72,7 @@ class Loader:
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def copy_tile(self, memory: Memory, number, tile, base, rank, lane):
+    def copy_tile(self, memory: LayerMemory, number, tile, base, rank, lane):
         """Asks for a loader warp's stages of a work tile, as the ring has room; how many the tile has."""
         product = memory.product(number)
         own = tile - product.begin
@@ -95,7 +95,7 @@ class Loader:
             self.copy_stage(memory, stage, codes, scales, j)
         return stages
 
-    def copy_stage(self, memory: Memory, stage, codes, scales, j) -> None:
+    def copy_stage(self, memory: LayerMemory, stage, codes, scales, j) -> None:
         """Asks for a stage."""
         barrier = memory.full + stage
         address, target = Int32(barrier.toint()), memory.ring + stage * STAGE_BYTES

@@ -64,7 +64,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Memory:
+class LayerMemory:
     """Shared memory of a CTA: addresses, and barriers."""
 
     ring: Int32
@@ -91,7 +91,7 @@ class Memory:
         return Product(codes, scales, x, norm, residual, out, n, k, gated, begin)
 
 
-def allocate(config: LayerProductsConfig) -> Memory:
+def allocate(config: LayerProductsConfig) -> LayerMemory:
     """Shared memory of a configuration."""
     smem = cutlass.utils.SmemAllocator()
 
@@ -113,10 +113,10 @@ def allocate(config: LayerProductsConfig) -> Memory:
         for kind in ("full", "empty"):
             barriers[name + kind] = first + count if count else first
             count += size
-    return Memory(**regions, **barriers)
+    return LayerMemory(**regions, **barriers)
 
 
-def init_barriers(config: LayerProductsConfig, memory: Memory) -> None:
+def init_barriers(config: LayerProductsConfig, memory: LayerMemory) -> None:
     """Of one thread."""
     readers = config.num_warps
     warps = config.consumer_warps
@@ -134,7 +134,7 @@ def init_barriers(config: LayerProductsConfig, memory: Memory) -> None:
     cute.arch.mbarrier_init_fence()
 
 
-def write_table(memory: Memory, products) -> None:
+def write_table(memory: LayerMemory, products) -> None:
     """Of one thread: where every warp finds a product's numbers."""
     for i, each in enumerate(products):
         at = Int32(memory.table)
@@ -146,7 +146,7 @@ def write_table(memory: Memory, products) -> None:
 
 
 @cute.jit
-def receive(memory: Memory, slot, phase, lane):
+def receive(memory: LayerMemory, slot, phase, lane):
     """The number of the CTA's next work tile, of every warp."""
     cute.arch.mbarrier_wait(memory.tile_full + slot, phase)
     tile = Int32(ptx.load_shared(memory.slots + slot * 4, 0))

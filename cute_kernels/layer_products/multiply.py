@@ -28,7 +28,7 @@ from cute_kernels.layer_products.config import (
     LayerProductsConfig,
 )
 from cute_kernels.layer_products.loads import HALF_CODES
-from cute_kernels.layer_products.memory import Memory, Sizes, receive, turn
+from cute_kernels.layer_products.memory import LayerMemory, Sizes, receive, turn
 from cute_kernels.layer_products.rows import COLUMN_BYTES, Rows
 from cute_kernels.linear.wgmma.limbs import LIMB_BASE, SIGNS, UPPER_HALVES
 
@@ -44,7 +44,7 @@ class Multiplier:
         self.config, self.rows = config, Rows(config)
 
     @cute.jit
-    def run(self, sizes: Sizes, memory: Memory, warp, lane):
+    def run(self, sizes: Sizes, memory: LayerMemory, warp, lane):
         """All work tiles of the CTA."""
         base, slot, slot_phase, running = Int32(0), Int32(0), Int32(0), Int32(1)
         before, buffer, buffer_phase = Int32(-1), Int32(0), Int32(0)
@@ -86,7 +86,7 @@ class Multiplier:
         """[block of four rows][fragment][feature of a thread]."""
         return self.config.row_blocks * FRAGMENTS * 2
 
-    def multiply_stage(self, acc, memory: Memory, stage, j, masks, lane) -> None:
+    def multiply_stage(self, acc, memory: LayerMemory, stage, j, masks, lane) -> None:
         """Adds a stage's products."""
         config, place = self.config, memory.ring + stage * STAGE_BYTES
         codes = place + lane * 16
@@ -130,7 +130,7 @@ class Multiplier:
         return [byte for word in (first, second) for byte in (((word << 4) ^ masks) & upper, (word ^ masks) & upper)]
 
     @cute.jit
-    def publish(self, acc, memory: Memory, buffer, rank, lane):
+    def publish(self, acc, memory: LayerMemory, buffer, rank, lane):
         """Leaves a rank's sums to the store warp: [row][feature]."""
         start = memory.parts + (buffer * self.config.consumer_warps + rank) * self.config.part_bytes
         start = start + lane % 4 * (TILE_N * 4) + lane // 4 * 4

@@ -16,7 +16,7 @@ from cutlass import Int64, Uint32
 
 from cute_kernels.device import lanes, ptx
 from cute_kernels.layer_products.config import GROUP, LayerProductsConfig
-from cute_kernels.layer_products.memory import Memory, Product, Sizes, wait_for_tiles
+from cute_kernels.layer_products.memory import LayerMemory, Product, Sizes, wait_for_tiles
 from cute_kernels.linear.wgmma.resident_rows import ResidentRows, RowsRoom
 
 GROUP_LANES, WARP_GROUPS = 4, 8
@@ -34,7 +34,7 @@ class Rows:
         self.limbs = ResidentRows(RowsRoom(config.dtype, 8, config.consumer_warps, config.groups))
 
     @cute.jit
-    def make(self, sizes: Sizes, memory: Memory, product: Product, warp, lane):
+    def make(self, sizes: Sizes, memory: LayerMemory, product: Product, warp, lane):
         """Limbs of a product's rows, once all work tiles before it are stored, so that nobody reads others."""
         if warp == 0:
             if lane == 0:
@@ -49,7 +49,7 @@ class Rows:
         self.meet()
 
     @cute.jit
-    def make_groups(self, sizes: Sizes, memory: Memory, product: Product, groups, row: int, first, lane):
+    def make_groups(self, sizes: Sizes, memory: LayerMemory, product: Product, groups, row: int, first, lane):
         """Of eight groups of a row."""
         group = first + lane // GROUP_LANES
         element = cutlass.min(group, groups - 1) * GROUP + lane % GROUP_LANES * BLOCK
@@ -77,7 +77,7 @@ class Rows:
             return [word for place in places for word in ptx.load_global_words(start, place, 4)]
         return [word for place in places for word in ptx.load_relaxed(start, 4, offset=place)]
 
-    def store(self, memory: Memory, row: int, group, lane, limbs) -> None:
+    def store(self, memory: LayerMemory, row: int, group, lane, limbs) -> None:
         """Puts a lane's limbs where MMAs read them."""
         size = self.config.columns * COLUMN_BYTES
         start = memory.limbs + group * (2 * size) + lane % GROUP_LANES * 4

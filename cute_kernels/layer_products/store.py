@@ -13,7 +13,7 @@ from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.device.ring import advance
 from cute_kernels.layer_products import instructions
 from cute_kernels.layer_products.config import BUFFERS, GROUP, SLOTS, TILE_N, LayerProductsConfig
-from cute_kernels.layer_products.memory import DONE, LEFT, Memory, Product, Sizes, receive, wait_for_tiles
+from cute_kernels.layer_products.memory import DONE, LEFT, LayerMemory, Product, Sizes, receive, wait_for_tiles
 from cute_kernels.linear.epilogue import silu
 
 
@@ -24,7 +24,7 @@ class Storer:
         self.config = config
 
     @cute.jit
-    def run(self, sizes: Sizes, memory: Memory, lane):
+    def run(self, sizes: Sizes, memory: LayerMemory, lane):
         """All work tiles of the CTA."""
         slot, slot_phase, running, before = Int32(0), Int32(0), Int32(1), Int32(-1)
         buffer, buffer_phase = Int32(0), Int32(0)
@@ -80,7 +80,7 @@ class Storer:
                 sums[row] = (ptx.load_relaxed_part(place, 2) << 16).bitcast(Float32)
 
     @cute.jit
-    def make_factors(self, factors, sizes: Sizes, memory: Memory, product: Product, lane):
+    def make_factors(self, factors, sizes: Sizes, memory: LayerMemory, product: Product, lane):
         """What is left of a norm of rows: one number for each."""
         factors.fill(1.0)
         if product.norm != 0:
@@ -93,7 +93,7 @@ class Storer:
                 total = lanes.lane_sum(total, lanes.neighbours(32))
                 factors[row] = numbers.reciprocal_root(total * inverse + sizes.eps)
 
-    def add(self, sums, factors, memory: Memory, buffer, lane) -> None:
+    def add(self, sums, factors, memory: LayerMemory, buffer, lane) -> None:
         """The consumer warps' sums in order, times the rows' factors, and the residual."""
         start = memory.parts + buffer * (self.config.consumer_warps * self.config.part_bytes) + lane * 4
         for row in range(self.config.rows):
