@@ -255,12 +255,12 @@ class Step:
         qkv = self.normed(self.parts[0]["qkv"], rows)
         for number in range(self.layers):
             own, following = (self.parts[i % len(self.parts)] for i in (number, number + 1))
-            names = ("o", "gate_up", "down")
-            weights = [weight_of(own[name]) for name in names]
             last = number + 1 == self.layers
             rows, qkv = quantized_layer(
                 self.attended(qkv, own["cache"]),
-                *weights,
+                weight_of(own["o"]),
+                weight_of(own["gate_up"]),
+                weight_of(own["down"]),
                 None if last else weight_of(following["qkv"]),
                 residual=rows.rows,
                 norm=own["mlp_norm"],

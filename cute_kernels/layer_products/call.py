@@ -22,7 +22,7 @@ from cute_kernels.layer_products.config import (
     config_for,
 )
 from cute_kernels.linear import checks, ops
-from cute_kernels.linear.deferred import ApartPlan, GivingCall, NormedRows, TakingCall, check_giving, give, take
+from cute_kernels.linear.deferred import GivingCall, NormedRows, TakingCall, check_giving, give, take
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
@@ -161,6 +161,16 @@ class LayerPlan:
         return LayerRows(NormedRows(rows, call.following_norm, call.eps, call.offset), qkv[0] if qkv else None)
 
 
+@dataclass(frozen=True)
+class LayerApart:
+    """Of calls that no kernel serves."""
+
+    device_index: int
+
+    def launch(self, call: LayerCall) -> LayerRows:
+        return layer_apart(call)
+
+
 def _key(call: LayerCall) -> tuple[Any, ...]:
     weights = tuple(
         (weight.format.key, weight.shape, weight.scales.dtype, weight.codes.get_device(), weight.perm is None,
@@ -171,14 +181,14 @@ def _key(call: LayerCall) -> tuple[Any, ...]:
     return *(identity(tensor) for tensor in tensors), weights, call.eps, call.offset
 
 
-def _plan(call: LayerCall) -> LayerPlan | ApartPlan:
+def _plan(call: LayerCall) -> LayerPlan | LayerApart:
     index, m = call.x.get_device(), call.x.numel() // call.o.shape[1]
     tensors = (call.x, call.residual, call.norm, call.following_norm)
     fits = all(tensor.dtype == torch.bfloat16 for tensor in tensors) and _aligned(*tensors)
     if not m or not fits or not all(is_served(weight) for weight in call.weights):
-        return ApartPlan(index, layer_apart)
+        return LayerApart(index)
     kernel = kernel_of(m, max(weight.shape[1] for weight in call.weights), index)
-    return ApartPlan(index, layer_apart) if kernel is None else make_plan(call, *kernel, GPU.num_sms(index))
+    return LayerApart(index) if kernel is None else make_plan(call, *kernel, GPU.num_sms(index))
 
 
 def make_plan(call: LayerCall, config: LayerProductsConfig, function: Callable[..., Any], num_ctas: int) -> LayerPlan:

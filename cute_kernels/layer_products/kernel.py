@@ -40,7 +40,7 @@ class LayerProductsKernel:
             products.append(Product(**fields, begin=begin))
             begin = begin + tiles_of(fields["n"])
             ends.append(begin)
-        sizes = Sizes(*ends, m, given.num_ctas, given.eps, given.offset, given.counters)
+        sizes = Sizes(ends[0], ends[1], ends[2], ends[3], m, given.num_ctas, given.eps, given.offset, given.counters)
         options = {"grid": (given.num_ctas, 1, 1), "block": (self.config.num_threads, 1, 1), "stream": stream}
         self.kernel(sizes, *products).launch(**options, min_blocks_per_mp=1, use_pdl=True)
 

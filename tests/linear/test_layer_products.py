@@ -27,6 +27,7 @@ from cute_kernels.layer_products.memory import Product
 from cute_kernels.layer_products.multiply import FRAGMENT_N, FRAGMENTS, Multiplier
 from cute_kernels.layer_products.rows import Rows
 from simulator.backend import Meanings
+from simulator.plain import stand_in
 from simulator.registers import Register
 from tests.attention.warp import LANES, Int32, Warp, elements, from_halves, halves
 from tests.launchers import given_to, recording
@@ -96,25 +97,21 @@ class Cta:
         self.norm = torch.rand(k, generator=generator).bfloat16()
         packed = self.weight.pack()
         memory = np.zeros(1 << 21, np.uint8)
-        places = ((CODES, packed.codes), (SCALES, packed.scales), (X, self.x), (NORM, self.norm))
-        for place, tensor in places:
+        written = ((CODES, packed.codes), (SCALES, packed.scales), (X, self.x), (NORM, self.norm))
+        for place, tensor in written:
             found = bytes_of(tensor)
             memory[place : place + len(found)] = found
         self.warp = LayerWarp(np.full(1 << 18, 0xAA, np.uint8), memory)
         run_on(self.warp)
-        barrier = SimpleNamespace(toint=lambda: Int32(0))
-        self.memory = SimpleNamespace(
-            ring=RING, limbs=LIMBS, x_scales=X_SCALES, squares=SQUARES,
-            full=SimpleNamespace(__add__=None), barrier=barrier,
-        )  # fmt: skip
-        self.memory.full = Barriers()
+        places = {"ring": RING, "limbs": LIMBS, "x_scales": X_SCALES, "squares": SQUARES, "full": Barriers()}
+        self.memory: Any = SimpleNamespace(**places)
         self.k, self.n = k, n
 
     def product(self, norm: bool) -> Product:
-        return Product(CODES, SCALES, X, NORM if norm else 0, 0, 0, self.n, self.k, 0, 0)  # type: ignore[arg-type]
+        return Product(*map(stand_in, (CODES, SCALES, X, NORM if norm else 0, 0, 0, self.n, self.k, 0, 0)))
 
     def make_rows(self, norm: bool, offset: float = 0.0) -> None:
-        rows, sizes = Rows(self.config), SimpleNamespace(offset=np.float32(offset), m=self.config.rows)
+        rows, sizes = Rows(self.config), stand_in(SimpleNamespace(offset=np.float32(offset), m=self.config.rows))
         for row in range(self.config.rows):
             for first in range(0, self.k // GROUP, 8):
                 rows.make_groups(
@@ -130,8 +127,8 @@ class Cta:
         acc = [np.zeros(32, np.float32).view(Register) for _ in range(multiplier.num_sums)]
         for j in range(self.k // STAGE_K):
             stage = (5 + j) % 16
-            loader.copy_stage(self.memory, stage, codes, scales, j)  # type: ignore[arg-type]
-            multiplier.multiply_stage(acc, self.memory, stage, j, np.uint32(0x80808080), Int32(LANES))  # type: ignore[arg-type]
+            loader.copy_stage(self.memory, stage, codes, scales, j)
+            multiplier.multiply_stage(acc, self.memory, stage, j, np.uint32(0x80808080), Int32(LANES))
         found = np.zeros((max(4, self.config.rows), TILE_N), np.float32)
         for block in range(self.config.row_blocks):
             for fragment in range(FRAGMENTS):
@@ -224,10 +221,13 @@ def test_other_layers_are_launched_product_by_product(why: str):
 def test_a_cpu_computes_the_calls_that_a_layer_stands_for():
     given = layer_call(2)
     found = quantized_layer(**given)
-    norms = {"norm_eps": 1e-5}
-    middle = quantized_linear_norm(given["x"], given["o"], residual=given["residual"], norm=given["norm"], **norms)
+    middle = quantized_linear_norm(
+        given["x"], given["o"], residual=given["residual"], norm=given["norm"], norm_eps=1e-5
+    )
     gated = quantized_linear(middle, given["gate_up"], activation="swiglu")
-    rows = quantized_linear_norm(gated, given["down"], residual=middle.rows, norm=given["following_norm"], **norms)
+    rows = quantized_linear_norm(
+        gated, given["down"], residual=middle.rows, norm=given["following_norm"], norm_eps=1e-5
+    )
     assert torch.equal(found.rows.rows, rows.rows)
     assert found.qkv is not None and torch.equal(found.qkv, quantized_linear(rows, given["qkv"]))
 
