@@ -252,8 +252,9 @@ class Step:
 
     def in_one_launch(self, rows: NormedRows) -> torch.Tensor:
         """The residual stream behind all layers: the first one's qkv, then attention and a launch for each layer."""
-        qkv = self.normed(self.parts[0]["qkv"], rows)
+        qkv: torch.Tensor | None = self.normed(self.parts[0]["qkv"], rows)
         for number in range(self.layers):
+            assert qkv is not None
             own, following = (self.parts[i % len(self.parts)] for i in (number, number + 1))
             last = number + 1 == self.layers
             rows, qkv = quantized_layer(
