@@ -35,6 +35,8 @@ class LayerProductsConfig:
         groups: of 128 inputs of the longest row whose limbs there is room for.
         num_stages: of the ring of weights.
         consumer_warps, loader_warps: that multiply, and that copy weights.
+        window: stages that are asked for at a time. Answers of memory come in order: with more, results of other CTAs
+            wait behind weights that nobody needs yet.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -44,6 +46,7 @@ class LayerProductsConfig:
     dtype: str = "bf16"
     consumer_warps: int = 8
     loader_warps: int = 4
+    window: int = 12
 
     @property
     def num_warps(self) -> int:
@@ -85,7 +88,7 @@ class LayerProductsConfig:
 
     @property
     def name(self) -> str:
-        warps = f"w{self.consumer_warps}l{self.loader_warps}"
+        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}"
         return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}_{warps}"
 
     def can_implement(self) -> str | None:
@@ -98,6 +101,8 @@ class LayerProductsConfig:
             return f"{self.num_stages} stages are fewer than two for each of {self.consumer_warps} consumer warps"
         if self.num_stages % self.consumer_warps or self.num_stages % self.loader_warps:
             return f"{self.num_stages} stages are not as many for each consumer warp, and for each loader warp"
+        if self.window % self.loader_warps or not 0 < self.window <= self.num_stages:
+            return f"a window of {self.window} is no multiple of {self.loader_warps} loader warps within the ring"
         return self.limits.refuses(self.num_threads, self.shared_bytes)
 
 

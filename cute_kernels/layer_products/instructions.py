@@ -62,22 +62,6 @@ def add_released(address: Int64, value: Int32, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def add_in_order(address: Int64, value: Int32, *, loc=None, ip=None) -> Int32:
-    """As `ptx.atomic_add`, behind all that the thread has done before and before all that follows."""
-    return Int32(
-        llvm.inline_asm(
-            Int32.mlir_type,
-            [Int64(address).ir_value(loc=loc, ip=ip), Int32(value).ir_value(loc=loc, ip=ip)],
-            "atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;",
-            "=r,l,r,~{memory}",
-            has_side_effects=True,
-            loc=loc,
-            ip=ip,
-        )
-    )
-
-
-@dsl_user_op
 def fence(*, loc=None, ip=None) -> None:
     """What the thread has stored is seen by the GPU before what it does next."""
     _effect([], "fence.acq_rel.gpu;", "", loc=loc, ip=ip)

@@ -9,6 +9,7 @@ docs/design/layer_products.md has the account, docs/design/forward_progress.md w
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -31,16 +32,19 @@ class LayerProductsKernel:
 
     def launch(self, given, stream):
         """Launches ``num_ctas`` CTAs; ``given`` has the arguments of :data:`.arguments.LAYER_PRODUCTS`."""
-        products, ends, begin, m = [], [], Int32(0), Int32(0)
+        products, ends, begin, waited_for, m = [], [], Int32(0), Int32(0), Int32(0)
         for names in PRODUCTS:
             fields = {field: getattr(given, name) for field, name in names.items()}
             if not products:
                 m, _ = extents(fields["x"])
                 fields["x"] = ptx.address(fields["x"])
             products.append(Product(**fields, begin=begin))
+            waited_for = cutlass.select_(fields["n"] > 0, begin, waited_for)
             begin = begin + tiles_of(fields["n"])
             ends.append(begin)
-        sizes = Sizes(ends[0], ends[1], ends[2], ends[3], m, given.num_ctas, given.eps, given.offset, given.counters)
+        sizes = Sizes(
+            ends[0], ends[1], ends[2], ends[3], waited_for, m, given.num_ctas, given.eps, given.offset, given.counters
+        )
         options = {"grid": (given.num_ctas, 1, 1), "block": (self.config.num_threads, 1, 1), "stream": stream}
         self.kernel(sizes, *products).launch(**options, min_blocks_per_mp=1, use_pdl=True)
 

@@ -52,12 +52,14 @@ class Loader:
             if tile >= sizes.num_tiles:
                 running = Int32(0)
             else:
-                if rank == 0:
-                    if lane == 0:
-                        drawn = self.draw(sizes)
                 number = sizes.product_of(tile)
                 stages = self.copy_tile(memory, number, tile, base, rank, lane)
                 base = base + stages
+                if rank == 0:
+                    # Not before there is room: who draws early keeps tiles that others would have begun.
+                    self.wait_for_room(memory, base)
+                    if lane == 0:
+                        drawn = self.draw(sizes)
         if rank == 0:
             if lane == 0:
                 self.leave(sizes, drawn)
@@ -87,13 +89,24 @@ class Loader:
         for j in cutlass.range(first, stages, self.config.loader_warps, unroll=1):
             position = base + j
             stage = position % self.config.num_stages
-            parity = (position // self.config.num_stages) & 1
-            cute.arch.mbarrier_wait(memory.empty + stage, parity ^ 1)
+            self.wait_for_room(memory, position)
+            if position >= self.config.window:
+                self.wait_for_stage(memory, position - self.config.window)
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, STAGE_BYTES)
             cute.arch.sync_warp()
             self.copy_stage(memory, stage, codes, scales, j)
         return stages
+
+    def wait_for_room(self, memory: LayerMemory, position) -> None:
+        """Waits until the ring has room for its ``position``-th stage of all."""
+        stage, use = position % self.config.num_stages, position // self.config.num_stages
+        cute.arch.mbarrier_wait(memory.empty + stage, (use & 1) ^ 1)
+
+    def wait_for_stage(self, memory: LayerMemory, position) -> None:
+        """Waits until the ``position``-th stage of all has come, which the same warp asked for."""
+        stage, use = position % self.config.num_stages, position // self.config.num_stages
+        cute.arch.mbarrier_wait(memory.full + stage, use & 1)
 
     def copy_stage(self, memory: LayerMemory, stage, codes, scales, j) -> None:
         """Asks for a stage."""

@@ -45,12 +45,14 @@ class Product:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a launch. ends: the number behind each product's last work tile. m: rows. counters: their address."""
+    """Of a launch. ends: the number behind each product's last work tile. waited_for: work tiles that others wait for,
+    all but the last product's. m: rows. counters: their address."""
 
     first_end: Int32
     second_end: Int32
     third_end: Int32
     num_tiles: Int32
+    waited_for: Int32
     m: Int32
     num_ctas: Int32
     eps: Float32

@@ -57,12 +57,12 @@ class Multiplier:
                 running = Int32(0)
             else:
                 number = sizes.product_of(tile)
-                product = memory.product(number)
+                own = memory.product(number)
                 if number != before:
-                    self.rows.make(sizes, memory, product, warp, lane)
+                    self.rows.make(sizes, memory, own, warp, lane)
                     before = number
                 acc.fill(0.0)
-                stages = product.k // STAGE_K
+                stages = own.k // STAGE_K
                 rank = turn(warp, base, self.config.consumer_warps)
                 for j in cutlass.range(rank, stages, self.config.consumer_warps, unroll=1):
                     position = base + j
@@ -93,36 +93,50 @@ class Multiplier:
         scales = place + STAGE_CODES + lane // 4 * 2
         column, row = cutlass.min(lane // 4, config.columns - 1), cutlass.min(lane % 4, config.rows - 1)
         half_bytes = config.columns * COLUMN_BYTES
-        for i in range(STAGE_K // GROUP):
-            group = j * (STAGE_K // GROUP) + i
-            limbs = memory.limbs + group * (2 * half_bytes) + column * COLUMN_BYTES + lane % 4 * 16
-            x_scales = memory.x_scales + (group * config.rows + row) * 4
-            b = [
-                [ptx.load_shared_vector(limbs, half * half_bytes + block * (8 * COLUMN_BYTES), 4) for half in range(2)]
-                for block in range(config.row_blocks)
-            ]
-            of_rows = [
-                ptx.load_shared(x_scales, block * MMA_ROWS * 4).bitcast(Float32) for block in range(config.row_blocks)
-            ]
-            for fragment in range(FRAGMENTS):
-                first = i * (GROUP // CODE_TILE_K) * HALF_CODES + fragment * WARP_CODES
-                words = [ptx.load_shared_vector(codes, first + half * HALF_CODES, 4) for half in range(2)]
-                at = i * (TILE_N * 2) + fragment * (FRAGMENT_N * 2)
-                of_features = [(ptx.load_shared_part(scales, at + 16 * k, 2) << 16).bitcast(Float32) for k in range(2)]
-                a = [
-                    self.operands(words[half][step], words[half][step + 1], masks)
-                    for half in range(2)
-                    for step in (0, 2)
-                ]
+        groups = range(STAGE_K // GROUP)
+        parts = [
+            (i, fragment, block) for i in groups for fragment in range(FRAGMENTS) for block in range(config.row_blocks)
+        ]
+        limbs = memory.limbs + j * (len(groups) * 2 * half_bytes) + column * COLUMN_BYTES + lane % 4 * 16
+        x_scales = memory.x_scales + (j * (len(groups) * config.rows) + row) * 4
+        b, a = {}, {}
+        for i in groups:
+            for half in range(2):
                 for block in range(config.row_blocks):
-                    dots = [Int32(0)] * 4
-                    for step in range(4):
-                        pair = b[block][step // 2][step % 2 * 2 : step % 2 * 2 + 2]
-                        dots = instructions.multiply_bytes(dots, a[step], pair)
-                    for k in range(2):
-                        exact = numbers.to_float(dots[2 * k] * LIMB_BASE + dots[2 * k + 1])
-                        index = (block * FRAGMENTS + fragment) * 2 + k
-                        acc[index] = ptx.fma(exact * of_rows[block], of_features[k], acc[index])
+                    at = (2 * i + half) * half_bytes + block * (8 * COLUMN_BYTES)
+                    b[i, block, half] = ptx.load_shared_vector(limbs, at, 4)
+                for fragment in range(FRAGMENTS):
+                    at = (i * (GROUP // CODE_TILE_K) + half) * HALF_CODES + fragment * WARP_CODES
+                    a[i, fragment, half] = ptx.load_shared_vector(codes, at, 4)
+        of_rows = {
+            (i, block): ptx.load_shared(x_scales, (i * config.rows + block * MMA_ROWS) * 4).bitcast(Float32)
+            for i in groups
+            for block in range(config.row_blocks)
+        }
+        of_features = {
+            (i, fragment, k): (
+                ptx.load_shared_part(scales, i * (TILE_N * 2) + fragment * (FRAGMENT_N * 2) + 16 * k, 2) << 16
+            ).bitcast(Float32)
+            for i in groups
+            for fragment in range(FRAGMENTS)
+            for k in range(2)
+        }
+        dots = {part: [Int32(0)] * 4 for part in parts}
+        for step in range(4):  # all groups and fragments in turn: MMAs that do not wait for each other
+            half, first = step // 2, step % 2 * 2
+            for i in groups:
+                for fragment in range(FRAGMENTS):
+                    words = a[i, fragment, half][first : first + 2]
+                    operands = self.operands(*words, masks)
+                    for block in range(config.row_blocks):
+                        part, pair = (i, fragment, block), b[i, block, half][first : first + 2]
+                        dots[part] = instructions.multiply_bytes(dots[part], operands, pair)
+        for i, fragment, block in parts:
+            for k in range(2):
+                high, low = dots[i, fragment, block][2 * k : 2 * k + 2]
+                exact = numbers.to_float(high * LIMB_BASE + low)
+                index = (block * FRAGMENTS + fragment) * 2 + k
+                acc[index] = ptx.fma(exact * of_rows[i, block], of_features[i, fragment, k], acc[index])
 
     def operands(self, first, second, masks) -> list:
         """Bytes of two steps' codes, less 8 and times 16: the A operand of an MMA."""

@@ -57,17 +57,20 @@ class Storer:
                     cute.arch.mbarrier_arrive(memory.parts_empty + buffer)
                 buffer, buffer_phase = advance(buffer, buffer_phase, BUFFERS)
                 self.store(sums, sizes, product, feature, lane)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    instructions.add_released(sizes.counters + DONE, Int32(1))
+                if tile < sizes.waited_for:
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        instructions.add_released(sizes.counters + DONE, Int32(1))
         if lane == 0:
             self.leave(sizes)
 
     @cute.jit
     def leave(self, sizes: Sizes):
-        """The last CTA to leave makes the counters EMPTY: nobody waits for work tiles any more."""
-        left = instructions.add_in_order(sizes.counters + LEFT, Int32(1)) + 1
+        """The last CTA to leave makes the counters EMPTY: nobody waits for work tiles any more, and who had some of the
+        last product has seen all others counted."""
+        left = ptx.atomic_add(sizes.counters + LEFT, Int32(1)) + 1
         if left == sizes.num_ctas - 1:
+            instructions.fence()
             for counter in (DONE, LEFT):
                 ptx.store_global(sizes.counters + counter, [Uint32(EMPTY_WORD)])
 
