@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.layer_products.arguments import COUNTER_WORDS, LAYER_PRODUCTS, NUMBERS, PRODUCTS
+from cute_kernels.layer_products.arguments import LAYER_PRODUCTS, NUMBERS, PRODUCTS
 from cute_kernels.layer_products.compile import LayerProductsSpec
 from cute_kernels.layer_products.config import (
+    EXCHANGE_WORDS,
     FORMAT,
-    MOST_PRODUCTS,
+    SET_WORDS,
     STAGE_K,
     TILE_N,
     LayerProductsConfig,
@@ -31,6 +32,8 @@ from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.operator import launcher
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 from cute_kernels.runtime.workspace import UnsettledError
+
+GATED, ADDING = 1, 2  # of the products: gate and up; down, which adds o's results
 
 
 class LayerCall(NamedTuple):
@@ -129,8 +132,7 @@ def _aligned(*tensors: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What of a launch is kept. send: the launch. matrix: x as the kernel takes it. new: o's rows, gated rows, the
-    layer's rows, qkv."""
+    """What of a launch is kept. send: the launch. matrix: x as the kernel takes it. new: the layer's rows, qkv."""
 
     device_index: int
     matrix: tuple[int, int]
@@ -141,23 +143,18 @@ class LayerPlan:
         """Launches on the current stream."""
         index = self.device_index
         try:
-            counters = GPU.counters(index, GPU.stream(index), COUNTER_WORDS)
+            exchange = GPU.counters(index, GPU.stream(index), EXCHANGE_WORDS)
         except UnsettledError:
             return layer_apart(call)
-        middle, gated, rows, *qkv = (GPU.empty(*new) for new in self.new)
-        x = call.x.detach() if call.x.requires_grad else call.x
-        inputs, outs = (x.view(self.matrix), middle, gated, rows), (middle, gated, rows, *qkv)
-        norms = (None, call.norm, None, call.following_norm)
-        residuals = (call.residual, None, middle, None)
+        rows, *qkv = (GPU.empty(*new) for new in self.new)
+        outs, norms = (None, None, rows, *qkv), (None, call.norm, None, call.following_norm)
         named: dict[str, Any] = {}
-        for i, (names, weight) in enumerate(zip(PRODUCTS, call.weights)):  # noqa: B905
-            norm, residual = norms[i], residuals[i]
+        for names, weight, norm, out in zip(PRODUCTS, call.weights, norms, outs, strict=False):
             named[names["codes"]], named[names["scales"]] = weight.codes.data_ptr(), weight.scales.data_ptr()
-            named[names["x"]] = inputs[i] if i == 0 else inputs[i].data_ptr()
             named[names["norm"]] = 0 if norm is None else norm.data_ptr()
-            named[names["residual"]] = 0 if residual is None else residual.data_ptr()
-            named[names["out"]] = outs[i].data_ptr()
-        self.send(**named, counters=counters)
+            named[names["out"]] = 0 if out is None else out.data_ptr()
+        x = call.x.detach() if call.x.requires_grad else call.x
+        self.send(**named, x=x.view(self.matrix), residual=call.residual.data_ptr(), exchange=exchange)
         return LayerRows(NormedRows(rows, call.following_norm, call.eps, call.offset), qkv[0] if qkv else None)
 
 
@@ -187,6 +184,9 @@ def _plan(call: LayerCall) -> LayerPlan | LayerApart:
     fits = all(tensor.dtype == torch.bfloat16 for tensor in tensors) and _aligned(*tensors)
     if not m or not fits or not all(is_served(weight) for weight in call.weights):
         return LayerApart(index)
+    most = (call.o.shape[0] + call.down.shape[1]) + (0 if call.qkv is None else call.o.shape[0])
+    if m * most > 2 * SET_WORDS:
+        return LayerApart(index)
     kernel = kernel_of(m, max(weight.shape[1] for weight in call.weights), index)
     return LayerApart(index) if kernel is None else make_plan(call, *kernel, GPU.num_sms(index))
 
@@ -194,15 +194,17 @@ def _plan(call: LayerCall) -> LayerPlan | LayerApart:
 def make_plan(call: LayerCall, config: LayerProductsConfig, function: Callable[..., Any], num_ctas: int) -> LayerPlan:
     """The plan of a compiled kernel for calls like one, with at most so many CTAs."""
     (hidden, heads), m = call.o.shape, call.x.numel() // call.o.shape[1]
-    inner, dtype, leading = call.down.shape[1], call.x.dtype, call.x.shape[:-1]
-    new = [blank((m, hidden), dtype), blank((m, inner), dtype), blank((*leading, hidden), dtype)]
+    dtype, leading = call.x.dtype, call.x.shape[:-1]
+    new = [blank((*leading, hidden), dtype)]
     if call.qkv is not None:
         new.append(blank((*leading, call.qkv.shape[0]), dtype))
     numbers: dict[str, Any] = {"eps": float(call.eps), "offset": float(call.offset)}
-    missing = PRODUCTS[len(call.weights) : MOST_PRODUCTS]
-    for i, (names, weight) in enumerate(zip(PRODUCTS, call.weights)):  # noqa: B905
-        numbers |= dict(zip((names[each] for each in NUMBERS), (*weight.shape, int(i == 1)), strict=True))
-    numbers |= {name: 0 for names in missing for name in names.values()}
+    for i, names in enumerate(PRODUCTS):
+        if i < len(call.weights):
+            values = (*call.weights[i].shape, int(i == GATED), int(i == ADDING))
+            numbers |= dict(zip((names[each] for each in NUMBERS), values, strict=True))
+        else:
+            numbers |= dict.fromkeys(names.values(), 0)
     tiles = sum(weight.shape[0] for weight in call.weights) // TILE_N
     numbers["num_ctas"] = min(num_ctas, tiles)
     send = LAYER_PRODUCTS.bound(function, numbers)

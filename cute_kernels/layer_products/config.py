@@ -18,10 +18,12 @@ CODE_TILE_BYTES, CODE_TILE_K = 2048, 64  # a tile of codes: 64 features
 STAGE_CODES = TILE_N * STAGE_K // 2
 STAGE_SCALES = TILE_N * 2 * (STAGE_K // GROUP)
 STAGE_BYTES = STAGE_CODES + STAGE_SCALES
-PRODUCT_BYTES = 64  # of a product's numbers in shared memory
+PRODUCT_BYTES = 80  # of a product's numbers in shared memory
 SLOTS = 4  # of numbers of work tiles on their way to the warps
 BUFFERS = 2  # of the consumer warps' sums
 ROWS = (1, 2, 4, 8)
+SET_WORDS = 1 << 16  # of results of all products but the last that others wait for
+EXCHANGE_WORDS = 96 + 2 * SET_WORDS
 FORMAT = integers(4, GROUP)  # of all weights
 MMA_ROWS = 4  # whose two limbs are the columns of an MMA
 

@@ -17,6 +17,7 @@ from cute_kernels.device import ptx
 from cute_kernels.device.types import extents
 from cute_kernels.layer_products.arguments import PRODUCTS
 from cute_kernels.layer_products.config import LayerProductsConfig
+from cute_kernels.layer_products.exchange import draw
 from cute_kernels.layer_products.loads import Loader
 from cute_kernels.layer_products.memory import Product, Sizes, allocate, init_barriers, tiles_of, write_table
 from cute_kernels.layer_products.multiply import Multiplier
@@ -32,19 +33,20 @@ class LayerProductsKernel:
 
     def launch(self, given, stream):
         """Launches ``num_ctas`` CTAs; ``given`` has the arguments of :data:`.arguments.LAYER_PRODUCTS`."""
-        products, ends, begin, waited_for, m = [], [], Int32(0), Int32(0), Int32(0)
+        m, _ = extents(given.x)
+        products, ends = [], []
+        begin, place, rows, waited_for, used = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         for names in PRODUCTS:
             fields = {field: getattr(given, name) for field, name in names.items()}
-            if not products:
-                m, _ = extents(fields["x"])
-                fields["x"] = ptx.address(fields["x"])
-            products.append(Product(**fields, begin=begin))
-            waited_for = cutlass.select_(fields["n"] > 0, begin, waited_for)
-            begin = begin + tiles_of(fields["n"])
+            there = fields["n"] > 0
+            waited_for = Int32(cutlass.select_(there, begin, waited_for))
+            used = Int32(cutlass.select_(there, place >> 2, used))
+            products.append(Product(**fields, begin=begin, place=place, rows=rows))
+            begin, rows = begin + tiles_of(fields["n"]), place
+            place = place + m * (2 * fields["n"] >> fields["gated"])
             ends.append(begin)
-        sizes = Sizes(
-            ends[0], ends[1], ends[2], ends[3], waited_for, m, given.num_ctas, given.eps, given.offset, given.counters
-        )
+        numbers = m, given.num_ctas, given.eps, given.offset, ptx.address(given.x), given.residual, given.exchange
+        sizes = Sizes(ends[0], ends[1], ends[2], ends[3], waited_for, used, *numbers)
         options = {"grid": (given.num_ctas, 1, 1), "block": (self.config.num_threads, 1, 1), "stream": stream}
         self.kernel(sizes, *products).launch(**options, min_blocks_per_mp=1, use_pdl=True)
 
@@ -57,7 +59,7 @@ class LayerProductsKernel:
         drawn = Int32(0)
         if warp == config.consumer_warps:
             if lane == 0:
-                drawn = self.loader.draw(sizes)
+                drawn = draw(sizes)
         if warp == 0:
             if lane == 0:
                 init_barriers(config, memory)

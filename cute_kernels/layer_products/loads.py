@@ -21,7 +21,8 @@ from cute_kernels.layer_products.config import (
     TILE_N,
     LayerProductsConfig,
 )
-from cute_kernels.layer_products.memory import TICKETS, LayerMemory, Sizes, receive, turn
+from cute_kernels.layer_products.exchange import TICKETS, draw
+from cute_kernels.layer_products.memory import LayerMemory, Sizes, receive, turn
 
 HALF_CODES = TILE_N * CODE_TILE_K // 2  # a work tile's part of a tile of codes
 GROUP_SCALES = 2 * 2 * TILE_N  # of a tile of codes
@@ -32,10 +33,6 @@ class Loader:
 
     def __init__(self, config: LayerProductsConfig):
         self.config = config
-
-    def draw(self, sizes: Sizes):
-        """The number of the CTA's next work tile, at least num_tiles where there is no more; one lane."""
-        return ptx.atomic_add(sizes.counters + TICKETS, Int32(1)) + 1
 
     @cute.jit
     def run(self, sizes: Sizes, memory: LayerMemory, rank, lane, drawn):
@@ -59,7 +56,7 @@ class Loader:
                     # Not before there is room: who draws early keeps tiles that others would have begun.
                     self.wait_for_room(memory, base)
                     if lane == 0:
-                        drawn = self.draw(sizes)
+                        drawn = draw(sizes)
         if rank == 0:
             if lane == 0:
                 self.leave(sizes, drawn)
@@ -69,7 +66,7 @@ class Loader:
         """Every CTA draws one number too many, who draws the last one makes the counter EMPTY. Then, and not before,
         may the next launch begin, whose CTAs draw at once."""
         if drawn == sizes.num_tiles + sizes.num_ctas - 1:
-            ptx.store_global(sizes.counters + TICKETS, [Uint32(EMPTY_WORD)])
+            ptx.store_global(sizes.exchange + TICKETS, [Uint32(EMPTY_WORD)])
         instructions.fence()
         cute.arch.griddepcontrol_launch_dependents()
 

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels.device import numbers, ptx
+from cute_kernels.device import ptx
 from cute_kernels.layer_products import instructions
 from cute_kernels.layer_products.config import (
     BUFFERS,
@@ -21,43 +21,47 @@ from cute_kernels.layer_products.config import (
     LayerProductsConfig,
 )
 
-TICKETS, DONE, LEFT = 0, 128, 256  # bytes of counters: work tiles drawn, work tiles stored, CTAs that have left
-
 
 @dataclass(frozen=True)
 class Product:
     """One of a launch's products; run-time numbers. Addresses that there are none of are 0.
 
-    begin: the number of its first work tile. k: inputs. n: features. gated: whether swiglu halves them.
+    begin: the number of its first work tile. k: inputs. n: features. gated: whether swiglu halves them. adds: whether
+    the first product's results are added. place: bytes from the beginning of a set to its results, where others wait
+    for them; rows: to its rows.
     """
 
     codes: Int64
     scales: Int64
-    x: Int64
     norm: Int64
-    residual: Int64
     out: Int64
     n: Int32
     k: Int32
     gated: Int32
+    adds: Int32
     begin: Int32
+    place: Int32
+    rows: Int32
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Of a launch. ends: the number behind each product's last work tile. waited_for: work tiles that others wait for,
-    all but the last product's. m: rows. counters: their address."""
+    all but the last product's; used: words of their results. m: rows. x, residual: of the first product."""
 
     first_end: Int32
     second_end: Int32
     third_end: Int32
     num_tiles: Int32
     waited_for: Int32
+    used: Int32
     m: Int32
     num_ctas: Int32
     eps: Float32
     offset: Float32
-    counters: Int64
+    x: Int64
+    residual: Int64
+    exchange: Int64
 
     def product_of(self, tile):
         """Which product a work tile is of."""
@@ -87,10 +91,9 @@ class LayerMemory:
         """The numbers of a product."""
         at = self.table + number * PRODUCT_BYTES
         codes, scales = instructions.load_shared_longs(at, 0)
-        x, norm = instructions.load_shared_longs(at, 16)
-        residual, out = instructions.load_shared_longs(at, 32)
-        n, k, gated, begin = (Int32(word) for word in ptx.load_shared_vector(at, 48, 4))
-        return Product(codes, scales, x, norm, residual, out, n, k, gated, begin)
+        norm, out = instructions.load_shared_longs(at, 16)
+        words = [*ptx.load_shared_vector(at, 32, 4), *ptx.load_shared_vector(at, 48, 4)]
+        return Product(codes, scales, norm, out, *(Int32(word) for word in words[:7]))
 
 
 def allocate(config: LayerProductsConfig) -> LayerMemory:
@@ -142,9 +145,11 @@ def write_table(memory: LayerMemory, products) -> None:
         at = Int32(memory.table)
         begin = PRODUCT_BYTES * i
         instructions.store_shared_longs(at, begin, [each.codes, each.scales])
-        instructions.store_shared_longs(at, begin + 16, [each.x, each.norm])
-        instructions.store_shared_longs(at, begin + 32, [each.residual, each.out])
-        ptx.store_shared(at, begin + 48, [cutlass.Uint32(v) for v in (each.n, each.k, each.gated, each.begin)])
+        instructions.store_shared_longs(at, begin + 16, [each.norm, each.out])
+        words = [cutlass.Uint32(v) for v in (each.n, each.k, each.gated, each.adds)]
+        ptx.store_shared(at, begin + 32, words)
+        words = [cutlass.Uint32(v) for v in (each.begin, each.place, each.rows, each.rows)]
+        ptx.store_shared(at, begin + 48, words)
 
 
 @cute.jit
@@ -156,14 +161,6 @@ def receive(memory: LayerMemory, slot, phase, lane):
     if lane == 0:
         cute.arch.mbarrier_arrive(memory.tile_empty + slot)
     return cute.arch.make_warp_uniform(tile)
-
-
-@cute.jit
-def wait_for_tiles(sizes: Sizes, count):
-    """Waits until so many work tiles are stored; one lane."""
-    seen = Int32(numbers.load_acquired(sizes.counters + DONE)) + 1
-    while seen < count:
-        seen = Int32(numbers.load_acquired(sizes.counters + DONE)) + 1
 
 
 def tiles_of(n):

@@ -27,6 +27,7 @@ from cute_kernels.layer_products.config import (
     TILE_N,
     LayerProductsConfig,
 )
+from cute_kernels.layer_products.exchange import exchange_of
 from cute_kernels.layer_products.loads import HALF_CODES
 from cute_kernels.layer_products.memory import LayerMemory, Sizes, receive, turn
 from cute_kernels.layer_products.rows import COLUMN_BYTES, Rows
@@ -48,7 +49,7 @@ class Multiplier:
         """All work tiles of the CTA."""
         base, slot, slot_phase, running = Int32(0), Int32(0), Int32(0), Int32(1)
         before, buffer, buffer_phase = Int32(-1), Int32(0), Int32(0)
-        masks = ptx.pinned(Uint32(SIGNS))
+        masks, exchange = ptx.pinned(Uint32(SIGNS)), exchange_of(sizes)
         acc = cute.make_rmem_tensor(self.num_sums, Float32)
         while running != 0:
             tile = receive(memory, slot, slot_phase, lane)
@@ -59,7 +60,7 @@ class Multiplier:
                 number = sizes.product_of(tile)
                 own = memory.product(number)
                 if number != before:
-                    self.rows.make(sizes, memory, own, warp, lane)
+                    self.rows.make(sizes, memory, own, exchange, number, warp, lane)
                     before = number
                 acc.fill(0.0)
                 stages = own.k // STAGE_K

@@ -16,13 +16,15 @@ from cutlass import Int64, Uint32
 
 from cute_kernels.device import lanes, ptx
 from cute_kernels.layer_products.config import GROUP, LayerProductsConfig
-from cute_kernels.layer_products.memory import LayerMemory, Product, Sizes, wait_for_tiles
+from cute_kernels.layer_products.exchange import Exchange, load_results
+from cute_kernels.layer_products.memory import LayerMemory, Product, Sizes
 from cute_kernels.linear.wgmma.resident_rows import ResidentRows, RowsRoom
 
 GROUP_LANES, WARP_GROUPS = 4, 8
 BLOCK = 16  # inputs of a step
 LANE_WORDS = GROUP // GROUP_LANES // 2
 COLUMN_BYTES = 64  # of half a group
+PLACES = tuple(block * (GROUP_LANES * BLOCK * 2) + piece * 16 for block in range(2) for piece in range(2))
 CONSUMER_BARRIER = 1
 
 
@@ -34,31 +36,34 @@ class Rows:
         self.limbs = ResidentRows(RowsRoom(config.dtype, 8, config.consumer_warps, config.groups))
 
     @cute.jit
-    def make(self, sizes: Sizes, memory: LayerMemory, product: Product, warp, lane):
-        """Limbs of a product's rows, once all work tiles before it are stored, so that nobody reads others."""
-        if warp == 0:
-            if lane == 0:
-                wait_for_tiles(sizes, product.begin)
-            cute.arch.sync_warp()
+    def make(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, warp, lane):
+        """Limbs of a product's rows, as they come. Nobody still reads those of the product before."""
         self.meet()
         groups = product.k // GROUP
         for row in cutlass.range_constexpr(self.config.rows):
             if row < sizes.m:
                 for first in cutlass.range(warp * WARP_GROUPS, groups, 8 * self.config.consumer_warps, unroll=1):
-                    self.make_groups(sizes, memory, product, groups, row, first, lane)
+                    self.make_groups(sizes, memory, product, exchange, number, row, first, lane)
         self.meet()
 
     @cute.jit
-    def make_groups(self, sizes: Sizes, memory: LayerMemory, product: Product, groups, row: int, first, lane):
+    def make_groups(
+        self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, row: int, first, lane
+    ):
         """Of eight groups of a row."""
+        groups = product.k // GROUP
         group = first + lane // GROUP_LANES
         element = cutlass.min(group, groups - 1) * GROUP + lane % GROUP_LANES * BLOCK
         words = cute.make_rmem_tensor(LANE_WORDS, Uint32)
-        start = product.x + (Int64(row) * product.k + element) * 2
-        self.keep(words, self.load(start, constant=False))
+        place = (Int64(row) * product.k + element) * 2
+        if number > 0:
+            load_results(words, exchange.address + product.rows + place, PLACES)
+        else:
+            self.keep(words, [w for at in PLACES for w in ptx.load_relaxed(sizes.x + place, 4, offset=at)])
         if product.norm != 0:
             values = self.to_floats([words[i] for i in range(LANE_WORDS)])
-            weights = self.to_floats(self.load(product.norm + Int64(element) * 2, constant=True))
+            start = product.norm + Int64(element) * 2
+            weights = self.to_floats([w for at in PLACES for w in ptx.load_global_words(start, at, 4)])
             scaled = [value * (weight + sizes.offset) for value, weight in zip(values, weights, strict=True)]
             self.keep(words, [ptx.pack_bf16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)])
             own = lanes.in_pairs(operator.add, [value * value for value in values])
@@ -69,13 +74,6 @@ class Rows:
         if group < groups:
             self.store(memory, row, group, lane, limbs)
             ptx.store_shared(memory.x_scales + (group * self.config.rows + row) * 4, 0, [scale])
-
-    def load(self, start, *, constant: bool) -> list[Any]:
-        """A lane's two blocks of 16 elements, 64 apart. Rows may have been written by this launch."""
-        places = [block * (GROUP_LANES * BLOCK * 2) + piece * 16 for block in range(2) for piece in range(2)]
-        if constant:
-            return [word for place in places for word in ptx.load_global_words(start, place, 4)]
-        return [word for place in places for word in ptx.load_relaxed(start, 4, offset=place)]
 
     def store(self, memory: LayerMemory, row: int, group, lane, limbs) -> None:
         """Puts a lane's limbs where MMAs read them."""

@@ -9,12 +9,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import lanes, numbers, ptx
-from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.device.ring import advance
-from cute_kernels.layer_products import instructions
 from cute_kernels.layer_products.config import BUFFERS, GROUP, SLOTS, TILE_N, LayerProductsConfig
-from cute_kernels.layer_products.memory import DONE, LEFT, LayerMemory, Product, Sizes, receive, wait_for_tiles
+from cute_kernels.layer_products.exchange import Exchange, empty_other, exchange_of, leave, load_result
+from cute_kernels.layer_products.memory import LayerMemory, Product, Sizes, receive
 from cute_kernels.linear.epilogue import silu
+
+UPPER_HALF = 0xFFFF0000
 
 
 class Storer:
@@ -31,6 +32,8 @@ class Storer:
         factors = cute.make_rmem_tensor(self.config.rows, Float32)
         factors.fill(1.0)
         sums = cute.make_rmem_tensor(self.config.rows, Float32)
+        exchange = exchange_of(sizes)
+        empty_other(sizes, exchange, lane)
         while running != 0:
             tile = receive(memory, slot, slot_phase, lane)
             slot, slot_phase = advance(slot, slot_phase, SLOTS)
@@ -39,14 +42,9 @@ class Storer:
             else:
                 number = sizes.product_of(tile)
                 product = memory.product(number)
-                if number != before:
-                    if lane == 0:
-                        wait_for_tiles(sizes, product.begin)
-                    cute.arch.sync_warp()
                 feature = (tile - product.begin) * TILE_N + lane
                 sums.fill(0.0)
-                if product.residual != 0:
-                    self.load_residual(sums, sizes, product, feature)
+                self.load_added(sums, sizes, product, exchange, number, feature)
                 cute.arch.mbarrier_wait(memory.parts_full + buffer, buffer_phase)
                 if number != before:
                     self.make_factors(factors, sizes, memory, product, lane)
@@ -56,31 +54,23 @@ class Storer:
                 if lane == 0:
                     cute.arch.mbarrier_arrive(memory.parts_empty + buffer)
                 buffer, buffer_phase = advance(buffer, buffer_phase, BUFFERS)
-                self.store(sums, sizes, product, feature, lane)
-                if tile < sizes.waited_for:
-                    cute.arch.sync_warp()
-                    if lane == 0:
-                        instructions.add_released(sizes.counters + DONE, Int32(1))
+                waited_for = tile < sizes.waited_for
+                self.store(sums, sizes, product, exchange, waited_for, feature, lane)
         if lane == 0:
-            self.leave(sizes)
+            leave(sizes, exchange)
 
     @cute.jit
-    def leave(self, sizes: Sizes):
-        """The last CTA to leave makes the counters EMPTY: nobody waits for work tiles any more, and who had some of the
-        last product has seen all others counted."""
-        left = ptx.atomic_add(sizes.counters + LEFT, Int32(1)) + 1
-        if left == sizes.num_ctas - 1:
-            instructions.fence()
-            for counter in (DONE, LEFT):
-                ptx.store_global(sizes.counters + counter, [Uint32(EMPTY_WORD)])
-
-    @cute.jit
-    def load_residual(self, sums, sizes: Sizes, product: Product, feature):
-        """The residual of a lane's feature; this launch may have written it."""
+    def load_added(self, sums, sizes: Sizes, product: Product, exchange: Exchange, number, feature):
+        """What is added to a lane's feature: the residual, or the first product's result."""
         for row in cutlass.range_constexpr(self.config.rows):
             if row < sizes.m:
-                place = product.residual + (Int64(row) * product.n + feature) * 2
-                sums[row] = (ptx.load_relaxed_part(place, 2) << 16).bitcast(Float32)
+                place = (Int64(row) * product.n + feature) * 2
+                if (number == 0) & (sizes.residual != 0):
+                    sums[row] = (ptx.load_relaxed_part(sizes.residual + place, 2) << 16).bitcast(Float32)
+                if product.adds != 0:
+                    word = load_result(exchange.address + (place & ~3))
+                    half = cutlass.select_(feature % 2 == 0, word << 16, word & Uint32(UPPER_HALF))
+                    sums[row] = Uint32(half).bitcast(Float32)
 
     @cute.jit
     def make_factors(self, factors, sizes: Sizes, memory: LayerMemory, product: Product, lane):
@@ -107,19 +97,21 @@ class Storer:
             sums[row] = ptx.fma(lanes.in_pairs(operator.add, parts), factors[row], sums[row])
 
     @cute.jit
-    def store(self, sums, sizes: Sizes, product: Product, feature, lane):
-        """Stores a work tile's results, two of a lane's and its neighbours' at a time."""
+    def store(self, sums, sizes: Sizes, product: Product, exchange: Exchange, waited_for, feature, lane):
+        """Stores a work tile's results, two of a lane's and its neighbours' at a time, for whoever wants them."""
         for row in cutlass.range_constexpr(self.config.rows):
             value = sums[row]
             other = cute.arch.shuffle_sync_bfly(value, 1)
             gated = silu(value) * other  # in even lanes: gate and up are in turn
             third = cute.arch.shuffle_sync_bfly(gated, 2)
-            if row < sizes.m:
-                if product.gated != 0:
-                    if lane % 4 == 0:
-                        place = product.out + (Int64(row) * (product.n >> 1) + (feature >> 1)) * 2
-                        ptx.store_global(place, [ptx.pack_bf16x2(gated, third)])
-                else:
-                    if lane % 2 == 0:
-                        place = product.out + (Int64(row) * product.n + feature) * 2
-                        ptx.store_global(place, [ptx.pack_bf16x2(value, other)])
+            is_gated = product.gated != 0
+            word = cutlass.select_(is_gated, ptx.pack_bf16x2(gated, third), ptx.pack_bf16x2(value, other))
+            columns = cutlass.select_(is_gated, product.n >> 1, product.n)
+            column = cutlass.select_(is_gated, feature >> 1, feature)
+            own = lane % cutlass.select_(is_gated, Int32(4), Int32(2)) == 0
+            place = (Int64(row) * columns + column) * 2
+            if own & (row < sizes.m):
+                if waited_for:
+                    ptx.store_global(exchange.address + product.place + place, [word])
+                if product.out != 0:
+                    ptx.store_global(product.out + place, [word])

@@ -15,6 +15,7 @@ from cute_kernels import quantized_layer, quantized_linear, quantized_linear_nor
 from cute_kernels.layer_products import instructions
 from cute_kernels.layer_products.arguments import LAYER_PRODUCTS, PRODUCTS
 from cute_kernels.layer_products.config import (
+    EXCHANGE_WORDS,
     GROUP,
     STAGE_BYTES,
     STAGE_K,
@@ -34,7 +35,7 @@ from tests.launchers import given_to, recording
 from tests.linear.cases import known
 
 RING, LIMBS, X_SCALES, SQUARES = 0, 1 << 16, 3 << 16, (3 << 16) + (1 << 12)
-CODES, SCALES, X, NORM = 0, 1 << 20, 3 << 19, (3 << 19) + (1 << 16)
+CODES, SCALES, X, NORM = 0, 1 << 20, (3 << 19) + 512, (3 << 19) + (1 << 16)
 
 
 class LayerWarp(Warp):
@@ -108,15 +109,16 @@ class Cta:
         self.k, self.n = k, n
 
     def product(self, norm: bool) -> Product:
-        return Product(*map(stand_in, (CODES, SCALES, X, NORM if norm else 0, 0, 0, self.n, self.k, 0, 0)))
+        """Its rows are the results of another where a norm is taken of them."""
+        return Product(*map(stand_in, (CODES, SCALES, NORM if norm else 0, 0, self.n, self.k, 0, 0, 0, 0, X % 4096)))
 
     def make_rows(self, norm: bool, offset: float = 0.0) -> None:
-        rows, sizes = Rows(self.config), stand_in(SimpleNamespace(offset=np.float32(offset), m=self.config.rows))
+        rows, sizes = Rows(self.config), stand_in(SimpleNamespace(offset=np.float32(offset), m=self.config.rows, x=X))
+        exchange = stand_in(SimpleNamespace(address=X - X % 4096))
         for row in range(self.config.rows):
             for first in range(0, self.k // GROUP, 8):
-                rows.make_groups(
-                    sizes, self.memory, self.product(norm), self.k // GROUP, row, Int32(first), Int32(LANES)
-                )
+                places = stand_in(row), Int32(first), Int32(LANES)
+                rows.make_groups(sizes, self.memory, self.product(norm), exchange, int(norm), *places)
 
     def tile(self, number: int) -> np.ndarray:
         """A work tile's sums [rows, 32 features], by one warp."""
@@ -198,9 +200,10 @@ def test_one_launch_has_all_products(m: int, qkv: int | None):
         weight = given[names[i]]
         assert (values["n"], values["k"], values["gated"]) == (*weight.shape, int(names[i] == "gate_up"))
         assert (values["codes"], values["scales"]) == (weight.codes.data_ptr(), weight.scales.data_ptr())
-    assert passed.x_0.data_ptr() == given["x"].data_ptr() and passed.residual_0 == given["residual"].data_ptr()
-    assert (passed.x_1, passed.x_2, passed.x_3 if qkv else passed.out_2) == (passed.out_0, passed.out_1, passed.out_2)
-    assert passed.residual_2 == passed.out_0 and passed.norm_1 == given["norm"].data_ptr()
+    assert passed.x.data_ptr() == given["x"].data_ptr() and passed.residual == given["residual"].data_ptr()
+    assert (passed.out_0, passed.out_1) == (0, 0) and passed.out_2 == found.rows.rows.data_ptr()
+    assert (passed.norm_0, passed.norm_1, passed.norm_2) == (0, given["norm"].data_ptr(), 0)
+    assert [getattr(passed, f"adds_{i}") for i in range(4)] == [0, 0, 1, 0] and passed.exchange == EXCHANGE_WORDS
     assert passed.num_ctas == min(132, sum(given[name].shape[0] for name in names) // TILE_N)
 
 
