@@ -22,6 +22,7 @@ PRODUCT_BYTES = 80  # of a product's numbers in shared memory
 SLOTS = 4  # of numbers of work tiles on their way to the warps
 BUFFERS = 2  # of the consumer warps' sums
 ROWS = (1, 2, 4, 8)
+CONSUMER_WARPS = (12, 8)  # the most for which the ring has two places each
 SET_WORDS = 1 << 16  # of results of all products but the last that others wait for
 EXCHANGE_WORDS = 96 + 2 * SET_WORDS
 FORMAT = integers(4, GROUP)  # of all weights
@@ -46,9 +47,9 @@ class LayerProductsConfig:
     groups: int
     num_stages: int
     dtype: str = "bf16"
-    consumer_warps: int = 8
+    consumer_warps: int = 12
     loader_warps: int = 4
-    window: int = 12
+    window: int = 8
 
     @property
     def num_warps(self) -> int:
@@ -112,10 +113,11 @@ def config_for(rows: int, most_k: int) -> LayerProductsConfig | None:
     """The configuration for so many rows of up to ``most_k`` inputs: as deep a ring as there is room for; None if it
     would be too shallow."""
     fitting = [size for size in ROWS if size >= rows]
-    if not fitting:
-        return None
-    empty = LayerProductsConfig(fitting[0], -(-most_k // GROUP), 0)
-    room = (empty.limits.shared_bytes - empty.fixed_bytes) // (STAGE_BYTES + 16)
-    each = math.lcm(empty.consumer_warps, empty.loader_warps)
-    config = replace(empty, num_stages=max(room, 0) // each * each)
-    return config if config.can_implement() is None else None
+    for warps in CONSUMER_WARPS if fitting else ():
+        empty = LayerProductsConfig(fitting[0], -(-most_k // GROUP), 0, consumer_warps=warps)
+        room = (empty.limits.shared_bytes - empty.fixed_bytes) // (STAGE_BYTES + 16)
+        each = math.lcm(empty.consumer_warps, empty.loader_warps)
+        config = replace(empty, num_stages=max(room, 0) // each * each)
+        if config.can_implement() is None:
+            return config
+    return None

@@ -50,13 +50,8 @@ class Loader:
                 running = Int32(0)
             else:
                 number = sizes.product_of(tile)
-                stages = self.copy_tile(memory, number, tile, base, rank, lane)
+                stages, drawn = self.copy_tile(sizes, memory, number, tile, base, drawn, rank, lane)
                 base = base + stages
-                if rank == 0:
-                    # Not before there is room: who draws early keeps tiles that others would have begun.
-                    self.wait_for_room(memory, base)
-                    if lane == 0:
-                        drawn = draw(sizes)
         if rank == 0:
             if lane == 0:
                 self.leave(sizes, drawn)
@@ -71,8 +66,12 @@ class Loader:
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def copy_tile(self, memory: LayerMemory, number, tile, base, rank, lane):
-        """Asks for a loader warp's stages of a work tile, as the ring has room; how many the tile has."""
+    def copy_tile(self, sizes: Sizes, memory: LayerMemory, number, tile, base, drawn, rank, lane):
+        """Asks for a loader warp's stages of a work tile, as the ring has room. Returns how many the tile has, and the
+        number of the next one, in lane 0 of the first loader warp.
+
+        That is drawn with the last stage, not before: who draws early keeps tiles that others would have begun.
+        """
         product = memory.product(number)
         own = tile - product.begin
         half, whole = own & 1, Int64(own >> 1)
@@ -83,6 +82,8 @@ class Loader:
         codes, scales = uniform(codes), uniform(scales)
         stages = k // STAGE_K
         first = turn(rank, base, self.config.loader_warps)
+        if (rank == 0) & (first >= stages) & (lane == 0):
+            drawn = draw(sizes)
         for j in cutlass.range(first, stages, self.config.loader_warps, unroll=1):
             position = base + j
             stage = position % self.config.num_stages
@@ -93,7 +94,9 @@ class Loader:
                 cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, STAGE_BYTES)
             cute.arch.sync_warp()
             self.copy_stage(memory, stage, codes, scales, j)
-        return stages
+            if (rank == 0) & (j + self.config.loader_warps >= stages) & (lane == 0):
+                drawn = draw(sizes)
+        return stages, drawn
 
     def wait_for_room(self, memory: LayerMemory, position) -> None:
         """Waits until the ring has room for its ``position``-th stage of all."""

@@ -4,7 +4,7 @@ streams, graphs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -77,7 +77,8 @@ def specs() -> list[KernelSpec]:
 def weight_of(n: int, k: int, seed: int) -> tuple[PackedWeight, torch.Tensor]:
     """A weight, and what it stands for in fp64."""
     reference = known(n, k, group_size=128, seed=seed)
-    return reference.pack().to("cuda"), reference.dense.cuda()
+    there = {name: getattr(reference, name).cuda() for name in ("codes", "scales", "group_of")}
+    return reference.pack().to("cuda"), replace(reference, **there).dense
 
 
 class Layer:

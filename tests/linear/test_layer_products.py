@@ -26,7 +26,7 @@ from cute_kernels.layer_products.config import (
 from cute_kernels.layer_products.loads import Loader
 from cute_kernels.layer_products.memory import Product
 from cute_kernels.layer_products.multiply import FRAGMENT_N, FRAGMENTS, Multiplier
-from cute_kernels.layer_products.rows import Rows
+from cute_kernels.layer_products.rows import WARP_GROUPS, Rows
 from simulator.backend import Meanings
 from simulator.plain import stand_in
 from simulator.registers import Register
@@ -92,7 +92,7 @@ class Cta:
     """A CTA's memory, with one product's weight and rows."""
 
     def __init__(self, n: int, k: int, rows: int, run_on):
-        self.config = LayerProductsConfig(rows, -(-k // GROUP), 16)
+        self.config = LayerProductsConfig(rows, -(-k // GROUP), 16, consumer_warps=8)
         self.weight, generator = known(n, k, group_size=GROUP), torch.Generator().manual_seed(k + rows)
         self.x = torch.randn(rows, k, generator=generator).bfloat16()
         self.norm = torch.rand(k, generator=generator).bfloat16()
@@ -116,7 +116,7 @@ class Cta:
         rows, sizes = Rows(self.config), stand_in(SimpleNamespace(offset=np.float32(offset), m=self.config.rows, x=X))
         exchange = stand_in(SimpleNamespace(address=X - X % 4096))
         for row in range(self.config.rows):
-            for first in range(0, self.k // GROUP, 8):
+            for first in range(0, self.k // GROUP, WARP_GROUPS):
                 places = stand_in(row), Int32(first), Int32(LANES)
                 rows.make_groups(sizes, self.memory, self.product(norm), exchange, int(norm), *places)
 
@@ -163,10 +163,10 @@ def test_warps_multiply_a_work_tile_as_fp64_does(rows: int, norm: bool, run_on):
 
 
 def test_rings_are_as_deep_as_there_is_room_for():
-    for rows, most_k, stages in ((1, 14336, 40), (2, 14336, 32), (4, 14336, 24), (8, 8192, 16), (1, 28672, 40)):
+    for rows, most_k, stages in ((1, 14336, 36), (2, 14336, 36), (4, 14336, 24), (8, 8192, 16), (1, 28672, 36)):
         config = config_for(rows, most_k)
         assert config is not None and config.num_stages >= stages
-        assert config.shared_bytes + 8 * (STAGE_BYTES + 16) > config.limits.shared_bytes
+        assert config.shared_bytes + config.consumer_warps * (STAGE_BYTES + 16) > config.limits.shared_bytes
     assert config_for(8, 14336) is None and config_for(9, 4096) is None
 
 
