@@ -70,17 +70,22 @@ def leave(sizes: Sizes, exchange: Exchange):
 
 
 @cute.jit
-def load_results(words, address, places: tuple[int, ...]):
-    """Vectors of four words at an address, ``places`` bytes on, once all of a warp are there, into ``words``."""
-    missing = Int32(1)
+def load_results(words, addresses: list[Any], there: list[Any], places: tuple[int, ...]):
+    """Vectors of four words of a lane, once all of a warp are there, into ``words``: ``places`` bytes behind each of the
+    of the addresses that there are. All are asked for at once."""
+    size, missing = 4 * len(places), Int32(1)
     while missing != 0:
-        found: list[Any] = [word for place in places for word in ptx.load_relaxed(address, 4, offset=place)]
-        empty = found[0] == Uint32(EMPTY_WORD)
-        for word in found[1:]:
-            empty = empty | (word == Uint32(EMPTY_WORD))
-        for i, word in enumerate(found):
-            words[i] = word
-        missing = cutlass.select_(cute.arch.vote_any_sync(empty), Int32(1), Int32(0))
+        empty = Int32(0)
+        for i in cutlass.range_constexpr(len(addresses)):
+            if there[i]:
+                found = [word for place in places for word in ptx.load_relaxed(addresses[i], 4, offset=place)]
+                for k in cutlass.range_constexpr(size):
+                    words[i * size + k] = found[k]
+        for i in cutlass.range_constexpr(len(addresses)):
+            if there[i]:
+                for k in cutlass.range_constexpr(size):
+                    empty = cutlass.select_(words[i * size + k] == Uint32(EMPTY_WORD), Int32(1), empty)
+        missing = cutlass.select_(cute.arch.vote_any_sync(empty != 0), Int32(1), Int32(0))
 
 
 @cute.jit

@@ -26,6 +26,7 @@ LANE_WORDS = BLOCK // 2
 HALF_STEPS = GROUP_LANES // 2  # of half a group
 COLUMN_BYTES = 64  # of half a group
 PLACES = (0, 16)  # bytes of a lane's vectors
+PASSES = 3  # of groups whose rows are asked for at once: one row of 14336 inputs by twelve warps
 CONSUMER_BARRIER = 1
 
 
@@ -40,43 +41,80 @@ class Rows:
     def make(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, warp, lane):
         """Limbs of a product's rows, as they come. Nobody still reads those of the product before."""
         self.meet()
-        groups = product.k // GROUP
-        step = WARP_GROUPS * self.config.consumer_warps
-        for row in cutlass.range_constexpr(self.config.rows):
-            if row < sizes.m:
-                for first in cutlass.range(warp * WARP_GROUPS, groups, step, unroll=1):
-                    self.make_groups(sizes, memory, product, exchange, number, row, first, lane)
+        total = product.k // GROUP * sizes.m
+        for first in cutlass.range(warp * WARP_GROUPS, total, PASSES * self.pass_groups, unroll=1):
+            self.make_groups(sizes, memory, product, exchange, number, first, lane)
         self.meet()
 
+    @property
+    def pass_groups(self) -> int:
+        """Groups that all consumer warps take at a time."""
+        return WARP_GROUPS * self.config.consumer_warps
+
     @cute.jit
-    def make_groups(
-        self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, row: int, first, lane
-    ):
-        """Of some groups of a row."""
+    def make_groups(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, first, lane):
+        """Of some groups of each of several passes, from the ``first`` of all rows on; all are asked for at once.
+
+        Behind the last group lanes make it once more.
+        """
         groups = product.k // GROUP
-        group = first + lane // GROUP_LANES
-        element = cutlass.min(group, groups - 1) * GROUP + lane % GROUP_LANES * BLOCK
-        words, weights = (cute.make_rmem_tensor(LANE_WORDS, Uint32) for _ in range(2))
-        if product.norm != 0:  # asked for before the rows are there
-            start = product.norm + Int64(element) * 2
-            self.keep(weights, [word for at in PLACES for word in ptx.load_global_words(start, at, 4)])
-        place = (Int64(row) * product.k + element) * 2
+        total = groups * sizes.m
+        there = [first + i * self.pass_groups < total for i in range(PASSES)]
+        places = [self.place(first + i * self.pass_groups, total, groups, lane) for i in range(PASSES)]
+        words, weights = (cute.make_rmem_tensor(PASSES * LANE_WORDS, Uint32) for _ in range(2))
+        for i in cutlass.range_constexpr(PASSES):
+            if there[i] & (product.norm != 0):  # asked for before the rows are there
+                start = product.norm + Int64(places[i][1] * GROUP + lane % GROUP_LANES * BLOCK) * 2
+                self.keep(weights, i, [word for at in PLACES for word in ptx.load_global_words(start, at, 4)])
+        offsets = [Int64(row * product.k + group * GROUP + lane % GROUP_LANES * BLOCK) * 2 for row, group in places]
         if number > 0:
-            load_results(words, exchange.address + product.rows + place, PLACES)
+            load_results(words, [exchange.address + product.rows + at for at in offsets], there, PLACES)
         else:
-            self.keep(words, [word for at in PLACES for word in ptx.load_relaxed(sizes.x + place, 4, offset=at)])
+            for i in cutlass.range_constexpr(PASSES):
+                if there[i]:
+                    start = sizes.x + offsets[i]
+                    self.keep(words, i, [word for at in PLACES for word in ptx.load_relaxed(start, 4, offset=at)])
+        for i in cutlass.range_constexpr(PASSES):
+            if there[i]:
+                self.make_group(sizes, memory, product, *places[i], words, weights, i, lane)
+
+    def place(self, first, total, groups, lane) -> tuple[Any, Any]:
+        """(row, group of the row) of a lane in a pass."""
+        index = cutlass.min(first + lane // GROUP_LANES, total - 1)
+        row = Int32(0)
+        for following in range(1, self.config.rows):
+            row = row + cutlass.select_(index >= following * groups, Int32(1), Int32(0))
+        return row, index - row * groups
+
+    @cute.jit
+    def make_group(
+        self, sizes: Sizes, memory: LayerMemory, product: Product, row, group, words, weights, number: int, lane
+    ):
+        """Limbs of a lane's inputs of a pass."""
         if product.norm != 0:
-            values, factors = (self.to_floats([each[i] for i in range(LANE_WORDS)]) for each in (words, weights))
+            values, factors = (self.to_floats(self.kept(each, number)) for each in (words, weights))
             scaled = [value * (factor + sizes.offset) for value, factor in zip(values, factors, strict=True)]
-            self.keep(words, [ptx.pack_bf16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)])
+            self.keep(words, number, [ptx.pack_bf16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)])
             own = lanes.in_pairs(operator.add, [value * value for value in values])
             total = lanes.lane_sum(own, lanes.neighbours(GROUP_LANES))
-            if group < groups:  # all of a group's lanes have it, and store the same
-                ptx.store_shared(memory.squares + (row * self.config.groups + group) * 4, 0, [total])
-        scale, limbs = self.split([words[i] for i in range(LANE_WORDS)])
-        if group < groups:
-            self.store(memory, row, group, lane, limbs)
-            ptx.store_shared(memory.x_scales + (group * self.config.rows + row) * 4, 0, [scale])
+            # All of a group's lanes have it, and store the same.
+            ptx.store_shared(memory.squares + (row * self.config.groups + group) * 4, 0, [total])
+        scale, limbs = self.split(self.kept(words, number))
+        self.store(memory, row, group, lane, limbs)
+        ptx.store_shared(memory.x_scales + (group * self.config.rows + row) * 4, 0, [scale])
+
+    def to_floats(self, words) -> list[Any]:
+        return [half(word) for word in words for half in (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float)]
+
+    @staticmethod
+    def keep(registers, number: int, values) -> None:
+        """Puts a pass's words into registers."""
+        for i, value in enumerate(values):
+            registers[number * LANE_WORDS + i] = value
+
+    @staticmethod
+    def kept(registers, number: int) -> list[Any]:
+        return [registers[number * LANE_WORDS + i] for i in range(LANE_WORDS)]
 
     def split(self, words) -> tuple[Any, list[Any]]:
         """(bits of what a code's byte times a limb counts, words of a lane's high limbs, then of its low ones)."""
@@ -86,21 +124,14 @@ class Rows:
         factor, scale = limbs.scales_of(cutlass.max(*pair))
         return scale, rows.limbs(rows.fixed(words, factor))
 
-    def store(self, memory: LayerMemory, row: int, group, lane, limbs) -> None:
+    def store(self, memory: LayerMemory, row, group, lane, limbs) -> None:
         """Puts a lane's limbs of a step where MMAs read them."""
         half_bytes, step = self.config.columns * COLUMN_BYTES, lane % GROUP_LANES
         start = memory.limbs + (group * 2 + step // HALF_STEPS) * half_bytes + step % HALF_STEPS * 4
+        start = start + row * (2 * COLUMN_BYTES)
         for limb in range(2):
             for i, word in enumerate(limbs[4 * limb : 4 * limb + 4]):
-                ptx.store_shared(start, (2 * row + limb) * COLUMN_BYTES + i * 16, [word])
-
-    def to_floats(self, words) -> list[Any]:
-        return [half(word) for word in words for half in (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float)]
-
-    @staticmethod
-    def keep(registers, values) -> None:
-        for i, value in enumerate(values):
-            registers[i] = value
+                ptx.store_shared(start, limb * COLUMN_BYTES + i * 16, [word])
 
     def meet(self) -> None:
         """Waits for all consumer warps."""

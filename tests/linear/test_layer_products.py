@@ -26,7 +26,7 @@ from cute_kernels.layer_products.config import (
 from cute_kernels.layer_products.loads import Loader
 from cute_kernels.layer_products.memory import Product
 from cute_kernels.layer_products.multiply import FRAGMENT_N, FRAGMENTS, Multiplier
-from cute_kernels.layer_products.rows import WARP_GROUPS, Rows
+from cute_kernels.layer_products.rows import PASSES, WARP_GROUPS, Rows
 from simulator.backend import Meanings
 from simulator.plain import stand_in
 from simulator.registers import Register
@@ -115,10 +115,11 @@ class Cta:
     def make_rows(self, norm: bool, offset: float = 0.0) -> None:
         rows, sizes = Rows(self.config), stand_in(SimpleNamespace(offset=np.float32(offset), m=self.config.rows, x=X))
         exchange = stand_in(SimpleNamespace(address=X - X % 4096))
-        for row in range(self.config.rows):
-            for first in range(0, self.k // GROUP, WARP_GROUPS):
-                places = stand_in(row), Int32(first), Int32(LANES)
-                rows.make_groups(sizes, self.memory, self.product(norm), exchange, int(norm), *places)
+        total = self.config.rows * self.k // GROUP
+        for warp in range(self.config.consumer_warps):
+            for first in range(warp * WARP_GROUPS, total, PASSES * rows.pass_groups):
+                at = self.product(norm), exchange, int(norm), Int32(first), Int32(LANES)
+                rows.make_groups(sizes, self.memory, *at)
 
     def tile(self, number: int) -> np.ndarray:
         """A work tile's sums [rows, 32 features], by one warp."""
