@@ -71,8 +71,8 @@ def leave(sizes: Sizes, exchange: Exchange):
 
 @cute.jit
 def load_results(words, addresses: list[Any], there: list[Any], places: tuple[int, ...]):
-    """Vectors of four words of a lane, once all of a warp are there, into ``words``: ``places`` bytes behind each of the
-    of the addresses that there are. All are asked for at once."""
+    """Vectors of four words of a lane, once all of a warp are there, into ``words``: ``places`` bytes behind each of
+    some addresses, if there is any. All are asked for at once."""
     size, missing = 4 * len(places), Int32(1)
     while missing != 0:
         empty = Int32(0)
