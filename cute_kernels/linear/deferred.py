@@ -97,8 +97,10 @@ def check_rows(rows: torch.Tensor, norm: torch.Tensor, eps: object, offset: obje
         checks.check_norm_place(norm)
 
 
-def left_to_next(rows: torch.Tensor, norm: torch.Tensor, eps: float, offset: float, parts: DeferredParts) -> NormedRows:
-    """Rows of a checked call whose norm the next product finishes; not checked again, as every layer makes some."""
+def left_to_next(
+    rows: torch.Tensor, norm: torch.Tensor, eps: float, offset: float, parts: DeferredParts | None
+) -> NormedRows:
+    """Rows of a checked call, and what there is of their norm; not checked again, as every layer makes some."""
     made = object.__new__(NormedRows)
     values = {"rows": rows, "norm": norm, "norm_eps": eps, "norm_offset": offset, "deferred": parts}
     made.__dict__.update(values)
