@@ -104,6 +104,9 @@ class QueryLoader:
         exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))
         to_operand = numbers.from_bits(Uint32((127 + self.top_exponent - exponent) << 23))
         from_operand = numbers.from_bits(Uint32((127 - self.top_exponent + exponent) << 23))
+        if self.config.fp8 is not None:
+            # Codes have no infinity: a row with one is NaN, as in 16 bits, not what 448 in its place makes of it.
+            to_operand = to_operand + (top - top)
         scaled = [value * to_operand for value in values]
         if self.config.fp8 is not None:
             return [pack_e4m3x4(scaled[i : i + 4]) for i in range(0, len(scaled), 4)], from_operand
