@@ -22,7 +22,7 @@ PRODUCT_BYTES = 80  # of a product's numbers in shared memory
 SLOTS = 4  # of numbers of work tiles on their way to the warps
 BUFFERS = 2  # of the consumer warps' sums
 ROWS = (1, 2, 4, 8)
-CONSUMER_WARPS = (12, 8)  # the most for which the ring has two places each
+CONSUMER_WARPS = (8,)
 SET_WORDS = 1 << 16  # of results of all products but the last that others wait for
 EXCHANGE_WORDS = 96 + 2 * SET_WORDS
 FORMAT = integers(4, GROUP)  # of all weights
@@ -47,17 +47,23 @@ class LayerProductsConfig:
     groups: int
     num_stages: int
     dtype: str = "bf16"
-    consumer_warps: int = 12
+    consumer_warps: int = 8
     loader_warps: int = 4
     window: int = 8
 
     @property
     def num_warps(self) -> int:
-        return self.consumer_warps + self.loader_warps + 1
+        return self.consumer_warps + self.loader_warps + 2  # one draws, one stores
 
     @property
     def num_threads(self) -> int:
         return self.num_warps * WARP_THREADS
+
+    @property
+    def room_to_draw(self) -> int:
+        """Stages that the ring has room for when the next work tile is drawn: as many as a tile of 4096 inputs has, and
+        no more than are there while consumers keep pace."""
+        return max(1, min(16, self.num_stages - 24))
 
     @property
     def columns(self) -> int:
