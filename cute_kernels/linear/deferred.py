@@ -30,10 +30,11 @@ from cute_kernels.norm import rms_norm
 from cute_kernels.norm.call import DTYPES
 from cute_kernels.norm.config import MAX_COLUMNS
 from cute_kernels.norm.config import VECTOR as NORM_VECTOR
-from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.cache import default_cache, load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import Blank, blank
+from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.operator import launcher
 from cute_kernels.runtime.plans import identity
 from cute_kernels.weight_formats import WeightFormat
@@ -112,7 +113,10 @@ def deferred_plan_of(
     config = deferred(schedule, kind)
     if config is None or not isinstance(schedule, TileSchedule):
         return None
-    function = load(DeferredNormSpec(config), arch_of(device))
+    spec, arch = DeferredNormSpec(config), arch_of(device)
+    if compiler_version() is None and not default_cache().has(spec, arch):  # no bundle has it: a norm can be launched
+        return None
+    function = load(spec, arch)
     return plan_of_tiles(CompiledProduct(function, ARGUMENTS[kind]), schedule, device)
 
 
@@ -256,6 +260,18 @@ def _giving_plan(call: GivingCall) -> GivingPlan | ApartPlan:
         send=product.bound(n, ACTIVATIONS[None], OUT_KINDS[x.dtype], **numbers),
         new=(rows, blank((m, n), x.dtype), blank((m, n // SQUARES_N), torch.float32)),
     )
+
+
+def leaves_norm(m: int, weight: PackedWeight, following: PackedWeight) -> bool:
+    """Whether no launch lies between a product of ``m`` rows with ``weight``, the norm of its rows, in their dtype, and
+    their product with ``following``: whether kernels of both are on the sides of a deferred norm. May compile them."""
+    index, dtype = weight.codes.get_device(), weight.format.activation_dtype(weight.scales.dtype)
+    if not m or not (weight.codes.is_cuda or GPU.takes_cpu) or following.codes.get_device() != index:
+        return False
+    alike = following.shape[1] == weight.shape[0] and following.format.activation_dtype(following.scales.dtype) == dtype
+    if not alike or not _is_taken(m, following, dtype, index):
+        return False
+    return deferred_plan_of(m, *weight.shape, weight.format, dtype, index, GIVES) is not None
 
 
 def _is_taken(m: int, weight: PackedWeight, dtype: torch.dtype, device: int) -> bool:
