@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from cute_kernels import NormedRows, PackedWeight, quantized_linear, quantized_linear_norm, rms_norm
+from cute_kernels.linear import deferred_ops
 from cute_kernels.linear.compile import spec_of
-from cute_kernels.linear.deferred import DeferredParts
+from cute_kernels.linear.deferred import DeferredParts, leaves_norm
 from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.reference import activate
 from cute_kernels.linear.tuned import chosen
@@ -135,6 +136,26 @@ def test_deferred_rows_go_with_every_option(m, activation):
             assert quantized_linear(given, pair.up, out=out, **options) is out and torch.equal(out, found)
     invariant = quantized_linear(given, pair.up, bias, activation=activation, batch_invariant=True)
     assert torch.equal(invariant, quantized_linear(normed, pair.up, bias, activation=activation, batch_invariant=True))
+
+
+@pytest.mark.parametrize("m", [1, 17, 32, 64, 4000])
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+def test_the_operators_are_the_two_calls_or_three_launches(m, activation):
+    """Kernels leave the norm for the first four numbers of rows, and a launch makes it for the last."""
+    pair = Pair(1024, 1024, 520, m)
+    first, second = pair.down, pair.up
+    rows, x, squares = deferred_ops.giving(
+        pair.x, first.codes, first.scales, None, pair.bias, pair.residual, first.format.key, *first.shape, pair.norm,
+        EPS, second.format.key, second.shape[0],
+    )  # fmt: skip
+    y = deferred_ops.taking(
+        x, squares, rows, pair.norm, EPS, first.format.key, first.shape[1], second.codes, second.scales, None, None,
+        second.format.key, *second.shape, activation,
+    )  # fmt: skip
+    given = quantized_linear_norm(pair.x, first, pair.bias, residual=pair.residual, norm=pair.norm, norm_eps=EPS)
+    assert leaves_norm(m, first, second) == (m < 4000) == (given.deferred is not None)
+    assert torch.equal(rows, given.rows) and torch.equal(y, quantized_linear(given, second, activation=activation))
+    assert torch.equal(x, given.normed() if given.deferred is None else given.deferred.scaled)
 
 
 @pytest.mark.parametrize(("pair", "m"), DEFERRED_ROWS, ids=str)
