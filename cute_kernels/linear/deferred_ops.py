@@ -10,7 +10,7 @@ both products, so that they find the same answer.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -33,6 +33,8 @@ from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator
 from cute_kernels.weight_formats import weight_format
 
+T = TypeVar("T", torch.Tensor, "torch.Tensor | None")
+
 
 def _left(rows: torch.Tensor, norm: torch.Tensor, gives: Side, takes: Side) -> bool:
     """Whether the norm of these rows is left to the second product."""
@@ -40,9 +42,9 @@ def _left(rows: torch.Tensor, norm: torch.Tensor, gives: Side, takes: Side) -> b
     return on_gpu and norm.dtype == rows.dtype and no_launch_between(len(rows), gives, takes, rows.dtype, index)
 
 
-def _plain(*tensors: Any) -> tuple[Any, ...]:
-    """Tensors that are no parameters, which go straight to launches."""
-    return tuple(None if tensor is None else tensor.detach() for tensor in tensors)
+def _plain(tensor: T) -> T:
+    """A tensor that is no parameter, which goes straight to launches."""
+    return tensor if tensor is None else tensor.detach()
 
 
 def _parts_of(rows: torch.Tensor, norm: torch.Tensor) -> DeferredParts:
@@ -72,7 +74,8 @@ def _give(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     form = weight_format(format)
     gives, takes = Side(n, k, form), Side(taker_n, n, weight_format(taker_format))
-    x, codes, scales, zeros, bias, residual, norm = _plain(x, codes, scales, zeros, bias, residual, norm)
+    x, codes, scales, residual, norm = map(_plain, (x, codes, scales, residual, norm))
+    zeros, bias = _plain(zeros), _plain(bias)
     with torch.no_grad():
         if not _left(residual, norm, gives, takes):
             fields = codes, scales, zeros, None, None
@@ -112,7 +115,8 @@ def _take(
 ) -> torch.Tensor:
     form = weight_format(format)
     gives, takes = Side(k, giver_k, weight_format(giver_format)), Side(n, k, form)
-    x, squares, rows, norm, codes, scales, zeros, bias = _plain(x, squares, rows, norm, codes, scales, zeros, bias)
+    x, squares, rows, norm, codes, scales = map(_plain, (x, squares, rows, norm, codes, scales))
+    zeros, bias = _plain(zeros), _plain(bias)
     with torch.no_grad():
         if not _left(rows, norm, gives, takes):
             fields = codes, scales, zeros, None, None

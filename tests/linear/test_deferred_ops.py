@@ -119,7 +119,7 @@ def test_a_norm_is_a_launch_where_its_kernel_would_have_to_be_compiled_and_canno
         patch.setattr(deferred, "default_cache", lambda: Empty())
         assert not deferred.leaves_norm(M, first, second)
     with recording():
-        problem = problem_on(1, *first.shape, first.format, torch.bfloat16, 0, False)
+        problem = problem_on(1, N, K, first.format, torch.bfloat16, 0, False)
         served.note_ready(problem, [M])
         try:
             monkeypatch.setattr(deferred, "default_cache", lambda: Empty())

@@ -106,7 +106,7 @@ class AttentionBlock(Block):
         self.rotate_halves = vars(sys.modules[type(module).__module__])["apply_rotary_pos_emb"]
         self._names = known.projections
         one = self.merged if self.merged is not None else self.parts[0]
-        self._first, self._last = Product(one), Product(module.o_proj)  # type: ignore[arg-type]
+        self._first, self._last = Product(one), Product(self.module.o_proj)
 
     def remove(self) -> None:
         super().remove()
@@ -129,9 +129,8 @@ class AttentionBlock(Block):
         rows = shaped(hidden_states)
         if args or not self._serves(rows, kwargs):
             return self.own(tensor_of(hidden_states), position_embeddings, attention_mask, *args, **kwargs)
-        position_ids, cache = kwargs.get("position_ids"), cast("DecodeCache", cache_in(kwargs))
+        position_ids, cache = cast("torch.Tensor", kwargs.get("position_ids")), cache_in(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_ARGUMENTS}
-        position_ids = cast("torch.Tensor", position_ids)
         q, k, v = self._projected(hidden_states)
         terms = [terms_of(norm) for norm in self.norms]
         # The kernel's norm has the weight itself; another one is a launch of its own.
@@ -375,16 +374,13 @@ class LayerBlock(Block):
         else:
             x, total = add_and_norm(after[0](x) if after else x, hidden_states, before_mlp)
         following = self._seen_by_alone()
-        if mlp is None:
-            x = module.mlp(x)
-            x = after[1](x) if after else x
-        else:
-            x = mlp(x, into=None if following is None else self._next_sum(total, following, kwargs))
-        if following is None:
-            return total + x
-        if isinstance(x, NormedRows):
-            return with_deferred_norm(x, following)
-        return add_with_next_norm(x, total, following)
+        into = None if mlp is None or following is None else self._next_sum(total, following, kwargs)
+        y = module.mlp(x) if mlp is None else mlp(x, into=into)
+        if isinstance(y, NormedRows):
+            assert into is not None
+            return with_deferred_norm(y, into.norm)
+        y = after[1](y) if after else y
+        return total + y if following is None else add_with_next_norm(y, total, following)
 
     def _attended(self, hidden_states: torch.Tensor, into: Sum | None, kwargs: Mapping[str, Any]) -> Any:
         """What attention makes of the norm of hidden states; `NormedRows` if that is in ``into`` already."""

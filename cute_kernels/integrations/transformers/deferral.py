@@ -20,6 +20,7 @@ from torch import nn
 from cute_kernels import NormedRows, PackedWeight, QuantizedLinear, quantized_linear, quantized_linear_norm
 from cute_kernels.integrations.transformers.norms import has_hooks, terms_of
 from cute_kernels.linear.deferred import leaves_norm
+from cute_kernels.names import Activation
 
 Rows: TypeAlias = "torch.Tensor | NormedRows"
 """What a block reads: rows after their norm."""
@@ -69,12 +70,12 @@ class Product:
             return False
         return not has_hooks(layer) and "forward" not in vars(layer)
 
-    def __call__(self, x: Rows, activation: str | None = None) -> torch.Tensor:
+    def __call__(self, x: Rows, activation: Activation | None = None) -> torch.Tensor:
         """[..., N] of x [..., K]; half as many columns of "swiglu"."""
         layer = self.layer
         assert isinstance(layer, QuantizedLinear)
-        options = {"activation": activation, "batch_invariant": layer.batch_invariant}
-        return quantized_linear(x, self.weight, layer.bias, **options)  # type: ignore[arg-type]
+        invariant = layer.batch_invariant
+        return quantized_linear(x, self.weight, layer.bias, activation=activation, batch_invariant=invariant)
 
 
 class Sum(NamedTuple):
