@@ -233,7 +233,7 @@ def _rewrite(product: fx.Node, norm: fx.Node, taker: fx.Node, terms: tuple[Any, 
         left = scaled, squares, total, *terms, product.args[FORMAT], product.args[INPUTS]
         its = taker.args[FORMAT], taker.args[COLUMNS], taker.args[INPUTS], taker.args[ACTIVATION]
         taken = graph.call_function(TAKING, (*left, *taker_fields[:4], *its))
-    taken.meta = dict(taker.meta)
+    taken.meta = {"val": taker.meta["val"]}  # the rest is of another operator's arguments
     taker.replace_all_uses_with(taken)
     between, node = [norm], taker.args[0]
     while isinstance(node, fx.Node) and node is not norm:

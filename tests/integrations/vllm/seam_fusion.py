@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -148,6 +150,49 @@ def norms_between_products_are_left_to_them() -> None:
         names, found = rewritten(layer(taken), *rows(HIDDEN, HIDDEN))
         assert found["left"] == 1 and names[NORM] == 1, (name, names, found)
     assert rewritten(layer(lambda x: (qkv(x),), weight.float()), *rows(HIDDEN, HIDDEN))[1]["left"] == 0
+
+
+@check
+def rewritten_graphs_are_lowered_by_inductor() -> None:
+    """As vLLM has it: what a node says of its arguments must be of its own operator."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from vllm.ir import ops
+
+    from cute_kernels.integrations.vllm import fused_graph, fused_layers, fusion
+
+    if shutil.which(os.environ.get("CXX", "g++")) is None:  # Inductor's code for a CPU is C++
+        return
+    sums = fusion._sums()
+    assert sums is not None
+    attended, both, down = product(HIDDEN, HIDDEN, 0), product(HIDDEN, 2 * MIDDLE, 1), product(MIDDLE, HIDDEN, 2)
+    qkv, found = product(HIDDEN, 2 * HIDDEN, 4), {}
+    weight = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            found.update(fused_graph.fuse(graph, fused_graph.Sums(sums.add_norm, sums.norm, lambda *_: True)))
+            graph.eliminate_dead_code()
+
+        def uuid(self) -> None:
+            """No graph is kept."""
+
+    def layer(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, residual = ops.fused_add_rms_norm(attended(x), residual, weight, EPS)
+        x = fused_layers.in_order(both(x))
+        x = functional.silu(x[..., :MIDDLE]) * x[..., MIDDLE:]
+        x, residual = ops.fused_add_rms_norm(down(x), residual, weight, EPS)
+        return qkv(x), residual
+
+    arguments = rows(HIDDEN, HIDDEN)
+    for argument in arguments:
+        torch._dynamo.mark_dynamic(argument, 0)
+    torch._dynamo.reset()
+    with torch.no_grad(), config.patch(post_grad_custom_post_pass=Pass(), fx_graph_cache=False):
+        results = torch.compile(layer, fullgraph=True)(*arguments)
+    assert found == {"gates": 1, "residuals": 2, "norms": 2, "left": 2}, found
+    for one, other in zip(results, layer(*arguments), strict=True):
+        assert (one.float() - other.float()).norm() < 0.01 * other.float().norm()
 
 
 @check
