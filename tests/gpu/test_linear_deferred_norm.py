@@ -13,7 +13,7 @@ import torch
 
 from cute_kernels import NormedRows, PackedWeight, quantized_linear, quantized_linear_norm, rms_norm
 from cute_kernels.linear import deferred_ops
-from cute_kernels.linear.compile import spec_of
+from cute_kernels.linear.compile import spec_of, specs_of
 from cute_kernels.linear.deferred import DeferredParts, leaves_norm
 from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.reference import activate
@@ -34,6 +34,8 @@ PAIRS += [(3584, 8192, 7168)]
 ROWS = (1, 2, 8, 17, 32, 63, 64, 65)
 # With 64 rows CTAs of the fourth take a norm in two work tiles.
 DEFERRED_ROWS = [(PAIRS[2], 1), (PAIRS[3], 1), (PAIRS[2], 32), (PAIRS[3], 64), (PAIRS[4], 64), (PAIRS[5], 64)]
+OTHER_PAIR, FEWER_ROWS = (512, 1024, 2048), (1, 8, 32, 64)
+OTHERS = [(4, 128, True), (4, 64, False), (4, 32, True), (4, None, False), (8, 128, False), (8, 64, True)]
 EPS, OFFSET = 1e-5, 0.25
 every_pair = pytest.mark.parametrize("k, hidden, n", PAIRS)
 
@@ -52,6 +54,21 @@ def specs() -> list[KernelSpec]:
                 schedule = chosen(problem_of(m, *size, 4, torch.bfloat16, 128, False), GPU)
                 config = deferred(schedule, kind)
                 found[spec_of(schedule.config)] = None
+                if config is not None:
+                    found[DeferredNormSpec(config)] = None
+    return list(found | dict.fromkeys(specs_of_others()))
+
+
+def specs_of_others() -> list[KernelSpec]:
+    """Those of weights that ship no kernels around norms."""
+    found: dict[KernelSpec, None] = {}
+    for bits, group_size, zero_point in OTHERS:
+        for m in FEWER_ROWS:
+            for kind, size in sides(*OTHER_PAIR):
+                problem = problem_of(m, *size, bits, torch.bfloat16, group_size, zero_point)
+                schedule = chosen(problem, GPU)
+                config = deferred(schedule, kind)
+                found |= dict.fromkeys(specs_of(schedule.config))
                 if config is not None:
                     found[DeferredNormSpec(config)] = None
     return list(found)
@@ -109,6 +126,27 @@ def test_a_product_of_deferred_rows_is_that_of_fp64(k, hidden, n, m):
     apart = quantized_linear(given.normed(), pair.up, out_dtype=torch.float32)
     assert error(found, exact) <= 1.3 * error(apart, exact) <= 1e-2  # both round a normed row once
     assert torch.equal(quantized_linear(given, pair.up, out_dtype=torch.float32), found)
+
+
+@pytest.mark.parametrize("m", FEWER_ROWS)
+@pytest.mark.parametrize(("bits", "group_size", "zero_point"), OTHERS)
+def test_weights_of_other_formats_leave_norms_and_take_them(bits, group_size, zero_point, m):
+    k, hidden, n = OTHER_PAIR
+    first, second = (
+        known(*size, bits, group_size, zero_point, seed=i) for i, (_, size) in enumerate(sides(*OTHER_PAIR))
+    )
+    down, up = first.pack().to("cuda"), second.pack().to("cuda")
+    x, residual = activations(m, k, torch.bfloat16, m), activations(m, hidden, torch.bfloat16, 2)
+    norm = activations(1, hidden, torch.bfloat16, 3)[0]
+    given = quantized_linear_norm(x, down, residual=residual, norm=norm, norm_eps=EPS, norm_offset=OFFSET)
+    assert given.deferred is not None or not leaves_norm(m, down, up)
+    assert torch.equal(given.rows, quantized_linear(x, down, residual=residual))
+    row = given.rows.double()
+    normed = row * (row.square().mean(-1, keepdim=True) + EPS).rsqrt() * (norm.double() + OFFSET)
+    exact = normed @ second.dense.cuda().T
+    found, apart = (quantized_linear(rows, up, out_dtype=torch.float32) for rows in (given, given.normed()))
+    assert error(found, exact) <= 1.3 * error(apart, exact) <= 2e-2
+    assert torch.equal(quantized_linear(given, up, out_dtype=torch.float32), found)
 
 
 @pytest.mark.parametrize(("pair", "m"), DEFERRED_ROWS, ids=str)
