@@ -131,10 +131,9 @@ def test_a_product_of_deferred_rows_is_that_of_fp64(k, hidden, n, m):
 @pytest.mark.parametrize("m", FEWER_ROWS)
 @pytest.mark.parametrize(("bits", "group_size", "zero_point"), OTHERS)
 def test_weights_of_other_formats_leave_norms_and_take_them(bits, group_size, zero_point, m):
-    k, hidden, n = OTHER_PAIR
-    first, second = (
-        known(*size, bits, group_size, zero_point, seed=i) for i, (_, size) in enumerate(sides(*OTHER_PAIR))
-    )
+    k, hidden, _ = OTHER_PAIR
+    sizes = [size for _, size in sides(*OTHER_PAIR)]
+    first, second = (known(*size, bits, group_size, zero_point, seed=i) for i, size in enumerate(sizes))
     down, up = first.pack().to("cuda"), second.pack().to("cuda")
     x, residual = activations(m, k, torch.bfloat16, m), activations(m, hidden, torch.bfloat16, 2)
     norm = activations(1, hidden, torch.bfloat16, 3)[0]
