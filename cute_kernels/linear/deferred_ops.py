@@ -18,10 +18,10 @@ from cute_kernels.linear import ops
 from cute_kernels.linear.deferred import (
     DeferredParts,
     GivingCall,
-    NormedRows,
     Side,
     TakingCall,
     give,
+    left_to_next,
     no_launch_between,
     take,
 )
@@ -122,7 +122,7 @@ def _take(
             fields = codes, scales, zeros, None, None
             return ops.apply(x, *fields, format=form, shape=(n, k), bias=bias, activation=activation)
         weight = PackedWeight(codes, scales, zeros, form, (n, k), check_values=False)
-        normed = NormedRows(rows, norm, eps, 0.0, DeferredParts(x, squares))
+        normed = left_to_next(rows, norm, eps, 0.0, DeferredParts(x, squares))
         return take(TakingCall(normed, weight, bias, None, activation, None, False, None))
 
 

@@ -47,7 +47,7 @@ def left(x: torch.Tensor, weight: Any, bias: Any = None, *, residual: Any, norm:
     flat = rows.flatten(0, -2)
     scaled = (flat.float() * (norm.float() + options["norm_offset"])).to(rows.dtype)
     parts = deferred.DeferredParts(scaled, flat.float().view(len(flat), -1, 64).square().sum(-1))
-    return NormedRows(rows, norm, options["norm_eps"], options["norm_offset"], parts)
+    return deferred.left_to_next(rows, norm, options["norm_eps"], options["norm_offset"], parts)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from cute_kernels import NormedRows, rms_norm
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.known_code import method_code, model_class
 from cute_kernels.integrations.transformers.ropes import version_of
-from cute_kernels.linear.deferred import DeferredParts
+from cute_kernels.linear.deferred import DeferredParts, left_to_next
 
 # Model file, class, the attribute that holds epsilon, what is added to the weight.
 _KNOWN = (
@@ -128,7 +128,7 @@ def deferred_norm_of(total: torch.Tensor, module: Foreign) -> NormedRows | None:
     if not isinstance(parts, DeferredParts):
         return None
     weight, eps, offset = terms_of(module)
-    return NormedRows(total, weight, eps, offset, parts)
+    return left_to_next(total, weight, eps, offset, parts)
 
 
 def _norm_of(module: nn.Module) -> tuple[str, float] | None:
