@@ -127,8 +127,8 @@ class Multiplier:
             half, first = step // 2, step % 2 * 2
             for i in groups:
                 for fragment in range(FRAGMENTS):
-                    words = a[i, fragment, half][first : first + 2]
-                    operands = self.operands(*words, masks)
+                    words = a[i, fragment, half]
+                    operands = self.operands(words[first], words[first + 1], masks)
                     for block in range(config.row_blocks):
                         part, pair = (i, fragment, block), b[i, block, half][first : first + 2]
                         dots[part] = instructions.multiply_bytes(dots[part], operands, pair)
