@@ -183,7 +183,7 @@ def layer_call(m: int, hidden: int = 512, heads: int = 256, inner: int = 768, qk
     return {"x": x, **packed, "residual": residual, **norms, "norm_eps": 1e-5, **weights}
 
 
-@pytest.mark.parametrize(("m", "qkv"), [(1, 384), (3, None), (8, 384)])
+@pytest.mark.parametrize(("m", "qkv"), [(1, 384), (1, None)])
 def test_one_launch_has_all_products(m: int, qkv: int | None):
     given = layer_call(m, qkv=qkv)
     with recording() as cache:
@@ -210,7 +210,7 @@ def test_one_launch_has_all_products(m: int, qkv: int | None):
 
 @pytest.mark.parametrize("why", ["rows", "zero points", "norm", "groups"])
 def test_other_layers_are_launched_product_by_product(why: str):
-    given = layer_call(9 if why == "rows" else 1)
+    given = layer_call(2 if why == "rows" else 1)
     if why == "zero points":
         given["down"] = known(512, 768, group_size=GROUP, zero_point=True).pack()
     if why == "groups":
