@@ -53,17 +53,11 @@ class LayerProductsConfig:
 
     @property
     def num_warps(self) -> int:
-        return self.consumer_warps + self.loader_warps + 2  # one draws, one stores
+        return self.consumer_warps + self.loader_warps + 1
 
     @property
     def num_threads(self) -> int:
         return self.num_warps * WARP_THREADS
-
-    @property
-    def room_to_draw(self) -> int:
-        """Stages that the ring has room for when the next work tile is drawn: as many as a tile of 4096 inputs has, and
-        no more than are there while consumers keep pace."""
-        return max(1, min(16, self.num_stages - 24))
 
     @property
     def columns(self) -> int:
