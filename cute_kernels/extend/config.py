@@ -41,6 +41,7 @@ GROUP_TOKENS = 64  # of a tile, that one of two warpgroups takes there
 KEY_ROWS_WORDS = ("Int8Words", "E4m3Words", "E5m2Words", "Int4Words")  # of `extend.decode`, that it knows
 MOST_COLUMNS = 72  # whose scores and sums a thread has registers for
 KEY_ROWS_FEATURES = ("causal", "window", "sinks", "paged", "head_major")  # of attention, that it serves
+FP8_KEYS = ("e4m3", "e5m2")  # codes that are multiplied as they lie there
 KEY_ROWS_GROUPS = (1, 2, 4)  # of columns with scales of their own, of nibbles
 
 
@@ -200,6 +201,8 @@ class ExtendConfig:
     merges: bool = False
     tree: bool = False
     tile_rows: int = TILE_ROWS
+    fp8_keys: bool = False
+    scores_first: bool = False
 
     @property
     def key_rows(self) -> KeyRows | None:
@@ -418,6 +421,7 @@ class ExtendConfig:
         layout += "_merges" if self.merges else ""
         layout += ("_tree" if self.tree else "") + ("" if self.ping_pong else "_free")
         layout += f"_q{self.tile_rows}" if self.key_rows is not None else ""
+        layout += ("_fp8_keys" if self.fp8_keys else "") + ("_scores_first" if self.scores_first else "")
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
 
     def can_implement(self) -> str | None:
@@ -480,6 +484,10 @@ class ExtendConfig:
                 return f"{self.tile_rows} tile_rows of {form.name} caches"
         if replace(self.features, **dict.fromkeys(KEY_ROWS_FEATURES, False)) != PLAIN:
             return f"{self.tile_rows} tile_rows with {self.features.name}"
+        if self.fp8_keys and (self.q_dtype != "bf16" or self._key_rows_of(self.formats[0])[0] != ROW_BYTES):
+            return f"fp8_keys of {self.q_dtype} queries over {self.k_format} keys"
+        if self.fp8_keys and self.formats[0].codes not in FP8_KEYS:
+            return f"fp8_keys of {self.k_format} keys, not of {', '.join(FP8_KEYS)}"
         return None
 
 

@@ -102,6 +102,9 @@ def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS) -> ExtendCo
     where nothing does."""
     least = ProducerPipeline(num_stages=2, producer_warps=KEY_ROWS_WARPS)
     wide = replace(config, tile_rows=tile_rows, pipeline=least)
+    in_fp8 = replace(wide, fp8_keys=True, scores_first=True)
+    if in_fp8.can_implement() is None:
+        wide = in_fp8
     if wide.can_implement() is not None:
         return None
     assert wide.key_rows is not None

@@ -25,7 +25,6 @@ from cute_kernels.device.types import RegisterTensor
 from cute_kernels.extend.config import (
     GROUP_TOKENS,
     MMA_THREADS,
-    SLAB_COLUMNS,
     WARPGROUP_WARPS,
     WORK_SLOTS,
     ExtendConfig,
@@ -33,6 +32,7 @@ from cute_kernels.extend.config import (
 from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, rows_of
 from cute_kernels.extend.key_rows.queries import QueryWriter
 from cute_kernels.extend.key_rows.results import KeyRowsResults, sum_index
+from cute_kernels.extend.key_rows.scores import STEPS_AT_ONCE, scores_of
 from cute_kernels.extend.loads import load_word_below
 from cute_kernels.extend.memory import KEYS, VALUES
 from cute_kernels.extend.multiply import FIRST_TURN, FIRST_WARPGROUP, WARPGROUP_THREADS, Consumer
@@ -42,9 +42,8 @@ from cute_kernels.extend.work import END, Worker
 
 MIN_VALUE_SCALE = 2.0**-80  # stands for smaller ones, so that probabilities stay finite
 MAX_TOTAL = 2.0**90  # of a lane's probabilities of a block: more than the reference lets them be with the least scale
-KEY_STEPS, VALUE_STEPS = 8, GROUP_TOKENS // 16  # of 16 columns, of 16 tokens
-STEPS_AT_ONCE = 2  # of products whose operands are handed over together
-STEP_SLAB = SLAB_COLUMNS // 16  # steps of a slab
+VALUE_STEPS = GROUP_TOKENS // 16  # of 16 tokens
+VALUE_GROUPS = VALUE_STEPS // STEPS_AT_ONCE  # of products that are committed together
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,8 @@ class KeyRowsConsumer:
         self.columns = 2 * self.blocks  # of a thread
         self.keys, self.values = map(rows_of, config.formats)
         self.key_scale, self.value_scale = config.tile_scales
+        self.scores = scores_of(config)
+        self.scores_first = config.scores_first
         self.queries, self.results = QueryWriter(config), KeyRowsResults(config)
         self.worker = Worker(config, ScoreTerms(config.features, self.columns, 2))
         shape = config.key_rows
@@ -153,16 +154,22 @@ class KeyRowsConsumer:
         scale = self.score_scale(operands, work, from_fp16)
         sums = self.make_sums()
         self.clear_probabilities(memory, sums, place)
+        first_valid = self.worker.first_valid(shape, work)
         before, before_phase = stage, phase  # where the last values lie; none yet: some, times probabilities of zero
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
             cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
+            self.scores.settle(block, first_valid, work)
             cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, before), before_phase)
             self.await_turn(place.group)
-            self.add_values(memory, sums, place, before)
+            if const_expr(self.config.scores_first):
+                dots = self.scores.start(memory, place, stage)
+                self.add_values(memory, sums, place, before)
+            else:
+                self.add_values(memory, sums, place, before)
+                dots = self.scores.start(memory, place, stage)
             if i > span.begin:
                 self.release(memory, VALUES, before, place.lane)
-            dots = self.start_scores(memory, place, stage)
             self.pass_turn(place.group)
             if const_expr(self.value_scale):
                 cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)  # which scales come with
@@ -240,29 +247,9 @@ class KeyRowsConsumer:
                     a = ready[4 * (2 * i + m) : 4 * (2 * i + m) + 4]
                     totals[m] = wgmma.mma(totals[m], a, wgmma.advanced(b, (first + i) * wgmma.STEP_BYTES), dtype="f16")
             wgmma.commit()
-        wgmma.wait(1)
+        if not self.scores_first:
+            wgmma.wait(1)
         self._set(sums, [value for total in totals for value in total])
-
-    def start_scores(self, memory, place, stage) -> list[Any]:
-        """Starts the dot products of the warp's 16 tokens with all queries; the keys are free when it returns."""
-        words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage))
-        address = self.keys.header_start(memory, KEYS, stage, place.group)
-        headers = self.keys.load_key_headers(address, place.warp, place.lane)
-        b, dots = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries)), []
-        operands = self.keys.key_operands(words, headers)
-        slab_bytes = self.config.tile_rows * SLAB_COLUMNS * 2
-        for first in range(0, KEY_STEPS, STEPS_AT_ONCE):
-            ready = wgmma.fence([word for a in operands[first : first + STEPS_AT_ONCE] for word in a])
-            for i in range(STEPS_AT_ONCE):
-                step = first + i
-                own = wgmma.advanced(b, step // STEP_SLAB * slab_bytes + step % STEP_SLAB * wgmma.STEP_BYTES)
-                a = ready[4 * i : 4 * i + 4]
-                if dots:
-                    dots = wgmma.mma(dots, a, own, dtype="f16")
-                else:
-                    dots = wgmma.first_mma(2 * self.columns, a, own, dtype="f16")
-        wgmma.commit()
-        return dots
 
     def wait_for(self, sums, dots) -> list[Any]:
         """Waits for all products; the sums are there then, and so are ``dots``."""
@@ -294,7 +281,7 @@ class KeyRowsConsumer:
         row = place.group * GROUP_TOKENS + place.warp * WARP_TOKENS + place.lane // 4
         lines = self.load_scales(memory, place, KEYS, stage, row)
         value_scales = self.load_scales(memory, place, VALUES, stage, row)
-        found = self.wait_for(sums, dots)
+        found = wgmma.wait_for(dots, VALUE_GROUPS) if self.scores_first else self.wait_for(sums, dots)
         self.release(memory, KEYS, stage, place.lane)
         s = cute.make_rmem_tensor(2 * self.columns, Float32)
         for i in cutlass.range_constexpr(2 * self.columns):
@@ -351,6 +338,8 @@ class KeyRowsConsumer:
         totals = cute.make_rmem_tensor(self.columns, Float32)
         target = self.next_place(memory, sums, place)
         exceeds = self.write_probabilities(sums, totals, place, target, s, lines, value_scales)
+        if const_expr(self.scores_first):
+            self.wait_for(sums, [])
         again = self.any_of_warpgroup(place, exceeds)
         while again != 0:
             self.raise_reference(memory, sums, place, s, lines, value_scales)
