@@ -108,7 +108,7 @@ def shipped_specs() -> list[KernelSpec]:
     combines = [CombineConfig("bf16", head_dim) for head_dim in (64, 128)]
     loading = [choose(problem) for problem in problems]
     unpacked = [choose_unpacked(config) for config in loading if config.coded or config.page_tokens == 16]
-    few = [own for config in loading for own in choose_key_rows(config)]
+    few = [own for config in loading for own in choose_key_rows(config, mapped=True)]
     attention = dict.fromkeys((*loading, *few, *(config for _, config in unpacked)))
     unpacking = [UnpackSpec(config) for config, _ in unpacked]
     return [*map(ExtendSpec, attention), *unpacking, *map(CombineSpec, combines)]

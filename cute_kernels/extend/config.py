@@ -36,6 +36,7 @@ KEY_ROWS_HEAD_DIM = 128  # where keys are rows of products and queries their col
 SCALED_ROW_BYTES = (
     144  # of a row of bytes behind its scale, in shared memory there: what pieces of 16 bytes it may touch
 )
+HEADER_ROOM = 16  # of what is in front of a row, where tensor maps bring it
 HEADED_ROW_BYTES = 80  # of a row of nibbles of four groups, headers and codes
 GROUP_TOKENS = 64  # of a tile, that one of two warpgroups takes there
 KEY_ROWS_WORDS = ("Int8Words", "E4m3Words", "E5m2Words", "Int4Words")  # of `extend.decode`, that it knows
@@ -201,6 +202,7 @@ class ExtendConfig:
     merges: bool = False
     tree: bool = False
     tile_rows: int = TILE_ROWS
+    mapped: bool = False
     fp8_keys: bool = False
     scores_first: bool = False
 
@@ -215,11 +217,13 @@ class ExtendConfig:
 
     def _key_rows_of(self, form: KvFormat) -> tuple[int, int]:
         """Bytes in shared memory of a row's codes, and of what lies in front of them if that lies elsewhere."""
-        if form.code_bits == 8 and form.header_bytes:
-            return SCALED_ROW_BYTES, 0
         codes = self.head_dim * form.code_bits // 8
         if codes + form.header_bytes == HEADED_ROW_BYTES:
             return HEADED_ROW_BYTES, 0
+        if self.mapped:
+            return codes, HEADER_ROOM if form.header_bytes else 0
+        if form.code_bits == 8 and form.header_bytes:
+            return SCALED_ROW_BYTES, 0
         return codes, form.header_bytes
 
     @property
@@ -420,8 +424,9 @@ class ExtendConfig:
             layout += "_fp8" + ("_behind" if self.fp8.behind else "")
         layout += "_merges" if self.merges else ""
         layout += ("_tree" if self.tree else "") + ("" if self.ping_pong else "_free")
-        layout += f"_q{self.tile_rows}" if self.key_rows is not None else ""
+        layout += "_mapped" if self.mapped else ""
         layout += ("_fp8_keys" if self.fp8_keys else "") + ("_scores_first" if self.scores_first else "")
+        layout += f"_q{self.tile_rows}" if self.key_rows is not None else ""
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
 
     def can_implement(self) -> str | None:
@@ -484,6 +489,10 @@ class ExtendConfig:
                 return f"{self.tile_rows} tile_rows of {form.name} caches"
         if replace(self.features, **dict.fromkeys(KEY_ROWS_FEATURES, False)) != PLAIN:
             return f"{self.tile_rows} tile_rows with {self.features.name}"
+        if self.mapped and self.features.head_major and any(
+            form.row_bytes(self.head_dim) % HEADER_ROOM for form in self.formats
+        ):
+            return "mapped rows of no multiple of 16 bytes that lie head by head"
         if self.fp8_keys and (self.q_dtype != "bf16" or self._key_rows_of(self.formats[0])[0] != ROW_BYTES):
             return f"fp8_keys of {self.q_dtype} queries over {self.k_format} keys"
         if self.fp8_keys and self.formats[0].codes not in FP8_KEYS:

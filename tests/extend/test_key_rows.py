@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from cute_kernels.attention.features import Features
 from cute_kernels.device import wgmma
 from cute_kernels.device.division import Divisor
 from cute_kernels.extend.config import GROUP_TOKENS, SLAB_COLUMNS
+from cute_kernels.extend.key_rows import scores
 from cute_kernels.extend.key_rows.codes import rows_of
 from cute_kernels.extend.key_rows.copies import RawRowProducer
 from cute_kernels.extend.key_rows.multiply import KeyRowsConsumer
@@ -22,18 +24,27 @@ from cute_kernels.extend.key_rows.queries import QueryWriter
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Source
 from cute_kernels.extend.schedule import ExtendProblem, choose, key_rows_of
 from cute_kernels.kv_formats import format_pair
-from simulator import LANES, Float32, Int32, Int64, running, stand_in
+from simulator import LANES, Float32, Int32, Int64, Meanings, Uint32, running, stand_in
 from simulator.registers import from_halves, halves
 from tests.extend.cases import Call, make_call
 from tests.extend.test_unpack import Machine, _bytes, _rows, wanted
 
 HEAD, BLOCK = 1, 1
 FIRST, STOP = 140, 250  # tokens that queries see, in the middle of that block
+FP8_TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 G, T = np.arange(32) // 4, np.arange(32) % 4
 
 
 class CopyingMachine(Machine):
-    """One with copies of words."""
+    """One with copies of words, and pairs of E4M3."""
+
+    def meanings(self) -> Meanings:
+        own = super().meanings()
+        return replace(own, modules={**own.modules, scores: {"pack_e4m3x4": self.pack_e4m3x4}})
+
+    def pack_e4m3x4(self, values: list[Any]) -> Any:
+        codes = torch.from_numpy(np.stack([np.broadcast_to(np.asarray(value), (32,)) for value in values], 1))
+        return Uint32(codes.float().to(torch.float8_e4m3fn).view(torch.uint8).numpy().view(np.uint32)[:, 0])
 
     def async_copy_word(self, destination, source) -> None:
         self.copy_word_async_or(1, destination, source, 0)
@@ -57,12 +68,12 @@ class CopyingMachine(Machine):
 class Block:
     """Block `BLOCK` of a call's K and V in shared memory, and the parts of a consumer that read it."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: Call, mapped: bool = False):
         keys, values = format_pair(call.kv_format)
         table, page_tokens = call.options.get("block_table"), call.caches[0].shape[1]
         features = Features(paged=table is not None, causal=True)
         touching = 0 if table is None else page_tokens & -page_tokens
-        config = key_rows_of(choose(ExtendProblem(128, keys, values, "bf16", touching, features)))
+        config = key_rows_of(choose(ExtendProblem(128, keys, values, "bf16", touching, features)), mapped=mapped)
         assert config is not None and config.can_implement() is None and config.key_rows is not None
         self.config, self.shape = config, config.key_rows
         pieces = [_bytes(call.k_cache), _bytes(call.v_cache), np.zeros(0, np.uint8) if table is None else _bytes(table)]
@@ -113,6 +124,32 @@ class Block:
         place = start + slab + row * wgmma.ROW_BYTES + (column % 64 // 8 ^ row % 8) * 16 + column % 8 * 2
         return torch.from_numpy(self.shared.view(np.float16)[place // 2].astype(np.float64))
 
+    def codes(self, start: int, rows: int) -> np.ndarray:
+        """Rows of 128 codes of FP8 in the 128-byte swizzle, one behind the other."""
+        row, column = np.arange(rows)[:, None], np.arange(128)[None]
+        return self.shared[start + row * wgmma.ROW_BYTES + ((column // 16 ^ row % 8) * 16 + column % 16)]
+
+    def query_operand(self) -> torch.Tensor:
+        """Queries as products have them: their columns in the order in which keys have theirs."""
+        if not self.config.fp8_keys:
+            return self.operand(self.queries, 128)
+        parts = torch.from_numpy(self.codes(self.queries, 2 * self.config.tile_rows)).view(torch.float8_e4m3fn).double()
+        return parts[: len(parts) // 2] + parts[len(parts) // 2 :]
+
+    def key_operand(self, group: int, warp: int) -> np.ndarray:
+        """A warp's rows of A."""
+        form = self.config.formats[KEYS]
+        if self.config.fp8_keys:
+            codes = self.codes((64 * group + 16 * warp) * wgmma.ROW_BYTES, 16)  # K's tile comes first
+            return torch.from_numpy(codes).view(FP8_TYPES[form.codes]).double().numpy()
+        keys = rows_of(form, self.config.mapped)
+        shift, _, _ = keys.shifts(self.source.keys, self.work.head, Int32(LANES))
+        place = keys.key_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * keys.row_bytes)
+        words = keys.load_keys(place + self.memory.tile(KEYS, 0) + shift)
+        address = keys.header_start(self.memory, KEYS, 0, group)
+        headers = keys.load_key_headers(address, Int32(warp), Int32(LANES))
+        return self.a_operand(keys.key_operands(words, headers))
+
     def a_operand(self, steps) -> np.ndarray:
         """16 rows of A, by steps of 16 columns, of a warp's registers."""
         found = np.zeros((16, 16 * len(steps)))
@@ -152,6 +189,17 @@ def test_operands_are_what_the_cache_says(kv_format, page_size):
     check_operands(make_call(kv_format, [4], [300], page_size=page_size))
 
 
+@pytest.mark.parametrize("page_size", [16, None])
+@pytest.mark.parametrize(
+    "kv_format",
+    ["int8_token_head", "e4m3_token_head", "int4_g1", "int4_g2", "int4_g4", ("e4m3_token_head", "int4_g2")],
+    ids=str,
+)
+def test_operands_of_rows_that_tensor_maps_bring_are_what_the_cache_says(kv_format, page_size):
+    """Those of a tile that is not all there, which come as words to where maps bring them."""
+    check_operands(make_call(kv_format, [4], [300], page_size=page_size), mapped=True)
+
+
 @pytest.mark.parametrize("num_kv_heads", [2, 3, 5])
 @pytest.mark.parametrize(
     "kv_format", ["int8_token_head", ("e4m3_token_head", "int4_g4"), ("e5m2", "e4m3_token_head")], ids=str
@@ -161,9 +209,10 @@ def test_rows_behind_a_scale_begin_anywhere(kv_format, num_kv_heads):
     check_operands(make_call(kv_format, [4], [300], page_size=16, num_kv_heads=num_kv_heads))
 
 
-def check_operands(call: Call) -> None:
-    block = Block(call)
-    q = torch.randn(block.config.tile_rows, 128, generator=torch.Generator().manual_seed(3)).half()
+def check_operands(call: Call, mapped: bool = False) -> None:
+    block = Block(call, mapped)
+    assert block.config.mapped == mapped
+    q = torch.randn(block.config.tile_rows, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
     with running(block.machine):
         writer = QueryWriter(block.config)
         column, distance = writer.rows.query_columns(LANES)
@@ -172,22 +221,17 @@ def check_operands(call: Call) -> None:
                 [Float32(q[warp + 8 * i].float().numpy()[column + distance * (k // 2) + k % 2]) for k in range(4)]
                 for i in range(writer.count)
             ]
-            writer.store(own, Int32(block.queries), Int32(warp), Int32(LANES))
-    queries = block.operand(block.queries, 128)
+            writer.scores.store_queries(own, Int32(block.queries), Int32(warp), Int32(LANES))
+    queries = block.query_operand()
     seen = slice(FIRST - 128, STOP - 128)
-    keys, values = (rows_of(form) for form in block.config.formats)
+    values = rows_of(block.config.formats[VALUES], block.config.mapped)
     wanted_k, wanted_v = (wanted(call, operand, 0, STOP)[HEAD, 128:256] for operand in (KEYS, VALUES))
     got_scores, got_values = np.zeros((128, len(q))), np.zeros((128, 128))
     with running(block.machine):
         for group in range(2):
             for warp in range(4):
                 rows = slice(64 * group + 16 * warp, 64 * group + 16 * warp + 16)
-                shift, _, _ = keys.shifts(block.source.keys, block.work.head, Int32(LANES))
-                place = keys.key_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * keys.row_bytes)
-                words = keys.load_keys(place + block.memory.tile(KEYS, 0) + shift)
-                address = keys.header_start(block.memory, KEYS, 0, group)
-                headers = keys.load_key_headers(address, Int32(warp), Int32(LANES))
-                got_scores[rows] = block.a_operand(keys.key_operands(words, headers)) @ queries.numpy().T
+                got_scores[rows] = block.key_operand(group, warp) @ queries.numpy().T
                 _, shift, odd = values.shifts(block.source.values, block.work.head, Int32(LANES))
                 place = values.value_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * values.row_bytes)
                 odd = odd + values.row_bytes

@@ -29,7 +29,7 @@ from cute_kernels.extend.config import (
     WORK_SLOTS,
     ExtendConfig,
 )
-from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, rows_of
+from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ByteRows, rows_of
 from cute_kernels.extend.key_rows.queries import QueryWriter
 from cute_kernels.extend.key_rows.results import KeyRowsResults, sum_index
 from cute_kernels.extend.key_rows.scores import STEPS_AT_ONCE, scores_of
@@ -89,7 +89,7 @@ class KeyRowsConsumer:
         self.config = config
         self.blocks = config.tile_rows // 8
         self.columns = 2 * self.blocks  # of a thread
-        self.keys, self.values = map(rows_of, config.formats)
+        self.keys, self.values = (rows_of(form, config.mapped) for form in config.formats)
         self.key_scale, self.value_scale = config.tile_scales
         self.scores = scores_of(config)
         self.scores_first = config.scores_first
@@ -303,9 +303,10 @@ class KeyRowsConsumer:
         if not (self.key_scale, self.value_scale)[operand]:
             return []
         rows = (self.keys, self.values)[operand]
-        assert isinstance(rows, ScaledByteRows)
-        address = memory.tile(operand, stage) + rows.scale_place(row) + place.scales[operand]
-        return [ptx.load_shared(address, 8 * i * rows.row_bytes).bitcast(Float32) for i in range(2)]
+        assert isinstance(rows, ByteRows)
+        first, row_bytes = rows.scales_of(memory, operand, stage)
+        address = first + row * row_bytes + place.scales[operand]
+        return [ptx.load_shared(address, 8 * i * row_bytes).bitcast(Float32) for i in range(2)]
 
     @cute.jit
     def mask(self, shape, features, work, s, place, token: Int32):

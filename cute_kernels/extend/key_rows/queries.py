@@ -27,7 +27,7 @@ class QueryWriter:
     """Warp w brings rows w, w + 8, ... of a work tile."""
 
     def __init__(self, config: ExtendConfig):
-        self.config, self.rows, self.scores = config, rows_of(config.formats[0]), scores_of(config)
+        self.config, self.rows, self.scores = config, rows_of(config.formats[0], config.mapped), scores_of(config)
         self.halves = of_name(config.q_dtype).halves
         self.count = config.tile_rows // MMA_WARPS
 

@@ -33,7 +33,7 @@ class HalfScores:
     top_exponent = TOP_EXPONENTS["fp16"]  # of queries
 
     def __init__(self, config: ExtendConfig):
-        self.config, self.rows = config, rows_of(config.formats[0])
+        self.config, self.rows = config, rows_of(config.formats[0], config.mapped)
         self.count = config.tile_rows // 2  # accumulators of a thread
 
     def settle(self, block, first_valid, work) -> None:
@@ -80,11 +80,11 @@ class Fp8Scores:
     top_exponent = TOP_EXPONENTS["e4m3"]
 
     def __init__(self, config: ExtendConfig):
-        self.config, self.rows = config, rows_of(config.formats[0])
+        self.config, self.rows = config, rows_of(config.formats[0], config.mapped)
         self.count = config.tile_rows // 2
         self.kinds = config.formats[0].codes, "e4m3"
         self.part_bytes = config.tile_rows * wgmma.ROW_BYTES
-        self.by_tma = all(form.header_bytes == 0 and form.code_bits == 8 for form in config.formats)
+        self.by_tma = config.mapped or all(form.header_bytes == 0 and form.code_bits == 8 for form in config.formats)
 
     @cute.jit
     def settle(self, block: Int32, first_valid: Int32, work):
