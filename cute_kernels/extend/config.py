@@ -489,8 +489,10 @@ class ExtendConfig:
                 return f"{self.tile_rows} tile_rows of {form.name} caches"
         if replace(self.features, **dict.fromkeys(KEY_ROWS_FEATURES, False)) != PLAIN:
             return f"{self.tile_rows} tile_rows with {self.features.name}"
-        if self.mapped and self.features.head_major and any(
-            form.row_bytes(self.head_dim) % HEADER_ROOM for form in self.formats
+        if (
+            self.mapped
+            and self.features.head_major
+            and any(form.row_bytes(self.head_dim) % HEADER_ROOM for form in self.formats)
         ):
             return "mapped rows of no multiple of 16 bytes that lie head by head"
         if self.fp8_keys and (self.q_dtype != "bf16" or self._key_rows_of(self.formats[0])[0] != ROW_BYTES):

@@ -91,9 +91,10 @@ def start_product(
     and of B, "e4m3" or "e5m2".
     """
     d = ", ".join(f"${i}" for i in range(count))
+    high = f"{wgmma.DESCRIPTOR_HIGH:#x}"
     asm = (
         f"{{ .reg .b64 a, b; .reg .pred p; setp.{'eq' if sums else 'ne'}.u32 p, 0, 0; "
-        f"mov.b64 a, {{${count}, {wgmma.DESCRIPTOR_HIGH:#x}}}; mov.b64 b, {{${count + 1}, {wgmma.DESCRIPTOR_HIGH:#x}}}; "
+        f"mov.b64 a, {{${count}, {high}}}; mov.b64 b, {{${count + 1}, {high}}}; "
         f"wgmma.mma_async.sync.aligned.m64n{2 * count}k32.f32.{kinds[0]}.{kinds[1]} {{{d}}}, a, b, p, 1, 1; }}"
     )
     operands = [Uint32(low).ir_value(loc=loc, ip=ip) for low in (a_low, b_low)]

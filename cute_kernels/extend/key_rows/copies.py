@@ -57,7 +57,9 @@ class TilePart:
         """In shared memory."""
         if self.swizzle is None:
             return cute.make_layout((rows, self.width), stride=(self.width, 1))
-        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(self.swizzle, Uint8), (rows, self.width), order=(0, 1))
+        return cute.tile_to_shape(
+            warpgroup.make_smem_layout_atom(self.swizzle, Uint8), (rows, self.width), order=(0, 1)
+        )
 
     def tensor(self, pointer, rows: int) -> cute.Tensor:
         """That many rows at a pointer to shared memory."""
@@ -144,8 +146,8 @@ class TileRows:
             self.copy_rows(bases, rows.token_bytes, tile, headers, low, high, lane)
 
     def make_maps(self, cache: cute.Tensor, head_major: bool) -> list[Any]:
-        """On the host: a tensor map for each part of rows, with coordinates [token of a block, byte, head, block]; without
-        heads where bytes are those of a token."""
+        """On the host: a tensor map for each part of rows, with coordinates [token of a block, byte, head, block];
+        without heads where bytes are those of a token."""
         modes = [2, 3, 1, 0] if head_major else [1, 3, 2, 0]
         layout = cute.select(cache.layout, mode=modes)
         if self.of_tokens:
@@ -245,7 +247,9 @@ class RawRowProducer:
         if not self.tiles[KEYS].by_tma:
             return None
         head_major = self.config.features.head_major
-        return tuple(tile.make_maps(cache, head_major) for tile, cache in zip(self.tiles, (k_cache, v_cache), strict=True))
+        return tuple(
+            tile.make_maps(cache, head_major) for tile, cache in zip(self.tiles, (k_cache, v_cache), strict=True)
+        )
 
     @cute.jit
     def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):

@@ -1,16 +1,15 @@
 """The products of keys with queries: of codes as fp16 in registers, or of FP8 codes as they lie in shared memory.
 
-FP8 codes are an A operand without a register or an instruction, if queries are FP8, too. A bf16 number has 8 significant
-bits, an E4M3 number 4 and a sign: so a query, times a power of 2, is exactly the sum of two of them, and both products
-take as long as one of 16 bits. The tensor cores add products of 8 bits in some 14 bits: those of queries' lower parts,
-which are the small ones, come first.
+FP8 codes are an A operand without a register or an instruction, if queries are FP8, too. A bf16 number has 8
+significant bits, an E4M3 number 4 and a sign: so a query, times a power of 2, is exactly the sum of two of them, and
+both products take as long as one of 16 bits. The tensor cores add products of 8 bits in some 14 bits: those of queries'
+lower parts, which are the small ones, come first.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
