@@ -161,13 +161,15 @@ class KeyRowsConsumer:
             cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
             self.scores.settle(block, first_valid, work)
             cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, before), before_phase)
-            self.await_turn(place.group)
             if const_expr(self.config.scores_first):
-                dots = self.scores.start(memory, place, stage)
+                keys = self.scores.load(memory, place, stage)
+                self.await_turn(place.group)
+                dots = self.scores.start(keys, memory, place, stage)
                 self.add_values(memory, sums, place, before)
             else:
+                self.await_turn(place.group)
                 self.add_values(memory, sums, place, before)
-                dots = self.scores.start(memory, place, stage)
+                dots = self.scores.start(self.scores.load(memory, place, stage), memory, place, stage)
             if i > span.begin:
                 self.release(memory, VALUES, before, place.lane)
             self.pass_turn(place.group)

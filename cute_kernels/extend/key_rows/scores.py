@@ -38,13 +38,20 @@ class HalfScores:
     def settle(self, block, first_valid, work) -> None:
         """Nothing: rows are loaded by those who have waited for them."""
 
-    def start(self, memory, place, stage) -> list[Any]:
-        """Starts the dot products of the warp's 16 tokens with all queries; the keys are free when it returns."""
+    def load(self, memory, place, stage) -> list[Any]:
+        """The warp's 16 tokens as operands; the keys are free when they are there."""
         words = self.rows.load_keys(place.keys + memory.tile(KEYS, stage))
         address = self.rows.header_start(memory, KEYS, stage, place.group)
         headers = self.rows.load_key_headers(address, place.warp, place.lane)
-        b, dots = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries)), []
         operands = self.rows.key_operands(words, headers)
+        if self.config.scores_first:
+            ready = wgmma.fence([word for a in operands for word in a])
+            operands = [ready[4 * step : 4 * step + 4] for step in range(KEY_STEPS)]
+        return operands
+
+    def start(self, operands, memory, place, stage) -> list[Any]:
+        """Starts the dot products of the warp's 16 tokens, as :meth:`load` has them, with all queries."""
+        b, dots = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries)), []
         slab_bytes = self.config.tile_rows * SLAB_COLUMNS * 2
         for first in range(0, KEY_STEPS, STEPS_AT_ONCE):
             ready = wgmma.fence([word for a in operands[first : first + STEPS_AT_ONCE] for word in a])
@@ -95,7 +102,11 @@ class Fp8Scores:
         else:
             cute.arch.fence_proxy("async.shared", space="cta")
 
-    def start(self, memory, place, stage) -> list[Any]:
+    def load(self, memory, place, stage) -> list[Any]:
+        """Nothing: products read keys where they lie."""
+        return []
+
+    def start(self, operands, memory, place, stage) -> list[Any]:
         """Starts the dot products of the warpgroup's 64 tokens with all queries; keys are read until they are there."""
         first = memory.tile(KEYS, stage) + place.group * (GROUP_TOKENS * wgmma.ROW_BYTES)
         a, b = (wgmma.descriptor(cute.arch.make_warp_uniform(start)) for start in (first, memory.queries))
