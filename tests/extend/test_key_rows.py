@@ -253,6 +253,27 @@ def check_operands(call: Call, mapped: bool = False) -> None:
     assert not got_values[: seen.start].any() and not got_values[seen.stop :].any(), "rows that nobody sees are zeros"
 
 
+def test_two_parts_are_a_query():
+    """A bf16 number's 8 bits, down to 2**-9 of the greatest; below that to a multiple of 2**-17 of it."""
+    block = Block(make_call("e4m3_tensor", [4], [300]))
+    assert block.config.fp8_keys
+    signs = torch.randint(0, 2, (block.config.tile_rows, 128), generator=torch.Generator().manual_seed(0)) * 2 - 1
+    q = torch.randn(signs.shape, generator=torch.Generator().manual_seed(1)).abs()
+    q = (q / q.max() * 255).bfloat16() * signs
+    q[0, 0], q[1, 5] = torch.inf, torch.nan
+    with running(block.machine):
+        writer = QueryWriter(block.config)
+        for warp in range(8):
+            own = [[Float32(q[warp + 8 * i].float().numpy()[4 * LANES + k]) for k in range(4)] for i in range(9)]
+            writer.scores.store_queries(own, Int32(block.queries), Int32(warp), Int32(LANES))
+    found = block.query_operand()
+    assert found[0, 0].isnan() and found[1, 5].isnan(), "what is no number does not become one"
+    found[0, 0] = found[1, 5] = q[0, 0] = q[1, 5] = 0.0
+    great = q.abs() >= 0.25
+    assert great.float().mean() > 0.9 and torch.equal(found[great], q.double()[great])
+    assert (found - q.double()).abs().max() <= 2.0**-10
+
+
 @pytest.mark.parametrize("name", ["int8_token_head", "int4_g4"])
 def test_probabilities_lie_as_products_read_them(name):
     block = Block(make_call(name, [4], [300]))

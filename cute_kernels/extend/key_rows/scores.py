@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.device import ptx, wgmma, wgmma_tiles
 from cute_kernels.extend.config import GROUP_TOKENS, SLAB_COLUMNS, ExtendConfig
@@ -127,7 +127,9 @@ class Fp8Scores:
             upper = pack_e4m3x4(own)
             pairs = ptx.e4m3x2_low_to_f16x2(upper), ptx.e4m3x2_high_to_f16x2(upper)
             rounded = [half(pair) for pair in pairs for half in (ptx.half2_low_to_float, ptx.half2_high_to_float)]
-            lower = pack_e4m3x4([value - near for value, near in zip(own, rounded, strict=True)])
+            # What is no number does not become the greatest one.
+            rest = [ptx.fma(value, Float32(0.0), value - near) for value, near in zip(own, rounded, strict=True)]
+            lower = pack_e4m3x4(rest)
             for part, word in enumerate((upper, lower)):
                 ptx.store_shared(place, part * self.part_bytes + i * 8 * wgmma.ROW_BYTES, [word])
 
