@@ -36,13 +36,11 @@ KEY_ROWS_HEAD_DIM = 128  # where keys are rows of products and queries their col
 SCALED_ROW_BYTES = (
     144  # of a row of bytes behind its scale, in shared memory there: what pieces of 16 bytes it may touch
 )
-HEADER_ROOM = 16  # of what is in front of a row, where tensor maps bring it
 HEADED_ROW_BYTES = 80  # of a row of nibbles of four groups, headers and codes
 GROUP_TOKENS = 64  # of a tile, that one of two warpgroups takes there
 KEY_ROWS_WORDS = ("Int8Words", "E4m3Words", "E5m2Words", "Int4Words")  # of `extend.decode`, that it knows
 MOST_COLUMNS = 72  # whose scores and sums a thread has registers for
 KEY_ROWS_FEATURES = ("causal", "window", "sinks", "paged", "head_major")  # of attention, that it serves
-FP8_KEYS = ("e4m3", "e5m2")  # codes that are multiplied as they lie there
 KEY_ROWS_GROUPS = (1, 2, 4)  # of columns with scales of their own, of nibbles
 
 
@@ -203,8 +201,6 @@ class ExtendConfig:
     tree: bool = False
     tile_rows: int = TILE_ROWS
     mapped: bool = False
-    fp8_keys: bool = False
-    scores_first: bool = False
 
     @property
     def key_rows(self) -> KeyRows | None:
@@ -217,13 +213,11 @@ class ExtendConfig:
 
     def _key_rows_of(self, form: KvFormat) -> tuple[int, int]:
         """Bytes in shared memory of a row's codes, and of what lies in front of them if that lies elsewhere."""
+        if form.code_bits == 8 and form.header_bytes:
+            return SCALED_ROW_BYTES, 0
         codes = self.head_dim * form.code_bits // 8
         if codes + form.header_bytes == HEADED_ROW_BYTES:
             return HEADED_ROW_BYTES, 0
-        if self.mapped:
-            return codes, HEADER_ROOM if form.header_bytes else 0
-        if form.code_bits == 8 and form.header_bytes:
-            return SCALED_ROW_BYTES, 0
         return codes, form.header_bytes
 
     @property
@@ -425,7 +419,6 @@ class ExtendConfig:
         layout += "_merges" if self.merges else ""
         layout += ("_tree" if self.tree else "") + ("" if self.ping_pong else "_free")
         layout += "_mapped" if self.mapped else ""
-        layout += ("_fp8_keys" if self.fp8_keys else "") + ("_scores_first" if self.scores_first else "")
         layout += f"_q{self.tile_rows}" if self.key_rows is not None else ""
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
 
@@ -489,16 +482,15 @@ class ExtendConfig:
                 return f"{self.tile_rows} tile_rows of {form.name} caches"
         if replace(self.features, **dict.fromkeys(KEY_ROWS_FEATURES, False)) != PLAIN:
             return f"{self.tile_rows} tile_rows with {self.features.name}"
-        if (
-            self.mapped
-            and self.features.head_major
-            and any(form.row_bytes(self.head_dim) % HEADER_ROOM for form in self.formats)
-        ):
-            return "mapped rows of no multiple of 16 bytes that lie head by head"
-        if self.fp8_keys and (self.q_dtype != "bf16" or self._key_rows_of(self.formats[0])[0] != ROW_BYTES):
-            return f"fp8_keys of {self.q_dtype} queries over {self.k_format} keys"
-        if self.fp8_keys and self.formats[0].codes not in FP8_KEYS:
-            return f"fp8_keys of {self.k_format} keys, not of {', '.join(FP8_KEYS)}"
+        return self._problem_of_maps() if self.mapped else None
+
+    def _problem_of_maps(self) -> str | None:
+        """Why tensor maps cannot bring rows with what is in front of them, or None."""
+        for form, (room, apart) in zip(self.formats, map(self._key_rows_of, self.formats), strict=True):
+            if apart:
+                return f"mapped rows of {form.name}, whose headers lie apart"
+            if self.features.head_major and form.row_bytes(self.head_dim) != room:
+                return f"mapped rows of {form.name} that lie head by head: no multiples of 16 bytes"
         return None
 
 

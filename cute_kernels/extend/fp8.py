@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandSource
 from cutlass.cutlass_dsl import dsl_user_op
 
-from cute_kernels.device import ptx, wgmma, wgmma_tiles
+from cute_kernels.device import ptx, wgmma_tiles
 
 QUARTERS = 0x28282828  # four codes of 1/4: what four lanes sum up of it is counted once
 MMA_K = 32  # columns of a product
@@ -79,33 +79,3 @@ def multiply(sums, a, b, n: int) -> None:
     for step in range(cute.size(b_fragment.shape[2])):
         tiled.set(warpgroup.Field.ACCUMULATE, step > 0)
         cute.gemm(tiled, sums, a_fragment[None, None, step], b_fragment[None, None, step], sums)
-
-
-@dsl_user_op
-def start_product(
-    sums: Sequence[Float32], count: int, a_low: Uint32, b_low: Uint32, kinds: tuple[str, str], *, loc=None, ip=None
-) -> list[Float32]:
-    """Starts D += A B^T with A [64, 32] and B [2 * count, 32] both in shared memory; without ``sums`` D = A B^T.
-
-    a_low, b_low: `wgmma.descriptor` of them, rows of 128 bytes, of which a product has `wgmma.STEP_BYTES`. kinds: of A
-    and of B, "e4m3" or "e5m2".
-    """
-    d = ", ".join(f"${i}" for i in range(count))
-    high = f"{wgmma.DESCRIPTOR_HIGH:#x}"
-    asm = (
-        f"{{ .reg .b64 a, b; .reg .pred p; setp.{'eq' if sums else 'ne'}.u32 p, 0, 0; "
-        f"mov.b64 a, {{${count}, {high}}}; mov.b64 b, {{${count + 1}, {high}}}; "
-        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k32.f32.{kinds[0]}.{kinds[1]} {{{d}}}, a, b, p, 1, 1; }}"
-    )
-    operands = [Uint32(low).ir_value(loc=loc, ip=ip) for low in (a_low, b_low)]
-    operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in sums]
-    struct = llvm.inline_asm(
-        ptx.struct_of(Float32.mlir_type, count),
-        operands,
-        asm,
-        ",".join(["=f"] * count + ["r"] * 2 + [str(i) for i in range(len(sums))] + ["~{memory}"]),
-        has_side_effects=True,
-        loc=loc,
-        ip=ip,
-    )
-    return [Float32(llvm.extractvalue(Float32.mlir_type, struct, [i], loc=loc, ip=ip)) for i in range(count)]

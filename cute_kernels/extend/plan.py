@@ -218,8 +218,8 @@ def _as_it_lies(call: ExtendCall, config: ExtendConfig) -> list[Way]:
         )
     if config.mapped and not lies_in_maps(call):
         raise ValueError(
-            f"k_cache, v_cache: got rows that tensor maps cannot bring: config {config.name} wants caches, blocks, "
-            f"tokens and rows that begin at multiples of {ALIGNMENT} bytes, or a token's heads one behind the other"
+            f"k_cache, v_cache: got rows that tensor maps cannot bring: config {config.name} wants caches, blocks and "
+            f"tokens that begin at multiples of {ALIGNMENT} bytes, and so rows, or a token's heads one behind the other"
         )
     return [Way(_launch_of(call, config))]
 

@@ -99,15 +99,12 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
 
 def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: bool = False) -> ExtendConfig | None:
     """What serves launches that ``config`` serves with keys as rows of products and so many queries as columns; None
-    where nothing does."""
+    where nothing does. mapped: whether tensor maps can bring rows with what is in front of them, as they lie."""
     least = ProducerPipeline(num_stages=2, producer_warps=KEY_ROWS_WARPS)
     wide = replace(config, tile_rows=tile_rows, pipeline=least)
-    better = [{"fp8_keys": True, "scores_first": True}]
-    if mapped and any(form.header_bytes for form in config.formats):
-        better.insert(0, {"mapped": True})
-    for change in better:
-        changed = replace(wide, **change)
-        wide = changed if changed.can_implement() is None else wide
+    if mapped and any(form.header_bytes for form in wide.formats):
+        by_maps = replace(wide, mapped=True)
+        wide = by_maps if by_maps.can_implement() is None else wide
     if wide.can_implement() is not None:
         return None
     assert wide.key_rows is not None
@@ -117,8 +114,8 @@ def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: boo
 
 
 def choose_key_rows(config: ExtendConfig, mapped: bool = False) -> list[ExtendConfig]:
-    """What may serve launches of few queries a request that ``config`` serves, for the fewest first. mapped: whether
-    tensor maps can bring the caches' rows with what is in front of them."""
+    """What may serve launches of few queries a request that ``config`` serves, for the fewest first. mapped: as
+    :func:`key_rows_of`."""
     configs = [key_rows_of(config, rows, mapped) for rows in KEY_ROWS]
     return [few for few in configs if few is not None]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,35 +15,26 @@ from cute_kernels.attention.features import Features
 from cute_kernels.device import wgmma
 from cute_kernels.device.division import Divisor
 from cute_kernels.extend.config import GROUP_TOKENS, SLAB_COLUMNS
-from cute_kernels.extend.key_rows import scores
 from cute_kernels.extend.key_rows.codes import rows_of
 from cute_kernels.extend.key_rows.copies import RawRowProducer
 from cute_kernels.extend.key_rows.multiply import KeyRowsConsumer
 from cute_kernels.extend.key_rows.queries import QueryWriter
+from cute_kernels.extend.key_rows.results import sum_index
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Source
 from cute_kernels.extend.schedule import ExtendProblem, choose, key_rows_of
 from cute_kernels.kv_formats import format_pair
-from simulator import LANES, Float32, Int32, Int64, Meanings, Uint32, running, stand_in
+from simulator import LANES, Float32, Int32, Int64, running, stand_in
 from simulator.registers import from_halves, halves
 from tests.extend.cases import Call, make_call
 from tests.extend.test_unpack import Machine, _bytes, _rows, wanted
 
 HEAD, BLOCK = 1, 1
 FIRST, STOP = 140, 250  # tokens that queries see, in the middle of that block
-FP8_TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 G, T = np.arange(32) // 4, np.arange(32) % 4
 
 
 class CopyingMachine(Machine):
-    """One with copies of words, and pairs of E4M3."""
-
-    def meanings(self) -> Meanings:
-        own = super().meanings()
-        return replace(own, modules={**own.modules, scores: {"pack_e4m3x4": self.pack_e4m3x4}})
-
-    def pack_e4m3x4(self, values: list[Any]) -> Any:
-        codes = torch.from_numpy(np.stack([np.broadcast_to(np.asarray(value), (32,)) for value in values], 1))
-        return Uint32(codes.float().to(torch.float8_e4m3fn).view(torch.uint8).numpy().view(np.uint32)[:, 0])
+    """One with copies of words."""
 
     def async_copy_word(self, destination, source) -> None:
         self.copy_word_async_or(1, destination, source, 0)
@@ -68,12 +58,12 @@ class CopyingMachine(Machine):
 class Block:
     """Block `BLOCK` of a call's K and V in shared memory, and the parts of a consumer that read it."""
 
-    def __init__(self, call: Call, mapped: bool = False):
+    def __init__(self, call: Call):
         keys, values = format_pair(call.kv_format)
         table, page_tokens = call.options.get("block_table"), call.caches[0].shape[1]
         features = Features(paged=table is not None, causal=True)
         touching = 0 if table is None else page_tokens & -page_tokens
-        config = key_rows_of(choose(ExtendProblem(128, keys, values, "bf16", touching, features)), mapped=mapped)
+        config = key_rows_of(choose(ExtendProblem(128, keys, values, "bf16", touching, features)))
         assert config is not None and config.can_implement() is None and config.key_rows is not None
         self.config, self.shape = config, config.key_rows
         pieces = [_bytes(call.k_cache), _bytes(call.v_cache), np.zeros(0, np.uint8) if table is None else _bytes(table)]
@@ -124,32 +114,6 @@ class Block:
         place = start + slab + row * wgmma.ROW_BYTES + (column % 64 // 8 ^ row % 8) * 16 + column % 8 * 2
         return torch.from_numpy(self.shared.view(np.float16)[place // 2].astype(np.float64))
 
-    def codes(self, start: int, rows: int) -> np.ndarray:
-        """Rows of 128 codes of FP8 in the 128-byte swizzle, one behind the other."""
-        row, column = np.arange(rows)[:, None], np.arange(128)[None]
-        return self.shared[start + row * wgmma.ROW_BYTES + ((column // 16 ^ row % 8) * 16 + column % 16)]
-
-    def query_operand(self) -> torch.Tensor:
-        """Queries as products have them: their columns in the order in which keys have theirs."""
-        if not self.config.fp8_keys:
-            return self.operand(self.queries, 128)
-        parts = torch.from_numpy(self.codes(self.queries, 2 * self.config.tile_rows)).view(torch.float8_e4m3fn).double()
-        return parts[: len(parts) // 2] + parts[len(parts) // 2 :]
-
-    def key_operand(self, group: int, warp: int) -> np.ndarray:
-        """A warp's rows of A."""
-        form = self.config.formats[KEYS]
-        if self.config.fp8_keys:
-            codes = self.codes((64 * group + 16 * warp) * wgmma.ROW_BYTES, 16)  # K's tile comes first
-            return torch.from_numpy(codes).view(FP8_TYPES[form.codes]).double().numpy()
-        keys = rows_of(form, self.config.mapped)
-        shift, _, _ = keys.shifts(self.source.keys, self.work.head, Int32(LANES))
-        place = keys.key_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * keys.row_bytes)
-        words = keys.load_keys(place + self.memory.tile(KEYS, 0) + shift)
-        address = keys.header_start(self.memory, KEYS, 0, group)
-        headers = keys.load_key_headers(address, Int32(warp), Int32(LANES))
-        return self.a_operand(keys.key_operands(words, headers))
-
     def a_operand(self, steps) -> np.ndarray:
         """16 rows of A, by steps of 16 columns, of a warp's registers."""
         found = np.zeros((16, 16 * len(steps)))
@@ -189,17 +153,6 @@ def test_operands_are_what_the_cache_says(kv_format, page_size):
     check_operands(make_call(kv_format, [4], [300], page_size=page_size))
 
 
-@pytest.mark.parametrize("page_size", [16, None])
-@pytest.mark.parametrize(
-    "kv_format",
-    ["int8_token_head", "e4m3_token_head", "int4_g1", "int4_g2", "int4_g4", ("e4m3_token_head", "int4_g2")],
-    ids=str,
-)
-def test_operands_of_rows_that_tensor_maps_bring_are_what_the_cache_says(kv_format, page_size):
-    """Those of a tile that is not all there, which come as words to where maps bring them."""
-    check_operands(make_call(kv_format, [4], [300], page_size=page_size), mapped=True)
-
-
 @pytest.mark.parametrize("num_kv_heads", [2, 3, 5])
 @pytest.mark.parametrize(
     "kv_format", ["int8_token_head", ("e4m3_token_head", "int4_g4"), ("e5m2", "e4m3_token_head")], ids=str
@@ -209,10 +162,9 @@ def test_rows_behind_a_scale_begin_anywhere(kv_format, num_kv_heads):
     check_operands(make_call(kv_format, [4], [300], page_size=16, num_kv_heads=num_kv_heads))
 
 
-def check_operands(call: Call, mapped: bool = False) -> None:
-    block = Block(call, mapped)
-    assert block.config.mapped == mapped
-    q = torch.randn(block.config.tile_rows, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
+def check_operands(call: Call) -> None:
+    block = Block(call)
+    q = torch.randn(block.config.tile_rows, 128, generator=torch.Generator().manual_seed(3)).half()
     with running(block.machine):
         writer = QueryWriter(block.config)
         column, distance = writer.rows.query_columns(LANES)
@@ -221,24 +173,33 @@ def check_operands(call: Call, mapped: bool = False) -> None:
                 [Float32(q[warp + 8 * i].float().numpy()[column + distance * (k // 2) + k % 2]) for k in range(4)]
                 for i in range(writer.count)
             ]
-            writer.scores.store_queries(own, Int32(block.queries), Int32(warp), Int32(LANES))
-    queries = block.query_operand()
+            writer.store(own, Int32(block.queries), Int32(warp), Int32(LANES))
+    queries = block.operand(block.queries, 128)
     seen = slice(FIRST - 128, STOP - 128)
-    values = rows_of(block.config.formats[VALUES], block.config.mapped)
+    keys, values = (rows_of(form) for form in block.config.formats)
     wanted_k, wanted_v = (wanted(call, operand, 0, STOP)[HEAD, 128:256] for operand in (KEYS, VALUES))
     got_scores, got_values = np.zeros((128, len(q))), np.zeros((128, 128))
     with running(block.machine):
         for group in range(2):
             for warp in range(4):
                 rows = slice(64 * group + 16 * warp, 64 * group + 16 * warp + 16)
-                got_scores[rows] = block.key_operand(group, warp) @ queries.numpy().T
+                shift, _, _ = keys.shifts(block.source.keys, block.work.head, Int32(LANES))
+                place = keys.key_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * keys.row_bytes)
+                words = keys.load_keys(place + block.memory.tile(KEYS, 0) + shift)
+                address = keys.header_start(block.memory, KEYS, 0, group)
+                headers = keys.load_key_headers(address, Int32(warp), Int32(LANES))
+                got_scores[rows] = block.a_operand(keys.key_operands(words, headers)) @ queries.numpy().T
                 _, shift, odd = values.shifts(block.source.values, block.work.head, Int32(LANES))
                 place = values.value_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * values.row_bytes)
                 odd = odd + values.row_bytes
                 words = values.load_values(place + block.memory.tile(VALUES, 0) + shift, odd, GROUP_TOKENS)
                 address = values.header_start(block.memory, VALUES, 0, group)
-                headers = values.load_value_headers(address, GROUP_TOKENS, Int32(warp), Int32(LANES))
-                steps = [values.value_operands(words, headers, step) for step in range(4)]
+                steps = [
+                    values.value_operands(
+                        words, values.load_value_headers(address, step, Int32(warp), Int32(LANES)), step
+                    )
+                    for step in range(4)
+                ]
                 for mma in range(2):
                     a = block.a_operand([step[mma] for step in steps])
                     columns = np.asarray(values.column(warp, np.arange(32), mma))
@@ -251,27 +212,6 @@ def check_operands(call: Call, mapped: bool = False) -> None:
     assert (got_values[seen] - wanted_v[seen]).abs().max() <= 2e-3 * wanted_v[seen].abs().max()
     assert not got_scores[: seen.start].any() and not got_scores[seen.stop :].any(), "rows that nobody sees are zeros"
     assert not got_values[: seen.start].any() and not got_values[seen.stop :].any(), "rows that nobody sees are zeros"
-
-
-def test_two_parts_are_a_query():
-    """A bf16 number's 8 bits, down to 2**-9 of the greatest; below that to a multiple of 2**-17 of it."""
-    block = Block(make_call("e4m3_tensor", [4], [300]))
-    assert block.config.fp8_keys
-    signs = torch.randint(0, 2, (block.config.tile_rows, 128), generator=torch.Generator().manual_seed(0)) * 2 - 1
-    q = torch.randn(signs.shape, generator=torch.Generator().manual_seed(1)).abs()
-    q = (q / q.max() * 255).bfloat16() * signs
-    q[0, 0], q[1, 5] = torch.inf, torch.nan
-    with running(block.machine):
-        writer = QueryWriter(block.config)
-        for warp in range(8):
-            own = [[Float32(q[warp + 8 * i].float().numpy()[4 * LANES + k]) for k in range(4)] for i in range(9)]
-            writer.scores.store_queries(own, Int32(block.queries), Int32(warp), Int32(LANES))
-    found = block.query_operand()
-    assert found[0, 0].isnan() and found[1, 5].isnan(), "what is no number does not become one"
-    found[0, 0] = found[1, 5] = q[0, 0] = q[1, 5] = 0.0
-    great = q.abs() >= 0.25
-    assert great.float().mean() > 0.9 and torch.equal(found[great], q.double()[great])
-    assert (found - q.double()).abs().max() <= 2.0**-10
 
 
 @pytest.mark.parametrize("name", ["int8_token_head", "int4_g4"])
@@ -301,3 +241,50 @@ def test_probabilities_lie_as_products_read_them(name):
     want = torch.from_numpy(np.exp2(logits.astype(np.float64)) * (factors if scaled else np.ones(64))[:, None]).T
     assert (found - want).abs().max() <= 2.0**-11 * want.max()
     assert ((found - want).abs() <= 2.0**-10 * want + 2.0**-24).all()
+
+
+@pytest.mark.parametrize("name", ["int8_token_head", "int4_g4"])
+def test_no_logit_exceeds_a_raised_reference(name):
+    """fp32 has logits of 2^30 in steps of 64, so those that are rounded once exceed the greatest that is rounded twice:
+    a kernel that raised the reference until nothing exceeds it never ended."""
+    block = Block(make_call(name, [4], [300]))
+    consumer, generator = KeyRowsConsumer(block.config), np.random.default_rng(0)
+    dots = generator.uniform(1, 2, (64, 8 * consumer.blocks)).astype(np.float32) * np.float32(2.0**30)
+    factors = np.exp2(generator.uniform(-90, 20, 64)).astype(np.float32)
+    lines, warps = [Float32(np.float32(1.1))] * 2, range(4)
+    rows = [[16 * warp + G + 8 * j for j in range(2)] for warp in warps]
+    indices = [(column, j) for column in range(consumer.columns) for j in range(2)]
+
+    def dots_of(warp: int) -> list[Any]:
+        own: list[Any] = [None] * (2 * consumer.columns)
+        for column, j in indices:
+            own[sum_index(column, j)] = Float32(dots[rows[warp][j], 8 * (column // 2) + 2 * T + column % 2])
+        return own
+
+    with running(block.machine):
+        s = [dots_of(warp) for warp in warps]
+        scales = [[Float32(factors[row]) for row in rows[warp]] if consumer.value_scale else [] for warp in warps]
+        bounds = [consumer.bounds_of(own) for own in scales]
+        highest = np.full((consumer.columns, 4), -np.inf, np.float32)
+        for warp in warps:
+            for column, j in indices:
+                own = consumer.logit(None, s[warp], lines, column, j, start=bounds[warp][j])
+                highest[column] = np.maximum(highest[column], np.asarray(own).reshape(8, 4).max(0))
+        sums: Any = stand_in(SimpleNamespace(maximum=[Float32(own[T]) for own in highest]))
+        exceeding = []
+        for limits in ([None] * 4, bounds):
+            for warp in warps:
+                place, totals = consumer.place_of(Int32(0), Int32(warp), Int32(LANES)), [None] * consumer.columns
+                target = Int32(block.probabilities)
+                given = sums, totals, place, target, s[warp], lines, scales[warp], limits[warp]
+                exceeding.append(np.any(consumer.write_probabilities(*given)))
+    assert any(exceeding[:4]) and not any(exceeding[4:])
+    assert block.operand(block.probabilities, 64).max() <= 1.001
+
+
+def test_an_infinite_query_says_nothing_of_the_power_of_2_that_all_have():
+    block = Block(make_call("e4m3_tensor", [4], [300]))
+    values = np.array([1.5, -3.0, np.inf, -np.inf] * 8, np.float32)
+    with running(block.machine):
+        found = QueryWriter(block.config).size_of(Float32(values))
+    np.testing.assert_array_equal(np.asarray(found)[:4], [1.5, 3.0, 0.0, 0.0])

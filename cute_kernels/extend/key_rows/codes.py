@@ -60,7 +60,7 @@ class ByteRows:
 
     row_bytes = HEAD_DIM
     shifted = headed = False
-    parts = ((0, HEAD_DIM, "128"),)
+    by_maps = True  # whether tensor maps can bring rows as they are to lie
 
     def __init__(self, codes):
         self.codes = codes
@@ -92,10 +92,6 @@ class ByteRows:
         """Address of the headers of a tile's tokens of a warpgroup: none."""
         return 0
 
-    def scales_of(self, memory, operand: int, stage) -> tuple[Any, int]:
-        """Address of the scale of a tile's first row, and bytes to the next one's: none."""
-        return 0, 0
-
     def load_key_headers(self, address, warp, lane) -> list[Any]:
         """Nothing: a scale meets scores and probabilities."""
         return []
@@ -123,7 +119,8 @@ class ByteRows:
             for word in ptx.load_matrix_x4(address, first * self.row_bytes, transpose=True)
         ]
 
-    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
+    def load_value_headers(self, address, step: int, warp, lane) -> list[Any]:
+        """Of a step of 16 tokens."""
         return []
 
     def value_operands(self, words, headers, step: int) -> list[list[Uint32]]:
@@ -182,8 +179,9 @@ class ScaledByteRows(ByteRows):
         even = shift(lane % 4 * 2)
         return shift(lane // 4), even, shift(lane % 4 * 2 + 1) - even
 
-    def scales_of(self, memory, operand: int, stage) -> tuple[Any, int]:
-        return memory.tile(operand, stage), self.row_bytes
+    def scale_place(self, row):
+        """Bytes from a tile to the scale of a row that is not shifted."""
+        return row * self.row_bytes
 
     # -- keys -----------------------------------------------------------------------------------------------------
 
@@ -223,21 +221,11 @@ class ScaledByteRows(ByteRows):
         return 32 * warp + 4 * (lane // 4) + 2 * mma
 
 
-class MappedByteRows(ByteRows):
-    """Rows behind a scale, by tensor maps that begin at the codes: as others of bytes; scales lie by themselves."""
-
-    parts = ((SCALE_BYTES, HEAD_DIM, "128"), (0, CHUNK_BYTES, "header"))
-
-    def scales_of(self, memory, operand: int, stage) -> tuple[Any, int]:
-        return memory.header(operand, stage), CHUNK_BYTES
-
-
 class NibbleRows:
     """Rows of 64 bytes, multiplied out: half of code * scale + shift, rounded once to fp16."""
 
     row_bytes = HEAD_DIM // 2
-    shifted = headed = False
-    parts: tuple[tuple[int, int, str], ...] = ()
+    shifted = headed = by_maps = False
 
     def __init__(self, num_groups: int):
         self.group_chunks = HEAD_DIM // 32 // num_groups  # chunks of 16 bytes, or warps, of a group
@@ -305,15 +293,14 @@ class NibbleRows:
             for word in ptx.load_matrix_x4(address, first * self.row_bytes, transpose=True)
         ]
 
-    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
+    def load_value_headers(self, address, step: int, warp, lane) -> list[Any]:
         """[8 tokens][token of the lane's two]."""
         own = address + 512 * (warp // self.group_chunks) + 8 * (lane % 4)
-        return [ptx.load_shared_vector(own, 4 * first, 2) for first in range(0, tokens, 8)]
+        return [ptx.load_shared_vector(own, 4 * (16 * step + first), 2) for first in (0, 8)]
 
     def value_operands(self, words, headers, step: int) -> list[list[Uint32]]:
         pairs = []
-        for index in (2 * step, 2 * step + 1):
-            even, odd = headers[index]
+        for index, (even, odd) in enumerate(headers, 2 * step):
             scales, shifts = (ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632))
             pairs.append(self.numbers(words[index], *self.halved(scales, shifts)))
         low, high = pairs
@@ -336,32 +323,11 @@ class NibbleRows:
         return (values[0], values[2]), (values[1], values[3])
 
 
-class MappedNibbleRows(NibbleRows):
-    """By tensor maps that begin at the codes; headers lie by themselves, 16 bytes a token."""
-
-    def __init__(self, num_groups: int):
-        super().__init__(num_groups)
-        self.parts = ((4 * num_groups, HEAD_DIM // 2, "64"), (0, CHUNK_BYTES, "header"))
-
-    def header_start(self, memory, operand: int, stage, group):
-        return memory.header(operand, stage) + group * (CHUNK_BYTES * GROUP_TOKENS)
-
-    def load_key_headers(self, address, warp, lane) -> list[Any]:
-        own = address + CHUNK_BYTES * (warp * WARP_TOKENS + lane // 4)
-        groups = HEAD_DIM // 32 // self.group_chunks
-        return [[ptx.load_shared(own, 8 * CHUNK_BYTES * i + 4 * group) for i in range(2)] for group in range(groups)]
-
-    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
-        own = address + 4 * (warp // self.group_chunks) + 2 * CHUNK_BYTES * (lane % 4)
-        return [[ptx.load_shared(own, CHUNK_BYTES * (first + i)) for i in range(2)] for first in range(0, tokens, 8)]
-
-
 class HeadedNibbleRows(NibbleRows):
     """Of four groups: rows of 80 bytes, headers and codes, as the cache has them; so they have no bank conflicts."""
 
     row_bytes = HEADED_ROW_BYTES
-    headed = True
-    parts = ((0, HEADED_ROW_BYTES, "none"),)
+    headed = by_maps = True
 
     @staticmethod
     def swizzle(row):
@@ -391,19 +357,17 @@ class HeadedNibbleRows(NibbleRows):
         matrix, row = lane // 8, lane % 8
         return (row + 8 * matrix) * self.row_bytes + CHUNK_BYTES + warp * CHUNK_BYTES
 
-    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
+    def load_value_headers(self, address, step: int, warp, lane) -> list[Any]:
         own = address + lane % 4 * 2 * self.row_bytes + 4 * warp
-        return [[ptx.load_shared(own, (first + i) * self.row_bytes) for i in range(2)] for first in range(0, tokens, 8)]
+        return [[ptx.load_shared(own, (16 * step + first + i) * self.row_bytes) for i in range(2)] for first in (0, 8)]
 
 
 BYTE_CODES = {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}
 
 
-def rows_of(form: KvFormat, mapped: bool = False) -> ByteRows | NibbleRows:
-    """How rows of a format become operands; mapped: as `config.ExtendConfig.mapped`."""
+def rows_of(form: KvFormat) -> ByteRows | NibbleRows:
+    """How rows of a format become operands."""
     if form.codes not in BYTE_CODES:
-        if form.header_bytes == CHUNK_BYTES:
-            return HeadedNibbleRows(4)
-        return (MappedNibbleRows if mapped else NibbleRows)(form.num_groups)
-    kind = (MappedByteRows if mapped else ScaledByteRows) if form.header_bytes else ByteRows
+        return HeadedNibbleRows(4) if form.header_bytes == CHUNK_BYTES else NibbleRows(form.num_groups)
+    kind = ScaledByteRows if form.header_bytes else ByteRows
     return kind(BYTE_CODES[form.codes]())

@@ -9,15 +9,13 @@ there are free ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
+from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.device import numbers, ptx
+from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.ring import advance
 from cute_kernels.extend.config import ExtendConfig
@@ -45,30 +43,6 @@ class WarpRows:
         return self.mapped or all(type(rows_of(form)) is ByteRows for form in self.formats)
 
 
-class TilePart:
-    """Bytes of a row that a tensor map brings into a tile, in the swizzle of 128 or 64 bytes or in none, or beside it
-    as its "header"."""
-
-    def __init__(self, first_byte: int, width: int, place: str):
-        self.first_byte, self.width, self.is_header = first_byte, width, place == "header"
-        self.swizzle = {"128": SmemLayoutAtomKind.K_SW128, "64": SmemLayoutAtomKind.K_SW64}.get(place)
-
-    def layout(self, rows: int):
-        """In shared memory."""
-        if self.swizzle is None:
-            return cute.make_layout((rows, self.width), stride=(self.width, 1))
-        return cute.tile_to_shape(
-            warpgroup.make_smem_layout_atom(self.swizzle, Uint8), (rows, self.width), order=(0, 1)
-        )
-
-    def tensor(self, pointer, rows: int) -> cute.Tensor:
-        """That many rows at a pointer to shared memory."""
-        layout = self.layout(rows)
-        if self.swizzle is None:
-            return cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint8), layout)
-        return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=Uint8), layout.outer)
-
-
 def _aligned(address: Int64) -> Int64:
     """The last multiple of 16 up to an address."""
     return address & ~Int64(CHUNK_BYTES - 1)
@@ -80,13 +54,10 @@ class TileRows:
     def __init__(self, shape: WarpRows, operand: int):
         form = shape.formats[operand]
         self.operand, self.tokens, self.warp_rows = operand, shape.tile_tokens, shape.warp_rows
-        self.rows = rows_of(form, shape.mapped)
-        self.tile_parts = [TilePart(*part) for part in self.rows.parts]
-        # Where rows are no multiple of 16 bytes, a map is over all bytes of a token.
-        self.row_bytes = form.row_bytes(shape.head_dim)
-        self.of_tokens = self.row_bytes % CHUNK_BYTES > 0
-        self.header_place = (CHUNK_BYTES, 4) if shape.mapped else (4, 4 * shape.tile_tokens)  # of a token, of a word
+        self.rows = rows_of(form)
         self.header_bytes, self.header_words = form.header_bytes, form.header_bytes // 4
+        self.cache_bytes = form.row_bytes(shape.head_dim)
+        self.of_tokens = self.cache_bytes % CHUNK_BYTES > 0  # a map is over all bytes of a token, not over rows
         self.piece_bytes = 4 if self.of_tokens else CHUNK_BYTES
         self.row_pieces = self.rows.row_bytes // self.piece_bytes
         self.step_rows = 0 if self.rows.headed else WARP_THREADS // self.row_pieces
@@ -127,7 +98,7 @@ class TileRows:
         first = block * self.tokens + warp * self.warp_rows
         low, high = first_valid - first, work.kv_stop - first
         tile = memory.tile(self.operand, stage) + warp * (self.warp_rows * self.rows.row_bytes)
-        headers = memory.header(self.operand, stage) + self.header_place[0] * (warp * self.warp_rows)
+        headers = memory.header(self.operand, stage) + 4 * (warp * self.warp_rows)
         if const_expr(self.by_tma):
             if (low <= 0) & (high >= self.warp_rows):
                 self.copy_tma_tiles(source, work, memory, places, stage, warp)
@@ -145,46 +116,56 @@ class TileRows:
         else:
             self.copy_rows(bases, rows.token_bytes, tile, headers, low, high, lane)
 
-    def make_maps(self, cache: cute.Tensor, head_major: bool) -> list[Any]:
-        """On the host: a tensor map for each part of rows, with coordinates [token of a block, byte, head, block];
-        without heads where bytes are those of a token."""
+    def place_of(self, rows: int):
+        """Layout of so many rows in shared memory."""
+        if self.rows.headed:
+            return cute.make_layout((rows, self.rows.row_bytes), stride=(self.rows.row_bytes, 1))
+        return wgmma_tiles.tile_layout(rows, self.rows.row_bytes, Uint8)
+
+    def tensor(self, pointer) -> cute.Tensor:
+        """A run's rows at a pointer to shared memory."""
+        rows = self.runs.rows
+        if self.rows.headed:
+            return cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint8), self.place_of(rows))
+        return wgmma_tiles.tile(pointer, rows, self.rows.row_bytes, Uint8)
+
+    def make_map(self, cache: cute.Tensor, head_major: bool):
+        """On the host: a tensor map with coordinates [token of a block, byte, head, block]. Strides are multiples of 16
+        bytes, and so are coordinates of bytes: rows that begin elsewhere are bytes of their tokens."""
         modes = [2, 3, 1, 0] if head_major else [1, 3, 2, 0]
         layout = cute.select(cache.layout, mode=modes)
         if self.of_tokens:
             (tokens, row, heads, blocks), stride = layout.shape, layout.stride
             layout = cute.make_layout((tokens, heads * row, blocks), stride=(stride[0], 1, stride[3]))
+        shape = self.runs.rows, self.rows.row_bytes
         view = cute.make_tensor(cache.iterator, layout)
-        operation = cpasync.CopyBulkTensorTileG2SOp()
-        shapes = [(self.runs.rows, part.width) for part in self.tile_parts]
-        return [
-            cpasync.make_tiled_tma_atom(operation, view, part.layout(self.runs.rows), shape)
-            for part, shape in zip(self.tile_parts, shapes, strict=True)
-        ]
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), view, self.place_of(self.runs.rows), shape
+        )
 
     def copy_tma_tiles(self, source, work, memory, places: Places, stage, warp) -> None:
         """A warp's whole rows, a run of them a TMA tile."""
+        atom, view = source.maps[self.operand]
+        shape, heads = (self.runs.rows, self.rows.row_bytes), [work.head]
+        if self.of_tokens:
+            first_byte = (work.head * self.cache_bytes) & ~(CHUNK_BYTES - 1)
+            view, heads = cute.domain_offset((0, cute.assume(first_byte, divby=CHUNK_BYTES), 0), view), []
+        tma_tiles = cute.local_tile(view, shape, (None,) * (3 + len(heads)))
         barrier = memory.full + memory.barrier(self.operand, stage)
+        first = memory.tile_offset(self.operand, stage) + warp * (self.warp_rows * self.rows.row_bytes)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_expect_tx(barrier, self.warp_rows * sum(part.width for part in self.tile_parts))
-        blocks = [source.pages.block(self.runs.paged, places.entries[run]) for run in range(self.runs.count)]
-        for part, (atom, view) in zip(self.tile_parts, source.maps[self.operand], strict=True):
-            shape, heads = (self.runs.rows, part.width), [] if self.of_tokens else [work.head]
-            if self.of_tokens:
-                view = cute.domain_offset((0, work.head * self.row_bytes + part.first_byte, 0), view)
-            tma_tiles = cute.local_tile(view, shape, (None,) * (3 + len(heads)))
-            start = memory.header_pointer if part.is_header else memory.tile_pointer
-            offset = memory.header_offset if part.is_header else memory.tile_offset
-            first = offset(self.operand, stage) + warp * (self.warp_rows * part.width)
-            for run in range(self.runs.count):
-                target, origin = cpasync.tma_partition(
-                    atom,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(part.tensor(start + (first + run * (shape[0] * shape[1])), shape[0]), 0, 2),
-                    cute.group_modes(tma_tiles, 0, 2),
-                )
-                row = places.places[run] // shape[0]
-                cute.copy(atom, origin[(None, row, 0, *heads, blocks[run])], target, tma_bar_ptr=barrier)
+            cute.arch.mbarrier_expect_tx(barrier, self.warp_rows * self.rows.row_bytes)
+        for run in range(self.runs.count):
+            block = source.pages.block(self.runs.paged, places.entries[run])
+            target, origin = cpasync.tma_partition(
+                atom,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(self.tensor(memory.tile_pointer + (first + run * (shape[0] * shape[1]))), 0, 2),
+                cute.group_modes(tma_tiles, 0, 2),
+            )
+            row = places.places[run] // shape[0]
+            cute.copy(atom, origin[(None, row, 0, *heads, block)], target, tma_bar_ptr=barrier)
 
     def copy_rows(self, bases, token_bytes, tile, headers, low, high, lane) -> None:
         """low, high: rows [low, high) are there; None: all."""
@@ -207,7 +188,7 @@ class TileRows:
             base = base + Int64(lane % self.runs.rows) * Int64(token_bytes)
             exists = None if low is None else (lane >= low) & (lane < high)
             for word in range(self.header_words):
-                target = headers + self.header_place[0] * lane + self.header_place[1] * word
+                target = headers + 4 * lane + 4 * self.tokens * word
                 self.copy_piece(target, base + 4 * word, exists, 4, bases[0])
 
     def copy_piece(self, target, address, exists, size: int, somewhere) -> None:
@@ -243,12 +224,12 @@ class RawRowProducer:
         self.runs, self.tiles = RowRuns(shape), (TileRows(shape, KEYS), TileRows(shape, VALUES))
 
     def make_maps(self, k_cache, v_cache):
-        """On the host: of K's rows and of V's, see :meth:`TileRows.make_maps`; None without."""
+        """On the host: of K and of V, see :meth:`TileRows.make_map`; None without."""
         if not self.tiles[KEYS].by_tma:
             return None
         head_major = self.config.features.head_major
         return tuple(
-            tile.make_maps(cache, head_major) for tile, cache in zip(self.tiles, (k_cache, v_cache), strict=True)
+            tile.make_map(cache, head_major) for tile, cache in zip(self.tiles, (k_cache, v_cache), strict=True)
         )
 
     @cute.jit

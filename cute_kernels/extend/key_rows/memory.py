@@ -20,8 +20,7 @@ class KeyRowsMemory:
 
     Attributes:
         tile_pointer, tiles: raw codes of K's stages, then V's.
-        header_pointer, headers: [stage][header words of K, then those of V][token], a word each; where tensor maps
-            bring them [stage][K, V][token], 16 bytes each.
+        headers: [stage][header words of K, then those of V][token], a word each.
         queries: B operand [tile_rows, head_dim], by slabs of 64 columns.
         probabilities: of each warpgroup two B operands [tile_rows, 64 tokens].
         told: [warpgroup][warp][tile_rows] fp32, then [warpgroup][tile_rows]: what warps tell each other.
@@ -32,7 +31,6 @@ class KeyRowsMemory:
     config: ExtendConfig
     tile_pointer: cute.Pointer
     tiles: Int32
-    header_pointer: cute.Pointer
     headers: Int32
     queries: Int32
     probabilities: Int32
@@ -54,7 +52,7 @@ class KeyRowsMemory:
                 (config.num_stages * sum(shape.tile_bytes), 1024),
                 (shape.query_bytes, 1024),
                 (2 * MMA_WARPGROUPS * shape.probability_bytes, 1024),
-                (max(config.num_stages * sum(shape.header_bytes), 16), 128 if config.mapped else 16),
+                (max(config.num_stages * sum(shape.header_bytes), 16), 16),
                 (shape.told_bytes, 16),
                 (TOP_BYTES, 16),
                 (WORK_SLOTS * WORK_BYTES, 16),
@@ -67,7 +65,6 @@ class KeyRowsMemory:
             config=config,
             tile_pointer=pointers[0],
             tiles=tiles,
-            header_pointer=pointers[3],
             headers=headers,
             queries=queries,
             probabilities=probabilities,
@@ -105,13 +102,9 @@ class KeyRowsMemory:
         return operand * self.config.num_stages * sizes[0] + stage * sizes[operand]
 
     def header(self, operand: int, stage):
-        """Address of the headers of a tile's rows."""
-        return self.headers + self.header_offset(operand, stage)
-
-    def header_offset(self, operand: int, stage):
-        """Bytes from the first tile's headers."""
+        """Address of the headers of a tile's rows: [header word][token]."""
         sizes = self.shape.header_bytes
-        return stage * sum(sizes) + operand * sizes[0]
+        return self.headers + stage * sum(sizes) + operand * sizes[0]
 
     @property
     def shape(self):

@@ -25,14 +25,14 @@ from cute_kernels.device.types import RegisterTensor
 from cute_kernels.extend.config import (
     GROUP_TOKENS,
     MMA_THREADS,
+    SLAB_COLUMNS,
     WARPGROUP_WARPS,
     WORK_SLOTS,
     ExtendConfig,
 )
-from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ByteRows, rows_of
+from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, rows_of
 from cute_kernels.extend.key_rows.queries import QueryWriter
 from cute_kernels.extend.key_rows.results import KeyRowsResults, sum_index
-from cute_kernels.extend.key_rows.scores import STEPS_AT_ONCE, scores_of
 from cute_kernels.extend.loads import load_word_below
 from cute_kernels.extend.memory import KEYS, VALUES
 from cute_kernels.extend.multiply import FIRST_TURN, FIRST_WARPGROUP, WARPGROUP_THREADS, Consumer
@@ -42,8 +42,9 @@ from cute_kernels.extend.work import END, Worker
 
 MIN_VALUE_SCALE = 2.0**-80  # stands for smaller ones, so that probabilities stay finite
 MAX_TOTAL = 2.0**90  # of a lane's probabilities of a block: more than the reference lets them be with the least scale
-VALUE_STEPS = GROUP_TOKENS // 16  # of 16 tokens
-VALUE_GROUPS = VALUE_STEPS // STEPS_AT_ONCE  # of products that are committed together
+KEY_STEPS, VALUE_STEPS = 8, GROUP_TOKENS // 16  # of 16 columns, of 16 tokens
+VALUES_AFTER = (2, 5)  # steps of keys behind which one of values becomes an operand
+STEP_SLAB = SLAB_COLUMNS // 16  # steps of a slab
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,14 @@ class Sums:
     maximum: RegisterTensor[Float32]
     total: RegisterTensor[Float32]
     probabilities: RegisterTensor[Int32]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A block's keys of a warp, in registers: A operands of all steps; its two tokens' scales, where rows have some."""
+
+    words: RegisterTensor[Uint32]
+    scales: RegisterTensor[Float32]
 
 
 @dataclass(frozen=True)
@@ -89,10 +98,8 @@ class KeyRowsConsumer:
         self.config = config
         self.blocks = config.tile_rows // 8
         self.columns = 2 * self.blocks  # of a thread
-        self.keys, self.values = (rows_of(form, config.mapped) for form in config.formats)
+        self.keys, self.values = map(rows_of, config.formats)
         self.key_scale, self.value_scale = config.tile_scales
-        self.scores = scores_of(config)
-        self.scores_first = config.scores_first
         self.queries, self.results = QueryWriter(config), KeyRowsResults(config)
         self.worker = Worker(config, ScoreTerms(config.features, self.columns, 2))
         shape = config.key_rows
@@ -154,33 +161,39 @@ class KeyRowsConsumer:
         scale = self.score_scale(operands, work, from_fp16)
         sums = self.make_sums()
         self.clear_probabilities(memory, sums, place)
-        first_valid = self.worker.first_valid(shape, work)
-        before, before_phase = stage, phase  # where the last values lie; none yet: some, times probabilities of zero
+        keys = self.make_keys()
+        following, following_phase = advance(stage, phase, self.config.num_stages)
+        if span.begin < span.end:
+            self.take_keys(memory, keys, place, stage, phase)
+            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
+        if span.begin + 1 < span.end:
+            cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, following), following_phase)
+        before = stage  # where the last values lie; none yet: some, times probabilities of zero
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
-            cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
-            self.scores.settle(block, first_valid, work)
-            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, before), before_phase)
-            if const_expr(self.config.scores_first):
-                keys = self.scores.load(memory, place, stage)
-                self.await_turn(place.group)
-                dots = self.scores.start(keys, memory, place, stage)
-                self.add_values(memory, sums, place, before)
-            else:
-                self.await_turn(place.group)
-                self.add_values(memory, sums, place, before)
-                dots = self.scores.start(self.scores.load(memory, place, stage), memory, place, stage)
+            scales = [keys.scales[half] for half in range(2)] if self.key_scale else []
+            values = self.load_values(memory, place, before)
+            self.await_turn(place.group)
+            dots, (words, headers, key_scales) = self.multiply(memory, sums, keys, values, place, following)
+            self.pass_turn(place.group)
             if i > span.begin:
                 self.release(memory, VALUES, before, place.lane)
-            self.pass_turn(place.group)
-            if const_expr(self.value_scale):
-                cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)  # which scales come with
-            self.weigh(shape, features, work, span, memory, sums, place, scale, dots, block, stage)
-            before, before_phase = stage, phase
-            stage, phase = advance(stage, phase, self.config.num_stages)
+            if i + 1 < span.end:
+                self.release(memory, KEYS, following, place.lane)
+            # What the next turn reads, and scales that come with values.
+            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
+            after, after_phase = advance(following, following_phase, self.config.num_stages)
+            if i + 2 < span.end:
+                cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, after), after_phase)
+            value_scales = self.load_scales(memory, place, VALUES, stage, self.first_row(place))
+            scores = self.wait_for(sums, dots)
+            self.set_keys(keys, self.keys.key_operands(words, headers), key_scales)
+            self.weigh(shape, features, work, span, memory, sums, place, scale, scales, value_scales, scores, block)
+            before = stage
+            stage, phase = following, following_phase
+            following, following_phase = after, after_phase
         if span.begin < span.end:
-            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, before), before_phase)
-            self.add_values(memory, sums, place, before)
+            self.add_values(memory, sums, self.load_values(memory, place, before), place)
             self.release(memory, VALUES, before, place.lane)
             self.wait_for(sums, [])
         self.results.write(shape, operands, features, work, memory, sums, place)
@@ -232,25 +245,93 @@ class KeyRowsConsumer:
 
     # -- products -----------------------------------------------------------------------------------------------------
 
-    def add_values(self, memory, sums, place, stage) -> None:
-        """Starts adding the last block's values, which lie in ``stage``, times their probabilities. The codes have
-        been read when it returns."""
-        b = wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
+    def make_keys(self) -> Keys:
+        return Keys(cute.make_rmem_tensor(4 * KEY_STEPS, Uint32), cute.make_rmem_tensor(2, Float32))
+
+    @cute.jit
+    def take_keys(self, memory, keys, place, stage: Int32, phase: Int32):
+        """A work tile's first keys."""
+        cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
+        words, headers, scales = self.load_keys(memory, place, stage)
+        self.set_keys(keys, self.keys.key_operands(words, headers), scales)
+        self.release(memory, KEYS, stage, place.lane)
+
+    def load_keys(self, memory, place, stage) -> tuple[list[Any], list[Any], list[Any]]:
+        """(codes, headers, scales) of the warp's 16 tokens."""
+        words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage))
+        address = self.keys.header_start(memory, KEYS, stage, place.group)
+        headers = self.keys.load_key_headers(address, place.warp, place.lane)
+        return words, headers, self.load_scales(memory, place, KEYS, stage, self.first_row(place))
+
+    def set_keys(self, keys, operands, scales) -> None:
+        for i, word in enumerate(word for a in operands for word in a):
+            keys.words[i] = word
+        for i, scale in enumerate(scales):
+            keys.scales[i] = scale
+
+    def load_values(self, memory, place, stage) -> tuple[list[Any], Any]:
+        """(codes of the warp's columns of its warpgroup's tokens, address of headers)."""
         words = self.values.load_values(place.values + memory.tile(VALUES, stage), place.next_value, GROUP_TOKENS)
-        address = self.values.header_start(memory, VALUES, stage, place.group)
-        headers = self.values.load_value_headers(address, GROUP_TOKENS, place.warp, place.lane)
-        mmas = range(2)
-        totals = [[sums.values[i] for i in self._places(m)] for m in mmas]
-        for first in range(0, VALUE_STEPS, STEPS_AT_ONCE):
-            steps = [self.values.value_operands(words, headers, first + i) for i in range(STEPS_AT_ONCE)]
-            ready = wgmma.fence([word for step in steps for a in step for word in a])
-            for i in range(STEPS_AT_ONCE):
-                for m in mmas:
-                    a = ready[4 * (2 * i + m) : 4 * (2 * i + m) + 4]
-                    totals[m] = wgmma.mma(totals[m], a, wgmma.advanced(b, (first + i) * wgmma.STEP_BYTES), dtype="f16")
-            wgmma.commit()
-        if not self.scores_first:
-            wgmma.wait(1)
+        return words, self.values.header_start(memory, VALUES, stage, place.group)
+
+    def multiply(self, memory, sums, keys, values, place, following) -> tuple[list[Any], Any]:
+        """Starts the dot products of the warp's 16 tokens with all queries, then adding the last block's values times
+        their probabilities.
+
+        A warp that issues a product of registers waits until the one before is done. So values become operands between
+        the products of keys, and the next block's keys between those of values.
+        """
+        queries = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries))
+        own = wgmma.fence([keys.words[i] for i in range(4 * KEY_STEPS)])
+        slab_bytes = self.config.tile_rows * SLAB_COLUMNS * 2
+        dots: list[Any] = []
+        steps: list[Any] = []
+        for step in range(KEY_STEPS):
+            b = wgmma.advanced(queries, step // STEP_SLAB * slab_bytes + step % STEP_SLAB * wgmma.STEP_BYTES)
+            a = own[4 * step : 4 * step + 4]
+            if dots:
+                dots = wgmma.mma(dots, a, b, dtype="f16")
+            else:
+                dots = wgmma.first_mma(2 * self.columns, a, b, dtype="f16")
+            if step in VALUES_AFTER:
+                steps.append(self.ready_values(values, place, len(steps)))
+        wgmma.commit()
+        totals = [[sums.values[i] for i in self._places(m)] for m in range(2)]
+        b = self.last_descriptor(memory, sums, place)
+        for step in range(len(VALUES_AFTER)):
+            self.add_step(totals, steps[step], b, step)
+        wgmma.commit()
+        dots = wgmma.wait_for(dots, 1)
+        loaded = self.load_keys(memory, place, following)
+        for step in range(len(VALUES_AFTER), VALUE_STEPS):
+            self.add_step(totals, self.ready_values(values, place, step), b, step)
+        wgmma.commit()
+        self._set(sums, [value for total in totals for value in total])
+        return dots, loaded
+
+    def ready_values(self, values, place, step: int) -> list[Any]:
+        """A step's A registers of both MMAs."""
+        words, address = values
+        headers = self.values.load_value_headers(address, step, place.warp, place.lane)
+        return wgmma.fence([word for a in self.values.value_operands(words, headers, step) for word in a])
+
+    def last_descriptor(self, memory, sums, place):
+        """Of the last block's probabilities."""
+        return wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
+
+    def add_step(self, totals, ready, b, step: int) -> None:
+        """Starts adding a step of 16 tokens to both MMAs' sums."""
+        own = wgmma.advanced(b, step * wgmma.STEP_BYTES)
+        for m in range(2):
+            totals[m] = wgmma.mma(totals[m], ready[4 * m : 4 * m + 4], own, dtype="f16")
+
+    def add_values(self, memory, sums, values, place) -> None:
+        """Starts adding a work tile's last values. The codes have been read when it returns."""
+        b = self.last_descriptor(memory, sums, place)
+        totals = [[sums.values[i] for i in self._places(m)] for m in range(2)]
+        for step in range(VALUE_STEPS):
+            self.add_step(totals, self.ready_values(values, place, step), b, step)
+        wgmma.commit()
         self._set(sums, [value for total in totals for value in total])
 
     def wait_for(self, sums, dots) -> list[Any]:
@@ -278,37 +359,36 @@ class KeyRowsConsumer:
     # -- softmax ------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def weigh(self, shape, features, work, span, memory, sums, place, scale, dots, block: Int32, stage: Int32):
-        """Probabilities of a block, where all warps see them. When it returns no products are running."""
-        row = place.group * GROUP_TOKENS + place.warp * WARP_TOKENS + place.lane // 4
-        lines = self.load_scales(memory, place, KEYS, stage, row)
-        value_scales = self.load_scales(memory, place, VALUES, stage, row)
-        found = wgmma.wait_for(dots, VALUE_GROUPS) if self.scores_first else self.wait_for(sums, dots)
-        self.release(memory, KEYS, stage, place.lane)
+    def weigh(self, shape, features, work, span, memory, sums, place, scale, lines, value_scales, scores, block: Int32):
+        """Probabilities of a block, where all warps see them. lines, value_scales: scales of the lane's two tokens, if
+        they have some."""
         s = cute.make_rmem_tensor(2 * self.columns, Float32)
         for i in cutlass.range_constexpr(2 * self.columns):
-            s[i] = found[i]
+            s[i] = scores[i]
         masked = self.worker.is_masked(work, span, block)
         if const_expr(self.config.features.window):
             # The last query is the first to lose sight of a key.
             masked = masked | (block * self.config.tile_tokens <= span.last_position - features.window)
         if masked:
-            self.mask(shape, features, work, s, place, block * self.config.tile_tokens + row)
+            self.mask(shape, features, work, s, place, block * self.config.tile_tokens + self.first_row(place))
         if const_expr(self.key_scale):
             lines = [ptx.fmax(line * scale, Float32(MIN_SCORE_SCALE)) for line in lines]
         else:
             lines = [scale, scale]
         self.share(memory, sums, place, s, lines, value_scales)
 
+    def first_row(self, place):
+        """Of a tile: the first of the lane's two tokens; the other one is 8 further on."""
+        return place.group * GROUP_TOKENS + place.warp * WARP_TOKENS + place.lane // 4
+
     def load_scales(self, memory, place, operand: int, stage, row) -> list[Any]:
         """Those of the lane's two tokens; none where rows have none. They come while products run."""
         if not (self.key_scale, self.value_scale)[operand]:
             return []
         rows = (self.keys, self.values)[operand]
-        assert isinstance(rows, ByteRows)
-        first, row_bytes = rows.scales_of(memory, operand, stage)
-        address = first + row * row_bytes + place.scales[operand]
-        return [ptx.load_shared(address, 8 * i * row_bytes).bitcast(Float32) for i in range(2)]
+        assert isinstance(rows, ScaledByteRows)
+        address = memory.tile(operand, stage) + rows.scale_place(row) + place.scales[operand]
+        return [ptx.load_shared(address, 8 * i * rows.row_bytes).bitcast(Float32) for i in range(2)]
 
     @cute.jit
     def mask(self, shape, features, work, s, place, token: Int32):
@@ -341,13 +421,11 @@ class KeyRowsConsumer:
         totals = cute.make_rmem_tensor(self.columns, Float32)
         target = self.next_place(memory, sums, place)
         exceeds = self.write_probabilities(sums, totals, place, target, s, lines, value_scales)
-        if const_expr(self.scores_first):
-            self.wait_for(sums, [])
-        again = self.any_of_warpgroup(place, exceeds)
-        while again != 0:
-            self.raise_reference(memory, sums, place, s, lines, value_scales)
-            exceeds = self.write_probabilities(sums, totals, place, target, s, lines, value_scales)
-            again = self.any_of_warpgroup(place, exceeds)
+        if self.any_of_warpgroup(place, exceeds) != 0:
+            bounds = self.bounds_of(value_scales)
+            self.raise_reference(memory, sums, place, s, lines, bounds)
+            self.write_probabilities(sums, totals, place, target, s, lines, value_scales, bounds)
+            self.any_of_warpgroup(place, Int32(0))
         for column in cutlass.range_constexpr(self.columns):
             sums.total[column] = sums.total[column] + totals[column]
         sums.probabilities[0] = self.shape.probability_bytes - sums.probabilities[0]
@@ -357,13 +435,21 @@ class KeyRowsConsumer:
         cute.arch.fence_proxy("async.shared", space="cta")
         return numbers.barrier_any(Int32(exceeds), FIRST_WARPGROUP + place.group, WARPGROUP_THREADS)
 
-    def write_probabilities(self, sums, totals, place, target, s, lines, value_scales):
-        """Writes P * scale of V, and P's sums into ``totals``. Whether one is too large for fp16."""
+    def write_probabilities(self, sums, totals, place, target, s, lines, value_scales, bounds=None):
+        """Writes P * scale of V, and P's sums into ``totals``. Whether one is too large for fp16.
+
+        bounds: of `bounds_of`, where the reference is no less than any logit: logits of 2^30 are rounded by more than
+        fp16 holds, which no other reference would help.
+        """
         largest: Any = None
         for first in range(0, self.blocks, 2):
             words = []
             for block in range(first, min(first + 2, self.blocks)):
-                p = [[ptx.exp2(self.logit(sums, s, lines, 2 * block + c, j)) for c in range(2)] for j in range(2)]
+                logits = [[self.logit(sums, s, lines, 2 * block + c, j) for c in range(2)] for j in range(2)]
+                if bounds is not None:  # a NaN stays one
+                    pairs = zip(logits, bounds, strict=True)
+                    logits = [[cutlass.select_(x > -bound, -bound, x) for x in own] for own, bound in pairs]
+                p = [[ptx.exp2(x) for x in own] for own in logits]
                 for c in range(2):
                     totals[2 * block + c] = p[0][c] + p[1][c]
                 for j in range(2):
@@ -387,15 +473,19 @@ class KeyRowsConsumer:
         start = -sums.maximum[column] if start is None else start
         return ptx.fma(s[sum_index(column, half)], lines[half], start)
 
-    def raise_reference(self, memory, sums, place, s, lines, value_scales) -> None:
+    def bounds_of(self, value_scales) -> list[Any]:
+        """What logits of the lane's two tokens are counted higher by, in a reference under which P * scale of V is at
+        most 1."""
+        if not self.value_scale:
+            return [Float32(0.0)] * 2
+        return [ptx.log2(ptx.fmax(scale, Float32(MIN_VALUE_SCALE))) for scale in value_scales]
+
+    def raise_reference(self, memory, sums, place, s, lines, bounds) -> None:
         """Takes the warpgroup's maxima as reference, and rescales what was added up under the old one."""
-        logs = [Float32(0.0)] * 2
-        if self.value_scale:
-            logs = [ptx.log2(ptx.fmax(scale, Float32(MIN_VALUE_SCALE))) for scale in value_scales]
         maxima = []
         for column in range(self.columns):
-            bounds = [self.logit(sums, s, lines, column, j, start=logs[j]) for j in range(2)]
-            maxima.append(lane_max(ptx.fmax(*bounds), (4, 8, 16)))
+            logits = [self.logit(sums, s, lines, column, j, start=bounds[j]) for j in range(2)]
+            maxima.append(lane_max(ptx.fmax(*logits), (4, 8, 16)))
         told = memory.told + place.group * self.shape.group_told_bytes
         row_bytes = 4 * self.config.tile_rows
         own = told + place.warp * row_bytes + 8 * (place.lane % 4)

@@ -1,20 +1,23 @@
-"""Queries of a work tile as the B operand of products with keys, by a power of 2 that all of them share."""
+"""Queries of a work tile as the B operand of products with keys: fp16, by a power of 2 that all of them share."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from cute_kernels.device import numbers, ptx
+from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
-from cute_kernels.extend.config import ELEMENT_BYTES, MMA_THREADS, MMA_WARPS, ExtendConfig
+from cute_kernels.extend.config import ELEMENT_BYTES, MMA_THREADS, MMA_WARPS, SLAB_COLUMNS, ExtendConfig
 from cute_kernels.extend.elements import of_name
-from cute_kernels.extend.key_rows.codes import rows_of
-from cute_kernels.extend.key_rows.scores import scores_of
-from cute_kernels.extend.queries import query_row
+from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, rows_of
+from cute_kernels.extend.queries import TOP_EXPONENTS, query_row
 
+TOP_EXPONENT = TOP_EXPONENTS["fp16"]
 CONSUMERS = 5  # named barrier of all consumer warps
 
 
@@ -27,7 +30,7 @@ class QueryWriter:
     """Warp w brings rows w, w + 8, ... of a work tile."""
 
     def __init__(self, config: ExtendConfig):
-        self.config, self.rows, self.scores = config, rows_of(config.formats[0], config.mapped), scores_of(config)
+        self.config, self.rows = config, rows_of(config.formats[0])
         self.halves = of_name(config.q_dtype).halves
         self.count = config.tile_rows // MMA_WARPS
 
@@ -36,7 +39,7 @@ class QueryWriter:
         """What scores are to be multiplied with, as the queries' power of 2. Nobody reads the last tile's any more."""
         values = self.load(shape, work, operands.q, warp, lane)
         top = lane_max(
-            in_pairs(ptx.fmax, [ptx.absolute(value) for own in values for value in own]), neighbours(WARP_THREADS)
+            in_pairs(ptx.fmax, [self.size_of(value) for own in values for value in own]), neighbours(WARP_THREADS)
         )
         if lane == 0:
             ptx.store_shared(memory.tops + 4 * warp, 0, [top])
@@ -45,12 +48,17 @@ class QueryWriter:
         top = in_pairs(ptx.fmax, [word.bitcast(Float32) for word in words])
         exponent = (numbers.bits(top) >> 23).to(Int32) - 127
         exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))
-        to_operand = numbers.from_bits(Uint32((127 + self.scores.top_exponent - exponent) << 23))
-        from_operand = numbers.from_bits(Uint32((127 - self.scores.top_exponent + exponent) << 23))
-        self.scores.store_queries([[value * to_operand for value in own] for own in values], memory.queries, warp, lane)
+        to_fp16 = numbers.from_bits(Uint32((127 + TOP_EXPONENT - exponent) << 23))
+        from_fp16 = numbers.from_bits(Uint32((127 - TOP_EXPONENT + exponent) << 23))
+        self.store([[value * to_fp16 for value in own] for own in values], memory.queries, warp, lane)
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_consumers()
-        return from_operand
+        return from_fp16
+
+    def size_of(self, value) -> Any:
+        """What a number says of the power of 2: one that is infinite nothing, or the other rows would become zeros."""
+        size = ptx.absolute(value)
+        return cutlass.select_(size < math.inf, size, Float32(0.0))
 
     def load(self, shape, work, queries, warp, lane) -> list[list[Float32]]:
         """Four numbers of each of the warp's rows; zeros of those that the request does not have."""
@@ -66,3 +74,15 @@ class QueryWriter:
             words = [cutlass.select_(exists, word, Uint32(0)) for word in words]
             values.append([half(word) for word in words for half in self.halves])
         return values
+
+    def store(self, values, tile, warp, lane) -> None:
+        """Puts the warp's rows into the operand."""
+        step, t = self.rows.query_step(lane)
+        slab, chunk = step // 4, step % 4 * 2
+        slab_bytes = self.config.tile_rows * SLAB_COLUMNS * ELEMENT_BYTES
+        place = tile + slab * slab_bytes + warp * wgmma.ROW_BYTES + 4 * t
+        for pair in range(2):
+            target = place + ((chunk + pair) ^ warp) * CHUNK_BYTES
+            for i, own in enumerate(values):
+                low, high = self.rows.query_pairs(own)[pair]
+                ptx.store_shared(target, i * MMA_WARPS * wgmma.ROW_BYTES, [ptx.pack_f16x2(low, high)])

@@ -32,7 +32,7 @@ class KeyRowsResults:
     """What consumers do with a work tile's sums."""
 
     def __init__(self, config: ExtendConfig):
-        self.config, self.rows = config, rows_of(config.formats[1], config.mapped)
+        self.config, self.rows = config, rows_of(config.formats[1])
         self.elements = of_name(config.q_dtype)
         self.columns = config.tile_rows // 4
         shape = config.key_rows
