@@ -188,7 +188,10 @@ def check_operands(call: Call) -> None:
                 words = keys.load_keys(place + block.memory.tile(KEYS, 0) + shift)
                 address = keys.header_start(block.memory, KEYS, 0, group)
                 headers = keys.load_key_headers(address, Int32(warp), Int32(LANES))
-                got_scores[rows] = block.a_operand(keys.key_operands(words, headers)) @ queries.numpy().T
+                got_scores[rows] = (
+                    block.a_operand([step for pair in range(4) for step in keys.key_operands(words, headers, pair)])
+                    @ queries.numpy().T
+                )
                 _, shift, odd = values.shifts(block.source.values, block.work.head, Int32(LANES))
                 place = values.value_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * values.row_bytes)
                 odd = odd + values.row_bytes

@@ -61,6 +61,8 @@ class ByteRows:
     row_bytes = HEAD_DIM
     shifted = headed = False
     by_maps = True  # whether tensor maps can bring rows as they are to lie
+    key_words, key_headers = 16, (0, 0)  # of a lane's two tokens: words of codes; groups' headers, (groups, tokens)
+    pairs_ahead = 4  # of steps of keys that become operands before a turn, the others behind products
 
     def __init__(self, codes):
         self.codes = codes
@@ -96,10 +98,10 @@ class ByteRows:
         """Nothing: a scale meets scores and probabilities."""
         return []
 
-    def key_operands(self, words, headers) -> list[list[Uint32]]:
-        """A registers by step of 16 columns."""
+    def key_operands(self, words, headers, pair: int) -> list[list[Uint32]]:
+        """A registers of two steps of 16 columns."""
         steps = []
-        for low, high in zip(words[0::2], words[1::2], strict=True):
+        for low, high in (words[4 * pair : 4 * pair + 2], words[4 * pair + 2 : 4 * pair + 4]):
             of_low, of_high = (self.codes.numbers(word, ((0, 1), (2, 3))) for word in (low, high))
             steps.append([of_low[0], of_high[0], of_low[1], of_high[1]])
         return steps
@@ -226,9 +228,11 @@ class NibbleRows:
 
     row_bytes = HEAD_DIM // 2
     shifted = headed = by_maps = False
+    key_words, pairs_ahead = 8, 1
 
     def __init__(self, num_groups: int):
         self.group_chunks = HEAD_DIM // 32 // num_groups  # chunks of 16 bytes, or warps, of a group
+        self.key_headers = num_groups, 2
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
         return 0, 0, 0
@@ -271,16 +275,11 @@ class NibbleRows:
         groups = HEAD_DIM // 32 // self.group_chunks
         return [[ptx.load_shared(own, 512 * group + 32 * i) for i in range(2)] for group in range(groups)]
 
-    def key_operands(self, words, headers) -> list[list[Uint32]]:
-        made = [
-            [self.halved(*(ptx.prmt(word, Uint32(0), Uint32(s)) for s in (0x1010, 0x3232))) for word in rows]
-            for rows in headers
-        ]
-        steps = []
-        for chunk in range(4):
-            low, high = (self.numbers(words[2 * chunk + i], *made[chunk // self.group_chunks][i]) for i in range(2))
-            steps += [[low[p], high[p], low[p + 1], high[p + 1]] for p in (0, 2)]
-        return steps
+    def key_operands(self, words, headers, pair: int) -> list[list[Uint32]]:
+        rows = headers[pair // self.group_chunks]
+        made = [self.halved(*(ptx.prmt(word, Uint32(0), Uint32(s)) for s in (0x1010, 0x3232))) for word in rows]
+        low, high = (self.numbers(words[2 * pair + i], *made[i]) for i in range(2))
+        return [[low[p], high[p], low[p + 1], high[p + 1]] for p in (0, 2)]
 
     def value_place(self, warp, lane):
         matrix, row = lane // 8, lane % 8

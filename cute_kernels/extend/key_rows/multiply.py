@@ -43,7 +43,7 @@ from cute_kernels.extend.work import END, Worker
 MIN_VALUE_SCALE = 2.0**-80  # stands for smaller ones, so that probabilities stay finite
 MAX_TOTAL = 2.0**90  # of a lane's probabilities of a block: more than the reference lets them be with the least scale
 KEY_STEPS, VALUE_STEPS = 8, GROUP_TOKENS // 16  # of 16 columns, of 16 tokens
-VALUES_AFTER = (2, 5)  # steps of keys behind which one of values becomes an operand
+VALUES_AFTER = (1, 2)  # pairs of steps of keys behind which a step of values becomes an operand
 STEP_SLAB = SLAB_COLUMNS // 16  # steps of a slab
 
 
@@ -66,9 +66,12 @@ class Sums:
 
 @dataclass(frozen=True)
 class Keys:
-    """A block's keys of a warp, in registers: A operands of all steps; its two tokens' scales, where rows have some."""
+    """A block's keys of a warp, in registers: A operands of the first steps; codes and headers, of which others are
+    made; its two tokens' scales, where rows have some."""
 
+    operands: RegisterTensor[Uint32]
     words: RegisterTensor[Uint32]
+    headers: RegisterTensor[Uint32]
     scales: RegisterTensor[Float32]
 
 
@@ -187,7 +190,7 @@ class KeyRowsConsumer:
                 cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, after), after_phase)
             value_scales = self.load_scales(memory, place, VALUES, stage, self.first_row(place))
             scores = self.wait_for(sums, dots)
-            self.set_keys(keys, self.keys.key_operands(words, headers), key_scales)
+            self.set_keys(keys, words, headers, key_scales)
             self.weigh(shape, features, work, span, memory, sums, place, scale, scales, value_scales, scores, block)
             before = stage
             stage, phase = following, following_phase
@@ -246,14 +249,16 @@ class KeyRowsConsumer:
     # -- products -----------------------------------------------------------------------------------------------------
 
     def make_keys(self) -> Keys:
-        return Keys(cute.make_rmem_tensor(4 * KEY_STEPS, Uint32), cute.make_rmem_tensor(2, Float32))
+        groups, rows = self.keys.key_headers
+        counts = 8 * self.keys.pairs_ahead, self.keys.key_words, max(groups * rows, 1)
+        return Keys(*(cute.make_rmem_tensor(n, Uint32) for n in counts), cute.make_rmem_tensor(2, Float32))
 
     @cute.jit
     def take_keys(self, memory, keys, place, stage: Int32, phase: Int32):
         """A work tile's first keys."""
         cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
         words, headers, scales = self.load_keys(memory, place, stage)
-        self.set_keys(keys, self.keys.key_operands(words, headers), scales)
+        self.set_keys(keys, words, headers, scales)
         self.release(memory, KEYS, stage, place.lane)
 
     def load_keys(self, memory, place, stage) -> tuple[list[Any], list[Any], list[Any]]:
@@ -263,11 +268,22 @@ class KeyRowsConsumer:
         headers = self.keys.load_key_headers(address, place.warp, place.lane)
         return words, headers, self.load_scales(memory, place, KEYS, stage, self.first_row(place))
 
-    def set_keys(self, keys, operands, scales) -> None:
-        for i, word in enumerate(word for a in operands for word in a):
-            keys.words[i] = word
-        for i, scale in enumerate(scales):
-            keys.scales[i] = scale
+    def set_keys(self, keys, words, headers, scales) -> None:
+        parts = keys.operands, keys.words, keys.headers, keys.scales
+        pairs = range(self.keys.pairs_ahead)
+        first = [word for pair in pairs for a in self.keys.key_operands(words, headers, pair) for word in a]
+        for part, values in zip(parts, (first, words, [x for row in headers for x in row], scales), strict=True):
+            for i, value in enumerate(values):
+                part[i] = value
+
+    def ready_keys(self, keys, pair: int) -> list[Any]:
+        """A registers of two steps."""
+        if pair < self.keys.pairs_ahead:
+            return wgmma.fence([keys.operands[8 * pair + i] for i in range(8)])
+        groups, rows = self.keys.key_headers
+        words = [keys.words[i] for i in range(self.keys.key_words)]
+        headers = [[keys.headers[rows * group + i] for i in range(rows)] for group in range(groups)]
+        return wgmma.fence([word for a in self.keys.key_operands(words, headers, pair) for word in a])
 
     def load_values(self, memory, place, stage) -> tuple[list[Any], Any]:
         """(codes of the warp's columns of its warpgroup's tokens, address of headers)."""
@@ -282,18 +298,21 @@ class KeyRowsConsumer:
         the products of keys, and the next block's keys between those of values.
         """
         queries = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries))
-        own = wgmma.fence([keys.words[i] for i in range(4 * KEY_STEPS)])
         slab_bytes = self.config.tile_rows * SLAB_COLUMNS * 2
         dots: list[Any] = []
         steps: list[Any] = []
-        for step in range(KEY_STEPS):
-            b = wgmma.advanced(queries, step // STEP_SLAB * slab_bytes + step % STEP_SLAB * wgmma.STEP_BYTES)
-            a = own[4 * step : 4 * step + 4]
-            if dots:
-                dots = wgmma.mma(dots, a, b, dtype="f16")
-            else:
-                dots = wgmma.first_mma(2 * self.columns, a, b, dtype="f16")
-            if step in VALUES_AFTER:
+        ready = self.ready_keys(keys, 0)
+        for pair in range(KEY_STEPS // 2):
+            for step in (2 * pair, 2 * pair + 1):
+                b = wgmma.advanced(queries, step // STEP_SLAB * slab_bytes + step % STEP_SLAB * wgmma.STEP_BYTES)
+                a = ready[4 * (step % 2) : 4 * (step % 2) + 4]
+                if dots:
+                    dots = wgmma.mma(dots, a, b, dtype="f16")
+                else:
+                    dots = wgmma.first_mma(2 * self.columns, a, b, dtype="f16")
+            if pair + 1 < KEY_STEPS // 2:
+                ready = self.ready_keys(keys, pair + 1)
+            if pair in VALUES_AFTER:
                 steps.append(self.ready_values(values, place, len(steps)))
         wgmma.commit()
         totals = [[sums.values[i] for i in self._places(m)] for m in range(2)]
