@@ -187,6 +187,8 @@ class ExtendConfig:
         tree: whether a mask says which of a request's new tokens a query sees, instead of their order.
         tile_rows: packed queries of a work tile. Fewer than 128 are columns of products whose rows are keys, see
             :mod:`.key_rows`.
+        mapped: there, whether tensor maps bring rows with what is in front of them, as they lie in the cache; without,
+            they come by pieces of 16 bytes, or of words. Rows of codes alone come by maps anyhow.
     """
 
     limits: ClassVar[Limits] = HOPPER
