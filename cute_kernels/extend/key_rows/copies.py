@@ -1,7 +1,9 @@
-"""Producer warps that bring raw rows of codes, by cp.async into the order that ldmatrix likes; nothing to decode.
+"""Producer warps that bring raw rows of codes into the order that ldmatrix likes; nothing to decode.
 
-Pieces of 16 bytes where rows are multiples of them, else of a word. Rows of a scale and bytes come by pieces of 16,
-too, from the last multiple of 16 before them on, see `codes.ScaledByteRows`. What no query sees becomes zeros. A tile
+By tensor maps: rows of 128 bytes, and where `ExtendConfig.mapped` says so rows with their headers. What no query sees
+becomes zeros, so a tile's last rows, and all rows of other calls, come by cp.async: by pieces of 16 bytes where rows
+are multiples of them, else of a word. Rows of a scale and bytes come from the last multiple of 16 before them on, by
+maps or by pieces, see `codes.ScaledByteRows`. A tile
 is full when all of its pieces have arrived, which its barrier is told asynchronously: a warp asks for tiles as long as
 there are free ones.
 """
