@@ -188,21 +188,14 @@ def check_operands(call: Call) -> None:
                 words = keys.load_keys(place + block.memory.tile(KEYS, 0) + shift)
                 address = keys.header_start(block.memory, KEYS, 0, group)
                 headers = keys.load_key_headers(address, Int32(warp), Int32(LANES))
-                got_scores[rows] = (
-                    block.a_operand([step for pair in range(4) for step in keys.key_operands(words, headers, pair)])
-                    @ queries.numpy().T
-                )
+                got_scores[rows] = block.a_operand(keys.key_operands(words, headers)) @ queries.numpy().T
                 _, shift, odd = values.shifts(block.source.values, block.work.head, Int32(LANES))
                 place = values.value_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * values.row_bytes)
                 odd = odd + values.row_bytes
                 words = values.load_values(place + block.memory.tile(VALUES, 0) + shift, odd, GROUP_TOKENS)
                 address = values.header_start(block.memory, VALUES, 0, group)
-                steps = [
-                    values.value_operands(
-                        words, values.load_value_headers(address, step, Int32(warp), Int32(LANES)), step
-                    )
-                    for step in range(4)
-                ]
+                headers = values.load_value_headers(address, GROUP_TOKENS, Int32(warp), Int32(LANES))
+                steps = [values.value_operands(words, headers, step) for step in range(4)]
                 for mma in range(2):
                     a = block.a_operand([step[mma] for step in steps])
                     columns = np.asarray(values.column(warp, np.arange(32), mma))

@@ -60,9 +60,6 @@ class ByteRows:
 
     row_bytes = HEAD_DIM
     shifted = headed = False
-    by_maps = True  # whether tensor maps can bring rows as they are to lie
-    key_words, key_headers = 16, (0, 0)  # of a lane's two tokens: words of codes; groups' headers, (groups, tokens)
-    pairs_ahead = 4  # of steps of keys that become operands before a turn, the others behind products
 
     def __init__(self, codes):
         self.codes = codes
@@ -98,10 +95,10 @@ class ByteRows:
         """Nothing: a scale meets scores and probabilities."""
         return []
 
-    def key_operands(self, words, headers, pair: int) -> list[list[Uint32]]:
-        """A registers of two steps of 16 columns."""
+    def key_operands(self, words, headers) -> list[list[Uint32]]:
+        """A registers by step of 16 columns."""
         steps = []
-        for low, high in (words[4 * pair : 4 * pair + 2], words[4 * pair + 2 : 4 * pair + 4]):
+        for low, high in zip(words[0::2], words[1::2], strict=True):
             of_low, of_high = (self.codes.numbers(word, ((0, 1), (2, 3))) for word in (low, high))
             steps.append([of_low[0], of_high[0], of_low[1], of_high[1]])
         return steps
@@ -121,8 +118,7 @@ class ByteRows:
             for word in ptx.load_matrix_x4(address, first * self.row_bytes, transpose=True)
         ]
 
-    def load_value_headers(self, address, step: int, warp, lane) -> list[Any]:
-        """Of a step of 16 tokens."""
+    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
         return []
 
     def value_operands(self, words, headers, step: int) -> list[list[Uint32]]:
@@ -227,12 +223,10 @@ class NibbleRows:
     """Rows of 64 bytes, multiplied out: half of code * scale + shift, rounded once to fp16."""
 
     row_bytes = HEAD_DIM // 2
-    shifted = headed = by_maps = False
-    key_words, pairs_ahead = 8, 1
+    shifted = headed = False
 
     def __init__(self, num_groups: int):
         self.group_chunks = HEAD_DIM // 32 // num_groups  # chunks of 16 bytes, or warps, of a group
-        self.key_headers = num_groups, 2
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
         return 0, 0, 0
@@ -275,11 +269,16 @@ class NibbleRows:
         groups = HEAD_DIM // 32 // self.group_chunks
         return [[ptx.load_shared(own, 512 * group + 32 * i) for i in range(2)] for group in range(groups)]
 
-    def key_operands(self, words, headers, pair: int) -> list[list[Uint32]]:
-        rows = headers[pair // self.group_chunks]
-        made = [self.halved(*(ptx.prmt(word, Uint32(0), Uint32(s)) for s in (0x1010, 0x3232))) for word in rows]
-        low, high = (self.numbers(words[2 * pair + i], *made[i]) for i in range(2))
-        return [[low[p], high[p], low[p + 1], high[p + 1]] for p in (0, 2)]
+    def key_operands(self, words, headers) -> list[list[Uint32]]:
+        made = [
+            [self.halved(*(ptx.prmt(word, Uint32(0), Uint32(s)) for s in (0x1010, 0x3232))) for word in rows]
+            for rows in headers
+        ]
+        steps = []
+        for chunk in range(4):
+            low, high = (self.numbers(words[2 * chunk + i], *made[chunk // self.group_chunks][i]) for i in range(2))
+            steps += [[low[p], high[p], low[p + 1], high[p + 1]] for p in (0, 2)]
+        return steps
 
     def value_place(self, warp, lane):
         matrix, row = lane // 8, lane % 8
@@ -292,14 +291,15 @@ class NibbleRows:
             for word in ptx.load_matrix_x4(address, first * self.row_bytes, transpose=True)
         ]
 
-    def load_value_headers(self, address, step: int, warp, lane) -> list[Any]:
+    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
         """[8 tokens][token of the lane's two]."""
         own = address + 512 * (warp // self.group_chunks) + 8 * (lane % 4)
-        return [ptx.load_shared_vector(own, 4 * (16 * step + first), 2) for first in (0, 8)]
+        return [ptx.load_shared_vector(own, 4 * first, 2) for first in range(0, tokens, 8)]
 
     def value_operands(self, words, headers, step: int) -> list[list[Uint32]]:
         pairs = []
-        for index, (even, odd) in enumerate(headers, 2 * step):
+        for index in (2 * step, 2 * step + 1):
+            even, odd = headers[index]
             scales, shifts = (ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632))
             pairs.append(self.numbers(words[index], *self.halved(scales, shifts)))
         low, high = pairs
@@ -326,7 +326,7 @@ class HeadedNibbleRows(NibbleRows):
     """Of four groups: rows of 80 bytes, headers and codes, as the cache has them; so they have no bank conflicts."""
 
     row_bytes = HEADED_ROW_BYTES
-    headed = by_maps = True
+    headed = True
 
     @staticmethod
     def swizzle(row):
@@ -356,9 +356,9 @@ class HeadedNibbleRows(NibbleRows):
         matrix, row = lane // 8, lane % 8
         return (row + 8 * matrix) * self.row_bytes + CHUNK_BYTES + warp * CHUNK_BYTES
 
-    def load_value_headers(self, address, step: int, warp, lane) -> list[Any]:
+    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
         own = address + lane % 4 * 2 * self.row_bytes + 4 * warp
-        return [[ptx.load_shared(own, (16 * step + first + i) * self.row_bytes) for i in range(2)] for first in (0, 8)]
+        return [[ptx.load_shared(own, (first + i) * self.row_bytes) for i in range(2)] for first in range(0, tokens, 8)]
 
 
 BYTE_CODES = {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}

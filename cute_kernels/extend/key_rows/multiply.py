@@ -3,8 +3,9 @@
 A warp scores 16 tokens, and sums up a quarter of the values' columns over all of its warpgroup's tokens. So the four
 warps share probabilities and a softmax reference, as `attention.warpgroup` has it: they write probabilities as of the
 reference they have; the barrier after which these are read also tells whether one of them was too large for it. Only
-then is it raised, and are they written again. A turn has all of a warpgroup's products at once, values of the block
-before and then scores of the next one; its softmax is behind the other warpgroup's turn.
+then is it raised, and are they written again. A turn has all of a warpgroup's products at once, scores of a block and
+then values of the one before, which become operands behind the former; its softmax is behind the other warpgroup's
+turn. A warp that issues products of registers waits for the ones before: all else stands before a turn or behind it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from cute_kernels.extend.work import END, Worker
 MIN_VALUE_SCALE = 2.0**-80  # stands for smaller ones, so that probabilities stay finite
 MAX_TOTAL = 2.0**90  # of a lane's probabilities of a block: more than the reference lets them be with the least scale
 KEY_STEPS, VALUE_STEPS = 8, GROUP_TOKENS // 16  # of 16 columns, of 16 tokens
-VALUES_AFTER = (1, 2)  # pairs of steps of keys behind which a step of values becomes an operand
+STEPS_AT_ONCE = 2  # of products whose operands are handed over together
+VALUE_GROUPS = VALUE_STEPS // STEPS_AT_ONCE  # that `KeyRowsConsumer.add_values` commits
 STEP_SLAB = SLAB_COLUMNS // 16  # steps of a slab
 
 
@@ -62,17 +64,6 @@ class Sums:
     maximum: RegisterTensor[Float32]
     total: RegisterTensor[Float32]
     probabilities: RegisterTensor[Int32]
-
-
-@dataclass(frozen=True)
-class Keys:
-    """A block's keys of a warp, in registers: A operands of the first steps; codes and headers, of which others are
-    made; its two tokens' scales, where rows have some."""
-
-    operands: RegisterTensor[Uint32]
-    words: RegisterTensor[Uint32]
-    headers: RegisterTensor[Uint32]
-    scales: RegisterTensor[Float32]
 
 
 @dataclass(frozen=True)
@@ -164,39 +155,26 @@ class KeyRowsConsumer:
         scale = self.score_scale(operands, work, from_fp16)
         sums = self.make_sums()
         self.clear_probabilities(memory, sums, place)
-        keys = self.make_keys()
-        following, following_phase = advance(stage, phase, self.config.num_stages)
-        if span.begin < span.end:
-            self.take_keys(memory, keys, place, stage, phase)
-            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
-        if span.begin + 1 < span.end:
-            cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, following), following_phase)
-        before = stage  # where the last values lie; none yet: some, times probabilities of zero
+        before, before_phase = stage, phase  # where the last values lie; none yet: some, times probabilities of zero
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
-            scales = [keys.scales[half] for half in range(2)] if self.key_scale else []
-            values = self.load_values(memory, place, before)
+            cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
+            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, before), before_phase)
+            keys = self.load_keys(memory, place, stage)
             self.await_turn(place.group)
-            dots, (words, headers, key_scales) = self.multiply(memory, sums, keys, values, place, following)
-            self.pass_turn(place.group)
+            dots = self.start_scores(memory, keys)
+            self.add_values(memory, sums, place, before)
             if i > span.begin:
                 self.release(memory, VALUES, before, place.lane)
-            if i + 1 < span.end:
-                self.release(memory, KEYS, following, place.lane)
-            # What the next turn reads, and scales that come with values.
-            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
-            after, after_phase = advance(following, following_phase, self.config.num_stages)
-            if i + 2 < span.end:
-                cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, after), after_phase)
-            value_scales = self.load_scales(memory, place, VALUES, stage, self.first_row(place))
-            scores = self.wait_for(sums, dots)
-            self.set_keys(keys, words, headers, key_scales)
-            self.weigh(shape, features, work, span, memory, sums, place, scale, scales, value_scales, scores, block)
-            before = stage
-            stage, phase = following, following_phase
-            following, following_phase = after, after_phase
+            self.pass_turn(place.group)
+            if const_expr(self.value_scale):
+                cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)  # which scales come with
+            self.weigh(shape, features, work, span, memory, sums, place, scale, dots, block, stage)
+            before, before_phase = stage, phase
+            stage, phase = advance(stage, phase, self.config.num_stages)
         if span.begin < span.end:
-            self.add_values(memory, sums, self.load_values(memory, place, before), place)
+            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, before), before_phase)
+            self.add_values(memory, sums, place, before)
             self.release(memory, VALUES, before, place.lane)
             self.wait_for(sums, [])
         self.results.write(shape, operands, features, work, memory, sums, place)
@@ -248,110 +226,49 @@ class KeyRowsConsumer:
 
     # -- products -----------------------------------------------------------------------------------------------------
 
-    def make_keys(self) -> Keys:
-        groups, rows = self.keys.key_headers
-        counts = 8 * self.keys.pairs_ahead, self.keys.key_words, max(groups * rows, 1)
-        return Keys(*(cute.make_rmem_tensor(n, Uint32) for n in counts), cute.make_rmem_tensor(2, Float32))
+    def add_values(self, memory, sums, place, stage) -> None:
+        """Starts adding the last block's values, which lie in ``stage``, times their probabilities. The codes have
+        been read when it returns. They become operands behind the products of keys."""
+        b = wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
+        words = self.values.load_values(place.values + memory.tile(VALUES, stage), place.next_value, GROUP_TOKENS)
+        address = self.values.header_start(memory, VALUES, stage, place.group)
+        headers = self.values.load_value_headers(address, GROUP_TOKENS, place.warp, place.lane)
+        mmas = range(2)
+        totals = [[sums.values[i] for i in self._places(m)] for m in mmas]
+        for first in range(0, VALUE_STEPS, STEPS_AT_ONCE):
+            steps = [self.values.value_operands(words, headers, first + i) for i in range(STEPS_AT_ONCE)]
+            ready = wgmma.fence([word for step in steps for a in step for word in a])
+            for i in range(STEPS_AT_ONCE):
+                for m in mmas:
+                    a = ready[4 * (2 * i + m) : 4 * (2 * i + m) + 4]
+                    totals[m] = wgmma.mma(totals[m], a, wgmma.advanced(b, (first + i) * wgmma.STEP_BYTES), dtype="f16")
+            wgmma.commit()
+        self._set(sums, [value for total in totals for value in total])
 
-    @cute.jit
-    def take_keys(self, memory, keys, place, stage: Int32, phase: Int32):
-        """A work tile's first keys."""
-        cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
-        words, headers, scales = self.load_keys(memory, place, stage)
-        self.set_keys(keys, words, headers, scales)
-        self.release(memory, KEYS, stage, place.lane)
-
-    def load_keys(self, memory, place, stage) -> tuple[list[Any], list[Any], list[Any]]:
-        """(codes, headers, scales) of the warp's 16 tokens."""
+    def load_keys(self, memory, place, stage) -> list[list[Uint32]]:
+        """The warp's 16 tokens as A registers of all steps: nothing of a turn's first products is left to be made."""
         words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage))
         address = self.keys.header_start(memory, KEYS, stage, place.group)
         headers = self.keys.load_key_headers(address, place.warp, place.lane)
-        return words, headers, self.load_scales(memory, place, KEYS, stage, self.first_row(place))
+        ready = wgmma.fence([word for a in self.keys.key_operands(words, headers) for word in a])
+        return [ready[4 * step : 4 * step + 4] for step in range(KEY_STEPS)]
 
-    def set_keys(self, keys, words, headers, scales) -> None:
-        parts = keys.operands, keys.words, keys.headers, keys.scales
-        pairs = range(self.keys.pairs_ahead)
-        first = [word for pair in pairs for a in self.keys.key_operands(words, headers, pair) for word in a]
-        for part, values in zip(parts, (first, words, [x for row in headers for x in row], scales), strict=True):
-            for i, value in enumerate(values):
-                part[i] = value
-
-    def ready_keys(self, keys, pair: int) -> list[Any]:
-        """A registers of two steps."""
-        if pair < self.keys.pairs_ahead:
-            return wgmma.fence([keys.operands[8 * pair + i] for i in range(8)])
-        groups, rows = self.keys.key_headers
-        words = [keys.words[i] for i in range(self.keys.key_words)]
-        headers = [[keys.headers[rows * group + i] for i in range(rows)] for group in range(groups)]
-        return wgmma.fence([word for a in self.keys.key_operands(words, headers, pair) for word in a])
-
-    def load_values(self, memory, place, stage) -> tuple[list[Any], Any]:
-        """(codes of the warp's columns of its warpgroup's tokens, address of headers)."""
-        words = self.values.load_values(place.values + memory.tile(VALUES, stage), place.next_value, GROUP_TOKENS)
-        return words, self.values.header_start(memory, VALUES, stage, place.group)
-
-    def multiply(self, memory, sums, keys, values, place, following) -> tuple[list[Any], Any]:
-        """Starts the dot products of the warp's 16 tokens with all queries, then adding the last block's values times
-        their probabilities.
-
-        A warp that issues a product of registers waits until the one before is done. So values become operands between
-        the products of keys, and the next block's keys between those of values.
-        """
-        queries = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries))
+    def start_scores(self, memory, operands) -> list[Any]:
+        """Starts the dot products of the warp's tokens, as :meth:`load_keys` has them, with all queries."""
+        b, dots = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries)), []
         slab_bytes = self.config.tile_rows * SLAB_COLUMNS * 2
-        dots: list[Any] = []
-        steps: list[Any] = []
-        ready = self.ready_keys(keys, 0)
-        for pair in range(KEY_STEPS // 2):
-            for step in (2 * pair, 2 * pair + 1):
-                b = wgmma.advanced(queries, step // STEP_SLAB * slab_bytes + step % STEP_SLAB * wgmma.STEP_BYTES)
-                a = ready[4 * (step % 2) : 4 * (step % 2) + 4]
+        for first in range(0, KEY_STEPS, STEPS_AT_ONCE):
+            ready = wgmma.fence([word for a in operands[first : first + STEPS_AT_ONCE] for word in a])
+            for i in range(STEPS_AT_ONCE):
+                step = first + i
+                own = wgmma.advanced(b, step // STEP_SLAB * slab_bytes + step % STEP_SLAB * wgmma.STEP_BYTES)
+                a = ready[4 * i : 4 * i + 4]
                 if dots:
-                    dots = wgmma.mma(dots, a, b, dtype="f16")
+                    dots = wgmma.mma(dots, a, own, dtype="f16")
                 else:
-                    dots = wgmma.first_mma(2 * self.columns, a, b, dtype="f16")
-            if pair + 1 < KEY_STEPS // 2:
-                ready = self.ready_keys(keys, pair + 1)
-            if pair in VALUES_AFTER:
-                steps.append(self.ready_values(values, place, len(steps)))
+                    dots = wgmma.first_mma(2 * self.columns, a, own, dtype="f16")
         wgmma.commit()
-        totals = [[sums.values[i] for i in self._places(m)] for m in range(2)]
-        b = self.last_descriptor(memory, sums, place)
-        for step in range(len(VALUES_AFTER)):
-            self.add_step(totals, steps[step], b, step)
-        wgmma.commit()
-        dots = wgmma.wait_for(dots, 1)
-        loaded = self.load_keys(memory, place, following)
-        for step in range(len(VALUES_AFTER), VALUE_STEPS):
-            self.add_step(totals, self.ready_values(values, place, step), b, step)
-        wgmma.commit()
-        self._set(sums, [value for total in totals for value in total])
-        return dots, loaded
-
-    def ready_values(self, values, place, step: int) -> list[Any]:
-        """A step's A registers of both MMAs."""
-        words, address = values
-        headers = self.values.load_value_headers(address, step, place.warp, place.lane)
-        return wgmma.fence([word for a in self.values.value_operands(words, headers, step) for word in a])
-
-    def last_descriptor(self, memory, sums, place):
-        """Of the last block's probabilities."""
-        return wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
-
-    def add_step(self, totals, ready, b, step: int) -> None:
-        """Starts adding a step of 16 tokens to both MMAs' sums."""
-        own = wgmma.advanced(b, step * wgmma.STEP_BYTES)
-        for m in range(2):
-            totals[m] = wgmma.mma(totals[m], ready[4 * m : 4 * m + 4], own, dtype="f16")
-
-    def add_values(self, memory, sums, values, place) -> None:
-        """Starts adding a work tile's last values. The codes have been read when it returns."""
-        b = self.last_descriptor(memory, sums, place)
-        totals = [[sums.values[i] for i in self._places(m)] for m in range(2)]
-        for step in range(VALUE_STEPS):
-            self.add_step(totals, self.ready_values(values, place, step), b, step)
-        wgmma.commit()
-        self._set(sums, [value for total in totals for value in total])
+        return dots
 
     def wait_for(self, sums, dots) -> list[Any]:
         """Waits for all products; the sums are there then, and so are ``dots``."""
@@ -378,27 +295,28 @@ class KeyRowsConsumer:
     # -- softmax ------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def weigh(self, shape, features, work, span, memory, sums, place, scale, lines, value_scales, scores, block: Int32):
-        """Probabilities of a block, where all warps see them. lines, value_scales: scales of the lane's two tokens, if
-        they have some."""
+    def weigh(self, shape, features, work, span, memory, sums, place, scale, dots, block: Int32, stage: Int32):
+        """Probabilities of a block, where all warps see them. When it returns no products are running: values of the
+        block before have been behind the softmax."""
+        row = place.group * GROUP_TOKENS + place.warp * WARP_TOKENS + place.lane // 4
+        lines = self.load_scales(memory, place, KEYS, stage, row)
+        value_scales = self.load_scales(memory, place, VALUES, stage, row)
+        found = wgmma.wait_for(dots, VALUE_GROUPS)
+        self.release(memory, KEYS, stage, place.lane)
         s = cute.make_rmem_tensor(2 * self.columns, Float32)
         for i in cutlass.range_constexpr(2 * self.columns):
-            s[i] = scores[i]
+            s[i] = found[i]
         masked = self.worker.is_masked(work, span, block)
         if const_expr(self.config.features.window):
             # The last query is the first to lose sight of a key.
             masked = masked | (block * self.config.tile_tokens <= span.last_position - features.window)
         if masked:
-            self.mask(shape, features, work, s, place, block * self.config.tile_tokens + self.first_row(place))
+            self.mask(shape, features, work, s, place, block * self.config.tile_tokens + row)
         if const_expr(self.key_scale):
             lines = [ptx.fmax(line * scale, Float32(MIN_SCORE_SCALE)) for line in lines]
         else:
             lines = [scale, scale]
         self.share(memory, sums, place, s, lines, value_scales)
-
-    def first_row(self, place):
-        """Of a tile: the first of the lane's two tokens; the other one is 8 further on."""
-        return place.group * GROUP_TOKENS + place.warp * WARP_TOKENS + place.lane // 4
 
     def load_scales(self, memory, place, operand: int, stage, row) -> list[Any]:
         """Those of the lane's two tokens; none where rows have none. They come while products run."""
@@ -440,6 +358,7 @@ class KeyRowsConsumer:
         totals = cute.make_rmem_tensor(self.columns, Float32)
         target = self.next_place(memory, sums, place)
         exceeds = self.write_probabilities(sums, totals, place, target, s, lines, value_scales)
+        self.wait_for(sums, [])
         again = self.any_of_warpgroup(place, exceeds)
         while again != 0:  # once: a branch lays out all of a tile's code otherwise, 2 to 6 % slower at 40 columns
             bounds = self.bounds_of(value_scales)
