@@ -91,9 +91,14 @@ class ProducerPipeline:
 @dataclass(frozen=True)
 class CachedKeys:
     """K and V are rows of a cache: of pages in which ``page_tokens`` tokens certainly lie together, a power of two; or,
-    with 0, one request's tokens after the other."""
+    with 0, one request's tokens after the other.
+
+    mapped: for :mod:`.key_rows`, whether tensor maps bring rows with what is in front of them, as they lie; without,
+    these come by pieces of 16 bytes, or of words. Rows of codes alone come by maps anyhow.
+    """
 
     page_tokens: int = 0
+    mapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,8 +192,6 @@ class ExtendConfig:
         tree: whether a mask says which of a request's new tokens a query sees, instead of their order.
         tile_rows: packed queries of a work tile. Fewer than 128 are columns of products whose rows are keys, see
             :mod:`.key_rows`.
-        mapped: there, whether tensor maps bring rows with what is in front of them, as they lie in the cache; without,
-            they come by pieces of 16 bytes, or of words. Rows of codes alone come by maps anyhow.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -202,7 +205,6 @@ class ExtendConfig:
     merges: bool = False
     tree: bool = False
     tile_rows: int = TILE_ROWS
-    mapped: bool = False
 
     @property
     def key_rows(self) -> KeyRows | None:
@@ -242,6 +244,11 @@ class ExtendConfig:
     def page_tokens(self) -> int:
         """Of :class:`CachedKeys`; 0 without pages."""
         return self.keys.page_tokens if isinstance(self.keys, CachedKeys) else 0
+
+    @property
+    def mapped(self) -> bool:
+        """Of :class:`CachedKeys`."""
+        return isinstance(self.keys, CachedKeys) and self.keys.mapped
 
     @property
     def ragged(self) -> bool:

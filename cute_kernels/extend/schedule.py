@@ -103,7 +103,7 @@ def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: boo
     least = ProducerPipeline(num_stages=2, producer_warps=KEY_ROWS_WARPS)
     wide = replace(config, tile_rows=tile_rows, pipeline=least)
     if mapped and any(form.header_bytes for form in wide.formats):
-        by_maps = replace(wide, mapped=True)
+        by_maps = replace(wide, keys=CachedKeys(wide.page_tokens, mapped=True))
         wide = by_maps if by_maps.can_implement() is None else wide
     if wide.can_implement() is not None:
         return None

@@ -161,7 +161,7 @@ def test_what_a_configuration_says_is_what_it_is_told_apart_by():
         replace(config, merges=True),
         replace(config, features=FEATURES),
         replace(config, tile_rows=72),
-        replace(config, tile_rows=72, mapped=True),
+        replace(config, tile_rows=72, keys=CachedKeys(64, mapped=True)),
         CONFIGS["new tokens"],
     ]
     assert len({config.name, *(other.name for other in changed)}) == len(changed) + 1

@@ -293,7 +293,9 @@ def test_tensor_maps_bring_rows_where_they_have_them(kv_format, layout, kv_heads
     shape = (BATCH, 256, kv_heads, rows) if layout == "NHD" else (BATCH, kv_heads, 256, rows)
     cache = torch.zeros(shape, dtype=torch.uint8)
     q = torch.zeros(BATCH * 6, 2 * kv_heads, 128).bfloat16()
-    extend_attention(**narrow(6, kv_format) | {"q": q, "k_cache": cache, "v_cache": cache}, cache_layout=layout)
+    call = narrow(6, kv_format, cache_layout=layout)
+    call |= {"q": q, "k_cache": cache, "v_cache": cache}
+    extend_attention(**call)
     mapped = kv_format == "int4_g4" or (kv_format.endswith("token_head") and layout == "NHD" and kv_heads == 4)
     assert columns_of(launches) == "q40" and ("_mapped" in launches[0].symbol) == mapped
 
@@ -301,9 +303,10 @@ def test_tensor_maps_bring_rows_where_they_have_them(kv_format, layout, kv_heads
 def test_heads_that_lie_apart_are_not_one_row_of_a_token(launches):
     call = narrow(6, "int8_token_head")
     wide = torch.zeros(BATCH, 256, 2, 136, dtype=torch.uint8)[..., :132]
-    extend_attention(**call | {"k_cache": wide, "v_cache": wide})
+    call |= {"k_cache": wide, "v_cache": wide}
+    extend_attention(**call)
     assert columns_of(launches) == "q40" and "_mapped" not in launches[0].symbol
-    checked = make_call(**call | {"k_cache": wide, "v_cache": wide})
+    checked = make_call(**call)
     config = key_rows_of(choose(problem_of(checked)), mapped=True)
     with pytest.raises(ValueError, match=r"k_cache, v_cache: .*_mapped_q72 wants .* one behind the other"):
         make_plan(checked, config)

@@ -11,6 +11,7 @@ there are free ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -134,15 +135,16 @@ class TileRows:
     def make_map(self, cache: cute.Tensor, head_major: bool):
         """On the host: a tensor map with coordinates [token of a block, byte, head, block]. Strides are multiples of 16
         bytes, and so are coordinates of bytes: rows that begin elsewhere are bytes of their tokens."""
-        modes = [2, 3, 1, 0] if head_major else [1, 3, 2, 0]
+        modes, rows = [2, 3, 1, 0] if head_major else [1, 3, 2, 0], self.runs.rows
         layout = cute.select(cache.layout, mode=modes)
         if self.of_tokens:
-            (tokens, row, heads, blocks), stride = layout.shape, layout.stride
+            shape: Any = layout.shape
+            stride: Any = layout.stride
+            tokens, row, heads, blocks = shape
             layout = cute.make_layout((tokens, heads * row, blocks), stride=(stride[0], 1, stride[3]))
-        shape = self.runs.rows, self.rows.row_bytes
         view = cute.make_tensor(cache.iterator, layout)
         return cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), view, self.place_of(self.runs.rows), shape
+            cpasync.CopyBulkTensorTileG2SOp(), view, self.place_of(rows), (rows, self.rows.row_bytes)
         )
 
     def copy_tma_tiles(self, source, work, memory, places: Places, stage, warp) -> None:
