@@ -19,6 +19,7 @@ from cute_kernels.arguments import check_tensors
 from cute_kernels.linear import checks, ops
 from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.inputs.launch import InputRows, input_rows
+from cute_kernels.linear.launch import RowNorm
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, CompiledProduct, LinearPlan, plan_of_tiles, problem_of
 from cute_kernels.linear.reference import out_features
 from cute_kernels.linear.served import schedule_for
@@ -296,12 +297,14 @@ def take_apart(call: TakingCall) -> torch.Tensor:
     """The product behind a launch for the norm."""
     options = call._asdict()
     rows, weight = options.pop("rows"), options.pop("weight")
-    return _product(rows.normed(), weight)(**options)
+    norm = RowNorm(rows.norm, rows.norm_eps, rows.norm_offset)
+    normed, *left = ops.normed_inputs(rows.rows, norm, weight.perm, weight.input_scale)
+    return _product(normed, weight, *left)(**options)
 
 
-def _product(x: torch.Tensor, weight: PackedWeight) -> Callable[..., torch.Tensor]:
-    """A product as any other, of its options."""
-    tensors = weight.codes, weight.scales, weight.zeros, weight.perm, weight.input_scale
+def _product(x: torch.Tensor, weight: PackedWeight, *inputs: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+    """A product as any other, of its options. inputs: an order and an input scale in place of the weight's."""
+    tensors = weight.codes, weight.scales, weight.zeros, *(inputs or (weight.perm, weight.input_scale))
     return partial(ops.apply, x, *tensors, format=weight.format, shape=weight.shape)
 
 

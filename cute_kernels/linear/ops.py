@@ -94,9 +94,9 @@ def apply(
     if norm is not None:  # a launch of its own
         if key is not None:
             checks.check_norm_place(norm)
-        normed = rms_norm(x.detach(), norm, eps=norm_eps, weight_offset=norm_offset)
+        normed, *left = normed_inputs(x, RowNorm(norm, norm_eps, norm_offset), perm, input_scale)
         return apply(
-            normed, codes, scales, zeros, perm, input_scale, format=format, shape=shape, bias=bias, residual=residual,
+            normed, codes, scales, zeros, *left, format=format, shape=shape, bias=bias, residual=residual,
             activation=activation, out_dtype=out_dtype, batch_invariant=batch_invariant, out=out,
         )  # fmt: skip
     if residual is not None:
@@ -118,6 +118,22 @@ def apply(
     if x.dim() != 2:
         result = result.view(*x.shape[:-1], columns)
     return result if out is None else out.copy_(result)
+
+
+def normed_inputs(
+    x: torch.Tensor, norm: RowNorm, perm: torch.Tensor | None, input_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(the norm of x, a layer's perm and input scale as far as they are left to do): on a GPU its launch does both."""
+    x, numbers = x.detach(), {"eps": norm.eps, "weight_offset": norm.offset}
+    if not is_direct(x, x, norm.weight, perm, input_scale) or not _fit_norm(x, perm, input_scale):
+        return rms_norm(x, norm.weight, **numbers), perm, input_scale
+    return rms_norm(x, norm.weight, **numbers, order=perm, input_scale=input_scale), None, None
+
+
+def _fit_norm(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> bool:
+    """Whether `rms_norm` takes a layer's order and factors as they are."""
+    given = [(tensor, dtype) for tensor, dtype in ((perm, torch.int32), (input_scale, x.dtype)) if tensor is not None]
+    return all(tensor.dtype == dtype and tensor.data_ptr() % VECTOR_BYTES == 0 for tensor, dtype in given)
 
 
 def is_direct(x: torch.Tensor, codes: torch.Tensor, bias: object, residual: object, out: object) -> bool:

@@ -26,11 +26,13 @@ class NormCall(NamedTuple):
     weight_offset: float
     out: torch.Tensor | None
     residual_out: torch.Tensor | None
+    order: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, Any]:
         """x, weight and those of the others that are given, by name."""
-        names = ("x", "weight", "bias", "residual", "out", "residual_out")
+        names = ("x", "weight", "bias", "residual", "order", "input_scale", "out", "residual_out")
         return {name: value for name in names if (value := getattr(self, name)) is not None or name in names[:2]}
 
 
@@ -51,6 +53,10 @@ def check_call(call: NormCall) -> None:
     _check_weight("weight", call.weight, n, (x.dtype, torch.float32))
     if call.bias is not None:
         _check_weight("bias", call.bias, n, (call.weight.dtype,))
+    if call.order is not None:
+        _check_weight("order", call.order, n, (torch.int32,))
+    if call.input_scale is not None:
+        _check_weight("input_scale", call.input_scale, n, (x.dtype,))
     if call.residual is None and call.residual_out is not None:
         raise ValueError("residual_out: got a tensor without a residual, want None")
     for name in ("residual", "out", "residual_out"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels.norm.arguments import NORM
+from cute_kernels.norm.arguments import norm_arguments
 from cute_kernels.norm.config import VECTOR, NormConfig, launch_shape
 from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.spec import KernelSpec, check_config
@@ -49,10 +49,12 @@ def compile_norm(config: NormConfig, arch: str, *options: str) -> Any:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor
 
+    from cute_kernels.norm.input_kernel import InputNormKernel
     from cute_kernels.norm.kernel import NormKernel
 
     check_config(config)
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
     shape = (cute.sym_int(), cute.sym_int(divisibility=VECTOR))
     out = make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16)
-    return NORM.compile(NormKernel(config).launch, {"out": out}, arch, *options)
+    kernel = (InputNormKernel if config.makes_inputs else NormKernel)(config)
+    return norm_arguments(config).compile(kernel.launch, {"out": out}, arch, *options)

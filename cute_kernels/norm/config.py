@@ -20,7 +20,7 @@ class NormConfig:
 
     kind: "rms" or "layer". dtype: of x. threads: of a CTA. vectors: of 16 bytes that a thread holds. has_residual:
     whether a residual is added first and the sum stored. has_bias: "layer" alone. weight_dtype: of weight and bias,
-    "fp32" or x's "own".
+    "fp32" or x's "own". ordered, scaled: whether results are stored in another order, and times a factor each.
     """
 
     kind: str
@@ -30,6 +30,8 @@ class NormConfig:
     has_residual: bool = False
     has_bias: bool = False
     weight_dtype: str = "own"
+    ordered: bool = False
+    scaled: bool = False
 
     warp: ClassVar[int] = 32
 
@@ -53,8 +55,14 @@ class NormConfig:
         return self.vectors * (1 + self.has_bias) * (1 + self.fp32_weight) <= 4
 
     @property
+    def makes_inputs(self) -> bool:
+        """Whether rows are made as a layer behind wants its inputs: `.input_kernel`."""
+        return self.ordered or self.scaled
+
+    @property
     def name(self) -> str:
         options = "_residual" * self.has_residual + "_bias" * self.has_bias + "_fp32w" * self.fp32_weight
+        options += "_ordered" * self.ordered + "_scaled" * self.scaled
         return f"norm_{self.kind}_{self.dtype}_t{self.threads}_v{self.vectors}{options}"
 
     def can_implement(self) -> str | None:

@@ -39,6 +39,7 @@ class NormKernel:
 
     def __init__(self, config: NormConfig):
         self.config = config
+        self.shared_bytes = 4 * config.warps  # a sum of each warp's
         if config.dtype == "bf16":
             self.halves, self.pack = (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float), ptx.pack_bf16x2
         else:
@@ -57,20 +58,27 @@ class NormKernel:
             residual_stride=given.residual_stride,
         )
         weights, numbers = (given.weight, given.bias), (given.inverse_n, given.eps, given.weight_offset)
-        self.kernel(rows, *weights, *numbers).launch(
+        self.kernel(rows, *weights, *numbers, self.inputs(given)).launch(
             grid=(num_rows, 1, 1), block=(self.config.threads, 1, 1), use_pdl=True, stream=stream
         )
 
+    def inputs(self, given) -> tuple[Any, ...]:
+        """What a layer that reads the results wants done to its inputs: see `.input_kernel`."""
+        return ()
+
     @cute.kernel
-    def kernel(self, rows, weight: Int64, bias: Int64, inverse_n: Float32, eps: Float32, weight_offset: Float32):
+    def kernel(
+        self, rows, weight: Int64, bias: Int64, inverse_n: Float32, eps: Float32, weight_offset: Float32, inputs
+    ):
         config = self.config
         thread = cute.arch.thread_idx()[0]
         row = Int64(cute.arch.block_idx()[0])
-        sums = cutlass.utils.SmemAllocator().allocate(4 * config.warps, byte_alignment=16).toint()
+        sums = cutlass.utils.SmemAllocator().allocate(self.shared_bytes, byte_alignment=16).toint()
         columns = [(v * config.threads + thread) * VECTOR for v in range(config.vectors)]
         # Threads past the row's end read its last vector, which counts for nothing.
         places = [cutlass.min(column, rows.n - VECTOR) for column in columns]
         scales, shifts = self.load_weights(weight, bias, places) if config.asks_early else ([], [])
+        asked = self.ask(inputs, places) if config.asks_early else ()
         # The next kernel may begin at once: it waits for this one's end before it reads what is stored here.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
@@ -89,8 +97,17 @@ class NormKernel:
         scale = numbers.reciprocal_root(variance + eps)
         if const_expr(not config.asks_early):
             scales, shifts = self.load_weights(weight, bias, places)
+            asked = self.ask(inputs, places)
         results = self.scaled(values, scale, scales, weight_offset, shifts)
-        self.store(rows.out, row * rows.n, columns, results, rows.n)
+        self.store_results(rows.out, row * rows.n, columns, results, rows.n, asked, sums)
+
+    def ask(self, inputs, places) -> Any:
+        """What `store_results` needs of the kernel's ``inputs`` for the vectors at ``places``."""
+        return ()
+
+    def store_results(self, start, element, columns, vectors, n, asked, memory) -> None:
+        """Stores a row's results. memory: shared memory, of `shared_bytes`."""
+        self.store(start, element, columns, vectors, n)
 
     def scaled(self, vectors, scale, weights, weight_offset, shifts) -> list[list[Any]]:
         """Words of the results: values times scale and weight, plus the bias where there is one."""

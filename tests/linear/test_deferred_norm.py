@@ -437,7 +437,7 @@ OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "a residual": ({}, {"residual": numbers(M, 128)}, ["gives", "takes"]),
     "out": ({}, {"out": numbers(M, 128)}, ["gives", "takes"]),
     "another order": (
-        {}, {"weight": weight(128, N, perm=torch.arange(N - 1, -1, -1))}, ["gives", "norm", "inputs", "product"],
+        {}, {"weight": weight(128, N, perm=torch.arange(N - 1, -1, -1))}, ["gives", "norm", "product"],
     ),
     "results in pieces": ({}, {"weight": weight(100, N)}, ["gives", "norm", "product"]),
 }  # fmt: skip
