@@ -13,6 +13,7 @@ from cute_kernels.runtime.spec import KernelSpec, check_config
 
 # Hidden sizes of models; rows of other lengths share their kernels or compile on first use.
 SHIPPED_COLUMNS = {"rms": (512, 1024, 2048, 4096, 8192, 16384), "layer": (1024, 4096, 8192)}
+INPUT_COLUMNS = (2048, 4096, 8192)  # of models whose layers are in act-order, or have scales of their inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,13 +32,19 @@ class NormSpec(KernelSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile: hidden sizes of models in bf16. Others compile on demand."""
+    makes_inputs = [
+        NormConfig("rms", "bf16", *launch_shape(n), has_residual=has_residual, ordered=ordered, scaled=not ordered)
+        for n in INPUT_COLUMNS
+        for has_residual in (False, True)
+        for ordered in (False, True)
+    ]
     configs = dict.fromkeys(
         NormConfig(kind, "bf16", *launch_shape(n), has_residual=has_residual, has_bias=kind == "layer")
         for kind, sizes in SHIPPED_COLUMNS.items()
         for n in sizes
         for has_residual in (False, True)
     )
-    return [NormSpec(config) for config in configs]
+    return [NormSpec(config) for config in (*configs, *makes_inputs)]
 
 
 def compile_norm(config: NormConfig, arch: str, *options: str) -> Any:
