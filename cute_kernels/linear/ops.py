@@ -12,7 +12,6 @@ from cute_kernels.linear import checks
 from cute_kernels.linear.launch import VECTOR_BYTES, KeptLaunch, RowNorm, keep_launch, launch
 from cute_kernels.linear.reference import linear_reference, out_features, prepare_input
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.norm import rms_norm
 from cute_kernels.runtime.gpu import GPU, forgotten
 from cute_kernels.runtime.plans import identity, keep
 from cute_kernels.weight_formats import WeightFormat, weight_format
@@ -91,10 +90,10 @@ def apply(
         kept = keep_launch(x, format, shape, activation, out_dtype, batch_invariant, perm, input_scale, row_norm)
         if kept is not None:
             return keep(_kept, key, kept).run(x, codes, scales, zeros, bias, residual, out, perm, input_scale, norm)
-    if norm is not None:  # a launch of its own
+    if row_norm is not None:  # a launch of its own
         if key is not None:
-            checks.check_norm_place(norm)
-        normed, *left = normed_inputs(x, RowNorm(norm, norm_eps, norm_offset), perm, input_scale)
+            checks.check_norm_place(row_norm.weight)
+        normed, *left = normed_inputs(x, row_norm, perm, input_scale)
         return apply(
             normed, codes, scales, zeros, *left, format=format, shape=shape, bias=bias, residual=residual,
             activation=activation, out_dtype=out_dtype, batch_invariant=batch_invariant, out=out,
@@ -124,10 +123,9 @@ def normed_inputs(
     x: torch.Tensor, norm: RowNorm, perm: torch.Tensor | None, input_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(the norm of x, a layer's perm and input scale as far as they are left to do): on a GPU its launch does both."""
-    x, numbers = x.detach(), {"eps": norm.eps, "weight_offset": norm.offset}
     if not is_direct(x, x, norm.weight, perm, input_scale) or not _fit_norm(x, perm, input_scale):
-        return rms_norm(x, norm.weight, **numbers), perm, input_scale
-    return rms_norm(x, norm.weight, **numbers, order=perm, input_scale=input_scale), None, None
+        return norm.of(x), perm, input_scale
+    return norm.of(x, order=perm, input_scale=input_scale), None, None
 
 
 def _fit_norm(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_number, check_tensors, check_together, row_stride, shape_of
+from cute_kernels.arguments import check_number, check_permutation, check_tensors, check_together, row_stride, shape_of
 from cute_kernels.norm.config import MAX_COLUMNS, VECTOR, NormKind
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -68,6 +68,12 @@ def check_call(call: NormCall) -> None:
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want it contiguous")
     _check_places(call)
+
+
+def check_device_values(call: NormCall) -> None:
+    """Raises ValueError unless the order has each index once; waits for the device."""
+    if call.order is not None:
+        check_permutation("order", call.order)
 
 
 def _check_weight(name: str, tensor: torch.Tensor, n: int, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from cute_kernels import arguments
 from cute_kernels.arguments import row_stride, shape_of
 from cute_kernels.norm.arguments import norm_arguments
-from cute_kernels.norm.call import DTYPES, VECTOR_BYTES, NormCall, check_call
+from cute_kernels.norm.call import DTYPES, VECTOR_BYTES, NormCall, check_call, check_device_values
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import NormConfig, launch_shape
 from cute_kernels.norm.reference import norm_reference
@@ -42,6 +43,7 @@ def _through_operator(call: NormCall) -> Results:
 
 def _on_cpu(call: NormCall) -> Results:
     check_call(call)
+    check_device_values(call)
     y, total = norm_reference(call)
     if call.residual_out is not None and total is not None:
         total = call.residual_out.copy_(total)
@@ -107,6 +109,8 @@ def _key(call: NormCall) -> tuple[Any, ...]:
 
 def _checked(call: NormCall) -> NormCall:
     check_call(call)
+    if arguments.DEBUG:
+        check_device_values(call)
     return call
 
 

@@ -76,6 +76,9 @@ def input_specs() -> list[NormSpec]:
         for shape in dict.fromkeys(map(launch_shape, INPUT_SIZES))
         for residual in (False, True)
         for ordered, scaled in ((True, False), (False, True), (True, True))
+    ] + [
+        NormSpec(NormConfig("rms", "bf16", *launch_shape(n), weight_dtype="fp32", ordered=True, scaled=True))
+        for n in INPUT_SIZES
     ]
 
 
@@ -99,6 +102,14 @@ def test_rows_are_made_as_a_layer_wants_its_inputs(kind, dtype, n):
                 KINDS[kind](**given, **options, **places)
                 assert torch.equal(places["out"], expected)
                 assert not residual or torch.equal(places["residual_out"], total)
+
+
+@pytest.mark.parametrize("n", INPUT_SIZES)
+def test_rows_of_fp32_weights_are_made_as_a_layer_wants_its_inputs(n):
+    given = random_case("rms", (9, n), weight_dtype=torch.float32, device="cuda")
+    order = torch.randperm(n, device="cuda").to(torch.int32)
+    scale = torch.randn(n, device="cuda").bfloat16()
+    assert torch.equal(rms_norm(**given, order=order, input_scale=scale), (rms_norm(**given) * scale)[:, order.long()])
 
 
 def test_a_row_may_be_put_in_order_where_it_stands():

@@ -137,6 +137,11 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"out": W}, ValueError, "out: got shape [64], want [4, 64]"),
     ({"order": torch.arange(64)}, TypeError, "order: got dtype torch.int64, want torch.int32"),
     ({"order": torch.arange(32, dtype=torch.int32)}, ValueError, "order: got shape [32], want [64]"),
+    (
+        {"order": torch.zeros(64, dtype=torch.int32)},
+        ValueError,
+        "order: got indices that are missing or repeated, want each of 0 to 63 once",
+    ),
     ({"input_scale": W.float()}, TypeError, "input_scale: got dtype torch.float32, want torch.bfloat16"),
     ({"input_scale": W[:56]}, ValueError, "input_scale: got shape [56], want [64]"),
     ({"eps": -1.0}, ValueError, "eps: got -1.0, want a finite number of at least 0"),
