@@ -17,6 +17,7 @@ from cute_kernels.norm.config import VECTOR, NormConfig
 from cute_kernels.norm.kernel import NormKernel
 
 LOW_HALVES = 0x5410
+VECTOR_BYTES = 2 * VECTOR
 
 
 class InputNormKernel(NormKernel):
@@ -24,9 +25,10 @@ class InputNormKernel(NormKernel):
 
     def __init__(self, config: NormConfig):
         super().__init__(config)
-        self.sums_bytes = self.shared_bytes
+        # Where a row is put in order, behind the sums: vectors of 16 bytes.
+        self.room_offset = -(-self.shared_bytes // VECTOR_BYTES) * VECTOR_BYTES
         if config.ordered:
-            self.shared_bytes += 2 * config.columns
+            self.shared_bytes = self.room_offset + 2 * config.columns
 
     def inputs(self, given) -> tuple[Any, ...]:
         return given.order, given.factors
@@ -48,7 +50,7 @@ class InputNormKernel(NormKernel):
         if factors:
             vectors = [self.times(vector, words) for vector, words in zip(vectors, factors, strict=True)]
         if orders:
-            room = memory + self.sums_bytes
+            room = memory + self.room_offset
             for column, words in zip(columns, vectors, strict=True):
                 ptx.store_shared(room + column * 2, 0, words)
             cute.arch.barrier()
