@@ -23,8 +23,8 @@ from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.linear.wgmma.deferred_config import GIVES, SQUARES_N, TAKES
 from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
+from cute_kernels.norm import config as norms
 from cute_kernels.norm.compile import NormSpec
-from cute_kernels.norm.config import MAX_COLUMNS, NormConfig, launch_shape
 from cute_kernels.runtime import KernelSpec
 from cute_kernels.tuning.linear import TORCH_DTYPES, Format, Weights
 
@@ -112,7 +112,7 @@ class LinearOptions:
             "batch invariant": self.option(INVARIANT, batch_invariant=True),
             "norm taken": self.taking(),
         }
-        if layer.n <= MAX_COLUMNS:  # wider rows, of gates and heads, are never normed
+        if layer.n <= norms.MAX_COLUMNS:  # wider rows, of gates and heads, are never normed
             found["norm given"] = self.giving()
         found |= self.normed(order)
         for name, changes in other_formats(self.form).items():
@@ -184,11 +184,8 @@ def _specs(layers: Iterable[Layer], form: Format, gpu: str) -> Iterator[KernelSp
             schedule = chosen(problem, gpu)
             yield from specs_of(schedule.config)
             if not changes:
-                norms = ((False, False), (True, False), (False, True))
-                yield from (
-                    NormSpec(NormConfig("rms", form.dtype, *launch_shape(layer.k), ordered=order, scaled=scale))
-                    for order, scale in norms
-                )
+                for inputs in ("", norms.ORDERED, norms.SCALED):
+                    yield NormSpec(norms.NormConfig("rms", form.dtype, *norms.launch_shape(layer.k), inputs=inputs))
                 found = [factored(schedule, kind) for kind in (SCALED, NORMED, ORDERED)]
                 yield from (spec_of(one.config) for one in found if one is not None)
                 yield from specs_of(chosen(replace(problem, batch_invariant=True), gpu).config)

@@ -21,4 +21,4 @@ INPUTS = arguments("address", "order", "factors")
 
 def norm_arguments(config: NormConfig) -> LaunchArguments:
     """Of a configuration's kernel."""
-    return joined(NORM.arguments, INPUTS) if config.makes_inputs else NORM
+    return joined(NORM.arguments, INPUTS) if config.inputs else NORM

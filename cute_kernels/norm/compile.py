@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.norm.arguments import norm_arguments
-from cute_kernels.norm.config import VECTOR, NormConfig, launch_shape
+from cute_kernels.norm.config import ORDERED, SCALED, VECTOR, NormConfig, launch_shape
 from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.spec import KernelSpec, check_config
 
@@ -33,10 +33,10 @@ class NormSpec(KernelSpec):
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile: hidden sizes of models in bf16. Others compile on demand."""
     makes_inputs = [
-        NormConfig("rms", "bf16", *launch_shape(n), has_residual=has_residual, ordered=ordered, scaled=not ordered)
+        NormConfig("rms", "bf16", *launch_shape(n), has_residual=has_residual, inputs=inputs)
         for n in INPUT_COLUMNS
         for has_residual in (False, True)
-        for ordered in (False, True)
+        for inputs in (ORDERED, SCALED)
     ]
     configs = dict.fromkeys(
         NormConfig(kind, "bf16", *launch_shape(n), has_residual=has_residual, has_bias=kind == "layer")
@@ -56,12 +56,10 @@ def compile_norm(config: NormConfig, arch: str, *options: str) -> Any:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor
 
-    from cute_kernels.norm.input_kernel import InputNormKernel
     from cute_kernels.norm.kernel import NormKernel
 
     check_config(config)
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
     shape = (cute.sym_int(), cute.sym_int(divisibility=VECTOR))
     out = make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16)
-    kernel = (InputNormKernel if config.makes_inputs else NormKernel)(config)
-    return norm_arguments(config).compile(kernel.launch, {"out": out}, arch, *options)
+    return norm_arguments(config).compile(NormKernel(config).launch, {"out": out}, arch, *options)

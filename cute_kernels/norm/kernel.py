@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.types import extents
 from cute_kernels.norm.config import VECTOR, NormConfig
+from cute_kernels.norm.inputs import LayerInputs
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,13 @@ class NormKernel:
 
     def __init__(self, config: NormConfig):
         self.config = config
-        self.shared_bytes = 4 * config.warps  # a sum of each warp's
         if config.dtype == "bf16":
             self.halves, self.pack = (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float), ptx.pack_bf16x2
         else:
             self.halves, self.pack = (ptx.half2_low_to_float, ptx.half2_high_to_float), ptx.pack_f16x2
+        sums_bytes = 4 * config.warps
+        self.inputs = LayerInputs(config, sums_bytes, self.unpack, self.pack_all) if config.inputs else None
+        self.shared_bytes = self.inputs.shared_bytes if self.inputs else sums_bytes
 
     def launch(self, given, stream):
         """Launches over the rows of ``out``; ``given`` has the arguments of :data:`.arguments.NORM`."""
@@ -57,14 +60,11 @@ class NormKernel:
             x_stride=given.x_stride,
             residual_stride=given.residual_stride,
         )
+        inputs = (given.order, given.factors) if self.inputs else ()
         weights, numbers = (given.weight, given.bias), (given.inverse_n, given.eps, given.weight_offset)
-        self.kernel(rows, *weights, *numbers, self.inputs(given)).launch(
+        self.kernel(rows, *weights, *numbers, inputs).launch(
             grid=(num_rows, 1, 1), block=(self.config.threads, 1, 1), use_pdl=True, stream=stream
         )
-
-    def inputs(self, given) -> tuple[Any, ...]:
-        """What a layer that reads the results wants done to its inputs: see `.input_kernel`."""
-        return ()
 
     @cute.kernel
     def kernel(
@@ -78,7 +78,7 @@ class NormKernel:
         # Threads past the row's end read its last vector, which counts for nothing.
         places = [cutlass.min(column, rows.n - VECTOR) for column in columns]
         scales, shifts = self.load_weights(weight, bias, places) if config.asks_early else ([], [])
-        asked = self.ask(inputs, places) if config.asks_early else ()
+        asked = self.ask(inputs, places) if config.asks_early else None
         # The next kernel may begin at once: it waits for this one's end before it reads what is stored here.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
@@ -99,15 +99,12 @@ class NormKernel:
             scales, shifts = self.load_weights(weight, bias, places)
             asked = self.ask(inputs, places)
         results = self.scaled(values, scale, scales, weight_offset, shifts)
-        self.store_results(rows.out, row * rows.n, columns, results, rows.n, asked, sums)
+        results = self.inputs.make(results, columns, asked, sums) if self.inputs else results
+        self.store(rows.out, row * rows.n, columns, results, rows.n)
 
     def ask(self, inputs, places) -> Any:
-        """What `store_results` needs of the kernel's ``inputs`` for the vectors at ``places``."""
-        return ()
-
-    def store_results(self, start, element, columns, vectors, n, asked, memory) -> None:
-        """Stores a row's results. memory: shared memory, of `shared_bytes`."""
-        self.store(start, element, columns, vectors, n)
+        """What a layer's inputs are made with, of the vectors at ``places``; nothing where there is no layer."""
+        return self.inputs.ask(*inputs, places) if self.inputs else None
 
     def scaled(self, vectors, scale, weights, weight_offset, shifts) -> list[list[Any]]:
         """Words of the results: values times scale and weight, plus the bias where there is one."""

@@ -13,7 +13,7 @@ from cute_kernels.arguments import row_stride, shape_of
 from cute_kernels.norm.arguments import norm_arguments
 from cute_kernels.norm.call import DTYPES, VECTOR_BYTES, NormCall, check_call, check_device_values
 from cute_kernels.norm.compile import NormSpec
-from cute_kernels.norm.config import NormConfig, launch_shape
+from cute_kernels.norm.config import INPUTS, NormConfig, launch_shape
 from cute_kernels.norm.reference import norm_reference
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
@@ -128,8 +128,7 @@ def config_of(call: NormCall) -> NormConfig:
         has_residual=call.residual is not None,
         has_bias=call.bias is not None,
         weight_dtype="fp32" if call.weight.dtype == torch.float32 else "own",
-        ordered=call.order is not None,
-        scaled=call.input_scale is not None,
+        inputs=INPUTS[call.order is not None, call.input_scale is not None],
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels import layer_norm, rms_norm
 from cute_kernels.norm.compile import NormSpec
-from cute_kernels.norm.config import MAX_COLUMNS, NormConfig, launch_shape
+from cute_kernels.norm.config import BOTH, MAX_COLUMNS, ORDERED, SCALED, NormConfig, launch_shape
 from tests.gpu.compiled import assert_replays, compiled
 from tests.norm.cases import assert_close, in_fp64, random_case
 
@@ -70,16 +70,13 @@ def test_a_norm_is_that_of_fp64(kind, dtype, n):
 def input_specs() -> list[NormSpec]:
     """The kernels of the sizes below that make rows as a layer wants its inputs."""
     return [
-        NormSpec(NormConfig(kind, dtype, *shape, residual, kind == "layer", ordered=ordered, scaled=scaled))
+        NormSpec(NormConfig(kind, dtype, *shape, residual, kind == "layer", inputs=inputs))
         for kind in KINDS
         for dtype in ("bf16", "fp16")
         for shape in dict.fromkeys(map(launch_shape, INPUT_SIZES))
         for residual in (False, True)
-        for ordered, scaled in ((True, False), (False, True), (True, True))
-    ] + [
-        NormSpec(NormConfig("rms", "bf16", *launch_shape(n), weight_dtype="fp32", ordered=True, scaled=True))
-        for n in INPUT_SIZES
-    ]
+        for inputs in (ORDERED, SCALED, BOTH)
+    ] + [NormSpec(NormConfig("rms", "bf16", *launch_shape(n), weight_dtype="fp32", inputs=BOTH)) for n in INPUT_SIZES]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -178,6 +178,7 @@ def test_every_row_length_has_a_kernel():
         (NormConfig("rms", "bf16", 1024, 4), "32768 columns"),
         (NormConfig("rms", "bf16", 64, 1, has_bias=True), "no bias"),
         (NormConfig("rms", "bf16", 64, 1, weight_dtype="bf16"), "weight_dtype 'bf16'"),
+        (NormConfig("rms", "bf16", 64, 1, inputs="sorted"), "inputs 'sorted'"),
     ],
 )
 def test_what_no_kernel_can_be_is_said(config, reason):
