@@ -104,7 +104,10 @@ class NormKernel:
 
     def ask(self, inputs, places) -> Any:
         """What a layer's inputs are made with, of the vectors at ``places``; nothing where there is no layer."""
-        return self.inputs.ask(*inputs, places) if self.inputs else None
+        if not self.inputs:
+            return None
+        order, factors = inputs
+        return self.inputs.ask(order, factors, places)
 
     def scaled(self, vectors, scale, weights, weight_offset, shifts) -> list[list[Any]]:
         """Words of the results: values times scale and weight, plus the bias where there is one."""
