@@ -38,7 +38,7 @@ from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.moe import fused_moe, fused_moe_reference
 from cute_kernels.norm.compile import NormSpec
-from cute_kernels.norm.config import NormConfig, launch_shape
+from cute_kernels.norm.config import BOTH, NormConfig, launch_shape
 from cute_kernels.runtime import KernelSpec
 from tests.attention.cases import Call, assert_close, make_call
 from tests.extend.cases import Call as ExtendCall
@@ -297,13 +297,14 @@ class DeferredNormCase:
 
 @dataclass(frozen=True)
 class NormCase:
-    """RMSNorm of [rows, n] behind a residual, whose sum comes too."""
+    """RMSNorm of [rows, n] behind a residual, whose sum comes too; inputs: as of `NormConfig`."""
 
     rows: int
     n: int
+    inputs: str = ""
 
     def specs(self) -> list[KernelSpec]:
-        return [NormSpec(NormConfig("rms", "bf16", *launch_shape(self.n), has_residual=True))]
+        return [NormSpec(NormConfig("rms", "bf16", *launch_shape(self.n), has_residual=True, inputs=self.inputs))]
 
     def run(self, device: str = "cuda") -> str:
         size = (self.rows, self.n)
@@ -311,8 +312,12 @@ class NormCase:
         summed = (x.float() + residual.float()).bfloat16()
         row = summed.double()
         wanted = row * (row.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+        order = scale = None
+        if self.inputs:
+            order, scale = torch.randperm(self.n, device=device).to(torch.int32), torch.randn_like(weight)
+            wanted = (wanted * scale.double())[:, order.long()]
         for _ in range(CALLS):
-            out, total = rms_norm(x, weight, residual=residual, eps=EPS)
+            out, total = rms_norm(x, weight, residual=residual, eps=EPS, order=order, input_scale=scale)
             assert torch.equal(total, summed)
             error = relative_error(out, wanted)
             assert error <= PRODUCT_TOLERANCE, error
@@ -410,6 +415,8 @@ LAYERS = {
     "linear-16-rows-turns": LinearCase(8192, 8192, 16),
     "linear-24-rows-parts": LinearCase(8192, 8192, 24),
     "linear-64-rows-cluster": LinearCase(8192, 8192, 64),
+    "linear-40-rows-cluster": LinearCase(8192, 1024, 40),
+    "linear-64-rows-wide-tiles": LinearCase(28672, 256, 64),
     "linear-96-rows-cluster-of-four": LinearCase(1280, 8192, 96, batch_invariant=True),
     "linear-limbs-before": LinearCase(57344, 8192, 8),
     "linear-limbs-zeros": LinearCase(4096, 4096, 1, Format(4, 128, True, "bf16")),
@@ -452,10 +459,16 @@ FACTORED = {
 DEFERRED = {
     "deferred-norm-limbs": DeferredNormCase(1024, 1024, 520, 3),
     "deferred-norm-clusters": DeferredNormCase(1024, 1024, 520, 30),
-    "deferred-norm-exchanged-rows": DeferredNormCase(1024, 8192, 7168, 60),
+    "deferred-norm-exchanged-rows": DeferredNormCase(1024, 8192, 7168, 128),
+    "deferred-norm-pairs": DeferredNormCase(1024, 8192, 7168, 60),
     "deferred-norm-parts": DeferredNormCase(640, 768, 200, 65),
 }
-NORMS = {"norm": NormCase(3, 4096), "norm-short-rows": NormCase(5, 1096)}
+NORMS = {
+    "norm": NormCase(3, 4096),
+    "norm-short-rows": NormCase(5, 1096),
+    "norm-of-inputs": NormCase(3, 4096, BOTH),
+    "norm-of-short-inputs": NormCase(5, 136, BOTH),
+}
 SMALL = MoeModel("small", 32, 4, 1024, 256)
 MIXTRAL, QWEN3, _ = MODELS
 EXPERTS = {
