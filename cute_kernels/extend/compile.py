@@ -47,13 +47,20 @@ class ExtendSpec(KernelSpec):
     def symbol(self) -> str:
         return self.config.name
 
+    @property
+    def _formats(self) -> tuple[str, ...]:
+        """Names of those that decide the kernel."""
+        cache = self.config.unpacks
+        own = self.config.k_format, self.config.v_format
+        return own if cache is None else tuple(dict.fromkeys((*own, cache.k_format, cache.v_format)))
+
     def source_roots(self) -> tuple[Path, ...]:
-        of_formats = sources_of(self.config.k_format, self.config.v_format)
+        of_formats = sources_of(*self._formats)
         options = score_options.sources_of(self.config.features)
         return *super().source_roots(), *launch_arguments.SOURCES, *of_formats, *_shared_sources(), *options
 
     def modules(self) -> tuple[str, ...]:
-        of_formats = modules_of(self.config.k_format, self.config.v_format)
+        of_formats = modules_of(*self._formats)
         return tuple(dict.fromkeys((*of_formats, *score_options.modules_of(self.config.features))))
 
     def compile(self, arch: str) -> Any:
@@ -142,7 +149,13 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
         "seq_lens": _fake_dense(cutlass.Int32, (cute.sym_int(),)),
         "out": _fake_dense(dtype, (total_q, q_heads, config.head_dim)),
     }
-    return attention_arguments(config.features).compile(ExtendKernel(config).launch, tensors, arch, *options)
+    beside = config.unpacks is not None
+    if config.unpacks is not None:
+        codes = [cute.sym_int() for _ in range(3)]
+        for name, form in zip(("k_codes", "v_codes"), config.unpacks.formats, strict=True):
+            tensors[name] = _fake_cache(codes, cutlass.Uint8, form.row_elements(config.head_dim), 4)
+    arguments = attention_arguments(config.features, beside)
+    return arguments.compile(ExtendKernel(config).launch, tensors, arch, *options)
 
 
 def _element_type(name: str) -> Any:

@@ -20,6 +20,7 @@ from cute_kernels.extend.schedule import (
     MAX_UNPACKED_BYTES,
     ExtendProblem,
     choose,
+    choose_beside,
     choose_fp8,
     choose_key_rows,
     choose_newer,
@@ -174,15 +175,7 @@ def _unpacked(call: ExtendCall, config: ExtendConfig) -> list[Way]:
         is_fixed = call.num_splits is not None and any(config.tile_scales)
         if least is None or is_fixed:
             return []
-    unpack, attention = choose_fp8(config) if call.fp8_products else choose_unpacked(config)
-    table, num_sms = call.base.block_table, _num_sms(call)
-    fixed: dict[str, int | float] = {
-        "window": call.base.window or 0,
-        "max_pages": 0 if table is None else table.shape[1],
-        "num_ctas": num_sms * UNPACK_CTAS_PER_SM,
-    }
-    send = UNPACK.bound(load(UnpackSpec(unpack), arch_of(call.q.device.index)), fixed)
-    launches = UnpackedLaunches(send, unpack, _launch_of(call, attention))
+    launches = _unpacked_launches(call, config)
     is_asked_for = call.unpack is True or call.fp8_products
     if is_asked_for and least == 0:
         return [Way(launches)]
@@ -192,6 +185,26 @@ def _unpacked(call: ExtendCall, config: ExtendConfig) -> list[Way]:
         return enough and (is_asked_for or launches.num_bytes(max_seq_len) <= MAX_UNPACKED_BYTES)
 
     return [Way(launches, serves)]
+
+
+def _unpacked_launches(call: ExtendCall, config: ExtendConfig) -> UnpackedLaunches:
+    """Attention that unpacks the cache itself, or else behind a launch that does."""
+    unpack, attention = choose_fp8(config) if call.fp8_products else choose_unpacked(config)
+    beside = None if call.fp8_products else choose_beside(config)
+    if beside is not None:
+        return UnpackedLaunches(None, unpack, _launch_of(call, beside))
+    fixed: dict[str, int | float] = {
+        "window": call.base.window or 0,
+        "max_pages": _table_pages(call),
+        "num_ctas": _num_sms(call) * UNPACK_CTAS_PER_SM,
+    }
+    send = UNPACK.bound(load(UnpackSpec(unpack), arch_of(call.q.device.index)), fixed)
+    return UnpackedLaunches(send, unpack, _launch_of(call, attention))
+
+
+def _table_pages(call: ExtendCall) -> int:
+    """Of a request; 0 without a table."""
+    return 0 if call.base.block_table is None else call.base.block_table.shape[1]
 
 
 def _key_rows(call: ExtendCall, config: ExtendConfig) -> list[Way]:
@@ -277,10 +290,13 @@ def _sender(call: ExtendCall, config: ExtendConfig) -> Callable[..., Any]:
         "soft_cap": base.soft_cap or 1.0,
     }
     if not config.unpacked:
-        fixed |= {"max_pages": 0 if base.block_table is None else base.block_table.shape[1], "tile_scales": 0}
+        fixed |= {"max_pages": _table_pages(call), "tile_scales": 0}
+    beside = config.unpacks is not None
+    if beside:
+        fixed |= {"table_pages": _table_pages(call)}
     options: dict[str, Place] = {name: ("options", name) for name in ("k_scale", "v_scale", "sinks", "alibi_slopes")}
     options |= {tensor.name: ("options", "score_options", tensor.name) for tensor in tensors_in(config.features)}
-    return attention_arguments(config.features).bound(
+    return attention_arguments(config.features, beside).bound(
         load(ExtendSpec(config), arch_of(call.q.device.index)), fixed, options
     )
 
@@ -297,8 +313,9 @@ def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
     specs: list[KernelSpec] = [ExtendSpec(config), *([combine_spec(config)] if splits else [])]
     specs += map(ExtendSpec, choose_key_rows(config))
     if queries_to_unpack_for(config, 1, 1, None) is not None:
+        beside = choose_beside(config)
         unpack, attention = choose_unpacked(config)
-        specs += [UnpackSpec(unpack), ExtendSpec(attention)]
+        specs += [UnpackSpec(unpack), ExtendSpec(attention)] if beside is None else [ExtendSpec(beside)]
     return specs
 
 

@@ -170,6 +170,14 @@ def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
     return unpack, attention
 
 
+def choose_beside(config: ExtendConfig) -> ExtendConfig | None:
+    """What serves the calls that ``config`` serves by one launch, whose idle producer warps unpack the cache; None
+    where nothing does."""
+    unpack, attention = choose_unpacked(config)
+    beside = replace(attention, keys=UnpackedKeys(beside=unpack))
+    return beside if beside.can_implement() is None else None
+
+
 def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
     """As :func:`choose_unpacked`, for products of 8 bits."""
     unpack, attention = choose_unpacked(config)

@@ -1,0 +1,195 @@
+"""Unpacking a cache beside attention's products: what :mod:`.unpack` does in a launch of its own, the producer warps
+that have nothing to fill do here.
+
+They draw chunks, 16 rows of a tile of K or V of one KV head, in the order in which work tiles want them: the last
+request first, its last tokens first. A warp tells of a chunk's rows (:mod:`.progress`) when it has asked for those of
+the next one, since telling waits for all stores of its SM to be seen. The warp that fills tiles waits until both tiles
+of a block are there; it looks at 16 blocks together, and unpacking is soon far ahead of the products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_kernels.device import ptx
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.device.division import Divisor
+from cute_kernels.device.ring import advance
+from cute_kernels.device.types import extents
+from cute_kernels.extend.config import UNPACK_WARPS, ExtendConfig, UnpackConfig
+from cute_kernels.extend.memory import KEYS, VALUES, Pages, Rows, Source
+from cute_kernels.extend.progress import NOTHING, Progress
+from cute_kernels.extend.tma_tiles import TmaTileProducer
+from cute_kernels.extend.unpack import UnpackKernel, UnpackTarget, UnpackWork
+
+CHUNKS = UNPACK_WARPS  # of a tile
+
+
+@dataclass(frozen=True)
+class SourceBeside(Source):
+    """Unpacked keys, and the cache that they are made of meanwhile; run-time values.
+
+    Attributes:
+        cache: the latter. target: where rows go. room: tokens that a request has there. progress: how far it is.
+    """
+
+    cache: Source
+    target: UnpackTarget
+    room: Int32
+    progress: Progress
+
+    @staticmethod
+    def of(source: Source, given, config: UnpackConfig) -> SourceBeside:
+        """On the host."""
+        blocks, rows = extents(given.k_codes), extents(given.k_cache)
+        tokens = blocks[2] if config.head_major else blocks[1]
+        codes = given.k_codes, given.v_codes
+        keys, values = (Rows.of(tensor, 1, config.head_major) for tensor in codes)
+        pages = Pages(given.block_table, given.table_pages, blocks[0], Divisor.of(tokens))
+        progress = Progress(given.counter, rows[0], rows[1], rows[2] // config.tile_tokens)
+        return SourceBeside(
+            keys=source.keys,
+            values=source.values,
+            pages=source.pages,
+            maps=source.maps,
+            tile_scales=source.tile_scales,
+            cache=Source(keys, values, pages, None, Int64(0)),
+            target=UnpackTarget(ptx.address(given.k_cache), ptx.address(given.v_cache), source.tile_scales),
+            room=rows[2],
+            progress=progress,
+        )
+
+
+class ProducerBeside(TmaTileProducer):
+    """One warp fills tiles, the others unpack."""
+
+    def __init__(self, config: ExtendConfig):
+        super().__init__(config)
+        assert config.unpacks is not None
+        self.chunks = ChunkUnpacker(config)
+        self.num_warps = config.producer_warps
+
+    @cute.jit
+    def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
+        """As :class:`.TmaTileProducer` has it, of tiles that are unpacked meanwhile."""
+        known = Int32(0)
+        for i in cutlass.range(span.begin, span.end, 1, unroll=1):
+            block = span.end - 1 - (i - span.begin)
+            if known == 0:
+                known = source.progress.wait(work.request, work.head, block, span.begin, Int32(CHUNKS - 1), lane)
+            known = known - 1
+            found, place = self.locate(source, work, block, lane)
+            for operand in cutlass.range_constexpr(2):
+                self.copy(operand, source, work, memory, block, first_valid, found, place, lane, stage, phase)
+            stage, phase = advance(stage, phase, self.config.num_stages)
+        return stage, phase
+
+    @cute.jit
+    def unpack(self, shape, source, lengths, lane: Int32):
+        """What the other warps do."""
+        self.chunks.run(shape, source, lengths, lane)
+
+    def leave(self, source, lane) -> None:
+        """What each of them all does last."""
+        source.progress.leave(cute.arch.grid_dim()[0] * self.num_warps, lane)
+
+
+class ChunkUnpacker:
+    """Warps that draw chunks until there are no more."""
+
+    def __init__(self, config: ExtendConfig):
+        assert config.unpacks is not None
+        self.config = config.unpacks
+        self.kernel = UnpackKernel(self.config)
+        first, second = self.config.formats
+        self.alike = first == second  # then code for one of K and V serves both
+
+    @cute.jit
+    def run(self, shape, source, lengths, lane: Int32):
+        """All requests, the last one first."""
+        progress, tokens = source.progress, self.config.tile_tokens
+        ticket, passed, told = progress.draw(lane), Int32(0), Int64(NOTHING)
+        chunk = cute.arch.shuffle_sync(ticket, 0)
+        for first in cutlass.range(0, shape.batch, WARP_THREADS):
+            own = shape.batch - 1 - (first + lane)
+            own = cutlass.select_(own < 0, shape.batch, own)  # one that there is not
+            own_valid, own_stop = self.kernel.tokens(shape, lengths, own)
+            for k in cutlass.range(0, cutlass.min(shape.batch - first, WARP_THREADS), 1):
+                first_valid, kv_stop = cute.arch.shuffle_sync(own_valid, k), cute.arch.shuffle_sync(own_stop, k)
+                begin, end = first_valid // tokens, (kv_stop + (tokens - 1)) // tokens
+                count = (end - begin) * shape.kv_heads.value * (2 * CHUNKS)
+                request = shape.batch - 1 - (first + k)
+                while chunk - passed < count:
+                    ticket = progress.draw(lane)
+                    told = self.unpack(
+                        shape,
+                        source,
+                        UnpackWork(request, Int32(0), kv_stop),
+                        first_valid,
+                        end,
+                        chunk - passed,
+                        told,
+                        lane,
+                    )
+                    chunk = cute.arch.shuffle_sync(ticket, 0)
+                passed = passed + count
+        progress.tell(told, lane)
+
+    @cute.jit
+    def unpack(self, shape, source, work, first_valid, end, index: Int32, told: Int64, lane: Int32):
+        """A request's chunk of a number. told: address of the word of the chunk before, which is told of meanwhile;
+        that of this one."""
+        part, rest = index % CHUNKS, index // CHUNKS
+        operand, rest = rest & 1, rest >> 1
+        rank, head = shape.kv_heads.divide_int(rest)
+        block = end - 1 - rank
+        work = UnpackWork(work.request, head, work.kv_stop)
+        if const_expr(self.alike):
+            self.copy(KEYS, operand, shape, source, work, first_valid, block, told, part, lane)
+        else:
+            if operand == KEYS:
+                self.copy(KEYS, Int32(KEYS), shape, source, work, first_valid, block, told, part, lane)
+            else:
+                self.copy(VALUES, Int32(VALUES), shape, source, work, first_valid, block, told, part, lane)
+        return source.progress.block(work.request, head, block) + 4 * operand
+
+    @cute.jit
+    def copy(
+        self,
+        form: cutlass.Constexpr,
+        operand: Int32,
+        shape,
+        source,
+        work,
+        first_valid: Int32,
+        block: Int32,
+        told: Int64,
+        part: Int32,
+        lane: Int32,
+    ):
+        """Rows of a tile of K or V; form: whose code does."""
+        config, rows = self.config, self.kernel.rows[form]
+        is_key = operand == KEYS
+        cache, target = self.of_operand(source.cache, is_key), source.target
+        held, places = rows.make(), rows.runs.make()
+        rows.runs.ask(places, cache, work, block, part)
+        rows.load(held, places, cache, work, first_valid, block, part, lane)
+        source.progress.tell(told, lane)
+        line = Int64(work.request) * shape.kv_heads.value + work.head
+        row = line * source.room + (block * config.tile_tokens + part * config.warp_rows)
+        tile = cutlass.select_(is_key, target.keys, target.values) + row * self.kernel.row_bytes
+        self.kernel.store(rows, held, Float32(1.0), tile, lane)
+
+    def of_operand(self, cache, is_key) -> Source:
+        """Where both K and V are the one or the other."""
+        keys, values = cache.keys, cache.values
+
+        def chosen(name: str):
+            return cutlass.select_(is_key, getattr(keys, name), getattr(values, name))
+
+        rows = Rows(*map(chosen, ("base", "block_bytes", "token_bytes", "head_bytes")))
+        return Source(rows, rows, cache.pages, None, Int64(0))
