@@ -10,18 +10,23 @@ of a block are there; it looks at 16 blocks together, and unpacking is soon far 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
+from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import extents
-from cute_kernels.extend.config import UNPACK_WARPS, ExtendConfig, UnpackConfig
+from cute_kernels.extend.config import TILE_SCALE_BYTES, UNPACK_WARPS, ExtendConfig, UnpackConfig
+from cute_kernels.extend.decode import CodedRows
+from cute_kernels.extend.loads import store_below
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Rows, Source
+from cute_kernels.extend.powers import exponent_beside, power_of_2
 from cute_kernels.extend.progress import NOTHING, Progress
 from cute_kernels.extend.tma_tiles import TmaTileProducer
 from cute_kernels.extend.unpack import UnpackKernel, UnpackTarget, UnpackWork
@@ -107,6 +112,7 @@ class ChunkUnpacker:
         self.kernel = UnpackKernel(self.config)
         first, second = self.config.formats
         self.alike = first == second  # then code for one of K and V serves both
+        self.scales = TileScale(self.config, KEYS), TileScale(self.config, VALUES)
 
     @cute.jit
     def run(self, shape, source, lengths, lane: Int32):
@@ -178,11 +184,17 @@ class ChunkUnpacker:
         held, places = rows.make(), rows.runs.make()
         rows.runs.ask(places, cache, work, block, part)
         rows.load(held, places, cache, work, first_valid, block, part, lane)
+        scales = self.scales[form].load(cache, work, first_valid, block, lane)
         source.progress.tell(told, lane)
         line = Int64(work.request) * shape.kv_heads.value + work.head
+        factor = Float32(1.0)
+        if const_expr(any(config.tile_scales)):
+            number = line * (source.room // config.tile_tokens) + block
+            place = target.tile_scales + number * TILE_SCALE_BYTES
+            factor = self.scales[form].tell(scales, is_key, place, part * WARP_THREADS + lane)
         row = line * source.room + (block * config.tile_tokens + part * config.warp_rows)
         tile = cutlass.select_(is_key, target.keys, target.values) + row * self.kernel.row_bytes
-        self.kernel.store(rows, held, Float32(1.0), tile, lane)
+        self.kernel.store(rows, held, factor, tile, lane)
 
     def of_operand(self, cache, is_key) -> Source:
         """Where both K and V are the one or the other."""
@@ -193,3 +205,53 @@ class ChunkUnpacker:
 
         rows = Rows(*map(chosen, ("base", "block_bytes", "token_bytes", "head_bytes")))
         return Source(rows, rows, cache.pages, None, Int64(0))
+
+
+@dataclass(frozen=True)
+class Rows32:
+    """As much of a tile as a warp has lanes for, as :class:`.decode.RowShape`."""
+
+    tile: UnpackConfig
+    warp_rows: ClassVar[int] = WARP_THREADS
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tile, name)
+
+
+class TileScale:
+    """The power of 2 of a tile of K or V: each warp that has a part of it looks at the scales of all its rows."""
+
+    def __init__(self, config: UnpackConfig, operand: int):
+        self.operand, self.is_scaled = operand, config.tile_scales[operand]
+        self.loads = config.tile_tokens // WARP_THREADS if self.is_scaled else 0
+        shape = Rows32(config)
+        self.rows = CodedRows(shape, operand, around=True)
+
+    @cute.jit
+    def load(self, source, work, first_valid: Int32, block: Int32, lane: Int32):
+        """Asks for the scales of a tile's rows, of which a lane has every 32nd; registers."""
+        scales = cute.make_rmem_tensor(max(self.loads, 1), Uint32)
+        own = cute.make_rmem_tensor(1, Uint32)
+        for i in cutlass.range_constexpr(self.loads):
+            places = self.rows.runs.make()
+            self.rows.runs.ask(places, source, work, block, Int32(i))
+            self.rows.load_scales(own, places, source, work, first_valid, block, Int32(i), lane)
+            scales[i] = own[0]
+        return scales
+
+    @cute.jit
+    def tell(self, scales, is_key, address: Int64, thread: Int32):
+        """Writes a tile's power of 2 to an address, as :class:`.unpack.UnpackTarget` has it; returns its reciprocal.
+        thread: among those that have the tile, of which one writes."""
+        exponent = Int32(0)
+        if const_expr(self.is_scaled):
+            own = in_pairs(ptx.fmax, [scales[i].bitcast(Float32) for i in range(self.loads)])
+            exponent = exponent_beside(lane_max(own, neighbours(WARP_THREADS)))
+        power, reciprocal = power_of_2(exponent), power_of_2(-exponent)
+        words = [
+            cutlass.select_(is_key, power, exponent.to(Float32)),
+            cutlass.select_(is_key, Float32(0.0), reciprocal),
+        ]
+        place = address + cutlass.select_(is_key, Int64(0), Int64(2 * 4))
+        store_below(thread, Int32(1), place, words)
+        return reciprocal

@@ -489,8 +489,6 @@ class ExtendConfig:
         """Why producer warps cannot unpack a cache beside the products, or None."""
         if not self.coded or self.fp8 is not None:
             return "only codes become 16 bits beside the products"
-        if any(self.tile_scales):
-            return "tiles with scales are not made beside the products"
         if self.columns > 128:
             return f"sums of head_dim {self.head_dim} leave no registers to unpack beside the products"
         return cache.can_implement()

@@ -15,6 +15,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.attention.features import Features
 from cute_kernels.device.division import Divisor
+from cute_kernels.extend import beside
 from cute_kernels.extend.beside import CHUNKS, ChunkUnpacker, SourceBeside
 from cute_kernels.extend.call import make_call as check_call
 from cute_kernels.extend.config import TILE_WORDS_AT
@@ -56,7 +57,9 @@ class UnpackedBeside(Unpacked):
         self.told: list[tuple[int, ...]] = []
         self.num_drawn = 0
         self.at, self.scheduler, self.own = at, Scheduler(len(call.q)), threading.local()
-        with running(Altered(self.machine, modules={Progress: {"draw": _of(self._draw), "tell": _of(self._tell)}})):
+        own: dict[Any, Any] = {Progress: {"draw": _of(self._draw), "tell": _of(self._tell)}}
+        own[beside] = {"store_below": self.machine.store_below}
+        with running(Altered(self.machine, modules=own)):
             pages = Pages(Int64(at["table"]), Int32(max_pages), Int32(blocks), Divisor.of(Int32(page_size)))
             none: Any = None
             cache: Any = Source(rows[0], rows[1], pages, None, Int64(0))
@@ -107,7 +110,12 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "int4_g4, pages of 48, HND": ("int4_g4", {"page_size": 48, "cache_layout": "HND"}),
     "e4m3, a scale a tensor": ("e4m3_tensor", {}),
     "e5m2, contiguous": ("e5m2", {"page_size": None}),
+    "int8, a scale a row": ("int8_token_head", {}),
+    "e4m3, a scale a row, pages of 16": ("e4m3_token_head", {"page_size": 16}),
     "a pair": (("e4m3_tensor", "int4_g4"), {}),
+    "another pair": (("e4m3_tensor", "int8_token_head"), {}),
+    "a third": (("int8_token_head", "int4_g4"), {}),
+    "int8, window": ("int8_token_head", {"window_size": 40}),
     "head_dim 80": ("e5m2", {"head_dim": 80}),
     "window": ("int4_g4", {"window_size": 40}),
 }
@@ -119,6 +127,7 @@ def test_it_makes_the_bits_of_a_launch_of_its_own(name):
     call = make_call(kv_format, Q_LENS, LENGTHS, **options)
     mine, other = UnpackedBeside(call), Unpacked(call)
     assert all((a == b).all() for a, b in zip(mine.raw, other.raw, strict=True))
+    assert (mine.scales.view(np.uint32) == other.scales.view(np.uint32)).all()
 
 
 def test_each_chunk_is_told_of_once_and_each_warp_draws_one_number_too_many():
@@ -189,10 +198,10 @@ def test_a_warp_waits_for_both_tiles_of_a_block(missing, known):
         assert int(np.asarray(near)[0]) >= 2, "blocks before the first are not looked at"
 
 
-def test_what_has_no_room_or_scales_of_rows_is_unpacked_before():
+def test_sixteen_bits_and_sums_without_room_are_unpacked_before():
     features = Features(causal=True, paged=True)
-    for name, head_dim in (("int8_token_head", 128), ("bf16", 128), ("int4_g4", 256)):
+    for name, head_dim in (("bf16", 128), ("int4_g4", 256)):
         assert choose_beside(choose(ExtendProblem(head_dim, name, name, "bf16", 64, features))) is None
-    for name in ("int4_g1", "int4_g4", "e4m3_tensor", "e5m2"):
+    for name in ("int4_g1", "int4_g4", "e4m3_tensor", "e5m2", "int8_token_head", "e4m3_token_head"):
         config = choose_beside(choose(ExtendProblem(128, name, name, "bf16", 64, features)))
         assert config is not None and config.takes_table and config.name.endswith(f"beside_{name}_p64")
