@@ -12,7 +12,7 @@ from cute_kernels.attention import score_options
 from cute_kernels.attention.features import Features
 from cute_kernels.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.extend.config import CombineConfig, ExtendConfig, UnpackConfig
-from cute_kernels.extend.schedule import ExtendProblem, choose, choose_key_rows, choose_unpacked
+from cute_kernels.extend.schedule import ExtendProblem, choose, choose_beside, choose_key_rows, choose_unpacked
 from cute_kernels.kv_formats import modules_of, sources_of
 from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.spec import KernelSpec, check_config
@@ -114,9 +114,11 @@ def shipped_specs() -> list[KernelSpec]:
     problems += [ExtendProblem(128, "bf16", "bf16", "bf16", 16, CAUSAL_PAGES)]
     combines = [CombineConfig("bf16", head_dim) for head_dim in (64, 128)]
     loading = [choose(problem) for problem in problems]
-    unpacked = [choose_unpacked(config) for config in loading if config.coded or config.page_tokens == 16]
+    many = [config for config in loading if config.coded or config.page_tokens == 16]
+    beside = [own for config in many if (own := choose_beside(config)) is not None]
+    unpacked = [choose_unpacked(config) for config in many if choose_beside(config) is None]
     few = [own for config in loading for own in choose_key_rows(config)]
-    attention = dict.fromkeys((*loading, *few, *(config for _, config in unpacked)))
+    attention = dict.fromkeys((*loading, *few, *beside, *(config for _, config in unpacked)))
     unpacking = [UnpackSpec(config) for config, _ in unpacked]
     return [*map(ExtendSpec, attention), *unpacking, *map(CombineSpec, combines)]
 

@@ -15,7 +15,7 @@ from cute_kernels.attention.score_options import tensors_in
 from cute_kernels.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.extend.call import ExtendCall
 from cute_kernels.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
-from cute_kernels.extend.config import UNPACK_CTAS_PER_SM, CombineConfig, ExtendConfig
+from cute_kernels.extend.config import ELEMENT_BYTES, UNPACK_CTAS_PER_SM, CombineConfig, ExtendConfig
 from cute_kernels.extend.schedule import (
     MAX_UNPACKED_BYTES,
     ExtendProblem,
@@ -26,6 +26,7 @@ from cute_kernels.extend.schedule import (
     choose_newer,
     choose_unpacked,
     queries_to_unpack_for,
+    room_of,
     serves_key_rows,
 )
 from cute_kernels.extend.unpacked import UnpackedLaunches
@@ -191,7 +192,9 @@ def _unpacked_launches(call: ExtendCall, config: ExtendConfig) -> UnpackedLaunch
     """Attention that unpacks the cache itself, or else behind a launch that does."""
     unpack, attention = choose_fp8(config) if call.fp8_products else choose_unpacked(config)
     beside = None if call.fp8_products else choose_beside(config)
-    if beside is not None:
+    # Words count tiles then: not of more memory than calls take by themselves.
+    bounded = call.unpack is not True or _unpacked_bytes(call) <= MAX_UNPACKED_BYTES
+    if beside is not None and bounded:
         return UnpackedLaunches(None, unpack, _launch_of(call, beside))
     fixed: dict[str, int | float] = {
         "window": call.base.window or 0,
@@ -200,6 +203,13 @@ def _unpacked_launches(call: ExtendCall, config: ExtendConfig) -> UnpackedLaunch
     }
     send = UNPACK.bound(load(UnpackSpec(unpack), arch_of(call.q.device.index)), fixed)
     return UnpackedLaunches(send, unpack, _launch_of(call, attention))
+
+
+def _unpacked_bytes(call: ExtendCall) -> int:
+    """Of K and V, if requests have as many tokens as they may."""
+    head_dim = call.q.shape[2]
+    tokens = call.batch * call.base.num_kv_heads * room_of(call.base.max_seq_len, head_dim)
+    return 2 * ELEMENT_BYTES * tokens * head_dim
 
 
 def _table_pages(call: ExtendCall) -> int:

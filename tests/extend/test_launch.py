@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.attention.features import PLAIN
 from cute_kernels.extend import extend_attention, ops, ragged
-from cute_kernels.extend.arguments import ATTENTION, COMBINE, UNPACK
+from cute_kernels.extend.arguments import ATTENTION, COMBINE, UNPACK, attention_arguments
 from cute_kernels.extend.call import make_call
+from cute_kernels.extend.config import COUNTER_WORDS
 from cute_kernels.extend.plan import make_plan, problem_of, specs_of
 from cute_kernels.extend.ragged import ragged_attention
 from cute_kernels.extend.schedule import MAX_UNPACKED_BYTES, choose, key_rows_of
@@ -17,6 +19,8 @@ from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.launch_arguments import LaunchArguments
 from tests.launchers import Launch, recording
 from tests.observed import calls_of
+
+BESIDE = attention_arguments(PLAIN, beside=True)
 
 
 @pytest.fixture
@@ -103,12 +107,26 @@ def test_many_queries_over_codes_are_served_over_unpacked_keys(launches):
     extend_attention(**coded(6))
     assert not any("unpack" in symbol for symbol in symbols(launches))
     launches.clear()
-    extend_attention(**coded(4000))
+    call = coded(4000)
+    extend_attention(**call)
+    (attention,) = launches
+    assert attention.symbol.endswith("_unpacked_beside_int8_token_head")
+    assert len(ops.launch.plans) == 1, "the same plan serves both"
+    found = by_name(BESIDE, attention)
+    assert found["k_cache"].shape == found["v_cache"].shape == (2, 2, 256, 64)
+    assert found["k_cache"].dtype == torch.float16 and found["k_codes"].shape == call["k_cache"].shape
+    words = 2 * 2 * 2 * (256 // 128)  # requests, KV heads, K and V, tiles
+    assert found["counter"] == COUNTER_WORDS + words, "of workspace"
+
+
+def test_what_has_no_registers_to_unpack_beside_the_products_is_unpacked_before(launches):
+    cache = torch.zeros(2, 256, 2, 260, dtype=torch.uint8)
+    q = torch.zeros(4000, 4, 256).bfloat16()
+    extend_attention(**coded(4000) | {"q": q, "k_cache": cache, "v_cache": cache})
     unpack, attention = launches
     assert unpack.symbol.startswith("extend_unpack_int8") and attention.symbol.endswith("_unpacked")
-    assert len(ops.launch.plans) == 1, "the same plan serves both"
     k_rows, v_rows = unpack.arguments[2:4]
-    assert k_rows.shape == v_rows.shape == (2, 2, 256, 64) and k_rows.dtype == torch.float16
+    assert k_rows.shape == v_rows.shape == (2, 2, 256, 256) and k_rows.dtype == torch.float16
     assert attention.arguments[1] is k_rows and attention.arguments[2] is v_rows
 
 
@@ -116,7 +134,8 @@ def test_what_the_caller_knows_of_lengths_bounds_unpacked_keys(launches):
     for most, room in ((100, 128), (129, 256), (10**6, 256), (None, 256)):
         launches.clear()
         extend_attention(**coded(4000, max_seq_len=most))
-        assert launches[0].arguments[2].shape[2] == room
+        found = by_name(BESIDE, launches[0])
+        assert found["k_cache"].shape[2] == room and found["counter"] == COUNTER_WORDS + 8 * (room // 128)
     assert len(ops.launch.plans) == 1, "lengths change from step to step"
     with pytest.raises(ValueError, match="max_seq_len"):
         extend_attention(**coded(4000, max_seq_len=0))
@@ -131,14 +150,18 @@ def test_unpacked_keys_take_no_more_memory_than_is_theirs(launches):
     assert len(launches) == 1
     call["max_seq_len"] = 256
     extend_attention(**call)
-    assert len(launches) == 3
+    assert len(launches) == 2 and "beside" in launches[1].symbol
+    launches.clear()
+    del call["max_seq_len"]
+    extend_attention(**call, unpack=True)
+    assert len(launches) == 2, "words that count so many tiles would be as many for each graph"
 
 
 def test_the_caller_says_whether_keys_are_unpacked(launches):
     extend_attention(**coded(6, unpack=True))
-    assert len(launches) == 2
+    assert len(launches) == 1 and "beside" in launches[0].symbol
     extend_attention(**coded(4000, unpack=False))
-    assert len(launches) == 3
+    assert len(launches) == 2 and "beside" not in launches[1].symbol
     with pytest.raises(TypeError, match="unpack"):
         extend_attention(**coded(6, unpack="yes"))
 
@@ -165,7 +188,7 @@ def test_with_fixed_splits_rows_scales_are_read_as_they_are(launches):
     assert len(launches) == 1
     cache = torch.zeros(2, 256, 2, 36, dtype=torch.uint8)
     extend_attention(**coded(4000, num_splits=1) | {"k_cache": cache, "v_cache": cache, "kv_format": "int4_g1"})
-    assert len(launches) == 3
+    assert len(launches) == 2 and "beside" in launches[1].symbol
 
 
 def test_what_a_configuration_s_calls_may_launch_can_be_prepared():
@@ -173,8 +196,8 @@ def test_what_a_configuration_s_calls_may_launch_can_be_prepared():
         extend_attention(**coded(6))
         loaded = {spec for spec, _ in recorded.loaded}
     config = choose(problem_of(make_call(**coded(6))))
-    assert loaded == set(specs_of(config)) and len(loaded) == 4
-    assert len(specs_of(config, splits=False)) == 3
+    assert loaded == set(specs_of(config)) and len(loaded) == 3
+    assert len(specs_of(config, splits=False)) == 2
 
 
 def test_what_no_call_would_be_served_by_is_not_compiled():
@@ -182,7 +205,7 @@ def test_what_no_call_would_be_served_by_is_not_compiled():
         with recording() as recorded:
             extend_attention(**coded(6, **options))
         names = [spec.symbol for spec, _ in recorded.loaded if not spec.symbol.startswith("extend_combine")]
-        assert len(names) == 2 and names[0].startswith("extend_unpack") and names[1].endswith("_unpacked"), options
+        assert len(names) == 1 and "_unpacked_beside_" in names[0], options
 
 
 @pytest.mark.parametrize("unpack", [False, True])
@@ -192,8 +215,9 @@ def test_block_tables_whose_rows_lie_apart_are_copied(unpack, launches):
     call: dict[str, Any] = coded(6, block_table=table, unpack=unpack) | {"k_cache": pages, "v_cache": pages}
     before = dict(call)
     extend_attention(**call)
-    found = by_name(UNPACK if unpack else ATTENTION, launches[0])
-    assert found["block_table"] not in (0, table.data_ptr()) and found["max_pages"] == 3
+    found = by_name(BESIDE if unpack else ATTENTION, launches[0])
+    assert found["block_table"] not in (0, table.data_ptr())
+    assert found["table_pages" if unpack else "max_pages"] == 3
     assert call.keys() == before.keys() and all(call[name] is before[name] for name in call)
 
 
@@ -225,6 +249,13 @@ def test_every_number_of_a_launch_stands_where_the_kernel_takes_it(launches):
 
 def test_every_number_of_unpacking_stands_where_its_kernel_takes_it(launches):
     extend_attention(**coded(4000, max_seq_len=100, unpack=True, window_size=9))
+    found = by_name(BESIDE, launches[0])
+    numbers = {"max_pages": 100, "table_pages": 0, "window": 9, "prefix_only": 0, "block_table": 0}
+    assert {name: found[name] for name in numbers} == numbers and found["tile_scales"] != 0
+    launches.clear()
+    cache, q = torch.zeros(2, 256, 2, 260, dtype=torch.uint8), torch.zeros(4000, 4, 256).bfloat16()
+    call = coded(4000, max_seq_len=100, unpack=True, window_size=9)
+    extend_attention(**call | {"q": q, "k_cache": cache, "v_cache": cache})
     unpack, attention = by_name(UNPACK, launches[0]), by_name(ATTENTION, launches[1])
     numbers = {"max_pages": 0, "total_q": 4000, "max_seq_len": 100, "window": 9, "prefix_only": 0, "block_table": 0}
     assert {name: unpack[name] for name in numbers} == numbers

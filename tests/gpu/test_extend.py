@@ -14,13 +14,14 @@ import torch
 
 from cute_kernels import decode_attention
 from cute_kernels.compat.flash_attn import flash_attn_varlen_func
-from cute_kernels.extend import mixed_attention, ops
+from cute_kernels.extend import mixed_attention, ops, plan
 from cute_kernels.extend.call import make_call as check_call
 from cute_kernels.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
 from cute_kernels.extend.config import CombineConfig, ExtendConfig, UnpackConfig
 from cute_kernels.extend.plan import configs_of, problem_of
-from cute_kernels.extend.schedule import choose, choose_fp8, choose_unpacked
+from cute_kernels.extend.schedule import choose, choose_beside, choose_fp8, choose_unpacked
 from cute_kernels.runtime.spec import KernelSpec
+from tests.attention.cases import make_call as make_decode_call
 from tests.extend.cases import FORMATS, Call, assert_close, make_call
 from tests.gpu.extend_graphs import assert_a_graph_serves
 
@@ -147,8 +148,10 @@ def specs() -> list[KernelSpec]:
         first, *newer = configs_of(check_call(*call.tensors, **call.keywords))
         if call.options.get("unpack") or call.options.get("fp8_products"):
             chosen = choose_fp8 if call.options.get("fp8_products") else choose_unpacked
+            beside = None if call.options.get("fp8_products") else choose_beside(first)
             unpack, first = chosen(first)
             unpacking[unpack] = None
+            configs |= dict.fromkeys(() if beside is None else (beside,))
         configs |= dict.fromkeys((first, *newer))
     combines = dict.fromkeys(CombineConfig(config.q_dtype, config.head_dim) for config in configs)
     return [*map(ExtendSpec, configs), *map(UnpackSpec, unpacking), *map(CombineSpec, combines)]
@@ -177,6 +180,7 @@ def test_it_is_attention(name):
     [
         *("bf16", "int8_token_head", "int4_g4", "window, codes", "new tokens, codes", "splits", "tree, int4, splits"),
         *("int8_token_head, unpacked", "window, unpacked", "new tokens, unpacked", "pages of 16, unpacked"),
+        *("int4_g4, unpacked", "e4m3_tensor, unpacked", "new tokens, all features, unpacked"),
     ],
 )
 def test_random_batches(name):
@@ -360,7 +364,7 @@ def test_it_agrees_with_decode_attention(name):
     assert difference.norm() <= 4e-3 * want.float().norm()
 
 
-@pytest.mark.parametrize("name", ["int8_token_head", "int8_token_head, unpacked"])
+@pytest.mark.parametrize("name", ["int8_token_head", "int8_token_head, unpacked", "int4_g4, unpacked"])
 def test_a_graph_serves_other_lengths(name):
     other = variant(name, [100, 3, 0, 40, 200, 3, 1], [690, 5, 100, 64, 200, 4, 1], seed=5)
     assert_a_graph_serves(variant(name), other)
@@ -373,7 +377,58 @@ def test_many_launches_leave_the_counter_empty():
         assert torch.equal(call.run(), want)
 
 
-@pytest.mark.parametrize("name", ["int8_token_head", "int8_token_head, unpacked", "pages of 16, unpacked"])
+BESIDE = ("int4_g4, unpacked", "int8_token_head, unpacked")
+"""Whose launches unpack the cache themselves."""
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_counts_unpacked_tiles_is_left_empty(name):
+    """Other kernels of the stream use the same words, and so do launches with more and with fewer of them."""
+    calls = [variant(name), variant(name, [200], [3000]), variant(name, [1] * 40, [130] * 40)]
+    other = make_decode_call("int4_g4", (16000, 3), num_kv_heads=8, group=4, device=CUDA)
+    works = [*(call.run for call in calls), other.run]
+    wanted = [work() for work in works]
+    for _ in range(20):
+        for work, want in zip(works, wanted, strict=True):
+            assert torch.equal(work(), want)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_launches_that_unpack_run_on_two_streams(name):
+    calls = [variant(name), variant(name, [200, 3], [3000, 900], seed=1)]
+    wanted = [call.run() for call in calls]
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream(), torch.cuda.Stream()], []
+    for _ in range(20):
+        for call, stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(call.run())
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wanted[i % 2]) for i, out in enumerate(found))
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_one_cta_unpacks_all_that_it_waits_for(name):
+    call = variant(name, num_splits=1)
+    assert torch.equal(call.run(sm_margin=131), call.run())
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_it_makes_no_difference_which_launch_unpacks(name, monkeypatch):
+    """Bits and log-sum-exps are those over keys that a launch of its own has unpacked."""
+    calls = [variant(name), variant(name, num_splits=3), variant(name, window_size=33), variant(name, new=True)]
+    mine = [call.run(return_lse=True) for call in calls]
+    ops.launch.plans.clear()
+    monkeypatch.setattr(plan, "choose_beside", lambda config: None)
+    others = [call.run(return_lse=True) for call in calls]
+    ops.launch.plans.clear()
+    for found, want in zip(mine, others, strict=True):
+        assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])
+
+
+@pytest.mark.parametrize(
+    "name", ["int8_token_head", "int8_token_head, unpacked", "int4_g4, unpacked", "pages of 16, unpacked"]
+)
 def test_ends_and_lengths_that_cannot_be_do_no_harm(name):
     """Numbers on the device are not looked at: nothing may be written or read outside the tensors."""
     call = variant(name)
@@ -392,6 +447,16 @@ def test_unpacking_changes_no_bit_where_rows_have_no_fp32_scales(name):
         options = {"num_splits": num_splits, "return_lse": True}
         for mine, other in zip(read.run(**options), unpacked.run(**options), strict=True):
             assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_the_last_cached_token_may_be_seen_by_no_query(name):
+    """Of a window of 1 beside new tokens: its tile is loaded, and what nobody has written may be NaN."""
+    call = variant(name, new=True, window_size=1)
+    for _ in range(2):
+        held = [torch.full((2**22,), torch.nan, device=CUDA) for _ in range(4)]
+        del held
+        check(call)
 
 
 def test_the_memory_of_unpacked_keys_may_be_bounded():
