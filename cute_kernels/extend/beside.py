@@ -22,16 +22,26 @@ from cute_kernels.device.division import Divisor
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import extents
-from cute_kernels.extend.config import TILE_SCALE_BYTES, UNPACK_WARPS, ExtendConfig, UnpackConfig
+from cute_kernels.extend.config import (
+    MMA_WARPGROUPS,
+    SLAB_COLUMNS,
+    TILE_SCALE_BYTES,
+    TILE_TOKENS,
+    ExtendConfig,
+    UnpackConfig,
+)
 from cute_kernels.extend.decode import CodedRows
 from cute_kernels.extend.loads import store_below
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Rows, Source
+from cute_kernels.extend.multiply import FIRST_TURN
 from cute_kernels.extend.powers import exponent_beside, power_of_2
 from cute_kernels.extend.progress import NOTHING, Progress
 from cute_kernels.extend.tma_tiles import TmaTileProducer
 from cute_kernels.extend.unpack import UnpackKernel, UnpackTarget, UnpackWork
 
-CHUNKS = UNPACK_WARPS  # of a tile
+CHUNK_ROWS = WARP_THREADS  # a lane for the scale of each
+CHUNKS = TILE_TOKENS[SLAB_COLUMNS] // CHUNK_ROWS  # of a tile
+UNPACKING = FIRST_TURN + MMA_WARPGROUPS  # barrier of the warps that unpack
 
 
 @dataclass(frozen=True)
@@ -94,9 +104,9 @@ class ProducerBeside(TmaTileProducer):
         return stage, phase
 
     @cute.jit
-    def unpack(self, shape, source, lengths, lane: Int32):
+    def unpack(self, shape, source, lengths, memory, warp: Int32, lane: Int32):
         """What the other warps do."""
-        self.chunks.run(shape, source, lengths, lane)
+        self.chunks.run(shape, source, lengths, memory, warp, lane)
 
     def leave(self, source, lane) -> None:
         """What each of them all does last."""
@@ -104,22 +114,26 @@ class ProducerBeside(TmaTileProducer):
 
 
 class ChunkUnpacker:
-    """Warps that draw chunks until there are no more."""
+    """Warps that draw chunks until there are no more, one each for all of a CTA at a time."""
 
     def __init__(self, config: ExtendConfig):
         assert config.unpacks is not None
-        self.config = config.unpacks
+        self.config, self.warps = config.unpacks, config.unpacking_warps
         self.kernel = UnpackKernel(self.config)
+        self.rows = tuple(self.rows_of(operand) for operand in (KEYS, VALUES))
         first, second = self.config.formats
         self.alike = first == second  # then code for one of K and V serves both
         self.scales = TileScale(self.config, KEYS), TileScale(self.config, VALUES)
 
+    def rows_of(self, operand: int) -> CodedRows:
+        return ChunkWords(ChunkRows(self.config), operand, looks_first=True, around=True)
+
     @cute.jit
-    def run(self, shape, source, lengths, lane: Int32):
-        """All requests, the last one first."""
+    def run(self, shape, source, lengths, memory, warp: Int32, lane: Int32):
+        """All requests, the last one first. warp: among those that unpack."""
         progress, tokens = source.progress, self.config.tile_tokens
-        ticket, passed, told = progress.draw(lane), Int32(0), Int64(NOTHING)
-        chunk = cute.arch.shuffle_sync(ticket, 0)
+        passed, told, turn = Int32(0), Int64(NOTHING), Int32(0)
+        chunk = self.share(self.draw(progress, warp, lane), memory, turn, warp, lane)
         for first in cutlass.range(0, shape.batch, WARP_THREADS):
             own = shape.batch - 1 - (first + lane)
             own = cutlass.select_(own < 0, shape.batch, own)  # one that there is not
@@ -130,38 +144,71 @@ class ChunkUnpacker:
                 count = (end - begin) * shape.kv_heads.value * (2 * CHUNKS)
                 request = shape.batch - 1 - (first + k)
                 while chunk - passed < count:
-                    ticket = progress.draw(lane)
-                    told = self.unpack(
-                        shape,
-                        source,
-                        UnpackWork(request, Int32(0), kv_stop),
-                        first_valid,
-                        end,
-                        chunk - passed,
-                        told,
-                        lane,
+                    turn = turn ^ 1
+                    work = UnpackWork(request, Int32(0), kv_stop)
+                    chunk, told = self.unpack(
+                        shape, source, memory, work, first_valid, end, chunk - passed, told, turn, warp, lane
                     )
-                    chunk = cute.arch.shuffle_sync(ticket, 0)
                 passed = passed + count
+        if chunk - warp < passed:  # others have a chunk where this warp has none: they wait for it, too
+            self.share(Int32(0), memory, turn ^ 1, warp, lane)
         progress.tell(told, lane)
 
     @cute.jit
-    def unpack(self, shape, source, work, first_valid, end, index: Int32, told: Int64, lane: Int32):
-        """A request's chunk of a number. told: address of the word of the chunk before, which is told of meanwhile;
-        that of this one."""
+    def draw(self, progress, warp: Int32, lane: Int32):
+        """The number of the CTA's next chunks, which its first warp draws; not to be waited for before it is used."""
+        ticket = Int32(0)
+        if warp == 0:
+            ticket = progress.draw(lane)
+        return ticket
+
+    @cute.jit
+    def share(self, ticket: Int32, memory, turn: Int32, warp: Int32, lane: Int32):
+        """A warp's next chunk, of those that the first warp has drawn; all meet here. turn: 0 and 1, one after the
+        other."""
+        place = memory.drawn + 4 * turn
+        self.publish(ticket, place, warp, lane)
+        cute.arch.barrier(barrier_id=UNPACKING, number_of_threads=self.warps * WARP_THREADS)
+        return Int32(ptx.load_shared(place, 0)) * self.warps + warp
+
+    @cute.jit
+    def publish(self, ticket: Int32, address: Int32, warp: Int32, lane: Int32):
+        """For the other warps."""
+        if (warp == 0) & (lane == 0):
+            ptx.store_shared(address, 0, [Uint32(ticket)])
+
+    @cute.jit
+    def unpack(
+        self,
+        shape,
+        source,
+        memory,
+        work,
+        first_valid: Int32,
+        end: Int32,
+        index: Int32,
+        told: Int64,
+        turn: Int32,
+        warp: Int32,
+        lane: Int32,
+    ):
+        """A request's chunk of a number. told: address of the word of the chunk before, which is told of meanwhile.
+        Returns the warp's next chunk, and the address of this one's word."""
         part, rest = index % CHUNKS, index // CHUNKS
         operand, rest = rest & 1, rest >> 1
         rank, head = shape.kv_heads.divide_int(rest)
         block = end - 1 - rank
         work = UnpackWork(work.request, head, work.kv_stop)
+        given = (shape, source, memory, work, first_valid, block, told, part, turn, warp, lane)
+        chunk = Int32(0)
         if const_expr(self.alike):
-            self.copy(KEYS, operand, shape, source, work, first_valid, block, told, part, lane)
+            chunk = self.copy(KEYS, operand, *given)
         else:
             if operand == KEYS:
-                self.copy(KEYS, Int32(KEYS), shape, source, work, first_valid, block, told, part, lane)
+                chunk = self.copy(KEYS, Int32(KEYS), *given)
             else:
-                self.copy(VALUES, Int32(VALUES), shape, source, work, first_valid, block, told, part, lane)
-        return source.progress.block(work.request, head, block) + 4 * operand
+                chunk = self.copy(VALUES, Int32(VALUES), *given)
+        return chunk, source.progress.block(work.request, head, block) + 4 * operand
 
     @cute.jit
     def copy(
@@ -170,31 +217,43 @@ class ChunkUnpacker:
         operand: Int32,
         shape,
         source,
+        memory,
         work,
         first_valid: Int32,
         block: Int32,
         told: Int64,
         part: Int32,
+        turn: Int32,
+        warp: Int32,
         lane: Int32,
     ):
-        """Rows of a tile of K or V; form: whose code does."""
-        config, rows = self.config, self.kernel.rows[form]
+        """Rows of a tile of K or V; form: whose code does. Returns the warp's next chunk."""
+        config, rows = self.config, self.rows[form]
         is_key = operand == KEYS
+        ticket = self.draw(source.progress, warp, lane)
         cache, target = self.of_operand(source.cache, is_key), source.target
         held, places = rows.make(), rows.runs.make()
         rows.runs.ask(places, cache, work, block, part)
         rows.load(held, places, cache, work, first_valid, block, part, lane)
         scales = self.scales[form].load(cache, work, first_valid, block, lane)
         source.progress.tell(told, lane)
+        self.wait(held, rows)
+        chunk = self.share(ticket, memory, turn, warp, lane)
         line = Int64(work.request) * shape.kv_heads.value + work.head
         factor = Float32(1.0)
         if const_expr(any(config.tile_scales)):
             number = line * (source.room // config.tile_tokens) + block
             place = target.tile_scales + number * TILE_SCALE_BYTES
             factor = self.scales[form].tell(scales, is_key, place, part * WARP_THREADS + lane)
-        row = line * source.room + (block * config.tile_tokens + part * config.warp_rows)
+        row = line * source.room + (block * config.tile_tokens + part * CHUNK_ROWS)
         tile = cutlass.select_(is_key, target.keys, target.values) + row * self.kernel.row_bytes
         self.kernel.store(rows, held, factor, tile, lane)
+        return chunk
+
+    def wait(self, held, rows: CodedRows) -> None:
+        """Until what was asked for last is there: warps that decode at the same time delay products once."""
+        for words in (held.words, held.headers)[: 1 + rows.has_headers]:
+            words[rows.num_loads - 1] = ptx.pinned(words[rows.num_loads - 1])
 
     def of_operand(self, cache, is_key) -> Source:
         """Where both K and V are the one or the other."""
@@ -208,14 +267,33 @@ class ChunkUnpacker:
 
 
 @dataclass(frozen=True)
-class Rows32:
-    """As much of a tile as a warp has lanes for, as :class:`.decode.RowShape`."""
+class ChunkRows:
+    """Rows of a chunk, as :class:`.decode.RowShape`."""
 
     tile: UnpackConfig
-    warp_rows: ClassVar[int] = WARP_THREADS
+    warp_rows: ClassVar[int] = CHUNK_ROWS
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tile, name)
+
+
+class ChunkWords(CodedRows):
+    """A chunk's rows that are all there come with an instruction for an address: it is the products' time."""
+
+    def load_words(self, held, rows, bases, low, count, lane) -> None:
+        if count is not None or self.real_units < self.row_units:
+            super().load_words(held, rows, bases, low, count, lane)
+            return
+        below, word = self.lane_place(lane)
+        stride = Int64(rows.token_bytes)
+        firsts = [base + Int64(below) * stride for base in bases]
+        words = [first + 4 * word for first in firsts]
+        headers = [first + 4 * (word // self.group_words) for first in firsts]
+        for k in range(self.num_loads):
+            run, row = divmod(k * WARP_THREADS // self.row_units, self.runs.rows)
+            held.words[k] = self.load_word(None, None, words[run] + row * stride, self.header_bytes)
+            if self.has_headers:
+                held.headers[k] = self.load_word(None, None, headers[run] + row * stride)
 
 
 class TileScale:
@@ -224,8 +302,7 @@ class TileScale:
     def __init__(self, config: UnpackConfig, operand: int):
         self.operand, self.is_scaled = operand, config.tile_scales[operand]
         self.loads = config.tile_tokens // WARP_THREADS if self.is_scaled else 0
-        shape = Rows32(config)
-        self.rows = CodedRows(shape, operand, around=True)
+        self.rows = CodedRows(ChunkRows(config), operand, around=True)
 
     @cute.jit
     def load(self, source, work, first_valid: Int32, block: Int32, lane: Int32):

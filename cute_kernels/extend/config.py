@@ -301,6 +301,11 @@ class ExtendConfig:
         return 2 if self.page_tokens else 1  # one for K, one for V where a tile is many TMA tiles
 
     @property
+    def unpacking_warps(self) -> int:
+        """Producer warps that unpack a cache."""
+        return 0 if self.unpacks is None else self.producer_warps - self.filling_warps
+
+    @property
     def cache_type(self) -> str | None:
         """ "bf16", "fp16" or "e4m3", of K and V as the kernel is given them; None for rows with their codes."""
         return None if self.decodes else self.operand_type

@@ -101,7 +101,8 @@ class ExtendKernel:
                 self.produce(shape, source, lengths, memory, warp - MMA_WARPS, lane)
             else:
                 if const_expr(config.unpacks is not None):
-                    self.producer.unpack(shape, source, lengths, lane)
+                    unpacking = warp - (MMA_WARPS + config.filling_warps)
+                    self.producer.unpack(shape, source, lengths, memory, unpacking, lane)
             if const_expr(config.unpacks is not None):
                 self.producer.leave(source, lane)
         else:

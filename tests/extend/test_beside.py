@@ -20,7 +20,7 @@ from cute_kernels.attention.features import Features
 from cute_kernels.attention.score_terms import ScoreTerms
 from cute_kernels.device.division import Divisor
 from cute_kernels.extend import beside
-from cute_kernels.extend.beside import CHUNKS, ChunkUnpacker, SourceBeside
+from cute_kernels.extend.beside import CHUNKS, UNPACKING, ChunkUnpacker, SourceBeside
 from cute_kernels.extend.call import make_call as check_call
 from cute_kernels.extend.config import TILE_WORDS_AT
 from cute_kernels.extend.memory import Pages, Source
@@ -29,12 +29,12 @@ from cute_kernels.extend.progress import BLOCK_BYTES, NOTHING, Progress
 from cute_kernels.extend.schedule import ExtendProblem, choose, choose_beside
 from cute_kernels.extend.unpack import UnpackLengths, UnpackTarget
 from cute_kernels.extend.work import ExtendSizes, Work, Worker
-from simulator import LANES, Altered, Int32, Int64, Lanes, Scheduler, Warp, running
+from simulator import LANES, Altered, Int32, Int64, Lanes, Scheduler, Uint32, Warp, running
 from simulator.plain import PlainThread, stand_in
 from tests.extend.cases import Call, make_call
 from tests.extend.test_unpack import LENGTHS, Q_LENS, Unpacked, _rows
 
-WARPS = 5
+CTAS, WARPS = 2, 3
 READY = CHUNKS - 1
 
 
@@ -63,9 +63,11 @@ class UnpackedBeside(Unpacked):
         self.told: list[tuple[int, ...]] = []
         self.num_drawn = 0
         self.at, self.scheduler, self.own = at, Scheduler(len(call.q)), threading.local()
+        self.met = [0] * (CTAS * WARPS)
         own: dict[Any, Any] = {Progress: {"draw": _of(self._draw), "tell": _of(self._tell)}}
+        own[ChunkUnpacker] = {"publish": _of(self._publish)}
         own[beside] = {"store_below": self.machine.store_below}
-        with running(Altered(self.machine, modules=own)):
+        with running(Altered(self.machine, modules=own, arch={"barrier": self._meet})):
             pages = Pages(Int64(at["table"]), Int32(max_pages), Int32(blocks), Divisor.of(Int32(page_size)))
             none: Any = None
             cache: Any = Source(rows[0], rows[1], pages, None, Int64(0))
@@ -81,12 +83,24 @@ class UnpackedBeside(Unpacked):
             )
             lengths = UnpackLengths(Int64(at["ends"]), Int64(at["lengths"]), Int32(prefix_only))
             unpacker: Any = ChunkUnpacker(config)
-            run = partial(unpacker.run, shape, source, lengths, Int32(LANES))
-            self.scheduler.run([partial(self._warp, run, warp) for warp in range(WARPS)])
+            run = partial(unpacker.run, shape, source, lengths)
+            self.scheduler.run([partial(self._warp, run, warp) for warp in range(CTAS * WARPS)])
+        assert len(set(self.met[:WARPS])) == len(set(self.met[WARPS:])) == 1, "warps of a CTA meet as often"
 
     def _warp(self, run, warp: int) -> None:
         self.own.warp = warp
-        run()
+        run(SimpleNamespace(drawn=Int32(warp // WARPS * 8)), Int32(warp % WARPS), Int32(LANES))
+
+    def _meet(self, barrier_id: int, number_of_threads: int) -> None:
+        assert (barrier_id, number_of_threads) == (UNPACKING, 32 * WARPS)
+        warp = self.own.warp
+        self.met[warp] += 1
+        met, first = self.met[warp], warp // WARPS * WARPS
+        self.scheduler.until(lambda: min(self.met[first : first + WARPS]) >= met, warp)
+
+    def _publish(self, ticket: Lanes, address: Lanes, warp: Lanes, lane: Lanes) -> None:
+        if warp == 0:
+            self.machine.store_shared(address, 0, [Uint32(ticket)])
 
     def _draw(self, lane: Lanes) -> Lanes:
         """The next number, once the others have done what they may."""
@@ -136,13 +150,12 @@ def test_it_makes_the_bits_of_a_launch_of_its_own(name):
     assert (mine.scales.view(np.uint32) == other.scales.view(np.uint32)).all()
 
 
-def test_each_chunk_is_told_of_once_and_each_warp_draws_one_number_too_many():
-    """So who counts what is drawn knows when nobody draws any more."""
+def test_each_chunk_is_told_of_once():
     found = UnpackedBeside(make_call("int4_g4", Q_LENS, LENGTHS))
     blocks = {0: 2, 2: 3}  # of requests with queries
     tiles = {(b, h, i, operand) for b, n in blocks.items() for h in range(2) for i in range(n) for operand in range(2)}
     assert set(found.told) == tiles and all(found.told.count(tile) == CHUNKS for tile in tiles)
-    assert found.num_drawn == CHUNKS * len(tiles) + WARPS
+    assert found.num_drawn >= CHUNKS * len(tiles) / WARPS, "a number is a chunk for each warp of a CTA"
 
 
 def test_last_tokens_of_the_last_request_come_first():

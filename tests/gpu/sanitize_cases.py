@@ -26,7 +26,7 @@ from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.extend.call import make_call as check_extend_call
 from cute_kernels.extend.compile import ExtendSpec, UnpackSpec
 from cute_kernels.extend.plan import combine_spec, configs_of
-from cute_kernels.extend.schedule import choose_fp8, choose_key_rows, choose_unpacked
+from cute_kernels.extend.schedule import choose_beside, choose_fp8, choose_key_rows, choose_unpacked
 from cute_kernels.integrations.vllm import attention_kernels
 from cute_kernels.kv_cache import Rope
 from cute_kernels.linear.compile import specs_of
@@ -153,7 +153,7 @@ class StepCase:
 
 @dataclass(frozen=True)
 class ExtendCase:
-    """Arguments of extend attention's `make_call`. unpack: whether a pass makes 16 bits of the cache first. num_splits:
+    """Arguments of extend attention's `make_call`. unpack: whether 16 bits are made of the cache. num_splits:
     None lets the launch choose, which it has to for products whose rows are keys."""
 
     kv_format: str
@@ -186,6 +186,8 @@ class ExtendCase:
             return [*map(ExtendSpec, choose_key_rows(config)), *combine]
         if not (self.unpack or self.fp8_products):
             return [ExtendSpec(config), *combine]
+        if not self.fp8_products and (beside := choose_beside(config)) is not None:
+            return [ExtendSpec(beside), *combine]
         unpack, attention = (choose_fp8 if self.fp8_products else choose_unpacked)(config)
         return [UnpackSpec(unpack), ExtendSpec(attention), *combine]
 
@@ -434,6 +436,7 @@ EXTEND = {
     "extend-int4_g4-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, num_splits=3),
     "extend-int8_token_head-d256": ExtendCase("int8_token_head", *EXTEND_SHAPES, head_dim=256),
     "extend-int8_token_head-unpacked": ExtendCase("int8_token_head", *EXTEND_SHAPES, unpack=True),
+    "extend-int8_token_head-d256-unpacked": ExtendCase("int8_token_head", *EXTEND_SHAPES, head_dim=256, unpack=True),
     "extend-int4_g4-unpacked-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, unpack=True, num_splits=2),
     "extend-fp8": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True),
     "extend-fp8-splits": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True, num_splits=2),
