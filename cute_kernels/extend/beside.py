@@ -10,7 +10,6 @@ of a block are there; it looks at 16 blocks together, and unpacking is soon far 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -38,6 +37,7 @@ from cute_kernels.extend.powers import exponent_beside, power_of_2
 from cute_kernels.extend.progress import NOTHING, Progress
 from cute_kernels.extend.tma_tiles import TmaTileProducer
 from cute_kernels.extend.unpack import UnpackKernel, UnpackTarget, UnpackWork
+from cute_kernels.kv_formats import KvFormat
 
 CHUNK_ROWS = WARP_THREADS  # a lane for the scale of each
 CHUNKS = TILE_TOKENS[SLAB_COLUMNS] // CHUNK_ROWS  # of a tile
@@ -126,7 +126,7 @@ class ChunkUnpacker:
         self.scales = TileScale(self.config, KEYS), TileScale(self.config, VALUES)
 
     def rows_of(self, operand: int) -> CodedRows:
-        return ChunkWords(ChunkRows(self.config), operand, looks_first=True, around=True)
+        return ChunkWords(ChunkRows.of(self.config), operand, looks_first=True, around=True)
 
     @cute.jit
     def run(self, shape, source, lengths, memory, warp: Int32, lane: Int32):
@@ -268,13 +268,18 @@ class ChunkUnpacker:
 
 @dataclass(frozen=True)
 class ChunkRows:
-    """Rows of a chunk, as :class:`.decode.RowShape`."""
+    """A chunk's rows of a tile, as :class:`.decode.RowShape`."""
 
-    tile: UnpackConfig
-    warp_rows: ClassVar[int] = CHUNK_ROWS
+    formats: tuple[KvFormat, KvFormat]
+    head_dim: int
+    columns: int
+    tile_tokens: int
+    page_tokens: int
+    warp_rows: int = CHUNK_ROWS
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tile, name)
+    @staticmethod
+    def of(config: UnpackConfig) -> ChunkRows:
+        return ChunkRows(config.formats, config.head_dim, config.columns, config.tile_tokens, config.page_tokens)
 
 
 class ChunkWords(CodedRows):
@@ -302,7 +307,7 @@ class TileScale:
     def __init__(self, config: UnpackConfig, operand: int):
         self.operand, self.is_scaled = operand, config.tile_scales[operand]
         self.loads = config.tile_tokens // WARP_THREADS if self.is_scaled else 0
-        self.rows = CodedRows(ChunkRows(config), operand, around=True)
+        self.rows = CodedRows(ChunkRows.of(config), operand, around=True)
 
     @cute.jit
     def load(self, source, work, first_valid: Int32, block: Int32, lane: Int32):

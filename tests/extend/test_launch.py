@@ -121,8 +121,8 @@ def test_many_queries_over_codes_are_served_over_unpacked_keys(launches):
 
 def test_what_has_no_registers_to_unpack_beside_the_products_is_unpacked_before(launches):
     cache = torch.zeros(2, 256, 2, 260, dtype=torch.uint8)
-    q = torch.zeros(4000, 4, 256).bfloat16()
-    extend_attention(**coded(4000) | {"q": q, "k_cache": cache, "v_cache": cache})
+    wide: dict[str, Any] = {"q": torch.zeros(4000, 4, 256).bfloat16(), "k_cache": cache, "v_cache": cache}
+    extend_attention(**coded(4000) | wide)
     unpack, attention = launches
     assert unpack.symbol.startswith("extend_unpack_int8") and attention.symbol.endswith("_unpacked")
     k_rows, v_rows = unpack.arguments[2:4]
@@ -254,8 +254,8 @@ def test_every_number_of_unpacking_stands_where_its_kernel_takes_it(launches):
     assert {name: found[name] for name in numbers} == numbers and found["tile_scales"] != 0
     launches.clear()
     cache, q = torch.zeros(2, 256, 2, 260, dtype=torch.uint8), torch.zeros(4000, 4, 256).bfloat16()
-    call = coded(4000, max_seq_len=100, unpack=True, window_size=9)
-    extend_attention(**call | {"q": q, "k_cache": cache, "v_cache": cache})
+    wide: dict[str, Any] = {"q": q, "k_cache": cache, "v_cache": cache}
+    extend_attention(**coded(4000, max_seq_len=100, unpack=True, window_size=9) | wide)
     unpack, attention = by_name(UNPACK, launches[0]), by_name(ATTENTION, launches[1])
     numbers = {"max_pages": 0, "total_q": 4000, "max_seq_len": 100, "window": 9, "prefix_only": 0, "block_table": 0}
     assert {name: unpack[name] for name in numbers} == numbers
