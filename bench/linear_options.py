@@ -16,7 +16,7 @@ from bench.suites import TOLERANCE, Bench, WrongOutput
 from cute_kernels import rms_norm
 from cute_kernels.linear import NormedRows, PackedWeight, linear_reference, quantized_linear, quantized_linear_norm
 from cute_kernels.linear.compile import spec_of, specs_of
-from cute_kernels.linear.deferred import DeferredParts
+from cute_kernels.linear.deferred import DeferredParts, left_to_next
 from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.plan import factored
 from cute_kernels.linear.tuned import chosen
@@ -130,7 +130,7 @@ class LinearOptions:
         norm, (m, k) = self.random(self.layer.k), self.x.shape
         squares = self.x.float().square().view(m, -1, min(k, SQUARES_N)).sum(-1)
         parts = DeferredParts((self.x.float() * norm).to(self.dtype), squares)
-        rows = NormedRows(self.x, norm, EPS, deferred=parts)
+        rows = left_to_next(self.x, norm, EPS, 0.0, parts)
         return Option(partial(quantized_linear, rows, self.weight), squares.nbytes, INPUT)
 
     def check(self, options: dict[str, Option]) -> None:

@@ -227,31 +227,35 @@ class WarpgroupMainloop:
         """
         columns, warpgroup = self.config.columns, state.keys.warpgroup
         cute.arch.fence_proxy("async.shared", space="cta")
-        again = any_of_warpgroup(warpgroup.number, Int32(exceeds))
-        while again != 0:
+        if any_of_warpgroup(warpgroup.number, Int32(exceeds)) != 0:
             self.raise_shared_maximum(state, halves)
             totals = self.key_reader.load_query_sums(state.keys)
-            exceeds = False
             for rows in halves:
-                exceeds = exceeds | self.write_probabilities(state, rows, totals)
+                self.write_probabilities(state, rows, totals, is_raised=True)
             cute.arch.fence_proxy("async.shared", space="cta")
-            again = any_of_warpgroup(warpgroup.number, Int32(exceeds))
+            sync_warpgroup(warpgroup.number)
         sums = halves[0].sums
         for column in cutlass.range_constexpr(columns):
             state.softmax.total[column] = state.softmax.total[column] + sums[column]
             state.values.shift_sums[column] = sums[columns + column]
         warpgroup.go_on(WarpgroupMma.probability_bytes)
 
-    def write_probabilities(self, state, rows, totals):
+    def write_probabilities(self, state, rows, totals, is_raised: bool = False):
         """Writes P * scale of V; into ``rows.sums`` those of P and of P * shift. Whether one is too large for fp16.
 
-        totals: sums of the queries, by column.
+        totals: sums of the queries, by column. is_raised: whether the reference is no less than any logit: logits of
+        2^30 are rounded by more than fp16 holds, which no other reference would help.
         """
         columns, sums = self.config.columns, rows.sums
-        probabilities = [
-            [ptx.exp2(self.logit(rows, totals, j, column, -state.softmax.maximum[column])) for column in range(columns)]
+        logits = [
+            [self.logit(rows, totals, j, column, -state.softmax.maximum[column]) for column in range(columns)]
             for j in range(HALF_ROWS)
         ]
+        if is_raised:  # a NaN stays one
+            bounds = [-self.value_reader.log_scale(rows.headers, j) for j in range(HALF_ROWS)]
+            pairs = zip(logits, bounds, strict=True)
+            logits = [[cutlass.select_(x > bound, bound, x) for x in row] for row, bound in pairs]
+        probabilities = [[ptx.exp2(x) for x in row] for row in logits]
         shifts = [self.value_reader.shift(header[0]) for header in rows.headers]
         address = state.keys.warpgroup.operand()
         largest = self.value_reader.store_probabilities(state.values, address, rows.first, probabilities, rows.headers)

@@ -106,5 +106,7 @@ class QueryLoader:
         from_operand = numbers.from_bits(Uint32((127 - self.top_exponent + exponent) << 23))
         scaled = [value * to_operand for value in values]
         if self.config.fp8 is not None:
-            return [pack_e4m3x4(scaled[i : i + 4]) for i in range(0, len(scaled), 4)], from_operand
+            # Codes have no infinity: a row with one is to be NaN, as in 16 bits, not what 448 in its place makes of it.
+            unit = from_operand + (top - top)
+            return [pack_e4m3x4(scaled[i : i + 4]) for i in range(0, len(scaled), 4)], unit
         return [ptx.pack_f16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)], from_operand

@@ -9,7 +9,7 @@ Everywhere else the same two calls are a product, `rms_norm` and a product.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from cute_kernels.arguments import check_tensors
 from cute_kernels.linear import checks, ops
 from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.inputs.launch import InputRows, input_rows
+from cute_kernels.linear.launch import RowNorm
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, CompiledProduct, LinearPlan, plan_of_tiles, problem_of
 from cute_kernels.linear.reference import out_features
 from cute_kernels.linear.served import schedule_for
@@ -26,7 +27,6 @@ from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.deferred_compile import ARGUMENTS, DeferredNormSpec
 from cute_kernels.linear.wgmma.deferred_config import GIVES, SQUARES_N, STEP_N, TAKES, DeferredKind
 from cute_kernels.linear.wgmma.schedule import TileSchedule
-from cute_kernels.norm import rms_norm
 from cute_kernels.norm.call import DTYPES
 from cute_kernels.norm.config import MAX_COLUMNS
 from cute_kernels.norm.config import VECTOR as NORM_VECTOR
@@ -43,7 +43,7 @@ PIECE = 8  # results of 16 bytes
 FLOATS_K_WARPGROUPS = 3  # warpgroups along K from which on fp32 results are staged
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DeferredParts:
     """What is there of a norm that the next product finishes. scaled: bf16 [M, n], rows times the norm's weight;
     squares: fp32 [M, n / 64], sums of squares of 64 of a row each."""
@@ -52,17 +52,18 @@ class DeferredParts:
     squares: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NormedRows:
     """Rows, and the RMSNorm of them that the next product takes: of `quantized_linear_norm`, for `quantized_linear`.
 
     Attributes:
-        rows: bf16 or fp16 [..., n], before the norm: a model's residual stream; n a multiple of 8 up to 16384. Nobody
-            may write to it before the products of the norm are computed.
+        rows: bf16 or fp16 [..., n], before the norm: a model's residual stream; any strides, n a multiple of 8 up to
+            16384. Nobody may write to it before the products of the norm are computed.
         norm: [n], the norm's weight, in the dtype of rows or fp32.
         norm_eps: added to the mean square.
         norm_offset: added to the weight.
-        deferred: what the product that made the rows left of the norm; None where the norm takes a launch.
+        deferred: what the product that made the rows left of the norm; None where the norm takes a launch. No argument:
+            it belongs to these rows and this norm, so `dataclasses.replace` of either makes rows without it.
 
     Raises:
         TypeError, ValueError: a field is not as above; the message names it, what came and what is wanted.
@@ -72,17 +73,14 @@ class NormedRows:
     norm: torch.Tensor
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
-    deferred: DeferredParts | None = None
+    deferred: DeferredParts | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if self.deferred is None:
-            check_rows(self.rows, self.norm, self.norm_eps, self.norm_offset)
-        elif not isinstance(self.deferred, DeferredParts):
-            raise TypeError(f"deferred: got {type(self.deferred).__name__}, want DeferredParts or None")
+        check_rows(self.rows, self.norm, self.norm_eps, self.norm_offset)
 
     def normed(self) -> torch.Tensor:
         """The norm of the rows, [..., n] in their dtype, by `rms_norm`: what any other consumer takes."""
-        return rms_norm(self.rows.detach(), self.norm, eps=self.norm_eps, weight_offset=self.norm_offset)
+        return RowNorm(self.norm, self.norm_eps, self.norm_offset).of(self.rows)
 
 
 def check_rows(rows: torch.Tensor, norm: torch.Tensor, eps: object, offset: object) -> None:
@@ -95,6 +93,18 @@ def check_rows(rows: torch.Tensor, norm: torch.Tensor, eps: object, offset: obje
         want = f"[..., n] with n a multiple of {NORM_VECTOR} up to {MAX_COLUMNS}"
         raise ValueError(f"rows: got shape {list(rows.shape)}, want {want}")
     checks.check_norm(norm, eps, offset, rows)
+    if ops.is_direct(rows, norm, None, None, None):
+        checks.check_norm_place(norm)
+
+
+def left_to_next(
+    rows: torch.Tensor, norm: torch.Tensor, eps: float, offset: float, parts: DeferredParts | None
+) -> NormedRows:
+    """Rows of a checked call, and what there is of their norm; not checked again, as every layer makes some."""
+    made = object.__new__(NormedRows)
+    values = {"rows": rows, "norm": norm, "norm_eps": eps, "norm_offset": offset, "deferred": parts}
+    made.__dict__.update(values)
+    return made
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -205,7 +215,7 @@ class GivingPlan:
             scaled=scaled.data_ptr(),
             squares=squares.data_ptr(),
         )
-        return NormedRows(rows, call.norm, call.eps, call.offset, DeferredParts(scaled, squares))
+        return left_to_next(rows, call.norm, call.eps, call.offset, DeferredParts(scaled, squares))
 
 
 @dataclass(frozen=True)

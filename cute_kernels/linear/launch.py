@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from cute_kernels.arguments import row_stride
@@ -17,6 +18,7 @@ from cute_kernels.linear.reference import out_features
 from cute_kernels.linear.weight import check_presence
 from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.linear.wgmma.schedule import TileSchedule
+from cute_kernels.norm import rms_norm
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.weight_formats import WeightFormat
@@ -100,6 +102,25 @@ class RowNorm:
     weight: torch.Tensor
     eps: float
     offset: float
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of x's rows by a launch of its own, which copies them first where they lie as it takes none."""
+        x = x.detach()
+        if not _is_normable(x):
+            x = x.clone(memory_format=torch.contiguous_format)
+        with torch.no_grad():  # a weight may be a parameter
+            return rms_norm(x, self.weight, eps=self.eps, weight_offset=self.offset)
+
+
+def _is_normable(x: torch.Tensor) -> bool:
+    """Whether the kernel of a norm takes rows as they lie: at one distance, each on 16 bytes."""
+    if not x.numel():
+        return True
+    stride = row_stride(x)
+    if stride is None or not 0 <= stride < 2**31 or stride * x.element_size() % VECTOR_BYTES:
+        return False
+    has_no_address = is_compiling() or type(x) is not torch.Tensor or x.is_meta
+    return has_no_address or x.data_ptr() % VECTOR_BYTES == 0
 
 
 def keep_launch(

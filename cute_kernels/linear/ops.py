@@ -12,7 +12,6 @@ from cute_kernels.linear import checks
 from cute_kernels.linear.launch import VECTOR_BYTES, KeptLaunch, RowNorm, keep_launch, launch
 from cute_kernels.linear.reference import linear_reference, out_features, prepare_input
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.norm import rms_norm
 from cute_kernels.runtime.gpu import GPU, forgotten
 from cute_kernels.runtime.plans import identity, keep
 from cute_kernels.weight_formats import WeightFormat, weight_format
@@ -91,13 +90,12 @@ def apply(
         kept = keep_launch(x, format, shape, activation, out_dtype, batch_invariant, perm, input_scale, row_norm)
         if kept is not None:
             return keep(_kept, key, kept).run(x, codes, scales, zeros, bias, residual, out, perm, input_scale, norm)
-    if norm is not None:  # a launch of its own
+    if row_norm is not None:  # a launch of its own
         if key is not None:
-            checks.check_norm_place(norm)
-        normed = rms_norm(x.detach(), norm, eps=norm_eps, weight_offset=norm_offset)
+            checks.check_norm_place(row_norm.weight)
         return apply(
-            normed, codes, scales, zeros, perm, input_scale, format=format, shape=shape, bias=bias, residual=residual,
-            activation=activation, out_dtype=out_dtype, batch_invariant=batch_invariant, out=out,
+            row_norm.of(x), codes, scales, zeros, perm, input_scale, format=format, shape=shape, bias=bias,
+            residual=residual, activation=activation, out_dtype=out_dtype, batch_invariant=batch_invariant, out=out,
         )  # fmt: skip
     if residual is not None:
         residual = _rows(residual, columns)

@@ -42,11 +42,8 @@ class Machine(Warp):
         return Uint32(codes.to(torch.float8_e4m3fn).view(torch.uint8).numpy().view(np.uint32)[:, 0])
 
 
-@pytest.mark.parametrize("q_dtype", ["bf16", "fp16"])
-def test_queries_become_codes_and_a_power_of_2_for_each_row(q_dtype):
-    config, dtype = config_of(q_dtype), {"bf16": torch.bfloat16, "fp16": torch.float16}[q_dtype]
-    q = torch.randn(WARPGROUP_ROWS, 128).mul_(torch.randint(-9, 9, (WARPGROUP_ROWS, 1)).float().exp2()).to(dtype)
-    q[5] = 0
+def converted(config: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes of queries [64, 128] as fp64, their rows' powers [64, 1])."""
     codes = config.query_bytes
     machine = Machine(np.zeros(codes + config.query_code_bytes, np.uint8), np.zeros(16, np.uint8))
     row, piece = np.arange(WARPGROUP_ROWS)[:, None, None], np.arange(16)[None, :, None]
@@ -59,22 +56,43 @@ def test_queries_become_codes_and_a_power_of_2_for_each_row(q_dtype):
             warp = Int32(number)
             for step in range(loader.num_steps):
                 words = machine.load_shared_vector(loader.place(Int32(0), warp, lane, step), 0, 4)
-                converted, unit = loader.convert(words)
-                machine.store_shared(loader.code_place(Int32(codes), warp, lane, step), 0, converted)
+                packed, unit = loader.convert(words)
+                machine.store_shared(loader.code_place(Int32(codes), warp, lane, step), 0, packed)
                 first = number * WARP_ROWS + step * loader.step_rows
                 for below in range(loader.step_rows):  # all lanes of a row know of its power
-                    (power,) = set(np.asarray(unit)[LANES // loader.row_pieces == below].tolist())
-                    powers[first + below] = power
+                    (power,) = np.unique(np.asarray(unit)[LANES // loader.row_pieces == below])
+                    powers[first + below] = float(power)
     column = np.arange(128)[None]
     row = row[:, 0]
     tile = machine.shared_memory[codes + row * 128 + (column // 16 ^ row % 8) * 16 + column % 16]
-    found = torch.from_numpy(tile).view(torch.float8_e4m3fn).double()
+    return torch.from_numpy(tile).view(torch.float8_e4m3fn).double(), powers
+
+
+@pytest.mark.parametrize("q_dtype", ["bf16", "fp16"])
+def test_queries_become_codes_and_a_power_of_2_for_each_row(q_dtype):
+    config, dtype = config_of(q_dtype), {"bf16": torch.bfloat16, "fp16": torch.float16}[q_dtype]
+    q = torch.randn(WARPGROUP_ROWS, 128).mul_(torch.randint(-9, 9, (WARPGROUP_ROWS, 1)).float().exp2()).to(dtype)
+    q[5] = 0
+    found, powers = converted(config, q)
     assert (powers == powers.log2().round().exp2()).all(), "powers of 2"
     greatest = found.abs().amax(1)
     assert (greatest[:5] >= 128).all() and not found[5].any() and (greatest <= 256).all(), (
         "which bring a row to the top of E4M3"
     )
     assert torch.equal(found, (q.double() / powers).to(torch.float8_e4m3fn).double())
+
+
+@pytest.mark.parametrize("q_dtype", ["bf16", "fp16"])
+def test_a_query_with_an_infinite_number_is_none_and_the_others_are_what_they_were(q_dtype):
+    """E4M3 has no infinity; what is rounded to it saturates."""
+    config, dtype = config_of(q_dtype), {"bf16": torch.bfloat16, "fp16": torch.float16}[q_dtype]
+    q = torch.randn(WARPGROUP_ROWS, 128).to(dtype)
+    want = converted(config, q)
+    q[3, 7], q[20, 0] = torch.inf, -torch.inf
+    found = converted(config, q)
+    infinite = q.isinf().any(1)
+    assert found[1][infinite].isnan().all()
+    assert all(torch.equal(one[~infinite], other[~infinite]) for one, other in zip(found, want, strict=True))
 
 
 def test_a_probability_meets_the_value_of_its_key():

@@ -19,6 +19,7 @@ from cute_kernels.extend.key_rows.codes import rows_of
 from cute_kernels.extend.key_rows.copies import RawRowProducer
 from cute_kernels.extend.key_rows.multiply import KeyRowsConsumer
 from cute_kernels.extend.key_rows.queries import QueryWriter
+from cute_kernels.extend.key_rows.results import sum_index
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Source
 from cute_kernels.extend.schedule import ExtendProblem, choose, key_rows_of
 from cute_kernels.kv_formats import format_pair
@@ -236,3 +237,50 @@ def test_probabilities_lie_as_products_read_them(name):
     want = torch.from_numpy(np.exp2(logits.astype(np.float64)) * (factors if scaled else np.ones(64))[:, None]).T
     assert (found - want).abs().max() <= 2.0**-11 * want.max()
     assert ((found - want).abs() <= 2.0**-10 * want + 2.0**-24).all()
+
+
+@pytest.mark.parametrize("name", ["int8_token_head", "int4_g4"])
+def test_no_logit_exceeds_a_raised_reference(name):
+    """fp32 has logits of 2^30 in steps of 64, so those that are rounded once exceed the greatest that is rounded twice:
+    a kernel that raised the reference until nothing exceeds it never ended."""
+    block = Block(make_call(name, [4], [300]))
+    consumer, generator = KeyRowsConsumer(block.config), np.random.default_rng(0)
+    dots = generator.uniform(1, 2, (64, 8 * consumer.blocks)).astype(np.float32) * np.float32(2.0**30)
+    factors = np.exp2(generator.uniform(-90, 20, 64)).astype(np.float32)
+    lines, warps = [Float32(np.float32(1.1))] * 2, range(4)
+    rows = [[16 * warp + G + 8 * j for j in range(2)] for warp in warps]
+    indices = [(column, j) for column in range(consumer.columns) for j in range(2)]
+
+    def dots_of(warp: int) -> list[Any]:
+        own: list[Any] = [None] * (2 * consumer.columns)
+        for column, j in indices:
+            own[sum_index(column, j)] = Float32(dots[rows[warp][j], 8 * (column // 2) + 2 * T + column % 2])
+        return own
+
+    with running(block.machine):
+        s = [dots_of(warp) for warp in warps]
+        scales = [[Float32(factors[row]) for row in rows[warp]] if consumer.value_scale else [] for warp in warps]
+        bounds = [consumer.bounds_of(own) for own in scales]
+        highest = np.full((consumer.columns, 4), -np.inf, np.float32)
+        for warp in warps:
+            for column, j in indices:
+                own = consumer.logit(None, s[warp], lines, column, j, start=bounds[warp][j])
+                highest[column] = np.maximum(highest[column], np.asarray(own).reshape(8, 4).max(0))
+        sums: Any = stand_in(SimpleNamespace(maximum=[Float32(own[T]) for own in highest]))
+        exceeding = []
+        for limits in ([None] * 4, bounds):
+            for warp in warps:
+                place, totals = consumer.place_of(Int32(0), Int32(warp), Int32(LANES)), [None] * consumer.columns
+                target = Int32(block.probabilities)
+                given = sums, totals, place, target, s[warp], lines, scales[warp], limits[warp]
+                exceeding.append(np.any(consumer.write_probabilities(*given)))
+    assert any(exceeding[:4]) and not any(exceeding[4:])
+    assert block.operand(block.probabilities, 64).max() <= 1.001
+
+
+def test_an_infinite_query_says_nothing_of_the_power_of_2_that_all_have():
+    block = Block(make_call("e4m3_tensor", [4], [300]))
+    values = np.array([1.5, -3.0, np.inf, -np.inf] * 8, np.float32)
+    with running(block.machine):
+        found = QueryWriter(block.config).size_of(Float32(values))
+    np.testing.assert_array_equal(np.asarray(found)[:4], [1.5, 3.0, 0.0, 0.0])

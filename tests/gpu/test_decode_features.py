@@ -143,6 +143,15 @@ def test_one_long_request_among_many_short_ones():
         assert_close(call.row(request), out[part], lse[part])
 
 
+@pytest.mark.parametrize("name", TOGETHER)
+def test_scores_that_fp32_has_in_steps_of_64_come_to_an_end(name):
+    """A warpgroup's reference is raised once, though some logit then exceeds it by what it is rounded by."""
+    call = call_of(f"int4_g1, {name}", LENGTHS)
+    call.q.mul_(2.0**30)
+    call.run()
+    torch.cuda.synchronize()
+
+
 def test_a_fixed_split_does_not_depend_on_the_batch():
     call = call_of("int4_g1, pages of 64", LENGTHS)
     together = call.run(num_splits=3)

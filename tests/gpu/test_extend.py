@@ -249,6 +249,17 @@ def test_zeros_over_keys_of_zeros_are_no_nan(kv_format, unpack):
     check(call)
 
 
+@pytest.mark.parametrize(
+    "name", ["bf16", "int8_token_head", "int4_g4", "int4_g4, unpacked", "pages of 64, FP8 products"]
+)
+def test_a_query_with_an_infinite_number_is_nan_and_leaves_the_others_alone(name):
+    call = variant(name)
+    want = call.run()
+    call.q[3, 1, 17], call.q[140, 0, 100] = torch.inf, -torch.inf
+    found, infinite = call.run(), call.q.isinf().any(-1)
+    assert found[infinite].isnan().all() and torch.equal(found[~infinite], want[~infinite])
+
+
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("new", [False, True])
 @pytest.mark.parametrize("kv_format", ["bf16", "int8_token_head", "int4_g4"])

@@ -216,6 +216,29 @@ def test_growing_scores_raise_the_reference():
     check(call)
 
 
+@pytest.mark.parametrize("name", ["int8_token_head", "e4m3_tensor", "int4_g4"])
+def test_a_query_with_an_infinite_number_is_nan_and_leaves_the_others_alone(name):
+    """A work tile's queries have a power of 2 in common."""
+    call = variant(name)
+    run = ops.bind_config(config_of(call), *call.tensors, **call.keywords, out=(out := torch.empty_like(call.q)))
+    run()
+    want = out.clone()
+    call.q[3, 2, 17], call.q[40, 5, 100] = torch.inf, -torch.inf
+    out.fill_(torch.nan)
+    run()
+    infinite = call.q.isinf().any(-1)
+    assert out[infinite].isnan().all() and torch.equal(out[~infinite], want[~infinite])
+
+
+@pytest.mark.parametrize("name", ["int8_token_head", "e4m3_tensor", "int4_g4"])
+def test_scores_that_fp32_has_in_steps_of_64_come_to_an_end(name):
+    """A reference is raised once, though some logit then exceeds it by what it is rounded by."""
+    call = variant(name)
+    call.q.mul_(2.0**30)
+    call.run()
+    torch.cuda.synchronize()
+
+
 def test_a_graph_serves_other_lengths():
     other = variant("e4m3_tensor", [3, 0, 40, 1, 5, 2, 17, 3, 0], [690, 5, 129, 60, 300, 100, 180, 3, 2], seed=5)
     assert_a_graph_serves(variant("e4m3_tensor"), other)

@@ -22,7 +22,7 @@ from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
 from tests.gpu.test_linear import activations, check_back_to_back, is_rounded
-from tests.linear.cases import known, problem_of
+from tests.linear.cases import known, problem_of, with_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -182,11 +182,11 @@ def test_sums_behind_the_last_row_are_not_read():
         whole = torch.full((64, part.shape[1]), torch.nan, dtype=part.dtype, device="cuda")
         whole[:33] = part
         poisoned.append(whole[:33])
-    found = quantized_linear(replace(given, deferred=DeferredParts(*poisoned)), pair.up)
+    found = quantized_linear(with_parts(given, DeferredParts(*poisoned)), pair.up)
     assert torch.equal(found, want)
     with pytest.raises(ValueError, match="^x: got deferred.squares on cpu, want it on cuda"):
         elsewhere = replace(given.deferred, squares=given.deferred.squares.cpu())
-        quantized_linear(replace(given, deferred=elsewhere), pair.up)
+        quantized_linear(with_parts(given, elsewhere), pair.up)
 
 
 def test_weights_that_are_prepared_for_and_others_go_the_way_of_three_launches():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cute_kernels.linear.deferred import DeferredParts, NormedRows, left_to_next
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.quantize import pack_codes
 from cute_kernels.linear.schedule import LinearProblem
@@ -97,3 +98,8 @@ def problem_of(
     return LinearProblem(
         m, n, k, padded_shape((n, k), group_size)[1], integers(bits, group_size or 0, zero_point), DTYPES[dtype]
     )
+
+
+def with_parts(rows: NormedRows, parts: DeferredParts) -> NormedRows:
+    """Rows as if a product had left these parts of their norm."""
+    return left_to_next(rows.rows, rows.norm, rows.norm_eps, rows.norm_offset, parts)

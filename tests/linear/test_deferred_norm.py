@@ -40,9 +40,9 @@ from simulator import stand_in
 from tests.attention import warp as machine
 from tests.gpu.specs import GPU
 from tests.launchers import LOWEST_ADDRESS, given_to, recording
-from tests.linear.cases import known, problem_of, random_weight
+from tests.linear.cases import known, problem_of, random_weight, with_parts
 from tests.linear.warpgroup import WarpgroupWarp
-from tests.tensors import offset
+from tests.tensors import apart, offset
 
 STAGING = 1 << 12
 W4 = integers(4)
@@ -419,7 +419,6 @@ OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "no rows": ({"x": numbers(0, K), "residual": numbers(0, N)}, {}, []),
     "many rows": ({"x": numbers(20_000, K), "residual": numbers(20_000, N)}, {}, ["product", "norm", "product"]),
     "an fp32 norm": ({"norm": torch.ones(N)}, {}, ["product", "norm", "product"]),
-    "a norm off 16 bytes": ({"norm": offset(numbers(N), 2)}, {}, ["product"]),
     "an order": ({"weight": weight(perm=torch.arange(K - 1, -1, -1))}, {}, ["inputs", "gives", "takes"]),
     "rows apart": ({"x": numbers(M, 2 * K)[:, :K]}, {}, ["inputs", "gives", "takes"]),
     "residual apart": ({"residual": numbers(M, 2 * N)[:, :N]}, {}, ["product", "norm", "product"]),
@@ -460,16 +459,12 @@ def test_nothing_is_made_for_a_product_that_does_not_take_it():
 @pytest.mark.parametrize(("first", "second", "want"), OTHERWISE.values(), ids=list(OTHERWISE))
 def test_what_kernels_do_not_serve_is_served_by_launches_that_do(first, second, want):
     with recording() as cache:
-        if want == ["product"]:  # what a norm refuses, it refuses when it is launched
-            with pytest.raises(ValueError, match="^weight: got a tensor that starts 2 bytes past"):
-                quantized_linear_norm(**given_of(**first)).normed()
-        else:
-            rows = quantized_linear_norm(**given_of(**first))
-            quantized_linear(rows, **{"weight": weight(128, N), **second})
+        rows = quantized_linear_norm(**given_of(**first))
+        quantized_linear(rows, **{"weight": weight(128, N), **second})
     assert kinds(cache.launches) == want
 
 
-CALLS = {name: call for name, call in OTHERWISE.items() if call[2] not in ([], ["product"])}
+CALLS = {name: call for name, call in OTHERWISE.items() if call[2]}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -501,7 +496,7 @@ def test_fp32_results_that_three_warpgroups_along_k_stage_go_another_way():
     with recording(name=lambda device: GPU) as cache:
         other = random_weight(W4, torch.bfloat16, 6144, 4096)
         parts = host.DeferredParts(numbers(32, 4096), torch.ones(32, 64))
-        rows = host.NormedRows(numbers(32, 4096), numbers(4096), 1e-5, deferred=parts)
+        rows = host.left_to_next(numbers(32, 4096), numbers(4096), 1e-5, 0.0, parts)
         del cache.launches[:]
         for dtype in (torch.bfloat16, torch.float32):
             quantized_linear(rows, other, out_dtype=dtype)
@@ -524,7 +519,67 @@ def test_parts_that_no_product_gives_are_refused(message: str):
         quantized_linear(rows, weight(128, N))  # the like is served
         bad: Any = replace(rows.deferred, **BAD_PARTS[message])
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-            quantized_linear(replace(rows, deferred=bad), weight(128, N))
+            quantized_linear(with_parts(rows, bad), weight(128, N))
+
+
+CHANGES = {
+    "norm": {"norm": numbers(N, seed=5)},
+    "rows": {"rows": numbers(M, N, seed=6)},
+    "eps": {"norm_eps": 1e-3},
+    "offset": {"norm_offset": 1.0},
+}
+
+
+@pytest.mark.parametrize("changed", CHANGES.values(), ids=list(CHANGES))
+def test_what_was_left_of_a_norm_is_not_taken_for_another_one(changed: dict[str, Any]):
+    """As where two branches norm the same rows, each with its own weight."""
+    with recording() as cache:
+        rows = replace(quantized_linear_norm(**given_of()), **changed)
+        quantized_linear(rows, weight(128, N))
+    assert rows.deferred is None and kinds(cache.launches) == ["gives", "norm", "product"]
+
+
+APART = {
+    "columns": lambda x: x.T.contiguous().T,
+    "off 16 bytes": lambda x: offset(x, 2),
+    "at an odd distance": lambda x: apart(x, 5),
+    "a part of wider rows": apart,
+    "one row for all": lambda x: x[:1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("lay", APART.values(), ids=list(APART))
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_rows_in_any_strides_are_normed_before_a_product(lay, on_gpu: bool):
+    norm, after = numbers(N, seed=2), weight(128, N)
+    rows = lay(numbers(M, N))
+    with recording() if on_gpu else nullcontext() as cache:
+        found = quantized_linear(host.NormedRows(rows, norm), after), quantized_linear(rows, after, norm=norm)
+    if cache is not None:
+        assert kinds(cache.launches) == ["norm", "product"] * 2
+    else:
+        want = quantized_linear(rms_norm(rows.contiguous(), norm), after)
+        assert all(torch.equal(one, want) for one in found)
+
+
+def test_a_norm_off_16_bytes_is_refused_by_its_name():
+    norm, message = offset(numbers(N), 2), "^norm: got a tensor that starts 2 bytes past a multiple of 16"
+    with recording():
+        for call in (
+            lambda: host.NormedRows(numbers(M, N), norm),
+            lambda: quantized_linear_norm(**given_of(norm=norm)),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_normed_rows_have_no_gradient_whatever_their_operands_have(on_gpu: bool):
+    given = given_of(norm=torch.nn.Parameter(numbers(N)), residual=numbers(M, N).requires_grad_())
+    with recording() if on_gpu else nullcontext():
+        rows = quantized_linear_norm(**{**given, "x": given["x"].requires_grad_()})
+        found = rows.rows, rows.normed(), quantized_linear(rows, weight(128, N))
+    assert not any(one.requires_grad for one in found)
 
 
 def test_results_do_not_take_the_place_of_rows_that_are_read():

@@ -351,11 +351,11 @@ class KeyRowsConsumer:
         totals = cute.make_rmem_tensor(self.columns, Float32)
         target = self.next_place(memory, sums, place)
         exceeds = self.write_probabilities(sums, totals, place, target, s, lines, value_scales)
-        again = self.any_of_warpgroup(place, exceeds)
-        while again != 0:
-            self.raise_reference(memory, sums, place, s, lines, value_scales)
-            exceeds = self.write_probabilities(sums, totals, place, target, s, lines, value_scales)
-            again = self.any_of_warpgroup(place, exceeds)
+        if self.any_of_warpgroup(place, exceeds) != 0:
+            bounds = self.bounds_of(value_scales)
+            self.raise_reference(memory, sums, place, s, lines, bounds)
+            self.write_probabilities(sums, totals, place, target, s, lines, value_scales, bounds)
+            self.any_of_warpgroup(place, Int32(0))
         for column in cutlass.range_constexpr(self.columns):
             sums.total[column] = sums.total[column] + totals[column]
         sums.probabilities[0] = self.shape.probability_bytes - sums.probabilities[0]
@@ -365,13 +365,21 @@ class KeyRowsConsumer:
         cute.arch.fence_proxy("async.shared", space="cta")
         return numbers.barrier_any(Int32(exceeds), FIRST_WARPGROUP + place.group, WARPGROUP_THREADS)
 
-    def write_probabilities(self, sums, totals, place, target, s, lines, value_scales):
-        """Writes P * scale of V, and P's sums into ``totals``. Whether one is too large for fp16."""
+    def write_probabilities(self, sums, totals, place, target, s, lines, value_scales, bounds=None):
+        """Writes P * scale of V, and P's sums into ``totals``. Whether one is too large for fp16.
+
+        bounds: of `bounds_of`, where the reference is no less than any logit: logits of 2^30 are rounded by more than
+        fp16 holds, which no other reference would help.
+        """
         largest: Any = None
         for first in range(0, self.blocks, 2):
             words = []
             for block in range(first, min(first + 2, self.blocks)):
-                p = [[ptx.exp2(self.logit(sums, s, lines, 2 * block + c, j)) for c in range(2)] for j in range(2)]
+                logits = [[self.logit(sums, s, lines, 2 * block + c, j) for c in range(2)] for j in range(2)]
+                if bounds is not None:  # a NaN stays one
+                    pairs = zip(logits, bounds, strict=True)
+                    logits = [[cutlass.select_(x > -bound, -bound, x) for x in own] for own, bound in pairs]
+                p = [[ptx.exp2(x) for x in own] for own in logits]
                 for c in range(2):
                     totals[2 * block + c] = p[0][c] + p[1][c]
                 for j in range(2):
@@ -395,15 +403,19 @@ class KeyRowsConsumer:
         start = -sums.maximum[column] if start is None else start
         return ptx.fma(s[sum_index(column, half)], lines[half], start)
 
-    def raise_reference(self, memory, sums, place, s, lines, value_scales) -> None:
+    def bounds_of(self, value_scales) -> list[Any]:
+        """What logits of the lane's two tokens are counted higher by, in a reference under which P * scale of V is at
+        most 1."""
+        if not self.value_scale:
+            return [Float32(0.0)] * 2
+        return [ptx.log2(ptx.fmax(scale, Float32(MIN_VALUE_SCALE))) for scale in value_scales]
+
+    def raise_reference(self, memory, sums, place, s, lines, bounds) -> None:
         """Takes the warpgroup's maxima as reference, and rescales what was added up under the old one."""
-        logs = [Float32(0.0)] * 2
-        if self.value_scale:
-            logs = [ptx.log2(ptx.fmax(scale, Float32(MIN_VALUE_SCALE))) for scale in value_scales]
         maxima = []
         for column in range(self.columns):
-            bounds = [self.logit(sums, s, lines, column, j, start=logs[j]) for j in range(2)]
-            maxima.append(lane_max(ptx.fmax(*bounds), (4, 8, 16)))
+            logits = [self.logit(sums, s, lines, column, j, start=bounds[j]) for j in range(2)]
+            maxima.append(lane_max(ptx.fmax(*logits), (4, 8, 16)))
         told = memory.told + place.group * self.shape.group_told_bytes
         row_bytes = 4 * self.config.tile_rows
         own = told + place.warp * row_bytes + 8 * (place.lane % 4)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
@@ -36,7 +39,7 @@ class QueryWriter:
         """What scores are to be multiplied with, as the queries' power of 2. Nobody reads the last tile's any more."""
         values = self.load(shape, work, operands.q, warp, lane)
         top = lane_max(
-            in_pairs(ptx.fmax, [ptx.absolute(value) for own in values for value in own]), neighbours(WARP_THREADS)
+            in_pairs(ptx.fmax, [self.size_of(value) for own in values for value in own]), neighbours(WARP_THREADS)
         )
         if lane == 0:
             ptx.store_shared(memory.tops + 4 * warp, 0, [top])
@@ -51,6 +54,11 @@ class QueryWriter:
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_consumers()
         return from_fp16
+
+    def size_of(self, value) -> Any:
+        """What a number says of the power of 2: one that is infinite nothing, or the other rows would become zeros."""
+        size = ptx.absolute(value)
+        return cutlass.select_(size < math.inf, size, Float32(0.0))
 
     def load(self, shape, work, queries, warp, lane) -> list[list[Float32]]:
         """Four numbers of each of the warp's rows; zeros of those that the request does not have."""
