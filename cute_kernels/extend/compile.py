@@ -116,7 +116,7 @@ def shipped_specs() -> list[KernelSpec]:
     loading = [choose(problem) for problem in problems]
     many = [config for config in loading if config.coded or config.page_tokens == 16]
     beside = [own for config in many if (own := choose_beside(config)) is not None]
-    unpacked = [choose_unpacked(config) for config in many if choose_beside(config) is None]
+    unpacked = [choose_unpacked(config) for config in many]
     few = [own for config in loading for own in choose_key_rows(config)]
     attention = dict.fromkeys((*loading, *few, *beside, *(config for _, config in unpacked)))
     unpacking = [UnpackSpec(config) for config, _ in unpacked]

@@ -15,7 +15,7 @@ from cute_kernels.attention.score_options import tensors_in
 from cute_kernels.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.extend.call import ExtendCall
 from cute_kernels.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
-from cute_kernels.extend.config import ELEMENT_BYTES, UNPACK_CTAS_PER_SM, CombineConfig, ExtendConfig
+from cute_kernels.extend.config import UNPACK_CTAS_PER_SM, CombineConfig, ExtendConfig
 from cute_kernels.extend.schedule import (
     MAX_UNPACKED_BYTES,
     ExtendProblem,
@@ -25,8 +25,8 @@ from cute_kernels.extend.schedule import (
     choose_key_rows,
     choose_newer,
     choose_unpacked,
+    queries_to_unpack_beside,
     queries_to_unpack_for,
-    room_of,
     serves_key_rows,
 )
 from cute_kernels.extend.unpacked import UnpackedLaunches
@@ -165,51 +165,58 @@ def _ways_of(call: ExtendCall, config: ExtendConfig, kinds: Iterable[WaysOf]) ->
     return tuple(ways)
 
 
-def _unpacked(call: ExtendCall, config: ExtendConfig) -> list[Way]:
-    """A launch that makes rows of 16 bits of the cache, and attention over them."""
-    if config.unpacked or config.ragged or config.key_rows is not None or call.unpack is False:
+def _unpacked_beside(call: ExtendCall, config: ExtendConfig) -> list[Way]:
+    """One launch that makes rows of 16 bits of the cache beside its products: for so many queries that these take
+    longer."""
+    least = _queries_to_unpack_for(call, config)
+    beside = None if call.fp8_products or least is None else choose_beside(config)
+    if least is None or beside is None:
         return []
-    least: int | None = 0
-    if call.unpack is None and not call.fp8_products:
-        least = queries_to_unpack_for(config, call.batch, call.base.group, call.base.window)
-        # Rows' scales are rounded in other places: a request's result would depend on its batch.
-        is_fixed = call.num_splits is not None and any(config.tile_scales)
-        if least is None or is_fixed:
-            return []
-    launches = _unpacked_launches(call, config)
-    is_asked_for = call.unpack is True or call.fp8_products
-    if is_asked_for and least == 0:
-        return [Way(launches)]
+    enough = queries_to_unpack_beside(config, call.batch, call.base.group, call.base.window)
+    if enough is None:
+        return []
+    unpack, _ = choose_unpacked(config)
+    launches, most = UnpackedLaunches(None, unpack, _launch_of(call, beside)), max(least, enough)
 
     def serves(num_queries: int, max_seq_len: int | None) -> bool:
-        enough = num_queries >= least
-        return enough and (is_asked_for or launches.num_bytes(max_seq_len) <= MAX_UNPACKED_BYTES)
+        # Words count tiles: also where more memory is asked for they are not of more than calls take by themselves.
+        return num_queries >= most and launches.num_bytes(max_seq_len) <= MAX_UNPACKED_BYTES
 
     return [Way(launches, serves)]
 
 
-def _unpacked_launches(call: ExtendCall, config: ExtendConfig) -> UnpackedLaunches:
-    """Attention that unpacks the cache itself, or else behind a launch that does."""
+def _unpacked(call: ExtendCall, config: ExtendConfig) -> list[Way]:
+    """A launch that makes rows of 16 bits of the cache, and attention over them."""
+    least = _queries_to_unpack_for(call, config)
+    if least is None:
+        return []
     unpack, attention = choose_fp8(config) if call.fp8_products else choose_unpacked(config)
-    beside = None if call.fp8_products else choose_beside(config)
-    # Words count tiles then: not of more memory than calls take by themselves.
-    bounded = call.unpack is not True or _unpacked_bytes(call) <= MAX_UNPACKED_BYTES
-    if beside is not None and bounded:
-        return UnpackedLaunches(None, unpack, _launch_of(call, beside))
     fixed: dict[str, int | float] = {
         "window": call.base.window or 0,
         "max_pages": _table_pages(call),
         "num_ctas": _num_sms(call) * UNPACK_CTAS_PER_SM,
     }
     send = UNPACK.bound(load(UnpackSpec(unpack), arch_of(call.q.device.index)), fixed)
-    return UnpackedLaunches(send, unpack, _launch_of(call, attention))
+    launches = UnpackedLaunches(send, unpack, _launch_of(call, attention))
+    if call.unpack is True or call.fp8_products:
+        return [Way(launches)]
+
+    def serves(num_queries: int, max_seq_len: int | None) -> bool:
+        return num_queries >= least and launches.num_bytes(max_seq_len) <= MAX_UNPACKED_BYTES
+
+    return [Way(launches, serves)]
 
 
-def _unpacked_bytes(call: ExtendCall) -> int:
-    """Of K and V, if requests have as many tokens as they may."""
-    head_dim = call.q.shape[2]
-    tokens = call.batch * call.base.num_kv_heads * room_of(call.base.max_seq_len, head_dim)
-    return 2 * ELEMENT_BYTES * tokens * head_dim
+def _queries_to_unpack_for(call: ExtendCall, config: ExtendConfig) -> int | None:
+    """How many queries a call must have for its cache to be unpacked; None if it never is."""
+    if config.unpacked or config.ragged or config.key_rows is not None or call.unpack is False:
+        return None
+    if call.unpack is True or call.fp8_products:
+        return 0
+    # Rows' scales are rounded in other places: a request's result would depend on its batch.
+    if call.num_splits is not None and any(config.tile_scales):
+        return None
+    return queries_to_unpack_for(config, call.batch, call.base.group, call.base.window)
 
 
 def _table_pages(call: ExtendCall) -> int:
@@ -243,9 +250,9 @@ def _as_it_lies(call: ExtendCall, config: ExtendConfig) -> list[Way]:
 
 
 WaysOf = Callable[[ExtendCall, ExtendConfig], list[Way]]
-WAYS: tuple[WaysOf, ...] = (_unpacked, _key_rows, _as_it_lies)
+WAYS: tuple[WaysOf, ...] = (_unpacked_beside, _unpacked, _key_rows, _as_it_lies)
 """What may serve calls of a configuration, in the order in which they are asked."""
-WAYS_OF_A_CONFIG: tuple[WaysOf, ...] = (_unpacked, _as_it_lies)
+WAYS_OF_A_CONFIG: tuple[WaysOf, ...] = (_unpacked_beside, _unpacked, _as_it_lies)
 """Where the configuration is given: key rows are one."""
 
 
@@ -325,7 +332,7 @@ def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
     if queries_to_unpack_for(config, 1, 1, None) is not None:
         beside = choose_beside(config)
         unpack, attention = choose_unpacked(config)
-        specs += [UnpackSpec(unpack), ExtendSpec(attention)] if beside is None else [ExtendSpec(beside)]
+        specs += [UnpackSpec(unpack), ExtendSpec(attention), *([] if beside is None else [ExtendSpec(beside)])]
     return specs
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +45,7 @@ from tests.attention.cases import Call, assert_close, make_call
 from tests.extend.cases import Call as ExtendCall
 from tests.extend.cases import assert_close as assert_extend_close
 from tests.extend.cases import make_call as make_extend_call
+from tests.extend.cases import unpacking_beside
 from tests.gpu.specs import GPU, step_specs
 from tests.integrations.vllm.steps import BATCHES, Layer, serve_steps
 from tests.kv_cache.cases import Shape
@@ -153,8 +155,8 @@ class StepCase:
 
 @dataclass(frozen=True)
 class ExtendCase:
-    """Arguments of extend attention's `make_call`. unpack: whether 16 bits are made of the cache. num_splits:
-    None lets the launch choose, which it has to for products whose rows are keys."""
+    """Arguments of extend attention's `make_call`. unpack: whether 16 bits are made of the cache; beside: by attention's
+    own warps. num_splits: None lets the launch choose, which it has to for products whose rows are keys."""
 
     kv_format: str
     q_lens: tuple[int, ...]
@@ -164,6 +166,7 @@ class ExtendCase:
     head_dim: int = 128
     page_size: int | None = 64
     fp8_products: bool = False
+    beside: bool = False
 
     def call(self, device: str = "cpu") -> ExtendCall:
         return make_extend_call(
@@ -186,17 +189,20 @@ class ExtendCase:
             return [*map(ExtendSpec, choose_key_rows(config)), *combine]
         if not (self.unpack or self.fp8_products):
             return [ExtendSpec(config), *combine]
-        if not self.fp8_products and (beside := choose_beside(config)) is not None:
-            return [ExtendSpec(beside), *combine]
+        if self.beside:
+            own = choose_beside(config)
+            assert own is not None
+            return [ExtendSpec(own), *combine]
         unpack, attention = (choose_fp8 if self.fp8_products else choose_unpacked)(config)
         return [UnpackSpec(unpack), ExtendSpec(attention), *combine]
 
     def run(self, device: str = "cuda") -> str:
         call = self.call(device)
-        for _ in range(CALLS):
-            out = torch.full_like(call.q, torch.nan)
-            _, lse = call.run(out=out, return_lse=True)
-            error = assert_extend_close(call, out, lse)
+        with unpacking_beside() if self.beside else nullcontext():
+            for _ in range(CALLS):
+                out = torch.full_like(call.q, torch.nan)
+                _, lse = call.run(out=out, return_lse=True)
+                error = assert_extend_close(call, out, lse)
         return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
 
 
@@ -436,7 +442,8 @@ EXTEND = {
     "extend-int4_g4-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, num_splits=3),
     "extend-int8_token_head-d256": ExtendCase("int8_token_head", *EXTEND_SHAPES, head_dim=256),
     "extend-int8_token_head-unpacked": ExtendCase("int8_token_head", *EXTEND_SHAPES, unpack=True),
-    "extend-int8_token_head-d256-unpacked": ExtendCase("int8_token_head", *EXTEND_SHAPES, head_dim=256, unpack=True),
+    "extend-int8_token_head-beside": ExtendCase("int8_token_head", *EXTEND_SHAPES, unpack=True, beside=True),
+    "extend-int4_g4-beside-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, unpack=True, num_splits=2, beside=True),
     "extend-int4_g4-unpacked-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, unpack=True, num_splits=2),
     "extend-fp8": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True),
     "extend-fp8-splits": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True, num_splits=2),
