@@ -155,8 +155,8 @@ class StepCase:
 
 @dataclass(frozen=True)
 class ExtendCase:
-    """Arguments of extend attention's `make_call`. unpack: whether 16 bits are made of the cache; beside: by attention's
-    own warps. num_splits: None lets the launch choose, which it has to for products whose rows are keys."""
+    """Arguments of extend attention's `make_call`. unpack: whether 16 bits are made of the cache. beside: by the warps of
+    attention itself. num_splits: None lets the launch choose, which it has to for products whose rows are keys."""
 
     kv_format: str
     q_lens: tuple[int, ...]
