@@ -155,7 +155,7 @@ class StepCase:
 
 @dataclass(frozen=True)
 class ExtendCase:
-    """Arguments of extend attention's `make_call`. unpack: whether 16 bits are made of the cache. beside: by the warps of
+    """Arguments of extend attention's `make_call`. unpack: whether 16 bits are made of the cache. beside: by warps of
     attention itself. num_splits: None lets the launch choose, which it has to for products whose rows are keys."""
 
     kv_format: str
