@@ -168,27 +168,24 @@ def _ways_of(call: ExtendCall, config: ExtendConfig, kinds: Iterable[WaysOf]) ->
 def _unpacked_beside(call: ExtendCall, config: ExtendConfig) -> list[Way]:
     """One launch that makes rows of 16 bits of the cache beside its products: for so many queries that these take
     longer."""
-    least = _queries_to_unpack_for(call, config)
-    beside = None if call.fp8_products or least is None else choose_beside(config)
-    if least is None or beside is None:
+    least = _queries_to_unpack_beside(call, config)
+    if least is None:
         return []
-    enough = queries_to_unpack_beside(config, call.batch, call.base.group, call.base.window)
-    if enough is None:
-        return []
-    unpack, _ = choose_unpacked(config)
-    launches, most = UnpackedLaunches(None, unpack, _launch_of(call, beside)), max(least, enough)
+    beside, (unpack, _) = choose_beside(config), choose_unpacked(config)
+    assert beside is not None
+    launches = UnpackedLaunches(None, unpack, _launch_of(call, beside))
 
     def serves(num_queries: int, max_seq_len: int | None) -> bool:
         # Words count tiles: also where more memory is asked for they are not of more than calls take by themselves.
-        return num_queries >= most and launches.num_bytes(max_seq_len) <= MAX_UNPACKED_BYTES
+        return num_queries >= least and launches.num_bytes(max_seq_len) <= MAX_UNPACKED_BYTES
 
     return [Way(launches, serves)]
 
 
 def _unpacked(call: ExtendCall, config: ExtendConfig) -> list[Way]:
     """A launch that makes rows of 16 bits of the cache, and attention over them."""
-    least = _queries_to_unpack_for(call, config)
-    if least is None:
+    least, beside = _queries_to_unpack_for(call, config), _queries_to_unpack_beside(call, config)
+    if least is None or (call.unpack is None and beside is not None and beside <= least):
         return []
     unpack, attention = choose_fp8(config) if call.fp8_products else choose_unpacked(config)
     fixed: dict[str, int | float] = {
@@ -217,6 +214,15 @@ def _queries_to_unpack_for(call: ExtendCall, config: ExtendConfig) -> int | None
     if call.num_splits is not None and any(config.tile_scales):
         return None
     return queries_to_unpack_for(config, call.batch, call.base.group, call.base.window)
+
+
+def _queries_to_unpack_beside(call: ExtendCall, config: ExtendConfig) -> int | None:
+    """How many queries a call must have for that to happen beside the products; None if it never does."""
+    least = _queries_to_unpack_for(call, config)
+    if least is None or call.fp8_products or choose_beside(config) is None:
+        return None
+    enough = queries_to_unpack_beside(config, call.batch, call.base.group, call.base.window)
+    return None if enough is None else max(least, enough)
 
 
 def _table_pages(call: ExtendCall) -> int:
@@ -329,10 +335,12 @@ def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
     """
     specs: list[KernelSpec] = [ExtendSpec(config), *([combine_spec(config)] if splits else [])]
     specs += map(ExtendSpec, choose_key_rows(config))
-    if queries_to_unpack_for(config, 1, 1, None) is not None:
-        beside = choose_beside(config)
+    least, beside = queries_to_unpack_for(config, 1, 1, None), choose_beside(config)
+    if least is not None and beside is not None:
+        specs.append(ExtendSpec(beside))
+    if least is not None and (beside is None or (queries_to_unpack_beside(config, 1, 1, None) or least) > least):
         unpack, attention = choose_unpacked(config)
-        specs += [UnpackSpec(unpack), ExtendSpec(attention), *([] if beside is None else [ExtendSpec(beside)])]
+        specs += [UnpackSpec(unpack), ExtendSpec(attention)]
     return specs
 
 

@@ -37,7 +37,7 @@ READING_RATES: dict[str | int, float] = {"row": 0.74, "outside": 0.77, "groups":
 PRODUCTS_PER_US = 690e6  # FLOP over unpacked keys
 UNPACKED_BYTES_PER_US = 3.0e6  # read and written
 # What idle producer warps unpack beside the products, numbers by what rows' scales are: H200, the same page.
-UNPACKED_BESIDE_PER_US: dict[str, float] = {"row": 190e3, "outside": 220e3, "groups": 220e3}
+UNPACKED_BESIDE_PER_US: dict[str, float] = {"row": 270e3, "outside": 340e3, "groups": 340e3}
 # Decoding beside a prefill: how fast it streams, on how many SMs it does, and what both lose to
 # each other, and to two streams that wait for each other.
 STREAMED_BYTES_PER_US = 4.4e6
