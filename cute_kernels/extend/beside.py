@@ -1,10 +1,13 @@
 """Unpacking a cache beside attention's products: what :mod:`.unpack` does in a launch of its own, the producer warps
 that have nothing to fill do here.
 
-They draw chunks, 16 rows of a tile of K or V of one KV head, in the order in which work tiles want them: the last
+They draw chunks, 32 rows of a tile of K or V of one KV head, in the order in which work tiles want them: the last
 request first, its last tokens first. A warp tells of a chunk's rows (:mod:`.progress`) when it has asked for those of
 the next one, since telling waits for all stores of its SM to be seen. The warp that fills tiles waits until both tiles
 of a block are there; it looks at 16 blocks together, and unpacking is soon far ahead of the products.
+
+What they issue, consumers do not. A warpgroup waits for its slowest warp: three warps that decode by themselves, each on
+a scheduler of its own, would delay it three times. So a CTA's warps decode at the same time.
 """
 
 from __future__ import annotations
