@@ -6,8 +6,8 @@ request first, its last tokens first. A warp tells of a chunk's rows (:mod:`.pro
 the next one, since telling waits for all stores of its SM to be seen. The warp that fills tiles waits until both tiles
 of a block are there; it looks at 16 blocks together, and unpacking is soon far ahead of the products.
 
-What they issue, consumers do not. A warpgroup waits for its slowest warp: three warps that decode by themselves, each on
-a scheduler of its own, would delay it three times. So a CTA's warps decode at the same time.
+What they issue, consumers do not. A warpgroup waits for its slowest warp: three warps that decode by themselves, each
+on a scheduler of its own, would delay it three times. So a CTA's warps decode at the same time.
 """
 
 from __future__ import annotations
