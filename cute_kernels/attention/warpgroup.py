@@ -227,13 +227,14 @@ class WarpgroupMainloop:
         """
         columns, warpgroup = self.config.columns, state.keys.warpgroup
         cute.arch.fence_proxy("async.shared", space="cta")
-        if any_of_warpgroup(warpgroup.number, Int32(exceeds)) != 0:
+        again = any_of_warpgroup(warpgroup.number, Int32(exceeds))
+        while again != 0:  # once: as in `extend.key_rows`, a branch may make all other code slower
             self.raise_shared_maximum(state, halves)
             totals = self.key_reader.load_query_sums(state.keys)
             for rows in halves:
                 self.write_probabilities(state, rows, totals, is_raised=True)
             cute.arch.fence_proxy("async.shared", space="cta")
-            sync_warpgroup(warpgroup.number)
+            again = any_of_warpgroup(warpgroup.number, Int32(0))
         sums = halves[0].sums
         for column in cutlass.range_constexpr(columns):
             state.softmax.total[column] = state.softmax.total[column] + sums[column]

@@ -104,9 +104,10 @@ class QueryLoader:
         exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))
         to_operand = numbers.from_bits(Uint32((127 + self.top_exponent - exponent) << 23))
         from_operand = numbers.from_bits(Uint32((127 - self.top_exponent + exponent) << 23))
+        if self.config.fp8 is not None:
+            # Codes have no infinity: a row with one is NaN, as in 16 bits, not what 448 in its place makes of it.
+            to_operand = to_operand + (top - top)
         scaled = [value * to_operand for value in values]
         if self.config.fp8 is not None:
-            # Codes have no infinity: a row with one is to be NaN, as in 16 bits, not what 448 in its place makes of it.
-            unit = from_operand + (top - top)
-            return [pack_e4m3x4(scaled[i : i + 4]) for i in range(0, len(scaled), 4)], unit
+            return [pack_e4m3x4(scaled[i : i + 4]) for i in range(0, len(scaled), 4)], from_operand
         return [ptx.pack_f16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)], from_operand

@@ -1,4 +1,4 @@
-"""Where keys times queries may spill: in warps that fill the ring, which wait for memory. None that multiplies does."""
+"""Where keys times queries spill: in the warps that fill the ring, which wait for memory. None that multiplies does."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ def test_no_warp_that_multiplies_touches_local_memory(tmp_path: Path):
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     local = [i for i, line in enumerate(code) if "LDL" in line or "STL" in line]
     products = [i for i, line in enumerate(code) if "HGMMA" in line]
-    assert products and max(local, default=-1) < products[0]
+    assert local and products and max(local) < products[0]

@@ -100,7 +100,8 @@ def test_few_queries_are_what_decode_attention_says():
     )
     out, lse = call.run(return_lse=True)
     assert torch.equal(out, want.view_as(out))
-    assert torch.equal(lse, want_lse.view_as(lse))
+    # Of products in fp32, whose last bits depend on a CPU's BLAS and on how many there are.
+    torch.testing.assert_close(lse, want_lse.view_as(lse), rtol=0, atol=2e-6)
 
 
 def test_queries_of_no_request_are_zeros():

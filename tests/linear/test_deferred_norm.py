@@ -562,6 +562,18 @@ def test_rows_in_any_strides_are_normed_before_a_product(lay, on_gpu: bool):
         assert all(torch.equal(one, want) for one in found)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_rows_in_any_strides_are_traced(dynamic: bool):
+    norm, after = numbers(N, seed=2), weight(128, N)
+    compiled = torch.compile(
+        lambda x: quantized_linear(x, after, norm=norm), fullgraph=True, backend="eager", dynamic=dynamic
+    )
+    for lay in APART.values():
+        torch.compiler.reset()  # each way to lie is another function
+        rows = lay(numbers(M, N))
+        assert torch.equal(compiled(rows), quantized_linear(rows, after, norm=norm))
+
+
 def test_a_norm_off_16_bytes_is_refused_by_its_name():
     norm, message = offset(numbers(N), 2), "^norm: got a tensor that starts 2 bytes past a multiple of 16"
     with recording():
