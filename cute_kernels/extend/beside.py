@@ -254,7 +254,8 @@ class ChunkUnpacker:
         return chunk
 
     def wait(self, held, rows: CodedRows) -> None:
-        """Until what was asked for last is there: warps that decode at the same time delay products once."""
+        """Until what was asked for last is there, and with it most of what was asked for before: for warps to decode at
+        the same time, no result relies on it."""
         for words in (held.words, held.headers)[: 1 + rows.has_headers]:
             words[rows.num_loads - 1] = ptx.pinned(words[rows.num_loads - 1])
 

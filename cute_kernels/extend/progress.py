@@ -3,8 +3,9 @@
 Of a launch's workspace: the counter of work tiles (:mod:`.work`), that of chunks, that of warps which have left, one
 not used, then a word for each tile of a request's KV head, K's beside V's: it counts the tile's chunks from EMPTY on.
 
-Who waits for a tile waits for warps that have drawn its chunks, run, and never wait themselves. The last warp to leave
-makes all words EMPTY again.
+Who waits for a tile waits for warps that have drawn its chunks and run. These wait for the other warps of their CTA
+that unpack, each of which always comes, and for nobody else. The last warp to leave makes all words EMPTY again: of at
+most 8192 blocks, see `schedule.MAX_UNPACKED_BYTES`, 32 at a time.
 """
 
 from __future__ import annotations

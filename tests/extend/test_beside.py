@@ -13,11 +13,8 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cute_kernels.attention.features import Features
-from cute_kernels.attention.score_terms import ScoreTerms
 from cute_kernels.device.division import Divisor
 from cute_kernels.extend import beside
 from cute_kernels.extend.beside import CHUNKS, UNPACKING, ChunkUnpacker, SourceBeside
@@ -28,9 +25,7 @@ from cute_kernels.extend.plan import problem_of
 from cute_kernels.extend.progress import BLOCK_BYTES, NOTHING, Progress
 from cute_kernels.extend.schedule import ExtendProblem, choose, choose_beside
 from cute_kernels.extend.unpack import UnpackLengths, UnpackTarget
-from cute_kernels.extend.work import ExtendSizes, Work, Worker
 from simulator import LANES, Altered, Int32, Int64, Lanes, Scheduler, Uint32, Warp, running
-from simulator.plain import PlainThread, stand_in
 from tests.extend.cases import Call, make_call
 from tests.extend.test_unpack import LENGTHS, Q_LENS, Unpacked, _rows
 
@@ -215,47 +210,6 @@ def test_a_warp_waits_for_both_tiles_of_a_block(missing, known):
         assert int(np.asarray(found)[0]) == (known or 16) and len(looks) == (1 if known else 2)
         near: Any = progress.wait(Int32(0), Int32(0), Int32(2), Int32(1), Int32(READY), Int32(LANES))
         assert int(np.asarray(near)[0]) >= 2, "blocks before the first are not looked at"
-
-
-@settings(max_examples=400, deadline=None)
-@given(st.data())
-def test_all_that_attention_waits_for_is_unpacked(data):
-    """Blocks that some work tile asks for are among those of its request's chunks, whatever the numbers on the device
-    say: else it would wait for ever."""
-    wild = st.integers(-300, 2**30)
-    q_start, q_end = data.draw(st.integers(-5, 300) | wild), data.draw(st.integers(-5, 700) | wild)
-    kv_len, room = data.draw(st.integers(0, 1500) | wild), data.draw(st.integers(1, 1400))
-    window, causal = data.draw(st.sampled_from([0, 1, 2, 127, 128, 129, 700])), data.draw(st.booleans())
-    prefix_only, splits = data.draw(st.sampled_from([0, 1])), data.draw(st.sampled_from([1, 2, 3, 32]))
-    group, total_q = data.draw(st.sampled_from([1, 3, 4, 8])), data.draw(st.integers(1, 600))
-    features = Features(causal=causal or window > 0, window=window > 0, paged=True)
-    config = choose_beside(choose(ExtendProblem(128, "int4_g4", "int4_g4", "bf16", 64, features)))
-    assert config is not None
-    words = {100: q_start, 104: q_end, 200: kv_len}
-    thread = PlainThread()
-    thread.load_global_words = lambda address, offset, count: [words[address + offset]]  # type: ignore[attr-defined]
-    with running(thread):
-        lengths: Any = SimpleNamespace(cu_seqlens_q=100, seq_lens=200, prefix_only=prefix_only)
-        sizes = {"total_q": total_q, "batch": 1, "num_q_heads": group, "max_seq_len": room, "window": window}
-        slots = total_q * group // 128 + 1
-        one = Divisor.of(stand_in(1))
-        shape: Any = ExtendSizes(
-            **sizes,
-            group=Divisor.of(stand_in(group)),
-            kv_heads=one,
-            splits=Divisor.of(stand_in(splits)),
-            num_slots=slots,
-            num_tiles=slots * splits,
-        )
-        unpacker: Any = ChunkUnpacker(config)
-        worker: Any = Worker(config, ScoreTerms(config.features, 2))
-        first, stop = unpacker.kernel.tokens(shape, lengths, 0)
-        unpacked = range(first // 128, -(-stop // 128))
-        for tile in range(shape.num_tiles):
-            work = Work(*worker.find(shape, lengths, tile, 0))
-            if 0 <= work.first_row < work.num_rows:
-                span = worker.span(shape, work)
-                assert set(range(span.begin, span.end)) <= set(unpacked)
 
 
 def test_sixteen_bits_and_sums_without_room_are_unpacked_before():
