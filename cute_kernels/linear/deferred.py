@@ -22,7 +22,7 @@ from cute_kernels.linear.inputs.launch import InputRows, input_rows
 from cute_kernels.linear.launch import RowNorm
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, CompiledProduct, LinearPlan, plan_of_tiles, problem_of
 from cute_kernels.linear.reference import out_features
-from cute_kernels.linear.served import schedule_for
+from cute_kernels.linear.served import is_noted, schedule_for
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.deferred_compile import ARGUMENTS, DeferredNormSpec
 from cute_kernels.linear.wgmma.deferred_config import GIVES, SQUARES_N, STEP_N, TAKES, DeferredKind
@@ -30,10 +30,11 @@ from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.norm.call import DTYPES
 from cute_kernels.norm.config import MAX_COLUMNS
 from cute_kernels.norm.config import VECTOR as NORM_VECTOR
-from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.cache import default_cache, load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import Blank, blank
+from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.operator import launcher
 from cute_kernels.runtime.plans import identity
 from cute_kernels.weight_formats import WeightFormat
@@ -115,14 +116,20 @@ def left_to_next(
 def deferred_plan_of(
     m: int, n: int, k: int, form: WeightFormat, dtype: torch.dtype, device: int, kind: DeferredKind
 ) -> LinearPlan | None:
-    """The plan of a product of ``m`` rows on one side of a deferred norm; None if its kernel is on neither."""
+    """The plan of a product of ``m`` rows on one side of a deferred norm; None if its kernel is not, or is not there
+    and nobody may wait for the compiler."""
     if dtype != torch.bfloat16 or (n if kind == GIVES else k) % STEP_N or not is_supported(device):
         return None
-    schedule = schedule_for(problem_of(m, n, k, form, dtype, device, False), GPU.name(device))
+    problem = problem_of(m, n, k, form, dtype, device, False)
+    schedule = schedule_for(problem, GPU.name(device))
     config = deferred(schedule, kind)
     if config is None or not isinstance(schedule, TileSchedule):
         return None
-    function = load(DeferredNormSpec(config), arch_of(device))
+    spec, arch = DeferredNormSpec(config), arch_of(device)
+    may_compile = compiler_version() is not None and not is_noted(problem)
+    if not may_compile and not default_cache().has(spec, arch):  # a norm can be launched
+        return None
+    function = load(spec, arch)
     return plan_of_tiles(CompiledProduct(function, ARGUMENTS[kind]), schedule, device)
 
 
@@ -252,7 +259,9 @@ def _giving_plan(call: GivingCall) -> GivingPlan | ApartPlan:
     if inputs is None and not as_it_is:
         return apart
     following = call.following
-    if following is not None and not _is_taken(m, following, x.dtype, index):
+    if following is not None and not _comes_as_it_is(following):
+        return apart
+    if following is not None and deferred_plan_of(m, *following.shape, following.format, x.dtype, index, TAKES) is None:
         return apart
     product = deferred_plan_of(m, n, k, weight.format, x.dtype, index, GIVES)
     if product is None:
@@ -268,10 +277,36 @@ def _giving_plan(call: GivingCall) -> GivingPlan | ApartPlan:
     )
 
 
-def _is_taken(m: int, weight: PackedWeight, dtype: torch.dtype, device: int) -> bool:
-    """Whether a product of ``m`` normed rows with a weight takes what the one before gives."""
-    (n, k), as_it_is = weight.shape, weight.perm is weight.input_scale is None
-    return as_it_is and deferred_plan_of(m, n, k, weight.format, dtype, device, TAKES) is not None
+def leaves_norm(m: int, weight: PackedWeight, following: PackedWeight) -> bool:
+    """Whether no launch lies between a product of ``m`` rows with ``weight``, the norm of its rows, in their dtype, and
+    their product with ``following``: whether kernels of both are on the sides of a deferred norm. May compile them."""
+    index, dtype = weight.codes.get_device(), weight.format.activation_dtype(weight.scales.dtype)
+    if not (weight.codes.is_cuda or GPU.takes_cpu) or following.codes.get_device() != index:
+        return False
+    if following.format.activation_dtype(following.scales.dtype) != dtype or not _comes_as_it_is(following):
+        return False
+    sides = Side(*weight.shape, weight.format), Side(*following.shape, following.format)
+    return no_launch_between(m, *sides, dtype, index)
+
+
+class Side(NamedTuple):
+    """A weight [n, k] on one side of a norm."""
+
+    n: int
+    k: int
+    format: WeightFormat
+
+
+def no_launch_between(m: int, gives: Side, takes: Side, dtype: torch.dtype, device: int) -> bool:
+    """`leaves_norm` of weights [n, k] on a GPU; the second has its inputs in their own order and unscaled."""
+    if not m or takes.k != gives.n or deferred_plan_of(m, *takes, dtype, device, TAKES) is None:
+        return False
+    return deferred_plan_of(m, *gives, dtype, device, GIVES) is not None
+
+
+def _comes_as_it_is(weight: PackedWeight) -> bool:
+    """Whether a weight takes rows in their own order, unscaled."""
+    return weight.perm is weight.input_scale is None
 
 
 _give = launcher(_giving_key, check_giving, _giving_plan)

@@ -36,6 +36,11 @@ def note_ready(problem: LinearProblem, rows: Iterable[int]) -> None:
     _ready[problem] = tuple(sorted({*_ready.get(problem, ()), *rows}))
 
 
+def is_noted(problem: LinearProblem) -> bool:
+    """Whether kernels of a product were made ready for some number of rows."""
+    return replace(problem, m=1) in _ready
+
+
 def forget_ready() -> None:
     """Forgets what was noted: each number of rows has its own kernel again."""
     _ready.clear()

@@ -276,8 +276,10 @@ def run(scenario: Scenario, folder: Path, keep: Callable[[dict[str, Any]], None]
     """What a scenario gave, the attention that served it, and what the plugin replaced go to ``keep``, before the
     engine is shut down: one that does not end well has served all the same."""
     from cute_kernels.integrations.vllm import fusion, mla, plugin
+    from cute_kernels.linear import deferred
 
     fusion._said.clear()
+    deferred.deferred_plan_of.cache_clear()
     left = mock.patch.object(mla, "reason_against", lambda *_: "left in this engine")
     with left if scenario.leaves_mla else nullcontext():
         llm = start(scenario, folder / "model")
@@ -286,7 +288,9 @@ def run(scenario: Scenario, folder: Path, keep: Callable[[dict[str, Any]], None]
         ranks = llm.collective_rpc(kinds_of_layers)
         kinds = {name: sorted({kind for rank in ranks for kind in rank[name]}) for name in ranks[0]}
         replaced = [[one.seam, one.reason] for one in plugin.outcomes()]
-        keep({**found, **kinds, "ranks": len(ranks), "replaced": replaced, "fused": sorted(fusion._said)})
+        about = {"ranks": len(ranks), "replaced": replaced, "fused": sorted(fusion._said)}
+        about["plans_around_norms"] = deferred.deferred_plan_of.cache_info().currsize
+        keep({**found, **kinds, **about})
     finally:
         if scenario.engine.get("tensor_parallel_size", 1) > 1:
             llm.llm_engine.engine_core.shutdown()  # its processes would live as long as this one

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from cute_kernels import NormedRows, PackedWeight, quantized_linear, quantized_linear_norm, rms_norm
-from cute_kernels.linear.compile import spec_of
-from cute_kernels.linear.deferred import DeferredParts
+from cute_kernels.linear import deferred_ops
+from cute_kernels.linear.compile import spec_of, specs_of
+from cute_kernels.linear.deferred import DeferredParts, leaves_norm
 from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.reference import activate
 from cute_kernels.linear.tuned import chosen
@@ -33,6 +34,8 @@ PAIRS += [(3584, 8192, 7168)]
 ROWS = (1, 2, 8, 17, 32, 63, 64, 65)
 # With 64 rows CTAs of the fourth take a norm in two work tiles.
 DEFERRED_ROWS = [(PAIRS[2], 1), (PAIRS[3], 1), (PAIRS[2], 32), (PAIRS[3], 64), (PAIRS[4], 64), (PAIRS[5], 64)]
+OTHER_PAIR, FEWER_ROWS = (512, 1024, 2048), (1, 8, 32, 64)
+OTHERS = [(4, 128, True), (4, 64, False), (4, 32, True), (4, None, False), (8, 128, False), (8, 64, True)]
 EPS, OFFSET = 1e-5, 0.25
 every_pair = pytest.mark.parametrize("k, hidden, n", PAIRS)
 
@@ -51,6 +54,21 @@ def specs() -> list[KernelSpec]:
                 schedule = chosen(problem_of(m, *size, 4, torch.bfloat16, 128, False), GPU)
                 config = deferred(schedule, kind)
                 found[spec_of(schedule.config)] = None
+                if config is not None:
+                    found[DeferredNormSpec(config)] = None
+    return list(found | dict.fromkeys(specs_of_others()))
+
+
+def specs_of_others() -> list[KernelSpec]:
+    """Those of weights that ship no kernels around norms."""
+    found: dict[KernelSpec, None] = {}
+    for bits, group_size, zero_point in OTHERS:
+        for m in FEWER_ROWS:
+            for kind, size in sides(*OTHER_PAIR):
+                problem = problem_of(m, *size, bits, torch.bfloat16, group_size, zero_point)
+                schedule = chosen(problem, GPU)
+                config = deferred(schedule, kind)
+                found |= dict.fromkeys(specs_of(schedule.config))
                 if config is not None:
                     found[DeferredNormSpec(config)] = None
     return list(found)
@@ -110,6 +128,26 @@ def test_a_product_of_deferred_rows_is_that_of_fp64(k, hidden, n, m):
     assert torch.equal(quantized_linear(given, pair.up, out_dtype=torch.float32), found)
 
 
+@pytest.mark.parametrize("m", FEWER_ROWS)
+@pytest.mark.parametrize(("bits", "group_size", "zero_point"), OTHERS)
+def test_weights_of_other_formats_leave_norms_and_take_them(bits, group_size, zero_point, m):
+    k, hidden, _ = OTHER_PAIR
+    sizes = [size for _, size in sides(*OTHER_PAIR)]
+    first, second = (known(*size, bits, group_size, zero_point, seed=i) for i, size in enumerate(sizes))
+    down, up = first.pack().to("cuda"), second.pack().to("cuda")
+    x, residual = activations(m, k, torch.bfloat16, m), activations(m, hidden, torch.bfloat16, 2)
+    norm = activations(1, hidden, torch.bfloat16, 3)[0]
+    given = quantized_linear_norm(x, down, residual=residual, norm=norm, norm_eps=EPS, norm_offset=OFFSET)
+    assert given.deferred is not None or not leaves_norm(m, down, up)
+    assert torch.equal(given.rows, quantized_linear(x, down, residual=residual))
+    row = given.rows.double()
+    normed = row * (row.square().mean(-1, keepdim=True) + EPS).rsqrt() * (norm.double() + OFFSET)
+    exact = normed @ second.dense.cuda().T
+    found, apart = (quantized_linear(rows, up, out_dtype=torch.float32) for rows in (given, given.normed()))
+    assert error(found, exact) <= 1.3 * error(apart, exact) <= 2e-2
+    assert torch.equal(quantized_linear(given, up, out_dtype=torch.float32), found)
+
+
 @pytest.mark.parametrize(("pair", "m"), DEFERRED_ROWS, ids=str)
 def test_these_products_need_no_launch_between_them(pair, m):
     k, hidden, n = pair
@@ -135,6 +173,26 @@ def test_deferred_rows_go_with_every_option(m, activation):
             assert quantized_linear(given, pair.up, out=out, **options) is out and torch.equal(out, found)
     invariant = quantized_linear(given, pair.up, bias, activation=activation, batch_invariant=True)
     assert torch.equal(invariant, quantized_linear(normed, pair.up, bias, activation=activation, batch_invariant=True))
+
+
+@pytest.mark.parametrize("m", [1, 17, 32, 64, 4000])
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+def test_the_operators_are_the_two_calls_or_three_launches(m, activation):
+    """Kernels leave the norm for the first four numbers of rows, and a launch makes it for the last."""
+    pair = Pair(1024, 1024, 520, m)
+    first, second = pair.down, pair.up
+    rows, x, squares = deferred_ops.giving(
+        pair.x, first.codes, first.scales, None, pair.bias, pair.residual, first.format.key, *first.shape, pair.norm,
+        EPS, second.format.key, second.shape[0],
+    )  # fmt: skip
+    y = deferred_ops.taking(
+        x, squares, rows, pair.norm, EPS, first.format.key, first.shape[1], second.codes, second.scales, None, None,
+        second.format.key, *second.shape, activation,
+    )  # fmt: skip
+    given = quantized_linear_norm(pair.x, first, pair.bias, residual=pair.residual, norm=pair.norm, norm_eps=EPS)
+    assert leaves_norm(m, first, second) == (m < 4000) == (given.deferred is not None)
+    assert torch.equal(rows, given.rows) and torch.equal(y, quantized_linear(given, second, activation=activation))
+    assert torch.equal(x, given.normed() if given.deferred is None else given.deferred.scaled)
 
 
 @pytest.mark.parametrize(("pair", "m"), DEFERRED_ROWS, ids=str)

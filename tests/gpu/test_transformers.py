@@ -15,13 +15,17 @@ pytest.importorskip("transformers")
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import cute_kernels.integrations.transformers as ck
+from cute_kernels import quantize_model
 from cute_kernels.integrations.transformers import accelerated as own_generate
+from cute_kernels.integrations.transformers import deferral
 from cute_kernels.integrations.transformers.blocks import AttentionBlock, MlpBlock
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from cute_kernels.integrations.transformers.norms import replace_norms
+from cute_kernels.linear import deferred
 from tests.gpu import same_tokens
 from tests.integrations.architectures import DECODERS, VOCABULARY
 from tests.integrations.test_accelerate import CACHES_LATENTS
+from tests.observed import calls_of
 
 pytestmark = [pytest.mark.gpu]
 
@@ -141,6 +145,51 @@ def test_fused_blocks_give_what_the_blocks_give(name):
         assert (kinds.count(AttentionBlock), kinds.count(MlpBlock)) == ((2, 2) if fused else (0, 0))
         found.append(generate(model, LEFT_PADDED))
     assert_same_choices(found[1], found[0])
+
+
+def wide(name: str) -> Any:
+    """A quantised model of three layers, whose rows are wide enough that products leave norms to the next ones."""
+    model = DECODERS[name].build(torch.bfloat16, hidden_size=512, intermediate_size=1024, num_hidden_layers=3).to(CUDA)
+    torch.manual_seed(1)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            torch.nn.init.normal_(module.weight, 1.0, 0.3)
+    quantize_model(model)
+    replace_norms(model)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, biases", "qwen3", "phi-3"])
+def test_norms_without_launches_choose_the_tokens_of_sdpa(name):
+    model = wide(name)
+    model.set_attn_implementation("sdpa")
+    want = generate(model, LEFT_PADDED)
+    ck.accelerate(model, kv_format="bf16")
+    with mock.patch.object(deferral, "leaves_norm", lambda *_: False):
+        launched = generate(model, LEFT_PADDED)
+    with calls_of(deferred.GivingPlan.launch, deferred.TakingPlan.launch) as calls:
+        generate(model, LEFT_PADDED, max_new_tokens=2)
+    # Of a step: o and down of each layer but the last down, which the model's own norm follows.
+    assert [call.function for call in calls] == [deferred.GivingPlan.launch, deferred.TakingPlan.launch] * 5
+    got = generate(model, LEFT_PADDED)
+    assert_same_choices(got, launched)
+    assert_same_choices(got, want)
+    assert isinstance(model.forward, StepReplay) and model.forward.reason is None
+    again = generate(model, LEFT_PADDED)
+    assert torch.equal(again.sequences, got.sequences)
+    for ours, theirs in zip(again.logits, got.logits, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_hidden_states_behind_norms_without_launches_are_those_of_the_layers():
+    model, found = wide("llama"), []
+    ck.accelerate(model, kv_format="bf16")
+    for defer in (False, True):
+        with nullcontext() if defer else mock.patch.object(deferral, "leaves_norm", lambda *_: False):
+            found.append(generate(model, LEFT_PADDED, max_new_tokens=3, output_hidden_states=True).hidden_states[1])
+    assert len(found[0]) == len(found[1]) == 4
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert (ours - theirs).float().norm() <= 2e-2 * theirs.float().norm()
 
 
 @pytest.mark.skipif(not CACHES_LATENTS, reason="caches keys and values in this release of transformers")

@@ -189,6 +189,16 @@ def test_fused_graphs_give_what_single_operations_give(served: Served):
     assert Bound(0.004, 0.01, 0.025).holds(found), str(found)
 
 
+def test_norms_that_products_leave_to_the_next_ones_give_what_launches_give(served: Served):
+    """In bf16, whose logits have steps eight times as large as those of fp16."""
+    fused, plain = served("w4-bf16-fused"), served("w4-bf16")
+    assert any("2 norms run here, 2 of them in products around" in line for line in fused["fused"]), fused["fused"]
+    assert fused["plans_around_norms"] > 0 == plain["plans_around_norms"]
+    found = difference(fused, plain)
+    print("norms in products:", found)
+    assert Bound(0.032, 0.08, 0.2).holds(found), str(found)
+
+
 def test_a_window_that_is_ignored_would_be_noticed(served: Served, own: Difference):
     found = difference(served("window-theirs"), served("theirs"))
     assert len(found.parted) > 20 or sorted(found.logprobs)[len(found.logprobs) // 2] > 10 * max(own.logprobs)

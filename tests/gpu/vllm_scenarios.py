@@ -23,6 +23,7 @@ import torch
 
 from cute_kernels.integrations.vllm import attention_kernels, kv_formats, mla_kernels, prepare
 from cute_kernels.integrations.vllm.environment import SEAMS
+from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.runtime import KernelSpec, wanted
 from cute_kernels.runtime.gpu import GPU as DEVICE
@@ -85,6 +86,8 @@ W4 = {
     }
 }
 """Changes to CONFIG that make 4-bit weights of it."""
+W4_BF16 = {**W4, "torch_dtype": "bfloat16"}
+"""The same in bf16, in which products leave norms to the next ones."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,8 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "latent": Scenario(model=LATENT, engine=FLASHMLA),
         "w4": Scenario(kv_format="fp16", model=W4),
         "w4-fused": Scenario(kv_format="fp16", model=W4, engine=COMPILED),
+        "w4-bf16": Scenario(kv_format="bf16", model=W4_BF16),
+        "w4-bf16-fused": Scenario(kv_format="bf16", model=W4_BF16, engine=COMPILED),
         "pair": Scenario(kv_format="fp16", what="beside_another"),
         "long": Scenario(kv_format="int4_g4", what="serve_long", tokens=16384),
     },
@@ -223,6 +228,11 @@ def _kind(scenario: Scenario) -> str:
     return repr((scenario.kv, scenario.kv_format, scenario.model, scenario.engine))
 
 
+def _dtype(scenario: Scenario) -> torch.dtype:
+    """Of a scenario's activations."""
+    return getattr(torch, {**CONFIG, **scenario.model}["torch_dtype"])
+
+
 def _heads(scenario: Scenario) -> tuple[dict[str, Any], int, int]:
     """A scenario's configuration, and the heads and KV heads of one of its GPUs."""
     config, ranks = {**CONFIG, **scenario.model}, scenario.engine.get("tensor_parallel_size", 1)
@@ -246,7 +256,7 @@ def _attention_kernels(scenario: Scenario, invariant: bool) -> list[KernelSpec]:
     drafted = scenario.engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
     longest = scenario.engine.get("max_model_len", MAX_MODEL_LEN)
     batches = attention_kernels.batches_up_to(scenario.engine.get("max_num_seqs", MAX_REQUESTS))
-    decodes = attention_kernels.Decodes(batches, 1 + drafted, longest, BLOCK, torch.float16, invariant)
+    decodes = attention_kernels.Decodes(batches, 1 + drafted, longest, BLOCK, _dtype(scenario), invariant)
     return attention_kernels.specs([layer], decodes, torch.device("cuda", 0))
 
 
@@ -271,7 +281,7 @@ def _linear_kernels(scenario: Scenario) -> Iterator[KernelSpec]:
     captured = scenario.engine.get("compilation_config", GRAPHS)["cudagraph_capture_sizes"]
     rows = prepare.RowCounts(tuple(captured), scenario.chunk).all()
     for n, k in sorted(shapes):
-        problem = LinearProblem(1, n, k, k, integers(4, GROUP), "fp16")
+        problem = LinearProblem(1, n, k, k, integers(4, GROUP), DTYPES[_dtype(scenario)])
         for m in rows:
             yield from prepare.specs_for(problem, m, DEVICE.name(0))
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels import QuantizedLinear, Rope, quantize_model
-from cute_kernels.integrations.transformers import blocks, fuse, patterns
+from cute_kernels.integrations.transformers import blocks, deferral, fuse, patterns
 from cute_kernels.integrations.transformers.blocks import OrderedInputs
 from cute_kernels.integrations.transformers.known_code import method_code
 from cute_kernels.integrations.transformers.merged import PartOfPair, interleave, is_merged, merge, unmerge
@@ -450,8 +450,8 @@ def test_a_rope_is_the_models_own_or_none(kind):
 def test_a_block_that_computes_something_else_stays_and_is_named(monkeypatch):
     model = built("llama", weights=True)
     want = logits_of(model, LEFT_PADDED)
-    act = blocks.quantized_linear
-    monkeypatch.setattr(blocks, "quantized_linear", lambda *args, **options: -act(*args, **options))
+    act = deferral.quantized_linear
+    monkeypatch.setattr(deferral, "quantized_linear", lambda *args, **options: -act(*args, **options))
     found = rope_of(model.model.rotary_emb)
     assert found is not None
     monkeypatch.setattr(fuse, "rope_of", lambda *args: replace(found, rope=Rope(64, 300.0)))

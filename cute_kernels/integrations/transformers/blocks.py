@@ -4,7 +4,7 @@
 |---|---|---|
 | attention | three projections, norms of q and k, rotation, append | one projection, all else in `append_and_decode` |
 | MLP | two projections, activation, product, one projection | one with the "swiglu" epilogue, one |
-| layer | norm, sum, norm, sum | each sum and the norm behind it in one launch |
+| layer | norm, sum, norm, sum | each sum and its norm in one launch, or in the products around them (`deferral`) |
 
 Each block looks at every call whether it is still the one that was recognised: the same layers, no hook on what it
 passes by, no gradient wanted, not in training. Any other call goes to the module's own ``forward``.
@@ -13,24 +13,35 @@ passes by, no gradient wanted, not in training. Any other call goes to the modul
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from cute_kernels import NormedRows
 from cute_kernels.attention.checks import MAX_Q_LEN
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import DecodeCache
+from cute_kernels.integrations.transformers.deferral import Product, Rows, Sum, shaped, tensor_of
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME, Prologue
 from cute_kernels.integrations.transformers.known_code import CACHE_ARGUMENTS, cache_in
 from cute_kernels.integrations.transformers.merged import PartOfPair, interleave, is_merged, merge, unmerge
-from cute_kernels.integrations.transformers.norms import add_and_norm, add_with_next_norm, has_hooks, is_plain, terms_of
+from cute_kernels.integrations.transformers.norms import (
+    add_and_norm,
+    add_with_next_norm,
+    deferred_norm_of,
+    has_hooks,
+    is_plain,
+    terms_of,
+    with_deferred_norm,
+)
 from cute_kernels.integrations.transformers.patterns import KnownAttention, KnownLayer, KnownMlp
 from cute_kernels.integrations.transformers.ropes import ModelRope, version_of
-from cute_kernels.linear import PackedWeight, QuantizedLinear, quantized_linear
+from cute_kernels.linear import QuantizedLinear
 
 _SILU = tuple(type(ACT2FN[name]) for name in ("silu", "swish"))
 
@@ -65,6 +76,18 @@ class Block:
         return not any(map(has_hooks, parts))
 
 
+BlockT = TypeVar("BlockT", bound=Block)
+
+
+def direct(module: nn.Module, kind: type[BlockT]) -> BlockT | None:
+    """A module's block of a kind, which may be called in the module's place: nobody looks at what goes into the module
+    or comes out. None while torch.compile traces, which follows modules."""
+    block = vars(module).get("forward")
+    if not isinstance(block, kind) or has_hooks(module) or torch.compiler.is_compiling():
+        return None
+    return block
+
+
 class AttentionBlock(Block):
     """Attention of a step, up to 16 tokens of each request, over a `DecodeCache`.
 
@@ -82,6 +105,8 @@ class AttentionBlock(Block):
         self.merged = merge(self.parts) if len(self.parts) > 1 else None
         self.rotate_halves = vars(sys.modules[type(module).__module__])["apply_rotary_pos_emb"]
         self._names = known.projections
+        one = self.merged if self.merged is not None else self.parts[0]
+        self._first, self._last = Product(one), Product(self.module.o_proj)
 
     def remove(self) -> None:
         super().remove()
@@ -91,19 +116,21 @@ class AttentionBlock(Block):
 
     def __call__(
         self,
-        hidden_states: torch.Tensor,
+        hidden_states: Rows,
         position_embeddings: tuple[torch.Tensor, ...] = (),
         attention_mask: torch.Tensor | None = None,
         *args: Any,
+        into: Sum | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the module's own ``forward``."""
+    ) -> tuple[Rows, torch.Tensor | None]:
+        """As the module's own ``forward``. into: what the results go into; they are in it already where `NormedRows`
+        come back."""
         module: Any = self.module
-        position_ids, cache = kwargs.get("position_ids"), cache_in(kwargs)
-        if args or not self._serves(hidden_states, cache, position_ids):
-            return self.own(hidden_states, position_embeddings, attention_mask, *args, **kwargs)
+        rows = shaped(hidden_states)
+        if args or not self._serves(rows, kwargs):
+            return self.own(tensor_of(hidden_states), position_embeddings, attention_mask, *args, **kwargs)
+        position_ids, cache = cast("torch.Tensor", kwargs.get("position_ids")), cache_in(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_ARGUMENTS}
-        position_ids = cast("torch.Tensor", position_ids)
         q, k, v = self._projected(hidden_states)
         terms = [terms_of(norm) for norm in self.norms]
         # The kernel's norm has the weight itself; another one is a launch of its own.
@@ -124,9 +151,31 @@ class AttentionBlock(Block):
         handle.prologue = Prologue(options, rotate)
         asked = {name: self._option(attribute) for name, attribute in self.options}
         out, _ = attention(module, q, handle, handle, attention_mask, scaling=module.scaling, **asked, **kwargs)
-        return module.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+        out = out.reshape(*rows.shape[:-1], -1)
+        if into is not None and into.takes(out, last := self._of_output(module.o_proj)):
+            return into.of(out, last), None
+        return module.o_proj(out), None
 
-    def _serves(self, x: torch.Tensor, cache: object, position_ids: object) -> bool:
+    def taker(self, x: torch.Tensor, kwargs: Mapping[str, Any]) -> Product | None:
+        """The product that a norm of x is for in a call with these arguments; None if it is for several, or for what is
+        no such product."""
+        if not self._serves(x, kwargs) or not self._is_one():
+            return None
+        return self._first
+
+    def _is_one(self) -> bool:
+        """Whether q, k and v are one quantised product."""
+        if self.merged is None:
+            return len(self.parts) == 1 and self._first.may_defer()
+        return self._first.may_defer() and is_merged(self.merged, self.parts)
+
+    def _of_output(self, layer: nn.Module) -> Product:
+        if self._last.layer is not layer:
+            self._last = Product(layer)
+        return self._last
+
+    def _serves(self, x: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
+        cache, position_ids = cache_in(kwargs), kwargs.get("position_ids")
         if not isinstance(cache, DecodeCache) or self.module.config._attn_implementation != ATTENTION_NAME:
             return False
         if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2 or x.dim() != 3:
@@ -140,10 +189,14 @@ class AttentionBlock(Block):
             return False
         return self._may_pass_by(self.parts) and all(map(is_plain, self.norms)) and self.rope.is_current
 
-    def _projected(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def _projected(self, x: Rows) -> list[torch.Tensor]:
         """q, k and v [batch, tokens, heads, head_dim], before norms and rotation."""
         config, head_dim = self.module.config, self.module.head_dim
-        if self.merged is not None and is_merged(self.merged, self.parts):
+        if isinstance(x, NormedRows) and not self._is_one():
+            x = x.normed()
+        if isinstance(x, NormedRows):
+            found = [self._first(x)]
+        elif self.merged is not None and is_merged(self.merged, self.parts):
             found = [self.merged(x)]
         else:
             found = [part(x) for part in self.parts]
@@ -168,7 +221,7 @@ class OrderedInputs:
         assert layer.perm is not None
         self.layer, self.order = layer, layer.perm.clone()
         self._perm, self._version = layer.perm, version_of(layer.perm)
-        self._weight = replace(layer.weight, perm=None, check_values=False)
+        self.product = Product(layer, in_order=True)
 
     def is_current(self) -> bool:
         """Whether the layer wants the order that it wanted: what is loaded into it may have another, or none.
@@ -186,18 +239,9 @@ class OrderedInputs:
         self._perm, self._version = perm, version_of(perm)
         return True
 
-    @property
-    def weight(self) -> PackedWeight:
-        """The layer's, of inputs in order; it shares the layer's tensors."""
-        layer, weight = self.layer, self._weight
-        same = layer.codes is weight.codes and layer.scales is weight.scales and layer.zeros is weight.zeros
-        if not same or layer.weight_format != weight.format:
-            self._weight = replace(layer.weight, perm=None, check_values=False)
-        return self._weight
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., N] of x [..., K] in the layer's order."""
-        return quantized_linear(x, self.weight, self.layer.bias, batch_invariant=self.layer.batch_invariant)
+        return self.product(x)
 
 
 def wants_order(layer: nn.Module) -> bool:
@@ -224,7 +268,8 @@ class MlpBlock(Block):
         self.down = OrderedInputs(down) if wants_order(down) else None
         self.order = None if self.down is None else self.down.order
         self.pair = interleave(self.originals, self.order) if type(self.activation) in _SILU else None
-        self.weight = None if self.pair is None else self.pair.weight
+        self._first = None if self.pair is None else Product(self.pair)
+        self._last = Product(down) if self.down is None else self.down.product
         self.known = known
 
     def install(self) -> None:
@@ -243,19 +288,28 @@ class MlpBlock(Block):
             if isinstance(part, PartOfPair) and getattr(self.module, name) is part:
                 setattr(self.module, name, part.separate())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the module's own ``forward``."""
+    def __call__(self, *args: Any, into: Sum | None = None, **kwargs: Any) -> Rows:
+        """As the module's own ``forward``. into: as of `AttentionBlock`."""
         if kwargs or len(args) != 1 or not self._serves():
-            return self.own(*args, **kwargs)
-        assert self.weight is not None and self.pair is not None
-        x = quantized_linear(
-            args[0], self.weight, self.pair.bias, activation="swiglu", batch_invariant=self.pair.batch_invariant
-        )
+            return self.own(*map(tensor_of, args), **kwargs)
+        assert self._first is not None
+        x = self._first(args[0], activation="swiglu")
+        if into is not None and into.takes(x, last := self._of_output()):
+            return into.of(x, last)
         return self.module.down_proj(x) if self.down is None else self.down(x)
 
+    def taker(self) -> Product | None:
+        """The product that a norm is for; None for a call that the module's own ``forward`` serves."""
+        return self._first if self._serves() else None
+
+    def _of_output(self) -> Product:
+        if self._last.layer is not self.module.down_proj:  # never one that is served in order
+            self._last = Product(self.module.down_proj)
+        return self._last
+
     def _serves(self) -> bool:
-        module, pair, weight = self.module, self.pair, self.weight
-        if pair is None or weight is None or getattr(module, self.known.activation) is not self.activation:
+        module = self.module
+        if self.pair is None or getattr(module, self.known.activation) is not self.activation:
             return False
         if any(getattr(module, name) is not part for name, part in zip(self.names, self.parts, strict=True)):
             return False
@@ -264,9 +318,29 @@ class MlpBlock(Block):
             if module.down_proj is not self.down.layer or not self.down.is_current():
                 return False
             passed_by.append(module.down_proj)
-        if pair.codes is not weight.codes:  # moved to another device
-            self.weight = pair.weight
         return self._may_pass_by(passed_by)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer stands in a model.
+
+    Attributes:
+        stack: has the model's ``layers``, and the ``norm`` behind them.
+        number: of the layer.
+        following: the norm that its result goes to; None if that is not known.
+        next_layer: what calls that norm, None for the norm behind all layers.
+    """
+
+    stack: Foreign
+    number: int
+    following: nn.Module | None
+    next_layer: nn.Module | None
+
+    def is_current(self) -> bool:
+        """Whether the same layer comes next still, or none."""
+        layers, number = self.stack.layers, self.number + 1
+        return (layers[number] if number < len(layers) else None) is self.next_layer
 
 
 class LayerBlock(Block):
@@ -274,19 +348,15 @@ class LayerBlock(Block):
 
     Args:
         module: a layer that ``known`` says.
-        following: the norm that its result goes to; None if that is not known.
-        next_layer: what calls that norm, None for a norm behind all layers.
+        place: where it stands.
     """
 
     compiles = True
 
-    def __init__(
-        self, module: nn.Module, known: KnownLayer, following: nn.Module | None, next_layer: nn.Module | None
-    ) -> None:
+    def __init__(self, module: nn.Module, known: KnownLayer, place: Place) -> None:
         super().__init__(module)
         self.known = known
-        self.following = following
-        self.next_layer = next_layer
+        self.place = place
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the module's own ``forward``."""
@@ -296,19 +366,45 @@ class LayerBlock(Block):
         if args or not is_plain(before_mlp) or not self._may_pass_by(dropouts):
             return self.own(hidden_states, *args, **kwargs)
         after = [getattr(module, name) for name in known.after or ()]
-        x, _ = module.self_attn(hidden_states=getattr(module, known.before)(hidden_states), **kwargs)
-        x, total = add_and_norm(after[0](x) if after else x, hidden_states, before_mlp)
-        x = module.mlp(x)
-        x = after[1](x) if after else x
-        if self._is_seen_by_the_next_alone():
-            assert self.following is not None
-            return add_with_next_norm(x, total, self.following)
-        return total + x
+        mlp = None if after else direct(module.mlp, MlpBlock)
+        taker = None if mlp is None else mlp.taker()
+        x = self._attended(hidden_states, None if taker is None else Sum(hidden_states, before_mlp, taker), kwargs)
+        if isinstance(x, NormedRows):
+            total = x.rows
+        else:
+            x, total = add_and_norm(after[0](x) if after else x, hidden_states, before_mlp)
+        following = self._seen_by_alone()
+        into = None if mlp is None or following is None else self._next_sum(total, following, kwargs)
+        y = module.mlp(x) if mlp is None else mlp(x, into=into)
+        if isinstance(y, NormedRows):
+            assert into is not None
+            return with_deferred_norm(y, into.norm)
+        y = after[1](y) if after else y
+        return total + y if following is None else add_with_next_norm(y, total, following)
 
-    def _is_seen_by_the_next_alone(self) -> bool:
-        """Whether the sum goes to the next norm as it is."""
+    def _attended(self, hidden_states: torch.Tensor, into: Sum | None, kwargs: Mapping[str, Any]) -> Any:
+        """What attention makes of the norm of hidden states; `NormedRows` if that is in ``into`` already."""
+        before = getattr(self.module, self.known.before)
+        attention = direct(self.module.self_attn, AttentionBlock)
+        normed = deferred_norm_of(hidden_states, before) if attention is not None and is_plain(before) else None
+        x = before(hidden_states) if normed is None else normed
+        if attention is None:
+            return self.module.self_attn(hidden_states=x, **kwargs)[0]
+        return attention(x, into=into, **kwargs)[0]
+
+    def _next_sum(self, total: torch.Tensor, following: nn.Module, kwargs: Mapping[str, Any]) -> Sum | None:
+        """What the MLP's results go into, if the next layer's attention has a product that takes the norm of that."""
+        next_layer = self.place.next_layer
+        block = None if next_layer is None else direct(next_layer, LayerBlock)
+        attention = None if block is None else direct(block.module.self_attn, AttentionBlock)
+        taker = None if attention is None else attention.taker(total, kwargs)
+        return None if taker is None else Sum(total, following, taker)
+
+    def _seen_by_alone(self) -> nn.Module | None:
+        """The norm that the sum goes to as it is, of the next layer; None if others may see it."""
+        following, next_layer = self.place.following, self.place.next_layer
         if torch.compiler.is_compiling():  # which sees no notes on tensors
-            return False
-        if self.following is None or not is_plain(self.following) or has_hooks(self.module):
-            return False
-        return self.next_layer is None or not has_hooks(self.next_layer)
+            return None
+        if following is None or not is_plain(following) or has_hooks(self.module) or not self.place.is_current():
+            return None
+        return None if next_layer is not None and has_hooks(next_layer) else following

@@ -14,7 +14,7 @@ from torch import nn
 
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers import patterns
-from cute_kernels.integrations.transformers.blocks import AttentionBlock, Block, LayerBlock, MlpBlock
+from cute_kernels.integrations.transformers.blocks import AttentionBlock, Block, LayerBlock, MlpBlock, Place
 from cute_kernels.integrations.transformers.cache import DecodeCache, FormatOfLayers, Scales
 from cute_kernels.integrations.transformers.known_code import cache_argument
 from cute_kernels.integrations.transformers.norms import has_hooks, is_plain
@@ -72,14 +72,15 @@ class _Stack:
 
     def fuse(self) -> None:
         layers: list[Any] = list(self.owner.layers)
-        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+        for number, (layer, following) in enumerate(zip(layers, [*layers[1:], None], strict=True)):
             self._fuse_attention(layer)
             self._fuse_mlp(layer)
             known = recognise(layer, patterns.LAYERS)
             if known is not None and is_plain(getattr(layer, known.before_mlp)):
                 norm = self.owner.norm if following is None else getattr(following, known.before, None)
                 results = partial(self._passes, layer.self_attn)
-                self.fused.layers += _installed(LayerBlock(layer, known, norm, following), results, self.fused)
+                block = LayerBlock(layer, known, Place(self.owner, number, norm, following))
+                self.fused.layers += _installed(block, results, self.fused)
 
     def _fuse_attention(self, layer: Foreign) -> None:
         attention = getattr(layer, "self_attn", None)

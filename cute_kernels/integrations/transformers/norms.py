@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn.modules.module import _global_forward_hooks as _HOOKS_OF_ALL
 from torch.nn.modules.module import _global_forward_pre_hooks as _PRE_HOOKS_OF_ALL
 
-from cute_kernels import rms_norm
+from cute_kernels import NormedRows, rms_norm
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.known_code import method_code, model_class
 from cute_kernels.integrations.transformers.ropes import version_of
+from cute_kernels.linear.deferred import DeferredParts, left_to_next
 
 # Model file, class, the attribute that holds epsilon, what is added to the weight.
 _KNOWN = (
@@ -56,8 +57,8 @@ def _is_replaced(module: nn.Module) -> bool:
 
 
 def _forward(module: Foreign, eps: float, offset: float, hidden_states: torch.Tensor) -> torch.Tensor:
-    if (made := getattr(hidden_states, _NOTE, None)) is not None and made.is_of(module, hidden_states):
-        return made.result
+    if isinstance(made := _made_of(hidden_states, module), torch.Tensor):
+        return made
     return rms_norm(hidden_states.contiguous(), module.weight, eps=eps, weight_offset=offset)
 
 
@@ -68,14 +69,20 @@ _NOTE = "_cute_kernels_norm"
 
 @dataclass(frozen=True)
 class _Made:
-    """A norm of a sum, made by the launch that made the sum; noted on the sum's tensor."""
+    """A norm of a sum, made by the launch that made the sum, or what that left of it; noted on the sum's tensor."""
 
     module: nn.Module
-    result: torch.Tensor
+    result: torch.Tensor | DeferredParts
     version: int | None
 
     def is_of(self, module: nn.Module, total: torch.Tensor) -> bool:
         return module is self.module and version_of(total) == self.version
+
+
+def _made_of(total: torch.Tensor, module: Foreign) -> torch.Tensor | DeferredParts | None:
+    """What is noted of a sum's norm by ``module``, if the sum is as it was."""
+    made = getattr(total, _NOTE, None)
+    return made.result if made is not None and made.is_of(module, total) else None
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -105,6 +112,23 @@ def add_with_next_norm(x: torch.Tensor, residual: torch.Tensor, module: nn.Modul
     result, total = add_and_norm(x, residual, module)
     setattr(total, _NOTE, _Made(module, result, version_of(total)))
     return total
+
+
+def with_deferred_norm(rows: NormedRows, module: nn.Module) -> torch.Tensor:
+    """The rows, with a note of what is there of their norm by ``module``: `deferred_norm_of` finds it."""
+    if rows.deferred is not None:
+        setattr(rows.rows, _NOTE, _Made(module, rows.deferred, version_of(rows.rows)))
+    return rows.rows
+
+
+def deferred_norm_of(total: torch.Tensor, module: Foreign) -> NormedRows | None:
+    """A sum and its norm by a ``module`` that `is_plain`, of which the product that made the sum left a part; None for
+    any other sum, or if it was written since."""
+    parts = _made_of(total, module)
+    if not isinstance(parts, DeferredParts):
+        return None
+    weight, eps, offset = terms_of(module)
+    return left_to_next(total, weight, eps, offset, parts)
 
 
 def _norm_of(module: nn.Module) -> tuple[str, float] | None:

@@ -2,10 +2,12 @@
 
     gate, up = product(x); y = silu(gate) * up         ->  y = product(x, activation="swiglu")
     s = product(x) + r; y = rms_norm(s)                ->  s = product(x, residual=r); y = norm(s)
+    y = norm(s); z = product(y)                        ->  the product that makes s leaves the norm to that of z
 
 The first is found by what it computes, not by how it is written: what lies between a product and the one result that
 others use is run on noise, since the same source is traced otherwise by each version of torch. The second has one
-operator in vLLM. Whatever is not found stays as it is.
+operator in vLLM. The third is for numbers of rows whose kernels can (`cute_kernels.linear.deferred_ops`), which are
+known once the graph runs. Whatever is not found stays as it is.
 """
 
 from __future__ import annotations
@@ -20,10 +22,14 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
 
+from cute_kernels.linear import deferred_ops
+from cute_kernels.linear.wgmma.deferred_config import STEP_N
 from cute_kernels.norm.call import MAX_COLUMNS, VECTOR_BYTES
 
 LINEAR = torch.ops.cute_kernels.weight_only_linear.default
-RESIDUAL, COLUMNS, ACTIVATION, OUT_DTYPE = 5, 7, 9, 10  # arguments of LINEAR
+RESIDUAL, FORMAT, COLUMNS, INPUTS, ACTIVATION, OUT_DTYPE, INVARIANT = 5, 6, 7, 8, 9, 10, 11  # arguments of LINEAR
+GIVING = torch.ops.cute_kernels.weight_only_linear_norm.default
+TAKING = torch.ops.cute_kernels.weight_only_linear_of_normed.default
 NORM = torch.ops.cute_kernels.norm.default
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_BETWEEN = 24  # operations between a product and the gated result
@@ -54,7 +60,8 @@ def fuse(graph: fx.Graph, sums: Sums | None) -> dict[str, int]:
         for node in [node for node in graph.nodes if node.target is sums.add_norm]:
             residual, norm = _fuse_sum(node, sums)
             residuals, norms = residuals + residual, norms + norm
-    return {"gates": gates, "residuals": residuals, "norms": norms}
+    left = sum(_leave_norm(node) for node in [node for node in graph.nodes if node.target is NORM])
+    return {"gates": gates, "residuals": residuals, "norms": norms, "left": left}
 
 
 def is_product(node: object) -> TypeGuard[fx.Node]:
@@ -184,6 +191,76 @@ def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
         item.replace_all_uses_with(normed if item.args[1] == 0 else total)
     _erase([node, *items])
     return absorbs, ready
+
+
+# -- norms between products --------------------------------------------------------------------------------------------
+
+
+def _leave_norm(norm: fx.Node) -> bool:
+    """Whether the product that makes a norm's rows can leave it to the one product that takes it."""
+    product, weight, *others = norm.args
+    bias, residual, kind, eps, offset = others
+    if (bias, residual, kind, offset) != (None, None, "rms", 0.0) or not is_product(product):
+        return False
+    if not _may_defer(product) or product.args[RESIDUAL] is None:
+        return False
+    assert isinstance(weight, fx.Node)
+    items = list(norm.users)
+    taker = _only_product_of(items[0]) if len(items) == 1 and items[0].args[1] == 0 else None
+    if taker is None or not _may_defer(taker, with_activation=True) or taker.args[RESIDUAL] is not None:
+        return False
+    rows, n = product.meta["val"], product.args[COLUMNS]
+    assert isinstance(n, int)
+    if n % STEP_N or rows.dtype != torch.bfloat16 or weight.meta["val"].dtype != rows.dtype:
+        return False
+    _rewrite(product, norm, taker, (weight, eps), rows)
+    return True
+
+
+def _rewrite(product: fx.Node, norm: fx.Node, taker: fx.Node, terms: tuple[Any, Any], rows: torch.Tensor) -> None:
+    graph, (x, *fields) = product.graph, product.args
+    _, *taker_fields = taker.args
+    codes, bias, residual = fields[:3], fields[3], fields[4]
+    sums = rows.new_empty((rows.shape[0], rows.shape[1] // deferred_ops.SQUARES_N), dtype=torch.float32)
+    form = product.args[FORMAT], product.args[COLUMNS], product.args[INPUTS]
+    with graph.inserting_before(product):
+        sides = taker.args[FORMAT], taker.args[COLUMNS]
+        given = graph.call_function(GIVING, (x, *codes, bias, residual, *form, *terms, *sides))
+    given.meta = {"val": (rows, rows, sums)}
+    squares, scaled, total = (_item(given, i, value) for i, value in ((2, sums), (1, rows), (0, rows)))
+    product.replace_all_uses_with(total)
+    with graph.inserting_before(taker):
+        left = scaled, squares, total, *terms, product.args[FORMAT], product.args[INPUTS]
+        its = taker.args[FORMAT], taker.args[COLUMNS], taker.args[INPUTS], taker.args[ACTIVATION]
+        taken = graph.call_function(TAKING, (*left, *taker_fields[:4], *its))
+    taken.meta = {"val": taker.meta["val"]}  # the rest is of another operator's arguments
+    taker.replace_all_uses_with(taken)
+    between, node = [norm], taker.args[0]
+    while isinstance(node, fx.Node) and node is not norm:
+        between.insert(1, node)
+        node = node.args[0]
+    _erase([*between, taker])
+    graph.erase_node(product)
+
+
+def _may_defer(product: fx.Node, with_activation: bool = False) -> bool:
+    """Whether a product gives rows in bf16, by whatever way is the fastest."""
+    args = product.args
+    if product.kwargs or args[OUT_DTYPE] != torch.bfloat16 or (len(args) > INVARIANT and args[INVARIANT]):
+        return False
+    return with_activation or args[ACTIVATION] is None
+
+
+def _only_product_of(node: fx.Node) -> fx.Node | None:
+    """The product whose x a node is, as it is, if nobody else reads the node."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if is_product(user):
+            return user if user.args[0] is node and list(user.all_input_nodes).count(node) == 1 else None
+        if user.target not in VIEWS or user.meta["val"].shape != node.meta["val"].shape:
+            return None
+        node = user
+    return None
 
 
 def _unviewed(node: fx.Node) -> fx.Node:

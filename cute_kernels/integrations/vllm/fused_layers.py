@@ -7,23 +7,31 @@ results again behind the product; the pass over the graph takes that away togeth
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 
 from cute_kernels.integrations.vllm import plugin, prepare
+from cute_kernels.linear.deferred_choice import deferred
+from cute_kernels.linear.schedule import LinearProblem
+from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
+from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.norm.call import DTYPES
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import MAX_COLUMNS, VECTOR, NormConfig, launch_shape
 from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.native import compiler_version
 
 VLLM_COMPILE = 3  # CompilationMode.VLLM_COMPILE, the mode in which passes run
 GATED = "gate_up_proj"
 """What models call the layer of gate and up together."""
+NORMED = ("qkv_proj", GATED)
+"""Layers whose input is a norm."""
 SILU = ("silu", "swish")
 
 
@@ -53,13 +61,26 @@ def is_gated(layer: object) -> bool:
     """Whether a layer is gate and up together, without a bias."""
     parts = getattr(layer, "output_partition_sizes", ())
     is_pair = len(parts) == 2 and parts[0] == parts[1]
-    named = str(getattr(layer, "prefix", "")).rpartition(".")[2] == GATED
-    return is_pair and named and getattr(layer, "bias", None) is None
+    return is_pair and _name_of(layer) == GATED and getattr(layer, "bias", None) is None
+
+
+def _name_of(layer: object) -> str:
+    return str(getattr(layer, "prefix", "")).rpartition(".")[2]
 
 
 def ends_block(layer: object) -> bool:
     """Whether a layer's results are added to the residual stream."""
     return type(layer).__name__ == "RowParallelLinear"
+
+
+def side_of_norm(layer: object) -> DeferredKind | None:
+    """On which side of a norm a layer's product is: its results go into one, or it reads one. None for neither, and for
+    layers that GPUs share: their results are added up before they are normed."""
+    if getattr(layer, "tp_size", 1) > 1:
+        return None
+    if ends_block(layer):
+        return GIVES
+    return TAKES if _name_of(layer) in NORMED else None
 
 
 def in_order(out: torch.Tensor) -> torch.Tensor:
@@ -94,3 +115,18 @@ def is_norm_ready(columns: int, dtype: torch.dtype, with_residual: bool) -> bool
         return False
     prepare.load(device, [spec])
     return True
+
+
+@functools.cache
+def make_ready(problem: LinearProblem, rows: prepare.RowCounts, kind: DeferredKind) -> None:
+    """Loads the kernels of a layer's products on a side of a norm, or compiles them now. Where they are in no bundle
+    and cannot be compiled, and for numbers of rows that have none, the norm is a launch.
+
+    problem: the layer, of one row. rows: numbers of rows that the engine runs.
+    """
+    index = torch.cuda.current_device()
+    device, arch, gpu = torch.device("cuda", index), arch_of(index), GPU.name(index)
+    found = (deferred(chosen(replace(problem, m=m), gpu), kind) for m in rows.all())
+    specs = dict.fromkeys(DeferredNormSpec(config) for config in found if config is not None)
+    can_compile = compiler_version() is not None
+    prepare.load(device, [spec for spec in specs if can_compile or default_cache().has(spec, arch)])

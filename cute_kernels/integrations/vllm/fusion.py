@@ -2,7 +2,7 @@
 
 vLLM traces a model and lets passes rewrite it before Inductor makes kernels of it. One more pass comes last:
 `fused_graph` puts SwiGLU and residual sums into this package's products, and makes norms its own, so that launches
-overlap. Without torch.compile nothing is fused.
+overlap, or take none. Without torch.compile nothing is fused.
 
 `fused_layers` says which layers are made for it.
 """
@@ -35,7 +35,8 @@ class FusionPass(InductorPass):
         if any(found.values()):
             _say_once(
                 f"cute-kernels: in a part of the model {found['gates']} gates and {found['residuals']} residual sums "
-                f"are fused into products, {found['norms']} norms run here"
+                f"are fused into products, {found['norms']} norms run here, {found['left']} of them in products around "
+                "them where kernels can"
             )
 
     def uuid(self) -> str:

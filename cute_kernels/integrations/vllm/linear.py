@@ -134,6 +134,10 @@ class CuteKernelsLinearKernel(MPLinearKernel):
             note_served(f"norm {form.n} {form.dtype} {fused_layers.norms_there(form.n, form.dtype)}")
             # A graph that vLLM kept asks for it in the first step. Of sums over GPUs the residual goes into the norm.
             fused_layers.is_norm_ready(form.n, form.dtype, getattr(layer, "tp_size", 1) > 1)
+        side = fused_layers.side_of_norm(layer) if self.fused.sums and not self.config.has_g_idx else None
+        if side is not None and form.dtype == torch.bfloat16:
+            problem = form.problem(_num_sms(torch.cuda.current_device()))
+            fused_layers.make_ready(problem, prepare.engine_rows(), side)
 
     def packed(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The tensors of the packed weight, by the names of the parameters that they replace.

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -75,6 +77,8 @@ def rewritten(
 
 
 LINEAR, NORM = "cute_kernels.weight_only_linear.default", "cute_kernels.norm.default"
+GIVING = "cute_kernels.weight_only_linear_norm.default"
+TAKING = "cute_kernels.weight_only_linear_of_normed.default"
 
 
 def rows(*columns: int) -> list[torch.Tensor]:
@@ -99,11 +103,113 @@ def a_block_becomes_three_launches() -> None:
         return ops.fused_add_rms_norm(down(x), residual, weight, EPS)
 
     names, found = rewritten(block, *rows(HIDDEN, HIDDEN))
-    assert found == {"gates": 1, "residuals": 2, "norms": 2}, found
-    assert {name: count for name, count in names.items() if name.startswith("cute")} == {LINEAR: 3, NORM: 2}, names
+    assert found == {"gates": 1, "residuals": 2, "norms": 2, "left": 1}, found  # the second goes to nobody here
+    assert _ours(names) == {GIVING: 1, TAKING: 1, LINEAR: 1, NORM: 1}, names
     assert not any("sigmoid" in name or "add" in name for name in names), names
     names, found = rewritten(block, *rows(HIDDEN, HIDDEN), ready=False)
-    assert found == {"gates": 1, "residuals": 2, "norms": 0} and NORM not in names, (names, found)
+    assert found == {"gates": 1, "residuals": 2, "norms": 0, "left": 0} and NORM not in names, (names, found)
+
+
+def _ours(names: Counter[str]) -> dict[str, int]:
+    return {name: count for name, count in names.items() if name.startswith("cute")}
+
+
+@check
+def norms_between_products_are_left_to_them() -> None:
+    """What lies between two attentions: o, gate and up, down, the next layer's q, k and v."""
+    from vllm.ir import ops
+
+    from cute_kernels.integrations.vllm import fused_layers
+
+    attended, both, down = product(HIDDEN, HIDDEN, 0), product(HIDDEN, 2 * MIDDLE, 1), product(MIDDLE, HIDDEN, 2)
+    qkv, more = product(HIDDEN, 2 * HIDDEN, 4), product(HIDDEN, HIDDEN, 5)
+    weight = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
+    order = torch.randperm(HIDDEN, generator=torch.Generator().manual_seed(4))
+
+    def layer(taken: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], weight: torch.Tensor = weight) -> Any:
+        def run(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            x, residual = ops.fused_add_rms_norm(attended(x), residual, weight, EPS)
+            x = fused_layers.in_order(both(x))
+            x = functional.silu(x[..., :MIDDLE]) * x[..., MIDDLE:]
+            x, residual = ops.fused_add_rms_norm(down(x), residual, weight, EPS)
+            return (*taken(x), residual)
+
+        return run
+
+    names, found = rewritten(layer(lambda x: (qkv(x),)), *rows(HIDDEN, HIDDEN))
+    assert found == {"gates": 1, "residuals": 2, "norms": 2, "left": 2}, found
+    assert _ours(names) == {GIVING: 2, TAKING: 2}, names
+    others: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
+        "two products": lambda x: (qkv(x), more(x)),
+        "an adapter beside it": lambda x: (qkv(x) + x.sum(1, keepdim=True),),
+        "act order": lambda x: (qkv(x.index_select(1, order)),),
+        "another dtype": lambda x: (qkv(x, torch.float32),),
+        "nobody": lambda x: (x,),
+    }
+    for name, taken in others.items():
+        names, found = rewritten(layer(taken), *rows(HIDDEN, HIDDEN))
+        assert found["left"] == 1 and names[NORM] == 1, (name, names, found)
+    assert rewritten(layer(lambda x: (qkv(x),), weight.float()), *rows(HIDDEN, HIDDEN))[1]["left"] == 0
+
+
+@check
+def rewritten_graphs_are_lowered_by_inductor() -> None:
+    """As vLLM has it: what a node says of its arguments must be of its own operator."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from vllm.ir import ops
+
+    from cute_kernels.integrations.vllm import fused_graph, fused_layers, fusion
+
+    if shutil.which(os.environ.get("CXX", "g++")) is None:  # Inductor's code for a CPU is C++
+        return
+    sums = fusion._sums()
+    assert sums is not None
+    attended, both, down = product(HIDDEN, HIDDEN, 0), product(HIDDEN, 2 * MIDDLE, 1), product(MIDDLE, HIDDEN, 2)
+    qkv, found = product(HIDDEN, 2 * HIDDEN, 4), {}
+    weight = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            found.update(fused_graph.fuse(graph, fused_graph.Sums(sums.add_norm, sums.norm, lambda *_: True)))
+            graph.eliminate_dead_code()
+
+        def uuid(self) -> None:
+            """No graph is kept."""
+
+    def layer(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, residual = ops.fused_add_rms_norm(attended(x), residual, weight, EPS)
+        x = fused_layers.in_order(both(x))
+        x = functional.silu(x[..., :MIDDLE]) * x[..., MIDDLE:]
+        x, residual = ops.fused_add_rms_norm(down(x), residual, weight, EPS)
+        return qkv(x), residual
+
+    arguments = rows(HIDDEN, HIDDEN)
+    for argument in arguments:
+        torch._dynamo.mark_dynamic(argument, 0)
+    torch._dynamo.reset()
+    with torch.no_grad(), config.patch(post_grad_custom_post_pass=Pass(), fx_graph_cache=False):
+        results = torch.compile(layer, fullgraph=True)(*arguments)
+    assert found == {"gates": 1, "residuals": 2, "norms": 2, "left": 2}, found
+    for one, other in zip(results, layer(*arguments), strict=True):
+        assert (one.float() - other.float()).norm() < 0.01 * other.float().norm()
+
+
+@check
+def sums_over_gpus_keep_their_norms() -> None:
+    """What lies between a product and its sum is another operator: the norm adds the residual."""
+    from vllm.ir import ops
+
+    attended, qkv = product(HIDDEN, HIDDEN, 0), product(HIDDEN, 2 * HIDDEN, 4)
+    weight = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+    def block(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, residual = ops.fused_add_rms_norm(attended(x) * 2, residual, weight, EPS)
+        return qkv(x), residual
+
+    names, found = rewritten(block, *rows(HIDDEN, HIDDEN))
+    assert found == {"gates": 0, "residuals": 0, "norms": 1, "left": 0}, found
+    assert _ours(names) == {LINEAR: 2, NORM: 1}, names
 
 
 @check
@@ -133,17 +239,17 @@ def what_only_looks_like_it_is_left_alone() -> None:
         y = wide(x)  # used again
         return (*ops.fused_add_rms_norm(y, residual, weight, EPS), y * 2)
 
-    assert rewritten(twice, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 1}
+    assert rewritten(twice, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 1, "left": 0}
 
     def part(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return ops.fused_add_rms_norm(wide(x), residual, weight, EPS, 128)  # the norm of some columns
 
-    assert rewritten(part, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 0}
+    assert rewritten(part, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 0, "left": 0}
 
     def wider(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return ops.fused_add_rms_norm(wide(x, torch.float32), residual.float(), weight.float(), EPS)
 
-    assert rewritten(wider, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 0}
+    assert rewritten(wider, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 0, "left": 0}
 
 
 @check
@@ -158,8 +264,13 @@ def other_products_norms_are_fused_with_their_sums() -> None:
         x, residual = ops.fused_add_rms_norm(x * 2, residual, weight, EPS)
         return after(x), residual
 
-    assert rewritten(block, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 1}
-    assert rewritten(block, *rows(HIDDEN, HIDDEN), ready=False)[1] == {"gates": 0, "residuals": 0, "norms": 0}
+    assert rewritten(block, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 1, "left": 0}
+    assert rewritten(block, *rows(HIDDEN, HIDDEN), ready=False)[1] == {
+        "gates": 0,
+        "residuals": 0,
+        "norms": 0,
+        "left": 0,
+    }
 
 
 @check

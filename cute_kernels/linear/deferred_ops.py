@@ -1,0 +1,152 @@
+"""Products around a deferred norm as registered operators, for graphs in which the number of rows is not known.
+
+    rows, x, squares = weight_only_linear_norm(...)           the product before the norm
+    y = weight_only_linear_of_normed(x, squares, rows, ...)   the product behind it
+
+For some numbers of rows kernels leave the norm to the second product. x is then rows times the norm's weight, and
+squares are sums of theirs. For others x is the normed rows, and squares are of no meaning. Both operators are told of
+both products, so that they find the same answer.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from cute_kernels.linear import ops
+from cute_kernels.linear.deferred import (
+    DeferredParts,
+    GivingCall,
+    Side,
+    TakingCall,
+    give,
+    left_to_next,
+    no_launch_between,
+    take,
+)
+from cute_kernels.linear.reference import out_features
+from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.linear.wgmma.deferred_config import SQUARES_N
+from cute_kernels.norm import rms_norm
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.operator import Operator
+from cute_kernels.weight_formats import weight_format
+
+T = TypeVar("T", torch.Tensor, "torch.Tensor | None")
+
+
+def _left(rows: torch.Tensor, norm: torch.Tensor, gives: Side, takes: Side) -> bool:
+    """Whether the norm of these rows is left to the second product."""
+    index, on_gpu = rows.get_device(), rows.is_cuda or GPU.takes_cpu
+    return on_gpu and norm.dtype == rows.dtype and no_launch_between(len(rows), gives, takes, rows.dtype, index)
+
+
+def _plain(tensor: T) -> T:
+    """A tensor that is no parameter, which goes straight to launches."""
+    return tensor if tensor is None else tensor.detach()
+
+
+def _parts_of(rows: torch.Tensor, norm: torch.Tensor) -> DeferredParts:
+    """What a kernel leaves of a norm."""
+    values = rows.float()
+    scaled = (values * norm.float()).to(rows.dtype)
+    return DeferredParts(scaled, values.unflatten(1, (-1, SQUARES_N)).square().sum(-1))
+
+
+# -- the product before the norm -----------------------------------------------------------------------------------
+
+
+def _give(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    format: str,
+    n: int,
+    k: int,
+    norm: torch.Tensor,
+    eps: float,
+    taker_format: str,
+    taker_n: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    form = weight_format(format)
+    gives, takes = Side(n, k, form), Side(taker_n, n, weight_format(taker_format))
+    x, codes, scales, residual, norm = map(_plain, (x, codes, scales, residual, norm))
+    zeros, bias = _plain(zeros), _plain(bias)
+    with torch.no_grad():
+        if not _left(residual, norm, gives, takes):
+            fields = codes, scales, zeros, None, None
+            rows = ops.apply(x, *fields, format=form, shape=(n, k), bias=bias, residual=residual)
+            squares = rows.new_empty((len(rows), n // SQUARES_N), dtype=torch.float32)
+            return rows, rms_norm(rows, norm, eps=eps), squares
+        weight = PackedWeight(codes, scales, zeros, form, (n, k), check_values=False)
+        found = give(GivingCall(x, weight, bias, residual, norm, eps, 0.0))
+        parts = found.deferred or _parts_of(found.rows, norm)
+        return found.rows, parts.scaled, parts.squares
+
+
+def _give_meta(x, codes, scales, zeros, bias, residual, format, n, k, norm, eps, taker_format, taker_n):
+    rows = x.new_empty((x.shape[0], n))
+    return rows, torch.empty_like(rows), rows.new_empty((x.shape[0], n // SQUARES_N), dtype=torch.float32)
+
+
+# -- the product behind it -----------------------------------------------------------------------------------------
+
+
+def _take(
+    x: torch.Tensor,
+    squares: torch.Tensor,
+    rows: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    giver_format: str,
+    giver_k: int,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    format: str,
+    n: int,
+    k: int,
+    activation: str | None,
+) -> torch.Tensor:
+    form = weight_format(format)
+    gives, takes = Side(k, giver_k, weight_format(giver_format)), Side(n, k, form)
+    x, squares, rows, norm, codes, scales = map(_plain, (x, squares, rows, norm, codes, scales))
+    zeros, bias = _plain(zeros), _plain(bias)
+    with torch.no_grad():
+        if not _left(rows, norm, gives, takes):
+            fields = codes, scales, zeros, None, None
+            return ops.apply(x, *fields, format=form, shape=(n, k), bias=bias, activation=activation)
+        weight = PackedWeight(codes, scales, zeros, form, (n, k), check_values=False)
+        normed = left_to_next(rows, norm, eps, 0.0, DeferredParts(x, squares))
+        return take(TakingCall(normed, weight, bias, None, activation, None, False, None))
+
+
+def _take_meta(
+    x, squares, rows, norm, eps, giver_format, giver_k, codes, scales, zeros, bias, format, n, k, activation
+):
+    return x.new_empty((x.shape[0], out_features(n, activation)))
+
+
+giving = Operator(
+    "weight_only_linear_norm(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor residual, "
+    "str format, int n, int k, Tensor norm, float eps, str taker_format, int taker_n) -> (Tensor, Tensor, Tensor)",
+    cpu=_give,
+    cuda=_give,
+    meta=_give_meta,
+)
+"""(rows [M, n] of a product with a residual, what the product behind their norm takes [M, n], fp32 [M, n / 64])."""
+
+taking = Operator(
+    "weight_only_linear_of_normed(Tensor x, Tensor squares, Tensor rows, Tensor norm, float eps, str giver_format, "
+    "int giver_k, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, str format, int n, int k, "
+    "str? activation) -> Tensor",
+    cpu=_take,
+    cuda=_take,
+    meta=_take_meta,
+)
+"""The product of normed rows, [M, n] or half as many columns, of what ``giving`` returned."""
