@@ -32,7 +32,7 @@ def request_of(generator: random.Random, *, sound: bool) -> tuple[int, int, int,
     return before, before + queries, before + queries + generator.randrange(1, 300), length
 
 
-FEATURES: dict[str, dict[str, bool]] = {"all keys": {}, "causal": {"causal": True}}
+FEATURES: dict[str, dict[str, Any]] = {"all keys": {}, "causal": {"causal": True}}
 FEATURES["window"] = {"causal": True, "window": True}
 
 
