@@ -94,9 +94,14 @@ class ProducerPipeline:
 @dataclass(frozen=True)
 class CachedKeys:
     """K and V are rows of a cache: of pages in which ``page_tokens`` tokens certainly lie together, a power of two; or,
-    with 0, one request's tokens after the other."""
+    with 0, one request's tokens after the other.
+
+    mapped: for :mod:`.key_rows`, whether tensor maps bring rows with what is in front of them, as they lie; without,
+    these come by pieces of 16 bytes, or of words. Rows of codes alone come by maps anyhow.
+    """
 
     page_tokens: int = 0
+    mapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -244,6 +249,11 @@ class ExtendConfig:
     def page_tokens(self) -> int:
         """Of :class:`CachedKeys`; 0 without pages."""
         return self.keys.page_tokens if isinstance(self.keys, CachedKeys) else 0
+
+    @property
+    def mapped(self) -> bool:
+        """Of :class:`CachedKeys`."""
+        return isinstance(self.keys, CachedKeys) and self.keys.mapped
 
     @property
     def takes_table(self) -> bool:
@@ -440,6 +450,7 @@ class ExtendConfig:
         layout += "" if self.unpacks is None else f"_beside_{self.unpacks.what}"
         layout += "_merges" if self.merges else ""
         layout += ("_tree" if self.tree else "") + ("" if self.ping_pong else "_free")
+        layout += "_mapped" if self.mapped else ""
         layout += f"_q{self.tile_rows}" if self.key_rows is not None else ""
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
 
@@ -513,6 +524,15 @@ class ExtendConfig:
                 return f"{self.tile_rows} tile_rows of {form.name} caches"
         if replace(self.features, **dict.fromkeys(KEY_ROWS_FEATURES, False)) != PLAIN:
             return f"{self.tile_rows} tile_rows with {self.features.name}"
+        return self._problem_of_maps() if self.mapped else None
+
+    def _problem_of_maps(self) -> str | None:
+        """Why tensor maps cannot bring rows with what is in front of them, or None."""
+        for form, (room, apart) in zip(self.formats, map(self._key_rows_of, self.formats), strict=True):
+            if apart:
+                return f"mapped rows of {form.name}, whose headers lie apart"
+            if self.features.head_major and form.row_bytes(self.head_dim) != room:
+                return f"mapped rows of {form.name} that lie head by head: no multiples of 16 bytes"
         return None
 
 

@@ -242,7 +242,7 @@ def _key_rows(call: ExtendCall, config: ExtendConfig) -> list[Way]:
         shape = call.q.shape[1], call.base.num_kv_heads, _num_sms(call)
         return Way(_launch_of(call, few), lambda queries, _: serves_key_rows(few, queries, call.batch, *shape))
 
-    return [way(few) for few in choose_key_rows(config)]
+    return [way(few) for few in choose_key_rows(config, lies_in_maps(call))]
 
 
 def _as_it_lies(call: ExtendCall, config: ExtendConfig) -> list[Way]:
@@ -251,6 +251,11 @@ def _as_it_lies(call: ExtendCall, config: ExtendConfig) -> list[Way]:
         raise ValueError(
             f"k_cache, v_cache: got rows that key rows cannot bring: config {config.name} wants caches, and blocks of "
             f"them, that begin at multiples of {ALIGNMENT} bytes"
+        )
+    if config.mapped and not lies_in_maps(call):
+        raise ValueError(
+            f"k_cache, v_cache: got rows that tensor maps cannot bring: config {config.name} wants caches, blocks and "
+            f"tokens that begin at multiples of {ALIGNMENT} bytes, and so rows, or a token's heads one behind the other"
         )
     return [Way(_launch_of(call, config))]
 
@@ -265,6 +270,23 @@ WAYS_OF_A_CONFIG: tuple[WaysOf, ...] = (_unpacked_beside, _unpacked, _as_it_lies
 def lies_in_pieces(call: ExtendCall) -> bool:
     """Whether key rows can bring a call's caches."""
     return all(_lies_in_pieces(operand) for operand in (call.base.k, call.base.v))
+
+
+def lies_in_maps(call: ExtendCall) -> bool:
+    """Whether tensor maps can bring a call's rows with what is in front of them."""
+    return all(_lies_in_maps(operand) for operand in (call.base.k, call.base.v))
+
+
+def _lies_in_maps(operand: CacheOperand) -> bool:
+    """Of K's or V's: rows of a multiple of 16 bytes each by itself, others as those of a token, one head's behind the
+    other's."""
+    row_bytes = operand.form.row_bytes(operand.head_dim)
+    places = operand.cache.data_ptr() | operand.block_stride | operand.token_stride
+    if row_bytes % ALIGNMENT == 0:
+        places |= operand.head_stride
+    elif operand.head_stride != row_bytes:
+        return False
+    return places % ALIGNMENT == 0
 
 
 def _lies_in_pieces(operand: CacheOperand) -> bool:
@@ -334,7 +356,7 @@ def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
     splits: whether keys may be cut.
     """
     specs: list[KernelSpec] = [ExtendSpec(config), *([combine_spec(config)] if splits else [])]
-    specs += map(ExtendSpec, choose_key_rows(config))
+    specs += [ExtendSpec(few) for mapped in (True, False) for few in choose_key_rows(config, mapped)]
     least, beside = queries_to_unpack_for(config, 1, 1, None), choose_beside(config)
     if least is not None and beside is not None:
         specs.append(ExtendSpec(beside))

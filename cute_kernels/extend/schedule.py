@@ -99,11 +99,14 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
     )
 
 
-def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS) -> ExtendConfig | None:
+def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: bool = False) -> ExtendConfig | None:
     """What serves launches that ``config`` serves with keys as rows of products and so many queries as columns; None
-    where nothing does."""
+    where nothing does. mapped: whether tensor maps can bring rows with what is in front of them, as they lie."""
     least = ProducerPipeline(num_stages=2, producer_warps=KEY_ROWS_WARPS)
     wide = replace(config, tile_rows=tile_rows, pipeline=least)
+    if mapped and any(form.header_bytes for form in wide.formats):
+        by_maps = replace(wide, keys=CachedKeys(wide.page_tokens, mapped=True))
+        wide = by_maps if by_maps.can_implement() is None else wide
     if wide.can_implement() is not None:
         return None
     assert wide.key_rows is not None
@@ -112,9 +115,10 @@ def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS) -> ExtendCo
     return replace(wide, pipeline=replace(wide.pipeline, num_stages=stages))
 
 
-def choose_key_rows(config: ExtendConfig) -> list[ExtendConfig]:
-    """What may serve launches of few queries a request that ``config`` serves, for the fewest first."""
-    configs = [key_rows_of(config, rows) for rows in KEY_ROWS]
+def choose_key_rows(config: ExtendConfig, mapped: bool = False) -> list[ExtendConfig]:
+    """What may serve launches of few queries a request that ``config`` serves, for the fewest first. mapped: as
+    :func:`key_rows_of`."""
+    configs = [key_rows_of(config, rows, mapped) for rows in KEY_ROWS]
     return [few for few in configs if few is not None]
 
 

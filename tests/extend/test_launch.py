@@ -335,6 +335,35 @@ def test_rows_that_begin_between_pieces_of_16_bytes_are_not_copied_by_them(kv_fo
     assert columns_of(launches) == columns
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("kv_format", ["int8_token_head", "e4m3_token_head", "int4_g4", "int4_g1", "e4m3_tensor"])
+def test_tensor_maps_bring_rows_where_they_have_them(kv_format, layout, kv_heads, launches):
+    """Rows of 132 bytes as those of a token, if these are a multiple of 16; rows of 80 bytes anyhow. Headers that lie
+    apart are none of theirs, and rows of codes alone need no word about it."""
+    rows = format_of(kv_format).row_bytes(128)
+    shape = (BATCH, 256, kv_heads, rows) if layout == "NHD" else (BATCH, kv_heads, 256, rows)
+    cache = torch.zeros(shape, dtype=torch.uint8)
+    q = torch.zeros(BATCH * 6, 2 * kv_heads, 128).bfloat16()
+    call = narrow(6, kv_format, cache_layout=layout)
+    call |= {"q": q, "k_cache": cache, "v_cache": cache}
+    extend_attention(**call)
+    mapped = kv_format == "int4_g4" or (kv_format.endswith("token_head") and layout == "NHD" and kv_heads == 4)
+    assert columns_of(launches) == "q40" and ("_mapped" in launches[0].symbol) == mapped
+
+
+def test_heads_that_lie_apart_are_not_one_row_of_a_token(launches):
+    call = narrow(6, "int8_token_head")
+    wide = torch.zeros(BATCH, 256, 2, 136, dtype=torch.uint8)[..., :132]
+    call |= {"k_cache": wide, "v_cache": wide}
+    extend_attention(**call)
+    assert columns_of(launches) == "q40" and "_mapped" not in launches[0].symbol
+    checked = make_call(**call)
+    config = key_rows_of(choose(problem_of(checked)), mapped=True)
+    with pytest.raises(ValueError, match=r"k_cache, v_cache: .*_mapped_q72 wants .* one behind the other"):
+        make_plan(checked, config)
+
+
 @pytest.mark.parametrize("kv_format", ["e4m3_tensor", "int8_token_head"])
 def test_a_given_configuration_refuses_caches_that_it_cannot_bring(kv_format, launches):
     call = narrow(6, kv_format)
