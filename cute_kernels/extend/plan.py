@@ -20,10 +20,12 @@ from cute_kernels.extend.schedule import (
     MAX_UNPACKED_BYTES,
     ExtendProblem,
     choose,
+    choose_beside,
     choose_fp8,
     choose_key_rows,
     choose_newer,
     choose_unpacked,
+    queries_to_unpack_beside,
     queries_to_unpack_for,
     serves_key_rows,
 )
@@ -163,35 +165,69 @@ def _ways_of(call: ExtendCall, config: ExtendConfig, kinds: Iterable[WaysOf]) ->
     return tuple(ways)
 
 
+def _unpacked_beside(call: ExtendCall, config: ExtendConfig) -> list[Way]:
+    """One launch that makes rows of 16 bits of the cache beside its products: for so many queries that these take
+    longer."""
+    least = _queries_to_unpack_beside(call, config)
+    if least is None:
+        return []
+    beside, (unpack, _) = choose_beside(config), choose_unpacked(config)
+    assert beside is not None
+    launches = UnpackedLaunches(None, unpack, _launch_of(call, beside))
+
+    def serves(num_queries: int, max_seq_len: int | None) -> bool:
+        # Words count tiles: also where more memory is asked for they are not of more than calls take by themselves.
+        return num_queries >= least and launches.num_bytes(max_seq_len) <= MAX_UNPACKED_BYTES
+
+    return [Way(launches, serves)]
+
+
 def _unpacked(call: ExtendCall, config: ExtendConfig) -> list[Way]:
     """A launch that makes rows of 16 bits of the cache, and attention over them."""
-    if config.unpacked or config.ragged or config.key_rows is not None or call.unpack is False:
+    least, beside = _queries_to_unpack_for(call, config), _queries_to_unpack_beside(call, config)
+    if least is None or (call.unpack is None and beside is not None and beside <= least):
         return []
-    least: int | None = 0
-    if call.unpack is None and not call.fp8_products:
-        least = queries_to_unpack_for(config, call.batch, call.base.group, call.base.window)
-        # Rows' scales are rounded in other places: a request's result would depend on its batch.
-        is_fixed = call.num_splits is not None and any(config.tile_scales)
-        if least is None or is_fixed:
-            return []
     unpack, attention = choose_fp8(config) if call.fp8_products else choose_unpacked(config)
-    table, num_sms = call.base.block_table, _num_sms(call)
     fixed: dict[str, int | float] = {
         "window": call.base.window or 0,
-        "max_pages": 0 if table is None else table.shape[1],
-        "num_ctas": num_sms * UNPACK_CTAS_PER_SM,
+        "max_pages": _table_pages(call),
+        "num_ctas": _num_sms(call) * UNPACK_CTAS_PER_SM,
     }
     send = UNPACK.bound(load(UnpackSpec(unpack), arch_of(call.q.device.index)), fixed)
     launches = UnpackedLaunches(send, unpack, _launch_of(call, attention))
-    is_asked_for = call.unpack is True or call.fp8_products
-    if is_asked_for and least == 0:
+    if call.unpack is True or call.fp8_products:
         return [Way(launches)]
 
     def serves(num_queries: int, max_seq_len: int | None) -> bool:
-        enough = num_queries >= least
-        return enough and (is_asked_for or launches.num_bytes(max_seq_len) <= MAX_UNPACKED_BYTES)
+        return num_queries >= least and launches.num_bytes(max_seq_len) <= MAX_UNPACKED_BYTES
 
     return [Way(launches, serves)]
+
+
+def _queries_to_unpack_for(call: ExtendCall, config: ExtendConfig) -> int | None:
+    """How many queries a call must have for its cache to be unpacked; None if it never is."""
+    if config.unpacked or config.ragged or config.key_rows is not None or call.unpack is False:
+        return None
+    if call.unpack is True or call.fp8_products:
+        return 0
+    # Rows' scales are rounded in other places: a request's result would depend on its batch.
+    if call.num_splits is not None and any(config.tile_scales):
+        return None
+    return queries_to_unpack_for(config, call.batch, call.base.group, call.base.window)
+
+
+def _queries_to_unpack_beside(call: ExtendCall, config: ExtendConfig) -> int | None:
+    """How many queries a call must have for that to happen beside the products; None if it never does."""
+    least = _queries_to_unpack_for(call, config)
+    if least is None or call.fp8_products or choose_beside(config) is None:
+        return None
+    enough = queries_to_unpack_beside(config, call.batch, call.base.group, call.base.window)
+    return None if enough is None else max(least, enough)
+
+
+def _table_pages(call: ExtendCall) -> int:
+    """Of a request; 0 without a table."""
+    return 0 if call.base.block_table is None else call.base.block_table.shape[1]
 
 
 def _key_rows(call: ExtendCall, config: ExtendConfig) -> list[Way]:
@@ -220,9 +256,9 @@ def _as_it_lies(call: ExtendCall, config: ExtendConfig) -> list[Way]:
 
 
 WaysOf = Callable[[ExtendCall, ExtendConfig], list[Way]]
-WAYS: tuple[WaysOf, ...] = (_unpacked, _key_rows, _as_it_lies)
+WAYS: tuple[WaysOf, ...] = (_unpacked_beside, _unpacked, _key_rows, _as_it_lies)
 """What may serve calls of a configuration, in the order in which they are asked."""
-WAYS_OF_A_CONFIG: tuple[WaysOf, ...] = (_unpacked, _as_it_lies)
+WAYS_OF_A_CONFIG: tuple[WaysOf, ...] = (_unpacked_beside, _unpacked, _as_it_lies)
 """Where the configuration is given: key rows are one."""
 
 
@@ -277,10 +313,13 @@ def _sender(call: ExtendCall, config: ExtendConfig) -> Callable[..., Any]:
         "soft_cap": base.soft_cap or 1.0,
     }
     if not config.unpacked:
-        fixed |= {"max_pages": 0 if base.block_table is None else base.block_table.shape[1], "tile_scales": 0}
+        fixed |= {"max_pages": _table_pages(call), "tile_scales": 0}
+    beside = config.unpacks is not None
+    if beside:
+        fixed |= {"table_pages": _table_pages(call)}
     options: dict[str, Place] = {name: ("options", name) for name in ("k_scale", "v_scale", "sinks", "alibi_slopes")}
     options |= {tensor.name: ("options", "score_options", tensor.name) for tensor in tensors_in(config.features)}
-    return attention_arguments(config.features).bound(
+    return attention_arguments(config.features, beside).bound(
         load(ExtendSpec(config), arch_of(call.q.device.index)), fixed, options
     )
 
@@ -296,7 +335,10 @@ def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
     """
     specs: list[KernelSpec] = [ExtendSpec(config), *([combine_spec(config)] if splits else [])]
     specs += map(ExtendSpec, choose_key_rows(config))
-    if queries_to_unpack_for(config, 1, 1, None) is not None:
+    least, beside = queries_to_unpack_for(config, 1, 1, None), choose_beside(config)
+    if least is not None and beside is not None:
+        specs.append(ExtendSpec(beside))
+    if least is not None and (beside is None or (queries_to_unpack_beside(config, 1, 1, None) or least) > least):
         unpack, attention = choose_unpacked(config)
         specs += [UnpackSpec(unpack), ExtendSpec(attention)]
     return specs

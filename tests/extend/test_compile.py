@@ -27,6 +27,7 @@ from cute_kernels.extend.config import (
 from cute_kernels.extend.schedule import (
     ExtendProblem,
     choose,
+    choose_beside,
     choose_fp8,
     choose_newer,
     choose_unpacked,
@@ -49,6 +50,10 @@ CONFIGS["head_dim 80"] = choose(ExtendProblem(80, "bf16", "bf16", "bf16", 64, CA
 CONFIGS["new tokens"] = choose_newer(CONFIGS["bf16"])
 CONFIGS["unpacked, a scale a tile"] = choose_unpacked(CONFIGS["int8"])[1]
 CONFIGS["unpacked"] = choose_unpacked(CONFIGS["int4"])[1]
+for name in ("int8", "int4", "contiguous"):
+    beside = choose_beside(CONFIGS[name])
+    assert beside is not None
+    CONFIGS[f"unpacked meanwhile, {name}"] = beside
 UNPACKING = {name: choose_unpacked(CONFIGS[name])[0] for name in ("int8", "int4", "contiguous", "bf16")}
 for name, features in {"FP8 products": CAUSAL_PAGES, "FP8 products, features": FEATURES}.items():
     problem = ExtendProblem(128, "e4m3_tensor", "e4m3_tensor", "bf16", 64, features)
@@ -79,8 +84,9 @@ def artifacts():
 def test_it_compiles_to_what_it_was_designed_to_be(name, artifacts):
     config, artifact = CONFIGS[name], artifacts[name]
     (report,) = resource_report(artifact)
-    # With every feature at once ptxas keeps a few words of the epilogue's in local memory.
-    assert report.spill_store_bytes <= (20 if config.features == FEATURES else 0)
+    # With every feature at once ptxas keeps a few words of the epilogue's in local memory, and a word or two of a
+    # request's where warps unpack.
+    assert report.spill_store_bytes <= (20 if config.features == FEATURES else 0 if config.unpacks is None else 8)
     assert report.threads in (None, config.num_threads)
     producing, consuming = config.registers
     shared_out = MMA_WARPS * consuming + config.producer_warps * producing
