@@ -23,6 +23,7 @@ from cute_kernels import (
     append_and_decode,
     append_kv,
     quantize_kv,
+    quantized_layer,
     quantized_linear,
     quantized_linear_norm,
 )
@@ -162,11 +163,20 @@ class Step:
         model, case, shape: what is computed, and how.
         device: of all tensors.
         layers: how many are gone through; default the model's.
+        one_launch: whether the products from one attention to the next are `quantized_layer`.
     """
 
-    def __init__(self, model: StepModel, case: StepCase, shape: Shape, device: str = "cuda", layers: int | None = None):
+    def __init__(
+        self,
+        model: StepModel,
+        case: StepCase,
+        shape: Shape,
+        device: str = "cuda",
+        layers: int | None = None,
+        one_launch: bool = False,
+    ):
         self.model, self.case, self.shape, self.device = model, case, shape, device
-        self.layers = layers or model.layers
+        self.layers, self.one_launch = layers or model.layers, one_launch
         self.rope = Rope(model.head_dim, theta=ROPE_THETA)
         self.hidden = torch.randn(shape.batch, model.hidden, device=device).bfloat16()
         self.seq_lens = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
@@ -174,6 +184,8 @@ class Step:
 
     def __call__(self) -> torch.Tensor:
         rows = NormedRows(self.hidden, self.parts[0]["norm"], EPS)
+        if self.one_launch:
+            return self.in_one_launch(rows)
         for number in range(self.layers):
             following = self.parts[(number + 1) % len(self.parts)]
             rows = self.layer(self.parts[number % len(self.parts)], rows, following)
@@ -238,13 +250,37 @@ class Step:
 
     # -- what a layer does --------------------------------------------------------------------------------------------
 
-    def layer(self, parts: dict[str, Any], rows: NormedRows, following: dict[str, Any]) -> NormedRows:
-        """The residual stream behind a layer. following: what the next layer has."""
+    def in_one_launch(self, rows: NormedRows) -> torch.Tensor:
+        """The residual stream behind all layers: the first one's qkv, then attention and a launch for each layer."""
+        qkv: torch.Tensor | None = self.normed(self.parts[0]["qkv"], rows)
+        for number in range(self.layers):
+            assert qkv is not None
+            own, following = (self.parts[i % len(self.parts)] for i in (number, number + 1))
+            last = number + 1 == self.layers
+            rows, qkv = quantized_layer(
+                self.attended(qkv, own["cache"]),
+                weight_of(own["o"]),
+                weight_of(own["gate_up"]),
+                weight_of(own["down"]),
+                None if last else weight_of(following["qkv"]),
+                residual=rows.rows,
+                norm=own["mlp_norm"],
+                following_norm=following["norm"],
+                norm_eps=EPS,
+            )
+        return rows.rows
+
+    def attended(self, qkv: torch.Tensor, cache: dict[str, Any]) -> torch.Tensor:
+        """What attention gives o, [batch, heads * head_dim]."""
         model, batch = self.model, self.shape.batch
-        qkv = self.normed(parts["qkv"], rows)
         heads = qkv.view(batch, 1, -1, model.head_dim)
         q, k, v = heads.split((model.num_q_heads, model.num_kv_heads, model.num_kv_heads), dim=2)
-        attended = self.attend(q, k, v, parts["cache"]).view(batch, -1)
+        return self.attend(q, k, v, cache).view(batch, -1)
+
+    def layer(self, parts: dict[str, Any], rows: NormedRows, following: dict[str, Any]) -> NormedRows:
+        """The residual stream behind a layer. following: what the next layer has."""
+        model = self.model
+        attended = self.attended(self.normed(parts["qkv"], rows), parts["cache"])
         rows = self.added(parts["o"], attended, rows.rows, parts["mlp_norm"], parts.get("gate_up"))
         if model.experts:
             x = rows.normed()
@@ -270,7 +306,7 @@ class Step:
         they are."""
         if following is None or self.case.weights == "bf16":
             return NormedRows(product(x, residual=residual), norm, EPS)
-        own, its = (each.keywords["weight"] for each in (product, following))  # pyright: ignore[reportFunctionMemberAccess]
+        own, its = weight_of(product), weight_of(following)
         return quantized_linear_norm(x, own, residual=residual, norm=norm, norm_eps=EPS, following=its)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: dict[str, Any]) -> torch.Tensor:
@@ -288,6 +324,11 @@ class Step:
         tokens = self.shape.batch * self.shape.context
         weights = self.model.weight_bytes(self.case.weights, self.shape.batch)
         return self.layers * (weights + self.model.cache_bytes(self.case.kv, tokens))
+
+
+def weight_of(product: Callable[..., torch.Tensor]) -> PackedWeight:
+    """The weight of `Step.make_product`'s call."""
+    return product.keywords["weight"]  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def dense_product(

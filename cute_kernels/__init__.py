@@ -25,6 +25,7 @@ from cute_kernels.linear import (
     QuantizedLinear,
     interleave_weights,
     quantize_weight,
+    quantized_layer,
     quantized_linear,
     quantized_linear_norm,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "quantize_mla_kv",
     "quantize_model",
     "quantize_weight",
+    "quantized_layer",
     "quantized_linear",
     "quantized_linear_norm",
     "rms_norm",

@@ -74,6 +74,7 @@ def cpu_as_gpu(**functions: Any) -> Gpu:
         "stream": lambda device: 0,
         "empty": empty,
         "workspace": lambda device, stream, num_words: num_words,
+        "counters": lambda device, stream, num_words: num_words,
         "takes_cpu": True,
     }
     return Gpu(**given | functions)

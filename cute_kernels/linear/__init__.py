@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from cute_kernels.deprecated import warn
+from cute_kernels.layer_products import call as layer_call
+from cute_kernels.layer_products.call import LayerRows
 from cute_kernels.linear import deferred, ops
 from cute_kernels.linear.deferred import NormedRows
 from cute_kernels.linear.module import QuantizedLinear
@@ -22,12 +24,14 @@ from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.names import Activation
 
 __all__ = [
+    "LayerRows",
     "NormedRows",
     "PackedWeight",
     "QuantizedLinear",
     "interleave_weights",
     "linear_reference",
     "quantize_weight",
+    "quantized_layer",
     "quantized_linear",
     "quantized_linear_norm",
     "reorder_outputs",
@@ -146,6 +150,54 @@ def quantized_linear_norm(
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
     return deferred.give(deferred.GivingCall(x, weight, bias, residual, norm, norm_eps, norm_offset, following))
+
+
+def quantized_layer(
+    x: torch.Tensor,
+    o: PackedWeight,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    qkv: PackedWeight | None = None,
+    *,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    following_norm: torch.Tensor,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+) -> LayerRows:
+    """A layer's products from its attention to the next one: o, gate and up with SwiGLU, down, the next layer's qkv.
+
+    What these calls compute, in one launch where there is a kernel for all of them:
+
+        h = quantized_linear_norm(x, o, residual=residual, norm=norm, ...)
+        rows = quantized_linear_norm(quantized_linear(h, gate_up, activation="swiglu"), down, residual=h.rows,
+                                     norm=following_norm, ...)
+        return LayerRows(rows, quantized_linear(rows, qkv))
+
+    One launch serves up to 4 rows (8 where no K is above 8192) in bf16 on Hopper: 4-bit integers in groups of 128
+    without zero points, act order or input scales; N a multiple of 64 and K of 256; norms in bf16. All else goes the
+    way of these calls. Both ways round alike, but add up in another order: results differ in their last bits. Each
+    repeats its own to the bit.
+
+    Args:
+        x: bf16 or fp16 [..., K of o], what attention gives.
+        o, gate_up, down: weights [hidden, K], [2 * inner, hidden] (gate and up in turn, as `interleave_weights` has
+            them) and [hidden, inner].
+        qkv: the next layer's [N, hidden], or None.
+        residual: [..., hidden], the residual stream, in x's dtype.
+        norm: [hidden], the weight of the norm before gate and up. following_norm: of that before the next qkv.
+        norm_eps, norm_offset: as of `quantized_linear_norm`, of both norms.
+
+    Returns:
+        `LayerRows`: ``rows``, the residual stream behind the layer as `NormedRows` with following_norm; ``qkv``
+        [..., N], or None.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
+    """
+    return layer_call.layer(
+        layer_call.LayerCall(x, o, gate_up, down, qkv, residual, norm, following_norm, norm_eps, norm_offset)
+    )
 
 
 def linear(*args: Any, **kwargs: Any) -> torch.Tensor:

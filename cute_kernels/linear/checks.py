@@ -63,14 +63,16 @@ def check_bias(bias: torch.Tensor, x: torch.Tensor, n: int) -> None:
         raise ValueError(f"bias: got strides {bias.stride()}, want a contiguous tensor")
 
 
-def check_norm(norm: torch.Tensor, eps: object, offset: object, x: torch.Tensor) -> None:
-    """Raises TypeError or ValueError unless ``norm`` is a norm's weight for rows of x, and its numbers are numbers."""
-    check_tensors(norm=norm)
+def check_norm(norm: torch.Tensor, eps: object, offset: object, x: torch.Tensor, name: str = "norm") -> None:
+    """Raises TypeError or ValueError unless ``norm`` is a norm's weight for rows of x, and its numbers are numbers.
+
+    name: of the argument."""
+    check_tensors(**{name: norm})
     if norm.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"norm: got dtype {norm.dtype}, want {x.dtype} or torch.float32")
-    _check("norm", norm, norm.dtype, (x.shape[-1],), x.device)
+        raise TypeError(f"{name}: got dtype {norm.dtype}, want {x.dtype} or torch.float32")
+    _check(name, norm, norm.dtype, (x.shape[-1],), x.device)
     if not norm.is_contiguous():
-        raise ValueError(f"norm: got strides {norm.stride()}, want a contiguous tensor")
+        raise ValueError(f"{name}: got strides {norm.stride()}, want a contiguous tensor")
     check_number("norm_eps", eps, least=0)
     check_number("norm_offset", offset)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from cute_kernels.runtime.memory import empty_strided
-from cute_kernels.runtime.workspace import POOL
+from cute_kernels.runtime.workspace import COUNTERS, POOL
 
 Device = Any  # what torch takes for one: an index, a name, a torch.device
 
@@ -43,6 +43,7 @@ class Gpu:
         stream: raw handle of torch's current stream of a device (index).
         empty: as `torch.empty_strided` (shape, strides, dtype), on the current device.
         workspace: (index, stream, number of words) -> address, as `WorkspacePool.get`.
+        counters: the same, of words that a launch may use before it waits for the one before.
         takes_cpu: whether CPU tensors are launched for as CUDA tensors are, instead of the reference.
     """
 
@@ -56,6 +57,7 @@ class Gpu:
     stream: Callable[[int], int] = _stream
     empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = empty_strided
     workspace: Callable[[int, int, int], int] = POOL.get
+    counters: Callable[[int, int, int], int] = COUNTERS.get
     takes_cpu: bool = False
 
 

@@ -18,7 +18,7 @@ from bench import moe as moe_bench
 from bench.linear import Format, make_weights, pack
 from bench.moe import MODELS, Inputs, MoeModel, MoeShape, make_experts
 from bench.peers import relative_error
-from cute_kernels import append_and_decode, quantized_linear, quantized_linear_norm, rms_norm
+from cute_kernels import append_and_decode, quantized_layer, quantized_linear, quantized_linear_norm, rms_norm
 from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.plan import problem_of
@@ -30,9 +30,12 @@ from cute_kernels.extend.plan import combine_spec, configs_of
 from cute_kernels.extend.schedule import choose_beside, choose_fp8, choose_key_rows, choose_unpacked
 from cute_kernels.integrations.vllm import attention_kernels
 from cute_kernels.kv_cache import Rope
+from cute_kernels.layer_products.compile import LayerProductsSpec
+from cute_kernels.layer_products.config import config_for
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.plan import MOST_ROWS, factored
+from cute_kernels.linear.reference import activate
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind
@@ -304,6 +307,42 @@ class DeferredNormCase:
 
 
 @dataclass(frozen=True)
+class LayerProductsCase:
+    """The products of a layer in one launch; weights [hidden, heads], [2 * inner, hidden], [hidden, inner] and [qkv,
+    hidden], with m rows."""
+
+    hidden: int
+    heads: int
+    inner: int
+    qkv: int
+    m: int
+
+    def specs(self) -> list[KernelSpec]:
+        config = config_for(self.m, max(self.hidden, self.heads, self.inner))
+        assert config is not None, "no launch serves so many rows"
+        return [LayerProductsSpec(config)]
+
+    def run(self, device: str = "cuda") -> str:
+        hidden, inner = self.hidden, self.inner
+        sizes = (hidden, self.heads), (2 * inner, hidden), (hidden, inner), (self.qkv, hidden)
+        weights = [make_weights(*size, W4, device) for size in sizes]
+        packed = [pack(one) for one in weights]
+        shapes = (self.m, self.heads), (self.m, hidden), (hidden,), (hidden,)
+        x, residual, norm, following = (torch.randn(size, device=device).bfloat16() for size in shapes)
+        norms = {"norm": norm, "following_norm": following}
+        for _ in range(CALLS):
+            found = quantized_layer(x, *packed, residual=residual, norm_eps=EPS, **norms)  # pyright: ignore
+            middle = (x.float() @ weights[0].dense.float().T + residual.float()).bfloat16()
+            gated = activate(rms_norm(middle, norm, eps=EPS).float() @ weights[1].dense.float().T, "swiglu")
+            rows = gated @ weights[2].dense.float().T + middle.float()
+            assert relative_error(found.rows.rows, rows) <= LAYER_TOLERANCE
+            assert found.qkv is not None
+            error = relative_error(found.qkv, found.rows.normed().float() @ weights[3].dense.float().T)
+            assert error <= LAYER_TOLERANCE, error
+        return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
+
+
+@dataclass(frozen=True)
 class NormCase:
     """RMSNorm of [rows, n] behind a residual, whose sum comes too; inputs: as of `NormConfig`."""
 
@@ -472,6 +511,8 @@ DEFERRED = {
     "deferred-norm-exchanged-rows": DeferredNormCase(1024, 8192, 7168, 128),
     "deferred-norm-pairs": DeferredNormCase(1024, 8192, 7168, 60),
     "deferred-norm-parts": DeferredNormCase(640, 768, 200, 65),
+    "products-of-a-layer": LayerProductsCase(768, 512, 1792, 320, 1),
+    "products-of-a-layer-rows": LayerProductsCase(512, 768, 1024, 320, 5),
 }
 NORMS = {
     "norm": NormCase(3, 4096),

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cute_kernels.runtime import captures
+from cute_kernels.runtime import captures, workspace
 from cute_kernels.runtime.workspace import EMPTY, Memory, WorkspacePool
 
 SLAB = 1 << 12
@@ -209,3 +209,15 @@ def test_a_semaphore_is_posted_by_c_code_that_knows_its_address():
     assert not semaphore.is_posted()
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(semaphore.post_address)(semaphore.address)
     assert semaphore.is_posted() and semaphore.address is None and semaphore.is_posted()
+
+
+def test_counters_are_filled_long_before_a_launch(monkeypatch):
+    """A launch whose CTAs count before they wait for the launch before finds none that is being filled."""
+    waited = []
+    monkeypatch.setattr(workspace, "_filled", lambda device, count: torch.full((count,), workspace.EMPTY))
+    monkeypatch.setattr(workspace, "_synchronize", waited.append)
+    monkeypatch.setattr(workspace, "is_capturing", lambda: False)
+    assert (workspace._settled(0, 5) == workspace.EMPTY).all() and waited == [0]
+    monkeypatch.setattr(workspace, "is_capturing", lambda: True)
+    with pytest.raises(workspace.UnsettledError, match="capture"):
+        workspace._settled(0, 5)

@@ -1,0 +1,129 @@
+"""What a launch of several products is compiled for. No GPU types."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from cute_kernels.architecture import HOPPER, Limits
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.weight_formats import integers
+
+MOST_PRODUCTS = 4
+TILE_N = 32  # output features of a work tile: half a tile of codes
+STAGE_K = 256  # inputs of a stage
+GROUP = 128  # inputs that share a scale of weights, and one of x
+CODE_TILE_BYTES, CODE_TILE_K = 2048, 64  # a tile of codes: 64 features
+STAGE_CODES = TILE_N * STAGE_K // 2
+STAGE_SCALES = TILE_N * 2 * (STAGE_K // GROUP)
+STAGE_BYTES = STAGE_CODES + STAGE_SCALES
+PRODUCT_BYTES = 80  # of a product's numbers in shared memory
+SLOTS = 4  # of numbers of work tiles on their way to the warps
+BUFFERS = 2  # of the consumer warps' sums
+ROWS = (1, 2, 4, 8)
+CONSUMER_WARPS = (8,)
+SET_WORDS = 1 << 16  # of results of all products but the last that others wait for
+EXCHANGE_WORDS = 96 + 2 * SET_WORDS
+FORMAT = integers(4, GROUP)  # of all weights
+MMA_ROWS = 4  # whose two limbs are the columns of an MMA
+
+
+@dataclass(frozen=True)
+class LayerProductsConfig:
+    """One compiled variant.
+
+    Attributes:
+        rows: of x, at most.
+        groups: of 128 inputs of the longest row whose limbs there is room for.
+        num_stages: of the ring of weights.
+        consumer_warps, loader_warps: that multiply, and that copy weights.
+        window: stages that are asked for at a time. Answers of memory come in order: with more, results of other CTAs
+            wait behind weights that nobody needs yet.
+    """
+
+    limits: ClassVar[Limits] = HOPPER
+    rows: int
+    groups: int
+    num_stages: int
+    dtype: str = "bf16"
+    consumer_warps: int = 8
+    loader_warps: int = 4
+    window: int = 8
+
+    @property
+    def num_warps(self) -> int:
+        return self.consumer_warps + self.loader_warps + 2  # one draws, one stores
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_warps * WARP_THREADS
+
+    @property
+    def room_to_draw(self) -> int:
+        """Stages that the ring has room for when the next work tile is drawn: as many as a tile of 4096 inputs has, and
+        no more than are there while consumers keep pace."""
+        return max(1, min(16, self.num_stages - 24))
+
+    @property
+    def columns(self) -> int:
+        """Of limbs: both of each row."""
+        return 2 * self.rows
+
+    @property
+    def row_blocks(self) -> int:
+        """MMAs that share a weight."""
+        return -(-self.rows // MMA_ROWS)
+
+    @property
+    def group_limb_bytes(self) -> int:
+        return self.columns * GROUP
+
+    @property
+    def part_bytes(self) -> int:
+        """A consumer warp's sums of a work tile."""
+        return self.rows * TILE_N * 4
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory beside the ring."""
+        limbs = self.groups * (self.group_limb_bytes + 2 * 4 * self.rows)
+        parts = BUFFERS * self.consumer_warps * self.part_bytes
+        return limbs + parts + MOST_PRODUCTS * PRODUCT_BYTES + 4 * SLOTS + 8 * 2 * (SLOTS + BUFFERS) + 7 * 128
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.fixed_bytes + self.num_stages * (STAGE_BYTES + 16)
+
+    @property
+    def name(self) -> str:
+        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}"
+        return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}_{warps}"
+
+    def can_implement(self) -> str | None:
+        """None, or why not."""
+        if self.dtype != "bf16":
+            return f"dtype {self.dtype!r} is not 'bf16'"
+        if self.rows not in ROWS:
+            return f"rows {self.rows} is not one of {', '.join(map(str, ROWS))}"
+        if self.num_stages < 2 * self.consumer_warps:
+            return f"{self.num_stages} stages are fewer than two for each of {self.consumer_warps} consumer warps"
+        if self.num_stages % self.consumer_warps or self.num_stages % self.loader_warps:
+            return f"{self.num_stages} stages are not as many for each consumer warp, and for each loader warp"
+        if self.window % self.loader_warps or not 0 < self.window <= self.num_stages:
+            return f"a window of {self.window} is no multiple of {self.loader_warps} loader warps within the ring"
+        return self.limits.refuses(self.num_threads, self.shared_bytes)
+
+
+def config_for(rows: int, most_k: int) -> LayerProductsConfig | None:
+    """The configuration for so many rows of up to ``most_k`` inputs: as deep a ring as there is room for; None if it
+    would be too shallow."""
+    fitting = [size for size in ROWS if size >= rows]
+    for warps in CONSUMER_WARPS if fitting else ():
+        empty = LayerProductsConfig(fitting[0], -(-most_k // GROUP), 0, consumer_warps=warps)
+        room = (empty.limits.shared_bytes - empty.fixed_bytes) // (STAGE_BYTES + 16)
+        each = math.lcm(empty.consumer_warps, empty.loader_warps)
+        config = replace(empty, num_stages=max(room, 0) // each * each)
+        if config.can_implement() is None:
+            return config
+    return None

@@ -1,0 +1,145 @@
+"""Loader warps: weights of one work tile after the other into the ring, whatever has been computed by then.
+
+Another warp draws work tiles. Not long before there is room for one: who draws earlier keeps tiles that other CTAs
+would have begun. Nor when the last stage of the one before has been asked for: the answer takes 1 us.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from cute_kernels.device import ptx
+from cute_kernels.device.exchange import EMPTY_WORD
+from cute_kernels.device.ring import advance
+from cute_kernels.layer_products import instructions
+from cute_kernels.layer_products.config import (
+    CODE_TILE_BYTES,
+    CODE_TILE_K,
+    GROUP,
+    SLOTS,
+    STAGE_BYTES,
+    STAGE_CODES,
+    STAGE_K,
+    TILE_N,
+    LayerProductsConfig,
+)
+from cute_kernels.layer_products.exchange import TICKETS, draw
+from cute_kernels.layer_products.memory import LayerMemory, Sizes, receive, turn
+
+HALF_CODES = TILE_N * CODE_TILE_K // 2  # a work tile's part of a tile of codes
+GROUP_SCALES = 2 * 2 * TILE_N  # of a tile of codes
+
+
+class Drawer:
+    """The warp that draws work tiles, and tells all others."""
+
+    def __init__(self, config: LayerProductsConfig):
+        self.config = config
+
+    @cute.jit
+    def run(self, sizes: Sizes, memory: LayerMemory, lane, drawn):
+        """All work tiles of the CTA. drawn: the first one, in lane 0."""
+        end, slot, slot_phase, running, drawn = Int32(0), Int32(0), Int32(0), Int32(1), Int32(drawn)
+        while running != 0:
+            cute.arch.mbarrier_wait(memory.tile_empty + slot, slot_phase ^ 1)
+            if lane == 0:
+                ptx.store_shared(memory.slots + slot * 4, 0, [Uint32(drawn)])
+                cute.arch.mbarrier_arrive(memory.tile_full + slot)
+            slot, slot_phase = advance(slot, slot_phase, SLOTS)
+            tile = cute.arch.shuffle_sync(drawn, 0)
+            if tile >= sizes.num_tiles:
+                running = Int32(0)
+            else:
+                end = end + memory.product(sizes.product_of(tile)).k // STAGE_K
+                wait_for_room(self.config, memory, end + self.config.room_to_draw - 1)
+                if lane == 0:
+                    drawn = draw(sizes)
+        if lane == 0:
+            self.leave(sizes, drawn)
+
+    @cute.jit
+    def leave(self, sizes: Sizes, drawn):
+        """Every CTA draws one number too many, who draws the last one makes the counter EMPTY. Then, and not before,
+        may the next launch begin, whose CTAs draw at once."""
+        if drawn == sizes.num_tiles + sizes.num_ctas - 1:
+            ptx.store_global(sizes.exchange + TICKETS, [Uint32(EMPTY_WORD)])
+        instructions.fence()
+        cute.arch.griddepcontrol_launch_dependents()
+
+
+class Loader:
+    """What a loader warp does."""
+
+    def __init__(self, config: LayerProductsConfig):
+        self.config = config
+
+    @cute.jit
+    def run(self, sizes: Sizes, memory: LayerMemory, rank, lane):
+        """All work tiles of the CTA."""
+        base, slot, slot_phase, running = Int32(0), Int32(0), Int32(0), Int32(1)
+        while running != 0:
+            tile = receive(memory, slot, slot_phase, lane)
+            slot, slot_phase = advance(slot, slot_phase, SLOTS)
+            if tile >= sizes.num_tiles:
+                running = Int32(0)
+            else:
+                number = sizes.product_of(tile)
+                stages = self.copy_tile(memory, number, tile, base, rank, lane)
+                base = base + stages
+
+    @cute.jit
+    def copy_tile(self, memory: LayerMemory, number, tile, base, rank, lane):
+        """Asks for a loader warp's stages of a work tile, as the ring has room; how many the tile has."""
+        product = memory.product(number)
+        own = tile - product.begin
+        half, whole = own & 1, Int64(own >> 1)
+        k = cute.arch.shuffle_sync(product.k, 0)
+        codes = product.codes + whole * (k * (CODE_TILE_BYTES // CODE_TILE_K)) + half * HALF_CODES
+        scales = product.scales + whole * (k * GROUP_SCALES // GROUP) + half * (GROUP_SCALES // 2)
+        # Else each copy would ask which lanes have which address: 100 clocks.
+        codes, scales = uniform(codes), uniform(scales)
+        stages = k // STAGE_K
+        first = turn(rank, base, self.config.loader_warps)
+        for j in cutlass.range(first, stages, self.config.loader_warps, unroll=1):
+            position = base + j
+            stage = position % self.config.num_stages
+            wait_for_room(self.config, memory, position)
+            if position >= self.config.window:
+                self.wait_for_stage(memory, position - self.config.window)
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, STAGE_BYTES)
+            cute.arch.sync_warp()
+            self.copy_stage(memory, stage, codes, scales, j)
+        return stages
+
+    def wait_for_stage(self, memory: LayerMemory, position) -> None:
+        """Waits until the ``position``-th stage of all has come, which the same warp asked for."""
+        stage, use = position % self.config.num_stages, position // self.config.num_stages
+        cute.arch.mbarrier_wait(memory.full + stage, use & 1)
+
+    def copy_stage(self, memory: LayerMemory, stage, codes, scales, j) -> None:
+        """Asks for a stage."""
+        barrier = memory.full + stage
+        address, target = Int32(barrier.toint()), memory.ring + stage * STAGE_BYTES
+        code_tiles, groups = STAGE_K // CODE_TILE_K, STAGE_K // GROUP
+        first = codes + Int64(j) * (code_tiles * CODE_TILE_BYTES)
+        for i in range(code_tiles):
+            instructions.copy_elected(target + i * HALF_CODES, first + i * CODE_TILE_BYTES, HALF_CODES, address)
+        first = scales + Int64(j) * (groups * GROUP_SCALES)
+        for i in range(groups):
+            place = target + (STAGE_CODES + i * (GROUP_SCALES // 2))
+            instructions.copy_elected(place, first + i * GROUP_SCALES, GROUP_SCALES // 2, address)
+
+
+def wait_for_room(config: LayerProductsConfig, memory: LayerMemory, position) -> None:
+    """Waits until the ring has room for its ``position``-th stage of all."""
+    stage, use = position % config.num_stages, position // config.num_stages
+    cute.arch.mbarrier_wait(memory.empty + stage, (use & 1) ^ 1)
+
+
+def uniform(address: Int64) -> Int64:
+    """An address that is alike in all lanes, as the compiler knows then."""
+    low, high = (cute.arch.shuffle_sync(Int32(part), 0) for part in (address, address >> 32))
+    return (Int64(high) << 32) | Int64(Uint32(low))
