@@ -23,7 +23,8 @@ from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.linear.wgmma.deferred_config import GIVES, SQUARES_N, TAKES
 from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
-from cute_kernels.norm.config import MAX_COLUMNS
+from cute_kernels.norm import config as norms
+from cute_kernels.norm.compile import NormSpec
 from cute_kernels.runtime import KernelSpec
 from cute_kernels.tuning.linear import TORCH_DTYPES, Format, Weights
 
@@ -77,7 +78,7 @@ class LinearOptions:
         return Weights(self.device).of(replace(self.form, **changes).problem(layer.m, layer.n, layer.k))
 
     def option(
-        self, bar: Bar, x: torch.Tensor | None = None, weight: PackedWeight | None = None, **arguments: Any
+        self, bar: Bar, x: torch.Tensor | NormedRows | None = None, weight: PackedWeight | None = None, **arguments: Any
     ) -> Option:
         """The call with an option, and how much more than the plain one it reads and writes."""
         x, weight = self.x if x is None else x, self.weight if weight is None else weight
@@ -111,8 +112,9 @@ class LinearOptions:
             "batch invariant": self.option(INVARIANT, batch_invariant=True),
             "norm taken": self.taking(),
         }
-        if layer.n <= MAX_COLUMNS:  # wider rows, of gates and heads, are never normed
+        if layer.n <= norms.MAX_COLUMNS:  # wider rows, of gates and heads, are never normed
             found["norm given"] = self.giving()
+        found |= self.normed(order)
         for name, changes in other_formats(self.form).items():
             found[name] = self.option(EPILOGUE, weight=self.packed(**changes))
         return found
@@ -124,6 +126,16 @@ class LinearOptions:
         arguments = {"residual": self.random(m, n), "norm": self.random(n)}
         more = sum(value.nbytes for value in arguments.values()) + 2 * m * n + 4 * m * (n // SQUARES_N)
         return Option(partial(quantized_linear_norm, self.x, self.weight, **arguments), more, RESIDUAL)
+
+    def normed(self, order: torch.Tensor) -> dict[str, Option]:
+        """Rows whose norm is a launch before the product, and the same where that launch puts them in order, or scales
+        them, as well."""
+        rows = NormedRows(self.x, self.random(self.layer.k), EPS)
+        plain = self.option(INPUT, x=rows)
+        ordered = self.option(INPUT, x=rows, weight=replace(self.weight, perm=order))
+        scaled = self.option(INPUT, x=rows, weight=replace(self.weight, input_scale=self.random(self.layer.k)))
+        named = {"act order behind a norm": ordered, "input scale behind a norm": scaled}
+        return {"behind a norm": plain} | {name: replace(one, plain="behind a norm") for name, one in named.items()}
 
     def taking(self) -> Option:
         """Rows whose norm the product before has left to this one."""
@@ -172,6 +184,8 @@ def _specs(layers: Iterable[Layer], form: Format, gpu: str) -> Iterator[KernelSp
             schedule = chosen(problem, gpu)
             yield from specs_of(schedule.config)
             if not changes:
+                for inputs in ("", norms.ORDERED, norms.SCALED):
+                    yield NormSpec(norms.NormConfig("rms", form.dtype, *norms.launch_shape(layer.k), inputs=inputs))
                 found = [factored(schedule, kind) for kind in (SCALED, NORMED, ORDERED)]
                 yield from (spec_of(one.config) for one in found if one is not None)
                 yield from specs_of(chosen(replace(problem, batch_invariant=True), gpu).config)

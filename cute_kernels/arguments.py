@@ -177,6 +177,12 @@ def check_together(**tensors: Any) -> None:
             raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {first.device}, where {speaker} is")
 
 
+def check_permutation(name: str, perm: torch.Tensor) -> None:
+    """Raises ValueError unless each index occurs once; waits for a GPU."""
+    if not torch.equal(perm.sort().values, torch.arange(perm.numel(), dtype=perm.dtype, device=perm.device)):
+        raise ValueError(f"{name}: got indices that are missing or repeated, want each of 0 to {perm.numel() - 1} once")
+
+
 def row_stride(tensor: torch.Tensor) -> int | None:
     """Elements from one row [..., n] to the next, None if rows lie at no one distance."""
     n = tensor.shape[-1]

@@ -12,6 +12,7 @@ from cutlass import AddressSpace, BFloat16, Float16, cute
 
 from cute_kernels.linear.arguments import FACTORED_TILES, INPUT_ROWS, STREAM, TILES
 from cute_kernels.linear.config import LinearConfig
+from cute_kernels.norm.arguments import norm_arguments
 from cute_kernels.runtime import compile_options
 from cute_kernels.runtime.launch_arguments import LaunchArguments
 
@@ -20,6 +21,12 @@ from cute_kernels.runtime.launch_arguments import LaunchArguments
 def input_rows_function(config: Any) -> Any:
     """Of what prepares rows of x for a weight-only linear layer."""
     return accepting(INPUT_ROWS, {"out": _matrix(config)})
+
+
+@functools.cache
+def norm_function(config: Any) -> Any:
+    """Of a norm."""
+    return accepting(norm_arguments(config), {"out": _matrix(config)})
 
 
 @functools.cache

@@ -20,8 +20,6 @@ MEASURED = golden.to_compile(SPECS, REVIEWED) if native.dsl_version() else []
 SPILLS = {
     "extend_unpack_*_token_head_*": 144,
     "extend_unpack_int4_*": 24,
-    "extend_int8_token_head_*_q40": 116,
-    "extend_e4m3_token_head_*_q40": 116,
 }
 MOST_ACCESSES = 0.02  # of a kernel's instructions that may be to local memory
 

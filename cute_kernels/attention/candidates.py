@@ -40,7 +40,7 @@ STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp 
 
 
 def candidate_configs(problem: DecodeProblem) -> list[DecodeConfig]:
-    """The configurations worth considering for a problem, one per number of CTAs on an SM.
+    """The configurations worth considering for a problem, one per number of CTAs on an SM and of KV heads of a CTA.
 
     Raises ValueError if the kernels cannot read the caches.
     """
@@ -50,19 +50,40 @@ def candidate_configs(problem: DecodeProblem) -> list[DecodeConfig]:
     blocks, _ = query_blocks(problem)
     with_headers = [format_of(name).has_header for name in names]
     if not any(with_headers):
-        make, counts = bare_config, (1, 2, MOST_CTAS)
         base = _base_config(problem, names, 1, blocks, contiguous=True, row_copy="")
+        configs = [bare_config(base, ctas) for ctas in _cta_counts(problem, contiguous=True)]
     else:
-        heads = row_heads(problem, names, blocks) if problem.aligned else 0
-        contiguous = _is_contiguous(problem, heads or 1)
-        row_copy = "bulk" if heads else "word"
-        make, counts = row_config, (1, 2, MOST_CTAS) if contiguous else (2,)
-        base = _base_config(problem, names, heads or 1, blocks, contiguous=contiguous, row_copy=row_copy)
+        configs = [
+            row_config(_base_config(problem, names, heads or 1, blocks, contiguous, "bulk" if heads else "word"), ctas)
+            for heads in _heads_of_a_cta(problem, names, blocks)
+            for contiguous in (_is_contiguous(problem, heads or 1),)
+            for ctas in _cta_counts(problem, contiguous)
+        ]
     borrows = _borrows_registers(problem)
-    if borrows:
-        counts = (1,)
-    configs = dict.fromkeys(_with_producer_warps(_roomy(make(base, ctas)), borrows) for ctas in counts)
-    return [_with_warpgroups(config) for config in configs] if _fits_warpgroups(problem) else list(configs)
+    configs = list(dict.fromkeys(_with_producer_warps(_roomy(config), borrows) for config in configs))
+    return [_with_warpgroups(config) for config in configs] if _fits_warpgroups(problem) else configs
+
+
+def _cta_counts(problem: DecodeProblem, contiguous: bool) -> tuple[int, ...]:
+    """CTAs on an SM."""
+    if _borrows_registers(problem):
+        return (1,)
+    return (1, 2, MOST_CTAS) if contiguous else (2,)
+
+
+def _heads_of_a_cta(problem: DecodeProblem, names: tuple[str, str], num_query_blocks: int) -> list[int]:
+    """KV heads of a CTA that takes rows with headers, the most first; 0: one, whose rows are copied by words.
+
+    Fewer than fit a CTA are fewer parts of a row for as many CTAs, but a copy a token. That is worth considering of
+    INT4 with more queries than one block, where parts are large and each CTA has much to multiply.
+    """
+    most = row_heads(problem, names, num_query_blocks) if problem.aligned else 0
+    forms = [format_of(name) for name in names]
+    if problem.features.head_major or problem.rows <= BLOCK_QUERIES or costs_of(forms) != {"int4"}:
+        return [most]
+    sizes = [form.row_bytes(d) for form, d in zip(forms, (problem.head_dim, problem.v_head_dim), strict=True)]
+    fewer = [heads for heads in (4, 2, 1) if heads < most and not most % heads]
+    return [most, *(heads for heads in fewer if not any(heads * size % BULK_BYTES for size in sizes))]
 
 
 def _fits_warpgroups(problem: DecodeProblem) -> bool:

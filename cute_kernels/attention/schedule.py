@@ -13,10 +13,14 @@ from functools import lru_cache
 from cute_kernels.attention.candidates import MOST_CTAS, candidate_configs, costs_of
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.problem import DecodeProblem
+from cute_kernels.attention.tiles import copies_per_tile
 
 MEMORY_BYTES_PER_US = 4.5e6  # what streaming kernels reach on an H200
 # How much more than its share of the memory's rate an SM can digest.
 SM_RATE_ADVANTAGE = {"dense": 1.6, "byte": 1.6, "int4": 1.55}
+# The same where the configurations have different numbers of KV heads, by blocks of queries that a warp carries.
+SM_RATE_ADVANTAGE_OF_BLOCKS = {1: 1.4, 2: 0.95, 4: 0.5}
+COPY_US, COPIED_BYTES_PER_US = 0.0078, 4e4  # of an SM: a copy of a token's rows, its bytes
 COMBINE_US = 0.8  # combining splits: store and load
 COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
@@ -88,14 +92,15 @@ def expected_costs(problem: DecodeProblem, options: list[tuple[DecodeConfig, int
     nothing: what is best for 128k tokens takes up to 1.3 times as long as need be for 8k. There it is the weighted
     mean, over `LIKELY_TOKENS` and the longest, of times relative to the best option's.
     """
+    by_heads = len({config.num_heads for config, _ in options}) > 1
     if not problem.features.paged or problem.max_seq_len <= KNOWN_TOKENS:
-        return [estimate_us(problem, *option) for option in options]
+        return [estimate_us(problem, *option, by_heads=by_heads) for option in options]
     lengths = {tokens: weight for tokens, weight in LIKELY_TOKENS.items() if tokens < problem.max_seq_len}
     costs = [0.0] * len(options)
     for tokens, weight in (lengths | {problem.max_seq_len: LONGEST_WEIGHT}).items():
         actual = replace(problem, max_seq_len=tokens)
         times = [
-            estimate_us(actual, config, min(splits, max(1, -(-tokens // config.tile_tokens))))
+            estimate_us(actual, config, min(splits, max(1, -(-tokens // config.tile_tokens))), by_heads=by_heads)
             for config, splits in options
         ]
         best = min(times)
@@ -175,8 +180,12 @@ def _part_tiles(tiles: list[int], ctas: int, shares: int) -> int:
     return most
 
 
-def estimate_us(problem: DecodeProblem, config: DecodeConfig, num_splits: int) -> float:
-    """Microseconds that the model expects, without the launch itself, if every row has max_seq_len tokens."""
+def estimate_us(problem: DecodeProblem, config: DecodeConfig, num_splits: int, *, by_heads: bool = False) -> float:
+    """Microseconds that the model expects, without the launch itself, if every row has max_seq_len tokens.
+
+    by_heads: whether it is compared with configurations of other numbers of KV heads: then what several queries and
+    copies of single tokens cost counts, too.
+    """
     rows = problem.batch * head_blocks(problem, config)
     tiles = -(-problem.max_seq_len // config.tile_tokens)
     tile_bytes = config.tile_tokens * config.num_heads * problem.token_bytes
@@ -187,10 +196,18 @@ def estimate_us(problem: DecodeProblem, config: DecodeConfig, num_splits: int) -
     slots = problem.num_sms * config.ctas_per_sm
     waves = -(-ctas // slots)
     per_sm = -(-ctas // problem.num_sms) if waves == 1 else waves * config.ctas_per_sm
-    sm_rate = MEMORY_BYTES_PER_US / problem.num_sms * min(SM_RATE_ADVANTAGE[kind] for kind in costs_of(config.formats))
+    advantage = min(SM_RATE_ADVANTAGE[kind] for kind in costs_of(config.formats))
+    copying = partials = 0.0
+    if by_heads:
+        advantage = SM_RATE_ADVANTAGE_OF_BLOCKS[config.blocks_per_warp]
+        partials = _more_partials_us(problem, config, num_splits)
+        if not config.contiguous:
+            copies = -(-tiles // num_splits) * copies_per_tile(config)
+            copying = per_sm * (copies * COPY_US + cta_bytes / COPIED_BYTES_PER_US)
+    sm_rate = MEMORY_BYTES_PER_US / problem.num_sms * advantage
     busiest = per_sm * cta_bytes / (sm_rate * min(1.0, per_sm / config.ctas_per_sm) ** LONELY_EXPONENT)
-    # Between the two limits the memory and the busiest SM wait for each other: a soft maximum.
-    streaming = ((total_bytes / MEMORY_BYTES_PER_US) ** 4 + busiest**4) ** 0.25
+    # Between the limits the memory, the busiest SM and its copies wait for each other: a soft maximum.
+    streaming = ((total_bytes / MEMORY_BYTES_PER_US) ** 4 + busiest**4 + copying**4) ** 0.25 + partials
     if _is_for_short_rows(config):
         streaming *= 1 + SMALL_TILE_COST
     if config.units and problem.batch > 1:
@@ -199,6 +216,14 @@ def estimate_us(problem: DecodeProblem, config: DecodeConfig, num_splits: int) -
     if problem.appends:
         streaming += ROWS_US * (per_sm - 1)
     return streaming + (waves - 1) * WAVE_GAP_US / config.ctas_per_sm + _combine_us(num_splits)
+
+
+def _more_partials_us(problem: DecodeProblem, config: DecodeConfig, num_splits: int) -> float:
+    """What partial results of further queries take, written and read; `COMBINE_PER_SPLIT_US` has those of one."""
+    if num_splits == 1:
+        return 0.0
+    rows = problem.batch * (problem.q_len - 1) * problem.num_q_heads
+    return 2 * 4 * config.partial_words * rows * num_splits / MEMORY_BYTES_PER_US
 
 
 def _is_for_short_rows(config: DecodeConfig) -> bool:

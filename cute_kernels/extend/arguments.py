@@ -53,6 +53,7 @@ ATTENTION = joined(
     arguments("address", "partials", "tile_scales"),
     arguments("int32", "num_ctas"),
 )
+BESIDE = (*arguments("tensor", "k_codes", "v_codes"), *arguments("int32", "table_pages"))
 UNPACK = joined(
     arguments("tensor", "k_cache", "v_cache", "k_rows", "v_rows", "cu_seqlens", "seq_lens"),
     arguments("address", "tile_scales", "block_table"),
@@ -66,6 +67,7 @@ COMBINE = joined(
 
 
 @functools.lru_cache(maxsize=256)
-def attention_arguments(features: Features) -> LaunchArguments:
-    """Of a variant of attention with these features."""
-    return joined(ATTENTION.arguments, (Argument(each.name, "address") for each in tensors_in(features)))
+def attention_arguments(features: Features, beside: bool = False) -> LaunchArguments:
+    """Of a variant of attention with these features; beside: that unpacks a cache beside its products."""
+    options = (Argument(each.name, "address") for each in tensors_in(features))
+    return joined(ATTENTION.arguments, BESIDE if beside else (), options)

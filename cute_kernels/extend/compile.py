@@ -12,7 +12,7 @@ from cute_kernels.attention import score_options
 from cute_kernels.attention.features import Features
 from cute_kernels.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.extend.config import CombineConfig, ExtendConfig, UnpackConfig
-from cute_kernels.extend.schedule import ExtendProblem, choose, choose_key_rows, choose_unpacked
+from cute_kernels.extend.schedule import ExtendProblem, choose, choose_beside, choose_key_rows, choose_unpacked
 from cute_kernels.kv_formats import modules_of, sources_of
 from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.spec import KernelSpec, check_config
@@ -47,13 +47,20 @@ class ExtendSpec(KernelSpec):
     def symbol(self) -> str:
         return self.config.name
 
+    @property
+    def _formats(self) -> tuple[str, ...]:
+        """Names of those that decide the kernel."""
+        cache = self.config.unpacks
+        own = self.config.k_format, self.config.v_format
+        return own if cache is None else tuple(dict.fromkeys((*own, cache.k_format, cache.v_format)))
+
     def source_roots(self) -> tuple[Path, ...]:
-        of_formats = sources_of(self.config.k_format, self.config.v_format)
+        of_formats = sources_of(*self._formats)
         options = score_options.sources_of(self.config.features)
         return *super().source_roots(), *launch_arguments.SOURCES, *of_formats, *_shared_sources(), *options
 
     def modules(self) -> tuple[str, ...]:
-        of_formats = modules_of(self.config.k_format, self.config.v_format)
+        of_formats = modules_of(*self._formats)
         return tuple(dict.fromkeys((*of_formats, *score_options.modules_of(self.config.features))))
 
     def compile(self, arch: str) -> Any:
@@ -107,9 +114,11 @@ def shipped_specs() -> list[KernelSpec]:
     problems += [ExtendProblem(128, "bf16", "bf16", "bf16", 16, CAUSAL_PAGES)]
     combines = [CombineConfig("bf16", head_dim) for head_dim in (64, 128)]
     loading = [choose(problem) for problem in problems]
-    unpacked = [choose_unpacked(config) for config in loading if config.coded or config.page_tokens == 16]
-    few = [own for config in loading for own in choose_key_rows(config)]
-    attention = dict.fromkeys((*loading, *few, *(config for _, config in unpacked)))
+    many = [config for config in loading if config.coded or config.page_tokens == 16]
+    beside = [own for config in many if (own := choose_beside(config)) is not None]
+    unpacked = [choose_unpacked(config) for config in many]
+    few = [own for config in loading for own in choose_key_rows(config, mapped=True)]
+    attention = dict.fromkeys((*loading, *few, *beside, *(config for _, config in unpacked)))
     unpacking = [UnpackSpec(config) for config, _ in unpacked]
     return [*map(ExtendSpec, attention), *unpacking, *map(CombineSpec, combines)]
 
@@ -142,7 +151,13 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
         "seq_lens": _fake_dense(cutlass.Int32, (cute.sym_int(),)),
         "out": _fake_dense(dtype, (total_q, q_heads, config.head_dim)),
     }
-    return attention_arguments(config.features).compile(ExtendKernel(config).launch, tensors, arch, *options)
+    beside = config.unpacks is not None
+    if config.unpacks is not None:
+        codes = [cute.sym_int() for _ in range(3)]
+        for name, form in zip(("k_codes", "v_codes"), config.unpacks.formats, strict=True):
+            tensors[name] = _fake_cache(codes, cutlass.Uint8, form.row_elements(config.head_dim), 4)
+    arguments = attention_arguments(config.features, beside)
+    return arguments.compile(ExtendKernel(config).launch, tensors, arch, *options)
 
 
 def _element_type(name: str) -> Any:

@@ -7,7 +7,7 @@ from typing import ClassVar, TypeAlias
 
 from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.attention.policies import PAGE_TOKENS
+from cute_kernels.attention.policies import PAGE_TOKENS, joined
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.kv_formats import GROUP_UNIT, KvFormat, format_of
@@ -22,6 +22,9 @@ SLAB_COLUMNS = 64  # of an operand in the 128-byte swizzle
 ELEMENT_BYTES = 2  # of operands, but for those of E4M3
 ROW_BYTES = 128  # of an operand's row in the 128-byte swizzle
 WORK_SLOTS = 2
+# Words of a launch's workspace: the counter of work tiles is the first; where a cache is unpacked beside the products,
+# see `extend.progress`, these and two for each block of a request's KV head.
+COUNTER_WORDS, CHUNK_WORD, LEAVING_WORD, TILE_WORDS_AT = 4, 1, 2, 4
 WORK_BYTES = 32  # of a slot: 8 words
 TILE_SCALE_BYTES = 16  # of a tile: what `UnpackTarget` says of it, or a word of `powers.word_of` for each of its warps
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -30,7 +33,7 @@ TILE_TOKENS = {64: 128, 128: 128, 256: 64}  # by operands' columns: accumulators
 FP8_HEAD_DIM = 128  # of FP8 products: a row of K, and one of V's transposed tile, is a row of the swizzle
 # Registers of a thread after setmaxnreg: producers, consumers. By what producers do, and how many warps they are.
 REGISTERS = {("dense", 4): (40, 232), ("fp8", 4): (24, 240), ("bytes", 4): (88, 208), ("int4", 4): (104, 200)}
-REGISTERS |= {("bytes", 8): (56, 200), ("int4", 8): (64, 192)}
+REGISTERS |= {("bytes", 8): (56, 200), ("int4", 8): (64, 192), ("unpacks", 4): (72, 216)}
 SM_REGISTERS = 65536
 KEY_ROWS_HEAD_DIM = 128  # where keys are rows of products and queries their columns: see `extend.key_rows`
 SCALED_ROW_BYTES = (
@@ -91,9 +94,14 @@ class ProducerPipeline:
 @dataclass(frozen=True)
 class CachedKeys:
     """K and V are rows of a cache: of pages in which ``page_tokens`` tokens certainly lie together, a power of two; or,
-    with 0, one request's tokens after the other."""
+    with 0, one request's tokens after the other.
+
+    mapped: for :mod:`.key_rows`, whether tensor maps bring rows with what is in front of them, as they lie; without,
+    these come by pieces of 16 bytes, or of words. Rows of codes alone come by maps anyhow.
+    """
 
     page_tokens: int = 0
+    mapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,9 +126,11 @@ class UnpackedKeys:
     head, with zeros behind a request's last token up to the end of its tile.
 
     fp8: if given, they stay codes of E4M3, V's tiles transposed, and products are of 8 bits.
+    beside: if given, what idle producer warps make them of, beside the products; else a launch of its own does before.
     """
 
     fp8: Fp8Products | None = None
+    beside: UnpackConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -241,6 +251,16 @@ class ExtendConfig:
         return self.keys.page_tokens if isinstance(self.keys, CachedKeys) else 0
 
     @property
+    def mapped(self) -> bool:
+        """Of :class:`CachedKeys`."""
+        return isinstance(self.keys, CachedKeys) and self.keys.mapped
+
+    @property
+    def takes_table(self) -> bool:
+        """Whether a launch finds pages."""
+        return self.page_tokens > 0 or (self.unpacks is not None and self.unpacks.page_tokens > 0)
+
+    @property
     def ragged(self) -> bool:
         return isinstance(self.keys, RaggedKeys)
 
@@ -252,6 +272,11 @@ class ExtendConfig:
     def fp8(self) -> Fp8Products | None:
         """How products of 8 bits are made; None for those of 16."""
         return self.keys.fp8 if isinstance(self.keys, UnpackedKeys) else None
+
+    @property
+    def unpacks(self) -> UnpackConfig | None:
+        """What producer warps that fill no tiles make of a cache meanwhile; None where its rows are there before."""
+        return self.keys.beside if isinstance(self.keys, UnpackedKeys) else None
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
@@ -284,6 +309,11 @@ class ExtendConfig:
         if self.decodes:
             return self.producer_warps
         return 2 if self.page_tokens else 1  # one for K, one for V where a tile is many TMA tiles
+
+    @property
+    def unpacking_warps(self) -> int:
+        """Producer warps that unpack a cache."""
+        return 0 if self.unpacks is None else self.producer_warps - self.filling_warps
 
     @property
     def cache_type(self) -> str | None:
@@ -344,6 +374,8 @@ class ExtendConfig:
         """Of a producer's and of a consumer's thread."""
         if self.fp8 is not None:
             return REGISTERS["fp8" if self.fp8.behind else "dense", self.producer_warps]
+        if self.unpacks is not None:
+            return REGISTERS["unpacks", self.producer_warps]
         if not self.decodes or self.key_rows is not None:
             return REGISTERS["dense", 4]
         kinds = {form.extend.registers for form in self.formats if form.extend is not None}
@@ -415,8 +447,10 @@ class ExtendConfig:
         layout += "_ragged" if self.ragged else "_unpacked" if self.unpacked else ""
         if self.fp8 is not None:
             layout += "_fp8" + ("_behind" if self.fp8.behind else "")
+        layout += "" if self.unpacks is None else f"_beside_{self.unpacks.what}"
         layout += "_merges" if self.merges else ""
         layout += ("_tree" if self.tree else "") + ("" if self.ping_pong else "_free")
+        layout += "_mapped" if self.mapped else ""
         layout += f"_q{self.tile_rows}" if self.key_rows is not None else ""
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
 
@@ -457,6 +491,8 @@ class ExtendConfig:
             return "ragged keys lie in 16 bits, token by token"
         if self.unpacked and not self.features.head_major:
             return "unpacked keys lie head by head"
+        if self.unpacks is not None and (reason := self._problem_of_unpacking(self.unpacks)) is not None:
+            return reason
         if self.fp8 is not None and (reason := cannot_multiply_fp8(self.formats, self.head_dim)) is not None:
             return reason
         if self.tree and (self.features.causal or self.features.window or self.features.alibi):
@@ -464,6 +500,14 @@ class ExtendConfig:
         if self.features.bias is not None:
             return "there is no additive bias"
         return self.limits.refuses(self.num_threads, self.smem_bytes)
+
+    def _problem_of_unpacking(self, cache: UnpackConfig) -> str | None:
+        """Why producer warps cannot unpack a cache beside the products, or None."""
+        if not self.coded or self.fp8 is not None:
+            return "only codes become 16 bits beside the products"
+        if self.columns > 128:
+            return f"sums of head_dim {self.head_dim} leave no registers to unpack beside the products"
+        return cache.can_implement()
 
     def _problem_of_key_rows(self) -> str | None:
         """Why keys cannot be rows of products, or None."""
@@ -480,6 +524,15 @@ class ExtendConfig:
                 return f"{self.tile_rows} tile_rows of {form.name} caches"
         if replace(self.features, **dict.fromkeys(KEY_ROWS_FEATURES, False)) != PLAIN:
             return f"{self.tile_rows} tile_rows with {self.features.name}"
+        return self._problem_of_maps() if self.mapped else None
+
+    def _problem_of_maps(self) -> str | None:
+        """Why tensor maps cannot bring rows with what is in front of them, or None."""
+        for form, (room, apart) in zip(self.formats, map(self._key_rows_of, self.formats), strict=True):
+            if apart:
+                return f"mapped rows of {form.name}, whose headers lie apart"
+            if self.features.head_major and form.row_bytes(self.head_dim) != room:
+                return f"mapped rows of {form.name} that lie head by head: no multiples of 16 bytes"
         return None
 
 
@@ -556,12 +609,20 @@ class UnpackConfig:
         return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
 
     @property
+    def layout(self) -> str:
+        """Of the cache, in its kernels' names."""
+        return (f"_p{self.page_tokens}" if self.page_tokens else "") + ("_head_major" if self.head_major else "")
+
+    @property
+    def what(self) -> str:
+        """The cache, in the name of a kernel that unpacks it beside its products."""
+        return joined(self.k_format, self.v_format) + self.layout
+
+    @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
-        formats = self.k_format if self.k_format == self.v_format else f"{self.k_format}_{self.v_format}"
-        pages = f"_p{self.page_tokens}" if self.page_tokens else ""
-        pages += "_head_major" if self.head_major else ""
-        return f"extend_unpack_{formats}_{self.dtype}_d{self.head_dim}{pages}"
+        formats = joined(self.k_format, self.v_format)
+        return f"extend_unpack_{formats}_{self.dtype}_d{self.head_dim}{self.layout}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""

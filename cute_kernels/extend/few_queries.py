@@ -14,7 +14,7 @@ import torch
 from cute_kernels.attention.call import AttentionCall
 from cute_kernels.extend.call import ExtendCall
 from cute_kernels.extend.ops import DEFAULTS
-from cute_kernels.extend.plan import ExtendPlan, check_alignment, lies_in_pieces, make_plan, problem_of
+from cute_kernels.extend.plan import ExtendPlan, check_alignment, lies_in_maps, lies_in_pieces, make_plan, problem_of
 from cute_kernels.extend.schedule import choose, choose_key_rows, decodes_with_key_rows
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
@@ -78,7 +78,7 @@ def plan_of(call: AttentionCall) -> FewQueriesPlan | None:
     shape = (call.batch * call.q_len, call.num_q_heads, call.head_dim)
     checked = ExtendCall(call.q.contiguous().view(shape), call.seq_lens, call, None, None)
     config = decodes_with_key_rows(
-        choose_key_rows(choose(problem_of(checked))),
+        choose_key_rows(choose(problem_of(checked)), lies_in_maps(checked)),
         call.batch,
         call.q_len,
         call.num_q_heads,

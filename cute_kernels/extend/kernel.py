@@ -20,6 +20,7 @@ from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import extents
+from cute_kernels.extend.beside import ProducerBeside, SourceBeside
 from cute_kernels.extend.config import MMA_WARPS, WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
 from cute_kernels.extend.decode import RowProducer
 from cute_kernels.extend.key_rows.copies import RawRowProducer
@@ -65,9 +66,10 @@ class ExtendKernel:
         )
         pages = Pages(given.block_table, given.max_pages, cache[0], Divisor.of(tokens))
         maps = self.producer.make_maps(given.k_cache, given.v_cache)
+        source = Source(keys, values, pages, maps, given.tile_scales)
         self.kernel(
             shape,
-            Source(keys, values, pages, maps, given.tile_scales),
+            source if config.unpacks is None else SourceBeside.of(source, given, config.unpacks),
             Operands.of(given),
             Features.of(given, config),
             Lengths(ptx.address(given.cu_seqlens), ptx.address(given.seq_lens), given.counter, given.prefix_only),
@@ -97,6 +99,12 @@ class ExtendKernel:
             cute.arch.setmaxregister_decrease(producing)
             if warp < MMA_WARPS + config.filling_warps:
                 self.produce(shape, source, lengths, memory, warp - MMA_WARPS, lane)
+            else:
+                if const_expr(config.unpacks is not None):
+                    unpacking = warp - (MMA_WARPS + config.filling_warps)
+                    self.producer.unpack(shape, source, lengths, memory, unpacking, lane)
+            if const_expr(config.unpacks is not None):
+                self.producer.leave(source, lane)
         else:
             cute.arch.setmaxregister_increase(consuming)
             group = warp // WARPGROUP_WARPS
@@ -158,4 +166,5 @@ def _parts(config: ExtendConfig) -> tuple[Any, Any, Any]:
     """Shared memory, what fills it and what multiplies."""
     if config.key_rows is not None:
         return KeyRowsMemory, RawRowProducer(config), KeyRowsConsumer(config)
-    return ExtendMemory, RowProducer(config) if config.decodes else TmaTileProducer(config), Consumer(config)
+    producer = RowProducer if config.decodes else TmaTileProducer if config.unpacks is None else ProducerBeside
+    return ExtendMemory, producer(config), Consumer(config)

@@ -20,10 +20,12 @@ from cute_kernels.extend.schedule import (
     MAX_UNPACKED_BYTES,
     ExtendProblem,
     choose,
+    choose_beside,
     choose_fp8,
     choose_key_rows,
     choose_newer,
     choose_unpacked,
+    queries_to_unpack_beside,
     queries_to_unpack_for,
     serves_key_rows,
 )
@@ -163,35 +165,69 @@ def _ways_of(call: ExtendCall, config: ExtendConfig, kinds: Iterable[WaysOf]) ->
     return tuple(ways)
 
 
+def _unpacked_beside(call: ExtendCall, config: ExtendConfig) -> list[Way]:
+    """One launch that makes rows of 16 bits of the cache beside its products: for so many queries that these take
+    longer."""
+    least = _queries_to_unpack_beside(call, config)
+    if least is None:
+        return []
+    beside, (unpack, _) = choose_beside(config), choose_unpacked(config)
+    assert beside is not None
+    launches = UnpackedLaunches(None, unpack, _launch_of(call, beside))
+
+    def serves(num_queries: int, max_seq_len: int | None) -> bool:
+        # Words count tiles: also where more memory is asked for they are not of more than calls take by themselves.
+        return num_queries >= least and launches.num_bytes(max_seq_len) <= MAX_UNPACKED_BYTES
+
+    return [Way(launches, serves)]
+
+
 def _unpacked(call: ExtendCall, config: ExtendConfig) -> list[Way]:
     """A launch that makes rows of 16 bits of the cache, and attention over them."""
-    if config.unpacked or config.ragged or config.key_rows is not None or call.unpack is False:
+    least, beside = _queries_to_unpack_for(call, config), _queries_to_unpack_beside(call, config)
+    if least is None or (call.unpack is None and beside is not None and beside <= least):
         return []
-    least: int | None = 0
-    if call.unpack is None and not call.fp8_products:
-        least = queries_to_unpack_for(config, call.batch, call.base.group, call.base.window)
-        # Rows' scales are rounded in other places: a request's result would depend on its batch.
-        is_fixed = call.num_splits is not None and any(config.tile_scales)
-        if least is None or is_fixed:
-            return []
     unpack, attention = choose_fp8(config) if call.fp8_products else choose_unpacked(config)
-    table, num_sms = call.base.block_table, _num_sms(call)
     fixed: dict[str, int | float] = {
         "window": call.base.window or 0,
-        "max_pages": 0 if table is None else table.shape[1],
-        "num_ctas": num_sms * UNPACK_CTAS_PER_SM,
+        "max_pages": _table_pages(call),
+        "num_ctas": _num_sms(call) * UNPACK_CTAS_PER_SM,
     }
     send = UNPACK.bound(load(UnpackSpec(unpack), arch_of(call.q.device.index)), fixed)
     launches = UnpackedLaunches(send, unpack, _launch_of(call, attention))
-    is_asked_for = call.unpack is True or call.fp8_products
-    if is_asked_for and least == 0:
+    if call.unpack is True or call.fp8_products:
         return [Way(launches)]
 
     def serves(num_queries: int, max_seq_len: int | None) -> bool:
-        enough = num_queries >= least
-        return enough and (is_asked_for or launches.num_bytes(max_seq_len) <= MAX_UNPACKED_BYTES)
+        return num_queries >= least and launches.num_bytes(max_seq_len) <= MAX_UNPACKED_BYTES
 
     return [Way(launches, serves)]
+
+
+def _queries_to_unpack_for(call: ExtendCall, config: ExtendConfig) -> int | None:
+    """How many queries a call must have for its cache to be unpacked; None if it never is."""
+    if config.unpacked or config.ragged or config.key_rows is not None or call.unpack is False:
+        return None
+    if call.unpack is True or call.fp8_products:
+        return 0
+    # Rows' scales are rounded in other places: a request's result would depend on its batch.
+    if call.num_splits is not None and any(config.tile_scales):
+        return None
+    return queries_to_unpack_for(config, call.batch, call.base.group, call.base.window)
+
+
+def _queries_to_unpack_beside(call: ExtendCall, config: ExtendConfig) -> int | None:
+    """How many queries a call must have for that to happen beside the products; None if it never does."""
+    least = _queries_to_unpack_for(call, config)
+    if least is None or call.fp8_products or choose_beside(config) is None:
+        return None
+    enough = queries_to_unpack_beside(config, call.batch, call.base.group, call.base.window)
+    return None if enough is None else max(least, enough)
+
+
+def _table_pages(call: ExtendCall) -> int:
+    """Of a request; 0 without a table."""
+    return 0 if call.base.block_table is None else call.base.block_table.shape[1]
 
 
 def _key_rows(call: ExtendCall, config: ExtendConfig) -> list[Way]:
@@ -206,7 +242,7 @@ def _key_rows(call: ExtendCall, config: ExtendConfig) -> list[Way]:
         shape = call.q.shape[1], call.base.num_kv_heads, _num_sms(call)
         return Way(_launch_of(call, few), lambda queries, _: serves_key_rows(few, queries, call.batch, *shape))
 
-    return [way(few) for few in choose_key_rows(config)]
+    return [way(few) for few in choose_key_rows(config, lies_in_maps(call))]
 
 
 def _as_it_lies(call: ExtendCall, config: ExtendConfig) -> list[Way]:
@@ -216,19 +252,41 @@ def _as_it_lies(call: ExtendCall, config: ExtendConfig) -> list[Way]:
             f"k_cache, v_cache: got rows that key rows cannot bring: config {config.name} wants caches, and blocks of "
             f"them, that begin at multiples of {ALIGNMENT} bytes"
         )
+    if config.mapped and not lies_in_maps(call):
+        raise ValueError(
+            f"k_cache, v_cache: got rows that tensor maps cannot bring: config {config.name} wants caches, blocks and "
+            f"tokens that begin at multiples of {ALIGNMENT} bytes, and so rows, or a token's heads one behind the other"
+        )
     return [Way(_launch_of(call, config))]
 
 
 WaysOf = Callable[[ExtendCall, ExtendConfig], list[Way]]
-WAYS: tuple[WaysOf, ...] = (_unpacked, _key_rows, _as_it_lies)
+WAYS: tuple[WaysOf, ...] = (_unpacked_beside, _unpacked, _key_rows, _as_it_lies)
 """What may serve calls of a configuration, in the order in which they are asked."""
-WAYS_OF_A_CONFIG: tuple[WaysOf, ...] = (_unpacked, _as_it_lies)
+WAYS_OF_A_CONFIG: tuple[WaysOf, ...] = (_unpacked_beside, _unpacked, _as_it_lies)
 """Where the configuration is given: key rows are one."""
 
 
 def lies_in_pieces(call: ExtendCall) -> bool:
     """Whether key rows can bring a call's caches."""
     return all(_lies_in_pieces(operand) for operand in (call.base.k, call.base.v))
+
+
+def lies_in_maps(call: ExtendCall) -> bool:
+    """Whether tensor maps can bring a call's rows with what is in front of them."""
+    return all(_lies_in_maps(operand) for operand in (call.base.k, call.base.v))
+
+
+def _lies_in_maps(operand: CacheOperand) -> bool:
+    """Of K's or V's: rows of a multiple of 16 bytes each by itself, others as those of a token, one head's behind the
+    other's."""
+    row_bytes = operand.form.row_bytes(operand.head_dim)
+    places = operand.cache.data_ptr() | operand.block_stride | operand.token_stride
+    if row_bytes % ALIGNMENT == 0:
+        places |= operand.head_stride
+    elif operand.head_stride != row_bytes:
+        return False
+    return places % ALIGNMENT == 0
 
 
 def _lies_in_pieces(operand: CacheOperand) -> bool:
@@ -277,10 +335,13 @@ def _sender(call: ExtendCall, config: ExtendConfig) -> Callable[..., Any]:
         "soft_cap": base.soft_cap or 1.0,
     }
     if not config.unpacked:
-        fixed |= {"max_pages": 0 if base.block_table is None else base.block_table.shape[1], "tile_scales": 0}
+        fixed |= {"max_pages": _table_pages(call), "tile_scales": 0}
+    beside = config.unpacks is not None
+    if beside:
+        fixed |= {"table_pages": _table_pages(call)}
     options: dict[str, Place] = {name: ("options", name) for name in ("k_scale", "v_scale", "sinks", "alibi_slopes")}
     options |= {tensor.name: ("options", "score_options", tensor.name) for tensor in tensors_in(config.features)}
-    return attention_arguments(config.features).bound(
+    return attention_arguments(config.features, beside).bound(
         load(ExtendSpec(config), arch_of(call.q.device.index)), fixed, options
     )
 
@@ -295,8 +356,11 @@ def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
     splits: whether keys may be cut.
     """
     specs: list[KernelSpec] = [ExtendSpec(config), *([combine_spec(config)] if splits else [])]
-    specs += map(ExtendSpec, choose_key_rows(config))
-    if queries_to_unpack_for(config, 1, 1, None) is not None:
+    specs += [ExtendSpec(few) for mapped in (True, False) for few in choose_key_rows(config, mapped)]
+    least, beside = queries_to_unpack_for(config, 1, 1, None), choose_beside(config)
+    if least is not None and beside is not None:
+        specs.append(ExtendSpec(beside))
+    if least is not None and (beside is None or (queries_to_unpack_beside(config, 1, 1, None) or least) > least):
         unpack, attention = choose_unpacked(config)
         specs += [UnpackSpec(unpack), ExtendSpec(attention)]
     return specs

@@ -36,6 +36,8 @@ TILE_COST, PARTIAL_COST, COMBINE_COST = 1.5, 4.0, 3.0
 READING_RATES: dict[str | int, float] = {"row": 0.74, "outside": 0.77, "groups": 0.73, 16: 0.95}
 PRODUCTS_PER_US = 690e6  # FLOP over unpacked keys
 UNPACKED_BYTES_PER_US = 3.0e6  # read and written
+# What idle producer warps unpack beside the products, numbers by what rows' scales are: H200, the same page.
+UNPACKED_BESIDE_PER_US: dict[str, float] = {"row": 270e3, "outside": 340e3, "groups": 340e3}
 # Decoding beside a prefill: how fast it streams, on how many SMs it does, and what both lose to
 # each other, and to two streams that wait for each other.
 STREAMED_BYTES_PER_US = 4.4e6
@@ -97,11 +99,14 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
     )
 
 
-def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS) -> ExtendConfig | None:
+def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: bool = False) -> ExtendConfig | None:
     """What serves launches that ``config`` serves with keys as rows of products and so many queries as columns; None
-    where nothing does."""
+    where nothing does. mapped: whether tensor maps can bring rows with what is in front of them, as they lie."""
     least = ProducerPipeline(num_stages=2, producer_warps=KEY_ROWS_WARPS)
     wide = replace(config, tile_rows=tile_rows, pipeline=least)
+    if mapped and any(form.header_bytes for form in wide.formats):
+        by_maps = replace(wide, keys=CachedKeys(wide.page_tokens, mapped=True))
+        wide = by_maps if by_maps.can_implement() is None else wide
     if wide.can_implement() is not None:
         return None
     assert wide.key_rows is not None
@@ -110,9 +115,10 @@ def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS) -> ExtendCo
     return replace(wide, pipeline=replace(wide.pipeline, num_stages=stages))
 
 
-def choose_key_rows(config: ExtendConfig) -> list[ExtendConfig]:
-    """What may serve launches of few queries a request that ``config`` serves, for the fewest first."""
-    configs = [key_rows_of(config, rows) for rows in KEY_ROWS]
+def choose_key_rows(config: ExtendConfig, mapped: bool = False) -> list[ExtendConfig]:
+    """What may serve launches of few queries a request that ``config`` serves, for the fewest first. mapped: as
+    :func:`key_rows_of`."""
+    configs = [key_rows_of(config, rows, mapped) for rows in KEY_ROWS]
     return [few for few in configs if few is not None]
 
 
@@ -170,6 +176,14 @@ def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
     return unpack, attention
 
 
+def choose_beside(config: ExtendConfig) -> ExtendConfig | None:
+    """What serves the calls that ``config`` serves by one launch, whose idle producer warps unpack the cache; None
+    where nothing does."""
+    unpack, attention = choose_unpacked(config)
+    beside = replace(attention, keys=UnpackedKeys(beside=unpack))
+    return beside if beside.can_implement() is None else None
+
+
 def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
     """As :func:`choose_unpacked`, for products of 8 bits."""
     unpack, attention = choose_unpacked(config)
@@ -209,6 +223,17 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
     saved = 4 * config.head_dim * group / PRODUCTS_PER_US * (1 / min(rates) - 1)
     moved = sum(form.row_bytes(config.head_dim) + ELEMENT_BYTES * config.head_dim for form in config.formats)
     queries = math.ceil(moved / UNPACKED_BYTES_PER_US / saved)
+    return None if window is not None and window < queries else queries * batch
+
+
+def queries_to_unpack_beside(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
+    """How many queries a launch of ``batch`` requests must have for its products to take longer than unpacking beside
+    them; None if they never do. Arguments as :func:`queries_to_unpack_for` has them."""
+    rates = [UNPACKED_BESIDE_PER_US[form.extend.scales] for form in config.formats if form.extend is not None]
+    if not rates:
+        return None
+    # Of a number of K or V: 2 FLOP for each query and head of its group.
+    queries = math.ceil(PRODUCTS_PER_US / (2 * group * min(rates)))
     return None if window is not None and window < queries else queries * batch
 
 

@@ -219,7 +219,9 @@ class UnpackKernel:
         before, kv_stop = tokens_of(kv_len, queries, shape.max_seq_len, lengths.prefix_only)
         seen = WindowTerm.reach_of(shape.window, 1)
         first = cutlass.select_(shape.window > 0, cutlass.max(before + 1 - seen, 0), Int32(0))
-        some = exists & (queries > 0) & (first < kv_stop)
+        # Attention loads the last token's tile even if no query sees it, as with a window of 1 beside new tokens.
+        first = cutlass.min(first, kv_stop)
+        some = exists & (queries > 0) & (kv_stop > 0)
         return cutlass.select_(some, first, Int32(0)), cutlass.select_(some, kv_stop, Int32(0))
 
     @cute.jit

@@ -11,7 +11,7 @@ import torch
 from cute_kernels.attention.plan import address_of
 from cute_kernels.extend.config import TILE_SCALE_BYTES, UnpackConfig
 from cute_kernels.extend.schedule import room_of
-from cute_kernels.extend.ways import ExtendLaunch
+from cute_kernels.extend.ways import ExtendLaunch, Unpacked
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
 
@@ -20,14 +20,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.uint8}
 
 @dataclass(frozen=True)
 class UnpackedLaunches:
-    """Of a :class:`.ways.Way`: the cache is unpacked, then attended to.
+    """Of a :class:`.ways.Way`: the cache is unpacked, before or while its rows are attended to.
 
     Attributes:
-        send: the compiled kernel that makes rows of 16 bits of the cache, its arguments by name; its config.
+        send: the compiled kernel that makes rows of 16 bits of the cache, its arguments by name; None where
+            attention's own producer warps make them. config: what makes them.
         attention: over them.
     """
 
-    send: Callable[..., Any]
+    send: Callable[..., Any] | None
     config: UnpackConfig
     attention: ExtendLaunch
 
@@ -68,20 +69,26 @@ class UnpackedLaunches:
         if any(config.tile_scales):
             words = TILE_SCALE_BYTES // 4
             scales = GPU.empty(*blank((*shape[:2], room // config.tile_tokens, words), torch.float32))
-        table = options["block_table"] if config.page_tokens else None
-        self.send(
-            k_cache=k_cache,
-            v_cache=v_cache,
-            k_rows=k_rows,
-            v_rows=v_rows,
-            cu_seqlens=cu_seqlens_q,
-            seq_lens=lengths,
-            tile_scales=address_of(scales),
-            block_table=address_of(table),
-            total_q=q.shape[0],
-            max_seq_len=self.tokens(max_seq_len),
-            prefix_only=prefix_only,
-        )
+        cache: dict[str, torch.Tensor] = {}
+        num_words = 0
+        if self.send is None:
+            cache = {"k_codes": k_cache, "v_codes": v_cache}
+            num_words = 2 * attention.batch * attention.num_kv_heads * (room // config.tile_tokens)
+        else:
+            table = options["block_table"] if config.page_tokens else None
+            self.send(
+                k_cache=k_cache,
+                v_cache=v_cache,
+                k_rows=k_rows,
+                v_rows=v_rows,
+                cu_seqlens=cu_seqlens_q,
+                seq_lens=lengths,
+                tile_scales=address_of(scales),
+                block_table=address_of(table),
+                total_q=q.shape[0],
+                max_seq_len=self.tokens(max_seq_len),
+                prefix_only=prefix_only,
+            )
         # All of it may be freed before it is read: its memory is reused in the stream's order.
         attention.call(
             q,
@@ -94,5 +101,5 @@ class UnpackedLaunches:
             softmax_scale,
             options,
             prefix_only=prefix_only,
-            unpacked=(self.tokens(max_seq_len), scales),
+            unpacked=Unpacked(self.tokens(max_seq_len), scales, cache, num_words),
         )

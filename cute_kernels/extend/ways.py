@@ -5,19 +5,33 @@ A call's cache is read as it lies; or unpacked first, for many queries; or its k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from cute_kernels.attention.plan import address_of
-from cute_kernels.extend.config import ExtendConfig
+from cute_kernels.extend.config import COUNTER_WORDS, ExtendConfig
 from cute_kernels.extend.schedule import choose_splits, count_tiles
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
 
-COUNTER_WORDS = 4  # of workspace, of which one counts work tiles
+
+@dataclass(frozen=True)
+class Unpacked:
+    """Unpacked keys of a launch.
+
+    Attributes:
+        tokens: that a request may have. scales: tiles', if they have any.
+        cache: the caches that they are made of meanwhile, by name; none where they were made before.
+        words: of workspace that count tiles then.
+    """
+
+    tokens: int
+    scales: torch.Tensor | None
+    cache: Mapping[str, torch.Tensor]
+    words: int = 0
 
 
 class Launches(Protocol):
@@ -94,18 +108,20 @@ class ExtendLaunch:
         *,
         prefix_only: int = 0,
         other: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-        unpacked: tuple[int, torch.Tensor | None] | None = None,
+        unpacked: Unpacked | None = None,
     ) -> None:
-        """As :class:`Launches` has it. other: (out, lse) of another launch that the result is merged with. unpacked: of
-        unpacked keys, tokens that a request may have, and tiles' scales."""
+        """As :class:`Launches` has it. other: (out, lse) of another launch that the result is merged with."""
         config, index = self.config, self.device_index
         splits, partials = self.splits_of(q, options["max_seq_len"]), None
         if splits > 1:
             partials = GPU.empty(*blank((splits, q.shape[0], q.shape[1], q.shape[2] + 1), torch.float32))
         num_tiles = count_tiles(q.shape[0], self.batch, q.shape[1], self.num_kv_heads, config.tile_rows) * splits
-        table = options["block_table"] if config.page_tokens else None
+        table = options["block_table"] if config.takes_table else None
         mask = options["tree_mask"] if config.tree else None
-        own = {} if unpacked is None else {"max_pages": unpacked[0], "tile_scales": address_of(unpacked[1])}
+        own, num_words = {}, COUNTER_WORDS
+        if unpacked is not None:
+            own = {"max_pages": unpacked.tokens, "tile_scales": address_of(unpacked.scales), **unpacked.cache}
+            num_words += unpacked.words
         self.send(
             q=q,
             k_cache=k_cache,
@@ -116,7 +132,7 @@ class ExtendLaunch:
             lse=address_of(lse),
             other_out=address_of(other[0]),
             other_lse=address_of(other[1]),
-            counter=GPU.workspace(index, GPU.stream(index), COUNTER_WORDS),
+            counter=GPU.workspace(index, GPU.stream(index), num_words),
             prefix_only=prefix_only,
             softmax_scale=self.softmax_scale if softmax_scale is None else softmax_scale,
             block_table=address_of(table),

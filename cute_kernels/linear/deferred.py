@@ -341,12 +341,14 @@ def take_apart(call: TakingCall) -> torch.Tensor:
     """The product behind a launch for the norm."""
     options = call._asdict()
     rows, weight = options.pop("rows"), options.pop("weight")
-    return _product(rows.normed(), weight)(**options)
+    norm = RowNorm(rows.norm, rows.norm_eps, rows.norm_offset)
+    normed, *left = ops.normed_inputs(rows.rows, norm, weight.perm, weight.input_scale)
+    return _product(normed, weight, *left)(**options)
 
 
-def _product(x: torch.Tensor, weight: PackedWeight) -> Callable[..., torch.Tensor]:
-    """A product as any other, of its options."""
-    tensors = weight.codes, weight.scales, weight.zeros, weight.perm, weight.input_scale
+def _product(x: torch.Tensor, weight: PackedWeight, *inputs: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+    """A product as any other, of its options. inputs: an order and an input scale in place of the weight's."""
+    tensors = weight.codes, weight.scales, weight.zeros, *(inputs or (weight.perm, weight.input_scale))
     return partial(ops.apply, x, *tensors, format=weight.format, shape=weight.shape)
 
 

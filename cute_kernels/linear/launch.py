@@ -103,13 +103,20 @@ class RowNorm:
     eps: float
     offset: float
 
-    def of(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm of x's rows by a launch of its own, which copies them first where they lie as it takes none."""
+    def of(
+        self, x: torch.Tensor, order: torch.Tensor | None = None, input_scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The norm of x's rows by a launch of its own, which copies them first where they lie as it takes none.
+
+        order, input_scale: as of `cute_kernels.rms_norm`.
+        """
         x = x.detach()
         if not _is_normable(x):
             x = x.clone(memory_format=torch.contiguous_format)
         with torch.no_grad():  # a weight may be a parameter
-            return rms_norm(x, self.weight, eps=self.eps, weight_offset=self.offset)
+            return rms_norm(
+                x, self.weight, eps=self.eps, weight_offset=self.offset, order=order, input_scale=input_scale
+            )
 
 
 def _is_normable(x: torch.Tensor) -> bool:

@@ -93,9 +93,10 @@ def apply(
     if row_norm is not None:  # a launch of its own
         if key is not None:
             checks.check_norm_place(row_norm.weight)
+        normed, *left = normed_inputs(x, row_norm, perm, input_scale)
         return apply(
-            row_norm.of(x), codes, scales, zeros, perm, input_scale, format=format, shape=shape, bias=bias,
-            residual=residual, activation=activation, out_dtype=out_dtype, batch_invariant=batch_invariant, out=out,
+            normed, codes, scales, zeros, *left, format=format, shape=shape, bias=bias, residual=residual,
+            activation=activation, out_dtype=out_dtype, batch_invariant=batch_invariant, out=out,
         )  # fmt: skip
     if residual is not None:
         residual = _rows(residual, columns)
@@ -116,6 +117,21 @@ def apply(
     if x.dim() != 2:
         result = result.view(*x.shape[:-1], columns)
     return result if out is None else out.copy_(result)
+
+
+def normed_inputs(
+    x: torch.Tensor, norm: RowNorm, perm: torch.Tensor | None, input_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(the norm of x, a layer's perm and input scale as far as they are left to do): on a GPU its launch does both."""
+    if not is_direct(x, x, norm.weight, perm, input_scale) or not _fit_norm(x, perm, input_scale):
+        return norm.of(x), perm, input_scale
+    return norm.of(x, order=perm, input_scale=input_scale), None, None
+
+
+def _fit_norm(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> bool:
+    """Whether `rms_norm` takes a layer's order and factors as they are."""
+    given = [(tensor, dtype) for tensor, dtype in ((perm, torch.int32), (input_scale, x.dtype)) if tensor is not None]
+    return all(tensor.dtype == dtype and tensor.data_ptr() % VECTOR_BYTES == 0 for tensor, dtype in given)
 
 
 def is_direct(x: torch.Tensor, codes: torch.Tensor, bias: object, residual: object, out: object) -> bool:

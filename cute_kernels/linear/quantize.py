@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from cute_kernels.arguments import check_flag, check_tensors, device_of
+from cute_kernels.arguments import check_flag, check_permutation, check_tensors, device_of
 from cute_kernels.linear.weight import (
     TILE_BYTES,
     TILE_N,
     PackedWeight,
     check_format,
-    check_permutation,
     num_groups,
     padded_shape,
     per_row,

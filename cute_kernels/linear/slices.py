@@ -12,10 +12,10 @@ from typing import TypeVar
 
 import torch
 
-from cute_kernels.arguments import check_count, check_tensors, shape_of
+from cute_kernels.arguments import check_count, check_permutation, check_tensors, shape_of
 from cute_kernels.linear.experts import PackedExperts, stack_experts
 from cute_kernels.linear.quantize import pack, simplest
-from cute_kernels.linear.weight import TILE_N, PackedWeight, check_permutation, rows_of
+from cute_kernels.linear.weight import TILE_N, PackedWeight, rows_of
 from cute_kernels.weight_formats import GROUP_SIZES
 
 Weight = TypeVar("Weight", PackedWeight, PackedExperts)

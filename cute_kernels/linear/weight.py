@@ -11,7 +11,14 @@ import torch
 from torch.compiler import is_compiling
 
 from cute_kernels import blocks
-from cute_kernels.arguments import check_count, check_flag, check_matrix_shape, check_tensors, is_one_of
+from cute_kernels.arguments import (
+    check_count,
+    check_flag,
+    check_matrix_shape,
+    check_permutation,
+    check_tensors,
+    is_one_of,
+)
 from cute_kernels.linear.packed import Packed
 from cute_kernels.weight_formats import GROUP_SIZES, IntegerFormat, WeightFormat, integers, weight_format
 from cute_kernels.weight_formats.base import CODE_BITS as BITS
@@ -376,12 +383,6 @@ def has_values(tensor: torch.Tensor) -> bool:
     if is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def check_permutation(name: str, perm: torch.Tensor) -> None:
-    """Raises ValueError unless each index occurs once; waits for a GPU."""
-    if not torch.equal(perm.sort().values, torch.arange(perm.numel(), dtype=perm.dtype, device=perm.device)):
-        raise ValueError(f"{name}: got indices that are missing or repeated, want each of 0 to {perm.numel() - 1} once")
 
 
 def _check_rank(rank: int, world_size: int) -> None:

@@ -25,6 +25,8 @@ def rms_norm(
     weight_offset: float = ...,
     out: torch.Tensor | None = ...,
     residual_out: None = ...,
+    order: torch.Tensor | None = ...,
+    input_scale: torch.Tensor | None = ...,
 ) -> torch.Tensor: ...
 
 
@@ -38,6 +40,8 @@ def rms_norm(
     weight_offset: float = ...,
     out: torch.Tensor | None = ...,
     residual_out: torch.Tensor | None = ...,
+    order: torch.Tensor | None = ...,
+    input_scale: torch.Tensor | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -50,6 +54,8 @@ def rms_norm(
     weight_offset: float = 0.0,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of each row (Zhang and Sennrich 2019), optionally of the sum with a residual: one launch.
 
@@ -65,6 +71,14 @@ def rms_norm(
         weight_offset: added to the weight: 1 for Gemma, whose checkpoints hold weight - 1.
         out: where to write y: contiguous, as x. It may be x itself.
         residual_out: where to write s, with a residual: contiguous, as x. It may be ``residual`` itself, or x.
+        order: int32 [n], each of 0 to n - 1 once: y[..., i] is what y[..., order[i]] is without. With
+            `PackedWeight.perm` a quantised layer in act-order has nothing to put in order. Values are checked on the
+            CPU, and with CUTE_KERNELS_DEBUG=1 in the environment at import; others read beside the row on a GPU.
+        input_scale: [n] in x's dtype: y, rounded, times it, rounded again. With `PackedWeight.input_scale` a layer has
+            nothing to multiply. The layer itself is then ``replace(weight, perm=None, input_scale=None)``.
+
+    weight, order and input_scale are a model's: on a GPU they are read while the kernel launched before may still run,
+    so no kernel of this library launched right before may write them.
 
     Returns:
         y [..., n] in x's dtype; with a residual (y, s). Equal inputs give bitwise equal outputs, and no row's result
@@ -76,7 +90,9 @@ def rms_norm(
 
     CPU tensors are served by the reference implementation.
     """
-    return ops.norm(NormCall("rms", x, weight, None, residual, eps, weight_offset, out, residual_out))
+    return ops.norm(
+        NormCall("rms", x, weight, None, residual, eps, weight_offset, out, residual_out, order, input_scale)
+    )
 
 
 @overload
@@ -89,6 +105,8 @@ def layer_norm(
     eps: float = ...,
     out: torch.Tensor | None = ...,
     residual_out: None = ...,
+    order: torch.Tensor | None = ...,
+    input_scale: torch.Tensor | None = ...,
 ) -> torch.Tensor: ...
 
 
@@ -102,6 +120,8 @@ def layer_norm(
     eps: float = ...,
     out: torch.Tensor | None = ...,
     residual_out: torch.Tensor | None = ...,
+    order: torch.Tensor | None = ...,
+    input_scale: torch.Tensor | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -114,6 +134,8 @@ def layer_norm(
     eps: float = 1e-5,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """LayerNorm of each row (Ba et al. 2016), optionally of the sum with a residual: one launch.
 
@@ -121,7 +143,7 @@ def layer_norm(
     once. The variance is that of the differences from the mean, so large means cost no accuracy.
 
     Args:
-        x, residual, eps, out, residual_out: as for :func:`rms_norm`.
+        x, residual, eps, out, residual_out, order, input_scale: as for :func:`rms_norm`.
         weight: [n], in x's dtype or fp32.
         bias: [n], in weight's dtype, or None.
 
@@ -130,4 +152,4 @@ def layer_norm(
 
     Raises: as :func:`rms_norm`.
     """
-    return ops.norm(NormCall("layer", x, weight, bias, residual, eps, 0.0, out, residual_out))
+    return ops.norm(NormCall("layer", x, weight, bias, residual, eps, 0.0, out, residual_out, order, input_scale))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_number, check_tensors, check_together, row_stride, shape_of
+from cute_kernels.arguments import check_number, check_permutation, check_tensors, check_together, row_stride, shape_of
 from cute_kernels.norm.config import MAX_COLUMNS, VECTOR, NormKind
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -26,11 +26,13 @@ class NormCall(NamedTuple):
     weight_offset: float
     out: torch.Tensor | None
     residual_out: torch.Tensor | None
+    order: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, Any]:
         """x, weight and those of the others that are given, by name."""
-        names = ("x", "weight", "bias", "residual", "out", "residual_out")
+        names = ("x", "weight", "bias", "residual", "order", "input_scale", "out", "residual_out")
         return {name: value for name in names if (value := getattr(self, name)) is not None or name in names[:2]}
 
 
@@ -51,6 +53,10 @@ def check_call(call: NormCall) -> None:
     _check_weight("weight", call.weight, n, (x.dtype, torch.float32))
     if call.bias is not None:
         _check_weight("bias", call.bias, n, (call.weight.dtype,))
+    if call.order is not None:
+        _check_weight("order", call.order, n, (torch.int32,))
+    if call.input_scale is not None:
+        _check_weight("input_scale", call.input_scale, n, (x.dtype,))
     if call.residual is None and call.residual_out is not None:
         raise ValueError("residual_out: got a tensor without a residual, want None")
     for name in ("residual", "out", "residual_out"):
@@ -62,6 +68,12 @@ def check_call(call: NormCall) -> None:
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want it contiguous")
     _check_places(call)
+
+
+def check_device_values(call: NormCall) -> None:
+    """Raises ValueError unless the order has each index once; waits for the device."""
+    if call.order is not None:
+        check_permutation("order", call.order)
 
 
 def _check_weight(name: str, tensor: torch.Tensor, n: int, dtypes: tuple[torch.dtype, ...]) -> None:

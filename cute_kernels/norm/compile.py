@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels.norm.arguments import NORM
-from cute_kernels.norm.config import VECTOR, NormConfig, launch_shape
+from cute_kernels.norm.arguments import norm_arguments
+from cute_kernels.norm.config import ORDERED, SCALED, VECTOR, NormConfig, launch_shape
 from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.spec import KernelSpec, check_config
 
 # Hidden sizes of models; rows of other lengths share their kernels or compile on first use.
 SHIPPED_COLUMNS = {"rms": (512, 1024, 2048, 4096, 8192, 16384), "layer": (1024, 4096, 8192)}
+INPUT_COLUMNS = (2048, 4096, 8192)  # of models whose layers are in act-order, or have scales of their inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,13 +32,19 @@ class NormSpec(KernelSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile: hidden sizes of models in bf16. Others compile on demand."""
+    makes_inputs = [
+        NormConfig("rms", "bf16", *launch_shape(n), has_residual=has_residual, inputs=inputs)
+        for n in INPUT_COLUMNS
+        for has_residual in (False, True)
+        for inputs in (ORDERED, SCALED)
+    ]
     configs = dict.fromkeys(
         NormConfig(kind, "bf16", *launch_shape(n), has_residual=has_residual, has_bias=kind == "layer")
         for kind, sizes in SHIPPED_COLUMNS.items()
         for n in sizes
         for has_residual in (False, True)
     )
-    return [NormSpec(config) for config in configs]
+    return [NormSpec(config) for config in (*configs, *makes_inputs)]
 
 
 def compile_norm(config: NormConfig, arch: str, *options: str) -> Any:
@@ -55,4 +62,4 @@ def compile_norm(config: NormConfig, arch: str, *options: str) -> Any:
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
     shape = (cute.sym_int(), cute.sym_int(divisibility=VECTOR))
     out = make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16)
-    return NORM.compile(NormKernel(config).launch, {"out": out}, arch, *options)
+    return norm_arguments(config).compile(NormKernel(config).launch, {"out": out}, arch, *options)

@@ -7,6 +7,9 @@ from typing import ClassVar, Literal
 
 NormKind = Literal["rms", "layer"]
 DTYPES = ("bf16", "fp16")
+ORDERED, SCALED, BOTH = "ordered", "scaled", "ordered_scaled"
+INPUTS = {(False, False): "", (True, False): ORDERED, (False, True): SCALED, (True, True): BOTH}
+"""By whether a layer's inputs are put in its order, and multiplied with its scale."""
 VECTOR = 8  # elements of 16 bits in one access of 16 bytes
 THREADS = (64, 128, 256, 512, 1024)
 VECTORS = (1, 2, 4)
@@ -20,7 +23,7 @@ class NormConfig:
 
     kind: "rms" or "layer". dtype: of x. threads: of a CTA. vectors: of 16 bytes that a thread holds. has_residual:
     whether a residual is added first and the sum stored. has_bias: "layer" alone. weight_dtype: of weight and bias,
-    "fp32" or x's "own".
+    "fp32" or x's "own". inputs: what a layer behind wants done to its inputs, one of `INPUTS`.
     """
 
     kind: str
@@ -30,6 +33,7 @@ class NormConfig:
     has_residual: bool = False
     has_bias: bool = False
     weight_dtype: str = "own"
+    inputs: str = ""
 
     warp: ClassVar[int] = 32
 
@@ -53,8 +57,19 @@ class NormConfig:
         return self.vectors * (1 + self.has_bias) * (1 + self.fp32_weight) <= 4
 
     @property
+    def ordered(self) -> bool:
+        """Whether results are stored in another order."""
+        return self.inputs in (ORDERED, BOTH)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether results are times a factor each."""
+        return self.inputs in (SCALED, BOTH)
+
+    @property
     def name(self) -> str:
         options = "_residual" * self.has_residual + "_bias" * self.has_bias + "_fp32w" * self.fp32_weight
+        options += f"_{self.inputs}" if self.inputs else ""
         return f"norm_{self.kind}_{self.dtype}_t{self.threads}_v{self.vectors}{options}"
 
     def can_implement(self) -> str | None:
@@ -65,6 +80,8 @@ class NormConfig:
             return f"dtype {self.dtype!r} is not one of {', '.join(map(repr, DTYPES))}"
         if self.weight_dtype not in ("own", "fp32"):
             return f"weight_dtype {self.weight_dtype!r} is not 'own' or 'fp32'"
+        if self.inputs not in INPUTS.values():
+            return f"inputs {self.inputs!r} is not one of {', '.join(map(repr, INPUTS.values()))}"
         if self.threads not in THREADS or self.vectors not in VECTORS:
             return f"{self.threads} threads of {self.vectors} vectors, want one of {THREADS} and of {VECTORS}"
         if self.columns > MAX_COLUMNS:

@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.types import extents
 from cute_kernels.norm.config import VECTOR, NormConfig
+from cute_kernels.norm.inputs import LayerInputs
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class NormKernel:
             self.halves, self.pack = (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float), ptx.pack_bf16x2
         else:
             self.halves, self.pack = (ptx.half2_low_to_float, ptx.half2_high_to_float), ptx.pack_f16x2
+        sums_bytes = 4 * config.warps
+        self.inputs = LayerInputs(config, sums_bytes, self.unpack, self.pack_all) if config.inputs else None
+        self.shared_bytes = self.inputs.shared_bytes if self.inputs else sums_bytes
 
     def launch(self, given, stream):
         """Launches over the rows of ``out``; ``given`` has the arguments of :data:`.arguments.NORM`."""
@@ -56,21 +60,25 @@ class NormKernel:
             x_stride=given.x_stride,
             residual_stride=given.residual_stride,
         )
+        inputs = (given.order, given.factors) if self.inputs else ()
         weights, numbers = (given.weight, given.bias), (given.inverse_n, given.eps, given.weight_offset)
-        self.kernel(rows, *weights, *numbers).launch(
+        self.kernel(rows, *weights, *numbers, inputs).launch(
             grid=(num_rows, 1, 1), block=(self.config.threads, 1, 1), use_pdl=True, stream=stream
         )
 
     @cute.kernel
-    def kernel(self, rows, weight: Int64, bias: Int64, inverse_n: Float32, eps: Float32, weight_offset: Float32):
+    def kernel(
+        self, rows, weight: Int64, bias: Int64, inverse_n: Float32, eps: Float32, weight_offset: Float32, inputs
+    ):
         config = self.config
         thread = cute.arch.thread_idx()[0]
         row = Int64(cute.arch.block_idx()[0])
-        sums = cutlass.utils.SmemAllocator().allocate(4 * config.warps, byte_alignment=16).toint()
+        sums = cutlass.utils.SmemAllocator().allocate(self.shared_bytes, byte_alignment=16).toint()
         columns = [(v * config.threads + thread) * VECTOR for v in range(config.vectors)]
         # Threads past the row's end read its last vector, which counts for nothing.
         places = [cutlass.min(column, rows.n - VECTOR) for column in columns]
         scales, shifts = self.load_weights(weight, bias, places) if config.asks_early else ([], [])
+        asked = self.ask(inputs, places) if config.asks_early else None
         # The next kernel may begin at once: it waits for this one's end before it reads what is stored here.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
@@ -89,8 +97,17 @@ class NormKernel:
         scale = numbers.reciprocal_root(variance + eps)
         if const_expr(not config.asks_early):
             scales, shifts = self.load_weights(weight, bias, places)
+            asked = self.ask(inputs, places)
         results = self.scaled(values, scale, scales, weight_offset, shifts)
+        results = self.inputs.make(results, columns, asked, sums) if self.inputs else results
         self.store(rows.out, row * rows.n, columns, results, rows.n)
+
+    def ask(self, inputs, places) -> Any:
+        """What a layer's inputs are made with, of the vectors at ``places``; nothing where there is no layer."""
+        if not self.inputs:
+            return None
+        order, factors = inputs
+        return self.inputs.ask(order, factors, places)
 
     def scaled(self, vectors, scale, weights, weight_offset, shifts) -> list[list[Any]]:
         """Words of the results: values times scale and weight, plus the bias where there is one."""

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from cute_kernels import arguments
 from cute_kernels.arguments import row_stride, shape_of
-from cute_kernels.norm.arguments import NORM
-from cute_kernels.norm.call import DTYPES, VECTOR_BYTES, NormCall, check_call
+from cute_kernels.norm.arguments import norm_arguments
+from cute_kernels.norm.call import DTYPES, VECTOR_BYTES, NormCall, check_call, check_device_values
 from cute_kernels.norm.compile import NormSpec
-from cute_kernels.norm.config import NormConfig, launch_shape
+from cute_kernels.norm.config import INPUTS, NormConfig, launch_shape
 from cute_kernels.norm.reference import norm_reference
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
@@ -32,7 +33,8 @@ def norm(call: NormCall) -> Any:
 
 def _through_operator(call: NormCall) -> Results:
     check_call(call)
-    y, total = _operator(call.x, call.weight, call.bias, call.residual, call.kind, call.eps, call.weight_offset)
+    given = call.x, call.weight, call.bias, call.residual, call.kind, call.eps, call.weight_offset
+    y, total = _operator(*given, call.order, call.input_scale)
     y = y if call.out is None else call.out.copy_(y)
     if call.residual_out is not None:
         total = call.residual_out.copy_(total)
@@ -41,6 +43,7 @@ def _through_operator(call: NormCall) -> Results:
 
 def _on_cpu(call: NormCall) -> Results:
     check_call(call)
+    check_device_values(call)
     y, total = norm_reference(call)
     if call.residual_out is not None and total is not None:
         total = call.residual_out.copy_(total)
@@ -79,12 +82,21 @@ class NormPlan:
                 total=0 if total is None else total.data_ptr(),
                 weight=call.weight.data_ptr(),
                 bias=0 if bias is None else bias.data_ptr(),
+                **_inputs_of(call),
             )
         return y, total
 
 
+def _inputs_of(call: NormCall) -> dict[str, int]:
+    """What more a kernel is launched with whose rows are made for a layer's inputs; nothing for others."""
+    order, scale = call.order, call.input_scale
+    if order is scale is None:
+        return {}
+    return {"order": 0 if order is None else order.data_ptr(), "factors": 0 if scale is None else scale.data_ptr()}
+
+
 def _key(call: NormCall) -> tuple[Any, ...]:
-    given = (call.residual, call.out, call.residual_out, call.bias)
+    given = (call.residual, call.out, call.residual_out, call.bias, call.order, call.input_scale)
     return (
         call.kind,
         identity(call.x),
@@ -97,6 +109,8 @@ def _key(call: NormCall) -> tuple[Any, ...]:
 
 def _checked(call: NormCall) -> NormCall:
     check_call(call)
+    if arguments.DEBUG:
+        check_device_values(call)
     return call
 
 
@@ -114,6 +128,7 @@ def config_of(call: NormCall) -> NormConfig:
         has_residual=call.residual is not None,
         has_bias=call.bias is not None,
         weight_dtype="fp32" if call.weight.dtype == torch.float32 else "own",
+        inputs=INPUTS[call.order is not None, call.input_scale is not None],
     )
 
 
@@ -133,8 +148,9 @@ def _make_plan(call: NormCall) -> NormPlan:
         "eps": float(call.eps),
         "weight_offset": float(call.weight_offset),
     }
+    config = config_of(call)
     return NormPlan(
-        send=NORM.bound(load(NormSpec(config_of(call)), arch_of(index)), fixed) if x.numel() else None,
+        send=norm_arguments(config).bound(load(NormSpec(config), arch_of(index)), fixed) if x.numel() else None,
         device_index=index,
         new=blank(tuple(shape_of(x)), x.dtype),
         flat=(x.numel() // n, n),
@@ -147,8 +163,8 @@ launch = launcher(_key, _checked, _make_plan, always=_is_given_results)
 # -- the operator ------------------------------------------------------------------------------------------------------
 
 
-def _call_of(x, weight, bias, residual, kind, eps, weight_offset) -> NormCall:
-    return NormCall(kind, x, weight, bias, residual, eps, weight_offset, None, None)
+def _call_of(x, weight, bias, residual, kind, eps, weight_offset, order=None, input_scale=None) -> NormCall:
+    return NormCall(kind, x, weight, bias, residual, eps, weight_offset, None, None, order, input_scale)
 
 
 def _both(results: Results) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,14 +181,14 @@ def _operator_on_cuda(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _both(launch(_call_of(*arguments)))
 
 
-def _operator_on_meta(x, weight, bias, residual, kind, eps, weight_offset):
+def _operator_on_meta(x, weight, bias, residual, kind, eps, weight_offset, order=None, input_scale=None):
     y = x.new_empty(x.shape)
     return y, x.new_empty(x.shape if residual is not None else 0)
 
 
 _operator = Operator(
-    "norm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str kind, float eps, float weight_offset) "
-    "-> (Tensor, Tensor)",
+    "norm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str kind, float eps, float weight_offset, "
+    "Tensor? order=None, Tensor? input_scale=None) -> (Tensor, Tensor)",
     cpu=_operator_on_cpu,
     cuda=_operator_on_cuda,
     meta=_operator_on_meta,

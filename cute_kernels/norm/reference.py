@@ -18,4 +18,7 @@ def norm_reference(call: NormCall) -> tuple[torch.Tensor, torch.Tensor | None]:
         y = scaled * (call.weight.float() + call.weight_offset)
         if call.bias is not None:
             y = y + call.bias.float()
-        return y.to(call.x.dtype), total
+        y = y.to(call.x.dtype)
+        if call.input_scale is not None:
+            y = y * call.input_scale
+        return y if call.order is None else y.index_select(-1, call.order), total

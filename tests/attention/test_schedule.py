@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import random
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -241,8 +242,48 @@ def test_warpgroups_serve_many_queries_of_one_head_of_int4(changes, together):
 def test_warps_that_borrow_registers_are_eight_whatever_the_kv_heads():
     for num_kv_heads, heads in ((1, 1), (2, 2), (8, 4)):
         problem = DecodeProblem.uniform(32, 8192, 8 * num_kv_heads, num_kv_heads, 128, "int4_g4", "bf16", q_len=4)
-        (config,) = candidate_configs(problem)
-        assert (config.num_heads, config.num_warps, config.producer_warps) == (heads, 8, 4)
+        configs = candidate_configs(problem)
+        assert configs[0].num_heads == heads
+        assert all((config.num_warps, config.producer_warps) == (8, 4) for config in configs)
+
+
+def _of_pages(kv_format: str, batch: int, q_len: int) -> DecodeProblem:
+    features = Features(paged=True, causal=q_len > 1, queries=q_len > 1)
+    return DecodeProblem.uniform(
+        batch, 8192, 32, 8, 128, kv_format, "bf16", q_len=q_len, page_tokens=64, features=features
+    )
+
+
+@pytest.mark.parametrize(
+    "kv_format, batch, q_len, heads",
+    [
+        *(("int4_g1", batch, q_len, 8) for batch in (1, 4, 8, 32) for q_len in (1, 2)),
+        *(("int4_g1", batch, 4, heads) for batch, heads in ((1, 4), (4, 8), (8, 8), (32, 8))),
+        *(("int4_g1", batch, 8, heads) for batch, heads in ((1, 4), (4, 4), (8, 4), (32, 8))),
+        *(("int4_g4", batch, 4, heads) for batch, heads in ((1, 2), (4, 8), (8, 8), (32, 8))),
+        *(("int4_g4", batch, 8, heads) for batch, heads in ((1, 2), (4, 4), (8, 4), (32, 4))),
+    ],
+)
+def test_several_queries_of_few_requests_take_fewer_heads_a_cta(kv_format, batch, q_len, heads):
+    """What was fastest on an H200, 32 query heads over 8k tokens: docs/design/history/decode_attention.md."""
+    assert make_schedule(_of_pages(kv_format, batch, q_len)).config.num_heads == heads
+
+
+def test_fewer_heads_are_considered_where_a_token_s_rows_can_be_copied():
+    def counts(kv_format: str, q_len: int = 4, **options: Any) -> list[int]:
+        problem = dataclasses.replace(_of_pages(kv_format, 1, q_len), **options)
+        return list(dict.fromkeys(config.num_heads for config in candidate_configs(problem)))
+
+    assert counts("int4_g1") == [8, 4] and counts("int4_g4") == [8, 4, 2, 1], "rows of 68 and of 80 bytes"
+    assert counts("int4_g1", 2) == counts("int8_token_head") == [8]
+    head_major = dataclasses.replace(_of_pages("int4_g1", 1, 4).features, head_major=True)
+    assert counts("int4_g1", features=head_major) == [1]
+
+
+def test_fixed_splits_do_not_ask_how_many_requests_there_are():
+    """Which heads a CTA takes included: a request's bits must not depend on its batch."""
+    for kv_format in ("int4_g1", "int4_g4"):
+        assert len({make_schedule(_of_pages(kv_format, batch, 4), 3).config for batch in (1, 4, 32)}) == 1
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)

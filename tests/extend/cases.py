@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from cute_kernels.extend import extend_attention, pack_tree_mask
+from cute_kernels.extend import extend_attention, ops, pack_tree_mask, plan
 from cute_kernels.extend.reference import extend_attention_reference
 from cute_kernels.kv_formats import KvFormat, format_of
 from tests.attention import cases as decode_cases
@@ -133,6 +134,19 @@ def make_call(
     call = Call(q, base.k_cache, base.v_cache, base.seq_lens, ends, kv_format, options)
     poison_unseen(call, q_lens)
     return call
+
+
+@contextmanager
+def unpacking_beside() -> Iterator[None]:
+    """Calls that unpack their cache do so beside the products, however few queries they have."""
+    kept = plan.queries_to_unpack_beside
+    plan.queries_to_unpack_beside = lambda *_: 0
+    ops.launch.plans.clear()
+    try:
+        yield
+    finally:
+        plan.queries_to_unpack_beside = kept
+        ops.launch.plans.clear()
 
 
 def poison_unseen(call: Call, q_lens: Sequence[int]) -> None:

@@ -27,6 +27,7 @@ from cute_kernels.extend.config import (
 from cute_kernels.extend.schedule import (
     ExtendProblem,
     choose,
+    choose_beside,
     choose_fp8,
     choose_newer,
     choose_unpacked,
@@ -49,6 +50,10 @@ CONFIGS["head_dim 80"] = choose(ExtendProblem(80, "bf16", "bf16", "bf16", 64, CA
 CONFIGS["new tokens"] = choose_newer(CONFIGS["bf16"])
 CONFIGS["unpacked, a scale a tile"] = choose_unpacked(CONFIGS["int8"])[1]
 CONFIGS["unpacked"] = choose_unpacked(CONFIGS["int4"])[1]
+for name in ("int8", "int4", "contiguous"):
+    beside = choose_beside(CONFIGS[name])
+    assert beside is not None
+    CONFIGS[f"unpacked meanwhile, {name}"] = beside
 UNPACKING = {name: choose_unpacked(CONFIGS[name])[0] for name in ("int8", "int4", "contiguous", "bf16")}
 for name, features in {"FP8 products": CAUSAL_PAGES, "FP8 products, features": FEATURES}.items():
     problem = ExtendProblem(128, "e4m3_tensor", "e4m3_tensor", "bf16", 64, features)
@@ -56,7 +61,7 @@ for name, features in {"FP8 products": CAUSAL_PAGES, "FP8 products, features": F
 KEY_ROWS = {
     name: found
     for name in ("int8_token_head", "e4m3_tensor", "int4_g4")
-    if (found := key_rows_of(choose(ExtendProblem(128, name, name, "bf16", 64, CAUSAL_PAGES))))
+    if (found := key_rows_of(choose(ExtendProblem(128, name, name, "bf16", 64, CAUSAL_PAGES)), mapped=True))
 }
 COMPILED = golden.worth_compiling(CONFIGS, lambda name: ExtendSpec(CONFIGS[name]), __file__)
 UNPACKED = golden.worth_compiling(UNPACKING, lambda name: UnpackSpec(UNPACKING[name]), __file__)
@@ -79,8 +84,9 @@ def artifacts():
 def test_it_compiles_to_what_it_was_designed_to_be(name, artifacts):
     config, artifact = CONFIGS[name], artifacts[name]
     (report,) = resource_report(artifact)
-    # With every feature at once ptxas keeps a few words of the epilogue's in local memory.
-    assert report.spill_store_bytes <= (20 if config.features == FEATURES else 0)
+    # With every feature at once ptxas keeps a few words of the epilogue's in local memory, and a word or two of a
+    # request's where warps unpack.
+    assert report.spill_store_bytes <= (20 if config.features == FEATURES else 0 if config.unpacks is None else 8)
     assert report.threads in (None, config.num_threads)
     producing, consuming = config.registers
     shared_out = MMA_WARPS * consuming + config.producer_warps * producing
@@ -89,7 +95,7 @@ def test_it_compiles_to_what_it_was_designed_to_be(name, artifacts):
     steps = config.head_dim // columns, config.tile_tokens // columns
     assert report.opcodes[opcode] == 2 * sum(steps), "the first block's, the loop's and the last block's products"
     # Fences and waits of groups: one for each product would mean that ptxas puts them one after the other.
-    assert report.opcodes["WARPGROUP"] <= 12
+    assert report.opcodes["WARPGROUP"] <= 4 + 2 * 4 + 3
 
 
 @pytest.mark.parametrize("name", [name for name in COMPILED if CONFIGS[name].fp8 != Fp8Products(behind=False)])
@@ -136,7 +142,8 @@ def test_unpacking_asks_for_all_rows_before_it_waits_for_their_greatest_scale(tm
 
 @pytest.mark.parametrize("name", KEY_ROWS_COMPILED)
 def test_key_rows_keep_all_sums_in_registers_and_products_side_by_side(name):
-    """The loop's scores and values, and the last block's values; a fence for two steps, a wait for a group."""
+    """The loop's scores and values, and the last block's values: a fence for two steps of keys, or one of values; waits
+    for scores, for both, for the last values."""
     config = KEY_ROWS[name]
     assert len(KEY_ROWS) == 3
     (artifact,) = default_cache().artifacts([ExtendSpec(config)], "sm_90a")
@@ -146,7 +153,7 @@ def test_key_rows_keep_all_sums_in_registers_and_products_side_by_side(name):
     shared_out = MMA_WARPS * consuming + config.producer_warps * producing
     assert shared_out <= (MMA_WARPS + config.producer_warps) * report.registers, "no warp waits for registers for ever"
     assert report.opcodes["HGMMA"] == config.head_dim // 16 + 2 * 2 * GROUP_TOKENS // 16
-    assert report.opcodes["WARPGROUP"] <= 12
+    assert report.opcodes["WARPGROUP"] <= 4 + 2 * 4 + 3
 
 
 def test_what_a_configuration_says_is_what_it_is_told_apart_by():
@@ -160,6 +167,7 @@ def test_what_a_configuration_says_is_what_it_is_told_apart_by():
         replace(config, merges=True),
         replace(config, features=FEATURES),
         replace(config, tile_rows=72),
+        replace(config, tile_rows=72, keys=CachedKeys(64, mapped=True)),
         CONFIGS["new tokens"],
     ]
     assert len({config.name, *(other.name for other in changed)}) == len(changed) + 1

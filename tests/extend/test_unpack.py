@@ -258,6 +258,14 @@ def test_the_queries_own_tokens_may_be_left_out(kv_format):
     check(make_call(kv_format, q_lens, lengths, new=True), q_lens, prefix_only=True)
 
 
+@pytest.mark.parametrize("kv_format", ["int8_token_head", "bf16"])
+def test_the_last_cached_token_s_tile_is_zeros_where_no_query_sees_it(kv_format):
+    """Of a window of 1 beside new tokens: attention loads it, and 0 times the NaN of old memory is NaN."""
+    found = Unpacked(make_call(kv_format, [3], [132], new=True, window_size=1), prefix_only=True)
+    for raw in found.raw:
+        assert not raw[0, :, 128:256].any() and (raw[0, :, :128] == 0xFFFF).all()
+
+
 @pytest.mark.parametrize("power", [-45, -20, 20, 38])
 def test_rows_scales_may_be_of_any_size(power):
     """fp16 has 5 bits of exponent; a tile's power of 2 makes up for that."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,7 +27,7 @@ from cute_kernels.attention.schedule import DecodeSchedule, make_schedule
 from cute_kernels.extend.call import make_call as check_extend_call
 from cute_kernels.extend.compile import ExtendSpec, UnpackSpec
 from cute_kernels.extend.plan import combine_spec, configs_of
-from cute_kernels.extend.schedule import choose_fp8, choose_key_rows, choose_unpacked
+from cute_kernels.extend.schedule import choose_beside, choose_fp8, choose_key_rows, choose_unpacked
 from cute_kernels.integrations.vllm import attention_kernels
 from cute_kernels.kv_cache import Rope
 from cute_kernels.layer_products.compile import LayerProductsSpec
@@ -41,12 +42,13 @@ from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.moe import fused_moe, fused_moe_reference
 from cute_kernels.norm.compile import NormSpec
-from cute_kernels.norm.config import NormConfig, launch_shape
+from cute_kernels.norm.config import BOTH, NormConfig, launch_shape
 from cute_kernels.runtime import KernelSpec
 from tests.attention.cases import Call, assert_close, make_call
 from tests.extend.cases import Call as ExtendCall
 from tests.extend.cases import assert_close as assert_extend_close
 from tests.extend.cases import make_call as make_extend_call
+from tests.extend.cases import unpacking_beside
 from tests.gpu.specs import GPU, step_specs
 from tests.integrations.vllm.steps import BATCHES, Layer, serve_steps
 from tests.kv_cache.cases import Shape
@@ -156,8 +158,8 @@ class StepCase:
 
 @dataclass(frozen=True)
 class ExtendCase:
-    """Arguments of extend attention's `make_call`. unpack: whether a pass makes 16 bits of the cache first. num_splits:
-    None lets the launch choose, which it has to for products whose rows are keys."""
+    """Arguments of extend attention's `make_call`. unpack: whether 16 bits are made of the cache. beside: by warps of
+    attention itself. num_splits: None lets the launch choose, which it has to for products whose rows are keys."""
 
     kv_format: str
     q_lens: tuple[int, ...]
@@ -167,6 +169,7 @@ class ExtendCase:
     head_dim: int = 128
     page_size: int | None = 64
     fp8_products: bool = False
+    beside: bool = False
 
     def call(self, device: str = "cpu") -> ExtendCall:
         return make_extend_call(
@@ -189,15 +192,20 @@ class ExtendCase:
             return [*map(ExtendSpec, choose_key_rows(config)), *combine]
         if not (self.unpack or self.fp8_products):
             return [ExtendSpec(config), *combine]
+        if self.beside:
+            own = choose_beside(config)
+            assert own is not None
+            return [ExtendSpec(own), *combine]
         unpack, attention = (choose_fp8 if self.fp8_products else choose_unpacked)(config)
         return [UnpackSpec(unpack), ExtendSpec(attention), *combine]
 
     def run(self, device: str = "cuda") -> str:
         call = self.call(device)
-        for _ in range(CALLS):
-            out = torch.full_like(call.q, torch.nan)
-            _, lse = call.run(out=out, return_lse=True)
-            error = assert_extend_close(call, out, lse)
+        with unpacking_beside() if self.beside else nullcontext():
+            for _ in range(CALLS):
+                out = torch.full_like(call.q, torch.nan)
+                _, lse = call.run(out=out, return_lse=True)
+                error = assert_extend_close(call, out, lse)
         return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
 
 
@@ -336,13 +344,14 @@ class LayerProductsCase:
 
 @dataclass(frozen=True)
 class NormCase:
-    """RMSNorm of [rows, n] behind a residual, whose sum comes too."""
+    """RMSNorm of [rows, n] behind a residual, whose sum comes too; inputs: as of `NormConfig`."""
 
     rows: int
     n: int
+    inputs: str = ""
 
     def specs(self) -> list[KernelSpec]:
-        return [NormSpec(NormConfig("rms", "bf16", *launch_shape(self.n), has_residual=True))]
+        return [NormSpec(NormConfig("rms", "bf16", *launch_shape(self.n), has_residual=True, inputs=self.inputs))]
 
     def run(self, device: str = "cuda") -> str:
         size = (self.rows, self.n)
@@ -350,8 +359,12 @@ class NormCase:
         summed = (x.float() + residual.float()).bfloat16()
         row = summed.double()
         wanted = row * (row.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+        order = scale = None
+        if self.inputs:
+            order, scale = torch.randperm(self.n, device=device).to(torch.int32), torch.randn_like(weight)
+            wanted = (wanted * scale.double())[:, order.long()]
         for _ in range(CALLS):
-            out, total = rms_norm(x, weight, residual=residual, eps=EPS)
+            out, total = rms_norm(x, weight, residual=residual, eps=EPS, order=order, input_scale=scale)
             assert torch.equal(total, summed)
             error = relative_error(out, wanted)
             assert error <= PRODUCT_TOLERANCE, error
@@ -449,6 +462,8 @@ LAYERS = {
     "linear-16-rows-turns": LinearCase(8192, 8192, 16),
     "linear-24-rows-parts": LinearCase(8192, 8192, 24),
     "linear-64-rows-cluster": LinearCase(8192, 8192, 64),
+    "linear-40-rows-cluster": LinearCase(8192, 1024, 40),
+    "linear-64-rows-wide-tiles": LinearCase(28672, 256, 64),
     "linear-96-rows-cluster-of-four": LinearCase(1280, 8192, 96, batch_invariant=True),
     "linear-limbs-before": LinearCase(57344, 8192, 8),
     "linear-limbs-zeros": LinearCase(4096, 4096, 1, Format(4, 128, True, "bf16")),
@@ -473,6 +488,8 @@ EXTEND = {
     "extend-int4_g4-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, num_splits=3),
     "extend-int8_token_head-d256": ExtendCase("int8_token_head", *EXTEND_SHAPES, head_dim=256),
     "extend-int8_token_head-unpacked": ExtendCase("int8_token_head", *EXTEND_SHAPES, unpack=True),
+    "extend-int8_token_head-beside": ExtendCase("int8_token_head", *EXTEND_SHAPES, unpack=True, beside=True),
+    "extend-int4_g4-beside-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, unpack=True, num_splits=2, beside=True),
     "extend-int4_g4-unpacked-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, unpack=True, num_splits=2),
     "extend-fp8": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True),
     "extend-fp8-splits": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True, num_splits=2),
@@ -491,12 +508,18 @@ FACTORED = {
 DEFERRED = {
     "deferred-norm-limbs": DeferredNormCase(1024, 1024, 520, 3),
     "deferred-norm-clusters": DeferredNormCase(1024, 1024, 520, 30),
-    "deferred-norm-exchanged-rows": DeferredNormCase(1024, 8192, 7168, 60),
+    "deferred-norm-exchanged-rows": DeferredNormCase(1024, 8192, 7168, 128),
+    "deferred-norm-pairs": DeferredNormCase(1024, 8192, 7168, 60),
     "deferred-norm-parts": DeferredNormCase(640, 768, 200, 65),
     "products-of-a-layer": LayerProductsCase(768, 512, 1792, 320, 1),
     "products-of-a-layer-rows": LayerProductsCase(512, 768, 1024, 320, 5),
 }
-NORMS = {"norm": NormCase(3, 4096), "norm-short-rows": NormCase(5, 1096)}
+NORMS = {
+    "norm": NormCase(3, 4096),
+    "norm-short-rows": NormCase(5, 1096),
+    "norm-of-inputs": NormCase(3, 4096, BOTH),
+    "norm-of-short-inputs": NormCase(5, 136, BOTH),
+}
 SMALL = MoeModel("small", 32, 4, 1024, 256)
 MIXTRAL, QWEN3, _ = MODELS
 EXPERTS = {

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cute_kernels import quantized_linear, rms_norm
+from cute_kernels.linear import NormedRows
 from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.plan import factored, factored_plan_of
 from cute_kernels.linear.reference import activate
@@ -186,6 +187,23 @@ def test_these_rows_are_normed_within_the_product():
             assert factored_plan_of(m, n, k, weight.format, torch.bfloat16, 0, False, NORMED) is None
         for m in ROWS:
             assert factored_plan_of(m, n, k, weight.format, torch.bfloat16, 0, False, SCALED) is not None
+
+
+@pytest.mark.parametrize("m", [1, 2, 16, 64, 300])
+def test_a_norm_before_a_layer_in_act_order_is_one_launch_and_bit_for_bit_that_of_two(m):
+    n, k = 520, 1024
+    plain, order = known(n, k, group_size=128).pack().to("cuda"), in_order_of(k)
+    x, norm, scale = activations(m, k, torch.bfloat16, m), *activations(2, k, torch.bfloat16, 7)
+    normed = rms_norm(x, norm, eps=1e-5, weight_offset=0.5)
+    for weight, rows in (
+        (replace(plain, perm=order), normed[:, order.long()]),
+        (replace(plain, input_scale=scale), normed * scale),
+        (replace(plain, perm=order, input_scale=scale), (normed * scale)[:, order.long()]),
+    ):
+        want = quantized_linear(rows.contiguous(), plain)
+        assert torch.equal(quantized_linear(NormedRows(x, norm, 1e-5, 0.5), weight), want)
+        if m > 1:
+            assert torch.equal(quantized_linear(x, weight, norm=norm, norm_eps=1e-5, norm_offset=0.5), want)
 
 
 @pytest.mark.parametrize("m", [1, 8, 9, 64])

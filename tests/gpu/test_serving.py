@@ -17,6 +17,7 @@ from cute_kernels.mla import mla_decode, sparse_mla_decode
 from cute_kernels.runtime import gpu
 from cute_kernels.runtime.workspace import POOL, WorkspacePool
 from tests.attention.cases import make_call
+from tests.extend.cases import make_call as make_extend_call
 from tests.gpu import moe_forms
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.steps import make_step
@@ -68,6 +69,12 @@ def mla(sparse: bool) -> Work:
     return lambda: mla_decode(**tensors, kv_format=dense.kv_format)
 
 
+def extend(kv_format: str, q_lens: tuple[int, ...], lengths: tuple[int, ...]) -> Work:
+    """Over keys that the launch's producer warps unpack, as there are so many queries."""
+    call = make_extend_call(kv_format, q_lens, lengths, num_kv_heads=8, unpack=True, device=CUDA)
+    return lambda: call.run()
+
+
 CUT: dict[str, Callable[[], Work]] = {
     "one row, every head combines": lambda: attention("int4_g4", (16000,), num_kv_heads=8, group=4),
     "one row, more parts than SMs": lambda: attention("int4_g4", (16000,), num_kv_heads=8, group=4, num_splits=64),
@@ -79,6 +86,8 @@ CUT: dict[str, Callable[[], Work]] = {
     "experts": lambda: experts(16),
     "MLA": lambda: mla(False),
     "sparse MLA": lambda: mla(True),
+    "keys unpacked meanwhile": lambda: extend("int4_g4", (900,), (9000,)),
+    "keys with a scale a row unpacked meanwhile": lambda: extend("int8_token_head", (600,), (5000,)),
 }
 
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import cute_kernels.integrations.transformers as ck
 from cute_kernels import QuantizedLinear
 from cute_kernels.attention import ops as attention_ops
+from cute_kernels.integrations.transformers import norms
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from cute_kernels.integrations.transformers.norms import replace_norms, restore_norms
 from cute_kernels.kv_cache import step_ops
@@ -354,10 +355,27 @@ def test_rms_norms_are_replaced_where_their_code_is_known(name, norms):
     want = [module(x) for module, x in zip(modules, inputs, strict=True)]
     assert replace_norms(model) == norms
     for module, x, y in zip(modules, inputs, want, strict=True):
-        got = module(x).double()
+        with torch.no_grad():
+            got = module(x).double()
         assert (got - y.double()).norm() <= 4e-3 * y.double().norm() and got.dtype == torch.float64
     restore_norms(model)
     assert not any("forward" in vars(module) for module in modules)
+
+
+def test_a_norm_that_a_gradient_flows_through_is_the_model_s_own(monkeypatch):
+    """The kernel has none: what lies before the norm would learn nothing."""
+    model = DECODERS["llama"].build(torch.bfloat16)
+    norm, x = model.model.norm, torch.randn(2, 3, model.config.hidden_size).bfloat16().requires_grad_()
+    want = torch.autograd.grad(norm(x).float().square().sum(), x)
+    assert replace_norms(model) > 0
+    calls: list[Any] = []
+    monkeypatch.setattr(norms, "rms_norm", lambda *given, **options: calls.append(given) or given[0])
+    assert torch.equal(torch.autograd.grad(norm(x).float().square().sum(), x)[0], want[0]) and not calls
+    with torch.no_grad():
+        norm(x)
+    norm.weight.requires_grad_(False)
+    norm(x.detach())
+    assert len(calls) == 2
 
 
 def test_a_norm_of_other_code_stays():

@@ -297,7 +297,7 @@ def test_rows_in_limbs_take_as_many_sums_as_they_ask_for_at_once():
 
 
 def test_ctas_of_several_work_tiles_take_a_norm_of_the_same_rows_and_give_none():
-    for (m, n), takes in {(64, 28_672): True, (32, 128_256): True, (700, 8192): False}.items():
+    for (m, n), takes in {(64, 57_344): True, (32, 128_256): True, (700, 8192): False}.items():
         schedule = chosen(problem_of(m, n, 4096, 4, torch.bfloat16, 128), GPU)
         assert isinstance(schedule, TileSchedule) and schedule.num_work_tiles > schedule.num_ctas
         assert DeferredNormConfig(schedule.config, TAKES).can_implement() is None or m == 700
@@ -436,7 +436,7 @@ OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "a residual": ({}, {"residual": numbers(M, 128)}, ["gives", "takes"]),
     "out": ({}, {"out": numbers(M, 128)}, ["gives", "takes"]),
     "another order": (
-        {}, {"weight": weight(128, N, perm=torch.arange(N - 1, -1, -1))}, ["gives", "norm", "inputs", "product"],
+        {}, {"weight": weight(128, N, perm=torch.arange(N - 1, -1, -1))}, ["gives", "norm", "product"],
     ),
     "results in pieces": ({}, {"weight": weight(100, N)}, ["gives", "norm", "product"]),
 }  # fmt: skip

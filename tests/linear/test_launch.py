@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.linear import PackedWeight, checks, ops, quantized_linear
+from cute_kernels.linear import NormedRows, PackedWeight, checks, ops, quantized_linear
 from cute_kernels.linear.inputs.compile import InputRowsSpec
+from cute_kernels.norm.compile import NormSpec
 from cute_kernels.runtime import native
 from tests.launchers import assert_launched_alike_after_any_other, outcome, recording
 from tests.linear.cases import known
@@ -161,10 +162,12 @@ made = functools.cache(lambda name: CALLS[name]())
 
 @pytest.fixture
 def launches():
-    from tests.host_functions import input_rows_function, product_function
+    from tests.host_functions import input_rows_function, norm_function, product_function
+
+    makers = {InputRowsSpec: input_rows_function, NormSpec: norm_function}
 
     def function_of(spec: Any) -> Any:
-        return (input_rows_function if isinstance(spec, InputRowsSpec) else product_function)(spec.config)
+        return makers.get(type(spec), product_function)(spec.config)
 
     with recording(function_of) as recorded:
         yield recorded.launches
@@ -227,6 +230,26 @@ def test_factors_of_few_rows_are_a_part_of_the_product(name, eps, offset, launch
     assert only.symbol.endswith("normed" if "norm" in given else "scaled")
     assert only.arguments[0].data_ptr() == given["x"].data_ptr() and only.arguments[8] == factors.data_ptr()
     assert np.array(only.arguments[-2:], np.int32).view(np.float32).tolist() == [np.float32(eps), offset]
+
+
+@pytest.mark.parametrize("m", [1, 3, 20])
+def test_a_norm_makes_rows_as_the_layer_wants_them(m, launches):
+    """In act-order and scaled: so the product's launch is that of a layer which wants neither."""
+    norm = ones(K)
+    for weight_of, end in ((permuted, "_ordered"), (scaled, "_scaled")):
+        launches.clear()
+        if end == "_scaled" or m > 1:
+            quantized_linear(NormedRows(rows(m), norm), weight_of())
+        else:
+            quantized_linear(rows(m), weight_of(), norm=norm)
+        first, second = launches
+        assert first.symbol.startswith("norm_rms") and first.symbol.endswith(end)
+        assert second.arguments[0].data_ptr() == first.arguments[0].data_ptr()
+        factors = (weight_of().perm, None) if end == "_ordered" else (None, weight_of().input_scale)
+        assert [address != 0 for address in first.arguments[-2:]] == [tensor is not None for tensor in factors]
+        launches.clear()
+        quantized_linear(rows(m), weight())
+        assert second.symbol == launches[-1].symbol
 
 
 @pytest.mark.parametrize("name", ["many parts of wider rows", "many parts of wider rows of three dimensions"])

@@ -13,6 +13,8 @@ from cute_kernels.linear.inputs.config import ROOMS, InputRowsConfig
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.linear.wgmma.resident_schedule import resident_configs, with_factors
+from cute_kernels.norm.compile import NormSpec
+from cute_kernels.norm.config import BOTH, NormConfig, launch_shape
 from cute_kernels.runtime import KernelSpec, default_cache
 from cute_kernels.weight_formats import integers
 from tests import golden
@@ -46,6 +48,12 @@ def test_factors_are(kind: str, tmp_path):
     code = opcodes(factored(kind), tmp_path)
     _, wait = (place for place, opcode in enumerate(code) if opcode == WAIT)
     assert loads(code[:wait]) == FACTOR_LOADS[kind]
+
+
+def test_what_a_norm_does_to_a_layers_inputs_is(tmp_path):
+    """The norm's weight, an order of eight inputs, their factors."""
+    code = opcodes(NormSpec(NormConfig("rms", "bf16", *launch_shape(4096), inputs=BOTH)), tmp_path)
+    assert loads(code[: code.index(WAIT)]) == 1 + 2 + 1
 
 
 @pytest.mark.parametrize(("room", "scaled", "count"), [(ROOMS[0], False, 2), (0, True, 1)])

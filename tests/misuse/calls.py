@@ -420,13 +420,17 @@ def layer_of_experts() -> Call:
 @case
 def norm_of_rows() -> Call:
     call = {"x": numbers(3, 64), "weight": numbers(64), "residual": numbers(3, 64), "eps": 1e-6, "weight_offset": 1.0}
-    return ck.rms_norm, {**call, "out": numbers(3, 64), "residual_out": numbers(3, 64)}
+    return ck.rms_norm, {**call, **layer_inputs(), "out": numbers(3, 64), "residual_out": numbers(3, 64)}
+
+
+def layer_inputs() -> dict[str, Any]:
+    return {"order": torch.arange(63, -1, -1, dtype=torch.int32), "input_scale": numbers(64)}
 
 
 @case
 def layer_norm_of_rows() -> Call:
     call = {"x": numbers(3, 64), "weight": numbers(64), "bias": numbers(64), "residual": numbers(3, 64), "eps": 1e-5}
-    return ck.layer_norm, {**call, "out": numbers(3, 64), "residual_out": numbers(3, 64)}
+    return ck.layer_norm, {**call, **layer_inputs(), "out": numbers(3, 64), "residual_out": numbers(3, 64)}
 
 
 # -- multi-head latent attention ---------------------------------------------------------------------------------------

@@ -74,9 +74,11 @@ def test_rows_at_no_one_distance_are_refused():
 def test_a_compiled_function_holds_the_call():
     given = random_case("rms", (5, 64), residual=True)
 
+    order = torch.randperm(64).to(torch.int32)
+
     def step(x, weight, residual):
         y, total = rms_norm(x, weight, residual=residual)
-        return y + total, rms_norm(x, weight)
+        return y + total, rms_norm(x, weight), rms_norm(x, weight, order=order, input_scale=weight)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for got, want in zip(compiled(**given), step(**given), strict=True):
@@ -96,6 +98,21 @@ def test_autocast_changes_nothing():
         assert torch.equal(layer_norm(**given), layer_norm(**given))
         got = layer_norm(**given)
     assert torch.equal(got, layer_norm(**given))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_made_as_a_layer_wants_its_inputs(kind):
+    given = random_case(kind, (5, 64), residual=True, bias=True)
+    order = torch.randperm(64).to(torch.int32)
+    scale = torch.randn(64).to(torch.bfloat16)
+    want, total = KINDS[kind](**given)
+    for options, expected in (
+        ({"order": order}, want[:, order.long()]),
+        ({"input_scale": scale}, want * scale),
+        ({"order": order, "input_scale": scale}, (want * scale)[:, order.long()]),
+    ):
+        got = KINDS[kind](**given, **options)
+        assert torch.equal(got[0], expected) and torch.equal(got[1], total)
 
 
 X, W = torch.randn(4, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
@@ -118,6 +135,15 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"residual_out": X.clone()}, ValueError, "residual_out: got a tensor without a residual"),
     ({"out": X.T.contiguous().T}, ValueError, "out: got strides (1, 4)"),
     ({"out": W}, ValueError, "out: got shape [64], want [4, 64]"),
+    ({"order": torch.arange(64)}, TypeError, "order: got dtype torch.int64, want torch.int32"),
+    ({"order": torch.arange(32, dtype=torch.int32)}, ValueError, "order: got shape [32], want [64]"),
+    (
+        {"order": torch.zeros(64, dtype=torch.int32)},
+        ValueError,
+        "order: got indices that are missing or repeated, want each of 0 to 63 once",
+    ),
+    ({"input_scale": W.float()}, TypeError, "input_scale: got dtype torch.float32, want torch.bfloat16"),
+    ({"input_scale": W[:56]}, ValueError, "input_scale: got shape [56], want [64]"),
     ({"eps": -1.0}, ValueError, "eps: got -1.0, want a finite number of at least 0"),
     ({"eps": "1e-6"}, TypeError, "eps: got '1e-6', want a number"),
     ({"weight_offset": float("nan")}, ValueError, "weight_offset: got nan, want a finite number"),
@@ -152,6 +178,7 @@ def test_every_row_length_has_a_kernel():
         (NormConfig("rms", "bf16", 1024, 4), "32768 columns"),
         (NormConfig("rms", "bf16", 64, 1, has_bias=True), "no bias"),
         (NormConfig("rms", "bf16", 64, 1, weight_dtype="bf16"), "weight_dtype 'bf16'"),
+        (NormConfig("rms", "bf16", 64, 1, inputs="sorted"), "inputs 'sorted'"),
     ],
 )
 def test_what_no_kernel_can_be_is_said(config, reason):

@@ -1,7 +1,9 @@
-"""Producer warps that bring raw rows of codes, by cp.async into the order that ldmatrix likes; nothing to decode.
+"""Producer warps that bring raw rows of codes into the order that ldmatrix likes; nothing to decode.
 
-Pieces of 16 bytes where rows are multiples of them, else of a word. Rows of a scale and bytes come by pieces of 16,
-too, from the last multiple of 16 before them on, see `codes.ScaledByteRows`. What no query sees becomes zeros. A tile
+By tensor maps: rows of 128 bytes, and where `ExtendConfig.mapped` says so rows with their headers. What no query sees
+becomes zeros, so a tile's last rows, and all rows of other calls, come by cp.async: by pieces of 16 bytes where rows
+are multiples of them, else of a word. Rows of a scale and bytes come from the last multiple of 16 before them on, by
+maps or by pieces, see `codes.ScaledByteRows`. A tile
 is full when all of its pieces have arrived, which its barrier is told asynchronously: a warp asks for tiles as long as
 there are free ones.
 """
@@ -9,6 +11,7 @@ there are free ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -35,11 +38,12 @@ class WarpRows:
     tile_tokens: int
     warp_rows: int
     page_tokens: int
+    mapped: bool
 
     @property
     def by_tma(self) -> bool:
-        """Whether whole tiles come by tensor maps: rows of 128 bytes, K's and V's."""
-        return all(type(rows_of(form)) is ByteRows for form in self.formats)
+        """Whether whole tiles come by tensor maps: where that is asked for, or rows of 128 bytes, K's and V's."""
+        return self.mapped or all(type(rows_of(form)) is ByteRows for form in self.formats)
 
 
 def _aligned(address: Int64) -> Int64:
@@ -55,7 +59,9 @@ class TileRows:
         self.operand, self.tokens, self.warp_rows = operand, shape.tile_tokens, shape.warp_rows
         self.rows = rows_of(form)
         self.header_bytes, self.header_words = form.header_bytes, form.header_bytes // 4
-        self.piece_bytes = 4 if form.row_bytes(shape.head_dim) % CHUNK_BYTES else CHUNK_BYTES
+        self.cache_bytes = form.row_bytes(shape.head_dim)
+        self.of_tokens = self.cache_bytes % CHUNK_BYTES > 0  # a map is over all bytes of a token, not over rows
+        self.piece_bytes = 4 if self.of_tokens else CHUNK_BYTES
         self.row_pieces = self.rows.row_bytes // self.piece_bytes
         self.step_rows = 0 if self.rows.headed else WARP_THREADS // self.row_pieces
         self.runs = RowRuns(shape)
@@ -99,6 +105,8 @@ class TileRows:
         if const_expr(self.by_tma):
             if (low <= 0) & (high >= self.warp_rows):
                 self.copy_tma_tiles(source, work, memory, places, stage, warp)
+            elif const_expr(self.rows.headed):
+                self.copy_headed_rows(bases, rows.token_bytes, tile, low, high, lane)
             else:
                 self.copy_rows(bases, rows.token_bytes, tile, headers, low, high, lane)
         elif const_expr(self.rows.headed):
@@ -111,27 +119,57 @@ class TileRows:
         else:
             self.copy_rows(bases, rows.token_bytes, tile, headers, low, high, lane)
 
+    def place_of(self, rows: int):
+        """Layout of so many rows in shared memory."""
+        if self.rows.headed:
+            return cute.make_layout((rows, self.rows.row_bytes), stride=(self.rows.row_bytes, 1))
+        return wgmma_tiles.tile_layout(rows, self.rows.row_bytes, Uint8)
+
+    def tensor(self, pointer) -> cute.Tensor:
+        """A run's rows at a pointer to shared memory."""
+        rows = self.runs.rows
+        if self.rows.headed:
+            return cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint8), self.place_of(rows))
+        return wgmma_tiles.tile(pointer, rows, self.rows.row_bytes, Uint8)
+
+    def make_map(self, cache: cute.Tensor, head_major: bool):
+        """On the host: a tensor map with coordinates [token of a block, byte, head, block]. Strides are multiples of 16
+        bytes, and so are coordinates of bytes: rows that begin elsewhere are bytes of their tokens."""
+        modes, rows = [2, 3, 1, 0] if head_major else [1, 3, 2, 0], self.runs.rows
+        layout = cute.select(cache.layout, mode=modes)
+        if self.of_tokens:
+            shape: Any = layout.shape
+            stride: Any = layout.stride
+            tokens, row, heads, blocks = shape
+            layout = cute.make_layout((tokens, heads * row, blocks), stride=(stride[0], 1, stride[3]))
+        view = cute.make_tensor(cache.iterator, layout)
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), view, self.place_of(rows), (rows, self.rows.row_bytes)
+        )
+
     def copy_tma_tiles(self, source, work, memory, places: Places, stage, warp) -> None:
         """A warp's whole rows, a run of them a TMA tile."""
         atom, view = source.maps[self.operand]
-        shape = self.runs.rows, self.rows.row_bytes
-        tma_tiles = cute.local_tile(view, shape, (None, None, None, None))
+        shape, heads = (self.runs.rows, self.rows.row_bytes), [work.head]
+        if self.of_tokens:
+            first_byte = (work.head * self.cache_bytes) & ~(CHUNK_BYTES - 1)
+            view, heads = cute.domain_offset((0, cute.assume(first_byte, divby=CHUNK_BYTES), 0), view), []
+        tma_tiles = cute.local_tile(view, shape, (None,) * (3 + len(heads)))
         barrier = memory.full + memory.barrier(self.operand, stage)
         first = memory.tile_offset(self.operand, stage) + warp * (self.warp_rows * self.rows.row_bytes)
         with cute.arch.elect_one():
             cute.arch.mbarrier_expect_tx(barrier, self.warp_rows * self.rows.row_bytes)
         for run in range(self.runs.count):
             block = source.pages.block(self.runs.paged, places.entries[run])
-            pointer = memory.tile_pointer + (first + run * (shape[0] * shape[1]))
             target, origin = cpasync.tma_partition(
                 atom,
                 0,
                 cute.make_layout(1),
-                cute.group_modes(wgmma_tiles.tile(pointer, *shape, Uint8), 0, 2),
+                cute.group_modes(self.tensor(memory.tile_pointer + (first + run * (shape[0] * shape[1]))), 0, 2),
                 cute.group_modes(tma_tiles, 0, 2),
             )
             row = places.places[run] // shape[0]
-            cute.copy(atom, origin[None, row, 0, work.head, block], target, tma_bar_ptr=barrier)
+            cute.copy(atom, origin[(None, row, 0, *heads, block)], target, tma_bar_ptr=barrier)
 
     def copy_rows(self, bases, token_bytes, tile, headers, low, high, lane) -> None:
         """low, high: rows [low, high) are there; None: all."""
@@ -178,23 +216,25 @@ class RawRowProducer:
         self.config = config
         warp_rows = config.tile_tokens // config.producer_warps
         shape = WarpRows(
-            config.formats, config.head_dim, config.columns, config.tile_tokens, warp_rows, config.page_tokens
+            config.formats,
+            config.head_dim,
+            config.columns,
+            config.tile_tokens,
+            warp_rows,
+            config.page_tokens,
+            config.mapped,
         )
         assert warp_rows == WARP_THREADS
         self.runs, self.tiles = RowRuns(shape), (TileRows(shape, KEYS), TileRows(shape, VALUES))
 
     def make_maps(self, k_cache, v_cache):
-        """On the host: tensor maps with coordinates [token of a block, byte, head, block]; None without."""
+        """On the host: of K and of V, see :meth:`TileRows.make_map`; None without."""
         if not self.tiles[KEYS].by_tma:
             return None
-        return tuple(self._make_map(cache) for cache in (k_cache, v_cache))
-
-    def _make_map(self, cache: cute.Tensor):
-        modes = [2, 3, 1, 0] if self.config.features.head_major else [1, 3, 2, 0]
-        view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=modes))
-        shape = self.runs.rows, ByteRows.row_bytes
-        place = wgmma_tiles.tile_layout(*shape, Uint8)
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, place, shape)
+        head_major = self.config.features.head_major
+        return tuple(
+            tile.make_map(cache, head_major) for tile, cache in zip(self.tiles, (k_cache, v_cache), strict=True)
+        )
 
     @cute.jit
     def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):

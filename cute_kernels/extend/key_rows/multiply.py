@@ -3,8 +3,9 @@
 A warp scores 16 tokens, and sums up a quarter of the values' columns over all of its warpgroup's tokens. So the four
 warps share probabilities and a softmax reference, as `attention.warpgroup` has it: they write probabilities as of the
 reference they have; the barrier after which these are read also tells whether one of them was too large for it. Only
-then is it raised, and are they written again. A turn has all of a warpgroup's products at once, values of the block
-before and then scores of the next one; its softmax is behind the other warpgroup's turn.
+then is it raised, and are they written again. A turn has all of a warpgroup's products at once, scores of a block and
+then values of the one before, which become operands behind the former; its softmax is behind the other warpgroup's
+turn. A warp that issues products of registers waits for the ones before: all else stands before a turn or behind it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ MIN_VALUE_SCALE = 2.0**-80  # stands for smaller ones, so that probabilities sta
 MAX_TOTAL = 2.0**90  # of a lane's probabilities of a block: more than the reference lets them be with the least scale
 KEY_STEPS, VALUE_STEPS = 8, GROUP_TOKENS // 16  # of 16 columns, of 16 tokens
 STEPS_AT_ONCE = 2  # of products whose operands are handed over together
+VALUE_GROUPS = VALUE_STEPS // STEPS_AT_ONCE  # that `KeyRowsConsumer.add_values` commits
 STEP_SLAB = SLAB_COLUMNS // 16  # steps of a slab
 
 
@@ -158,11 +160,12 @@ class KeyRowsConsumer:
             block = span.end - 1 - (i - span.begin)
             cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
             cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, before), before_phase)
+            keys = self.load_keys(memory, place, stage)
             self.await_turn(place.group)
+            dots = self.start_scores(memory, keys)
             self.add_values(memory, sums, place, before)
             if i > span.begin:
                 self.release(memory, VALUES, before, place.lane)
-            dots = self.start_scores(memory, place, stage)
             self.pass_turn(place.group)
             if const_expr(self.value_scale):
                 cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)  # which scales come with
@@ -225,7 +228,7 @@ class KeyRowsConsumer:
 
     def add_values(self, memory, sums, place, stage) -> None:
         """Starts adding the last block's values, which lie in ``stage``, times their probabilities. The codes have
-        been read when it returns."""
+        been read when it returns. They become operands behind the products of keys."""
         b = wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
         words = self.values.load_values(place.values + memory.tile(VALUES, stage), place.next_value, GROUP_TOKENS)
         address = self.values.header_start(memory, VALUES, stage, place.group)
@@ -240,16 +243,19 @@ class KeyRowsConsumer:
                     a = ready[4 * (2 * i + m) : 4 * (2 * i + m) + 4]
                     totals[m] = wgmma.mma(totals[m], a, wgmma.advanced(b, (first + i) * wgmma.STEP_BYTES), dtype="f16")
             wgmma.commit()
-        wgmma.wait(1)
         self._set(sums, [value for total in totals for value in total])
 
-    def start_scores(self, memory, place, stage) -> list[Any]:
-        """Starts the dot products of the warp's 16 tokens with all queries; the keys are free when it returns."""
+    def load_keys(self, memory, place, stage) -> list[list[Uint32]]:
+        """The warp's 16 tokens as A registers of all steps: nothing of a turn's first products is left to be made."""
         words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage))
         address = self.keys.header_start(memory, KEYS, stage, place.group)
         headers = self.keys.load_key_headers(address, place.warp, place.lane)
+        ready = wgmma.fence([word for a in self.keys.key_operands(words, headers) for word in a])
+        return [ready[4 * step : 4 * step + 4] for step in range(KEY_STEPS)]
+
+    def start_scores(self, memory, operands) -> list[Any]:
+        """Starts the dot products of the warp's tokens, as :meth:`load_keys` has them, with all queries."""
         b, dots = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries)), []
-        operands = self.keys.key_operands(words, headers)
         slab_bytes = self.config.tile_rows * SLAB_COLUMNS * 2
         for first in range(0, KEY_STEPS, STEPS_AT_ONCE):
             ready = wgmma.fence([word for a in operands[first : first + STEPS_AT_ONCE] for word in a])
@@ -290,11 +296,12 @@ class KeyRowsConsumer:
 
     @cute.jit
     def weigh(self, shape, features, work, span, memory, sums, place, scale, dots, block: Int32, stage: Int32):
-        """Probabilities of a block, where all warps see them. When it returns no products are running."""
+        """Probabilities of a block, where all warps see them. When it returns no products are running: values of the
+        block before have been behind the softmax."""
         row = place.group * GROUP_TOKENS + place.warp * WARP_TOKENS + place.lane // 4
         lines = self.load_scales(memory, place, KEYS, stage, row)
         value_scales = self.load_scales(memory, place, VALUES, stage, row)
-        found = self.wait_for(sums, dots)
+        found = wgmma.wait_for(dots, VALUE_GROUPS)
         self.release(memory, KEYS, stage, place.lane)
         s = cute.make_rmem_tensor(2 * self.columns, Float32)
         for i in cutlass.range_constexpr(2 * self.columns):
@@ -351,6 +358,7 @@ class KeyRowsConsumer:
         totals = cute.make_rmem_tensor(self.columns, Float32)
         target = self.next_place(memory, sums, place)
         exceeds = self.write_probabilities(sums, totals, place, target, s, lines, value_scales)
+        self.wait_for(sums, [])
         again = self.any_of_warpgroup(place, exceeds)
         while again != 0:  # once: a branch lays out all of a tile's code otherwise, 2 to 6 % slower at 40 columns
             bounds = self.bounds_of(value_scales)

@@ -73,6 +73,8 @@ class DecodedCost:
     # What zero points take besides, where codes are scaled as they are decoded and where not; groups of less than a k
     # block.
     scaled_zero, zero, small_group = 6.5, 1, 3.5
+    # The first of them with two groups of MMAs in flight in clusters whose parts meet by DSMEM.
+    apart_zero = 4.5
     # Of a k block's time: the stall of a warpgroup when no other one can overlap decoding with its MMAs; what two
     # groups of MMAs in flight gain where codes are scaled as they are decoded.
     alone, in_flight_gain = 1.1, 0.05
@@ -124,10 +126,17 @@ class DecodedCost:
         elif config.k_warpgroups > 1 and config.format.bits == 4:
             decode, row = self.interleaved + (0 if config.group_size else self.row_scale), self.interleaved_row
         if config.format.has_zeros:
-            decode += self.scaled_zero if config.scales_codes else self.zero
+            decode += self.zero_clocks(config)
         if config.k_block_groups > 1:
             decode += self.small_group
         return decode * config.format.decode_cost, row
+
+    def zero_clocks(self, config: WgmmaConfig) -> float:
+        """Of zero points, for each k16 step of a tile."""
+        if not config.scales_codes:
+            return self.zero
+        in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
+        return self.apart_zero if config.dsmem_reduction and in_flight > 1 else self.scaled_zero
 
     def work_tile_clocks(self, config: WgmmaConfig) -> float:
         return self.tma_work_tile if config.store.by_tma else self.work_tile

@@ -77,6 +77,9 @@ BETWEEN_SHAPES = (
     (144, 1, 1, 128, 1),
     (80, 1, 1, 128, 1),
 )
+# Of many features and 33 to 64 rows: two tiles of a warpgroup take the same rows of x, whose descriptors are made once.
+# Batch-invariant products are without them.
+PAIRED_SHAPES, PAIRED_BITS = ((64, 2, 2, 128, 1), (48, 2, 2, 128, 1)), 4
 LARGE_TILE_M = 256  # of tiles whose results may leave by TMA, and whose last round may be cut along rows of x
 ROW_CUTS = 2
 # Those of CTAs that share activations by TMA multicast: less is read from L2, which counts under the power limit.
@@ -116,7 +119,7 @@ class DsmemShape(NamedTuple):
 DSMEM_SHAPES = {
     4: (
         DsmemShape(64, 4, 1, 2, 2, 2),
-        DsmemShape(32, 1, 1, 2, 2, 2),
+        DsmemShape(32, 1, 1, 2, 2, 3),
         DsmemShape(32, 1, 2, 3, 3, 2),
         DsmemShape(32, 4, 2, 2, 3, 2),
         DsmemShape(16, 1, 1, 3, 3, 3),
@@ -139,9 +142,12 @@ DSMEM_FORMS = (
     (integers(8), "fp16"),
 )
 DSMEM_BLOCK_K, DSMEM_CLUSTER, DSMEM_STAGES = 128, 2, 12
+# Rows of tiles with a DSMEM reduction whose two warpgroups have features of their own, from so many rows on, and the
+# bits of their codes.
+APART_TILE_M, APART_ROWS, APART_BITS = (48, 64), 33, 4
 # Of so few features that clusters of two keep less than half of the SMs busy, 17 to 96 rows: clusters of four. Such
 # clusters find places on this share of the SMs, whatever number of them a GPC has.
-WIDE_CLUSTER, WIDE_SHARE, WIDE_TILE_M = 4, 0.75, 32
+WIDE_CLUSTER, WIDE_SHARE, WIDE_TILE_M, WIDE_K_WARPGROUPS = 4, 0.75, 32, 2
 MOST_DSMEM_ROWS, MOST_WIDE_ROWS = 64, 96
 WIDE_SHAPES = ((128, 1, 2, 128, WIDE_CLUSTER), (64, 1, 2, 128, WIDE_CLUSTER))  # of more rows, as `SHAPES`
 # What tiles that are all cut, and whose parts meet in memory, take besides: nothing as a launch, 2.6 us as a graph of
@@ -276,8 +282,9 @@ def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
 
 def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Configurations worth considering."""
-    tiles = tile_configs(problem, SHAPES + BETWEEN_SHAPES + wide_shapes(problem))
-    dsmem = dsmem_configs(problem) + wide_configs(problem)
+    paired = PAIRED_SHAPES if problem.format.bits == PAIRED_BITS else ()
+    tiles = tile_configs(problem, SHAPES + BETWEEN_SHAPES + paired + wide_shapes(problem))
+    dsmem = dsmem_configs(problem) + apart_configs(problem) + wide_configs(problem)
     return tiles + dsmem + limb_configs(problem) + resident_configs(problem)
 
 
@@ -291,7 +298,7 @@ def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, i
             n_tiles=n_tiles,
             warpgroups=warpgroups,
             block_k=block_k if problem.k_pad % block_k == 0 else 64,
-            mainloop=RegisterWgmma(in_flight=groups_in_flight(problem, tile_m, block_k, cluster)),
+            mainloop=RegisterWgmma(in_flight=groups_in_flight(problem, tile_m, block_k, cluster, n_tiles)),
             reduction=WorkspaceSplitK() if cluster == 1 else RowExchange(cluster),
             store=StagedStore(short if tile_m == 128 and (problem.format.bits == 8 or cluster > 1) else CHUNK_M),
         )
@@ -341,7 +348,8 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     if not has_few_features(problem) or problem.k_pad % DSMEM_BLOCK_K:
         return []
     found = (one for one in dsmem_configs(problem) if one.block_tiles == 1 and one.tile_m >= WIDE_TILE_M)
-    wide = [replace(one, reduction=dsmem(WIDE_CLUSTER, one.k_warpgroups)) for one in found]
+    interleaved = dsmem(WIDE_CLUSTER, WIDE_K_WARPGROUPS)
+    wide = [replace(one, warpgroups=WIDE_K_WARPGROUPS, reduction=interleaved) for one in found]
     if MOST_DSMEM_ROWS < problem.m <= MOST_WIDE_ROWS:
         alone = dsmem(WIDE_CLUSTER)
         options = {"n_tiles": 1, "warpgroups": 1, "block_k": DSMEM_BLOCK_K}
@@ -366,9 +374,24 @@ def k_warpgroups_of(problem: LinearProblem, shape: DsmemShape) -> int:
     return shape.group_k_warpgroups if 0 < problem.format.group_size < DSMEM_BLOCK_K else shape.k_warpgroups
 
 
-def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster: int) -> int:
+def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Those of 33 to 64 rows whose CTAs have half of K of two tiles of 64 features, one of each warpgroup.
+
+    Results of a tile meet in the CTA that stores it: 0.2 to 0.6 us less than an exchange of rows, with zero points 0.8
+    to 2, and a tile of 48 rows has no fewer places for it.
+    """
+    tile_m = next((size for size in APART_TILE_M if problem.m <= size), None)
+    if tile_m is None or problem.m < APART_ROWS or problem.format.bits != APART_BITS or problem.k_pad % DSMEM_BLOCK_K:
+        return []
+    options = {"tile_m": tile_m, "warpgroups": 2, "block_k": DSMEM_BLOCK_K, "reduction": dsmem(DSMEM_CLUSTER)}
+    return implementable([of_format(problem, **options, mainloop=RegisterWgmma(in_flight=2))], {1: DSMEM_STAGES})
+
+
+def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster: int, n_tiles: int = 1) -> int:
     """How many groups of MMAs of a tile run while the next one is decoded, as measured."""
     form = problem.format.bits, problem.dtype
+    if n_tiles == 2 and tile_m >= PAIRED_SHAPES[-1][0]:
+        return 1 if problem.format.has_zeros or problem.k_pad % block_k else 2
     if not 64 <= tile_m <= 128 or problem.k_pad % block_k:
         return 1
     if cluster > 1:
@@ -415,6 +438,10 @@ def shipped_configs() -> list[WgmmaConfig]:
     for form in DSMEM_FORMS:
         for shape in DSMEM_SHAPES[form[0].bits]:
             configs |= dict.fromkeys(dsmem_configs(LinearProblem(shape.tile_m, 8192, 8192, 8192, *form)))
+        for rows in APART_TILE_M:
+            configs |= dict.fromkeys(apart_configs(LinearProblem(rows, 8192, 8192, 8192, *form)))
+    for form in DSMEM_FORMS[:2]:
+        configs |= dict.fromkeys(tile_configs(LinearProblem(8192, 8192, 8192, 8192, *form), PAIRED_SHAPES))
     for rows in (*(shape.tile_m for shape in DSMEM_SHAPES[4]), MOST_WIDE_ROWS):
         configs |= dict.fromkeys(wide_configs(LinearProblem(rows, 1024, 8192, 8192, *DSMEM_FORMS[0])))
     configs |= dict.fromkeys(tile_configs(LinearProblem(128, 1024, 8192, 8192, *DSMEM_FORMS[0]), WIDE_SHAPES))

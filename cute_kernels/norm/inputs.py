@@ -1,0 +1,77 @@
+"""What a quantised layer wants done to its inputs, in the launch of the norm before: scaled, and in its packed order.
+
+A launch that scaled rows, or put them in order, would read what this one has in registers, and wait for it. Order and
+factors are the weight's, so they are asked for before the wait for the kernel before. A row is put in order in shared
+memory, which is good at elements of two bytes here and there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from cute_kernels.device import ptx
+from cute_kernels.norm.config import VECTOR, NormConfig
+
+LOW_HALVES = 0x5410
+VECTOR_BYTES = 2 * VECTOR
+
+
+class LayerInputs:
+    """A value of `.kernel.NormKernel`, of a configuration that has `NormConfig.inputs`.
+
+    Args:
+        sums_bytes: of shared memory, which are the kernel's own.
+        unpack, pack: packed pairs as fp32 numbers, and back, rounded.
+    """
+
+    def __init__(
+        self,
+        config: NormConfig,
+        sums_bytes: int,
+        unpack: Callable[[Sequence[Uint32]], list[Any]],
+        pack: Callable[[Sequence[Any]], list[Any]],
+    ):
+        self.config, self.unpack, self.pack = config, unpack, pack
+        self.room_offset = -(-sums_bytes // VECTOR_BYTES) * VECTOR_BYTES  # a row's vectors, behind the sums
+
+    @property
+    def shared_bytes(self) -> int:
+        """With the kernel's own."""
+        return self.room_offset + (2 * self.config.columns if self.config.ordered else 0)
+
+    def ask(self, order, factors, places) -> tuple[list[Any], list[Any]]:
+        """(order, factors) of the vectors at ``places``: eight words and four each."""
+        # Not as constant memory: ptxas moves such loads behind the wait.
+        orders = [self.load(order + Int64(place) * 4, (0, 16)) for place in places] if self.config.ordered else []
+        return orders, [self.load(factors + Int64(place) * 2, (0,)) for place in places] if self.config.scaled else []
+
+    def load(self, start, offsets) -> list[Any]:
+        return [word for at in offsets for word in ptx.load_global_words(start, at, 4, constant=False)]
+
+    def make(self, vectors, columns, asked, memory) -> list[Any]:
+        """The vectors at ``columns``, scaled and rounded as a product in their dtype is, and what then stands at the
+        same columns of the row in order. memory: shared, of `shared_bytes`."""
+        orders, factors = asked
+        if factors:
+            vectors = [self.times(vector, words) for vector, words in zip(vectors, factors, strict=True)]
+        if not orders:
+            return vectors
+        room = memory + self.room_offset
+        for column, words in zip(columns, vectors, strict=True):
+            ptx.store_shared(room + column * 2, 0, words)
+        cute.arch.barrier()
+        return [self.gather(room, places) for places in orders]
+
+    def times(self, words, factors) -> list[Any]:
+        """Products of packed pairs, rounded."""
+        pairs = zip(self.unpack(words), self.unpack(factors), strict=True)
+        return self.pack([value * factor for value, factor in pairs])
+
+    def gather(self, room, places) -> list[Any]:
+        """A vector of the row's elements at ``places``, packed pairs."""
+        halves = [ptx.load_shared_part(room + Int32(place) * 2, 0, 2) for place in places]
+        return [ptx.prmt(halves[i], halves[i + 1], Uint32(LOW_HALVES)) for i in range(0, VECTOR, 2)]

@@ -1,0 +1,96 @@
+"""33 to 64 rows in tiles of 128 features with a DSMEM reduction, and of 256: against fp64, with every epilogue."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.linear.compile import spec_of
+from cute_kernels.linear.schedule import LinearProblem
+from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.wgmma.mainloops import RegisterWgmma
+from cute_kernels.linear.wgmma.results import Dsmem
+from cute_kernels.linear.wgmma.schedule import TileSchedule, tile_schedules
+from cute_kernels.runtime.spec import KernelSpec
+from tests.gpu.specs import GPU
+from tests.gpu.test_linear import CUDA, activations, assert_near, check_epilogues
+from tests.gpu.test_linear_wgmma import MARGIN, SUMS, as_multiplied, launch
+from tests.linear.cases import known, problem_of
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = {  # bits, dtype, group, zero points
+    "w4": (4, torch.bfloat16, 128, False),
+    "w4 zero": (4, torch.bfloat16, 128, True),
+    "w4 fp16 zero": (4, torch.float16, 128, True),
+    "w4 g32": (4, torch.bfloat16, 32, False),
+    "w4 g64 zero": (4, torch.bfloat16, 64, True),
+    "w4 channel": (4, torch.bfloat16, None, False),
+}
+ROWS = (33, 40, 48, 49, 63, 64)
+SHAPES = ((1000, 2048), (200, 640), (66, 256))
+LAYERS = ((8192, 1024), (28_672, 256))  # one is served by either of them
+
+
+def specs() -> list[KernelSpec]:
+    """The kernels of this module."""
+    problems = [problem_of(m, *shape, *form) for form in FORMATS.values() for m in (48, 64) for shape in SHAPES]
+    configs = [schedule.config for problem in problems for schedule in in_pairs(problem)]
+    configs += [chosen(problem_of(m, *layer), GPU).config for m in (40, 64) for layer in LAYERS]
+    return [spec_of(config) for config in dict.fromkeys(configs)]
+
+
+def in_pairs(case: LinearProblem) -> list[TileSchedule]:
+    """Schedules of two warpgroups with tiles of their own: one each and a DSMEM reduction, or two each."""
+    return [schedule for schedule in tile_schedules(case) if is_in_pairs(schedule.config)]
+
+
+def is_in_pairs(config: Any) -> bool:
+    if type(config.mainloop) is not RegisterWgmma or config.tile_m not in (48, 64) or config.warpgroups != 2:
+        return False
+    return (config.n_tiles, type(config.reduction)) == (1, Dsmem) or (
+        config.n_tiles == 2 and not config.dsmem_reduction
+    )
+
+
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("bits, dtype, group, zero", FORMATS.values(), ids=list(FORMATS))
+@pytest.mark.parametrize("n, k", SHAPES)
+def test_products_are_those_of_fp64_and_nothing_lies_beside_them(n, k, bits, dtype, group, zero, m):
+    weight, x = known(n, k, bits, group, zero, dtype).pack().to(CUDA), activations(m, k, dtype)
+    exact = x.double() @ as_multiplied(weight).double().T
+    schedules = in_pairs(problem_of(m, n, k, bits, dtype, group, zero))
+    assert len({schedule.config for schedule in schedules}) >= 2
+    for schedule in schedules:
+        memory = torch.full((m * n + 2 * MARGIN,), 7.0, device=CUDA)
+        out = memory[MARGIN : MARGIN + m * n].view(m, n)
+        out.fill_(math.nan)
+        first = launch(schedule, weight, x, out).clone()
+        assert_near(first, exact, SUMS)
+        assert all(torch.equal(launch(schedule, weight, x), first) for _ in range(3))
+        assert torch.all(memory[:MARGIN] == 7.0) and torch.all(memory[MARGIN + m * n :] == 7.0)
+
+
+@pytest.mark.parametrize("bits, dtype, group, zero", FORMATS.values(), ids=list(FORMATS))
+@pytest.mark.parametrize("m", [40, 64])
+def test_one_hot_rows_return_the_weights(bits, dtype, group, zero, m):
+    packed = known(1000, 2048, bits, group, zero, dtype).pack()
+    inputs = torch.arange(m) * 31 + 7
+    x = torch.zeros(m, 2048, dtype=dtype)
+    x[torch.arange(m), inputs] = 1
+    for schedule in in_pairs(problem_of(m, 1000, 2048, bits, dtype, group, zero)):
+        found = launch(schedule, packed.to(CUDA), x.to(CUDA))
+        assert torch.equal(found.cpu(), as_multiplied(packed).float()[:, inputs].T)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "swiglu"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("m", [40, 64])
+@pytest.mark.parametrize("n, k", LAYERS)
+def test_epilogues(n, k, m, activation, out_dtype):
+    if m == 40 or n > 8192:
+        assert is_in_pairs(chosen(problem_of(m, n, k), GPU).config)
+    check_epilogues(known(n, k, group_size=128), m, activation, out_dtype)
