@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from cute_kernels.layer_products.loads import Loader
 from cute_kernels.layer_products.memory import Product
 from cute_kernels.layer_products.multiply import FRAGMENT_N, FRAGMENTS, Multiplier
 from cute_kernels.layer_products.rows import PASSES, WARP_GROUPS, Rows
+from cute_kernels.runtime.workspace import COUNTER_SLAB_WORDS
 from simulator.backend import Meanings
 from simulator.plain import stand_in
 from simulator.registers import Register
@@ -245,3 +247,20 @@ def test_what_does_not_fit_is_refused_by_name():
     for name, value in wrong.items():
         with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
             quantized_layer(**{**given, name: value})
+
+
+@pytest.mark.parametrize("name", ["gate_up", "down", "qkv"])
+def test_weights_are_where_o_is_and_for_the_same_rows(name: str):
+    given = layer_call(1)
+    with recording() as cache:
+        with pytest.raises(ValueError, match=f"^{name}: got a weight on meta"):
+            quantized_layer(**{**given, name: given[name].to("meta")})
+        scales = given[name].scales
+        other = replace(given[name], scales=scales.half())
+        with pytest.raises(TypeError, match=f"^{name}: got scales in torch.float16"):
+            quantized_layer(**{**given, name: other})
+    assert not cache.launches
+
+
+def test_forty_graphs_have_words_of_their_own():
+    assert 40 * -(-EXCHANGE_WORDS // 64) * 64 <= COUNTER_SLAB_WORDS
