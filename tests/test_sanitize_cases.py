@@ -80,7 +80,6 @@ KINDS = {
     "norms that put rows in order": r"norm_rms_bf16\w*_ordered_scaled$",
     "a norm deferred by whole tiles": "m80n64x1.*_split_gives_norm$",
     "products of a layer": "layer_products_bf16_m1_",
-    "products of a layer, eight rows": "layer_products_bf16_m8_",
     "a norm behind a sum": "norm_rms_bf16.*_residual$",
     "steps in one launch, rows in bulk": r"^step_decode_int4_g4_bf16_d128\w*_bulk_p64_units",
     "steps in one launch, tiles by TMA": r"^step_decode_bf16_bf16_d128\w*_tma_p64_units",

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from cute_kernels.layer_products.config import (
     config_for,
 )
 from cute_kernels.linear import checks, ops
-from cute_kernels.linear.deferred import GivingCall, NormedRows, TakingCall, check_giving, give, take
+from cute_kernels.linear.deferred import GivingCall, NormedRows, TakingCall, check_giving, give, left_to_next, take
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
@@ -33,7 +34,12 @@ from cute_kernels.runtime.operator import launcher
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 from cute_kernels.runtime.workspace import UnsettledError
 
+FASTER_ROWS = (1,)  # for which one launch was measured to be faster than four
 GATED, ADDING = 1, 2  # of the products: gate and up; down, which adds o's results
+# Those whose rows are normed. Never two one behind the other: consumers of the second would leave its squares where the
+# store warp has yet to read the first one's. What lies between says that it has.
+NORMED = (1, 3)
+assert all(following - one > 1 for one, following in pairwise(NORMED))
 
 
 class LayerCall(NamedTuple):
@@ -103,6 +109,12 @@ def check_layer(call: LayerCall) -> LayerCall:
         found = getattr(call, name).shape
         if tuple(found) != wanted:
             raise ValueError(f"{name}: got a weight {list(found)}, want {list(wanted)} behind o {list(call.o.shape)}")
+    for name in shapes:
+        weight, first = getattr(call, name), call.o
+        if weight.codes.device != first.codes.device:
+            raise ValueError(f"{name}: got a weight on {weight.codes.device}, want it on {first.codes.device}, as o is")
+        if weight.scales.dtype != first.scales.dtype:
+            raise TypeError(f"{name}: got scales in {weight.scales.dtype}, want {first.scales.dtype}, as o's are")
     check_giving(GivingCall(call.x, call.o, None, call.residual, call.norm, call.eps, call.offset))
     checks.check_norm(call.following_norm, call.eps, call.offset, call.residual, "following_norm")
     return call
@@ -147,15 +159,17 @@ class LayerPlan:
         except UnsettledError:
             return layer_apart(call)
         rows, *qkv = (GPU.empty(*new) for new in self.new)
-        outs, norms = (None, None, rows, *qkv), (None, call.norm, None, call.following_norm)
+        outs, norms = (None, None, rows, *qkv), dict(zip(NORMED, (call.norm, call.following_norm), strict=True))
         named: dict[str, Any] = {}
-        for names, weight, norm, out in zip(PRODUCTS, call.weights, norms, outs, strict=False):
+        for i, (names, weight, out) in enumerate(zip(PRODUCTS, call.weights, outs, strict=False)):
+            norm = norms.get(i)
             named[names["codes"]], named[names["scales"]] = weight.codes.data_ptr(), weight.scales.data_ptr()
             named[names["norm"]] = 0 if norm is None else norm.data_ptr()
             named[names["out"]] = 0 if out is None else out.data_ptr()
         x = call.x.detach() if call.x.requires_grad else call.x
         self.send(**named, x=x.view(self.matrix), residual=call.residual.data_ptr(), exchange=exchange)
-        return LayerRows(NormedRows(rows, call.following_norm, call.eps, call.offset), qkv[0] if qkv else None)
+        given = left_to_next(rows, call.following_norm, call.eps, call.offset, None)
+        return LayerRows(given, qkv[0] if qkv else None)
 
 
 @dataclass(frozen=True)
@@ -184,16 +198,24 @@ def _plan(call: LayerCall) -> LayerPlan | LayerApart:
     fits = all(tensor.dtype == torch.bfloat16 for tensor in tensors) and _aligned(*tensors)
     if not m or not fits or not all(is_served(weight) for weight in call.weights):
         return LayerApart(index)
-    most = (call.o.shape[0] + call.down.shape[1]) + (0 if call.qkv is None else call.o.shape[0])
-    if m * most > 2 * SET_WORDS:
+    if m not in FASTER_ROWS:
+        return LayerApart(index)
+    if m * results_of(call) > 2 * SET_WORDS:
         return LayerApart(index)
     kernel = kernel_of(m, max(weight.shape[1] for weight in call.weights), index)
     return LayerApart(index) if kernel is None else make_plan(call, *kernel, GPU.num_sms(index))
 
 
+def results_of(call: LayerCall) -> int:
+    """Results of a row that CTAs wait for."""
+    hidden = call.o.shape[0]
+    return hidden + call.down.shape[1] + (0 if call.qkv is None else hidden)
+
+
 def make_plan(call: LayerCall, config: LayerProductsConfig, function: Callable[..., Any], num_ctas: int) -> LayerPlan:
     """The plan of a compiled kernel for calls like one, with at most so many CTAs."""
     (hidden, heads), m = call.o.shape, call.x.numel() // call.o.shape[1]
+    assert m * results_of(call) <= 2 * SET_WORDS, "a set has no room for so many results"
     dtype, leading = call.x.dtype, call.x.shape[:-1]
     new = [blank((*leading, hidden), dtype)]
     if call.qkv is not None:

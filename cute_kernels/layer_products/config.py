@@ -23,7 +23,7 @@ SLOTS = 4  # of numbers of work tiles on their way to the warps
 BUFFERS = 2  # of the consumer warps' sums
 ROWS = (1, 2, 4, 8)
 CONSUMER_WARPS = (8,)
-SET_WORDS = 1 << 16  # of results of all products but the last that others wait for
+SET_WORDS = 3 << 13  # of results that others wait for: one row of 8192 hidden and 28672 inner features and less
 EXCHANGE_WORDS = 96 + 2 * SET_WORDS
 FORMAT = integers(4, GROUP)  # of all weights
 MMA_ROWS = 4  # whose two limbs are the columns of an MMA
@@ -53,17 +53,11 @@ class LayerProductsConfig:
 
     @property
     def num_warps(self) -> int:
-        return self.consumer_warps + self.loader_warps + 2  # one draws, one stores
+        return self.consumer_warps + self.loader_warps + 1
 
     @property
     def num_threads(self) -> int:
         return self.num_warps * WARP_THREADS
-
-    @property
-    def room_to_draw(self) -> int:
-        """Stages that the ring has room for when the next work tile is drawn: as many as a tile of 4096 inputs has, and
-        no more than are there while consumers keep pace."""
-        return max(1, min(16, self.num_stages - 24))
 
     @property
     def columns(self) -> int:

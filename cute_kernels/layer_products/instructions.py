@@ -56,9 +56,9 @@ def load_shared_longs(address: Int32, offset: int, *, loc=None, ip=None) -> list
 
 
 @dsl_user_op
-def add_released(address: Int64, value: Int32, *, loc=None, ip=None) -> None:
-    """Adds to a word of global memory: who reads the sum by `ptx.load_acquired` sees all that was stored before."""
-    _effect([Int64(address), Int32(value)], "red.release.gpu.global.add.u32 [$0], $1;", "l,r", loc=loc, ip=ip)
+def store_relaxed(address: Int64, word: Uint32, *, loc=None, ip=None) -> None:
+    """One word to global memory, for whoever polls it by `ptx.load_relaxed`."""
+    _effect([Int64(address), Uint32(word)], "st.relaxed.gpu.global.u32 [$0], $1;", "l,r", loc=loc, ip=ip)
 
 
 @dsl_user_op

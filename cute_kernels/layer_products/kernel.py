@@ -1,8 +1,8 @@
 """Products that follow one another, in one launch of persistent CTAs: weights never stop coming.
 
-Work tiles are drawn in the order of the products. Loader warps (:mod:`.loads`) fill a ring of weights with them, and
+Loader warps (:mod:`.loads`) draw work tiles, in the order of the products, and fill a ring of weights with them. They
 wait for nothing but room. Consumer warps (:mod:`.multiply`) wait for all work tiles of the product before theirs, make
-limbs of its results, and catch up. A store warp (:mod:`.store`) adds up, stores and so tells all CTAs.
+limbs of its results, and catch up. A store warp (:mod:`.store`) adds up, stores and tells all CTAs.
 
 docs/design/layer_products.md has the account, docs/design/forward_progress.md why every launch ends.
 """
@@ -18,7 +18,7 @@ from cute_kernels.device.types import extents
 from cute_kernels.layer_products.arguments import PRODUCTS
 from cute_kernels.layer_products.config import LayerProductsConfig
 from cute_kernels.layer_products.exchange import draw
-from cute_kernels.layer_products.loads import Drawer, Loader
+from cute_kernels.layer_products.loads import Loader
 from cute_kernels.layer_products.memory import Product, Sizes, allocate, init_barriers, tiles_of, write_table
 from cute_kernels.layer_products.multiply import Multiplier
 from cute_kernels.layer_products.store import Storer
@@ -29,8 +29,7 @@ class LayerProductsKernel:
 
     def __init__(self, config: LayerProductsConfig):
         self.config = config
-        self.drawer, self.loader = Drawer(config), Loader(config)
-        self.multiplier, self.storer = Multiplier(config), Storer(config)
+        self.loader, self.multiplier, self.storer = Loader(config), Multiplier(config), Storer(config)
 
     def launch(self, given, stream):
         """Launches ``num_ctas`` CTAs; ``given`` has the arguments of :data:`.arguments.LAYER_PRODUCTS`."""
@@ -57,9 +56,8 @@ class LayerProductsKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = allocate(config)
-        drawing, loading = config.num_warps - 2, config.consumer_warps
         drawn = Int32(0)
-        if warp == drawing:
+        if warp == config.consumer_warps:
             if lane == 0:
                 drawn = draw(sizes)
         if warp == 0:
@@ -72,9 +70,7 @@ class LayerProductsKernel:
         cute.arch.griddepcontrol_wait()
         if warp < config.consumer_warps:
             self.multiplier.run(sizes, memory, warp, lane)
-        elif warp < drawing:
-            self.loader.run(sizes, memory, warp - loading, lane)
-        elif warp == drawing:
-            self.drawer.run(sizes, memory, lane, drawn)
+        elif warp < config.num_warps - 1:
+            self.loader.run(sizes, memory, warp - config.consumer_warps, lane, drawn)
         else:
             self.storer.run(sizes, memory, lane)

@@ -1,8 +1,4 @@
-"""Loader warps: weights of one work tile after the other into the ring, whatever has been computed by then.
-
-Another warp draws work tiles. Not long before there is room for one: who draws earlier keeps tiles that other CTAs
-would have begun. Nor when the last stage of the one before has been asked for: the answer takes 1 us.
-"""
+"""Loader warps: weights of one work tile after the other into the ring, whatever has been computed by then."""
 
 from __future__ import annotations
 
@@ -32,32 +28,33 @@ HALF_CODES = TILE_N * CODE_TILE_K // 2  # a work tile's part of a tile of codes
 GROUP_SCALES = 2 * 2 * TILE_N  # of a tile of codes
 
 
-class Drawer:
-    """The warp that draws work tiles, and tells all others."""
+class Loader:
+    """What the loader warps do; the first of them draws work tiles."""
 
     def __init__(self, config: LayerProductsConfig):
         self.config = config
 
     @cute.jit
-    def run(self, sizes: Sizes, memory: LayerMemory, lane, drawn):
-        """All work tiles of the CTA. drawn: the first one, in lane 0."""
-        end, slot, slot_phase, running, drawn = Int32(0), Int32(0), Int32(0), Int32(1), Int32(drawn)
+    def run(self, sizes: Sizes, memory: LayerMemory, rank, lane, drawn):
+        """All work tiles of the CTA. drawn: the first one, in lane 0 of the first loader warp."""
+        base, slot, slot_phase, running, drawn = Int32(0), Int32(0), Int32(0), Int32(1), Int32(drawn)
         while running != 0:
-            cute.arch.mbarrier_wait(memory.tile_empty + slot, slot_phase ^ 1)
-            if lane == 0:
-                ptx.store_shared(memory.slots + slot * 4, 0, [Uint32(drawn)])
-                cute.arch.mbarrier_arrive(memory.tile_full + slot)
+            if rank == 0:
+                cute.arch.mbarrier_wait(memory.tile_empty + slot, slot_phase ^ 1)
+                if lane == 0:
+                    ptx.store_shared(memory.slots + slot * 4, 0, [Uint32(drawn)])
+                    cute.arch.mbarrier_arrive(memory.tile_full + slot)
+            tile = receive(memory, slot, slot_phase, lane)
             slot, slot_phase = advance(slot, slot_phase, SLOTS)
-            tile = cute.arch.shuffle_sync(drawn, 0)
             if tile >= sizes.num_tiles:
                 running = Int32(0)
             else:
-                end = end + memory.product(sizes.product_of(tile)).k // STAGE_K
-                wait_for_room(self.config, memory, end + self.config.room_to_draw - 1)
-                if lane == 0:
-                    drawn = draw(sizes)
-        if lane == 0:
-            self.leave(sizes, drawn)
+                number = sizes.product_of(tile)
+                stages, drawn = self.copy_tile(sizes, memory, number, tile, base, drawn, rank, lane)
+                base = base + stages
+        if rank == 0:
+            if lane == 0:
+                self.leave(sizes, drawn)
 
     @cute.jit
     def leave(self, sizes: Sizes, drawn):
@@ -68,30 +65,13 @@ class Drawer:
         instructions.fence()
         cute.arch.griddepcontrol_launch_dependents()
 
-
-class Loader:
-    """What a loader warp does."""
-
-    def __init__(self, config: LayerProductsConfig):
-        self.config = config
-
     @cute.jit
-    def run(self, sizes: Sizes, memory: LayerMemory, rank, lane):
-        """All work tiles of the CTA."""
-        base, slot, slot_phase, running = Int32(0), Int32(0), Int32(0), Int32(1)
-        while running != 0:
-            tile = receive(memory, slot, slot_phase, lane)
-            slot, slot_phase = advance(slot, slot_phase, SLOTS)
-            if tile >= sizes.num_tiles:
-                running = Int32(0)
-            else:
-                number = sizes.product_of(tile)
-                stages = self.copy_tile(memory, number, tile, base, rank, lane)
-                base = base + stages
+    def copy_tile(self, sizes: Sizes, memory: LayerMemory, number, tile, base, drawn, rank, lane):
+        """Asks for a loader warp's stages of a work tile, as the ring has room. Returns how many the tile has, and the
+        number of the next one, in lane 0 of the first loader warp.
 
-    @cute.jit
-    def copy_tile(self, memory: LayerMemory, number, tile, base, rank, lane):
-        """Asks for a loader warp's stages of a work tile, as the ring has room; how many the tile has."""
+        That is drawn with the last stage, not before: who draws early keeps tiles that others would have begun.
+        """
         product = memory.product(number)
         own = tile - product.begin
         half, whole = own & 1, Int64(own >> 1)
@@ -102,17 +82,26 @@ class Loader:
         codes, scales = uniform(codes), uniform(scales)
         stages = k // STAGE_K
         first = turn(rank, base, self.config.loader_warps)
+        if (rank == 0) & (first >= stages) & (lane == 0):
+            drawn = draw(sizes)
         for j in cutlass.range(first, stages, self.config.loader_warps, unroll=1):
             position = base + j
             stage = position % self.config.num_stages
-            wait_for_room(self.config, memory, position)
+            self.wait_for_room(memory, position)
             if position >= self.config.window:
                 self.wait_for_stage(memory, position - self.config.window)
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, STAGE_BYTES)
             cute.arch.sync_warp()
             self.copy_stage(memory, stage, codes, scales, j)
-        return stages
+            if (rank == 0) & (j + self.config.loader_warps >= stages) & (lane == 0):
+                drawn = draw(sizes)
+        return stages, drawn
+
+    def wait_for_room(self, memory: LayerMemory, position) -> None:
+        """Waits until the ring has room for its ``position``-th stage of all."""
+        stage, use = position % self.config.num_stages, position // self.config.num_stages
+        cute.arch.mbarrier_wait(memory.empty + stage, (use & 1) ^ 1)
 
     def wait_for_stage(self, memory: LayerMemory, position) -> None:
         """Waits until the ``position``-th stage of all has come, which the same warp asked for."""
@@ -131,12 +120,6 @@ class Loader:
         for i in range(groups):
             place = target + (STAGE_CODES + i * (GROUP_SCALES // 2))
             instructions.copy_elected(place, first + i * GROUP_SCALES, GROUP_SCALES // 2, address)
-
-
-def wait_for_room(config: LayerProductsConfig, memory: LayerMemory, position) -> None:
-    """Waits until the ring has room for its ``position``-th stage of all."""
-    stage, use = position % config.num_stages, position // config.num_stages
-    cute.arch.mbarrier_wait(memory.empty + stage, (use & 1) ^ 1)
 
 
 def uniform(address: Int64) -> Int64:

@@ -123,7 +123,7 @@ def allocate(config: LayerProductsConfig) -> LayerMemory:
 
 def init_barriers(config: LayerProductsConfig, memory: LayerMemory) -> None:
     """Of one thread."""
-    readers = config.num_warps - 1  # all but the one that draws
+    readers = config.num_warps
     warps = config.consumer_warps
     counts = (
         (memory.full, config.num_stages, 1),

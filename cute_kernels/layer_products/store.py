@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.ring import advance
+from cute_kernels.layer_products import instructions
 from cute_kernels.layer_products.config import BUFFERS, GROUP, SLOTS, TILE_N, LayerProductsConfig
 from cute_kernels.layer_products.exchange import Exchange, empty_other, exchange_of, leave, load_result
 from cute_kernels.layer_products.memory import LayerMemory, Product, Sizes, receive
@@ -112,6 +113,6 @@ class Storer:
             place = (Int64(row) * columns + column) * 2
             if own & (row < sizes.m):
                 if waited_for:
-                    ptx.store_global(exchange.address + product.place + place, [word])
+                    instructions.store_relaxed(exchange.address + product.place + place, word)
                 if product.out != 0:
                     ptx.store_global(product.out + place, [word])

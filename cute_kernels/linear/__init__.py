@@ -174,8 +174,8 @@ def quantized_layer(
                                      norm=following_norm, ...)
         return LayerRows(rows, quantized_linear(rows, qkv))
 
-    One launch serves up to 4 rows (8 where no K is above 8192) in bf16 on Hopper: 4-bit integers in groups of 128
-    without zero points, act order or input scales; N a multiple of 64 and K of 256; norms in bf16. All else goes the
+    One launch serves one row in bf16 on Hopper: 4-bit integers in groups of 128 without zero points, act order or input
+    scales; N a multiple of 64 and K of 256; norms in bf16. All else, and calls that are traced, goes the
     way of these calls. Both ways round alike, but add up in another order: results differ in their last bits. Each
     repeats its own to the bit.
 

@@ -254,4 +254,5 @@ def _settled(device_index: int, num_words: int) -> torch.Tensor:
 
 # Of launches whose CTAs count before they wait for the launch before them: no other may use these words, and none may
 # be filling them. `get` raises UnsettledError where a capture has none of the slab.
-COUNTERS = WorkspacePool(Memory(filled=_settled, stream_words=1 << 8, slab_words=1 << 22))
+COUNTER_SLAB_WORDS = 1 << 22
+COUNTERS = WorkspacePool(Memory(filled=_settled, stream_words=1 << 8, slab_words=COUNTER_SLAB_WORDS))
