@@ -103,9 +103,19 @@ def check_layer(call: LayerCall) -> LayerCall:
         found = getattr(call, name).shape
         if tuple(found) != wanted:
             raise ValueError(f"{name}: got a weight {list(found)}, want {list(wanted)} behind o {list(call.o.shape)}")
+        check_beside(name, getattr(call, name), call.o)
     check_giving(GivingCall(call.x, call.o, None, call.residual, call.norm, call.eps, call.offset))
     checks.check_norm(call.following_norm, call.eps, call.offset, call.residual, "following_norm")
     return call
+
+
+def check_beside(name: str, weight: PackedWeight, o: PackedWeight) -> None:
+    """Raises TypeError or ValueError unless a weight is where o is, for rows of its dtype."""
+    if weight.codes.device != o.codes.device:
+        raise ValueError(f"{name}: got a weight on {weight.codes.device}, want it on {o.codes.device}, where o is")
+    found, wanted = (one.format.activation_dtype(one.scales.dtype) for one in (weight, o))
+    if found != wanted:
+        raise TypeError(f"{name}: got a weight for rows of {found}, want it for {wanted}, as o")
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -147,6 +157,7 @@ class LayerPlan:
         except UnsettledError:
             return layer_apart(call)
         rows, *qkv = (GPU.empty(*new) for new in self.new)
+        # No norm follows a norm: a CTA's other warps may be on the next product while one adds up squares of this one.
         outs, norms = (None, None, rows, *qkv), (None, call.norm, None, call.following_norm)
         named: dict[str, Any] = {}
         for names, weight, norm, out in zip(PRODUCTS, call.weights, norms, outs, strict=False):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -245,3 +247,21 @@ def test_what_does_not_fit_is_refused_by_name():
     for name, value in wrong.items():
         with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
             quantized_layer(**{**given, name: value})
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("name", ["gate_up", "down", "qkv"])
+def test_weights_are_where_the_first_one_is(name: str, on_gpu: bool):
+    """A launch takes addresses: one elsewhere is an illegal access."""
+    given = layer_call(2)
+    with recording() if on_gpu else nullcontext() as cache:
+        for moved, message in ((given[name].to("meta"), "on meta, want it on cpu"), (fp16(given[name]), "float16")):
+            with pytest.raises((TypeError, ValueError), match=f"^{name}: got a weight .*{message}"):
+                quantized_layer(**{**given, name: moved})
+        quantized_layer(**given)
+    assert cache is None or len(cache.launches) == 1
+
+
+def fp16(weight: Any) -> Any:
+    """The same codes, for rows in fp16."""
+    return replace(weight, scales=weight.scales.half())
