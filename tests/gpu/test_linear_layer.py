@@ -151,11 +151,11 @@ def test_a_layer_is_that_of_the_calls_it_stands_for(sizes, m):
 
 
 @every_case
-def test_one_launch_serves(sizes, m, monkeypatch):
+def test_one_launch_serves(sizes, m):
     layer = Layer(sizes, m)
-    monkeypatch.setattr(layer_call, "layer_apart", None)
     layer_call._layer.plans.clear()
     assert torch.equal(results(layer.run(qkv=False))[0], results(layer.run())[0])
+    assert [type(plan) for plan in layer_call._layer.plans.values()] == [layer_call.LayerPlan] * 2
 
 
 @every_case
