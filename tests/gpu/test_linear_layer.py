@@ -157,13 +157,13 @@ def test_a_layer_is_that_of_the_calls_it_stands_for(sizes, m):
 
 
 @pytest.mark.parametrize("sizes", [SMALL, ODD, LLAMA, WIDE], ids=str)
-def test_one_launch_serves(sizes, monkeypatch):
+def test_one_launch_serves(sizes):
     layer = Layer(sizes, 1)
-    monkeypatch.setattr(layer_call, "layer_apart", None)
     layer_call._layer.plans.clear()
     want = results(layer.run())
     assert all(torch.equal(a, b) for a, b in zip(results(layer.run_public()), want, strict=True))
     assert torch.equal(results(layer.run(qkv=False))[0], want[0])
+    assert {type(plan) for plan in layer_call._layer.plans.values()} == {layer_call.LayerPlan}
 
 
 @every_case
