@@ -109,15 +109,19 @@ def check_layer(call: LayerCall) -> LayerCall:
         found = getattr(call, name).shape
         if tuple(found) != wanted:
             raise ValueError(f"{name}: got a weight {list(found)}, want {list(wanted)} behind o {list(call.o.shape)}")
-    for name in shapes:
-        weight, first = getattr(call, name), call.o
-        if weight.codes.device != first.codes.device:
-            raise ValueError(f"{name}: got a weight on {weight.codes.device}, want it on {first.codes.device}, as o is")
-        if weight.scales.dtype != first.scales.dtype:
-            raise TypeError(f"{name}: got scales in {weight.scales.dtype}, want {first.scales.dtype}, as o's are")
+        check_beside(name, getattr(call, name), call.o)
     check_giving(GivingCall(call.x, call.o, None, call.residual, call.norm, call.eps, call.offset))
     checks.check_norm(call.following_norm, call.eps, call.offset, call.residual, "following_norm")
     return call
+
+
+def check_beside(name: str, weight: PackedWeight, o: PackedWeight) -> None:
+    """Raises TypeError or ValueError unless a weight is where o is, for rows of its dtype."""
+    if weight.codes.device != o.codes.device:
+        raise ValueError(f"{name}: got a weight on {weight.codes.device}, want it on {o.codes.device}, where o is")
+    found, wanted = (one.format.activation_dtype(one.scales.dtype) for one in (weight, o))
+    if found != wanted:
+        raise TypeError(f"{name}: got a weight for rows of {found}, want it for {wanted}, as o")
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------

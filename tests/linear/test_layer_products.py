@@ -257,7 +257,7 @@ def test_weights_are_where_o_is_and_for_the_same_rows(name: str):
             quantized_layer(**{**given, name: given[name].to("meta")})
         scales = given[name].scales
         other = replace(given[name], scales=scales.half())
-        with pytest.raises(TypeError, match=f"^{name}: got scales in torch.float16"):
+        with pytest.raises(TypeError, match=f"^{name}: got a weight for rows of torch.float16"):
             quantized_layer(**{**given, name: other})
     assert not cache.launches
 

@@ -228,10 +228,16 @@ def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
 def tile_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
     """Every shape of tiles, in every number of parts of K. Those of batch-invariant products are in `.invariant`."""
     for config in candidate_configs(problem):
-        for splits in range(1, MAX_SPLITS + 1):
+        for splits in range(1, most_splits(config) + 1):
             schedule = schedule_of(problem, config, splits)
             if schedule is not None:
                 yield schedule
+
+
+def most_splits(config: WgmmaConfig) -> int:
+    """Parts of K worth a try: one of tiles of `PAIRED_SHAPES`, of which layers of few features have too few."""
+    is_paired = any((config.tile_m, config.n_tiles) == shape[:2] for shape in PAIRED_SHAPES)
+    return 1 if is_paired and not config.dsmem_reduction else MAX_SPLITS
 
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
