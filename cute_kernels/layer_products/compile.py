@@ -13,7 +13,8 @@ from cute_kernels.linear.wgmma.compile import limb_roots
 from cute_kernels.runtime.spec import KernelSpec
 
 MODULES = (
-    "arguments", "compile", "config", "exchange", "instructions", "kernel", "loads", "memory", "multiply", "rows", "store",
+    "arguments", "compile", "config", "exchange", "instructions", "kernel", "loads", "memory", "multiply", "rows",
+    "store",
 )  # fmt: skip
 SHARED = ("config", "epilogue", "work")  # modules of linear layers that kernels are made of as well
 SHIPPED_ROWS, SHIPPED_K = (1,), 14_336  # of Llama-3-8B's layers; others compile on demand
