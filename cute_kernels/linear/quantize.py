@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from cute_kernels.arguments import check_flag, check_permutation, check_tensors, device_of
+from cute_kernels.linear.packed import Packed
 from cute_kernels.linear.weight import (
     TILE_BYTES,
     TILE_N,
@@ -283,7 +284,7 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
     return replace(packed, perm=gate.perm, input_scale=gate.input_scale, check_values=False)
 
 
-def differences(weight: Any, first: Any) -> Iterator[tuple[str, Any, Any]]:
+def differences(weight: Packed, first: Packed) -> Iterator[tuple[str, Any, Any]]:
     """(name, the weight's, the first one's) of what two weights differ in that are to be made one: shape, format,
     dtype, device. Integers with zero points go with those that have none."""
     integer = isinstance(weight.format, IntegerFormat) and isinstance(first.format, IntegerFormat)
@@ -293,7 +294,7 @@ def differences(weight: Any, first: Any) -> Iterator[tuple[str, Any, Any]]:
             yield name, theirs, ours
 
 
-def points_of(weight: Any, like: torch.Tensor) -> torch.Tensor:
+def points_of(weight: PackedWeight, like: torch.Tensor) -> torch.Tensor:
     """Zero points of integers shaped as ``like``: the symmetric one where a weight has none."""
     if weight.zeros is not None:
         return weight.zeros

@@ -243,16 +243,20 @@ class UnsettledError(RuntimeError):
     """There is no memory that was filled long ago, and a capture can wait for none."""
 
 
-def _settled(device_index: int, num_words: int) -> torch.Tensor:
-    """EMPTY words that any launch finds so, whenever it begins."""
-    if is_capturing():
-        raise UnsettledError("got a capture before any launch of its kind, want one launch before")
-    words = _filled(device_index, num_words)
-    _synchronize(device_index)
-    return words
+def settled(memory: Memory) -> Callable[[int, int], torch.Tensor]:
+    """What fills words of a device that any launch finds EMPTY, whenever it begins."""
+
+    def filled(device_index: int, num_words: int) -> torch.Tensor:
+        if memory.is_capturing():
+            raise UnsettledError("got a capture before any launch of its kind, want one launch before")
+        words = memory.filled(device_index, num_words)
+        memory.synchronize(device_index)
+        return words
+
+    return filled
 
 
 # Of launches whose CTAs count before they wait for the launch before them: no other may use these words, and none may
 # be filling them. `get` raises UnsettledError where a capture has none of the slab.
 COUNTER_SLAB_WORDS = 1 << 22
-COUNTERS = WorkspacePool(Memory(filled=_settled, stream_words=1 << 8, slab_words=COUNTER_SLAB_WORDS))
+COUNTERS = WorkspacePool(Memory(filled=settled(Memory()), stream_words=1 << 8, slab_words=COUNTER_SLAB_WORDS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -211,13 +212,14 @@ def test_a_semaphore_is_posted_by_c_code_that_knows_its_address():
     assert semaphore.is_posted() and semaphore.address is None and semaphore.is_posted()
 
 
-def test_counters_are_filled_long_before_a_launch(monkeypatch):
+def test_counters_are_filled_long_before_a_launch():
     """A launch whose CTAs count before they wait for the launch before finds none that is being filled."""
-    waited = []
-    monkeypatch.setattr(workspace, "_filled", lambda device, count: torch.full((count,), workspace.EMPTY))
-    monkeypatch.setattr(workspace, "_synchronize", waited.append)
-    monkeypatch.setattr(workspace, "is_capturing", lambda: False)
-    assert (workspace._settled(0, 5) == workspace.EMPTY).all() and waited == [0]
-    monkeypatch.setattr(workspace, "is_capturing", lambda: True)
+    waited: list[int] = []
+    memory = workspace.Memory(
+        is_capturing=lambda: False,
+        filled=lambda device, count: torch.full((count,), workspace.EMPTY),
+        synchronize=waited.append,
+    )
+    assert (workspace.settled(memory)(0, 5) == workspace.EMPTY).all() and waited == [0]
     with pytest.raises(workspace.UnsettledError, match="capture"):
-        workspace._settled(0, 5)
+        workspace.settled(replace(memory, is_capturing=lambda: True))(0, 5)

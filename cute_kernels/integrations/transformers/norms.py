@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -60,8 +60,7 @@ def _forward(module: Foreign, eps: float, offset: float, hidden_states: torch.Te
     if isinstance(made := _made_of(hidden_states, module), torch.Tensor):
         return made
     if torch.is_grad_enabled() and (hidden_states.requires_grad or module.weight.requires_grad):
-        own: Any = type(module)
-        return own.forward(module, hidden_states)  # the kernel has no gradient
+        return cast("Foreign", type(module)).forward(module, hidden_states)  # the kernel has no gradient
     return rms_norm(hidden_states.contiguous(), module.weight, eps=eps, weight_offset=offset)
 
 
