@@ -38,7 +38,7 @@ FASTER_ROWS = (1,)  # for which one launch was measured to be faster than four
 GATED, ADDING = 1, 2  # of the products: gate and up; down, which adds o's results
 # Those whose rows are normed. Never two one behind the other: consumers of the second would leave its squares where the
 # store warp has yet to read the first one's. What lies between says that it has.
-NORMED = (1, 3)
+NORMED: tuple[int, ...] = (1, 3)
 assert all(following - one > 1 for one, following in pairwise(NORMED))
 
 

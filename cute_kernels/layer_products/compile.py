@@ -12,6 +12,10 @@ from cute_kernels.linear.arguments import SOURCES, compile_kernel
 from cute_kernels.linear.wgmma.compile import limb_roots
 from cute_kernels.runtime.spec import KernelSpec
 
+MODULES = (
+    "arguments", "compile", "config", "exchange", "instructions", "kernel", "loads", "memory", "multiply", "rows",
+    "store",
+)  # fmt: skip
 SHARED = ("config", "epilogue", "work")  # modules of linear layers that kernels are made of as well
 SHIPPED_ROWS, SHIPPED_K = (1,), 14_336  # of Llama-3-8B's layers; others compile on demand
 
@@ -24,9 +28,11 @@ class LayerProductsSpec(KernelSpec):
     family: ClassVar[str] = "layer_products"
 
     def source_roots(self) -> tuple[Path, ...]:
-        room = Path(__file__).resolve().parents[1] / "linear"
+        """The modules that say what the kernel is: how it is called changes nothing that is compiled."""
+        folder = Path(__file__).resolve().parent
+        room = folder.parent / "linear"
         shared = tuple(room / f"{name}.py" for name in SHARED)
-        return *super().source_roots(), *shared, *limb_roots(), *SOURCES, *FORMAT.sources()
+        return *(folder / f"{name}.py" for name in MODULES), *shared, *limb_roots(), *SOURCES, *FORMAT.sources()
 
     def compile(self, arch: str) -> Any:
         return compile_layer_products(self.config, arch)
