@@ -30,7 +30,7 @@ MARK = "<!-- bench:e2e-steps -->"
 FLOOR_BYTES = 4 << 30  # what the rate of reading is measured on
 RESERVE = 6 << 30  # of the GPU's memory: activations, graphs, what torch keeps
 KINDS = {
-    "norm": r"^(?!.*kernelslinear).*norm",  # products around a deferred norm are products
+    "norm": r"^(?!.*kernels(?:linear|layer_products)).*norm",  # products around a deferred norm are products
     "append": r"kv_cache",
     "experts": r"\bmoe|moe",
     "attention": r"attention|fmha|flash|sdpa|cudnn",
@@ -146,6 +146,7 @@ def measure(bench: Bench, point: Point) -> dict[str, Any]:
             "account_us": account(replay, step.layers),
             "largest_batch": largest_batch(model, point.case, point.shape.context, memory),
             "how": asdict(point.case),
+            "one_launch": step.one_launch,
         }
     finally:
         del step

@@ -29,6 +29,9 @@ from cute_kernels import (
 )
 from cute_kernels.kv_cache import Rope
 from cute_kernels.kv_formats import KvFormatName, format_of
+from cute_kernels.layer_products.call import FASTER_ROWS
+from cute_kernels.layer_products.compile import LayerProductsSpec
+from cute_kernels.layer_products.config import LayerProductsConfig, config_for
 from cute_kernels.linear import PackedWeight
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.deferred_choice import deferred
@@ -139,6 +142,13 @@ def packed(n: int, k: int, weights: str, device: str) -> PackedWeight:
     return Weights(device).of(FORMATS[weights].problem(1, n, k))
 
 
+def launch_of_a_layer(model: StepModel, case: StepCase, batch: int) -> LayerProductsConfig | None:
+    """The kernel of `quantized_layer` that a step takes; None where its products are launches of their own."""
+    if case.weights != "w4" or model.experts or batch not in FASTER_ROWS:
+        return None
+    return config_for(batch, max(k for _, k in model.products.values()))
+
+
 def specs(model: StepModel, case: StepCase, batch: int, gpu: str) -> list[KernelSpec]:
     """The kernels of the products of a step."""
     if case.weights == "bf16":
@@ -150,6 +160,9 @@ def specs(model: StepModel, case: StepCase, batch: int, gpu: str) -> list[Kernel
         around = deferred(schedule, GIVES if name in ENDS else TAKES)
         if around is not None:
             found[DeferredNormSpec(around)] = None
+    whole = launch_of_a_layer(model, case, batch)
+    if whole is not None:
+        found[LayerProductsSpec(whole)] = None
     if model.experts:
         sizes = moe.MoeModel(model.name, model.experts, model.topk, model.hidden, model.intermediate)
         found |= dict.fromkeys(moe.specs([sizes], [batch], gpu))
@@ -163,7 +176,8 @@ class Step:
         model, case, shape: what is computed, and how.
         device: of all tensors.
         layers: how many are gone through; default the model's.
-        one_launch: whether the products from one attention to the next are `quantized_layer`.
+        one_launch: whether the products from one attention to the next are `quantized_layer`; default where a
+            kernel was measured to be faster (`launch_of_a_layer`).
     """
 
     def __init__(
@@ -173,10 +187,12 @@ class Step:
         shape: Shape,
         device: str = "cuda",
         layers: int | None = None,
-        one_launch: bool = False,
+        one_launch: bool | None = None,
     ):
         self.model, self.case, self.shape, self.device = model, case, shape, device
-        self.layers, self.one_launch = layers or model.layers, one_launch
+        self.layers = layers or model.layers
+        has_kernel = launch_of_a_layer(model, case, shape.batch) is not None
+        self.one_launch = has_kernel if one_launch is None else one_launch
         self.rope = Rope(model.head_dim, theta=ROPE_THETA)
         self.hidden = torch.randn(shape.batch, model.hidden, device=device).bfloat16()
         self.seq_lens = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)

@@ -11,6 +11,7 @@ import torch
 from bench import command_line, e2e_steps, steps
 from bench.e2e_steps import kind_of
 from bench.steps import CASES, MODELS, Shape, Step, StepCase, StepModel
+from cute_kernels.layer_products.compile import LayerProductsSpec
 
 SMALL = StepModel("small", 3, 128, 128, 4, 2, head_dim=64)
 
@@ -54,6 +55,35 @@ def test_torch_attention_computes_the_same():
     assert (found[0] - found[1]).norm() < 2e-2 * found[0].norm()
 
 
+@pytest.mark.parametrize(
+    "model, case, batch, at_once",
+    [
+        ("llama3-8b", StepCase("w4", "int4_g4"), 1, True),
+        ("llama2-70b-shard8", StepCase("w4", "bf16", sdpa=True), 1, True),
+        ("llama3-8b", StepCase("w4", "int4_g4"), 2, False),
+        ("llama3-8b", StepCase("w8", "int4_g4"), 1, False),
+        ("llama3-8b", StepCase("bf16", "bf16"), 1, False),
+        ("qwen3-30b-a3b", StepCase("w4", "int4_g4"), 1, False),
+    ],
+)
+def test_products_are_one_launch_where_that_was_measured_to_be_faster(model, case, batch, at_once):
+    config = steps.launch_of_a_layer(MODELS[model], case, batch)
+    assert (config is not None) == at_once
+    needed = steps.specs(MODELS[model], case, batch, "NVIDIA H200")
+    assert [spec.config for spec in needed if isinstance(spec, LayerProductsSpec)] == ([config] if at_once else [])
+
+
+def test_a_step_takes_the_launch_of_a_layer_by_itself_and_is_near_the_step_without():
+    case, found = StepCase("w4", "int8_token_head"), []
+    for one_launch in (None, False):
+        torch.manual_seed(0)
+        step = Step(SMALL, case, Shape(1, 40), "cpu", one_launch=one_launch)
+        assert step.one_launch == (one_launch is None)
+        found.append(step().double())
+    assert 0 < found[1].norm() and (found[0] - found[1]).norm() < 2e-2 * found[1].norm()
+    assert not Step(SMALL, case, Shape(2, 40), "cpu").one_launch
+
+
 def test_a_step_reads_weights_and_cache():
     step = Step(SMALL, StepCase("w4", "int4_g4"), Shape(2, 64), "cpu")
     weights = sum(
@@ -77,6 +107,7 @@ def test_experts_that_are_read_grow_with_the_batch_up_to_all():
     [
         ("kernel_cutlass_kernel_cute_kernelslinearwgmmakernelWgmmaKernel_object_at", "products"),
         ("kernel_cutlass_kernel_cute_kernelslinearwgmmadeferred_kernelDeferredNormKernel_object_at", "products"),
+        ("kernel_cutlass_kernel_cute_kernelslayer_productskernelLayerProductsKernel_object_at_normInt64", "products"),
         ("kernel_cutlass_kernel_cute_kernelsattentionkernelDecode", "attention"),
         ("kernel_cutlass_kernel_cute_kernelsnormkernelNormKernel", "norm"),
         ("kernel_cutlass_kernel_cute_kernelskv_cachekernelAppend", "append"),
