@@ -167,7 +167,7 @@ def quantized_layer(
 ) -> LayerRows:
     """A layer's products from its attention to the next one: o, gate and up with SwiGLU, down, the next layer's qkv.
 
-    What these calls compute, in one launch where there is a kernel for all of them:
+    What these calls compute, in one launch where there is a kernel for all of them::
 
         h = quantized_linear_norm(x, o, residual=residual, norm=norm, ...)
         rows = quantized_linear_norm(quantized_linear(h, gate_up, activation="swiglu"), down, residual=h.rows,
