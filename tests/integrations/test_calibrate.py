@@ -163,15 +163,23 @@ def excess_of(model, batch, constants, kv_format):
 
 
 def test_a_fit_to_the_text_lowers_its_cross_entropy():
+    """By more than a fit to the model's answers, which promises nothing of the text. Codes jump, so a fit of 25 steps
+    ends elsewhere where a CPU adds up in another order, by as much as one draw's gain: a dozen are added up."""
     model, batch = DECODERS["llama"].build(torch.float32), make_batches(1)[0]
-    bad = [CacheTransform(k_center=torch.zeros(2, 64), k_factor=torch.exp(torch.randn(2, 64))) for _ in range(2)]
-    constants: Any = CacheConstants(tuple(bad))
-    fit = {"steps": 25, "learning_rate": 0.05}
-    to_text: Any = ck.fit_transforms(model, [batch], "int4_g1", constants, text_weight=1.0, **fit)
-    to_model: Any = ck.fit_transforms(model, [batch], "int4_g1", constants, **fit)
-    of_text, of_model, before = (excess_of(model, batch, one, "int4_g1") for one in (to_text, to_model, constants))
-    assert of_text < of_model < before and of_text < before - 0.5 * abs(before)
-    assert to_text.about["fitted"].endswith("text weight 1")
+    excess = torch.zeros(3)
+    for seed in range(12):
+        draw = torch.Generator().manual_seed(seed)
+        factors = [torch.exp(torch.randn(2, 64, generator=draw)) for _ in range(2)]
+        constants: Any = CacheConstants(
+            tuple(CacheTransform(k_center=torch.zeros(2, 64), k_factor=factor) for factor in factors)
+        )
+        fit = {"steps": 25, "learning_rate": 0.05}
+        to_text: Any = ck.fit_transforms(model, [batch], "int4_g1", constants, text_weight=1.0, **fit)
+        to_model: Any = ck.fit_transforms(model, [batch], "int4_g1", constants, **fit)
+        excess += torch.tensor([excess_of(model, batch, one, "int4_g1") for one in (to_text, to_model, constants)])
+        assert to_text.about["fitted"].endswith("text weight 1")
+    of_text, of_model, before = excess.tolist()
+    assert of_text < of_model and of_text < before - 0.5 * abs(before), excess.tolist()
 
 
 @pytest.mark.parametrize("weight", [-0.1, 1.5, float("nan")])
