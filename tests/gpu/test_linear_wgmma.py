@@ -357,6 +357,18 @@ def as_multiplied(weight: PackedWeight) -> torch.Tensor:
     return weight.dequantize(weight.dtype if weight.group_size else torch.float32)
 
 
+def check_sums(schedule: TileSchedule, weight: PackedWeight, x: torch.Tensor, exact: torch.Tensor) -> None:
+    """A launch's sums are near those of fp64 [m, n], the same bits each time, and nothing is written beside them."""
+    size = exact.numel()
+    memory = torch.full((size + 2 * MARGIN,), 7.0, device=CUDA)
+    out = memory[MARGIN : MARGIN + size].view(exact.shape)
+    out.fill_(math.nan)
+    first = launch(schedule, weight, x, out).clone()
+    assert_near(first, exact, SUMS)
+    assert all(torch.equal(launch(schedule, weight, x), first) for _ in range(3))
+    assert torch.all(memory[:MARGIN] == 7.0) and torch.all(memory[MARGIN + size :] == 7.0)
+
+
 @pytest.mark.parametrize("m", TURN_ROWS)
 @pytest.mark.parametrize("bits, dtype, group, zero", TURN_FORMATS.values(), ids=list(TURN_FORMATS))
 @pytest.mark.parametrize("n, k", [(1000, 2048), (200, 520), (66, 256), (130, 8520)])
@@ -372,13 +384,7 @@ def test_k_blocks_in_turn_add_up(n, k, bits, dtype, group, zero, m):
     schedules = in_turn(case)
     assert schedules or (bits == 8 and m > 32) or case.k_pad % 128
     for schedule in schedules:
-        memory = torch.full((m * n + 2 * MARGIN,), 7.0, device=CUDA)
-        out = memory[MARGIN : MARGIN + m * n].view(m, n)
-        out.fill_(math.nan)
-        first = launch(schedule, weight, x, out).clone()
-        assert_near(first, exact, SUMS)
-        assert all(torch.equal(launch(schedule, weight, x), first) for _ in range(3))
-        assert torch.all(memory[:MARGIN] == 7.0) and torch.all(memory[MARGIN + m * n :] == 7.0)
+        check_sums(schedule, weight, x, exact)
 
 
 @pytest.mark.parametrize("bits, dtype, group, zero", TURN_FORMATS.values(), ids=list(TURN_FORMATS))

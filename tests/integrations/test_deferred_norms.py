@@ -96,8 +96,8 @@ def test_a_step_leaves_norms_to_products_and_computes_the_same(name, kernels, mo
     assert counts == FUSED[name]
     want, none = launched(monkeypatch, Steps(model).counted)
     assert none == (0, 0) and relative_error(got, want) <= 1e-2
-    turns = logits_of(model, LEFT_PADDED)
-    assert relative_error(turns, launched(monkeypatch, lambda: logits_of(model, LEFT_PADDED))) <= 1e-2
+    deferred = logits_of(model, LEFT_PADDED)
+    assert relative_error(deferred, launched(monkeypatch, lambda: logits_of(model, LEFT_PADDED))) <= 1e-2
 
 
 def test_prompts_are_served_as_before(kernels):
