@@ -22,14 +22,16 @@ from cute_kernels.attention.policies import (
 )
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.score_options import options_in
-from cute_kernels.attention.tiles import copies_per_tile, kernel_format
+from cute_kernels.attention.tiles import MAX_BOX, copies_per_tile, kernel_format, tiles_of
 from cute_kernels.kv_formats import KvFormat, format_of
 from cute_kernels.runtime.composed import changed
+from layouts.kv.tile import RowTile
 
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
 TARGET_WARPS = 8
 MOST_CTAS = 4  # on an SM
 COPIES_PER_WARP = 4  # of a tile, that one producer warp asks for in some 90 cycles each
+MAPPED_PER_PADDING = 40  # words of a token for one of padding, that a tensor map brings to one query
 SM_PARTITIONS = 4
 MAX_PRODUCER_WARPS = 4
 MAX_WARPS = 16
@@ -54,10 +56,11 @@ def candidate_configs(problem: DecodeProblem) -> list[DecodeConfig]:
         configs = [bare_config(base, ctas) for ctas in _cta_counts(problem, contiguous=True)]
     else:
         configs = [
-            row_config(_base_config(problem, names, heads or 1, blocks, contiguous, "bulk" if heads else "word"), ctas)
+            row_config(_base_config(problem, names, heads or 1, blocks, contiguous, copy), ctas)
             for heads in _heads_of_a_cta(problem, names, blocks)
             for contiguous in (_is_contiguous(problem, heads or 1),)
-            for ctas in _cta_counts(problem, contiguous)
+            for copy in (_row_copy(problem, names, heads, blocks),)
+            for ctas in _cta_counts(problem, contiguous or copy == "map")
         ]
     borrows = _borrows_registers(problem)
     configs = list(dict.fromkeys(_with_producer_warps(_roomy(config), borrows) for config in configs))
@@ -69,6 +72,30 @@ def _cta_counts(problem: DecodeProblem, contiguous: bool) -> tuple[int, ...]:
     if _borrows_registers(problem):
         return (1,)
     return (1, 2, MOST_CTAS) if contiguous else (2,)
+
+
+def _row_copy(problem: DecodeProblem, names: tuple[str, str], heads: int, num_query_blocks: int) -> str:
+    """How rows with headers come to a CTA of so many KV heads; 0 of them: of one, whose rows are copied by words."""
+    if not heads:
+        return "word"
+    if _is_contiguous(problem, heads) or problem.features.head_major or not problem.heads_touch:
+        return "bulk"
+    sizes = [form.row_bytes(d) for form, d in _with_headers(problem, names)]
+    if any(problem.num_kv_heads * size % BULK_BYTES for size in sizes):
+        return "bulk"  # strides of a map are multiples of 16 bytes
+    config = row_config(_base_config(problem, names, heads, num_query_blocks, False, "map"), 1)
+    tiles = [tile for tile in tiles_of(config) if isinstance(tile, RowTile)]
+    if any(tile.copy_pitch_words > MAX_BOX for tile in tiles):
+        return "bulk"
+    # What lies between tokens in shared memory is read, too: of one query that may be more than copies cost.
+    few = all(tile.padding_words * MAPPED_PER_PADDING <= tile.token_words for tile in tiles)
+    return "map" if problem.rows > BLOCK_QUERIES or few else "bulk"
+
+
+def _with_headers(problem: DecodeProblem, names: tuple[str, str]) -> list[tuple[KvFormat, int]]:
+    """Formats and head dims of the caches whose rows have headers."""
+    pairs = zip((format_of(name) for name in names), (problem.head_dim, problem.v_head_dim), strict=True)
+    return [(form, head_dim) for form, head_dim in pairs if form.has_header]
 
 
 def _heads_of_a_cta(problem: DecodeProblem, names: tuple[str, str], num_query_blocks: int) -> list[int]:
