@@ -22,6 +22,7 @@ from layouts.kv.swizzled_tile import PANEL_BYTES, SwizzledTile
 from layouts.kv.tile import WORD_BYTES, RowTile
 
 VECTOR_BYTES = 16
+VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 PLACE_BYTES = 128  # that what a tensor map brings begins at a multiple of
 SECTOR_ENTRIES = 8  # of a block table, that come from memory together
 PAGE_UNIT = 16  # tokens that page sizes are multiples of
@@ -416,15 +417,21 @@ class RowMapOperand(RowOperand):
 
     def make_source(self, cache: cute.Tensor):
         """A tensor map and its coordinate tensor [tokens of a block, words of all heads, blocks]."""
-        blocks, tokens, heads, _ = cache.shape
-        block_words, token_words = (
-            cute.assume(stride // WORD_BYTES, divby=VECTOR_BYTES // WORD_BYTES) for stride in cache.stride[:2]
-        )
-        shape = (tokens, heads * self.tile.row_words, blocks)
+        shape, (token_words, one, block_words) = self.words_of(cache.shape, cache.stride)
+        token_words, block_words = (cute.assume(words, divby=VECTOR_WORDS) for words in (token_words, block_words))
         words = cute.recast_ptr(cache.iterator, dtype=Uint32)
-        view = cute.make_tensor(words, cute.make_layout(shape, stride=(token_words, 1, block_words)))
+        view = cute.make_tensor(words, cute.make_layout(shape, stride=(token_words, one, block_words)))
         operation = cpasync.CopyBulkTensorTileG2SOp()
         return cpasync.make_tiled_tma_atom(operation, view, self._layout(), (self.box_tokens, self.box_words))
+
+    def words_of(self, shape, stride):
+        """(shape, strides) of a cache's words, of one that has these: bytes [blocks, tokens, heads, row]."""
+        blocks, tokens, heads = shape[:3]
+        return (tokens, heads * self.tile.row_words, blocks), (stride[1] // WORD_BYTES, 1, stride[0] // WORD_BYTES)
+
+    def first_word(self, head):
+        """Of a token's words, where a CTA's rows begin."""
+        return head * self.tile.row_words
 
     def _layout(self):
         """Of a box in shared memory."""
@@ -432,7 +439,7 @@ class RowMapOperand(RowOperand):
 
     def open(self, source, ring, place) -> RowMapSource:
         atom, words = source
-        first = cute.assume(place.first_head * self.tile.row_words, divby=VECTOR_BYTES // WORD_BYTES)
+        first = cute.assume(self.first_word(place.first_head), divby=VECTOR_WORDS)
         words = cute.domain_offset((0, first, 0), words)
         # [box, of a block's tokens, block]
         cache = cute.local_tile(words, (self.box_tokens, self.box_words), (None, 0, None))

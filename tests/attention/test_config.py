@@ -45,7 +45,7 @@ def test_what_ships_can_be_implemented(config: DecodeConfig):
         (changed(INT4, early_tiles=3), "early_tiles 3 is not 0 or 1"),
         (changed(INT4, early_tiles=-1), "early_tiles -1 is not 0 or 1"),
         (changed(INT4, num_slices=33), "33 [+] 1 warps are more than the 32 of a CTA"),
-        (changed(INT4, k_copy="tma"), r"copy 'tma' is not one of \('bulk', 'word'\) that int4_g4 has"),
+        (changed(INT4, k_copy="tma"), r"copy 'tma' is not one of \('bulk', 'map', 'word'\) that int4_g4 has"),
         (changed(DENSE, v_copy="bulk"), r"copy 'bulk' is not one of \('tma',\) that bf16 has"),
         (changed(INT4, num_stages=100), "1 CTAs of .* bytes exceed the 232448 bytes of an SM"),
         (changed(WARPGROUPS, v_format="int4_g2"), "warpgroups of int4_g1_int4_g2 caches, not of 'int4_g1'"),
