@@ -24,18 +24,12 @@ from cute_kernels.device.division import Divisor
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import extents
-from cute_kernels.extend.config import (
-    MMA_WARPGROUPS,
-    SLAB_COLUMNS,
-    TILE_SCALE_BYTES,
-    TILE_TOKENS,
-    ExtendConfig,
-    UnpackConfig,
-)
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.decode import CodedRows
 from cute_kernels.extend.loads import store_below
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Rows, Source
 from cute_kernels.extend.multiply import FIRST_TURN
+from cute_kernels.extend.policies import MMA_WARPGROUPS, SLAB_COLUMNS, TILE_SCALE_BYTES, TILE_TOKENS, UnpackConfig
 from cute_kernels.extend.powers import exponent_beside, power_of_2
 from cute_kernels.extend.progress import NOTHING, Progress
 from cute_kernels.extend.tma_tiles import TmaTileProducer

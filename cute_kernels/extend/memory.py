@@ -13,16 +13,9 @@ from cutlass.cute.nvgpu.cpasync import TmaInfo
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
-from cute_kernels.extend.config import (
-    MMA_WARPGROUPS,
-    MMA_WARPS,
-    ROW_BYTES,
-    TILE_ROWS,
-    WORK_BYTES,
-    WORK_SLOTS,
-    ExtendConfig,
-)
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.fp8 import QUARTERS
+from cute_kernels.extend.policies import MMA_WARPGROUPS, MMA_WARPS, ROW_BYTES, TILE_ROWS, WORK_BYTES, WORK_SLOTS
 
 KEYS, VALUES = 0, 1
 

@@ -19,9 +19,9 @@ from cute_kernels.device.division import Divisor
 from cute_kernels.extend import beside
 from cute_kernels.extend.beside import CHUNKS, UNPACKING, ChunkUnpacker, SourceBeside
 from cute_kernels.extend.call import make_call as check_call
-from cute_kernels.extend.config import TILE_WORDS_AT
 from cute_kernels.extend.memory import Pages, Source
 from cute_kernels.extend.plan import problem_of
+from cute_kernels.extend.policies import TILE_WORDS_AT
 from cute_kernels.extend.progress import BLOCK_BYTES, NOTHING, Progress
 from cute_kernels.extend.schedule import ExtendProblem, choose, choose_beside
 from cute_kernels.extend.unpack import UnpackLengths, UnpackTarget
