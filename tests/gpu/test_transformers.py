@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -232,6 +233,18 @@ class NotTheLikeliest(LogitsProcessor):
         if input_ids.shape[1] != PROMPT.shape[1] + 11:
             return scores
         return scores.scatter(1, scores.argmax(-1, keepdim=True), float("-inf"))
+
+
+def test_memory_does_not_grow_with_recordings():
+    """Each call records steps of its own: what libraries keep for a stream is kept once."""
+    model, marks = build("llama"), []
+    ck.accelerate(model, kv_format="bf16")
+    for _ in range(6):
+        generate(model, torch.ones_like(PROMPT), past_key_values=ck.DecodeCache("bf16"))
+        gc.collect()
+        torch.cuda.synchronize()
+        marks.append(torch.cuda.memory_allocated())
+    assert model.forward.replays > 5 * NEW and max(marks[2:]) <= marks[1] + (1 << 20), marks
 
 
 @pytest.mark.parametrize("change", ["none", "a token that was not foreseen", "requests that end"])
