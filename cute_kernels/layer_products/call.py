@@ -26,12 +26,13 @@ from cute_kernels.layer_products.config import (
 from cute_kernels.linear import checks, ops
 from cute_kernels.linear.deferred import GivingCall, NormedRows, TakingCall, check_giving, give, left_to_next, take
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.cache import default_cache, load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import Blank, blank
+from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.operator import launcher
-from cute_kernels.runtime.plans import ALIGNMENT, identity
+from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
 from cute_kernels.runtime.workspace import UnsettledError
 
 FASTER_ROWS = (1,)  # for which one launch was measured to be faster than four
@@ -82,6 +83,27 @@ def layer(call: LayerCall) -> LayerRows:
     return layer_apart(call)
 
 
+def takes_rows(rows: int) -> bool:
+    """Whether one launch of so many rows is faster than four."""
+    return rows in FASTER_ROWS
+
+
+def is_one_launch(call: LayerCall) -> bool:
+    """Whether one launch serves a call, for callers who go another way otherwise; of a call that `layer` would refuse,
+    False. May compile the kernel."""
+    if not ops.is_direct(call.x, call.o.codes, call.residual, call.norm, call.following_norm):
+        return False
+    key = _key(call)
+    plan = _layer.plans.get(key)
+    if plan is None:
+        try:
+            plan = _plan(check_layer(call))
+        except (TypeError, ValueError):
+            return False
+        keep(_layer.plans, key, plan)
+    return isinstance(plan, LayerPlan)
+
+
 def layer_apart(call: LayerCall) -> LayerRows:
     """Product by product."""
     norms, nothing = (call.eps, call.offset), (None, False, None)
@@ -130,9 +152,15 @@ def check_beside(name: str, weight: PackedWeight, o: PackedWeight) -> None:
 @per_gpu
 @lru_cache(maxsize=256)
 def kernel_of(rows: int, most_k: int, device: int) -> tuple[LayerProductsConfig, Callable[..., Any]] | None:
-    """The kernel of so many rows of up to ``most_k`` inputs; None if there is none."""
+    """The kernel of so many rows of up to ``most_k`` inputs; None if there is none, or it is not there and cannot be
+    compiled."""
     config = config_for(rows, most_k) if is_supported(device) else None
-    return None if config is None else (config, load(LayerProductsSpec(config), arch_of(device)))
+    if config is None:
+        return None
+    spec, arch = LayerProductsSpec(config), arch_of(device)
+    if compiler_version() is None and not default_cache().has(spec, arch):
+        return None
+    return config, load(spec, arch)
 
 
 def is_served(weight: PackedWeight) -> bool:
@@ -202,7 +230,7 @@ def _plan(call: LayerCall) -> LayerPlan | LayerApart:
     fits = all(tensor.dtype == torch.bfloat16 for tensor in tensors) and _aligned(*tensors)
     if not m or not fits or not all(is_served(weight) for weight in call.weights):
         return LayerApart(index)
-    if m not in FASTER_ROWS:
+    if not takes_rows(m):
         return LayerApart(index)
     if m * results_of(call) > 2 * SET_WORDS:
         return LayerApart(index)
