@@ -150,7 +150,7 @@ def test_a_product_is_of_the_weight_that_stands_there_when_it_is_asked_for():
         assert noted is rows and isinstance(found, Projected) and shaped(found) is rows
         assert torch.equal(torch.cat([one.flatten(2) for one in attention._projected(found)], 2), result)
         want = attention._projected(norm(rows))
-        attention.merged.codes = attention.merged.codes.flip(0)
+        attention.merged.scales = -attention.merged.scales
         changed = attention._projected(norm(rows))
         assert not torch.equal(changed[0], want[0])
         assert all(torch.equal(one, other) for one, other in zip(attention._projected(found), changed, strict=True))
