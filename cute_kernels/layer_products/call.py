@@ -163,11 +163,15 @@ def kernel_of(rows: int, most_k: int, device: int) -> tuple[LayerProductsConfig,
     return config, load(spec, arch)
 
 
+def serves_shape(n: int, k: int) -> bool:
+    """Whether the launch takes weights [n, k]."""
+    return n % (2 * TILE_N) == 0 and k % STAGE_K == 0
+
+
 def is_served(weight: PackedWeight) -> bool:
     """Whether the launch takes a weight."""
-    n, k = weight.shape
     as_it_is = weight.perm is weight.input_scale is None and weight.scales.dtype == torch.bfloat16
-    return weight.format == FORMAT and as_it_is and n % (2 * TILE_N) == 0 and k % STAGE_K == 0
+    return weight.format == FORMAT and as_it_is and serves_shape(*weight.shape)
 
 
 def _aligned(*tensors: torch.Tensor) -> bool:
