@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -100,7 +100,7 @@ def is_one_launch(call: LayerCall) -> bool:
             plan = _plan(check_layer(call))
         except (TypeError, ValueError):
             return False
-        keep(_layer.plans, key, plan)
+        keep(cast("dict[tuple[Hashable, ...], Any]", _layer.plans), key, plan)
     return isinstance(plan, LayerPlan)
 
 

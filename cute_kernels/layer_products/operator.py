@@ -71,10 +71,11 @@ def _apply(
     norms = norm.detach(), following_norm.detach()
     with torch.no_grad():
         if (x.is_cuda or GPU.takes_cpu) and _may_load(len(x), *shapes[2], max(heads, hidden, inner), x.get_device()):
-            weights = (
+            o_weight, gate_up_weight, down_weight, qkv_weight = (
                 PackedWeight(*each, None, FORMAT, shape, check_values=False)
                 for each, shape in zip(fields, shapes, strict=True)
             )
+            weights = o_weight, gate_up_weight, down_weight, qkv_weight
             call = LayerCall(x.detach(), *weights, residual.detach(), *norms, eps, 0.0)
             if is_one_launch(call):
                 found = layer(call)

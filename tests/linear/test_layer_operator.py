@@ -73,9 +73,8 @@ def test_a_server_waits_for_no_kernel_that_was_not_made_ready(monkeypatch):
             return False
 
     given = call_of(1)
-    weight = given["down"]
     with recording() as cache:
-        served.note_ready(problem_of(1, *weight.shape, weight.format, torch.bfloat16, 0, False), [1])
+        served.note_ready(problem_of(1, HIDDEN, INNER, given["down"].format, torch.bfloat16, 0, False), [1])
         try:
             with monkeypatch.context() as patch:
                 patch.setattr(operator, "default_cache", lambda: Empty())
@@ -104,8 +103,8 @@ def test_weights_that_no_launch_serves_are_known_before_there_are_rows():
 
 def call(rows: int = 1, **changed: Any) -> layer_call.LayerCall:
     given = {**call_of(rows), **changed}
-    names = ("x", "o", "gate_up", "down", "qkv", "residual", "norm", "following_norm", "norm_eps")
-    return layer_call.LayerCall(*(given[name] for name in names), 0.0)
+    given["eps"], given["offset"] = given.pop("norm_eps"), 0.0
+    return layer_call.LayerCall(**given)
 
 
 def test_a_caller_can_ask_whether_a_call_is_one_launch():

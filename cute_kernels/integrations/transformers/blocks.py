@@ -27,7 +27,7 @@ from cute_kernels.attention.checks import MAX_Q_LEN
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import DecodeCache
-from cute_kernels.integrations.transformers.deferral import Ending, Product, Rows, Sum, shaped, tensor_of
+from cute_kernels.integrations.transformers.deferral import Ending, Normed, Product, Rows, Sum, shaped, tensor_of
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME, Prologue
 from cute_kernels.integrations.transformers.known_code import CACHE_ARGUMENTS, cache_in
 from cute_kernels.integrations.transformers.merged import PartOfPair, interleave, is_merged, merge, unmerge
@@ -126,7 +126,7 @@ class AttentionBlock(Block):
         *args: Any,
         into: Sum | Ending | None = None,
         **kwargs: Any,
-    ) -> tuple[Rows | LayerRows, torch.Tensor | None]:
+    ) -> tuple[Normed | LayerRows, torch.Tensor | None]:
         """As the module's own ``forward``. into: what the results go into; they are in it already where `NormedRows` or
         `LayerRows` come back."""
         module: Any = self.module
@@ -295,7 +295,7 @@ class MlpBlock(Block):
             if isinstance(part, PartOfPair) and getattr(self.module, name) is part:
                 setattr(self.module, name, part.separate())
 
-    def __call__(self, *args: Any, into: Sum | None = None, **kwargs: Any) -> Rows:
+    def __call__(self, *args: Any, into: Sum | None = None, **kwargs: Any) -> Normed:
         """As the module's own ``forward``. into: as of `AttentionBlock`."""
         if kwargs or len(args) != 1 or not self._serves():
             return self.own(*map(tensor_of, args), **kwargs)
@@ -379,9 +379,10 @@ class LayerBlock(Block):
         taker = None if mlp is None or following is None else self._next_taker(hidden_states, kwargs)
         x = self._attended(hidden_states, self._into(hidden_states, mlp, following, taker), kwargs)
         if isinstance(x, LayerRows):
-            assert following is not None
-            projected = x.qkv is not None and taker is not None
-            return with_product(x.rows, following, taker.weight, x.qkv) if projected else x.rows.rows
+            if x.qkv is None:
+                return x.rows.rows
+            assert following is not None and taker is not None
+            return with_product(x.rows, following, taker.weight, x.qkv)
         if isinstance(x, NormedRows):
             total = x.rows
         else:

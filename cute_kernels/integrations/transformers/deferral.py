@@ -27,8 +27,10 @@ from cute_kernels.layer_products.call import LayerCall, LayerRows, is_one_launch
 from cute_kernels.linear.deferred import leaves_norm
 from cute_kernels.names import Activation
 
-Rows: TypeAlias = "torch.Tensor | NormedRows | Projected"
-"""What a block reads: rows after their norm."""
+Normed: TypeAlias = "torch.Tensor | NormedRows"
+"""Rows after their norm: what a product reads, and what a block returns where that goes into a norm."""
+Rows: TypeAlias = "Normed | Projected"
+"""What a block reads."""
 
 
 def tensor_of(x: Rows) -> torch.Tensor:
@@ -81,7 +83,7 @@ class Product:
             return False
         return not has_hooks(layer) and "forward" not in vars(layer)
 
-    def __call__(self, x: Rows, activation: Activation | None = None) -> torch.Tensor:
+    def __call__(self, x: Normed, activation: Activation | None = None) -> torch.Tensor:
         """[..., N] of x [..., K]; half as many columns of "swiglu"."""
         layer = self.layer
         assert isinstance(layer, QuantizedLinear)
@@ -103,7 +105,8 @@ class Sum(NamedTuple):
     taker: Product
 
     def takes(self, x: torch.Tensor, product: Product) -> bool:
-        """Whether a product of x can leave the norm to the next one."""
+        """Whether a product of x can leave the norm to the next one: to its kernel, or, where that takes its inputs in
+        act-order or scaled, to one launch that norms them so."""
         weight, _, _ = terms_of(self.norm)
         if not (product.may_defer() and self.taker.may_defer()) or x.dim() == 0 or not x.numel():
             return False
@@ -111,7 +114,10 @@ class Sum(NamedTuple):
             return False
         if self.residual.shape[:-1] != x.shape[:-1] or self.residual.shape[-1] != product.weight.shape[0]:
             return False
-        return leaves_norm(x.numel() // x.shape[-1], product.weight, self.taker.weight)
+        taker = self.taker.weight
+        if taker.perm is not None or taker.input_scale is not None:
+            return taker.codes.device == x.device and taker.format.activation_dtype(taker.scales.dtype) == x.dtype
+        return leaves_norm(x.numel() // x.shape[-1], product.weight, taker)
 
     def of(self, x: torch.Tensor, product: Product) -> NormedRows:
         """The sum, with its norm, of a product that it `takes`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -84,20 +84,29 @@ class Projected(NamedTuple):
     result: torch.Tensor
 
 
+class _Left(NamedTuple):
+    """A norm that is the next product's. parts: what the launch before left of it; None for all of it."""
+
+    parts: DeferredParts | None
+
+
+_Noted: TypeAlias = "torch.Tensor | _Left | _Product"
+
+
 @dataclass(frozen=True)
 class _Made:
     """A norm of a sum, made by the launch that made the sum, or what that left of it, or a product of it; noted on the
     sum's tensor."""
 
     module: nn.Module
-    result: torch.Tensor | DeferredParts | _Product
+    result: _Noted
     version: int | None
 
     def is_of(self, module: nn.Module, total: torch.Tensor) -> bool:
         return module is self.module and version_of(total) == self.version
 
 
-def _made_of(total: torch.Tensor, module: Foreign) -> torch.Tensor | DeferredParts | _Product | None:
+def _made_of(total: torch.Tensor, module: Foreign) -> _Noted | None:
     """What is noted of a sum's norm by ``module``, if the sum is as it was."""
     made = getattr(total, _NOTE, None)
     return made.result if made is not None and made.is_of(module, total) else None
@@ -134,8 +143,7 @@ def add_with_next_norm(x: torch.Tensor, residual: torch.Tensor, module: nn.Modul
 
 def with_deferred_norm(rows: NormedRows, module: nn.Module) -> torch.Tensor:
     """The rows, with a note of what is there of their norm by ``module``: `deferred_norm_of` finds it."""
-    if rows.deferred is not None:
-        setattr(rows.rows, _NOTE, _Made(module, rows.deferred, version_of(rows.rows)))
+    setattr(rows.rows, _NOTE, _Made(module, _Left(rows.deferred), version_of(rows.rows)))
     return rows.rows
 
 
@@ -151,9 +159,8 @@ def deferred_norm_of(total: torch.Tensor, module: Foreign) -> NormedRows | Proje
     made = _made_of(total, module)
     if made is None or isinstance(made, torch.Tensor):
         return None
-    is_product = isinstance(made, _Product)
-    rows = left_to_next(total, *terms_of(module), None if is_product else made)
-    return Projected(rows, *made) if is_product else rows
+    rows = left_to_next(total, *terms_of(module), made.parts if isinstance(made, _Left) else None)
+    return Projected(rows, *made) if isinstance(made, _Product) else rows
 
 
 def _norm_of(module: nn.Module) -> tuple[str, float] | None:
