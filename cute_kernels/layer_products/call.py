@@ -83,9 +83,8 @@ def layer(call: LayerCall) -> LayerRows:
     return layer_apart(call)
 
 
-def takes_rows(rows: int) -> bool:
-    """Whether one launch of so many rows is faster than four."""
-    return rows in FASTER_ROWS
+_refused: dict[tuple[Hashable, ...], None] = {}
+"""Keys of calls that `is_one_launch` was asked about and `layer` refuses."""
 
 
 def is_one_launch(call: LayerCall) -> bool:
@@ -96,9 +95,12 @@ def is_one_launch(call: LayerCall) -> bool:
     key = _key(call)
     plan = _layer.plans.get(key)
     if plan is None:
+        if key in _refused:
+            return False
         try:
             plan = _plan(check_layer(call))
         except (TypeError, ValueError):
+            keep(_refused, key, None)
             return False
         keep(cast("dict[tuple[Hashable, ...], Any]", _layer.plans), key, plan)
     return isinstance(plan, LayerPlan)
@@ -161,6 +163,11 @@ def kernel_of(rows: int, most_k: int, device: int) -> tuple[LayerProductsConfig,
     if compiler_version() is None and not default_cache().has(spec, arch):
         return None
     return config, load(spec, arch)
+
+
+def serves_rows(rows: int) -> bool:
+    """Whether one launch is taken for so many rows, of layers that it serves."""
+    return rows in FASTER_ROWS
 
 
 def serves_shape(n: int, k: int) -> bool:
@@ -234,7 +241,7 @@ def _plan(call: LayerCall) -> LayerPlan | LayerApart:
     fits = all(tensor.dtype == torch.bfloat16 for tensor in tensors) and _aligned(*tensors)
     if not m or not fits or not all(is_served(weight) for weight in call.weights):
         return LayerApart(index)
-    if not takes_rows(m):
+    if not serves_rows(m):
         return LayerApart(index)
     if m * results_of(call) > 2 * SET_WORDS:
         return LayerApart(index)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.layer_products.call import LayerCall, is_one_launch, layer, serves_shape, takes_rows
+from cute_kernels.layer_products.call import LayerCall, is_one_launch, layer, serves_shape, serves_rows
 from cute_kernels.layer_products.compile import LayerProductsSpec
 from cute_kernels.layer_products.config import FORMAT, config_for
 from cute_kernels.linear.deferred_ops import give_rows, take_rows
@@ -33,7 +33,7 @@ def may_serve(weights: list[tuple[str, int, int]]) -> bool:
 
 def spec_of(rows: int, most_k: int) -> LayerProductsSpec | None:
     """The kernel of so many rows of up to ``most_k`` inputs; None where products are launches of their own."""
-    config = config_for(rows, most_k) if takes_rows(rows) else None
+    config = config_for(rows, most_k) if serves_rows(rows) else None
     return None if config is None else LayerProductsSpec(config)
 
 
@@ -107,9 +107,9 @@ def _apart(
     return rows, x
 
 
-def _meta(x: torch.Tensor, residual: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    projected = _[-2]
-    return torch.empty_like(residual), x.new_empty((x.shape[0], projected))
+def _meta(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    _, hidden, _, projected, _ = given[-5:]
+    return x.new_empty((x.shape[0], hidden)), x.new_empty((x.shape[0], projected))
 
 
 layer_products = Operator(

@@ -38,7 +38,7 @@ def test_it_is_the_launch_or_the_calls_that_it_stands_for(m: int):
     layers.poison(layer)
     rows, qkv = operator.layer_products(*arguments(layer))
     call = call_of(layer)
-    assert layer_call.is_one_launch(call) == layer_call.takes_rows(m)
+    assert layer_call.is_one_launch(call) == layer_call.serves_rows(m)
     want = layer_call.layer(call)
     assert want.qkv is not None
     if m < 4000:

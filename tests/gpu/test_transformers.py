@@ -204,7 +204,7 @@ def test_layers_in_one_launch_choose_the_tokens_of_sdpa(name):
     model.set_attn_implementation("sdpa")
     want = generate(model, one)
     ck.accelerate(model, kv_format="bf16")
-    with mock.patch.object(deferral, "takes_rows", lambda *_: False):
+    with mock.patch.object(deferral, "serves_rows", lambda *_: False):
         apart = generate(model, one)
     with calls_of(layer_call.LayerPlan.launch, layer_call.layer_apart) as calls:
         generate(model, one, max_new_tokens=2)
@@ -226,7 +226,7 @@ def test_hidden_states_behind_layers_in_one_launch_are_those_of_the_layers():
     model, found = wide("llama"), []
     ck.accelerate(model, kv_format="bf16")
     for whole in (False, True):
-        with nullcontext() if whole else mock.patch.object(deferral, "takes_rows", lambda *_: False):
+        with nullcontext() if whole else mock.patch.object(deferral, "serves_rows", lambda *_: False):
             options = {"max_new_tokens": 3, "output_hidden_states": True}
             found.append(generate(model, torch.ones_like(PROMPT[:1]), **options).hidden_states[1])
     assert len(found[0]) == len(found[1]) == 4

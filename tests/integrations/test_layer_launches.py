@@ -44,7 +44,7 @@ def is_right(call: layer_call.LayerCall) -> bool:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer that may be is one launch, of any number of rows; what is not leaves norms to products."""
-    monkeypatch.setattr(deferral, "takes_rows", lambda rows: True)
+    monkeypatch.setattr(deferral, "serves_rows", lambda rows: True)
     monkeypatch.setattr(deferral, "is_one_launch", is_right)
     monkeypatch.setattr(deferral, "layer", in_one)
     monkeypatch.setattr(deferral, "leaves_norm", lambda *_: True)
@@ -61,7 +61,7 @@ def counted(model: Any) -> tuple[torch.Tensor, int]:
 def apart(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
     """What something gives if every product is a launch, and every norm."""
     with monkeypatch.context() as patch:
-        patch.setattr(deferral, "takes_rows", lambda rows: False)
+        patch.setattr(deferral, "serves_rows", lambda rows: False)
         patch.setattr(deferral, "leaves_norm", lambda *_: False)
         return run()
 
@@ -156,12 +156,38 @@ def test_a_product_is_of_the_weight_that_stands_there_when_it_is_asked_for():
         assert all(torch.equal(one, other) for one, other in zip(attention._projected(found), changed, strict=True))
         assert torch.equal(tensor_of(found), norm(rows))
         assert deferred_norm_of(noted, model.model.norm) is None
+        written = result.clone()
+        result.mul_(-1)
+        assert torch.equal(tensor_of(deferred_norm_of(noted, norm)), norm(rows))
+        assert not isinstance(deferred_norm_of(noted, norm), Projected)
+        with_product(left_to_next(rows, *terms_of(norm), None), norm, attention._first.weight, written)
+        assert isinstance(deferred_norm_of(noted, norm), Projected)
         rows.mul_(-1)
         assert deferred_norm_of(noted, norm) is None
 
 
+def test_a_layer_that_is_called_twice_with_the_same_rows_gives_the_same(kernels, monkeypatch):
+    """Nobody writes to queries, keys and values that were made before."""
+    own = blocks.LayerBlock.__call__
+
+    def twice(self: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        cache = copy.deepcopy(options["past_key_values"])
+        first = own(self, hidden_states, **{**options, "past_key_values": cache})
+        second = own(self, hidden_states, **options)
+        assert torch.equal(first, second)
+        return second
+
+    for name in ("llama", "qwen3"):
+        model = accelerated(name)
+        want, _ = counted(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(blocks.LayerBlock, "__call__", twice)
+            got, count = counted(model)
+        assert torch.equal(got, want) and count == 4
+
+
 def test_rows_that_one_launch_does_not_take_go_the_way_of_norms_in_products(kernels, monkeypatch):
-    monkeypatch.setattr(deferral, "takes_rows", layer_call.takes_rows)  # a step here has two
+    monkeypatch.setattr(deferral, "serves_rows", layer_call.serves_rows)  # a step here has two
     model = accelerated()
     with calls_of(left, in_one) as calls:
         Steps(model)()

@@ -23,7 +23,7 @@ from torch import nn
 
 from cute_kernels import NormedRows, PackedWeight, QuantizedLinear, quantized_linear, quantized_linear_norm
 from cute_kernels.integrations.transformers.norms import Projected, has_hooks, terms_of
-from cute_kernels.layer_products.call import LayerCall, LayerRows, is_one_launch, layer, takes_rows
+from cute_kernels.layer_products.call import LayerCall, LayerRows, is_one_launch, layer, serves_rows
 from cute_kernels.linear.deferred import leaves_norm
 from cute_kernels.names import Activation
 
@@ -154,7 +154,7 @@ class Ending(NamedTuple):
 
     def _call(self, x: torch.Tensor, o: Product) -> LayerCall | None:
         """The products from attention to attention, if they are what the layer computes."""
-        if x.dim() == 0 or not takes_rows(x.numel() // x.shape[-1]):
+        if x.dim() == 0 or not serves_rows(x.numel() // x.shape[-1]):
             return None
         gate_up, down, qkv = self.middle.taker, self.down, self.taker
         if not all(one is None or (one.may_defer() and one.bias is None) for one in (o, gate_up, down, qkv)):

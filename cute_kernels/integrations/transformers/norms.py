@@ -70,10 +70,11 @@ _NOTE = "_cute_kernels_norm"
 
 
 class _Product(NamedTuple):
-    """Of a norm, by a weight."""
+    """Of a norm, by a weight. version: of the result."""
 
     weight: PackedWeight
     result: torch.Tensor
+    version: int | None
 
 
 class Projected(NamedTuple):
@@ -149,7 +150,7 @@ def with_deferred_norm(rows: NormedRows, module: nn.Module) -> torch.Tensor:
 
 def with_product(rows: NormedRows, module: nn.Module, weight: PackedWeight, result: torch.Tensor) -> torch.Tensor:
     """The rows, with a note of a weight's product of their norm by ``module``: `deferred_norm_of` finds it."""
-    setattr(rows.rows, _NOTE, _Made(module, _Product(weight, result), version_of(rows.rows)))
+    setattr(rows.rows, _NOTE, _Made(module, _Product(weight, result, version_of(result)), version_of(rows.rows)))
     return rows.rows
 
 
@@ -160,7 +161,9 @@ def deferred_norm_of(total: torch.Tensor, module: Foreign) -> NormedRows | Proje
     if made is None or isinstance(made, torch.Tensor):
         return None
     rows = left_to_next(total, *terms_of(module), made.parts if isinstance(made, _Left) else None)
-    return Projected(rows, *made) if isinstance(made, _Product) else rows
+    if not isinstance(made, _Product):
+        return rows
+    return Projected(rows, made.weight, made.result) if version_of(made.result) == made.version else rows
 
 
 def _norm_of(module: nn.Module) -> tuple[str, float] | None:

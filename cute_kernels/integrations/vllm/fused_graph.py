@@ -295,13 +295,25 @@ def _join_layer(node: fx.Node) -> bool:
     last = _Pair.of(down[0]) if len(down) == 1 else None
     if last is None or last.takes.args[-1] is not None or set(first.rows.users) != {first.takes, last.gives}:
         return False
-    if last.gives.args[5] is not first.rows or _unviewed(cast("fx.Node", last.gives.args[0])) is not first.takes:
+    if last.gives.args[5] is not first.rows or _only_reader_of(first.takes) is not last.gives:
         return False
     if not (first.is_plain() and last.is_plain()) or first.gives.args[10] != last.gives.args[10]:
         return False
     if not layer_operator.may_serve([*first.weights(), *last.weights()]):
         return False
     return _replace_layer(first, last)
+
+
+def _only_reader_of(node: fx.Node) -> fx.Node | None:
+    """Who reads a node's rows as they are, if nobody else reads them."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target not in VIEWS:
+            return user if list(user.all_input_nodes).count(node) == 1 else None
+        if user.meta["val"].shape != node.meta["val"].shape:
+            return None
+        node = user
+    return None
 
 
 def _replace_layer(first: _Pair, last: _Pair) -> bool:
@@ -333,14 +345,8 @@ def _may_defer(product: fx.Node, with_activation: bool = False) -> bool:
 
 def _only_product_of(node: fx.Node) -> fx.Node | None:
     """The product whose x a node is, as it is, if nobody else reads the node."""
-    while len(node.users) == 1:
-        (user,) = node.users
-        if is_product(user):
-            return user if user.args[0] is node and list(user.all_input_nodes).count(node) == 1 else None
-        if user.target not in VIEWS or user.meta["val"].shape != node.meta["val"].shape:
-            return None
-        node = user
-    return None
+    reader = _only_reader_of(node)
+    return reader if is_product(reader) else None
 
 
 def _unviewed(node: fx.Node) -> fx.Node:

@@ -140,7 +140,8 @@ def make_ready(problem: LinearProblem, rows: prepare.RowCounts, kind: DeferredKi
 def make_whole_ready(problem: LinearProblem, rows: prepare.RowCounts) -> None:
     """Loads the kernels of all products from one attention to the next, or compiles them now, as `make_ready`.
 
-    problem: the last layer of an MLP, of one row; others have as many inputs or fewer.
+    problem: the last layer of an MLP, of one row. A model whose o has more inputs than any layer asks for another
+    kernel, which is not there: it goes product by product.
     """
     n, k = problem.n, problem.k
     if not may_serve([(problem.format.key, n, k)]):
