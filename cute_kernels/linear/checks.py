@@ -77,11 +77,12 @@ def check_norm(norm: torch.Tensor, eps: object, offset: object, x: torch.Tensor,
     check_number("norm_offset", offset)
 
 
-def check_norm_place(norm: torch.Tensor) -> None:
-    """Raises ValueError unless ``norm`` begins where the kernel of a norm takes weights from."""
+def check_norm_place(norm: torch.Tensor, name: str = "norm") -> None:
+    """Raises ValueError unless ``norm`` begins where the kernel of a norm takes weights from. name: of the argument."""
     past = norm.data_ptr() % ALIGNMENT
     if past:
-        raise ValueError(f"norm: got a tensor that starts {past} bytes past a multiple of {ALIGNMENT}, want it aligned")
+        message = f"got a tensor that starts {past} bytes past a multiple of {ALIGNMENT}, want it aligned"
+        raise ValueError(f"{name}: {message}")
 
 
 def result_dtype(out_dtype: torch.dtype | None, x: torch.Tensor, out: torch.Tensor | None) -> torch.dtype:

@@ -20,6 +20,8 @@ from cute_kernels.arguments import (
     is_one_of,
 )
 from cute_kernels.linear.packed import Packed
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.plans import ALIGNMENT
 from cute_kernels.weight_formats import GROUP_SIZES, IntegerFormat, WeightFormat, integers, weight_format
 from cute_kernels.weight_formats.base import CODE_BITS as BITS
 from cute_kernels.weight_formats.integers import SCALE_DTYPES as SCALE_DTYPES
@@ -87,6 +89,8 @@ class PackedWeight(Packed):
             tensors of a weight that was checked. Never where there are none to see: of tensors without data (meta,
             fake), nor while torch.compile traces or a CUDA graph is captured.
 
+    On a GPU each tensor starts on 16 bytes, as torch allocates them; views into larger buffers may not.
+
     Raises:
         TypeError, ValueError: a field is not as above; the message names it.
     """
@@ -146,6 +150,9 @@ class PackedWeight(Packed):
             raise ValueError(f"{name}: got strides {tensor.stride()}, want a contiguous tensor")
         if tensor.device != self.codes.device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {self.codes.device}, where codes is")
+        if past := misplaced_bytes(tensor):
+            message = f"got a tensor that starts {past} bytes past a multiple of {ALIGNMENT}, want it aligned"
+            raise ValueError(f"{name}: {message}")
 
     def __repr__(self) -> str:
         n, k = self.shape
@@ -376,6 +383,13 @@ SizeT = TypeVar("SizeT")
 def per_row(group_size: SizeT) -> SizeT | None:
     """None for -1, which checkpoints write where a row has one scale; else ``group_size``."""
     return None if isinstance(group_size, int) and group_size == -1 else group_size
+
+
+def misplaced_bytes(tensor: torch.Tensor) -> int:
+    """How far behind a multiple of `ALIGNMENT` bytes a tensor starts that kernels read; 0 of all others."""
+    if is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return 0
+    return tensor.data_ptr() % ALIGNMENT if tensor.is_cuda or GPU.takes_cpu else 0
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -19,8 +19,10 @@ from cute_kernels.linear.experts import stack_experts
 from cute_kernels.weight_formats import IntegerFormat, integers
 from layouts.transform import unpack
 from layouts.weights import hopper
+from tests.launchers import recording
 from tests.linear.cases import GROUPS, known
 from tests.observed import calls_of
+from tests.tensors import offset
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -229,6 +231,19 @@ BAD_FIELDS = {
 def test_fields_that_do_not_fit_are_refused_by_name(changes, message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         replace(known(64, 64).pack(), **changes)
+
+
+@pytest.mark.parametrize("name", ["codes", "scales", "zeros", "perm", "input_scale"])
+def test_views_at_odd_places_are_refused_on_a_gpu(name):
+    """As of tensors of a file that is read into one buffer: kernels copy 16 bytes at a time."""
+    packed = known(64, 64, 4, 32, zero_point=True).pack(perm=torch.arange(64), input_scale=torch.ones(64, dtype=BF16))
+    moved = {name: offset(getattr(packed, name), 8)}
+    assert torch.equal(replace(packed, **moved).dequantize(), packed.dequantize())  # a CPU reads them anywhere
+    with (
+        recording(),
+        pytest.raises(ValueError, match=f"^{name}: got a tensor that starts 8 bytes past a multiple of 16"),
+    ):
+        replace(packed, **moved)
 
 
 BAD_VALUES = {
