@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.layer_products.call import LayerCall, is_one_launch, layer, serves_shape, serves_rows
+from cute_kernels.layer_products.call import LayerCall, is_one_launch, layer, serves_rows, serves_shape
 from cute_kernels.layer_products.compile import LayerProductsSpec
 from cute_kernels.layer_products.config import FORMAT, config_for
 from cute_kernels.linear.deferred_ops import give_rows, take_rows

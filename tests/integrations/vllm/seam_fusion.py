@@ -166,22 +166,23 @@ def what_lies_between_two_attentions_is_one_operator() -> None:
     qkv, odd = product(HIDDEN, 2 * HIDDEN, 4), product(HIDDEN, 2 * HIDDEN + 32, 5)
     before, after = (torch.rand(HIDDEN, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (3, 6))
 
-    def layer(last: Callable[[torch.Tensor], torch.Tensor] = qkv, eps: float = EPS, seen: bool = False) -> Any:
+    def layer(last: Callable[[torch.Tensor], torch.Tensor] = qkv, eps: float = EPS, seen: str = "") -> Any:
         def run(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
             x, residual = ops.fused_add_rms_norm(attended(x), residual, before, EPS)
             rows = residual
             x = fused_layers.in_order(both(x))
-            x = functional.silu(x[..., :middle]) * x[..., middle:]
-            x, residual = ops.fused_add_rms_norm(down(x), residual, after, eps)
+            gated = functional.silu(x[..., :middle]) * x[..., middle:]
+            x, residual = ops.fused_add_rms_norm(down(gated), residual, after, eps)
             q, k = last(x).split([HIDDEN, HIDDEN + (32 if last is odd else 0)], dim=-1)
-            return q, k * 2, residual, *([rows + 1] if seen else [])
+            return q, k * 2, residual, *[one + 1 for name, one in (("rows", rows), ("gated", gated)) if name == seen]
 
         return run
 
     names, found = rewritten(layer(), *rows(HIDDEN, HIDDEN))
     assert found == {"gates": 1, "residuals": 2, "norms": 2, "left": 2, "whole": 1}, found
     assert _ours(names) == {LAYER: 1}, names
-    others = {"tiles": layer(odd), "another epsilon": layer(eps=1e-6), "seen": layer(seen=True)}
+    others = {"tiles": layer(odd), "another epsilon": layer(eps=1e-6)}
+    others |= {name: layer(seen=name) for name in ("rows", "gated")}
     for name, run in others.items():
         names, found = rewritten(run, *rows(HIDDEN, HIDDEN))
         assert (found["left"], found["whole"]) == (2, 0) and _ours(names) == {GIVING: 2, TAKING: 2}, (name, names)
