@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import cute_kernels.integrations.transformers as ck
+from cute_kernels import NormedRows
 from cute_kernels.integrations.transformers import blocks, deferral
 from cute_kernels.integrations.transformers.deferral import shaped, tensor_of
 from cute_kernels.integrations.transformers.norms import Projected, deferred_norm_of, terms_of, with_product
@@ -158,8 +159,8 @@ def test_a_product_is_of_the_weight_that_stands_there_when_it_is_asked_for():
         assert deferred_norm_of(noted, model.model.norm) is None
         written = result.clone()
         result.mul_(-1)
-        assert torch.equal(tensor_of(deferred_norm_of(noted, norm)), norm(rows))
-        assert not isinstance(deferred_norm_of(noted, norm), Projected)
+        left_over = deferred_norm_of(noted, norm)
+        assert isinstance(left_over, NormedRows) and torch.equal(left_over.normed(), norm(rows))
         with_product(left_to_next(rows, *terms_of(norm), None), norm, attention._first.weight, written)
         assert isinstance(deferred_norm_of(noted, norm), Projected)
         rows.mul_(-1)
