@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from cute_kernels.layer_products.arguments import LAYER_PRODUCTS, NUMBERS, PRODUCTS
-from cute_kernels.layer_products.compile import LayerProductsSpec
+from cute_kernels.layer_products.compile import SHIPPED_K, LayerProductsSpec
 from cute_kernels.layer_products.config import (
     EXCHANGE_WORDS,
     FORMAT,
@@ -154,18 +154,25 @@ def check_beside(name: str, weight: PackedWeight, o: PackedWeight) -> None:
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
+def specs_for(rows: int, most_k: int) -> list[LayerProductsSpec]:
+    """The kernels of so many rows of up to ``most_k`` inputs, the best one first. The one that ships has room for
+    more."""
+    configs = (config_for(rows, room) for room in dict.fromkeys((most_k, max(most_k, SHIPPED_K))))
+    return [LayerProductsSpec(config) for config in configs if config is not None]
+
+
 @per_gpu
 @lru_cache(maxsize=256)
 def kernel_of(rows: int, most_k: int, device: int) -> tuple[LayerProductsConfig, Callable[..., Any]] | None:
-    """The kernel of so many rows of up to ``most_k`` inputs; None if there is none, or it is not there and cannot be
-    compiled."""
-    config = config_for(rows, most_k) if is_supported(device) else None
-    if config is None:
+    """The best kernel of so many rows of up to ``most_k`` inputs that is there or can be compiled; None if there is
+    none."""
+    if not is_supported(device):
         return None
-    spec, arch = LayerProductsSpec(config), arch_of(device)
-    if compiler_version() is None and not default_cache().has(spec, arch):
-        return None
-    return config, load(spec, arch)
+    arch, can_compile = arch_of(device), compiler_version() is not None
+    for spec in specs_for(rows, most_k):
+        if can_compile or default_cache().has(spec, arch):
+            return spec.config, load(spec, arch)
+    return None
 
 
 def serves_rows(rows: int) -> bool:

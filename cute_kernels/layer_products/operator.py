@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.layer_products.call import LayerCall, is_one_launch, layer, serves_rows, serves_shape
-from cute_kernels.layer_products.compile import LayerProductsSpec
+from cute_kernels.layer_products.call import LayerCall, is_one_launch, layer, serves_rows, serves_shape, specs_for
 from cute_kernels.layer_products.config import FORMAT, config_for
 from cute_kernels.linear.deferred_ops import give_rows, take_rows
 from cute_kernels.linear.plan import problem_of
@@ -31,19 +30,13 @@ def may_serve(weights: list[tuple[str, int, int]]) -> bool:
     return fits and config_for(1, max(k for _, _, k in weights)) is not None
 
 
-def spec_of(rows: int, most_k: int) -> LayerProductsSpec | None:
-    """The kernel of so many rows of up to ``most_k`` inputs; None where products are launches of their own."""
-    config = config_for(rows, most_k) if serves_rows(rows) else None
-    return None if config is None else LayerProductsSpec(config)
-
-
 def _may_load(rows: int, n: int, k: int, most_k: int, device: int) -> bool:
     """Whether nobody waits for a compiler who has said what he will ask for: a server that has noted the product."""
-    spec = spec_of(rows, most_k)
-    if spec is None:
+    if not serves_rows(rows):
         return False
-    noted = is_noted(problem_of(rows, n, k, FORMAT, torch.bfloat16, device, False))
-    return not noted or default_cache().has(spec, arch_of(device))
+    if not is_noted(problem_of(rows, n, k, FORMAT, torch.bfloat16, device, False)):
+        return True
+    return any(default_cache().has(spec, arch_of(device)) for spec in specs_for(rows, most_k))
 
 
 def _apply(

@@ -7,8 +7,10 @@ import torch
 
 from cute_kernels.layer_products import call as layer_call
 from cute_kernels.layer_products import operator
+from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu import test_linear_layer as layers
+from tests.gpu.specs import ARCH
 from tests.gpu.test_linear_layer import EPS, SMALL, Layer
 
 pytestmark = pytest.mark.gpu
@@ -82,3 +84,13 @@ def test_a_traced_one_has_the_same_bits():
         rows, qkv = torch.compile(run, dynamic=True, backend="aot_eager")(layer.x, layer.residual)
         assert not m == 1 or (torch.equal(rows, want[0]) and torch.equal(qkv, want[1] * 2))
         assert rows.shape == (m, SMALL.hidden) and qkv.shape == (m, SMALL.qkv)
+
+
+def test_the_kernel_that_ships_has_the_same_bits_for_fewer_inputs():
+    layer = Layer(SMALL, 1)
+    want, (own, shipped) = layers.results(layer.run()), layer_call.specs_for(1, SMALL.inner)
+    assert own.config.num_stages > shipped.config.num_stages
+    plan = layer_call.make_plan(layer.call(), shipped.config, load(shipped, ARCH), layer_call.GPU.num_sms(0))
+    for _ in range(3):
+        layers.poison(layer)
+        assert all(torch.equal(a, b) for a, b in zip(layers.results(plan.launch(layer.call())), want, strict=True))

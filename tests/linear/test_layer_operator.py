@@ -12,6 +12,7 @@ pytest.importorskip("cutlass")
 from cute_kernels import quantized_layer
 from cute_kernels.layer_products import call as layer_call
 from cute_kernels.layer_products import operator
+from cute_kernels.layer_products.compile import SHIPPED_K
 from cute_kernels.linear import served
 from cute_kernels.linear.plan import problem_of
 from tests.launchers import recording
@@ -95,7 +96,22 @@ def test_weights_that_no_launch_serves_are_known_before_there_are_rows():
     assert not operator.may_serve([*plain, ("w4_g64", HIDDEN, HEADS)])
     assert not operator.may_serve([*plain, ("w4_g128", HIDDEN + 32, HEADS)])
     assert not operator.may_serve([*plain, ("w4_g128", HIDDEN, HEADS + 128)])
-    assert operator.spec_of(1, 14336) is not None and operator.spec_of(9, 14336) is None
+
+
+def test_the_kernel_that_ships_serves_fewer_inputs_where_nothing_can_be_compiled(monkeypatch):
+    (own, shipped), (only,) = layer_call.specs_for(1, INNER), layer_call.specs_for(1, SHIPPED_K)
+    assert only == shipped != own and layer_call.specs_for(9, INNER) == []
+    assert [spec.config.groups for spec in layer_call.specs_for(1, 28672)] == [224]
+
+    class Shipped:
+        def has(self, spec: Any, _: str) -> bool:
+            return spec == shipped
+
+    with recording() as cache, monkeypatch.context() as patch:
+        patch.setattr(layer_call, "compiler_version", lambda: None)
+        patch.setattr(layer_call, "default_cache", lambda: Shipped())
+        run(call_of(1))
+    assert [one.symbol for one in cache.launches] == [shipped.symbol]
 
 
 # -- whether a call is one launch --------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 
 from cute_kernels.integrations.vllm import plugin, prepare
-from cute_kernels.layer_products.operator import may_serve, spec_of
+from cute_kernels.layer_products.call import kernel_of, serves_rows
+from cute_kernels.layer_products.operator import may_serve
 from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.tuned import chosen
@@ -147,11 +148,9 @@ def make_whole_ready(problem: LinearProblem, rows: prepare.RowCounts) -> None:
     if not may_serve([(problem.format.key, n, k)]):
         return
     index = torch.cuda.current_device()
-    device, arch = torch.device("cuda", index), arch_of(index)
-    specs = [spec for m in rows.all() if (spec := spec_of(m, max(n, k))) is not None]
-    can_compile = compiler_version() is not None
     COUNTERS.prepare(index)  # a capture may be the first that asks for them
-    prepare.load(device, [spec for spec in specs if can_compile or default_cache().has(spec, arch)])
+    for m in filter(serves_rows, rows.all()):
+        kernel_of(m, max(n, k), index)
 
 
 def ends_layer(layer: object) -> bool:
