@@ -34,6 +34,7 @@ K_MULTIPLE = 64
 FORMAT_VERSION = 1  # of state dicts: "format" says bits and group size of integers,
 KEY_VERSION = 2  # or the bytes of another format's key
 TENSOR_NAMES = ("codes", "scales", "zeros", "perm", "input_scale")
+_COPIED = TENSOR_NAMES[:3]  # 16 bytes at a time; the others are read in any place
 BLOCK_ELEMENTS = 1 << 21  # of a weight that is unpacked at a time: 8 MB in fp32, which caches hold
 
 
@@ -89,7 +90,7 @@ class PackedWeight(Packed):
             tensors of a weight that was checked. Never where there are none to see: of tensors without data (meta,
             fake), nor while torch.compile traces or a CUDA graph is captured.
 
-    On a GPU each tensor starts on 16 bytes, as torch allocates them; views into larger buffers may not.
+    On a GPU codes, scales and zeros start on 16 bytes, as torch allocates them; views into larger buffers may not.
 
     Raises:
         TypeError, ValueError: a field is not as above; the message names it.
@@ -150,9 +151,8 @@ class PackedWeight(Packed):
             raise ValueError(f"{name}: got strides {tensor.stride()}, want a contiguous tensor")
         if tensor.device != self.codes.device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {self.codes.device}, where codes is")
-        if past := misplaced_bytes(tensor):
-            message = f"got a tensor that starts {past} bytes past a multiple of {ALIGNMENT}, want it aligned"
-            raise ValueError(f"{name}: {message}")
+        if name in _COPIED:
+            check_place(name, tensor)
 
     def __repr__(self) -> str:
         n, k = self.shape
@@ -385,11 +385,14 @@ def per_row(group_size: SizeT) -> SizeT | None:
     return None if isinstance(group_size, int) and group_size == -1 else group_size
 
 
-def misplaced_bytes(tensor: torch.Tensor) -> int:
-    """How far behind a multiple of `ALIGNMENT` bytes a tensor starts that kernels read; 0 of all others."""
+def check_place(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless a tensor on a GPU starts where kernels copy from."""
     if is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return 0
-    return tensor.data_ptr() % ALIGNMENT if tensor.is_cuda or GPU.takes_cpu else 0
+        return
+    past = tensor.data_ptr() % ALIGNMENT if tensor.is_cuda or GPU.takes_cpu else 0
+    if past:
+        message = f"got a tensor that starts {past} bytes past a multiple of {ALIGNMENT}, want it aligned"
+        raise ValueError(f"{name}: {message}")
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -293,13 +293,15 @@ def test_rows_in_any_strides_are_traced(dynamic: bool):
 
 def test_a_norm_off_16_bytes_is_refused_by_its_name():
     norm, message = offset(numbers(N), 2), "^norm: got a tensor that starts 2 bytes past a multiple of 16"
-    with recording():
+    with recording() as cache:
         for call in (
             lambda: host.NormedRows(numbers(M, N), norm),
             lambda: quantized_linear_norm(**given_of(norm=norm)),
+            lambda: quantized_linear(numbers(M, N), weight(128, N), norm=norm),
         ):
             with pytest.raises(ValueError, match=message):
                 call()
+    assert not cache.launches, "what is refused has launched nothing"
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

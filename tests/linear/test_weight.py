@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -234,15 +235,15 @@ def test_fields_that_do_not_fit_are_refused_by_name(changes, message):
 
 
 @pytest.mark.parametrize("name", ["codes", "scales", "zeros", "perm", "input_scale"])
-def test_views_at_odd_places_are_refused_on_a_gpu(name):
-    """As of tensors of a file that is read into one buffer: kernels copy 16 bytes at a time."""
+def test_codes_and_scales_at_odd_places_are_refused_on_a_gpu(name):
+    """As of tensors of a file that is read into one buffer: kernels copy 16 bytes at a time. perm and input_scale they
+    read anywhere."""
     packed = known(64, 64, 4, 32, zero_point=True).pack(perm=torch.arange(64), input_scale=torch.ones(64, dtype=BF16))
     moved = {name: offset(getattr(packed, name), 8)}
     assert torch.equal(replace(packed, **moved).dequantize(), packed.dequantize())  # a CPU reads them anywhere
-    with (
-        recording(),
-        pytest.raises(ValueError, match=f"^{name}: got a tensor that starts 8 bytes past a multiple of 16"),
-    ):
+    message = f"^{name}: got a tensor that starts 8 bytes past a multiple of 16"
+    anywhere = name in ("perm", "input_scale")
+    with recording(), nullcontext() if anywhere else pytest.raises(ValueError, match=message):
         replace(packed, **moved)
 
 
