@@ -28,7 +28,7 @@ from cute_kernels.linear.deferred import GivingCall, NormedRows, TakingCall, che
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.runtime.cache import default_cache, load
 from cute_kernels.runtime.device import arch_of, is_supported
-from cute_kernels.runtime.gpu import GPU, per_gpu
+from cute_kernels.runtime.gpu import GPU, forgotten, per_gpu
 from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.operator import launcher
@@ -85,6 +85,7 @@ def layer(call: LayerCall) -> LayerRows:
 
 _refused: dict[tuple[Hashable, ...], None] = {}
 """Keys of calls that `is_one_launch` was asked about and `layer` refuses."""
+forgotten(_refused.clear)
 
 
 def is_one_launch(call: LayerCall) -> bool:
