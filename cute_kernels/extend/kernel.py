@@ -21,7 +21,7 @@ from cute_kernels.device.division import Divisor
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import extents
 from cute_kernels.extend.beside import ProducerBeside, SourceBeside
-from cute_kernels.extend.config import MMA_WARPS, WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
+from cute_kernels.extend.config import WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
 from cute_kernels.extend.decode import RowProducer
 from cute_kernels.extend.key_rows.copies import RawRowProducer
 from cute_kernels.extend.key_rows.memory import KeyRowsMemory
@@ -95,13 +95,13 @@ class ExtendKernel:
                 memory.write_ones(lane)
         cute.arch.sync_threads()
         producing, consuming = config.registers
-        if warp >= MMA_WARPS:
+        if warp >= config.mma_warps:
             cute.arch.setmaxregister_decrease(producing)
-            if warp < MMA_WARPS + config.filling_warps:
-                self.produce(shape, source, lengths, memory, warp - MMA_WARPS, lane)
+            if warp < config.mma_warps + config.filling_warps:
+                self.produce(shape, source, lengths, memory, warp - config.mma_warps, lane)
             else:
                 if const_expr(config.unpacks is not None):
-                    unpacking = warp - (MMA_WARPS + config.filling_warps)
+                    unpacking = warp - (config.mma_warps + config.filling_warps)
                     self.producer.unpack(shape, source, lengths, memory, unpacking, lane)
             if const_expr(config.unpacks is not None):
                 self.producer.leave(source, lane)

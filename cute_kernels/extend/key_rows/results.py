@@ -1,10 +1,12 @@
-"""From the sums of both warpgroups, each over half of the keys, to the result or to a split's part of it.
+"""From the sums of all warpgroups, each over its own keys, to the result or to a split's part of it.
 
-Each takes one of the two MMAs' columns and gives the other one's away, through the places of its probabilities.
+Each takes some blocks of 8 queries, and gives the others' away through the places of probabilities: in one round to the
+next warpgroup, then to the one behind it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -13,12 +15,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.lanes import lane_sum
-from cute_kernels.extend.config import ELEMENT_BYTES, MMA_WARPGROUPS, WARPGROUP_WARPS, ExtendConfig
+from cute_kernels.device.lanes import in_pairs, lane_sum
+from cute_kernels.extend.config import ELEMENT_BYTES, ExtendConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.key_rows.codes import rows_of
 from cute_kernels.extend.key_rows.queries import sync_consumers
-from cute_kernels.extend.multiply import FIRST_WARPGROUP, WARPGROUP_THREADS
+from cute_kernels.extend.multiply import WARPGROUP_THREADS
 from cute_kernels.extend.queries import query_row
 from cute_kernels.extend.softmax import load_float
 
@@ -34,75 +36,100 @@ class KeyRowsResults:
     def __init__(self, config: ExtendConfig):
         self.config, self.rows = config, rows_of(config.formats[1])
         self.elements = of_name(config.q_dtype)
-        self.columns = config.tile_rows // 4
+        self.columns, self.blocks = config.tile_rows // 4, config.tile_rows // 8
         shape = config.key_rows
         assert shape is not None
-        self.shape = shape
+        self.shape, self.groups = shape, shape.warpgroups
+        self.own_blocks = shape.own_blocks
 
     @cute.jit
     def write(self, shape, operands, features, work, memory, sums, place):
         """A work tile's. No products are running."""
-        # Its warps' products have read the warpgroup's probabilities.
-        cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
-        own = cute.make_rmem_tensor(2 * self.columns, Float32)
-        first = place.group == 0
+        for block in cutlass.range_constexpr(self.blocks):
+            memory.tell(place, block, [lane_sum(sums.total[2 * block + c], (4, 8, 16)) for c in range(2)])
+        sync_consumers(self.config)
+        self.weigh(memory, sums, place)
+        for turn in cutlass.range_constexpr(1, self.groups):
+            self.exchange(memory, sums, place, turn)
+        for i in cutlass.range_constexpr(self.own_blocks):
+            block = place.group * self.own_blocks + i
+            if block < self.blocks:
+                common, totals = self.merged(memory, place, block)
+                for c in cutlass.range_constexpr(2):
+                    row = work.first_row + 8 * block + 2 * (place.lane % 4) + c
+                    values = self.of_block(sums, place.group, i, c)
+                    self.write_row(shape, operands, features, work, place, row, common[c], totals[c], values)
+
+    def weigh(self, memory, sums, place) -> None:
+        """Sums as of the references that all warpgroups have in common."""
+        for block in range(self.blocks):
+            common, own = self.common(memory, place, block), memory.references(place, block)
+            for c in range(2):
+                weight = ptx.exp2(own[c] - common[c])
+                for index in self.indices(2 * block + c):
+                    sums.values[index] = sums.values[index] * weight
+
+    def indices(self, column: int) -> list[int]:
+        """Of a column's sums, of either MMA and row half."""
+        return [2 * self.columns * mma + sum_index(column, half) for mma in range(2) for half in range(2)]
+
+    def of_block(self, sums, group, i: int, c: int) -> list[Any]:
+        """Four sums of a column of a warpgroup's i-th block; anything where it has fewer."""
+        found: list[Any] = []
+        for other in range(self.groups):
+            block = min(other * self.own_blocks + i, self.blocks - 1)
+            own = [sums.values[index] for index in self.indices(2 * block + c)]
+            found = [cutlass.select_(group == other, x, y) for x, y in zip(own, found, strict=True)] if found else own
+        return found
+
+    def add_to_block(self, sums, group, i: int, c: int, more) -> None:
+        """Adds to the same."""
+        for other in range(self.groups):
+            block = other * self.own_blocks + i
+            if block < self.blocks:
+                for index, value in zip(self.indices(2 * block + c), more, strict=True):
+                    sums.values[index] = sums.values[index] + cutlass.select_(group == other, value, Float32(0.0))
+
+    @cute.jit
+    def exchange(self, memory, sums, place, turn: cutlass.Constexpr):
+        """Sends the sums of its blocks to the ``turn``-th warpgroup behind this one, and adds up what comes."""
+        room = self.shape.place_bytes
         thread = 4 * (place.warp * WARP_THREADS + place.lane)
-        area = memory.probabilities + place.group * (2 * self.shape.probability_bytes) + thread
-        for i in cutlass.range_constexpr(2 * self.columns):
-            low, high = sums.values[i], sums.values[2 * self.columns + i]
-            own[i] = cutlass.select_(first, low, high)
-            ptx.store_shared(area, 4 * WARPGROUP_THREADS * i, [cutlass.select_(first, high, low)])
-        self.tell(memory, sums, place)
-        sync_consumers()
-        other = memory.probabilities + (1 - place.group) * (2 * self.shape.probability_bytes) + thread
-        for block in cutlass.range_constexpr(self.columns // 2):
-            for c in cutlass.range_constexpr(2):
-                common, total, values = self.merged(memory, place, own, other, block, c)
-                row = work.first_row + 8 * block + 2 * (place.lane % 4) + c
-                self.write_row(shape, operands, features, work, place, row, common, total, values)
+        target, source = place.group + turn, place.group + (self.groups - turn)
+        target = cutlass.select_(target >= self.groups, target - self.groups, target)
+        source = cutlass.select_(source >= self.groups, source - self.groups, source)
+        pairs = [(i, c) for i in range(self.own_blocks) for c in range(2)]
+        for number, (i, c) in enumerate(pairs):
+            for k, value in enumerate(self.of_block(sums, target, i, c)):
+                offset = 4 * WARPGROUP_THREADS * (4 * number + k)
+                ptx.store_shared(memory.probabilities + place.group * room + thread, offset, [value])
+        sync_consumers(self.config)
+        for number, (i, c) in enumerate(pairs):
+            offsets = [4 * WARPGROUP_THREADS * (4 * number + k) for k in range(4)]
+            start = memory.probabilities + source * room + thread
+            more = [ptx.load_shared(start, offset).bitcast(Float32) for offset in offsets]
+            self.add_to_block(sums, place.group, i, c, more)
+        sync_consumers(self.config)
 
-    def merged(self, memory, place, own, other, block: int, c: int) -> tuple[Any, Any, list[Any]]:
-        """(reference, total, two values) of both warpgroups together. other: address of the other one's sums."""
-        first, (references, totals) = place.group == 0, self.hear(memory, place, block)
-        mine, its = (cutlass.select_(first, references[i][c], references[1 - i][c]) for i in range(2))
-        common = ptx.fmax(mine, its)
-        weights = [ptx.exp2(mine - common), ptx.exp2(its - common)]
-        mine, its = (cutlass.select_(first, totals[i][c], totals[1 - i][c]) for i in range(2))
-        values = []
-        for half in range(2):
-            index = sum_index(2 * block + c, half)
-            more = ptx.load_shared(other, 4 * WARPGROUP_THREADS * index).bitcast(Float32)
-            values.append(ptx.fma(own[index], weights[0], more * weights[1]))
-        return common, ptx.fma(mine, weights[0], its * weights[1]), values
+    def common(self, memory, place, block) -> list[Any]:
+        """References that all warpgroups have in common, of a lane's two queries of a block."""
+        all_of_them = [memory.references(replace(place, group=group), block) for group in range(self.groups)]
+        return [in_pairs(ptx.fmax, [own[c] for own in all_of_them]) for c in range(2)]
 
-    def tell(self, memory, sums, place) -> None:
-        """The warp's totals, and its warpgroup's references, of all columns."""
-        told = memory.told + place.group * self.shape.group_told_bytes + 8 * (place.lane % 4)
-        row_bytes = 4 * self.config.tile_rows
-        for block in range(self.columns // 2):
-            pair = [lane_sum(sums.total[2 * block + c], (4, 8, 16)) for c in range(2)]
-            ptx.store_shared(told + place.warp * row_bytes, 32 * block, pair)
-            pair = [sums.maximum[2 * block + c] for c in range(2)]
-            ptx.store_shared(told, WARPGROUP_WARPS * row_bytes + 32 * block, pair)
-
-    def hear(self, memory, place, block: int) -> tuple[Any, Any]:
-        """(references, totals) of both warpgroups, [warpgroup][c], of two columns."""
-        row_bytes = 4 * self.config.tile_rows
-        references, totals = [], []
-        for group in range(MMA_WARPGROUPS):
-            told = memory.told + 8 * (place.lane % 4)
-            first = group * self.shape.group_told_bytes + 32 * block
-            rows = [
-                [word.bitcast(Float32) for word in ptx.load_shared_vector(told, first + row * row_bytes, 2)]
-                for row in range(WARPGROUP_WARPS + 1)
-            ]
-            references.append(rows[WARPGROUP_WARPS])
-            totals.append([(rows[0][c] + rows[1][c]) + (rows[2][c] + rows[3][c]) for c in range(2)])
-        return references, totals
+    def merged(self, memory, place, block) -> tuple[list[Any], list[Any]]:
+        """(references, totals) of all warpgroups together, of a lane's two queries of a block."""
+        common, totals = self.common(memory, place, block), [Float32(0.0)] * 2
+        for group in range(self.groups):
+            references = memory.references(replace(place, group=group), block)
+            heard = memory.hear(group, place.lane, block)
+            for c in range(2):
+                own = (heard[0][c] + heard[1][c]) + (heard[2][c] + heard[3][c])
+                totals[c] = ptx.fma(own, ptx.exp2(references[c] - common[c]), totals[c])
+        return common, totals
 
     @cute.jit
     def write_row(self, shape, operands, features, work, place, row: Int32, reference, total, values):
-        """Two neighbouring columns of a row."""
+        """Two neighbouring columns of either MMA, of a row. values: [MMA][row half]."""
         config = self.config
         exists = row < work.num_rows
         number, _, head = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
@@ -110,8 +137,9 @@ class KeyRowsResults:
         if const_expr(config.formats[1].given_scale is not None):
             unit = unit * load_float(operands.v_scale + Int64(work.head) * operands.v_scale_stride * 4)
         nothing = total == 0.0
-        d = self.rows.column(place.warp, place.lane, place.group)
-        tells = exists & (place.group == 0) & (place.warp == 0) & (place.lane < 4)
+        columns = [self.rows.column(place.warp, place.lane, mma) for mma in range(2)]
+        pairs = [values[0:2], values[2:4]]
+        tells = exists & (place.warp == 0) & (place.lane < 4)
         if shape.splits.value == 1:
             denominator = total
             if const_expr(config.features.sinks):
@@ -122,8 +150,10 @@ class KeyRowsResults:
                 lse = (reference + ptx.log2(total)) * ptx.LN_2
                 ptx.store_global(operands.lse + Int64(number) * 4, [cutlass.select_(nothing, -Float32.inf, lse)])
             if exists:
-                address = operands.out + Int64(number) * (config.head_dim * ELEMENT_BYTES) + Int64(d * ELEMENT_BYTES)
-                ptx.store_global(address, [self.elements.pack(values[0] * factor, values[1] * factor)])
+                address = operands.out + Int64(number) * (config.head_dim * ELEMENT_BYTES)
+                for d, (low, high) in zip(columns, pairs, strict=True):
+                    word = self.elements.pack(low * factor, high * factor)
+                    ptx.store_global(address + Int64(d * ELEMENT_BYTES), [word])
         else:
             factor = cutlass.select_(nothing, Float32(0.0), ptx.reciprocal(total)) * unit
             num_rows = Int64(shape.total_q) * shape.num_q_heads
@@ -133,5 +163,6 @@ class KeyRowsResults:
                 averages = num_rows * shape.splits.value * config.head_dim
                 ptx.store_global(operands.partials + (averages + part) * 4, [weight])
             if exists:
-                address = operands.partials + part * (config.head_dim * 4) + Int64(d * 4)
-                ptx.store_global(address, [values[0] * factor, values[1] * factor])
+                address = operands.partials + part * (config.head_dim * 4)
+                for d, (low, high) in zip(columns, pairs, strict=True):
+                    ptx.store_global(address + Int64(d * 4), [low * factor, high * factor])
