@@ -485,9 +485,11 @@ class ExtendConfig:
             layout += "_fp8" + ("_behind" if self.fp8.behind else "")
         layout += "" if self.unpacks is None else f"_beside_{self.unpacks.what}"
         layout += "_merges" if self.merges else ""
-        layout += ("_tree" if self.tree else "") + ("" if self.ping_pong else "_free")
-        layout += "_mapped" if self.mapped else ""
-        layout += f"_q{self.tile_rows}w{self.pipeline.mma_warpgroups}" if self.key_rows is not None else ""
+        if self.key_rows is None:
+            layout += "" if self.ping_pong else "_free"
+        else:
+            layout += f"_w{self.pipeline.mma_warpgroups}" + ("_mapped" if self.mapped else "")
+        layout += ("_tree" if self.tree else "") + (f"_q{self.tile_rows}" if self.key_rows is not None else "")
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
 
     def can_implement(self) -> str | None:

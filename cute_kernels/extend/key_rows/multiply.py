@@ -166,7 +166,9 @@ class KeyRowsConsumer:
             stage, phase = advance_by(self.groups, stage, phase, self.config.num_stages)
         left = span.end - span.begin - ahead
         taken = (cutlass.max(left, 0) + (self.groups - 1)) // self.groups
-        self.results.write(shape, operands, features, work, memory, sums, place)
+        # Or what follows from where a thread stands is kept, or spilled, throughout the loop.
+        here = replace(place, lane=ptx.pinned(place.lane), warp=ptx.pinned(place.warp), group=ptx.pinned(place.group))
+        self.results.write(shape, operands, features, work, memory, sums, here)
         return stage, phase, taken * self.groups - left
 
     def score_scale(self, operands, work, from_fp16):
