@@ -15,7 +15,7 @@ from cute_kernels.attention.features import Features
 from cute_kernels.device import wgmma
 from cute_kernels.device.division import Divisor
 from cute_kernels.extend.config import GROUP_TOKENS, SLAB_COLUMNS
-from cute_kernels.extend.key_rows.codes import rows_of
+from cute_kernels.extend.key_rows.codes import MAGIC, rows_of
 from cute_kernels.extend.key_rows.copies import RawRowProducer
 from cute_kernels.extend.key_rows.multiply import KeyRowsConsumer
 from cute_kernels.extend.key_rows.queries import QueryWriter
@@ -23,7 +23,7 @@ from cute_kernels.extend.key_rows.results import sum_index
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Source
 from cute_kernels.extend.schedule import ExtendProblem, choose, key_rows_of
 from cute_kernels.kv_formats import format_pair
-from simulator import LANES, Float32, Int32, Int64, running, stand_in
+from simulator import LANES, Float32, Int32, Int64, Uint32, running, stand_in
 from simulator.registers import from_halves, halves
 from tests.extend.cases import Call, make_call
 from tests.extend.test_unpack import Machine, _bytes, _rows, wanted
@@ -135,7 +135,9 @@ def scales_of(block: Block, operand: int) -> np.ndarray:
     found = np.zeros(GROUP_TOKENS)
     consumer = KeyRowsConsumer(block.config)
     with running(block.machine):
-        place = consumer.shifted(consumer.place_of(Int32(0), Int32(0), Int32(LANES)), block.source, block.work)
+        place = consumer.shifted(
+            consumer.place_of(Int32(0), Int32(0), Int32(LANES), Uint32(MAGIC)), block.source, block.work
+        )
         for first in range(0, GROUP_TOKENS, 16):
             pair = consumer.load_scales(block.memory, place, operand, Int32(0), Int32(first + G))
             for half, scale in enumerate(pair):
@@ -193,7 +195,7 @@ def keys_of(block: Block, warp: int) -> np.ndarray:
         headers = keys.load_key_headers(address, part, Int32(warp), Int32(LANES))
         count = len(words) // 2
         for half in range(2):
-            steps += keys.key_operands(words[count * half : count * (half + 1)], headers[half])
+            steps += keys.key_operands(words[count * half : count * (half + 1)], headers[half], Uint32(MAGIC))
     return block.a_operand(steps)
 
 
@@ -206,7 +208,7 @@ def values_of(block: Block, warp: int) -> list[np.ndarray]:
     for part in range(2):
         words = values.load_values(start, odd + values.row_bytes, part)
         headers = values.load_value_headers(address, part, Int32(warp), Int32(LANES))
-        steps += [values.value_operands(words, headers, step) for step in range(2)]
+        steps += [values.value_operands(words, headers, step, Uint32(MAGIC)) for step in range(2)]
     return [block.a_operand([step[mma] for step in steps]) for mma in range(2)]
 
 
@@ -246,7 +248,7 @@ def test_probabilities_lie_as_products_read_them(name):
     with running(block.machine):
         block.references = [[Float32(0.0)] * 2] * consumer.blocks
         for warp in range(4):
-            place = consumer.place_of(Int32(0), Int32(warp), Int32(LANES))
+            place = consumer.place_of(Int32(0), Int32(warp), Int32(LANES), Uint32(MAGIC))
             rows = [16 * warp + G + 8 * j for j in range(2)]
             s = [None] * (2 * columns)
             for column in range(columns):
@@ -301,7 +303,7 @@ def test_no_logit_exceeds_a_raised_reference(name):
         exceeding = []
         for limits in ([None] * 4, bounds):
             for warp in warps:
-                place = consumer.place_of(Int32(0), Int32(warp), Int32(LANES))
+                place = consumer.place_of(Int32(0), Int32(warp), Int32(LANES), Uint32(MAGIC))
                 sums: Any = stand_in(SimpleNamespace(total=[Float32(0.0)] * consumer.columns))
                 target = Int32(block.probabilities)
                 given = block.memory, sums, place, target, s[warp], lines, scales[warp], limits[warp]

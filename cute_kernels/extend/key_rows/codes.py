@@ -36,6 +36,14 @@ LOW_NIBBLES, HIGH_NIBBLES, MAGIC = 0x000F000F, 0x00F000F0, 0x64006400
 HALF, THIRTY_SECOND = 0x38003800, 0x28002800  # 2**-1 and 2**-5 in fp16, twice
 
 
+def magic_of(number) -> Uint32:
+    """`MAGIC`, which no compiler knows: an instruction that masks a nibble and adds it has room for one constant.
+
+    number: one of no more than 31 bits.
+    """
+    return Uint32(MAGIC) + (Uint32(number) >> 31)
+
+
 def tokens_of(part: int) -> range:
     """The first of every 8 tokens of a part."""
     return range(PART_TOKENS * part, PART_TOKENS * (part + 1), 8)
@@ -105,8 +113,9 @@ class ByteRows:
         """For each half of the part: nothing, as a scale meets scores and probabilities."""
         return [None, None]
 
-    def key_operands(self, words, header) -> list[list[Uint32]]:
-        """A registers of two steps of 16 columns, of their words: half of what :meth:`load_keys` has."""
+    def key_operands(self, words, header, magic) -> list[list[Uint32]]:
+        """A registers of two steps of 16 columns, of their words: half of what :meth:`load_keys` has. magic: of
+        `magic_of`."""
         steps = []
         for low, high in zip(words[0::2], words[1::2], strict=True):
             of_low, of_high = (self.codes.numbers(word, ((0, 1), (2, 3))) for word in (low, high))
@@ -131,7 +140,7 @@ class ByteRows:
     def load_value_headers(self, address, part: int, warp, lane) -> list[Any]:
         return []
 
-    def value_operands(self, words, headers, step: int) -> list[list[Uint32]]:
+    def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
         """A registers of the two MMAs of a part's step of 16 tokens."""
         own = words[4 * step : 4 * step + 4]
         result = []
@@ -215,7 +224,7 @@ class ScaledByteRows(ByteRows):
             for start in (address, address + odd)
         ]
 
-    def value_operands(self, words, headers, step: int) -> list[list[Uint32]]:
+    def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
         pairs = []
         for even, odd in zip(words[4 * step : 4 * step + 4 : 2], words[4 * step + 1 : 4 * step + 4 : 2], strict=True):
             both = [ptx.prmt(even, odd, Uint32(s)) for s in (0x5140, 0x7362)]
@@ -244,12 +253,12 @@ class NibbleRows:
     def swizzle(row):
         return row // 2 % 4
 
-    def numbers(self, word, scales, shifts) -> list[Uint32]:
+    def numbers(self, word, magic, scales, shifts) -> list[Uint32]:
         """Pairs (i, i + 4) of a word's nibbles. scales: halves of them, and 32nds for odd i."""
         result = []
         for index in range(4):
             own = word if index < 2 else word >> 8
-            masked = (own & Uint32(HIGH_NIBBLES if index % 2 else LOW_NIBBLES)) | Uint32(MAGIC)
+            masked = (own & Uint32(HIGH_NIBBLES if index % 2 else LOW_NIBBLES)) | magic
             codes = ptx.add_f16x2(masked, Uint32(MINUS_1024))
             result.append(ptx.fma_f16x2(codes, scales[index % 2], shifts))
         return result
@@ -278,9 +287,9 @@ class NibbleRows:
         }
         return [loaded[group] for group in groups]
 
-    def key_operands(self, words, header) -> list[list[Uint32]]:
+    def key_operands(self, words, header, magic) -> list[list[Uint32]]:
         halves = [self.halved(*(ptx.prmt(word, Uint32(0), Uint32(s)) for s in (0x1010, 0x3232))) for word in header]
-        low, high = (self.numbers(word, *own) for word, own in zip(words, halves, strict=True))
+        low, high = (self.numbers(word, magic, *own) for word, own in zip(words, halves, strict=True))
         return [[low[p], high[p], low[p + 1], high[p + 1]] for p in (0, 2)]
 
     def value_place(self, warp, lane):
@@ -295,12 +304,12 @@ class NibbleRows:
         own = address + HEADER_STRIDE * (warp // self.group_chunks) + 8 * (lane % 4)
         return [ptx.load_shared_vector(own, 4 * first, 2) for first in tokens_of(part)]
 
-    def value_operands(self, words, headers, step: int) -> list[list[Uint32]]:
+    def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
         pairs = []
         for index in (2 * step, 2 * step + 1):
             even, odd = headers[index]
             scales, shifts = (ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632))
-            pairs.append(self.numbers(words[index], *self.halved(scales, shifts)))
+            pairs.append(self.numbers(words[index], magic, *self.halved(scales, shifts)))
         low, high = pairs
         return [[low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]] for m in range(2)]
 

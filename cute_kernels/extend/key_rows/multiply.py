@@ -35,6 +35,7 @@ from cute_kernels.extend.key_rows.codes import (
     PART_TOKENS,
     WARP_TOKENS,
     ScaledByteRows,
+    magic_of,
     rows_of,
 )
 from cute_kernels.extend.key_rows.queries import QueryWriter
@@ -71,7 +72,8 @@ class Sums:
 class Lane:
     """Where a thread stands. group, warp: of the warpgroups, of its four warps. keys, values, probabilities,
     last_probabilities: bytes from a tile, or from the warpgroup's probabilities, to the lane's. scales: by which those
-    of its rows of K and V are shifted; next_value: from values of its first token to those of its next one."""
+    of its rows of K and V are shifted; next_value: from values of its first token to those of its next one. magic: of
+    `magic_of`."""
 
     group: Int32
     warp: Int32
@@ -82,6 +84,7 @@ class Lane:
     last_probabilities: Int32
     scales: tuple[Any, Any]
     next_value: Any
+    magic: Any
 
 
 class KeyRowsConsumer:
@@ -105,7 +108,7 @@ class KeyRowsConsumer:
     def run(self, shape, source, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
         """All work tiles of the CTA. group: of the warpgroups; warp: of its four."""
         stage, phase, ahead, slot, slot_phase = group, Int32(0), group, Int32(0), Int32(0)
-        start = self.place_of(group, warp, lane)
+        start = self.place_of(group, warp, lane, magic_of(shape.batch))
         work = self.receive(memory, slot, slot_phase, lane)
         while work.request != END:
             slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
@@ -113,7 +116,7 @@ class KeyRowsConsumer:
             stage, phase, ahead = self.attend(shape, operands, features, work, memory, place, stage, phase, ahead)
             work = self.receive(memory, slot, slot_phase, lane)
 
-    def place_of(self, group, warp, lane) -> Lane:
+    def place_of(self, group, warp, lane, magic) -> Lane:
         matrix, row = lane // 8, lane % 8
         # Of two blocks of queries at a time, and two halves of the warp's tokens.
         chunk = ((2 * warp + matrix % 2) ^ row) * CHUNK_BYTES
@@ -128,6 +131,7 @@ class KeyRowsConsumer:
             last,
             (0, 0),
             0,
+            magic,
         )
 
     def shifted(self, start: Lane, source, work) -> Lane:
@@ -219,7 +223,9 @@ class KeyRowsConsumer:
             if part == PARTS - 1:
                 self.release(memory, VALUES, stage, place.lane)
             for step in range(0, PART_TOKENS // 16, STEPS_AT_ONCE):
-                steps = [self.values.value_operands(words, headers, step + i) for i in range(STEPS_AT_ONCE)]
+                steps = [
+                    self.values.value_operands(words, headers, step + i, place.magic) for i in range(STEPS_AT_ONCE)
+                ]
                 ready = wgmma.fence([word for own in steps for a in own for word in a])
                 for i in range(STEPS_AT_ONCE):
                     for m in range(2):
@@ -247,7 +253,7 @@ class KeyRowsConsumer:
             own, count = wgmma.advanced(b, part * self.config.tile_rows * SLAB_COLUMNS * ELEMENT_BYTES), len(words) // 2
             for half in range(2):
                 codes = words[count * half : count * (half + 1)]
-                made = self.keys.key_operands(codes, headers[half])
+                made = self.keys.key_operands(codes, headers[half], place.magic)
                 if dots:
                     dots = wgmma.wait_for(dots, 0)
                 ready = wgmma.fence([word for a in made for word in a])
