@@ -239,8 +239,9 @@ class KeyRowsConsumer:
     def multiply_keys(self, memory, place, stage) -> list[Any]:
         """Starts the dot products of the warp's tokens with all queries. The codes have been read when it returns.
 
-        A thread has registers for the operands of two groups of products: those of the next group are made when the
-        last but one is done.
+        A thread has registers for the operands of half of them: those of the other half are made while the first one's
+        products run, which are waited for before their registers are taken. Without that ptxas puts each product behind
+        the one before.
         """
         b, dots = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries)), []
         start = place.keys + memory.tile(KEYS, stage)
@@ -254,7 +255,7 @@ class KeyRowsConsumer:
             for half in range(2):
                 codes = words[count * half : count * (half + 1)]
                 made = self.keys.key_operands(codes, headers[half], place.magic)
-                if dots:
+                if part > 0 and half == 0:
                     dots = wgmma.wait_for(dots, 0)
                 ready = wgmma.fence([word for a in made for word in a])
                 for i in range(len(made)):
