@@ -82,34 +82,36 @@ class KeyRowsResults:
             found = [cutlass.select_(group == other, x, y) for x, y in zip(own, found, strict=True)] if found else own
         return found
 
-    def add_to_block(self, sums, group, i: int, c: int, more) -> None:
-        """Adds to the same."""
-        for other in range(self.groups):
-            block = other * self.own_blocks + i
-            if block < self.blocks:
-                for index, value in zip(self.indices(2 * block + c), more, strict=True):
-                    sums.values[index] = sums.values[index] + cutlass.select_(group == other, value, Float32(0.0))
+    def blocks_of(self, group: int) -> range:
+        first = group * self.own_blocks
+        return range(first, max(first, min(first + self.own_blocks, self.blocks)))
 
     @cute.jit
     def exchange(self, memory, sums, place, turn: cutlass.Constexpr):
-        """Sends the sums of its blocks to the ``turn``-th warpgroup behind this one, and adds up what comes."""
-        room = self.shape.place_bytes
-        thread = 4 * (place.warp * WARP_THREADS + place.lane)
-        target, source = place.group + turn, place.group + (self.groups - turn)
-        target = cutlass.select_(target >= self.groups, target - self.groups, target)
-        source = cutlass.select_(source >= self.groups, source - self.groups, source)
-        pairs = [(i, c) for i in range(self.own_blocks) for c in range(2)]
-        for number, (i, c) in enumerate(pairs):
-            for k, value in enumerate(self.of_block(sums, target, i, c)):
-                offset = 4 * WARPGROUP_THREADS * (4 * number + k)
-                ptx.store_shared(memory.probabilities + place.group * room + thread, offset, [value])
+        """Sends the sums of its blocks to the ``turn``-th warpgroup behind each, and adds up what comes."""
+        for group in cutlass.range_constexpr(self.groups):
+            if place.group == group:
+                self.send(memory, sums, place, group, (group + turn) % self.groups)
         sync_consumers(self.config)
-        for number, (i, c) in enumerate(pairs):
-            offsets = [4 * WARPGROUP_THREADS * (4 * number + k) for k in range(4)]
-            start = memory.probabilities + source * room + thread
-            more = [ptx.load_shared(start, offset).bitcast(Float32) for offset in offsets]
-            self.add_to_block(sums, place.group, i, c, more)
+        for group in cutlass.range_constexpr(self.groups):
+            if place.group == group:
+                self.take(memory, sums, place, (group - turn) % self.groups, group)
         sync_consumers(self.config)
+
+    def column_places(self, memory, place, source: int, target: int) -> list[tuple[Any, int, list[int]]]:
+        """(address, bytes on, sums) of each column of a warpgroup's blocks, where another one leaves them for it."""
+        start = memory.probabilities + source * self.shape.place_bytes + 16 * (place.warp * WARP_THREADS + place.lane)
+        columns = [2 * block + c for block in self.blocks_of(target) for c in range(2)]
+        return [(start, 16 * WARPGROUP_THREADS * i, self.indices(column)) for i, column in enumerate(columns)]
+
+    def send(self, memory, sums, place, group: int, target: int) -> None:
+        for address, offset, own in self.column_places(memory, place, group, target):
+            ptx.store_shared(address, offset, [sums.values[index] for index in own])
+
+    def take(self, memory, sums, place, source: int, group: int) -> None:
+        for address, offset, own in self.column_places(memory, place, source, group):
+            for index, word in zip(own, ptx.load_shared_vector(address, offset, 4), strict=True):
+                sums.values[index] = sums.values[index] + word.bitcast(Float32)
 
     def common(self, memory, place, block) -> list[Any]:
         """References that all warpgroups have in common, of a lane's two queries of a block."""
