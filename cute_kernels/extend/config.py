@@ -40,13 +40,11 @@ SCALED_ROW_BYTES = (
     144  # of a row of bytes behind its scale, in shared memory there: what pieces of 16 bytes it may touch
 )
 HEADED_ROW_BYTES = 80  # of a row of nibbles of four groups, headers and codes
-GROUP_TOKENS = 64  # of a tile there, which is one warpgroup's
+GROUP_TOKENS = 64  # of a tile, that one of two warpgroups takes there
 KEY_ROWS_WORDS = ("Int8Words", "E4m3Words", "E5m2Words", "Int4Words")  # of `extend.decode`, that it knows
 MOST_COLUMNS = 72  # whose scores and sums a thread has registers for
 KEY_ROWS_FEATURES = ("causal", "window", "sinks", "paged", "head_major")  # of attention, that it serves
 KEY_ROWS_GROUPS = (1, 2, 4)  # of columns with scales of their own, of nibbles
-# Registers of a thread there, as `REGISTERS` has them, by warpgroups that multiply.
-KEY_ROWS_REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
 
 
 def has_token_scale(form: KvFormat) -> bool:
@@ -85,14 +83,12 @@ class ProducerPipeline:
         num_stages: tiles of K, and of V, in shared memory.
         producer_warps: 4 or 8; those that decode are half K's, half V's.
         ping_pong: whether the consumers take turns issuing their products.
-        mma_warpgroups: consumers; more than two, and other than in turn, where keys are rows of products alone.
     """
 
     tile_tokens: int = 128
     num_stages: int = 2
     producer_warps: int = 4
     ping_pong: bool = True
-    mma_warpgroups: int = MMA_WARPGROUPS
 
 
 @dataclass(frozen=True)
@@ -142,12 +138,10 @@ class KeyRows:
     """Shared memory of a CTA that multiplies keys, as rows, with ``tile_rows`` queries; bytes.
 
     Attributes:
-        warpgroups: that multiply.
         tile_bytes: of K's codes and of V's. header_bytes: of what is in front of their rows, unless it lies with them.
     """
 
     tile_rows: int
-    warpgroups: int
     tile_bytes: tuple[int, int]
     header_bytes: tuple[int, int]
 
@@ -162,37 +156,18 @@ class KeyRows:
 
     @property
     def group_told_bytes(self) -> int:
-        """What warps of a warpgroup tell each other, and keep: two numbers of each warp for each query."""
-        return 4 * self.tile_rows * 2 * WARPGROUP_WARPS
+        """What warps of a warpgroup tell each other: a number of each warp and one of all, for each query."""
+        return 4 * self.tile_rows * (WARPGROUP_WARPS + 1)
 
     @property
     def told_bytes(self) -> int:
-        return self.warpgroups * self.group_told_bytes
-
-    @property
-    def top_bytes(self) -> int:
-        """Of a number of each warp that multiplies, by pieces of 16 bytes."""
-        return 4 * WARPGROUP_WARPS * self.warpgroups
-
-    @property
-    def own_blocks(self) -> int:
-        """Of 8 queries, whose sums a warpgroup puts together; the last warpgroups may have fewer."""
-        return -(-self.tile_rows // (8 * self.warpgroups))
-
-    @property
-    def place_bytes(self) -> int:
-        """Of a warpgroup's two places of probabilities, through which it sends the sums of as many blocks."""
-        return max(2 * self.probability_bytes, self.own_blocks * 8 * KEY_ROWS_HEAD_DIM * 4)
-
-    @property
-    def places_bytes(self) -> int:
-        """Of all warpgroups' probabilities."""
-        return self.warpgroups * self.place_bytes
+        return MMA_WARPGROUPS * self.group_told_bytes
 
     @property
     def fixed_bytes(self) -> int:
         """Beside tiles."""
-        return self.query_bytes + self.places_bytes + self.told_bytes + self.top_bytes
+        places = 2 * MMA_WARPGROUPS * self.probability_bytes
+        return self.query_bytes + places + self.told_bytes + 4 * MMA_WARPS
 
     @property
     def stage_bytes(self) -> int:
@@ -243,8 +218,7 @@ class ExtendConfig:
             return None
         rows, headers = zip(*map(self._key_rows_of, self.formats), strict=True)
         tokens = self.tile_tokens
-        tiles, apart = (tokens * rows[0], tokens * rows[1]), (tokens * headers[0], tokens * headers[1])
-        return KeyRows(self.tile_rows, self.pipeline.mma_warpgroups, tiles, apart)
+        return KeyRows(self.tile_rows, (tokens * rows[0], tokens * rows[1]), (tokens * headers[0], tokens * headers[1]))
 
     def _key_rows_of(self, form: KvFormat) -> tuple[int, int]:
         """Bytes in shared memory of a row's codes, and of what lies in front of them if that lies elsewhere."""
@@ -266,14 +240,6 @@ class ExtendConfig:
     @property
     def producer_warps(self) -> int:
         return self.pipeline.producer_warps
-
-    @property
-    def mma_warps(self) -> int:
-        return self.pipeline.mma_warpgroups * WARPGROUP_WARPS
-
-    @property
-    def mma_threads(self) -> int:
-        return self.mma_warps * WARP_THREADS
 
     @property
     def ping_pong(self) -> bool:
@@ -401,7 +367,7 @@ class ExtendConfig:
 
     @property
     def num_threads(self) -> int:
-        return self.mma_threads + self.producer_warps * WARP_THREADS
+        return MMA_THREADS + self.producer_warps * WARP_THREADS
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -410,9 +376,7 @@ class ExtendConfig:
             return REGISTERS["fp8" if self.fp8.behind else "dense", self.producer_warps]
         if self.unpacks is not None:
             return REGISTERS["unpacks", self.producer_warps]
-        if self.key_rows is not None:
-            return KEY_ROWS_REGISTERS[self.pipeline.mma_warpgroups]
-        if not self.decodes:
+        if not self.decodes or self.key_rows is not None:
             return REGISTERS["dense", 4]
         kinds = {form.extend.registers for form in self.formats if form.extend is not None}
         return REGISTERS["int4" if "int4" in kinds else "bytes", self.producer_warps]
@@ -485,11 +449,9 @@ class ExtendConfig:
             layout += "_fp8" + ("_behind" if self.fp8.behind else "")
         layout += "" if self.unpacks is None else f"_beside_{self.unpacks.what}"
         layout += "_merges" if self.merges else ""
-        if self.key_rows is None:
-            layout += "" if self.ping_pong else "_free"
-        else:
-            layout += f"_w{self.pipeline.mma_warpgroups}" + ("_mapped" if self.mapped else "")
-        layout += ("_tree" if self.tree else "") + (f"_q{self.tile_rows}" if self.key_rows is not None else "")
+        layout += ("_tree" if self.tree else "") + ("" if self.ping_pong else "_free")
+        layout += "_mapped" if self.mapped else ""
+        layout += f"_q{self.tile_rows}" if self.key_rows is not None else ""
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
 
     def can_implement(self) -> str | None:
@@ -513,8 +475,6 @@ class ExtendConfig:
             return f"producer_warps {self.producer_warps} is not 4 or 8"
         if self.producer_warps == 8 and self.columns > 128:
             return f"8 producer_warps leave too few registers for head_dim {self.head_dim}"
-        if self.key_rows is None and self.pipeline.mma_warpgroups != MMA_WARPGROUPS:
-            return f"{self.pipeline.mma_warpgroups} warpgroups that multiply 128 rows of queries"
         if self.key_rows is not None:
             return self._problem_of_key_rows() or self.limits.refuses(self.num_threads, self.smem_bytes)
         if self.decodes and any(self.tile_scales) and self.warp_rows > WARP_THREADS:
@@ -555,9 +515,7 @@ class ExtendConfig:
             return f"tile_rows {self.tile_rows} is not {TILE_ROWS} or a multiple of 8 up to {MOST_COLUMNS}"
         if not self.decodes or self.ragged or self.merges:
             return f"{self.tile_rows} tile_rows of anything but a cache of codes"
-        if self.pipeline.mma_warpgroups not in KEY_ROWS_REGISTERS or self.ping_pong:
-            return f"{self.tile_rows} tile_rows and {self.pipeline.mma_warpgroups} warpgroups that multiply, or in turn"
-        if self.head_dim != KEY_ROWS_HEAD_DIM or self.tile_tokens != GROUP_TOKENS or self.producer_warps != 4:
+        if self.head_dim != KEY_ROWS_HEAD_DIM or self.tile_tokens != 2 * GROUP_TOKENS or self.producer_warps != 4:
             return f"{self.tile_rows} tile_rows of head_dim {self.head_dim}, not {KEY_ROWS_HEAD_DIM}"
         for form in self.formats:
             words = "" if form.extend is None else form.extend.words.rpartition(":")[2]

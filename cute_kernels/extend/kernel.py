@@ -21,7 +21,7 @@ from cute_kernels.device.division import Divisor
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import extents
 from cute_kernels.extend.beside import ProducerBeside, SourceBeside
-from cute_kernels.extend.config import WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
+from cute_kernels.extend.config import MMA_WARPS, WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
 from cute_kernels.extend.decode import RowProducer
 from cute_kernels.extend.key_rows.copies import RawRowProducer
 from cute_kernels.extend.key_rows.memory import KeyRowsMemory
@@ -95,13 +95,13 @@ class ExtendKernel:
                 memory.write_ones(lane)
         cute.arch.sync_threads()
         producing, consuming = config.registers
-        if warp >= config.mma_warps:
+        if warp >= MMA_WARPS:
             cute.arch.setmaxregister_decrease(producing)
-            if warp < config.mma_warps + config.filling_warps:
-                self.produce(shape, source, lengths, memory, warp - config.mma_warps, lane)
+            if warp < MMA_WARPS + config.filling_warps:
+                self.produce(shape, source, lengths, memory, warp - MMA_WARPS, lane)
             else:
                 if const_expr(config.unpacks is not None):
-                    unpacking = warp - (config.mma_warps + config.filling_warps)
+                    unpacking = warp - (MMA_WARPS + config.filling_warps)
                     self.producer.unpack(shape, source, lengths, memory, unpacking, lane)
             if const_expr(config.unpacks is not None):
                 self.producer.leave(source, lane)
@@ -117,6 +117,8 @@ class ExtendKernel:
     @cute.jit
     def produce(self, shape, source, lengths, memory, warp: Int32, lane: Int32):
         """All work tiles of the CTA; the first producer warp finds them and tells the others."""
+        if const_expr(self.config.key_rows is not None):
+            self.producer.prefetch_maps(source)
         stage, phase, slot, slot_phase = Int32(0), Int32(1), Int32(0), Int32(0)
         tile, running = Int32(cute.arch.block_idx()[0]), Int32(1)
         while running != 0:

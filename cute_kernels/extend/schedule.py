@@ -9,7 +9,6 @@ from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.extend.config import (
     ELEMENT_BYTES,
-    GROUP_TOKENS,
     MAX_SPLITS,
     MOST_COLUMNS,
     TILE_ROWS,
@@ -47,8 +46,7 @@ SIDE_BY_SIDE_COST, STREAMS_US = 1.12, 10.0
 KEY_ROWS = (40, MOST_COLUMNS)  # columns: of 10 and 18 queries of 4 heads
 KEY_ROWS_TILES = 4  # work tiles an SM that they are fast with, as a fraction: splits cost as much as they gain
 DECODE_ROWS = 32  # up to so many rows decode attention's own kernel is as fast
-KEY_ROWS_WARPS, MOST_STAGES, BARRIERS_BYTES = 4, 12, 32  # of key rows: producer warps, tiles; barriers of a stage
-KEY_ROWS_WARPGROUPS = 3  # that multiply
+KEY_ROWS_WARPS, MOST_STAGES, BARRIERS_BYTES = 4, 6, 32  # of key rows: producer warps, tiles; barriers of a stage
 MAX_UNPACKED_BYTES = 2**29  # that a call takes by itself
 
 
@@ -101,12 +99,10 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
     )
 
 
-def key_rows_of(
-    config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: bool = False, warpgroups: int = KEY_ROWS_WARPGROUPS
-) -> ExtendConfig | None:
+def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: bool = False) -> ExtendConfig | None:
     """What serves launches that ``config`` serves with keys as rows of products and so many queries as columns; None
     where nothing does. mapped: whether tensor maps can bring rows with what is in front of them, as they lie."""
-    least = ProducerPipeline(GROUP_TOKENS, warpgroups, KEY_ROWS_WARPS, ping_pong=False, mma_warpgroups=warpgroups)
+    least = ProducerPipeline(num_stages=2, producer_warps=KEY_ROWS_WARPS)
     wide = replace(config, tile_rows=tile_rows, pipeline=least)
     if mapped and any(form.header_bytes for form in wide.formats):
         by_maps = replace(wide, keys=CachedKeys(wide.page_tokens, mapped=True))
@@ -115,7 +111,7 @@ def key_rows_of(
         return None
     assert wide.key_rows is not None
     free = wide.limits.shared_bytes - wide.smem_bytes
-    stages = min(MOST_STAGES, warpgroups + free // (wide.key_rows.stage_bytes + BARRIERS_BYTES))
+    stages = min(MOST_STAGES, 2 + free // (wide.key_rows.stage_bytes + BARRIERS_BYTES))
     return replace(wide, pipeline=replace(wide.pipeline, num_stages=stages))
 
 

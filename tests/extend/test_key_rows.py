@@ -28,8 +28,8 @@ from simulator.registers import from_halves, halves
 from tests.extend.cases import Call, make_call
 from tests.extend.test_unpack import Machine, _bytes, _rows, wanted
 
-HEAD, BLOCKS = 1, (2, 3)
-FIRST, STOP = 140, 250  # tokens that queries see, in the middle of those blocks
+HEAD, BLOCK = 1, 1
+FIRST, STOP = 140, 250  # tokens that queries see, in the middle of that block
 G, T = np.arange(32) // 4, np.arange(32) % 4
 
 
@@ -56,9 +56,9 @@ class CopyingMachine(Machine):
 
 
 class Block:
-    """A block of a call's K and V in shared memory, and the parts of a consumer that read it."""
+    """Block `BLOCK` of a call's K and V in shared memory, and the parts of a consumer that read it."""
 
-    def __init__(self, call: Call, number: int = BLOCKS[0]):
+    def __init__(self, call: Call):
         keys, values = format_pair(call.kv_format)
         table, page_tokens = call.options.get("block_table"), call.caches[0].shape[1]
         features = Features(paged=table is not None, causal=True)
@@ -74,9 +74,8 @@ class Block:
         sizes = self.shape.tile_bytes
         self.queries = sum(sizes)
         self.probabilities = self.queries + self.shape.query_bytes
-        self.headers = self.probabilities + self.shape.places_bytes
-        self.told = self.headers + sum(self.shape.header_bytes)
-        self.shared = np.full(self.told + self.shape.told_bytes + 16, 0xFF, np.uint8)
+        self.headers = self.probabilities + 4 * self.shape.probability_bytes
+        self.shared = np.full(self.headers + sum(self.shape.header_bytes) + 16, 0xFF, np.uint8)
         self.machine = CopyingMachine(self.shared, memory)
         self.memory: Any = stand_in(
             SimpleNamespace(
@@ -84,10 +83,8 @@ class Block:
                 header=lambda operand, stage: Int32(self.headers + operand * self.shape.header_bytes[0]),
                 queries=Int32(self.queries),
                 probabilities=Int32(self.probabilities),
-                references=lambda place, block: self.references[block],
             )
         )
-        self.references: list[list[Any]] = []
         with running(self.machine):
             rows = [_rows(cache, at[i], False) for i, cache in enumerate((call.k_cache, call.v_cache))]
             pages = Pages(
@@ -100,13 +97,13 @@ class Block:
             work: Any = stand_in(SimpleNamespace(request=Int32(0), head=Int32(HEAD), kv_stop=Int32(STOP)))
             self.source, self.work = source, work
             producer = RawRowProducer(config)
-            for warp in range(config.tile_warps):
+            for warp in range(config.producer_warps):
                 places = producer.runs.make()
-                producer.runs.ask(places, source, work, Int32(number), Int32(warp))
+                producer.runs.ask(places, source, work, Int32(BLOCK), Int32(warp))
                 for tile in producer.tiles:
                     tile.by_tma = False  # tensor maps bring the same bytes: tests/gpu/test_key_rows.py
                     tile.copy(
-                        source, work, self.memory, Int32(FIRST), places, Int32(number), Int32(0), Int32(warp),
+                        source, work, self.memory, Int32(FIRST), places, Int32(BLOCK), Int32(0), Int32(warp),
                         Int32(LANES),
                     )  # fmt: skip
 
@@ -131,14 +128,14 @@ class Block:
 def scales_of(block: Block, operand: int) -> np.ndarray:
     """Of a tile's rows, where they meet scores and probabilities, as the lanes of the score warps load them."""
     if not block.config.tile_scales[operand]:
-        return np.ones(GROUP_TOKENS)
-    found = np.zeros(GROUP_TOKENS)
+        return np.ones(128)
+    found = np.zeros(128)
     consumer = KeyRowsConsumer(block.config)
     with running(block.machine):
         place = consumer.shifted(
             consumer.place_of(Int32(0), Int32(0), Int32(LANES), Uint32(MAGIC)), block.source, block.work
         )
-        for first in range(0, GROUP_TOKENS, 16):
+        for first in range(0, 128, 16):
             pair = consumer.load_scales(block.memory, place, operand, Int32(0), Int32(first + G))
             for half, scale in enumerate(pair):
                 found[first + G + 8 * half] = np.asarray(scale)
@@ -168,67 +165,44 @@ def test_rows_behind_a_scale_begin_anywhere(kv_format, num_kv_heads):
 
 
 def check_operands(call: Call) -> None:
-    for number in BLOCKS:
-        check_block(call, number)
-
-
-def write_queries(block: Block, q: torch.Tensor) -> None:
-    """As all consumer warps do."""
-    writer = QueryWriter(block.config)
-    column, distance = writer.rows.query_columns(LANES)
-    with running(block.machine):
-        for warp in range(block.config.mma_warps):
-            for row in range(warp, len(q), block.config.mma_warps):
-                own = q[row].float().numpy()
-                numbers = [Float32(own[column + distance * (k // 2) + k % 2]) for k in range(4)]
-                writer.store_row(numbers, Int32(block.queries), Int32(row), Int32(LANES))
-
-
-def keys_of(block: Block, warp: int) -> np.ndarray:
-    """A warp's 16 rows of A."""
-    keys = rows_of(block.config.formats[KEYS])
-    shift, _, _ = keys.shifts(block.source.keys, block.work.head, Int32(LANES))
-    start = keys.key_place(Int32(warp), Int32(LANES)) + block.memory.tile(KEYS, 0) + shift
-    address, steps = keys.header_start(block.memory, KEYS, 0), []
-    for part in range(2):
-        words = keys.load_keys(start, part)
-        headers = keys.load_key_headers(address, part, Int32(warp), Int32(LANES))
-        count = len(words) // 2
-        for half in range(2):
-            steps += keys.key_operands(words[count * half : count * (half + 1)], headers[half], Uint32(MAGIC))
-    return block.a_operand(steps)
-
-
-def values_of(block: Block, warp: int) -> list[np.ndarray]:
-    """A warp's 16 rows of A, of both MMAs."""
-    values = rows_of(block.config.formats[VALUES])
-    _, shift, odd = values.shifts(block.source.values, block.work.head, Int32(LANES))
-    start = values.value_place(Int32(warp), Int32(LANES)) + block.memory.tile(VALUES, 0) + shift
-    address, steps = values.header_start(block.memory, VALUES, 0), []
-    for part in range(2):
-        words = values.load_values(start, odd + values.row_bytes, part)
-        headers = values.load_value_headers(address, part, Int32(warp), Int32(LANES))
-        steps += [values.value_operands(words, headers, step, Uint32(MAGIC)) for step in range(2)]
-    return [block.a_operand([step[mma] for step in steps]) for mma in range(2)]
-
-
-def check_block(call: Call, number: int) -> None:
-    block, begin = Block(call, number), GROUP_TOKENS * number
+    block = Block(call)
     q = torch.randn(block.config.tile_rows, 128, generator=torch.Generator().manual_seed(3)).half()
-    write_queries(block, q)
-    queries = block.operand(block.queries, 128)
-    seen = slice(max(FIRST - begin, 0), min(STOP - begin, GROUP_TOKENS))
-    wanted_k, wanted_v = (
-        wanted(call, operand, 0, STOP)[HEAD, begin : begin + GROUP_TOKENS] for operand in (KEYS, VALUES)
-    )
-    got_scores, got_values = np.zeros((GROUP_TOKENS, len(q))), np.zeros((GROUP_TOKENS, 128))
     with running(block.machine):
-        for warp in range(4):
-            got_scores[16 * warp : 16 * warp + 16] = keys_of(block, warp) @ queries.numpy().T
-            for mma, a in enumerate(values_of(block, warp)):
-                columns = np.asarray(rows_of(block.config.formats[VALUES]).column(warp, np.arange(32), mma))
-                for half in range(2):
-                    got_values[:, columns[4 * np.arange(8)] + half] = a[8 * half :][:8].T
+        writer = QueryWriter(block.config)
+        column, distance = writer.rows.query_columns(LANES)
+        for warp in range(8):
+            own = [
+                [Float32(q[warp + 8 * i].float().numpy()[column + distance * (k // 2) + k % 2]) for k in range(4)]
+                for i in range(writer.count)
+            ]
+            writer.store(own, Int32(block.queries), Int32(warp), Int32(LANES))
+    queries = block.operand(block.queries, 128)
+    seen = slice(FIRST - 128, STOP - 128)
+    keys, values = (rows_of(form) for form in block.config.formats)
+    wanted_k, wanted_v = (wanted(call, operand, 0, STOP)[HEAD, 128:256] for operand in (KEYS, VALUES))
+    got_scores, got_values = np.zeros((128, len(q))), np.zeros((128, 128))
+    with running(block.machine):
+        for group in range(2):
+            for warp in range(4):
+                rows = slice(64 * group + 16 * warp, 64 * group + 16 * warp + 16)
+                shift, _, _ = keys.shifts(block.source.keys, block.work.head, Int32(LANES))
+                place = keys.key_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * keys.row_bytes)
+                words = keys.load_keys(place + block.memory.tile(KEYS, 0) + shift)
+                address = keys.header_start(block.memory, KEYS, 0, group)
+                headers = keys.load_key_headers(address, Int32(warp), Int32(LANES))
+                got_scores[rows] = block.a_operand(keys.key_operands(words, headers, Uint32(MAGIC))) @ queries.numpy().T
+                _, shift, odd = values.shifts(block.source.values, block.work.head, Int32(LANES))
+                place = values.value_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * values.row_bytes)
+                odd = odd + values.row_bytes
+                words = values.load_values(place + block.memory.tile(VALUES, 0) + shift, odd, GROUP_TOKENS)
+                address = values.header_start(block.memory, VALUES, 0, group)
+                headers = values.load_value_headers(address, GROUP_TOKENS, Int32(warp), Int32(LANES))
+                steps = [values.value_operands(words, headers, step, Uint32(MAGIC)) for step in range(4)]
+                for mma in range(2):
+                    a = block.a_operand([step[mma] for step in steps])
+                    columns = np.asarray(values.column(warp, np.arange(32), mma))
+                    for half in range(2):
+                        got_values[64 * group : 64 * group + 64, columns[4 * np.arange(8)] + half] = a[8 * half :][:8].T
     got_scores = torch.from_numpy(got_scores * scales_of(block, KEYS)[:, None])
     got_values = torch.from_numpy(got_values * scales_of(block, VALUES)[:, None])
     scores = wanted_k @ q.double().T
@@ -246,7 +220,7 @@ def test_probabilities_lie_as_products_read_them(name):
     logits = np.random.default_rng(0).uniform(-6, 4, (64, 8 * consumer.blocks)).astype(np.float32)
     factors = np.random.default_rng(1).uniform(0.5, 2, 64).astype(np.float32)
     with running(block.machine):
-        block.references = [[Float32(0.0)] * 2] * consumer.blocks
+        sums: Any = stand_in(SimpleNamespace(maximum=[Float32(0.0)] * columns))
         for warp in range(4):
             place = consumer.place_of(Int32(0), Int32(warp), Int32(LANES), Uint32(MAGIC))
             rows = [16 * warp + G + 8 * j for j in range(2)]
@@ -255,16 +229,12 @@ def test_probabilities_lie_as_products_read_them(name):
                 for j in range(2):
                     index = column // 2 * 4 + 2 * j + column % 2
                     s[index] = Float32(logits[rows[j], 8 * (column // 2) + 2 * T + column % 2])
-            sums: Any = stand_in(SimpleNamespace(total=[Float32(0.0)] * columns))
+            totals = [None] * columns
             scales = [Float32(factors[row]) for row in rows] if scaled else []
             exceeds = consumer.write_probabilities(
-                block.memory, sums, place, Int32(block.probabilities), s, [Float32(1.0)] * 2, scales
+                sums, totals, place, Int32(block.probabilities), s, [Float32(1.0)] * 2, scales
             )
             assert not np.any(exceeds)
-            own = np.exp2(logits.astype(np.float64))[[rows[0], rows[1]]].sum(0)
-            for column in range(columns):
-                want_total = own[np.arange(32), 8 * (column // 2) + 2 * T + column % 2]
-                np.testing.assert_allclose(np.asarray(sums.total[column]), want_total, rtol=1e-6)
     found = block.operand(block.probabilities, 64)
     want = torch.from_numpy(np.exp2(logits.astype(np.float64)) * (factors if scaled else np.ones(64))[:, None]).T
     assert (found - want).abs().max() <= 2.0**-11 * want.max()
@@ -296,17 +266,18 @@ def test_no_logit_exceeds_a_raised_reference(name):
         highest = np.full((consumer.columns, 4), -np.inf, np.float32)
         for warp in warps:
             for column, j in indices:
-                own = consumer.logit(s[warp], lines, column, j, bounds[warp][j])
+                own = consumer.logit(None, s[warp], lines, column, j, start=bounds[warp][j])
                 highest[column] = np.maximum(highest[column], np.asarray(own).reshape(8, 4).max(0))
-        raised = [Float32(own[T]) for own in highest]
-        block.references = [raised[2 * i : 2 * i + 2] for i in range(consumer.blocks)]
+        sums: Any = stand_in(SimpleNamespace(maximum=[Float32(own[T]) for own in highest]))
         exceeding = []
         for limits in ([None] * 4, bounds):
             for warp in warps:
-                place = consumer.place_of(Int32(0), Int32(warp), Int32(LANES), Uint32(MAGIC))
-                sums: Any = stand_in(SimpleNamespace(total=[Float32(0.0)] * consumer.columns))
+                place, totals = (
+                    consumer.place_of(Int32(0), Int32(warp), Int32(LANES), Uint32(MAGIC)),
+                    [None] * consumer.columns,
+                )
                 target = Int32(block.probabilities)
-                given = block.memory, sums, place, target, s[warp], lines, scales[warp], limits[warp]
+                given = sums, totals, place, target, s[warp], lines, scales[warp], limits[warp]
                 exceeding.append(np.any(consumer.write_probabilities(*given)))
     assert any(exceeding[:4]) and not any(exceeding[4:])
     assert block.operand(block.probabilities, 64).max() <= 1.001

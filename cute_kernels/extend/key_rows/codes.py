@@ -1,6 +1,6 @@
 """Rows of codes in shared memory to A operands of wgmma: keys as they lie, values transposed.
 
-A warp's keys are 16 rows of tokens; its values 32 columns of all of the tile's 64 tokens. ldmatrix moves pairs of
+A warp's keys are 16 rows of tokens; its values 32 columns of all of its warpgroup's 64 tokens. ldmatrix moves pairs of
 bytes: of keys a lane gets a word of a row, of values, transposed, the same two bytes of two tokens. Which columns a
 lane's codes are of is free, as long as the queries' operand, and whoever writes sums, knows it:
 
@@ -25,10 +25,6 @@ from cute_kernels.extend.decode import MAGIC_BYTES, MINUS_1024, MINUS_1152, SIGN
 from cute_kernels.kv_formats import KvFormat
 
 CHUNK_BYTES = 16
-PART_STEPS = 4  # of 16 columns, whose codes are loaded together: half of a row, a slab of the queries
-PART_CHUNKS = 2  # of 16 bytes, that these are of nibbles
-PART_TOKENS = 32  # whose values are loaded together
-HEADER_STRIDE = 4 * GROUP_TOKENS  # bytes from a tile's header words to the next ones
 HEAD_DIM = 128
 SCALE_BYTES = 4
 WARP_TOKENS = 16
@@ -42,11 +38,6 @@ def magic_of(number) -> Uint32:
     number: one of no more than 31 bits.
     """
     return Uint32(MAGIC) + (Uint32(number) >> 31)
-
-
-def tokens_of(part: int) -> range:
-    """The first of every 8 tokens of a part."""
-    return range(PART_TOKENS * part, PART_TOKENS * (part + 1), 8)
 
 
 class Int8Codes:
@@ -97,25 +88,23 @@ class ByteRows:
         matrix, row = lane // 8, lane % 8
         return (warp * WARP_TOKENS + row + 8 * (matrix % 2)) * self.row_bytes + (matrix // 2 ^ row) * CHUNK_BYTES
 
-    def load_keys(self, address, part: int) -> list[Any]:
-        """Words of a half of the warp's keys' columns, for :meth:`key_operands`."""
+    def load_keys(self, address) -> list[Any]:
         return [
             word
-            for chunk in range(PART_STEPS * part, PART_STEPS * (part + 1), 2)
+            for chunk in range(0, self.row_bytes // CHUNK_BYTES, 2)
             for word in ptx.load_matrix_x4(address ^ (chunk * CHUNK_BYTES), 0, transpose=False)
         ]
 
-    def header_start(self, memory, operand: int, stage) -> Any:
-        """Address of the headers of a tile's tokens: none."""
+    def header_start(self, memory, operand: int, stage, group) -> Any:
+        """Address of the headers of a tile's tokens of a warpgroup: none."""
         return 0
 
-    def load_key_headers(self, address, part: int, warp, lane) -> list[Any]:
-        """For each half of the part: nothing, as a scale meets scores and probabilities."""
-        return [None, None]
+    def load_key_headers(self, address, warp, lane) -> list[Any]:
+        """Nothing: a scale meets scores and probabilities."""
+        return []
 
-    def key_operands(self, words, header, magic) -> list[list[Uint32]]:
-        """A registers of two steps of 16 columns, of their words: half of what :meth:`load_keys` has. magic: of
-        `magic_of`."""
+    def key_operands(self, words, headers, magic) -> list[list[Uint32]]:
+        """A registers by step of 16 columns. magic: of `magic_of`."""
         steps = []
         for low, high in zip(words[0::2], words[1::2], strict=True):
             of_low, of_high = (self.codes.numbers(word, ((0, 1), (2, 3))) for word in (low, high))
@@ -128,20 +117,20 @@ class ByteRows:
         matrix, row = lane // 8, lane % 8
         return (row + 8 * (matrix % 2)) * self.row_bytes + ((2 * warp + matrix // 2) ^ row) * CHUNK_BYTES
 
-    def load_values(self, address, odd, part: int) -> list[Any]:
-        """Words of a warp's columns and half of the tile's tokens, for :meth:`value_operands`. odd: bytes from what
-        ``address`` is of to the same of the next token, of rows that begin anywhere."""
+    def load_values(self, address, odd, tokens: int) -> list[Any]:
+        """Words of a warp's columns, for :meth:`value_operands`. odd: bytes from what ``address`` is of to the same of
+        the next token, of rows that begin anywhere."""
         return [
             word
-            for first in range(PART_TOKENS * part, PART_TOKENS * (part + 1), 16)
+            for first in range(0, tokens, 16)
             for word in ptx.load_matrix_x4(address, first * self.row_bytes, transpose=True)
         ]
 
-    def load_value_headers(self, address, part: int, warp, lane) -> list[Any]:
+    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
         return []
 
     def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
-        """A registers of the two MMAs of a part's step of 16 tokens."""
+        """A registers of the two MMAs of a step of 16 tokens."""
         own = words[4 * step : 4 * step + 4]
         result = []
         for mma in range(2):
@@ -205,10 +194,11 @@ class ScaledByteRows(ByteRows):
     def key_place(self, warp, lane):
         return (warp * WARP_TOKENS + lane // 4) * self.row_bytes + SCALE_BYTES + lane % 4 * 4
 
-    def load_keys(self, address, part: int) -> list[Any]:
+    def load_keys(self, address) -> list[Any]:
+        chunks = HEAD_DIM // CHUNK_BYTES
         return [
             ptx.load_shared(address, half * 8 * self.row_bytes + chunk * CHUNK_BYTES)
-            for chunk in range(PART_STEPS * part, PART_STEPS * (part + 1))
+            for chunk in range(chunks)
             for half in range(2)
         ]
 
@@ -217,10 +207,10 @@ class ScaledByteRows(ByteRows):
     def value_place(self, warp, lane):
         return lane % 4 * 2 * self.row_bytes + SCALE_BYTES + (8 * warp + lane // 4) * 4
 
-    def load_values(self, address, odd, part: int) -> list[Any]:
+    def load_values(self, address, odd, tokens: int) -> list[Any]:
         return [
             ptx.load_shared(start, first * self.row_bytes)
-            for first in tokens_of(part)
+            for first in range(0, tokens, 8)
             for start in (address, address + odd)
         ]
 
@@ -271,38 +261,50 @@ class NibbleRows:
         rows = warp * WARP_TOKENS + row + 8 * (matrix % 2)
         return rows * self.row_bytes + (matrix // 2 ^ self.swizzle(row)) * CHUNK_BYTES
 
-    def load_keys(self, address, part: int) -> list[Any]:
-        return list(ptx.load_matrix_x4(address ^ (part * PART_CHUNKS * CHUNK_BYTES), 0, transpose=False))
+    def load_keys(self, address) -> list[Any]:
+        return [
+            word
+            for chunk in range(0, self.row_bytes // CHUNK_BYTES, 2)
+            for word in ptx.load_matrix_x4(address ^ (chunk * CHUNK_BYTES), 0, transpose=False)
+        ]
 
-    def header_start(self, memory, operand: int, stage):
-        return memory.header(operand, stage)
+    def header_start(self, memory, operand: int, stage, group):
+        return memory.header(operand, stage) + group * (4 * GROUP_TOKENS)
 
-    def load_key_headers(self, address, part: int, warp, lane) -> list[Any]:
-        """[half of the part][row half] of the lane's two tokens. address: of the tile's."""
+    def load_key_headers(self, address, warp, lane) -> list[Any]:
+        """[group][row half] of the lane's two tokens. address: of the tile's, of the warpgroup's first token."""
         own = address + 4 * (warp * WARP_TOKENS + lane // 4)
-        groups = [(PART_CHUNKS * part + chunk) // self.group_chunks for chunk in range(PART_CHUNKS)]
-        loaded = {
-            group: [ptx.load_shared(own, HEADER_STRIDE * group + 32 * i) for i in range(2)]
-            for group in dict.fromkeys(groups)
-        }
-        return [loaded[group] for group in groups]
+        groups = HEAD_DIM // 32 // self.group_chunks
+        return [[ptx.load_shared(own, 512 * group + 32 * i) for i in range(2)] for group in range(groups)]
 
-    def key_operands(self, words, header, magic) -> list[list[Uint32]]:
-        halves = [self.halved(*(ptx.prmt(word, Uint32(0), Uint32(s)) for s in (0x1010, 0x3232))) for word in header]
-        low, high = (self.numbers(word, magic, *own) for word, own in zip(words, halves, strict=True))
-        return [[low[p], high[p], low[p + 1], high[p + 1]] for p in (0, 2)]
+    def key_operands(self, words, headers, magic) -> list[list[Uint32]]:
+        made = [
+            [self.halved(*(ptx.prmt(word, Uint32(0), Uint32(s)) for s in (0x1010, 0x3232))) for word in rows]
+            for rows in headers
+        ]
+        steps = []
+        for chunk in range(4):
+            low, high = (
+                self.numbers(words[2 * chunk + i], magic, *made[chunk // self.group_chunks][i]) for i in range(2)
+            )
+            steps += [[low[p], high[p], low[p + 1], high[p + 1]] for p in (0, 2)]
+        return steps
 
     def value_place(self, warp, lane):
         matrix, row = lane // 8, lane % 8
         return (row + 8 * matrix) * self.row_bytes + (warp ^ self.swizzle(row)) * CHUNK_BYTES
 
-    def load_values(self, address, odd, part: int) -> list[Any]:
-        return list(ptx.load_matrix_x4(address, part * PART_TOKENS * self.row_bytes, transpose=True))
+    def load_values(self, address, odd, tokens: int) -> list[Any]:
+        return [
+            word
+            for first in range(0, tokens, 32)
+            for word in ptx.load_matrix_x4(address, first * self.row_bytes, transpose=True)
+        ]
 
-    def load_value_headers(self, address, part: int, warp, lane) -> list[Any]:
+    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
         """[8 tokens][token of the lane's two]."""
-        own = address + HEADER_STRIDE * (warp // self.group_chunks) + 8 * (lane % 4)
-        return [ptx.load_shared_vector(own, 4 * first, 2) for first in tokens_of(part)]
+        own = address + 512 * (warp // self.group_chunks) + 8 * (lane % 4)
+        return [ptx.load_shared_vector(own, 4 * first, 2) for first in range(0, tokens, 8)]
 
     def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
         pairs = []
@@ -345,24 +347,28 @@ class HeadedNibbleRows(NibbleRows):
         rows = warp * WARP_TOKENS + row + 8 * (matrix % 2)
         return rows * self.row_bytes + CHUNK_BYTES + matrix // 2 * CHUNK_BYTES
 
-    def load_keys(self, address, part: int) -> list[Any]:
-        return list(ptx.load_matrix_x4(address, part * PART_CHUNKS * CHUNK_BYTES, transpose=False))
+    def load_keys(self, address) -> list[Any]:
+        return [
+            word
+            for chunk in range(0, 4, 2)
+            for word in ptx.load_matrix_x4(address, chunk * CHUNK_BYTES, transpose=False)
+        ]
 
-    def header_start(self, memory, operand: int, stage):
-        return memory.tile(operand, stage)
+    def header_start(self, memory, operand: int, stage, group):
+        return memory.tile(operand, stage) + group * (GROUP_TOKENS * self.row_bytes)
 
-    def load_key_headers(self, address, part: int, warp, lane) -> list[Any]:
-        own = address + (warp * WARP_TOKENS + lane // 4) * self.row_bytes + 4 * PART_CHUNKS * part
-        rows = [ptx.load_shared_vector(own, 8 * i * self.row_bytes, PART_CHUNKS) for i in range(2)]
-        return [[rows[i][chunk] for i in range(2)] for chunk in range(PART_CHUNKS)]
+    def load_key_headers(self, address, warp, lane) -> list[Any]:
+        own = address + (warp * WARP_TOKENS + lane // 4) * self.row_bytes
+        rows = [ptx.load_shared_vector(own, 8 * i * self.row_bytes, 4) for i in range(2)]
+        return [[rows[i][group] for i in range(2)] for group in range(4)]
 
     def value_place(self, warp, lane):
         matrix, row = lane // 8, lane % 8
         return (row + 8 * matrix) * self.row_bytes + CHUNK_BYTES + warp * CHUNK_BYTES
 
-    def load_value_headers(self, address, part: int, warp, lane) -> list[Any]:
+    def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
         own = address + lane % 4 * 2 * self.row_bytes + 4 * warp
-        return [[ptx.load_shared(own, (first + i) * self.row_bytes) for i in range(2)] for first in tokens_of(part)]
+        return [[ptx.load_shared(own, (first + i) * self.row_bytes) for i in range(2)] for first in range(0, tokens, 8)]
 
 
 BYTE_CODES = {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}

@@ -210,11 +210,11 @@ class TileRows:
 
 
 class RawRowProducer:
-    """The producer warps: half of them bring rows of K's tiles, half of V's."""
+    """The producer warps: each brings its rows of K's tile, then of V's."""
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        warp_rows = config.warp_rows
+        warp_rows = config.tile_tokens // config.producer_warps
         shape = WarpRows(
             config.formats,
             config.head_dim,
@@ -236,31 +236,24 @@ class RawRowProducer:
             tile.make_map(cache, head_major) for tile, cache in zip(self.tiles, (k_cache, v_cache), strict=True)
         )
 
+    def prefetch_maps(self, source) -> None:
+        """Asks for the tensor maps, before it is known what they are to bring."""
+        for atom, _ in source.maps or ():
+            cpasync.prefetch_descriptor(atom)
+
     @cute.jit
     def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
         """Fills the tiles of a work tile, the last block first; the ring's next stage and phase."""
-        given = source, work, span, first_valid, memory
-        if warp < self.config.tile_warps:
-            stage, phase = self.fill_tiles(KEYS, *given, warp, lane, stage, phase)
-        else:
-            stage, phase = self.fill_tiles(VALUES, *given, warp - self.config.tile_warps, lane, stage, phase)
-        return stage, phase
-
-    @cute.jit
-    def fill_tiles(
-        self, operand: cutlass.Constexpr, source, work, span, first_valid, memory, warp: Int32, lane: Int32,
-        stage: Int32, phase: Int32,
-    ):  # fmt: skip
-        """A warp's rows of K's tiles or of V's."""
         places, following = self.runs.make(), self.runs.make()
         self.runs.ask(places, source, work, cutlass.max(span.end - 1, 0), warp)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
             self.runs.ask(following, source, work, cutlass.max(block - 1, span.begin), warp)
-            number = memory.barrier(operand, stage)
-            cute.arch.mbarrier_wait(memory.empty + number, phase)
-            self.tiles[operand].copy(source, work, memory, first_valid, places, block, stage, warp, lane)
-            numbers.arrive_when_copied(Int32((memory.full + number).toint()))
+            for operand in cutlass.range_constexpr(2):
+                number = memory.barrier(operand, stage)
+                cute.arch.mbarrier_wait(memory.empty + number, phase)
+                self.tiles[operand].copy(source, work, memory, first_valid, places, block, stage, warp, lane)
+                numbers.arrive_when_copied(Int32((memory.full + number).toint()))
             for run in cutlass.range_constexpr(self.runs.count):
                 places.entries[run] = following.entries[run]
                 places.places[run] = following.places[run]

@@ -1,12 +1,11 @@
-"""The consumer warpgroups: scores, softmax and values of tiles of 64 tokens in turn, times all queries of a work tile.
+"""The consumer warpgroups: scores, softmax and values of 64 of a tile's tokens each, times all queries of a work tile.
 
-A warp scores 16 tokens, and sums up a quarter of the values' columns over all of the tile's tokens. So the four warps
-of a warpgroup share probabilities and a softmax reference, as `attention.warpgroup` has it: they write probabilities as
-of the reference they have; the barrier after which these are read also tells whether one of them was too large for it.
-Only then is it raised, and are they written again. References lie in shared memory, each warp's own.
-
-A warp that issues products of registers waits for the ones before, so scores, softmax and values of a tile stand one
-behind the other. What runs behind them is the other warpgroups' tiles: these share nothing before a work tile's end.
+A warp scores 16 tokens, and sums up a quarter of the values' columns over all of its warpgroup's tokens. So the four
+warps share probabilities and a softmax reference, as `attention.warpgroup` has it: they write probabilities as of the
+reference they have; the barrier after which these are read also tells whether one of them was too large for it. Only
+then is it raised, and are they written again. A turn has all of a warpgroup's products at once, scores of a block and
+then values of the one before, which become operands behind the former; its softmax is behind the other warpgroup's
+turn. A warp that issues products of registers waits for the ones before: all else stands before a turn or behind it.
 """
 
 from __future__ import annotations
@@ -20,37 +19,34 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.score_terms import ScoreTerms
 from cute_kernels.device import numbers, ptx, wgmma
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max
-from cute_kernels.device.ring import advance, advance_by
+from cute_kernels.device.ring import advance
 from cute_kernels.device.types import RegisterTensor
 from cute_kernels.extend.config import (
-    ELEMENT_BYTES,
+    GROUP_TOKENS,
+    MMA_THREADS,
     SLAB_COLUMNS,
     WARPGROUP_WARPS,
     WORK_SLOTS,
     ExtendConfig,
 )
-from cute_kernels.extend.key_rows.codes import (
-    CHUNK_BYTES,
-    PART_TOKENS,
-    WARP_TOKENS,
-    ScaledByteRows,
-    magic_of,
-    rows_of,
-)
+from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, magic_of, rows_of
 from cute_kernels.extend.key_rows.queries import QueryWriter
 from cute_kernels.extend.key_rows.results import KeyRowsResults, sum_index
 from cute_kernels.extend.loads import load_word_below
 from cute_kernels.extend.memory import KEYS, VALUES
-from cute_kernels.extend.multiply import FIRST_WARPGROUP, WARPGROUP_THREADS, Consumer
+from cute_kernels.extend.multiply import FIRST_TURN, FIRST_WARPGROUP, WARPGROUP_THREADS, Consumer
 from cute_kernels.extend.queries import query_row
 from cute_kernels.extend.softmax import LOWEST, MIN_SCORE_SCALE, RESCALE_SLACK, load_float
 from cute_kernels.extend.work import END, Worker
 
 MIN_VALUE_SCALE = 2.0**-80  # stands for smaller ones, so that probabilities stay finite
 MAX_TOTAL = 2.0**90  # of a lane's probabilities of a block: more than the reference lets them be with the least scale
+KEY_STEPS, VALUE_STEPS = 8, GROUP_TOKENS // 16  # of 16 columns, of 16 tokens
 STEPS_AT_ONCE = 2  # of products whose operands are handed over together
-PARTS = 2  # of a tile's keys by columns, of its values by tokens
+VALUE_GROUPS = VALUE_STEPS // STEPS_AT_ONCE  # that `KeyRowsConsumer.add_values` commits
+STEP_SLAB = SLAB_COLUMNS // 16  # steps of a slab
 
 
 @dataclass(frozen=True)
@@ -59,18 +55,20 @@ class Sums:
 
     Attributes:
         values: fp32 [2 MMAs][columns][2 row halves], as `results.sum_index` has it.
-        total: fp32 by column: the sum over the lane's own tokens.
+        maximum, total: fp32 by column: the softmax's reference, alike in all lanes of a warpgroup; the sum over the
+            lane's own tokens.
         probabilities: bytes from the first to the next tile's place of probabilities.
     """
 
     values: RegisterTensor[Float32]
+    maximum: RegisterTensor[Float32]
     total: RegisterTensor[Float32]
     probabilities: RegisterTensor[Int32]
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Where a thread stands. group, warp: of the warpgroups, of its four warps. keys, values, probabilities,
+    """Where a thread stands. group, warp: of the two warpgroups, of its four warps. keys, values, probabilities,
     last_probabilities: bytes from a tile, or from the warpgroup's probabilities, to the lane's. scales: by which those
     of its rows of K and V are shifted; next_value: from values of its first token to those of its next one. magic: of
     `magic_of`."""
@@ -102,18 +100,21 @@ class KeyRowsConsumer:
         self.worker = Worker(config, ScoreTerms(config.features, self.columns, 2))
         shape = config.key_rows
         assert shape is not None
-        self.shape, self.groups = shape, shape.warpgroups
+        self.shape = shape
 
     @cute.jit
     def run(self, shape, source, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
-        """All work tiles of the CTA. group: of the warpgroups; warp: of its four."""
-        stage, phase, ahead, slot, slot_phase = group, Int32(0), group, Int32(0), Int32(0)
+        """All work tiles of the CTA. group: of the two warpgroups; warp: of its four."""
+        if const_expr(self.config.ping_pong):
+            if group == 1:
+                self.pass_turn(group)
+        stage, phase, slot, slot_phase = Int32(0), Int32(0), Int32(0), Int32(0)
         start = self.place_of(group, warp, lane, magic_of(shape.batch))
         work = self.receive(memory, slot, slot_phase, lane)
         while work.request != END:
             slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
             place = self.shifted(start, source, work)
-            stage, phase, ahead = self.attend(shape, operands, features, work, memory, place, stage, phase, ahead)
+            stage, phase = self.attend(shape, operands, features, work, memory, place, stage, phase)
             work = self.receive(memory, slot, slot_phase, lane)
 
     def place_of(self, group, warp, lane, magic) -> Lane:
@@ -125,8 +126,8 @@ class KeyRowsConsumer:
             group,
             warp,
             lane,
-            self.keys.key_place(warp, lane),
-            self.values.value_place(warp, lane),
+            self.keys.key_place(warp, lane) + group * (GROUP_TOKENS * self.keys.row_bytes),
+            self.values.value_place(warp, lane) + group * (GROUP_TOKENS * self.values.row_bytes),
             last + matrix // 2 * (8 * wgmma.ROW_BYTES),
             last,
             (0, 0),
@@ -148,32 +149,39 @@ class KeyRowsConsumer:
         )
 
     @cute.jit
-    def attend(self, shape, operands, features, work, memory, place, stage: Int32, phase: Int32, ahead: Int32):
-        """One work tile. stage, phase: of the warpgroup's next tile, the ``ahead``-th of the work tile; the same of the
-        next one."""
+    def attend(self, shape, operands, features, work, memory, place, stage: Int32, phase: Int32):
+        """One work tile; the ring's next stage and phase."""
         span = self.worker.span(shape, work)
         from_fp16 = self.queries.write(
             shape, operands, work, memory, place.group * WARPGROUP_WARPS + place.warp, place.lane
         )
         scale = self.score_scale(operands, work, from_fp16)
         sums = self.make_sums()
-        self.clear_references(memory, place)
-        for i in cutlass.range(span.begin + ahead, span.end, self.groups, unroll=1):
+        self.clear_probabilities(memory, sums, place)
+        before, before_phase = stage, phase  # where the last values lie; none yet: some, times probabilities of zero
+        for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
             cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
-            dots = self.multiply_keys(memory, place, stage)
+            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, before), before_phase)
+            keys = self.load_keys(memory, place, stage)
+            self.await_turn(place.group)
+            dots = self.start_scores(memory, keys)
+            self.add_values(memory, sums, place, before)
+            if i > span.begin:
+                self.release(memory, VALUES, before, place.lane)
+            self.pass_turn(place.group)
             if const_expr(self.value_scale):
                 cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)  # which scales come with
             self.weigh(shape, features, work, span, memory, sums, place, scale, dots, block, stage)
-            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
-            self.add_values(memory, sums, place, stage)
-            stage, phase = advance_by(self.groups, stage, phase, self.config.num_stages)
-        left = span.end - span.begin - ahead
-        taken = (cutlass.max(left, 0) + (self.groups - 1)) // self.groups
-        # Or what follows from where a thread stands is kept, or spilled, throughout the loop.
-        here = replace(place, lane=ptx.pinned(place.lane), warp=ptx.pinned(place.warp), group=ptx.pinned(place.group))
-        self.results.write(shape, operands, features, work, memory, sums, here)
-        return stage, phase, taken * self.groups - left
+            before, before_phase = stage, phase
+            stage, phase = advance(stage, phase, self.config.num_stages)
+        if span.begin < span.end:
+            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, before), before_phase)
+            self.add_values(memory, sums, place, before)
+            self.release(memory, VALUES, before, place.lane)
+            self.wait_for(sums, [])
+        self.results.write(shape, operands, features, work, memory, sums, place)
+        return stage, phase
 
     def score_scale(self, operands, work, from_fp16):
         """From dot products to powers of 2, but for a row's scale; not 0, by which masked ones must not be
@@ -185,96 +193,92 @@ class KeyRowsConsumer:
 
     def make_sums(self) -> Sums:
         values = cute.make_rmem_tensor(4 * self.columns, Float32)
-        total = cute.make_rmem_tensor(self.columns, Float32)
+        maximum, total = (cute.make_rmem_tensor(self.columns, Float32) for _ in range(2))
         offset = cute.make_rmem_tensor(1, Int32)
         values.fill(0.0)
+        maximum.fill(LOWEST)
         total.fill(0.0)
         offset[0] = Int32(0)
-        return Sums(values, total, offset)
+        return Sums(values, maximum, total, offset)
+
+    # -- probabilities ------------------------------------------------------------------------------------------------
+
+    def own_probabilities(self, memory, place):
+        """Shared address of the warpgroup's two places."""
+        return memory.probabilities + place.group * (2 * self.shape.probability_bytes)
 
     def last_place(self, memory, sums, place):
-        """Shared address of the probabilities that were written last; they are read while the next ones are written to
-        the warpgroup's other place."""
-        own = memory.probabilities + place.group * self.shape.place_bytes
-        return own + (self.shape.probability_bytes - sums.probabilities[0])
+        return self.own_probabilities(memory, place) + (self.shape.probability_bytes - sums.probabilities[0])
 
     def next_place(self, memory, sums, place):
-        return memory.probabilities + place.group * self.shape.place_bytes + sums.probabilities[0]
+        return self.own_probabilities(memory, place) + sums.probabilities[0]
 
-    # -- references ---------------------------------------------------------------------------------------------------
-
-    def clear_references(self, memory, place) -> None:
-        for block in range(self.blocks):
-            memory.set_references(place, block, [Float32(LOWEST)] * 2)
+    @cute.jit
+    def clear_probabilities(self, memory, sums, place):
+        """Zeros for the first turn, in which there is no block before."""
+        start = self.last_place(memory, sums, place) + CHUNK_BYTES * (place.warp * WARP_THREADS + place.lane)
+        size = self.shape.probability_bytes
+        for offset in cutlass.range_constexpr(0, size, CHUNK_BYTES * WARPGROUP_THREADS):
+            if const_expr(offset + CHUNK_BYTES * WARPGROUP_THREADS <= size):
+                ptx.store_shared_zero16(start, offset)
+            else:
+                if (place.warp * WARP_THREADS + place.lane) * CHUNK_BYTES + offset < size:
+                    ptx.store_shared_zero16(start, offset)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
 
     # -- products -----------------------------------------------------------------------------------------------------
 
     def add_values(self, memory, sums, place, stage) -> None:
-        """Adds a tile's values times their probabilities; the tile is free then, and nothing is running."""
+        """Starts adding the last block's values, which lie in ``stage``, times their probabilities. The codes have
+        been read when it returns. They become operands behind the products of keys."""
         b = wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
-        start = place.values + memory.tile(VALUES, stage)
-        address = self.values.header_start(memory, VALUES, stage)
-        totals = [[sums.values[i] for i in self._places(m)] for m in range(2)]
-        for part in range(PARTS):
-            words = self.values.load_values(start, place.next_value, part)
-            if part > 0:  # whose operands' registers are free then
-                totals = [wgmma.wait_for(own, 0) for own in totals]
-            headers = self.values.load_value_headers(address, part, place.warp, place.lane)
-            if part == PARTS - 1:
-                self.release(memory, VALUES, stage, place.lane)
-            for step in range(0, PART_TOKENS // 16, STEPS_AT_ONCE):
-                steps = [
-                    self.values.value_operands(words, headers, step + i, place.magic) for i in range(STEPS_AT_ONCE)
-                ]
-                ready = wgmma.fence([word for own in steps for a in own for word in a])
-                for i in range(STEPS_AT_ONCE):
-                    for m in range(2):
-                        a = ready[4 * (2 * i + m) : 4 * (2 * i + m) + 4]
-                        offset = (PART_TOKENS // 16 * part + step + i) * wgmma.STEP_BYTES
-                        totals[m] = wgmma.mma(totals[m], a, wgmma.advanced(b, offset), dtype="f16")
-                wgmma.commit()
+        words = self.values.load_values(place.values + memory.tile(VALUES, stage), place.next_value, GROUP_TOKENS)
+        address = self.values.header_start(memory, VALUES, stage, place.group)
+        headers = self.values.load_value_headers(address, GROUP_TOKENS, place.warp, place.lane)
+        mmas = range(2)
+        totals = [[sums.values[i] for i in self._places(m)] for m in mmas]
+        for first in range(0, VALUE_STEPS, STEPS_AT_ONCE):
+            steps = [self.values.value_operands(words, headers, first + i, place.magic) for i in range(STEPS_AT_ONCE)]
+            ready = wgmma.fence([word for step in steps for a in step for word in a])
+            for i in range(STEPS_AT_ONCE):
+                for m in mmas:
+                    a = ready[4 * (2 * i + m) : 4 * (2 * i + m) + 4]
+                    totals[m] = wgmma.mma(totals[m], a, wgmma.advanced(b, (first + i) * wgmma.STEP_BYTES), dtype="f16")
+            wgmma.commit()
         self._set(sums, [value for total in totals for value in total])
-        self.wait_for(sums)
 
-    def multiply_keys(self, memory, place, stage) -> list[Any]:
-        """Starts the dot products of the warp's tokens with all queries. The codes have been read when it returns.
+    def load_keys(self, memory, place, stage) -> list[list[Uint32]]:
+        """The warp's 16 tokens as A registers of all steps: nothing of a turn's first products is left to be made."""
+        words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage))
+        address = self.keys.header_start(memory, KEYS, stage, place.group)
+        headers = self.keys.load_key_headers(address, place.warp, place.lane)
+        ready = wgmma.fence([word for a in self.keys.key_operands(words, headers, place.magic) for word in a])
+        return [ready[4 * step : 4 * step + 4] for step in range(KEY_STEPS)]
 
-        A thread has registers for the operands of half of them: those of the other half are made while the first one's
-        products run, which are waited for before their registers are taken. Without that ptxas puts each product behind
-        the one before.
-        """
+    def start_scores(self, memory, operands) -> list[Any]:
+        """Starts the dot products of the warp's tokens, as :meth:`load_keys` has them, with all queries."""
         b, dots = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries)), []
-        start = place.keys + memory.tile(KEYS, stage)
-        address = self.keys.header_start(memory, KEYS, stage)
-        for part in range(PARTS):
-            words = self.keys.load_keys(start, part)
-            headers = self.keys.load_key_headers(address, part, place.warp, place.lane)
-            if part == PARTS - 1:
-                self.release_keys(memory, stage, place.lane)
-            own, count = wgmma.advanced(b, part * self.config.tile_rows * SLAB_COLUMNS * ELEMENT_BYTES), len(words) // 2
-            for half in range(2):
-                codes = words[count * half : count * (half + 1)]
-                made = self.keys.key_operands(codes, headers[half], place.magic)
-                if part > 0 and half == 0:
-                    dots = wgmma.wait_for(dots, 0)
-                ready = wgmma.fence([word for a in made for word in a])
-                for i in range(len(made)):
-                    a, step = ready[4 * i : 4 * i + 4], wgmma.advanced(own, (2 * half + i) * wgmma.STEP_BYTES)
-                    if dots:
-                        dots = wgmma.mma(dots, a, step, dtype="f16")
-                    else:
-                        dots = wgmma.first_mma(2 * self.columns, a, step, dtype="f16")
-                wgmma.commit()
+        slab_bytes = self.config.tile_rows * SLAB_COLUMNS * 2
+        for first in range(0, KEY_STEPS, STEPS_AT_ONCE):
+            ready = wgmma.fence([word for a in operands[first : first + STEPS_AT_ONCE] for word in a])
+            for i in range(STEPS_AT_ONCE):
+                step = first + i
+                own = wgmma.advanced(b, step // STEP_SLAB * slab_bytes + step % STEP_SLAB * wgmma.STEP_BYTES)
+                a = ready[4 * i : 4 * i + 4]
+                if dots:
+                    dots = wgmma.mma(dots, a, own, dtype="f16")
+                else:
+                    dots = wgmma.first_mma(2 * self.columns, a, own, dtype="f16")
+        wgmma.commit()
         return dots
 
-    def release_keys(self, memory, stage, lane) -> None:
-        """Where rows have scales, these are loaded behind the products."""
-        if not self.key_scale:
-            self.release(memory, KEYS, stage, lane)
-
-    def wait_for(self, sums) -> None:
-        """Waits for all products; the sums are there then."""
-        self._set(sums, wgmma.wait_for([sums.values[i] for m in range(2) for i in self._places(m)], 0))
+    def wait_for(self, sums, dots) -> list[Any]:
+        """Waits for all products; the sums are there then, and so are ``dots``."""
+        own = [sums.values[i] for m in range(2) for i in self._places(m)]
+        finished = wgmma.wait_for([*own, *dots], 0)
+        self._set(sums, finished[: len(own)])
+        return finished[len(own) :]
 
     def _places(self, mma: int) -> range:
         """Of an MMA's sums in the order of its registers."""
@@ -295,13 +299,13 @@ class KeyRowsConsumer:
 
     @cute.jit
     def weigh(self, shape, features, work, span, memory, sums, place, scale, dots, block: Int32, stage: Int32):
-        """Probabilities of a block, where all warps see them."""
-        row = place.warp * WARP_TOKENS + place.lane // 4
+        """Probabilities of a block, where all warps see them. When it returns no products are running: values of the
+        block before have been behind the softmax."""
+        row = place.group * GROUP_TOKENS + place.warp * WARP_TOKENS + place.lane // 4
         lines = self.load_scales(memory, place, KEYS, stage, row)
         value_scales = self.load_scales(memory, place, VALUES, stage, row)
-        found = wgmma.wait_for(dots, 0)
-        if const_expr(self.key_scale):
-            self.release(memory, KEYS, stage, place.lane)
+        found = wgmma.wait_for(dots, VALUE_GROUPS)
+        self.release(memory, KEYS, stage, place.lane)
         s = cute.make_rmem_tensor(2 * self.columns, Float32)
         for i in cutlass.range_constexpr(2 * self.columns):
             s[i] = found[i]
@@ -354,14 +358,18 @@ class KeyRowsConsumer:
     @cute.jit
     def share(self, memory, sums, place, s, lines, value_scales):
         """Gives the warpgroup the warp's probabilities and adds them to its totals; may raise the reference."""
+        totals = cute.make_rmem_tensor(self.columns, Float32)
         target = self.next_place(memory, sums, place)
-        exceeds = self.write_probabilities(memory, sums, place, target, s, lines, value_scales)
+        exceeds = self.write_probabilities(sums, totals, place, target, s, lines, value_scales)
+        self.wait_for(sums, [])
         again = self.any_of_warpgroup(place, exceeds)
         while again != 0:  # once: a branch lays out all of a tile's code otherwise, 2 to 6 % slower at 40 columns
             bounds = self.bounds_of(value_scales)
             self.raise_reference(memory, sums, place, s, lines, bounds)
-            self.write_probabilities(memory, sums, place, target, s, lines, value_scales, bounds)
+            self.write_probabilities(sums, totals, place, target, s, lines, value_scales, bounds)
             again = self.any_of_warpgroup(place, Int32(0))
+        for column in cutlass.range_constexpr(self.columns):
+            sums.total[column] = sums.total[column] + totals[column]
         sums.probabilities[0] = self.shape.probability_bytes - sums.probabilities[0]
 
     def any_of_warpgroup(self, place, exceeds):
@@ -369,22 +377,23 @@ class KeyRowsConsumer:
         cute.arch.fence_proxy("async.shared", space="cta")
         return numbers.barrier_any(Int32(exceeds), FIRST_WARPGROUP + place.group, WARPGROUP_THREADS)
 
-    def write_probabilities(self, memory, sums, place, target, s, lines, value_scales, bounds=None):
-        """Writes P * scale of V, and adds P to the totals. Whether one is too large for fp16.
+    def write_probabilities(self, sums, totals, place, target, s, lines, value_scales, bounds=None):
+        """Writes P * scale of V, and P's sums into ``totals``. Whether one is too large for fp16.
 
         bounds: of `bounds_of`, where the reference is no less than any logit: logits of 2^30 are rounded by more than
         fp16 holds, which no other reference would help.
         """
         largest: Any = None
-        highest: Any = None
         for first in range(0, self.blocks, 2):
             words = []
             for block in range(first, min(first + 2, self.blocks)):
-                p = self.probabilities(memory, place, s, lines, block, bounds)
+                logits = [[self.logit(sums, s, lines, 2 * block + c, j) for c in range(2)] for j in range(2)]
+                if bounds is not None:  # a NaN stays one
+                    pairs = zip(logits, bounds, strict=True)
+                    logits = [[cutlass.select_(x > -bound, -bound, x) for x in own] for own, bound in pairs]
+                p = [[ptx.exp2(x) for x in own] for own in logits]
                 for c in range(2):
-                    total = self.total_of(p, c)
-                    sums.total[2 * block + c] = sums.total[2 * block + c] + total
-                    highest = total if highest is None else ptx.fmax(highest, total)
+                    totals[2 * block + c] = p[0][c] + p[1][c]
                 for j in range(2):
                     own = [x * value_scales[j] for x in p[j]] if self.value_scale else p[j]
                     words.append(ptx.pack_f16x2(*own))
@@ -398,25 +407,12 @@ class KeyRowsConsumer:
         product = ptx.fmax(ptx.half2_low_to_float(largest), ptx.half2_high_to_float(largest))
         exceeds = product > 2.0**RESCALE_SLACK
         if self.value_scale:
-            exceeds = exceeds | (highest >= MAX_TOTAL)
+            exceeds = exceeds | (in_pairs(ptx.fmax, [totals[c] for c in range(self.columns)]) > MAX_TOTAL)
         return exceeds
 
-    def probabilities(self, memory, place, s, lines, block: int, bounds=None) -> list[list[Any]]:
-        """[token of the lane's two][query of a block's two]"""
-        start = [-reference for reference in memory.references(place, block)]
-        logits = [[self.logit(s, lines, 2 * block + c, j, start[c]) for c in range(2)] for j in range(2)]
-        if bounds is not None:  # a NaN stays one
-            pairs = zip(logits, bounds, strict=True)
-            logits = [[cutlass.select_(x > -bound, -bound, x) for x in own] for own, bound in pairs]
-        return [[ptx.exp2(x) for x in own] for own in logits]
-
-    def total_of(self, p, c: int):
-        """A query's sum over the lane's two tokens; no more than what may be subtracted again, see
-        :meth:`raise_reference`."""
-        return numbers.min_or_nan(p[0][c] + p[1][c], Float32(MAX_TOTAL))
-
-    def logit(self, s, lines, column: int, half: int, start):
-        """``start`` and a logit in powers of 2."""
+    def logit(self, sums, s, lines, column: int, half: int, start=None):
+        """A logit in powers of 2, less the reference; or ``start`` and it."""
+        start = -sums.maximum[column] if start is None else start
         return ptx.fma(s[sum_index(column, half)], lines[half], start)
 
     def bounds_of(self, value_scales) -> list[Any]:
@@ -427,32 +423,42 @@ class KeyRowsConsumer:
         return [ptx.log2(ptx.fmax(scale, Float32(MIN_VALUE_SCALE))) for scale in value_scales]
 
     def raise_reference(self, memory, sums, place, s, lines, bounds) -> None:
-        """Takes the warpgroup's maxima as reference, and rescales what was added up under the old one.
-
-        The block's own probabilities are in the totals already. They are made anew and subtracted: registers for totals
-        of a block alone there are none. What that leaves of rounding is at most as great, to the block's new
-        probabilities, as any sum's.
-        """
+        """Takes the warpgroup's maxima as reference, and rescales what was added up under the old one."""
+        maxima = []
+        for column in range(self.columns):
+            logits = [self.logit(sums, s, lines, column, j, start=bounds[j]) for j in range(2)]
+            maxima.append(lane_max(ptx.fmax(*logits), (4, 8, 16)))
+        told = memory.told + place.group * self.shape.group_told_bytes
+        row_bytes = 4 * self.config.tile_rows
+        own = told + place.warp * row_bytes + 8 * (place.lane % 4)
         for block in range(self.blocks):
-            p = self.probabilities(memory, place, s, lines, block)
+            ptx.store_shared(own, 32 * block, maxima[2 * block : 2 * block + 2])
+        barrier = {"barrier_id": FIRST_WARPGROUP + place.group, "number_of_threads": WARPGROUP_THREADS}
+        cute.arch.barrier(**barrier)
+        for block in range(self.blocks):
+            heard = [
+                ptx.load_shared_vector(told + 8 * (place.lane % 4), warp * row_bytes + 32 * block, 2)
+                for warp in range(WARPGROUP_WARPS)
+            ]
             for c in range(2):
-                sums.total[2 * block + c] = sums.total[2 * block + c] - self.total_of(p, c)
-        for block in range(self.blocks):
-            maxima = []
-            for column in (2 * block, 2 * block + 1):
-                logits = [self.logit(s, lines, column, j, bounds[j]) for j in range(2)]
-                maxima.append(lane_max(ptx.fmax(*logits), (4, 8, 16)))
-            memory.tell(place, block, maxima)
-        cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
-        for block in range(self.blocks):
-            heard, last = memory.hear(place.group, place.lane, block), memory.references(place, block)
-            raised = [ptx.fmax(in_pairs(ptx.fmax, [own[c] for own in heard]), last[c]) for c in range(2)]
-            cute.arch.sync_warp()
-            memory.set_references(place, block, raised)
-            for c in range(2):
-                column, factor = 2 * block + c, ptx.exp2(last[c] - raised[c])
+                column = 2 * block + c
+                raised = in_pairs(ptx.fmax, [words[c].bitcast(Float32) for words in heard])
+                raised = ptx.fmax(raised, sums.maximum[column])
+                factor = ptx.exp2(sums.maximum[column] - raised)
+                sums.maximum[column] = raised
                 sums.total[column] = sums.total[column] * factor
                 for mma in range(2):
                     for half in range(2):
                         index = 2 * self.columns * mma + sum_index(column, half)
                         sums.values[index] = sums.values[index] * factor
+
+    # -- turns --------------------------------------------------------------------------------------------------------
+
+    def await_turn(self, group) -> None:
+        """Waits until the other warpgroup has issued its products."""
+        if self.config.ping_pong:
+            cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=MMA_THREADS)
+
+    def pass_turn(self, group) -> None:
+        if self.config.ping_pong:
+            cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=MMA_THREADS)

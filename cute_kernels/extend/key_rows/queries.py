@@ -7,12 +7,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
-from cute_kernels.extend.config import ELEMENT_BYTES, SLAB_COLUMNS, ExtendConfig
+from cute_kernels.extend.config import ELEMENT_BYTES, MMA_THREADS, MMA_WARPS, SLAB_COLUMNS, ExtendConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, rows_of
 from cute_kernels.extend.queries import TOP_EXPONENTS, query_row
@@ -21,18 +21,18 @@ TOP_EXPONENT = TOP_EXPONENTS["fp16"]
 CONSUMERS = 5  # named barrier of all consumer warps
 
 
-def sync_consumers(config: ExtendConfig) -> None:
+def sync_consumers() -> None:
     """All consumer warps wait for each other."""
-    cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=config.mma_threads)
+    cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=MMA_THREADS)
 
 
 class QueryWriter:
-    """Warp w of W brings rows w, w + W, ... of a work tile."""
+    """Warp w brings rows w, w + 8, ... of a work tile."""
 
     def __init__(self, config: ExtendConfig):
         self.config, self.rows = config, rows_of(config.formats[0])
         self.halves = of_name(config.q_dtype).halves
-        self.count = -(-config.tile_rows // config.mma_warps)
+        self.count = config.tile_rows // MMA_WARPS
 
     @cute.jit
     def write(self, shape, operands, work, memory, warp: Int32, lane: Int32):
@@ -43,9 +43,8 @@ class QueryWriter:
         )
         if lane == 0:
             ptx.store_shared(memory.tops + 4 * warp, 0, [top])
-        sync_consumers(self.config)
-        pieces = range(0, self.config.mma_warps, 4)
-        words = [word for first in pieces for word in ptx.load_shared_vector(memory.tops, 4 * first, 4)]
+        sync_consumers()
+        words = [*ptx.load_shared_vector(memory.tops, 0, 4), *ptx.load_shared_vector(memory.tops, 16, 4)]
         top = in_pairs(ptx.fmax, [word.bitcast(Float32) for word in words])
         exponent = (numbers.bits(top) >> 23).to(Int32) - 127
         exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))
@@ -53,7 +52,7 @@ class QueryWriter:
         from_fp16 = numbers.from_bits(Uint32((127 - TOP_EXPONENT + exponent) << 23))
         self.store([[value * to_fp16 for value in own] for own in values], memory.queries, warp, lane)
         cute.arch.fence_proxy("async.shared", space="cta")
-        sync_consumers(self.config)
+        sync_consumers()
         return from_fp16
 
     def size_of(self, value) -> Any:
@@ -66,11 +65,8 @@ class QueryWriter:
         column, distance = self.rows.query_columns(lane)
         values = []
         for i in range(self.count):
-            place = warp + self.config.mma_warps * i
-            row = work.first_row + place
+            row = work.first_row + warp + MMA_WARPS * i
             exists = row < work.num_rows
-            if not self.has_all(i):
-                exists = exists & (place < self.config.tile_rows)
             number, _, _ = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
             address = queries + Int64(number) * (self.config.head_dim * ELEMENT_BYTES)
             address = address + Int64(column * ELEMENT_BYTES)
@@ -79,26 +75,14 @@ class QueryWriter:
             values.append([half(word) for word in words for half in self.halves])
         return values
 
-    def has_all(self, i: int) -> bool:
-        """Whether all warps have an i-th row."""
-        return self.config.mma_warps * (i + 1) <= self.config.tile_rows
-
-    @cute.jit
-    def store(self, values, tile, warp, lane):
+    def store(self, values, tile, warp, lane) -> None:
         """Puts the warp's rows into the operand."""
-        for i in cutlass.range_constexpr(self.count):
-            if const_expr(self.has_all(i)):
-                self.store_row(values[i], tile, warp + self.config.mma_warps * i, lane)
-            else:
-                if warp + self.config.mma_warps * i < self.config.tile_rows:
-                    self.store_row(values[i], tile, warp + self.config.mma_warps * i, lane)
-
-    def store_row(self, own, tile, row, lane) -> None:
         step, t = self.rows.query_step(lane)
         slab, chunk = step // 4, step % 4 * 2
         slab_bytes = self.config.tile_rows * SLAB_COLUMNS * ELEMENT_BYTES
-        place = tile + slab * slab_bytes + row * wgmma.ROW_BYTES + 4 * t
+        place = tile + slab * slab_bytes + warp * wgmma.ROW_BYTES + 4 * t
         for pair in range(2):
-            target = place + ((chunk + pair) ^ (row % 8)) * CHUNK_BYTES
-            low, high = self.rows.query_pairs(own)[pair]
-            ptx.store_shared(target, 0, [ptx.pack_f16x2(low, high)])
+            target = place + ((chunk + pair) ^ warp) * CHUNK_BYTES
+            for i, own in enumerate(values):
+                low, high = self.rows.query_pairs(own)[pair]
+                ptx.store_shared(target, i * MMA_WARPS * wgmma.ROW_BYTES, [ptx.pack_f16x2(low, high)])
