@@ -180,7 +180,9 @@ class KeyRowsConsumer:
             self.add_values(memory, sums, place, before)
             self.release(memory, VALUES, before, place.lane)
             self.wait_for(sums, [])
-        self.results.write(shape, operands, features, work, memory, sums, place)
+        # Or what follows from where a thread stands is kept, or spilled, throughout the loop.
+        here = replace(place, lane=ptx.pinned(place.lane), warp=ptx.pinned(place.warp), group=ptx.pinned(place.group))
+        self.results.write(shape, operands, features, work, memory, sums, here)
         return stage, phase
 
     def score_scale(self, operands, work, from_fp16):
