@@ -18,12 +18,11 @@ CODE_TILE_BYTES, CODE_TILE_K = 2048, 64  # a tile of codes: 64 features
 STAGE_CODES = TILE_N * STAGE_K // 2
 STAGE_SCALES = TILE_N * 2 * (STAGE_K // GROUP)
 STAGE_BYTES = STAGE_CODES + STAGE_SCALES
-PRODUCT_BYTES = 80  # of a product's numbers in shared memory
+PRODUCT_BYTES = 64  # of a product's numbers in shared memory
 SLOTS = 4  # of numbers of work tiles on their way to the warps
 BUFFERS = 2  # of the consumer warps' sums
 ROWS = (1, 2, 4, 8)
-CONSUMER_WARPS = (8,)
-SET_WORDS = 3 << 13  # of results that others wait for: one row of 8192 hidden and 28672 inner features and less
+SET_WORDS = 3 << 14
 EXCHANGE_WORDS = 96 + 2 * SET_WORDS
 FORMAT = integers(4, GROUP)  # of all weights
 MMA_ROWS = 4  # whose two limbs are the columns of an MMA
@@ -40,6 +39,7 @@ class LayerProductsConfig:
         consumer_warps, loader_warps: that multiply, and that copy weights.
         window: stages that are asked for at a time. Answers of memory come in order: with more, results of other CTAs
             wait behind weights that nobody needs yet.
+        lookahead: stages of a work tile that are asked into L2 before. shared_last, early, ahead_by: experiments.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -50,6 +50,10 @@ class LayerProductsConfig:
     consumer_warps: int = 8
     loader_warps: int = 4
     window: int = 8
+    lookahead: int = 0
+    shared_last: int = 1
+    early: int = 0
+    ahead_by: str = "rows"
 
     @property
     def num_warps(self) -> int:
@@ -91,7 +95,7 @@ class LayerProductsConfig:
 
     @property
     def name(self) -> str:
-        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}"
+        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}p{self.lookahead}s{self.shared_last}e{self.early}{self.ahead_by}"
         return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}_{warps}"
 
     def can_implement(self) -> str | None:
@@ -113,11 +117,10 @@ def config_for(rows: int, most_k: int) -> LayerProductsConfig | None:
     """The configuration for so many rows of up to ``most_k`` inputs: as deep a ring as there is room for; None if it
     would be too shallow."""
     fitting = [size for size in ROWS if size >= rows]
-    for warps in CONSUMER_WARPS if fitting else ():
-        empty = LayerProductsConfig(fitting[0], -(-most_k // GROUP), 0, consumer_warps=warps)
-        room = (empty.limits.shared_bytes - empty.fixed_bytes) // (STAGE_BYTES + 16)
-        each = math.lcm(empty.consumer_warps, empty.loader_warps)
-        config = replace(empty, num_stages=max(room, 0) // each * each)
-        if config.can_implement() is None:
-            return config
-    return None
+    if not fitting:
+        return None
+    empty = LayerProductsConfig(fitting[0], -(-most_k // GROUP), 0)
+    room = (empty.limits.shared_bytes - empty.fixed_bytes) // (STAGE_BYTES + 16)
+    each = math.lcm(empty.consumer_warps, empty.loader_warps)
+    config = replace(empty, num_stages=max(room, 0) // each * each)
+    return config if config.can_implement() is None else None

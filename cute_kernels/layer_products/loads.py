@@ -22,7 +22,7 @@ from cute_kernels.layer_products.config import (
     LayerProductsConfig,
 )
 from cute_kernels.layer_products.exchange import TICKETS, draw
-from cute_kernels.layer_products.memory import LayerMemory, Sizes, receive, turn
+from cute_kernels.layer_products.memory import LayerMemory, Sizes, ask_ahead, receive, turn
 
 HALF_CODES = TILE_N * CODE_TILE_K // 2  # a work tile's part of a tile of codes
 GROUP_SCALES = 2 * 2 * TILE_N  # of a tile of codes
@@ -54,13 +54,18 @@ class Loader:
                 base = base + stages
         if rank == 0:
             if lane == 0:
+                if cutlass.const_expr(self.config.ahead_by == "loads"):
+                    ask_ahead(sizes)
                 self.leave(sizes, drawn)
 
     @cute.jit
     def leave(self, sizes: Sizes, drawn):
         """Every CTA draws one number too many, who draws the last one makes the counter EMPTY. Then, and not before,
         may the next launch begin, whose CTAs draw at once."""
-        if drawn == sizes.num_tiles + sizes.num_ctas - 1:
+        own, last = drawn, sizes.num_tiles + sizes.num_ctas - 1
+        if cutlass.const_expr(self.config.shared_last):
+            own, last = (drawn - sizes.waited_for) % sizes.num_ctas, sizes.num_ctas - 1
+        if own == last:
             ptx.store_global(sizes.exchange + TICKETS, [Uint32(EMPTY_WORD)])
         instructions.fence()
         cute.arch.griddepcontrol_launch_dependents()
@@ -83,10 +88,16 @@ class Loader:
         stages = k // STAGE_K
         first = turn(rank, base, self.config.loader_warps)
         if (rank == 0) & (first >= stages) & (lane == 0):
-            drawn = draw(sizes)
+            drawn = self.following(sizes, tile)
+        if cutlass.const_expr(self.config.lookahead):
+            for j in cutlass.range(first, cutlass.min(first + self.config.lookahead, stages), self.config.loader_warps, unroll=1):
+                self.ask_stage(codes, scales, j)
         for j in cutlass.range(first, stages, self.config.loader_warps, unroll=1):
             position = base + j
             stage = position % self.config.num_stages
+            if cutlass.const_expr(self.config.lookahead):
+                if j + self.config.lookahead < stages:
+                    self.ask_stage(codes, scales, j + self.config.lookahead)
             self.wait_for_room(memory, position)
             if position >= self.config.window:
                 self.wait_for_stage(memory, position - self.config.window)
@@ -95,8 +106,30 @@ class Loader:
             cute.arch.sync_warp()
             self.copy_stage(memory, stage, codes, scales, j)
             if (rank == 0) & (j + self.config.loader_warps >= stages) & (lane == 0):
-                drawn = draw(sizes)
+                drawn = self.following(sizes, tile)
         return stages, drawn
+
+    @cute.jit
+    def following(self, sizes: Sizes, tile):
+        """The number of the CTA's work tile behind one; one lane.
+
+        Those of the last product, for which nobody waits, are dealt out: as many to each CTA, or one more.
+        """
+        number = tile + sizes.num_ctas
+        if cutlass.const_expr(self.config.shared_last):
+            if tile < sizes.waited_for:
+                number = draw(sizes)
+        else:
+            number = draw(sizes)
+        return number
+
+    def ask_stage(self, codes, scales, j) -> None:
+        """Asks for a stage into L2."""
+        code_tiles, groups = STAGE_K // CODE_TILE_K, STAGE_K // GROUP
+        for i in range(code_tiles):
+            instructions.prefetch_elected(codes + (Int64(j) * code_tiles + i) * CODE_TILE_BYTES, HALF_CODES)
+        for i in range(groups):
+            instructions.prefetch_elected(scales + (Int64(j) * groups + i) * GROUP_SCALES, GROUP_SCALES // 2)
 
     def wait_for_room(self, memory: LayerMemory, position) -> None:
         """Waits until the ring has room for its ``position``-th stage of all."""

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels.device import ptx
+from cute_kernels.device import numbers, ptx
 from cute_kernels.layer_products import instructions
 from cute_kernels.layer_products.config import (
     BUFFERS,
@@ -62,6 +62,14 @@ class Sizes:
     x: Int64
     residual: Int64
     exchange: Int64
+    ahead_0: Int64
+    ahead_1: Int64
+    ahead_2: Int64
+    ahead_3: Int64
+    ahead_0_bytes: Int32
+    ahead_1_bytes: Int32
+    ahead_2_bytes: Int32
+    ahead_3_bytes: Int32
 
     def product_of(self, tile):
         """Which product a work tile is of."""
@@ -172,3 +180,18 @@ def turn(warp, base, warps: int):
     """The first stage of a work tile that a warp has, if the tile's first stage is the ``base``-th: each warp has every
     ``warps``-th."""
     return (warp + warps - base % warps) % warps
+
+
+@cute.jit
+def ask_share(sizes: Sizes, address, size):
+    """Asks for a CTA's part of ``size`` bytes into L2; one lane."""
+    part = (size // sizes.num_ctas + 127) & ~127
+    start = Int32(cute.arch.block_idx()[0]) * part
+    own = cutlass.min(part, size - start)
+    numbers.prefetch_bulk_if(cutlass.select_(own > 0, Int32(1), Int32(0)), address + Int64(start), own)
+
+
+def ask_ahead(sizes: Sizes) -> None:
+    """Asks for a CTA's part of what the next launch reads first; one lane."""
+    for name in ("ahead_0", "ahead_1", "ahead_2", "ahead_3"):
+        ask_share(sizes, getattr(sizes, name), getattr(sizes, f"{name}_bytes"))

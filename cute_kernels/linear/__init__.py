@@ -7,6 +7,7 @@ Read on in `weight` (what is stored), `quantize` (how it is made), `reference` (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -164,6 +165,7 @@ def quantized_layer(
     following_norm: torch.Tensor,
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
+    ahead: Sequence[PackedWeight] = (),
 ) -> LayerRows:
     """A layer's products from its attention to the next one: o, gate and up with SwiGLU, down, the next layer's qkv.
 
@@ -195,9 +197,8 @@ def quantized_layer(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
     """
-    return layer_call.layer(
-        layer_call.LayerCall(x, o, gate_up, down, qkv, residual, norm, following_norm, norm_eps, norm_offset)
-    )
+    norms = norm, following_norm, norm_eps, norm_offset
+    return layer_call.layer(layer_call.LayerCall(x, o, gate_up, down, qkv, residual, *norms, tuple(ahead)))
 
 
 def linear(*args: Any, **kwargs: Any) -> torch.Tensor:
