@@ -19,6 +19,8 @@ STAGE_CODES = TILE_N * STAGE_K // 2
 STAGE_SCALES = TILE_N * 2 * (STAGE_K // GROUP)
 STAGE_BYTES = STAGE_CODES + STAGE_SCALES
 PRODUCT_BYTES = 64  # of a product's numbers in shared memory
+RUNS = MOST_PRODUCTS + 2  # of weights: a launch's own, and of the next one
+RUN_BYTES = 16  # of a run's addresses in shared memory
 SLOTS = 4  # of numbers of work tiles on their way to the warps
 BUFFERS = 2  # of the consumer warps' sums
 ROWS = (1, 2, 4, 8)
@@ -39,7 +41,6 @@ class LayerProductsConfig:
         consumer_warps, loader_warps: that multiply, and that copy weights.
         window: stages that are asked for at a time. Answers of memory come in order: with more, results of other CTAs
             wait behind weights that nobody needs yet.
-        lookahead: stages of a work tile that are asked into L2 before. shared_last, early, ahead_by: experiments.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -50,10 +51,6 @@ class LayerProductsConfig:
     consumer_warps: int = 8
     loader_warps: int = 4
     window: int = 8
-    lookahead: int = 0
-    shared_last: int = 1
-    early: int = 0
-    ahead_by: str = "rows"
 
     @property
     def num_warps(self) -> int:
@@ -87,7 +84,15 @@ class LayerProductsConfig:
         """Shared memory beside the ring."""
         limbs = self.groups * (self.group_limb_bytes + 2 * 4 * self.rows)
         parts = BUFFERS * self.consumer_warps * self.part_bytes
-        return limbs + parts + MOST_PRODUCTS * PRODUCT_BYTES + 4 * SLOTS + 8 * 2 * (SLOTS + BUFFERS) + 7 * 128
+        return (
+            limbs
+            + parts
+            + MOST_PRODUCTS * PRODUCT_BYTES
+            + RUNS * RUN_BYTES
+            + 4 * SLOTS
+            + 8 * 2 * (SLOTS + BUFFERS)
+            + 8 * 128
+        )
 
     @property
     def shared_bytes(self) -> int:
@@ -95,7 +100,7 @@ class LayerProductsConfig:
 
     @property
     def name(self) -> str:
-        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}p{self.lookahead}s{self.shared_last}e{self.early}{self.ahead_by}"
+        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}"
         return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}_{warps}"
 
     def can_implement(self) -> str | None:

@@ -14,15 +14,17 @@ from cute_kernels.layer_products.config import (
     CODE_TILE_BYTES,
     CODE_TILE_K,
     GROUP,
+    RUN_BYTES,
     SLOTS,
     STAGE_BYTES,
     STAGE_CODES,
     STAGE_K,
+    STAGE_SCALES,
     TILE_N,
     LayerProductsConfig,
 )
 from cute_kernels.layer_products.exchange import TICKETS, draw
-from cute_kernels.layer_products.memory import LayerMemory, Sizes, ask_ahead, receive, turn
+from cute_kernels.layer_products.memory import LayerMemory, Sizes, receive, turn
 
 HALF_CODES = TILE_N * CODE_TILE_K // 2  # a work tile's part of a tile of codes
 GROUP_SCALES = 2 * 2 * TILE_N  # of a tile of codes
@@ -54,18 +56,13 @@ class Loader:
                 base = base + stages
         if rank == 0:
             if lane == 0:
-                if cutlass.const_expr(self.config.ahead_by == "loads"):
-                    ask_ahead(sizes)
                 self.leave(sizes, drawn)
 
     @cute.jit
     def leave(self, sizes: Sizes, drawn):
         """Every CTA draws one number too many, who draws the last one makes the counter EMPTY. Then, and not before,
         may the next launch begin, whose CTAs draw at once."""
-        own, last = drawn, sizes.num_tiles + sizes.num_ctas - 1
-        if cutlass.const_expr(self.config.shared_last):
-            own, last = (drawn - sizes.waited_for) % sizes.num_ctas, sizes.num_ctas - 1
-        if own == last:
+        if (drawn - sizes.waited_for) % sizes.num_ctas == sizes.num_ctas - 1:
             ptx.store_global(sizes.exchange + TICKETS, [Uint32(EMPTY_WORD)])
         instructions.fence()
         cute.arch.griddepcontrol_launch_dependents()
@@ -87,17 +84,14 @@ class Loader:
         codes, scales = uniform(codes), uniform(scales)
         stages = k // STAGE_K
         first = turn(rank, base, self.config.loader_warps)
+        ahead = cute.arch.shuffle_sync(product.stage + own * stages, 0) + sizes.distance
         if (rank == 0) & (first >= stages) & (lane == 0):
             drawn = self.following(sizes, tile)
-        if cutlass.const_expr(self.config.lookahead):
-            for j in cutlass.range(first, cutlass.min(first + self.config.lookahead, stages), self.config.loader_warps, unroll=1):
-                self.ask_stage(codes, scales, j)
         for j in cutlass.range(first, stages, self.config.loader_warps, unroll=1):
             position = base + j
             stage = position % self.config.num_stages
-            if cutlass.const_expr(self.config.lookahead):
-                if j + self.config.lookahead < stages:
-                    self.ask_stage(codes, scales, j + self.config.lookahead)
+            if sizes.distance > 0:
+                self.ask(sizes, memory, ahead + j)
             self.wait_for_room(memory, position)
             if position >= self.config.window:
                 self.wait_for_stage(memory, position - self.config.window)
@@ -116,20 +110,22 @@ class Loader:
         Those of the last product, for which nobody waits, are dealt out: as many to each CTA, or one more.
         """
         number = tile + sizes.num_ctas
-        if cutlass.const_expr(self.config.shared_last):
-            if tile < sizes.waited_for:
-                number = draw(sizes)
-        else:
+        if tile < sizes.waited_for:
             number = draw(sizes)
         return number
 
-    def ask_stage(self, codes, scales, j) -> None:
-        """Asks for a stage into L2."""
-        code_tiles, groups = STAGE_K // CODE_TILE_K, STAGE_K // GROUP
-        for i in range(code_tiles):
-            instructions.prefetch_elected(codes + (Int64(j) * code_tiles + i) * CODE_TILE_BYTES, HALF_CODES)
-        for i in range(groups):
-            instructions.prefetch_elected(scales + (Int64(j) * groups + i) * GROUP_SCALES, GROUP_SCALES // 2)
+    @cute.jit
+    def ask(self, sizes: Sizes, memory: LayerMemory, position):
+        """Asks into L2 for a stage's bytes, the ``position``-th of all runs of weights, if there are so many."""
+        ends, run, begin = sizes.run_ends, Int32(0), Int32(0)
+        for end in ends[:-1]:
+            run = run + cutlass.select_(position >= end, Int32(1), Int32(0))
+            begin = cutlass.select_(position >= end, end, begin)
+        if position < ends[-1]:
+            codes, scales = instructions.load_shared_longs(memory.runs + run * RUN_BYTES, 0)
+            at = Int64(position - begin)
+            instructions.prefetch_elected(uniform(codes + at * STAGE_CODES), STAGE_CODES)
+            instructions.prefetch_elected(uniform(scales + at * STAGE_SCALES), STAGE_SCALES)
 
     def wait_for_room(self, memory: LayerMemory, position) -> None:
         """Waits until the ring has room for its ``position``-th stage of all."""
