@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -57,7 +57,7 @@ class LayerCall(NamedTuple):
     following_norm: torch.Tensor
     eps: float
     offset: float
-    ahead: tuple[PackedWeight, ...] = ()
+    ahead: Sequence[PackedWeight] = ()
 
     @property
     def weights(self) -> tuple[PackedWeight, ...]:
@@ -100,6 +100,11 @@ def check_weights(call: LayerCall) -> None:
     for name, weight in zip(("o", "gate_up", "down", "qkv"), call.weights, strict=False):
         if not isinstance(weight, PackedWeight):
             raise TypeError(f"{name}: got {type(weight).__name__}, want a PackedWeight")
+    if not isinstance(call.ahead, (tuple, list)):
+        raise TypeError(f"ahead: got {type(call.ahead).__name__}, want weights")
+    for weight in call.ahead:
+        if not isinstance(weight, PackedWeight):
+            raise TypeError(f"ahead: got {type(weight).__name__}, want weights")
 
 
 def check_layer(call: LayerCall) -> LayerCall:
@@ -113,15 +118,22 @@ def check_layer(call: LayerCall) -> LayerCall:
         if tuple(found) != wanted:
             raise ValueError(f"{name}: got a weight {list(found)}, want {list(wanted)} behind o {list(call.o.shape)}")
         check_beside(name, getattr(call, name), call.o)
+    for weight in call.ahead:
+        check_place("ahead", weight, call.o)
     check_giving(GivingCall(call.x, call.o, None, call.residual, call.norm, call.eps, call.offset))
     checks.check_norm(call.following_norm, call.eps, call.offset, call.residual, "following_norm")
     return call
 
 
-def check_beside(name: str, weight: PackedWeight, o: PackedWeight) -> None:
-    """Raises TypeError or ValueError unless a weight is where o is, for rows of its dtype."""
+def check_place(name: str, weight: PackedWeight, o: PackedWeight) -> None:
+    """Raises ValueError unless a weight is where o is."""
     if weight.codes.device != o.codes.device:
         raise ValueError(f"{name}: got a weight on {weight.codes.device}, want it on {o.codes.device}, where o is")
+
+
+def check_beside(name: str, weight: PackedWeight, o: PackedWeight) -> None:
+    """Raises TypeError or ValueError unless a weight is where o is, for rows of its dtype."""
+    check_place(name, weight, o)
     found, wanted = (one.format.activation_dtype(one.scales.dtype) for one in (weight, o))
     if found != wanted:
         raise TypeError(f"{name}: got a weight for rows of {found}, want it for {wanted}, as o")
@@ -136,6 +148,11 @@ def kernel_of(rows: int, most_k: int, device: int) -> tuple[LayerProductsConfig,
     """The kernel of so many rows of up to ``most_k`` inputs; None if there is none."""
     config = config_for(rows, most_k) if is_supported(device) else None
     return None if config is None else (config, load(LayerProductsSpec(config), arch_of(device)))
+
+
+def serves_rows(rows: int) -> bool:
+    """Whether one launch is taken for so many rows, of layers that it serves."""
+    return rows in FASTER_ROWS
 
 
 def is_served(weight: PackedWeight) -> bool:
@@ -215,7 +232,7 @@ def _plan(call: LayerCall) -> LayerPlan | LayerApart:
     fits = all(tensor.dtype == torch.bfloat16 for tensor in tensors) and _aligned(*tensors)
     if not m or not fits or not all(is_served(weight) for weight in call.weights):
         return LayerApart(index)
-    if m not in FASTER_ROWS:
+    if not serves_rows(m):
         return LayerApart(index)
     if m * results_of(call) > 2 * SET_WORDS:
         return LayerApart(index)
