@@ -8,21 +8,18 @@ product that adds the first one's results, else 0.
 x: bf16 [m, k], the first product's rows; those of another are the results of the one before. residual: bf16 [m, n],
 added to the first product, or 0.
 
-Of weights that the next launch reads first (`AHEAD`), in turn: codes, scales, and how many stages of the kernel they
-are; 0 of one that there is not. distance: stages ahead of which all weights are asked into L2, those of the next launch
-behind the own; 0: none are.
-
 exchange: `EXCHANGE_WORDS` words that no other launch uses, EMPTY at first: see :mod:`.exchange`. num_ctas: that are
 launched. eps, offset: of the norms.
 """
 
 from __future__ import annotations
 
-from cute_kernels.layer_products.config import MOST_PRODUCTS, RUNS
+from cute_kernels.layer_products.config import MOST_PRODUCTS
 from cute_kernels.runtime.launch_arguments import arguments, joined
 
-AHEAD = [{field: f"ahead_{field}_{i}" for field in ("codes", "scales", "stages")} for i in range(RUNS - MOST_PRODUCTS)]
-"""Names of what there is of each of the next launch's weights, by field."""
+AHEAD = ("ahead_0", "ahead_1", "ahead_2", "ahead_3")
+AHEAD_BYTES = tuple(f"{name}_bytes" for name in AHEAD)
+EARLY = ("early_0", "early_1")
 ADDRESSES = ("codes", "scales", "norm", "out")
 NUMBERS = ("n", "k", "gated", "adds")
 PRODUCTS = [{field: f"{field}_{i}" for field in (*ADDRESSES, *NUMBERS)} for i in range(MOST_PRODUCTS)]
@@ -30,19 +27,7 @@ PRODUCTS = [{field: f"{field}_{i}" for field in (*ADDRESSES, *NUMBERS)} for i in
 
 LAYER_PRODUCTS = joined(
     arguments("tensor", "x"),
-    arguments(
-        "address",
-        *(names[field] for names in PRODUCTS for field in ADDRESSES),
-        "residual",
-        "exchange",
-        *(names[field] for names in AHEAD for field in ("codes", "scales")),
-    ),
-    arguments(
-        "int32",
-        *(names[field] for names in PRODUCTS for field in NUMBERS),
-        "num_ctas",
-        *(names["stages"] for names in AHEAD),
-        "distance",
-    ),
+    arguments("address", *(names[field] for names in PRODUCTS for field in ADDRESSES), "residual", "exchange", *AHEAD),
+    arguments("int32", *(names[field] for names in PRODUCTS for field in NUMBERS), "num_ctas", *AHEAD_BYTES, *EARLY),
     arguments("float32", "eps", "offset"),
 )

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.layer_products.arguments import AHEAD, LAYER_PRODUCTS, NUMBERS, PRODUCTS
+from cute_kernels.layer_products.arguments import AHEAD, AHEAD_BYTES, EARLY, LAYER_PRODUCTS, NUMBERS, PRODUCTS
 from cute_kernels.layer_products.compile import LayerProductsSpec
 from cute_kernels.layer_products.config import (
     EXCHANGE_WORDS,
     FORMAT,
     SET_WORDS,
-    STAGE_CODES,
     STAGE_K,
     TILE_N,
     LayerProductsConfig,
@@ -36,7 +35,8 @@ from cute_kernels.runtime.plans import ALIGNMENT, identity
 from cute_kernels.runtime.workspace import UnsettledError
 
 FASTER_ROWS = (1,)  # for which one launch was measured to be faster than four
-DISTANCE = 2048  # stages ahead of which weights are asked into L2
+MOST_AHEAD = 12 << 20
+MOST_EARLY = (1 << 30, 0)  # bytes of codes of the first two products that are asked into L2 before the launch before has ended
 GATED, ADDING = 1, 2  # of the products: gate and up; down, which adds o's results
 # Those whose rows are normed. Never two one behind the other: consumers of the second would leave its squares where the
 # store warp has yet to read the first one's. What lies between says that it has.
@@ -162,9 +162,18 @@ def is_served(weight: PackedWeight) -> bool:
     return weight.format == FORMAT and as_it_is and n % (2 * TILE_N) == 0 and k % STAGE_K == 0
 
 
-def served_ahead(call: LayerCall) -> tuple[int, ...]:
-    """Which weights of the next call a launch asks into L2."""
-    return tuple(i for i, weight in enumerate(call.ahead) if is_served(weight))[: len(AHEAD)]
+def asked_ahead(weights: Sequence[PackedWeight], most: int = -1) -> list[tuple[torch.Tensor, int]]:
+    """(tensor, its first bytes) of what is asked into L2 for the next call, at most `MOST_AHEAD` in all: weights in
+    turn, codes and scales of as many features of each. There is room for two."""
+    found: list[tuple[torch.Tensor, int]] = []
+    room = MOST_AHEAD if most < 0 else most
+    for weight in weights[: len(AHEAD) // 2]:
+        both = (weight.codes, weight.scales)
+        sizes = [tensor.numel() * tensor.element_size() for tensor in both]
+        share = min(room / sum(sizes), 1.0)
+        found += [(tensor, int(size * share) // ALIGNMENT * ALIGNMENT) for tensor, size in zip(both, sizes, strict=True)]
+        room = max(room - sum(sizes), 0)
+    return found
 
 
 def _aligned(*tensors: torch.Tensor) -> bool:
@@ -173,14 +182,12 @@ def _aligned(*tensors: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What of a launch is kept. send: the launch. matrix: x as the kernel takes it. new: the layer's rows, qkv.
-    ahead: which of the next call's weights are asked for."""
+    """What of a launch is kept. send: the launch. matrix: x as the kernel takes it. new: the layer's rows, qkv."""
 
     device_index: int
     matrix: tuple[int, int]
     send: Callable[..., Any]
     new: tuple[Blank, ...]
-    ahead: tuple[int, ...] = ()
 
     def launch(self, call: LayerCall) -> LayerRows:
         """Launches on the current stream."""
@@ -197,8 +204,8 @@ class LayerPlan:
             named[names["codes"]], named[names["scales"]] = weight.codes.data_ptr(), weight.scales.data_ptr()
             named[names["norm"]] = 0 if norm is None else norm.data_ptr()
             named[names["out"]] = 0 if out is None else out.data_ptr()
-        for names, weight in zip(AHEAD, (call.ahead[i] for i in self.ahead), strict=False):
-            named[names["codes"]], named[names["scales"]] = weight.codes.data_ptr(), weight.scales.data_ptr()
+        for name, (tensor, _) in zip(AHEAD, asked_ahead(call.ahead), strict=False):
+            named[name] = tensor.data_ptr()
         x = call.x.detach() if call.x.requires_grad else call.x
         self.send(**named, x=x.view(self.matrix), residual=call.residual.data_ptr(), exchange=exchange)
         given = left_to_next(rows, call.following_norm, call.eps, call.offset, None)
@@ -261,17 +268,15 @@ def make_plan(call: LayerCall, config: LayerProductsConfig, function: Callable[.
             numbers |= dict(zip((names[each] for each in NUMBERS), values, strict=True))
         else:
             numbers |= dict.fromkeys(names.values(), 0)
-    ahead = served_ahead(call)
-    numbers["distance"] = DISTANCE
-    for i, names in enumerate(AHEAD):
-        if i < len(ahead):
-            numbers[names["stages"]] = call.ahead[ahead[i]].codes.numel() // STAGE_CODES
-        else:
-            numbers |= dict.fromkeys(names.values(), 0)
+    asked = asked_ahead(call.ahead)
+    numbers |= {name: 0 for name in AHEAD[len(asked) :]}
+    sizes = [size for _, size in asked]
+    numbers |= dict(zip(AHEAD_BYTES, (*sizes, *(0 for _ in AHEAD[len(asked) :])), strict=True))
+    numbers |= {name: min(most, weight.codes.numel()) for name, most, weight in zip(EARLY, MOST_EARLY, call.weights)}
     tiles = sum(weight.shape[0] for weight in call.weights) // TILE_N
     numbers["num_ctas"] = min(num_ctas, tiles)
     send = LAYER_PRODUCTS.bound(function, numbers)
-    return LayerPlan(call.x.get_device(), (m, heads), send, tuple(new), ahead)
+    return LayerPlan(call.x.get_device(), (m, heads), send, tuple(new))
 
 
 _layer = launcher(_key, check_layer, _plan)

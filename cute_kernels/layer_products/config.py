@@ -19,12 +19,10 @@ STAGE_CODES = TILE_N * STAGE_K // 2
 STAGE_SCALES = TILE_N * 2 * (STAGE_K // GROUP)
 STAGE_BYTES = STAGE_CODES + STAGE_SCALES
 PRODUCT_BYTES = 64  # of a product's numbers in shared memory
-RUNS = MOST_PRODUCTS + 2  # of weights: a launch's own, and of the next one
-RUN_BYTES = 16  # of a run's addresses in shared memory
 SLOTS = 4  # of numbers of work tiles on their way to the warps
 BUFFERS = 2  # of the consumer warps' sums
 ROWS = (1, 2, 4, 8)
-SET_WORDS = 3 << 14
+SET_WORDS = 3 << 13  # of results that others wait for: one row of 8192 hidden and 28672 inner features and less
 EXCHANGE_WORDS = 96 + 2 * SET_WORDS
 FORMAT = integers(4, GROUP)  # of all weights
 MMA_ROWS = 4  # whose two limbs are the columns of an MMA
@@ -41,6 +39,7 @@ class LayerProductsConfig:
         consumer_warps, loader_warps: that multiply, and that copy weights.
         window: stages that are asked for at a time. Answers of memory come in order: with more, results of other CTAs
             wait behind weights that nobody needs yet.
+        draws: experiments.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -51,6 +50,8 @@ class LayerProductsConfig:
     consumer_warps: int = 8
     loader_warps: int = 4
     window: int = 8
+    draws: int = 4
+    first: int = 8
 
     @property
     def num_warps(self) -> int:
@@ -84,15 +85,7 @@ class LayerProductsConfig:
         """Shared memory beside the ring."""
         limbs = self.groups * (self.group_limb_bytes + 2 * 4 * self.rows)
         parts = BUFFERS * self.consumer_warps * self.part_bytes
-        return (
-            limbs
-            + parts
-            + MOST_PRODUCTS * PRODUCT_BYTES
-            + RUNS * RUN_BYTES
-            + 4 * SLOTS
-            + 8 * 2 * (SLOTS + BUFFERS)
-            + 8 * 128
-        )
+        return limbs + parts + MOST_PRODUCTS * PRODUCT_BYTES + 4 * SLOTS + 8 * 2 * (SLOTS + BUFFERS) + 7 * 128
 
     @property
     def shared_bytes(self) -> int:
@@ -100,7 +93,7 @@ class LayerProductsConfig:
 
     @property
     def name(self) -> str:
-        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}"
+        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}e{self.draws}f{self.first}"
         return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}_{warps}"
 
     def can_implement(self) -> str | None:

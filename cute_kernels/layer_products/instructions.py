@@ -68,13 +68,6 @@ def fence(*, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def prefetch_elected(source: Int64, num_bytes: int, *, loc=None, ip=None) -> None:
-    """Asks for bytes into L2, by one lane of a warp as `copy_elected`."""
-    ask = f"cp.async.bulk.prefetch.L2.global [$0], {num_bytes};"
-    _effect([Int64(source)], f"{{ .reg .pred p; elect.sync _|p, 0xffffffff; @p {ask} }}", "l", loc=loc, ip=ip)
-
-
-@dsl_user_op
 def copy_elected(destination: Int32, source: Int64, num_bytes: int, barrier: Int32, *, loc=None, ip=None) -> None:
     """As `ptx.bulk_copy_to_shared`, by one lane of a warp whose lanes are all here with the same operands.
 

@@ -15,21 +15,11 @@ from cutlass import Int32
 
 from cute_kernels.device import ptx
 from cute_kernels.device.types import extents
-from cute_kernels.layer_products.arguments import AHEAD, PRODUCTS
+from cute_kernels.layer_products.arguments import AHEAD, AHEAD_BYTES, EARLY, PRODUCTS
 from cute_kernels.layer_products.config import LayerProductsConfig
 from cute_kernels.layer_products.exchange import draw
 from cute_kernels.layer_products.loads import Loader
-from cute_kernels.layer_products.memory import (
-    Ahead,
-    Product,
-    Sizes,
-    allocate,
-    init_barriers,
-    stages_of,
-    tiles_of,
-    write_runs,
-    write_table,
-)
+from cute_kernels.layer_products.memory import Product, Sizes, allocate, ask_share, init_barriers, tiles_of, write_table
 from cute_kernels.layer_products.multiply import Multiplier
 from cute_kernels.layer_products.store import Storer
 
@@ -44,30 +34,25 @@ class LayerProductsKernel:
     def launch(self, given, stream):
         """Launches ``num_ctas`` CTAs; ``given`` has the arguments of :data:`.arguments.LAYER_PRODUCTS`."""
         m, _ = extents(given.x)
-        products, ends, runs, stage = [], [], [], Int32(0)
+        products, ends = [], []
         begin, place, rows, waited_for, used = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         for names in PRODUCTS:
             fields = {field: getattr(given, name) for field, name in names.items()}
             there = fields["n"] > 0
             waited_for = Int32(cutlass.select_(there, begin, waited_for))
             used = Int32(cutlass.select_(there, place >> 2, used))
-            products.append(Product(**fields, begin=begin, place=place, rows=rows, stage=stage))
-            stage = stage + stages_of(fields["n"], fields["k"])
-            runs.append(stage)
+            products.append(Product(**fields, begin=begin, place=place, rows=rows))
             begin, rows = begin + tiles_of(fields["n"]), place
             place = place + m * (2 * fields["n"] >> fields["gated"])
             ends.append(begin)
         numbers = m, given.num_ctas, given.eps, given.offset, ptx.address(given.x), given.residual, given.exchange
-        for names in AHEAD:
-            stage = stage + getattr(given, names["stages"])
-            runs.append(stage)
-        ahead = Ahead(*(getattr(given, names[field]) for names in AHEAD for field in ("codes", "scales")))
-        sizes = Sizes(ends[0], ends[1], ends[2], ends[3], waited_for, used, *numbers, *runs, given.distance)
+        ahead = [getattr(given, name) for name in (*AHEAD, *AHEAD_BYTES, *EARLY)]
+        sizes = Sizes(ends[0], ends[1], ends[2], ends[3], waited_for, used, *numbers, *ahead)
         options = {"grid": (given.num_ctas, 1, 1), "block": (self.config.num_threads, 1, 1), "stream": stream}
-        self.kernel(sizes, *products, ahead).launch(**options, min_blocks_per_mp=1, use_pdl=True)
+        self.kernel(sizes, *products).launch(**options, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
-    def kernel(self, sizes, first, second, third, fourth, ahead):
+    def kernel(self, sizes, first, second, third, fourth):
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -76,14 +61,16 @@ class LayerProductsKernel:
         if warp == config.consumer_warps:
             if lane == 0:
                 drawn = draw(sizes)
+                ask_share(sizes, first.codes, sizes.early_0)
+                ask_share(sizes, first.scales, sizes.early_0 >> 5)
+                ask_share(sizes, second.codes, sizes.early_1)
+                ask_share(sizes, second.scales, sizes.early_1 >> 5)
         if warp == 0:
             if lane == 0:
                 init_barriers(config, memory)
         if warp == config.num_warps - 1:
             if lane == 0:
-                products = first, second, third, fourth
-                write_table(memory, products)
-                write_runs(memory, [*((each.codes, each.scales) for each in products), *ahead.runs])
+                write_table(memory, (first, second, third, fourth))
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         if warp < config.consumer_warps:

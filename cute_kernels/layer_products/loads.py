@@ -14,12 +14,10 @@ from cute_kernels.layer_products.config import (
     CODE_TILE_BYTES,
     CODE_TILE_K,
     GROUP,
-    RUN_BYTES,
     SLOTS,
     STAGE_BYTES,
     STAGE_CODES,
     STAGE_K,
-    STAGE_SCALES,
     TILE_N,
     LayerProductsConfig,
 )
@@ -84,22 +82,22 @@ class Loader:
         codes, scales = uniform(codes), uniform(scales)
         stages = k // STAGE_K
         first = turn(rank, base, self.config.loader_warps)
-        ahead = cute.arch.shuffle_sync(product.stage + own * stages, 0) + sizes.distance
         if (rank == 0) & (first >= stages) & (lane == 0):
             drawn = self.following(sizes, tile)
+        window = cutlass.select_(tile < sizes.first_end, Int32(self.config.first), Int32(self.config.window))
         for j in cutlass.range(first, stages, self.config.loader_warps, unroll=1):
             position = base + j
             stage = position % self.config.num_stages
-            if sizes.distance > 0:
-                self.ask(sizes, memory, ahead + j)
             self.wait_for_room(memory, position)
-            if position >= self.config.window:
-                self.wait_for_stage(memory, position - self.config.window)
+            if position >= window:
+                self.wait_for_stage(memory, position - window)
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, STAGE_BYTES)
             cute.arch.sync_warp()
             self.copy_stage(memory, stage, codes, scales, j)
-            if (rank == 0) & (j + self.config.loader_warps >= stages) & (lane == 0):
+            near = j + self.config.loader_warps * self.config.draws >= stages
+            new = (j == first) | (j + self.config.loader_warps * (self.config.draws - 1) < stages)
+            if (rank == 0) & near & new & (lane == 0):
                 drawn = self.following(sizes, tile)
         return stages, drawn
 
@@ -113,19 +111,6 @@ class Loader:
         if tile < sizes.waited_for:
             number = draw(sizes)
         return number
-
-    @cute.jit
-    def ask(self, sizes: Sizes, memory: LayerMemory, position):
-        """Asks into L2 for a stage's bytes, the ``position``-th of all runs of weights, if there are so many."""
-        ends, run, begin = sizes.run_ends, Int32(0), Int32(0)
-        for end in ends[:-1]:
-            run = run + cutlass.select_(position >= end, Int32(1), Int32(0))
-            begin = cutlass.select_(position >= end, end, begin)
-        if position < ends[-1]:
-            codes, scales = instructions.load_shared_longs(memory.runs + run * RUN_BYTES, 0)
-            at = Int64(position - begin)
-            instructions.prefetch_elected(uniform(codes + at * STAGE_CODES), STAGE_CODES)
-            instructions.prefetch_elected(uniform(scales + at * STAGE_SCALES), STAGE_SCALES)
 
     def wait_for_room(self, memory: LayerMemory, position) -> None:
         """Waits until the ring has room for its ``position``-th stage of all."""

@@ -9,17 +9,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels.device import ptx
+from cute_kernels.device import numbers, ptx
 from cute_kernels.layer_products import instructions
 from cute_kernels.layer_products.config import (
     BUFFERS,
     MOST_PRODUCTS,
     PRODUCT_BYTES,
-    RUN_BYTES,
-    RUNS,
     SLOTS,
     STAGE_BYTES,
-    STAGE_K,
     TILE_N,
     LayerProductsConfig,
 )
@@ -31,7 +28,7 @@ class Product:
 
     begin: the number of its first work tile. k: inputs. n: features. gated: whether swiglu halves them. adds: whether
     the first product's results are added. place: bytes from the beginning of a set to its results, where others wait
-    for them; rows: to its rows. stage: the number of its first stage.
+    for them; rows: to its rows.
     """
 
     codes: Int64
@@ -45,28 +42,12 @@ class Product:
     begin: Int32
     place: Int32
     rows: Int32
-    stage: Int32
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """Where the weights are that the next launch reads first; 0: nowhere."""
-
-    codes_0: Int64
-    scales_0: Int64
-    codes_1: Int64
-    scales_1: Int64
-
-    @property
-    def runs(self) -> tuple[tuple[Int64, Int64], ...]:
-        return (self.codes_0, self.scales_0), (self.codes_1, self.scales_1)
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Of a launch. ends: the number behind each product's last work tile. waited_for: work tiles that others wait for,
-    all but the last product's; used: words of their results. m: rows. x, residual: of the first product. run_0 and so
-    on: the number behind each run's last stage. distance: of stages ahead of which weights are asked into L2, or 0."""
+    all but the last product's; used: words of their results. m: rows. x, residual: of the first product."""
 
     first_end: Int32
     second_end: Int32
@@ -81,17 +62,16 @@ class Sizes:
     x: Int64
     residual: Int64
     exchange: Int64
-    run_0: Int32
-    run_1: Int32
-    run_2: Int32
-    run_3: Int32
-    run_4: Int32
-    run_5: Int32
-    distance: Int32
-
-    @property
-    def run_ends(self) -> tuple[Int32, ...]:
-        return tuple(getattr(self, f"run_{i}") for i in range(RUNS))
+    ahead_0: Int64
+    ahead_1: Int64
+    ahead_2: Int64
+    ahead_3: Int64
+    ahead_0_bytes: Int32
+    ahead_1_bytes: Int32
+    ahead_2_bytes: Int32
+    ahead_3_bytes: Int32
+    early_0: Int32
+    early_1: Int32
 
     def product_of(self, tile):
         """Which product a work tile is of."""
@@ -109,7 +89,6 @@ class LayerMemory:
     squares: Int32  # [row, group]
     parts: Int32
     table: Int32
-    runs: Int32
     slots: Int32
     full: cute.Pointer
     empty: cute.Pointer
@@ -124,7 +103,7 @@ class LayerMemory:
         codes, scales = instructions.load_shared_longs(at, 0)
         norm, out = instructions.load_shared_longs(at, 16)
         words = [*ptx.load_shared_vector(at, 32, 4), *ptx.load_shared_vector(at, 48, 4)]
-        return Product(codes, scales, norm, out, *(Int32(word) for word in words))
+        return Product(codes, scales, norm, out, *(Int32(word) for word in words[:7]))
 
 
 def allocate(config: LayerProductsConfig) -> LayerMemory:
@@ -141,7 +120,6 @@ def allocate(config: LayerProductsConfig) -> LayerMemory:
         "squares": room(config.groups * 4 * config.rows),
         "parts": room(BUFFERS * config.consumer_warps * config.part_bytes),
         "table": room(MOST_PRODUCTS * PRODUCT_BYTES),
-        "runs": room(RUNS * RUN_BYTES),
         "slots": room(4 * SLOTS),
     }
     first = smem.allocate_array(cutlass.Int64, 2 * (config.num_stages + SLOTS + BUFFERS))
@@ -180,14 +158,8 @@ def write_table(memory: LayerMemory, products) -> None:
         instructions.store_shared_longs(at, begin + 16, [each.norm, each.out])
         words = [cutlass.Uint32(v) for v in (each.n, each.k, each.gated, each.adds)]
         ptx.store_shared(at, begin + 32, words)
-        words = [cutlass.Uint32(v) for v in (each.begin, each.place, each.rows, each.stage)]
+        words = [cutlass.Uint32(v) for v in (each.begin, each.place, each.rows, each.rows)]
         ptx.store_shared(at, begin + 48, words)
-
-
-def write_runs(memory: LayerMemory, weights) -> None:
-    """Of one thread: where the runs of weights begin, each (codes, scales)."""
-    for i, (codes, scales) in enumerate(weights):
-        instructions.store_shared_longs(Int32(memory.runs), RUN_BYTES * i, [codes, scales])
 
 
 @cute.jit
@@ -212,6 +184,16 @@ def turn(warp, base, warps: int):
     return (warp + warps - base % warps) % warps
 
 
-def stages_of(n, k):
-    """Stages of a product: a run of its codes has `STAGE_CODES` bytes of each."""
-    return tiles_of(n) * (k // STAGE_K)
+@cute.jit
+def ask_share(sizes: Sizes, address, size):
+    """Asks for a CTA's part of ``size`` bytes into L2; one lane."""
+    part = (size // sizes.num_ctas + 127) & ~127
+    start = Int32(cute.arch.block_idx()[0]) * part
+    own = cutlass.min(part, size - start)
+    numbers.prefetch_bulk_if(cutlass.select_(own > 0, Int32(1), Int32(0)), address + Int64(start), own)
+
+
+def ask_ahead(sizes: Sizes) -> None:
+    """Asks for a CTA's part of what the next launch reads first; one lane."""
+    for name in ("ahead_0", "ahead_1", "ahead_2", "ahead_3"):
+        ask_share(sizes, getattr(sizes, name), getattr(sizes, f"{name}_bytes"))

@@ -112,7 +112,7 @@ class Cta:
 
     def product(self, norm: bool) -> Product:
         """Its rows are the results of another where a norm is taken of them."""
-        return Product(*map(stand_in, (CODES, SCALES, NORM if norm else 0, 0, self.n, self.k, 0, 0, 0, 0, X % 4096, 0)))
+        return Product(*map(stand_in, (CODES, SCALES, NORM if norm else 0, 0, self.n, self.k, 0, 0, 0, 0, X % 4096)))
 
     def make_rows(self, norm: bool, offset: float = 0.0) -> None:
         rows, sizes = Rows(self.config), stand_in(SimpleNamespace(offset=np.float32(offset), m=self.config.rows, x=X))
