@@ -52,6 +52,8 @@ class LayerProductsConfig:
     window: int = 8
     draws: int = 4
     first: int = 8
+    middle: int = 8
+    edge: int = 2
 
     @property
     def num_warps(self) -> int:
@@ -93,7 +95,7 @@ class LayerProductsConfig:
 
     @property
     def name(self) -> str:
-        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}e{self.draws}f{self.first}"
+        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}e{self.draws}f{self.first}m{self.middle}x{self.edge}"
         return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}_{warps}"
 
     def can_implement(self) -> str | None:

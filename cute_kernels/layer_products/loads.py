@@ -84,7 +84,10 @@ class Loader:
         first = turn(rank, base, self.config.loader_warps)
         if (rank == 0) & (first >= stages) & (lane == 0):
             drawn = self.following(sizes, tile)
-        window = cutlass.select_(tile < sizes.first_end, Int32(self.config.first), Int32(self.config.window))
+        edge = self.config.edge * sizes.num_ctas
+        middle = (tile >= sizes.first_end + edge) & (tile < sizes.second_end - edge)
+        window = cutlass.select_(middle, Int32(self.config.middle), Int32(self.config.window))
+        window = cutlass.select_(tile < sizes.first_end, Int32(self.config.first), window)
         for j in cutlass.range(first, stages, self.config.loader_warps, unroll=1):
             position = base + j
             stage = position % self.config.num_stages
