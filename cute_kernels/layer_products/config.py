@@ -19,6 +19,7 @@ STAGE_CODES = TILE_N * STAGE_K // 2
 STAGE_SCALES = TILE_N * 2 * (STAGE_K // GROUP)
 STAGE_BYTES = STAGE_CODES + STAGE_SCALES
 PRODUCT_BYTES = 64  # of a product's numbers in shared memory
+STATE_BYTES = 8
 SLOTS = 4  # of numbers of work tiles on their way to the warps
 BUFFERS = 2  # of the consumer warps' sums
 ROWS = (1, 2, 4, 8)
@@ -53,7 +54,11 @@ class LayerProductsConfig:
     draws: int = 4
     first: int = 8
     middle: int = 8
-    edge: int = 2
+    edge: int = 1
+    wide: int = 0
+    signs: int = 1
+    passes: int = 4
+    pad: int = 16
 
     @property
     def num_warps(self) -> int:
@@ -74,8 +79,13 @@ class LayerProductsConfig:
         return -(-self.rows // MMA_ROWS)
 
     @property
+    def half_limb_bytes(self) -> int:
+        """Of half a group. Lanes that store limbs are of several halves: 16 bytes more, and they are in other banks."""
+        return self.columns * GROUP // 2 + (self.pad if self.rows <= 2 else 0)
+
+    @property
     def group_limb_bytes(self) -> int:
-        return self.columns * GROUP
+        return 2 * self.half_limb_bytes
 
     @property
     def part_bytes(self) -> int:
@@ -87,7 +97,7 @@ class LayerProductsConfig:
         """Shared memory beside the ring."""
         limbs = self.groups * (self.group_limb_bytes + 2 * 4 * self.rows)
         parts = BUFFERS * self.consumer_warps * self.part_bytes
-        return limbs + parts + MOST_PRODUCTS * PRODUCT_BYTES + 4 * SLOTS + 8 * 2 * (SLOTS + BUFFERS) + 7 * 128
+        return limbs + parts + MOST_PRODUCTS * PRODUCT_BYTES + 4 * SLOTS + 8 * 2 * (SLOTS + BUFFERS) + 7 * 128 + STATE_BYTES
 
     @property
     def shared_bytes(self) -> int:
@@ -95,7 +105,7 @@ class LayerProductsConfig:
 
     @property
     def name(self) -> str:
-        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}e{self.draws}f{self.first}m{self.middle}x{self.edge}"
+        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}e{self.draws}f{self.first}m{self.middle}x{self.edge}d{self.wide}s{self.signs}p{self.passes}q{self.pad}"
         return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}_{warps}"
 
     def can_implement(self) -> str | None:

@@ -11,12 +11,14 @@ from cutlass import Float32, Int32, Int64
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.layer_products import instructions
+from cute_kernels.linear.wgmma.limbs import SIGNS
 from cute_kernels.layer_products.config import (
     BUFFERS,
     MOST_PRODUCTS,
     PRODUCT_BYTES,
     SLOTS,
     STAGE_BYTES,
+    STATE_BYTES,
     TILE_N,
     LayerProductsConfig,
 )
@@ -90,6 +92,7 @@ class LayerMemory:
     parts: Int32
     table: Int32
     slots: Int32
+    state: Int32
     full: cute.Pointer
     empty: cute.Pointer
     tile_full: cute.Pointer
@@ -120,8 +123,9 @@ def allocate(config: LayerProductsConfig) -> LayerMemory:
         "squares": room(config.groups * 4 * config.rows),
         "parts": room(BUFFERS * config.consumer_warps * config.part_bytes),
         "table": room(MOST_PRODUCTS * PRODUCT_BYTES),
-        "slots": room(4 * SLOTS),
+        "slots": room(4 * SLOTS + STATE_BYTES),
     }
+    regions["state"] = regions["slots"] + 4 * SLOTS
     first = smem.allocate_array(cutlass.Int64, 2 * (config.num_stages + SLOTS + BUFFERS))
     barriers, count = {}, 0
     for name, size in (("", config.num_stages), ("tile_", SLOTS), ("parts_", BUFFERS)):
@@ -151,6 +155,7 @@ def init_barriers(config: LayerProductsConfig, memory: LayerMemory) -> None:
 
 def write_table(memory: LayerMemory, products) -> None:
     """Of one thread: where every warp finds a product's numbers."""
+    ptx.store_shared(Int32(memory.state), 0, [cutlass.Uint32(1), cutlass.Uint32(SIGNS)])
     for i, each in enumerate(products):
         at = Int32(memory.table)
         begin = PRODUCT_BYTES * i

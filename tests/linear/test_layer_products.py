@@ -27,7 +27,7 @@ from cute_kernels.layer_products.config import (
 from cute_kernels.layer_products.loads import Loader
 from cute_kernels.layer_products.memory import Product
 from cute_kernels.layer_products.multiply import FRAGMENT_N, FRAGMENTS, Multiplier
-from cute_kernels.layer_products.rows import PASSES, WARP_GROUPS, Rows
+from cute_kernels.layer_products.rows import WARP_GROUPS, Rows
 from cute_kernels.runtime.workspace import COUNTER_SLAB_WORDS
 from simulator.backend import Meanings
 from simulator.plain import stand_in
@@ -119,7 +119,7 @@ class Cta:
         exchange = stand_in(SimpleNamespace(address=X - X % 4096))
         total = self.config.rows * self.k // GROUP
         for warp in range(self.config.consumer_warps):
-            for first in range(warp * WARP_GROUPS, total, PASSES * rows.pass_groups):
+            for first in range(warp * WARP_GROUPS, total, self.config.passes * rows.pass_groups):
                 at = self.product(norm), exchange, int(norm), Int32(first), Int32(LANES)
                 rows.make_groups(sizes, self.memory, *at)
 
