@@ -188,13 +188,11 @@ class Step:
         device: str = "cuda",
         layers: int | None = None,
         one_launch: bool | None = None,
-        ahead: bool = True,
     ):
         self.model, self.case, self.shape, self.device = model, case, shape, device
         self.layers = layers or model.layers
         has_kernel = launch_of_a_layer(model, case, shape.batch) is not None
         self.one_launch = has_kernel if one_launch is None else one_launch
-        self.ahead = ahead
         self.rope = Rope(model.head_dim, theta=ROPE_THETA)
         self.hidden = torch.randn(shape.batch, model.hidden, device=device).bfloat16()
         self.seq_lens = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
@@ -285,7 +283,6 @@ class Step:
                 norm=own["mlp_norm"],
                 following_norm=following["norm"],
                 norm_eps=EPS,
-                ahead=() if last or not self.ahead else (weight_of(following["o"]), weight_of(following["gate_up"])),
             )
         return rows.rows
 

@@ -17,9 +17,6 @@ from __future__ import annotations
 from cute_kernels.layer_products.config import MOST_PRODUCTS
 from cute_kernels.runtime.launch_arguments import arguments, joined
 
-AHEAD = ("ahead_0", "ahead_1", "ahead_2", "ahead_3")
-AHEAD_BYTES = tuple(f"{name}_bytes" for name in AHEAD)
-EARLY = ("early_0", "early_1")
 ADDRESSES = ("codes", "scales", "norm", "out")
 NUMBERS = ("n", "k", "gated", "adds")
 PRODUCTS = [{field: f"{field}_{i}" for field in (*ADDRESSES, *NUMBERS)} for i in range(MOST_PRODUCTS)]
@@ -27,7 +24,7 @@ PRODUCTS = [{field: f"{field}_{i}" for field in (*ADDRESSES, *NUMBERS)} for i in
 
 LAYER_PRODUCTS = joined(
     arguments("tensor", "x"),
-    arguments("address", *(names[field] for names in PRODUCTS for field in ADDRESSES), "residual", "exchange", *AHEAD),
-    arguments("int32", *(names[field] for names in PRODUCTS for field in NUMBERS), "num_ctas", *AHEAD_BYTES, *EARLY),
+    arguments("address", *(names[field] for names in PRODUCTS for field in ADDRESSES), "residual", "exchange"),
+    arguments("int32", *(names[field] for names in PRODUCTS for field in NUMBERS), "num_ctas"),
     arguments("float32", "eps", "offset"),
 )

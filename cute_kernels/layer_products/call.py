@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.layer_products.arguments import AHEAD, AHEAD_BYTES, EARLY, LAYER_PRODUCTS, NUMBERS, PRODUCTS
+from cute_kernels.layer_products.arguments import LAYER_PRODUCTS, NUMBERS, PRODUCTS
 from cute_kernels.layer_products.compile import LayerProductsSpec
 from cute_kernels.layer_products.config import (
     EXCHANGE_WORDS,
@@ -35,8 +35,6 @@ from cute_kernels.runtime.plans import ALIGNMENT, identity
 from cute_kernels.runtime.workspace import UnsettledError
 
 FASTER_ROWS = (1,)  # for which one launch was measured to be faster than four
-MOST_AHEAD = 12 << 20
-MOST_EARLY = (1 << 30, 0)  # bytes of codes of the first two products that are asked into L2 before the launch before has ended
 GATED, ADDING = 1, 2  # of the products: gate and up; down, which adds o's results
 # Those whose rows are normed. Never two one behind the other: consumers of the second would leave its squares where the
 # store warp has yet to read the first one's. What lies between says that it has.
@@ -57,7 +55,6 @@ class LayerCall(NamedTuple):
     following_norm: torch.Tensor
     eps: float
     offset: float
-    ahead: Sequence[PackedWeight] = ()
 
     @property
     def weights(self) -> tuple[PackedWeight, ...]:
@@ -100,11 +97,6 @@ def check_weights(call: LayerCall) -> None:
     for name, weight in zip(("o", "gate_up", "down", "qkv"), call.weights, strict=False):
         if not isinstance(weight, PackedWeight):
             raise TypeError(f"{name}: got {type(weight).__name__}, want a PackedWeight")
-    if not isinstance(call.ahead, (tuple, list)):
-        raise TypeError(f"ahead: got {type(call.ahead).__name__}, want weights")
-    for weight in call.ahead:
-        if not isinstance(weight, PackedWeight):
-            raise TypeError(f"ahead: got {type(weight).__name__}, want weights")
 
 
 def check_layer(call: LayerCall) -> LayerCall:
@@ -118,22 +110,15 @@ def check_layer(call: LayerCall) -> LayerCall:
         if tuple(found) != wanted:
             raise ValueError(f"{name}: got a weight {list(found)}, want {list(wanted)} behind o {list(call.o.shape)}")
         check_beside(name, getattr(call, name), call.o)
-    for weight in call.ahead:
-        check_place("ahead", weight, call.o)
     check_giving(GivingCall(call.x, call.o, None, call.residual, call.norm, call.eps, call.offset))
     checks.check_norm(call.following_norm, call.eps, call.offset, call.residual, "following_norm")
     return call
 
 
-def check_place(name: str, weight: PackedWeight, o: PackedWeight) -> None:
-    """Raises ValueError unless a weight is where o is."""
-    if weight.codes.device != o.codes.device:
-        raise ValueError(f"{name}: got a weight on {weight.codes.device}, want it on {o.codes.device}, where o is")
-
-
 def check_beside(name: str, weight: PackedWeight, o: PackedWeight) -> None:
     """Raises TypeError or ValueError unless a weight is where o is, for rows of its dtype."""
-    check_place(name, weight, o)
+    if weight.codes.device != o.codes.device:
+        raise ValueError(f"{name}: got a weight on {weight.codes.device}, want it on {o.codes.device}, where o is")
     found, wanted = (one.format.activation_dtype(one.scales.dtype) for one in (weight, o))
     if found != wanted:
         raise TypeError(f"{name}: got a weight for rows of {found}, want it for {wanted}, as o")
@@ -160,20 +145,6 @@ def is_served(weight: PackedWeight) -> bool:
     n, k = weight.shape
     as_it_is = weight.perm is weight.input_scale is None and weight.scales.dtype == torch.bfloat16
     return weight.format == FORMAT and as_it_is and n % (2 * TILE_N) == 0 and k % STAGE_K == 0
-
-
-def asked_ahead(weights: Sequence[PackedWeight], most: int = -1) -> list[tuple[torch.Tensor, int]]:
-    """(tensor, its first bytes) of what is asked into L2 for the next call, at most `MOST_AHEAD` in all: weights in
-    turn, codes and scales of as many features of each. There is room for two."""
-    found: list[tuple[torch.Tensor, int]] = []
-    room = MOST_AHEAD if most < 0 else most
-    for weight in weights[: len(AHEAD) // 2]:
-        both = (weight.codes, weight.scales)
-        sizes = [tensor.numel() * tensor.element_size() for tensor in both]
-        share = min(room / sum(sizes), 1.0)
-        found += [(tensor, int(size * share) // ALIGNMENT * ALIGNMENT) for tensor, size in zip(both, sizes, strict=True)]
-        room = max(room - sum(sizes), 0)
-    return found
 
 
 def _aligned(*tensors: torch.Tensor) -> bool:
@@ -204,8 +175,6 @@ class LayerPlan:
             named[names["codes"]], named[names["scales"]] = weight.codes.data_ptr(), weight.scales.data_ptr()
             named[names["norm"]] = 0 if norm is None else norm.data_ptr()
             named[names["out"]] = 0 if out is None else out.data_ptr()
-        for name, (tensor, _) in zip(AHEAD, asked_ahead(call.ahead), strict=False):
-            named[name] = tensor.data_ptr()
         x = call.x.detach() if call.x.requires_grad else call.x
         self.send(**named, x=x.view(self.matrix), residual=call.residual.data_ptr(), exchange=exchange)
         given = left_to_next(rows, call.following_norm, call.eps, call.offset, None)
@@ -222,15 +191,14 @@ class LayerApart:
         return layer_apart(call)
 
 
-def _form(weight: PackedWeight) -> tuple[Any, ...]:
-    form = weight.format.key, weight.shape, weight.scales.dtype, weight.codes.get_device()
-    return *form, weight.perm is None, weight.input_scale is None
-
-
 def _key(call: LayerCall) -> tuple[Any, ...]:
+    weights = tuple(
+        (weight.format.key, weight.shape, weight.scales.dtype, weight.codes.get_device(), weight.perm is None,
+         weight.input_scale is None)
+        for weight in call.weights
+    )  # fmt: skip
     tensors = (call.x, call.residual, call.norm, call.following_norm)
-    forms = tuple(_form(weight) for weight in (*call.weights, *call.ahead))
-    return *(identity(tensor) for tensor in tensors), len(call.weights), forms, call.eps, call.offset
+    return *(identity(tensor) for tensor in tensors), weights, call.eps, call.offset
 
 
 def _plan(call: LayerCall) -> LayerPlan | LayerApart:
@@ -268,11 +236,6 @@ def make_plan(call: LayerCall, config: LayerProductsConfig, function: Callable[.
             numbers |= dict(zip((names[each] for each in NUMBERS), values, strict=True))
         else:
             numbers |= dict.fromkeys(names.values(), 0)
-    asked = asked_ahead(call.ahead)
-    numbers |= {name: 0 for name in AHEAD[len(asked) :]}
-    sizes = [size for _, size in asked]
-    numbers |= dict(zip(AHEAD_BYTES, (*sizes, *(0 for _ in AHEAD[len(asked) :])), strict=True))
-    numbers |= {name: min(most, weight.codes.numel()) for name, most, weight in zip(EARLY, MOST_EARLY, call.weights)}
     tiles = sum(weight.shape[0] for weight in call.weights) // TILE_N
     numbers["num_ctas"] = min(num_ctas, tiles)
     send = LAYER_PRODUCTS.bound(function, numbers)

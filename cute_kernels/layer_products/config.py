@@ -18,6 +18,8 @@ CODE_TILE_BYTES, CODE_TILE_K = 2048, 64  # a tile of codes: 64 features
 STAGE_CODES = TILE_N * STAGE_K // 2
 STAGE_SCALES = TILE_N * 2 * (STAGE_K // GROUP)
 STAGE_BYTES = STAGE_CODES + STAGE_SCALES
+EARLY_BYTES = 8 << 20  # of codes of the first product, that are asked into L2 while the launch before ends
+LINE = 128
 PRODUCT_BYTES = 64  # of a product's numbers in shared memory
 STATE_BYTES = 8
 SLOTS = 4  # of numbers of work tiles on their way to the warps
@@ -97,7 +99,15 @@ class LayerProductsConfig:
         """Shared memory beside the ring."""
         limbs = self.groups * (self.group_limb_bytes + 2 * 4 * self.rows)
         parts = BUFFERS * self.consumer_warps * self.part_bytes
-        return limbs + parts + MOST_PRODUCTS * PRODUCT_BYTES + 4 * SLOTS + 8 * 2 * (SLOTS + BUFFERS) + 7 * 128 + STATE_BYTES
+        return (
+            limbs
+            + parts
+            + MOST_PRODUCTS * PRODUCT_BYTES
+            + 4 * SLOTS
+            + 8 * 2 * (SLOTS + BUFFERS)
+            + 7 * 128
+            + STATE_BYTES
+        )
 
     @property
     def shared_bytes(self) -> int:

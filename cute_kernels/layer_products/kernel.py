@@ -15,11 +15,11 @@ from cutlass import Int32
 
 from cute_kernels.device import ptx
 from cute_kernels.device.types import extents
-from cute_kernels.layer_products.arguments import AHEAD, AHEAD_BYTES, EARLY, PRODUCTS
+from cute_kernels.layer_products.arguments import PRODUCTS
 from cute_kernels.layer_products.config import LayerProductsConfig
 from cute_kernels.layer_products.exchange import draw
 from cute_kernels.layer_products.loads import Loader
-from cute_kernels.layer_products.memory import Product, Sizes, allocate, ask_share, init_barriers, tiles_of, write_table
+from cute_kernels.layer_products.memory import Product, Sizes, allocate, ask_early, init_barriers, tiles_of, write_table
 from cute_kernels.layer_products.multiply import Multiplier
 from cute_kernels.layer_products.store import Storer
 
@@ -46,8 +46,7 @@ class LayerProductsKernel:
             place = place + m * (2 * fields["n"] >> fields["gated"])
             ends.append(begin)
         numbers = m, given.num_ctas, given.eps, given.offset, ptx.address(given.x), given.residual, given.exchange
-        ahead = [getattr(given, name) for name in (*AHEAD, *AHEAD_BYTES, *EARLY)]
-        sizes = Sizes(ends[0], ends[1], ends[2], ends[3], waited_for, used, *numbers, *ahead)
+        sizes = Sizes(ends[0], ends[1], ends[2], ends[3], waited_for, used, *numbers)
         options = {"grid": (given.num_ctas, 1, 1), "block": (self.config.num_threads, 1, 1), "stream": stream}
         self.kernel(sizes, *products).launch(**options, min_blocks_per_mp=1, use_pdl=True)
 
@@ -61,10 +60,7 @@ class LayerProductsKernel:
         if warp == config.consumer_warps:
             if lane == 0:
                 drawn = draw(sizes)
-                ask_share(sizes, first.codes, sizes.early_0)
-                ask_share(sizes, first.scales, sizes.early_0 >> 5)
-                ask_share(sizes, second.codes, sizes.early_1)
-                ask_share(sizes, second.scales, sizes.early_1 >> 5)
+                ask_early(sizes, first)
         if warp == 0:
             if lane == 0:
                 init_barriers(config, memory)

@@ -93,7 +93,9 @@ class Loader:
             stage = position % self.config.num_stages
             self.wait_for_room(memory, position)
             if cutlass.const_expr(self.config.wide):
-                window = cutlass.select_(ptx.load_shared(memory.state, 0) == 0, Int32(self.config.wide), Int32(self.config.window))
+                window = cutlass.select_(
+                    ptx.load_shared(memory.state, 0) == 0, Int32(self.config.wide), Int32(self.config.window)
+                )
                 window = cutlass.select_(tile < sizes.first_end, Int32(self.config.first), window)
             if position >= window:
                 self.wait_for_stage(memory, position - window)

@@ -14,10 +14,14 @@ from cute_kernels.layer_products import instructions
 from cute_kernels.linear.wgmma.limbs import SIGNS
 from cute_kernels.layer_products.config import (
     BUFFERS,
+    EARLY_BYTES,
+    LINE,
     MOST_PRODUCTS,
     PRODUCT_BYTES,
     SLOTS,
     STAGE_BYTES,
+    STAGE_CODES,
+    STAGE_SCALES,
     STATE_BYTES,
     TILE_N,
     LayerProductsConfig,
@@ -64,16 +68,6 @@ class Sizes:
     x: Int64
     residual: Int64
     exchange: Int64
-    ahead_0: Int64
-    ahead_1: Int64
-    ahead_2: Int64
-    ahead_3: Int64
-    ahead_0_bytes: Int32
-    ahead_1_bytes: Int32
-    ahead_2_bytes: Int32
-    ahead_3_bytes: Int32
-    early_0: Int32
-    early_1: Int32
 
     def product_of(self, tile):
         """Which product a work tile is of."""
@@ -190,15 +184,11 @@ def turn(warp, base, warps: int):
 
 
 @cute.jit
-def ask_share(sizes: Sizes, address, size):
-    """Asks for a CTA's part of ``size`` bytes into L2; one lane."""
-    part = (size // sizes.num_ctas + 127) & ~127
-    start = Int32(cute.arch.block_idx()[0]) * part
-    own = cutlass.min(part, size - start)
-    numbers.prefetch_bulk_if(cutlass.select_(own > 0, Int32(1), Int32(0)), address + Int64(start), own)
-
-
-def ask_ahead(sizes: Sizes) -> None:
-    """Asks for a CTA's part of what the next launch reads first; one lane."""
-    for name in ("ahead_0", "ahead_1", "ahead_2", "ahead_3"):
-        ask_share(sizes, getattr(sizes, name), getattr(sizes, f"{name}_bytes"))
+def ask_early(sizes: Sizes, product: Product):
+    """Asks for a CTA's part of a product's first weights into L2; one lane."""
+    most = cutlass.min(product.n * (product.k // 2), EARLY_BYTES)
+    for first, num_bytes in ((product.codes, most), (product.scales, most // (STAGE_CODES // STAGE_SCALES))):
+        part = (num_bytes // sizes.num_ctas + LINE - 1) & -LINE
+        start = Int32(cute.arch.block_idx()[0]) * part
+        own = cutlass.min(part, num_bytes - start)
+        numbers.prefetch_bulk_if(cutlass.select_(own > 0, Int32(1), Int32(0)), first + Int64(start), own)

@@ -29,7 +29,7 @@ from cute_kernels.layer_products.config import (
 )
 from cute_kernels.layer_products.exchange import exchange_of
 from cute_kernels.layer_products.loads import HALF_CODES
-from cute_kernels.layer_products.memory import LayerMemory, Sizes, ask_ahead, receive, turn
+from cute_kernels.layer_products.memory import LayerMemory, Sizes, receive, turn
 from cute_kernels.layer_products.rows import COLUMN_BYTES, Rows
 from cute_kernels.linear.wgmma.limbs import LIMB_BASE, SIGNS, UPPER_HALVES
 
@@ -65,8 +65,6 @@ class Multiplier:
                 if number != before:
                     self.rows.make(sizes, memory, own, exchange, number, warp, lane)
                     before = number
-                    if (warp == 0) & (tile >= sizes.waited_for) & (lane == 0):
-                        ask_ahead(sizes)
                 acc.fill(0.0)
                 stages = own.k // STAGE_K
                 rank = turn(warp, base, self.config.consumer_warps)

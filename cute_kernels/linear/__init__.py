@@ -7,7 +7,6 @@ Read on in `weight` (what is stored), `quantize` (how it is made), `reference` (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -165,7 +164,6 @@ def quantized_layer(
     following_norm: torch.Tensor,
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
-    ahead: Sequence[PackedWeight] = (),
 ) -> LayerRows:
     """A layer's products from its attention to the next one: o, gate and up with SwiGLU, down, the next layer's qkv.
 
@@ -189,8 +187,6 @@ def quantized_layer(
         residual: [..., hidden], the residual stream, in x's dtype.
         norm: [hidden], the weight of the norm before gate and up. following_norm: of that before the next qkv.
         norm_eps, norm_offset: as of `quantized_linear_norm`, of both norms.
-        ahead: weights that are read next, in turn: the next layer's o and gate_up. One launch asks their first bytes
-            into L2 while memory has nothing else to do. A hint: results do not depend on it.
 
     Returns:
         `LayerRows`: ``rows``, the residual stream behind the layer as `NormedRows` with following_norm; ``qkv``
@@ -199,8 +195,9 @@ def quantized_layer(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
     """
-    norms = norm, following_norm, norm_eps, norm_offset
-    return layer_call.layer(layer_call.LayerCall(x, o, gate_up, down, qkv, residual, *norms, ahead))
+    return layer_call.layer(
+        layer_call.LayerCall(x, o, gate_up, down, qkv, residual, norm, following_norm, norm_eps, norm_offset)
+    )
 
 
 def linear(*args: Any, **kwargs: Any) -> torch.Tensor:

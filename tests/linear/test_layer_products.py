@@ -210,26 +210,6 @@ def test_one_launch_has_all_products(m: int, qkv: int | None):
     assert passed.num_ctas == min(132, sum(given[name].shape[0] for name in names) // TILE_N)
 
 
-def test_weights_of_the_next_call_are_asked_for_behind_the_own():
-    given, names = layer_call(1), ("codes", "scales", "stages")
-    served = [known(*shape, group_size=GROUP, seed=9).pack() for shape in ((512, 256), (1536, 512), (512, 768))]
-    other = known(512, 256, group_size=64).pack()
-    wanted = {
-        (): (),
-        (0, 1): (0, 1),
-        (0, 1, 2): (0, 1),  # there is room for two
-        ("other", 2): (2,),  # which no launch reads
-    }
-    for ahead, asked in wanted.items():
-        with recording() as cache:
-            quantized_layer(**given, ahead=[other if i == "other" else served[i] for i in ahead])
-        passed = given_to(LAYER_PRODUCTS, *cache.launches[0].arguments)
-        found = [tuple(getattr(passed, f"ahead_{name}_{i}") for name in names) for i in range(2)]
-        weights = [served[i] for i in asked]
-        expected = [(w.codes.data_ptr(), w.scales.data_ptr(), w.shape[0] * w.shape[1] // 8192) for w in weights]
-        assert found == [*expected, *[(0, 0, 0)] * (2 - len(weights))] and passed.distance > 0
-
-
 @pytest.mark.parametrize("why", ["rows", "zero points", "norm", "groups"])
 def test_other_layers_are_launched_product_by_product(why: str):
     given = layer_call(2 if why == "rows" else 1)

@@ -301,8 +301,7 @@ def linear_layer_before_a_norm() -> Call:
 def products_of_a_layer() -> Call:
     call = {"x": numbers(3, 128), "o": packed(), "gate_up": packed(256, 64), "down": packed(64, 128)}
     norms = {**norm(64), "following_norm": numbers(64)}
-    others = {"qkv": packed(96, 64), "residual": numbers(3, 64), "ahead": [packed(), packed(256, 64)]}
-    return ck.quantized_layer, {**call, **others, **norms}
+    return ck.quantized_layer, {**call, "qkv": packed(96, 64), "residual": numbers(3, 64), **norms}
 
 
 @case
