@@ -59,7 +59,8 @@ class LayerProductsConfig:
     edge: int = 1
     wide: int = 0
     signs: int = 1
-    passes: int = 4
+    passes: int = 3
+    polls: int = 0
     pad: int = 16
 
     @property
@@ -115,7 +116,7 @@ class LayerProductsConfig:
 
     @property
     def name(self) -> str:
-        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}e{self.draws}f{self.first}m{self.middle}x{self.edge}d{self.wide}s{self.signs}p{self.passes}q{self.pad}"
+        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}e{self.draws}f{self.first}m{self.middle}x{self.edge}d{self.wide}s{self.signs}p{self.passes}o{self.polls}q{self.pad}"
         return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}_{warps}"
 
     def can_implement(self) -> str | None:

@@ -16,7 +16,7 @@ from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import lanes, ptx
 from cute_kernels.layer_products.config import GROUP, LayerProductsConfig
-from cute_kernels.layer_products.exchange import Exchange, load_results
+from cute_kernels.layer_products.exchange import Exchange, load_missing, load_results
 from cute_kernels.layer_products.memory import LayerMemory, Product, Sizes
 from cute_kernels.linear.wgmma.resident_rows import MAGNITUDES, ResidentRows, RowsRoom
 
@@ -73,7 +73,8 @@ class Rows:
                 self.keep(weights, i, [word for at in PLACES for word in ptx.load_global_words(start, at, 4)])
         offsets = [Int64(row * product.k + group * GROUP + lane % GROUP_LANES * BLOCK) * 2 for row, group in places]
         if number > 0:
-            load_results(words, [exchange.address + product.rows + at for at in offsets], there, PLACES)
+            load = load_missing if self.config.polls else load_results
+            load(words, [exchange.address + product.rows + at for at in offsets], there, PLACES)
         else:
             for i in cutlass.range_constexpr(self.config.passes):
                 if there[i]:
