@@ -18,10 +18,8 @@ CODE_TILE_BYTES, CODE_TILE_K = 2048, 64  # a tile of codes: 64 features
 STAGE_CODES = TILE_N * STAGE_K // 2
 STAGE_SCALES = TILE_N * 2 * (STAGE_K // GROUP)
 STAGE_BYTES = STAGE_CODES + STAGE_SCALES
-EARLY_BYTES = 8 << 20  # of codes of the first product, that are asked into L2 while the launch before ends
-LINE = 128
+EARLY_BYTES = 8 << 20  # of the first product's codes, that are asked into L2 while the launch before ends
 PRODUCT_BYTES = 64  # of a product's numbers in shared memory
-STATE_BYTES = 8
 SLOTS = 4  # of numbers of work tiles on their way to the warps
 BUFFERS = 2  # of the consumer warps' sums
 ROWS = (1, 2, 4, 8)
@@ -42,7 +40,8 @@ class LayerProductsConfig:
         consumer_warps, loader_warps: that multiply, and that copy weights.
         window: stages that are asked for at a time. Answers of memory come in order: with more, results of other CTAs
             wait behind weights that nobody needs yet.
-        draws: experiments.
+        wide_window: the same where no CTA waits for another.
+        draw_ahead: stages of the first loader warp that it has yet to ask for when it draws the next work tile.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -53,15 +52,8 @@ class LayerProductsConfig:
     consumer_warps: int = 8
     loader_warps: int = 4
     window: int = 8
-    draws: int = 4
-    first: int = 8
-    middle: int = 8
-    edge: int = 1
-    wide: int = 0
-    signs: int = 1
-    passes: int = 3
-    polls: int = 0
-    pad: int = 16
+    wide_window: int = 16
+    draw_ahead: int = 4
 
     @property
     def num_warps(self) -> int:
@@ -82,13 +74,8 @@ class LayerProductsConfig:
         return -(-self.rows // MMA_ROWS)
 
     @property
-    def half_limb_bytes(self) -> int:
-        """Of half a group. Lanes that store limbs are of several halves: 16 bytes more, and they are in other banks."""
-        return self.columns * GROUP // 2 + (self.pad if self.rows <= 2 else 0)
-
-    @property
     def group_limb_bytes(self) -> int:
-        return 2 * self.half_limb_bytes
+        return self.columns * GROUP
 
     @property
     def part_bytes(self) -> int:
@@ -100,15 +87,7 @@ class LayerProductsConfig:
         """Shared memory beside the ring."""
         limbs = self.groups * (self.group_limb_bytes + 2 * 4 * self.rows)
         parts = BUFFERS * self.consumer_warps * self.part_bytes
-        return (
-            limbs
-            + parts
-            + MOST_PRODUCTS * PRODUCT_BYTES
-            + 4 * SLOTS
-            + 8 * 2 * (SLOTS + BUFFERS)
-            + 7 * 128
-            + STATE_BYTES
-        )
+        return limbs + parts + MOST_PRODUCTS * PRODUCT_BYTES + 4 * SLOTS + 8 * 2 * (SLOTS + BUFFERS) + 7 * 128
 
     @property
     def shared_bytes(self) -> int:
@@ -116,7 +95,7 @@ class LayerProductsConfig:
 
     @property
     def name(self) -> str:
-        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}e{self.draws}f{self.first}m{self.middle}x{self.edge}d{self.wide}s{self.signs}p{self.passes}o{self.polls}q{self.pad}"
+        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}x{self.wide_window}d{self.draw_ahead}"
         return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}_{warps}"
 
     def can_implement(self) -> str | None:
@@ -129,8 +108,11 @@ class LayerProductsConfig:
             return f"{self.num_stages} stages are fewer than two for each of {self.consumer_warps} consumer warps"
         if self.num_stages % self.consumer_warps or self.num_stages % self.loader_warps:
             return f"{self.num_stages} stages are not as many for each consumer warp, and for each loader warp"
-        if self.window % self.loader_warps or not 0 < self.window <= self.num_stages:
-            return f"a window of {self.window} is no multiple of {self.loader_warps} loader warps within the ring"
+        for window in (self.window, self.wide_window):
+            if window % self.loader_warps or not 0 < window <= self.num_stages:
+                return f"a window of {window} is no multiple of {self.loader_warps} loader warps within the ring"
+        if self.draw_ahead < 1:
+            return f"draw_ahead {self.draw_ahead} is less than the stage that is asked for next"
         return self.limits.refuses(self.num_threads, self.shared_bytes)
 
 

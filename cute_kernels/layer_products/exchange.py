@@ -89,30 +89,6 @@ def load_results(words, addresses: list[Any], there: list[Any], places: tuple[in
 
 
 @cute.jit
-def load_missing(words, addresses: list[Any], there: list[Any], places: tuple[int, ...]):
-    """As `load_results`; lanes ask again for what was missing alone."""
-    size, any_missing = 4 * len(places), Int32(1)
-    missing = cute.make_rmem_tensor(len(addresses), Int32)
-    for i in cutlass.range_constexpr(len(addresses)):
-        missing[i] = cutlass.select_(there[i], Int32(1), Int32(0))
-    while any_missing != 0:
-        for i in cutlass.range_constexpr(len(addresses)):
-            if missing[i] != 0:
-                found = [word for place in places for word in ptx.load_relaxed(addresses[i], 4, offset=place)]
-                for k in cutlass.range_constexpr(size):
-                    words[i * size + k] = found[k]
-        left = Int32(0)
-        for i in cutlass.range_constexpr(len(addresses)):
-            if missing[i] != 0:
-                empty = Int32(0)
-                for k in cutlass.range_constexpr(size):
-                    empty = cutlass.select_(words[i * size + k] == Uint32(EMPTY_WORD), Int32(1), empty)
-                missing[i] = empty
-            left = left | missing[i]
-        any_missing = cutlass.select_(cute.arch.vote_any_sync(left != 0), Int32(1), Int32(0))
-
-
-@cute.jit
 def load_result(address):
     """A word at an address of each lane, once all of a warp are there."""
     missing, found = Int32(1), Uint32(0)

@@ -11,21 +11,20 @@ from cutlass import Float32, Int32, Int64
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.layer_products import instructions
-from cute_kernels.linear.wgmma.limbs import SIGNS
 from cute_kernels.layer_products.config import (
     BUFFERS,
     EARLY_BYTES,
-    LINE,
     MOST_PRODUCTS,
     PRODUCT_BYTES,
     SLOTS,
     STAGE_BYTES,
     STAGE_CODES,
     STAGE_SCALES,
-    STATE_BYTES,
     TILE_N,
     LayerProductsConfig,
 )
+
+LINE_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,6 @@ class LayerMemory:
     parts: Int32
     table: Int32
     slots: Int32
-    state: Int32
     full: cute.Pointer
     empty: cute.Pointer
     tile_full: cute.Pointer
@@ -117,9 +115,8 @@ def allocate(config: LayerProductsConfig) -> LayerMemory:
         "squares": room(config.groups * 4 * config.rows),
         "parts": room(BUFFERS * config.consumer_warps * config.part_bytes),
         "table": room(MOST_PRODUCTS * PRODUCT_BYTES),
-        "slots": room(4 * SLOTS + STATE_BYTES),
+        "slots": room(4 * SLOTS),
     }
-    regions["state"] = regions["slots"] + 4 * SLOTS
     first = smem.allocate_array(cutlass.Int64, 2 * (config.num_stages + SLOTS + BUFFERS))
     barriers, count = {}, 0
     for name, size in (("", config.num_stages), ("tile_", SLOTS), ("parts_", BUFFERS)):
@@ -149,7 +146,6 @@ def init_barriers(config: LayerProductsConfig, memory: LayerMemory) -> None:
 
 def write_table(memory: LayerMemory, products) -> None:
     """Of one thread: where every warp finds a product's numbers."""
-    ptx.store_shared(Int32(memory.state), 0, [cutlass.Uint32(1), cutlass.Uint32(SIGNS)])
     for i, each in enumerate(products):
         at = Int32(memory.table)
         begin = PRODUCT_BYTES * i
@@ -185,10 +181,11 @@ def turn(warp, base, warps: int):
 
 @cute.jit
 def ask_early(sizes: Sizes, product: Product):
-    """Asks for a CTA's part of a product's first weights into L2; one lane."""
-    most = cutlass.min(product.n * (product.k // 2), EARLY_BYTES)
-    for first, num_bytes in ((product.codes, most), (product.scales, most // (STAGE_CODES // STAGE_SCALES))):
-        part = (num_bytes // sizes.num_ctas + LINE - 1) & -LINE
-        start = Int32(cute.arch.block_idx()[0]) * part
-        own = cutlass.min(part, num_bytes - start)
-        numbers.prefetch_bulk_if(cutlass.select_(own > 0, Int32(1), Int32(0)), first + Int64(start), own)
+    """Asks for a CTA's part of a product's first weights into L2; one lane. What is there cannot be stale, so it may be
+    asked for before the launch before has ended."""
+    codes = cutlass.min(product.n * (product.k // 2), EARLY_BYTES)
+    for first, num_bytes in ((product.codes, codes), (product.scales, codes // (STAGE_CODES // STAGE_SCALES))):
+        part = (num_bytes // sizes.num_ctas + LINE_BYTES - 1) & -LINE_BYTES
+        begin = Int32(cute.arch.block_idx()[0]) * part
+        own = cutlass.min(part, num_bytes - begin)
+        numbers.prefetch_bulk_if(cutlass.select_(own > 0, Int32(1), Int32(0)), first + Int64(begin), own)

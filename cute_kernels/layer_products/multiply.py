@@ -49,10 +49,7 @@ class Multiplier:
         """All work tiles of the CTA."""
         base, slot, slot_phase, running = Int32(0), Int32(0), Int32(0), Int32(1)
         before, buffer, buffer_phase = Int32(-1), Int32(0), Int32(0)
-        exchange = exchange_of(sizes)
-        masks = ptx.pinned(Uint32(SIGNS))
-        if cutlass.const_expr(self.config.signs):
-            masks = ptx.load_shared(memory.state, 4)
+        masks, exchange = ptx.pinned(Uint32(SIGNS)), exchange_of(sizes)
         acc = cute.make_rmem_tensor(self.num_sums, Float32)
         while running != 0:
             tile = receive(memory, slot, slot_phase, lane)
@@ -96,7 +93,7 @@ class Multiplier:
         codes = place + lane * 16
         scales = place + STAGE_CODES + lane // 4 * 2
         column, row = cutlass.min(lane // 4, config.columns - 1), cutlass.min(lane % 4, config.rows - 1)
-        half_bytes = config.half_limb_bytes
+        half_bytes = config.columns * COLUMN_BYTES
         groups = range(STAGE_K // GROUP)
         parts = [
             (i, fragment, block) for i in groups for fragment in range(FRAGMENTS) for block in range(config.row_blocks)

@@ -16,7 +16,7 @@ from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import lanes, ptx
 from cute_kernels.layer_products.config import GROUP, LayerProductsConfig
-from cute_kernels.layer_products.exchange import Exchange, load_missing, load_results
+from cute_kernels.layer_products.exchange import Exchange, load_results
 from cute_kernels.layer_products.memory import LayerMemory, Product, Sizes
 from cute_kernels.linear.wgmma.resident_rows import MAGNITUDES, ResidentRows, RowsRoom
 
@@ -26,6 +26,7 @@ LANE_WORDS = BLOCK // 2
 HALF_STEPS = GROUP_LANES // 2  # of half a group
 COLUMN_BYTES = 64  # of half a group
 PLACES = (0, 16)  # bytes of a lane's vectors
+PASSES = 3  # of groups whose rows are asked for at once: one row of 14336 inputs by twelve warps
 CONSUMER_BARRIER = 1
 
 
@@ -39,17 +40,11 @@ class Rows:
     @cute.jit
     def make(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, warp, lane):
         """Limbs of a product's rows, as they come. Nobody still reads those of the product before."""
-        if cutlass.const_expr(self.config.wide):
-            if (warp == 0) & (lane == 0):
-                ptx.store_shared(Int32(memory.state), 0, [Uint32(1)])
         self.meet()
         total = product.k // GROUP * sizes.m
-        for first in cutlass.range(warp * WARP_GROUPS, total, self.config.passes * self.pass_groups, unroll=1):
+        for first in cutlass.range(warp * WARP_GROUPS, total, PASSES * self.pass_groups, unroll=1):
             self.make_groups(sizes, memory, product, exchange, number, first, lane)
         self.meet()
-        if cutlass.const_expr(self.config.wide):
-            if (warp == 0) & (lane == 0):
-                ptx.store_shared(Int32(memory.state), 0, [Uint32(0)])
 
     @property
     def pass_groups(self) -> int:
@@ -64,23 +59,22 @@ class Rows:
         """
         groups = product.k // GROUP
         total = groups * sizes.m
-        there = [first + i * self.pass_groups < total for i in range(self.config.passes)]
-        places = [self.place(first + i * self.pass_groups, total, groups, lane) for i in range(self.config.passes)]
-        words, weights = (cute.make_rmem_tensor(self.config.passes * LANE_WORDS, Uint32) for _ in range(2))
-        for i in cutlass.range_constexpr(self.config.passes):
+        there = [first + i * self.pass_groups < total for i in range(PASSES)]
+        places = [self.place(first + i * self.pass_groups, total, groups, lane) for i in range(PASSES)]
+        words, weights = (cute.make_rmem_tensor(PASSES * LANE_WORDS, Uint32) for _ in range(2))
+        for i in cutlass.range_constexpr(PASSES):
             if there[i] & (product.norm != 0):  # asked for before the rows are there
                 start = product.norm + Int64(places[i][1] * GROUP + lane % GROUP_LANES * BLOCK) * 2
                 self.keep(weights, i, [word for at in PLACES for word in ptx.load_global_words(start, at, 4)])
         offsets = [Int64(row * product.k + group * GROUP + lane % GROUP_LANES * BLOCK) * 2 for row, group in places]
         if number > 0:
-            load = load_missing if self.config.polls else load_results
-            load(words, [exchange.address + product.rows + at for at in offsets], there, PLACES)
+            load_results(words, [exchange.address + product.rows + at for at in offsets], there, PLACES)
         else:
-            for i in cutlass.range_constexpr(self.config.passes):
+            for i in cutlass.range_constexpr(PASSES):
                 if there[i]:
                     start = sizes.x + offsets[i]
                     self.keep(words, i, [word for at in PLACES for word in ptx.load_relaxed(start, 4, offset=at)])
-        for i in cutlass.range_constexpr(self.config.passes):
+        for i in cutlass.range_constexpr(PASSES):
             if there[i]:
                 self.make_group(sizes, memory, product, *places[i], words, weights, i, lane)
 
@@ -132,7 +126,7 @@ class Rows:
 
     def store(self, memory: LayerMemory, row, group, lane, limbs) -> None:
         """Puts a lane's limbs of a step where MMAs read them."""
-        half_bytes, step = self.config.half_limb_bytes, lane % GROUP_LANES
+        half_bytes, step = self.config.columns * COLUMN_BYTES, lane % GROUP_LANES
         start = memory.limbs + (group * 2 + step // HALF_STEPS) * half_bytes + step % HALF_STEPS * 4
         start = start + row * (2 * COLUMN_BYTES)
         for limb in range(2):
