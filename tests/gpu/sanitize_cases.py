@@ -512,7 +512,6 @@ DEFERRED = {
     "deferred-norm-pairs": DeferredNormCase(1024, 8192, 7168, 60),
     "deferred-norm-parts": DeferredNormCase(640, 768, 200, 65),
     "products-of-a-layer": LayerProductsCase(768, 512, 1792, 320, 1),
-    "products-of-a-layer-4-rows": LayerProductsCase(768, 512, 1792, 320, 4),
 }
 NORMS = {
     "norm": NormCase(3, 4096),
