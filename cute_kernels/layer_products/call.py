@@ -183,11 +183,6 @@ def serves_shape(n: int, k: int) -> bool:
     return n % (2 * TILE_N) == 0 and k % STAGE_K == 0
 
 
-def serves_rows(rows: int) -> bool:
-    """Whether one launch is taken for so many rows, of layers that it serves."""
-    return rows in FASTER_ROWS
-
-
 def is_served(weight: PackedWeight) -> bool:
     """Whether the launch takes a weight."""
     as_it_is = weight.perm is weight.input_scale is None and weight.scales.dtype == torch.bfloat16
