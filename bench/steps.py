@@ -29,7 +29,7 @@ from cute_kernels import (
 )
 from cute_kernels.kv_cache import Rope
 from cute_kernels.kv_formats import KvFormatName, format_of
-from cute_kernels.layer_products.call import FASTER_ROWS
+from cute_kernels.layer_products.call import serves_rows
 from cute_kernels.layer_products.compile import LayerProductsSpec
 from cute_kernels.layer_products.config import LayerProductsConfig, config_for
 from cute_kernels.linear import PackedWeight
@@ -144,7 +144,7 @@ def packed(n: int, k: int, weights: str, device: str) -> PackedWeight:
 
 def launch_of_a_layer(model: StepModel, case: StepCase, batch: int) -> LayerProductsConfig | None:
     """The kernel of `quantized_layer` that a step takes; None where its products are launches of their own."""
-    if case.weights != "w4" or model.experts or batch not in FASTER_ROWS:
+    if case.weights != "w4" or model.experts or not serves_rows(batch):
         return None
     return config_for(batch, max(k for _, k in model.products.values()))
 

@@ -18,11 +18,11 @@ CODE_TILE_BYTES, CODE_TILE_K = 2048, 64  # a tile of codes: 64 features
 STAGE_CODES = TILE_N * STAGE_K // 2
 STAGE_SCALES = TILE_N * 2 * (STAGE_K // GROUP)
 STAGE_BYTES = STAGE_CODES + STAGE_SCALES
-PRODUCT_BYTES = 80  # of a product's numbers in shared memory
+EARLY_BYTES = 8 << 20  # of the first product's codes, that are asked into L2 while the launch before ends
+PRODUCT_BYTES = 64  # of a product's numbers in shared memory
 SLOTS = 4  # of numbers of work tiles on their way to the warps
 BUFFERS = 2  # of the consumer warps' sums
 ROWS = (1, 2, 4, 8)
-CONSUMER_WARPS = (8,)
 SET_WORDS = 3 << 13  # of results that others wait for: one row of 8192 hidden and 28672 inner features and less
 EXCHANGE_WORDS = 96 + 2 * SET_WORDS
 FORMAT = integers(4, GROUP)  # of all weights
@@ -40,6 +40,8 @@ class LayerProductsConfig:
         consumer_warps, loader_warps: that multiply, and that copy weights.
         window: stages that are asked for at a time. Answers of memory come in order: with more, results of other CTAs
             wait behind weights that nobody needs yet.
+        wide_window: the same where no CTA waits for another.
+        draw_ahead: stages of the first loader warp that it has yet to ask for when it draws the next work tile.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -50,6 +52,8 @@ class LayerProductsConfig:
     consumer_warps: int = 8
     loader_warps: int = 4
     window: int = 8
+    wide_window: int = 16
+    draw_ahead: int = 4
 
     @property
     def num_warps(self) -> int:
@@ -91,7 +95,7 @@ class LayerProductsConfig:
 
     @property
     def name(self) -> str:
-        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}"
+        warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}x{self.wide_window}d{self.draw_ahead}"
         return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}_{warps}"
 
     def can_implement(self) -> str | None:
@@ -104,8 +108,11 @@ class LayerProductsConfig:
             return f"{self.num_stages} stages are fewer than two for each of {self.consumer_warps} consumer warps"
         if self.num_stages % self.consumer_warps or self.num_stages % self.loader_warps:
             return f"{self.num_stages} stages are not as many for each consumer warp, and for each loader warp"
-        if self.window % self.loader_warps or not 0 < self.window <= self.num_stages:
-            return f"a window of {self.window} is no multiple of {self.loader_warps} loader warps within the ring"
+        for window in (self.window, self.wide_window):
+            if window % self.loader_warps or not 0 < window <= self.num_stages:
+                return f"a window of {window} is no multiple of {self.loader_warps} loader warps within the ring"
+        if self.draw_ahead < 1:
+            return f"draw_ahead {self.draw_ahead} is less than the stage that is asked for next"
         return self.limits.refuses(self.num_threads, self.shared_bytes)
 
 
@@ -113,11 +120,10 @@ def config_for(rows: int, most_k: int) -> LayerProductsConfig | None:
     """The configuration for so many rows of up to ``most_k`` inputs: as deep a ring as there is room for; None if it
     would be too shallow."""
     fitting = [size for size in ROWS if size >= rows]
-    for warps in CONSUMER_WARPS if fitting else ():
-        empty = LayerProductsConfig(fitting[0], -(-most_k // GROUP), 0, consumer_warps=warps)
-        room = (empty.limits.shared_bytes - empty.fixed_bytes) // (STAGE_BYTES + 16)
-        each = math.lcm(empty.consumer_warps, empty.loader_warps)
-        config = replace(empty, num_stages=max(room, 0) // each * each)
-        if config.can_implement() is None:
-            return config
-    return None
+    if not fitting:
+        return None
+    empty = LayerProductsConfig(fitting[0], -(-most_k // GROUP), 0)
+    room = (empty.limits.shared_bytes - empty.fixed_bytes) // (STAGE_BYTES + 16)
+    each = math.lcm(empty.consumer_warps, empty.loader_warps)
+    config = replace(empty, num_stages=max(room, 0) // each * each)
+    return config if config.can_implement() is None else None

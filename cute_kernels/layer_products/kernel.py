@@ -19,7 +19,7 @@ from cute_kernels.layer_products.arguments import PRODUCTS
 from cute_kernels.layer_products.config import LayerProductsConfig
 from cute_kernels.layer_products.exchange import draw
 from cute_kernels.layer_products.loads import Loader
-from cute_kernels.layer_products.memory import Product, Sizes, allocate, init_barriers, tiles_of, write_table
+from cute_kernels.layer_products.memory import Product, Sizes, allocate, ask_early, init_barriers, tiles_of, write_table
 from cute_kernels.layer_products.multiply import Multiplier
 from cute_kernels.layer_products.store import Storer
 
@@ -60,6 +60,7 @@ class LayerProductsKernel:
         if warp == config.consumer_warps:
             if lane == 0:
                 drawn = draw(sizes)
+                ask_early(sizes, first)
         if warp == 0:
             if lane == 0:
                 init_barriers(config, memory)

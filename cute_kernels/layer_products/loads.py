@@ -58,9 +58,9 @@ class Loader:
 
     @cute.jit
     def leave(self, sizes: Sizes, drawn):
-        """Every CTA draws one number too many, who draws the last one makes the counter EMPTY. Then, and not before,
-        may the next launch begin, whose CTAs draw at once."""
-        if drawn == sizes.num_tiles + sizes.num_ctas - 1:
+        """Every CTA draws one number of the last product or behind it, who draws the last one makes the counter EMPTY.
+        Then, and not before, may the next launch begin, whose CTAs draw at once."""
+        if (drawn - sizes.waited_for) % sizes.num_ctas == sizes.num_ctas - 1:
             ptx.store_global(sizes.exchange + TICKETS, [Uint32(EMPTY_WORD)])
         instructions.fence()
         cute.arch.griddepcontrol_launch_dependents()
@@ -70,8 +70,9 @@ class Loader:
         """Asks for a loader warp's stages of a work tile, as the ring has room. Returns how many the tile has, and the
         number of the next one, in lane 0 of the first loader warp.
 
-        That is drawn with the last stage, not before: who draws early keeps tiles that others would have begun.
+        That is drawn with one of the last stages, not before: who draws early keeps tiles that others would have begun.
         """
+        config, loaders = self.config, self.config.loader_warps
         product = memory.product(number)
         own = tile - product.begin
         half, whole = own & 1, Int64(own >> 1)
@@ -81,22 +82,41 @@ class Loader:
         # Else each copy would ask which lanes have which address: 100 clocks.
         codes, scales = uniform(codes), uniform(scales)
         stages = k // STAGE_K
-        first = turn(rank, base, self.config.loader_warps)
+        first, window = turn(rank, base, loaders), self.window_of(sizes, tile)
         if (rank == 0) & (first >= stages) & (lane == 0):
-            drawn = draw(sizes)
-        for j in cutlass.range(first, stages, self.config.loader_warps, unroll=1):
+            drawn = self.following(sizes, tile)
+        for j in cutlass.range(first, stages, loaders, unroll=1):
             position = base + j
-            stage = position % self.config.num_stages
+            stage = position % config.num_stages
             self.wait_for_room(memory, position)
-            if position >= self.config.window:
-                self.wait_for_stage(memory, position - self.config.window)
+            if position >= window:
+                self.wait_for_stage(memory, position - window)
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, STAGE_BYTES)
             cute.arch.sync_warp()
             self.copy_stage(memory, stage, codes, scales, j)
-            if (rank == 0) & (j + self.config.loader_warps >= stages) & (lane == 0):
-                drawn = draw(sizes)
+            near = j + loaders * config.draw_ahead >= stages
+            not_yet = (j == first) | (j + loaders * (config.draw_ahead - 1) < stages)
+            if (rank == 0) & near & not_yet & (lane == 0):
+                drawn = self.following(sizes, tile)
         return stages, drawn
+
+    @cute.jit
+    def following(self, sizes: Sizes, tile):
+        """The number of the CTA's work tile behind one; one lane.
+
+        Nobody waits for those of the last product: they are dealt out, as many to each CTA, or one more.
+        """
+        number = tile + sizes.num_ctas
+        if tile < sizes.waited_for:
+            number = draw(sizes)
+        return number
+
+    def window_of(self, sizes: Sizes, tile):
+        """Stages that are asked for at a time: more in the middle of the second product, but for as many work tiles at
+        either end as there are CTAs, which wait for rows then, or are waited for."""
+        middle = (tile >= sizes.first_end + sizes.num_ctas) & (tile < sizes.second_end - sizes.num_ctas)
+        return cutlass.select_(middle, Int32(self.config.wide_window), Int32(self.config.window))
 
     def wait_for_room(self, memory: LayerMemory, position) -> None:
         """Waits until the ring has room for its ``position``-th stage of all."""

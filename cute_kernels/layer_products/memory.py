@@ -9,17 +9,22 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels.device import ptx
+from cute_kernels.device import numbers, ptx
 from cute_kernels.layer_products import instructions
 from cute_kernels.layer_products.config import (
     BUFFERS,
+    EARLY_BYTES,
     MOST_PRODUCTS,
     PRODUCT_BYTES,
     SLOTS,
     STAGE_BYTES,
+    STAGE_CODES,
+    STAGE_SCALES,
     TILE_N,
     LayerProductsConfig,
 )
+
+LINE_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -172,3 +177,15 @@ def turn(warp, base, warps: int):
     """The first stage of a work tile that a warp has, if the tile's first stage is the ``base``-th: each warp has every
     ``warps``-th."""
     return (warp + warps - base % warps) % warps
+
+
+@cute.jit
+def ask_early(sizes: Sizes, product: Product):
+    """Asks for a CTA's part of a product's first weights into L2; one lane. What is there cannot be stale, so it may be
+    asked for before the launch before has ended."""
+    codes = cutlass.min(product.n * (product.k // 2), EARLY_BYTES)
+    for first, num_bytes in ((product.codes, codes), (product.scales, codes // (STAGE_CODES // STAGE_SCALES))):
+        part = (num_bytes // sizes.num_ctas + LINE_BYTES - 1) & -LINE_BYTES
+        begin = Int32(cute.arch.block_idx()[0]) * part
+        own = cutlass.min(part, num_bytes - begin)
+        numbers.prefetch_bulk_if(cutlass.select_(own > 0, Int32(1), Int32(0)), first + Int64(begin), own)

@@ -14,8 +14,10 @@ pytest.importorskip("cutlass")
 
 from cute_kernels import quantized_layer, quantized_linear, quantized_linear_norm
 from cute_kernels.layer_products import instructions
+from cute_kernels.layer_products import memory as memory_of
 from cute_kernels.layer_products.arguments import LAYER_PRODUCTS, PRODUCTS
 from cute_kernels.layer_products.config import (
+    EARLY_BYTES,
     EXCHANGE_WORDS,
     GROUP,
     STAGE_BYTES,
@@ -144,6 +146,12 @@ class Cta:
         return found[: self.config.rows]
 
 
+def scalar(x: Any) -> int:
+    """A number that is alike in all lanes."""
+    (value,) = set(np.asarray(x).reshape(-1).tolist())
+    return value
+
+
 class Barriers:
     def __add__(self, _):
         return SimpleNamespace(toint=lambda: Int32(0))
@@ -164,6 +172,53 @@ def test_warps_multiply_a_work_tile_as_fp64_does(rows: int, norm: bool, run_on):
     for number in range(4):
         wanted = exact[:, number * TILE_N : (number + 1) * TILE_N]
         assert np.allclose(cta.tile(number), wanted, rtol=0, atol=2e-5 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("num_ctas, num_tiles", [(132, 192), (132, 128), (7, 40), (1, 3)])
+def test_work_tiles_of_the_last_product_are_dealt_out(num_ctas: int, num_tiles: int, run_on):
+    """Each CTA's first one is the only number of them that it draws."""
+    run_on(LayerWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8)))
+    loader, begin = Loader(LayerProductsConfig(1, 32, 40)), 1000
+    sizes: Any = stand_in(SimpleNamespace(waited_for=begin, num_ctas=num_ctas, num_tiles=begin + num_tiles))
+    taken = []
+    for first in range(begin, begin + num_ctas):
+        taken.append([])
+        while first < begin + num_tiles:
+            taken[-1].append(first)
+            first = scalar(loader.following(sizes, Int32(first)))
+    assert sorted(tile for own in taken for tile in own) == list(range(begin, begin + num_tiles))
+    assert max(map(len, taken)) - min(map(len, taken)) <= 1
+
+
+def test_more_is_asked_for_where_nobody_waits(run_on):
+    run_on(LayerWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8)))
+    config = LayerProductsConfig(1, 112, 40)
+    loader, sizes = Loader(config), stand_in(SimpleNamespace(first_end=128, second_end=1024, num_ctas=132))
+    wide = [tile for tile in range(1344) if scalar(loader.window_of(sizes, Int32(tile))) == config.wide_window]
+    assert wide == list(range(128 + 132, 1024 - 132))
+    few = stand_in(SimpleNamespace(first_end=32, second_end=200, num_ctas=132))
+    assert all(scalar(loader.window_of(few, Int32(tile))) == config.window for tile in range(300))
+
+
+@pytest.mark.parametrize("num_ctas", [1, 7, 132])
+@pytest.mark.parametrize("n, k", [(4096, 4096), (8192, 8192), (256, 512)])
+def test_the_first_weights_are_asked_for_once(n: int, k: int, num_ctas: int, run_on, monkeypatch):
+    warp, asked = LayerWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8)), []
+    run_on(warp)
+    monkeypatch.setattr(memory_of.numbers, "prefetch_bulk_if", lambda *given: asked.append([scalar(x) for x in given]))
+    scales = 1 << 30
+    product = Product(*map(stand_in, (0, scales, 0, 0, n, k, 0, 0, 0, 0, 0)))
+    for cta in range(num_ctas):
+        monkeypatch.setattr(memory_of.cute.arch, "block_idx", lambda cta=cta: (cta, 0, 0), raising=False)
+        memory_of.ask_early(stand_in(SimpleNamespace(num_ctas=num_ctas)), product)
+    size = min(n * k // 2, EARLY_BYTES)
+    there = {0: np.zeros(size, np.int8), scales: np.zeros(size // 32, np.int8)}
+    for condition, address, num_bytes in asked:
+        if condition:
+            begin = scales if address >= scales else 0
+            assert not (address | num_bytes) % 16 and address - begin + num_bytes <= len(there[begin])
+            there[begin][address - begin : address - begin + num_bytes] += 1
+    assert all((count == 1).all() for count in there.values())
 
 
 def test_rings_are_as_deep_as_there_is_room_for():
