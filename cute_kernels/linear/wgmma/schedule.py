@@ -76,6 +76,7 @@ BETWEEN_SHAPES = (
     (48, 1, 2, 128, 1),
     (144, 1, 1, 128, 1),
     (80, 1, 1, 128, 1),
+    (64, 1, 1, 128, 1),
 )
 # Of many features and 33 to 64 rows: two tiles of a warpgroup take the same rows of x, whose descriptors are made once.
 # Batch-invariant products are without them.
