@@ -19,6 +19,7 @@ from cute_kernels.extend.config import CombineConfig, ExtendConfig
 from cute_kernels.extend.plan import configs_of, lies_in_maps, make_plan, problem_of
 from cute_kernels.extend.schedule import choose, key_rows_of
 from cute_kernels.extend.ways import ExtendLaunch
+from cute_kernels.runtime.gpu import forget
 from cute_kernels.runtime.spec import KernelSpec
 from tests.extend.cases import Call, assert_close, make_call
 from tests.gpu.extend_graphs import assert_a_graph_serves
@@ -121,6 +122,28 @@ def test_calls_of_few_queries_are_served_by_it(name, tile_rows):
     assert isinstance(launch, ExtendLaunch) and launch.config == config_of(call, tile_rows)
     out = check(call, tile_rows)
     assert torch.equal(call.run(), out)
+
+
+def test_a_plan_that_a_busy_stream_made_serves_another_one():
+    """What it keeps of equal requests is there for whoever launches next."""
+    call = variant("e4m3_tensor", [16] * 20, [37 * i + 16 for i in range(20)])
+    q = call.q.view(20, 16, *call.q.shape[1:])
+
+    def decode(out: torch.Tensor) -> torch.Tensor:
+        decode_attention(q, *call.tensors[1:], kv_format=call.kv_format, out=out, **call.options)
+        return out
+
+    want, busy, other = decode(torch.empty_like(q)), torch.cuda.Stream(), torch.cuda.Stream()
+    outs = [torch.full_like(q, torch.nan) for _ in range(2)]
+    torch.cuda.synchronize()
+    forget()  # the plan
+    for stream, out in zip((busy, other), outs, strict=True):
+        with torch.cuda.stream(stream):
+            if stream is busy:
+                torch.cuda._sleep(200_000_000)
+            decode(out)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, want) for out in outs)
 
 
 @pytest.mark.parametrize("name", ["e4m3_tensor", "int8_token_head"])
