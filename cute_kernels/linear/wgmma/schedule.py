@@ -76,7 +76,6 @@ BETWEEN_SHAPES = (
     (48, 1, 2, 128, 1),
     (144, 1, 1, 128, 1),
     (80, 1, 1, 128, 1),
-    (64, 1, 1, 128, 1),
 )
 # Of many features and 33 to 64 rows: two tiles of a warpgroup take the same rows of x, whose descriptors are made once.
 # Batch-invariant products are without them.
@@ -290,7 +289,7 @@ def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
 def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Configurations worth considering."""
     paired = PAIRED_SHAPES if problem.format.bits == PAIRED_BITS else ()
-    tiles = tile_configs(problem, SHAPES + BETWEEN_SHAPES + paired + wide_shapes(problem))
+    tiles = tile_configs(problem, SHAPES + BETWEEN_SHAPES + paired + wide_shapes(problem) + lone_shapes(problem))
     dsmem = dsmem_configs(problem) + apart_configs(problem) + wide_configs(problem)
     return tiles + dsmem + limb_configs(problem) + resident_configs(problem)
 
@@ -367,6 +366,11 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 def wide_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
     """Of tiles whose rows the CTAs of a cluster of four exchange, for the same layers and more rows."""
     return WIDE_SHAPES if has_few_features(problem) and problem.m > MOST_DSMEM_ROWS else ()
+
+
+def lone_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
+    """Tiles of 64 features and rows by one warpgroup, where they are one round that most SMs have a tile of."""
+    return NARROW_SHAPES[:1] if problem.num_sms // 2 < problem.num_tiles <= problem.num_sms else ()
 
 
 def has_few_features(problem: LinearProblem) -> bool:
