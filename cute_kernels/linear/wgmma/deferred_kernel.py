@@ -4,18 +4,45 @@
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Int64
+from cutlass import Int64, const_expr
 
 from cute_kernels.linear.wgmma.consumers import Consumers
 from cute_kernels.linear.wgmma.deferred_config import GIVES, DeferredNormConfig
 from cute_kernels.linear.wgmma.deferred_norm import GivingOperands, TakingOperands, make_store
-from cute_kernels.linear.wgmma.kernel import TileRoles, launch_options, make_mainloop, make_reduction
-from cute_kernels.linear.wgmma.loads import TmaLoads, WeightLoads
+from cute_kernels.linear.wgmma.kernel import BEGIN, TileRoles, launch_options, make_mainloop, make_reduction
+from cute_kernels.linear.wgmma.loads import TmaLoads, WeightLoads, prefetch_k_blocks
 from cute_kernels.linear.wgmma.places import DensePlaces
 from cute_kernels.linear.wgmma.reading import StageReader
 from cute_kernels.linear.wgmma.resident_kernel import ResidentKernel, for_reductions
 from cute_kernels.linear.wgmma.tiles import TileSizes, dense_grid, dense_scheduler, dense_sizes
 from cute_kernels.linear.work import operands_of
+
+
+class DeferredRoles(TileRoles):
+    """As `TileRoles`, of products around a norm: every warp waits for the launch before by itself, so that x is asked
+    for beside the first weights and not behind them."""
+
+    @cute.jit
+    def begin(self, operands, shape, memory, scheduler, warp, lane):
+        """See `TileRoles`. Barriers are there before the wait, so that nothing but the wait lies before the copies."""
+        config = self.config
+        if warp == self.weight_warp:
+            if lane == 0:
+                cute.arch.griddepcontrol_launch_dependents()
+                prefetch_k_blocks(config, self.places, operands, shape, scheduler)
+                self.init_barriers(memory)
+            cute.arch.sync_warp()
+            cute.arch.barrier_arrive(barrier_id=BEGIN, number_of_threads=config.num_threads)
+        else:
+            cute.arch.barrier(barrier_id=BEGIN, number_of_threads=config.num_threads)
+        if const_expr(config.dsmem_reduction):
+            cute.arch.cluster_arrive_relaxed()
+        cute.arch.griddepcontrol_wait()
+        if const_expr(self.weights.asks_first):
+            if warp == self.weight_warp:
+                if lane == 0:
+                    self.weights.copy_first(operands, shape, memory, scheduler)
+                cute.arch.sync_warp()
 
 
 class DeferredNormKernel:
@@ -30,7 +57,7 @@ class DeferredNormKernel:
         self.consumers = Consumers(tiles, stages, places, mainloop, reduction)
         self.activations = TmaLoads(tiles, places)
         weights = WeightLoads(tiles, places, asks_first=tiles.one_m_tile)
-        self.roles = TileRoles(tiles, places, weights, self.activations, self.consumers, dense=True, waits=True)
+        self.roles = DeferredRoles(tiles, places, weights, self.activations, self.consumers, dense=True, waits=True)
 
     def launch(self, given, stream):
         """Launches ``num_ctas`` CTAs; ``given`` has the arguments of `.deferred_compile`."""

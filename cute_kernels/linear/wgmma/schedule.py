@@ -289,7 +289,7 @@ def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
 def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Configurations worth considering."""
     paired = PAIRED_SHAPES if problem.format.bits == PAIRED_BITS else ()
-    tiles = tile_configs(problem, SHAPES + BETWEEN_SHAPES + paired + wide_shapes(problem))
+    tiles = tile_configs(problem, SHAPES + BETWEEN_SHAPES + paired + wide_shapes(problem) + lone_shapes(problem))
     dsmem = dsmem_configs(problem) + apart_configs(problem) + wide_configs(problem)
     return tiles + dsmem + limb_configs(problem) + resident_configs(problem)
 
@@ -356,6 +356,7 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     found = (one for one in dsmem_configs(problem) if one.block_tiles == 1 and one.tile_m >= WIDE_TILE_M)
     interleaved = dsmem(WIDE_CLUSTER, WIDE_K_WARPGROUPS)
     wide = [replace(one, warpgroups=WIDE_K_WARPGROUPS, reduction=interleaved) for one in found]
+    wide = [*(full for one in wide for full in full_tiles(problem, one)), *wide]
     if MOST_DSMEM_ROWS < problem.m <= MOST_WIDE_ROWS:
         alone = dsmem(WIDE_CLUSTER)
         options = {"n_tiles": 1, "warpgroups": 1, "block_k": DSMEM_BLOCK_K}
@@ -363,9 +364,24 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     return implementable(wide, {1: DSMEM_STAGES})
 
 
+def full_tiles(problem: LinearProblem, config: WgmmaConfig) -> list[WgmmaConfig]:
+    """A tile in parts as one part with two groups of MMAs in flight, where all parts have rows: 0.3 us less of 1280 x
+    8192 with 64 rows within a step."""
+    measured = (problem.format.bits, problem.dtype, problem.format.has_zeros) == (4, "bf16", False)
+    if config.row_parts == 1 or not measured or problem.m <= config.tile_m - config.part_m:
+        return []
+    return [replace(config, row_parts=1, mainloop=RegisterWgmma(in_flight=2))]
+
+
 def wide_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
     """Of tiles whose rows the CTAs of a cluster of four exchange, for the same layers and more rows."""
     return WIDE_SHAPES if has_few_features(problem) and problem.m > MOST_DSMEM_ROWS else ()
+
+
+def lone_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
+    """Tiles of 64 features and rows by one warpgroup, where they are one round that most SMs have a tile of."""
+    one_round = problem.num_sms // 2 < problem.num_tiles <= problem.num_sms
+    return NARROW_SHAPES[:1] if one_round and problem.m > APART_TILE_M[0] else ()
 
 
 def has_few_features(problem: LinearProblem) -> bool:
