@@ -46,7 +46,6 @@ class InputRowsKernel:
         row, part, _ = cute.arch.block_idx()
         _, parts, _ = cute.arch.grid_dim()
         begin, end = part * vectors // parts, (part + 1) * vectors // parts
-        cute.arch.griddepcontrol_launch_dependents()
         row_of_x = x + Int64(row) * (stride * 2)
         row_of_out = out + Int64(row) * vectors * 16
         inputs = cute.make_rmem_tensor(VECTOR, Uint32)
@@ -54,6 +53,8 @@ class InputRowsKernel:
         # Not as constant memory: ptxas moves such loads behind the wait.
         self.ask(inputs, scales, order, factors, begin + thread, vectors, constant=False)
         cute.arch.griddepcontrol_wait()
+        # In this order: a product that is launched next reads weights without waiting for these rows.
+        cute.arch.griddepcontrol_launch_dependents()
         room = Int32(0)
         if const_expr(config.room):
             room = cutlass.utils.SmemAllocator().allocate(2 * config.room, byte_alignment=16).toint()
