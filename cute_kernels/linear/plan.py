@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -31,6 +32,7 @@ from cute_kernels.linear.wgmma.mainloops import (
 )
 from cute_kernels.linear.wgmma.prepared_config import prepared
 from cute_kernels.linear.wgmma.resident_schedule import with_factors
+from cute_kernels.linear.wgmma.scaled_config import SCALED_K, scaled
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported, portable_arch_of
@@ -41,7 +43,7 @@ from cute_kernels.weight_formats import WeightFormat
 ACTIVATIONS = {None: NO_ACTIVATION, "silu": SILU, "gelu": GELU, "swiglu": SWIGLU}
 OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 # Of rows of x that meet something on their way to limbs.
-MOST_ROWS = {SCALED: FACTOR_ROWS, NORMED: NORMED_ROWS, ORDERED: ORDERED_ROWS}
+MOST_ROWS = {SCALED: int(os.environ.get('SCALED_ROWS', '64')), NORMED: NORMED_ROWS, ORDERED: ORDERED_ROWS}
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,15 @@ def factored_plan_of(
         return None
     problem = problem_of(m, n, k, form, dtype, device, batch_invariant)
     schedule = factored(schedule_for(problem, GPU.name(device)), kind)
+    if kind == SCALED and schedule is None and k % SCALED_K == 0:
+        schedule = scaled_tiles(schedule_for(problem, GPU.name(device)))
     return None if schedule is None else make_tile_plan(schedule, m, device)
+
+
+def scaled_tiles(schedule: StreamSchedule | TileSchedule) -> TileSchedule | None:
+    """A schedule of tiles whose rows meet factors in shared memory; None if there is no such kernel."""
+    config = scaled(schedule.config) if isinstance(schedule, TileSchedule) else None
+    return None if config is None else replace(schedule, config=config)  # pyright: ignore[reportArgumentType]
 
 
 def factored(schedule: StreamSchedule | TileSchedule, kind: str) -> TileSchedule | None:

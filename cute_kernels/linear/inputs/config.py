@@ -7,7 +7,8 @@ from dataclasses import dataclass
 DTYPES = ("bf16", "fp16")
 VECTOR = 8  # elements of 16 bytes
 THREADS = 256
-ROOMS = (8192, 32768, 98304)  # inputs of a row that shared memory may hold
+IN_FLIGHT = 2
+ROOMS = (4096, 8192, 16384, 32768, 98304)  # inputs of a row that shared memory may hold
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class InputRowsConfig:
     dtype: str
     room: int = 0
     scaled: bool = False
+    early: bool = False
 
     @property
     def num_threads(self) -> int:
@@ -30,7 +32,12 @@ class InputRowsConfig:
 
     @property
     def name(self) -> str:
-        return f"linear_inputs_{self.dtype}{f'_order{self.room}' if self.room else ''}{'_scaled' * self.scaled}"
+        return f"linear_inputs_{self.dtype}{f'_order{self.room}' if self.room else ''}{'_scaled' * self.scaled}{'_early' * self.early}"
+
+    @property
+    def in_flight(self) -> int:
+        """Vectors that a thread asks for at a time."""
+        return 1 if self.room or self.early else IN_FLIGHT
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""

@@ -18,9 +18,15 @@ class PreparedWgmma(RegisterWgmma):
     """
 
     rows_apart: ClassVar[bool] = False
+    lean: bool = True
+    all_wait: bool = False
 
     def kernel_name(self, config: WgmmaConfig) -> str:
-        return f"{super().kernel_name(config)}_prepared"
+        return f"{super().kernel_name(config)}_prepared{'lean' * self.lean}{'wait' * self.all_wait}"
+
+
+REGISTERS = {1: 240, 2: 176, 3: 120}
+THREADS_OF_REGISTERS = {1: 384, 2: 448, 3: 576}  # of as many as these a thread has the registers that it is launched with
 
 
 def prepared(config: WgmmaConfig) -> WgmmaConfig[PreparedWgmma] | None:
@@ -28,4 +34,5 @@ def prepared(config: WgmmaConfig) -> WgmmaConfig[PreparedWgmma] | None:
     loop = config.mainloop
     if type(loop) is not RegisterWgmma:
         return None
-    return replace(config, mainloop=PreparedWgmma(**{one.name: getattr(loop, one.name) for one in fields(loop)}))
+    lean = config.tile_m * config.n_tiles <= 128
+    return replace(config, mainloop=PreparedWgmma(lean=lean, **{one.name: getattr(loop, one.name) for one in fields(loop)}))
