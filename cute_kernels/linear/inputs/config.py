@@ -24,7 +24,8 @@ class InputRowsConfig:
     dtype: str
     room: int = 0
     scaled: bool = False
-    early: bool = False
+    many: bool = False
+    flight: int = 2
 
     @property
     def num_threads(self) -> int:
@@ -32,12 +33,12 @@ class InputRowsConfig:
 
     @property
     def name(self) -> str:
-        return f"linear_inputs_{self.dtype}{f'_order{self.room}' if self.room else ''}{'_scaled' * self.scaled}{'_early' * self.early}"
+        return f"linear_inputs_{self.dtype}{f'_order{self.room}' if self.room else ''}{'_scaled' * self.scaled}{f'_many{self.flight}' * self.many}"
 
     @property
     def in_flight(self) -> int:
         """Vectors that a thread asks for at a time."""
-        return 1 if self.room or self.early else IN_FLIGHT
+        return self.flight if self.many and not self.room else 1
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""

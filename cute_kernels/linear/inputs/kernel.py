@@ -46,7 +46,7 @@ class InputRowsKernel:
         row, part, _ = cute.arch.block_idx()
         _, parts, _ = cute.arch.grid_dim()
         begin, end = part * vectors // parts, (part + 1) * vectors // parts
-        if const_expr(config.early):
+        if const_expr(not config.many):
             cute.arch.griddepcontrol_launch_dependents()
         row_of_x = x + Int64(row) * (stride * 2)
         row_of_out = out + Int64(row) * vectors * 16
@@ -58,7 +58,7 @@ class InputRowsKernel:
             self.ask(inputs, scales[i], order, factors, begin + thread + i * step, vectors, constant=False)
         cute.arch.griddepcontrol_wait()
         # In this order: a product that is launched next reads weights without waiting for these rows.
-        if const_expr(not config.early):
+        if const_expr(config.many):
             cute.arch.griddepcontrol_launch_dependents()
         room = Int32(0)
         if const_expr(config.room):

@@ -10,12 +10,13 @@ from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.mainloops import SCALED, TMA_TILE_K, RegisterWgmma
+from cute_kernels.linear.wgmma.mainloops import SCALED, TMA_TILE_K, WARPGROUP_THREADS, RegisterWgmma
 from cute_kernels.linear.wgmma.regions import Barriers
 from cute_kernels.linear.wgmma.stages import with_stages
 
 FACTOR_BYTES = 2
-SCALING_WARPS = 2
+SCALING_WARPS = 6  # in pairs, one for each TMA tile of a stage, which take stages in turn
+PAIRS = SCALING_WARPS // 2
 SCALED_K = 2 * TMA_TILE_K  # inputs of a k block, all of which x has
 
 
@@ -29,9 +30,10 @@ class ScaledWgmma(RegisterWgmma):
 
     probe: int = 0
     factors: ClassVar[str] = SCALED
-    registers: ClassVar[dict[int, int]] = {1: 240, 2: 232, 3: 152}
-    producer_registers: ClassVar[int] = 40
-    copies: ClassVar[int] = 2  # of weights, and a scaling warp's products
+    registers: ClassVar[dict[int, int]] = {1: 240, 2: 208, 3: 120}
+    producer_registers: ClassVar[int] = 48
+    more_threads: ClassVar[int] = 2 * WARPGROUP_THREADS
+    copies: ClassVar[int] = 3  # of weights, and both halves of the products
     multicasts: ClassVar[bool] = False
     rows_apart: ClassVar[bool] = False
     block_k_sizes: ClassVar[tuple[int, ...]] = (SCALED_K,)

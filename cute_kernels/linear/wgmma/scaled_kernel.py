@@ -18,14 +18,14 @@ from cute_kernels.linear.wgmma.loads import TmaLoads, WeightLoads, prefetch_bias
 from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K
 from cute_kernels.linear.wgmma.places import DensePlaces, Places, parts_of
 from cute_kernels.linear.wgmma.row_factors import FactoredOperands, Factors
-from cute_kernels.linear.wgmma.scaled_config import FACTOR_BYTES, SCALING_WARPS, ScaledWgmma
+from cute_kernels.linear.wgmma.scaled_config import FACTOR_BYTES, PAIRS, ScaledWgmma
 from cute_kernels.linear.wgmma.tiles import TileSizes, dense_grid, dense_sizes
 from cute_kernels.linear.work import operands_of
 
 ROW_BYTES = 2 * TMA_TILE_K  # of a TMA tile
 PIECE_BYTES = 16
 LANE_ROWS = 4  # of a warp's access, eight lanes each
-IN_FLIGHT = 4  # pieces of a lane
+IN_FLIGHT = 8  # pieces of a lane
 
 
 class FactorLoads(TmaLoads):
@@ -82,19 +82,21 @@ class RowScaling:
 
     @cute.jit
     def scale(self, shape, memory, scheduler, number, lane):
-        """Every other k block of a CTA, from the one of its number on; one warp."""
+        """One warp. number: of its TMA tile in a stage, and of its pair."""
         config = self.config
+        half, pair = number % 2, number // 2
         chunk, row = lane % 8, lane // 8
         # Where a row's pieces lie is the piece's number XOR the row's: one of two places for every fourth row.
-        even = memory.x_address + row * ROW_BYTES + (chunk ^ row) * PIECE_BYTES
-        odd = memory.x_address + (row + LANE_ROWS) * ROW_BYTES + (chunk ^ (row + LANE_ROWS)) * PIECE_BYTES
-        factors = memory.x_scales + chunk * PIECE_BYTES
-        # No warp goes round the ring between two of its stages, as there are as many as that.
-        stage, phase, ahead = Int32(number), Int32(0), Int32(number)
+        tile = memory.x_address + half * config.tma_tile_bytes
+        even = tile + row * ROW_BYTES + (chunk ^ row) * PIECE_BYTES
+        odd = tile + (row + LANE_ROWS) * ROW_BYTES + (chunk ^ (row + LANE_ROWS)) * PIECE_BYTES
+        factors = memory.x_scales + half * (TMA_TILE_K * FACTOR_BYTES) + chunk * PIECE_BYTES
+        stage, phase, ahead = Int32(pair), Int32(0), Int32(pair)
         for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
             work_tile = scheduler.work_tile(index)
             present = parts_of(config, self.places, shape, work_tile)
-            for _ in cutlass.range(work_tile.begin + ahead, work_tile.end, SCALING_WARPS, unroll=1):
+            left = Int32(work_tile.end - work_tile.begin)
+            while ahead < left:
                 cute.arch.mbarrier_wait(memory.x_barrier + stage, phase)
                 if const_expr(config.mainloop.probe not in (1, 2)):
                     self.scale_stage(even, odd, factors, stage, present)
@@ -103,25 +105,25 @@ class RowScaling:
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(memory.full + stage)
-                stage, phase = advance_by(SCALING_WARPS, stage, phase, config.num_stages)
-            ahead = (ahead + work_tile.end - work_tile.begin) & 1
+                stage, phase = advance_by(PAIRS, stage, phase, config.num_stages)
+                ahead = ahead + PAIRS
+            ahead = ahead - left
 
     @cute.jit
     def scale_stage(self, even, odd, factors, stage, present):
-        """A lane's pieces of a stage, of the parts that have rows."""
+        """A lane's pieces of a TMA tile, of the parts that have rows."""
         config = self.config
-        at, own = stage * config.x_stage_bytes, factors + stage * config.x_scale_stage_bytes
-        for tile in cutlass.range_constexpr(config.block_k // TMA_TILE_K):
-            words = ptx.load_shared_vector(own, tile * TMA_TILE_K * FACTOR_BYTES, 4)
-            for part in cutlass.range_constexpr(config.row_parts):
-                first = tile * config.tile_m + part * config.part_m
-                if const_expr(config.row_parts == 1):
-                    self.scale_rows(even + at, odd + at, first, words)
-                elif part < present:
-                    self.scale_rows(even + at, odd + at, first, words)
+        at = stage * config.x_stage_bytes
+        words = ptx.load_shared_vector(factors + stage * config.x_scale_stage_bytes, 0, 4)
+        for part in cutlass.range_constexpr(config.row_parts):
+            first = part * config.part_m
+            if const_expr(config.row_parts == 1):
+                self.scale_rows(even + at, odd + at, first, words)
+            elif part < present:
+                self.scale_rows(even + at, odd + at, first, words)
 
     def scale_rows(self, even, odd, first: int, factors) -> None:
-        """A lane's pieces of the rows of a part, ``IN_FLIGHT`` at a time; first: among all of the stage's TMA tiles."""
+        """A lane's pieces of the rows of a part, ``IN_FLIGHT`` at a time."""
         rows = range(first, first + self.config.part_m, LANE_ROWS)
         for start in range(0, len(rows), IN_FLIGHT):
             # The second of two accesses begins four rows further than the first: its address says so already.
@@ -155,7 +157,8 @@ class ScaledRoles(TileRoles):
             if warp == config.consumer_warps:
                 self.activations.copy(operands, shape, memory, scheduler, copy_x, x_view)
             else:
-                prefetch_biases(config, self.places, operands, shape, scheduler, lane)
+                if warp == self.weight_warp + 1:
+                    prefetch_biases(config, self.places, operands, shape, scheduler, lane)
                 self.scaling.scale(shape, memory, scheduler, warp - (self.weight_warp + 1), lane)
         else:
             cute.arch.setmaxregister_increase(config.consumer_registers)
