@@ -30,7 +30,7 @@ class ScaledWgmma(RegisterWgmma):
 
     probe: int = 0
     factors: ClassVar[str] = SCALED
-    registers: ClassVar[dict[int, int]] = {1: 240, 2: 208, 3: 120}
+    registers: ClassVar[dict[int, int]] = {1: 240, 2: 208, 3: 128}
     producer_registers: ClassVar[int] = 48
     more_threads: ClassVar[int] = 2 * WARPGROUP_THREADS
     copies: ClassVar[int] = 3  # of weights, and both halves of the products
