@@ -18,7 +18,6 @@ from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.linear.wgmma.long_config import LongWgmma
 from cute_kernels.linear.wgmma.mainloops import PortableMmaSync, ResidentLimbs
 from cute_kernels.linear.wgmma.prepared_config import PreparedWgmma
-from cute_kernels.linear.wgmma.scaled_config import ScaledWgmma
 from cute_kernels.runtime.spec import KernelSpec
 
 KERNEL_MODULES = ("compile", "config", "epilogue", "kernel", "work")
@@ -59,7 +58,6 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
     from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
     from cute_kernels.linear.wgmma.long_compile import LongSpec
     from cute_kernels.linear.wgmma.prepared_compile import PreparedSpec
-    from cute_kernels.linear.wgmma.scaled_compile import ScaledSpec
 
     if isinstance(config, LinearConfig):
         return LinearSpec(config)
@@ -69,8 +67,6 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
         return LongSpec(config)
     if isinstance(config.mainloop, PreparedWgmma):
         return PreparedSpec(config)
-    if isinstance(config.mainloop, ScaledWgmma):
-        return ScaledSpec(config)
     return PortableSpec(config) if isinstance(config.mainloop, PortableMmaSync) else WgmmaSpec(config)
 
 

@@ -156,7 +156,7 @@ def keep_launch(
     inputs = None if as_it_is else input_rows(x, perm, input_scale)
     if inputs is None and not as_it_is:
         return None
-    if inputs is not None:
+    if inputs is not None and inputs.lets_read:
         plan = prepared_plan_of(m, n, k, form, x.dtype, x.get_device(), batch_invariant)
     return KeptLaunch(
         plan=plan,

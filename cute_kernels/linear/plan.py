@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,6 +17,7 @@ from cute_kernels.linear.quantize import DTYPES
 from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
 from cute_kernels.linear.served import schedule_for
 from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.wgmma.factored_limbs_launch import factored_limb_product
 from cute_kernels.linear.wgmma.limb_launch import LimbProduct, limb_product
 from cute_kernels.linear.wgmma.mainloops import (
     FACTOR_ROWS,
@@ -32,7 +32,6 @@ from cute_kernels.linear.wgmma.mainloops import (
 )
 from cute_kernels.linear.wgmma.prepared_config import prepared
 from cute_kernels.linear.wgmma.resident_schedule import with_factors
-from cute_kernels.linear.wgmma.scaled_config import SCALED_K, scaled
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported, portable_arch_of
@@ -43,7 +42,7 @@ from cute_kernels.weight_formats import WeightFormat
 ACTIVATIONS = {None: NO_ACTIVATION, "silu": SILU, "gelu": GELU, "swiglu": SWIGLU}
 OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 # Of rows of x that meet something on their way to limbs.
-MOST_ROWS = {SCALED: int(os.environ.get('SCALED_ROWS', '64')), NORMED: NORMED_ROWS, ORDERED: ORDERED_ROWS}
+MOST_ROWS = {SCALED: 2 * FACTOR_ROWS, NORMED: NORMED_ROWS, ORDERED: ORDERED_ROWS}
 
 
 @dataclass(frozen=True)
@@ -127,15 +126,9 @@ def plan_of(
 @per_gpu
 @lru_cache(maxsize=4096)
 def prepared_plan_of(
-    m: int,
-    n: int,
-    k: int,
-    form: WeightFormat,
-    dtype: torch.dtype,
-    device: int,
-    batch_invariant: bool,
+    m: int, n: int, k: int, form: WeightFormat, dtype: torch.dtype, device: int, batch_invariant: bool
 ) -> LinearPlan:
-    """As `plan_of`, of rows that a launch of `cute_kernels.linear.inputs` makes right before."""
+    """As `plan_of`, of rows that a launch makes right before, which lets this one read weights at once."""
     plan = plan_of(m, n, k, form, dtype, device, batch_invariant)
     schedule = plan.schedule
     config = prepared(schedule.config) if isinstance(schedule, TileSchedule) else None
@@ -159,19 +152,24 @@ def factored_plan_of(
     """As `plan_of`, of a kernel whose rows meet factors or another order (`mainloops.SCALED`, `.NORMED`, `.ORDERED`);
     None if the one that serves the product takes none. It has their address behind the workspace, and two numbers
     more."""
-    if not is_supported(device) or m > MOST_ROWS[kind] or (kind == ORDERED and k % LIMB_GROUP):
+    if not is_supported(device):
         return None
     problem = problem_of(m, n, k, form, dtype, device, batch_invariant)
-    schedule = factored(schedule_for(problem, GPU.name(device)), kind)
-    if kind == SCALED and schedule is None and k % SCALED_K == 0:
-        schedule = scaled_tiles(schedule_for(problem, GPU.name(device)))
+    plain = schedule_for(problem, GPU.name(device))
+    if kind != NORMED and isinstance(plain, TileSchedule) and plain.config.makes_limbs_before:
+        return make_factored_limb_plan(plain, kind, m, device)
+    if m > MOST_ROWS[kind] or (kind == ORDERED and k % LIMB_GROUP):
+        return None
+    schedule = factored(plain, kind)
     return None if schedule is None else make_tile_plan(schedule, m, device)
 
 
-def scaled_tiles(schedule: StreamSchedule | TileSchedule) -> TileSchedule | None:
-    """A schedule of tiles whose rows meet factors in shared memory; None if there is no such kernel."""
-    config = scaled(schedule.config) if isinstance(schedule, TileSchedule) else None
-    return None if config is None else replace(schedule, config=config)  # pyright: ignore[reportArgumentType]
+def make_factored_limb_plan(schedule: TileSchedule, kind: str, m: int, device_index: int) -> LinearPlan:
+    """The plan of a given schedule whose limbs a launch before makes, of rows that meet factors or another order."""
+    arch = arch_of(device_index)
+    function = load(spec_of(schedule.config), arch)
+    product = factored_limb_product(schedule.config, function, kind, m, schedule.k_blocks, arch)
+    return plan_of_tiles(product, schedule, device_index)
 
 
 def factored(schedule: StreamSchedule | TileSchedule, kind: str) -> TileSchedule | None:

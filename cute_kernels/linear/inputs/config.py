@@ -7,8 +7,7 @@ from dataclasses import dataclass
 DTYPES = ("bf16", "fp16")
 VECTOR = 8  # elements of 16 bytes
 THREADS = 256
-IN_FLIGHT = 2
-ROOMS = (4096, 8192, 16384, 32768, 98304)  # inputs of a row that shared memory may hold
+ROOMS = (8192, 32768, 98304)  # inputs of a row that shared memory may hold
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,6 @@ class InputRowsConfig:
     dtype: str
     room: int = 0
     scaled: bool = False
-    many: bool = False
-    flight: int = 2
 
     @property
     def num_threads(self) -> int:
@@ -33,12 +30,7 @@ class InputRowsConfig:
 
     @property
     def name(self) -> str:
-        return f"linear_inputs_{self.dtype}{f'_order{self.room}' if self.room else ''}{'_scaled' * self.scaled}{f'_many{self.flight}' * self.many}"
-
-    @property
-    def in_flight(self) -> int:
-        """Vectors that a thread asks for at a time."""
-        return self.flight if self.many and not self.room else 1
+        return f"linear_inputs_{self.dtype}{f'_order{self.room}' if self.room else ''}{'_scaled' * self.scaled}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""

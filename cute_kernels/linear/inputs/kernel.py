@@ -46,51 +46,28 @@ class InputRowsKernel:
         row, part, _ = cute.arch.block_idx()
         _, parts, _ = cute.arch.grid_dim()
         begin, end = part * vectors // parts, (part + 1) * vectors // parts
-        if const_expr(not config.many):
-            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_launch_dependents()
         row_of_x = x + Int64(row) * (stride * 2)
         row_of_out = out + Int64(row) * vectors * 16
         inputs = cute.make_rmem_tensor(VECTOR, Uint32)
-        scales = [cute.make_rmem_tensor(VECTOR, Uint32) for _ in range(config.in_flight)]
-        step = config.num_threads
+        scales = cute.make_rmem_tensor(VECTOR, Uint32)
         # Not as constant memory: ptxas moves such loads behind the wait.
-        for i in cutlass.range_constexpr(config.in_flight):
-            self.ask(inputs, scales[i], order, factors, begin + thread + i * step, vectors, constant=False)
+        self.ask(inputs, scales, order, factors, begin + thread, vectors, constant=False)
         cute.arch.griddepcontrol_wait()
-        # In this order: a product that is launched next reads weights without waiting for these rows.
-        if const_expr(config.many):
-            cute.arch.griddepcontrol_launch_dependents()
         room = Int32(0)
         if const_expr(config.room):
             room = cutlass.utils.SmemAllocator().allocate(2 * config.room, byte_alignment=16).toint()
-            for vector in cutlass.range(thread, vectors, step, unroll=4):
+            for vector in cutlass.range(thread, vectors, config.num_threads, unroll=4):
                 numbers.copy_async(room + vector * 16, row_of_x + Int64(vector) * 16, Int32(16))
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
-        for first in cutlass.range(begin + thread, end, config.in_flight * step, unroll=1):
-            self.make(row_of_out, room, row_of_x, inputs, scales, first, end)
-            for i in cutlass.range_constexpr(config.in_flight):
-                following = first + (config.in_flight + i) * step
-                self.ask(inputs, scales[i], order, factors, following, vectors)
-
-    @cute.jit
-    def make(self, out, room, row, inputs, scales, first, end):
-        """Makes a thread's next vectors, all asked for before any is waited for."""
-        config = self.config
-        places = [first + i * config.num_threads for i in range(config.in_flight)]
-        # Those behind the part's end are its last one.
-        found = [
-            self.load(room, row, [inputs[j] for j in range(VECTOR)], cutlass.min(place, end - 1)) for place in places
-        ]
-        for i in cutlass.range_constexpr(config.in_flight):
-            words = found[i]
+        for vector in cutlass.range(begin + thread, end, config.num_threads, unroll=1):
+            words = self.load(room, row_of_x, [inputs[i] for i in range(VECTOR)], vector)
             if const_expr(config.scaled):
-                words = self.scale(words, [scales[i][j] for j in range(VECTOR)])
-            if const_expr(i == 0):
-                ptx.store_global(out + Int64(places[i]) * 16, words)
-            elif places[i] < end:
-                ptx.store_global(out + Int64(places[i]) * 16, words)
+                words = self.scale(words, [scales[i] for i in range(VECTOR)])
+            self.ask(inputs, scales, order, factors, vector + config.num_threads, vectors)
+            ptx.store_global(row_of_out + Int64(vector) * 16, words)
 
     def ask(self, inputs, scales, order, factors, vector, vectors, *, constant: bool = True) -> None:
         """Loads a vector's order and factors; of one behind the row's end, the last one's."""

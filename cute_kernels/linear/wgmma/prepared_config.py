@@ -11,22 +11,16 @@ from cute_kernels.linear.wgmma.mainloops import RegisterWgmma
 
 @dataclass(frozen=True)
 class PreparedWgmma(RegisterWgmma):
-    """As `RegisterWgmma`, behind a launch that makes rows of x and writes nothing else.
+    """As `RegisterWgmma`, behind a launch that makes rows of x and writes nothing else (`cute_kernels.linear.inputs`).
 
     That launch lets this one begin when all before it have ended. So weights are what they will be, and only what
     brings x waits.
     """
 
     rows_apart: ClassVar[bool] = False
-    lean: bool = True
-    all_wait: bool = False
 
     def kernel_name(self, config: WgmmaConfig) -> str:
-        return f"{super().kernel_name(config)}_prepared{'lean' * self.lean}{'wait' * self.all_wait}"
-
-
-REGISTERS = {1: 240, 2: 176, 3: 120}
-THREADS_OF_REGISTERS = {1: 384, 2: 448, 3: 576}  # of as many as these a thread has the registers that it is launched with
+        return f"{super().kernel_name(config)}_prepared"
 
 
 def prepared(config: WgmmaConfig) -> WgmmaConfig[PreparedWgmma] | None:
@@ -34,5 +28,4 @@ def prepared(config: WgmmaConfig) -> WgmmaConfig[PreparedWgmma] | None:
     loop = config.mainloop
     if type(loop) is not RegisterWgmma:
         return None
-    lean = config.tile_m * config.n_tiles <= 128
-    return replace(config, mainloop=PreparedWgmma(lean=lean, **{one.name: getattr(loop, one.name) for one in fields(loop)}))
+    return replace(config, mainloop=PreparedWgmma(**{one.name: getattr(loop, one.name) for one in fields(loop)}))
