@@ -11,9 +11,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Int32, Int64, Uint32
 
-from cute_kernels.device import numbers, ptx
+from cute_kernels.device import ptx
 from cute_kernels.device.types import extents
 from cute_kernels.linear.wgmma.factored_limbs_config import FactoredLimbsConfig
 from cute_kernels.linear.wgmma.limb_blocks import LimbBlocksKernel
@@ -53,12 +53,14 @@ class FactoredLimbsKernel(LimbBlocksKernel):
         group = part * (self.config.num_threads // GROUP_LANES) + thread // GROUP_LANES
         lane = thread % GROUP_LANES
         piece = group * GROUP_LANES + lane
-        inside = cutlass.select_((row < m) & (piece < row_pieces), Int32(1), Int32(0))
-        own = self.ask(factors, piece, inside)
+        inside = (row < m) & (piece < row_pieces)
+        piece = cutlass.min(piece, row_pieces - 1)
+        own = self.ask(factors, piece)
         # In this order: what comes next reads weights without waiting for limbs.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        words = self.inputs(x + Int64(row) * row_pieces * PIECE_BYTES, piece, inside, own)
+        found = self.inputs(x + Int64(cutlass.min(row, m - 1)) * row_pieces * PIECE_BYTES, piece, own)
+        words = [cutlass.select_(inside, word, Uint32(0)) for word in found]
         scale, limbs = self.limbs.split(words, lane)
         if group < groups:
             ptx.store_global(out + (Int64(group) * (rows * GROUP_BYTES) + self.place(row, rows, lane)), limbs)
@@ -66,27 +68,19 @@ class FactoredLimbsKernel(LimbBlocksKernel):
                 scales = out + Int64(groups) * (rows * GROUP_BYTES)
                 ptx.store_global(scales + Int64(group * rows + row) * ROW_SCALE_BYTES, [scale])
 
-    def ask(self, factors, piece, inside) -> list[Any]:
-        """A lane's factors, packed pairs, or the numbers of its inputs; 0 behind the row's end."""
+    def ask(self, factors, piece) -> list[Any]:
+        """A lane's factors, packed pairs, or the numbers of its inputs."""
         count = 2 if self.config.kind == ORDERED else 1
         at = factors + Int64(piece) * (count * PIECE_BYTES)
-        found = [numbers.load_global_if(inside, at, i * PIECE_BYTES, 4, constant=False) for i in range(count)]
+        found = [ptx.load_global_words(at, i * PIECE_BYTES, 4, constant=False) for i in range(count)]
         return [word for words in found for word in words]
 
-    @cute.jit
-    def inputs(self, row, piece, inside, own):
-        """A lane's eight inputs of a row, packed pairs; zeros behind the row's end."""
-        words = cute.make_rmem_tensor(4, Uint32)
-        words.fill(0)
-        if inside != 0:
-            if const_expr(self.config.kind == ORDERED):
-                found = self.gather(row, own)
-            else:
-                loaded = ptx.load_global_words(row + Int64(piece) * PIECE_BYTES, 0, 4, constant=False)
-                found = [self.scale(word, factor) for word, factor in zip(loaded, own, strict=True)]
-            for i in cutlass.range_constexpr(4):
-                words[i] = found[i]
-        return [words[i] for i in range(4)]
+    def inputs(self, row, piece, own) -> list[Any]:
+        """A lane's eight inputs of a row, packed pairs."""
+        if self.config.kind == ORDERED:
+            return self.gather(row, own)
+        loaded = ptx.load_global_words(row + Int64(piece) * PIECE_BYTES, 0, 4, constant=False)
+        return [self.scale(word, factor) for word, factor in zip(loaded, own, strict=True)]
 
     def gather(self, row, order) -> list[Any]:
         """Inputs of a row by their numbers, packed pairs."""

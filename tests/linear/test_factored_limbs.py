@@ -1,0 +1,91 @@
+"""Limbs of scaled or reordered rows: inputs lane by lane in NumPy, what is launched, and in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.linear.reference import prepare_input
+from cute_kernels.linear.wgmma import factored_limbs
+from cute_kernels.linear.wgmma.factored_limbs_compile import FactoredLimbsSpec
+from cute_kernels.linear.wgmma.factored_limbs_config import FactoredLimbsConfig
+from cute_kernels.linear.wgmma.factored_limbs_launch import FactoredLimbProduct
+from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, NORMED, ORDERED, SCALED
+from cute_kernels.runtime import default_cache
+from cute_kernels.runtime.gpu import standing_in
+from tests.attention import warp as machine
+from tests.launchers import cpu_as_gpu
+from tests.linear import machine_code
+from tests.linear.warpgroup import WarpgroupWarp
+
+K = 32 * 8  # a piece for each lane
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+KINDS = {SCALED: 1, ORDERED: 2}  # pieces of 16 bytes of factors, or of numbers, of eight inputs
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.contiguous().view(torch.uint8).numpy().reshape(-1).copy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_limbs_are_made_of_the_inputs_that_a_launch_before_would_make(dtype: str, kind: str, run_on):
+    generator = torch.Generator().manual_seed(0)
+    x, factors = torch.randn(2, K, generator=generator).to(DTYPES[dtype])
+    order = torch.randperm(K, generator=generator).to(torch.int32)
+    parts = [bytes_of(part) for part in (x, order if kind == ORDERED else factors)]
+    run_on(WarpgroupWarp(np.zeros(16, np.uint8), np.concatenate(parts)))
+    subject: Any = factored_limbs.FactoredLimbsKernel(FactoredLimbsConfig(dtype, kind))
+    own = subject.ask(machine.Int64(parts[0].size), machine.LANES)
+    words = subject.inputs(machine.Int64(0), machine.LANES, own)
+    bits = np.stack([np.asarray(word, np.uint32) for word in words], axis=1).reshape(-1)
+    found = torch.from_numpy(bits.view(np.int16).copy()).view(DTYPES[dtype])
+    want = prepare_input(x, order, None) if kind == ORDERED else prepare_input(x, None, factors)
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_product_behind_begins_when_all_before_have_ended(kind: str, tmp_path):
+    """It reads weights without a wait. Factors and orders are asked for before the wait, in the machine code too."""
+    (artifact,) = default_cache().artifacts([FactoredLimbsSpec(FactoredLimbsConfig("bf16", kind))], "sm_90a")
+    code = [opcode for _, opcode, _ in machine_code.instructions(artifact.object_code, tmp_path)]
+    wait = code.index("ACQBULK")
+    assert sum(opcode.startswith("LDG.E") for opcode in code[:wait]) == KINDS[kind]
+    assert wait < code.index("PREEXIT")
+
+
+def test_both_launches_are_given_what_they_take():
+    calls: list[tuple[Any, ...]] = []
+    product = FactoredLimbProduct(
+        lambda *arguments: calls.append(("limbs", *arguments)),
+        lambda *arguments: calls.append(("product", *arguments)),
+        rows=16,
+        groups=5,
+    )
+    x = torch.zeros(15, LIMB_GROUP * 5, dtype=torch.bfloat16)
+    numbers = {"n": 8, "num_tiles": 9, "k_blocks": 10, "whole": 11, "splits": 12, "num_ctas": 13}
+    addresses = {"codes": 1, "scales": 2, "zeros": 3, "bias": 4, "residual": 5, "out": 6, "workspace": 7}
+    made: list[torch.Tensor] = []
+
+    def empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        made.append(torch.empty_strided(shape, strides, dtype=dtype))
+        return made[-1]
+
+    with standing_in(cpu_as_gpu(empty=empty)):
+        send = product.bound(numbers | {"activation": 14, "out_kind": 15, "eps": 1, "offset": 1})
+        send(x=x, **addresses, factors=77)
+    (blocks,) = made
+    assert calls == [
+        ("limbs", x, blocks.data_ptr(), 77, 16, 5),
+        ("product", x, 1, 2, blocks.data_ptr(), 4, 5, 6, 7, *range(8, 16), 16),
+    ]
+
+
+def test_a_norm_is_refused():
+    reason = FactoredLimbsConfig("bf16", NORMED).can_implement()
+    assert reason and "normed" in reason
