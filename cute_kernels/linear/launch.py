@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from cute_kernels.arguments import row_stride
 from cute_kernels.linear.inputs.launch import InputRows, input_rows
-from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, LinearPlan, factored_plan_of, plan_of, prepared_plan_of
+from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, LinearPlan, factored_plan_of, plan_of
 from cute_kernels.linear.reference import out_features
 from cute_kernels.linear.weight import check_presence
 from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
@@ -156,8 +156,6 @@ def keep_launch(
     inputs = None if as_it_is else input_rows(x, perm, input_scale)
     if inputs is None and not as_it_is:
         return None
-    if inputs is not None and inputs.lets_read:
-        plan = prepared_plan_of(m, n, k, form, x.dtype, x.get_device(), batch_invariant)
     return KeptLaunch(
         plan=plan,
         matrix=None if x.dim() == 2 or inputs is not None else (m, k),

@@ -30,7 +30,6 @@ from cute_kernels.linear.wgmma.mainloops import (
     SCALED,
     PortableMmaSync,
 )
-from cute_kernels.linear.wgmma.prepared_config import prepared
 from cute_kernels.linear.wgmma.resident_schedule import with_factors
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
@@ -121,20 +120,6 @@ def plan_of(
     if portable or not is_supported(device):
         return make_tile_plan(make_portable_schedule(problem), m, device)
     return make_plan(schedule_for(problem, GPU.name(device)), m, device)
-
-
-@per_gpu
-@lru_cache(maxsize=4096)
-def prepared_plan_of(
-    m: int, n: int, k: int, form: WeightFormat, dtype: torch.dtype, device: int, batch_invariant: bool
-) -> LinearPlan:
-    """As `plan_of`, of rows that a launch makes right before, which lets this one read weights at once."""
-    plan = plan_of(m, n, k, form, dtype, device, batch_invariant)
-    schedule = plan.schedule
-    config = prepared(schedule.config) if isinstance(schedule, TileSchedule) else None
-    if not isinstance(schedule, TileSchedule) or config is None:
-        return plan
-    return make_tile_plan(replace(schedule, config=config), m, device)
 
 
 @per_gpu

@@ -12,9 +12,8 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.inputs import kernel, many_kernel
+from cute_kernels.linear.inputs import kernel
 from cute_kernels.linear.inputs.config import ROOMS, THREADS, InputRowsConfig, parts_of, room_for
-from cute_kernels.linear.inputs.many_config import ManyRowsConfig, many_parts_of
 from cute_kernels.linear.reference import prepare_input
 from simulator import Meanings, PlainThread
 from tests.attention import warp as machine
@@ -73,14 +72,6 @@ def test_every_sm_has_something_of_few_rows(m: int, k: int):
     assert ranges[0][0] == 0 and ranges[-1][1] == vectors
 
 
-@pytest.mark.parametrize("k", [8, 4096, 14_336])
-def test_every_vector_of_many_rows_is_asked_for_at_once(k: int):
-    config = ManyRowsConfig("bf16", scaled=True)
-    parts = many_parts_of(config, k)
-    assert (parts - 1) * THREADS * config.in_flight < k // 8 <= parts * THREADS * config.in_flight
-    assert many_parts_of(ManyRowsConfig("bf16", ROOMS[0]), k) == 1
-
-
 def test_rows_that_no_shared_memory_holds_have_no_room():
     assert [room_for(k) for k in (8, 8192, 8200, 98_304, 98_312)] == [8192, 8192, 32_768, 98_304, None]
     assert InputRowsConfig("bf16", 100).can_implement() and InputRowsConfig("fp32").can_implement()
@@ -94,17 +85,15 @@ class Grid:
         self.memory, self.x, self.parts, self.dtype = memory, x, parts, dtype
         self.shared, self.written = np.zeros(1 << 17, np.uint8), np.zeros(memory.size, np.int64)
         self.block, self.thread, self.waited, self.pass_number = (0, 0), 0, False, 0
-        self.reads_weights = False  # whether the launch behind reads weights without a wait
 
     def meanings(self) -> Meanings:
-        done = ("cp_async_commit_group", "cp_async_wait_group", "sync_threads")
+        done = ("griddepcontrol_launch_dependents", "cp_async_commit_group", "cp_async_wait_group", "sync_threads")
         arch = {
             **dict.fromkeys(done, lambda *arguments: None),
             "thread_idx": lambda: (self.thread, 0, 0),
             "block_idx": lambda: (*self.block, 0),
             "grid_dim": lambda: (0, self.parts, 1),
             "griddepcontrol_wait": lambda: setattr(self, "waited", True),
-            "griddepcontrol_launch_dependents": self.lets_begin,
         }
         room = SimpleNamespace(allocate=lambda size, byte_alignment: SimpleNamespace(toint=lambda: 0))
         plain = PlainThread(arch=arch).meanings()
@@ -114,9 +103,6 @@ class Grid:
             cute={"make_rmem_tensor": lambda n, kind: [0] * n},
             cutlass={**plain.cutlass, "utils": SimpleNamespace(SmemAllocator=lambda: room)},
         )
-
-    def lets_begin(self) -> None:
-        assert self.waited or not self.reads_weights, "the next launch begins before weights are written"
 
     def words(self, memory: np.ndarray, address: int, size: int, count: int) -> list[int]:
         assert address % (size * count) == 0 and 0 <= address <= memory.size - size * count
@@ -158,16 +144,9 @@ class Grid:
             subject.kernel(*arguments)
 
 
-KERNELS = {
-    "few": lambda *choices: kernel.InputRowsKernel(InputRowsConfig(*choices)),
-    "many": lambda *choices: many_kernel.ManyRowsKernel(ManyRowsConfig(*choices)),
-}
-
-
-@pytest.mark.parametrize("rows", KERNELS)
-@pytest.mark.parametrize("m, k, parts", [(1, 8, 1), (2, 264, 1), (1, 4104, 3), (3, 520, 2), (1, 6152, 1)])
-@pytest.mark.parametrize("room, scaled", [(0, False), (0, True), (ROOMS[0], False), (ROOMS[0], True)])
-def test_a_launch_writes_every_row_once(rows: str, m: int, k: int, parts: int, room: int, scaled: bool, run_on):
+@pytest.mark.parametrize("m, k, parts", [(1, 8, 1), (2, 264, 1), (1, 4104, 3), (3, 520, 2)])
+@pytest.mark.parametrize("room, scaled", [(0, False), (ROOMS[0], False), (ROOMS[0], True)])
+def test_a_launch_writes_every_row_once(m: int, k: int, parts: int, room: int, scaled: bool, run_on):
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(m, k + 24, generator=generator).bfloat16()
     order = torch.randperm(k, generator=generator).to(torch.int32)
@@ -179,9 +158,8 @@ def test_a_launch_writes_every_row_once(rows: str, m: int, k: int, parts: int, r
     ]
     starts = [int(start) for start in np.cumsum([0, *(part.size for part in made)])]
     grid = Grid(np.concatenate(made), range(starts[1], starts[2]), parts, torch.bfloat16)
-    subject: Any = KERNELS[rows]("bf16", room, scaled)
+    subject: Any = kernel.InputRowsKernel(InputRowsConfig("bf16", room, scaled))
     run_on(grid)
-    grid.reads_weights = rows == "many"
     subject.halves = (lambda word: grid.element(word & 0xFFFF), lambda word: grid.element(word >> 16))
     subject.pack = lambda low, high: int(torch.tensor([low, high]).bfloat16().view(torch.int32)[0]) & 0xFFFFFFFF
     grid.run(subject, m, 0, k // 8, starts[1] + 16, starts[2], starts[3], k + 24)

@@ -15,7 +15,6 @@ import torch
 
 from cute_kernels.linear import NormedRows, PackedWeight, checks, ops, quantized_linear
 from cute_kernels.linear.inputs.compile import InputRowsSpec
-from cute_kernels.linear.inputs.many_compile import ManyRowsSpec
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.runtime import native
 from tests.launchers import assert_launched_alike_after_any_other, outcome, recording
@@ -101,8 +100,6 @@ CALLS: dict[str, Any] = {
         "weight": replace(permuted(), input_scale=scaled().input_scale),
     },
     "act-order": lambda: {"x": rows(3), "weight": permuted()},
-    "act-order of more rows": lambda: {"x": rows(70), "weight": permuted()},
-    "input scale of more rows": lambda: {"x": rows(2, 300), "weight": scaled()},
     "fp16": lambda: {"x": rows(3, dtype=FP16), "weight": weight(dtype=FP16)},
     "fp16 with the weight of bf16": lambda: {"x": rows(3, dtype=FP16), "weight": weight()},
     "too wide": lambda: {"x": torch.ones(3, K + 8, dtype=BF16), "weight": weight()},
@@ -158,8 +155,6 @@ PREPARED = {
     "input scale of rows with gaps": "linear_inputs_bf16_scaled",
     "act-order": "linear_inputs_bf16_order8192",
     "act-order and input scale": "linear_inputs_bf16_order8192_scaled",
-    "act-order of more rows": "linear_inputs_bf16_order8192_many",
-    "input scale of more rows": "linear_inputs_bf16_scaled_many",
 }  # what is launched first
 
 made = functools.cache(lambda name: CALLS[name]())
@@ -169,7 +164,7 @@ made = functools.cache(lambda name: CALLS[name]())
 def launches():
     from tests.host_functions import input_rows_function, norm_function, product_function
 
-    makers = {InputRowsSpec: input_rows_function, ManyRowsSpec: input_rows_function, NormSpec: norm_function}
+    makers = {InputRowsSpec: input_rows_function, NormSpec: norm_function}
 
     def function_of(spec: Any) -> Any:
         return makers.get(type(spec), product_function)(spec.config)
@@ -222,14 +217,6 @@ def test_rows_that_are_not_as_products_take_them_are_prepared_in_one_launch(name
         assert x == given["x"].data_ptr() and stride == given["x"].stride(-2) and parts == 1
         for address, tensor in ((order, given["weight"].perm), (factors, given["weight"].input_scale)):
             assert address == (0 if tensor is None else tensor.data_ptr())
-
-
-@pytest.mark.parametrize("name", PREPARED)
-def test_only_a_product_behind_many_rows_reads_weights_at_once(name, launches):
-    """Whose launch lets it begin when all before have ended; that of few rows lets it begin before."""
-    run(launches, made(name))
-    rows_made, product = launches
-    assert product.symbol.endswith("_prepared") == rows_made.symbol.endswith("_many")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,6 @@ from cute_kernels.arguments import row_stride
 from cute_kernels.linear.arguments import INPUT_ROWS
 from cute_kernels.linear.inputs.compile import InputRowsSpec
 from cute_kernels.linear.inputs.config import VECTOR, InputRowsConfig, parts_of, room_for
-from cute_kernels.linear.inputs.many_compile import ManyRowsSpec
-from cute_kernels.linear.inputs.many_config import FEW_ROWS, ManyRowsConfig, many_parts_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU, per_gpu
@@ -32,12 +30,10 @@ class InputRows:
     Attributes:
         send: the compiled kernel, its tensors by name.
         new: [m, k], what it writes.
-        lets_read: whether the launch behind begins when all before this one have ended, so that it may read weights.
     """
 
     send: Callable[..., Any]
     new: Blank
-    lets_read: bool = False
 
     def make(self, x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
         """x [..., k] as contiguous rows [m, k], each input times its scale, in the order of perm."""
@@ -67,18 +63,9 @@ def input_rows(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Te
 @lru_cache(maxsize=MAX_PLANS)
 def _rows_of(size: tuple[int, int], stride: int, dtype: torch.dtype, room: int, scaled: bool, index: int) -> InputRows:
     """What makes rows of ``size`` [m, k] that lie so far apart. room, scaled: as of `InputRowsConfig`."""
-    spec, parts = _kernel_of(size, DTYPES[dtype], room, scaled, GPU.num_sms(index))
-    fixed = {"stride": stride, "parts": parts}
-    return InputRows(INPUT_ROWS.bound(load(spec, arch_of(index)), fixed), blank(size, dtype), size[0] > FEW_ROWS)
-
-
-def _kernel_of(size: tuple[int, int], dtype: str, room: int, scaled: bool, num_sms: int) -> tuple[InputRowsSpec, int]:
-    """The kernel that makes rows of ``size`` [m, k], and CTAs of a row."""
-    m, k = size
-    if m <= FEW_ROWS:
-        return InputRowsSpec(InputRowsConfig(dtype, room, scaled)), parts_of(m, k, num_sms)
-    many = ManyRowsConfig(dtype, room, scaled)
-    return ManyRowsSpec(many), many_parts_of(many, k)
+    fixed = {"stride": stride, "parts": parts_of(*size, GPU.num_sms(index))}
+    spec = InputRowsSpec(InputRowsConfig(DTYPES[dtype], room, scaled))
+    return InputRows(INPUT_ROWS.bound(load(spec, arch_of(index)), fixed), blank(size, dtype))
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
