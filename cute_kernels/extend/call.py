@@ -13,7 +13,8 @@ from cute_kernels.attention import checks
 from cute_kernels.attention.call import AttentionCall, Bias, CacheOperand
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.score_options import tensors_of
-from cute_kernels.extend.config import HEAD_DIMS, MAX_SPLITS, cannot_multiply_fp8, cannot_read
+from cute_kernels.extend.config import MAX_SPLITS
+from cute_kernels.extend.policies import HEAD_DIMS, cannot_multiply_fp8, cannot_read
 from cute_kernels.kv_formats import KvFormat, format_of
 from cute_kernels.kv_formats import names as format_names
 from cute_kernels.names import CacheLayout

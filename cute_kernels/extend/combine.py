@@ -13,8 +13,9 @@ from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, lane_sum
 from cute_kernels.device.types import extents
-from cute_kernels.extend.config import ELEMENT_BYTES, CombineConfig
+from cute_kernels.extend.config import CombineConfig
 from cute_kernels.extend.elements import of_name
+from cute_kernels.extend.policies import ELEMENT_BYTES
 from cute_kernels.extend.softmax import LOWEST, load_float
 
 ALL_LANES = (1, 2, 4, 8, 16)

@@ -11,7 +11,8 @@ from cute_kernels import attention
 from cute_kernels.attention import score_options
 from cute_kernels.attention.features import Features
 from cute_kernels.extend.arguments import COMBINE, UNPACK, attention_arguments
-from cute_kernels.extend.config import CombineConfig, ExtendConfig, UnpackConfig
+from cute_kernels.extend.config import CombineConfig, ExtendConfig
+from cute_kernels.extend.policies import UnpackConfig
 from cute_kernels.extend.schedule import ExtendProblem, choose, choose_beside, choose_key_rows, choose_unpacked
 from cute_kernels.kv_formats import modules_of, sources_of
 from cute_kernels.runtime import launch_arguments

@@ -28,9 +28,10 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, neighbours
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import RegisterTensor
-from cute_kernels.extend.config import ELEMENT_BYTES, SLAB_COLUMNS, ExtendConfig, has_token_scale
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.loads import load_word_below
 from cute_kernels.extend.memory import KEYS, VALUES
+from cute_kernels.extend.policies import ELEMENT_BYTES, SLAB_COLUMNS, has_token_scale
 from cute_kernels.extend.powers import exponent_beside, power_of_2, word_of
 from cute_kernels.kv_formats import KvFormat, load_code
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from cute_kernels.extend.call import ExtendCall
 from cute_kernels.extend.ops import DEFAULTS
 from cute_kernels.extend.plan import ExtendPlan, check_alignment, lies_in_maps, lies_in_pieces, make_plan, problem_of
 from cute_kernels.extend.schedule import choose, choose_key_rows, decodes_with_key_rows
-from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import blank
 
 
@@ -93,5 +94,11 @@ def plan_of(call: AttentionCall) -> FewQueriesPlan | None:
         check_alignment(checked)
     except ValueError:
         return None
-    ends = torch.arange(call.batch + 1, dtype=torch.int32, device=call.q.device) * call.q_len
-    return FewQueriesPlan(make_plan(checked, config), ends)
+    return FewQueriesPlan(make_plan(checked, config), _ends_of(call.batch, call.q_len, call.q.device))
+
+
+@per_gpu
+@lru_cache(maxsize=256)
+def _ends_of(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
+    """Where the queries of equal requests begin and end. A copy that is waited for: another stream may launch next."""
+    return (torch.arange(batch + 1, dtype=torch.int32, device="cpu") * q_len).to(device)

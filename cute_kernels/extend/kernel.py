@@ -21,13 +21,14 @@ from cute_kernels.device.division import Divisor
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import extents
 from cute_kernels.extend.beside import ProducerBeside, SourceBeside
-from cute_kernels.extend.config import MMA_WARPS, WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.decode import RowProducer
 from cute_kernels.extend.key_rows.copies import RawRowProducer
 from cute_kernels.extend.key_rows.memory import KeyRowsMemory
 from cute_kernels.extend.key_rows.multiply import KeyRowsConsumer
 from cute_kernels.extend.memory import ExtendMemory, Pages, Rows, Source
 from cute_kernels.extend.multiply import Consumer, Features, Operands
+from cute_kernels.extend.policies import MMA_WARPS, WARPGROUP_WARPS, WORK_SLOTS
 from cute_kernels.extend.tma_tiles import TmaTileProducer
 from cute_kernels.extend.work import END, ExtendSizes, Lengths, Work
 

@@ -22,14 +22,9 @@ from cute_kernels.attention.score_terms import QueryColumn, ScoreState
 from cute_kernels.device import numbers, ptx, wgmma, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.ring import advance
-from cute_kernels.extend.config import (
-    MMA_THREADS,
-    WARPGROUP_ROWS,
-    WARPGROUP_WARPS,
-    WORK_SLOTS,
-    ExtendConfig,
-)
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.memory import KEYS, VALUES
+from cute_kernels.extend.policies import MMA_THREADS, WARPGROUP_ROWS, WARPGROUP_WARPS, WORK_SLOTS
 from cute_kernels.extend.products import Fp8Products, HalfProducts
 from cute_kernels.extend.queries import WARP_ROWS, QueryLoader, query_row
 from cute_kernels.extend.results import ResultWriter

@@ -15,7 +15,8 @@ from cute_kernels.attention.score_options import tensors_in
 from cute_kernels.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.extend.call import ExtendCall
 from cute_kernels.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
-from cute_kernels.extend.config import UNPACK_CTAS_PER_SM, CombineConfig, ExtendConfig
+from cute_kernels.extend.config import CombineConfig, ExtendConfig
+from cute_kernels.extend.policies import UNPACK_CTAS_PER_SM
 from cute_kernels.extend.schedule import (
     MAX_UNPACKED_BYTES,
     ExtendProblem,

@@ -9,9 +9,10 @@ from cutlass import Float8E4M3FN
 
 from cute_kernels.device import wgmma_tiles
 from cute_kernels.extend import fp8
-from cute_kernels.extend.config import WARPGROUP_ROWS, ExtendConfig
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.memory import KEYS, VALUES
+from cute_kernels.extend.policies import WARPGROUP_ROWS
 
 MMA_K = 16  # columns of a product of 16 bits
 

@@ -17,9 +17,10 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_max, neighbours
-from cute_kernels.extend.config import ELEMENT_BYTES, SLAB_COLUMNS, WARPGROUP_ROWS, ExtendConfig
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.fp8 import pack_e4m3x4
+from cute_kernels.extend.policies import ELEMENT_BYTES, SLAB_COLUMNS, WARPGROUP_ROWS
 
 TOP_EXPONENTS = {"fp16": 14, "e4m3": 7}  # of a row's greatest number
 WARP_ROWS = 16

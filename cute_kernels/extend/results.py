@@ -10,8 +10,9 @@ from cutlass import Float32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import lane_sum, transpose_quad
-from cute_kernels.extend.config import ELEMENT_BYTES, WARPGROUP_ROWS, ExtendConfig
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.elements import of_name
+from cute_kernels.extend.policies import ELEMENT_BYTES, WARPGROUP_ROWS
 from cute_kernels.extend.queries import WARP_ROWS, query_row
 from cute_kernels.extend.softmax import ROW_LANES, load_float, row_of
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.tiles import kernel_format
-from cute_kernels.extend.config import (
+from cute_kernels.extend.config import MAX_SPLITS, ExtendConfig
+from cute_kernels.extend.policies import (
     ELEMENT_BYTES,
-    MAX_SPLITS,
     MOST_COLUMNS,
     TILE_ROWS,
     TILE_TOKENS,
     CachedKeys,
-    ExtendConfig,
     Fp8Products,
     ProducerPipeline,
     RaggedKeys,

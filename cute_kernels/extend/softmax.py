@@ -20,8 +20,9 @@ from cute_kernels.device import ptx
 from cute_kernels.device.lanes import in_pairs, lane_max
 from cute_kernels.device.types import RegisterTensor
 from cute_kernels.device.wgmma_tiles import sum_place
-from cute_kernels.extend.config import TILE_SCALE_BYTES, ExtendConfig
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.loads import load_word_below
+from cute_kernels.extend.policies import TILE_SCALE_BYTES
 from cute_kernels.extend.powers import powers_in
 
 LOWEST = -1.0e30  # stands for -inf in references

@@ -14,9 +14,10 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.ring import advance
-from cute_kernels.extend.config import ELEMENT_BYTES, TILE_SCALE_BYTES, ExtendConfig
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.memory import KEYS, VALUES
+from cute_kernels.extend.policies import ELEMENT_BYTES, TILE_SCALE_BYTES
 
 MOST_UNROLLED = 4  # TMA tiles of a block: of 8, whose code stands twice, registers are spilled
 

@@ -33,16 +33,10 @@ from cute_kernels.device.division import Divisor
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
 from cute_kernels.device.types import RegisterTensor, extents
 from cute_kernels.extend import fp8
-from cute_kernels.extend.config import (
-    ELEMENT_BYTES,
-    TILE_SCALE_BYTES,
-    UNPACK_CTAS_PER_SM,
-    UNPACK_WARPS,
-    UnpackConfig,
-)
 from cute_kernels.extend.decode import CodedRows, Places, RowRuns
 from cute_kernels.extend.loads import load_piece_below, store_below
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Rows, Source
+from cute_kernels.extend.policies import ELEMENT_BYTES, TILE_SCALE_BYTES, UNPACK_CTAS_PER_SM, UNPACK_WARPS, UnpackConfig
 from cute_kernels.extend.powers import exponent_beside, power_of_2
 from cute_kernels.extend.work import tokens_of
 

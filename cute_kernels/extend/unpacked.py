@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cute_kernels.attention.plan import address_of
-from cute_kernels.extend.config import TILE_SCALE_BYTES, UnpackConfig
+from cute_kernels.extend.policies import TILE_SCALE_BYTES, UnpackConfig
 from cute_kernels.extend.schedule import room_of
 from cute_kernels.extend.ways import ExtendLaunch, Unpacked
 from cute_kernels.runtime.gpu import GPU

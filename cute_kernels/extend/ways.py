@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from cute_kernels.attention.plan import address_of
-from cute_kernels.extend.config import COUNTER_WORDS, ExtendConfig
+from cute_kernels.extend.config import ExtendConfig
+from cute_kernels.extend.policies import COUNTER_WORDS
 from cute_kernels.extend.schedule import choose_splits, count_tiles
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank

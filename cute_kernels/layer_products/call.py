@@ -4,16 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from cute_kernels.layer_products.arguments import LAYER_PRODUCTS, NUMBERS, PRODUCTS
-from cute_kernels.layer_products.compile import LayerProductsSpec
+from cute_kernels.layer_products.compile import SHIPPED_K, LayerProductsSpec
 from cute_kernels.layer_products.config import (
     EXCHANGE_WORDS,
     FORMAT,
@@ -26,12 +26,13 @@ from cute_kernels.layer_products.config import (
 from cute_kernels.linear import checks, ops
 from cute_kernels.linear.deferred import GivingCall, NormedRows, TakingCall, check_giving, give, left_to_next, take
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.cache import default_cache, load
 from cute_kernels.runtime.device import arch_of, is_supported
-from cute_kernels.runtime.gpu import GPU, per_gpu
+from cute_kernels.runtime.gpu import GPU, forgotten, per_gpu
 from cute_kernels.runtime.memory import Blank, blank
+from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.operator import launcher
-from cute_kernels.runtime.plans import ALIGNMENT, identity
+from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
 from cute_kernels.runtime.workspace import UnsettledError
 
 FASTER_ROWS = (1,)  # for which one launch was measured to be faster than four
@@ -82,6 +83,30 @@ def layer(call: LayerCall) -> LayerRows:
     return layer_apart(call)
 
 
+_refused: dict[tuple[Hashable, ...], None] = {}
+"""Keys of calls that `is_one_launch` was asked about and `layer` refuses."""
+forgotten(_refused.clear)
+
+
+def is_one_launch(call: LayerCall) -> bool:
+    """Whether one launch serves a call, for callers who go another way otherwise; of a call that `layer` would refuse,
+    False. May compile the kernel."""
+    if not ops.is_direct(call.x, call.o.codes, call.residual, call.norm, call.following_norm):
+        return False
+    key = _key(call)
+    plan = _layer.plans.get(key)
+    if plan is None:
+        if key in _refused:
+            return False
+        try:
+            plan = _plan(check_layer(call))
+        except (TypeError, ValueError):
+            keep(_refused, key, None)
+            return False
+        keep(cast("dict[tuple[Hashable, ...], Any]", _layer.plans), key, plan)
+    return isinstance(plan, LayerPlan)
+
+
 def layer_apart(call: LayerCall) -> LayerRows:
     """Product by product."""
     norms, nothing = (call.eps, call.offset), (None, False, None)
@@ -127,19 +152,41 @@ def check_beside(name: str, weight: PackedWeight, o: PackedWeight) -> None:
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
+def specs_for(rows: int, most_k: int) -> list[LayerProductsSpec]:
+    """The kernels of so many rows of up to ``most_k`` inputs, the best one first. The one that ships has room for
+    more."""
+    configs = (config_for(rows, room) for room in dict.fromkeys((most_k, max(most_k, SHIPPED_K))))
+    return [LayerProductsSpec(config) for config in configs if config is not None]
+
+
 @per_gpu
 @lru_cache(maxsize=256)
 def kernel_of(rows: int, most_k: int, device: int) -> tuple[LayerProductsConfig, Callable[..., Any]] | None:
-    """The kernel of so many rows of up to ``most_k`` inputs; None if there is none."""
-    config = config_for(rows, most_k) if is_supported(device) else None
-    return None if config is None else (config, load(LayerProductsSpec(config), arch_of(device)))
+    """The best kernel of so many rows of up to ``most_k`` inputs that is there or can be compiled; None if there is
+    none."""
+    if not is_supported(device):
+        return None
+    arch, can_compile = arch_of(device), compiler_version() is not None
+    for spec in specs_for(rows, most_k):
+        if can_compile or default_cache().has(spec, arch):
+            return spec.config, load(spec, arch)
+    return None
+
+
+def serves_rows(rows: int) -> bool:
+    """Whether one launch is taken for so many rows, of layers that it serves."""
+    return rows in FASTER_ROWS
+
+
+def serves_shape(n: int, k: int) -> bool:
+    """Whether the launch takes weights [n, k]."""
+    return n % (2 * TILE_N) == 0 and k % STAGE_K == 0
 
 
 def is_served(weight: PackedWeight) -> bool:
     """Whether the launch takes a weight."""
-    n, k = weight.shape
     as_it_is = weight.perm is weight.input_scale is None and weight.scales.dtype == torch.bfloat16
-    return weight.format == FORMAT and as_it_is and n % (2 * TILE_N) == 0 and k % STAGE_K == 0
+    return weight.format == FORMAT and as_it_is and serves_shape(*weight.shape)
 
 
 def _aligned(*tensors: torch.Tensor) -> bool:
@@ -202,7 +249,7 @@ def _plan(call: LayerCall) -> LayerPlan | LayerApart:
     fits = all(tensor.dtype == torch.bfloat16 for tensor in tensors) and _aligned(*tensors)
     if not m or not fits or not all(is_served(weight) for weight in call.weights):
         return LayerApart(index)
-    if m not in FASTER_ROWS:
+    if not serves_rows(m):
         return LayerApart(index)
     if m * results_of(call) > 2 * SET_WORDS:
         return LayerApart(index)

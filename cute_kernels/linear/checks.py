@@ -6,9 +6,9 @@ import torch
 
 from cute_kernels.arguments import check_number, check_tensors
 from cute_kernels.linear.reference import ACTIVATIONS, out_features
+from cute_kernels.linear.weight import check_place
 from cute_kernels.weight_formats.integers import SCALE_DTYPES
 
-ALIGNMENT = 16  # bytes
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -73,15 +73,9 @@ def check_norm(norm: torch.Tensor, eps: object, offset: object, x: torch.Tensor,
     _check(name, norm, norm.dtype, (x.shape[-1],), x.device)
     if not norm.is_contiguous():
         raise ValueError(f"{name}: got strides {norm.stride()}, want a contiguous tensor")
+    check_place(name, norm)
     check_number("norm_eps", eps, least=0)
     check_number("norm_offset", offset)
-
-
-def check_norm_place(norm: torch.Tensor) -> None:
-    """Raises ValueError unless ``norm`` begins where the kernel of a norm takes weights from."""
-    past = norm.data_ptr() % ALIGNMENT
-    if past:
-        raise ValueError(f"norm: got a tensor that starts {past} bytes past a multiple of {ALIGNMENT}, want it aligned")
 
 
 def result_dtype(out_dtype: torch.dtype | None, x: torch.Tensor, out: torch.Tensor | None) -> torch.dtype:

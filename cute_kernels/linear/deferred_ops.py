@@ -57,7 +57,7 @@ def _parts_of(rows: torch.Tensor, norm: torch.Tensor) -> DeferredParts:
 # -- the product before the norm -----------------------------------------------------------------------------------
 
 
-def _give(
+def give_rows(
     x: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -96,7 +96,7 @@ def _give_meta(x, codes, scales, zeros, bias, residual, format, n, k, norm, eps,
 # -- the product behind it -----------------------------------------------------------------------------------------
 
 
-def _take(
+def take_rows(
     x: torch.Tensor,
     squares: torch.Tensor,
     rows: torch.Tensor,
@@ -135,8 +135,8 @@ def _take_meta(
 giving = Operator(
     "weight_only_linear_norm(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor residual, "
     "str format, int n, int k, Tensor norm, float eps, str taker_format, int taker_n) -> (Tensor, Tensor, Tensor)",
-    cpu=_give,
-    cuda=_give,
+    cpu=give_rows,
+    cuda=give_rows,
     meta=_give_meta,
 )
 """(rows [M, n] of a product with a residual, what the product behind their norm takes [M, n], fp32 [M, n / 64])."""
@@ -145,8 +145,8 @@ taking = Operator(
     "weight_only_linear_of_normed(Tensor x, Tensor squares, Tensor rows, Tensor norm, float eps, str giver_format, "
     "int giver_k, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, str format, int n, int k, "
     "str? activation) -> Tensor",
-    cpu=_take,
-    cuda=_take,
+    cpu=take_rows,
+    cuda=take_rows,
     meta=_take_meta,
 )
 """The product of normed rows, [M, n] or half as many columns, of what ``giving`` returned."""

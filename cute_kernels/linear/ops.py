@@ -91,8 +91,6 @@ def apply(
         if kept is not None:
             return keep(_kept, key, kept).run(x, codes, scales, zeros, bias, residual, out, perm, input_scale, norm)
     if row_norm is not None:  # a launch of its own
-        if key is not None:
-            checks.check_norm_place(row_norm.weight)
         normed, *left = normed_inputs(x, row_norm, perm, input_scale)
         return apply(
             normed, codes, scales, zeros, *left, format=format, shape=shape, bias=bias, residual=residual,

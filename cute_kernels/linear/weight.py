@@ -20,6 +20,8 @@ from cute_kernels.arguments import (
     is_one_of,
 )
 from cute_kernels.linear.packed import Packed
+from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.plans import ALIGNMENT
 from cute_kernels.weight_formats import GROUP_SIZES, IntegerFormat, WeightFormat, integers, weight_format
 from cute_kernels.weight_formats.base import CODE_BITS as BITS
 from cute_kernels.weight_formats.integers import SCALE_DTYPES as SCALE_DTYPES
@@ -32,6 +34,7 @@ K_MULTIPLE = 64
 FORMAT_VERSION = 1  # of state dicts: "format" says bits and group size of integers,
 KEY_VERSION = 2  # or the bytes of another format's key
 TENSOR_NAMES = ("codes", "scales", "zeros", "perm", "input_scale")
+_COPIED = TENSOR_NAMES[:3]  # 16 bytes at a time; the others are read in any place
 BLOCK_ELEMENTS = 1 << 21  # of a weight that is unpacked at a time: 8 MB in fp32, which caches hold
 
 
@@ -86,6 +89,8 @@ class PackedWeight(Packed):
         check_values: whether numbers are looked at, too: scales, zeros and perm, which waits for a GPU. False for
             tensors of a weight that was checked. Never where there are none to see: of tensors without data (meta,
             fake), nor while torch.compile traces or a CUDA graph is captured.
+
+    On a GPU codes, scales and zeros start on 16 bytes, as torch allocates them; views into larger buffers may not.
 
     Raises:
         TypeError, ValueError: a field is not as above; the message names it.
@@ -146,6 +151,8 @@ class PackedWeight(Packed):
             raise ValueError(f"{name}: got strides {tensor.stride()}, want a contiguous tensor")
         if tensor.device != self.codes.device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {self.codes.device}, where codes is")
+        if name in _COPIED:
+            check_place(name, tensor)
 
     def __repr__(self) -> str:
         n, k = self.shape
@@ -376,6 +383,16 @@ SizeT = TypeVar("SizeT")
 def per_row(group_size: SizeT) -> SizeT | None:
     """None for -1, which checkpoints write where a row has one scale; else ``group_size``."""
     return None if isinstance(group_size, int) and group_size == -1 else group_size
+
+
+def check_place(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless a tensor on a GPU starts where kernels copy from."""
+    if is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return
+    past = tensor.data_ptr() % ALIGNMENT if tensor.is_cuda or GPU.takes_cpu else 0
+    if past:
+        message = f"got a tensor that starts {past} bytes past a multiple of {ALIGNMENT}, want it aligned"
+        raise ValueError(f"{name}: {message}")
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.extend.compile import CAUSAL_PAGES, ExtendSpec, UnpackSpec
-from cute_kernels.extend.config import (
+from cute_kernels.extend.policies import (
     GROUP_TOKENS,
     MMA_WARPS,
     SM_REGISTERS,

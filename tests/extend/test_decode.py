@@ -15,9 +15,10 @@ from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.device import wgmma_tiles
 from cute_kernels.device.division import Divisor
 from cute_kernels.extend import powers
-from cute_kernels.extend.config import SLAB_COLUMNS, ExtendConfig
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.decode import RowRuns, TileWriter
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Source
+from cute_kernels.extend.policies import SLAB_COLUMNS
 from cute_kernels.extend.schedule import ExtendProblem, choose
 from cute_kernels.extend.softmax import Softmax, TileScale
 from cute_kernels.kv_formats import format_pair

@@ -16,7 +16,7 @@ from cute_kernels.device import wgmma_tiles
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.extend import fp8, queries
 from cute_kernels.extend.compile import CAUSAL_PAGES
-from cute_kernels.extend.config import WARPGROUP_ROWS
+from cute_kernels.extend.policies import WARPGROUP_ROWS
 from cute_kernels.extend.queries import WARP_ROWS, QueryLoader
 from cute_kernels.extend.schedule import ExtendProblem, choose, choose_fp8
 from cute_kernels.extend.softmax import LOWEST, Rows, Softmax

@@ -14,13 +14,13 @@ pytest.importorskip("cutlass")
 from cute_kernels.attention.features import Features
 from cute_kernels.device import wgmma
 from cute_kernels.device.division import Divisor
-from cute_kernels.extend.config import GROUP_TOKENS, SLAB_COLUMNS
 from cute_kernels.extend.key_rows.codes import rows_of
 from cute_kernels.extend.key_rows.copies import RawRowProducer
 from cute_kernels.extend.key_rows.multiply import KeyRowsConsumer
 from cute_kernels.extend.key_rows.queries import QueryWriter
 from cute_kernels.extend.key_rows.results import sum_index
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Source
+from cute_kernels.extend.policies import GROUP_TOKENS, SLAB_COLUMNS
 from cute_kernels.extend.schedule import ExtendProblem, choose, key_rows_of
 from cute_kernels.kv_formats import format_pair
 from simulator import LANES, Float32, Int32, Int64, running, stand_in

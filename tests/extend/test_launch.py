@@ -11,8 +11,8 @@ from cute_kernels.attention.features import PLAIN
 from cute_kernels.extend import extend_attention, ops, ragged
 from cute_kernels.extend.arguments import ATTENTION, COMBINE, UNPACK, attention_arguments
 from cute_kernels.extend.call import make_call
-from cute_kernels.extend.config import COUNTER_WORDS
 from cute_kernels.extend.plan import make_plan, problem_of, specs_of
+from cute_kernels.extend.policies import COUNTER_WORDS
 from cute_kernels.extend.ragged import ragged_attention
 from cute_kernels.extend.schedule import (
     MAX_UNPACKED_BYTES,

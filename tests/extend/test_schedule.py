@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cute_kernels.attention.features import Features
-from cute_kernels.extend.config import REGISTERS, TILE_ROWS, ExtendConfig, ProducerPipeline, UnpackedKeys
+from cute_kernels.extend.config import ExtendConfig
+from cute_kernels.extend.policies import REGISTERS, TILE_ROWS, ProducerPipeline, UnpackedKeys
 from cute_kernels.extend.schedule import (
     ExtendProblem,
     choose,

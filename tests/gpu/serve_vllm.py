@@ -276,6 +276,7 @@ def run(scenario: Scenario, folder: Path, keep: Callable[[dict[str, Any]], None]
     """What a scenario gave, the attention that served it, and what the plugin replaced go to ``keep``, before the
     engine is shut down: one that does not end well has served all the same."""
     from cute_kernels.integrations.vllm import fusion, mla, plugin
+    from cute_kernels.layer_products import call as layer_call
     from cute_kernels.linear import deferred
 
     fusion._said.clear()
@@ -290,6 +291,9 @@ def run(scenario: Scenario, folder: Path, keep: Callable[[dict[str, Any]], None]
         replaced = [[one.seam, one.reason] for one in plugin.outcomes()]
         about = {"ranks": len(ranks), "replaced": replaced, "fused": sorted(fusion._said)}
         about["plans_around_norms"] = deferred.deferred_plan_of.cache_info().currsize
+        about["plans_of_layers"] = sum(
+            isinstance(one, layer_call.LayerPlan) for one in layer_call._layer.plans.values()
+        )
         keep({**found, **kinds, **about})
     finally:
         if scenario.engine.get("tensor_parallel_size", 1) > 1:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cute_kernels import decode_attention
-from cute_kernels.extend import ops
+from cute_kernels.attention import ops as attention_ops
+from cute_kernels.extend import few_queries, ops
 from cute_kernels.extend.call import make_call as check_call
 from cute_kernels.extend.compile import CombineSpec, ExtendSpec
 from cute_kernels.extend.config import CombineConfig, ExtendConfig
@@ -121,6 +122,29 @@ def test_calls_of_few_queries_are_served_by_it(name, tile_rows):
     assert isinstance(launch, ExtendLaunch) and launch.config == config_of(call, tile_rows)
     out = check(call, tile_rows)
     assert torch.equal(call.run(), out)
+
+
+def test_a_plan_that_a_busy_stream_made_serves_another_one():
+    """What it keeps of equal requests is there for whoever launches next."""
+    call = variant("e4m3_tensor", [16] * 20, [37 * i + 16 for i in range(20)])
+    q = call.q.view(20, 16, *call.q.shape[1:])
+
+    def decode(out: torch.Tensor) -> torch.Tensor:
+        decode_attention(q, *call.tensors[1:], kv_format=call.kv_format, out=out, **call.options)
+        return out
+
+    want, busy, other = decode(torch.empty_like(q)), torch.cuda.Stream(), torch.cuda.Stream()
+    outs = [torch.full_like(q, torch.nan) for _ in range(2)]
+    torch.cuda.synchronize()
+    attention_ops.launch.plans.clear()  # kernels stay: loading one again would wait for the device
+    few_queries._ends_of.cache_clear()
+    for stream, out in zip((busy, other), outs, strict=True):
+        with torch.cuda.stream(stream):
+            if stream is busy:
+                torch.cuda._sleep(200_000_000)
+            decode(out)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, want) for out in outs)
 
 
 @pytest.mark.parametrize("name", ["e4m3_tensor", "int8_token_head"])

@@ -15,10 +15,11 @@ from cute_kernels import append_and_decode, fused_moe, quantized_linear
 from cute_kernels.kv_cache import Rope
 from cute_kernels.mla import mla_decode, sparse_mla_decode
 from cute_kernels.runtime import gpu
-from cute_kernels.runtime.workspace import POOL, WorkspacePool
+from cute_kernels.runtime.workspace import COUNTERS, POOL, WorkspacePool
 from tests.attention.cases import make_call
 from tests.extend.cases import make_call as make_extend_call
 from tests.gpu import moe_forms
+from tests.gpu.test_linear_layer import SMALL, Layer
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.steps import make_step
 from tests.linear.cases import known
@@ -69,6 +70,18 @@ def mla(sparse: bool) -> Work:
     return lambda: mla_decode(**tensors, kv_format=dense.kv_format)
 
 
+def products_of_a_layer() -> Work:
+    """In one launch, whose words are not EMPTY between launches: which of two sets is next is kept there."""
+    layer = Layer(SMALL, 1)
+
+    def work() -> torch.Tensor:
+        found = layer.run_public()
+        assert found.qkv is not None
+        return torch.cat((found.rows.rows, found.qkv), -1)
+
+    return work
+
+
 def extend(kv_format: str, q_lens: tuple[int, ...], lengths: tuple[int, ...]) -> Work:
     """Over keys that the launch's producer warps unpack, as there are so many queries."""
     call = make_extend_call(kv_format, q_lens, lengths, num_kv_heads=8, unpack=True, device=CUDA)
@@ -83,6 +96,7 @@ CUT: dict[str, Callable[[], Work]] = {
     "append and attention": step,
     "product of 1 row": lambda: product(1),
     "product of 200 rows": lambda: product(200),
+    "products of a layer": products_of_a_layer,
     "experts": lambda: experts(16),
     "MLA": lambda: mla(False),
     "sparse MLA": lambda: mla(True),
@@ -135,6 +149,7 @@ def _num_sms() -> int:
 def test_a_thousand_captures_leave_memory_as_it_was():
     """Each graph is replayed and dropped; every tenth is kept for a while, replayed, and checked."""
     works = [CUT["pages, lengths differ"](), product(1), attention("bf16", (3000, 50), num_splits=7)]
+    works.append(products_of_a_layer())
     wanted = [work() for work in works]
     torch.cuda.synchronize()
     kept: list[tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]] = []
@@ -148,6 +163,8 @@ def test_a_thousand_captures_leave_memory_as_it_was():
             kept = [*kept[-3:], (graph, outputs)]
             for old, found in kept:
                 old.replay()
+                for work, want in zip(works, wanted, strict=True):
+                    assert torch.equal(work(), want), "a launch of the stream between those of graphs"
                 assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         del graph, outputs
         if i in (200, 999):
@@ -158,7 +175,7 @@ def test_a_thousand_captures_leave_memory_as_it_was():
     assert marks[1][1] <= marks[0][1], "memory that torch has given out"
     assert marks[0][0] - marks[1][0] <= 64 << 20, "memory of the GPU"
     assert marks[1][2] - marks[0][2] <= 64 << 10, "KiB of the host"
-    assert len(POOL._pieces) <= 8 * len(works)
+    assert len(POOL._pieces) <= 8 * len(works) and len(COUNTERS._pieces) <= 8
 
 
 def test_captures_without_a_launch_before_them_are_not_held():
@@ -191,11 +208,13 @@ def test_threads_do_not_disturb_each_other(one_stream):
     """Eight threads, as those of two engines: plans are made, scratch grows, and every result is that of one thread."""
     makers = [CUT[name] for name in ("pages, lengths differ", "append and attention", "product of 1 row", "MLA")]
     makers.append(lambda: attention("int4_g1", (4000,) * 40, num_kv_heads=1, num_splits=3))
+    makers.append(products_of_a_layer)
     works = [make() for make in makers]
     wanted = [work().clone() for work in works]
     torch.cuda.synchronize()
     gpu.forget()
-    POOL._by_stream.clear()
+    for pool in (POOL, COUNTERS):
+        pool._by_stream.clear()
     shared, failures = torch.cuda.Stream(), []
     start = threading.Barrier(8)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from cute_kernels.integrations.transformers import deferral
 from cute_kernels.integrations.transformers.blocks import AttentionBlock, MlpBlock
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from cute_kernels.integrations.transformers.norms import replace_norms
+from cute_kernels.layer_products import call as layer_call
 from cute_kernels.linear import deferred
 from tests.gpu import same_tokens
 from tests.integrations.architectures import DECODERS, VOCABULARY
@@ -58,7 +60,8 @@ def build(name: str) -> Any:
 def generate(model: Any, mask: torch.Tensor, **options: Any) -> Any:
     options = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "pad_token_id": 0, **options}
     options["return_dict_in_generate"] = True
-    return model.generate(input_ids=PROMPT.to(CUDA), attention_mask=mask.to(CUDA), **options)
+    ids = PROMPT[: len(mask)]
+    return model.generate(input_ids=ids.to(CUDA), attention_mask=mask.to(CUDA), **options)
 
 
 @torch.no_grad()
@@ -192,6 +195,46 @@ def test_hidden_states_behind_norms_without_launches_are_those_of_the_layers():
         assert (ours - theirs).float().norm() <= 2e-2 * theirs.float().norm()
 
 
+WHOLE = {"llama": 3, "mistral, window": 3, "qwen2": 1, "qwen3": 3, "phi-3": 3, "llama, biases": 0}
+"""Layers of three that are one launch. Qwen2's q, k and v have biases, and behind the last layer there are none."""
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_layers_in_one_launch_choose_the_tokens_of_sdpa(name):
+    model, one = wide(name), torch.ones_like(PROMPT[:1])
+    model.set_attn_implementation("sdpa")
+    want = generate(model, one)
+    ck.accelerate(model, kv_format="bf16")
+    with mock.patch.object(deferral, "serves_rows", lambda *_: False):
+        apart = generate(model, one)
+    with calls_of(layer_call.LayerPlan.launch, layer_call.layer_apart) as calls:
+        generate(model, one, max_new_tokens=2)
+        generate(model, LEFT_PADDED, max_new_tokens=2)  # three rows, as norms in products have it
+    assert [call.function for call in calls] == [layer_call.LayerPlan.launch] * WHOLE[name]
+    got = generate(model, one)
+    assert_same_choices(got, apart)
+    assert_same_choices(got, want)
+    replay = model.forward
+    assert isinstance(replay, StepReplay) and replay.reason is None
+    replays = replay.replays
+    again = generate(model, one)
+    assert torch.equal(again.sequences, got.sequences) and replay.replays >= replays + NEW - 2
+    for ours, theirs in zip(again.logits, got.logits, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_hidden_states_behind_layers_in_one_launch_are_those_of_the_layers():
+    model, found = wide("llama"), []
+    ck.accelerate(model, kv_format="bf16")
+    for whole in (False, True):
+        with nullcontext() if whole else mock.patch.object(deferral, "serves_rows", lambda *_: False):
+            options = {"max_new_tokens": 3, "output_hidden_states": True}
+            found.append(generate(model, torch.ones_like(PROMPT[:1]), **options).hidden_states[1])
+    assert len(found[0]) == len(found[1]) == 4
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert (ours - theirs).float().norm() <= 2e-2 * theirs.float().norm()
+
+
 @pytest.mark.skipif(not CACHES_LATENTS, reason="caches keys and values in this release of transformers")
 @pytest.mark.parametrize(("kv_format", "tolerance"), [("mla_bf16", 4e-2), ("mla_fp8", 0.15)])
 def test_latents_are_decoded_by_recorded_steps(kv_format, tolerance):
@@ -232,6 +275,18 @@ class NotTheLikeliest(LogitsProcessor):
         if input_ids.shape[1] != PROMPT.shape[1] + 11:
             return scores
         return scores.scatter(1, scores.argmax(-1, keepdim=True), float("-inf"))
+
+
+def test_memory_does_not_grow_with_recordings():
+    """Each call records steps of its own: what libraries keep for a stream is kept once."""
+    model, marks = build("llama"), []
+    ck.accelerate(model, kv_format="bf16")
+    for _ in range(6):
+        generate(model, torch.ones_like(PROMPT), past_key_values=ck.DecodeCache("bf16"))
+        gc.collect()
+        torch.cuda.synchronize()
+        marks.append(torch.cuda.memory_allocated())
+    assert model.forward.replays > 5 * NEW and max(marks[2:]) <= marks[1] + (1 << 20), marks
 
 
 @pytest.mark.parametrize("change", ["none", "a token that was not foreseen", "requests that end"])

@@ -192,7 +192,9 @@ def test_fused_graphs_give_what_single_operations_give(served: Served):
 def test_norms_that_products_leave_to_the_next_ones_give_what_launches_give(served: Served):
     """In bf16, whose logits have steps eight times as large as those of fp16."""
     fused, plain = served("w4-bf16-fused"), served("w4-bf16")
-    assert any("2 norms run here, 2 of them in products around" in line for line in fused["fused"]), fused["fused"]
+    said = "2 norms run here, 2 of them in products around them where kernels can, and all products of 1 layers"
+    assert any(said in line for line in fused["fused"]), fused["fused"]
+    assert fused["plans_of_layers"] > 0 == plain["plans_of_layers"]  # of one request
     assert fused["plans_around_norms"] > 0 == plain["plans_around_norms"]
     found = difference(fused, plain)
     print("norms in products:", found)

@@ -19,7 +19,15 @@ from cute_kernels.integrations.transformers import blocks, deferral
 from cute_kernels.integrations.transformers.deferral import Product, Sum
 from cute_kernels.integrations.transformers.norms import deferred_norm_of, with_deferred_norm
 from cute_kernels.linear import deferred
-from tests.integrations.test_fused_blocks import IDS, LEFT_PADDED, built, logits_of, ordered_llama, relative_error
+from tests.integrations.test_fused_blocks import (
+    IDS,
+    LEFT_PADDED,
+    built,
+    in_act_order,
+    logits_of,
+    ordered_llama,
+    relative_error,
+)
 from tests.observed import calls_of
 
 # A step of two layers: (products that leave a norm, products that take one). The last norm takes a launch.
@@ -115,6 +123,20 @@ def test_a_down_projection_in_act_order_leaves_a_norm(kernels, monkeypatch):
     got, counts = Steps(model).counted()
     want, _ = launched(monkeypatch, Steps(model).counted)
     assert counts == (3, 3) and relative_error(got, want) <= 1e-2
+
+
+def test_layers_in_act_order_are_given_rows_and_order_their_norm(monkeypatch):
+    """On any device: one launch norms rows and puts them in order."""
+    model = ordered_llama()
+    ck.accelerate(model, kv_format="bf16")
+    with calls_of(deferral.Product.__call__) as calls:
+        got = Steps(model)().logits.double()
+    assert [isinstance(call.arguments["x"], NormedRows) for call in calls].count(True) == 3
+    monkeypatch.setattr(Sum, "takes", lambda *_: False)
+    with calls_of(deferral.Product.__call__) as calls:
+        want = Steps(model)().logits.double()
+    assert not any(isinstance(call.arguments["x"], NormedRows) for call in calls)
+    assert relative_error(got, want) <= 1e-2
 
 
 def _look(names: str, number: int = 0) -> Callable[[Any], None]:
@@ -304,6 +326,11 @@ def test_sums_of_other_dtypes_and_shapes_are_launches(kernels):
     assert not Sum(residual[:1], norm, taker).takes(x, down)
     assert not Sum(residual, norm, taker).takes(x[:, :0], down)
     assert not Sum(residual, norm, Product(model.lm_head)).takes(x, down)
+    in_act_order(layer.self_attn.k_proj)
+    ordered = Sum(residual, norm, Product(layer.self_attn.k_proj))
+    assert ordered.takes(x, down) and not ordered._replace(residual=residual.float()).takes(x, down)
+    layer.self_attn.k_proj.scales = layer.self_attn.k_proj.scales.half()
+    assert not ordered.takes(x, down)
     wide = copy.deepcopy(norm)
     wide.weight = nn.Parameter(wide.weight.detach().half())
     assert not Sum(residual, wide, taker).takes(x, down)

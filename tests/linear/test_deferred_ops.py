@@ -14,7 +14,7 @@ from cute_kernels.linear import deferred, deferred_ops, served
 from cute_kernels.linear.plan import problem_of as problem_on
 from cute_kernels.runtime.cache import default_cache
 from tests.launchers import recording
-from tests.linear.test_deferred_norm import HALF, K, M, N, kinds, numbers, weight
+from tests.linear.test_deferred_calls import HALF, K, M, N, kinds, numbers, weight
 
 EPS = 1e-5
 

@@ -35,6 +35,7 @@ from simulator.registers import Register
 from tests.attention.warp import LANES, Int32, Warp, elements, from_halves, halves
 from tests.launchers import given_to, recording
 from tests.linear.cases import known
+from tests.tensors import offset
 
 RING, LIMBS, X_SCALES, SQUARES = 0, 1 << 16, 3 << 16, (3 << 16) + (1 << 12)
 CODES, SCALES, X, NORM = 0, 1 << 20, (3 << 19) + 512, (3 << 19) + (1 << 16)
@@ -259,6 +260,14 @@ def test_weights_are_where_o_is_and_for_the_same_rows(name: str):
         other = replace(given[name], scales=scales.half())
         with pytest.raises(TypeError, match=f"^{name}: got a weight for rows of torch.float16"):
             quantized_layer(**{**given, name: other})
+    assert not cache.launches
+
+
+@pytest.mark.parametrize("name", ["norm", "following_norm"])
+def test_norms_off_16_bytes_are_refused_by_their_own_names(name: str):
+    given = layer_call(1)
+    with recording() as cache, pytest.raises(ValueError, match=f"^{name}: got a tensor that starts 2 bytes past"):
+        quantized_layer(**{**given, name: offset(given[name], 2)})
     assert not cache.launches
 
 

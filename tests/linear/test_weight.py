@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,10 @@ from cute_kernels.linear.experts import stack_experts
 from cute_kernels.weight_formats import IntegerFormat, integers
 from layouts.transform import unpack
 from layouts.weights import hopper
+from tests.launchers import recording
 from tests.linear.cases import GROUPS, known
 from tests.observed import calls_of
+from tests.tensors import offset
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -229,6 +232,19 @@ BAD_FIELDS = {
 def test_fields_that_do_not_fit_are_refused_by_name(changes, message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         replace(known(64, 64).pack(), **changes)
+
+
+@pytest.mark.parametrize("name", ["codes", "scales", "zeros", "perm", "input_scale"])
+def test_codes_and_scales_at_odd_places_are_refused_on_a_gpu(name):
+    """As of tensors of a file that is read into one buffer: kernels copy 16 bytes at a time. perm and input_scale they
+    read anywhere."""
+    packed = known(64, 64, 4, 32, zero_point=True).pack(perm=torch.arange(64), input_scale=torch.ones(64, dtype=BF16))
+    moved = {name: offset(getattr(packed, name), 8)}
+    assert torch.equal(replace(packed, **moved).dequantize(), packed.dequantize())  # a CPU reads them anywhere
+    message = f"^{name}: got a tensor that starts 8 bytes past a multiple of 16"
+    anywhere = name in ("perm", "input_scale")
+    with recording(), nullcontext() if anywhere else pytest.raises(ValueError, match=message):
+        replace(packed, **moved)
 
 
 BAD_VALUES = {

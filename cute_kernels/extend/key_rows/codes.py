@@ -20,8 +20,8 @@ from typing import Any
 from cutlass import Int32, Uint32
 
 from cute_kernels.device import ptx
-from cute_kernels.extend.config import GROUP_TOKENS, HEADED_ROW_BYTES, SCALED_ROW_BYTES
 from cute_kernels.extend.decode import MAGIC_BYTES, MINUS_1024, MINUS_1152, SIGN_BITS
+from cute_kernels.extend.policies import GROUP_TOKENS, HEADED_ROW_BYTES, SCALED_ROW_BYTES
 from cute_kernels.kv_formats import KvFormat
 
 CHUNK_BYTES = 16

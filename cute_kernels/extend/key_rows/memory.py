@@ -9,7 +9,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.extend.config import MMA_WARPGROUPS, MMA_WARPS, WORK_BYTES, WORK_SLOTS, ExtendConfig
+from cute_kernels.extend.config import ExtendConfig
+from cute_kernels.extend.policies import MMA_WARPGROUPS, MMA_WARPS, WORK_BYTES, WORK_SLOTS
 
 TOP_BYTES = 4 * MMA_WARPS
 

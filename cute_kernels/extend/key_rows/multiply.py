@@ -23,20 +23,14 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import RegisterTensor
-from cute_kernels.extend.config import (
-    GROUP_TOKENS,
-    MMA_THREADS,
-    SLAB_COLUMNS,
-    WARPGROUP_WARPS,
-    WORK_SLOTS,
-    ExtendConfig,
-)
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, rows_of
 from cute_kernels.extend.key_rows.queries import QueryWriter
 from cute_kernels.extend.key_rows.results import KeyRowsResults, sum_index
 from cute_kernels.extend.loads import load_word_below
 from cute_kernels.extend.memory import KEYS, VALUES
 from cute_kernels.extend.multiply import FIRST_TURN, FIRST_WARPGROUP, WARPGROUP_THREADS, Consumer
+from cute_kernels.extend.policies import GROUP_TOKENS, MMA_THREADS, SLAB_COLUMNS, WARPGROUP_WARPS, WORK_SLOTS
 from cute_kernels.extend.queries import query_row
 from cute_kernels.extend.softmax import LOWEST, MIN_SCORE_SCALE, RESCALE_SLACK, load_float
 from cute_kernels.extend.work import END, Worker

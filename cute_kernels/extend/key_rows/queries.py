@@ -12,9 +12,10 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
-from cute_kernels.extend.config import ELEMENT_BYTES, MMA_THREADS, MMA_WARPS, SLAB_COLUMNS, ExtendConfig
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, rows_of
+from cute_kernels.extend.policies import ELEMENT_BYTES, MMA_THREADS, MMA_WARPS, SLAB_COLUMNS
 from cute_kernels.extend.queries import TOP_EXPONENTS, query_row
 
 TOP_EXPONENT = TOP_EXPONENTS["fp16"]

@@ -14,11 +14,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_sum
-from cute_kernels.extend.config import ELEMENT_BYTES, MMA_WARPGROUPS, WARPGROUP_WARPS, ExtendConfig
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.key_rows.codes import rows_of
 from cute_kernels.extend.key_rows.queries import sync_consumers
 from cute_kernels.extend.multiply import FIRST_WARPGROUP, WARPGROUP_THREADS
+from cute_kernels.extend.policies import ELEMENT_BYTES, MMA_WARPGROUPS, WARPGROUP_WARPS
 from cute_kernels.extend.queries import query_row
 from cute_kernels.extend.softmax import load_float
 

@@ -5,6 +5,7 @@
 | attention | three projections, norms of q and k, rotation, append | one projection, all else in `append_and_decode` |
 | MLP | two projections, activation, product, one projection | one with the "swiglu" epilogue, one |
 | layer | norm, sum, norm, sum | each sum and its norm in one launch, or in the products around them (`deferral`) |
+| from attention to the next one | four products | one launch where there is a kernel for all of them (`Ending`) |
 
 Each block looks at every call whether it is still the one that was recognised: the same layers, no hook on what it
 passes by, no gradient wanted, not in training. Any other call goes to the module's own ``forward``.
@@ -26,11 +27,12 @@ from cute_kernels.attention.checks import MAX_Q_LEN
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import DecodeCache
-from cute_kernels.integrations.transformers.deferral import Product, Rows, Sum, shaped, tensor_of
+from cute_kernels.integrations.transformers.deferral import Ending, Normed, Product, Rows, Sum, shaped, tensor_of
 from cute_kernels.integrations.transformers.handle import ATTENTION_NAME, Prologue
 from cute_kernels.integrations.transformers.known_code import CACHE_ARGUMENTS, cache_in
 from cute_kernels.integrations.transformers.merged import PartOfPair, interleave, is_merged, merge, unmerge
 from cute_kernels.integrations.transformers.norms import (
+    Projected,
     add_and_norm,
     add_with_next_norm,
     deferred_norm_of,
@@ -38,9 +40,11 @@ from cute_kernels.integrations.transformers.norms import (
     is_plain,
     terms_of,
     with_deferred_norm,
+    with_product,
 )
 from cute_kernels.integrations.transformers.patterns import KnownAttention, KnownLayer, KnownMlp
 from cute_kernels.integrations.transformers.ropes import ModelRope, version_of
+from cute_kernels.layer_products.call import LayerRows
 from cute_kernels.linear import QuantizedLinear
 
 _SILU = tuple(type(ACT2FN[name]) for name in ("silu", "swish"))
@@ -120,11 +124,11 @@ class AttentionBlock(Block):
         position_embeddings: tuple[torch.Tensor, ...] = (),
         attention_mask: torch.Tensor | None = None,
         *args: Any,
-        into: Sum | None = None,
+        into: Sum | Ending | None = None,
         **kwargs: Any,
-    ) -> tuple[Rows, torch.Tensor | None]:
-        """As the module's own ``forward``. into: what the results go into; they are in it already where `NormedRows`
-        come back."""
+    ) -> tuple[Normed | LayerRows, torch.Tensor | None]:
+        """As the module's own ``forward``. into: what the results go into; they are in it already where `NormedRows` or
+        `LayerRows` come back."""
         module: Any = self.module
         rows = shaped(hidden_states)
         if args or not self._serves(rows, kwargs):
@@ -152,9 +156,8 @@ class AttentionBlock(Block):
         asked = {name: self._option(attribute) for name, attribute in self.options}
         out, _ = attention(module, q, handle, handle, attention_mask, scaling=module.scaling, **asked, **kwargs)
         out = out.reshape(*rows.shape[:-1], -1)
-        if into is not None and into.takes(out, last := self._of_output(module.o_proj)):
-            return into.of(out, last), None
-        return module.o_proj(out), None
+        given = None if into is None else into.given(out, self._of_output(module.o_proj))
+        return (module.o_proj(out) if given is None else given), None
 
     def taker(self, x: torch.Tensor, kwargs: Mapping[str, Any]) -> Product | None:
         """The product that a norm of x is for in a call with these arguments; None if it is for several, or for what is
@@ -192,9 +195,13 @@ class AttentionBlock(Block):
     def _projected(self, x: Rows) -> list[torch.Tensor]:
         """q, k and v [batch, tokens, heads, head_dim], before norms and rotation."""
         config, head_dim = self.module.config, self.module.head_dim
+        if isinstance(x, Projected) and not (self._is_one() and x.weight is self._first.weight):
+            x = x.rows
         if isinstance(x, NormedRows) and not self._is_one():
             x = x.normed()
-        if isinstance(x, NormedRows):
+        if isinstance(x, Projected):
+            found = [x.result]
+        elif isinstance(x, NormedRows):
             found = [self._first(x)]
         elif self.merged is not None and is_merged(self.merged, self.parts):
             found = [self.merged(x)]
@@ -288,19 +295,20 @@ class MlpBlock(Block):
             if isinstance(part, PartOfPair) and getattr(self.module, name) is part:
                 setattr(self.module, name, part.separate())
 
-    def __call__(self, *args: Any, into: Sum | None = None, **kwargs: Any) -> Rows:
+    def __call__(self, *args: Any, into: Sum | None = None, **kwargs: Any) -> Normed:
         """As the module's own ``forward``. into: as of `AttentionBlock`."""
         if kwargs or len(args) != 1 or not self._serves():
             return self.own(*map(tensor_of, args), **kwargs)
         assert self._first is not None
         x = self._first(args[0], activation="swiglu")
-        if into is not None and into.takes(x, last := self._of_output()):
-            return into.of(x, last)
+        if into is not None and (given := into.given(x, self._of_output())) is not None:
+            return given
         return self.module.down_proj(x) if self.down is None else self.down(x)
 
-    def taker(self) -> Product | None:
-        """The product that a norm is for; None for a call that the module's own ``forward`` serves."""
-        return self._first if self._serves() else None
+    def products(self) -> tuple[Product, Product] | None:
+        """The product that a norm is for, and the last one; None for a call that the module's own ``forward``
+        serves."""
+        return (cast("Product", self._first), self._of_output()) if self._serves() else None
 
     def _of_output(self) -> Product:
         if self._last.layer is not self.module.down_proj:  # never one that is served in order
@@ -367,14 +375,19 @@ class LayerBlock(Block):
             return self.own(hidden_states, *args, **kwargs)
         after = [getattr(module, name) for name in known.after or ()]
         mlp = None if after else direct(module.mlp, MlpBlock)
-        taker = None if mlp is None else mlp.taker()
-        x = self._attended(hidden_states, None if taker is None else Sum(hidden_states, before_mlp, taker), kwargs)
+        following = self._seen_by_alone()
+        taker = None if mlp is None or following is None else self._next_taker(hidden_states, kwargs)
+        x = self._attended(hidden_states, self._into(hidden_states, mlp, following, taker), kwargs)
+        if isinstance(x, LayerRows):
+            if x.qkv is None:
+                return x.rows.rows
+            assert following is not None and taker is not None
+            return with_product(x.rows, following, taker.weight, x.qkv)
         if isinstance(x, NormedRows):
             total = x.rows
         else:
             x, total = add_and_norm(after[0](x) if after else x, hidden_states, before_mlp)
-        following = self._seen_by_alone()
-        into = None if mlp is None or following is None else self._next_sum(total, following, kwargs)
+        into = None if taker is None or following is None else Sum(total, following, taker)
         y = module.mlp(x) if mlp is None else mlp(x, into=into)
         if isinstance(y, NormedRows):
             assert into is not None
@@ -382,8 +395,23 @@ class LayerBlock(Block):
         y = after[1](y) if after else y
         return total + y if following is None else add_with_next_norm(y, total, following)
 
-    def _attended(self, hidden_states: torch.Tensor, into: Sum | None, kwargs: Mapping[str, Any]) -> Any:
-        """What attention makes of the norm of hidden states; `NormedRows` if that is in ``into`` already."""
+    def _into(
+        self, hidden_states: torch.Tensor, mlp: MlpBlock | None, following: nn.Module | None, taker: Product | None
+    ) -> Sum | Ending | None:
+        """What attention's results go into. following: the norm of what the layer returns, and its product."""
+        products = None if mlp is None else mlp.products()
+        if products is None:
+            return None
+        first, last = products
+        middle = Sum(hidden_states, getattr(self.module, self.known.before_mlp), first)
+        # Products of a layer without that of the next one would leave a norm between them.
+        if following is None or (taker is None and self.place.next_layer is not None):
+            return middle
+        return Ending(middle, last, following, taker)
+
+    def _attended(self, hidden_states: torch.Tensor, into: Sum | Ending | None, kwargs: Mapping[str, Any]) -> Any:
+        """What attention makes of the norm of hidden states; `NormedRows` or `LayerRows` if that is in ``into``
+        already."""
         before = getattr(self.module, self.known.before)
         attention = direct(self.module.self_attn, AttentionBlock)
         normed = deferred_norm_of(hidden_states, before) if attention is not None and is_plain(before) else None
@@ -392,13 +420,12 @@ class LayerBlock(Block):
             return self.module.self_attn(hidden_states=x, **kwargs)[0]
         return attention(x, into=into, **kwargs)[0]
 
-    def _next_sum(self, total: torch.Tensor, following: nn.Module, kwargs: Mapping[str, Any]) -> Sum | None:
-        """What the MLP's results go into, if the next layer's attention has a product that takes the norm of that."""
+    def _next_taker(self, rows: torch.Tensor, kwargs: Mapping[str, Any]) -> Product | None:
+        """The next layer's product that takes a norm of rows like these."""
         next_layer = self.place.next_layer
         block = None if next_layer is None else direct(next_layer, LayerBlock)
         attention = None if block is None else direct(block.module.self_attn, AttentionBlock)
-        taker = None if attention is None else attention.taker(total, kwargs)
-        return None if taker is None else Sum(total, following, taker)
+        return None if attention is None else attention.taker(rows, kwargs)
 
     def _seen_by_alone(self) -> nn.Module | None:
         """The norm that the sum goes to as it is, of the next layer; None if others may see it."""

@@ -1,4 +1,5 @@
-"""Norms between a layer's products that take no launch (`cute_kernels.quantized_linear_norm`).
+"""Norms between a layer's products that take no launch (`cute_kernels.quantized_linear_norm`), and all of a layer's
+products in one (`cute_kernels.quantized_layer`).
 
 A layer is a list of products with norms between them:
 
@@ -7,6 +8,9 @@ A layer is a list of products with norms between them:
 A block is told what its last product's results go into (`Sum`). Where both kernels have the means it returns
 `NormedRows`, and the next block's first product takes them. Each block takes tensors, too, and of `NormedRows` it can
 make what its own norm would have given: whatever keeps a block from its kernels costs a launch, no more.
+
+Where one launch serves the products from one attention to the next, attention is told of all of them (`Ending`). It
+returns `LayerRows`, and the next attention finds its queries, keys and values made (`Projected`).
 """
 
 from __future__ import annotations
@@ -18,21 +22,26 @@ import torch
 from torch import nn
 
 from cute_kernels import NormedRows, PackedWeight, QuantizedLinear, quantized_linear, quantized_linear_norm
-from cute_kernels.integrations.transformers.norms import has_hooks, terms_of
+from cute_kernels.integrations.transformers.norms import Projected, has_hooks, terms_of
+from cute_kernels.layer_products.call import LayerCall, LayerRows, is_one_launch, layer, serves_rows
 from cute_kernels.linear.deferred import leaves_norm
 from cute_kernels.names import Activation
 
-Rows: TypeAlias = "torch.Tensor | NormedRows"
-"""What a block reads: rows after their norm."""
+Normed: TypeAlias = "torch.Tensor | NormedRows"
+"""Rows after their norm: what a product reads, and what a block returns where that goes into a norm."""
+Rows: TypeAlias = "Normed | Projected"
+"""What a block reads."""
 
 
 def tensor_of(x: Rows) -> torch.Tensor:
     """Rows after their norm as a tensor, by a launch if there is none yet."""
+    x = x.rows if isinstance(x, Projected) else x
     return x.normed() if isinstance(x, NormedRows) else x
 
 
 def shaped(x: Rows) -> torch.Tensor:
     """A tensor of the rows' shape, dtype and device."""
+    x = x.rows if isinstance(x, Projected) else x
     return x.rows if isinstance(x, NormedRows) else x
 
 
@@ -63,14 +72,18 @@ class Product:
         ordered = self.in_order or layer.perm is weight.perm
         return same and ordered and layer.input_scale is weight.input_scale
 
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return getattr(self.layer, "bias", None)
+
     def may_defer(self) -> bool:
-        """Whether the layer is its product and nothing else, which nobody looks at."""
+        """Whether the layer is its product and nothing else, which nobody looks at; but for a bias."""
         layer = self.layer
         if type(layer) is not QuantizedLinear or layer.shifts is not None or layer.batch_invariant:
             return False
         return not has_hooks(layer) and "forward" not in vars(layer)
 
-    def __call__(self, x: Rows, activation: Activation | None = None) -> torch.Tensor:
+    def __call__(self, x: Normed, activation: Activation | None = None) -> torch.Tensor:
         """[..., N] of x [..., K]; half as many columns of "swiglu"."""
         layer = self.layer
         assert isinstance(layer, QuantizedLinear)
@@ -92,7 +105,8 @@ class Sum(NamedTuple):
     taker: Product
 
     def takes(self, x: torch.Tensor, product: Product) -> bool:
-        """Whether a product of x can leave the norm to the next one."""
+        """Whether a product of x can leave the norm to the next one: to its kernel, or, where that takes its inputs in
+        act-order or scaled, to one launch that norms them so."""
         weight, _, _ = terms_of(self.norm)
         if not (product.may_defer() and self.taker.may_defer()) or x.dim() == 0 or not x.numel():
             return False
@@ -100,11 +114,54 @@ class Sum(NamedTuple):
             return False
         if self.residual.shape[:-1] != x.shape[:-1] or self.residual.shape[-1] != product.weight.shape[0]:
             return False
-        return leaves_norm(x.numel() // x.shape[-1], product.weight, self.taker.weight)
+        taker = self.taker.weight
+        if taker.perm is not None or taker.input_scale is not None:
+            return taker.codes.device == x.device and taker.format.activation_dtype(taker.scales.dtype) == x.dtype
+        return leaves_norm(x.numel() // x.shape[-1], product.weight, taker)
 
     def of(self, x: torch.Tensor, product: Product) -> NormedRows:
         """The sum, with its norm, of a product that it `takes`."""
         weight, eps, offset = terms_of(self.norm)
-        bias, following = getattr(product.layer, "bias", None), self.taker.weight
         options = {"residual": self.residual, "norm": weight, "norm_eps": eps, "norm_offset": offset}
-        return quantized_linear_norm(x, product.weight, bias, following=following, **options)
+        return quantized_linear_norm(x, product.weight, product.bias, following=self.taker.weight, **options)
+
+    def given(self, x: torch.Tensor, product: Product) -> NormedRows | None:
+        """The sum of a product of x, with its norm; None if the product does not leave that to the next one."""
+        return self.of(x, product) if self.takes(x, product) else None
+
+
+class Ending(NamedTuple):
+    """What attention's results go into, where the layer ends without anything but products.
+
+    Attributes:
+        middle: of attention's own product.
+        down: the MLP's last product.
+        norm: of its sum, one that `is_plain`.
+        taker: the product of that norm; None behind the last layer.
+    """
+
+    middle: Sum
+    down: Product
+    norm: nn.Module
+    taker: Product | None
+
+    def given(self, x: torch.Tensor, product: Product) -> NormedRows | LayerRows | None:
+        """The layer's results, of attention's x, if one launch makes them; else what the `Sum` gives."""
+        call = self._call(x, product)
+        if call is not None and is_one_launch(call):
+            return layer(call)
+        return self.middle.given(x, product)
+
+    def _call(self, x: torch.Tensor, o: Product) -> LayerCall | None:
+        """The products from attention to attention, if they are what the layer computes."""
+        if x.dim() == 0 or not serves_rows(x.numel() // x.shape[-1]):
+            return None
+        gate_up, down, qkv = self.middle.taker, self.down, self.taker
+        if not all(one is None or (one.may_defer() and one.bias is None) for one in (o, gate_up, down, qkv)):
+            return None
+        norm, eps, offset = terms_of(self.middle.norm)
+        following, *numbers = terms_of(self.norm)
+        if numbers != [eps, offset]:
+            return None
+        weights = o.weight, gate_up.weight, down.weight, None if qkv is None else qkv.weight
+        return LayerCall(x, *weights, self.middle.residual, norm, following, eps, offset)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks as _HOOKS_OF_ALL
 from torch.nn.modules.module import _global_forward_pre_hooks as _PRE_HOOKS_OF_ALL
 
-from cute_kernels import NormedRows, rms_norm
+from cute_kernels import NormedRows, PackedWeight, rms_norm
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.known_code import method_code, model_class
 from cute_kernels.integrations.transformers.ropes import version_of
@@ -69,19 +69,45 @@ def _forward(module: Foreign, eps: float, offset: float, hidden_states: torch.Te
 _NOTE = "_cute_kernels_norm"
 
 
+class _Product(NamedTuple):
+    """Of a norm, by a weight. version: of the result."""
+
+    weight: PackedWeight
+    result: torch.Tensor
+    version: int | None
+
+
+class Projected(NamedTuple):
+    """Rows of which the product behind their norm is there. weight: the product's."""
+
+    rows: NormedRows
+    weight: PackedWeight
+    result: torch.Tensor
+
+
+class _Left(NamedTuple):
+    """A norm that is the next product's. parts: what the launch before left of it; None for all of it."""
+
+    parts: DeferredParts | None
+
+
+_Noted: TypeAlias = "torch.Tensor | _Left | _Product"
+
+
 @dataclass(frozen=True)
 class _Made:
-    """A norm of a sum, made by the launch that made the sum, or what that left of it; noted on the sum's tensor."""
+    """A norm of a sum, made by the launch that made the sum, or what that left of it, or a product of it; noted on the
+    sum's tensor."""
 
     module: nn.Module
-    result: torch.Tensor | DeferredParts
+    result: _Noted
     version: int | None
 
     def is_of(self, module: nn.Module, total: torch.Tensor) -> bool:
         return module is self.module and version_of(total) == self.version
 
 
-def _made_of(total: torch.Tensor, module: Foreign) -> torch.Tensor | DeferredParts | None:
+def _made_of(total: torch.Tensor, module: Foreign) -> _Noted | None:
     """What is noted of a sum's norm by ``module``, if the sum is as it was."""
     made = getattr(total, _NOTE, None)
     return made.result if made is not None and made.is_of(module, total) else None
@@ -118,19 +144,26 @@ def add_with_next_norm(x: torch.Tensor, residual: torch.Tensor, module: nn.Modul
 
 def with_deferred_norm(rows: NormedRows, module: nn.Module) -> torch.Tensor:
     """The rows, with a note of what is there of their norm by ``module``: `deferred_norm_of` finds it."""
-    if rows.deferred is not None:
-        setattr(rows.rows, _NOTE, _Made(module, rows.deferred, version_of(rows.rows)))
+    setattr(rows.rows, _NOTE, _Made(module, _Left(rows.deferred), version_of(rows.rows)))
     return rows.rows
 
 
-def deferred_norm_of(total: torch.Tensor, module: Foreign) -> NormedRows | None:
-    """A sum and its norm by a ``module`` that `is_plain`, of which the product that made the sum left a part; None for
-    any other sum, or if it was written since."""
-    parts = _made_of(total, module)
-    if not isinstance(parts, DeferredParts):
+def with_product(rows: NormedRows, module: nn.Module, weight: PackedWeight, result: torch.Tensor) -> torch.Tensor:
+    """The rows, with a note of a weight's product of their norm by ``module``: `deferred_norm_of` finds it."""
+    setattr(rows.rows, _NOTE, _Made(module, _Product(weight, result, version_of(result)), version_of(rows.rows)))
+    return rows.rows
+
+
+def deferred_norm_of(total: torch.Tensor, module: Foreign) -> NormedRows | Projected | None:
+    """A sum and its norm by a ``module`` that `is_plain`, of which the launch that made the sum left a part, or made a
+    product; None for any other sum, or if it was written since."""
+    made = _made_of(total, module)
+    if made is None or isinstance(made, torch.Tensor):
         return None
-    weight, eps, offset = terms_of(module)
-    return left_to_next(total, weight, eps, offset, parts)
+    rows = left_to_next(total, *terms_of(module), made.parts if isinstance(made, _Left) else None)
+    if not isinstance(made, _Product):
+        return rows
+    return Projected(rows, made.weight, made.result) if version_of(made.result) == made.version else rows
 
 
 def _norm_of(module: nn.Module) -> tuple[str, float] | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cute_kernels.extend import extend_attention
-from cute_kernels.extend.config import HEAD_DIMS, cannot_read
+from cute_kernels.extend.policies import HEAD_DIMS, cannot_read
 from cute_kernels.integrations.transformers.handle import CachedTokens, token_major
 from cute_kernels.kv_formats import format_of
 

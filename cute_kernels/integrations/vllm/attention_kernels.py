@@ -16,8 +16,9 @@ from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.schedule import make_schedule
 from cute_kernels.extend import schedule as extend
-from cute_kernels.extend.config import HEAD_DIMS, ExtendConfig, has_token_scale
+from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.plan import specs_of as extend_specs_of
+from cute_kernels.extend.policies import HEAD_DIMS, has_token_scale
 from cute_kernels.extend.schedule import choose
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.kv_cache.compile import AppendSpec, BulkSpec

@@ -3,11 +3,13 @@
     gate, up = product(x); y = silu(gate) * up         ->  y = product(x, activation="swiglu")
     s = product(x) + r; y = rms_norm(s)                ->  s = product(x, residual=r); y = norm(s)
     y = norm(s); z = product(y)                        ->  the product that makes s leaves the norm to that of z
+    o, gate and up, down, the next layer's q, k and v  ->  one operator
 
 The first is found by what it computes, not by how it is written: what lies between a product and the one result that
 others use is run on noise, since the same source is traced otherwise by each version of torch. The second has one
 operator in vLLM. The third is for numbers of rows whose kernels can (`cute_kernels.linear.deferred_ops`), which are
-known once the graph runs. Whatever is not found stays as it is.
+known once the graph runs; the fourth for those that one launch serves (`cute_kernels.layer_products.operator`).
+Whatever is not found stays as it is.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
 
+from cute_kernels.layer_products import operator as layer_operator
 from cute_kernels.linear import deferred_ops
 from cute_kernels.linear.wgmma.deferred_config import STEP_N
 from cute_kernels.norm.call import MAX_COLUMNS, VECTOR_BYTES
@@ -30,6 +33,7 @@ LINEAR = torch.ops.cute_kernels.weight_only_linear.default
 RESIDUAL, FORMAT, COLUMNS, INPUTS, ACTIVATION, OUT_DTYPE, INVARIANT = 5, 6, 7, 8, 9, 10, 11  # arguments of LINEAR
 GIVING = torch.ops.cute_kernels.weight_only_linear_norm.default
 TAKING = torch.ops.cute_kernels.weight_only_linear_of_normed.default
+LAYER = torch.ops.cute_kernels.layer_products.default
 NORM = torch.ops.cute_kernels.norm.default
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_BETWEEN = 24  # operations between a product and the gated result
@@ -61,7 +65,10 @@ def fuse(graph: fx.Graph, sums: Sums | None) -> dict[str, int]:
             residual, norm = _fuse_sum(node, sums)
             residuals, norms = residuals + residual, norms + norm
     left = sum(_leave_norm(node) for node in [node for node in graph.nodes if node.target is NORM])
-    return {"gates": gates, "residuals": residuals, "norms": norms, "left": left}
+    graph.eliminate_dead_code()  # what is no longer used does not count as a user
+    whole = sum(_join_layer(node) for node in [node for node in graph.nodes if node.target is GIVING])
+    graph.eliminate_dead_code()
+    return {"gates": gates, "residuals": residuals, "norms": norms, "left": left, "whole": whole}
 
 
 def is_product(node: object) -> TypeGuard[fx.Node]:
@@ -243,6 +250,91 @@ def _rewrite(product: fx.Node, norm: fx.Node, taker: fx.Node, terms: tuple[Any, 
     graph.erase_node(product)
 
 
+# -- from one attention to the next ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two products with a norm between them: a node of GIVING, and of TAKING; the rows that the first makes."""
+
+    gives: fx.Node
+    takes: fx.Node
+    rows: fx.Node
+
+    @classmethod
+    def of(cls, gives: fx.Node) -> _Pair | None:
+        """None where anybody else reads what is left of the norm."""
+        items = {item.args[1]: item for item in gives.users if _is_item(item)}
+        if set(items) != {0, 1, 2} or len(gives.users) != 3:
+            return None
+        (takes, *others), squares = [*items[1].users], [*items[2].users]
+        if others or squares != [takes] or takes.target is not TAKING:
+            return None
+        return cls(gives, takes, items[0])
+
+    def weights(self) -> list[tuple[str, int, int]]:
+        """(format, n, k) of both."""
+        return cast("list[tuple[str, int, int]]", [self.gives.args[6:9], self.takes.args[11:14]])
+
+    def is_plain(self) -> bool:
+        """Whether both are codes and scales and nothing else, in bf16."""
+        scales, zeros, bias = self.gives.args[2:5]
+        norm, its_scales, its_zeros, its_bias = (self.takes.args[i] for i in (3, 8, 9, 10))
+        if (zeros, bias, its_zeros, its_bias) != (None, None, None, None):
+            return False
+        nodes = cast("list[fx.Node]", [scales, its_scales, norm])
+        return all(node.meta["val"].dtype == torch.bfloat16 for node in nodes)
+
+
+def _join_layer(node: fx.Node) -> bool:
+    """Whether a product begins what lies between two attentions, which is one operator then."""
+    first = _Pair.of(node)
+    if first is None or first.takes.args[-1] != "swiglu":
+        return False
+    down = [user for user in first.rows.users if user.target is GIVING]
+    last = _Pair.of(down[0]) if len(down) == 1 else None
+    if last is None or last.takes.args[-1] is not None or set(first.rows.users) != {first.takes, last.gives}:
+        return False
+    if last.gives.args[5] is not first.rows or _only_reader_of(first.takes) is not last.gives:
+        return False
+    if not (first.is_plain() and last.is_plain()) or first.gives.args[10] != last.gives.args[10]:
+        return False
+    if not layer_operator.may_serve([*first.weights(), *last.weights()]):
+        return False
+    return _replace_layer(first, last)
+
+
+def _only_reader_of(node: fx.Node) -> fx.Node | None:
+    """Who reads a node's rows as they are, if nobody else reads them."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target not in VIEWS:
+            return user if list(user.all_input_nodes).count(node) == 1 else None
+        if user.meta["val"].shape != node.meta["val"].shape:
+            return None
+        node = user
+    return None
+
+
+def _replace_layer(first: _Pair, last: _Pair) -> bool:
+    (x, o, o_scales, _, _, residual, _, hidden, heads, norm, eps, *_), down = first.gives.args, last.gives.args
+    gate_up, gate_up_scales = first.takes.args[7:9]
+    qkv, qkv_scales = last.takes.args[7:9]
+    weights = o, o_scales, norm, gate_up, gate_up_scales, *down[1:3], down[9], qkv, qkv_scales
+    graph, order = last.gives.graph, {node: number for number, node in enumerate(last.gives.graph.nodes)}
+    if any(order[cast("fx.Node", each)] > order[last.gives] for each in (x, residual, *weights)):
+        return False
+    sizes = heads, hidden, down[8], last.takes.args[12], eps
+    with graph.inserting_before(last.gives):
+        both = graph.call_function(LAYER, (x, residual, *weights, *sizes))
+    values = last.rows.meta["val"], last.takes.meta["val"]
+    both.meta = {"val": values}
+    qkv_rows, rows = (_item(both, number, values[number]) for number in (1, 0))
+    last.rows.replace_all_uses_with(rows)  # what is left then is used by nobody
+    last.takes.replace_all_uses_with(qkv_rows)
+    return True
+
+
 def _may_defer(product: fx.Node, with_activation: bool = False) -> bool:
     """Whether a product gives rows in bf16, by whatever way is the fastest."""
     args = product.args
@@ -253,14 +345,8 @@ def _may_defer(product: fx.Node, with_activation: bool = False) -> bool:
 
 def _only_product_of(node: fx.Node) -> fx.Node | None:
     """The product whose x a node is, as it is, if nobody else reads the node."""
-    while len(node.users) == 1:
-        (user,) = node.users
-        if is_product(user):
-            return user if user.args[0] is node and list(user.all_input_nodes).count(node) == 1 else None
-        if user.target not in VIEWS or user.meta["val"].shape != node.meta["val"].shape:
-            return None
-        node = user
-    return None
+    reader = _only_reader_of(node)
+    return reader if is_product(reader) else None
 
 
 def _unviewed(node: fx.Node) -> fx.Node:

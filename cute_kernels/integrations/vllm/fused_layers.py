@@ -14,6 +14,8 @@ from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 
 from cute_kernels.integrations.vllm import plugin, prepare
+from cute_kernels.layer_products.call import kernel_of, serves_rows
+from cute_kernels.layer_products.operator import may_serve
 from cute_kernels.linear.deferred_choice import deferred
 from cute_kernels.linear.schedule import LinearProblem
 from cute_kernels.linear.tuned import chosen
@@ -26,10 +28,13 @@ from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.native import compiler_version
+from cute_kernels.runtime.workspace import COUNTERS
 
 VLLM_COMPILE = 3  # CompilationMode.VLLM_COMPILE, the mode in which passes run
 GATED = "gate_up_proj"
 """What models call the layer of gate and up together."""
+LAST = "down_proj"
+"""The last layer of an MLP, with the most inputs of a model's layers."""
 NORMED = ("qkv_proj", GATED)
 """Layers whose input is a norm."""
 SILU = ("silu", "swish")
@@ -130,3 +135,24 @@ def make_ready(problem: LinearProblem, rows: prepare.RowCounts, kind: DeferredKi
     specs = dict.fromkeys(DeferredNormSpec(config) for config in found if config is not None)
     can_compile = compiler_version() is not None
     prepare.load(device, [spec for spec in specs if can_compile or default_cache().has(spec, arch)])
+
+
+@functools.cache
+def make_whole_ready(problem: LinearProblem, rows: prepare.RowCounts) -> None:
+    """Loads the kernels of all products from one attention to the next, or compiles them now, as `make_ready`.
+
+    problem: the last layer of an MLP, of one row. A model whose o has more inputs than any layer asks for another
+    kernel, which is not there: it goes product by product.
+    """
+    n, k = problem.n, problem.k
+    if not may_serve([(problem.format.key, n, k)]):
+        return
+    index = torch.cuda.current_device()
+    COUNTERS.prepare(index)  # a capture may be the first that asks for them
+    for m in filter(serves_rows, rows.all()):
+        kernel_of(m, max(n, k), index)
+
+
+def ends_layer(layer: object) -> bool:
+    """Whether a layer is the last one before the next attention."""
+    return _name_of(layer) == LAST

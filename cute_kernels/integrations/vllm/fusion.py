@@ -36,7 +36,7 @@ class FusionPass(InductorPass):
             _say_once(
                 f"cute-kernels: in a part of the model {found['gates']} gates and {found['residuals']} residual sums "
                 f"are fused into products, {found['norms']} norms run here, {found['left']} of them in products around "
-                "them where kernels can"
+                f"them where kernels can, and all products of {found['whole']} layers are one launch where a kernel can"
             )
 
     def uuid(self) -> str:

@@ -138,6 +138,8 @@ class CuteKernelsLinearKernel(MPLinearKernel):
         if side is not None and form.dtype == torch.bfloat16:
             problem = form.problem(_num_sms(torch.cuda.current_device()))
             fused_layers.make_ready(problem, prepare.engine_rows(), side)
+            if fused_layers.ends_layer(layer):
+                fused_layers.make_whole_ready(problem, prepare.engine_rows())
 
     def packed(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The tensors of the packed weight, by the names of the parameters that they replace.

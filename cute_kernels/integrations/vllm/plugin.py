@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cute_kernels._version import __version__
 from cute_kernels.integrations.vllm import environment, versions
-from cute_kernels.runtime.workspace import POOL
+from cute_kernels.runtime.workspace import COUNTERS, POOL
 
 FINGERPRINT = "CUTE_KERNELS_VLLM_PLUGIN"
 """Name under which vLLM's compile cache sees what is replaced: graphs with and without the plugin are kept apart."""
@@ -56,7 +56,8 @@ def register() -> None:
     for seam in fresh:
         _outcomes[seam] = _replace(seam)
     if fresh:
-        POOL.share_among_captures()  # vLLM replays its graphs one at a time: they share one memory pool
+        for pool in (POOL, COUNTERS):
+            pool.share_among_captures()  # vLLM replays its graphs one at a time: they share one memory pool
         _mark_compile_cache()
         _log(fresh)
     elif not seams and not _outcomes:

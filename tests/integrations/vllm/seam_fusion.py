@@ -79,6 +79,7 @@ def rewritten(
 LINEAR, NORM = "cute_kernels.weight_only_linear.default", "cute_kernels.norm.default"
 GIVING = "cute_kernels.weight_only_linear_norm.default"
 TAKING = "cute_kernels.weight_only_linear_of_normed.default"
+LAYER = "cute_kernels.layer_products.default"
 
 
 def rows(*columns: int) -> list[torch.Tensor]:
@@ -102,12 +103,13 @@ def a_block_becomes_three_launches() -> None:
         x = functional.silu(x[..., :MIDDLE]) * x[..., MIDDLE:]
         return ops.fused_add_rms_norm(down(x), residual, weight, EPS)
 
-    names, found = rewritten(block, *rows(HIDDEN, HIDDEN))
-    assert found == {"gates": 1, "residuals": 2, "norms": 2, "left": 1}, found  # the second goes to nobody here
+    names, found = rewritten(block, *rows(HIDDEN, HIDDEN))  # the second norm goes to nobody here
+    assert found == {"gates": 1, "residuals": 2, "norms": 2, "left": 1, "whole": 0}, found
     assert _ours(names) == {GIVING: 1, TAKING: 1, LINEAR: 1, NORM: 1}, names
     assert not any("sigmoid" in name or "add" in name for name in names), names
     names, found = rewritten(block, *rows(HIDDEN, HIDDEN), ready=False)
-    assert found == {"gates": 1, "residuals": 2, "norms": 0, "left": 0} and NORM not in names, (names, found)
+    assert found == {"gates": 1, "residuals": 2, "norms": 0, "left": 0, "whole": 0}, found
+    assert NORM not in names, names
 
 
 def _ours(names: Counter[str]) -> dict[str, int]:
@@ -137,7 +139,7 @@ def norms_between_products_are_left_to_them() -> None:
         return run
 
     names, found = rewritten(layer(lambda x: (qkv(x),)), *rows(HIDDEN, HIDDEN))
-    assert found == {"gates": 1, "residuals": 2, "norms": 2, "left": 2}, found
+    assert found == {"gates": 1, "residuals": 2, "norms": 2, "left": 2, "whole": 0}, found
     assert _ours(names) == {GIVING: 2, TAKING: 2}, names
     others: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
         "two products": lambda x: (qkv(x), more(x)),
@@ -153,8 +155,47 @@ def norms_between_products_are_left_to_them() -> None:
 
 
 @check
+def what_lies_between_two_attentions_is_one_operator() -> None:
+    """Where its weights are such that one launch may serve it."""
+    from vllm.ir import ops
+
+    from cute_kernels.integrations.vllm import fused_layers
+
+    middle = 2 * MIDDLE - HIDDEN  # in whole tiles of inputs
+    attended, both, down = product(HIDDEN, HIDDEN, 0), product(HIDDEN, 2 * middle, 1), product(middle, HIDDEN, 2)
+    qkv, odd = product(HIDDEN, 2 * HIDDEN, 4), product(HIDDEN, 2 * HIDDEN + 32, 5)
+    before, after = (torch.rand(HIDDEN, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (3, 6))
+
+    def layer(last: Callable[[torch.Tensor], torch.Tensor] = qkv, eps: float = EPS, seen: str = "") -> Any:
+        def run(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            x, residual = ops.fused_add_rms_norm(attended(x), residual, before, EPS)
+            rows = residual
+            x = fused_layers.in_order(both(x))
+            gated = functional.silu(x[..., :middle]) * x[..., middle:]
+            x, residual = ops.fused_add_rms_norm(down(gated), residual, after, eps)
+            q, k = last(x).split([HIDDEN, HIDDEN + (32 if last is odd else 0)], dim=-1)
+            return q, k * 2, residual, *[one + 1 for name, one in (("rows", rows), ("gated", gated)) if name == seen]
+
+        return run
+
+    names, found = rewritten(layer(), *rows(HIDDEN, HIDDEN))
+    assert found == {"gates": 1, "residuals": 2, "norms": 2, "left": 2, "whole": 1}, found
+    assert _ours(names) == {LAYER: 1}, names
+    others = {"tiles": layer(odd), "another epsilon": layer(eps=1e-6)}
+    others |= {name: layer(seen=name) for name in ("rows", "gated")}
+    for name, run in others.items():
+        names, found = rewritten(run, *rows(HIDDEN, HIDDEN))
+        assert (found["left"], found["whole"]) == (2, 0) and _ours(names) == {GIVING: 2, TAKING: 2}, (name, names)
+
+
+@check
 def rewritten_graphs_are_lowered_by_inductor() -> None:
     """As vLLM has it: what a node says of its arguments must be of its own operator."""
+    for middle in (MIDDLE, 2 * MIDDLE - HIDDEN):
+        _lower_layer(middle)
+
+
+def _lower_layer(middle: int) -> None:
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from vllm.ir import ops
@@ -165,7 +206,7 @@ def rewritten_graphs_are_lowered_by_inductor() -> None:
         return
     sums = fusion._sums()
     assert sums is not None
-    attended, both, down = product(HIDDEN, HIDDEN, 0), product(HIDDEN, 2 * MIDDLE, 1), product(MIDDLE, HIDDEN, 2)
+    attended, both, down = product(HIDDEN, HIDDEN, 0), product(HIDDEN, 2 * middle, 1), product(middle, HIDDEN, 2)
     qkv, found = product(HIDDEN, 2 * HIDDEN, 4), {}
     weight = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
 
@@ -180,7 +221,7 @@ def rewritten_graphs_are_lowered_by_inductor() -> None:
     def layer(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, residual = ops.fused_add_rms_norm(attended(x), residual, weight, EPS)
         x = fused_layers.in_order(both(x))
-        x = functional.silu(x[..., :MIDDLE]) * x[..., MIDDLE:]
+        x = functional.silu(x[..., :middle]) * x[..., middle:]
         x, residual = ops.fused_add_rms_norm(down(x), residual, weight, EPS)
         return qkv(x), residual
 
@@ -190,7 +231,7 @@ def rewritten_graphs_are_lowered_by_inductor() -> None:
     torch._dynamo.reset()
     with torch.no_grad(), config.patch(post_grad_custom_post_pass=Pass(), fx_graph_cache=False):
         results = torch.compile(layer, fullgraph=True)(*arguments)
-    assert found == {"gates": 1, "residuals": 2, "norms": 2, "left": 2}, found
+    assert found == {"gates": 1, "residuals": 2, "norms": 2, "left": 2, "whole": int(middle % 256 == 0)}, found
     for one, other in zip(results, layer(*arguments), strict=True):
         assert (one.float() - other.float()).norm() < 0.01 * other.float().norm()
 
@@ -208,7 +249,7 @@ def sums_over_gpus_keep_their_norms() -> None:
         return qkv(x), residual
 
     names, found = rewritten(block, *rows(HIDDEN, HIDDEN))
-    assert found == {"gates": 0, "residuals": 0, "norms": 1, "left": 0}, found
+    assert found == {"gates": 0, "residuals": 0, "norms": 1, "left": 0, "whole": 0}, found
     assert _ours(names) == {LINEAR: 2, NORM: 1}, names
 
 
@@ -239,17 +280,17 @@ def what_only_looks_like_it_is_left_alone() -> None:
         y = wide(x)  # used again
         return (*ops.fused_add_rms_norm(y, residual, weight, EPS), y * 2)
 
-    assert rewritten(twice, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 1, "left": 0}
+    assert rewritten(twice, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 1, "left": 0, "whole": 0}
 
     def part(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return ops.fused_add_rms_norm(wide(x), residual, weight, EPS, 128)  # the norm of some columns
 
-    assert rewritten(part, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 0, "left": 0}
+    assert rewritten(part, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 0, "left": 0, "whole": 0}
 
     def wider(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return ops.fused_add_rms_norm(wide(x, torch.float32), residual.float(), weight.float(), EPS)
 
-    assert rewritten(wider, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 0, "left": 0}
+    assert rewritten(wider, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 0, "left": 0, "whole": 0}
 
 
 @check
@@ -264,12 +305,13 @@ def other_products_norms_are_fused_with_their_sums() -> None:
         x, residual = ops.fused_add_rms_norm(x * 2, residual, weight, EPS)
         return after(x), residual
 
-    assert rewritten(block, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 1, "left": 0}
+    assert rewritten(block, *rows(HIDDEN, HIDDEN))[1] == {"gates": 0, "residuals": 0, "norms": 1, "left": 0, "whole": 0}
     assert rewritten(block, *rows(HIDDEN, HIDDEN), ready=False)[1] == {
         "gates": 0,
         "residuals": 0,
         "norms": 0,
         "left": 0,
+        "whole": 0,
     }
 
 
