@@ -28,7 +28,7 @@ class InputRowsSpec(KernelSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What bundles hold: layers of usual width in bf16, limbs of their rows, and any rows that lie apart. Others compile
+    """What bundles hold: layers of usual width in bf16, limbs of rows, and any rows that lie apart. Others compile
     on demand."""
     prepared = [InputRowsConfig("bf16", room, scaled) for room in (0, *ROOMS[:2]) for scaled in (False, True)]
     rows = [InputRowsSpec(config) for config in (*prepared, InputRowsConfig("fp16", 0, False))]
