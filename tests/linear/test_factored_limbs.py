@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.linear import PackedWeight, quantized_linear
 from cute_kernels.linear.reference import prepare_input
 from cute_kernels.linear.wgmma import factored_limbs
 from cute_kernels.linear.wgmma.factored_limbs_compile import FactoredLimbsSpec
@@ -18,8 +19,9 @@ from cute_kernels.linear.wgmma.factored_limbs_launch import FactoredLimbProduct
 from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, NORMED, ORDERED, SCALED
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.gpu import standing_in
+from cute_kernels.weight_formats import integers
 from tests.attention import warp as machine
-from tests.launchers import cpu_as_gpu
+from tests.launchers import cpu_as_gpu, recording
 from tests.linear import machine_code
 from tests.linear.warpgroup import WarpgroupWarp
 
@@ -84,6 +86,38 @@ def test_both_launches_are_given_what_they_take():
         ("limbs", x, blocks.data_ptr(), 77, 16, 5),
         ("product", x, 1, 2, blocks.data_ptr(), 4, 5, 6, 7, *range(8, 16), 16),
     ]
+
+
+N, WIDE_K = 28_672, 4096
+
+
+def weight(**options: torch.Tensor) -> PackedWeight:
+    codes = torch.zeros(N // 64, WIDE_K // 64, 2048, dtype=torch.uint8)
+    scales = torch.zeros(N // 64, WIDE_K // 128, 64, dtype=torch.bfloat16)
+    return PackedWeight(codes, scales, None, integers(4), (N, WIDE_K), **options)
+
+
+@pytest.mark.parametrize("m", [16, 17, 24])
+def test_rows_that_come_in_limbs_have_no_launch_before_these(m: int):
+    """But for the order of up to 16 rows, which CTAs make limbs of, and for both at once."""
+    x = torch.ones(m, WIDE_K, dtype=torch.bfloat16)
+    scale, order = torch.ones(WIDE_K, dtype=torch.bfloat16), torch.arange(WIDE_K, dtype=torch.int32)
+    found: dict[str, list[str]] = {}
+    for name, given in (
+        ("scaled", {"input_scale": scale}),
+        ("ordered", {"perm": order}),
+        ("both", {"input_scale": scale, "perm": order}),
+    ):
+        with recording() as recorded:
+            quantized_linear(x, weight(**given))
+        found[name] = [launch.symbol for launch in recorded.launches]
+    assert found["both"][0] == "linear_inputs_bf16_order8192_scaled"
+    if m <= 16:
+        (only,) = found["scaled"]
+        assert only.endswith("scaled") and found["ordered"][0] == "linear_inputs_bf16_order8192"
+    else:
+        assert [found[kind][0] for kind in KINDS] == [f"linear_limb_blocks_bf16_{kind}" for kind in KINDS]
+        assert all(len(found[kind]) == 2 and found[kind][1] == found["both"][-1] for kind in KINDS)
 
 
 def test_a_norm_is_refused():
