@@ -15,9 +15,9 @@ from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SI
 from cute_kernels.linear.portable.schedule import make_portable_schedule
 from cute_kernels.linear.quantize import DTYPES
 from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
-from cute_kernels.linear.served import schedule_for
+from cute_kernels.linear.served import may_load, schedule_for
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.factored_limbs_launch import factored_limb_product
+from cute_kernels.linear.wgmma.factored_limbs_launch import factored_limb_product, factored_limbs_spec
 from cute_kernels.linear.wgmma.limb_launch import LimbProduct, limb_product
 from cute_kernels.linear.wgmma.mainloops import (
     FACTOR_ROWS,
@@ -135,18 +135,21 @@ def factored_plan_of(
     kind: str,
 ) -> LinearPlan | None:
     """As `plan_of`, of a kernel whose rows meet factors or another order (`mainloops.SCALED`, `.NORMED`, `.ORDERED`);
-    None if the one that serves the product takes none. It has their address behind the workspace, and two numbers
-    more."""
+    None if the one that serves the product takes none, or is not there and nobody may wait for the compiler: a launch
+    before does the same. It has their address behind the workspace, and two numbers more."""
     if not is_supported(device):
         return None
-    problem = problem_of(m, n, k, form, dtype, device, batch_invariant)
+    problem, arch = problem_of(m, n, k, form, dtype, device, batch_invariant), arch_of(device)
     plain = schedule_for(problem, GPU.name(device))
     if kind != NORMED and isinstance(plain, TileSchedule) and plain.config.makes_limbs_before:
-        return make_factored_limb_plan(plain, kind, m, device)
+        is_there = may_load(factored_limbs_spec(plain.config, kind), arch, problem)
+        return make_factored_limb_plan(plain, kind, m, device) if is_there else None
     if m > MOST_ROWS[kind] or (kind == ORDERED and k % LIMB_GROUP):
         return None
     schedule = factored(plain, kind)
-    return None if schedule is None else make_tile_plan(schedule, m, device)
+    if schedule is None or not may_load(spec_of(schedule.config), arch, problem):
+        return None
+    return make_tile_plan(schedule, m, device)
 
 
 def make_factored_limb_plan(schedule: TileSchedule, kind: str, m: int, device_index: int) -> LinearPlan:

@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear import PackedWeight, quantized_linear
+from cute_kernels.linear import PackedWeight, quantized_linear, served
+from cute_kernels.linear.plan import problem_of
 from cute_kernels.linear.reference import prepare_input
 from cute_kernels.linear.wgmma import factored_limbs
 from cute_kernels.linear.wgmma.factored_limbs_compile import FactoredLimbsSpec
@@ -118,6 +119,42 @@ def test_rows_that_come_in_limbs_have_no_launch_before_these(m: int):
     else:
         assert [found[kind][0] for kind in KINDS] == [f"linear_limb_blocks_bf16_{kind}" for kind in KINDS]
         assert all(len(found[kind]) == 2 and found[kind][1] == found["both"][-1] for kind in KINDS)
+
+
+class Empty:
+    """A cache without kernels."""
+
+    def has(self, *_: Any) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("noted", [False, True])
+@pytest.mark.parametrize("m", [1, 17])
+def test_an_option_is_a_launch_where_its_kernel_would_have_to_be_compiled_and_cannot(m: int, noted: bool, monkeypatch):
+    """Without the compiler, whatever a bundle holds of options, and in a server, whose steps wait for nothing."""
+    x, ones = torch.ones(m, WIDE_K, dtype=torch.bfloat16), torch.ones(WIDE_K, dtype=torch.bfloat16)
+    order = torch.arange(WIDE_K, dtype=torch.int32)
+    options: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "linear_inputs": ({"input_scale": ones}, {}),
+        "linear_inputs_": ({"perm": order}, {}),
+        "norm_rms": ({}, {"norm": ones}),
+    }
+    monkeypatch.setattr(served, "default_cache", lambda: Empty())
+    if not noted:
+        monkeypatch.setattr(served, "compiler_version", lambda: None)
+    try:
+        with recording() as recorded:
+            if noted:
+                served.note_ready(problem_of(1, N, WIDE_K, integers(4), torch.bfloat16, 0, False), [m])
+            quantized_linear(x, weight())
+            plain = [launch.symbol for launch in recorded.launches]
+            for first, (of_weight, of_call) in options.items():
+                del recorded.launches[:]
+                quantized_linear(x, weight(**of_weight), **of_call)
+                found = [launch.symbol for launch in recorded.launches]
+                assert found[0].startswith(first) and found[1:] == plain
+    finally:
+        served.forget_ready()
 
 
 def test_a_norm_is_refused():

@@ -48,9 +48,14 @@ class FactoredLimbProduct(LimbProduct):
         return send
 
 
+def factored_limbs_spec(config: WgmmaConfig, kind: str) -> FactoredLimbsSpec:
+    """What makes limbs for a configuration of rows that meet factors or another order."""
+    return FactoredLimbsSpec(FactoredLimbsConfig(config.dtype, kind))
+
+
 def factored_limb_product(
     config: WgmmaConfig, function: Callable[..., Any], kind: str, m: int, groups: int, arch: str
 ) -> FactoredLimbProduct:
     """As `limb_launch.limb_product`, of rows that meet factors or another order: ``kind``, of `FactoredLimbsConfig`."""
-    make = load(FactoredLimbsSpec(FactoredLimbsConfig(config.dtype, kind)), arch)
+    make = load(factored_limbs_spec(config, kind), arch)
     return FactoredLimbProduct(make, function, block_rows(config, m), groups)
