@@ -22,7 +22,7 @@ from cute_kernels.linear.inputs.launch import InputRows, input_rows
 from cute_kernels.linear.launch import RowNorm
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, CompiledProduct, LinearPlan, plan_of_tiles, problem_of
 from cute_kernels.linear.reference import out_features
-from cute_kernels.linear.served import is_noted, schedule_for
+from cute_kernels.linear.served import may_load, schedule_for
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.deferred_compile import ARGUMENTS, DeferredNormSpec
 from cute_kernels.linear.wgmma.deferred_config import GIVES, SQUARES_N, STEP_N, TAKES, DeferredKind
@@ -30,11 +30,10 @@ from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.norm.call import DTYPES
 from cute_kernels.norm.config import MAX_COLUMNS
 from cute_kernels.norm.config import VECTOR as NORM_VECTOR
-from cute_kernels.runtime.cache import default_cache, load
+from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import Blank, blank
-from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.operator import launcher
 from cute_kernels.runtime.plans import identity
 from cute_kernels.weight_formats import WeightFormat
@@ -124,8 +123,7 @@ def deferred_plan_of(
     if config is None or not isinstance(schedule, TileSchedule):
         return None
     spec, arch = DeferredNormSpec(config), arch_of(device)
-    may_compile = compiler_version() is not None and not is_noted(problem)
-    if not may_compile and not default_cache().has(spec, arch):  # a norm can be launched
+    if not may_load(spec, arch, problem):  # a norm can be launched
         return None
     function = load(spec, arch)
     return plan_of_tiles(CompiledProduct(function, ARGUMENTS[kind]), schedule, device)

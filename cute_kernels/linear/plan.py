@@ -15,8 +15,9 @@ from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SI
 from cute_kernels.linear.portable.schedule import make_portable_schedule
 from cute_kernels.linear.quantize import DTYPES
 from cute_kernels.linear.schedule import LinearProblem, StreamSchedule
-from cute_kernels.linear.served import schedule_for
+from cute_kernels.linear.served import may_load, schedule_for
 from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.wgmma.factored_limbs_launch import factored_limb_product, factored_limbs_spec
 from cute_kernels.linear.wgmma.limb_launch import LimbProduct, limb_product
 from cute_kernels.linear.wgmma.mainloops import (
     FACTOR_ROWS,
@@ -40,7 +41,7 @@ from cute_kernels.weight_formats import WeightFormat
 ACTIVATIONS = {None: NO_ACTIVATION, "silu": SILU, "gelu": GELU, "swiglu": SWIGLU}
 OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 # Of rows of x that meet something on their way to limbs.
-MOST_ROWS = {SCALED: FACTOR_ROWS, NORMED: NORMED_ROWS, ORDERED: ORDERED_ROWS}
+MOST_ROWS = {SCALED: 2 * FACTOR_ROWS, NORMED: NORMED_ROWS, ORDERED: ORDERED_ROWS}
 
 
 @dataclass(frozen=True)
@@ -134,13 +135,29 @@ def factored_plan_of(
     kind: str,
 ) -> LinearPlan | None:
     """As `plan_of`, of a kernel whose rows meet factors or another order (`mainloops.SCALED`, `.NORMED`, `.ORDERED`);
-    None if the one that serves the product takes none. It has their address behind the workspace, and two numbers
-    more."""
-    if not is_supported(device) or m > MOST_ROWS[kind] or (kind == ORDERED and k % LIMB_GROUP):
+    None if the one that serves the product takes none, or is not there and nobody may wait for the compiler: a launch
+    before does the same. It has their address behind the workspace, and two numbers more."""
+    if not is_supported(device):
         return None
-    problem = problem_of(m, n, k, form, dtype, device, batch_invariant)
-    schedule = factored(schedule_for(problem, GPU.name(device)), kind)
-    return None if schedule is None else make_tile_plan(schedule, m, device)
+    problem, arch = problem_of(m, n, k, form, dtype, device, batch_invariant), arch_of(device)
+    plain = schedule_for(problem, GPU.name(device))
+    if kind != NORMED and isinstance(plain, TileSchedule) and plain.config.makes_limbs_before:
+        is_there = may_load(factored_limbs_spec(plain.config, kind), arch, problem)
+        return make_factored_limb_plan(plain, kind, m, device) if is_there else None
+    if m > MOST_ROWS[kind] or (kind == ORDERED and k % LIMB_GROUP):
+        return None
+    schedule = factored(plain, kind)
+    if schedule is None or not may_load(spec_of(schedule.config), arch, problem):
+        return None
+    return make_tile_plan(schedule, m, device)
+
+
+def make_factored_limb_plan(schedule: TileSchedule, kind: str, m: int, device_index: int) -> LinearPlan:
+    """The plan of a given schedule whose limbs a launch before makes, of rows that meet factors or another order."""
+    arch = arch_of(device_index)
+    function = load(spec_of(schedule.config), arch)
+    product = factored_limb_product(schedule.config, function, kind, m, schedule.k_blocks, arch)
+    return plan_of_tiles(product, schedule, device_index)
 
 
 def factored(schedule: StreamSchedule | TileSchedule, kind: str) -> TileSchedule | None:

@@ -22,6 +22,9 @@ from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.mainloops import RegisterWgmma
 from cute_kernels.linear.wgmma.results import SequentialSplitK
 from cute_kernels.linear.wgmma.schedule import MAX_SPLITS, TileSchedule
+from cute_kernels.runtime.cache import default_cache
+from cute_kernels.runtime.native import compiler_version
+from cute_kernels.runtime.spec import KernelSpec
 
 Config: TypeAlias = "LinearConfig | WgmmaConfig"
 
@@ -39,6 +42,13 @@ def note_ready(problem: LinearProblem, rows: Iterable[int]) -> None:
 def is_noted(problem: LinearProblem) -> bool:
     """Whether kernels of a product were made ready for some number of rows."""
     return replace(problem, m=1) in _ready
+
+
+def may_load(spec: KernelSpec, arch: str, problem: LinearProblem) -> bool:
+    """Whether nobody would wait in vain for a kernel that a product can do without: it is there, or may be compiled.
+    It may not where there is no compiler, nor for a server that has said for what it made kernels ready."""
+    may_compile = compiler_version() is not None and not is_noted(problem)
+    return may_compile or default_cache().has(spec, arch)
 
 
 def forget_ready() -> None:

@@ -39,6 +39,8 @@ from cute_kernels.linear.reference import activate
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES, DeferredKind
+from cute_kernels.linear.wgmma.factored_limbs_compile import FactoredLimbsSpec
+from cute_kernels.linear.wgmma.factored_limbs_config import FactoredLimbsConfig
 from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.moe import fused_moe, fused_moe_reference
 from cute_kernels.norm.compile import NormSpec
@@ -249,8 +251,11 @@ class FactoredCase:
     kind: str
 
     def specs(self) -> list[KernelSpec]:
+        plain = chosen(W4.problem(self.m, self.n, self.k), GPU)
+        if getattr(plain.config, "makes_limbs_before", False):
+            return [FactoredLimbsSpec(FactoredLimbsConfig(W4.dtype, self.kind)), *specs_of(plain.config)]
         assert self.m <= MOST_ROWS[self.kind], "so many rows have a launch of their own before"
-        schedule = factored(chosen(W4.problem(self.m, self.n, self.k), GPU), self.kind)
+        schedule = factored(plain, self.kind)
         assert schedule is not None, "the product's kernel takes no factors"
         return specs_of(schedule.config)
 
@@ -502,6 +507,9 @@ FACTORED = {
     "norm-in-product-part-of-a-tile": FactoredCase(520, 1024, 1, NORMED),
     "input-scale-one-row": FactoredCase(6144, 4096, 1, SCALED),
     "input-scale-seven-tiles": FactoredCase(28672, 1024, 8, SCALED),
+    "input-scale-sixteen-rows": FactoredCase(28672, 4096, 16, SCALED),
+    "input-scale-limbs-before": FactoredCase(28672, 4096, 17, SCALED),
+    "act-order-limbs-before": FactoredCase(28672, 4096, 24, ORDERED),
     "act-order-one-row": FactoredCase(6144, 4096, 1, ORDERED),
     "act-order-seven-tiles": FactoredCase(28672, 4096, 1, ORDERED),
 }

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from cute_kernels import quantized_linear, rms_norm
-from cute_kernels.linear import NormedRows
-from cute_kernels.linear.compile import spec_of
+from cute_kernels.linear import NormedRows, quantize_weight
+from cute_kernels.linear.compile import spec_of, specs_of
 from cute_kernels.linear.plan import factored, factored_plan_of
 from cute_kernels.linear.reference import activate
 from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.wgmma.factored_limbs_compile import FactoredLimbsSpec
+from cute_kernels.linear.wgmma.factored_limbs_config import FactoredLimbsConfig
 from cute_kernels.linear.wgmma.mainloops import NORMED, ORDERED, SCALED
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
@@ -40,6 +42,7 @@ def specs() -> list[KernelSpec]:
                 schedule = chosen(problem_of(m, n, k, 4, dtype, 128, False), GPU)
                 kinds = [factored(schedule, kind) for kind in (SCALED, NORMED, ORDERED)]
                 found |= dict.fromkeys(spec_of(one.config) for one in (schedule, *kinds) if one is not None)
+    found |= dict.fromkeys(specs_of_wide())
     for n, k in ((2048, 4096), *((300, k) for k in (128, 384, 640, 8192))):
         schedule = chosen(problem_of(1, n, k), GPU)
         kinds = [factored(schedule, ORDERED)]
@@ -49,6 +52,20 @@ def specs() -> list[KernelSpec]:
         kinds = [factored(schedule, kind) for kind in (SCALED, ORDERED)]
         found |= dict.fromkeys(spec_of(one.config) for one in (schedule, *kinds) if one is not None)
     return list(found)
+
+
+WIDE = (28_672, 4096)  # more than 8 rows of it come in limbs as well: up to 16 made by CTAs, more by a launch before
+MORE_ROWS = (9, 13, 16, 17, 24)
+
+
+def specs_of_wide() -> list[KernelSpec]:
+    """The kernels of products of more rows in limbs."""
+    found: list[KernelSpec] = [FactoredLimbsSpec(FactoredLimbsConfig("bf16", kind)) for kind in (SCALED, ORDERED)]
+    for m in MORE_ROWS:
+        schedule = chosen(problem_of(m, *WIDE), GPU)
+        both = (schedule, factored(schedule, SCALED))
+        found += [spec for one in both if one is not None for spec in specs_of(one.config)]
+    return list(dict.fromkeys(found))
 
 
 def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
@@ -117,6 +134,45 @@ def test_one_row_in_act_order_is_the_row_put_in_order_before_bit_for_bit(n, k, d
             found = quantized_linear(x, weight, bias, activation="silu")
             assert torch.equal(found, quantized_linear(x[:, order.long()].contiguous(), plain, bias, activation="silu"))
             assert torch.equal(found, quantized_linear(x, weight, bias, activation="silu"))
+
+
+@pytest.mark.parametrize("m", MORE_ROWS)
+def test_more_rows_in_limbs_are_scaled_or_put_in_order_on_their_way_bit_for_bit(m):
+    n, k = WIDE
+    plain = quantize_weight(activations(n, k, torch.bfloat16), bits=4, group_size=128)
+    x, scale = activations(m, k, torch.bfloat16, m), activations(1, k, torch.bfloat16, 3)[0]
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(m)).to("cuda", torch.int32)
+    ways = [
+        (replace(plain, input_scale=scale), SCALED, x * scale),
+        (replace(plain, perm=order), ORDERED, x[:, order.long()]),
+        (replace(plain, input_scale=scale, perm=order), None, (x * scale)[:, order.long()]),
+    ]
+    for weight, kind, prepared in ways:
+        if kind is not None:  # without a launch of its own, but for the order of rows that CTAs make limbs of
+            plan = factored_plan_of(m, n, k, plain.format, x.dtype, 0, False, kind)
+            assert (plan is None) == (kind == ORDERED and m <= 16)
+        want = quantized_linear(prepared, plain)
+        for _ in range(2):
+            out = torch.full((m, n), math.nan, device="cuda", dtype=x.dtype)
+            assert torch.equal(quantized_linear(x, weight, out=out), want), kind
+
+
+def test_limbs_of_scaled_rows_wait_for_the_launch_that_makes_the_rows():
+    n, k = WIDE
+    weight = quantize_weight(activations(n, k, torch.bfloat16), bits=4, group_size=128)
+    scale, norm = activations(2, k, torch.bfloat16, 3)
+    scaled, start = replace(weight, input_scale=scale), activations(24, k, torch.bfloat16)
+    x, out = torch.empty_like(start), torch.empty(24, n, device="cuda", dtype=start.dtype)
+
+    def chain(after):
+        for step in range(4):
+            rms_norm(start * (step + 1.0), norm, weight_offset=float(step), out=x)
+            after()
+            quantized_linear(x, scaled, out=out)
+            after()
+        return out.clone()
+
+    check_back_to_back(chain)
 
 
 @pytest.mark.parametrize("k", [128, 384, 640, 8192])

@@ -115,14 +115,14 @@ def test_a_norm_is_a_launch_where_its_kernel_would_have_to_be_compiled_and_canno
     """Without the compiler, and in a server, whose steps wait for nothing that was not made ready."""
     first, second = weight(), weight(128, N)
     with recording(), monkeypatch.context() as patch:
-        patch.setattr(deferred, "compiler_version", lambda: None)
-        patch.setattr(deferred, "default_cache", lambda: Empty())
+        patch.setattr(served, "compiler_version", lambda: None)
+        patch.setattr(served, "default_cache", lambda: Empty())
         assert not deferred.leaves_norm(M, first, second)
     with recording():
         problem = problem_on(1, N, K, first.format, torch.bfloat16, 0, False)
         served.note_ready(problem, [M])
         try:
-            monkeypatch.setattr(deferred, "default_cache", lambda: Empty())
+            monkeypatch.setattr(served, "default_cache", lambda: Empty())
             assert not deferred.leaves_norm(M, first, second)
         finally:
             served.forget_ready()

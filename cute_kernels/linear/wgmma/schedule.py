@@ -470,8 +470,9 @@ def shipped_configs() -> list[WgmmaConfig]:
     for dtype, m, zeros in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M), (False, True)):
         found = resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4, zero_points=zeros), dtype))
         configs |= dict.fromkeys(found)
-        if dtype == "bf16" and m <= FACTOR_ROWS and not zeros:
-            changed = (with_factors(config, kind) for config in found for kind in (SCALED, NORMED))
+        if dtype == "bf16" and not zeros:
+            kinds = (SCALED, NORMED) if m <= FACTOR_ROWS else (SCALED,)
+            changed = (with_factors(config, kind) for config in found for kind in kinds)
             configs |= dict.fromkeys(config for config in changed if config is not None)
         if dtype == "bf16" and m == ORDERED_ROWS and not zeros:
             ordered = (with_factors(config, ORDERED) for config in found)
