@@ -91,7 +91,7 @@ def test_both_launches_are_given_what_they_take():
 N, WIDE_K = 28_672, 4096
 
 
-def weight(**options: torch.Tensor) -> PackedWeight:
+def weight(**options: Any) -> PackedWeight:
     codes = torch.zeros(N // 64, WIDE_K // 64, 2048, dtype=torch.uint8)
     scales = torch.zeros(N // 64, WIDE_K // 128, 64, dtype=torch.bfloat16)
     return PackedWeight(codes, scales, None, integers(4), (N, WIDE_K), **options)
