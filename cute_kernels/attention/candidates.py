@@ -22,14 +22,16 @@ from cute_kernels.attention.policies import (
 )
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.score_options import options_in
-from cute_kernels.attention.tiles import copies_per_tile, kernel_format
+from cute_kernels.attention.tiles import MAX_BOX, copies_per_tile, kernel_format
 from cute_kernels.kv_formats import KvFormat, format_of
 from cute_kernels.runtime.composed import changed
+from layouts.kv.tile import WORD_BYTES
 
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
 TARGET_WARPS = 8
 MOST_CTAS = 4  # on an SM
 COPIES_PER_WARP = 4  # of a tile, that one producer warp asks for in some 90 cycles each
+MAPPED_HEADS = 2  # of a CTA, from which on tensor maps bring their rows
 SM_PARTITIONS = 4
 MAX_PRODUCER_WARPS = 4
 MAX_WARPS = 16
@@ -54,8 +56,8 @@ def candidate_configs(problem: DecodeProblem) -> list[DecodeConfig]:
         configs = [bare_config(base, ctas) for ctas in _cta_counts(problem, contiguous=True)]
     else:
         configs = [
-            row_config(_base_config(problem, names, heads or 1, blocks, contiguous, "bulk" if heads else "word"), ctas)
-            for heads in _heads_of_a_cta(problem, names, blocks)
+            row_config(_base_config(problem, names, heads or 1, blocks, contiguous, copy), ctas)
+            for heads, copy in _heads_of_a_cta(problem, names, blocks)
             for contiguous in (_is_contiguous(problem, heads or 1),)
             for ctas in _cta_counts(problem, contiguous)
         ]
@@ -71,19 +73,35 @@ def _cta_counts(problem: DecodeProblem, contiguous: bool) -> tuple[int, ...]:
     return (1, 2, MOST_CTAS) if contiguous else (2,)
 
 
-def _heads_of_a_cta(problem: DecodeProblem, names: tuple[str, str], num_query_blocks: int) -> list[int]:
-    """KV heads of a CTA that takes rows with headers, the most first; 0: one, whose rows are copied by words.
+def _row_copy(problem: DecodeProblem, names: tuple[str, str], heads: int, most: int) -> str:
+    """How rows with headers come to a CTA of so many KV heads, where one has room for ``most``; 0: by words."""
+    if not heads:
+        return "word"
+    if not MAPPED_HEADS <= heads < most or not problem.heads_touch:
+        return "bulk"
+    dims = (problem.head_dim, problem.v_head_dim)
+    rows = [(format_of(name), dim) for name, dim in zip(names, dims, strict=True) if format_of(name).has_header]
+    token_bytes = [problem.num_kv_heads * form.row_bytes(dim) for form, dim in rows]
+    boxes = [heads * form.row_bytes(dim) + BULK_BYTES for form, dim in rows]  # with what lies between tokens
+    return "bulk" if any(size % BULK_BYTES for size in token_bytes) or max(boxes) > WORD_BYTES * MAX_BOX else "map"
 
-    Fewer than fit a CTA are fewer parts of a row for as many CTAs, but a copy a token. That is worth considering of
-    INT4 with more queries than one block, where parts are large and each CTA has much to multiply.
+
+def _heads_of_a_cta(problem: DecodeProblem, names: tuple[str, str], num_query_blocks: int) -> list[tuple[int, str]]:
+    """(KV heads of a CTA that takes rows with headers, how they come), the most heads first; 0: one, whose rows are
+    copied by words.
+
+    Fewer than fit a CTA are fewer parts of a row for as many CTAs, and come by tensor maps, or by a copy a token. That
+    is worth considering of INT4 with more queries than one block, where parts are large and each CTA has much to
+    multiply.
     """
     most = row_heads(problem, names, num_query_blocks) if problem.aligned else 0
     forms = [format_of(name) for name in names]
     if problem.features.head_major or problem.rows <= BLOCK_QUERIES or costs_of(forms) != {"int4"}:
-        return [most]
+        return [(most, "bulk" if most else "word")]
     sizes = [form.row_bytes(d) for form, d in zip(forms, (problem.head_dim, problem.v_head_dim), strict=True)]
     fewer = [heads for heads in (4, 2, 1) if heads < most and not most % heads]
-    return [most, *(heads for heads in fewer if not any(heads * size % BULK_BYTES for size in sizes))]
+    possible = [most, *(heads for heads in fewer if not any(heads * size % BULK_BYTES for size in sizes))]
+    return [(heads, _row_copy(problem, names, heads, most)) for heads in possible]
 
 
 def _fits_warpgroups(problem: DecodeProblem) -> bool:
@@ -119,7 +137,9 @@ def _with_producer_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
     """
     if "word" in config.copies or (borrows and config.num_warps == TARGET_WARPS):
         return changed(config, producer_warps=MAX_PRODUCER_WARPS)
-    wanted = min(MAX_PRODUCER_WARPS, -(-copies_per_tile(config) // COPIES_PER_WARP))
+    # Maps are few copies, but four warps lend registers.
+    copies = copies_per_tile(config) if "map" not in config.copies else config.tile_tokens
+    wanted = min(MAX_PRODUCER_WARPS, -(-copies // COPIES_PER_WARP))
     partition_warps = -(-config.ctas_per_sm * (config.num_warps + 1) // SM_PARTITIONS)
     free = partition_warps * SM_PARTITIONS // config.ctas_per_sm - config.num_warps
     return changed(config, producer_warps=max(1, min(wanted, free)))

@@ -112,7 +112,7 @@ def fake_tensors(config: DecodeConfig, memory: cute.AddressSpace) -> dict[str, A
         return make_fake_tensor(dtype, shape, stride=(*strides, *dense), assumed_align=align, memspace=memory)
 
     # Blocks begin where copies may; of rows that carry their scales most do not, and the plan knows which copies fit.
-    units = {"tma": (16, 16, 16), "bulk": (16, WORD, WORD), "word": (WORD, WORD, WORD)}
+    units = {"tma": (16, 16, 16), "map": (16, 16, WORD), "bulk": (16, WORD, WORD), "word": (WORD, WORD, WORD)}
 
     batch, q_len, q_heads, blocks, outer, inner = (cute.sym_int() for _ in range(6))
     caches = [

@@ -17,15 +17,16 @@ from cute_kernels.attention.policies import (
     WarpMma,
     joined,
 )
-from cute_kernels.attention.tiles import most_filling_warps, tiles_of
+from cute_kernels.attention.tiles import MAX_BOX, most_filling_warps, tiles_of
 from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.kv_formats import KvFormat
-from layouts.kv.tile import BLOCK_TOKENS
+from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES
 
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of a launch's mode
 PLACES_SHIFT = 8  # of its bits that say how many CTAs the GPU holds at a time: the logarithm to base 2
 MERGE_PAD = 4  # words between the query heads of the merge buffer
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of 12 warps, where the former lend to the latter
+MAP_UNIT = 16  # bytes, of what tensor maps bring of a token, and of what lies between tokens
 PAIR_BYTES = 8  # a softmax maximum and sum
 RAW_TILE_ALIGNMENT = 128  # bytes, which bulk copies like
 SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
@@ -307,6 +308,7 @@ class DecodeConfig:
             or self.v.problem(self.q_dtype)
             or self.mainloop.problem(self)
             or self.features.problem(self.v_head_dim)
+            or self._problem_of_maps()
             or self._problem_of_blocks()
             or self.pipeline.problem(self.after_append)
             or self.runs.problem()
@@ -325,6 +327,20 @@ class DecodeConfig:
         if self.page_tokens % k.block_tokens:
             return f"page_tokens {self.page_tokens} do not hold whole blocks of {k.block_tokens} tokens"
         return "keys in blocks after an append in the same call" if self.after_append else None
+
+    def _problem_of_maps(self) -> str | None:
+        """Why tensor maps cannot bring raw rows, or None."""
+        for load in (self.k, self.v):
+            if load.copy != "map":
+                continue
+            num_bytes = self.num_heads * load.form.row_bytes(load.head_dim)
+            if num_bytes % MAP_UNIT:
+                return f"a map of {self.num_heads} heads' rows of {load.format}: no multiple of {MAP_UNIT} bytes"
+            if num_bytes + MAP_UNIT > WORD_BYTES * MAX_BOX:
+                return f"a map of {self.num_heads} heads' rows of {load.format}: more than {MAX_BOX} words"
+            if self.contiguous or self.features.head_major:
+                return "a map of rows that lie one behind the other"
+        return None
 
     def _problem_of_sizes(self) -> str | None:
         """Why a CTA does not fit an SM."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.attention.config import DecodeConfig
@@ -22,6 +22,8 @@ from layouts.kv.swizzled_tile import PANEL_BYTES, SwizzledTile
 from layouts.kv.tile import WORD_BYTES, RowTile
 
 VECTOR_BYTES = 16
+VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
+PLACE_BYTES = 128  # that what a tensor map brings begins at a multiple of
 PAGE_UNIT = 16  # tokens that page sizes are multiples of
 
 
@@ -37,10 +39,10 @@ class TileCopier:
 
     def __init__(self, config: DecodeConfig):
         self.config = config
-        kinds = {"bulk": BulkOperand, "word": WordOperand, "tma": TensorMapOperand}
+        kinds = {"bulk": BulkOperand, "word": WordOperand, "tma": TensorMapOperand, "map": RowMapOperand}
         self.operands = tuple(kinds[copy](config, index) for index, copy in enumerate(config.copies))
         self.words = tuple(operand for operand in self.operands if operand.copy == "word")
-        self.tensor_maps = tuple(operand for operand in self.operands if operand.copy == "tma")
+        self.tensor_maps = tuple(operand for operand in self.operands if operand.copy in ("tma", "map"))
         self.counted = any(operand.copy != "word" for operand in self.operands)
         self.arrivals = int(self.counted) + (WARP_THREADS * config.filling_warps if self.words else 0)
         bulk = [operand for operand in self.operands if isinstance(operand, BulkOperand)]
@@ -237,7 +239,7 @@ class Tiles:
 
     ring: Int32  # shared-memory address
     full: cute.Pointer  # barriers of the stages
-    opened: tuple[RowSource | TensorMapSource, RowSource | TensorMapSource]  # of K and of V
+    opened: tuple[RowSource | RowMapSource | TensorMapSource, ...]  # of K and of V
     max_seq_len: Int32
     pager: Pager
 
@@ -380,6 +382,84 @@ class WordOperand(RowOperand):
         target = self.stage_address(tiles.ring, stage) + tile.token_offset(place) * WORD_BYTES
         for word in cutlass.range(lane, tile.token_words, WARP_THREADS, unroll=1):
             ptx.async_copy_word(target + word * WORD_BYTES, source + word * WORD_BYTES)
+
+
+@dataclass(frozen=True)
+class RowMapSource:
+    """A tensor map over the words of a cache's tokens, from the CTA's first head on, and the ring; run-time values."""
+
+    atom: cute.CopyAtom
+    cache: cute.Tensor
+    ring: cute.Pointer
+
+
+class RowMapOperand(RowOperand):
+    """cp.async.bulk.tensor of some heads' raw rows, a page's tokens at a time, where bulk copies take each token alone.
+
+    A token's words in shared memory, with the padding behind them, are as many of the cache's: what lies behind the
+    heads that are wanted, or nothing, comes along.
+    """
+
+    copy = "map"
+
+    def __init__(self, config: DecodeConfig, index: int):
+        super().__init__(config, index)
+        self.box_tokens, self.box_words = self.run_tokens, self.tile.copy_pitch_words
+        self.box_bytes = self.box_tokens * self.box_words * WORD_BYTES
+        self.num_boxes = config.tile_tokens // self.box_tokens
+
+    def make_source(self, cache: cute.Tensor):
+        """A tensor map and its coordinate tensor [tokens of a block, words of all heads, blocks]."""
+        shape, (token_words, one, block_words) = self.words_of(cache.shape, cache.stride)
+        token_words, block_words = (cute.assume(words, divby=VECTOR_WORDS) for words in (token_words, block_words))
+        words = cute.recast_ptr(cache.iterator, dtype=Uint32)
+        view = cute.make_tensor(words, cute.make_layout(shape, stride=(token_words, one, block_words)))
+        operation = cpasync.CopyBulkTensorTileG2SOp()
+        return cpasync.make_tiled_tma_atom(operation, view, self._layout(), (self.box_tokens, self.box_words))
+
+    def words_of(self, shape, stride):
+        """(shape, strides) of a cache's words, of one that has these: bytes [blocks, tokens, heads, row]."""
+        blocks, tokens, heads = shape[:3]
+        return (tokens, heads * self.tile.row_words, blocks), (stride[1] // WORD_BYTES, 1, stride[0] // WORD_BYTES)
+
+    def first_word(self, head):
+        """Of a token's words, where a CTA's rows begin."""
+        return head * self.tile.row_words
+
+    def _layout(self):
+        """Of a box in shared memory."""
+        return cute.make_layout((self.box_tokens, self.box_words), stride=(self.box_words, 1))
+
+    def open(self, source, ring, place) -> RowMapSource:
+        atom, words = source
+        first = cute.assume(self.first_word(place.first_head), divby=VECTOR_WORDS)
+        words = cute.domain_offset((0, first, 0), words)
+        # [box, of a block's tokens, block]
+        cache = cute.local_tile(words, (self.box_tokens, self.box_words), (None, 0, None))
+        return RowMapSource(atom, cache, ring)
+
+    def enter(self, source: RowMapSource, block) -> RowMapSource:
+        return source
+
+    def arriving_bytes(self, tokens):
+        if not self.config.page_tokens:
+            return self.num_boxes * self.box_bytes
+        return (tokens + (self.box_tokens - 1)) // self.box_tokens * self.box_bytes
+
+    @cute.jit
+    def copy_box(self, tiles, block: Int32, first: Int32, box, stage: Int32, barrier):
+        """The ``box``-th part of a tile, which begins with token ``first`` of a block."""
+        source = tiles.opened[self.index]
+        place = self.ring_offset + stage * self.tile_bytes + box * self.box_bytes
+        pointer = cute.recast_ptr(source.ring + cute.assume(place, divby=PLACE_BYTES), dtype=Uint32)
+        target, origin = cpasync.tma_partition(
+            source.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(cute.make_tensor(pointer, self._layout()), 0, 2),
+            cute.group_modes(source.cache, 0, 2),
+        )
+        cute.copy(source.atom, origin[None, first // self.box_tokens, block], target, tma_bar_ptr=barrier)
 
 
 @dataclass(frozen=True)

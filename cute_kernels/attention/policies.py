@@ -31,8 +31,9 @@ class CacheLoad:
     Attributes:
         format: name of the cache format, see :mod:`cute_kernels.kv_formats`.
         head_dim: numbers of a row: of q and K, or of V and out.
-        copy: "bulk" (cp.async.bulk of raw rows), "tma" (tensor map with swizzle), or "word" (cp.async of 4 bytes, for
-            caches whose rows are not 16-byte aligned).
+        copy: "bulk" (cp.async.bulk of raw rows), "map" (tensor map over the bytes of raw rows, where a CTA takes some
+            of a token's heads), "tma" (tensor map with swizzle), or "word" (cp.async of 4 bytes, for caches whose rows
+            are not 16-byte aligned).
     """
 
     format: str

@@ -10,9 +10,9 @@ from cute_kernels.kv_formats import GROUP_UNIT, HEAD_DIMS, KvFormat, format_of
 from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import MMA_ROWS, RowTile, plan_tiles, run_codes
 
-ROW_COPIES = ("bulk", "word")
+ROW_COPIES = ("bulk", "map", "word")
 BARE_COPIES = ("tma",)
-MAX_BOX = 256  # tokens of one tensor-map copy
+MAX_BOX = 256  # tokens, and words of a token, of one tensor-map copy
 BLOCK_HEAD_DIMS = (64, 128)  # of formats in blocks: the lanes of a warp take whole header words, at most four each
 
 
@@ -84,13 +84,18 @@ def tiles_of(config: TiledConfig) -> tuple[RowTile | SwizzledTile, RowTile | Swi
 
 def tokens_per_copy(config: TiledConfig, tile: RowTile | SwizzledTile) -> int:
     """Tokens that one bulk or tensor-map copy brings."""
-    if isinstance(tile, RowTile):
+    if isinstance(tile, RowTile) and not _is_mapped(config, tile):
         return min(tile.copy_tokens, config.page_tokens or tile.copy_tokens)
     return min(config.tile_tokens, config.page_tokens or MAX_BOX)
 
 
+def _is_mapped(config: TiledConfig, tile: RowTile) -> bool:
+    """Whether a tensor map brings raw rows."""
+    return (config.k_copy if tile.operand == "k" else config.v_copy) == "map"
+
+
 def copies_per_tile(config: TiledConfig) -> int:
-    """Copies that bring one tile of K and V; tensor maps bring one head at a time."""
+    """Copies that bring one tile of K and V; tensor maps of bare elements bring one head at a time."""
     heads = [1 if isinstance(tile, RowTile) else config.num_heads for tile in tiles_of(config)]
     tokens = [tokens_per_copy(config, tile) for tile in tiles_of(config)]
     return sum(h * -(-config.tile_tokens // t) for h, t in zip(heads, tokens, strict=True))
@@ -129,5 +134,5 @@ def _tile(config: TiledConfig, operand: str, kv_format: str, head_dim: int, copy
         config.tile_tokens,
         operand,
         config.contiguous,
-        4 if copy == "bulk" else 1,
+        1 if copy == "word" else 4,
     )

@@ -118,6 +118,8 @@ class ExtendKernel:
     @cute.jit
     def produce(self, shape, source, lengths, memory, warp: Int32, lane: Int32):
         """All work tiles of the CTA; the first producer warp finds them and tells the others."""
+        if const_expr(self.config.key_rows is not None):
+            self.producer.prefetch_maps(source)
         stage, phase, slot, slot_phase = Int32(0), Int32(1), Int32(0), Int32(0)
         tile, running = Int32(cute.arch.block_idx()[0]), Int32(1)
         while running != 0:

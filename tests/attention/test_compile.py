@@ -111,7 +111,7 @@ def test_it_compiles_without_spilling(found: DecodeConfig, measured: dict[str, g
     (kernel,) = measured[DecodeSpec(found).symbol]
     assert kernel["stack_bytes"] + kernel["spill_store_bytes"] + kernel["spill_load_bytes"] == 0
     assert kernel["threads"] == found.cta_threads
-    moves = {"tma": "UTMALDG", "bulk": "UBLKCP", "word": "LDGSTS"}
+    moves = {"tma": "UTMALDG", "map": "UTMALDG", "bulk": "UBLKCP", "word": "LDGSTS"}
     assert {moves[copy] for copy in found.copies} == kernel["opcodes"].keys() & set(moves.values())
 
 

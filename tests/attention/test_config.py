@@ -22,6 +22,7 @@ INT4 = DecodeConfig(CacheLoad("int4_g4", 128), CacheLoad("int4_g4", 128), "bf16"
 DENSE = DecodeConfig(CacheLoad("bf16", 128, "tma"), CacheLoad("bf16", 128, "tma"), "bf16", FEW_WARPS, ONE_CTA)
 MIXED = DecodeConfig(CacheLoad("int8_channel", 192, "tma"), CacheLoad("int4_g2", 128), "fp16", FEW_WARPS, ONE_CTA)
 WARPGROUPS = DecodeConfig(CacheLoad("int4_g1", 128), CacheLoad("int4_g1", 128), "bf16", WarpgroupMma(), ONE_CTA)
+FEW_HEADS = changed(WARPGROUPS, mainloop=WarpMma(4, num_slices=2), k_copy="map", v_copy="map", contiguous=False)
 ALONE = WarpMma(blocks_per_warp=4, num_slices=8)  # as many warps, each of which multiplies by itself
 SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec, DecodeSpec)]
 
@@ -45,7 +46,10 @@ def test_what_ships_can_be_implemented(config: DecodeConfig):
         (changed(INT4, early_tiles=3), "early_tiles 3 is not 0 or 1"),
         (changed(INT4, early_tiles=-1), "early_tiles -1 is not 0 or 1"),
         (changed(INT4, num_slices=33), "33 [+] 1 warps are more than the 32 of a CTA"),
-        (changed(INT4, k_copy="tma"), r"copy 'tma' is not one of \('bulk', 'word'\) that int4_g4 has"),
+        (changed(INT4, k_copy="tma"), r"copy 'tma' is not one of \('bulk', 'map', 'word'\) that int4_g4 has"),
+        (changed(INT4, v_copy="map"), "a map of rows that lie one behind the other"),
+        (changed(FEW_HEADS, num_heads=1), "a map of 1 heads' rows of int4_g1: no multiple of 16 bytes"),
+        (changed(FEW_HEADS, num_heads=16), "a map of 16 heads' rows of int4_g1: more than 256 words"),
         (changed(DENSE, v_copy="bulk"), r"copy 'bulk' is not one of \('tma',\) that bf16 has"),
         (changed(INT4, num_stages=100), "1 CTAs of .* bytes exceed the 232448 bytes of an SM"),
         (changed(WARPGROUPS, v_format="int4_g2"), "warpgroups of int4_g1_int4_g2 caches, not of 'int4_g1'"),

@@ -258,15 +258,37 @@ def _of_pages(kv_format: str, batch: int, q_len: int) -> DecodeProblem:
     "kv_format, batch, q_len, heads",
     [
         *(("int4_g1", batch, q_len, 8) for batch in (1, 4, 8, 32) for q_len in (1, 2)),
-        *(("int4_g1", batch, 4, heads) for batch, heads in ((1, 4), (4, 8), (8, 8), (32, 8))),
-        *(("int4_g1", batch, 8, heads) for batch, heads in ((1, 4), (4, 4), (8, 4), (32, 8))),
-        *(("int4_g4", batch, 4, heads) for batch, heads in ((1, 2), (4, 8), (8, 8), (32, 8))),
-        *(("int4_g4", batch, 8, heads) for batch, heads in ((1, 2), (4, 4), (8, 4), (32, 4))),
+        *(("int4_g1", batch, 4, heads) for batch, heads in ((1, 4), (2, 4), (4, 4), (8, 4), (32, 8))),
+        *(("int4_g1", batch, 8, 4) for batch in (1, 4, 8, 32)),
+        *(("int4_g4", batch, 4, 2) for batch in (1, 2, 4, 8)),
+        *(("int4_g4", batch, 8, 2) for batch in (1, 4, 8, 32)),
     ],
 )
 def test_several_queries_of_few_requests_take_fewer_heads_a_cta(kv_format, batch, q_len, heads):
     """What was fastest on an H200, 32 query heads over 8k tokens: docs/design/history/decode_attention.md."""
-    assert make_schedule(_of_pages(kv_format, batch, q_len)).config.num_heads == heads
+    config = make_schedule(_of_pages(kv_format, batch, q_len)).config
+    assert config.num_heads == heads and set(config.copies) == {"bulk" if heads == 8 else "map"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "copies"),
+    [
+        ({}, {8: "bulk", 4: "map", 2: "map", 1: "bulk"}),
+        ({"heads_touch": False}, {1: "bulk"}),
+        ({"aligned": False}, {1: "word"}),
+        ({"tokens_touch": False}, {8: "bulk", 4: "map", 2: "map", 1: "bulk"}),
+        ({"num_q_heads": 20, "num_kv_heads": 5}, {5: "bulk", 1: "bulk"}),
+        ({"k_format": "int4_g1"}, {8: "bulk", 4: "map"}),
+        ({"head_dim": 256, "v_head_dim": 256}, {8: "bulk", 4: "map", 2: "map", 1: "bulk"}),
+    ],
+)
+def test_maps_bring_some_of_a_token_s_heads_where_they_touch(changes, copies):
+    problem = dataclasses.replace(_of_pages("int4_g4", 1, 4), **changes)
+    found = candidate_configs(problem)
+    assert {config.num_heads: config.k_copy for config in found} == copies
+    for config in found:
+        assert config.can_implement() is None and config.copies in {(copy, copy) for copy in copies.values()}
+        assert "map" not in config.copies or config.lends_registers
 
 
 def test_fewer_heads_are_considered_where_a_token_s_rows_can_be_copied():

@@ -69,6 +69,9 @@ def test_copies_find_every_row(run_on, kv_format, num_kv_heads, page_size, cache
             )
             source_operand: Any = copies.TileCopier(config).operands[index]
             row_bytes, token_bytes = operand.row_bytes, source_operand.tile.token_words * 4
+            if source_operand.copy == "map":
+                assert_words_are_found(call, operand.cache, source_operand, config.num_heads)
+                continue
             for first_head in range(0, num_kv_heads, config.num_heads):
                 place: Any = SimpleNamespace(first_head=first_head)
                 opened = source_operand.open(source, None, place)
@@ -82,6 +85,22 @@ def test_copies_find_every_row(run_on, kv_format, num_kv_heads, page_size, cache
                         assert address % 16 == 0 and token_bytes * min(4, source_operand.run_tokens) % 16 == 0
                 entered = source_operand.enter(opened, call.num_blocks - 1)
                 assert entered.address(None, 3) == opened.address(call.num_blocks - 1, 3)
+
+
+def assert_words_are_found(call: Any, cache: torch.Tensor, operand: Any, num_heads: int) -> None:
+    """A tensor map over words has each row where it lies; its strides and its first coordinates are whole vectors."""
+    (tokens, words, blocks), (token_words, one, block_words) = operand.words_of(cache.shape, cache.stride())
+    assert (tokens, blocks, one) == (call.page_size, call.num_blocks, 1) and words * 4 == call.num_kv_heads * (
+        cache.shape[3]
+    )
+    assert token_words % 4 == block_words % 4 == 0 == cache.data_ptr() % 16
+    assert operand.box_words <= 256 and operand.box_words % 4 == 0
+    for first_head in range(0, call.num_kv_heads, num_heads):
+        assert operand.first_word(first_head) % 4 == 0
+        for block, token, head in itertools.product((0, blocks - 1), (0, tokens - 1), range(num_heads)):
+            first = operand.first_word(first_head) + head * operand.tile.row_words
+            place = cache.data_ptr() + 4 * (block * block_words + token * token_words + first)
+            assert place == row_of(call, cache, block, token, first_head + head)
 
 
 def call_of(call: Call) -> Any:

@@ -23,13 +23,14 @@ from cute_kernels.extend.memory import KEYS, VALUES, Pages, Source
 from cute_kernels.extend.policies import GROUP_TOKENS, SLAB_COLUMNS
 from cute_kernels.extend.schedule import ExtendProblem, choose, key_rows_of
 from cute_kernels.kv_formats import format_pair
-from simulator import LANES, Float32, Int32, Int64, running, stand_in
+from simulator import LANES, Float32, Int32, Int64, Uint32, running, stand_in
 from simulator.registers import from_halves, halves
 from tests.extend.cases import Call, make_call
 from tests.extend.test_unpack import Machine, _bytes, _rows, wanted
 
 HEAD, BLOCK = 1, 1
 FIRST, STOP = 140, 250  # tokens that queries see, in the middle of that block
+MAGIC = (Uint32(0x60006000), Uint32(0x50005000))
 G, T = np.arange(32) // 4, np.arange(32) % 4
 
 
@@ -132,7 +133,7 @@ def scales_of(block: Block, operand: int) -> np.ndarray:
     found = np.zeros(128)
     consumer = KeyRowsConsumer(block.config)
     with running(block.machine):
-        place = consumer.shifted(consumer.place_of(Int32(0), Int32(0), Int32(LANES)), block.source, block.work)
+        place = consumer.shifted(consumer.place_of(Int32(0), Int32(0), Int32(LANES), MAGIC), block.source, block.work)
         for first in range(0, 128, 16):
             pair = consumer.load_scales(block.memory, place, operand, Int32(0), Int32(first + G))
             for half, scale in enumerate(pair):
@@ -188,14 +189,14 @@ def check_operands(call: Call) -> None:
                 words = keys.load_keys(place + block.memory.tile(KEYS, 0) + shift)
                 address = keys.header_start(block.memory, KEYS, 0, group)
                 headers = keys.load_key_headers(address, Int32(warp), Int32(LANES))
-                got_scores[rows] = block.a_operand(keys.key_operands(words, headers)) @ queries.numpy().T
+                got_scores[rows] = block.a_operand(keys.key_operands(words, headers, MAGIC)) @ queries.numpy().T
                 _, shift, odd = values.shifts(block.source.values, block.work.head, Int32(LANES))
                 place = values.value_place(Int32(warp), Int32(LANES)) + group * (GROUP_TOKENS * values.row_bytes)
                 odd = odd + values.row_bytes
                 words = values.load_values(place + block.memory.tile(VALUES, 0) + shift, odd, GROUP_TOKENS)
                 address = values.header_start(block.memory, VALUES, 0, group)
                 headers = values.load_value_headers(address, GROUP_TOKENS, Int32(warp), Int32(LANES))
-                steps = [values.value_operands(words, headers, step) for step in range(4)]
+                steps = [values.value_operands(words, headers, step, MAGIC) for step in range(4)]
                 for mma in range(2):
                     a = block.a_operand([step[mma] for step in steps])
                     columns = np.asarray(values.column(warp, np.arange(32), mma))
@@ -220,7 +221,7 @@ def test_probabilities_lie_as_products_read_them(name):
     with running(block.machine):
         sums: Any = stand_in(SimpleNamespace(maximum=[Float32(0.0)] * columns))
         for warp in range(4):
-            place = consumer.place_of(Int32(0), Int32(warp), Int32(LANES))
+            place = consumer.place_of(Int32(0), Int32(warp), Int32(LANES), MAGIC)
             rows = [16 * warp + G + 8 * j for j in range(2)]
             s = [None] * (2 * columns)
             for column in range(columns):
@@ -270,7 +271,10 @@ def test_no_logit_exceeds_a_raised_reference(name):
         exceeding = []
         for limits in ([None] * 4, bounds):
             for warp in warps:
-                place, totals = consumer.place_of(Int32(0), Int32(warp), Int32(LANES)), [None] * consumer.columns
+                place, totals = (
+                    consumer.place_of(Int32(0), Int32(warp), Int32(LANES), MAGIC),
+                    [None] * consumer.columns,
+                )
                 target = Int32(block.probabilities)
                 given = sums, totals, place, target, s[warp], lines, scales[warp], limits[warp]
                 exceeding.append(np.any(consumer.write_probabilities(*given)))

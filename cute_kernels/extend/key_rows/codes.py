@@ -20,7 +20,7 @@ from typing import Any
 from cutlass import Int32, Uint32
 
 from cute_kernels.device import ptx
-from cute_kernels.extend.decode import MAGIC_BYTES, MINUS_1024, MINUS_1152, SIGN_BITS
+from cute_kernels.extend.decode import MAGIC_BYTES, MINUS_1152, SIGN_BITS
 from cute_kernels.extend.policies import GROUP_TOKENS, HEADED_ROW_BYTES, SCALED_ROW_BYTES
 from cute_kernels.kv_formats import KvFormat
 
@@ -28,8 +28,19 @@ CHUNK_BYTES = 16
 HEAD_DIM = 128
 SCALE_BYTES = 4
 WARP_TOKENS = 16
-LOW_NIBBLES, HIGH_NIBBLES, MAGIC = 0x000F000F, 0x00F000F0, 0x64006400
-HALF, THIRTY_SECOND = 0x38003800, 0x28002800  # 2**-1 and 2**-5 in fp16, twice
+# Of either nibble n of a byte: its mask; what makes 512 + n / 2 or 32 + n / 2 in fp16 of it; what is subtracted again.
+LOW_NIBBLES, HIGH_NIBBLES = (0x000F000F, 0x60006000, 0xE000E000), (0x00F000F0, 0x50005000, 0xD000D000)
+MAGIC = (LOW_NIBBLES[1], HIGH_NIBBLES[1])
+HALF = 0x38003800  # 2**-1 in fp16, twice
+
+
+def magic_of(number) -> tuple[Any, Any]:
+    """`MAGIC`, which no compiler knows: an instruction that masks a nibble and adds it has room for one constant.
+
+    number: one of no more than 31 bits.
+    """
+    low, high = (Uint32(magic) + (Uint32(number) >> 31) for magic in MAGIC)
+    return low, high
 
 
 class Int8Codes:
@@ -95,8 +106,8 @@ class ByteRows:
         """Nothing: a scale meets scores and probabilities."""
         return []
 
-    def key_operands(self, words, headers) -> list[list[Uint32]]:
-        """A registers by step of 16 columns."""
+    def key_operands(self, words, headers, magic) -> list[list[Uint32]]:
+        """A registers by step of 16 columns. magic: of `magic_of`."""
         steps = []
         for low, high in zip(words[0::2], words[1::2], strict=True):
             of_low, of_high = (self.codes.numbers(word, ((0, 1), (2, 3))) for word in (low, high))
@@ -121,7 +132,7 @@ class ByteRows:
     def load_value_headers(self, address, tokens: int, warp, lane) -> list[Any]:
         return []
 
-    def value_operands(self, words, headers, step: int) -> list[list[Uint32]]:
+    def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
         """A registers of the two MMAs of a step of 16 tokens."""
         own = words[4 * step : 4 * step + 4]
         result = []
@@ -206,7 +217,7 @@ class ScaledByteRows(ByteRows):
             for start in (address, address + odd)
         ]
 
-    def value_operands(self, words, headers, step: int) -> list[list[Uint32]]:
+    def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
         pairs = []
         for even, odd in zip(words[4 * step : 4 * step + 4 : 2], words[4 * step + 1 : 4 * step + 4 : 2], strict=True):
             both = [ptx.prmt(even, odd, Uint32(s)) for s in (0x5140, 0x7362)]
@@ -235,18 +246,19 @@ class NibbleRows:
     def swizzle(row):
         return row // 2 % 4
 
-    def numbers(self, word, scales, shifts) -> list[Uint32]:
-        """Pairs (i, i + 4) of a word's nibbles. scales: halves of them, and 32nds for odd i."""
+    def numbers(self, word, magic, scales, shifts) -> list[Uint32]:
+        """Pairs (i, i + 4) of a word's nibbles. shifts: halves of them."""
         result = []
         for index in range(4):
             own = word if index < 2 else word >> 8
-            masked = (own & Uint32(HIGH_NIBBLES if index % 2 else LOW_NIBBLES)) | Uint32(MAGIC)
-            codes = ptx.add_f16x2(masked, Uint32(MINUS_1024))
-            result.append(ptx.fma_f16x2(codes, scales[index % 2], shifts))
+            mask, _, zero = (LOW_NIBBLES, HIGH_NIBBLES)[index % 2]
+            codes = ptx.add_f16x2((own & Uint32(mask)) | magic[index % 2], Uint32(zero))
+            result.append(ptx.fma_f16x2(codes, scales, shifts))
         return result
 
-    def halved(self, scales, shifts):
-        return [ptx.mul_f16x2(scales, Uint32(x)) for x in (HALF, THIRTY_SECOND)], ptx.mul_f16x2(shifts, Uint32(HALF))
+    def made(self, scales, shifts) -> tuple[Uint32, Uint32]:
+        """What :meth:`numbers` takes of headers."""
+        return scales, ptx.mul_f16x2(shifts, Uint32(HALF))
 
     def key_place(self, warp, lane):
         matrix, row = lane // 8, lane % 8
@@ -269,14 +281,16 @@ class NibbleRows:
         groups = HEAD_DIM // 32 // self.group_chunks
         return [[ptx.load_shared(own, 512 * group + 32 * i) for i in range(2)] for group in range(groups)]
 
-    def key_operands(self, words, headers) -> list[list[Uint32]]:
+    def key_operands(self, words, headers, magic) -> list[list[Uint32]]:
         made = [
-            [self.halved(*(ptx.prmt(word, Uint32(0), Uint32(s)) for s in (0x1010, 0x3232))) for word in rows]
+            [self.made(*(ptx.prmt(word, Uint32(0), Uint32(s)) for s in (0x1010, 0x3232))) for word in rows]
             for rows in headers
         ]
         steps = []
         for chunk in range(4):
-            low, high = (self.numbers(words[2 * chunk + i], *made[chunk // self.group_chunks][i]) for i in range(2))
+            low, high = (
+                self.numbers(words[2 * chunk + i], magic, *made[chunk // self.group_chunks][i]) for i in range(2)
+            )
             steps += [[low[p], high[p], low[p + 1], high[p + 1]] for p in (0, 2)]
         return steps
 
@@ -296,12 +310,12 @@ class NibbleRows:
         own = address + 512 * (warp // self.group_chunks) + 8 * (lane % 4)
         return [ptx.load_shared_vector(own, 4 * first, 2) for first in range(0, tokens, 8)]
 
-    def value_operands(self, words, headers, step: int) -> list[list[Uint32]]:
+    def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
         pairs = []
         for index in (2 * step, 2 * step + 1):
             even, odd = headers[index]
             scales, shifts = (ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632))
-            pairs.append(self.numbers(words[index], *self.halved(scales, shifts)))
+            pairs.append(self.numbers(words[index], magic, *self.made(scales, shifts)))
         low, high = pairs
         return [[low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]] for m in range(2)]
 

@@ -236,6 +236,11 @@ class RawRowProducer:
             tile.make_map(cache, head_major) for tile, cache in zip(self.tiles, (k_cache, v_cache), strict=True)
         )
 
+    def prefetch_maps(self, source) -> None:
+        """Asks for the tensor maps, before it is known what they are to bring."""
+        for atom, _ in source.maps or ():
+            cpasync.prefetch_descriptor(atom)
+
     @cute.jit
     def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
         """Fills the tiles of a work tile, the last block first; the ring's next stage and phase."""

@@ -24,7 +24,7 @@ from cute_kernels.device.lanes import in_pairs, lane_max
 from cute_kernels.device.ring import advance
 from cute_kernels.device.types import RegisterTensor
 from cute_kernels.extend.config import ExtendConfig
-from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, rows_of
+from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, magic_of, rows_of
 from cute_kernels.extend.key_rows.queries import QueryWriter
 from cute_kernels.extend.key_rows.results import KeyRowsResults, sum_index
 from cute_kernels.extend.loads import load_word_below
@@ -64,7 +64,8 @@ class Sums:
 class Lane:
     """Where a thread stands. group, warp: of the two warpgroups, of its four warps. keys, values, probabilities,
     last_probabilities: bytes from a tile, or from the warpgroup's probabilities, to the lane's. scales: by which those
-    of its rows of K and V are shifted; next_value: from values of its first token to those of its next one."""
+    of its rows of K and V are shifted; next_value: from values of its first token to those of its next one. magic: of
+    `magic_of`."""
 
     group: Int32
     warp: Int32
@@ -75,6 +76,7 @@ class Lane:
     last_probabilities: Int32
     scales: tuple[Any, Any]
     next_value: Any
+    magic: Any
 
 
 class KeyRowsConsumer:
@@ -101,7 +103,7 @@ class KeyRowsConsumer:
             if group == 1:
                 self.pass_turn(group)
         stage, phase, slot, slot_phase = Int32(0), Int32(0), Int32(0), Int32(0)
-        start = self.place_of(group, warp, lane)
+        start = self.place_of(group, warp, lane, magic_of(shape.batch))
         work = self.receive(memory, slot, slot_phase, lane)
         while work.request != END:
             slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
@@ -109,7 +111,7 @@ class KeyRowsConsumer:
             stage, phase = self.attend(shape, operands, features, work, memory, place, stage, phase)
             work = self.receive(memory, slot, slot_phase, lane)
 
-    def place_of(self, group, warp, lane) -> Lane:
+    def place_of(self, group, warp, lane, magic) -> Lane:
         matrix, row = lane // 8, lane % 8
         # Of two blocks of queries at a time, and two halves of the warp's tokens.
         chunk = ((2 * warp + matrix % 2) ^ row) * CHUNK_BYTES
@@ -124,6 +126,7 @@ class KeyRowsConsumer:
             last,
             (0, 0),
             0,
+            magic,
         )
 
     def shifted(self, start: Lane, source, work) -> Lane:
@@ -171,7 +174,9 @@ class KeyRowsConsumer:
             self.add_values(memory, sums, place, before)
             self.release(memory, VALUES, before, place.lane)
             self.wait_for(sums, [])
-        self.results.write(shape, operands, features, work, memory, sums, place)
+        # Or what follows from where a thread stands is kept, or spilled, throughout the loop.
+        here = replace(place, lane=ptx.pinned(place.lane), warp=ptx.pinned(place.warp), group=ptx.pinned(place.group))
+        self.results.write(shape, operands, features, work, memory, sums, here)
         return stage, phase
 
     def score_scale(self, operands, work, from_fp16):
@@ -230,7 +235,7 @@ class KeyRowsConsumer:
         mmas = range(2)
         totals = [[sums.values[i] for i in self._places(m)] for m in mmas]
         for first in range(0, VALUE_STEPS, STEPS_AT_ONCE):
-            steps = [self.values.value_operands(words, headers, first + i) for i in range(STEPS_AT_ONCE)]
+            steps = [self.values.value_operands(words, headers, first + i, place.magic) for i in range(STEPS_AT_ONCE)]
             ready = wgmma.fence([word for step in steps for a in step for word in a])
             for i in range(STEPS_AT_ONCE):
                 for m in mmas:
@@ -244,7 +249,7 @@ class KeyRowsConsumer:
         words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage))
         address = self.keys.header_start(memory, KEYS, stage, place.group)
         headers = self.keys.load_key_headers(address, place.warp, place.lane)
-        ready = wgmma.fence([word for a in self.keys.key_operands(words, headers) for word in a])
+        ready = wgmma.fence([word for a in self.keys.key_operands(words, headers, place.magic) for word in a])
         return [ready[4 * step : 4 * step + 4] for step in range(KEY_STEPS)]
 
     def start_scores(self, memory, operands) -> list[Any]:

@@ -1,6 +1,8 @@
 """From the sums of both warpgroups, each over half of the keys, to the result or to a split's part of it.
 
-Each takes one of the two MMAs' columns and gives the other one's away, through the places of its probabilities.
+What is to be known of a row, a thread of its own finds, once: with what each warpgroup's sums are to be multiplied, and
+where the row goes. Each warpgroup takes one of the two MMAs' columns and gives the other one's away, through the places
+of its probabilities.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.key_rows.codes import rows_of
 from cute_kernels.extend.key_rows.queries import sync_consumers
-from cute_kernels.extend.multiply import FIRST_WARPGROUP, WARPGROUP_THREADS
+from cute_kernels.extend.multiply import WARPGROUP_THREADS
 from cute_kernels.extend.policies import ELEMENT_BYTES, MMA_WARPGROUPS, WARPGROUP_WARPS
 from cute_kernels.extend.queries import query_row
 from cute_kernels.extend.softmax import load_float
+
+PARTIAL_BYTES = 4  # of a number of a split's partial result
+NOWHERE = -1  # the number of a row that the request does not have
 
 
 def sum_index(column: int, half: int) -> int:
@@ -43,38 +48,23 @@ class KeyRowsResults:
     @cute.jit
     def write(self, shape, operands, features, work, memory, sums, place):
         """A work tile's. No products are running."""
-        # Its warps' products have read the warpgroup's probabilities.
-        cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
-        own = cute.make_rmem_tensor(2 * self.columns, Float32)
-        first = place.group == 0
-        thread = 4 * (place.warp * WARP_THREADS + place.lane)
-        area = memory.probabilities + place.group * (2 * self.shape.probability_bytes) + thread
-        for i in cutlass.range_constexpr(2 * self.columns):
-            low, high = sums.values[i], sums.values[2 * self.columns + i]
-            own[i] = cutlass.select_(first, low, high)
-            ptx.store_shared(area, 4 * WARPGROUP_THREADS * i, [cutlass.select_(first, high, low)])
         self.tell(memory, sums, place)
         sync_consumers()
-        other = memory.probabilities + (1 - place.group) * (2 * self.shape.probability_bytes) + thread
-        for block in cutlass.range_constexpr(self.columns // 2):
-            for c in cutlass.range_constexpr(2):
-                common, total, values = self.merged(memory, place, own, other, block, c)
-                row = work.first_row + 8 * block + 2 * (place.lane % 4) + c
-                self.write_row(shape, operands, features, work, place, row, common, total, values)
-
-    def merged(self, memory, place, own, other, block: int, c: int) -> tuple[Any, Any, list[Any]]:
-        """(reference, total, two values) of both warpgroups together. other: address of the other one's sums."""
-        first, (references, totals) = place.group == 0, self.hear(memory, place, block)
-        mine, its = (cutlass.select_(first, references[i][c], references[1 - i][c]) for i in range(2))
-        common = ptx.fmax(mine, its)
-        weights = [ptx.exp2(mine - common), ptx.exp2(its - common)]
-        mine, its = (cutlass.select_(first, totals[i][c], totals[1 - i][c]) for i in range(2))
-        values = []
-        for half in range(2):
-            index = sum_index(2 * block + c, half)
-            more = ptx.load_shared(other, 4 * WARPGROUP_THREADS * index).bitcast(Float32)
-            values.append(ptx.fma(own[index], weights[0], more * weights[1]))
-        return common, ptx.fma(mine, weights[0], its * weights[1]), values
+        row = (place.group * WARPGROUP_WARPS + place.warp) * WARP_THREADS + place.lane
+        if row < self.config.tile_rows:
+            self.finish_row(shape, operands, features, work, memory, row)
+        # The warpgroup's products have read its probabilities, and all warps what was told.
+        sync_consumers()
+        for group in cutlass.range_constexpr(MMA_WARPGROUPS):
+            if place.group == group:
+                self.send(memory, sums, place, group)
+        sync_consumers()
+        for group in cutlass.range_constexpr(MMA_WARPGROUPS):
+            if place.group == group:
+                if shape.splits.value == 1:
+                    self.write_rows(operands.out, ELEMENT_BYTES, memory, sums, place, group)
+                else:
+                    self.write_rows(operands.partials, PARTIAL_BYTES, memory, sums, place, group)
 
     def tell(self, memory, sums, place) -> None:
         """The warp's totals, and its warpgroup's references, of all columns."""
@@ -86,53 +76,101 @@ class KeyRowsResults:
             pair = [sums.maximum[2 * block + c] for c in range(2)]
             ptx.store_shared(told, WARPGROUP_WARPS * row_bytes + 32 * block, pair)
 
-    def hear(self, memory, place, block: int) -> tuple[Any, Any]:
-        """(references, totals) of both warpgroups, [warpgroup][c], of two columns."""
-        row_bytes = 4 * self.config.tile_rows
+    def hear(self, memory, row) -> tuple[list[Any], list[Any]]:
+        """(references, totals) of a row, by warpgroup."""
         references, totals = [], []
         for group in range(MMA_WARPGROUPS):
-            told = memory.told + 8 * (place.lane % 4)
-            first = group * self.shape.group_told_bytes + 32 * block
-            rows = [
-                [word.bitcast(Float32) for word in ptx.load_shared_vector(told, first + row * row_bytes, 2)]
-                for row in range(WARPGROUP_WARPS + 1)
+            told = memory.told + group * self.shape.group_told_bytes + 4 * row
+            numbers = [
+                ptx.load_shared(told, 4 * self.config.tile_rows * i).bitcast(Float32)
+                for i in range(WARPGROUP_WARPS + 1)
             ]
-            references.append(rows[WARPGROUP_WARPS])
-            totals.append([(rows[0][c] + rows[1][c]) + (rows[2][c] + rows[3][c]) for c in range(2)])
+            references.append(numbers[WARPGROUP_WARPS])
+            totals.append((numbers[0] + numbers[1]) + (numbers[2] + numbers[3]))
         return references, totals
 
+    def factors(self, memory, group: int):
+        """Address of what a warpgroup's sums of each row are to be multiplied with. Queries lay here, which no product
+        reads any more."""
+        return memory.queries + group * (4 * self.config.tile_rows)
+
+    def numbers(self, memory):
+        """Address of the number of each row in the output or among the partial results, or NOWHERE."""
+        return self.factors(memory, MMA_WARPGROUPS)
+
     @cute.jit
-    def write_row(self, shape, operands, features, work, place, row: Int32, reference, total, values):
-        """Two neighbouring columns of a row."""
+    def finish_row(self, shape, operands, features, work, memory, row: Int32):
+        """What a thread finds of one row for all others; its log-sum-exp, or a split's weight."""
         config = self.config
-        exists = row < work.num_rows
-        number, _, head = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
+        exists = work.first_row + row < work.num_rows
+        number, _, head = query_row(shape, work, cutlass.select_(exists, work.first_row + row, work.first_row))
+        references, totals = self.hear(memory, row)
+        common = ptx.fmax(*references)
+        weights = [ptx.exp2(own - common) for own in references]
+        total = ptx.fma(totals[0], weights[0], totals[1] * weights[1])
+        nothing = total == 0.0
         unit = Float32(config.units[1])
         if const_expr(config.formats[1].given_scale is not None):
             unit = unit * load_float(operands.v_scale + Int64(work.head) * operands.v_scale_stride * 4)
-        nothing = total == 0.0
-        d = self.rows.column(place.warp, place.lane, place.group)
-        tells = exists & (place.group == 0) & (place.warp == 0) & (place.lane < 4)
+        denominator = total
         if shape.splits.value == 1:
-            denominator = total
             if const_expr(config.features.sinks):
                 sink = load_float(features.sinks + Int64(head) * 4)
-                denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -reference))
-            factor = cutlass.select_(nothing, Float32(0.0), ptx.reciprocal(denominator)) * unit
-            if tells & (operands.lse != 0):
-                lse = (reference + ptx.log2(total)) * ptx.LN_2
+                denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -common))
+            if exists & (operands.lse != 0):
+                lse = (common + ptx.log2(total)) * ptx.LN_2
                 ptx.store_global(operands.lse + Int64(number) * 4, [cutlass.select_(nothing, -Float32.inf, lse)])
-            if exists:
-                address = operands.out + Int64(number) * (config.head_dim * ELEMENT_BYTES) + Int64(d * ELEMENT_BYTES)
-                ptx.store_global(address, [self.elements.pack(values[0] * factor, values[1] * factor)])
         else:
-            factor = cutlass.select_(nothing, Float32(0.0), ptx.reciprocal(total)) * unit
-            num_rows = Int64(shape.total_q) * shape.num_q_heads
-            part = num_rows * work.split + number
-            if tells:
-                weight = cutlass.select_(nothing, -Float32.inf, reference + ptx.log2(total))
-                averages = num_rows * shape.splits.value * config.head_dim
-                ptx.store_global(operands.partials + (averages + part) * 4, [weight])
+            rows = shape.total_q * shape.num_q_heads
+            number = rows * work.split + number
             if exists:
-                address = operands.partials + part * (config.head_dim * 4) + Int64(d * 4)
-                ptx.store_global(address, [values[0] * factor, values[1] * factor])
+                weight = cutlass.select_(nothing, -Float32.inf, common + ptx.log2(total))
+                averages = Int64(rows) * shape.splits.value * config.head_dim
+                ptx.store_global(operands.partials + (averages + number) * 4, [weight])
+        factor = cutlass.select_(nothing, Float32(0.0), ptx.reciprocal(denominator)) * unit
+        for group in cutlass.range_constexpr(MMA_WARPGROUPS):
+            ptx.store_shared(self.factors(memory, group) + 4 * row, 0, [weights[group] * factor])
+        ptx.store_shared(self.numbers(memory) + 4 * row, 0, [cutlass.select_(exists, number, Int32(NOWHERE))])
+
+    def send(self, memory, sums, place, group: int) -> None:
+        """Multiplies all of a warpgroup's sums; gives those of the other one's MMA to it."""
+        factors = self.factors(memory, group) + 8 * (place.lane % 4)
+        place_bytes = 16 * WARPGROUP_THREADS
+        area = memory.probabilities + group * (2 * self.shape.probability_bytes) + self.thread_place(place)
+        for block in range(self.columns // 2):
+            pair = [word.bitcast(Float32) for word in ptx.load_shared_vector(factors, 32 * block, 2)]
+            for mma in range(2):
+                places = self.block_places(mma, block)
+                own = [sums.values[index] * pair[index % 2] for index in places]
+                if mma == group:
+                    for index, value in zip(places, own, strict=True):
+                        sums.values[index] = value
+                else:
+                    ptx.store_shared(area, place_bytes * block, own)
+
+    def thread_place(self, place):
+        return 16 * (place.warp * WARP_THREADS + place.lane)
+
+    def block_places(self, mma: int, block: int) -> list[int]:
+        """Of a block's four sums: [row half][column]."""
+        return [2 * self.columns * mma + sum_index(2 * block + c, half) for half in range(2) for c in range(2)]
+
+    @cute.jit
+    def write_rows(self, target: Int64, size: cutlass.Constexpr, memory, sums, place, group: cutlass.Constexpr):
+        """A warpgroup's columns of all rows, of so many bytes a number: its own sums and those of the other one."""
+        d = self.rows.column(place.warp, place.lane, group)
+        start, row_bytes = target + Int64(d * size), self.config.head_dim * size
+        numbers = self.numbers(memory) + 8 * (place.lane % 4)
+        area = memory.probabilities + (1 - group) * (2 * self.shape.probability_bytes) + self.thread_place(place)
+        for block in cutlass.range_constexpr(self.columns // 2):
+            its = [word.bitcast(Float32) for word in ptx.load_shared_vector(area, 16 * WARPGROUP_THREADS * block, 4)]
+            values = [sums.values[i] + more for i, more in zip(self.block_places(group, block), its, strict=True)]
+            found = ptx.load_shared_vector(numbers, 32 * block, 2)
+            for c in cutlass.range_constexpr(2):
+                number = Int32(found[c])
+                if number != NOWHERE:
+                    address = start + Int64(number) * row_bytes
+                    if const_expr(size == PARTIAL_BYTES):
+                        ptx.store_global(address, [values[c], values[2 + c]])
+                    else:
+                        ptx.store_global(address, [self.elements.pack(values[c], values[2 + c])])
