@@ -8,8 +8,6 @@ the other, as if they stood in the graph.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from cute_kernels.layer_products.call import LayerCall, is_one_launch, layer, serves_rows, serves_shape, specs_for
@@ -100,7 +98,7 @@ def _apart(
     return rows, x
 
 
-def _meta(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _meta(x: torch.Tensor, *given) -> tuple[torch.Tensor, torch.Tensor]:
     _, hidden, _, projected, _ = given[-5:]
     return x.new_empty((x.shape[0], hidden)), x.new_empty((x.shape[0], projected))
 

@@ -109,7 +109,7 @@ class QuantizedLinear(OfFormat, nn.Module):
             raise TypeError(f"linear: got {type(linear).__name__}, want an nn.Linear")
         own: Any = linear
         w = own.weight.detach()
-        options: Any = {"device": device, "format": format}
+        options: dict[str, Any] = {"device": device, "format": format}
         weight = quantize_weight(w.T if is_conv1d(linear) else w, bits, group_size, zero_point, dtype, **options)
         layer = cls(weight, None if own.bias is None else own.bias.detach())
         return layer.train(linear.training)

@@ -12,6 +12,7 @@ pytest.importorskip("cutlass")
 from cute_kernels import quantized_linear, rms_norm
 from cute_kernels.linear import deferred, deferred_ops, served
 from cute_kernels.linear.plan import problem_of as problem_on
+from cute_kernels.runtime import native
 from cute_kernels.runtime.cache import default_cache
 from tests.launchers import recording
 from tests.linear.test_deferred_calls import HALF, K, M, N, kinds, numbers, weight
@@ -111,26 +112,16 @@ def test_a_norm_is_left_where_both_kernels_have_the_means():
         assert not deferred.leaves_norm(M, weight(dtype=HALF), weight(128, N, HALF))
 
 
-def test_a_norm_is_a_launch_where_its_kernel_would_have_to_be_compiled_and_cannot(monkeypatch):
+def test_a_norm_is_a_launch_where_its_kernel_would_have_to_be_compiled_and_cannot():
     """Without the compiler, and in a server, whose steps wait for nothing that was not made ready."""
     first, second = weight(), weight(128, N)
-    with recording(), monkeypatch.context() as patch:
-        patch.setattr(served, "compiler_version", lambda: None)
-        patch.setattr(served, "default_cache", lambda: Empty())
+    with recording(), native.having(dsl_version=lambda: None):
         assert not deferred.leaves_norm(M, first, second)
     with recording():
         problem = problem_on(1, N, K, first.format, torch.bfloat16, 0, False)
         served.note_ready(problem, [M])
         try:
-            monkeypatch.setattr(served, "default_cache", lambda: Empty())
             assert not deferred.leaves_norm(M, first, second)
         finally:
             served.forget_ready()
     assert default_cache() is not None
-
-
-class Empty:
-    """A cache without kernels."""
-
-    def has(self, *_: Any) -> bool:
-        return False

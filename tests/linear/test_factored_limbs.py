@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from cute_kernels.linear.wgmma.factored_limbs_compile import FactoredLimbsSpec
 from cute_kernels.linear.wgmma.factored_limbs_config import FactoredLimbsConfig
 from cute_kernels.linear.wgmma.factored_limbs_launch import FactoredLimbProduct
 from cute_kernels.linear.wgmma.mainloops import LIMB_GROUP, NORMED, ORDERED, SCALED
-from cute_kernels.runtime import default_cache
+from cute_kernels.runtime import default_cache, native
 from cute_kernels.runtime.gpu import standing_in
 from cute_kernels.weight_formats import integers
 from tests.attention import warp as machine
@@ -121,16 +122,9 @@ def test_rows_that_come_in_limbs_have_no_launch_before_these(m: int):
         assert all(len(found[kind]) == 2 and found[kind][1] == found["both"][-1] for kind in KINDS)
 
 
-class Empty:
-    """A cache without kernels."""
-
-    def has(self, *_: Any) -> bool:
-        return False
-
-
 @pytest.mark.parametrize("noted", [False, True])
 @pytest.mark.parametrize("m", [1, 17])
-def test_an_option_is_a_launch_where_its_kernel_would_have_to_be_compiled_and_cannot(m: int, noted: bool, monkeypatch):
+def test_an_option_is_a_launch_where_its_kernel_would_have_to_be_compiled_and_cannot(m: int, noted: bool):
     """Without the compiler, whatever a bundle holds of options, and in a server, whose steps wait for nothing."""
     x, ones = torch.ones(m, WIDE_K, dtype=torch.bfloat16), torch.ones(WIDE_K, dtype=torch.bfloat16)
     order = torch.arange(WIDE_K, dtype=torch.int32)
@@ -139,11 +133,8 @@ def test_an_option_is_a_launch_where_its_kernel_would_have_to_be_compiled_and_ca
         "linear_inputs_": ({"perm": order}, {}),
         "norm_rms": ({}, {"norm": ones}),
     }
-    monkeypatch.setattr(served, "default_cache", lambda: Empty())
-    if not noted:
-        monkeypatch.setattr(served, "compiler_version", lambda: None)
     try:
-        with recording() as recorded:
+        with recording() as recorded, nullcontext() if noted else native.having(dsl_version=lambda: None):
             if noted:
                 served.note_ready(problem_of(1, N, WIDE_K, integers(4), torch.bfloat16, 0, False), [m])
             quantized_linear(x, weight())

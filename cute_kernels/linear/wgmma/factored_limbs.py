@@ -24,13 +24,12 @@ PIECE_INPUTS = PIECE_BYTES // 2
 LOW_HALVES = 0x5410
 
 
-class FactoredLimbsKernel(LimbBlocksKernel):
+class FactoredLimbsKernel:
     """One compiled variant; :class:`FactoredLimbsConfig` says which."""
 
-    config: FactoredLimbsConfig
-
     def __init__(self, config: FactoredLimbsConfig):
-        super().__init__(config)
+        self.config, self.blocks = config, LimbBlocksKernel(config.blocks)
+        self.limbs = self.blocks.limbs
         self.pack = ptx.pack_bf16x2 if config.dtype == "bf16" else ptx.pack_f16x2
 
     def launch(self, given, stream):
@@ -63,7 +62,7 @@ class FactoredLimbsKernel(LimbBlocksKernel):
         words = [cutlass.select_(inside, word, Uint32(0)) for word in found]
         scale, limbs = self.limbs.split(words, lane)
         if group < groups:
-            ptx.store_global(out + (Int64(group) * (rows * GROUP_BYTES) + self.place(row, rows, lane)), limbs)
+            ptx.store_global(out + (Int64(group) * (rows * GROUP_BYTES) + self.blocks.place(row, rows, lane)), limbs)
             if lane == 0:
                 scales = out + Int64(groups) * (rows * GROUP_BYTES)
                 ptx.store_global(scales + Int64(group * rows + row) * ROW_SCALE_BYTES, [scale])

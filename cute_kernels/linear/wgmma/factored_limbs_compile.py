@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from cute_kernels.linear.arguments import compile_kernel
 from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
@@ -16,14 +16,15 @@ MODULES = ("factored_limbs", "factored_limbs_compile", "factored_limbs_config")
 
 
 @dataclass(frozen=True, eq=False)
-class FactoredLimbsSpec(LimbBlocksSpec):
+class FactoredLimbsSpec(KernelSpec):
     """One kernel that makes limbs of scaled or reordered rows: takes `FACTORED_LIMB_BLOCKS`."""
 
     config: FactoredLimbsConfig
+    family: ClassVar[str] = "linear"
 
     def source_roots(self) -> tuple[Path, ...]:
         folder = Path(__file__).resolve().parent
-        return super().source_roots() + tuple(folder / f"{name}.py" for name in MODULES)
+        return LimbBlocksSpec(self.config.blocks).source_roots() + tuple(folder / f"{name}.py" for name in MODULES)
 
     def compile(self, arch: str) -> Any:
         return compile_factored_limbs(self.config, arch)

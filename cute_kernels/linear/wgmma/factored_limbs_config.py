@@ -14,14 +14,25 @@ FACTORED_LIMB_BLOCKS = matrix_arguments(("out", "factors"), ("rows", "groups"))
 
 
 @dataclass(frozen=True)
-class FactoredLimbsConfig(LimbBlocksConfig):
-    """As `LimbBlocksConfig`. kind: what rows meet, `mainloops.SCALED` or `ORDERED`."""
+class FactoredLimbsConfig:
+    """As `LimbBlocksConfig`. dtype: of x. kind: what rows meet, `mainloops.SCALED` or `ORDERED`."""
 
+    dtype: str = "bf16"
     kind: str = SCALED
 
     @property
+    def blocks(self) -> LimbBlocksConfig:
+        """What makes limbs of rows as they are."""
+        return LimbBlocksConfig(self.dtype)
+
+    @property
+    def num_threads(self) -> int:
+        return self.blocks.num_threads
+
+    @property
     def name(self) -> str:
-        return f"{super().name}_{self.kind}"
+        return f"{self.blocks.name}_{self.kind}"
 
     def can_implement(self) -> str | None:
-        return super().can_implement() or one_of(self.kind, (SCALED, ORDERED), "kind")
+        """Why this configuration cannot be compiled, or None."""
+        return self.blocks.can_implement() or one_of(self.kind, (SCALED, ORDERED), "kind")
