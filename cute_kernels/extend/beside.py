@@ -28,7 +28,8 @@ from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.decode import CodedRows
 from cute_kernels.extend.loads import store_below
 from cute_kernels.extend.memory import KEYS, VALUES, Pages, Rows, Source
-from cute_kernels.extend.policies import SLAB_COLUMNS, TILE_SCALE_BYTES, TILE_TOKENS, UnpackConfig
+from cute_kernels.extend.multiply import FIRST_TURN
+from cute_kernels.extend.policies import MMA_WARPGROUPS, SLAB_COLUMNS, TILE_SCALE_BYTES, TILE_TOKENS, UnpackConfig
 from cute_kernels.extend.powers import exponent_beside, power_of_2
 from cute_kernels.extend.progress import NOTHING, Progress
 from cute_kernels.extend.tma_tiles import TmaTileProducer
@@ -37,6 +38,7 @@ from cute_kernels.kv_formats import KvFormat
 
 CHUNK_ROWS = WARP_THREADS  # a lane for the scale of each
 CHUNKS = TILE_TOKENS[SLAB_COLUMNS] // CHUNK_ROWS  # of a tile
+UNPACKING = FIRST_TURN + MMA_WARPGROUPS  # barrier of the warps that unpack
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class ChunkUnpacker:
                     )
                 passed = passed + count
         if chunk - warp < passed:  # others have a chunk where this warp has none: they wait for it, too
-            self.meet(memory, lane)
+            cute.arch.barrier_arrive(barrier_id=UNPACKING, number_of_threads=self.warps * WARP_THREADS)
         progress.tell(told, lane)
 
     @cute.jit
@@ -163,17 +165,8 @@ class ChunkUnpacker:
         other."""
         place = memory.drawn + 4 * turn
         self.publish(ticket, place, warp, lane)
-        self.meet(memory, lane)
-        cute.arch.mbarrier_wait(memory.sharing, turn)
+        cute.arch.barrier(barrier_id=UNPACKING, number_of_threads=self.warps * WARP_THREADS)
         return Int32(ptx.load_shared(place, 0)) * self.warps + warp
-
-    @cute.jit
-    def meet(self, memory, lane: Int32):
-        """A warp arrives where the others do, once all of its lanes have read what was shared before. No named barrier:
-        at those, too, three warps may come from three places of the code, but synccheck takes that for a fault."""
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(memory.sharing)
 
     @cute.jit
     def publish(self, ticket: Int32, address: Int32, warp: Int32, lane: Int32):

@@ -31,7 +31,7 @@ class ExtendMemory:
             of what each producer warp has decoded.
         query_scales: fp32 [128]: powers of 2 that queries in fp16 are to be multiplied with.
         slots: work tiles that the CTA knows of.
-        drawn: two words, what warps that unpack have drawn, one after the other. sharing: barrier of these warps.
+        drawn: two words, what warps that unpack have drawn, one after the other.
         full, empty: barriers of the tiles, K's and then V's. work_full, work_empty: of the slots.
     """
 
@@ -46,7 +46,6 @@ class ExtendMemory:
     query_scales: Int32
     slots: Int32
     drawn: Int32
-    sharing: cute.Pointer
     full: cute.Pointer
     empty: cute.Pointer
     work_full: cute.Pointer
@@ -65,10 +64,9 @@ class ExtendMemory:
         scales = smem.allocate(max(2 * config.num_stages * config.scale_bytes, 16), byte_alignment=16)
         query_scales = smem.allocate(4 * TILE_ROWS, byte_alignment=16)
         slots = smem.allocate(WORK_SLOTS * WORK_BYTES, byte_alignment=16)
-        drawn = sharing = slots
+        drawn = slots
         if config.unpacks is not None:
             drawn = smem.allocate(2 * 4, byte_alignment=8)
-            sharing = smem.allocate_array(cutlass.Int64, 1)
         barriers = smem.allocate_array(cutlass.Int64, 4 * config.num_stages + 2 * WORK_SLOTS)
         count = 2 * config.num_stages
         return ExtendMemory(
@@ -83,7 +81,6 @@ class ExtendMemory:
             query_scales=Int32(query_scales.toint()),
             slots=Int32(slots.toint()),
             drawn=Int32(drawn.toint()),
-            sharing=sharing,
             full=barriers,
             empty=barriers + count,
             work_full=barriers + 2 * count,
@@ -99,8 +96,6 @@ class ExtendMemory:
         for i in range(WORK_SLOTS):
             cute.arch.mbarrier_init(self.work_full + i, 1)
             cute.arch.mbarrier_init(self.work_empty + i, MMA_WARPS + self.config.filling_warps)
-        if const_expr(self.config.unpacks is not None):
-            cute.arch.mbarrier_init(self.sharing, self.config.unpacking_warps)
         cute.arch.mbarrier_init_fence()
 
     def barrier(self, operand: int, stage):

@@ -17,7 +17,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.attention.features import Features
 from cute_kernels.device.division import Divisor
 from cute_kernels.extend import beside
-from cute_kernels.extend.beside import CHUNKS, ChunkUnpacker, SourceBeside
+from cute_kernels.extend.beside import CHUNKS, UNPACKING, ChunkUnpacker, SourceBeside
 from cute_kernels.extend.call import make_call as check_call
 from cute_kernels.extend.memory import Pages, Source
 from cute_kernels.extend.plan import problem_of
@@ -30,7 +30,6 @@ from tests.extend.cases import Call, make_call
 from tests.extend.test_unpack import LENGTHS, Q_LENS, Unpacked, _rows
 
 CTAS, WARPS = 2, 3
-SHARING = object()  # a barrier
 READY = CHUNKS - 1
 
 
@@ -61,9 +60,9 @@ class UnpackedBeside(Unpacked):
         self.at, self.scheduler, self.own = at, Scheduler(len(call.q)), threading.local()
         self.met = [0] * (CTAS * WARPS)
         own: dict[Any, Any] = {Progress: {"draw": _of(self._draw), "tell": _of(self._tell)}}
-        own[ChunkUnpacker] = {"publish": _of(self._publish), "meet": _of(self._meet)}
+        own[ChunkUnpacker] = {"publish": _of(self._publish)}
         own[beside] = {"store_below": self.machine.store_below}
-        with running(Altered(self.machine, modules=own, arch={"mbarrier_wait": self._wait})):
+        with running(Altered(self.machine, modules=own, arch={"barrier": self._meet, "barrier_arrive": self._arrive})):
             pages = Pages(Int64(at["table"]), Int32(max_pages), Int32(blocks), Divisor.of(Int32(page_size)))
             none: Any = None
             cache: Any = Source(rows[0], rows[1], pages, None, Int64(0))
@@ -85,16 +84,16 @@ class UnpackedBeside(Unpacked):
 
     def _warp(self, run, warp: int) -> None:
         self.own.warp = warp
-        memory = SimpleNamespace(drawn=Int32(warp // WARPS * 8), sharing=SHARING)
-        run(memory, Int32(warp % WARPS), Int32(LANES))
+        run(SimpleNamespace(drawn=Int32(warp // WARPS * 8)), Int32(warp % WARPS), Int32(LANES))
 
-    def _meet(self, memory: Any, lane: Lanes) -> None:
+    def _arrive(self, barrier_id: int, number_of_threads: int) -> None:
+        assert (barrier_id, number_of_threads) == (UNPACKING, 32 * WARPS)
         self.met[self.own.warp] += 1
 
-    def _wait(self, barrier: object, phase: Lanes) -> None:
+    def _meet(self, barrier_id: int, number_of_threads: int) -> None:
+        self._arrive(barrier_id, number_of_threads)
         warp = self.own.warp
         met, first = self.met[warp], warp // WARPS * WARPS
-        assert barrier is SHARING and (met - 1) % 2 == int(np.asarray(phase).flat[0])
         self.scheduler.until(lambda: min(self.met[first : first + WARPS]) >= met, warp)
 
     def _publish(self, ticket: Lanes, address: Lanes, warp: Lanes, lane: Lanes) -> None:
