@@ -61,8 +61,8 @@ def left(x: torch.Tensor, weight: Any, bias: Any = None, *, residual: Any, norm:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """All products leave norms and take them."""
-    monkeypatch.setattr(deferral, "leaves_norm", lambda *_: True)
-    monkeypatch.setattr(deferral, "quantized_linear_norm", left)
+    for name, stand_in in {"leaves_norm": lambda *_: True, "quantized_linear_norm": left}.items():
+        monkeypatch.setattr(deferral, name, stand_in)
 
 
 class Steps:

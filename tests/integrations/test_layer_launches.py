@@ -42,14 +42,21 @@ def is_right(call: layer_call.LayerCall) -> bool:
     return all(weight.perm is weight.input_scale is None for weight in call.weights)
 
 
+# What stands for the kernels that a machine without a GPU lacks.
+STAND_INS: dict[str, Callable[..., Any]] = {
+    "serves_rows": lambda rows: True,
+    "is_one_launch": is_right,
+    "layer": in_one,
+    "leaves_norm": lambda *_: True,
+    "quantized_linear_norm": left,
+}
+
+
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer that may be is one launch, of any number of rows; what is not leaves norms to products."""
-    monkeypatch.setattr(deferral, "serves_rows", lambda rows: True)
-    monkeypatch.setattr(deferral, "is_one_launch", is_right)
-    monkeypatch.setattr(deferral, "layer", in_one)
-    monkeypatch.setattr(deferral, "leaves_norm", lambda *_: True)
-    monkeypatch.setattr(deferral, "quantized_linear_norm", left)
+    for name, stand_in in STAND_INS.items():
+        monkeypatch.setattr(deferral, name, stand_in)
 
 
 def counted(model: Any) -> tuple[torch.Tensor, int]:
@@ -188,9 +195,9 @@ def test_a_layer_that_is_called_twice_with_the_same_rows_gives_the_same(kernels,
 
 
 def test_rows_that_one_launch_does_not_take_go_the_way_of_norms_in_products(kernels, monkeypatch):
-    monkeypatch.setattr(deferral, "serves_rows", layer_call.serves_rows)  # a step here has two
     model = accelerated()
-    with calls_of(left, in_one) as calls:
+    with monkeypatch.context() as patch, calls_of(left, in_one) as calls:
+        patch.setattr(deferral, "serves_rows", layer_call.serves_rows)  # a step here has two
         Steps(model)()
     assert [call.function for call in calls] == [left] * 3
 

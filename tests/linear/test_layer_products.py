@@ -31,7 +31,7 @@ from cute_kernels.layer_products.memory import Product
 from cute_kernels.layer_products.multiply import FRAGMENT_N, FRAGMENTS, Multiplier
 from cute_kernels.layer_products.rows import PASSES, WARP_GROUPS, Rows
 from cute_kernels.runtime.workspace import COUNTER_SLAB_WORDS
-from simulator.backend import Meanings
+from simulator.backend import Altered, Meanings
 from simulator.plain import stand_in
 from simulator.registers import Register
 from tests.attention.warp import LANES, Int32, Warp, elements, from_halves, halves
@@ -202,14 +202,13 @@ def test_more_is_asked_for_where_nobody_waits(run_on):
 
 @pytest.mark.parametrize("num_ctas", [1, 7, 132])
 @pytest.mark.parametrize("n, k", [(4096, 4096), (8192, 8192), (256, 512)])
-def test_the_first_weights_are_asked_for_once(n: int, k: int, num_ctas: int, run_on, monkeypatch):
+def test_the_first_weights_are_asked_for_once(n: int, k: int, num_ctas: int, run_on):
     warp, asked = LayerWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8)), []
-    run_on(warp)
-    monkeypatch.setattr(memory_of.numbers, "prefetch_bulk_if", lambda *given: asked.append([scalar(x) for x in given]))
+    ask = {memory_of.numbers: {"prefetch_bulk_if": lambda *given: asked.append([scalar(x) for x in given])}}
     scales = 1 << 30
     product = Product(*map(stand_in, (0, scales, 0, 0, n, k, 0, 0, 0, 0, 0)))
     for cta in range(num_ctas):
-        monkeypatch.setattr(memory_of.cute.arch, "block_idx", lambda cta=cta: (cta, 0, 0), raising=False)
+        run_on(Altered(warp, modules=ask, arch={"block_idx": lambda cta=cta: (cta, 0, 0)}))
         memory_of.ask_early(stand_in(SimpleNamespace(num_ctas=num_ctas)), product)
     size = min(n * k // 2, EARLY_BYTES)
     there = {0: np.zeros(size, np.int8), scales: np.zeros(size // 32, np.int8)}
