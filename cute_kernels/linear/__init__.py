@@ -71,8 +71,8 @@ def quantized_linear(
             rows make gate and its odd rows make up, so the result has N / 2 columns.
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
         batch_invariant: whether a row's result may not depend, in its last bits, on how many rows are computed with it.
-            On CUDA, K is then summed in one part whatever the number of rows, which costs time where they are few. A
-            result never depends on timing, with or without it.
+            On CUDA, K is then cut into parts by the weight's shape and format and the number of SMs alone, which may
+            cost time. A result never depends on timing, with or without it.
         out: contiguous, written and returned; not x's memory.
         norm: [K] in x's dtype or fp32: rows of x are normed first, as by `rms_norm` with this weight, ``norm_eps`` and
             ``norm_offset`` (its ``weight_offset``). For one row it may be a part of the product's launch, where its
@@ -128,7 +128,7 @@ def quantized_linear_norm(
     """x W^T + bias + residual, and the RMSNorm of these rows for the products that come next.
 
     `quantized_linear` takes the result as its x; there may be several such products. Where both kernels have the means
-    (bf16 rows of up to 64 or so, as most layers have them; N a multiple of 256; a norm in x's dtype), no launch lies
+    (bf16, up to 64 or 128 rows of most layers; N a multiple of 256; a norm in x's dtype), no launch lies
     between the products: the first stores its rows times the norm's weight and sums of their squares, too, and the
     second multiplies its accumulators with (mean square + eps)^-0.5. Else `rms_norm` is launched before each. Both ways
     round a normed row once, at another place: results differ in their last bits.
