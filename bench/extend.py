@@ -20,6 +20,7 @@ from bench.timing import Timing, time_cold_in_turn
 from cute_kernels import decode_attention, extend_attention, mixed_attention
 from cute_kernels.extend.reference import extend_attention_reference
 from cute_kernels.kv_formats import format_of
+from cute_kernels.runtime.captures import nothing_collected
 
 FORMATS = ("bf16", "int8_token_head", "e4m3_token_head", "e4m3_tensor", "int4_g1", "int4_g4")
 FP8_FORMAT, FP8_PRODUCTS = "e4m3_tensor", "e4m3_tensor, FP8 products"
@@ -261,7 +262,7 @@ def _measure_few(bench: Bench, kv_format: str, batch: int) -> dict[str, Any]:
 def _captured(call: Callable[[], object]) -> Callable[[], None]:
     """A replay of a graph: what the host does on two streams takes no part."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with nothing_collected(), torch.cuda.graph(graph):
         call()
     return graph.replay
 

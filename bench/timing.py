@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from cute_kernels.runtime.captures import nothing_collected
 from cute_kernels.tuning.timing import ColdL2 as ColdL2  # what benchmarks and tuning make L2 cold with
 from cute_kernels.tuning.timing import order_of, shift_launches
 
@@ -113,7 +114,7 @@ def _in_a_graph(call: Callable[[], object], warmup: int) -> Callable[[], object]
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with nothing_collected(), torch.cuda.graph(graph):
         call()
     return graph.replay
 

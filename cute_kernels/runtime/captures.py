@@ -9,7 +9,10 @@ here is the C library's ``sem_post`` on a semaphore, which anybody can look at l
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple, SupportsInt
@@ -37,6 +40,45 @@ class Capture(NamedTuple):
         move = runtime.cudaUserObjectRetainFlags.cudaGraphUserObjectMove
         _checked("cudaGraphRetainUserObject", *runtime.cudaGraphRetainUserObject(self.graph, user_object, 1, move))
         return semaphore.is_posted
+
+
+class _Rest:
+    """How many want Python's collector to rest, and whether it worked before the first of them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.wanted = 0
+        self.was_enabled = False
+
+    def begin(self) -> None:
+        with self.lock:
+            if not self.wanted:
+                self.was_enabled = gc.isenabled()
+                gc.disable()
+            self.wanted += 1
+
+    def end(self) -> None:
+        with self.lock:
+            self.wanted -= 1
+            if not self.wanted and self.was_enabled:
+                gc.enable()
+
+
+_REST = _Rest()
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Python's collector rests, in all threads. It may find a CUDA graph that nobody has any more, whose destructor
+    aborts the process while a stream is captured. So garbage in cycles stays for as long as a capture takes.
+
+    To be entered before a capture. Who collects by hand, or deletes a graph, still does.
+    """
+    _REST.begin()
+    try:
+        yield
+    finally:
+        _REST.end()
 
 
 def is_capturing() -> bool:

@@ -28,7 +28,7 @@ CASES: list[tuple[Any, int, int, int, int | None]] = [  # format, KV heads, grou
     ("int4_g4", 8, 4, 4, 64),
     ("int4_g4", 8, 4, 4, 16),
     ("int4_g4", 8, 4, 8, None),
-    (("int4_g4", "bf16"), 8, 4, 3, 32),
+    (("int4_g4", "int4_g2"), 8, 4, 3, 32),
     ("int4_g1", 8, 4, 8, 64),
     ("int4_g2", 8, 4, 4, None),
 ]
