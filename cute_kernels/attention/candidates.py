@@ -77,8 +77,8 @@ def _row_copy(problem: DecodeProblem, names: tuple[str, str], heads: int, most: 
     """How rows with headers come to a CTA of so many KV heads, where one has room for ``most``; 0: by words."""
     if not heads:
         return "word"
-    if not MAPPED_HEADS <= heads < most or not problem.heads_touch:
-        return "bulk"
+    if not MAPPED_HEADS <= heads < most or not problem.heads_touch or problem.appends:
+        return "bulk"  # with an append in the same launch: nobody has measured maps
     dims = (problem.head_dim, problem.v_head_dim)
     rows = [(format_of(name), dim) for name, dim in zip(names, dims, strict=True) if format_of(name).has_header]
     token_bytes = [problem.num_kv_heads * form.row_bytes(dim) for form, dim in rows]

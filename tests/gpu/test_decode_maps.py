@@ -77,8 +77,8 @@ def run(config: DecodeConfig, call: Call, num_splits: int) -> torch.Tensor:
 def test_maps_give_the_bits_of_bulk_copies(case):
     """Whatever lies behind a request's end, between pages, or between tokens."""
     dense = call_for(case, device="cuda")
-    spread = [among_others(cache, TOKENS)[0] for cache in (dense.k_cache, dense.v_cache)]
-    apart = Call(dense.q, *spread, dense.seq_lens, dense.kv_format, dense.options)
+    k_cache, v_cache = (among_others(cache, TOKENS)[0] for cache in (dense.k_cache, dense.v_cache))
+    apart = Call(dense.q, k_cache, v_cache, dense.seq_lens, dense.kv_format, dense.options)
     configs = mapped(dense)
     assert configs
     for config in configs:

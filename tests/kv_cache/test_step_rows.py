@@ -62,7 +62,8 @@ def config_of(call: AppendCall, shape: Shape) -> StepConfig:
     problem = DecodeProblem(
         len(LENGTHS), 320, call.num_q_heads, call.num_kv_heads, shape.head_dim, shape.head_dim, *names, shape.dtype,
         page_tokens=64 if shape.place == "table" else 0,
-        features=Features(paged=shape.place == "table", head_major=shape.layout == "HND"), after_append=True,
+        features=Features(paged=shape.place == "table", head_major=shape.layout == "HND"),
+        after_append=True, appends=True,
     )  # fmt: skip
     config = step_config(make_schedule(problem).config, ops.config_of(call), call.position_ids is not None)
     assert config is not None
