@@ -162,6 +162,26 @@ def wide(name: str) -> Any:
     return model
 
 
+def assert_repeats(model: Any, prompt: torch.Tensor, found: Any) -> None:
+    """`generate` gives what it gave before, bit for bit."""
+    again = generate(model, prompt)
+    assert torch.equal(again.sequences, found.sequences)
+    for ours, theirs in zip(again.logits, found.logits, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def assert_hidden_states(question: str, prompt: torch.Tensor) -> None:
+    """Those of a step are those of a model whose blocks hear no to a ``question`` of `deferral`."""
+    model, found = wide("llama"), []
+    ck.accelerate(model, kv_format="bf16")
+    for asks in (False, True):
+        with nullcontext() if asks else mock.patch.object(deferral, question, lambda *_: False):
+            found.append(generate(model, prompt, max_new_tokens=3, output_hidden_states=True).hidden_states[1])
+    assert len(found[0]) == len(found[1]) == 4
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert (ours - theirs).float().norm() <= 2e-2 * theirs.float().norm()
+
+
 @pytest.mark.parametrize("name", ["llama", "llama, biases", "qwen3", "phi-3"])
 def test_norms_without_launches_choose_the_tokens_of_sdpa(name):
     model = wide(name)
@@ -178,21 +198,11 @@ def test_norms_without_launches_choose_the_tokens_of_sdpa(name):
     assert_same_choices(got, launched)
     assert_same_choices(got, want)
     assert isinstance(model.forward, StepReplay) and model.forward.reason is None
-    again = generate(model, LEFT_PADDED)
-    assert torch.equal(again.sequences, got.sequences)
-    for ours, theirs in zip(again.logits, got.logits, strict=True):
-        assert torch.equal(ours, theirs)
+    assert_repeats(model, LEFT_PADDED, got)
 
 
 def test_hidden_states_behind_norms_without_launches_are_those_of_the_layers():
-    model, found = wide("llama"), []
-    ck.accelerate(model, kv_format="bf16")
-    for defer in (False, True):
-        with nullcontext() if defer else mock.patch.object(deferral, "leaves_norm", lambda *_: False):
-            found.append(generate(model, LEFT_PADDED, max_new_tokens=3, output_hidden_states=True).hidden_states[1])
-    assert len(found[0]) == len(found[1]) == 4
-    for ours, theirs in zip(found[1], found[0], strict=True):
-        assert (ours - theirs).float().norm() <= 2e-2 * theirs.float().norm()
+    assert_hidden_states("leaves_norm", LEFT_PADDED)
 
 
 WHOLE = {"llama": 3, "mistral, window": 3, "qwen2": 1, "qwen3": 3, "phi-3": 3, "llama, biases": 0}
@@ -217,22 +227,12 @@ def test_layers_in_one_launch_choose_the_tokens_of_sdpa(name):
     replay = model.forward
     assert isinstance(replay, StepReplay) and replay.reason is None
     replays = replay.replays
-    again = generate(model, one)
-    assert torch.equal(again.sequences, got.sequences) and replay.replays >= replays + NEW - 2
-    for ours, theirs in zip(again.logits, got.logits, strict=True):
-        assert torch.equal(ours, theirs)
+    assert_repeats(model, one, got)
+    assert replay.replays >= replays + NEW - 2
 
 
 def test_hidden_states_behind_layers_in_one_launch_are_those_of_the_layers():
-    model, found = wide("llama"), []
-    ck.accelerate(model, kv_format="bf16")
-    for whole in (False, True):
-        with nullcontext() if whole else mock.patch.object(deferral, "serves_rows", lambda *_: False):
-            options = {"max_new_tokens": 3, "output_hidden_states": True}
-            found.append(generate(model, torch.ones_like(PROMPT[:1]), **options).hidden_states[1])
-    assert len(found[0]) == len(found[1]) == 4
-    for ours, theirs in zip(found[1], found[0], strict=True):
-        assert (ours - theirs).float().norm() <= 2e-2 * theirs.float().norm()
+    assert_hidden_states("serves_rows", torch.ones_like(PROMPT[:1]))
 
 
 @pytest.mark.skipif(not CACHES_LATENTS, reason="caches keys and values in this release of transformers")

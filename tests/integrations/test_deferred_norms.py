@@ -267,14 +267,22 @@ def test_what_somebody_sees_or_changes_is_as_without(change, mode, kernels, monk
     assert change in harmless or relative_error(got, before) > 0.05
 
 
-def test_hidden_states_are_those_of_the_layers(kernels, monkeypatch):
-    model = built("qwen3", weights=True)
-    ck.accelerate(model, kv_format="bf16")
-    want = launched(monkeypatch, lambda: Steps(model)(output_hidden_states=True).hidden_states)
-    got = Steps(model)(output_hidden_states=True).hidden_states
+def assert_hidden_states(model: Any, reference: Callable[[Callable[[], Any]], Any]) -> None:
+    """Those of a step are those that the step gives within ``reference``, which runs it."""
+
+    def run() -> Any:
+        return Steps(model)(output_hidden_states=True).hidden_states
+
+    want, got = reference(run), run()
     assert len(got) == len(want) == 3
     for ours, theirs in zip(got, want, strict=True):
         assert relative_error(ours.double(), theirs.double()) <= 1e-2
+
+
+def test_hidden_states_are_those_of_the_layers(kernels, monkeypatch):
+    model = built("qwen3", weights=True)
+    ck.accelerate(model, kv_format="bf16")
+    assert_hidden_states(model, lambda run: launched(monkeypatch, run))
 
 
 def test_gradients_go_the_models_own_way(kernels):

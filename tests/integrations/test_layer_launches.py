@@ -20,7 +20,7 @@ from cute_kernels.integrations.transformers.deferral import shaped, tensor_of
 from cute_kernels.integrations.transformers.norms import Projected, deferred_norm_of, terms_of, with_product
 from cute_kernels.layer_products import call as layer_call
 from cute_kernels.linear.deferred import left_to_next
-from tests.integrations.test_deferred_norms import CHANGES, FUSED, Steps, left
+from tests.integrations.test_deferred_norms import CHANGES, FUSED, Steps, assert_hidden_states, left
 from tests.integrations.test_fused_blocks import IDS, built, ordered_llama, relative_error
 from tests.observed import calls_of
 
@@ -129,12 +129,7 @@ def test_what_somebody_sees_or_changes_is_as_without(change, mode, kernels, monk
 
 
 def test_hidden_states_are_those_of_the_layers(kernels, monkeypatch):
-    model = accelerated("qwen3")
-    want = apart(monkeypatch, lambda: Steps(model)(output_hidden_states=True).hidden_states)
-    got = Steps(model)(output_hidden_states=True).hidden_states
-    assert len(got) == len(want) == 3
-    for ours, theirs in zip(got, want, strict=True):
-        assert relative_error(ours.double(), theirs.double()) <= 1e-2
+    assert_hidden_states(accelerated("qwen3"), lambda run: apart(monkeypatch, run))
 
 
 def test_prompts_and_gradients_go_their_own_way(kernels):
