@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from bench.e2e_vllm import Case
 
 SUITES = ("main", "shapes", "cache", "ladder")
-STEP_MODELS = ("llama3-8b", "llama2-70b-shard8", "qwen3-30b-a3b")  # those of `bench.steps`, which imports kernels
+STEP_MODELS = ("llama3-8b", "llama2-70b-shard8", "qwen3-30b-a3b", "deepseek-v3-layers")
+"""Those of `bench.e2e_steps`, which imports kernels."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
+from bench import latent_steps, steps
 from bench.report import aligned, in_markdown, number
-from bench.steps import BASELINE, CASES, MODELS, Shape, Step, StepCase, StepModel, resident_bytes, specs
+from bench.steps import BASELINE, Shape, StepCase, StepModel, resident_bytes, specs
 from bench.suites import Bench
 from bench.timing import capture
 from cute_kernels.runtime import arch_of, load_many
 
+MODELS = steps.MODELS | latent_steps.MODELS
 BATCHES = (1, 8, 32, 64, 256)
 CONTEXT = 8192
 OTHER_CONTEXTS = ((2048, 64), (65536, 8))  # with so many requests
@@ -31,9 +33,9 @@ FLOOR_BYTES = 4 << 30  # what the rate of reading is measured on
 RESERVE = 6 << 30  # of the GPU's memory: activations, graphs, what torch keeps
 KINDS = {
     "norm": r"^(?!.*kernels(?:linear|layer_products)).*norm",  # products around a deferred norm are products
-    "append": r"kv_cache",
+    "append": r"kv_cache|mla_cache",
     "experts": r"\bmoe|moe",
-    "attention": r"attention|fmha|flash|sdpa|cudnn",
+    "attention": r"attention|fmha|flash|sdpa|cudnn|kernelsmla",
     "products": r"linear|gemm|nvjet|cutlass|cublas|splitKreduce|gemv",
 }  # kernels' names, the first that fits
 
@@ -61,7 +63,7 @@ def points(models: Iterable[str], batches: Iterable[int], contexts: Iterable[int
     shapes = [Shape(batch, context) for context in contexts or (CONTEXT,) for batch in batches]
     if contexts is None:
         shapes += [Shape(batch, context) for context, batch in OTHER_CONTEXTS]
-    return [Point(model, case, shape) for model in models for shape in shapes for case in CASES]
+    return [Point(model, case, shape) for model in models for shape in shapes for case in MODELS[model].cases]
 
 
 def run(bench: Bench, chosen: Iterable[Point], seconds: float) -> None:
@@ -127,7 +129,7 @@ def bytes_per_us(bench: Bench) -> float:
 def measure(bench: Bench, point: Point) -> dict[str, Any]:
     """Median of `REPLAYS` of the step's graph, and what its kernels take each."""
     model = MODELS[point.model]
-    step = Step(model, point.case, point.shape)
+    step = model.step(point.case, point.shape)
     try:
         replay = capture(step)
         ms = statistics.median(_replay_ms(replay) for _ in range(REPLAYS + 1))

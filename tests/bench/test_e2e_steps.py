@@ -102,6 +102,12 @@ def test_experts_that_are_read_grow_with_the_batch_up_to_all():
     assert sizes[2] - replace(model, topk=0).weight_bytes("w4", 1) == pytest.approx(128 * an_expert)
 
 
+def test_experts_have_4_bits_wherever_anything_is_quantised():
+    model = MODELS["qwen3-30b-a3b"]
+    of_experts = [model.weight_bytes(w, 8) - replace(model, topk=0).weight_bytes(w, 8) for w in ("w4", "w8")]
+    assert of_experts[0] == pytest.approx(of_experts[1])
+
+
 @pytest.mark.parametrize(
     "kernel, kind",
     [
@@ -189,7 +195,7 @@ class _Bench:
 
 
 def test_models_of_the_command_are_those_of_the_loops():
-    assert tuple(MODELS) == command_line.STEP_MODELS
+    assert tuple(e2e_steps.MODELS) == command_line.STEP_MODELS
 
 
 def test_both_figures_are_drawn(record, tmp_path):
