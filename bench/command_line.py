@@ -157,7 +157,7 @@ def _add_records(commands: Any) -> None:
     table.add_argument("--suite", default="main")
     table.add_argument("--readme", type=Path, help="write it between this file's marks, <!-- bench:... -->, instead")
 
-    commands.add_parser("pages", help="the README's tables and docs/performance.md, from bench/results")
+    commands.add_parser("pages", help="the README's tables and docs/performance*.md, from bench/results")
 
 
 def _add_e2e(commands: Any) -> None:

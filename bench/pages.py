@@ -1,6 +1,7 @@
 """What pages show of the records in bench/results: `python -m bench pages` writes it, a test compares.
 
-The README has one short table for each family, between marks; docs/performance.md has all records in full.
+The README has one short table for each family, between marks; docs/performance.md and docs/performance_layers.md have
+all records in full.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from bench import record as records
 from bench.environment import ROOT
 from bench.report import MARK_END, OURS, Record, filled, number
 
-README, PERFORMANCE = ROOT / "README.md", ROOT / "docs/performance.md"
+README = ROOT / "README.md"
+PERFORMANCE, LAYERS = ROOT / "docs/performance.md", ROOT / "docs/performance_layers.md"
 PICTURE = ROOT / "docs/figures/headline.svg"
 GREY, GREEN = "#9aa0a6", "#2e7d4f"
 PUBLISHED = ROOT / "bench/published.json"
@@ -318,9 +320,12 @@ def readme(text: str) -> str:
     return text
 
 
-# -- docs/performance.md ----------------------------------------------------------------------------------------------
+# -- docs/performance.md, docs/performance_layers.md ------------------------------------------------------------------
 
-FULL: tuple[tuple[str, str, str, Callable[[Record], str]], ...] = (
+Section = tuple[str, str, str, Callable[[Record], str]]
+"""A title, a record, words about it, what makes its table."""
+
+ATTENTION: tuple[Section, ...] = (
     (
         "Decode attention",
         "main",
@@ -348,6 +353,8 @@ FULL: tuple[tuple[str, str, str, Callable[[Record], str]], ...] = (
         extend.markdown,
     ),
     ("MLA decode", "mla", 'Chosen tokens ("2048 of 32768") and whole contexts, beside FlashMLA.', mla.markdown),
+)
+MODELS: tuple[Section, ...] = (
     (
         "Linear layers, H200",
         "linear",
@@ -387,30 +394,46 @@ FIGURES = {
 
 
 def performance() -> str:
-    """The page: every record, with its peers, floors, GPU and date."""
+    """The page of attention: every record, with its peers, floors, GPU and date."""
+    return _page(
+        "Performance of attention",
+        "[Layers and models](performance_layers.md) have a page of their own, [accuracy](accuracy.md) another.",
+        ATTENTION,
+    )
+
+
+def performance_of_layers() -> str:
+    """The page of everything else."""
+    about = "[Attention](performance.md) has a page of its own."
+    return _page("Performance of layers and models", about, MODELS)
+
+
+def _page(title: str, about: str, sections: Iterable[Section]) -> str:
     parts = [
         "<!-- made by `python -m bench pages` from bench/results; a test compares -->\n",
-        "# Performance\n",
+        f"# {title}\n",
+        f"{about}",
         "Every figure was measured; each table says on which GPU and when.",
         "Peers ran in the same process, on the same tensors.",
         "The *floor* is what the fastest of a set of read-only kernels takes for the bytes that the step must read.",
         "[How a number is made](benchmarks.md#how-a-number-is-made).\n",
     ]
-    for title, name, about, markdown in FULL:
+    for heading, name, words, markdown in sections:
         if not (records.RESULTS / f"{name}.json").exists():
             continue  # nobody has made that record yet
-        parts += [f"## {title}\n", f"{about}\n"]
+        parts += [f"## {heading}\n", f"{words}\n"]
         if name in FIGURES:
-            figure, words = FIGURES[name]
-            parts.append(f"![{words}](figures/{figure}.svg)\n")
+            figure, seen = FIGURES[name]
+            parts.append(f"![{seen}](figures/{figure}.svg)\n")
         parts.append(markdown(load(name)))
     return "\n".join(parts).rstrip() + "\n"
 
 
 def write() -> list[str]:
-    """Writes both; returns the names of files that changed."""
+    """Writes all; returns the names of files that changed."""
     changed: list[str] = []
     wanted: dict[Any, str] = {README: readme(README.read_text()), PERFORMANCE: performance(), PICTURE: picture()}
+    wanted[LAYERS] = performance_of_layers()
     for path, text in wanted.items():
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
@@ -418,4 +441,4 @@ def write() -> list[str]:
     return changed
 
 
-__all__ = ["MARK_END", "PARTS", "performance", "readme", "write"]
+__all__ = ["MARK_END", "PARTS", "performance", "performance_of_layers", "readme", "write"]
