@@ -243,7 +243,11 @@ def markdown(record: dict[str, Any]) -> str:
         name = f"{model.name} ({model.about})" if model.about else model.name
         gain = number(dense / row["ms"], 2) if dense else ""
         cells = [name, row["case"], str(row["batch"]), str(row["context"]), f"**{number(row['ms'], 2)}**"]
-        lines.append([*cells, number(row["floor_ratio"], 2), number(row["tokens_per_s"], 0), gain])
-    head = ["model", "weights, KV", "requests", "tokens each", "ms per token", "/ floor", "tokens/s", "times BF16"]
-    about = "CUDA graphs of bare loops, random weights, no LM head; BF16 is cuBLAS and cuDNN's attention."
-    return in_markdown(record, head, lines, about)
+        cells += [number(row["floor_ratio"], 2), number(row["tokens_per_s"], 0), gain, str(row["largest_batch"])]
+        lines.append(cells)
+    head = ["model", "weights, KV", "requests", "tokens each", "ms", "/ floor", "tokens/s", "times BF16", "fit"]
+    about = "CUDA graphs of bare loops, random weights, no LM head; BF16 is cuBLAS and torch's attention. "
+    about += "Fit: requests that have room beside the weights."
+    # A case's name is no pair of formats of K and V.
+    caches = [{"kv": row["case"].partition(", ")[2]} for row in record["rows"]]
+    return in_markdown({**record, "rows": caches}, head, lines, about)

@@ -18,6 +18,7 @@ def test_the_readme_shows_the_records():
 def test_the_pages_of_performance_show_the_records():
     assert pages.PERFORMANCE.read_text() == pages.performance(), "want `python -m bench pages`"
     assert pages.LAYERS.read_text() == pages.performance_of_layers(), "want `python -m bench pages`"
+    assert pages.STEPS.read_text() == pages.performance_of_steps(), "want `python -m bench pages`"
 
 
 def test_the_picture_shows_the_records():
