@@ -15,11 +15,6 @@ SMALL = LatentModel("small", 2, 128, 128, 4, 1, experts=4, topk=2, query_rank=12
 QUANTISED = [case for case in CASES if case.weights != "bf16"]  # torch's grouped products want a GPU
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setattr(steps, "FILLED_ROWS", 100)
-
-
 @pytest.mark.parametrize("case", QUANTISED, ids=lambda case: case.name)
 def test_a_step_runs_and_depends_on_weights_and_cache(case: StepCase):
     torch.manual_seed(0)

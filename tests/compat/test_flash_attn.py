@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.compat import flash_attn
 from cute_kernels.compat.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
@@ -115,20 +114,6 @@ def test_signatures_are_flash_attentions():
         for name, parameter in found.items():
             want = inspect.Parameter.empty if name in own else defaults.get(name)
             assert parameter.default is want or parameter.default == want, name
-
-
-def test_splits_are_those_that_are_asked_for(monkeypatch):
-    given: list[Any] = []
-
-    def recorded(q: torch.Tensor, *_: Any, num_splits: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        given.append(num_splits)
-        return q, q.new_zeros(q.shape[:2])
-
-    monkeypatch.setattr(flash_attn, "extend_attention", recorded)
-    cache = random(1, 12, KV_HEADS, DIM)
-    for splits in (0, 1, 4):
-        flash_attn_with_kvcache(random(1, 3, HEADS, DIM), cache, cache, num_splits=splits)
-    assert given == [None, 1, 4]
 
 
 def test_more_splits_than_there_are_is_named():
