@@ -16,11 +16,12 @@ CUTLASS's mixed-input mainloop for Hopper; here it needs neither its shuffles no
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import cutlass.cute as cute
 from cutlass import Int64, const_expr
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma import mainloops, results
 from cute_kernels.linear.wgmma.cluster_reduction import ClusterReduction
 from cute_kernels.linear.wgmma.config import WgmmaConfig
@@ -91,6 +92,21 @@ def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> d
     return sizes | {"min_blocks_per_mp": 1, "use_pdl": use_pdl, "stream": stream}
 
 
+class SpareWarps(Protocol):
+    """What the producer warps that copy nothing do while others multiply.
+
+    registers: of a thread that loads, and of one that multiplies.
+    """
+
+    registers: tuple[int, int]
+
+    def init_barrier(self, memory: TileMemory) -> None:
+        """Of one thread, before the fence of the others."""
+
+    def run(self, operands, shape, memory: TileMemory, scheduler, tid) -> None:
+        """tid: of these warps' threads."""
+
+
 class TileRoles:
     """What the warps of a CTA do: two producer warps fill the pipeline, the consumers empty it.
 
@@ -98,6 +114,7 @@ class TileRoles:
         table_bytes: of shared memory for a table of tiles, which grouped products have.
         dense: whether of a dense product, whose first work tile is known before any table is.
         waits: who waits in `begin` for the launch before: `NOBODY`, `LOADER` or `ALL_WARPS`.
+        spare: what the producer warps that copy nothing do besides; None: no more.
     """
 
     def __init__(
@@ -111,15 +128,22 @@ class TileRoles:
         *,
         dense: bool = False,
         waits: Waits = NOBODY,
+        spare: SpareWarps | None = None,
     ):
         self.config, self.places, self.table_bytes = config, places, table_bytes
-        self.dense, self.waits = dense, waits
+        self.dense, self.waits, self.spare = dense, waits, spare
         self.weights, self.activations, self.consumers = weights, activations, consumers
 
     @property
     def weight_warp(self) -> int:
         """The warp that loads weights."""
         return self.config.consumer_warps + 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that loads, and of one that multiplies."""
+        config = self.config
+        return self.spare.registers if self.spare else (config.producer_registers, config.consumer_registers)
 
     def allocate(self) -> TileMemory:
         layout = TmaLoads(self.config, self.places).layout()
@@ -146,6 +170,8 @@ class TileRoles:
             if lane == 0:
                 cute.arch.griddepcontrol_launch_dependents()
                 prefetch_k_blocks(config, self.places, operands, shape, scheduler)
+                if const_expr(self.spare is not None):
+                    self.spare.init_barrier(memory)
                 self.init_barriers(memory)
                 if const_expr(self.waits == LOADER):
                     cute.arch.griddepcontrol_wait()
@@ -175,17 +201,21 @@ class TileRoles:
     def take(self, operands, shape, memory, scheduler, copy_x, x_view, warp, lane):
         """Producer warps' machine code comes first: a launch waits for it, and it comes from memory, line by line."""
         config = self.config
+        loads, multiplies = self.registers
         if warp == self.weight_warp:
-            cute.arch.setmaxregister_decrease(config.producer_registers)
+            cute.arch.setmaxregister_decrease(loads)
             self.weights.copy(operands, shape, memory, scheduler)
         elif warp >= config.consumer_warps:
-            cute.arch.setmaxregister_decrease(config.producer_registers)
+            cute.arch.setmaxregister_decrease(loads)
             if warp == config.consumer_warps:
                 self.activations.copy(shape, memory, scheduler, copy_x, x_view)
             elif const_expr(self.dense):
                 prefetch_biases(config, self.places, operands, shape, scheduler, lane)
+                if const_expr(self.spare is not None):
+                    tid = (warp - (self.weight_warp + 1)) * WARP_THREADS + lane
+                    self.spare.run(operands, shape, memory, scheduler, tid)
         else:
-            cute.arch.setmaxregister_increase(config.consumer_registers)
+            cute.arch.setmaxregister_increase(multiplies)
             self.consumers.multiply(operands, shape, memory, scheduler, self.consumers.lane(shape, warp, lane))
 
     @cute.jit
@@ -201,7 +231,7 @@ class WgmmaKernel:
     """One compiled variant of a dense product; :class:`WgmmaConfig` says which.
 
     Args:
-        store: in place of `TileEpilogue`; ``operands`` has what it asks for, and ``waits`` is that of `TileRoles`.
+        store: in place of `TileEpilogue`; ``operands`` has what it asks for, and ``waits`` and ``spare`` are those of `TileRoles`.
     """
 
     def __init__(
@@ -210,6 +240,7 @@ class WgmmaKernel:
         store: TileEpilogue | None = None,
         operands: type[Operands] = Operands,
         waits: Waits = LOADER,
+        spare: SpareWarps | None = None,
     ):
         self.config, self.operands = config, operands
         places, stages = DensePlaces(config), StageReader(config)
@@ -218,7 +249,8 @@ class WgmmaKernel:
         self.consumers = Consumers(config, stages, places, mainloop, reduction)
         self.activations = TmaLoads(config, places)
         weights = WeightLoads(config, places, asks_first=config.one_m_tile)
-        self.roles = TileRoles(config, places, weights, self.activations, self.consumers, dense=True, waits=waits)
+        loads = weights, self.activations
+        self.roles = TileRoles(config, places, *loads, self.consumers, dense=True, waits=waits, spare=spare)
 
     def launch(self, given, stream):
         """Launches ``num_ctas`` CTAs; ``given`` has the arguments `TILES` of :mod:`cute_kernels.linear.arguments`, and
