@@ -231,7 +231,8 @@ class WgmmaKernel:
     """One compiled variant of a dense product; :class:`WgmmaConfig` says which.
 
     Args:
-        store: in place of `TileEpilogue`; ``operands`` has what it asks for, and ``waits`` and ``spare`` are those of `TileRoles`.
+        store: in place of `TileEpilogue`; ``operands`` has what it asks for.
+        waits, spare: of `TileRoles`.
     """
 
     def __init__(
