@@ -6,6 +6,7 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Boolean, const_expr
 
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma.cluster_reduction import Partials
 from cute_kernels.linear.wgmma.deferred_config import GIVES, DeferredNormConfig
 from cute_kernels.linear.wgmma.deferred_norm import GivingOperands, TakingOperands, TakingStore, make_store
@@ -26,8 +27,9 @@ class FactorWarps:
         self.store.init_barrier(memory)
 
     @cute.jit
-    def run(self, operands, shape, memory, scheduler, tid):
+    def run(self, operands, shape, memory, scheduler, warp, lane):
         """Of the rows of the CTA's first work tile, which are those of all of them, if it stores any."""
+        tid = warp * WARP_THREADS + lane
         tiles, work_tile = self.tiles, scheduler.work_tile(scheduler.first)
         first, end = self.places.rows_of(shape, work_tile)
         if const_expr(tiles.own_m < tiles.tile_m):

@@ -21,7 +21,6 @@ from typing import Any, Literal, Protocol
 import cutlass.cute as cute
 from cutlass import Int64, const_expr
 
-from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma import mainloops, results
 from cute_kernels.linear.wgmma.cluster_reduction import ClusterReduction
 from cute_kernels.linear.wgmma.config import WgmmaConfig
@@ -103,8 +102,21 @@ class SpareWarps(Protocol):
     def init_barrier(self, memory: TileMemory) -> None:
         """Of one thread, before the fence of the others."""
 
-    def run(self, operands, shape, memory: TileMemory, scheduler, tid) -> None:
-        """tid: of these warps' threads."""
+    def run(self, operands, shape, memory: TileMemory, scheduler, warp, lane) -> None:
+        """warp: of these."""
+
+
+class IdleWarps:
+    """Nothing."""
+
+    def __init__(self, config: WgmmaConfig):
+        self.registers = config.producer_registers, config.consumer_registers
+
+    def init_barrier(self, memory) -> None:
+        """None."""
+
+    def run(self, operands, shape, memory, scheduler, warp, lane) -> None:
+        """Nothing."""
 
 
 class TileRoles:
@@ -114,7 +126,7 @@ class TileRoles:
         table_bytes: of shared memory for a table of tiles, which grouped products have.
         dense: whether of a dense product, whose first work tile is known before any table is.
         waits: who waits in `begin` for the launch before: `NOBODY`, `LOADER` or `ALL_WARPS`.
-        spare: what the producer warps that copy nothing do besides; None: no more.
+        spare: what the producer warps that copy nothing do besides; None: nothing.
     """
 
     def __init__(
@@ -131,19 +143,13 @@ class TileRoles:
         spare: SpareWarps | None = None,
     ):
         self.config, self.places, self.table_bytes = config, places, table_bytes
-        self.dense, self.waits, self.spare = dense, waits, spare
+        self.dense, self.waits, self.spare = dense, waits, spare or IdleWarps(config)
         self.weights, self.activations, self.consumers = weights, activations, consumers
 
     @property
     def weight_warp(self) -> int:
         """The warp that loads weights."""
         return self.config.consumer_warps + 1
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Of a thread that loads, and of one that multiplies."""
-        config = self.config
-        return self.spare.registers if self.spare else (config.producer_registers, config.consumer_registers)
 
     def allocate(self) -> TileMemory:
         layout = TmaLoads(self.config, self.places).layout()
@@ -170,8 +176,7 @@ class TileRoles:
             if lane == 0:
                 cute.arch.griddepcontrol_launch_dependents()
                 prefetch_k_blocks(config, self.places, operands, shape, scheduler)
-                if const_expr(self.spare is not None):
-                    self.spare.init_barrier(memory)
+                self.spare.init_barrier(memory)
                 self.init_barriers(memory)
                 if const_expr(self.waits == LOADER):
                     cute.arch.griddepcontrol_wait()
@@ -201,7 +206,7 @@ class TileRoles:
     def take(self, operands, shape, memory, scheduler, copy_x, x_view, warp, lane):
         """Producer warps' machine code comes first: a launch waits for it, and it comes from memory, line by line."""
         config = self.config
-        loads, multiplies = self.registers
+        loads, multiplies = self.spare.registers
         if warp == self.weight_warp:
             cute.arch.setmaxregister_decrease(loads)
             self.weights.copy(operands, shape, memory, scheduler)
@@ -211,9 +216,7 @@ class TileRoles:
                 self.activations.copy(shape, memory, scheduler, copy_x, x_view)
             elif const_expr(self.dense):
                 prefetch_biases(config, self.places, operands, shape, scheduler, lane)
-                if const_expr(self.spare is not None):
-                    tid = (warp - (self.weight_warp + 1)) * WARP_THREADS + lane
-                    self.spare.run(operands, shape, memory, scheduler, tid)
+                self.spare.run(operands, shape, memory, scheduler, warp - (self.weight_warp + 1), lane)
         else:
             cute.arch.setmaxregister_increase(multiplies)
             self.consumers.multiply(operands, shape, memory, scheduler, self.consumers.lane(shape, warp, lane))
