@@ -103,7 +103,7 @@ class SpareWarps(Protocol):
         """Of one thread, before the fence of the others."""
 
     def run(self, operands, shape, memory: TileMemory, scheduler, warp, lane) -> None:
-        """warp: of these."""
+        """warp: of the CTA's."""
 
 
 class IdleWarps:
@@ -216,7 +216,7 @@ class TileRoles:
                 self.activations.copy(shape, memory, scheduler, copy_x, x_view)
             elif const_expr(self.dense):
                 prefetch_biases(config, self.places, operands, shape, scheduler, lane)
-                self.spare.run(operands, shape, memory, scheduler, warp - (self.weight_warp + 1), lane)
+                self.spare.run(operands, shape, memory, scheduler, warp, lane)
         else:
             cute.arch.setmaxregister_increase(multiplies)
             self.consumers.multiply(operands, shape, memory, scheduler, self.consumers.lane(shape, warp, lane))
