@@ -26,7 +26,8 @@ class KeyRowsMemory:
         probabilities: of each warpgroup two B operands [tile_rows, 64 tokens].
         told: [warpgroup][warp][tile_rows] fp32, then [warpgroup][tile_rows]: what warps tell each other.
         tops: fp32 [8], of each warp's queries.
-        slots, full, empty, work_full, work_empty: as `extend.memory.ExtendMemory` has them.
+        slots, empty, work_full, work_empty: as `extend.memory.ExtendMemory` has them.
+        full: by stage, for K's tile and V's together: a consumer waits once a block.
     """
 
     config: ExtendConfig
@@ -60,8 +61,8 @@ class KeyRowsMemory:
             )
         ]
         tiles, queries, probabilities, headers, told, tops, slots = (Int32(own.toint()) for own in pointers)
-        count = 2 * config.num_stages
-        barriers = smem.allocate_array(cutlass.Int64, 2 * count + 2 * WORK_SLOTS)
+        stages = config.num_stages
+        barriers = smem.allocate_array(cutlass.Int64, 3 * stages + 2 * WORK_SLOTS)
         return KeyRowsMemory(
             config=config,
             tile_pointer=pointers[0],
@@ -73,16 +74,17 @@ class KeyRowsMemory:
             tops=tops,
             slots=slots,
             full=barriers,
-            empty=barriers + count,
-            work_full=barriers + 2 * count,
-            work_empty=barriers + (2 * count + WORK_SLOTS),
+            empty=barriers + stages,
+            work_full=barriers + 3 * stages,
+            work_empty=barriers + (3 * stages + WORK_SLOTS),
         )
 
     def init_barriers(self) -> None:
         """One thread, before anybody uses them."""
         config = self.config
+        for i in range(config.num_stages):
+            cute.arch.mbarrier_init(self.full + i, 2 * config.producer_warps * WARP_THREADS)
         for i in range(2 * config.num_stages):
-            cute.arch.mbarrier_init(self.full + i, config.producer_warps * WARP_THREADS)
             cute.arch.mbarrier_init(self.empty + i, MMA_WARPS)
         for i in range(WORK_SLOTS):
             cute.arch.mbarrier_init(self.work_full + i, 1)
@@ -90,7 +92,7 @@ class KeyRowsMemory:
         cute.arch.mbarrier_init_fence()
 
     def barrier(self, operand: int, stage):
-        """Number of a tile among the barriers."""
+        """Number of a tile among ``empty``."""
         return operand * self.config.num_stages + stage
 
     def tile(self, operand: int, stage):

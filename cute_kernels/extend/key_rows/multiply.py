@@ -15,7 +15,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass._mlir.dialects import nvvm
+from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_kernels.attention.score_terms import ScoreTerms
 from cute_kernels.device import numbers, ptx, wgmma
@@ -58,6 +60,29 @@ class Sums:
     maximum: RegisterTensor[Float32]
     total: RegisterTensor[Float32]
     probabilities: RegisterTensor[Int32]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The block that follows: whether there is one and it had not arrived when asked (``missing``); where its tile
+    lies, or where there is none this block's; its keys' codes as `KeyRowsConsumer.fetch_keys` loads them."""
+
+    codes: RegisterTensor[Uint32]
+    stage: Any
+    phase: Any
+    missing: Any
+    place: Any
+
+
+@dsl_user_op
+def has_completed(barrier, phase, *, loc=None, ip=None) -> Boolean:
+    """Whether a phase of an mbarrier is over; the thread is not suspended."""
+    kind = nvvm.MBarrierWaitKind.TEST
+    return Boolean(
+        nvvm.mbarrier_wait_parity(
+            barrier.to_llvm_ptr(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip), kind, loc=loc, ip=ip
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -150,28 +175,29 @@ class KeyRowsConsumer:
             shape, operands, work, memory, place.group * WARPGROUP_WARPS + place.warp, place.lane
         )
         scale = self.score_scale(operands, work, from_fp16)
-        sums = self.make_sums()
+        sums, codes = self.make_sums(), cute.make_rmem_tensor(self.key_words, Uint32)
         self.clear_probabilities(memory, sums, place)
-        before, before_phase = stage, phase  # where the last values lie; none yet: some, times probabilities of zero
+        queries = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries))
+        before = stage  # where the last values lie; none yet: some, times probabilities of zero
+        if span.begin < span.end:
+            cute.arch.mbarrier_wait(memory.full + stage, phase)
+            self.fetch_keys(memory, place, codes, stage)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
-            cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
-            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, before), before_phase)
-            keys = self.load_keys(memory, place, stage)
+            keys = self.make_keys(place, codes)
+            values = self.fetch_values(memory, place, before)
             self.await_turn(place.group)
-            dots = self.start_scores(memory, keys)
-            self.add_values(memory, sums, place, before)
+            dots = self.start_scores(queries, keys)
+            self.add_values(memory, sums, place, values)
             if i > span.begin:
                 self.release(memory, VALUES, before, place.lane)
             self.pass_turn(place.group)
-            if const_expr(self.value_scale):
-                cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)  # which scales come with
-            self.weigh(shape, features, work, span, memory, sums, place, scale, dots, block, stage)
-            before, before_phase = stage, phase
+            before = stage
             stage, phase = advance(stage, phase, self.config.num_stages)
+            ahead = self.look_ahead(memory, codes, i + 1 < span.end, stage, phase, before)
+            self.weigh(shape, features, work, span, memory, sums, place, scale, dots, block, before, ahead)
         if span.begin < span.end:
-            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, before), before_phase)
-            self.add_values(memory, sums, place, before)
+            self.add_values(memory, sums, place, self.fetch_values(memory, place, before))
             self.release(memory, VALUES, before, place.lane)
             self.wait_for(sums, [])
         # Or what follows from where a thread stands is kept, or spilled, throughout the loop.
@@ -223,15 +249,46 @@ class KeyRowsConsumer:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
 
-    # -- products -----------------------------------------------------------------------------------------------------
+    # -- what comes before its turn -----------------------------------------------------------------------------------
 
-    def add_values(self, memory, sums, place, stage) -> None:
-        """Starts adding the last block's values, which lie in ``stage``, times their probabilities. The codes have
-        been read when it returns. They become operands behind the products of keys."""
-        b = wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
+    @property
+    def key_words(self) -> int:
+        """Of a lane: its tokens' codes, and headers."""
+        return self.keys.key_words + self.keys.key_header_words
+
+    def look_ahead(self, memory, codes, more, stage, phase, current) -> Ahead:
+        """Asks whether the block that follows has arrived, which takes as long as an MMA."""
+        missing = more & ~has_completed(memory.full + stage, phase)
+        return Ahead(codes, stage, phase, missing, cutlass.select_(more, stage, current))
+
+    def fetch_keys(self, memory, place, codes, stage) -> None:
+        """Loads the codes of the warp's 16 tokens, and their headers."""
+        words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage))
+        address = self.keys.header_start(memory, KEYS, stage, place.group)
+        headers = self.keys.load_key_headers(address, place.warp, place.lane)
+        for index, word in enumerate([*words, *(word for rows in headers for word in rows)]):
+            codes[index] = word
+
+    def make_keys(self, place, codes) -> list[list[Uint32]]:
+        """A registers of all steps of what `fetch_keys` has loaded."""
+        count = self.keys.key_words
+        words = [codes[i] for i in range(count)]
+        headers = [[codes[i], codes[i + 1]] for i in range(count, self.key_words, 2)]
+        ready = wgmma.fence([word for a in self.keys.key_operands(words, headers, place.magic) for word in a])
+        return [ready[4 * step : 4 * step + 4] for step in range(KEY_STEPS)]
+
+    def fetch_values(self, memory, place, stage) -> tuple[list[Any], list[Any]]:
+        """Codes and headers of the last block's values. They become operands behind the products of keys."""
         words = self.values.load_values(place.values + memory.tile(VALUES, stage), place.next_value, GROUP_TOKENS)
         address = self.values.header_start(memory, VALUES, stage, place.group)
-        headers = self.values.load_value_headers(address, GROUP_TOKENS, place.warp, place.lane)
+        return words, self.values.load_value_headers(address, GROUP_TOKENS, place.warp, place.lane)
+
+    # -- products -----------------------------------------------------------------------------------------------------
+
+    def add_values(self, memory, sums, place, values) -> None:
+        """Starts adding the last block's values, of `fetch_values`, times their probabilities."""
+        b = wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
+        words, headers = values
         mmas = range(2)
         totals = [[sums.values[i] for i in self._places(m)] for m in mmas]
         for first in range(0, VALUE_STEPS, STEPS_AT_ONCE):
@@ -244,17 +301,11 @@ class KeyRowsConsumer:
             wgmma.commit()
         self._set(sums, [value for total in totals for value in total])
 
-    def load_keys(self, memory, place, stage) -> list[list[Uint32]]:
-        """The warp's 16 tokens as A registers of all steps: nothing of a turn's first products is left to be made."""
-        words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage))
-        address = self.keys.header_start(memory, KEYS, stage, place.group)
-        headers = self.keys.load_key_headers(address, place.warp, place.lane)
-        ready = wgmma.fence([word for a in self.keys.key_operands(words, headers, place.magic) for word in a])
-        return [ready[4 * step : 4 * step + 4] for step in range(KEY_STEPS)]
+    def start_scores(self, b, operands) -> list[Any]:
+        """Starts the dot products of the warp's tokens, as :meth:`make_keys` has them, with all queries.
 
-    def start_scores(self, memory, operands) -> list[Any]:
-        """Starts the dot products of the warp's tokens, as :meth:`load_keys` has them, with all queries."""
-        b, dots = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries)), []
+        b: the queries' descriptor."""
+        dots: list[Any] = []
         slab_bytes = self.config.tile_rows * SLAB_COLUMNS * 2
         for first in range(0, KEY_STEPS, STEPS_AT_ONCE):
             ready = wgmma.fence([word for a in operands[first : first + STEPS_AT_ONCE] for word in a])
@@ -294,9 +345,9 @@ class KeyRowsConsumer:
     # -- softmax ------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def weigh(self, shape, features, work, span, memory, sums, place, scale, dots, block: Int32, stage: Int32):
+    def weigh(self, shape, features, work, span, memory, sums, place, scale, dots, block: Int32, stage: Int32, ahead):
         """Probabilities of a block, where all warps see them. When it returns no products are running: values of the
-        block before have been behind the softmax."""
+        block before have been behind the softmax. The keys that follow are loaded on the way."""
         row = place.group * GROUP_TOKENS + place.warp * WARP_TOKENS + place.lane // 4
         lines = self.load_scales(memory, place, KEYS, stage, row)
         value_scales = self.load_scales(memory, place, VALUES, stage, row)
@@ -315,7 +366,7 @@ class KeyRowsConsumer:
             lines = [ptx.fmax(line * scale, Float32(MIN_SCORE_SCALE)) for line in lines]
         else:
             lines = [scale, scale]
-        self.share(memory, sums, place, s, lines, value_scales)
+        self.share(memory, sums, place, s, lines, value_scales, ahead)
 
     def load_scales(self, memory, place, operand: int, stage, row) -> list[Any]:
         """Those of the lane's two tokens; none where rows have none. They come while products run."""
@@ -352,25 +403,29 @@ class KeyRowsConsumer:
         return (new < 0) | (((word >> Uint32(new & 31)) & Uint32(1)) != 0)
 
     @cute.jit
-    def share(self, memory, sums, place, s, lines, value_scales):
+    def share(self, memory, sums, place, s, lines, value_scales, ahead):
         """Gives the warpgroup the warp's probabilities and adds them to its totals; may raise the reference."""
         totals = cute.make_rmem_tensor(self.columns, Float32)
         target = self.next_place(memory, sums, place)
         exceeds = self.write_probabilities(sums, totals, place, target, s, lines, value_scales)
         self.wait_for(sums, [])
+        cute.arch.fence_proxy("async.shared", space="cta")
         again = self.any_of_warpgroup(place, exceeds)
         while again != 0:  # once: a branch lays out all of a tile's code otherwise, 2 to 6 % slower at 40 columns
             bounds = self.bounds_of(value_scales)
             self.raise_reference(memory, sums, place, s, lines, bounds)
             self.write_probabilities(sums, totals, place, target, s, lines, value_scales, bounds)
+            cute.arch.fence_proxy("async.shared", space="cta")
             again = self.any_of_warpgroup(place, Int32(0))
+        if ahead.missing:
+            cute.arch.mbarrier_wait(memory.full + ahead.stage, ahead.phase)
+        self.fetch_keys(memory, place, ahead.codes, ahead.place)
         for column in cutlass.range_constexpr(self.columns):
             sums.total[column] = sums.total[column] + totals[column]
         sums.probabilities[0] = self.shape.probability_bytes - sums.probabilities[0]
 
     def any_of_warpgroup(self, place, exceeds):
-        """Whether some thread's are too large; probabilities that were written before are where products see them."""
-        cute.arch.fence_proxy("async.shared", space="cta")
+        """Whether some thread's are too large; all have fenced what they wrote."""
         return numbers.barrier_any(Int32(exceeds), FIRST_WARPGROUP + place.group, WARPGROUP_THREADS)
 
     def write_probabilities(self, sums, totals, place, target, s, lines, value_scales, bounds=None):
