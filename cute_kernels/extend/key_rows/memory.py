@@ -6,13 +6,23 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
+from cutlass._mlir.dialects import nvvm
+from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.policies import MMA_WARPGROUPS, MMA_WARPS, WORK_BYTES, WORK_SLOTS
 
 TOP_BYTES = 4 * MMA_WARPS
+
+
+@dsl_user_op
+def has_completed(barrier: cute.Pointer, phase, *, loc=None, ip=None) -> Boolean:
+    """Whether a phase of an mbarrier is over. No thread is suspended, unlike by `mbarrier_try_wait`."""
+    kind = nvvm.MBarrierWaitKind.TEST
+    address, parity = barrier.to_llvm_ptr(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip)
+    return Boolean(nvvm.mbarrier_wait_parity(address, parity, kind, loc=loc, ip=ip))
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,10 @@ class KeyRowsMemory:
             cute.arch.mbarrier_init(self.work_full + i, 1)
             cute.arch.mbarrier_init(self.work_empty + i, MMA_WARPS + config.filling_warps)
         cute.arch.mbarrier_init_fence()
+
+    def has_arrived(self, stage, phase) -> Boolean:
+        """Whether a stage's tiles, K's and V's, have arrived. The answer takes as long as an MMA."""
+        return has_completed(self.full + stage, phase)
 
     def barrier(self, operand: int, stage):
         """Number of a tile among ``empty``."""

@@ -6,6 +6,8 @@ reference they have; the barrier after which these are read also tells whether o
 then is it raised, and are they written again. A turn has all of a warpgroup's products at once, scores of a block and
 then values of the one before, which become operands behind the former; its softmax is behind the other warpgroup's
 turn. A warp that issues products of registers waits for the ones before: all else stands before a turn or behind it.
+A block is a chain of what a warp waits for, so codes are loaded ahead: of values before a turn, of keys behind the
+block before, whose softmax hides the question whether they have come.
 """
 
 from __future__ import annotations
@@ -15,9 +17,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
-from cutlass._mlir.dialects import nvvm
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.score_terms import ScoreTerms
 from cute_kernels.device import numbers, ptx, wgmma
@@ -64,25 +64,20 @@ class Sums:
 
 @dataclass(frozen=True)
 class Ahead:
-    """The block that follows: whether there is one and it had not arrived when asked (``missing``); where its tile
-    lies, or where there is none this block's; its keys' codes as `KeyRowsConsumer.fetch_keys` loads them."""
+    """The block that follows.
+
+    Attributes:
+        codes: its keys', as `KeyRowsConsumer.fetch_keys` loads them.
+        stage, phase: of the ring, of its tiles.
+        missing: whether there is such a block, and its tiles had not arrived when asked.
+        source: the stage to load from: where no block follows, that of this one, whose codes nobody uses.
+    """
 
     codes: RegisterTensor[Uint32]
     stage: Any
     phase: Any
     missing: Any
-    place: Any
-
-
-@dsl_user_op
-def has_completed(barrier, phase, *, loc=None, ip=None) -> Boolean:
-    """Whether a phase of an mbarrier is over; the thread is not suspended."""
-    kind = nvvm.MBarrierWaitKind.TEST
-    return Boolean(
-        nvvm.mbarrier_wait_parity(
-            barrier.to_llvm_ptr(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip), kind, loc=loc, ip=ip
-        )
-    )
+    source: Any
 
 
 @dataclass(frozen=True)
@@ -249,16 +244,16 @@ class KeyRowsConsumer:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
 
-    # -- what comes before its turn -----------------------------------------------------------------------------------
+    # -- what stands before a turn ------------------------------------------------------------------------------------
 
     @property
     def key_words(self) -> int:
-        """Of a lane: its tokens' codes, and headers."""
+        """Words of a lane that :meth:`fetch_keys` loads: its tokens' codes, and headers."""
         return self.keys.key_words + self.keys.key_header_words
 
     def look_ahead(self, memory, codes, more, stage, phase, current) -> Ahead:
-        """Asks whether the block that follows has arrived, which takes as long as an MMA."""
-        missing = more & ~has_completed(memory.full + stage, phase)
+        """Asks whether the block that follows has arrived; who asks when its codes are wanted waits for the answer."""
+        missing = more & ~memory.has_arrived(stage, phase)
         return Ahead(codes, stage, phase, missing, cutlass.select_(more, stage, current))
 
     def fetch_keys(self, memory, place, codes, stage) -> None:
@@ -345,9 +340,11 @@ class KeyRowsConsumer:
     # -- softmax ------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def weigh(self, shape, features, work, span, memory, sums, place, scale, dots, block: Int32, stage: Int32, ahead):
+    def weigh(
+        self, shape, features, work, span, memory, sums, place, scale, dots, block: Int32, stage: Int32, ahead: Ahead
+    ):
         """Probabilities of a block, where all warps see them. When it returns no products are running: values of the
-        block before have been behind the softmax. The keys that follow are loaded on the way."""
+        block before have been behind the softmax. Codes of the keys that follow are loaded."""
         row = place.group * GROUP_TOKENS + place.warp * WARP_TOKENS + place.lane // 4
         lines = self.load_scales(memory, place, KEYS, stage, row)
         value_scales = self.load_scales(memory, place, VALUES, stage, row)
@@ -409,23 +406,22 @@ class KeyRowsConsumer:
         target = self.next_place(memory, sums, place)
         exceeds = self.write_probabilities(sums, totals, place, target, s, lines, value_scales)
         self.wait_for(sums, [])
-        cute.arch.fence_proxy("async.shared", space="cta")
         again = self.any_of_warpgroup(place, exceeds)
         while again != 0:  # once: a branch lays out all of a tile's code otherwise, 2 to 6 % slower at 40 columns
             bounds = self.bounds_of(value_scales)
             self.raise_reference(memory, sums, place, s, lines, bounds)
             self.write_probabilities(sums, totals, place, target, s, lines, value_scales, bounds)
-            cute.arch.fence_proxy("async.shared", space="cta")
             again = self.any_of_warpgroup(place, Int32(0))
         if ahead.missing:
             cute.arch.mbarrier_wait(memory.full + ahead.stage, ahead.phase)
-        self.fetch_keys(memory, place, ahead.codes, ahead.place)
+        self.fetch_keys(memory, place, ahead.codes, ahead.source)
         for column in cutlass.range_constexpr(self.columns):
             sums.total[column] = sums.total[column] + totals[column]
         sums.probabilities[0] = self.shape.probability_bytes - sums.probabilities[0]
 
     def any_of_warpgroup(self, place, exceeds):
-        """Whether some thread's are too large; all have fenced what they wrote."""
+        """Whether some thread's are too large; probabilities that were written before are where products see them."""
+        cute.arch.fence_proxy("async.shared", space="cta")
         return numbers.barrier_any(Int32(exceeds), FIRST_WARPGROUP + place.group, WARPGROUP_THREADS)
 
     def write_probabilities(self, sums, totals, place, target, s, lines, value_scales, bounds=None):
