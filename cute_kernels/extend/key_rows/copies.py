@@ -249,8 +249,8 @@ class RawRowProducer:
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
             self.runs.ask(following, source, work, cutlass.max(block - 1, span.begin), warp)
+            cute.arch.mbarrier_wait(memory.empty + stage, phase)
             for operand in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_wait(memory.empty + memory.barrier(operand, stage), phase)
                 self.tiles[operand].copy(source, work, memory, first_valid, places, block, stage, warp, lane)
                 numbers.arrive_when_copied(Int32((memory.full + stage).toint()))
             for run in cutlass.range_constexpr(self.runs.count):

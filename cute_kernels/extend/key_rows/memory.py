@@ -36,8 +36,8 @@ class KeyRowsMemory:
         probabilities: of each warpgroup two B operands [tile_rows, 64 tokens].
         told: [warpgroup][warp][tile_rows] fp32, then [warpgroup][tile_rows]: what warps tell each other.
         tops: fp32 [8], of each warp's queries.
-        slots, empty, work_full, work_empty: as `extend.memory.ExtendMemory` has them.
-        full: by stage, for K's tile and V's together: a consumer waits once a block.
+        slots, work_full, work_empty: as `extend.memory.ExtendMemory` has them.
+        full, empty: by stage, of K's tile and V's together: a consumer waits once a block, and arrives once.
     """
 
     config: ExtendConfig
@@ -72,7 +72,7 @@ class KeyRowsMemory:
         ]
         tiles, queries, probabilities, headers, told, tops, slots = (Int32(own.toint()) for own in pointers)
         stages = config.num_stages
-        barriers = smem.allocate_array(cutlass.Int64, 3 * stages + 2 * WORK_SLOTS)
+        barriers = smem.allocate_array(cutlass.Int64, 2 * stages + 2 * WORK_SLOTS)
         return KeyRowsMemory(
             config=config,
             tile_pointer=pointers[0],
@@ -85,8 +85,8 @@ class KeyRowsMemory:
             slots=slots,
             full=barriers,
             empty=barriers + stages,
-            work_full=barriers + 3 * stages,
-            work_empty=barriers + (3 * stages + WORK_SLOTS),
+            work_full=barriers + 2 * stages,
+            work_empty=barriers + (2 * stages + WORK_SLOTS),
         )
 
     def init_barriers(self) -> None:
@@ -94,7 +94,6 @@ class KeyRowsMemory:
         config = self.config
         for i in range(config.num_stages):
             cute.arch.mbarrier_init(self.full + i, 2 * config.producer_warps * WARP_THREADS)
-        for i in range(2 * config.num_stages):
             cute.arch.mbarrier_init(self.empty + i, MMA_WARPS)
         for i in range(WORK_SLOTS):
             cute.arch.mbarrier_init(self.work_full + i, 1)
@@ -104,10 +103,6 @@ class KeyRowsMemory:
     def has_arrived(self, stage, phase) -> Boolean:
         """Whether a stage's tiles, K's and V's, have arrived. The answer takes as long as an MMA."""
         return has_completed(self.full + stage, phase)
-
-    def barrier(self, operand: int, stage):
-        """Number of a tile among ``empty``."""
-        return operand * self.config.num_stages + stage
 
     def tile(self, operand: int, stage):
         """Address of a tile's codes."""
