@@ -22,7 +22,7 @@ from cute_kernels.attention.policies import (
 )
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.score_options import options_in
-from cute_kernels.attention.tiles import MAX_BOX, copies_per_tile, kernel_format
+from cute_kernels.attention.tiles import MAX_BOX, copies_per_tile, kernel_format, map_paddings
 from cute_kernels.kv_formats import KvFormat, format_of
 from cute_kernels.runtime.composed import changed
 from layouts.kv.tile import WORD_BYTES
@@ -82,8 +82,9 @@ def _row_copy(problem: DecodeProblem, names: tuple[str, str], heads: int, most: 
     dims = (problem.head_dim, problem.v_head_dim)
     rows = [(format_of(name), dim) for name, dim in zip(names, dims, strict=True) if format_of(name).has_header]
     token_bytes = [problem.num_kv_heads * form.row_bytes(dim) for form, dim in rows]
-    boxes = [heads * form.row_bytes(dim) + BULK_BYTES for form, dim in rows]  # with what lies between tokens
-    return "bulk" if any(size % BULK_BYTES for size in token_bytes) or max(boxes) > WORD_BYTES * MAX_BOX else "map"
+    words = [heads * form.row_bytes(dim) // WORD_BYTES for form, dim in rows]
+    boxes = [count + max(map_paddings(count)) for count in words]
+    return "bulk" if any(size % BULK_BYTES for size in token_bytes) or max(boxes) > MAX_BOX else "map"
 
 
 def _heads_of_a_cta(problem: DecodeProblem, names: tuple[str, str], num_query_blocks: int) -> list[tuple[int, str]]:
@@ -100,8 +101,12 @@ def _heads_of_a_cta(problem: DecodeProblem, names: tuple[str, str], num_query_bl
         return [(most, "bulk" if most else "word")]
     sizes = [form.row_bytes(d) for form, d in zip(forms, (problem.head_dim, problem.v_head_dim), strict=True)]
     fewer = [heads for heads in (4, 2, 1) if heads < most and not most % heads]
-    possible = [most, *(heads for heads in fewer if not any(heads * size % BULK_BYTES for size in sizes))]
-    return [(heads, _row_copy(problem, names, heads, most)) for heads in possible]
+    ways = [(heads, _row_copy(problem, names, heads, most)) for heads in (most, *fewer)]
+    return [
+        (heads, copy)
+        for heads, copy in ways
+        if heads == most or copy == "map" or not any(heads * size % BULK_BYTES for size in sizes)
+    ]
 
 
 def _fits_warpgroups(problem: DecodeProblem) -> bool:

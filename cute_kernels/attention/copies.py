@@ -72,7 +72,7 @@ class TileCopier:
 
     def stage_addresses(self, tiles: Tiles, stage):
         """Shared-memory addresses of a stage's tiles of K and of V."""
-        return [operand.stage_address(tiles.ring, stage) for operand in self.operands]
+        return [operand.rows_address(tiles, stage) for operand in self.operands]
 
     @cute.jit
     def copy_tile(
@@ -289,6 +289,10 @@ class _Operand:
     def stage_address(self, ring, stage):
         return ring + self.ring_offset + stage * self.tile_bytes
 
+    def rows_address(self, tiles, stage):
+        """Where a stage's rows begin."""
+        return self.stage_address(tiles.ring, stage)
+
     @property
     def run_bytes(self) -> int:
         """Bytes of a part of the tile that holds all its tokens, in order."""
@@ -386,11 +390,13 @@ class WordOperand(RowOperand):
 
 @dataclass(frozen=True)
 class RowMapSource:
-    """A tensor map over the words of a cache's tokens, from the CTA's first head on, and the ring; run-time values."""
+    """A tensor map over the words of a cache's tokens, from the CTA's first head on or what lies up to three words
+    before it, and the ring; run-time values."""
 
     atom: cute.CopyAtom
     cache: cute.Tensor
     ring: cute.Pointer
+    before: Int32  # bytes, in front of the first head's
 
 
 class RowMapOperand(RowOperand):
@@ -407,6 +413,12 @@ class RowMapOperand(RowOperand):
         self.box_tokens, self.box_words = self.run_tokens, self.tile.copy_pitch_words
         self.box_bytes = self.box_tokens * self.box_words * WORD_BYTES
         self.num_boxes = config.tile_tokens // self.box_tokens
+        # Maps bring whole vectors of a token, and rows may begin within one.
+        self.begins_before = bool(self.tile.token_words % VECTOR_WORDS)
+
+    def rows_address(self, tiles, stage):
+        address = self.stage_address(tiles.ring, stage)
+        return address + tiles.opened[self.index].before if self.begins_before else address
 
     def make_source(self, cache: cute.Tensor):
         """A tensor map and its coordinate tensor [tokens of a block, words of all heads, blocks]."""
@@ -422,9 +434,13 @@ class RowMapOperand(RowOperand):
         blocks, tokens, heads = shape[:3]
         return (tokens, heads * self.tile.row_words, blocks), (stride[1] // WORD_BYTES, 1, stride[0] // WORD_BYTES)
 
-    def first_word(self, head):
-        """Of a token's words, where a CTA's rows begin."""
-        return head * self.tile.row_words
+    def begin(self, head):
+        """(the first of a token's words that come to a CTA's ring, bytes from there to its first head's row)."""
+        first = head * self.tile.row_words
+        if not self.begins_before:
+            return first, 0
+        before = first % VECTOR_WORDS
+        return first - before, before * WORD_BYTES
 
     def _layout(self):
         """Of a box in shared memory."""
@@ -432,11 +448,12 @@ class RowMapOperand(RowOperand):
 
     def open(self, source, ring, place) -> RowMapSource:
         atom, words = source
-        first = cute.assume(self.first_word(place.first_head), divby=VECTOR_WORDS)
+        first, before = self.begin(place.first_head)
+        first = cute.assume(first, divby=VECTOR_WORDS)
         words = cute.domain_offset((0, first, 0), words)
         # [box, of a block's tokens, block]
         cache = cute.local_tile(words, (self.box_tokens, self.box_words), (None, 0, None))
-        return RowMapSource(atom, cache, ring)
+        return RowMapSource(atom, cache, ring, Int32(before))
 
     def enter(self, source: RowMapSource, block) -> RowMapSource:
         return source

@@ -96,11 +96,11 @@ def assert_words_are_found(call: Any, cache: torch.Tensor, operand: Any, num_hea
     assert token_words % 4 == block_words % 4 == 0 == cache.data_ptr() % 16
     assert operand.box_words <= 256 and operand.box_words % 4 == 0
     for first_head in range(0, call.num_kv_heads, num_heads):
-        assert operand.first_word(first_head) % 4 == 0
+        first, before = operand.begin(first_head)
+        assert first % 4 == 0 <= before and 4 * operand.box_words >= before + 4 * operand.tile.token_words
         for block, token, head in itertools.product((0, blocks - 1), (0, tokens - 1), range(num_heads)):
-            first = operand.first_word(first_head) + head * operand.tile.row_words
-            place = cache.data_ptr() + 4 * (block * block_words + token * token_words + first)
-            assert place == row_of(call, cache, block, token, first_head + head)
+            place = 4 * (block * block_words + token * token_words + first + head * operand.tile.row_words) + before
+            assert cache.data_ptr() + place == row_of(call, cache, block, token, first_head + head)
 
 
 def call_of(call: Call) -> Any:
