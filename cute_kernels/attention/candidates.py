@@ -59,7 +59,7 @@ def candidate_configs(problem: DecodeProblem) -> list[DecodeConfig]:
             row_config(_base_config(problem, names, heads or 1, blocks, contiguous, copy), ctas)
             for heads, copy in _heads_of_a_cta(problem, names, blocks)
             for contiguous in (_is_contiguous(problem, heads or 1),)
-            for ctas in _cta_counts(problem, contiguous)
+            for ctas in ((1,) if copy == "map" else _cta_counts(problem, contiguous))  # of blocks for a CTA alone
         ]
     borrows = _borrows_registers(problem)
     configs = list(dict.fromkeys(_with_producer_warps(_roomy(config), borrows) for config in configs))

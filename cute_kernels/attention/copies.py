@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.tiles import lane_tokens, tiles_of, tokens_per_copy
-from cute_kernels.device import ptx
+from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.types import Index
 from layouts.kv.swizzled_tile import PANEL_BYTES, SwizzledTile
@@ -24,6 +24,7 @@ from layouts.kv.tile import WORD_BYTES, RowTile
 VECTOR_BYTES = 16
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 PLACE_BYTES = 128  # that what a tensor map brings begins at a multiple of
+SECTOR_ENTRIES = 8  # of a block table, that come from memory together
 PAGE_UNIT = 16  # tokens that page sizes are multiples of
 
 
@@ -268,6 +269,12 @@ class Pager:
         index = ((Int64(token // PAGE_UNIT) * self.reciprocal) >> 32).to(Int32)
         entry = self.table + (Int64(request) * self.stride + index) * 4
         return ptx.load_global_words(entry, 0, 1)[0].to(Int32), token - index * self.page_size
+
+    def prefetch(self, request, sector, max_seq_len):
+        """Brings the entries of a sector of a request's row into L2, if it has so many."""
+        first = sector * SECTOR_ENTRIES
+        entry = self.table + (Int64(request) * self.stride + first) * 4
+        numbers.prefetch_line_if(Int32(first * self.page_size < max_seq_len), entry)
 
     def existing(self, page):
         """An entry that is no page of the cache becomes one: a wrong table yields wrong numbers, no illegal access.
