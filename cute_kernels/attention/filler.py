@@ -39,11 +39,9 @@ class RingFiller:
 
     @cute.jit
     def prefetch_pages(self, tiles, row, part, parts, lane):
-        """Brings a request's row of the block table into L2, each of its CTAs a part, while its length is on the way.
-
-        For kernels that ask for pages only once they know it: a page is then a hit away, not an answer of memory.
-        """
-        if const_expr(self.config.page_tokens > 0 and self.make_early_pages() is None):
+        """Brings a request's row of the block table into L2, each of its CTAs a part, while its length is on the way:
+        which pages a window begins with is known behind that, and then a page is a hit away."""
+        if const_expr(self.config.page_tokens > 0):
             tiles.pager.prefetch(row, part + lane * parts, tiles.max_seq_len)
 
     @cute.jit
@@ -64,9 +62,6 @@ class RingFiller:
         # What the first tile needs comes first.
         first = config.early_tiles if alone else 2 * config.num_stages
         token = part * config.tile_tokens
-        if const_expr(config.early_tiles > 0):
-            if producer == 0:
-                self.prefetch_pages(tiles, row, part, parts, lane)
         if const_expr(pages is not None):
             self.find_pages(tiles, row, token, parts * config.tile_tokens, pages, lane)
         if const_expr(not self.writes_rows):  # else they were while the launch before was running
@@ -116,19 +111,17 @@ class RingFiller:
             cute.arch.griddepcontrol_wait()
         page, place = Int32(0), Int32(0)
         if const_expr(config.page_tokens > 0):
-            begins = pages is None and config.early_tiles == 0  # nobody has asked for a tile yet
             first = token
             if const_expr(pages is None):
                 pages = self.make_pages()
-                if const_expr(begins):
+                if const_expr(config.awaits_length):  # the first tile's: whatever stands before its copy delays it
                     pages[0], pages[1] = self.copier.find_pages(tiles, work.request, token, lane)
                 else:
                     self.find_pages(tiles, work.request, token, stride, pages, lane)
             elif not known:
                 self.find_pages(tiles, work.request, token, stride, pages, lane)
             for i in cutlass.range_constexpr(config.num_stages):
-                if const_expr(begins and i == 1):
-                    # Behind the first tile, which waits for fewer instructions.
+                if const_expr(config.awaits_length and i == 1):
                     self.find_pages(tiles, work.request, first, stride, pages, lane)
                 if (issued <= i) & (token < work.length):
                     cute.arch.mbarrier_wait(empty + stage, phase)

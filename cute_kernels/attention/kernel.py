@@ -190,7 +190,7 @@ class DecodeKernel:
         config, shape, lane = self.config, place.shape, cta.lane
         # Rows past the last one hold further units, if there are any.
         own_row = cutlass.min(row, shape.batch - 1) if const_expr(config.units) else row
-        if const_expr(config.early_tiles == 0):
+        if const_expr(config.awaits_length):
             # Before the length: uniform arithmetic with it, and so the wait for it, may stand right behind its load.
             if cta.warp == config.num_warps:
                 self.filler.prefetch_pages(cta.tiles, own_row, part, requests.parts, lane)
@@ -198,9 +198,8 @@ class DecodeKernel:
         # CTA unless lengths differ.
         asked_length = self.assigner.fetch_length(requests, own_row)
         first_length = self.assigner.fetch_first_length(requests, lane) if const_expr(config.units) else None
-        # Where no tile is asked for before the length is known, queries are not, either: `attend_unit` asks for them.
-        asked = None
-        if const_expr(config.early_tiles > 0):
+        asked = None  # of those that come late, `attend_unit` asks for them: after an append, or a window's first tile
+        if const_expr(not config.asks_queries_late):
             asked = self.fetch_query(cta, place, q, own_row)  # by producer warps in vain
         early = part * config.tile_tokens < shape.max_seq_len
         if const_expr(config.units):
@@ -249,7 +248,7 @@ class DecodeKernel:
             addresses = self.rows.make(cta, work, q)
             k_scale = cta.given.of_keys(work.place.first_head + cta.roles.head)
             query = self.key_reader.fetch_query(addresses, k_scale, cta.lane)
-        elif const_expr(self.config.early_tiles == 0):
+        elif const_expr(self.config.asks_queries_late):
             if const_expr(self.config.after_append):
                 # Every unit waits here, even one without new tokens: that the launch is done says that the append is.
                 cute.arch.griddepcontrol_wait()
@@ -272,7 +271,7 @@ class DecodeKernel:
         # Known to be alike in all lanes, they are kept in uniform registers.
         work = Work(place, *(cute.arch.make_warp_uniform(value) for value in values))
         expected = (unit_row == row) & (unit_part == part) & (part < num_parts)
-        if const_expr(self.config.early_tiles == 0):
+        if const_expr(self.config.asks_queries_late):
             self.process_expected(cta, work, q, None, early, pages, expected)
         else:
             query = self.query_of(cta, place, q, asked, row, unit_row)

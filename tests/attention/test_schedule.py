@@ -258,8 +258,8 @@ def _of_pages(kv_format: str, batch: int, q_len: int) -> DecodeProblem:
     "kv_format, batch, q_len, heads",
     [
         *(("int4_g1", batch, q_len, 8) for batch in (1, 4, 8, 32) for q_len in (1, 2)),
-        *(("int4_g1", batch, 4, heads) for batch, heads in ((1, 4), (2, 4), (4, 4), (8, 4), (32, 8))),
-        *(("int4_g1", batch, 8, 4) for batch in (1, 4, 8, 32)),
+        *(("int4_g1", batch, q_len, 2) for batch in (1, 2, 4, 8, 16, 32) for q_len in (4, 8)),
+        *(("int4_g1", batch, 4, 8) for batch in (64, 128)),
         *(("int4_g4", batch, 4, 2) for batch in (1, 2, 4, 8)),
         *(("int4_g4", batch, 8, 2) for batch in (1, 4, 8, 32)),
     ],
