@@ -75,8 +75,7 @@ class AppendKernel:
         :mod:`cute_kernels.kv_cache.arguments`."""
         config = self.config
         extras = extras_of(given, transformed=config.transform is not None)
-        inputs = inputs_of(given, config.has_bias or config.has_norm)
-        targets, where = targets_of(given), where_of(given, self.k_row.by_token)
+        inputs, targets, where = inputs_of(given), targets_of(given), where_of(given, self.k_row.by_token)
         shares, grid = self._shares(inputs, given.wave)
         self.kernel(shares, inputs, where, given.phase_steps, targets, extras, given.rope_factor).launch(
             grid=grid,
@@ -124,8 +123,6 @@ class AppendKernel:
     ):
         # In the order of need: what comes before the first loads is few lines of the constant cache, cold in each SM.
         config = self.config
-        if const_expr(inputs.terms is not None):
-            extras = extras.meeting(inputs.terms)
         if const_expr(config.leads):
             if shares.few:
                 cute.arch.griddepcontrol_launch_dependents()

@@ -1,6 +1,6 @@
 """What the append kernel works on, as objects of run-time values."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -14,23 +14,8 @@ from cute_kernels.kv_cache.page import PageSlot
 
 
 @dataclass(frozen=True)
-class Terms:
-    """Addresses of biases and of the norms' weights, 0 where there is none, and the norms' epsilon."""
-
-    q_bias: Int64
-    k_bias: Int64
-    v_bias: Int64
-    q_norm: Int64
-    k_norm: Int64
-    norm_eps: Float32
-
-
-@dataclass(frozen=True)
 class Inputs:
-    """Addresses of q, k and v, bytes from token to token, and sizes; without q it has no heads.
-
-    ``terms`` of variants whose rows meet any: beside their addresses these cost no line of the constant cache more.
-    """
+    """Addresses of q, k and v, bytes from token to token, and sizes; without q it has no heads."""
 
     q: Int64
     k: Int64
@@ -41,7 +26,6 @@ class Inputs:
     num_tokens: Int32
     num_q_heads: Int32
     num_kv_heads: Int32
-    terms: Terms | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +69,18 @@ class Constants:
 
 
 @dataclass(frozen=True)
+class Terms:
+    """Addresses of biases and of the norms' weights, 0 where there is none, and the norms' epsilon."""
+
+    q_bias: Int64
+    k_bias: Int64
+    v_bias: Int64
+    q_norm: Int64
+    k_norm: Int64
+    norm_eps: Float32
+
+
+@dataclass(frozen=True)
 class Transforms:
     """Addresses of a transform's constants, 0 where there is none, and of what it takes off the scores of q's rows.
 
@@ -114,10 +110,6 @@ class Extras:
     v_scale: Int64
     norm_eps: Float32
     transforms: Transforms | None = None
-
-    def meeting(self, terms: Terms) -> Any:
-        """With terms that lie elsewhere in a launch's parameters."""
-        return replace(self, **{each.name: getattr(terms, each.name) for each in fields(terms)})
 
 
 @dataclass(frozen=True)
@@ -159,7 +151,7 @@ class Place:
 # -- of a launch's arguments, see `.arguments` -------------------------------------------------------------------------
 
 
-def inputs_of(given, with_terms: bool) -> Inputs:
+def inputs_of(given) -> Inputs:
     q_shape, k_shape = _any(given.q.shape), _any(given.k.shape)
     return Inputs(
         q=ptx.address(given.q),
@@ -171,7 +163,6 @@ def inputs_of(given, with_terms: bool) -> Inputs:
         num_tokens=k_shape[0],
         num_q_heads=cutlass.select_(given.mode & HAS_Q != 0, Int32(q_shape[1]), Int32(0)),
         num_kv_heads=k_shape[1],
-        terms=terms_of(given) if with_terms else None,
     )
 
 

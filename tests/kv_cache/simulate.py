@@ -23,8 +23,7 @@ from cute_kernels.runtime.composed import changed
 from simulator import Float32, Gpu, Int32, Int64, running, stand_in
 
 WHERE = ("seq_lens", "block_table", "cu_seqlens", "slot_mapping", "position_ids")
-TERMS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
-EXTRAS = (*TERMS, "k_scale", "v_scale")
+EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale")
 
 
 class PageFetch:
@@ -91,9 +90,6 @@ def simulate_append(
         num_tokens=Int32(call.num_tokens),
         num_q_heads=Int32(call.num_q_heads),
         num_kv_heads=Int32(call.num_kv_heads),
-        terms=operands.Terms(**{name: Int64(at.get(name, 0)) for name in TERMS}, norm_eps=Float32(call.norm_eps))
-        if config.has_bias or config.has_norm
-        else None,
     )
     targets = operands.Targets(
         q_out=Int64(at["q_out"]),
