@@ -31,6 +31,7 @@ TARGET_WARPS = 8
 MOST_CTAS = 4  # on an SM
 COPIES_PER_WARP = 4  # of a tile, that one producer warp asks for in some 90 cycles each
 MAPPED_HEADS = 2  # of a CTA, from which on tensor maps bring their rows
+FEW_REQUESTS = 2  # whose single queries are worth fewer heads a CTA
 SM_PARTITIONS = 4
 MAX_PRODUCER_WARPS = 4
 MAX_WARPS = 16
@@ -91,11 +92,13 @@ def _heads_of_a_cta(problem: DecodeProblem, names: tuple[str, str], num_query_bl
 
     Fewer than fit a CTA are fewer parts of a row for as many CTAs, and come by tensor maps, or by a copy a token. That
     is worth considering of INT4 with more queries than one block, where parts are large and each CTA has much to
-    multiply.
+    multiply; and of one block of few requests, whose time is their beginnings and parts.
     """
     most = row_heads(problem, names, num_query_blocks) if problem.aligned else 0
     forms = [format_of(name) for name in names]
-    if problem.features.head_major or problem.rows <= BLOCK_QUERIES or costs_of(forms) != {"int4"}:
+    one_block = problem.rows <= BLOCK_QUERIES
+    few = problem.batch <= FEW_REQUESTS and problem.features.paged and not problem.after_append
+    if problem.features.head_major or not (few if one_block else costs_of(forms) == {"int4"}):
         return [(most, "bulk" if most else "word")]
     sizes = [form.row_bytes(d) for form, d in zip(forms, (problem.head_dim, problem.v_head_dim), strict=True)]
     fewer = [heads for heads in (4, 2, 1) if heads < most and not most % heads]
@@ -103,7 +106,7 @@ def _heads_of_a_cta(problem: DecodeProblem, names: tuple[str, str], num_query_bl
     return [
         (heads, copy)
         for heads, copy in ways
-        if heads == most or copy == "map" or not any(heads * size % BULK_BYTES for size in sizes)
+        if heads == most or copy == "map" or not (one_block or any(heads * size % BULK_BYTES for size in sizes))
     ]
 
 

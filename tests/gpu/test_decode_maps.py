@@ -22,6 +22,7 @@ from tests.tensors import among_others
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (0, 1, 33, 64, 513, 1200, 63, 2049)
+FEW_LENGTHS = (1205, 63)  # of requests whose single queries are served so
 TOKENS = 2  # dimension before which a gap is between tokens
 CASES: list[tuple[Any, int, int, int, int | None]] = [  # format, KV heads, group, queries, page size
     ("int4_g1", 8, 4, 4, 64),
@@ -34,13 +35,20 @@ CASES: list[tuple[Any, int, int, int, int | None]] = [  # format, KV heads, grou
     (("int4_g4", "int4_g2"), 8, 4, 3, 32),
     ("int4_g1", 8, 4, 8, 64),
     ("int4_g2", 8, 4, 4, None),
+    ("int4_g1", 8, 4, 1, 64),
+    ("int4_g4", 8, 8, 1, 16),
+    ("int8_token_head", 8, 4, 1, 64),
+    ("e4m3_token_head", 4, 4, 1, 16),
+    (("int8_token_head", "int4_g4"), 8, 4, 1, 32),
+    (("bf16", "int4_g1"), 8, 4, 1, 64),
 ]
 
 
 def call_for(case, **options: Any) -> Call:
     kv_format, num_kv_heads, group, q_len, page_size = case
+    lengths = LENGTHS if q_len > 1 else FEW_LENGTHS
     return cases.make_call(
-        kv_format, LENGTHS, num_kv_heads=num_kv_heads, group=group, q_len=q_len, page_size=page_size, **options
+        kv_format, lengths, num_kv_heads=num_kv_heads, group=group, q_len=q_len, page_size=page_size, **options
     )
 
 
@@ -54,7 +62,7 @@ def mapped(call: Call) -> list[DecodeConfig]:
 def in_bulk(config: DecodeConfig) -> DecodeConfig | None:
     """The same, but a bulk copy a token; None where these heads' rows are no whole vectors."""
     sizes = [config.num_heads * load.form.row_bytes(load.head_dim) for load in (config.k, config.v)]
-    if any(size % BULK_BYTES for size in sizes):
+    if any(size % BULK_BYTES for size in sizes if size):
         return None
     k, v = ("bulk" if copy == "map" else copy for copy in config.copies)
     return changed(config, k_copy=k, v_copy=v)
