@@ -150,7 +150,8 @@ APART_TILE_M, APART_ROWS, APART_BITS = (48, 64), 33, 4
 WIDE_CLUSTER, WIDE_SHARE, WIDE_TILE_M, WIDE_K_WARPGROUPS = 4, 0.75, 32, 2
 MOST_DSMEM_ROWS, MOST_WIDE_ROWS = 64, 96
 WIDE_SHAPES = ((128, 1, 2, 128, WIDE_CLUSTER), (64, 1, 2, 128, WIDE_CLUSTER))  # of more rows, as `SHAPES`
-# Of 225 to 288 rows of so few features: three tiles of 96 in clusters of four, as many as an H200 has places for.
+# Of 225 to 288 rows of so few features: three tiles of 96 in clusters of four, of which the one H200 that was measured
+# has places for 30 at once. A GPU whose GPCs hold fewer takes a second round.
 CROWDED_SHAPES, CROWDED_ROWS, CROWDED_SHARE = ((96, 1, 2, 128, WIDE_CLUSTER),), range(225, 289), 0.91
 # What tiles that are all cut, and whose parts meet in memory, take besides: nothing as a launch, 2.6 us as a graph of
 # one. So they are left where others are expected to take this much longer; limbs of a launch before, at equal times.
@@ -281,8 +282,8 @@ def share_of(config: WgmmaConfig) -> float:
     """Of the SMs, on which clusters of a configuration find places."""
     if config.cluster < WIDE_CLUSTER:
         return 1.0
-    is_crowded = any((config.tile_m, config.n_tiles) == shape[:2] for shape in CROWDED_SHAPES)
-    return CROWDED_SHARE if is_crowded and not config.dsmem_reduction else WIDE_SHARE
+    shape = (config.tile_m, config.n_tiles, config.warpgroups, config.block_k, config.cluster)
+    return CROWDED_SHARE if shape in CROWDED_SHAPES and not config.dsmem_reduction else WIDE_SHARE
 
 
 def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
