@@ -52,7 +52,7 @@ class DeferredNormConfig:
     """One compiled variant: a configuration of tiles, and which side of a deferred norm its products are on.
 
     Attributes:
-        tiles: of the product. Each CTA has one work tile, or one tile of rows where it takes a norm.
+        tiles: of the product. Each CTA has one work tile.
         kind: `GIVES` or `TAKES`.
     """
 
