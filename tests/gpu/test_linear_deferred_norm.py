@@ -37,7 +37,8 @@ DEFERRED_ROWS = [(PAIRS[2], 1), (PAIRS[3], 1), (PAIRS[2], 32), (PAIRS[3], 64), (
 OTHER_PAIR, FEWER_ROWS = (512, 1024, 2048), (1, 8, 32, 64)
 OTHERS = [(4, 128, True), (4, 64, False), (4, 32, True), (4, None, False), (8, 128, False), (8, 64, True)]
 EPS, OFFSET = 1e-5, 0.25
-every_pair = pytest.mark.parametrize("k, hidden, n", PAIRS)
+SEVERAL_TILES = (231, 256)  # rows of few features: three tiles of 96 in clusters of four
+CASES = [(*pair, m) for m in ROWS for pair in PAIRS] + [(*PAIRS[4], m) for m in SEVERAL_TILES]
 
 
 def sides(k: int, hidden: int, n: int) -> list[tuple[DeferredKind, tuple[int, int]]]:
@@ -48,14 +49,13 @@ def sides(k: int, hidden: int, n: int) -> list[tuple[DeferredKind, tuple[int, in
 def specs() -> list[KernelSpec]:
     """The kernels of this module."""
     found: dict[KernelSpec, None] = {}
-    for k, hidden, n in PAIRS:
-        for m in ROWS:
-            for kind, size in sides(k, hidden, n):
-                schedule = chosen(problem_of(m, *size, 4, torch.bfloat16, 128, False), GPU)
-                config = deferred(schedule, kind)
-                found[spec_of(schedule.config)] = None
-                if config is not None:
-                    found[DeferredNormSpec(config)] = None
+    for k, hidden, n, m in CASES:
+        for kind, size in sides(k, hidden, n):
+            schedule = chosen(problem_of(m, *size, 4, torch.bfloat16, 128, False), GPU)
+            config = deferred(schedule, kind)
+            found[spec_of(schedule.config)] = None
+            if config is not None:
+                found[DeferredNormSpec(config)] = None
     return list(found | dict.fromkeys(specs_of_others()))
 
 
@@ -110,8 +110,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float(((found.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
 
 
-@every_pair
-@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("k, hidden, n, m", CASES)
 def test_a_product_of_deferred_rows_is_that_of_fp64(k, hidden, n, m):
     pair = Pair(k, hidden, n, m)
     given = pair.rows()

@@ -150,6 +150,9 @@ APART_TILE_M, APART_ROWS, APART_BITS = (48, 64), 33, 4
 WIDE_CLUSTER, WIDE_SHARE, WIDE_TILE_M, WIDE_K_WARPGROUPS = 4, 0.75, 32, 2
 MOST_DSMEM_ROWS, MOST_WIDE_ROWS = 64, 96
 WIDE_SHAPES = ((128, 1, 2, 128, WIDE_CLUSTER), (64, 1, 2, 128, WIDE_CLUSTER))  # of more rows, as `SHAPES`
+# Of 225 to 288 rows of so few features: three tiles of 96 in clusters of four, of which the one H200 that was measured
+# has places for 30 at once. A GPU whose GPCs hold fewer takes a second round.
+CROWDED_SHAPES, CROWDED_ROWS, CROWDED_SHARE = ((96, 1, 2, 128, WIDE_CLUSTER),), range(225, 289), 0.91
 # What tiles that are all cut, and whose parts meet in memory, take besides: nothing as a launch, 2.6 us as a graph of
 # one. So they are left where others are expected to take this much longer; limbs of a launch before, at equal times.
 ALL_CUT_US, LIMBS_BEFORE_US = 0.6, 0.2
@@ -271,8 +274,16 @@ def cluster_schedule_of(problem: LinearProblem, config: WgmmaConfig, k_blocks: i
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, config.cluster, 0)
     if config.dsmem_reduction and schedule.m_tiles > 1:
         return None
-    most = problem.num_sms * (WIDE_SHARE if config.cluster == WIDE_CLUSTER else 1)
+    most = problem.num_sms * share_of(config)
     return replace(schedule, num_ctas=schedule.num_work_tiles) if schedule.num_work_tiles <= most else None
+
+
+def share_of(config: WgmmaConfig) -> float:
+    """Of the SMs, on which clusters of a configuration find places."""
+    if config.cluster < WIDE_CLUSTER:
+        return 1.0
+    shape = (config.tile_m, config.n_tiles, config.warpgroups, config.block_k, config.cluster)
+    return CROWDED_SHARE if shape in CROWDED_SHAPES and not config.dsmem_reduction else WIDE_SHARE
 
 
 def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
@@ -289,7 +300,8 @@ def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
 def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Configurations worth considering."""
     paired = PAIRED_SHAPES if problem.format.bits == PAIRED_BITS else ()
-    tiles = tile_configs(problem, SHAPES + BETWEEN_SHAPES + paired + wide_shapes(problem) + lone_shapes(problem))
+    few_features = wide_shapes(problem) + crowded_shapes(problem)
+    tiles = tile_configs(problem, SHAPES + BETWEEN_SHAPES + paired + few_features + lone_shapes(problem))
     dsmem = dsmem_configs(problem) + apart_configs(problem) + wide_configs(problem)
     return tiles + dsmem + limb_configs(problem) + resident_configs(problem)
 
@@ -367,8 +379,7 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 def full_tiles(problem: LinearProblem, config: WgmmaConfig) -> list[WgmmaConfig]:
     """A tile in parts as one part with two groups of MMAs in flight, where all parts have rows: 0.3 us less of 1280 x
     8192 with 64 rows within a step."""
-    measured = (problem.format.bits, problem.dtype, problem.format.has_zeros) == (4, "bf16", False)
-    if config.row_parts == 1 or not measured or problem.m <= config.tile_m - config.part_m:
+    if config.row_parts == 1 or not is_plain(problem) or problem.m <= config.tile_m - config.part_m:
         return []
     return [replace(config, row_parts=1, mainloop=RegisterWgmma(in_flight=2))]
 
@@ -376,6 +387,16 @@ def full_tiles(problem: LinearProblem, config: WgmmaConfig) -> list[WgmmaConfig]
 def wide_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
     """Of tiles whose rows the CTAs of a cluster of four exchange, for the same layers and more rows."""
     return WIDE_SHAPES if has_few_features(problem) and problem.m > MOST_DSMEM_ROWS else ()
+
+
+def crowded_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
+    """The same of 225 to 288 rows: 2 us less of 1280 x 8192 with 256 rows within a step than tiles cut along K."""
+    return CROWDED_SHAPES if has_few_features(problem) and is_plain(problem) and problem.m in CROWDED_ROWS else ()
+
+
+def is_plain(problem: LinearProblem) -> bool:
+    """Whether weights and rows are of the kind that these choices were measured with."""
+    return (problem.format.bits, problem.dtype, problem.format.has_zeros) == (4, "bf16", False)
 
 
 def lone_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
@@ -467,6 +488,7 @@ def shipped_configs() -> list[WgmmaConfig]:
     for rows in (*(shape.tile_m for shape in DSMEM_SHAPES[4]), MOST_WIDE_ROWS):
         configs |= dict.fromkeys(wide_configs(LinearProblem(rows, 1024, 8192, 8192, *DSMEM_FORMS[0])))
     configs |= dict.fromkeys(tile_configs(LinearProblem(128, 1024, 8192, 8192, *DSMEM_FORMS[0]), WIDE_SHAPES))
+    configs |= dict.fromkeys(tile_configs(LinearProblem(256, 1024, 8192, 8192, *DSMEM_FORMS[0]), CROWDED_SHAPES))
     for dtype, m, zeros in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M), (False, True)):
         found = resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4, zero_points=zeros), dtype))
         configs |= dict.fromkeys(found)
