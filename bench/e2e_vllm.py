@@ -256,7 +256,6 @@ def text(data: dict[str, Any]) -> str:
 
 
 MARK = "<!-- bench:e2e -->"
-MARK_H100 = "<!-- bench:e2e-h100 -->"
 MARK_STEP = "<!-- bench:e2e-step -->"
 MODEL_NAMES = {
     "llama3-8b": "Llama-3-8B",

@@ -202,19 +202,18 @@ def test_the_table_compares_with_the_best_of_vllm(tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "mark", "make"),
+    ("page", "name", "mark", "make"),
     [
-        ("e2e_vllm", e2e_vllm.MARK, e2e_vllm.markdown),
-        ("e2e_vllm_h100", e2e_vllm.MARK_H100, e2e_vllm.markdown),
-        ("e2e_vllm", e2e_vllm.MARK_STEP, e2e_vllm.step_markdown),
-        ("vllm_rows", vllm_rows.MARK, vllm_rows.markdown),
+        ("tasks", "e2e_vllm", e2e_vllm.MARK, e2e_vllm.markdown),
+        ("reference", "e2e_vllm", e2e_vllm.MARK_STEP, e2e_vllm.step_markdown),
+        ("reference", "vllm_rows", vllm_rows.MARK, vllm_rows.markdown),
     ],
-    ids=["H200", "H100", "step", "rows"],
+    ids=["H200", "step", "rows"],
 )
-def test_the_page_has_the_records_table(name: str, mark: str, make: Callable[[Any], str]):
-    page = (ROOT / "docs/tasks/vllm.md").read_text()
+def test_the_page_has_the_records_table(page: str, name: str, mark: str, make: Callable[[Any], str]):
+    text = (ROOT / f"docs/{page}/vllm.md").read_text()
     record = json.loads((ROOT / f"bench/results/{name}.json").read_text())
-    assert report.filled(page, mark, make(record)) == page
+    assert report.filled(text, mark, make(record)) == text
 
 
 def test_bars_are_of_the_same_weights_and_batch():
