@@ -17,16 +17,15 @@ from cute_kernels.attention.policies import (
     WarpMma,
     joined,
 )
-from cute_kernels.attention.tiles import MAX_BOX, most_filling_warps, tiles_of
+from cute_kernels.attention.tiles import map_problem, most_filling_warps, tiles_of
 from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.kv_formats import KvFormat
-from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES
+from layouts.kv.tile import BLOCK_TOKENS
 
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of a launch's mode
 PLACES_SHIFT = 8  # of its bits that say how many CTAs the GPU holds at a time: the logarithm to base 2
 MERGE_PAD = 4  # words between the query heads of the merge buffer
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of 12 warps, where the former lend to the latter
-MAP_UNIT = 16  # bytes, of what tensor maps bring of a token, and of what lies between tokens
 PAIR_BYTES = 8  # a softmax maximum and sum
 RAW_TILE_ALIGNMENT = 128  # bytes, which bulk copies like
 SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
@@ -333,13 +332,11 @@ class DecodeConfig:
         for load in (self.k, self.v):
             if load.copy != "map":
                 continue
-            num_bytes = self.num_heads * load.form.row_bytes(load.head_dim)
-            if num_bytes % MAP_UNIT:
-                return f"a map of {self.num_heads} heads' rows of {load.format}: no multiple of {MAP_UNIT} bytes"
-            if num_bytes + MAP_UNIT > WORD_BYTES * MAX_BOX:
-                return f"a map of {self.num_heads} heads' rows of {load.format}: more than {MAX_BOX} words"
             if self.contiguous or self.features.head_major:
                 return "a map of rows that lie one behind the other"
+            problem = map_problem(load.form, load.head_dim, self.num_heads)
+            if problem:
+                return problem
         return None
 
     def _problem_of_sizes(self) -> str | None:

@@ -8,11 +8,12 @@ from typing import Protocol
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.kv_formats import GROUP_UNIT, HEAD_DIMS, KvFormat, format_of
 from layouts.kv.swizzled_tile import SwizzledTile
-from layouts.kv.tile import MMA_ROWS, RowTile, plan_tiles, run_codes
+from layouts.kv.tile import MMA_ROWS, WORD_BYTES, RowTile, plan_tiles, run_codes
 
 ROW_COPIES = ("bulk", "map", "word")
 BARE_COPIES = ("tma",)
 MAX_BOX = 256  # tokens, and words of a token, of one tensor-map copy
+MAP_UNIT = 16  # bytes, of what a tensor map brings of a token, and of what lies between tokens in shared memory
 BLOCK_HEAD_DIMS = (64, 128)  # of formats in blocks: the lanes of a warp take whole header words, at most four each
 
 
@@ -101,6 +102,16 @@ def copies_per_tile(config: TiledConfig) -> int:
     return sum(h * -(-config.tile_tokens // t) for h, t in zip(heads, tokens, strict=True))
 
 
+def map_problem(form: KvFormat, head_dim: int, num_heads: int) -> str | None:
+    """Why no tensor map brings so many heads' rows of a token, or None. Tokens' strides are the caller's matter."""
+    num_bytes = num_heads * form.row_bytes(head_dim)
+    if num_bytes % MAP_UNIT:
+        return f"a map of {num_heads} heads' rows of {form.name}: no multiple of {MAP_UNIT} bytes"
+    if num_bytes + MAP_UNIT > WORD_BYTES * MAX_BOX:
+        return f"a map of {num_heads} heads' rows of {form.name}: more than {MAX_BOX} words"
+    return None
+
+
 def lane_tokens(config: TiledConfig) -> int:
     """Tokens of a tile whose bulk copies one lane asks for; they lie in one page. Longer runs are the first lane's."""
     runs = [tokens_per_copy(config, tile) for tile in tiles_of(config) if isinstance(tile, RowTile)]
@@ -114,12 +125,12 @@ def most_filling_warps(config: TiledConfig) -> int:
     """Producer warps that all have something to copy in every whole tile."""
     if "word" in config.copies:
         return config.tile_tokens
-    boxes = [
+    tma_tiles = [
         config.tile_tokens // tokens_per_copy(config, tile)
         for tile in tiles_of(config)
         if isinstance(tile, SwizzledTile)
     ]
-    return max(config.tile_tokens // lane_tokens(config), *boxes, 1)
+    return max(config.tile_tokens // lane_tokens(config), *tma_tiles, 1)
 
 
 def _tile(config: TiledConfig, operand: str, kv_format: str, head_dim: int, copy: str) -> RowTile | SwizzledTile:
