@@ -51,7 +51,7 @@ def plain(tensor: T) -> T:
     return tensor.detach()
 
 
-_checked: dict[Hashable, None] = {}
+_checked: dict[tuple[Hashable, ...], None] = {}
 """What decides whether tensors are those of a weight, of those that are: an engine's layers ask for it in each step."""
 forgotten(_checked.clear)
 
