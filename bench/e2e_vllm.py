@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -28,6 +29,9 @@ from bench.step_kernels import by_part, profile_step
 from bench.turns import Turn, in_turns
 
 NEW_TOKENS = 64
+TURNS = 3
+"""Of an engine that others are beside; the least counts. An engine alone has one."""
+SAMPLES = 3  # of a turn
 ENTRY_POINT = "[vllm.general_plugins]\ncute_kernels = cute_kernels.integrations.vllm:register\n"
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
 MODELS: dict[str, dict[str, Any]] = {
@@ -173,7 +177,7 @@ def run_together(recorder: Recorder, cases: Iterable[Case], say: Callable[[str],
                 recorder.add_row(row)
                 say(line_of(row))
 
-        in_turns({folder: process for folder, (_, process) in started.items()}, limit_s, record)
+        in_turns({folder: process for folder, (_, process) in started.items()}, limit_s, record, TURNS)
 
 
 def start_process(case: Case, folder: Path) -> subprocess.Popen[bytes]:
@@ -256,7 +260,6 @@ def text(data: dict[str, Any]) -> str:
 
 
 MARK = "<!-- bench:e2e -->"
-MARK_H100 = "<!-- bench:e2e-h100 -->"
 MARK_STEP = "<!-- bench:e2e-step -->"
 MODEL_NAMES = {
     "llama3-8b": "Llama-3-8B",
@@ -356,12 +359,45 @@ def cache_bytes(case: Case) -> int:
     return tokens * model["num_hidden_layers"] * model["num_key_value_heads"] * row
 
 
-def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
-    """Starts the engine and measures each batch, when it is its turn.
+@dataclass
+class Decoding:
+    """What was measured of a batch, in seconds.
 
-    Prefix caching serves a prompt again, so that a second run is decoding alone: the time per token is that of
+    Prefix caching serves its prompts again, so that a second run is decoding alone: the time per token is that of
     NEW_TOKENS more.
+
+    Attributes:
+        llm: the engine. prompts: of the batch.
+        cold: the first token of prompts that nobody had asked for. hit: of prompts that are in the cache.
+        per_token: between tokens.
     """
+
+    llm: Any
+    prompts: list[dict[str, Any]]
+    cold: float = 0.0
+    hit: float = math.inf
+    per_token: float = math.inf
+
+    def measure(self) -> None:
+        """Takes the least of what was measured before and is now."""
+        self.cold = self.cold or self._seconds(1)
+        hit, all_tokens = (min(self._seconds(count) for _ in range(SAMPLES)) for count in (1, 1 + NEW_TOKENS))
+        self.hit = min(self.hit, hit)
+        self.per_token = min(self.per_token, (all_tokens - hit) / NEW_TOKENS)
+
+    def _seconds(self, tokens: int) -> float:
+        import vllm
+
+        sampling = vllm.SamplingParams(
+            max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False, temperature=0.0
+        )
+        begin = time.perf_counter()
+        self.llm.generate(self.prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - begin
+
+
+def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
+    """Starts the engine and measures each batch, when it is its turn."""
     import torch
     import vllm
 
@@ -382,42 +418,35 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
     )
     start_s = time.perf_counter() - start
     cache = llm.llm_engine.vllm_config.cache_config
-    if case.beside:
-        turn.wait()
     generator = torch.Generator().manual_seed(0)
+
+    def prompt() -> dict[str, Any]:
+        return {"prompt_token_ids": torch.randint(5, 4000, (case.context,), generator=generator).tolist()}
+
+    decoding = {batch: Decoding(llm, [prompt() for _ in range(batch)]) for batch in case.batches}
+    for number in range(TURNS if case.beside else 1):
+        if case.beside:
+            turn.wait(number)
+        for each in decoding.values():
+            each.measure()
+        turn.end(number)
     rows = []
-    for batch in case.batches:
-        prompts = [
-            {"prompt_token_ids": torch.randint(5, 4000, (case.context,), generator=generator).tolist()}
-            for _ in range(batch)
-        ]
-
-        def seconds(tokens: int, prompts: list[Any] = prompts) -> float:
-            sampling = vllm.SamplingParams(
-                max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False, temperature=0.0
-            )
-            begin = time.perf_counter()
-            llm.generate(prompts, sampling, use_tqdm=False)
-            return time.perf_counter() - begin
-
-        cold = seconds(1)
-        hit = min(seconds(1), seconds(1))
-        per_token = (min(seconds(1 + NEW_TOKENS), seconds(1 + NEW_TOKENS)) - hit) / NEW_TOKENS
+    for batch, each in decoding.items():
         rows.append(
             {
                 **asdict(case),
                 "case": case.name,
                 "batch": batch,
-                "tpot_ms": per_token * 1e3,
-                "tokens_per_s": batch / per_token,
-                "ttft_s": cold,
-                "ttft_hit_s": hit,
+                "tpot_ms": each.per_token * 1e3,
+                "tokens_per_s": batch / each.per_token,
+                "ttft_s": each.cold,
+                "ttft_hit_s": each.hit,
                 "tokens_that_fit": None if case.beside else cache.num_gpu_blocks * cache.block_size,
                 "start_s": None if case.beside else start_s,
                 "vllm": vllm.__version__,
                 "commit": environment()["commit"],
                 "gpu": torch.cuda.get_device_name(),
-                **({"step": profile_step(llm, prompts)} if case.kernels else {}),
+                **({"step": profile_step(llm, each.prompts)} if case.kernels else {}),
             }
         )
         print(line_of(rows[-1]), flush=True)

@@ -126,3 +126,8 @@ def test_every_design_page_is_in_the_index_and_begins_with_where_it_stands():
     for page in measured:
         opening = page.read_text().partition("\n## ")[0]
         assert re.search(r"\]\(((mla|moe|weight_only_linear)\.md)?#where-it-stands\)", opening), page.name
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/tasks").glob("*.md")), ids=name)
+def test_a_page_that_says_how_to_do_something_is_short(page: Path):
+    assert len(page.read_text().splitlines()) <= 250, "want tables and checks in docs/reference"

@@ -12,10 +12,9 @@ import torch
 
 from cute_kernels.layer_products.call import LayerCall, is_one_launch, layer, serves_rows, serves_shape, specs_for
 from cute_kernels.layer_products.config import FORMAT, config_for
-from cute_kernels.linear.deferred_ops import give_rows, take_rows
+from cute_kernels.linear.deferred_ops import give_plain, plain, take_plain, weight_of
 from cute_kernels.linear.plan import problem_of
 from cute_kernels.linear.served import is_noted
-from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU
@@ -58,16 +57,15 @@ def _apply(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shapes = (hidden, heads), (2 * inner, hidden), (hidden, inner), (projected, hidden)
     fields = (o, o_scales), (gate_up, gate_up_scales), (down, down_scales), (qkv, qkv_scales)
-    fields = tuple((codes.detach(), scales.detach()) for codes, scales in fields)
-    norms = norm.detach(), following_norm.detach()
+    fields = tuple((plain(codes), plain(scales)) for codes, scales in fields)
+    x, residual, norms = plain(x), plain(residual), (plain(norm), plain(following_norm))
     with torch.no_grad():
         if (x.is_cuda or GPU.takes_cpu) and _may_load(len(x), *shapes[2], max(heads, hidden, inner), x.get_device()):
             o_weight, gate_up_weight, down_weight, qkv_weight = (
-                PackedWeight(*each, None, FORMAT, shape, check_values=False)
-                for each, shape in zip(fields, shapes, strict=True)
+                weight_of(*each, None, FORMAT, shape) for each, shape in zip(fields, shapes, strict=True)
             )
             weights = o_weight, gate_up_weight, down_weight, qkv_weight
-            call = LayerCall(x.detach(), *weights, residual.detach(), *norms, eps, 0.0)
+            call = LayerCall(x, *weights, residual, *norms, eps, 0.0)
             if is_one_launch(call):
                 found = layer(call)
                 assert found.qkv is not None
@@ -88,10 +86,10 @@ def _apart(
     for number in (0, 2):
         norm, taker = norms[number // 2], number + 1
         (n, k), (its_n, its_k) = shapes[number], shapes[taker]
-        given = give_rows(x, *fields[number], None, None, rows, key, n, k, norm, eps, key, its_n)
+        given = give_plain(x, *fields[number], None, None, rows, key, n, k, norm, eps, key, its_n)
         rows, scaled, squares = given
         activation = "swiglu" if number == 0 else None
-        x = take_rows(
+        x = take_plain(
             scaled, squares, rows, norm, eps, key, k, *fields[taker], None, None, key, its_n, its_k, activation
         )
         del given, scaled, squares

@@ -10,6 +10,7 @@ both products, so that they find the same answer.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TypeVar
 
 import torch
@@ -29,9 +30,10 @@ from cute_kernels.linear.reference import out_features
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.deferred_config import SQUARES_N
 from cute_kernels.norm import rms_norm
-from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.gpu import GPU, forgotten
 from cute_kernels.runtime.operator import Operator
-from cute_kernels.weight_formats import weight_format
+from cute_kernels.runtime.plans import identity, keep
+from cute_kernels.weight_formats import WeightFormat, weight_format
 
 T = TypeVar("T", torch.Tensor, "torch.Tensor | None")
 
@@ -42,9 +44,34 @@ def _left(rows: torch.Tensor, norm: torch.Tensor, gives: Side, takes: Side) -> b
     return on_gpu and norm.dtype == rows.dtype and no_launch_between(len(rows), gives, takes, rows.dtype, index)
 
 
-def _plain(tensor: T) -> T:
+def plain(tensor: T) -> T:
     """A tensor that is no parameter, which goes straight to launches."""
-    return tensor if tensor is None else tensor.detach()
+    if tensor is None or (type(tensor) is torch.Tensor and not tensor.requires_grad):
+        return tensor
+    return tensor.detach()
+
+
+_checked: dict[tuple[Hashable, ...], None] = {}
+"""What decides whether tensors are those of a weight, of those that are: an engine's layers ask for it in each step."""
+forgotten(_checked.clear)
+
+
+def weight_of(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, form: WeightFormat, shape: tuple[int, int]
+) -> PackedWeight:
+    """A weight of plain tensors.
+
+    Raises:
+        TypeError, ValueError: they are not those of one; the message names the field.
+    """
+    key = form.key, shape, identity(codes), identity(scales), None if zeros is None else identity(zeros)
+    if key not in _checked:
+        PackedWeight(codes, scales, zeros, form, shape, check_values=False)
+        keep(_checked, key, None)
+    made = object.__new__(PackedWeight)
+    fields = {"codes": codes, "scales": scales, "zeros": zeros, "format": form, "shape": shape}
+    made.__dict__.update(fields, perm=None, input_scale=None)
+    return made
 
 
 def _parts_of(rows: torch.Tensor, norm: torch.Tensor) -> DeferredParts:
@@ -72,20 +99,37 @@ def give_rows(
     taker_format: str,
     taker_n: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    fields = plain(codes), plain(scales), plain(zeros), plain(bias)
+    with torch.no_grad():
+        return give_plain(plain(x), *fields, plain(residual), format, n, k, plain(norm), eps, taker_format, taker_n)
+
+
+def give_plain(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    format: str,
+    n: int,
+    k: int,
+    norm: torch.Tensor,
+    eps: float,
+    taker_format: str,
+    taker_n: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same of `plain` tensors, without gradients."""
     form = weight_format(format)
     gives, takes = Side(n, k, form), Side(taker_n, n, weight_format(taker_format))
-    x, codes, scales, residual, norm = map(_plain, (x, codes, scales, residual, norm))
-    zeros, bias = _plain(zeros), _plain(bias)
-    with torch.no_grad():
-        if not _left(residual, norm, gives, takes):
-            fields = codes, scales, zeros, None, None
-            rows = ops.apply(x, *fields, format=form, shape=(n, k), bias=bias, residual=residual)
-            squares = rows.new_empty((len(rows), n // SQUARES_N), dtype=torch.float32)
-            return rows, rms_norm(rows, norm, eps=eps), squares
-        weight = PackedWeight(codes, scales, zeros, form, (n, k), check_values=False)
-        found = give(GivingCall(x, weight, bias, residual, norm, eps, 0.0))
-        parts = found.deferred or _parts_of(found.rows, norm)
-        return found.rows, parts.scaled, parts.squares
+    if not _left(residual, norm, gives, takes):
+        fields = codes, scales, zeros, None, None
+        rows = ops.apply(x, *fields, format=form, shape=(n, k), bias=bias, residual=residual)
+        squares = rows.new_empty((len(rows), n // SQUARES_N), dtype=torch.float32)
+        return rows, rms_norm(rows, norm, eps=eps), squares
+    found = give(GivingCall(x, weight_of(codes, scales, zeros, form, (n, k)), bias, residual, norm, eps, 0.0))
+    parts = found.deferred or _parts_of(found.rows, norm)
+    return found.rows, parts.scaled, parts.squares
 
 
 def _give_meta(x, codes, scales, zeros, bias, residual, format, n, k, norm, eps, taker_format, taker_n):
@@ -113,17 +157,38 @@ def take_rows(
     k: int,
     activation: str | None,
 ) -> torch.Tensor:
+    fields = plain(codes), plain(scales), plain(zeros), plain(bias)
+    left = plain(x), plain(squares), plain(rows), plain(norm), eps, giver_format, giver_k
+    with torch.no_grad():
+        return take_plain(*left, *fields, format, n, k, activation)
+
+
+def take_plain(
+    x: torch.Tensor,
+    squares: torch.Tensor,
+    rows: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    giver_format: str,
+    giver_k: int,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    format: str,
+    n: int,
+    k: int,
+    activation: str | None,
+) -> torch.Tensor:
+    """The same of `plain` tensors, without gradients."""
     form = weight_format(format)
     gives, takes = Side(k, giver_k, weight_format(giver_format)), Side(n, k, form)
-    x, squares, rows, norm, codes, scales = map(_plain, (x, squares, rows, norm, codes, scales))
-    zeros, bias = _plain(zeros), _plain(bias)
-    with torch.no_grad():
-        if not _left(rows, norm, gives, takes):
-            fields = codes, scales, zeros, None, None
-            return ops.apply(x, *fields, format=form, shape=(n, k), bias=bias, activation=activation)
-        weight = PackedWeight(codes, scales, zeros, form, (n, k), check_values=False)
-        normed = left_to_next(rows, norm, eps, 0.0, DeferredParts(x, squares))
-        return take(TakingCall(normed, weight, bias, None, activation, None, False, None))
+    if not _left(rows, norm, gives, takes):
+        fields = codes, scales, zeros, None, None
+        return ops.apply(x, *fields, format=form, shape=(n, k), bias=bias, activation=activation)
+    normed = left_to_next(rows, norm, eps, 0.0, DeferredParts(x, squares))
+    weight = weight_of(codes, scales, zeros, form, (n, k))
+    return take(TakingCall(normed, weight, bias, None, activation, None, False, None))
 
 
 def _take_meta(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import distributions
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,14 @@ folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
 time.sleep(seconds)
 if seconds < 0.1:
     sys.exit("no memory")
-Turn(folder).wait()
-begin = time.monotonic()
-time.sleep(0.3)
-(folder / "rows.json").write_text(json.dumps([begin, time.monotonic()]))
+turn, spans = Turn(folder), []
+for number in range(2):
+    turn.wait(number)
+    begin = time.monotonic()
+    time.sleep(0.3)
+    spans.append([begin, time.monotonic()])
+    turn.end(number)
+(folder / "rows.json").write_text(json.dumps(spans))
 """
 
 
@@ -105,11 +110,22 @@ def test_processes_that_start_side_by_side_are_timed_one_at_a_time(tmp_path: Pat
         command = [sys.executable, "-c", ENGINE, str(folder), seconds]
         processes[folder] = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     ended: list[str] = []
-    turns.in_turns(processes, 60, lambda folder: ended.append(folder.name))
+    turns.in_turns(processes, 60, lambda folder: ended.append(folder.name), turns=2)
     assert ended == ["slow", "fails", "quick"]
     assert processes[folders[1]].returncode == 1
     slow, quick = (json.loads((tmp_path / name / "rows.json").read_text()) for name in ("slow", "quick"))
-    assert slow[1] <= quick[0]
+    in_order = [slow[0], quick[0], slow[1], quick[1]]
+    assert all(one[1] <= following[0] for one, following in pairwise(in_order)), in_order
+
+
+def test_the_least_of_what_was_measured_counts(monkeypatch):
+    times = {1: iter([7.0, 0.4, 0.2, 0.3, 0.5, 0.3, 0.6]), 65: iter([0.84, 1.0, 1.1, 0.6, 0.9, 0.94])}
+    monkeypatch.setattr(e2e_vllm.Decoding, "_seconds", lambda self, tokens: next(times[tokens]))
+    decoding = e2e_vllm.Decoding(None, [])
+    decoding.measure()
+    assert (decoding.cold, decoding.hit) == (7.0, 0.2) and abs(decoding.per_token - 0.01) < 1e-9
+    decoding.measure()
+    assert (decoding.cold, decoding.hit) == (7.0, 0.2) and abs(decoding.per_token - 0.3 / 64) < 1e-9
 
 
 def test_a_process_that_does_not_start_in_time_is_ended(tmp_path: Path):
@@ -202,19 +218,18 @@ def test_the_table_compares_with_the_best_of_vllm(tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "mark", "make"),
+    ("page", "name", "mark", "make"),
     [
-        ("e2e_vllm", e2e_vllm.MARK, e2e_vllm.markdown),
-        ("e2e_vllm_h100", e2e_vllm.MARK_H100, e2e_vllm.markdown),
-        ("e2e_vllm", e2e_vllm.MARK_STEP, e2e_vllm.step_markdown),
-        ("vllm_rows", vllm_rows.MARK, vllm_rows.markdown),
+        ("tasks", "e2e_vllm", e2e_vllm.MARK, e2e_vllm.markdown),
+        ("reference", "e2e_vllm", e2e_vllm.MARK_STEP, e2e_vllm.step_markdown),
+        ("reference", "vllm_rows", vllm_rows.MARK, vllm_rows.markdown),
     ],
-    ids=["H200", "H100", "step", "rows"],
+    ids=["H200", "step", "rows"],
 )
-def test_the_page_has_the_records_table(name: str, mark: str, make: Callable[[Any], str]):
-    page = (ROOT / "docs/tasks/vllm.md").read_text()
+def test_the_page_has_the_records_table(page: str, name: str, mark: str, make: Callable[[Any], str]):
+    text = (ROOT / f"docs/{page}/vllm.md").read_text()
     record = json.loads((ROOT / f"bench/results/{name}.json").read_text())
-    assert report.filled(page, mark, make(record)) == page
+    assert report.filled(text, mark, make(record)) == text
 
 
 def test_bars_are_of_the_same_weights_and_batch():

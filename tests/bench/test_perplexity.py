@@ -89,6 +89,8 @@ def test_a_cache_that_nobody_measured_is_said_to_be_so():
         "docs/performance_layers.md",
         "docs/tasks/vllm.md",
         "docs/tasks/transformers.md",
+        "docs/reference/vllm.md",
+        "docs/reference/transformers.md",
         "docs/design/channel_blocks.md",
     ],
 )

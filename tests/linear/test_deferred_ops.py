@@ -125,3 +125,30 @@ def test_a_norm_is_a_launch_where_its_kernel_would_have_to_be_compiled_and_canno
         finally:
             served.forget_ready()
     assert default_cache() is not None
+
+
+def test_fields_of_a_weight_are_refused_as_often_as_they_are_wrong():
+    """What decides is looked at once, and again where it is another."""
+    packed = weight(N, K)
+    fields = packed.codes, packed.scales, packed.zeros, packed.format, packed.shape
+    for _ in range(2):
+        made = deferred_ops.weight_of(*fields)
+        assert all(getattr(made, one) is getattr(packed, one) for one in (*packed.tensor_names, "format", "shape"))
+    wrong: dict[str, tuple[Any, ...]] = {
+        "codes": (packed.codes[:-1], *fields[1:]),
+        "scales": (packed.codes, packed.scales.float(), *fields[2:]),
+        "zeros": (packed.codes, packed.scales, packed.scales, *fields[3:]),
+    }
+    for name, given in wrong.items():
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError), match=name):
+                deferred_ops.weight_of(*given)
+
+
+def test_parameters_and_leaves_become_plain_tensors():
+    x = torch.zeros(3)
+    leaf, parameter = torch.zeros(3, requires_grad=True), torch.nn.Parameter(x, requires_grad=False)
+    assert deferred_ops.plain(x) is x and deferred_ops.plain(None) is None
+    for given in (leaf, parameter):
+        found = deferred_ops.plain(given)
+        assert type(found) is torch.Tensor and not found.requires_grad and found.data_ptr() == given.data_ptr()

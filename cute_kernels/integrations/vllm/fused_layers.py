@@ -59,7 +59,9 @@ def wanted() -> Fused:
     compilation = config.compilation_config
     if int(compilation.mode or 0) != VLLM_COMPILE or compilation.backend not in ("", "inductor"):
         return Fused()
-    return Fused(gates=getattr(config.model_config.hf_text_config, "hidden_act", None) in SILU, sums=True)
+    # An adapter's product lies between a layer and its gate: the layer's rows would be sorted for nothing.
+    gates = getattr(config, "lora_config", None) is None
+    return Fused(gates=gates and getattr(config.model_config.hf_text_config, "hidden_act", None) in SILU, sums=True)
 
 
 def is_gated(layer: object) -> bool:

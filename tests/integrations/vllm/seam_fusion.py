@@ -338,16 +338,17 @@ def passes_end_with_the_fusion() -> None:
 def layers_are_made_for_it_where_graphs_are_compiled() -> None:
     from cute_kernels.integrations.vllm import fused_layers
 
-    def asked(mode: int = 3, backend: str = "inductor", act: str = "silu") -> fused_layers.Fused:
+    def asked(mode: int = 3, backend: str = "inductor", act: str = "silu", lora: Any = None) -> fused_layers.Fused:
         config = SimpleNamespace(
             compilation_config=SimpleNamespace(mode=mode, backend=backend),
             model_config=SimpleNamespace(hf_text_config=SimpleNamespace(hidden_act=act)),
+            lora_config=lora,
         )
         with mock.patch.object(fused_layers, "get_current_vllm_config_or_none", lambda: config):
             return fused_layers.wanted()
 
     assert asked() == fused_layers.Fused(gates=True, sums=True)
-    assert asked(act="gelu") == fused_layers.Fused(sums=True)
+    assert asked(act="gelu") == asked(lora=SimpleNamespace()) == fused_layers.Fused(sums=True)
     assert asked(mode=0) == asked(backend="eager") == fused_layers.Fused()
     with mock.patch.object(fused_layers, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True)):
         assert asked() == fused_layers.Fused()

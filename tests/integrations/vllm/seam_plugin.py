@@ -141,7 +141,7 @@ def other_versions_and_seams_that_do_not_fit_are_left_to_vllm_with_a_line() -> N
 
 
 @check
-def fusion_is_replaced_only_where_it_is_asked_for() -> None:
+def seams_are_replaced_unless_the_switch_leaves_them_out() -> None:
     from cute_kernels.integrations.vllm import doctor, environment, versions
 
     def seams(text: str | None) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ def fusion_is_replaced_only_where_it_is_asked_for() -> None:
                 assert (what in said) == (seam in found), said
             return found
 
-    assert seams(None) == seams("1") == ("linear", "attention", "moe", "mla")
+    assert seams(None) == seams("1") == ("linear", "attention", "moe", "mla", "fusion")
     assert seams("0") == ()
     assert seams("fusion,linear") == ("linear", "fusion")
     try:
