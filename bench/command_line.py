@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from bench.e2e_vllm import Case
 
 SUITES = ("main", "shapes", "cache", "ladder")
-STEP_MODELS = ("llama3-8b", "llama2-70b-shard8", "qwen3-30b-a3b")  # those of `bench.steps`, which imports kernels
+STEP_MODELS = ("llama3-8b", "llama2-70b-shard8", "qwen3-30b-a3b", "deepseek-v3-layers")
+"""Those of `bench.e2e_steps`, which imports kernels."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -156,7 +157,7 @@ def _add_records(commands: Any) -> None:
     table.add_argument("--suite", default="main")
     table.add_argument("--readme", type=Path, help="write it between this file's marks, <!-- bench:... -->, instead")
 
-    commands.add_parser("pages", help="the README's tables and docs/performance.md, from bench/results")
+    commands.add_parser("pages", help="the README's tables and docs/performance*.md, from bench/results")
 
 
 def _add_e2e(commands: Any) -> None:

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
+from bench import latent_steps, steps
 from bench.report import aligned, in_markdown, number
-from bench.steps import BASELINE, CASES, MODELS, Shape, Step, StepCase, StepModel, resident_bytes, specs
+from bench.steps import BASELINE, Shape, StepCase, StepModel, resident_bytes, specs
 from bench.suites import Bench
 from bench.timing import capture
 from cute_kernels.runtime import arch_of, load_many
 
+MODELS = steps.MODELS | latent_steps.MODELS
 BATCHES = (1, 8, 32, 64, 256)
 CONTEXT = 8192
 OTHER_CONTEXTS = ((2048, 64), (65536, 8))  # with so many requests
@@ -31,9 +33,9 @@ FLOOR_BYTES = 4 << 30  # what the rate of reading is measured on
 RESERVE = 6 << 30  # of the GPU's memory: activations, graphs, what torch keeps
 KINDS = {
     "norm": r"^(?!.*kernels(?:linear|layer_products)).*norm",  # products around a deferred norm are products
-    "append": r"kv_cache",
+    "append": r"kv_cache|mla_cache",
     "experts": r"\bmoe|moe",
-    "attention": r"attention|fmha|flash|sdpa|cudnn",
+    "attention": r"attention|fmha|flash|sdpa|cudnn|kernelsmla",
     "products": r"linear|gemm|nvjet|cutlass|cublas|splitKreduce|gemv",
 }  # kernels' names, the first that fits
 
@@ -61,7 +63,7 @@ def points(models: Iterable[str], batches: Iterable[int], contexts: Iterable[int
     shapes = [Shape(batch, context) for context in contexts or (CONTEXT,) for batch in batches]
     if contexts is None:
         shapes += [Shape(batch, context) for context, batch in OTHER_CONTEXTS]
-    return [Point(model, case, shape) for model in models for shape in shapes for case in CASES]
+    return [Point(model, case, shape) for model in models for shape in shapes for case in MODELS[model].cases]
 
 
 def run(bench: Bench, chosen: Iterable[Point], seconds: float) -> None:
@@ -127,7 +129,7 @@ def bytes_per_us(bench: Bench) -> float:
 def measure(bench: Bench, point: Point) -> dict[str, Any]:
     """Median of `REPLAYS` of the step's graph, and what its kernels take each."""
     model = MODELS[point.model]
-    step = Step(model, point.case, point.shape)
+    step = model.step(point.case, point.shape)
     try:
         replay = capture(step)
         ms = statistics.median(_replay_ms(replay) for _ in range(REPLAYS + 1))
@@ -241,7 +243,11 @@ def markdown(record: dict[str, Any]) -> str:
         name = f"{model.name} ({model.about})" if model.about else model.name
         gain = number(dense / row["ms"], 2) if dense else ""
         cells = [name, row["case"], str(row["batch"]), str(row["context"]), f"**{number(row['ms'], 2)}**"]
-        lines.append([*cells, number(row["floor_ratio"], 2), number(row["tokens_per_s"], 0), gain])
-    head = ["model", "weights, KV", "requests", "tokens each", "ms per token", "/ floor", "tokens/s", "times BF16"]
-    about = "CUDA graphs of bare loops, random weights, no LM head; BF16 is cuBLAS and cuDNN's attention."
-    return in_markdown(record, head, lines, about)
+        cells += [number(row["floor_ratio"], 2), number(row["tokens_per_s"], 0), gain, str(row["largest_batch"])]
+        lines.append(cells)
+    head = ["model", "weights, KV", "requests", "tokens each", "ms", "/ floor", "tokens/s", "times BF16", "fit"]
+    about = "CUDA graphs of bare loops, random weights, no LM head; BF16 is cuBLAS and torch's attention. "
+    about += "Fit: requests that have room beside the weights."
+    # A case's name is no pair of formats of K and V.
+    caches = [{"kv": row["case"].partition(", ")[2]} for row in record["rows"]]
+    return in_markdown({**record, "rows": caches}, head, lines, about)

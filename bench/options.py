@@ -57,7 +57,7 @@ class Option:
         call: the same work with the option.
         own_bytes: that the option has to read or write, more than the plain call.
         bar: what it may take besides.
-        plain: name of the call that it is compared with.
+        plain: name of the call that it is compared with; its own where others are compared with it.
     """
 
     call: Call
@@ -91,7 +91,7 @@ def decode_options(inputs: DecodeInputs) -> dict[str, Option]:
     heads = torch.arange(1, shape.num_q_heads + 1, device=device)
     return {
         "plain": Option(with_()),
-        "half the tokens": Option(with_(half)),
+        "half the tokens": Option(with_(half), plain="half the tokens"),
         "attn_bias fp32": bias(torch.float32, shape.num_q_heads),
         "attn_bias bf16": bias(torch.bfloat16, shape.num_q_heads),
         "attn_bias fp32 for all heads": bias(torch.float32, 1),
@@ -133,7 +133,7 @@ def _step_options(inputs: DecodeInputs) -> dict[str, Option]:
     def step(**options: Any) -> Call:
         return lambda: append_and_decode(inputs.q, new, new, **(given | options))
 
-    found = {"append_and_decode": Option(step())}
+    found = {"append_and_decode": Option(step(), plain="append_and_decode")}
     changes = transforms(shape.num_kv_heads, shape.head_dim, device)
     for name, transform in changes.items():
         found[f"{name}: step"] = Option(step(transform=transform), plain="append_and_decode", bar=STEP_BAR)
@@ -221,7 +221,7 @@ def _steps_over(call: AppendCall, caches: Iterable[torch.Tensor], layout: str, p
     def step(**options: Any) -> Call:
         return lambda: append_and_decode(*new, **(given | options))
 
-    found = {plain: Option(step())}
+    found = {plain: Option(step(), plain=plain)}
     for name, transform in transforms(call.num_kv_heads, call.k.shape[2], call.k.device).items():
         found[f"{name}: {plain}"] = Option(step(transform=transform), plain=plain, bar=STEP_BAR)
     return found

@@ -1,6 +1,7 @@
 """What pages show of the records in bench/results: `python -m bench pages` writes it, a test compares.
 
-The README has one short table for each family, between marks; docs/performance.md has all records in full.
+The README has one short table for each family, between marks; docs/performance.md, docs/performance_layers.md and
+docs/performance_steps.md have all records in full.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from bench import (
     accuracy_report,
+    e2e_steps,
     e2e_vllm,
     extend,
     linear,
@@ -27,7 +29,8 @@ from bench import record as records
 from bench.environment import ROOT
 from bench.report import MARK_END, OURS, Record, filled, number
 
-README, PERFORMANCE = ROOT / "README.md", ROOT / "docs/performance.md"
+README = ROOT / "README.md"
+PERFORMANCE, LAYERS, STEPS = (ROOT / f"docs/performance{part}.md" for part in ("", "_layers", "_steps"))
 PICTURE = ROOT / "docs/figures/headline.svg"
 GREY, GREEN = "#9aa0a6", "#2e7d4f"
 PUBLISHED = ROOT / "bench/published.json"
@@ -318,9 +321,12 @@ def readme(text: str) -> str:
     return text
 
 
-# -- docs/performance.md ----------------------------------------------------------------------------------------------
+# -- docs/performance*.md ---------------------------------------------------------------------------------------------
 
-FULL: tuple[tuple[str, str, str, Callable[[Record], str]], ...] = (
+Section = tuple[str, str, str, Callable[[Record], str]]
+"""A title, a record, words about it, what makes its table."""
+
+ATTENTION: tuple[Section, ...] = (
     (
         "Decode attention",
         "main",
@@ -348,6 +354,8 @@ FULL: tuple[tuple[str, str, str, Callable[[Record], str]], ...] = (
         extend.markdown,
     ),
     ("MLA decode", "mla", 'Chosen tokens ("2048 of 32768") and whole contexts, beside FlashMLA.', mla.markdown),
+)
+MODELS: tuple[Section, ...] = (
     (
         "Linear layers, H200",
         "linear",
@@ -377,40 +385,74 @@ FULL: tuple[tuple[str, str, str, Callable[[Record], str]], ...] = (
         accuracy_report.markdown,
     ),
 )
+WHOLE: tuple[Section, ...] = (
+    (
+        "Whole models",
+        "e2e_steps_default",
+        "One token of each request through all layers, ms. `python -m bench e2e` measures it: 161 s here, with kernels "
+        "that were compiled before. Torch has no kernel of its own for latent attention: BF16 of DeepSeek-V3's layers "
+        "attends by its general one, so compare theirs with `bf16, mla_fp8`.",
+        e2e_steps.markdown,
+    ),
+)
 FIGURES = {
-    "main": ("decode_ratio", "Time over the streaming floor, by batch"),
-    "shapes": ("decode_shapes", "Time over the streaming floor, by shape"),
-    "mla": ("mla_rates", "Rates of MLA decode beside FlashMLA's"),
-    "linear": ("linear_speed", "cuBLAS's time in bf16 over a layer's, by rows of x; dashed the fastest other library"),
-    "accuracy": ("accuracy", "Increase of perplexity by bytes of a token"),
+    "main": {"decode_ratio": "Time over the streaming floor, by batch"},
+    "shapes": {"decode_shapes": "Time over the streaming floor, by shape"},
+    "mla": {"mla_rates": "Rates of MLA decode beside FlashMLA's"},
+    "linear": {"linear_speed": "cuBLAS's time in bf16 over a layer's, by rows of x; dashed the fastest other library"},
+    "accuracy": {"accuracy": "Increase of perplexity by bytes of a token"},
+    "e2e_steps_default": {
+        "step_latency": "Milliseconds per token, by requests; dotted what reading the step's bytes takes",
+        "step_throughput": "Tokens per second, by requests",
+    },
 }
 
 
 def performance() -> str:
-    """The page: every record, with its peers, floors, GPU and date."""
+    """The page of attention: every record, with its peers, floors, GPU and date."""
+    return _page(
+        "Performance of attention",
+        "[Layers](performance_layers.md) and [decode steps](performance_steps.md) have pages of their own.",
+        ATTENTION,
+    )
+
+
+def performance_of_layers() -> str:
+    """The page of layers, a served model and what formats cost."""
+    about = "[Attention](performance.md) and [decode steps](performance_steps.md) have pages of their own."
+    return _page("Performance of layers and models", about, MODELS)
+
+
+def performance_of_steps() -> str:
+    """The page of whole decode steps."""
+    about = "[A whole decode step](design/decode_step.md) says what a step is, and where its time goes."
+    return _page("Performance of decode steps", about, WHOLE)
+
+
+def _page(title: str, about: str, sections: Iterable[Section]) -> str:
     parts = [
         "<!-- made by `python -m bench pages` from bench/results; a test compares -->\n",
-        "# Performance\n",
+        f"# {title}\n",
+        f"{about}",
         "Every figure was measured; each table says on which GPU and when.",
         "Peers ran in the same process, on the same tensors.",
         "The *floor* is what the fastest of a set of read-only kernels takes for the bytes that the step must read.",
         "[How a number is made](benchmarks.md#how-a-number-is-made).\n",
     ]
-    for title, name, about, markdown in FULL:
+    for heading, name, words, markdown in sections:
         if not (records.RESULTS / f"{name}.json").exists():
             continue  # nobody has made that record yet
-        parts += [f"## {title}\n", f"{about}\n"]
-        if name in FIGURES:
-            figure, words = FIGURES[name]
-            parts.append(f"![{words}](figures/{figure}.svg)\n")
+        parts += [f"## {heading}\n", f"{words}\n"]
+        parts += [f"![{seen}](figures/{figure}.svg)\n" for figure, seen in FIGURES.get(name, {}).items()]
         parts.append(markdown(load(name)))
     return "\n".join(parts).rstrip() + "\n"
 
 
 def write() -> list[str]:
-    """Writes both; returns the names of files that changed."""
+    """Writes all; returns the names of files that changed."""
     changed: list[str] = []
     wanted: dict[Any, str] = {README: readme(README.read_text()), PERFORMANCE: performance(), PICTURE: picture()}
+    wanted |= {LAYERS: performance_of_layers(), STEPS: performance_of_steps()}
     for path, text in wanted.items():
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
@@ -418,4 +460,4 @@ def write() -> list[str]:
     return changed
 
 
-__all__ = ["MARK_END", "PARTS", "performance", "readme", "write"]
+__all__ = ["MARK_END", "PARTS", "performance", "performance_of_layers", "performance_of_steps", "readme", "write"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional
@@ -39,6 +39,7 @@ from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.deferred_compile import DeferredNormSpec
 from cute_kernels.linear.wgmma.deferred_config import GIVES, TAKES
 from cute_kernels.moe import fused_moe
+from cute_kernels.names import MlaFormatName
 from cute_kernels.runtime import KernelSpec
 from cute_kernels.tuning.linear import Format, Weights
 
@@ -50,6 +51,7 @@ ROPE_THETA = 500000.0
 SDPA_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 ENDS = ("o", "down")  # products that add to the residual stream: a norm follows
 FORMATS = {"w4": Format(4), "w8": Format(8)}
+Cached = KvFormatName | MlaFormatName
 
 
 @dataclass(frozen=True)
@@ -79,17 +81,25 @@ class StepModel:
 
     def weight_bytes(self, weights: str, batch: int) -> float:
         """Of a layer's weights that a step must read; of experts, those that ``batch`` tokens take on average."""
-        element = element_bytes(weights)
-        dense = sum(n * k for n, k in self.products.values()) * element
+        dense = sum(n * k for n, k in self.products.values()) * element_bytes(weights)
         if not self.experts:
             return dense
         active = self.experts * (1 - (1 - self.topk / self.experts) ** batch)
         # Experts are in 4 bits wherever anything is quantised.
+        element = element_bytes("bf16" if weights == "bf16" else "w4")
         return dense + active * 3 * self.hidden * self.intermediate * element + 2 * self.hidden * self.experts
 
-    def cache_bytes(self, kv: KvFormatName, tokens: int) -> int:
+    def cache_bytes(self, kv: Cached, tokens: int) -> int:
         """Of a layer's K and V of so many tokens."""
         return 2 * tokens * self.num_kv_heads * format_of(kv).row_bytes(self.head_dim)
+
+    @property
+    def cases(self) -> tuple[StepCase, ...]:
+        """Ways to compute a step that are measured; the first is the baseline."""
+        return CASES
+
+    def step(self, case: StepCase, shape: Shape, device: str = "cuda") -> Step:
+        return Step(self, case, shape, device)
 
 
 MODELS = {
@@ -104,7 +114,7 @@ class StepCase:
     """A way to compute the step. weights: "bf16", "w4" or "w8"; kv: a cache format; sdpa: whether torch attends."""
 
     weights: str
-    kv: KvFormatName
+    kv: Cached
     sdpa: bool = False
 
     @property
@@ -220,7 +230,7 @@ class Step:
         return parts
 
     def random(self, *size: int) -> torch.Tensor:
-        return (torch.randn(size, device=self.device) * size[-1] ** -0.5).bfloat16()
+        return torch.empty(size, dtype=torch.bfloat16, device=self.device).normal_(std=size[-1] ** -0.5)
 
     def make_product(self, n: int, k: int) -> Callable[..., torch.Tensor]:
         """x W^T, with options of `quantized_linear`."""
@@ -260,7 +270,7 @@ class Step:
         """Puts rows of random numbers into a contiguous cache, the same `FILLED_ROWS` again and again."""
         rows = cache.view(-1, 1, cache.shape[-1])
         numbers = torch.randn(min(FILLED_ROWS, len(rows)), 1, self.model.head_dim, device=self.device)
-        some = quantize_kv(numbers.bfloat16(), kv_format=self.case.kv)
+        some = quantize_kv(numbers.bfloat16(), kv_format=cast("KvFormatName", self.case.kv))
         for first in range(0, len(rows), len(some)):
             rows[first : first + len(some)] = some[: len(rows) - first]
 

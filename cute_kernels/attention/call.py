@@ -503,7 +503,9 @@ def check_device_values(call: AttentionCall) -> None:
         return
     table = call.block_table.cpu()
     first = torch.arange(table.shape[1]) * call.page_size  # token of each entry
-    used = (first < lengths[:, None]) & (first + call.page_size > call.first_seen(lengths)[:, None])
+    # From the first token that is seen in a page to behind the last one there.
+    last = torch.minimum(first + call.page_size, lengths[:, None])
+    used = torch.maximum(first, call.first_seen(lengths)[:, None]) < last
     wrong = torch.nonzero(used & ((table < 0) | (table >= call.num_blocks)))
     if wrong.numel():
         request, entry = wrong[0].tolist()

@@ -22,7 +22,7 @@ from cute_kernels.attention.policies import (
 )
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.score_options import options_in
-from cute_kernels.attention.tiles import MAP_UNIT, copies_per_tile, kernel_format, map_problem
+from cute_kernels.attention.tiles import copies_per_tile, kernel_format, map_problem
 from cute_kernels.kv_formats import KvFormat, format_of
 from cute_kernels.runtime.composed import changed
 
@@ -31,6 +31,7 @@ TARGET_WARPS = 8
 MOST_CTAS = 4  # on an SM
 COPIES_PER_WARP = 4  # of a tile, that one producer warp asks for in some 90 cycles each
 MAPPED_HEADS = 2  # of a CTA, from which on tensor maps bring their rows
+FEW_REQUESTS = 2  # whose single queries are worth fewer heads a CTA
 SM_PARTITIONS = 4
 MAX_PRODUCER_WARPS = 4
 MAX_WARPS = 16
@@ -58,7 +59,7 @@ def candidate_configs(problem: DecodeProblem) -> list[DecodeConfig]:
             row_config(_base_config(problem, names, heads or 1, blocks, contiguous, copy), ctas)
             for heads, copy in _heads_of_a_cta(problem, names, blocks)
             for contiguous in (_is_contiguous(problem, heads or 1),)
-            for ctas in _cta_counts(problem, contiguous)
+            for ctas in ((1,) if copy == "map" else _cta_counts(problem, contiguous))  # of blocks for a CTA alone
         ]
     borrows = _borrows_registers(problem)
     configs = list(dict.fromkeys(_with_producer_warps(_roomy(config), borrows) for config in configs))
@@ -81,7 +82,7 @@ def _row_copy(problem: DecodeProblem, names: tuple[str, str], heads: int, most: 
     dims = (problem.head_dim, problem.v_head_dim)
     rows = [(format_of(name), dim) for name, dim in zip(names, dims, strict=True) if format_of(name).has_header]
     token_bytes = [problem.num_kv_heads * form.row_bytes(dim) for form, dim in rows]
-    unfit = any(size % MAP_UNIT for size in token_bytes) or any(map_problem(form, dim, heads) for form, dim in rows)
+    unfit = any(size % BULK_BYTES for size in token_bytes) or any(map_problem(form, dim, heads) for form, dim in rows)
     return "bulk" if unfit else "map"
 
 
@@ -91,16 +92,22 @@ def _heads_of_a_cta(problem: DecodeProblem, names: tuple[str, str], num_query_bl
 
     Fewer than fit a CTA are fewer parts of a row for as many CTAs, and come by tensor maps, or by a copy a token. That
     is worth considering of INT4 with more queries than one block, where parts are large and each CTA has much to
-    multiply.
+    multiply; and of one block of few requests, whose time is their beginnings and parts.
     """
     most = row_heads(problem, names, num_query_blocks) if problem.aligned else 0
     forms = [format_of(name) for name in names]
-    if problem.features.head_major or problem.rows <= BLOCK_QUERIES or costs_of(forms) != {"int4"}:
+    one_block = problem.rows <= BLOCK_QUERIES
+    few = problem.batch <= FEW_REQUESTS and problem.features.paged and not problem.after_append
+    if problem.features.head_major or not (few if one_block else costs_of(forms) == {"int4"}):
         return [(most, "bulk" if most else "word")]
     sizes = [form.row_bytes(d) for form, d in zip(forms, (problem.head_dim, problem.v_head_dim), strict=True)]
     fewer = [heads for heads in (4, 2, 1) if heads < most and not most % heads]
-    possible = [most, *(heads for heads in fewer if not any(heads * size % BULK_BYTES for size in sizes))]
-    return [(heads, _row_copy(problem, names, heads, most)) for heads in possible]
+    ways = [(heads, _row_copy(problem, names, heads, most)) for heads in (most, *fewer)]
+    return [
+        (heads, copy)
+        for heads, copy in ways
+        if heads == most or copy == "map" or not (one_block or any(heads * size % BULK_BYTES for size in sizes))
+    ]
 
 
 def _fits_warpgroups(problem: DecodeProblem) -> bool:

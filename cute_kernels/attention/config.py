@@ -187,6 +187,16 @@ class DecodeConfig:
         return (self.num_warps, self.producer_warps, self.ctas_per_sm) == (8, 4, 1) and "word" not in self.copies
 
     @property
+    def awaits_length(self) -> bool:
+        """Whether the first tile follows from the request's length: a window's."""
+        return self.features.window and not self.early_tiles and not self.after_append
+
+    @property
+    def asks_queries_late(self) -> bool:
+        """Whether queries are asked for behind the length; else together with it."""
+        return self.after_append or self.awaits_length
+
+    @property
     def num_roles(self) -> int:
         """Warps that differ in the query heads they carry."""
         return self.num_heads * self.num_query_blocks

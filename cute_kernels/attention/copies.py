@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.tiles import lane_tokens, tiles_of, tokens_per_copy
-from cute_kernels.device import ptx
+from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.types import Index
 from layouts.kv.swizzled_tile import PANEL_BYTES, SwizzledTile
@@ -24,6 +24,7 @@ from layouts.kv.tile import WORD_BYTES, RowTile
 VECTOR_BYTES = 16
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 PLACE_BYTES = 128  # that what a tensor map brings begins at a multiple of
+SECTOR_ENTRIES = 8  # of a block table, that come from memory together
 PAGE_UNIT = 16  # tokens that page sizes are multiples of
 
 
@@ -72,7 +73,7 @@ class TileCopier:
 
     def stage_addresses(self, tiles: Tiles, stage):
         """Shared-memory addresses of a stage's tiles of K and of V."""
-        return [operand.stage_address(tiles.ring, stage) for operand in self.operands]
+        return [operand.rows_address(tiles, stage) for operand in self.operands]
 
     @cute.jit
     def copy_tile(
@@ -269,6 +270,12 @@ class Pager:
         entry = self.table + (Int64(request) * self.stride + index) * 4
         return ptx.load_global_words(entry, 0, 1)[0].to(Int32), token - index * self.page_size
 
+    def prefetch(self, request, sector, max_seq_len):
+        """Brings the entries of a sector of a request's row into L2, if it has so many."""
+        first = sector * SECTOR_ENTRIES
+        entry = self.table + (Int64(request) * self.stride + first) * 4
+        numbers.prefetch_line_if(Int32(first * self.page_size < max_seq_len), entry)
+
     def existing(self, page):
         """An entry that is no page of the cache becomes one: a wrong table yields wrong numbers, no illegal access.
 
@@ -288,6 +295,10 @@ class _Operand:
 
     def stage_address(self, ring, stage):
         return ring + self.ring_offset + stage * self.tile_bytes
+
+    def rows_address(self, tiles, stage):
+        """Where a stage's rows begin."""
+        return self.stage_address(tiles.ring, stage)
 
     @property
     def run_bytes(self) -> int:
@@ -386,11 +397,13 @@ class WordOperand(RowOperand):
 
 @dataclass(frozen=True)
 class RowMapSource:
-    """A tensor map over the words of a cache's tokens, from the CTA's first head on, and the ring; run-time values."""
+    """A tensor map over the words of a cache's tokens, from the CTA's first head on or what lies up to three words
+    before it, and the ring; run-time values."""
 
     atom: cute.CopyAtom
     cache: cute.Tensor
     ring: cute.Pointer
+    before: Int32  # bytes, in front of the first head's
 
 
 class RowMapOperand(RowOperand):
@@ -407,6 +420,12 @@ class RowMapOperand(RowOperand):
         self.box_tokens, self.box_words = self.run_tokens, self.tile.copy_pitch_words
         self.box_bytes = self.box_tokens * self.box_words * WORD_BYTES
         self.num_boxes = config.tile_tokens // self.box_tokens
+        # Maps bring whole vectors of a token, and rows may begin within one.
+        self.begins_before = bool(self.tile.token_words % VECTOR_WORDS)
+
+    def rows_address(self, tiles, stage):
+        address = self.stage_address(tiles.ring, stage)
+        return address + tiles.opened[self.index].before if self.begins_before else address
 
     def make_source(self, cache: cute.Tensor):
         """A tensor map and its coordinate tensor [tokens of a block, words of all heads, blocks]."""
@@ -422,9 +441,13 @@ class RowMapOperand(RowOperand):
         blocks, tokens, heads = shape[:3]
         return (tokens, heads * self.tile.row_words, blocks), (stride[1] // WORD_BYTES, 1, stride[0] // WORD_BYTES)
 
-    def first_word(self, head):
-        """Of a token's words, where a CTA's rows begin."""
-        return head * self.tile.row_words
+    def begin(self, head):
+        """(the first of a token's words that come to a CTA's ring, bytes from there to its first head's row)."""
+        first = head * self.tile.row_words
+        if not self.begins_before:
+            return first, 0
+        before = first % VECTOR_WORDS
+        return first - before, before * WORD_BYTES
 
     def _layout(self):
         """Of a box in shared memory."""
@@ -432,11 +455,12 @@ class RowMapOperand(RowOperand):
 
     def open(self, source, ring, place) -> RowMapSource:
         atom, words = source
-        first = cute.assume(self.first_word(place.first_head), divby=VECTOR_WORDS)
+        first, before = self.begin(place.first_head)
+        first = cute.assume(first, divby=VECTOR_WORDS)
         words = cute.domain_offset((0, first, 0), words)
         # [box, of a block's tokens, block]
         cache = cute.local_tile(words, (self.box_tokens, self.box_words), (None, 0, None))
-        return RowMapSource(atom, cache, ring)
+        return RowMapSource(atom, cache, ring, Int32(before))
 
     def enter(self, source: RowMapSource, block) -> RowMapSource:
         return source

@@ -38,6 +38,13 @@ class RingFiller:
         return self.make_pages() if early else None
 
     @cute.jit
+    def prefetch_pages(self, tiles, row, part, parts, lane):
+        """Brings a request's row of the block table into L2, each of its CTAs a part, while its length is on the way:
+        which pages a window begins with is known behind that, and then a page is a hit away."""
+        if const_expr(self.config.page_tokens > 0):
+            tiles.pager.prefetch(row, part + lane * parts, tiles.max_seq_len)
+
+    @cute.jit
     def find_pages(self, tiles, row, token: Int32, stride: Int32, pages, lane):
         """Asks for the pages of the tiles that begin with ``token`` and every ``stride`` tokens after it."""
         for i in cutlass.range_constexpr(self.config.num_stages + 1):
@@ -104,12 +111,18 @@ class RingFiller:
             cute.arch.griddepcontrol_wait()
         page, place = Int32(0), Int32(0)
         if const_expr(config.page_tokens > 0):
+            first = token
             if const_expr(pages is None):
                 pages = self.make_pages()
-                self.find_pages(tiles, work.request, token, stride, pages, lane)
+                if const_expr(config.awaits_length):  # the first tile's: whatever stands before its copy delays it
+                    pages[0], pages[1] = self.copier.find_pages(tiles, work.request, token, lane)
+                else:
+                    self.find_pages(tiles, work.request, token, stride, pages, lane)
             elif not known:
                 self.find_pages(tiles, work.request, token, stride, pages, lane)
             for i in cutlass.range_constexpr(config.num_stages):
+                if const_expr(config.awaits_length and i == 1):
+                    self.find_pages(tiles, work.request, first, stride, pages, lane)
                 if (issued <= i) & (token < work.length):
                     cute.arch.mbarrier_wait(empty + stage, phase)
                     self.await_append(work, token)

@@ -190,12 +190,16 @@ class DecodeKernel:
         config, shape, lane = self.config, place.shape, cta.lane
         # Rows past the last one hold further units, if there are any.
         own_row = cutlass.min(row, shape.batch - 1) if const_expr(config.units) else row
+        if const_expr(config.awaits_length):
+            # Before the length: uniform arithmetic with it, and so the wait for it, may stand right behind its load.
+            if cta.warp == config.num_warps:
+                self.filler.prefetch_pages(cta.tiles, own_row, part, requests.parts, lane)
         # Lengths, queries, pages and first tiles come from memory at the same time: tile ``part`` is the first of this
         # CTA unless lengths differ.
         asked_length = self.assigner.fetch_length(requests, own_row)
         first_length = self.assigner.fetch_first_length(requests, lane) if const_expr(config.units) else None
-        asked = None  # after an append the queries are the last to come: `attend_unit` asks for them
-        if const_expr(not config.after_append):
+        asked = None  # of those that come late, `attend_unit` asks for them: after an append, or a window's first tile
+        if const_expr(not config.asks_queries_late):
             asked = self.fetch_query(cta, place, q, own_row)  # by producer warps in vain
         early = part * config.tile_tokens < shape.max_seq_len
         if const_expr(config.units):
@@ -239,14 +243,15 @@ class DecodeKernel:
 
     @cute.jit
     def attend_unit(self, cta, work, q, query, stage: Int32, phase: Int32):
-        """Attention of one unit; ``query`` is None after an append, whose end the queries wait for."""
+        """Attention of one unit; ``query`` is None where nobody has asked for queries yet."""
         if const_expr(self.appends):
             addresses = self.rows.make(cta, work, q)
             k_scale = cta.given.of_keys(work.place.first_head + cta.roles.head)
             query = self.key_reader.fetch_query(addresses, k_scale, cta.lane)
-        elif const_expr(self.config.after_append):
-            # Every unit waits here, even one without new tokens: that the launch is done says that the append is.
-            cute.arch.griddepcontrol_wait()
+        elif const_expr(self.config.asks_queries_late):
+            if const_expr(self.config.after_append):
+                # Every unit waits here, even one without new tokens: that the launch is done says that the append is.
+                cute.arch.griddepcontrol_wait()
             query = self.fetch_query(cta, work.place, q, work.request)
         self.mainloop.attend_tiles(cta, work, query, stage, phase)
 
@@ -266,7 +271,7 @@ class DecodeKernel:
         # Known to be alike in all lanes, they are kept in uniform registers.
         work = Work(place, *(cute.arch.make_warp_uniform(value) for value in values))
         expected = (unit_row == row) & (unit_part == part) & (part < num_parts)
-        if const_expr(self.config.after_append):
+        if const_expr(self.config.asks_queries_late):
             self.process_expected(cta, work, q, None, early, pages, expected)
         else:
             query = self.query_of(cta, place, q, asked, row, unit_row)

@@ -135,11 +135,7 @@ class AlibiTerm(ScoreTerm):
 
 
 class SinksTerm(ScoreTerm):
-    """The sink is added by :mod:`.merge`."""
-
-    def open(self, state, work, query, softmax_scale):
-        # Wanted at the end, in a chain of other waits: it is in the L1 cache by then.
-        ptx.prefetch_line(state.values.sinks + Int64(query.head) * 4)
+    """The sink is added by :mod:`.merge`, which asks for it: a line that is asked for here costs more than it saves."""
 
 
 class BiasTerm(ScoreTerm):

@@ -13,8 +13,26 @@ from layouts.kv.tile import MMA_ROWS, WORD_BYTES, RowTile, plan_tiles, run_codes
 ROW_COPIES = ("bulk", "map", "word")
 BARE_COPIES = ("tma",)
 MAX_BOX = 256  # tokens, and words of a token, of one tensor-map copy
-MAP_UNIT = 16  # bytes, of what a tensor map brings of a token, and of what lies between tokens in shared memory
+MAP_WORDS = 4  # a vector, the unit of what tensor maps and bulk copies bring of a token
 BLOCK_HEAD_DIMS = (64, 128)  # of formats in blocks: the lanes of a warp take whole header words, at most four each
+
+
+def map_paddings(token_words: int) -> tuple[int, ...]:
+    """Words that a tensor map may bring beside a token's, which are as many of some heads.
+
+    All of them are whole vectors, and begin on one: up to three words before the heads' own, or two where their words
+    are even. One vector more may spare bank conflicts.
+    """
+    before = {0: 0, 2: 2}.get(token_words % MAP_WORDS, MAP_WORDS - 1)
+    least = -(-(token_words + before) // MAP_WORDS) * MAP_WORDS - token_words
+    return least, least + MAP_WORDS
+
+
+class MappedTile(RowTile):
+    """Raw rows of some of a token's heads as a tensor map brings them, with what lies beside them in the cache."""
+
+    def copies(self) -> list[tuple[int, int]]:
+        return [(1, padding) for padding in map_paddings(self.token_words)]
 
 
 class TiledConfig(Protocol):
@@ -104,10 +122,8 @@ def copies_per_tile(config: TiledConfig) -> int:
 
 def map_problem(form: KvFormat, head_dim: int, num_heads: int) -> str | None:
     """Why no tensor map brings so many heads' rows of a token, or None. Tokens' strides are the caller's matter."""
-    num_bytes = num_heads * form.row_bytes(head_dim)
-    if num_bytes % MAP_UNIT:
-        return f"a map of {num_heads} heads' rows of {form.name}: no multiple of {MAP_UNIT} bytes"
-    if num_bytes + MAP_UNIT > WORD_BYTES * MAX_BOX:
+    words = num_heads * form.row_bytes(head_dim) // WORD_BYTES
+    if words + max(map_paddings(words)) > MAX_BOX:
         return f"a map of {num_heads} heads' rows of {form.name}: more than {MAX_BOX} words"
     return None
 
@@ -137,7 +153,8 @@ def _tile(config: TiledConfig, operand: str, kv_format: str, head_dim: int, copy
     form = format_of(kv_format)
     if not form.has_header:
         return SwizzledTile(head_dim, form.code_bits // 8, config.num_heads, config.tile_tokens)
-    return RowTile(
+    kind = MappedTile if copy == "map" else RowTile
+    return kind(
         head_dim,
         form.code_bits,
         form.header_words(head_dim),
@@ -145,5 +162,5 @@ def _tile(config: TiledConfig, operand: str, kv_format: str, head_dim: int, copy
         config.tile_tokens,
         operand,
         config.contiguous,
-        1 if copy == "word" else 4,
+        1 if copy == "word" else MAP_WORDS,
     )

@@ -10,6 +10,8 @@ caller changes. Both calls are forward alone, in bf16 and fp16. How the meanings
 | causal, window_size (left, right) | a window with right = 0 is causal; with causal right counts as 0 |
 | alibi_slopes | those of causal calls, fp32 [num_heads] |
 | lse [batch, num_heads, seqlen_q] | the transpose of lse [batch, seqlen_q, num_heads], as there |
+| q, k, v that are parts of a fused projection's result | copied first; caches are taken where they lie |
+| num_splits, 0 to choose | the same, at most 32 |
 
 Refused, by their names: dropout, attention probabilities, slopes per request or without causal, windows that see later
 keys, new K and V to be appended (`cute_kernels.append_kv` does), rotary embedding, cache_batch_idx, cache_leftpad.
@@ -72,10 +74,12 @@ def flash_attn_varlen_func(
     _refuse(dropout_p=(dropout_p, 0.0), return_attn_probs=(return_attn_probs, False))
     options = _options(causal, window_size, softcap, alibi_slopes)
     names = {"k_cache": "k", "v_cache": "v", "seq_lens": "cu_seqlens_k"}
+    check_tensors(q=q, k=k, v=v, cu_seqlens_k=cu_seqlens_k)
+    q = q.contiguous()
     try:
         if block_table is None:
+            k, v = k.contiguous(), v.contiguous()
             return ragged_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale, **options)[0]
-        check_tensors(q=q, cu_seqlens_k=cu_seqlens_k)
         return extend_attention(
             q,
             k,
@@ -123,7 +127,7 @@ def flash_attn_with_kvcache(
         block_table: int32 [batch, max_pages], of pages.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as for :func:`flash_attn_varlen_func`.
         rotary_interleaved: there is no rotary embedding.
-        num_splits: chosen here.
+        num_splits: into how many parts keys are cut, at most 32; 0: chosen here.
         return_softmax_lse: also return the log-sum-exp, fp32 [batch, num_heads, seqlen_q].
 
     Returns out [batch, seqlen_q, num_heads, head_dim] in q's dtype, and the log-sum-exp if it is asked for.
@@ -144,7 +148,7 @@ def flash_attn_with_kvcache(
     names = {"cu_seqlens_q": "q", "seq_lens": "cache_seqlens"}
     try:
         out, lse = extend_attention(
-            q.reshape(batch * seqlen_q, *q.shape[2:]),
+            q.contiguous().view(batch * seqlen_q, *q.shape[2:]),
             k_cache,
             v_cache,
             cache_seqlens,
@@ -152,6 +156,7 @@ def flash_attn_with_kvcache(
             kv_format=_format_of(q),
             block_table=block_table,
             softmax_scale=softmax_scale,
+            num_splits=None if num_splits == 0 else num_splits,
             return_lse=True,
             **_options(causal, window_size, softcap, alibi_slopes),
         )

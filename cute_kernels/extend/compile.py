@@ -13,7 +13,14 @@ from cute_kernels.attention.features import Features
 from cute_kernels.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.extend.config import CombineConfig, ExtendConfig
 from cute_kernels.extend.policies import UnpackConfig
-from cute_kernels.extend.schedule import ExtendProblem, choose, choose_beside, choose_key_rows, choose_unpacked
+from cute_kernels.extend.schedule import (
+    ExtendProblem,
+    choose,
+    choose_beside,
+    choose_key_rows,
+    choose_unpacked,
+    queries_to_unpack_for,
+)
 from cute_kernels.kv_formats import modules_of, sources_of
 from cute_kernels.runtime import launch_arguments
 from cute_kernels.runtime.spec import KernelSpec, check_config
@@ -115,7 +122,7 @@ def shipped_specs() -> list[KernelSpec]:
     problems += [ExtendProblem(128, "bf16", "bf16", "bf16", 16, CAUSAL_PAGES)]
     combines = [CombineConfig("bf16", head_dim) for head_dim in (64, 128)]
     loading = [choose(problem) for problem in problems]
-    many = [config for config in loading if config.coded or config.page_tokens == 16]
+    many = [config for config in loading if queries_to_unpack_for(config, 1, 1, None) is not None]
     beside = [own for config in many if (own := choose_beside(config)) is not None]
     unpacked = [choose_unpacked(config) for config in many]
     few = [own for config in loading for own in choose_key_rows(config, mapped=True)]

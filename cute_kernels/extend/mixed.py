@@ -22,6 +22,9 @@ from cute_kernels.names import KvFormats
 from cute_kernels.runtime.gpu import GPU
 
 _streams: dict[int, torch.cuda.Stream] = {}
+OF_BOTH = ("block_table", "cache_layout", "softmax_scale", "window_size", "softcap", "sinks", "alibi_slopes", "k_scale")
+OF_BOTH += ("v_scale", "transform", "num_splits")
+OF_EXTEND = ("unpack", "max_seq_len", "fp8_products")
 
 
 def mixed_attention(
@@ -57,6 +60,10 @@ def mixed_attention(
     """
     from cute_kernels.extend import extend_attention
 
+    for name in options:
+        if name not in OF_BOTH + OF_EXTEND:  # before anything is launched
+            known = ", ".join(OF_BOTH + OF_EXTEND)
+            raise TypeError(f"{name}: got it as an option of mixed_attention, want one of {known}")
     check_tensors(q=q, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, k_cache=k_cache, v_cache=v_cache)
     _check(q, seq_lens, cu_seqlens_q, num_decodes)
     if out is None:
@@ -65,7 +72,7 @@ def mixed_attention(
         check_out(out, q)
         checks.check_place("out", out, q.device)
         checks.check_contiguous("out", out)
-    of_extend = {name: options.pop(name) for name in ("unpack", "max_seq_len", "fp8_products") if name in options}
+    of_extend = {name: options.pop(name) for name in OF_EXTEND if name in options}
     first, rest = (
         _part_of(k_cache, v_cache, options, slice(0, num_decodes)),
         _part_of(k_cache, v_cache, options, slice(num_decodes, None)) | of_extend,

@@ -30,9 +30,9 @@ FP8_STAGES = 4  # tiles of half the bytes
 # partial result and to have it read again; to wait for the kernel that puts splits together.
 TILE_COST, PARTIAL_COST, COMBINE_COST = 1.5, 4.0, 3.0
 # What kernels that read a cache as it is reach of the rate over unpacked keys, by what rows' scales are
-# (`ExtendReader`), at 128 to 256 queries, and for 16 bits in pages of so many tokens: H200,
+# (`ExtendReader`), at 128 to 256 queries, and for 16 bits in pages of so many tokens, head_dim 128: H200,
 # docs/design/history/extend_attention.md.
-READING_RATES: dict[str | int, float] = {"row": 0.74, "outside": 0.77, "groups": 0.73, 16: 0.95}
+READING_RATES: dict[str | int, float] = {"row": 0.74, "outside": 0.77, "groups": 0.73, 16: 0.95, 64: 0.975}
 PRODUCTS_PER_US = 690e6  # FLOP over unpacked keys
 UNPACKED_BYTES_PER_US = 3.0e6  # read and written
 # What idle producer warps unpack beside the products, numbers by what rows' scales are: H200, the same page.

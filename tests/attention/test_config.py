@@ -48,7 +48,6 @@ def test_what_ships_can_be_implemented(config: DecodeConfig):
         (changed(INT4, num_slices=33), "33 [+] 1 warps are more than the 32 of a CTA"),
         (changed(INT4, k_copy="tma"), r"copy 'tma' is not one of \('bulk', 'map', 'word'\) that int4_g4 has"),
         (changed(INT4, v_copy="map"), "a map of rows that lie one behind the other"),
-        (changed(FEW_HEADS, num_heads=1), "a map of 1 heads' rows of int4_g1: no multiple of 16 bytes"),
         (changed(FEW_HEADS, num_heads=16), "a map of 16 heads' rows of int4_g1: more than 256 words"),
         (changed(DENSE, v_copy="bulk"), r"copy 'bulk' is not one of \('tma',\) that bf16 has"),
         (changed(INT4, num_stages=100), "1 CTAs of .* bytes exceed the 232448 bytes of an SM"),

@@ -257,14 +257,16 @@ def _of_pages(kv_format: str, batch: int, q_len: int) -> DecodeProblem:
 @pytest.mark.parametrize(
     "kv_format, batch, q_len, heads",
     [
-        *(("int4_g1", batch, q_len, 8) for batch in (1, 4, 8, 32) for q_len in (1, 2)),
-        *(("int4_g1", batch, 4, heads) for batch, heads in ((1, 4), (2, 4), (4, 4), (8, 4), (32, 8))),
-        *(("int4_g1", batch, 8, 4) for batch in (1, 4, 8, 32)),
+        *((name, batch, 1, 2) for name in ("int4_g1", "int4_g4", "int8_token_head") for batch in (1, 2)),
+        *((name, batch, 1, 8) for name in ("int4_g1", "int4_g4", "int8_token_head") for batch in (4, 8, 32)),
+        *(("int4_g1", batch, 2, 8) for batch in (4, 8, 32)),
+        *(("int4_g1", batch, q_len, 2) for batch in (1, 2, 4, 8, 16, 32) for q_len in (4, 8)),
+        *(("int4_g1", batch, 4, 8) for batch in (64, 128)),
         *(("int4_g4", batch, 4, 2) for batch in (1, 2, 4, 8)),
         *(("int4_g4", batch, 8, 2) for batch in (1, 4, 8, 32)),
     ],
 )
-def test_several_queries_of_few_requests_take_fewer_heads_a_cta(kv_format, batch, q_len, heads):
+def test_few_requests_and_several_queries_take_fewer_heads_a_cta(kv_format, batch, q_len, heads):
     """What was fastest on an H200, 32 query heads over 8k tokens: docs/design/history/decode_attention.md."""
     config = make_schedule(_of_pages(kv_format, batch, q_len)).config
     assert config.num_heads == heads and set(config.copies) == {"bulk" if heads == 8 else "map"}
@@ -278,7 +280,7 @@ def test_several_queries_of_few_requests_take_fewer_heads_a_cta(kv_format, batch
         ({"aligned": False}, {1: "word"}),
         ({"tokens_touch": False}, {8: "bulk", 4: "map", 2: "map", 1: "bulk"}),
         ({"num_q_heads": 20, "num_kv_heads": 5}, {5: "bulk", 1: "bulk"}),
-        ({"k_format": "int4_g1"}, {8: "bulk", 4: "map"}),
+        ({"k_format": "int4_g1"}, {8: "bulk", 4: "map", 2: "map"}),
         ({"head_dim": 256, "v_head_dim": 256}, {8: "bulk", 4: "map", 2: "map", 1: "bulk"}),
     ],
 )
@@ -296,8 +298,10 @@ def test_fewer_heads_are_considered_where_a_token_s_rows_can_be_copied():
         problem = dataclasses.replace(_of_pages(kv_format, 1, q_len), **options)
         return list(dict.fromkeys(config.num_heads for config in candidate_configs(problem)))
 
-    assert counts("int4_g1") == [8, 4] and counts("int4_g4") == [8, 4, 2, 1], "rows of 68 and of 80 bytes"
-    assert counts("int4_g1", 2) == counts("int8_token_head") == [8]
+    assert counts("int4_g1") == [8, 4, 2] and counts("int4_g4") == [8, 4, 2, 1], "rows of 68 and of 80 bytes"
+    assert counts("int4_g1", 1) == counts("int8_token_head", 1) == [8, 4, 2], "one block of queries of few requests"
+    assert counts("int4_g1", 2, batch=3) == counts("int8_token_head", 1, after_append=True) == [8]
+    assert counts("int8_token_head") == [8]
     head_major = dataclasses.replace(_of_pages("int4_g1", 1, 4).features, head_major=True)
     assert counts("int4_g1", features=head_major) == [1]
 

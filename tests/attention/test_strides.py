@@ -87,6 +87,27 @@ def test_copies_find_every_row(run_on, kv_format, num_kv_heads, page_size, cache
                 assert entered.address(None, 3) == opened.address(call.num_blocks - 1, 3)
 
 
+@pytest.mark.skipif(native.dsl_version() is None, reason="the copier is written in nvidia-cutlass-dsl")
+@every_place
+@pytest.mark.parametrize("dim", [1, 2])  # gaps between rows: bulk copies
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g2", "int4_g4", ("int4_g1", "int4_g4")])
+def test_maps_find_every_row(kv_format, head_dim, page_size, dim):
+    """Of some of a token's heads, which begin within a vector where two of them are no whole vectors."""
+    from cute_kernels.attention import copies
+
+    dense = cases.make_call(
+        kv_format, [32, 7], num_kv_heads=8, q_len=2, head_dim=head_dim, page_size=page_size, blank=True
+    )
+    call, heads = call_of(spread(dense, dim)), set()
+    for config in candidate_configs(problem_of(call)):
+        if "map" in config.copies:
+            heads.add(config.num_heads)
+            for operand, own in zip((call.k, call.v), copies.TileCopier(config).operands, strict=True):
+                assert_words_are_found(call, operand.cache, own, config.num_heads)
+    assert 2 in heads
+
+
 def assert_words_are_found(call: Any, cache: torch.Tensor, operand: Any, num_heads: int) -> None:
     """A tensor map over words has each row where it lies; its strides and its first coordinates are whole vectors."""
     (tokens, words, blocks), (token_words, one, block_words) = operand.words_of(cache.shape, cache.stride())
@@ -96,11 +117,11 @@ def assert_words_are_found(call: Any, cache: torch.Tensor, operand: Any, num_hea
     assert token_words % 4 == block_words % 4 == 0 == cache.data_ptr() % 16
     assert operand.box_words <= 256 and operand.box_words % 4 == 0
     for first_head in range(0, call.num_kv_heads, num_heads):
-        assert operand.first_word(first_head) % 4 == 0
+        first, before = operand.begin(first_head)
+        assert first % 4 == 0 <= before and 4 * operand.box_words >= before + 4 * operand.tile.token_words
         for block, token, head in itertools.product((0, blocks - 1), (0, tokens - 1), range(num_heads)):
-            first = operand.first_word(first_head) + head * operand.tile.row_words
-            place = cache.data_ptr() + 4 * (block * block_words + token * token_words + first)
-            assert place == row_of(call, cache, block, token, first_head + head)
+            place = 4 * (block * block_words + token * token_words + first + head * operand.tile.row_words) + before
+            assert cache.data_ptr() + place == row_of(call, cache, block, token, first_head + head)
 
 
 def call_of(call: Call) -> Any:

@@ -102,6 +102,12 @@ def test_experts_that_are_read_grow_with_the_batch_up_to_all():
     assert sizes[2] - replace(model, topk=0).weight_bytes("w4", 1) == pytest.approx(128 * an_expert)
 
 
+def test_experts_have_4_bits_wherever_anything_is_quantised():
+    model = MODELS["qwen3-30b-a3b"]
+    of_experts = [model.weight_bytes(w, 8) - replace(model, topk=0).weight_bytes(w, 8) for w in ("w4", "w8")]
+    assert of_experts[0] == pytest.approx(of_experts[1])
+
+
 @pytest.mark.parametrize(
     "kernel, kind",
     [
@@ -149,6 +155,7 @@ def test_the_report_says_how_much_faster_a_step_is(record):
     data = {**record, "rows": rows(), "failures": []}
     assert "2.50" in e2e_steps.text(data)
     table = e2e_steps.markdown(data)
+    assert "int4_g4 (32 columns" in table and "w4,int4_g4" not in table and "not measured" not in table
     assert "without all-reduce" in table and "| 2.50 |" in table and "| 2.00 |" in table
 
 
@@ -189,7 +196,7 @@ class _Bench:
 
 
 def test_models_of_the_command_are_those_of_the_loops():
-    assert tuple(MODELS) == command_line.STEP_MODELS
+    assert tuple(e2e_steps.MODELS) == command_line.STEP_MODELS
 
 
 def test_both_figures_are_drawn(record, tmp_path):

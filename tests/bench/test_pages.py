@@ -1,4 +1,4 @@
-"""Pages show what the records hold: the README's tables and docs/performance.md are those that bench.pages makes."""
+"""Pages show what the records hold: the README's tables and docs/performance*.md are those that bench.pages makes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ def test_the_readme_shows_the_records():
     assert pages.readme(text) == text, "want `python -m bench pages`"
 
 
-def test_the_performance_page_shows_the_records():
+def test_the_pages_of_performance_show_the_records():
     assert pages.PERFORMANCE.read_text() == pages.performance(), "want `python -m bench pages`"
+    assert pages.LAYERS.read_text() == pages.performance_of_layers(), "want `python -m bench pages`"
+    assert pages.STEPS.read_text() == pages.performance_of_steps(), "want `python -m bench pages`"
 
 
 def test_the_picture_shows_the_records():

@@ -86,6 +86,7 @@ def test_a_cache_that_nobody_measured_is_said_to_be_so():
     [
         "README.md",
         "docs/performance.md",
+        "docs/performance_layers.md",
         "docs/tasks/vllm.md",
         "docs/tasks/transformers.md",
         "docs/design/channel_blocks.md",
@@ -94,7 +95,7 @@ def test_a_cache_that_nobody_measured_is_said_to_be_so():
 def test_pages_with_int4_figures_say_what_they_cost(page: str):
     """Every table between marks that names an INT4 cache, and the sentence that the README begins with."""
     text = (ROOT / page).read_text()
-    parts = text.split("<!-- bench:")[1:] if page != "docs/performance.md" else text.split("\n## ")[1:]
+    parts = text.split("<!-- bench:")[1:] if not page.startswith("docs/performance") else text.split("\n## ")[1:]
     named = [part.partition(report.MARK_END)[0] for part in parts]
     times = [part for part in named if not part.startswith("same-tokens")]  # which is about accuracy itself
     shown = [part for part in times if "INT4" in part or perplexity.caches_in([part])]

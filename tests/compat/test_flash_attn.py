@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any
 
@@ -82,6 +83,43 @@ def test_calls_over_a_cache(lengths):
     for request, count in enumerate(counts):
         want = attention(q[request], k[request, :count], v[request, :count], seen_by(3, count, True, (-1, -1)))
         torch.testing.assert_close(out[request].double(), want, **TOLERANCE)
+
+
+def test_parts_of_a_fused_projection_are_taken():
+    projected = random(14, HEADS + 2 * KV_HEADS, DIM)
+    q, k, v = projected.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    cu = ends(5, 9)
+    out = flash_attn_varlen_func(q, k, v, cu, cu, 9, 9, causal=True)
+    want = flash_attn_varlen_func(q.contiguous(), k.contiguous(), v.contiguous(), cu, cu, 9, 9, causal=True)
+    assert torch.equal(out, want)
+    cache = random(2, 12, KV_HEADS, DIM, seed=1)
+    newest = projected.view(2, 7, -1, DIM)[:, :, :HEADS]
+    found, wanted = (flash_attn_with_kvcache(x, cache, cache, causal=True) for x in (newest, newest.contiguous()))
+    assert isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor) and torch.equal(found, wanted)
+
+
+def test_signatures_are_flash_attentions():
+    """Those of flash_attn 2.7 and 2.8."""
+    ragged = "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size "
+    ragged += "softcap alibi_slopes deterministic return_attn_probs block_table"
+    cached = "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad block_table "
+    cached += "softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits return_softmax_lse"
+    defaults = {"dropout_p": 0.0, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "deterministic": False}
+    defaults |= {"return_attn_probs": False, "rotary_interleaved": True, "num_splits": 0, "return_softmax_lse": False}
+    needed = {"q", "k_cache", "v_cache", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+    for call, names in ((flash_attn_varlen_func, ragged), (flash_attn_with_kvcache, cached)):
+        found = inspect.signature(call).parameters
+        assert list(found) == names.split()
+        own = needed | ({"k", "v"} if call is flash_attn_varlen_func else set())
+        for name, parameter in found.items():
+            want = inspect.Parameter.empty if name in own else defaults.get(name)
+            assert parameter.default is want or parameter.default == want, name
+
+
+def test_more_splits_than_there_are_is_named():
+    cache = random(1, 12, KV_HEADS, DIM)
+    with pytest.raises(ValueError, match="num_splits: got 64, want None or an int from 1 to 32"):
+        flash_attn_with_kvcache(random(1, 3, HEADS, DIM), cache, cache, num_splits=64)
 
 
 REFUSED = {

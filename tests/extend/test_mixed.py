@@ -67,3 +67,12 @@ def test_decoding_runs_beside_a_prefill_where_that_is_sooner(kv_format, options,
     with standing_in(cpu_as_gpu()):
         margin = mixed._margin_of(q, torch.empty(pages, device="meta"), 64, 63, kv_format, given, of_extend)
     assert (margin is not None) == beside
+
+
+@pytest.mark.parametrize("name", ["return_lse", "attn_bias", "tree_mask", "new_k"])
+def test_options_that_only_one_of_the_calls_has_are_refused_before_anything_runs(name):
+    call = make_call("bf16", [1, 5], [40, 30])
+    out = torch.full_like(call.q, torch.nan)
+    with pytest.raises(TypeError, match=f"{name}: got it as an option of mixed_attention, want one of block_table"):
+        mixed_attention(*call.tensors, **call.keywords, num_decodes=1, out=out, **{name: True})
+    assert out.isnan().all()

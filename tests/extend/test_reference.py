@@ -189,3 +189,10 @@ def test_new_tokens_without_a_word_are_seen_by_none():
     short = call.run(tree_mask=mask[:, :1].contiguous())
     mask[:, 1] = 0
     assert torch.equal(short, call.run())
+
+
+def test_pages_that_no_query_sees_may_be_any_with_a_window_and_new_tokens():
+    """A window of one key is the query's own, which is not in the cache."""
+    call = make_call("bf16", [4], [130], new=True, window_size=1)
+    assert not (call.options["block_table"] >= 0).all(), "all are poison"
+    assert call.run().isfinite().all()

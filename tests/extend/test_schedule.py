@@ -136,7 +136,8 @@ def test_formats_whose_unpacked_rows_are_alike_share_a_kernel():
         ("e4m3_tensor", 64, 200, 400),
         ("int4_g4", 64, 128, 256),
         ("bf16", 16, 1500, 3000),
-        ("bf16", 64, None, None),
+        ("bf16", 64, 4000, 5000),
+        ("bf16", 128, None, None),
         ("bf16", 0, None, None),
     ],
 )

@@ -5,6 +5,7 @@ All that no query of a request sees is poisoned: NaN rows, table entries that ar
 
 from __future__ import annotations
 
+import itertools
 import random
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels import decode_attention
+from cute_kernels import append_kv, decode_attention
 from cute_kernels.compat.flash_attn import flash_attn_varlen_func
 from cute_kernels.extend import mixed_attention, ops
 from cute_kernels.extend.call import make_call as check_call
@@ -290,6 +291,36 @@ def test_zero_scores_show_a_tree_s_mask(kv_format, new, num_splits):
     )
     call.q.zero_()
     check(call)
+
+
+@pytest.mark.parametrize("name", ["new tokens, codes", "new tokens, unpacked", "new tokens"])
+def test_new_tokens_may_be_appended_meanwhile(name):
+    """Theirs are rows that such a call does not use, poison before and numbers behind."""
+    call, side = variant(name), torch.cuda.Stream()
+    want, options = call.run(), call.options
+    poisoned = call.k_cache.clone(), call.v_cache.clone()
+    table = options["block_table"].clone()  # with pages for new tokens, in which the call's own has none
+    lengths, pages = call.seq_lens.tolist(), itertools.count(len(call.k_cache))
+    rooms = [-(-length // call.k_cache.shape[1]) for length in lengths]
+    for request, room in enumerate(rooms):
+        for entry in range(room):
+            if not 0 <= int(table[request, entry]) < len(call.k_cache):
+                table[request, entry] = next(pages)
+    more = next(pages) - len(call.k_cache)
+    caches = [torch.cat([cache, cache[:1].expand(more, -1, -1, -1)]) for cache in poisoned]
+    call = replace(call, k_cache=caches[0], v_cache=caches[1], options=options | {"block_table": table})
+    for _ in range(10):
+        for cache, old in zip(caches, poisoned, strict=True):
+            cache[: len(old)].copy_(old)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            append_kv(
+                options["new_k"], options["new_v"], *caches, kv_format=call.kv_format, seq_lens=call.seq_lens,
+                cu_seqlens=call.cu_seqlens_q, block_table=table,
+            )  # fmt: skip
+        found = call.run()
+        torch.cuda.current_stream().wait_stream(side)
+        assert torch.equal(found, want)
 
 
 def test_a_full_mask_is_full():

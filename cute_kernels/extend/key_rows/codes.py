@@ -71,6 +71,7 @@ class ByteRows:
 
     row_bytes = HEAD_DIM
     shifted = headed = False
+    key_words, key_header_words = HEAD_DIM // 8, 0  # of a lane's keys
 
     def __init__(self, codes):
         self.codes = codes
@@ -238,6 +239,7 @@ class NibbleRows:
 
     def __init__(self, num_groups: int):
         self.group_chunks = HEAD_DIM // 32 // num_groups  # chunks of 16 bytes, or warps, of a group
+        self.key_words, self.key_header_words = HEAD_DIM // 16, 2 * num_groups  # of a lane's keys
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
         return 0, 0, 0

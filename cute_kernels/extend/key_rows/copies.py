@@ -155,7 +155,7 @@ class TileRows:
             first_byte = (work.head * self.cache_bytes) & ~(CHUNK_BYTES - 1)
             view, heads = cute.domain_offset((0, cute.assume(first_byte, divby=CHUNK_BYTES), 0), view), []
         tma_tiles = cute.local_tile(view, shape, (None,) * (3 + len(heads)))
-        barrier = memory.full + memory.barrier(self.operand, stage)
+        barrier = memory.full + stage
         first = memory.tile_offset(self.operand, stage) + warp * (self.warp_rows * self.rows.row_bytes)
         with cute.arch.elect_one():
             cute.arch.mbarrier_expect_tx(barrier, self.warp_rows * self.rows.row_bytes)
@@ -249,11 +249,10 @@ class RawRowProducer:
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
             self.runs.ask(following, source, work, cutlass.max(block - 1, span.begin), warp)
+            cute.arch.mbarrier_wait(memory.empty + stage, phase)
             for operand in cutlass.range_constexpr(2):
-                number = memory.barrier(operand, stage)
-                cute.arch.mbarrier_wait(memory.empty + number, phase)
                 self.tiles[operand].copy(source, work, memory, first_valid, places, block, stage, warp, lane)
-                numbers.arrive_when_copied(Int32((memory.full + number).toint()))
+                numbers.arrive_when_copied(Int32((memory.full + stage).toint()))
             for run in cutlass.range_constexpr(self.runs.count):
                 places.entries[run] = following.entries[run]
                 places.places[run] = following.places[run]

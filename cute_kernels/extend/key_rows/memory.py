@@ -6,13 +6,23 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
+from cutlass._mlir.dialects import nvvm
+from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.policies import MMA_WARPGROUPS, MMA_WARPS, WORK_BYTES, WORK_SLOTS
 
 TOP_BYTES = 4 * MMA_WARPS
+
+
+@dsl_user_op
+def has_completed(barrier: cute.Pointer, phase, *, loc=None, ip=None) -> Boolean:
+    """Whether a phase of an mbarrier is over. No thread is suspended, unlike by `mbarrier_try_wait`."""
+    kind = nvvm.MBarrierWaitKind.TEST
+    address, parity = barrier.to_llvm_ptr(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip)
+    return Boolean(nvvm.mbarrier_wait_parity(address, parity, kind, loc=loc, ip=ip))
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,8 @@ class KeyRowsMemory:
         probabilities: of each warpgroup two B operands [tile_rows, 64 tokens].
         told: [warpgroup][warp][tile_rows] fp32, then [warpgroup][tile_rows]: what warps tell each other.
         tops: fp32 [8], of each warp's queries.
-        slots, full, empty, work_full, work_empty: as `extend.memory.ExtendMemory` has them.
+        slots, work_full, work_empty: as `extend.memory.ExtendMemory` has them.
+        full, empty: by stage, of K's tile and V's together: a consumer waits once a block, and arrives once.
     """
 
     config: ExtendConfig
@@ -60,8 +71,8 @@ class KeyRowsMemory:
             )
         ]
         tiles, queries, probabilities, headers, told, tops, slots = (Int32(own.toint()) for own in pointers)
-        count = 2 * config.num_stages
-        barriers = smem.allocate_array(cutlass.Int64, 2 * count + 2 * WORK_SLOTS)
+        stages = config.num_stages
+        barriers = smem.allocate_array(cutlass.Int64, 2 * stages + 2 * WORK_SLOTS)
         return KeyRowsMemory(
             config=config,
             tile_pointer=pointers[0],
@@ -73,25 +84,25 @@ class KeyRowsMemory:
             tops=tops,
             slots=slots,
             full=barriers,
-            empty=barriers + count,
-            work_full=barriers + 2 * count,
-            work_empty=barriers + (2 * count + WORK_SLOTS),
+            empty=barriers + stages,
+            work_full=barriers + 2 * stages,
+            work_empty=barriers + (2 * stages + WORK_SLOTS),
         )
 
     def init_barriers(self) -> None:
         """One thread, before anybody uses them."""
         config = self.config
-        for i in range(2 * config.num_stages):
-            cute.arch.mbarrier_init(self.full + i, config.producer_warps * WARP_THREADS)
+        for i in range(config.num_stages):
+            cute.arch.mbarrier_init(self.full + i, 2 * config.producer_warps * WARP_THREADS)
             cute.arch.mbarrier_init(self.empty + i, MMA_WARPS)
         for i in range(WORK_SLOTS):
             cute.arch.mbarrier_init(self.work_full + i, 1)
             cute.arch.mbarrier_init(self.work_empty + i, MMA_WARPS + config.filling_warps)
         cute.arch.mbarrier_init_fence()
 
-    def barrier(self, operand: int, stage):
-        """Number of a tile among the barriers."""
-        return operand * self.config.num_stages + stage
+    def has_arrived(self, stage, phase) -> Boolean:
+        """Whether a stage's tiles, K's and V's, have arrived. The answer takes as long as an MMA."""
+        return has_completed(self.full + stage, phase)
 
     def tile(self, operand: int, stage):
         """Address of a tile's codes."""

@@ -6,6 +6,8 @@ reference they have; the barrier after which these are read also tells whether o
 then is it raised, and are they written again. A turn has all of a warpgroup's products at once, scores of a block and
 then values of the one before, which become operands behind the former; its softmax is behind the other warpgroup's
 turn. A warp that issues products of registers waits for the ones before: all else stands before a turn or behind it.
+A block is a chain of what a warp waits for, so codes are loaded ahead: of values before a turn, of keys behind the
+block before, whose softmax hides the question whether they have come.
 """
 
 from __future__ import annotations
@@ -58,6 +60,24 @@ class Sums:
     maximum: RegisterTensor[Float32]
     total: RegisterTensor[Float32]
     probabilities: RegisterTensor[Int32]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The block that follows.
+
+    Attributes:
+        codes: its keys', as `KeyRowsConsumer.fetch_keys` loads them.
+        stage, phase: of the ring, of its tiles.
+        missing: whether there is such a block, and its tiles had not arrived when asked.
+        source: the stage to load from: where no block follows, that of this one, whose codes nobody uses.
+    """
+
+    codes: RegisterTensor[Uint32]
+    stage: Any
+    phase: Any
+    missing: Any
+    source: Any
 
 
 @dataclass(frozen=True)
@@ -130,14 +150,15 @@ class KeyRowsConsumer:
         )
 
     def shifted(self, start: Lane, source, work) -> Lane:
-        """For a work tile: rows that begin anywhere are shifted in shared memory."""
+        """For a work tile: rows that begin anywhere are shifted in shared memory. Addresses are not to be worked out
+        again each block, 100 clocks of its chain."""
         keys, values = self.keys, self.values
         key, _, _ = keys.shifts(source.keys, work.head, start.lane)
         value, even, more = values.shifts(source.values, work.head, start.lane)
         return replace(
             start,
-            keys=start.keys + key,
-            values=start.values + even,
+            keys=ptx.pinned(Int32(start.keys + key)),
+            values=ptx.pinned(Int32(start.values + even)),
             scales=(key, value),
             next_value=values.row_bytes + more,
         )
@@ -150,29 +171,30 @@ class KeyRowsConsumer:
             shape, operands, work, memory, place.group * WARPGROUP_WARPS + place.warp, place.lane
         )
         scale = self.score_scale(operands, work, from_fp16)
-        sums = self.make_sums()
+        sums, codes = self.make_sums(), cute.make_rmem_tensor(self.key_words, Uint32)
         self.clear_probabilities(memory, sums, place)
-        before, before_phase = stage, phase  # where the last values lie; none yet: some, times probabilities of zero
+        queries = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries))
+        before = stage  # where the last values lie; none yet: some, times probabilities of zero
+        if span.begin < span.end:
+            cute.arch.mbarrier_wait(memory.full + stage, phase)
+            self.fetch_keys(memory, place, codes, stage)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
-            cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
-            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, before), before_phase)
-            keys = self.load_keys(memory, place, stage)
+            keys = self.make_keys(place, codes)
+            values = self.fetch_values(memory, place, before)
             self.await_turn(place.group)
-            dots = self.start_scores(memory, keys)
-            self.add_values(memory, sums, place, before)
-            if i > span.begin:
-                self.release(memory, VALUES, before, place.lane)
+            dots = self.start_scores(queries, keys)
+            self.add_values(memory, sums, place, values)
             self.pass_turn(place.group)
-            if const_expr(self.value_scale):
-                cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)  # which scales come with
-            self.weigh(shape, features, work, span, memory, sums, place, scale, dots, block, stage)
-            before, before_phase = stage, phase
+            if i > span.begin:
+                self.release(memory, before, place.lane)
+            before = stage
             stage, phase = advance(stage, phase, self.config.num_stages)
+            ahead = self.look_ahead(memory, codes, i + 1 < span.end, stage, phase, before)
+            self.weigh(shape, features, work, span, memory, sums, place, scale, dots, block, before, ahead)
         if span.begin < span.end:
-            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, before), before_phase)
-            self.add_values(memory, sums, place, before)
-            self.release(memory, VALUES, before, place.lane)
+            self.add_values(memory, sums, place, self.fetch_values(memory, place, before))
+            self.release(memory, before, place.lane)
             self.wait_for(sums, [])
         # Or what follows from where a thread stands is kept, or spilled, throughout the loop.
         here = replace(place, lane=ptx.pinned(place.lane), warp=ptx.pinned(place.warp), group=ptx.pinned(place.group))
@@ -223,15 +245,46 @@ class KeyRowsConsumer:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
 
-    # -- products -----------------------------------------------------------------------------------------------------
+    # -- what stands before a turn ------------------------------------------------------------------------------------
 
-    def add_values(self, memory, sums, place, stage) -> None:
-        """Starts adding the last block's values, which lie in ``stage``, times their probabilities. The codes have
-        been read when it returns. They become operands behind the products of keys."""
-        b = wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
+    @property
+    def key_words(self) -> int:
+        """Words of a lane that :meth:`fetch_keys` loads: its tokens' codes, and headers."""
+        return self.keys.key_words + self.keys.key_header_words
+
+    def look_ahead(self, memory, codes, more, stage, phase, current) -> Ahead:
+        """Asks whether the block that follows has arrived; who asks when its codes are wanted waits for the answer."""
+        missing = more & ~memory.has_arrived(stage, phase)
+        return Ahead(codes, stage, phase, missing, cutlass.select_(more, stage, current))
+
+    def fetch_keys(self, memory, place, codes, stage) -> None:
+        """Loads the codes of the warp's 16 tokens, and their headers."""
+        words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage))
+        address = self.keys.header_start(memory, KEYS, stage, place.group)
+        headers = self.keys.load_key_headers(address, place.warp, place.lane)
+        for index, word in enumerate([*words, *(word for rows in headers for word in rows)]):
+            codes[index] = word
+
+    def make_keys(self, place, codes) -> list[list[Uint32]]:
+        """A registers of all steps of what `fetch_keys` has loaded."""
+        count = self.keys.key_words
+        words = [codes[i] for i in range(count)]
+        headers = [[codes[i], codes[i + 1]] for i in range(count, self.key_words, 2)]
+        ready = wgmma.fence([word for a in self.keys.key_operands(words, headers, place.magic) for word in a])
+        return [ready[4 * step : 4 * step + 4] for step in range(KEY_STEPS)]
+
+    def fetch_values(self, memory, place, stage) -> tuple[list[Any], list[Any]]:
+        """Codes and headers of the last block's values. They become operands behind the products of keys."""
         words = self.values.load_values(place.values + memory.tile(VALUES, stage), place.next_value, GROUP_TOKENS)
         address = self.values.header_start(memory, VALUES, stage, place.group)
-        headers = self.values.load_value_headers(address, GROUP_TOKENS, place.warp, place.lane)
+        return words, self.values.load_value_headers(address, GROUP_TOKENS, place.warp, place.lane)
+
+    # -- products -----------------------------------------------------------------------------------------------------
+
+    def add_values(self, memory, sums, place, values) -> None:
+        """Starts adding the last block's values, of `fetch_values`, times their probabilities."""
+        b = wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
+        words, headers = values
         mmas = range(2)
         totals = [[sums.values[i] for i in self._places(m)] for m in mmas]
         for first in range(0, VALUE_STEPS, STEPS_AT_ONCE):
@@ -244,17 +297,11 @@ class KeyRowsConsumer:
             wgmma.commit()
         self._set(sums, [value for total in totals for value in total])
 
-    def load_keys(self, memory, place, stage) -> list[list[Uint32]]:
-        """The warp's 16 tokens as A registers of all steps: nothing of a turn's first products is left to be made."""
-        words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage))
-        address = self.keys.header_start(memory, KEYS, stage, place.group)
-        headers = self.keys.load_key_headers(address, place.warp, place.lane)
-        ready = wgmma.fence([word for a in self.keys.key_operands(words, headers, place.magic) for word in a])
-        return [ready[4 * step : 4 * step + 4] for step in range(KEY_STEPS)]
+    def start_scores(self, b, operands) -> list[Any]:
+        """Starts the dot products of the warp's tokens, as :meth:`make_keys` has them, with all queries.
 
-    def start_scores(self, memory, operands) -> list[Any]:
-        """Starts the dot products of the warp's tokens, as :meth:`load_keys` has them, with all queries."""
-        b, dots = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries)), []
+        b: the queries' descriptor."""
+        dots: list[Any] = []
         slab_bytes = self.config.tile_rows * SLAB_COLUMNS * 2
         for first in range(0, KEY_STEPS, STEPS_AT_ONCE):
             ready = wgmma.fence([word for a in operands[first : first + STEPS_AT_ONCE] for word in a])
@@ -285,23 +332,24 @@ class KeyRowsConsumer:
             sums.values[place] = value
 
     @cute.jit
-    def release(self, memory, operand: cutlass.Constexpr, stage: Int32, lane: Int32):
-        """A warp is done with a tile."""
+    def release(self, memory, stage: Int32, lane: Int32):
+        """A warp is done with a block's tiles."""
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(memory.empty + memory.barrier(operand, stage))
+            cute.arch.mbarrier_arrive(memory.empty + stage)
 
     # -- softmax ------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def weigh(self, shape, features, work, span, memory, sums, place, scale, dots, block: Int32, stage: Int32):
+    def weigh(
+        self, shape, features, work, span, memory, sums, place, scale, dots, block: Int32, stage: Int32, ahead: Ahead
+    ):
         """Probabilities of a block, where all warps see them. When it returns no products are running: values of the
-        block before have been behind the softmax."""
+        block before have been behind the softmax. Codes of the keys that follow are loaded."""
         row = place.group * GROUP_TOKENS + place.warp * WARP_TOKENS + place.lane // 4
         lines = self.load_scales(memory, place, KEYS, stage, row)
         value_scales = self.load_scales(memory, place, VALUES, stage, row)
         found = wgmma.wait_for(dots, VALUE_GROUPS)
-        self.release(memory, KEYS, stage, place.lane)
         s = cute.make_rmem_tensor(2 * self.columns, Float32)
         for i in cutlass.range_constexpr(2 * self.columns):
             s[i] = found[i]
@@ -315,7 +363,7 @@ class KeyRowsConsumer:
             lines = [ptx.fmax(line * scale, Float32(MIN_SCORE_SCALE)) for line in lines]
         else:
             lines = [scale, scale]
-        self.share(memory, sums, place, s, lines, value_scales)
+        self.share(memory, sums, place, s, lines, value_scales, ahead)
 
     def load_scales(self, memory, place, operand: int, stage, row) -> list[Any]:
         """Those of the lane's two tokens; none where rows have none. They come while products run."""
@@ -352,7 +400,7 @@ class KeyRowsConsumer:
         return (new < 0) | (((word >> Uint32(new & 31)) & Uint32(1)) != 0)
 
     @cute.jit
-    def share(self, memory, sums, place, s, lines, value_scales):
+    def share(self, memory, sums, place, s, lines, value_scales, ahead):
         """Gives the warpgroup the warp's probabilities and adds them to its totals; may raise the reference."""
         totals = cute.make_rmem_tensor(self.columns, Float32)
         target = self.next_place(memory, sums, place)
@@ -364,6 +412,9 @@ class KeyRowsConsumer:
             self.raise_reference(memory, sums, place, s, lines, bounds)
             self.write_probabilities(sums, totals, place, target, s, lines, value_scales, bounds)
             again = self.any_of_warpgroup(place, Int32(0))
+        if ahead.missing:
+            cute.arch.mbarrier_wait(memory.full + ahead.stage, ahead.phase)
+        self.fetch_keys(memory, place, ahead.codes, ahead.source)
         for column in cutlass.range_constexpr(self.columns):
             sums.total[column] = sums.total[column] + totals[column]
         sums.probabilities[0] = self.shape.probability_bytes - sums.probabilities[0]

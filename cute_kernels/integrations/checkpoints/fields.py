@@ -38,7 +38,8 @@ def check_bits(bits: int) -> int:
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     """uint8 codes [..., W * 32 / bits] of int32 words [..., W], the lowest bits first."""
-    return transform.unpack(words.contiguous().view(torch.uint8), bits)
+    flat = words.contiguous().view(-1)  # of one word each, rows count as contiguous whatever their last stride
+    return transform.unpack(flat.view(torch.uint8).view(*words.shape[:-1], words.shape[-1] * 4), bits)
 
 
 def group_size_of(k: int, groups: int, given: int | None) -> int | None:

@@ -73,6 +73,15 @@ def test_gptq_without_groups_in_order_and_with_a_short_last_group():
     assert_exact(PackedWeight.from_gptq(**tensors, checkpoint_format="gptq_v2", group_size=64), golden)
 
 
+def test_zero_points_of_one_word_a_group_are_taken_whatever_their_strides():
+    """Of 8 columns: torch calls [groups, 1] contiguous with any last stride."""
+    codes = torch.randint(0, 2**31, (32, 8), dtype=torch.int32)
+    zeros, scales = torch.randint(0, 2**31, (2, 1), dtype=torch.int32), torch.rand(2, 8).half()
+    want = PackedWeight.from_gptq(codes, zeros, scales, checkpoint_format="gptq_v2").dequantize(FP32)
+    apart = zeros.as_strided((2, 1), (1, 2))
+    assert torch.equal(PackedWeight.from_gptq(codes, apart, scales, checkpoint_format="gptq_v2").dequantize(FP32), want)
+
+
 def test_gptq_act_order_with_a_short_last_group():
     golden = goldens.layer(k=160, group=64, act_order=True)
     assert_exact(PackedWeight.from_gptq(**goldens.gptq(golden, 2), checkpoint_format="gptq_v2"), golden)
