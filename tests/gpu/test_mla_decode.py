@@ -88,6 +88,22 @@ def check(call: DenseCall | SparseCall, **options: Any) -> None:
     assert_as_close_as_flash_mla(*found, *wanted(on_gpu, **options))
 
 
+@pytest.mark.parametrize("num_heads", [4, 8, 32, 64, 128])
+@pytest.mark.parametrize("kv_format", SPARSE_FORMATS)
+@pytest.mark.parametrize("kind", ["chosen tokens", "whole contexts"])
+def test_a_query_with_an_infinite_number_is_nan_and_leaves_the_others_alone(kind, kv_format, num_heads):
+    if kind == "chosen tokens":
+        made: Any = make_sparse(kv_format, num_heads=num_heads, topk=600, num_pages=20, page_size=64)
+    else:
+        made = make_dense(kv_format, [1000, 300], q_len=2, num_heads=num_heads, page_size=64)
+    call = moved(made, "cuda")
+    want, _ = launched(call)
+    call.q[0, 0, 0, 17], call.q[-1, -1, -1, 500] = torch.inf, -torch.inf
+    found, _ = launched(call)
+    spoilt = ~call.q.isfinite().all(-1)
+    assert found[spoilt].isnan().all() and torch.equal(found[~spoilt], want[~spoilt])
+
+
 # -- sparse ------------------------------------------------------------------------------------------------------------
 
 

@@ -107,33 +107,33 @@ def test_quotients_are_ieees():
 
     rng = np.random.default_rng(0)
     edge = np.array([0x3F800000, 0x3F800001, 0x3FFFFFFF, 0x3FFFFFFE, 0x3FC00000, 0x3F869913, 0x3FAAAAAC], np.uint32)
-    for trial in range(600):
-        bits = rng.integers(0x3F800000, 0x40000000, (2, 32), dtype=np.uint32)
-        if trial % 2:
-            bits[trial // 2 % 2] = rng.choice(edge, 32)
-        if trial % 3 == 0:  # quotients next to halfway between two numbers
-            halfway = (bits[0].view(np.float32).astype(np.float64) + 2.0**-24) * bits[1].view(np.float32)
-            bits[0] = halfway.astype(np.float32).view(np.uint32)
-        a, b = (Float32(row.view(np.float32)) for row in bits)
-        a = a * np.float32(2.0 ** rng.integers(-12, 12))
-        with running(Gpu()):
+    with running(Gpu()):  # for all of them: it takes longer than a trial
+        for trial in range(600):
+            bits = rng.integers(0x3F800000, 0x40000000, (2, 32), dtype=np.uint32)
+            if trial % 2:
+                bits[trial // 2 % 2] = rng.choice(edge, 32)
+            if trial % 3 == 0:  # quotients next to halfway between two numbers
+                halfway = (bits[0].view(np.float32).astype(np.float64) + 2.0**-24) * bits[1].view(np.float32)
+                bits[0] = halfway.astype(np.float32).view(np.uint32)
+            a, b = (Float32(row.view(np.float32)) for row in bits)
+            a = a * np.float32(2.0 ** rng.integers(-12, 12))
             reciprocal = quotients.reciprocal_of(b)
             quotient = quotients.quotient_of(a, b, reciprocal)
-        assert (np.asarray(reciprocal) == np.float32(1.0) / np.asarray(b)).all()
-        assert (np.asarray(quotient) == np.asarray(a) / np.asarray(b)).all()
+            assert (np.asarray(reciprocal) == np.float32(1.0) / np.asarray(b)).all()
+            assert (np.asarray(quotient) == np.asarray(a) / np.asarray(b)).all()
 
 
 def test_maxima_over_the_largest_code_are_ieees():
     from cute_kernels.device import quotients
 
     rng = np.random.default_rng(1)
-    for divisor in (15.0, 127.0, 448.0):
-        for trial in range(400):
-            top = 0x7F7FFFFF if trial % 2 else 0x00900000  # any finite number; subnormals and around
-            value = Float32(rng.integers(0, top, 32, dtype=np.uint32).view(np.float32))
-            with running(Gpu()):
+    with running(Gpu()):
+        for divisor in (15.0, 127.0, 448.0):
+            for trial in range(400):
+                top = 0x7F7FFFFF if trial % 2 else 0x00900000  # any finite number; subnormals and around
+                value = Float32(rng.integers(0, top, 32, dtype=np.uint32).view(np.float32))
                 got = quotients.over_constant(value, divisor)
-            assert (np.asarray(got) == np.asarray(value) / np.float32(divisor)).all()
+                assert (np.asarray(got) == np.asarray(value) / np.float32(divisor)).all()
 
 
 @pytest.mark.parametrize("operand", ["k", "v"])
