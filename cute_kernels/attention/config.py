@@ -17,10 +17,10 @@ from cute_kernels.attention.policies import (
     WarpMma,
     joined,
 )
-from cute_kernels.attention.tiles import MAX_BOX, map_paddings, most_filling_warps, tiles_of
+from cute_kernels.attention.tiles import map_problem, most_filling_warps, tiles_of
 from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.kv_formats import KvFormat
-from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES
+from layouts.kv.tile import BLOCK_TOKENS
 
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of a launch's mode
 PLACES_SHIFT = 8  # of its bits that say how many CTAs the GPU holds at a time: the logarithm to base 2
@@ -342,11 +342,11 @@ class DecodeConfig:
         for load in (self.k, self.v):
             if load.copy != "map":
                 continue
-            words = self.num_heads * load.form.row_bytes(load.head_dim) // WORD_BYTES
-            if words + max(map_paddings(words)) > MAX_BOX:
-                return f"a map of {self.num_heads} heads' rows of {load.format}: more than {MAX_BOX} words"
             if self.contiguous or self.features.head_major:
                 return "a map of rows that lie one behind the other"
+            problem = map_problem(load.form, load.head_dim, self.num_heads)
+            if problem:
+                return problem
         return None
 
     def _problem_of_sizes(self) -> str | None:

@@ -8,12 +8,13 @@ from typing import Protocol
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.kv_formats import GROUP_UNIT, HEAD_DIMS, KvFormat, format_of
 from layouts.kv.swizzled_tile import SwizzledTile
-from layouts.kv.tile import MMA_ROWS, RowTile, plan_tiles, run_codes
+from layouts.kv.tile import MMA_ROWS, WORD_BYTES, RowTile, plan_tiles, run_codes
 
 ROW_COPIES = ("bulk", "map", "word")
 BARE_COPIES = ("tma",)
 MAX_BOX = 256  # tokens, and words of a token, of one tensor-map copy
-MAP_WORDS = 4  # a vector, the unit of what tensor maps and bulk copies bring of a token
+MAP_UNIT = 16  # bytes that what a tensor map brings of a token is a multiple of, and begins at a multiple of
+MAP_WORDS = MAP_UNIT // WORD_BYTES
 BLOCK_HEAD_DIMS = (64, 128)  # of formats in blocks: the lanes of a warp take whole header words, at most four each
 
 
@@ -120,6 +121,14 @@ def copies_per_tile(config: TiledConfig) -> int:
     return sum(h * -(-config.tile_tokens // t) for h, t in zip(heads, tokens, strict=True))
 
 
+def map_problem(form: KvFormat, head_dim: int, num_heads: int) -> str | None:
+    """Why no tensor map brings so many heads' rows of a token, or None. Tokens' strides are the caller's matter."""
+    words = num_heads * form.row_bytes(head_dim) // WORD_BYTES
+    if words + max(map_paddings(words)) > MAX_BOX:
+        return f"a map of {num_heads} heads' rows of {form.name}: more than {MAX_BOX} words"
+    return None
+
+
 def lane_tokens(config: TiledConfig) -> int:
     """Tokens of a tile whose bulk copies one lane asks for; they lie in one page. Longer runs are the first lane's."""
     runs = [tokens_per_copy(config, tile) for tile in tiles_of(config) if isinstance(tile, RowTile)]
@@ -133,12 +142,12 @@ def most_filling_warps(config: TiledConfig) -> int:
     """Producer warps that all have something to copy in every whole tile."""
     if "word" in config.copies:
         return config.tile_tokens
-    boxes = [
+    tma_tiles = [
         config.tile_tokens // tokens_per_copy(config, tile)
         for tile in tiles_of(config)
         if isinstance(tile, SwizzledTile)
     ]
-    return max(config.tile_tokens // lane_tokens(config), *boxes, 1)
+    return max(config.tile_tokens // lane_tokens(config), *tma_tiles, 1)
 
 
 def _tile(config: TiledConfig, operand: str, kv_format: str, head_dim: int, copy: str) -> RowTile | SwizzledTile:
@@ -154,5 +163,5 @@ def _tile(config: TiledConfig, operand: str, kv_format: str, head_dim: int, copy
         config.tile_tokens,
         operand,
         config.contiguous,
-        1 if copy == "word" else MAP_WORDS,
+        1 if copy == "word" else 4,
     )

@@ -36,7 +36,7 @@ class LayerProductsConfig:
     Attributes:
         rows: of x, at most.
         groups: of 128 inputs of the longest row whose limbs there is room for.
-        num_stages: of the ring of weights.
+        num_stages: of the pipeline of weights.
         consumer_warps, loader_warps: that multiply, and that copy weights.
         window: stages that are asked for at a time. Answers of memory come in order: with more, results of other CTAs
             wait behind weights that nobody needs yet.
@@ -84,7 +84,7 @@ class LayerProductsConfig:
 
     @property
     def fixed_bytes(self) -> int:
-        """Shared memory beside the ring."""
+        """Shared memory beside the pipeline stages."""
         limbs = self.groups * (self.group_limb_bytes + 2 * 4 * self.rows)
         parts = BUFFERS * self.consumer_warps * self.part_bytes
         return limbs + parts + MOST_PRODUCTS * PRODUCT_BYTES + 4 * SLOTS + 8 * 2 * (SLOTS + BUFFERS) + 7 * 128
@@ -110,15 +110,15 @@ class LayerProductsConfig:
             return f"{self.num_stages} stages are not as many for each consumer warp, and for each loader warp"
         for window in (self.window, self.wide_window):
             if window % self.loader_warps or not 0 < window <= self.num_stages:
-                return f"a window of {window} is no multiple of {self.loader_warps} loader warps within the ring"
+                return f"a window of {window} is no multiple of {self.loader_warps} loader warps, or too large"
         if self.draw_ahead < 1:
             return f"draw_ahead {self.draw_ahead} is less than the stage that is asked for next"
         return self.limits.refuses(self.num_threads, self.shared_bytes)
 
 
 def config_for(rows: int, most_k: int) -> LayerProductsConfig | None:
-    """The configuration for so many rows of up to ``most_k`` inputs: as deep a ring as there is room for; None if it
-    would be too shallow."""
+    """The configuration for so many rows of up to ``most_k`` inputs: as many pipeline stages as there is room for;
+    None if they would be too few."""
     fitting = [size for size in ROWS if size >= rows]
     if not fitting:
         return None

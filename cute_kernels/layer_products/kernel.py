@@ -1,8 +1,8 @@
 """Products that follow one another, in one launch of persistent CTAs: weights never stop coming.
 
-Loader warps (:mod:`.loads`) draw work tiles, in the order of the products, and fill a ring of weights with them. They
-wait for nothing but room. Consumer warps (:mod:`.multiply`) wait for all work tiles of the product before theirs, make
-limbs of its results, and catch up. A store warp (:mod:`.store`) adds up, stores and tells all CTAs.
+Loader warps (:mod:`.loads`) draw work tiles, in the order of the products, and fill pipeline stages with their weights.
+They wait for nothing but room. Consumer warps (:mod:`.multiply`) wait for all work tiles of the product before theirs,
+make limbs of its results, and catch up. A store warp (:mod:`.store`) adds up, stores and tells all CTAs.
 
 docs/design/layer_products.md has the account, docs/design/forward_progress.md why every launch ends.
 """

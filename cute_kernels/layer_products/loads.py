@@ -1,4 +1,4 @@
-"""Loader warps: weights of one work tile after the other into the ring, whatever has been computed by then."""
+"""Loader warps: weights of one work tile after the other into pipeline stages, whatever has been computed by then."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Loader:
 
     @cute.jit
     def copy_tile(self, sizes: Sizes, memory: LayerMemory, number, tile, base, drawn, rank, lane):
-        """Asks for a loader warp's stages of a work tile, as the ring has room. Returns how many the tile has, and the
+        """Asks for a loader warp's stages of a work tile, as there is room. Returns how many the tile has, and the
         number of the next one, in lane 0 of the first loader warp.
 
         That is drawn with one of the last stages, not before: who draws early keeps tiles that others would have begun.
@@ -119,7 +119,7 @@ class Loader:
         return cutlass.select_(middle, Int32(self.config.wide_window), Int32(self.config.window))
 
     def wait_for_room(self, memory: LayerMemory, position) -> None:
-        """Waits until the ring has room for its ``position``-th stage of all."""
+        """Waits until there is room for the ``position``-th stage of all."""
         stage, use = position % self.config.num_stages, position // self.config.num_stages
         cute.arch.mbarrier_wait(memory.empty + stage, (use & 1) ^ 1)
 
@@ -131,7 +131,7 @@ class Loader:
     def copy_stage(self, memory: LayerMemory, stage, codes, scales, j) -> None:
         """Asks for a stage."""
         barrier = memory.full + stage
-        address, target = Int32(barrier.toint()), memory.ring + stage * STAGE_BYTES
+        address, target = Int32(barrier.toint()), memory.stages + stage * STAGE_BYTES
         code_tiles, groups = STAGE_K // CODE_TILE_K, STAGE_K // GROUP
         first = codes + Int64(j) * (code_tiles * CODE_TILE_BYTES)
         for i in range(code_tiles):

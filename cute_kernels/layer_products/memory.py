@@ -78,7 +78,7 @@ class Sizes:
 class LayerMemory:
     """Shared memory of a CTA: addresses, and barriers."""
 
-    ring: Int32
+    stages: Int32
     limbs: Int32
     x_scales: Int32  # [group, row]
     squares: Int32  # [row, group]
@@ -109,7 +109,7 @@ def allocate(config: LayerProductsConfig) -> LayerMemory:
         return smem.allocate(size, byte_alignment=128).toint()
 
     regions = {
-        "ring": room(config.num_stages * STAGE_BYTES),
+        "stages": room(config.num_stages * STAGE_BYTES),
         "limbs": room(config.groups * config.group_limb_bytes),
         "x_scales": room(config.groups * 4 * config.rows),
         "squares": room(config.groups * 4 * config.rows),

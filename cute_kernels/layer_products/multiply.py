@@ -1,8 +1,8 @@
 """Consumer warps: each multiplies stages of its own, 32 features by 256 inputs, by MMAs of bytes.
 
-A warp's products are exact in int32 for each 128 inputs; scales meet them on the way to fp32 sums. A place of the ring
+A warp's products are exact in int32 for each 128 inputs; scales meet them on the way to fp32 sums. A stage's memory
 is always the same warp's, so nobody takes a use of it for the next but one by its parity. Which stages of a work tile
-a warp has depends on where the tile begins in the ring. Its sums are those of a rank that does not: what they add up to
+a warp has depends on the one that the tile begins with. Its sums are those of a rank that does not: what they add up to
 is the same whichever CTA has the tile.
 """
 
@@ -89,7 +89,7 @@ class Multiplier:
 
     def multiply_stage(self, acc, memory: LayerMemory, stage, j, masks, lane) -> None:
         """Adds a stage's products."""
-        config, place = self.config, memory.ring + stage * STAGE_BYTES
+        config, place = self.config, memory.stages + stage * STAGE_BYTES
         codes = place + lane * 16
         scales = place + STAGE_CODES + lane // 4 * 2
         column, row = cutlass.min(lane // 4, config.columns - 1), cutlass.min(lane % 4, config.rows - 1)

@@ -20,6 +20,7 @@ from layouts import banks
 from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import WORD_BYTES, RowTile
 from simulator import Backend, Float32, Warp
+from tests.attention.cases import Q_DTYPES
 from tests.attention.rig import (
     SOFTMAX_SCALE,
     Operand,
@@ -152,6 +153,20 @@ def test_scores_are_those_of_the_dequantised_rows(case: Case, run_on):
     rounding = FP16_ROUNDING if case.config.formats[0].given_scale == "channel" else ROUNDING
     slack = apart @ np.abs(rig.queries.T)
     assert_equal_to_fp32_rounding(natural, rig.keys, rig.queries.T, slack, rounding)
+
+
+@each("case", [case(name, group=5) for name in FAMILIES if name != "bf16"] + SEVERAL_BLOCKS[2:])
+def test_an_infinite_query_spoils_its_own_scores_alone(case: Case, run_on):
+    """The power of 2 that queries have in common is that of the finite ones."""
+    rig = case.rig(run_on, 1)
+    want = rig.scores()
+    q = torch.from_numpy(rig.queries[: case.group]).to(Q_DTYPES[case.config.q_dtype])
+    q[2, 17] = torch.inf
+    with np.errstate(invalid="ignore"):
+        rig.take_queries(q, case.group)
+        found = rig.scores()
+    others = np.arange(want.shape[1]) != 2
+    assert np.isnan(found[:, 2]).all() and np.array_equal(found[:, others], want[:, others])
 
 
 @every_case

@@ -186,6 +186,17 @@ def test_requests_that_one_wave_takes_are_attention_in_fp64(name):
     check_against_fp64(OTHERS[name])
 
 
+@pytest.mark.parametrize("q_len", [1, 4])
+@pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g4", "int8_token_head", "e4m3_tensor", "int8_channel"])
+def test_a_query_with_an_infinite_number_is_nan_and_leaves_the_others_alone(kv_format, q_len):
+    step = of_format(kv_format, "table", q_len).step()
+    want, _ = run(step)
+    step["q"][0, 0, 3, 17], step["q"][-1, -1, 5, 100] = torch.inf, -torch.inf
+    spoilt = ~step["q"].isfinite().all(-1)
+    found, _ = run(step)  # appends what is there
+    assert found[spoilt].isnan().all() and torch.equal(found[~spoilt], want[~spoilt])
+
+
 def check_against_fp64(case: Case) -> None:
     step, kv_format, q_len = case.step(), case.shape.kv_format, case.q_len
     out, lse = run(step)

@@ -152,6 +152,16 @@ def test_scores_that_fp32_has_in_steps_of_64_come_to_an_end(name):
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "bf16" not in CASES[case]["kv_format"]])
+def test_a_query_with_an_infinite_number_is_nan_and_leaves_the_others_alone(case):
+    """Queries of a KV head meet codes with a power of 2 in common."""
+    call = call_of(case, LENGTHS)
+    want = call.run()
+    call.q[5, 0, -1, 17], call.q[7, -1, 0, 100], call.q[7, 0, -1, 0] = torch.inf, -torch.inf, torch.nan
+    found, spoilt = call.run(), ~call.q.isfinite().all(-1)
+    assert found[spoilt].isnan().all() and torch.equal(found[~spoilt], want[~spoilt])
+
+
 def test_a_fixed_split_does_not_depend_on_the_batch():
     call = call_of("int4_g1, pages of 64", LENGTHS)
     together = call.run(num_splits=3)

@@ -39,7 +39,7 @@ from tests.launchers import given_to, recording
 from tests.linear.cases import known
 from tests.tensors import offset
 
-RING, LIMBS, X_SCALES, SQUARES = 0, 1 << 16, 3 << 16, (3 << 16) + (1 << 12)
+STAGES, LIMBS, X_SCALES, SQUARES = 0, 1 << 16, 3 << 16, (3 << 16) + (1 << 12)
 CODES, SCALES, X, NORM = 0, 1 << 20, (3 << 19) + 512, (3 << 19) + (1 << 16)
 
 
@@ -109,7 +109,7 @@ class Cta:
             memory[place : place + len(found)] = found
         self.warp = LayerWarp(np.full(1 << 18, 0xAA, np.uint8), memory)
         run_on(self.warp)
-        places = {"ring": RING, "limbs": LIMBS, "x_scales": X_SCALES, "squares": SQUARES, "full": Barriers()}
+        places = {"stages": STAGES, "limbs": LIMBS, "x_scales": X_SCALES, "squares": SQUARES, "full": Barriers()}
         self.memory: Any = SimpleNamespace(**places)
         self.k, self.n = k, n
 
@@ -220,7 +220,7 @@ def test_the_first_weights_are_asked_for_once(n: int, k: int, num_ctas: int, run
     assert all((count == 1).all() for count in there.values())
 
 
-def test_rings_are_as_deep_as_there_is_room_for():
+def test_there_are_as_many_stages_as_there_is_room_for():
     for rows, most_k, stages in ((1, 14336, 40), (2, 14336, 32), (4, 14336, 24), (8, 8192, 16), (1, 28672, 32)):
         config = config_for(rows, most_k)
         assert config is not None and config.num_stages >= stages

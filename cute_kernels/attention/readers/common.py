@@ -128,6 +128,7 @@ class CodeKeyReader:
         blocks = [[self.unit_queries(state, words) for words in units] for units in query.words]
         if query.column_scales is not None:
             blocks = [[_products(*pair) for pair in zip(units, query.column_scales, strict=True)] for units in blocks]
+        blocks = [[[_nan_if_infinite(value) for value in unit] for unit in units] for units in blocks]
         largest = Float32(0.0)
         for value in (value for units in blocks for unit in units for value in unit):
             largest = ptx.fmax(largest, ptx.absolute(value))
@@ -273,6 +274,11 @@ def load_floats(address: Int64, offset: int, count: int) -> list[Any]:
 
 def _products(values, factors) -> list[Any]:
     return [value * factor for value, factor in zip(values, factors, strict=True)]
+
+
+def _nan_if_infinite(value: Float32) -> Float32:
+    """``value``, or NaN: the largest query takes no notice of that, so it spoils the scores of its own row alone."""
+    return ptx.fma(value, Float32(0.0), value)
 
 
 def _query_scale(largest: Float32, wanted: int):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from cute_kernels.device.cuda import BARRIER_BYTES
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.mainloops import WARPGROUP_THREADS, RegisterWgmma, ResidentLimbs
 from cute_kernels.linear.wgmma.results import (
@@ -37,7 +38,13 @@ CHUNK_BUFFERS = 2  # of a warpgroup's residual, as `.residual` has them
 FACTOR_BYTES = 4  # of a row: r
 IN_FLIGHT = 4  # vectors of a row's sums that a thread asks for at a time
 FEW_ROWS = 8  # of a tile in limbs
-MOST_OWN_M = 128  # rows whose sums a warpgroup asks for at once
+MOST_OWN_M = 128  # rows of a CTA whose factors are made while others multiply
+ROW_LANES = 8  # threads that add up a row's sums of squares; of rows in limbs twice as many
+FACTOR_WARPS = 2  # producer warps that copy nothing: they make factors
+FACTOR_ROWS = 16  # rows whose sums they ask for at a time: two a thread
+# Registers of a thread that loads and of one that multiplies, by the number of warpgroups, where factors are made:
+# all that an SM has.
+FACTOR_REGISTERS = {1: (56, 240), 2: (56, 224), 3: (56, 152)}
 
 
 @dataclass(frozen=True)
@@ -80,13 +87,20 @@ class DeferredNormConfig:
 
     @property
     def row_lanes(self) -> int:
-        """Threads of a warpgroup that add up a row's sums of squares."""
-        return 16 if self.tiles.own_m <= FEW_ROWS else 8
+        """Threads that add up a row's sums of squares."""
+        return 2 * ROW_LANES if self.in_limbs else ROW_LANES
 
     @property
     def rows_at_once(self) -> int:
-        """Rows whose sums a warpgroup adds up at a time."""
-        return WARPGROUP_THREADS // self.row_lanes
+        """Rows whose sums are added up at a time."""
+        return WARPGROUP_THREADS // self.row_lanes if self.in_limbs else FACTOR_ROWS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that loads, and of one that multiplies."""
+        if self.kind == TAKES:
+            return FACTOR_REGISTERS[self.tiles.warpgroups]
+        return self.tiles.producer_registers, self.tiles.consumer_registers
 
     @property
     def most_inputs(self) -> int | None:
@@ -107,8 +121,12 @@ class DeferredNormConfig:
     @property
     def extra_bytes(self) -> int:
         """What is kept there: the norm's weights of each tile that is stored, or a factor for each row."""
-        rows = -(-self.tiles.own_m // self.rows_at_once) * self.rows_at_once
-        return self.stored_tiles * ROW_BYTES if self.kind == GIVES else FACTOR_BYTES * rows
+        return self.stored_tiles * ROW_BYTES if self.kind == GIVES else self.factor_bytes + BARRIER_BYTES
+
+    @property
+    def factor_bytes(self) -> int:
+        """Of the factors of whole rounds of rows. An mbarrier lies behind those that all warpgroups share."""
+        return FACTOR_BYTES * (-(-self.tiles.own_m // self.rows_at_once) * self.rows_at_once)
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""

@@ -4,80 +4,63 @@
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Int64, const_expr
+from cutlass import Boolean, const_expr
 
-from cute_kernels.linear.wgmma.consumers import Consumers
+from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.linear.wgmma.cluster_reduction import Partials
 from cute_kernels.linear.wgmma.deferred_config import GIVES, DeferredNormConfig
-from cute_kernels.linear.wgmma.deferred_norm import GivingOperands, TakingOperands, make_store
-from cute_kernels.linear.wgmma.kernel import BEGIN, TileRoles, launch_options, make_mainloop, make_reduction
-from cute_kernels.linear.wgmma.loads import TmaLoads, WeightLoads, prefetch_k_blocks
+from cute_kernels.linear.wgmma.deferred_norm import GivingOperands, TakingOperands, TakingStore, make_store
+from cute_kernels.linear.wgmma.kernel import ALL_WARPS, WgmmaKernel
 from cute_kernels.linear.wgmma.places import DensePlaces
-from cute_kernels.linear.wgmma.reading import StageReader
 from cute_kernels.linear.wgmma.resident_kernel import ResidentKernel, for_reductions
-from cute_kernels.linear.wgmma.tiles import TileSizes, dense_grid, dense_scheduler, dense_sizes
 from cute_kernels.linear.work import operands_of
 
 
-class DeferredRoles(TileRoles):
-    """As `TileRoles`, of products around a norm: every warp waits for the launch before by itself, so that x is asked
-    for beside the first weights and not behind them."""
+class FactorWarps:
+    """Make the factors of rows: `.kernel.SpareWarps`."""
+
+    def __init__(self, config: DeferredNormConfig, store: TakingStore):
+        self.tiles, self.store, self.registers = config.tiles, store, config.registers
+        self.places = DensePlaces(config.tiles)
+
+    def init_barrier(self, memory) -> None:
+        self.store.init_barrier(memory)
 
     @cute.jit
-    def begin(self, operands, shape, memory, scheduler, warp, lane):
-        """See `TileRoles`. Barriers are there before the wait, so that nothing but the wait lies before the copies."""
-        config = self.config
-        if warp == self.weight_warp:
-            if lane == 0:
-                cute.arch.griddepcontrol_launch_dependents()
-                prefetch_k_blocks(config, self.places, operands, shape, scheduler)
-                self.init_barriers(memory)
-            cute.arch.sync_warp()
-            cute.arch.barrier_arrive(barrier_id=BEGIN, number_of_threads=config.num_threads)
-        else:
-            cute.arch.barrier(barrier_id=BEGIN, number_of_threads=config.num_threads)
-        if const_expr(config.dsmem_reduction):
-            cute.arch.cluster_arrive_relaxed()
-        cute.arch.griddepcontrol_wait()
-        if const_expr(self.weights.asks_first):
-            if warp == self.weight_warp:
-                if lane == 0:
-                    self.weights.copy_first(operands, shape, memory, scheduler)
-                cute.arch.sync_warp()
+    def run(self, operands, shape, memory, scheduler, warp, lane):
+        """Of the rows of the CTA's first work tile, which are those of all of them, if it stores any."""
+        tid = (warp - (self.tiles.consumer_warps + 2)) * WARP_THREADS + lane
+        tiles, work_tile = self.tiles, scheduler.work_tile(scheduler.first)
+        first, end = self.places.rows_of(shape, work_tile)
+        if const_expr(tiles.own_m < tiles.tile_m):
+            first = first + work_tile.split * tiles.own_m
+        factors = memory.staging + self.store.config.extra_offset
+        if self.stores(work_tile):
+            self.store.make_factors(operands, factors, tid, first, end)
+            cute.arch.mbarrier_arrive(self.store.barrier_of(factors))
+
+    def stores(self, work_tile) -> Boolean:
+        """Whether the CTA stores a tile of a block."""
+        if not self.tiles.dsmem_reduction:
+            return Boolean(True)
+        partials, found = Partials(self.tiles), Boolean(False)
+        for tile in range(self.tiles.block_tiles):
+            found = found | (work_tile.split == partials.owner(tile))
+        return found
 
 
 class DeferredNormKernel:
     """One compiled variant; :class:`DeferredNormConfig` says which."""
 
     def __init__(self, config: DeferredNormConfig):
-        self.config, tiles = config.tiles, config.tiles
-        self.operands = GivingOperands if config.kind == GIVES else TakingOperands
-        places, stages = DensePlaces(tiles), StageReader(tiles)
-        mainloop = make_mainloop(tiles, stages, places)
-        reduction = make_reduction(tiles, for_reductions(make_store(config)), places)
-        self.consumers = Consumers(tiles, stages, places, mainloop, reduction)
-        self.activations = TmaLoads(tiles, places)
-        weights = WeightLoads(tiles, places, asks_first=tiles.one_m_tile)
-        self.roles = DeferredRoles(tiles, places, weights, self.activations, self.consumers, dense=True, waits=True)
+        operands = GivingOperands if config.kind == GIVES else TakingOperands
+        store = make_store(config)
+        spare = FactorWarps(config, store) if isinstance(store, TakingStore) else None
+        self.product = WgmmaKernel(config.tiles, for_reductions(store), operands, ALL_WARPS, spare)
 
     def launch(self, given, stream):
         """Launches ``num_ctas`` CTAs; ``given`` has the arguments of `.deferred_compile`."""
-        config = self.config
-        copy_x, x_view = self.activations.tma(given.x)
-        shape = TileSizes(*dense_sizes(config, given), grid=dense_grid(config, given))
-        operands = operands_of(self.operands, given, x=Int64(0))
-        options = launch_options(config, given.num_ctas, stream, use_pdl=True)
-        self.kernel(operands, shape, copy_x, x_view).launch(**options)
-
-    @cute.kernel
-    def kernel(self, operands, shape, copy_x, x_view):
-        cta, _, _ = cute.arch.block_idx()
-        num_ctas, _, _ = cute.arch.grid_dim()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        memory = self.roles.allocate()
-        scheduler = dense_scheduler(self.config, shape, cta, num_ctas)
-        self.roles.begin(operands, shape, memory, scheduler, warp, lane)
-        self.roles.take(operands, shape, memory, scheduler, copy_x, x_view, warp, lane)
+        self.product.launch(given, stream)
 
 
 class DeferredResidentKernel:

@@ -5,9 +5,10 @@ features take them once more: times the norm's weight to a second output, and sq
 each tile of 64 features has a place of its own in each row. So nobody adds to what others wrote, and sums are the same
 each time.
 
-`TakingStore`: a warpgroup that will store a tile adds up its rows' sums before the products, while the first weights
-are on their way: all loads of up to 128 rows at once, out of L2. Where CTAs make limbs of x, sums are asked for before
-x is, and come with it. The factor of each row lies in shared memory until the accumulators are complete.
+`TakingStore`: the two producer warps that copy nothing add up the rows' sums while the others multiply. As the first
+thing that a warpgroup did it took 1 to 2 us, which the tensor cores waited for. Where CTAs make limbs of x, sums are
+asked for before x is, and come with it. The factor of each row lies in shared memory until the accumulators are
+complete.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import lanes, numbers, ptx
+from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.linear.wgmma.deferred_config import (
     FACTOR_BYTES,
+    FACTOR_WARPS,
     GIVES,
     IN_FLIGHT,
     SQUARES_N,
@@ -177,47 +180,56 @@ class TakingStore:
         self.plain = TileEpilogue(config.tiles)
 
     def factors_of(self, store: Store) -> Any:
-        """Shared memory of the factors of the rows that the CTA stores."""
-        return store.staging + self.config.extra_offset
+        """Shared memory of the factors of the rows that the CTA stores; all its warpgroups share them, but in limbs."""
+        first = 0 if self.config.in_limbs else store.warpgroup * self.tiles.staging_bytes
+        return store.staging - first + self.config.extra_offset
 
-    @cute.jit
-    def prepare(self, operands: TakingOperands, shape, store: Store, corner: Corner, ordinal: int):
-        """Before the products: makes the factors of the rows of the first tile, which are those of all tiles, unless
-        `ask` and `keep` do; asks for the residual."""
-        if const_expr(ordinal == 0 and not self.config.in_limbs):
-            self.make_factors(operands, store, corner.token, corner.end)
+    def barrier_of(self, factors) -> cute.Pointer:
+        """The mbarrier on which those who make factors arrive; ``factors``: the address of them."""
+        place = Int32(factors + self.config.factor_bytes)
+        return cute.make_ptr(cutlass.Int64, place, cute.AddressSpace.smem, assumed_align=8)
+
+    def init_barrier(self, memory) -> None:
+        """Of one thread, before the barriers' fence."""
+        factors = memory.staging + self.config.extra_offset
+        cute.arch.mbarrier_init(self.barrier_of(factors), FACTOR_WARPS * WARP_THREADS)
+
+    def prepare(self, operands: TakingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
+        """Before the products: asks for the residual."""
         self.plain.prepare(operands, shape, store, corner, ordinal)
 
     @cute.jit
-    def make_factors(self, operands: TakingOperands, store: Store, token, end):
-        """Adds up the sums of some rows at a time. Those of rows that do not exist are 0."""
-        vectors = operands.parts // SQUARES_VECTOR
-        sums = cute.make_rmem_tensor(len(self.first_rows), Float32)
-        sums.fill(0.0)
-        for first in cutlass.range(0, vectors, self.config.row_lanes * IN_FLIGHT, unroll=1):
-            words = self.load_sums(operands, store.tid, token, end, first)
-            for i in cutlass.range_constexpr(len(self.first_rows)):
-                sums[i] = sums[i] + self.added(words[i])
-        self.keep(operands, store, [sums[i] for i in range(len(self.first_rows))])
+    def make_factors(self, operands: TakingOperands, factors, tid, token, end):
+        """Adds up the sums of some rows at a time, from x's row ``token`` on; `FACTOR_WARPS` warps. Those of rows that
+        do not exist are 0."""
+        vectors, at_once = operands.parts // SQUARES_VECTOR, self.config.rows_at_once
+        rows = range(0, at_once, FACTOR_WARPS * WARP_THREADS // self.config.row_lanes)
+        own, lane = tid // self.config.row_lanes, tid % self.config.row_lanes
+        for base in cutlass.range(0, self.tiles.own_m, at_once, unroll=1):
+            sums = cute.make_rmem_tensor(len(rows), Float32)
+            sums.fill(0.0)
+            for first in cutlass.range(0, vectors, self.config.row_lanes * IN_FLIGHT, unroll=1):
+                words = [self.load_vectors(operands, token + base + row + own, end, first + lane) for row in rows]
+                for i in cutlass.range_constexpr(len(rows)):
+                    sums[i] = sums[i] + self.added(words[i])
+            for i in cutlass.range_constexpr(len(rows)):
+                self.keep(operands, factors + (base + rows[i] + own) * FACTOR_BYTES, sums[i])
 
     def ask(self, operands: TakingOperands, tid, end) -> list[list[Any]]:
         """A thread's sums of the first rows, of rows in limbs, which `keep_asked` makes factors of: all there are."""
-        return self.load_sums(operands, tid, Int32(0), end, Int32(0))
+        own, lane = tid // self.config.row_lanes, tid % self.config.row_lanes
+        return [self.load_vectors(operands, row + own, end, lane) for row in self.first_rows]
 
     def keep_asked(self, operands: TakingOperands, store: Store, asked: list[list[Any]]) -> None:
         """Makes factors of what `ask` has asked for."""
-        self.keep(operands, store, [self.added(words) for words in asked])
+        own = store.tid // self.config.row_lanes
+        for row, words in zip(self.first_rows, asked, strict=True):
+            self.keep(operands, self.factors_of(store) + (row + own) * FACTOR_BYTES, self.added(words))
 
     @property
     def first_rows(self) -> range:
         """The first of the rows that are added up at a time."""
         return range(0, self.tiles.own_m, self.config.rows_at_once)
-
-    def load_sums(self, operands: TakingOperands, tid, token, end, first) -> list[list[Any]]:
-        """[rows that are added up at a time] a thread's words of their sums, from the ``first``-th vector on."""
-        lane_count = self.config.row_lanes
-        own, lane = tid // lane_count, tid % lane_count
-        return [self.load_vectors(operands, token + row + own, end, first + lane) for row in self.first_rows]
 
     def load_vectors(self, operands: TakingOperands, row, end, first) -> list[Any]:
         """Words of a row's sums, of some vectors a thread for each lane apart; zeros behind the row's last and for no
@@ -237,20 +249,21 @@ class TakingStore:
     def added(self, words) -> Any:
         return lanes.in_pairs(operator.add, [word.bitcast(Float32) for word in words])
 
-    def keep(self, operands: TakingOperands, store: Store, sums: list[Any]) -> None:
-        """Leaves the factors of rows in shared memory. sums: a thread's, of the rows that are added up at a time."""
-        own = store.tid // self.config.row_lanes
-        for row, value in zip(self.first_rows, sums, strict=True):
-            total = lanes.lane_sum(value, lanes.neighbours(self.config.row_lanes))
-            factor = numbers.reciprocal_root(total * operands.inverse_k + operands.eps)
-            # All lanes of a row have it, and store the same.
-            ptx.store_shared(Int32(self.factors_of(store) + (row + own) * FACTOR_BYTES), 0, [factor])
+    def keep(self, operands: TakingOperands, place, value) -> None:
+        """Leaves a row's factor in shared memory; ``value``: a lane's part of the sum of its squares."""
+        total = lanes.lane_sum(value, lanes.neighbours(self.config.row_lanes))
+        factor = numbers.reciprocal_root(total * operands.inverse_k + operands.eps)
+        # All lanes of a row have it, and store the same.
+        ptx.store_shared(Int32(place), 0, [factor])
 
     @cute.jit
     def run(self, operands: TakingOperands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
         """Stores the tile whose accumulators are accumulators[first : first + tokens / 2], times their factors."""
         if const_expr(ordinal == 0):
-            self.plain.wait(store)
+            if const_expr(self.config.in_limbs):
+                self.plain.wait(store)
+            else:
+                cute.arch.mbarrier_wait(self.barrier_of(self.factors_of(store)), 0)
         self.scale(store, acc, first)
         self.plain.run(operands, shape, store, corner, acc, first, ordinal)
 

@@ -16,7 +16,7 @@ CUTLASS's mixed-input mainloop for Hopper; here it needs neither its shuffles no
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import cutlass.cute as cute
 from cutlass import Int64, const_expr
@@ -46,6 +46,12 @@ from cute_kernels.linear.wgmma.tiles import TileSizes, dense_grid, dense_schedul
 from cute_kernels.linear.work import Operands, operands_of
 
 BEGIN = 8  # number of the barrier that others are there, behind those of `.epilogue`
+
+# Who waits for the launch before, which may still be running.
+Waits = Literal["nobody", "loader", "all warps"]
+NOBODY: Waits = "nobody"
+LOADER: Waits = "loader"  # the warp that loads weights, before it asks for the first; others wait for it
+ALL_WARPS: Waits = "all warps"  # each by itself, so that x is asked for beside the first weights and not behind them
 
 
 def make_mainloop(
@@ -85,13 +91,42 @@ def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> d
     return sizes | {"min_blocks_per_mp": 1, "use_pdl": use_pdl, "stream": stream}
 
 
+class SpareWarps(Protocol):
+    """What the producer warps that copy nothing do while others multiply.
+
+    registers: of a thread that loads, and of one that multiplies.
+    """
+
+    registers: tuple[int, int]
+
+    def init_barrier(self, memory: TileMemory) -> None:
+        """Of one thread, before the fence of the others."""
+
+    def run(self, operands, shape, memory: TileMemory, scheduler, warp, lane) -> None:
+        """warp: of the CTA's."""
+
+
+class IdleWarps:
+    """Nothing."""
+
+    def __init__(self, config: WgmmaConfig):
+        self.registers = config.producer_registers, config.consumer_registers
+
+    def init_barrier(self, memory) -> None:
+        """None."""
+
+    def run(self, operands, shape, memory, scheduler, warp, lane) -> None:
+        """Nothing."""
+
+
 class TileRoles:
     """What the warps of a CTA do: two producer warps fill the pipeline, the consumers empty it.
 
     Args:
         table_bytes: of shared memory for a table of tiles, which grouped products have.
         dense: whether of a dense product, whose first work tile is known before any table is.
-        waits: whether `begin` waits for the launch before, which may still be running.
+        waits: who waits in `begin` for the launch before: `NOBODY`, `LOADER` or `ALL_WARPS`.
+        spare: what the producer warps that copy nothing do besides; None: nothing.
     """
 
     def __init__(
@@ -104,10 +139,11 @@ class TileRoles:
         table_bytes: int = 0,
         *,
         dense: bool = False,
-        waits: bool = False,
+        waits: Waits = NOBODY,
+        spare: SpareWarps | None = None,
     ):
         self.config, self.places, self.table_bytes = config, places, table_bytes
-        self.dense, self.waits = dense, waits
+        self.dense, self.waits, self.spare = dense, waits, spare or IdleWarps(config)
         self.weights, self.activations, self.consumers = weights, activations, consumers
 
     @property
@@ -132,17 +168,19 @@ class TileRoles:
         waits for the memory of the GPU, 1.1 us before the first copy.
 
         A launch may begin while the one before it is running. What it asks into L2 depends on nobody; all else, weights
-        too, which that launch may have written, is read after the wait of the warp that makes barriers.
+        too, which that launch may have written, is read after the wait of the warp that makes barriers. Where each warp
+        waits, barriers are there before, so that nothing but the wait lies before the copies.
         """
         config = self.config
         if warp == self.weight_warp:
             if lane == 0:
                 cute.arch.griddepcontrol_launch_dependents()
                 prefetch_k_blocks(config, self.places, operands, shape, scheduler)
+                self.spare.init_barrier(memory)
                 self.init_barriers(memory)
-                if const_expr(self.waits):
+                if const_expr(self.waits == LOADER):
                     cute.arch.griddepcontrol_wait()
-                if const_expr(self.weights.asks_first):
+                if const_expr(self.weights.asks_first and self.waits != ALL_WARPS):
                     self.weights.copy_first(operands, shape, memory, scheduler)
             cute.arch.sync_warp()
         if const_expr(config.multicast > 1):
@@ -156,22 +194,31 @@ class TileRoles:
                 cute.arch.barrier(barrier_id=BEGIN, number_of_threads=config.num_threads)
             if const_expr(config.dsmem_reduction):
                 cute.arch.cluster_arrive_relaxed()
+        if const_expr(self.waits == ALL_WARPS):
+            cute.arch.griddepcontrol_wait()
+            if const_expr(self.weights.asks_first):
+                if warp == self.weight_warp:
+                    if lane == 0:
+                        self.weights.copy_first(operands, shape, memory, scheduler)
+                    cute.arch.sync_warp()
 
     @cute.jit
     def take(self, operands, shape, memory, scheduler, copy_x, x_view, warp, lane):
         """Producer warps' machine code comes first: a launch waits for it, and it comes from memory, line by line."""
         config = self.config
+        loads, multiplies = self.spare.registers
         if warp == self.weight_warp:
-            cute.arch.setmaxregister_decrease(config.producer_registers)
+            cute.arch.setmaxregister_decrease(loads)
             self.weights.copy(operands, shape, memory, scheduler)
         elif warp >= config.consumer_warps:
-            cute.arch.setmaxregister_decrease(config.producer_registers)
+            cute.arch.setmaxregister_decrease(loads)
             if warp == config.consumer_warps:
                 self.activations.copy(shape, memory, scheduler, copy_x, x_view)
             elif const_expr(self.dense):
                 prefetch_biases(config, self.places, operands, shape, scheduler, lane)
+                self.spare.run(operands, shape, memory, scheduler, warp, lane)
         else:
-            cute.arch.setmaxregister_increase(config.consumer_registers)
+            cute.arch.setmaxregister_increase(multiplies)
             self.consumers.multiply(operands, shape, memory, scheduler, self.consumers.lane(shape, warp, lane))
 
     @cute.jit
@@ -184,24 +231,38 @@ class TileRoles:
 
 
 class WgmmaKernel:
-    """One compiled variant of a dense product; :class:`WgmmaConfig` says which."""
+    """One compiled variant of a dense product; :class:`WgmmaConfig` says which.
 
-    def __init__(self, config: WgmmaConfig):
-        self.config = config
+    Args:
+        store: in place of `TileEpilogue`; ``operands`` has what it asks for.
+        waits, spare: of `TileRoles`.
+    """
+
+    def __init__(
+        self,
+        config: WgmmaConfig,
+        store: TileEpilogue | None = None,
+        operands: type[Operands] = Operands,
+        waits: Waits = LOADER,
+        spare: SpareWarps | None = None,
+    ):
+        self.config, self.operands = config, operands
         places, stages = DensePlaces(config), StageReader(config)
-        self.epilogue = TileEpilogue(config)
+        self.epilogue = TileEpilogue(config) if store is None else store
         mainloop, reduction = make_mainloop(config, stages, places), make_reduction(config, self.epilogue, places)
         self.consumers = Consumers(config, stages, places, mainloop, reduction)
         self.activations = TmaLoads(config, places)
         weights = WeightLoads(config, places, asks_first=config.one_m_tile)
-        self.roles = TileRoles(config, places, weights, self.activations, self.consumers, dense=True, waits=True)
+        loads = weights, self.activations
+        self.roles = TileRoles(config, places, *loads, self.consumers, dense=True, waits=waits, spare=spare)
 
     def launch(self, given, stream):
-        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `TILES` of :mod:`cute_kernels.linear.arguments`."""
+        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `TILES` of :mod:`cute_kernels.linear.arguments`, and
+        what else ``operands`` has."""
         config = self.config
         copy_x, x_view = self.activations.tma(given.x)
         shape = TileSizes(*dense_sizes(config, given), grid=dense_grid(config, given))
-        operands = operands_of(Operands, given, x=Int64(0))
+        operands = operands_of(self.operands, given, x=Int64(0))
         if config.store.by_tma:
             operands = self.epilogue.tma_store.operands(operands, shape.m, given.n)
         options = launch_options(config, given.num_ctas, stream, use_pdl=True)
