@@ -22,7 +22,7 @@ from cute_kernels.attention.policies import (
 )
 from cute_kernels.attention.problem import DecodeProblem
 from cute_kernels.attention.score_options import options_in
-from cute_kernels.attention.tiles import copies_per_tile, kernel_format, map_problem
+from cute_kernels.attention.tiles import MAP_UNIT, copies_per_tile, kernel_format, map_problem
 from cute_kernels.kv_formats import KvFormat, format_of
 from cute_kernels.runtime.composed import changed
 
@@ -82,7 +82,7 @@ def _row_copy(problem: DecodeProblem, names: tuple[str, str], heads: int, most: 
     dims = (problem.head_dim, problem.v_head_dim)
     rows = [(format_of(name), dim) for name, dim in zip(names, dims, strict=True) if format_of(name).has_header]
     token_bytes = [problem.num_kv_heads * form.row_bytes(dim) for form, dim in rows]
-    unfit = any(size % BULK_BYTES for size in token_bytes) or any(map_problem(form, dim, heads) for form, dim in rows)
+    unfit = any(size % MAP_UNIT for size in token_bytes) or any(map_problem(form, dim, heads) for form, dim in rows)
     return "bulk" if unfit else "map"
 
 

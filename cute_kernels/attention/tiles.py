@@ -13,7 +13,8 @@ from layouts.kv.tile import MMA_ROWS, WORD_BYTES, RowTile, plan_tiles, run_codes
 ROW_COPIES = ("bulk", "map", "word")
 BARE_COPIES = ("tma",)
 MAX_BOX = 256  # tokens, and words of a token, of one tensor-map copy
-MAP_WORDS = 4  # a vector, the unit of what tensor maps and bulk copies bring of a token
+MAP_UNIT = 16  # bytes that what a tensor map brings of a token is a multiple of, and begins at a multiple of
+MAP_WORDS = MAP_UNIT // WORD_BYTES
 BLOCK_HEAD_DIMS = (64, 128)  # of formats in blocks: the lanes of a warp take whole header words, at most four each
 
 
@@ -162,5 +163,5 @@ def _tile(config: TiledConfig, operand: str, kv_format: str, head_dim: int, copy
         config.tile_tokens,
         operand,
         config.contiguous,
-        1 if copy == "word" else MAP_WORDS,
+        1 if copy == "word" else 4,
     )
