@@ -163,5 +163,5 @@ def _tile(config: TiledConfig, operand: str, kv_format: str, head_dim: int, copy
         config.tile_tokens,
         operand,
         config.contiguous,
-        1 if copy == "word" else 4,
+        1 if copy == "word" else MAP_WORDS,
     )
