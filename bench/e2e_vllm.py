@@ -369,21 +369,29 @@ class Decoding:
     Attributes:
         llm: the engine. prompts: of the batch.
         cold: the first token of prompts that nobody had asked for. hit: of prompts that are in the cache.
-        per_token: between tokens.
+        all_tokens: the first, and NEW_TOKENS more.
     """
 
     llm: Any
     prompts: list[dict[str, Any]]
     cold: float = 0.0
     hit: float = math.inf
-    per_token: float = math.inf
+    all_tokens: float = math.inf
+
+    @property
+    def per_token(self) -> float:
+        """Between tokens. The least of both times, not of their differences, which noise alone makes less."""
+        return (self.all_tokens - self.hit) / NEW_TOKENS
 
     def measure(self) -> None:
         """Takes the least of what was measured before and is now."""
         self.cold = self.cold or self._seconds(1)
-        hit, all_tokens = (min(self._seconds(count) for _ in range(SAMPLES)) for count in (1, 1 + NEW_TOKENS))
-        self.hit = min(self.hit, hit)
-        self.per_token = min(self.per_token, (all_tokens - hit) / NEW_TOKENS)
+        for _ in range(SAMPLES):
+            self.add(self._seconds(1), self._seconds(1 + NEW_TOKENS))
+
+    def add(self, hit: float, all_tokens: float) -> None:
+        """Another measurement."""
+        self.hit, self.all_tokens = min(self.hit, hit), min(self.all_tokens, all_tokens)
 
     def _seconds(self, tokens: int) -> float:
         import vllm

@@ -118,14 +118,11 @@ def test_processes_that_start_side_by_side_are_timed_one_at_a_time(tmp_path: Pat
     assert all(one[1] <= following[0] for one, following in pairwise(in_order)), in_order
 
 
-def test_the_least_of_what_was_measured_counts(monkeypatch):
-    times = {1: iter([7.0, 0.4, 0.2, 0.3, 0.5, 0.3, 0.6]), 65: iter([0.84, 1.0, 1.1, 0.6, 0.9, 0.94])}
-    monkeypatch.setattr(e2e_vllm.Decoding, "_seconds", lambda self, tokens: next(times[tokens]))
+def test_the_least_of_each_time_counts_and_not_the_least_difference():
     decoding = e2e_vllm.Decoding(None, [])
-    decoding.measure()
-    assert (decoding.cold, decoding.hit) == (7.0, 0.2) and abs(decoding.per_token - 0.01) < 1e-9
-    decoding.measure()
-    assert (decoding.cold, decoding.hit) == (7.0, 0.2) and abs(decoding.per_token - 0.3 / 64) < 1e-9
+    for hit, all_tokens in ((0.2, 0.84), (0.4, 0.9), (0.5, 0.86)):
+        decoding.add(hit, all_tokens)
+    assert decoding.hit == 0.2 and abs(decoding.per_token - 0.01) < 1e-9
 
 
 def test_a_process_that_does_not_start_in_time_is_ended(tmp_path: Path):

@@ -34,7 +34,7 @@ MAGIC = (LOW_NIBBLES[1], HIGH_NIBBLES[1])
 HALF = 0x38003800  # 2**-1 in fp16, twice
 
 
-def magic_of(number) -> tuple[Any, Any]:
+def magic_of(number) -> tuple[Uint32, Uint32]:
     """`MAGIC`, which no compiler knows: an instruction that masks a nibble and adds it has room for one constant.
 
     number: one of no more than 31 bits.

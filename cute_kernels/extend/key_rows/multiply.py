@@ -17,14 +17,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.score_terms import ScoreTerms
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max
 from cute_kernels.device.ring import advance
-from cute_kernels.device.types import RegisterTensor
+from cute_kernels.device.types import Index, RegisterTensor
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, magic_of, rows_of
 from cute_kernels.extend.key_rows.queries import QueryWriter
@@ -74,10 +74,10 @@ class Ahead:
     """
 
     codes: RegisterTensor[Uint32]
-    stage: Any
-    phase: Any
-    missing: Any
-    source: Any
+    stage: Int32
+    phase: Int32
+    missing: Boolean
+    source: Int32
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class Lane:
     probabilities: Int32
     last_probabilities: Int32
     scales: tuple[Any, Any]
-    next_value: Any
-    magic: Any
+    next_value: Index
+    magic: tuple[Uint32, Uint32]
 
 
 class KeyRowsConsumer:
