@@ -1,4 +1,5 @@
-"""append_and_decode on a GPU is the two calls bit for bit, and attention never reads what is not written yet."""
+"""append_and_decode on a GPU is the two calls, bit for bit where splits are given or both have the same schedule, and
+attention never reads what is not written yet."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def of_format(kv_format: str, place: str, q_len: int, layout: str = "NHD") -> Ca
 GROUPED = Shape("int4_g4", rope=LLAMA, num_q_heads=16, num_kv_heads=8, page_size=16)
 HEADS_FIRST = GROUPED.with_(layout="HND", page_size=64)
 OTHERS = {
-    "one long request": Case(GROUPED, (5000,)),
+    "one long request": Case(GROUPED, (5000,), 1, {"num_splits": 9}),
     "one token each": Case(GROUPED, (1,) * 40),
     "ragged, some of them long": Case(GROUPED.with_(place="table", page_size=64), (6000, *range(1, 60), 2000)),
     "heads first, ragged, two parts each": Case(
@@ -92,6 +93,8 @@ OTHERS = {
     "fixed splits": Case(GROUPED, (300, 1, 700), 1, {"num_splits": 5}),
     "rows at words": Case(Shape("int4_g1", num_q_heads=8, num_kv_heads=1, place="contiguous", rope=LLAMA), (62, 2, 30)),
 }
+FEW = {"one request": Case(GROUPED, (5000,)), "two requests": Case(GROUPED, (5000, 300))}
+"""Attention by itself takes fewer heads a CTA for these (`candidates.FEW_REQUESTS`), so its last bits are others."""
 RAGGED = Case(HEADS_FIRST.with_(page_size=16), (6000, *range(1, 60), 2000))
 """Long parts are recentred as often as tiles have gone round the ring; attention alone may have asked for one more."""
 RACES = ("bf16", "int4_g1", "e4m3_tensor", "int8_token_head")
@@ -102,7 +105,7 @@ RACE |= {f"{name}, heads first": replace(case, shape=case.shape.with_(layout="HN
 def cases() -> list[Case]:
     found = [of_format(name, place, q_len) for name in ALL_FORMATS for place in PLACES for q_len in (1, 4)]
     found += [of_format(name, place, 1, "HND") for name in ALL_FORMATS for place in PLACES]
-    return [*found, *OTHERS.values(), *RACE.values(), RAGGED]
+    return [*found, *OTHERS.values(), *FEW.values(), *RACE.values(), RAGGED]
 
 
 PLACES = ("table", "contiguous")
@@ -173,6 +176,16 @@ def test_one_launch_is_two_to_the_bit(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_whatever_the_shapes_and_options(name):
     check(OTHERS[name])
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_step_of_few_requests_leaves_the_caches_of_its_two_calls_and_is_attention_in_fp64(name):
+    step = FEW[name].step()
+    poison_new(step)
+    other = with_own_cache(step)
+    run(step), run_separately(other)
+    assert_same(step, other)
+    check_against_fp64(FEW[name])
 
 
 @pytest.mark.parametrize("q_len", [1, 4])
