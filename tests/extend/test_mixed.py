@@ -73,6 +73,7 @@ def test_decoding_runs_beside_a_prefill_where_that_is_sooner(kv_format, options,
 def test_options_that_only_one_of_the_calls_has_are_refused_before_anything_runs(name):
     call = make_call("bf16", [1, 5], [40, 30])
     out = torch.full_like(call.q, torch.nan)
+    option: dict[str, Any] = {name: True}
     with pytest.raises(TypeError, match=f"{name}: got it as an option of mixed_attention, want one of block_table"):
-        mixed_attention(*call.tensors, **call.keywords, num_decodes=1, out=out, **{name: True})
+        mixed_attention(*call.tensors, **call.keywords, num_decodes=1, out=out, **option)
     assert out.isnan().all()

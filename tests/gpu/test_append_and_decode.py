@@ -183,7 +183,8 @@ def test_a_step_of_few_requests_leaves_the_caches_of_its_two_calls_and_is_attent
     step = FEW[name].step()
     poison_new(step)
     other = with_own_cache(step)
-    run(step), run_separately(other)
+    run(step)
+    run_separately(other)
     assert_same(step, other)
     check_against_fp64(FEW[name])
 
