@@ -133,6 +133,7 @@ def test_fields_of_a_weight_are_refused_as_often_as_they_are_wrong():
     fields = packed.codes, packed.scales, packed.zeros, packed.format, packed.shape
     for _ in range(2):
         made = deferred_ops.weight_of(*fields)
+        assert vars(made).keys() == vars(packed).keys()  # a field that a weight gets later is not missing here
         assert all(getattr(made, one) is getattr(packed, one) for one in (*packed.tensor_names, "format", "shape"))
     wrong: dict[str, tuple[Any, ...]] = {
         "codes": (packed.codes[:-1], *fields[1:]),
