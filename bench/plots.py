@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.figures import PEER_COLOURS, Record, save
 from bench.report import OURS, peer_names
-
-Record = dict[str, Any]
+from bench.step_plots import plot_steps
 
 COLOURS = {"int4_g1": "#0b6e4f", "int4_g4": "#63a46c", "bf16": "#1f4e8c"}
 FAMILY_COLOURS = {
@@ -23,7 +23,6 @@ PLAIN = "as it is"
 VARIANT_MARKERS = {PLAIN: "o", "percentile": "s", "smoothed": "^"}
 LINEAR_INCREASE = 0.02  # of perplexity, in percent: below, the axis is linear, because what is measured is noise
 LAYER_COLOURS = ("#0b6e4f", "#1f4e8c", "#b5651d", "#8e44ad", "#c94c4c")
-PEER_COLOURS = ("#b5651d", "#c94c4c", "#8e6c8a", "#7f7f7f", "#c0a000", "#4c9fc9")
 
 
 def plot(record: Record, folder: Path) -> list[Path]:
@@ -34,8 +33,6 @@ def plot(record: Record, folder: Path) -> list[Path]:
     matplotlib.rcParams.update({"svg.hashsalt": "bench", "svg.fonttype": "none", "font.size": 10})
     folder.mkdir(parents=True, exist_ok=True)
     if record.get("engine") == "steps":
-        from bench.step_plots import plot_steps
-
         return plot_steps(record, folder)
     main = [row for row in record["rows"] if row["suite"] == "main" and row.get("us")]
     others = [row for row in record["rows"] if row["suite"] == "shapes" and row.get("us")]
@@ -65,7 +62,7 @@ def _plot_times(rows: Sequence[Record], record: Record, folder: Path) -> Path:
         _draw_times(panel, [row for row in rows if row["kv_format"] in formats], formats)
         panel.set_title(title)
     panels[0].set_ylabel("us per call, cold L2")
-    return _save(figure, record, folder / "decode_time.svg")
+    return save(figure, record, folder / "decode_time.svg")
 
 
 def _draw_times(panel: Any, rows: Sequence[Record], formats: Sequence[str]) -> None:
@@ -107,7 +104,7 @@ def _plot_ratios(rows: Sequence[Record], record: Record, folder: Path) -> Path:
     panel.set_ylim(bottom=0.9)
     panel.legend()
     panel.grid(True, alpha=0.3)
-    return _save(figure, record, folder / "decode_ratio.svg")
+    return save(figure, record, folder / "decode_ratio.svg")
 
 
 def _plot_shapes(rows: Sequence[Record], record: Record, folder: Path) -> Path:
@@ -120,7 +117,7 @@ def _plot_shapes(rows: Sequence[Record], record: Record, folder: Path) -> Path:
         shift = (place - (len(formats) - 1) / 2) * 0.26
         _bars(panel, names, own, shift, height=0.24, color=COLOURS.get(kv_format), label=kv_format)
     _finish_bars(panel, names, "time / streaming floor")
-    return _save(figure, record, folder / "decode_shapes.svg")
+    return save(figure, record, folder / "decode_shapes.svg")
 
 
 def _plot_ladder(ladders: Sequence[Record], record: Record, folder: Path) -> Path:
@@ -133,7 +130,7 @@ def _plot_ladder(ladders: Sequence[Record], record: Record, folder: Path) -> Pat
         label = f"{ladder['kv_format']} B={ladder['shape']['batch']}"
         _bars(panel, titles, slower, (place - (len(ladders) - 1) / 2) * height, height=0.9 * height, label=label)
     _finish_bars(panel, titles, "time with the step off / time with all on")
-    return _save(figure, record, folder / "decode_ladder.svg")
+    return save(figure, record, folder / "decode_ladder.svg")
 
 
 def _plot_linear(rows: Sequence[Record], record: Record, folder: Path) -> Path:
@@ -162,7 +159,7 @@ def _plot_linear(rows: Sequence[Record], record: Record, folder: Path) -> Path:
     dense = " and ".join(dict.fromkeys(_dense_name(row) for row in rows))
     panels[0].set_ylabel(f"{dense}'s time / time, cold L2\n(dashed: fastest other library)")
     _legend_beside(panels[-1])
-    return _save(figure, record, folder / "linear_speed.svg")
+    return save(figure, record, folder / "linear_speed.svg")
 
 
 def _others(row: Record) -> list[float]:
@@ -202,7 +199,7 @@ def _plot_mla(rows: Sequence[Record], record: Record, folder: Path) -> Path:
     panels[0].set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
     panels[0].set_ylim(len(rows) - 0.4, -0.6)  # the first on top
     _legend_beside(panels[-1])
-    return _save(figure, record, folder / "mla_rates.svg")
+    return save(figure, record, folder / "mla_rates.svg")
 
 
 def _plot_accuracy(rows: Sequence[Record], record: Record, folder: Path) -> Path:
@@ -237,7 +234,7 @@ def _plot_accuracy(rows: Sequence[Record], record: Record, folder: Path) -> Path
         filled = "#444444" if kind == PLAIN else "none"
         panels[0].plot([], [], marker, color="#444444", markerfacecolor=filled, label=kind)
     panels[0].legend(fontsize=8, loc="lower left")
-    return _save(figure, record, folder / "accuracy.svg")
+    return save(figure, record, folder / "accuracy.svg")
 
 
 def _label_points(panel: Any, points: Sequence[tuple[Record, float]]) -> None:
@@ -299,15 +296,3 @@ def _figure(columns: int, share_y: bool = False, height: float = 4.2) -> tuple[A
 
     figure, panels = plt.subplots(1, columns, figsize=(5.6 * columns + 1, height), sharey=share_y, squeeze=False)
     return figure, panels[0]
-
-
-def _save(figure: Any, record: Record, path: Path) -> Path:
-    import matplotlib.pyplot as plt
-
-    environment = record["environment"]
-    note = f"{environment['gpu'] or 'CPU'}, commit {str(environment['commit'])[:10]}, {str(environment['date'])[:10]}"
-    figure.text(0.995, 0.005, note, ha="right", va="bottom", fontsize=6, color="#555555")
-    figure.tight_layout(rect=(0, 0.02, 1, 1))
-    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")  # long labels are not cut off
-    plt.close(figure)
-    return path

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.plots import PEER_COLOURS, Record, _save
+from bench.figures import PEER_COLOURS, Record, save
 
 COLOURS = {
     "w4, int4_g4": "#0b6e4f",
@@ -56,7 +56,7 @@ def _plot(rows: Sequence[Record], record: Record, path: Path, value: str, label:
         panel.grid(True, alpha=0.3)
         panel.set_ylabel(label)
         panel.legend(fontsize=7, loc="lower right")
-    return _save(figure, record, path)
+    return save(figure, record, path)
 
 
 def _panels(count: int) -> tuple[Any, Sequence[Any]]:
