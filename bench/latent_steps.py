@@ -99,15 +99,14 @@ class LatentStep(Step):
             "table": table,
             "slots": table[:, last // PAGE_SIZE].long() * PAGE_SIZE + last % PAGE_SIZE,
             "position": position,
-            "turn": turns(position),
+            "rotation": rotations(position),
         }
 
     def fill(self, cache: torch.Tensor) -> None:
         rows = cache.view(-1, cache.shape[-1])
         numbers = torch.randn(min(steps.FILLED_ROWS, len(rows)), TOKEN, device=self.device).bfloat16()
         some = quantize_mla_kv(numbers, kv_format=self.kv).view(rows.dtype)
-        for first in range(0, len(rows), len(some)):
-            rows[first : first + len(some)] = some[: len(rows) - first]
+        steps.fill_rows(rows, some)
 
     @property
     def kv(self) -> MlaFormatName:
@@ -149,7 +148,7 @@ class LatentStep(Step):
         found = torch.empty(batch, heads, TOKEN, dtype=q.dtype, device=q.device)
         found[..., :LATENT] = torch.bmm(nope.transpose(0, 1), parts["key_up"]).transpose(0, 1)
         pairs = torch.view_as_complex(rope.float().unflatten(-1, (-1, 2)))
-        found[..., LATENT:] = torch.view_as_real(pairs * parts["cache"]["turn"][:, None]).flatten(-2)
+        found[..., LATENT:] = torch.view_as_real(pairs * parts["cache"]["rotation"][:, None]).flatten(-2)
         return found
 
     def attend_latent(self, q: torch.Tensor, cache: dict[str, Any]) -> torch.Tensor:
@@ -169,7 +168,7 @@ MODELS = {
 }
 
 
-def turns(position: torch.Tensor) -> torch.Tensor:
+def rotations(position: torch.Tensor) -> torch.Tensor:
     """RoPE's rotations of positions as complex numbers, [batch, `ROPE_COLUMNS` / 2]."""
     exponents = torch.arange(0, ROPE_COLUMNS, 2, device=position.device) / ROPE_COLUMNS
     angles = position[:, None].double() * ROPE_THETA ** -exponents.double()

@@ -433,7 +433,7 @@ def _page(title: str, about: str, sections: Iterable[Section]) -> str:
     parts = [
         "<!-- made by `python -m bench pages` from bench/results; a test compares -->\n",
         f"# {title}\n",
-        f"{about}",
+        about,
         "Every figure was measured; each table says on which GPU and when.",
         "Peers ran in the same process, on the same tensors.",
         "The *floor* is what the fastest of a set of read-only kernels takes for the bytes that the step must read.",

@@ -271,8 +271,7 @@ class Step:
         rows = cache.view(-1, 1, cache.shape[-1])
         numbers = torch.randn(min(FILLED_ROWS, len(rows)), 1, self.model.head_dim, device=self.device)
         some = quantize_kv(numbers.bfloat16(), kv_format=cast("KvFormatName", self.case.kv))
-        for first in range(0, len(rows), len(some)):
-            rows[first : first + len(some)] = some[: len(rows) - first]
+        fill_rows(rows, some)
 
     # -- what a layer does --------------------------------------------------------------------------------------------
 
@@ -383,6 +382,12 @@ def dense_experts(
     results = torch._grouped_mm(functional.silu(gate) * up, down.transpose(-2, -1), offs=ends, out_dtype=torch.bfloat16)
     scaled = (results * weights.flatten()[order, None]).to(torch.bfloat16)
     return torch.zeros_like(x).index_add_(0, order // topk, scaled)
+
+
+def fill_rows(rows: torch.Tensor, some: torch.Tensor) -> None:
+    """Writes ``some`` rows again and again, until all have numbers."""
+    for first in range(0, len(rows), len(some)):
+        rows[first : first + len(some)] = some[: len(rows) - first]
 
 
 def resident_bytes(model: StepModel, case: StepCase, shape: Shape) -> float:

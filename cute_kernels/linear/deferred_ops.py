@@ -10,8 +10,8 @@ both products, so that they find the same answer.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ from cute_kernels.runtime.plans import identity, keep
 from cute_kernels.weight_formats import WeightFormat, weight_format
 
 T = TypeVar("T", torch.Tensor, "torch.Tensor | None")
+ResultT = TypeVar("ResultT")
 
 
 def _left(rows: torch.Tensor, norm: torch.Tensor, gives: Side, takes: Side) -> bool:
@@ -49,6 +50,19 @@ def plain(tensor: T) -> T:
     if tensor is None or (type(tensor) is torch.Tensor and not tensor.requires_grad):
         return tensor
     return tensor.detach()
+
+
+SCALARS = frozenset({int, float, str})  # of operators' arguments that are no tensors
+
+
+def of_plain(work: Callable[..., ResultT]) -> Callable[..., ResultT]:
+    """``work`` of any tensors and other arguments, by position."""
+
+    def run(*given: Any) -> ResultT:
+        with torch.no_grad():
+            return work(*[one if type(one) in SCALARS else plain(one) for one in given])
+
+    return run
 
 
 _checked: dict[tuple[Hashable, ...], None] = {}
@@ -84,26 +98,6 @@ def _parts_of(rows: torch.Tensor, norm: torch.Tensor) -> DeferredParts:
 # -- the product before the norm -----------------------------------------------------------------------------------
 
 
-def give_rows(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    format: str,
-    n: int,
-    k: int,
-    norm: torch.Tensor,
-    eps: float,
-    taker_format: str,
-    taker_n: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    fields = plain(codes), plain(scales), plain(zeros), plain(bias)
-    with torch.no_grad():
-        return give_plain(plain(x), *fields, plain(residual), format, n, k, plain(norm), eps, taker_format, taker_n)
-
-
 def give_plain(
     x: torch.Tensor,
     codes: torch.Tensor,
@@ -119,7 +113,7 @@ def give_plain(
     taker_format: str,
     taker_n: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same of `plain` tensors, without gradients."""
+    """The operator, of `plain` tensors and without gradients."""
     form = weight_format(format)
     gives, takes = Side(n, k, form), Side(taker_n, n, weight_format(taker_format))
     if not _left(residual, norm, gives, takes):
@@ -140,29 +134,6 @@ def _give_meta(x, codes, scales, zeros, bias, residual, format, n, k, norm, eps,
 # -- the product behind it -----------------------------------------------------------------------------------------
 
 
-def take_rows(
-    x: torch.Tensor,
-    squares: torch.Tensor,
-    rows: torch.Tensor,
-    norm: torch.Tensor,
-    eps: float,
-    giver_format: str,
-    giver_k: int,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    format: str,
-    n: int,
-    k: int,
-    activation: str | None,
-) -> torch.Tensor:
-    fields = plain(codes), plain(scales), plain(zeros), plain(bias)
-    left = plain(x), plain(squares), plain(rows), plain(norm), eps, giver_format, giver_k
-    with torch.no_grad():
-        return take_plain(*left, *fields, format, n, k, activation)
-
-
 def take_plain(
     x: torch.Tensor,
     squares: torch.Tensor,
@@ -180,7 +151,7 @@ def take_plain(
     k: int,
     activation: str | None,
 ) -> torch.Tensor:
-    """The same of `plain` tensors, without gradients."""
+    """The operator, of `plain` tensors and without gradients."""
     form = weight_format(format)
     gives, takes = Side(k, giver_k, weight_format(giver_format)), Side(n, k, form)
     if not _left(rows, norm, gives, takes):
@@ -200,8 +171,8 @@ def _take_meta(
 giving = Operator(
     "weight_only_linear_norm(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor residual, "
     "str format, int n, int k, Tensor norm, float eps, str taker_format, int taker_n) -> (Tensor, Tensor, Tensor)",
-    cpu=give_rows,
-    cuda=give_rows,
+    cpu=of_plain(give_plain),
+    cuda=of_plain(give_plain),
     meta=_give_meta,
 )
 """(rows [M, n] of a product with a residual, what the product behind their norm takes [M, n], fp32 [M, n / 64])."""
@@ -210,8 +181,8 @@ taking = Operator(
     "weight_only_linear_of_normed(Tensor x, Tensor squares, Tensor rows, Tensor norm, float eps, str giver_format, "
     "int giver_k, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, str format, int n, int k, "
     "str? activation) -> Tensor",
-    cpu=take_rows,
-    cuda=take_rows,
+    cpu=of_plain(take_plain),
+    cuda=of_plain(take_plain),
     meta=_take_meta,
 )
 """The product of normed rows, [M, n] or half as many columns, of what ``giving`` returned."""

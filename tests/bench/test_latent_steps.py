@@ -49,7 +49,9 @@ def test_absorbed_attention_is_that_of_the_heads():
     latent, key = tokens.split((512, 64), dim=-1)
     keys = torch.einsum("btl,hnl->bthn", latent, parts["key_up"].double())
     nope, rope = q.view(2, 4, -1).double().split((128, 64), dim=-1)
-    turned = torch.view_as_real(torch.view_as_complex(rope.unflatten(-1, (-1, 2))) * cache["turn"][:, None]).flatten(-2)
+    turned = torch.view_as_real(
+        torch.view_as_complex(rope.unflatten(-1, (-1, 2))) * cache["rotation"][:, None]
+    ).flatten(-2)
     scores = torch.einsum("bhn,bthn->bht", nope, keys) + torch.einsum("bhr,btr->bht", turned, key)
     weights = (scores * 192**-0.5).softmax(-1)
     values = torch.einsum("btl,hlv->bthv", latent, parts["value_up"].double())
