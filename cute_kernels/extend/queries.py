@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.lanes import lane_max, neighbours
+from cute_kernels.device.lanes import in_pairs, neighbours
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.fp8 import pack_e4m3x4
@@ -81,26 +81,38 @@ class QueryLoader:
         """
         cute.arch.cp_async_wait_group(0)
         if const_expr(self.config.converts_queries):
-            for step in cutlass.range_constexpr(self.num_steps):
-                place = self.place(tile, warp, lane, step)
-                words = ptx.load_shared_vector(place, 0, 4)
-                converted, unit = self.convert(words)
-                if const_expr(self.config.fp8 is None):
-                    ptx.store_shared(place, 0, converted)
-                else:
-                    ptx.store_shared(self.code_place(codes, warp, lane, step), 0, converted)
-                if lane % self.row_pieces == 0:
-                    row = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces
-                    ptx.store_shared(scales + row * 4, 0, [unit])
+            self.convert(tile, codes, scales, warp, lane)
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    def convert(self, words) -> tuple[list[Any], Any]:
-        """(a lane's piece as fp16, or E4M3, times a power of 2 of its row, the reciprocal of that)."""
-        values = [half(word) for word in words for half in self.halves]
-        top = Float32(0.0)
-        for value in values:
-            top = ptx.fmax(top, ptx.absolute(value))
-        top = lane_max(top, neighbours(self.row_pieces))
+    @cute.jit
+    def convert(self, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
+        """A warp's rows become fp16, or E4M3, each times a power of 2. All of a lane's pieces go through a step
+        together: one after the other they would wait for each other's loads and shuffles, before the first product."""
+        places = [self.place(tile, warp, lane, step) for step in range(self.num_steps)]
+        pieces = [ptx.load_shared_vector(place, 0, 4) for place in places]
+        powers = self.powers([in_pairs(self.greater, piece) for piece in pieces])
+        for step in cutlass.range_constexpr(self.num_steps):
+            to_operand, from_operand = powers[step]
+            words = self.converted(pieces[step], to_operand)
+            target = places[step] if self.config.fp8 is None else self.code_place(codes, warp, lane, step)
+            ptx.store_shared(target, 0, words)
+            if lane % self.row_pieces == 0:
+                row = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces
+                ptx.store_shared(scales + row * 4, 0, [from_operand])
+
+    def greater(self, a: Uint32, b: Uint32) -> Uint32:
+        """Of two words the numbers of greater magnitude."""
+        return numbers.greater_magnitude(a, b, dtype=self.config.q_dtype)
+
+    def powers(self, tops: list[Uint32]) -> list[tuple[Float32, Float32]]:
+        """(what makes operands of a row, its reciprocal) for each row of which a lane has a piece, from the greatest
+        numbers of the pieces."""
+        for offset in neighbours(self.row_pieces):
+            tops = [self.greater(top, cute.arch.shuffle_sync_bfly(top, offset)) for top in tops]
+        return [self.power(ptx.fmax(*(ptx.absolute(half(top)) for half in self.halves))) for top in tops]
+
+    def power(self, top: Float32) -> tuple[Float32, Float32]:
+        """(the power of 2 for a row whose greatest number is ``top``, its reciprocal)."""
         exponent = (numbers.bits(top) >> 23).to(Int32) - 127
         exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))
         to_operand = numbers.from_bits(Uint32((127 + self.top_exponent - exponent) << 23))
@@ -108,7 +120,11 @@ class QueryLoader:
         if self.config.fp8 is not None:
             # Codes have no infinity: a row with one is NaN, as in 16 bits, not what 448 in its place makes of it.
             to_operand = to_operand + (top - top)
-        scaled = [value * to_operand for value in values]
+        return to_operand, from_operand
+
+    def converted(self, words, to_operand: Float32) -> list[Any]:
+        """A lane's piece times a power of 2, as fp16 or E4M3."""
+        scaled = [half(word) * to_operand for word in words for half in self.halves]
         if self.config.fp8 is not None:
-            return [pack_e4m3x4(scaled[i : i + 4]) for i in range(0, len(scaled), 4)], from_operand
-        return [ptx.pack_f16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)], from_operand
+            return [pack_e4m3x4(scaled[i : i + 4]) for i in range(0, len(scaled), 4)]
+        return [ptx.pack_f16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)]
