@@ -96,9 +96,14 @@ class QueryLoader:
             words = self.converted(pieces[step], to_operand)
             target = places[step] if self.config.fp8 is None else self.code_place(codes, warp, lane, step)
             ptx.store_shared(target, 0, words)
-            if lane % self.row_pieces == 0:
-                row = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces
-                ptx.store_shared(scales + row * 4, 0, [from_operand])
+            row = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces
+            self.tell(from_operand, scales + row * 4, lane)
+
+    @cute.jit
+    def tell(self, from_operand: Float32, address: Int32, lane: Int32):
+        """Whoever has the row, of its power of 2."""
+        if lane % self.row_pieces == 0:
+            ptx.store_shared(address, 0, [from_operand])
 
     def greater(self, a: Uint32, b: Uint32) -> Uint32:
         """Of two words the numbers of greater magnitude."""
