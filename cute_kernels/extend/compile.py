@@ -163,7 +163,8 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
     if config.unpacks is not None:
         codes = [cute.sym_int() for _ in range(3)]
         for name, form in zip(("k_codes", "v_codes"), config.unpacks.formats, strict=True):
-            tensors[name] = _fake_cache(codes, cutlass.Uint8, form.row_elements(config.head_dim), 4)
+            row, coded = form.row_elements(config.head_dim), form.is_coded
+            tensors[name] = _fake_cache(codes, cutlass.Uint8 if coded else dtype, row, 4 if coded else 16)
     arguments = attention_arguments(config.features, beside)
     return arguments.compile(ExtendKernel(config).launch, tensors, arch, *options)
 

@@ -376,8 +376,8 @@ class ExtendConfig:
 
     def _problem_of_unpacking(self, cache: UnpackConfig) -> str | None:
         """Why producer warps cannot unpack a cache beside the products, or None."""
-        if not self.coded or self.fp8 is not None:
-            return "only codes become 16 bits beside the products"
+        if self.fp8 is not None:
+            return "rows become 16 bits beside the products"
         if self.columns > 128:
             return f"sums of head_dim {self.head_dim} leave no registers to unpack beside the products"
         return cache.can_implement()

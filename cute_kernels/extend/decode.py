@@ -165,7 +165,7 @@ class CodedRows:
         self.real_units = shape.head_dim // self.word_codes
         self.group_words = self.real_units // form.num_groups
         self.warp_rows = shape.warp_rows
-        self.num_loads = self.warp_rows * self.row_units // WARP_THREADS
+        self.num_loads = self.num_words = self.warp_rows * self.row_units // WARP_THREADS
 
     def make(self) -> Held:
         return Held(

@@ -36,7 +36,7 @@ READING_RATES: dict[str | int, float] = {"row": 0.74, "outside": 0.77, "groups":
 PRODUCTS_PER_US = 690e6  # FLOP over unpacked keys
 UNPACKED_BYTES_PER_US = 3.0e6  # read and written
 # What idle producer warps unpack beside the products, numbers by what rows' scales are: H200, the same page.
-UNPACKED_BESIDE_PER_US: dict[str, float] = {"row": 270e3, "outside": 340e3, "groups": 340e3}
+UNPACKED_BESIDE_PER_US: dict[str, float] = {"row": 270e3, "outside": 340e3, "groups": 340e3, "dense": 600e3}
 # Decoding beside a prefill: how fast it streams, on how many SMs it does, and what both lose to
 # each other, and to two streams that wait for each other.
 STREAMED_BYTES_PER_US = 4.4e6
@@ -228,9 +228,7 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
 def queries_to_unpack_beside(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
     """How many queries a launch of ``batch`` requests must have for its products to take longer than unpacking beside
     them; None if they never do. Arguments as :func:`queries_to_unpack_for` has them."""
-    rates = [UNPACKED_BESIDE_PER_US[form.extend.scales] for form in config.formats if form.extend is not None]
-    if not rates:
-        return None
+    rates = [UNPACKED_BESIDE_PER_US["dense" if form.extend is None else form.extend.scales] for form in config.formats]
     # Of a number of K or V: 2 FLOP for each query and head of its group.
     queries = math.ceil(PRODUCTS_PER_US / (2 * group * min(rates)))
     return None if window is not None and window < queries else queries * batch
