@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.lanes import in_pairs, neighbours
+from cute_kernels.device.lanes import in_pairs
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.fp8 import pack_e4m3x4
@@ -24,6 +24,9 @@ from cute_kernels.extend.policies import ELEMENT_BYTES, SLAB_COLUMNS, WARPGROUP_
 
 TOP_EXPONENTS = {"fp16": 14, "e4m3": 7}  # of a row's greatest number
 WARP_ROWS = 16
+NO_SIGNS = 0x7FFF7FFF  # of a pair; as bf16 none is a number
+LEAST_EXPONENT, GREAT_EXPONENT = 27, 155  # of bf16, biased: what a power of 2 in bf16 brings to that of fp16
+DOWN, ONES, DOWN_EXPONENT = 0x0D800D80, 0x3F803F80, 100  # pairs of 2**-100 and 1 in bf16
 SLAB_BYTES = WARPGROUP_ROWS * SLAB_COLUMNS * ELEMENT_BYTES
 
 
@@ -42,20 +45,15 @@ class QueryLoader:
         self.row_bytes = config.head_dim * ELEMENT_BYTES
         self.row_pieces = config.columns * ELEMENT_BYTES // wgmma_tiles.PIECE_BYTES
         self.real_pieces = self.row_bytes // wgmma_tiles.PIECE_BYTES  # others are zeros
-        self.top_exponent = TOP_EXPONENTS.get(config.operand_type, 0)
         self.halves = of_name(config.q_dtype).halves
         self.step_rows = WARP_THREADS // self.row_pieces
         self.num_steps = WARP_ROWS // self.step_rows
+        self.own_pieces = self.row_pieces // 2  # of half a row
 
     def place(self, tile, warp, lane, step: int):
         """Shared address of a lane's piece."""
         row, piece = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces, lane % self.row_pieces
         return tile + piece // 8 * SLAB_BYTES + wgmma_tiles.piece_offset(row, piece % 8)
-
-    def code_place(self, codes, warp, lane, step: int):
-        """Shared address of what a lane's piece becomes in E4M3: half a piece."""
-        row, half = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces, lane % self.row_pieces
-        return codes + wgmma_tiles.piece_offset(row, half // 2) + half % 2 * (wgmma_tiles.PIECE_BYTES // 2)
 
     @cute.jit
     def ask(self, shape, work, queries: Int64, tile: Int32, first_row: Int32, warp: Int32, lane: Int32):
@@ -86,50 +84,82 @@ class QueryLoader:
 
     @cute.jit
     def convert(self, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
-        """A warp's rows become fp16, or E4M3, each times a power of 2. All of a lane's pieces go through a step
-        together: one after the other they would wait for each other's loads and shuffles, before the first product."""
-        places = [self.place(tile, warp, lane, step) for step in range(self.num_steps)]
-        pieces = [ptx.load_shared_vector(place, 0, 4) for place in places]
-        powers = self.powers([in_pairs(self.greater, piece) for piece in pieces])
-        for step in cutlass.range_constexpr(self.num_steps):
-            to_operand, from_operand = powers[step]
-            words = self.converted(pieces[step], to_operand)
-            target = places[step] if self.config.fp8 is None else self.code_place(codes, warp, lane, step)
-            ptx.store_shared(target, 0, words)
-            row = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces
-            self.tell(from_operand, scales + row * 4, lane)
+        """A warp's rows, which all of its lanes have asked for, become fp16, or E4M3, each times a power of 2. A lane
+        has half of a row: its greatest number takes one shuffle, and all pieces are converted together."""
+        cute.arch.sync_warp()
+        row, half = lane % WARP_ROWS, lane // WARP_ROWS
+        own = (warp * WARP_ROWS + row) * wgmma_tiles.ROW_BYTES
+        words = cute.make_rmem_tensor(4 * self.own_pieces, Uint32)
+        place = tile + own + self.own_place(row, half)
+        for j in cutlass.range_constexpr(self.own_pieces):
+            piece = ptx.load_shared_vector(place ^ (j % 8 * wgmma_tiles.PIECE_BYTES), j // 8 * SLAB_BYTES, 4)
+            for i in cutlass.range_constexpr(4):
+                words[4 * j + i] = piece[i]
+        top = in_pairs(self.greater, [words[i] for i in range(4 * self.own_pieces)])
+        top = self.greater(top, cute.arch.shuffle_sync_bfly(top, WARP_ROWS))
+        if const_expr(self.config.fp8 is None):
+            from_operand = self.make_halves(words, top)
+            for j in cutlass.range_constexpr(self.own_pieces):
+                piece = [words[4 * j + i] for i in range(4)]
+                ptx.store_shared(place ^ (j % 8 * wgmma_tiles.PIECE_BYTES), j // 8 * SLAB_BYTES, piece)
+        else:
+            to_operand, from_operand = self.power(top)
+            place = codes + own + (row % 8 ^ half * 4) * wgmma_tiles.PIECE_BYTES
+            for j in cutlass.range_constexpr(self.own_pieces // 2):
+                piece = self.make_codes([words[8 * j + i] for i in range(8)], to_operand)
+                ptx.store_shared(place ^ (j * wgmma_tiles.PIECE_BYTES), 0, piece)
+        self.tell(from_operand, scales + (warp * WARP_ROWS + row) * 4, lane)
+
+    def own_place(self, row, half):
+        """Byte offset in a row's slabs of a lane's first piece; that of its j-th is it ^ 16 j."""
+        if self.own_pieces < 8:
+            return (row % 8 ^ half * self.own_pieces) * wgmma_tiles.PIECE_BYTES
+        return half * (self.own_pieces // 8 * SLAB_BYTES) + row % 8 * wgmma_tiles.PIECE_BYTES
 
     @cute.jit
     def tell(self, from_operand: Float32, address: Int32, lane: Int32):
-        """Whoever has the row, of its power of 2."""
-        if lane % self.row_pieces == 0:
+        """Who multiplies, of a row's power of 2."""
+        if lane < WARP_ROWS:
             ptx.store_shared(address, 0, [from_operand])
 
     def greater(self, a: Uint32, b: Uint32) -> Uint32:
         """Of two words the numbers of greater magnitude."""
         return numbers.greater_magnitude(a, b, dtype=self.config.q_dtype)
 
-    def powers(self, tops: list[Uint32]) -> list[tuple[Float32, Float32]]:
-        """(what makes operands of a row, its reciprocal) for each row of which a lane has a piece, from the greatest
-        numbers of the pieces."""
-        for offset in neighbours(self.row_pieces):
-            tops = [self.greater(top, cute.arch.shuffle_sync_bfly(top, offset)) for top in tops]
-        return [self.power(ptx.fmax(*(ptx.absolute(half(top)) for half in self.halves))) for top in tops]
+    @cute.jit
+    def make_halves(self, words, top: Uint32):
+        """Pairs of bf16 become pairs of fp16; what these are to be multiplied with. top: the row's greatest numbers.
 
-    def power(self, top: Float32) -> tuple[Float32, Float32]:
-        """(the power of 2 for a row whose greatest number is ``top``, its reciprocal)."""
-        exponent = (numbers.bits(top) >> 23).to(Int32) - 127
+        A power of 2 brings exponents of bf16 below 2**5, where they are those of fp16, also of what is subnormal: then
+        sign, exponent and fraction only move apart. An infinite number, or none, makes all of its row NaN.
+        """
+        top = top & Uint32(NO_SIGNS)
+        exponent = cutlass.max(Int32(top >> 23), Int32(top & Uint32(0xFFFF)) >> 7)
+        nothing = exponent == 255
+        exponent = cutlass.max(exponent, Int32(LEAST_EXPONENT))
+        great = exponent > GREAT_EXPONENT
+        if cute.arch.vote_any_sync(great):
+            down = cutlass.select_(great, Uint32(DOWN), Uint32(ONES))
+            for i in cutlass.range_constexpr(4 * self.own_pieces):
+                words[i] = ptx.mul_bf16x2(words[i], down)
+        field = (GREAT_EXPONENT + 1) - exponent + cutlass.select_(great, Int32(DOWN_EXPONENT), Int32(0))
+        power = cutlass.select_(nothing, Uint32(NO_SIGNS), Uint32(field) * Uint32(0x00800080))
+        for i in cutlass.range_constexpr(4 * self.own_pieces):
+            moved = ptx.mul_bf16x2(words[i], power)
+            words[i] = (moved & Uint32(NO_SIGNS)) * Uint32(7) + moved
+        return numbers.from_bits(Uint32(exponent - TOP_EXPONENTS["fp16"]) << Uint32(23))
+
+    def power(self, top: Uint32) -> tuple[Float32, Float32]:
+        """(the power of 2 that makes E4M3 of a row, its reciprocal); top: the row's greatest numbers."""
+        greatest = ptx.fmax(*(ptx.absolute(half(top)) for half in self.halves))
+        exponent = (numbers.bits(greatest) >> 23).to(Int32) - 127
         exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))
-        to_operand = numbers.from_bits(Uint32((127 + self.top_exponent - exponent) << 23))
-        from_operand = numbers.from_bits(Uint32((127 - self.top_exponent + exponent) << 23))
-        if self.config.fp8 is not None:
-            # Codes have no infinity: a row with one is NaN, as in 16 bits, not what 448 in its place makes of it.
-            to_operand = to_operand + (top - top)
-        return to_operand, from_operand
+        to_operand = numbers.from_bits(Uint32((127 + TOP_EXPONENTS["e4m3"] - exponent) << 23))
+        from_operand = numbers.from_bits(Uint32((127 - TOP_EXPONENTS["e4m3"] + exponent) << 23))
+        # Codes have no infinity: a row with one is NaN, as in 16 bits, not what 448 in its place makes of it.
+        return to_operand + (greatest - greatest), from_operand
 
-    def converted(self, words, to_operand: Float32) -> list[Any]:
-        """A lane's piece times a power of 2, as fp16 or E4M3."""
+    def make_codes(self, words, to_operand: Float32) -> list[Any]:
+        """Numbers times a power of 2, as E4M3."""
         scaled = [half(word) * to_operand for word in words for half in self.halves]
-        if self.config.fp8 is not None:
-            return [pack_e4m3x4(scaled[i : i + 4]) for i in range(0, len(scaled), 4)]
-        return [ptx.pack_f16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)]
+        return [pack_e4m3x4(scaled[i : i + 4]) for i in range(0, len(scaled), 4)]

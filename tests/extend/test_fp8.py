@@ -42,7 +42,12 @@ class Machine(Warp):
     def greater_magnitude(self, a: Any, b: Any, *, dtype: str) -> Any:
         kind = "bf16" if dtype == "bf16" else "f16"
         left, right = (np.abs(elements(word, kind)) for word in (a, b))
-        return from_halves(np.where(left >= right, halves(a), halves(b)))
+        found = np.where(left >= right, halves(a), halves(b))
+        return from_halves(np.where(np.isnan(left) | np.isnan(right), np.uint16(0x7FFF), found))
+
+    def mul_bf16x2(self, a: Any, b: Any) -> Any:
+        product = torch.from_numpy(elements(a, "bf16") * elements(b, "bf16")).bfloat16().view(torch.int16)
+        return from_halves(np.where(product.view(torch.bfloat16).isnan(), 0x7FFF, product.numpy().view(np.uint16)))
 
     def pack_e4m3x4(self, values: list[Any]) -> Any:
         codes = torch.from_numpy(np.stack([np.broadcast_to(value, (32,)) for value in values], 1).astype(np.float32))
@@ -71,14 +76,37 @@ def converted(config: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return torch.from_numpy(tile).view(torch.float8_e4m3fn).double(), powers
 
 
-def test_queries_in_bf16_become_fp16_of_the_same_numbers():
-    config = choose(ExtendProblem(128, "int8_token_head", "int8_token_head", "bf16", 64, CAUSAL_PAGES))
-    q = torch.randn(WARPGROUP_ROWS, 128).mul_(torch.randint(-90, 90, (WARPGROUP_ROWS, 1)).float().exp2()).bfloat16()
-    q[5] = 0
-    found, powers = converted(config, q)
-    greatest = found.abs().amax(1)
-    assert (greatest[:5] >= 2**14).all() and (greatest < 2**15).all() and (powers > 0).all()
+INTO_HALVES = choose(ExtendProblem(128, "int8_token_head", "int8_token_head", "bf16", 64, CAUSAL_PAGES))
+
+
+@pytest.mark.parametrize("least, greatest", [(-90, 25), (-90, 120), (29, 120)])
+def test_queries_in_bf16_become_fp16_of_the_same_numbers(least, greatest):
+    """Whether or not some row of a warp is beyond what one power of 2 in bf16 brings into fp16."""
+    exponents = torch.randint(least, greatest, (WARPGROUP_ROWS, 1)).float()
+    q = torch.rand(WARPGROUP_ROWS, 128).add_(1e-2).mul_(exponents.exp2()).mul_(torch.randn(64, 128).sign()).bfloat16()
+    q[5:7] = 0
+    q[6, :2] = torch.tensor([1.0, 2.0**-28])
+    found, powers = converted(INTO_HALVES, q)
+    top = found.abs().amax(1)
+    assert (top[:5] >= 2**14).all() and (top < 2**15).all() and (powers > 0).all()
     assert torch.equal(found * powers, q.double())
+
+
+def test_tiny_queries_become_fp16():
+    q = torch.full((WARPGROUP_ROWS, 128), 2.0**-127).bfloat16()
+    found, powers = converted(INTO_HALVES, q)
+    assert torch.equal(found * powers, q.double())
+
+
+@pytest.mark.parametrize("other", [torch.inf, -torch.inf, torch.nan])
+def test_a_query_in_fp16_with_what_is_no_number_is_none(other):
+    q = torch.randn(WARPGROUP_ROWS, 128).bfloat16()
+    want = converted(INTO_HALVES, q)
+    rows = torch.zeros(WARPGROUP_ROWS, dtype=torch.bool)
+    q[3, 7], q[20, 0], rows[[3, 20]] = other, other, True
+    found = converted(INTO_HALVES, q)
+    assert found[0][rows].isnan().all()
+    assert all(torch.equal(one[~rows], other[~rows]) for one, other in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("q_dtype", ["bf16", "fp16"])
