@@ -50,7 +50,7 @@ CONFIGS["head_dim 80"] = choose(ExtendProblem(80, "bf16", "bf16", "bf16", 64, CA
 CONFIGS["new tokens"] = choose_newer(CONFIGS["bf16"])
 CONFIGS["unpacked, a scale a tile"] = choose_unpacked(CONFIGS["int8"])[1]
 CONFIGS["unpacked"] = choose_unpacked(CONFIGS["int4"])[1]
-for name in ("int8", "int4", "contiguous"):
+for name in ("int8", "int4", "contiguous", "bf16"):
     beside = choose_beside(CONFIGS[name])
     assert beside is not None
     CONFIGS[f"unpacked meanwhile, {name}"] = beside

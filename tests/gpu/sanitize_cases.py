@@ -495,6 +495,7 @@ EXTEND = {
     "extend-int8_token_head-unpacked": ExtendCase("int8_token_head", *EXTEND_SHAPES, unpack=True),
     "extend-int8_token_head-beside": ExtendCase("int8_token_head", *EXTEND_SHAPES, unpack=True, beside=True),
     "extend-int4_g4-beside-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, unpack=True, num_splits=2, beside=True),
+    "extend-bf16-pages-of-16-beside": ExtendCase("bf16", *EXTEND_SHAPES, page_size=16, unpack=True, beside=True),
     "extend-int4_g4-unpacked-splits": ExtendCase("int4_g4", *EXTEND_SHAPES, unpack=True, num_splits=2),
     "extend-fp8": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True),
     "extend-fp8-splits": ExtendCase("e4m3_tensor", *EXTEND_SHAPES, fp8_products=True, num_splits=2),

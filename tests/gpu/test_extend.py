@@ -23,7 +23,6 @@ from cute_kernels.extend.config import CombineConfig, ExtendConfig
 from cute_kernels.extend.plan import configs_of, problem_of
 from cute_kernels.extend.policies import UnpackConfig
 from cute_kernels.extend.schedule import choose, choose_beside, choose_fp8, choose_unpacked
-from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.spec import KernelSpec
 from tests.attention.cases import make_call as make_decode_call
 from tests.extend.cases import FORMATS, Call, assert_close, make_call, unpacking_beside
@@ -142,11 +141,6 @@ def variant(name: str, q_lens=Q_LENS, lengths=LENGTHS, device: str = CUDA, seed:
     return make_call(kv_format, q_lens, lengths, device=device, seed=seed, **options)
 
 
-def is_coded(kv_format: Any) -> bool:
-    names = (kv_format,) if isinstance(kv_format, str) else kv_format
-    return all(format_of(name).is_coded for name in names)
-
-
 def specs() -> list[KernelSpec]:
     """For tests.gpu.prepare."""
     # Lengths beyond every window: one that all tokens fit is left out of a kernel.
@@ -184,7 +178,7 @@ def test_it_is_attention(name):
     assert torch.equal(out, again), "equal inputs give bitwise equal outputs"
 
 
-@pytest.mark.parametrize("name", [f"{name}, unpacked" for name, (form, _) in UNPACKED.items() if is_coded(form)])
+@pytest.mark.parametrize("name", [f"{name}, unpacked" for name in UNPACKED])
 def test_it_is_attention_where_its_own_warps_unpack(name):
     """However few queries there are."""
     with unpacking_beside():
@@ -439,7 +433,7 @@ def test_many_launches_leave_the_counter_empty():
         assert torch.equal(call.run(), want)
 
 
-BESIDE = ("int4_g4, unpacked", "int8_token_head, unpacked")
+BESIDE = ("int4_g4, unpacked", "int8_token_head, unpacked", "pages of 16, unpacked")
 
 
 @pytest.fixture
