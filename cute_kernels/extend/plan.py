@@ -223,7 +223,7 @@ def _queries_to_unpack_beside(call: ExtendCall, config: ExtendConfig) -> int | N
     if least is None or call.fp8_products or choose_beside(config) is None:
         return None
     enough = queries_to_unpack_beside(config, call.batch, call.base.group, call.base.window)
-    return None if enough is None else max(least, enough)
+    return None if enough is None else max(least, enough) if config.coded else enough
 
 
 def _table_pages(call: ExtendCall) -> int:

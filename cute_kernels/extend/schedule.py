@@ -36,7 +36,10 @@ READING_RATES: dict[str | int, float] = {"row": 0.74, "outside": 0.77, "groups":
 PRODUCTS_PER_US = 690e6  # FLOP over unpacked keys
 UNPACKED_BYTES_PER_US = 3.0e6  # read and written
 # What idle producer warps unpack beside the products, numbers by what rows' scales are: H200, the same page.
-UNPACKED_BESIDE_PER_US: dict[str, float] = {"row": 270e3, "outside": 340e3, "groups": 340e3, "dense": 600e3}
+UNPACKED_BESIDE_PER_US: dict[str, float] = {"row": 270e3, "outside": 340e3, "groups": 340e3}
+# Rows of 16 bits are moved beside the products in no time of their own, but for what power and memory they take: bytes
+# read and written a us of that, by the tokens of a page.
+MOVED_BESIDE_PER_US: dict[int, float] = {16: 6.5e6, 64: 3.0e6}
 # Decoding beside a prefill: how fast it streams, on how many SMs it does, and what both lose to
 # each other, and to two streams that wait for each other.
 STREAMED_BYTES_PER_US = 4.4e6
@@ -215,20 +218,30 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
     group: query heads of a KV head. window: keys that a query sees. A token of a KV head costs the bytes of its rows;
     each query that sees it saves what reading it again costs.
     """
+    return _queries_that_pay(config, batch, group, window, UNPACKED_BYTES_PER_US)
+
+
+def _queries_that_pay(
+    config: ExtendConfig, batch: int, group: int, window: int | None, bytes_per_us: float
+) -> int | None:
+    """As :func:`queries_to_unpack_for`, at so many bytes read and written a us."""
     kinds: list[str | int] = [form.extend.scales for form in config.formats if form.extend is not None]
     rates = [READING_RATES[kind] for kind in kinds or [config.page_tokens] if kind in READING_RATES]
     if not rates:
         return None
     saved = 4 * config.head_dim * group / PRODUCTS_PER_US * (1 / min(rates) - 1)
     moved = sum(form.row_bytes(config.head_dim) + ELEMENT_BYTES * config.head_dim for form in config.formats)
-    queries = math.ceil(moved / UNPACKED_BYTES_PER_US / saved)
+    queries = math.ceil(moved / bytes_per_us / saved)
     return None if window is not None and window < queries else queries * batch
 
 
 def queries_to_unpack_beside(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
     """How many queries a launch of ``batch`` requests must have for its products to take longer than unpacking beside
-    them; None if they never do. Arguments as :func:`queries_to_unpack_for` has them."""
-    rates = [UNPACKED_BESIDE_PER_US["dense" if form.extend is None else form.extend.scales] for form in config.formats]
+    them, and of 16 bits for that to pay; None if they never do. Arguments as :func:`queries_to_unpack_for` has them."""
+    if not config.coded:
+        moved = MOVED_BESIDE_PER_US.get(config.page_tokens, UNPACKED_BYTES_PER_US)
+        return _queries_that_pay(config, batch, group, window, moved)
+    rates = [UNPACKED_BESIDE_PER_US[form.extend.scales] for form in config.formats if form.extend is not None]
     # Of a number of K or V: 2 FLOP for each query and head of its group.
     queries = math.ceil(PRODUCTS_PER_US / (2 * group * min(rates)))
     return None if window is not None and window < queries else queries * batch

@@ -189,6 +189,19 @@ def test_products_of_few_queries_are_shorter_than_unpacking_beside_them(launches
     assert not any("beside" in launch.symbol for launch in launches), "so few queries see a key"
 
 
+def test_sixteen_bits_in_small_pages_are_moved_beside_the_products_of_many_queries(launches):
+    pages, table = torch.zeros(9, 16, 2, 64).bfloat16(), torch.arange(16, dtype=torch.int32).view(2, 8)
+    call: dict[str, Any] = given(4000) | {"k_cache": pages, "v_cache": pages, "block_table": table}
+    config = choose(problem_of(make_call(**call)))
+    beside = queries_to_unpack_beside(config, 2, 2, None)
+    assert beside is not None
+    for queries, expected in ((beside - 1, False), (beside, True)):
+        launches.clear()
+        call |= given(queries) | {"k_cache": pages, "v_cache": pages, "block_table": table}
+        extend_attention(**call)
+        assert len(launches) == 1 and ("beside" in launches[0].symbol) == expected
+
+
 def test_fp8_products_are_made_however_few_queries_there_are(launches):
     cache = torch.zeros(2, 256, 2, 128, dtype=torch.uint8).view(torch.float8_e4m3fn)
     scale = torch.ones(())
