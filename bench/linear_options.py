@@ -203,8 +203,6 @@ def run(bench: Bench, forms: Iterable[Format], rows: Iterable[int] | None = None
 
     def work(layer: Layer, name: str) -> dict[str, dict[str, Any]]:
         of_layer = LinearOptions(layer, by_name[name])
-        options = of_layer.all()
-        of_layer.check(options)
-        return measure(bench, options)
+        return measure(bench, of_layer.all(), of_layer.check)
 
     run_cases(bench, [(layer, name) for layer in layers for name in by_name], work)

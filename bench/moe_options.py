@@ -66,8 +66,6 @@ def run(bench: Bench, chosen: Iterable[MoeShape]) -> None:
     """A row for each shape under the record's key "options"."""
 
     def work(shape: MoeShape, _: str) -> dict[str, dict[str, Any]]:
-        options = options_of(shape)
-        check(options)
-        return measure(bench, options)
+        return measure(bench, options_of(shape), check)
 
     run_cases(bench, [(shape, "w4g128-bf16") for shape in chosen], work)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench import entry
+from bench import entry, kernels
 from bench.append import AppendShape, bind, make_call
 from bench.report import aligned, closing, number
 from bench.suites import Bench
@@ -23,6 +23,7 @@ from bench.workloads import DecodeInputs, DecodeShape, make_inputs
 from cute_kernels import append_and_decode
 from cute_kernels.kv_cache import CacheTransform, Rope
 from cute_kernels.kv_cache.call import AppendCall
+from cute_kernels.kv_formats import format_of, format_pair
 
 RUNS = 5
 BYTES_PER_US = 4.6e6  # what streaming kernels reach on an H200
@@ -104,7 +105,7 @@ def decode_options(inputs: DecodeInputs) -> dict[str, Option]:
         "K and V in one tensor": Option(with_(_in_one_tensor(inputs)), bar=PLACES),
         "q of a fused projection": Option(with_(replace(inputs, q=_fused(inputs.q))), bar=PLACES),
         "lse": Option(with_(return_lse=True)),
-        **_step_options(inputs),
+        **({} if format_of(format_pair(inputs.kv_format)[0]).in_blocks else _step_options(inputs)),
     }
 
 
@@ -231,8 +232,16 @@ def _with(call: AppendCall, changes: Mapping[str, Any]) -> AppendCall:
     return call._replace(**changes)
 
 
-def measure(bench: Bench, options: Mapping[str, Option]) -> dict[str, dict[str, Any]]:
-    """By name: median us, what it takes more than what it is compared with, and how much that may be."""
+def measure(
+    bench: Bench, options: Mapping[str, Option], check: Callable[[dict[str, Option]], None] | None = None
+) -> dict[str, dict[str, Any]]:
+    """By name: median us, what it takes more than what it is compared with, and how much that may be.
+
+    check: of the options, raises WrongOutput where a result is not right. Before it, their kernels are compiled.
+    """
+    kernels.make_ready(kernels.needed_by(option.call for option in options.values()), bench.say)
+    if check is not None:
+        check(dict(options))
     graphs = {name: capture(option.call) for name, option in options.items()}
     runs = []
     for _ in range(RUNS):
@@ -255,7 +264,12 @@ def run_decode(bench: Bench, batches: Iterable[int], formats: Iterable[str]) -> 
     def work(shape: DecodeShape, kv_format: str) -> dict[str, dict[str, Any]]:
         return measure(bench, decode_options(make_inputs(shape, kv_format)))
 
-    run_cases(bench, [(shape, name) for shape in decode_shapes(batches) for name in formats], work)
+    run_cases(bench, [(paged_for(name, shape), name) for shape in decode_shapes(batches) for name in formats], work)
+
+
+def paged_for(kv_format: str, shape: DecodeShape) -> DecodeShape:
+    """The shape in pages that hold whole blocks of a format."""
+    return replace(shape, page_size=max(shape.page_size, format_of(kv_format).block_tokens))
 
 
 def run_append(bench: Bench, chosen: Iterable[AppendShape], formats: Iterable[str]) -> None:
