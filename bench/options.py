@@ -7,8 +7,9 @@ plain one's. An option may take its own bytes at the rate of `BYTES_PER_US` and 
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from cute_kernels import append_and_decode
 from cute_kernels.kv_cache import CacheTransform, Rope
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_formats import format_of, format_pair
+from cute_kernels.runtime import KernelSpec
 
 RUNS = 5
 BYTES_PER_US = 4.6e6  # what streaming kernels reach on an H200
@@ -69,6 +71,10 @@ class Option:
     def allowed_us(self, plain_us: float) -> float:
         """More than the plain call, at most."""
         return self.own_bytes / BYTES_PER_US + self.bar.allowed_us(plain_us)
+
+
+Make = Callable[[Any, str], dict[str, Option]]
+"""Of a shape and the name of a format."""
 
 
 def decode_shapes(batches: Iterable[int]) -> list[DecodeShape]:
@@ -232,16 +238,8 @@ def _with(call: AppendCall, changes: Mapping[str, Any]) -> AppendCall:
     return call._replace(**changes)
 
 
-def measure(
-    bench: Bench, options: Mapping[str, Option], check: Callable[[dict[str, Option]], None] | None = None
-) -> dict[str, dict[str, Any]]:
-    """By name: median us, what it takes more than what it is compared with, and how much that may be.
-
-    check: of the options, raises WrongOutput where a result is not right. Before it, their kernels are compiled.
-    """
-    kernels.make_ready(kernels.needed_by(option.call for option in options.values()), bench.say)
-    if check is not None:
-        check(dict(options))
+def measure(bench: Bench, options: Mapping[str, Option]) -> dict[str, dict[str, Any]]:
+    """By name: median us, what it takes more than what it is compared with, and how much that may be."""
     graphs = {name: capture(option.call) for name, option in options.items()}
     runs = []
     for _ in range(RUNS):
@@ -260,11 +258,8 @@ def measure(
 def run_decode(bench: Bench, batches: Iterable[int], formats: Iterable[str]) -> None:
     """A row for each shape and format under the record's key "options"."""
     formats = tuple(formats)
-
-    def work(shape: DecodeShape, kv_format: str) -> dict[str, dict[str, Any]]:
-        return measure(bench, decode_options(make_inputs(shape, kv_format)))
-
-    run_cases(bench, [(paged_for(name, shape), name) for shape in decode_shapes(batches) for name in formats], work)
+    cases = [(paged_for(name, shape), name) for shape in decode_shapes(batches) for name in formats]
+    run_cases(bench, cases, lambda shape, name: decode_options(make_inputs(shape, name)))
 
 
 def paged_for(kv_format: str, shape: DecodeShape) -> DecodeShape:
@@ -274,23 +269,36 @@ def paged_for(kv_format: str, shape: DecodeShape) -> DecodeShape:
 
 def run_append(bench: Bench, chosen: Iterable[AppendShape], formats: Iterable[str]) -> None:
     formats = tuple(formats)
-
-    def work(shape: AppendShape, kv_format: str) -> dict[str, dict[str, Any]]:
-        return measure(bench, append_options(shape, kv_format))
-
-    run_cases(bench, [(shape, name) for shape in chosen for name in formats], work)
+    run_cases(bench, [(shape, name) for shape in chosen for name in formats], append_options)
 
 
-def run_cases(bench: Bench, cases: Iterable[tuple[Any, str]], work: Callable[[Any, str], dict[str, Any]]) -> None:
-    """A row for each (shape, name of a format) of what ``work`` finds."""
+def run_cases(
+    bench: Bench, cases: Iterable[tuple[Any, str]], make: Make, check: Callable[[dict[str, Option]], None] | None = None
+) -> None:
+    """A row for each (shape, name of a format) of the options that ``make`` makes; their kernels are compiled first.
+
+    check: of the options of a case, raises WrongOutput where a result is not right.
+    """
     rows: list[dict[str, Any]] = []
+    cases = list(cases)
+    bench.attempt("kernels", lambda: kernels.make_ready(_kernels_of(cases, make), bench.say))
 
     def one(shape: Any, kv_format: str) -> None:
-        rows.append({"name": shape.name, "kv_format": kv_format, "options": work(shape, kv_format)})
+        options = make(shape, kv_format)
+        if check is not None:
+            check(options)
+        rows.append({"name": shape.name, "kv_format": kv_format, "options": measure(bench, options)})
         bench.recorder.set("options", rows)
 
     for shape, kv_format in cases:
         bench.attempt(f"options: {kv_format} {shape.name}", lambda s=shape, f=kv_format: one(s, f))
+
+
+def _kernels_of(cases: Iterable[tuple[Any, str]], make: Make) -> Iterator[KernelSpec]:
+    """Of the options of all cases that can be made; others say why when their turn comes."""
+    for case in cases:
+        with contextlib.suppress(Exception):
+            yield from kernels.needed_by(option.call for option in make(*case).values())
 
 
 def text(record: dict[str, Any]) -> str:

@@ -81,16 +81,33 @@ def test_a_call_says_what_it_compiles_and_only_that():
         assert said == [f"compiling {spec}" for spec, _ in cache.loaded] and len(said) == 1
 
 
-def test_options_are_compiled_before_they_are_checked_and_timed():
+def test_kernels_of_all_cases_are_compiled_before_any_is_checked_and_timed():
+    """A case that cannot be made says so when its turn comes."""
     steps: list[str] = []
 
     def clock(calls, flush, protocol):
         steps.append("timed")
         return {name: Timing(1.0, 1.0, 1.0, 1) for name in calls}
 
-    bench = type("Bench", (), {"flush": None, "protocol": None, "say": staticmethod(steps.append)})
-    given = {"plain": Option(calls_of()[0])}
+    def make(shape, kv_format):
+        if kv_format == "none":
+            raise ValueError("no such format")
+        return {"plain": Option(calls_of(kv_format)[0])}
+
+    def attempt(what, work):
+        try:
+            work()
+        except ValueError as error:
+            steps.append(f"{what}: {error}")
+
+    record: dict = {}
+    recorder = type("Recorder", (), {"set": staticmethod(record.__setitem__)})
+    functions = {"say": staticmethod(steps.append), "attempt": staticmethod(attempt), "recorder": recorder}
+    bench = type("Bench", (), {"flush": None, "protocol": None, **functions})
+    cases = [(SHAPE, name) for name in ("none", "bf16", "int4_g4")]
     with recording(), using(Missing()), ticking(Clock(clock, lambda call, warmup: call)):
-        options.measure(bench, given, lambda checked: steps.append("checked"))  # type: ignore[arg-type]
-    assert steps[0].startswith("compiling 1 of 1") and steps[1].startswith("compiled")
-    assert steps[2] == "checked" and set(steps[3:]) == {"timed"}
+        options.run_cases(bench, cases, make, lambda checked: steps.append("checked"))  # type: ignore[arg-type]
+    assert steps[0].startswith("compiling 2 of 2") and steps[1].startswith("compiled")
+    assert steps[2] == f"options: none {SHAPE.name}: no such format"
+    assert steps[3:] == 2 * ["checked", *options.RUNS * ["timed"]]
+    assert [row["kv_format"] for row in record["options"]] == ["bf16", "int4_g4"]

@@ -94,7 +94,7 @@ def test_options_are_compared_within_a_run():
         times = {"plain": base, "half": base / 2, "slow": base + 2.0, "window": base / 2 + 0.1}
         return {name: Timing(times[name], 0.0, 0.0, 1) for name in calls}
 
-    bench = type("Bench", (), {"flush": None, "protocol": None, "say": print})
+    bench = type("Bench", (), {"flush": None, "protocol": None})
     work = Option(lambda: None)
     given = {"plain": work, "half": work, "slow": work, "window": Option(lambda: None, plain="half")}
     with ticking(Clock(clock, lambda call, warmup: call)):
