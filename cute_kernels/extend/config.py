@@ -377,7 +377,7 @@ class ExtendConfig:
     def _problem_of_unpacking(self, cache: UnpackConfig) -> str | None:
         """Why producer warps cannot unpack a cache beside the products, or None."""
         if self.fp8 is not None:
-            return "rows become 16 bits beside the products"
+            return "what is unpacked beside the products becomes rows of 16 bits"
         if self.columns > 128:
             return f"sums of head_dim {self.head_dim} leave no registers to unpack beside the products"
         return cache.can_implement()

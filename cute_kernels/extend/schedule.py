@@ -37,9 +37,9 @@ PRODUCTS_PER_US = 690e6  # FLOP over unpacked keys
 UNPACKED_BYTES_PER_US = 3.0e6  # read and written
 # What idle producer warps unpack beside the products, numbers by what rows' scales are: H200, the same page.
 UNPACKED_BESIDE_PER_US: dict[str, float] = {"row": 270e3, "outside": 340e3, "groups": 340e3}
-# Rows of 16 bits are moved beside the products in no time of their own, but for what power and memory they take: bytes
-# read and written a us of that, by the tokens of a page.
-MOVED_BESIDE_PER_US: dict[int, float] = {16: 6.5e6, 64: 3.0e6}
+# Of 16 bits beside the products, which they take power and memory from: so that 1024 queries pay for pages of 16 and
+# 2048 for pages of 64, an H200.
+MOVED_BESIDE_BYTES_PER_US = 6.8e6
 # Decoding beside a prefill: how fast it streams, on how many SMs it does, and what both lose to
 # each other, and to two streams that wait for each other.
 STREAMED_BYTES_PER_US = 4.4e6
@@ -239,8 +239,7 @@ def queries_to_unpack_beside(config: ExtendConfig, batch: int, group: int, windo
     """How many queries a launch of ``batch`` requests must have for its products to take longer than unpacking beside
     them, and of 16 bits for that to pay; None if they never do. Arguments as :func:`queries_to_unpack_for` has them."""
     if not config.coded:
-        moved = MOVED_BESIDE_PER_US.get(config.page_tokens, UNPACKED_BYTES_PER_US)
-        return _queries_that_pay(config, batch, group, window, moved)
+        return _queries_that_pay(config, batch, group, window, MOVED_BESIDE_BYTES_PER_US)
     rates = [UNPACKED_BESIDE_PER_US[form.extend.scales] for form in config.formats if form.extend is not None]
     # Of a number of K or V: 2 FLOP for each query and head of its group.
     queries = math.ceil(PRODUCTS_PER_US / (2 * group * min(rates)))

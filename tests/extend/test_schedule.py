@@ -159,7 +159,7 @@ def test_unpacking_is_for_many_queries(kv_format, page_tokens, least, most):
     assert queries_to_unpack_for(config, 1, 4, queries - 1) is None, "a window lets few queries see a token"
 
 
-@pytest.mark.parametrize("page_tokens, least, most", [(16, 800, 1024), (64, 4097, 5000), (32, None, None)])
+@pytest.mark.parametrize("page_tokens, least, most", [(16, 800, 1024), (64, 1800, 2048), (32, None, None)])
 def test_moving_16_bits_beside_the_products_is_for_fewer_queries_the_smaller_pages_are(page_tokens, least, most):
     config = choose(ExtendProblem(128, "bf16", "bf16", "bf16", page_tokens, Features(causal=True, paged=True)))
     before, beside = queries_to_unpack_for(config, 1, 4, None), queries_to_unpack_beside(config, 1, 4, None)
