@@ -323,9 +323,13 @@ class TileScale:
     """The power of 2 of a tile of K or V: each warp that has a part of it looks at the scales of all its rows."""
 
     def __init__(self, config: UnpackConfig, operand: int):
-        self.operand, self.is_scaled = operand, config.tile_scales[operand]
+        self.config, self.operand, self.is_scaled = config, operand, config.tile_scales[operand]
         self.loads = config.tile_tokens // WARP_THREADS if self.is_scaled else 0
-        self.rows = CodedRows(ChunkRows.of(config), operand, around=True) if self.is_scaled else None
+
+    @property
+    def rows(self) -> CodedRows:
+        """Of a tile that has one."""
+        return CodedRows(ChunkRows.of(self.config), self.operand, around=True)
 
     @cute.jit
     def load(self, source, work, first_valid: Int32, block: Int32, lane: Int32):
