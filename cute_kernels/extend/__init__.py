@@ -135,7 +135,8 @@ def extend_attention(
 
     Args:
         q: bf16 or fp16 [total_q, num_q_heads, head_dim], the queries of all requests one after the other; head_dim 64,
-            80, 96, 128, 192 or 256.
+            80, 96, 128, 192 or 256. A query's heads lie together; queries may lie apart, on multiples of 16 bytes, as
+            parts of a fused projection's result do.
         k_cache, v_cache: rows in ``kv_format``. Without a block table [batch, max_seq_len, num_kv_heads, row], with one
             [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. Strides are free as those
             of `decode_attention` are: K and V may be views of one tensor. num_kv_heads divides num_q_heads,
@@ -163,9 +164,10 @@ def extend_attention(
             K has a center.
         k_scale, v_scale: fp32, for formats whose scale lies beside the cache: [] or [1] ("..._tensor"), [num_kv_heads]
             or [num_kv_heads, 1] ("..._head").
-        new_k, new_v: K and V of the queries' own tokens, exact: [total_q, num_kv_heads, head_dim] in q's dtype,
-            contiguous. Given, a request's last q_len tokens are these, and the cache is read for the seq_lens[b] -
-            q_len before them alone, of which there may be none. A second launch merges both parts.
+        new_k, new_v: K and V of the queries' own tokens, exact: [total_q, num_kv_heads, head_dim] in q's dtype, rows
+            contiguous and on multiples of 16 bytes. Given, a request's last q_len tokens are these, and the cache is
+            read for the seq_lens[b] - q_len before them alone, of which there may be none. A second launch merges both
+            parts.
         tree_mask: int32 [total_q, words], contiguous: bit j % 32 of word j // 32 says whether a query sees new token j
             of its request, whose queries' own tokens are 0 to q_len - 1; older tokens are seen by all, and new ones
             that there is no word for by none. It takes causal's place, and goes with neither window_size nor

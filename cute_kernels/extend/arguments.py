@@ -1,9 +1,10 @@
 """What the kernels of extend attention are launched with: declared here, and nowhere else listed.
 
-Attention (`attention_arguments`): q, out [total_q, num_q_heads, head_dim]; caches [blocks, tokens, num_kv_heads, row],
-or [blocks, num_kv_heads, tokens, row] if they are head-major; a block is a page with ``block_table``, else a request,
-or all tokens if they are ragged; cu_seqlens int32 [batch + 1]; seq_lens int32 [batch] (ragged: where each request's
-keys begin, [batch + 1]). The others are addresses and numbers, which cost the caller less than tensors:
+Attention (`attention_arguments`): q, out [total_q, num_q_heads, head_dim], of q the first stride may be free; caches
+[blocks, tokens, num_kv_heads, row], or [blocks, num_kv_heads, tokens, row] if they are head-major; a block is a page
+with ``block_table``, else a request, or all tokens if they are ragged; cu_seqlens int32 [batch + 1]; seq_lens int32
+[batch] (ragged: where each request's keys begin, [batch + 1]). The others are addresses and numbers, which cost the
+caller less than tensors:
 
     lse                  fp32 [total_q, num_q_heads], or 0
     other_out, other_lse as out and lse, what the result is merged with

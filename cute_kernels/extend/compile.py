@@ -152,7 +152,7 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
 
     k_cache, v_cache = map(cache, config.formats)
     tensors = {
-        "q": _fake_dense(dtype, (total_q, q_heads, config.head_dim)),
+        "q": (_fake_rows if config.strided_q else _fake_dense)(dtype, (total_q, q_heads, config.head_dim)),
         "k_cache": k_cache,
         "v_cache": v_cache,
         "cu_seqlens": _fake_dense(cutlass.Int32, (cute.sym_int(),)),
@@ -182,6 +182,15 @@ def _fake_dense(dtype: Any, shape: tuple[Any, ...]) -> Any:
     order = tuple(reversed(range(len(shape))))
     align = 4 if dtype.width == 32 else 16
     return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+
+
+def _fake_rows(dtype: Any, shape: tuple[Any, Any, int]) -> Any:
+    """Rows of 16 bits of heads that lie together, each row aligned to 16 bytes, wherever that is."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    stride = cute.sym_int64(divisibility=8)
+    return make_fake_tensor(dtype, shape, stride=(stride, shape[2], 1), assumed_align=16)
 
 
 def _fake_cache(shape: Iterable[Any], dtype: Any, row: int, align: int) -> Any:

@@ -70,6 +70,7 @@ class ExtendConfig:
         tree: whether a mask says which of a request's new tokens a query sees, instead of their order.
         tile_rows: packed queries of a work tile. Fewer than 128 are columns of products whose rows are keys, see
             :mod:`.key_rows`.
+        strided_q: whether queries lie apart, as parts of a fused projection's rows do; a query's heads lie together.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -83,6 +84,7 @@ class ExtendConfig:
     merges: bool = False
     tree: bool = False
     tile_rows: int = TILE_ROWS
+    strided_q: bool = False
 
     @property
     def key_rows(self) -> KeyRows | None:
@@ -325,6 +327,7 @@ class ExtendConfig:
         layout += ("_tree" if self.tree else "") + ("" if self.ping_pong else "_free")
         layout += "_mapped" if self.mapped else ""
         layout += f"_q{self.tile_rows}" if self.key_rows is not None else ""
+        layout += "_strided_q" if self.strided_q else ""
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
 
     def can_implement(self) -> str | None:

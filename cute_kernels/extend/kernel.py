@@ -71,7 +71,7 @@ class ExtendKernel:
         self.kernel(
             shape,
             source if config.unpacks is None else SourceBeside.of(source, given, config.unpacks),
-            Operands.of(given),
+            Operands.of(given, config),
             Features.of(given, config),
             Lengths(ptx.address(given.cu_seqlens), ptx.address(given.seq_lens), given.counter, given.prefix_only),
         ).launch(grid=(given.num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream)

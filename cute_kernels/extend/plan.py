@@ -13,7 +13,7 @@ from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.score_options import tensors_in
 from cute_kernels.extend.arguments import COMBINE, UNPACK, attention_arguments
-from cute_kernels.extend.call import ExtendCall
+from cute_kernels.extend.call import ExtendCall, row_stride
 from cute_kernels.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
 from cute_kernels.extend.config import CombineConfig, ExtendConfig
 from cute_kernels.extend.policies import UNPACK_CTAS_PER_SM
@@ -384,6 +384,7 @@ def problem_of(call: ExtendCall) -> ExtendProblem:
         page_tokens=max(size for size in PAGE_TOKENS if base.page_size % size == 0) if paged else 0,
         features=call.features,
         tree=call.tree_mask is not None,
+        strided_q=row_stride(call.q) is not None,
     )
 
 

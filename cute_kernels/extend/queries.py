@@ -8,6 +8,7 @@ times a power of 2 that brings its greatest number below 2**8: numbers down to 2
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -34,11 +35,40 @@ def query_row(shape, work, row):
     return (work.q_start + place) * shape.num_q_heads + head, place, head
 
 
+@dataclass(frozen=True)
+class StridedQueries:
+    """Queries that lie apart, each one's heads together; run-time values. token_bytes: from a query to the next one."""
+
+    base: Int64
+    token_bytes: Int64
+
+    @classmethod
+    def of(cls, q: cute.Tensor) -> StridedQueries:
+        """On the host."""
+        strides: Any = q.stride
+        return cls(ptx.address(q), Int64(strides[0]) * ELEMENT_BYTES)
+
+
+class QueryRows:
+    """Where rows of queries lie: ``queries`` is an address, or `StridedQueries` where they lie apart."""
+
+    def __init__(self, config: ExtendConfig):
+        self.strided, self.row_bytes = config.strided_q, config.head_dim * ELEMENT_BYTES
+
+    def address(self, shape, work, queries, row):
+        """Of a packed row that the request has."""
+        number, place, head = query_row(shape, work, row)
+        if not self.strided:
+            return queries + Int64(number) * self.row_bytes
+        own = queries.base + Int64(work.q_start + place) * queries.token_bytes
+        return own + Int64(head) * self.row_bytes
+
+
 class QueryLoader:
     """How queries come."""
 
     def __init__(self, config: ExtendConfig):
-        self.config = config
+        self.config, self.rows = config, QueryRows(config)
         self.row_bytes = config.head_dim * ELEMENT_BYTES
         self.row_pieces = config.columns * ELEMENT_BYTES // wgmma_tiles.PIECE_BYTES
         self.real_pieces = self.row_bytes // wgmma_tiles.PIECE_BYTES  # others are zeros
@@ -58,14 +88,14 @@ class QueryLoader:
         return codes + wgmma_tiles.piece_offset(row, half // 2) + half % 2 * (wgmma_tiles.PIECE_BYTES // 2)
 
     @cute.jit
-    def ask(self, shape, work, queries: Int64, tile: Int32, first_row: Int32, warp: Int32, lane: Int32):
+    def ask(self, shape, work, queries, tile: Int32, first_row: Int32, warp: Int32, lane: Int32):
         """Asks for a warp's 16 rows of a warpgroup's, which begin with ``first_row``; those that the request does not
         have become zeros. tile: shared address of the warpgroup's queries."""
         for step in cutlass.range_constexpr(self.num_steps):
             row = first_row + (warp * WARP_ROWS + step * self.step_rows) + lane // self.row_pieces
             exists = row < work.num_rows
-            number, _, _ = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
-            address = queries + Int64(number) * self.row_bytes + Int64(lane % self.row_pieces * wgmma_tiles.PIECE_BYTES)
+            address = self.rows.address(shape, work, queries, cutlass.select_(exists, row, work.first_row))
+            address = address + Int64(lane % self.row_pieces * wgmma_tiles.PIECE_BYTES)
             if const_expr(self.real_pieces < self.row_pieces):
                 exists = exists & (lane % self.row_pieces < self.real_pieces)
             size = cutlass.select_(exists, Int32(wgmma_tiles.PIECE_BYTES), Int32(0))

@@ -58,6 +58,7 @@ class ExtendProblem:
         page_tokens: tokens that certainly lie together in a paged cache, 0 for contiguous ones.
         features: what the call asks for beyond softmax(q K^T) V.
         tree: whether a mask says which new tokens a query sees.
+        strided_q: whether queries lie apart.
     """
 
     head_dim: int
@@ -67,6 +68,7 @@ class ExtendProblem:
     page_tokens: int = 0
     features: Features = PLAIN
     tree: bool = False
+    strided_q: bool = False
 
 
 def choose(problem: ExtendProblem) -> ExtendConfig:
@@ -80,6 +82,7 @@ def choose(problem: ExtendProblem) -> ExtendConfig:
         keys=CachedKeys(problem.page_tokens),
         features=problem.features,
         tree=problem.tree,
+        strided_q=problem.strided_q,
     )
 
 
@@ -95,6 +98,7 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
         features=replace(config.features, paged=False, head_major=False),
         merges=True,
         tree=config.tree,
+        strided_q=config.strided_q,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -134,6 +134,22 @@ def make_call(
     call = Call(q, base.k_cache, base.v_cache, base.seq_lens, ends, kv_format, options)
     poison_unseen(call, q_lens)
     return call
+
+
+def fused(call: Call, pad: int = 0) -> Call:
+    """The same call, its q (and new tokens) parts of one tensor, as a fused projection makes them; what else this holds
+    is NaN. pad: elements between tokens."""
+    names = [name for name in ("new_k", "new_v") if name in call.options]
+    parts = [call.q, *(call.options[name] for name in names)]
+    counts, (total, _, dim) = [part.shape[1] for part in parts], call.q.shape
+    width = (sum(counts) + 2) * dim + pad
+    rows = torch.full((total, width), torch.nan, dtype=call.q.dtype, device=call.q.device)
+    views, first = [], dim
+    for part, count in zip(parts, counts, strict=True):
+        views.append(rows[:, first : first + count * dim].unflatten(1, (count, dim)))
+        views[-1].copy_(part)
+        first += count * dim
+    return replace(call, q=views[0], options=call.options | dict(zip(names, views[1:], strict=True)))
 
 
 @contextmanager

@@ -47,6 +47,7 @@ CONFIGS = {
 }
 CONFIGS["tree"] = choose(ExtendProblem(128, "bf16", "bf16", "bf16", 64, Features(paged=True), tree=True))
 CONFIGS["head_dim 80"] = choose(ExtendProblem(80, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES))
+CONFIGS["queries apart"] = choose(ExtendProblem(128, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES, strided_q=True))
 CONFIGS["new tokens"] = choose_newer(CONFIGS["bf16"])
 CONFIGS["unpacked, a scale a tile"] = choose_unpacked(CONFIGS["int8"])[1]
 CONFIGS["unpacked"] = choose_unpacked(CONFIGS["int4"])[1]
@@ -165,6 +166,7 @@ def test_what_a_configuration_says_is_what_it_is_told_apart_by():
         *(replace(config, keys=UnpackedKeys(Fp8Products(behind))) for behind in (False, True)),
         replace(config, pipeline=ProducerPipeline(ping_pong=False)),
         replace(config, merges=True),
+        replace(config, strided_q=True),
         replace(config, features=FEATURES),
         replace(config, tile_rows=72),
         replace(config, tile_rows=72, keys=CachedKeys(64, mapped=True)),

@@ -418,3 +418,31 @@ def test_a_configuration_that_is_given_serves_all_calls(launches):
     tensors = [call.pop(name) for name in ("q", "k_cache", "v_cache", "seq_lens")]
     ops.bind_config(config, *tensors, out=torch.zeros_like(tensors[0]), **call)()
     assert columns_of(launches) == "causal"
+
+
+def test_queries_that_lie_apart_have_kernels_of_their_own(launches):
+    """And plans by how far apart, whatever their number."""
+    rows = torch.zeros(40, 4 + 2 * 2, 64).bfloat16()
+    for count in (6, 40, 1):
+        q = rows[:count, :4]
+        out = extend_attention(**given(6) | {"q": q, "cu_seqlens_q": torch.tensor([0, 0, count], dtype=torch.int32)})
+        assert out.is_contiguous() and launches[-1].symbol.endswith("_strided_q")
+        assert launches[-1].arguments[0].data_ptr() == rows.data_ptr(), "no copy"
+    assert len(launches) == 3 and len(ops.launch.plans) == 1
+    extend_attention(**given(6))
+    assert not launches[-1].symbol.endswith("_strided_q") and len(ops.launch.plans) == 2
+    with pytest.raises(ValueError, match="q: got strides"):
+        extend_attention(**given(6) | {"q": torch.zeros(6, 260).bfloat16()[:, :256].unflatten(1, (4, 64))})
+
+
+def test_new_tokens_may_lie_apart(launches):
+    rows = torch.zeros(6, 4 + 2 * 2, 64).bfloat16()
+    q, k, v = rows.split((4, 2, 2), dim=1)
+    extend_attention(**given(6, new_k=k, new_v=v) | {"q": q})
+    older, newer = launches
+    assert older.symbol.endswith("_strided_q") and newer.symbol.endswith("_ragged_merges_strided_q")
+    assert [x.data_ptr() for x in newer.arguments[:3]] == [x.data_ptr() for x in (q, k, v)], "no copies"
+    bounds = torch.tensor([0, 3, 6], dtype=torch.int32)
+    out, _ = ragged.launch(q, k, v, bounds, bounds, None, ops.DEFAULTS)
+    assert out.is_contiguous() and launches[-1].symbol.endswith("_ragged_strided_q")
+    assert launches[-1].arguments[1].data_ptr() == k.data_ptr()

@@ -26,7 +26,7 @@ from cute_kernels.extend.schedule import choose, choose_beside, choose_fp8, choo
 from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.spec import KernelSpec
 from tests.attention.cases import make_call as make_decode_call
-from tests.extend.cases import FORMATS, Call, assert_close, make_call, unpacking_beside
+from tests.extend.cases import FORMATS, Call, assert_close, fused, make_call, unpacking_beside
 from tests.gpu.extend_graphs import assert_a_graph_serves
 
 pytestmark = [pytest.mark.gpu]
@@ -130,6 +130,9 @@ UNPACKED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 # The others read the cache as it is, whatever the schedule says of so few queries.
 VARIANTS = {name: (form, {"unpack": False, **options}) for name, (form, options) in VARIANTS.items()}
+FUSED = ("bf16", "int4_g4", "int8_token_head", "head_dim 80", "head_dim 256, int4", "contiguous", "new tokens, codes")
+FUSED += ("new tokens", "splits", "tree, int4, splits", "fp16 queries, bytes", "all features", "window, codes")
+FUSED += ("int4_g4, unpacked", "bf16, unpacked", "new tokens, all features, unpacked", "pages of 64, FP8 products")
 VARIANTS |= {f"{name}, FP8 products": ("e4m3_tensor", {"fp8_products": True, **given}) for name, given in FP8.items()}
 VARIANTS |= {f"{name}, unpacked": (form, {"unpack": True, **given}) for name, (form, given) in UNPACKED.items()}
 
@@ -151,6 +154,7 @@ def specs() -> list[KernelSpec]:
     """For tests.gpu.prepare."""
     # Lengths beyond every window: one that all tokens fit is left out of a kernel.
     calls = [variant(name, [1], [300], device="cpu") for name in VARIANTS]
+    calls += [fused(variant(name, [1], [300], device="cpu")) for name in FUSED]
     configs: dict[ExtendConfig, None] = {}
     unpacking: dict[UnpackConfig, None] = {}
     for call in calls:
@@ -182,6 +186,30 @@ def test_it_is_attention(name):
     again = torch.full_like(out, torch.nan)
     call.run(out=again)
     assert torch.equal(out, again), "equal inputs give bitwise equal outputs"
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_parts_of_a_fused_projection_give_the_same_bits(name):
+    """q, and new tokens, where a projection has put them: what lies between is NaN."""
+    call = variant(name)
+    want, want_lse = call.run(return_lse=True)
+    for pad in (0, 8):
+        apart, out = fused(call, pad), torch.full_like(want, torch.nan)
+        assert not apart.q.is_contiguous()
+        _, lse = apart.run(out=out, return_lse=True)
+        assert torch.equal(out, want) and torch.equal(lse, want_lse)
+    assert_close(call, want, want_lse)
+
+
+@pytest.mark.parametrize("name", ["int4_g4, unpacked", "int8_token_head, unpacked"])
+def test_parts_of_a_fused_projection_where_warps_unpack(name, beside):
+    test_parts_of_a_fused_projection_give_the_same_bits(name)
+
+
+def test_a_graph_of_queries_that_lie_apart_serves_other_lengths():
+    name = "int8_token_head"
+    other = fused(variant(name, [100, 3, 0, 40, 200, 3, 1], [690, 5, 100, 64, 200, 4, 1], seed=5))
+    assert_a_graph_serves(fused(variant(name)), other)
 
 
 @pytest.mark.parametrize("name", [f"{name}, unpacked" for name, (form, _) in UNPACKED.items() if is_coded(form)])
