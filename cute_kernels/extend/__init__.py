@@ -146,8 +146,8 @@ def extend_attention(
             may have none. It is read on the device, as seq_lens is: one captured CUDA graph serves changing lengths.
             Queries from cu_seqlens_q[batch] on belong to no request: their rows of out and lse are not written.
         kv_format: name of a format (:mod:`cute_kernels.kv_formats`) or a pair, K's and V's, both of 16 bits or both of
-            codes. A "bf16" or "fp16" cache wants q in its dtype. Formats with scales per channel, and INT8 or FP8 with
-            several groups a row, are not read.
+            codes. A "bf16" or "fp16" cache wants q in its dtype. INT8 with several groups a row and
+            "int4_channel32" are not read.
         block_table: int32 [batch, max_pages], columns side by side: token t of request b is row t % page_size of page
             block_table[b, t // page_size]. Entries of pages without a token that some query sees may hold anything.
         cache_layout: "NHD" as above, or "HND": [batch, num_kv_heads, max_seq_len, row], [num_pages, num_kv_heads,
@@ -163,7 +163,8 @@ def extend_attention(
             result are those without it. By PyTorch's operations before and after the kernels; not with a softcap where
             K has a center.
         k_scale, v_scale: fp32, for formats whose scale lies beside the cache: [] or [1] ("..._tensor"), [num_kv_heads]
-            or [num_kv_heads, 1] ("..._head").
+            or [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel"; a head's columns side by side,
+            on multiples of 16 bytes).
         new_k, new_v: K and V of the queries' own tokens, exact: [total_q, num_kv_heads, head_dim] in q's dtype, rows
             contiguous and on multiples of 16 bytes. Given, a request's last q_len tokens are these, and the cache is
             read for the seq_lens[b] - q_len before them alone, of which there may be none. A second launch merges both

@@ -11,7 +11,7 @@ caller less than tensors:
     counter              a word, EMPTY before and after
     prefix_only          1 to leave out the queries' own tokens, else 0
     k_scale, v_scale     fp32 scales of formats that are given one, ``*_scale_stride`` elements from a KV head's to the
-                         next one's (0: one for all)
+                         next one's (0: one for all); those of a head's columns lie together, aligned to 16 bytes
     block_table          int32 [batch, max_pages]
     max_pages            of a request; of unpacked keys the tokens that a request may have
     sinks, alibi_slopes  fp32 [num_q_heads]

@@ -45,7 +45,9 @@ from cute_kernels.extend.policies import (
     cannot_multiply_fp8,
     cannot_read,
     columns_of,
+    has_channel_scales,
     has_token_scale,
+    reader_of,
 )
 from cute_kernels.kv_formats import GROUP_UNIT, KvFormat, format_of
 
@@ -220,7 +222,12 @@ class ExtendConfig:
     @property
     def converts_queries(self) -> bool:
         """Whether queries are brought into fp16 or E4M3, each row with a power of 2 of its own."""
-        return self.coded and (self.q_dtype == "bf16" or self.fp8 is not None)
+        return self.coded and (self.q_dtype == "bf16" or self.fp8 is not None or self.channel_scales[0])
+
+    @property
+    def channel_scales(self) -> tuple[bool, bool]:
+        """Whether K's and V's columns have scales: queries are multiplied with K's, the output with V's."""
+        return has_channel_scales(self.formats[0]), has_channel_scales(self.formats[1])
 
     @property
     def tile_scales(self) -> tuple[bool, bool]:
@@ -237,7 +244,7 @@ class ExtendConfig:
     @property
     def units(self) -> tuple[float, float]:
         """What K's and V's tiles are to be multiplied with to be numbers."""
-        k_unit, v_unit = (1.0 if form.extend is None else form.extend.unit for form in self.formats)
+        k_unit, v_unit = (1.0 if reader is None else reader.unit for reader in map(reader_of, self.formats))
         return k_unit, v_unit
 
     @property
@@ -253,7 +260,7 @@ class ExtendConfig:
             return REGISTERS["unpacks", self.producer_warps]
         if not self.decodes or self.key_rows is not None:
             return REGISTERS["dense", 4]
-        kinds = {form.extend.registers for form in self.formats if form.extend is not None}
+        kinds = {reader.registers for reader in map(reader_of, self.formats) if reader is not None}
         return REGISTERS["int4" if "int4" in kinds else "bytes", self.producer_warps]
 
     @property
@@ -393,6 +400,8 @@ class ExtendConfig:
             return f"{self.tile_rows} tile_rows of anything but a cache of codes"
         if self.head_dim != KEY_ROWS_HEAD_DIM or self.tile_tokens != 2 * GROUP_TOKENS or self.producer_warps != 4:
             return f"{self.tile_rows} tile_rows of head_dim {self.head_dim}, not {KEY_ROWS_HEAD_DIM}"
+        if any(self.channel_scales):
+            return f"{self.tile_rows} tile_rows of caches with scales of channels"
         for form in self.formats:
             words = "" if form.extend is None else form.extend.words.rpartition(":")[2]
             groups = KEY_ROWS_GROUPS if words == "Int4Words" else (1,)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.call import CacheOperand
+from cute_kernels.attention.call import CacheOperand, GivenScale
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.score_options import tensors_in
@@ -397,14 +397,28 @@ def check_alignment(call: ExtendCall) -> None:
         tensors["out"] = call.out, ALIGNMENT
     if call.new is not None:
         tensors |= {"new_k": (call.new[0], ALIGNMENT), "new_v": (call.new[1], ALIGNMENT)}
-    for name, operand in (("k_cache", call.base.k), ("v_cache", call.base.v)):
-        _check_strides(name, operand, wanted)
+    for name, operand in (("k", call.base.k), ("v", call.base.v)):
+        _check_strides(f"{name}_cache", operand, wanted)
+        _check_channels(f"{name}_scale", operand.scale)
     for name, (tensor, alignment) in tensors.items():
         if tensor.data_ptr() % alignment:
             raise ValueError(
                 f"{name}: got a tensor that starts {tensor.data_ptr() % alignment} bytes past a multiple of "
                 f"{alignment}, want it aligned to {alignment} bytes"
             )
+
+
+def _check_channels(name: str, scale: GivenScale | None) -> None:
+    """Raises ValueError unless the scales of a head's columns lie side by side, from a multiple of 16 bytes on."""
+    if scale is None or not scale.channel_stride:
+        return
+    heads = scale.head_stride * scale.tensor.element_size() if scale.tensor.shape[0] > 1 else 0
+    past = scale.tensor.data_ptr() % ALIGNMENT
+    if scale.channel_stride != 1 or heads % ALIGNMENT or past:
+        raise ValueError(
+            f"{name}: got strides {scale.tensor.stride()}, {past} bytes past a multiple of {ALIGNMENT}, want a "
+            f"KV head's columns side by side, on multiples of {ALIGNMENT} bytes"
+        )
 
 
 def _check_strides(name: str, operand: CacheOperand, alignment: int) -> None:

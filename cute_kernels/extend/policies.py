@@ -9,7 +9,7 @@ from typing import TypeAlias
 from cute_kernels.attention.policies import PAGE_TOKENS, joined
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.kv_formats import GROUP_UNIT, KvFormat, format_of
+from cute_kernels.kv_formats import GROUP_UNIT, ExtendReader, KvFormat, format_of
 
 MMA_WARPGROUPS = 2  # consumers: 64 rows of queries each
 WARPGROUP_WARPS = 4
@@ -46,6 +46,27 @@ KEY_ROWS_FEATURES = ("causal", "window", "sinks", "paged", "head_major")  # of a
 KEY_ROWS_GROUPS = (1, 2, 4)  # of columns with scales of their own, of nibbles
 
 
+CHANNEL_READER = ExtendReader("cute_kernels.extend.decode:Int8Words", "outside")
+
+
+def reader_of(form: KvFormat) -> ExtendReader | None:
+    """How rows of a format become fp16 tiles; None if they do not. Scales of channels are none of a tile's: they meet
+    queries, and the output."""
+    if form.extend is None and form.codes == "int8" and has_channel_scales(form):
+        return CHANNEL_READER
+    return form.extend
+
+
+def has_channel_scales(form: KvFormat) -> bool:
+    """Whether every column of a KV head has an fp32 scale, beside the cache."""
+    return form.given_scale == "channel"
+
+
+def has_head_scale(form: KvFormat) -> bool:
+    """Whether all rows of a KV head have an fp32 scale in common, beside the cache."""
+    return form.given_scale in ("tensor", "head")
+
+
 def has_token_scale(form: KvFormat) -> bool:
     """Whether every row has an fp32 scale, which is multiplied into its tile."""
     return form.extend is not None and form.extend.scales == "row"
@@ -53,7 +74,7 @@ def has_token_scale(form: KvFormat) -> bool:
 
 def cannot_read(form: KvFormat) -> str | None:
     """Why the kernel cannot read rows of a format, or None."""
-    if form.is_coded and form.extend is None:
+    if form.is_coded and reader_of(form) is None:
         return f"extend attention does not read {form.name} caches"
     return None
 

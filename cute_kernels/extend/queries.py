@@ -25,6 +25,7 @@ from cute_kernels.extend.policies import ELEMENT_BYTES, SLAB_COLUMNS, WARPGROUP_
 
 TOP_EXPONENTS = {"fp16": 14, "e4m3": 7}  # of a row's greatest number
 WARP_ROWS = 16
+PIECE_COLUMNS = wgmma_tiles.PIECE_BYTES // ELEMENT_BYTES
 SLAB_BYTES = WARPGROUP_ROWS * SLAB_COLUMNS * ELEMENT_BYTES
 
 
@@ -103,7 +104,7 @@ class QueryLoader:
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def finish(self, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
+    def finish(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
         """Waits for what this thread has asked for; its warpgroup has to meet before products read it.
 
         codes: shared address of the warpgroup's queries in E4M3. scales: that of what the warpgroup's rows are to be
@@ -111,10 +112,11 @@ class QueryLoader:
         """
         cute.arch.cp_async_wait_group(0)
         if const_expr(self.config.converts_queries):
+            channels = self.channel_scales(operands, work, lane)
             for step in cutlass.range_constexpr(self.num_steps):
                 place = self.place(tile, warp, lane, step)
                 words = ptx.load_shared_vector(place, 0, 4)
-                converted, unit = self.convert(words)
+                converted, unit = self.convert(words, channels)
                 if const_expr(self.config.fp8 is None):
                     ptx.store_shared(place, 0, converted)
                 else:
@@ -124,9 +126,21 @@ class QueryLoader:
                     ptx.store_shared(scales + row * 4, 0, [unit])
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    def convert(self, words) -> tuple[list[Any], Any]:
-        """(a lane's piece as fp16, or E4M3, times a power of 2 of its row, the reciprocal of that)."""
+    def channel_scales(self, operands, work, lane) -> list[Any] | None:
+        """Of the columns of a lane's pieces; None where they have none."""
+        if not self.config.channel_scales[0]:
+            return None
+        piece = cutlass.min(lane % self.row_pieces, self.real_pieces - 1)  # what follows is zeros
+        first = Int64(work.head) * operands.k_scale_stride + Int64(piece * PIECE_COLUMNS)
+        words = [ptx.load_global_words(operands.k_scale + first * 4, offset, 4) for offset in (0, 16)]
+        return [word.bitcast(Float32) for half in words for word in half]
+
+    def convert(self, words, channels: list[Any] | None = None) -> tuple[list[Any], Any]:
+        """(a lane's piece as fp16, or E4M3, times a power of 2 of its row, the reciprocal of that). channels: scales
+        that its columns are multiplied with first."""
         values = [half(word) for word in words for half in self.halves]
+        if channels is not None:
+            values = [value * scale for value, scale in zip(values, channels, strict=True)]
         top = Float32(0.0)
         for value in values:
             top = ptx.fmax(top, ptx.absolute(value))

@@ -20,6 +20,9 @@ from cute_kernels.extend.policies import (
     UnpackConfig,
     UnpackedKeys,
     columns_of,
+    has_channel_scales,
+    has_head_scale,
+    reader_of,
 )
 from cute_kernels.kv_formats import FORMATS, KvFormat, format_of
 
@@ -203,12 +206,14 @@ def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
 
 def _unpacked_as(form: KvFormat) -> str:
     """The first format whose unpacked rows are the same to attention."""
-    if form.extend is None:
+    if reader_of(form) is None:
         return form.name
 
     def meaning(other: KvFormat) -> tuple[object, ...] | None:
-        reader = other.extend
-        return None if reader is None else (reader.scales, reader.unit, other.given_scale is None)
+        reader = reader_of(other)
+        return (
+            None if reader is None else (reader.scales, reader.unit, has_head_scale(other), has_channel_scales(other))
+        )
 
     return next((name for name, other in FORMATS.items() if meaning(other) == meaning(form)), form.name)
 
@@ -219,7 +224,7 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
     group: query heads of a KV head. window: keys that a query sees. A token of a KV head costs the bytes of its rows;
     each query that sees it saves what reading it again costs.
     """
-    kinds: list[str | int] = [form.extend.scales for form in config.formats if form.extend is not None]
+    kinds: list[str | int] = [reader.scales for form in config.formats if (reader := reader_of(form)) is not None]
     rates = [READING_RATES[kind] for kind in kinds or [config.page_tokens] if kind in READING_RATES]
     if not rates:
         return None
@@ -232,7 +237,8 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
 def queries_to_unpack_beside(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
     """How many queries a launch of ``batch`` requests must have for its products to take longer than unpacking beside
     them; None if they never do. Arguments as :func:`queries_to_unpack_for` has them."""
-    rates = [UNPACKED_BESIDE_PER_US[form.extend.scales] for form in config.formats if form.extend is not None]
+    readers = [reader for form in config.formats if (reader := reader_of(form)) is not None]
+    rates = [UNPACKED_BESIDE_PER_US[reader.scales] for reader in readers]
     if not rates:
         return None
     # Of a number of K or V: 2 FLOP for each query and head of its group.

@@ -20,7 +20,7 @@ ROUNDED_LSE_TOLERANCE = 1e-3  # of scores of some 5: keys are rounded to fp16
 TWICE_ROUNDED_LSE_TOLERANCE = 2.5e-3  # the same: rows' scales are, too, where the cache is read as it is
 FP8_TOLERANCE, FP8_LSE_TOLERANCE = 8e-2, 0.15  # queries and probabilities have 4 significant bits; of the worst score
 FORMATS = ("bf16", "fp16", "int8_token_head", "int8_tensor", "e4m3_token_head", "e4m3_tensor", "e4m3_head", "e5m2")
-FORMATS += ("int4_g1", "int4_g2", "int4_g4", "int4_g8")
+FORMATS += ("int4_g1", "int4_g2", "int4_g4", "int4_g8", "int8_channel")
 
 
 @dataclass(frozen=True)

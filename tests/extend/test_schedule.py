@@ -92,7 +92,7 @@ def test_what_cannot_be_is_said(monkeypatch):
     for wrong, reason in (
         (ExtendConfig("bf16", "bf16", "fp16", 128), "q_dtype"),
         (ExtendConfig("bf16", "int8_token_head", "bf16", 128), "one of 16 bits"),
-        (ExtendConfig("int8_channel", "int8_channel", "bf16", 128), "does not read int8_channel"),
+        (ExtendConfig("int8_g2", "int8_g2", "bf16", 128), "does not read int8_g2"),
         (ExtendConfig("e4m3_head", "e4m3_head", "bf16", 128), "e4m3_tensor"),
         (ExtendConfig("bf16", "bf16", "bf16", 72), "head_dim 72 is not one of 64, 80, 96, 128, 192, 256"),
         (ExtendConfig("bf16", "bf16", "bf16", 256), "shared memory"),
@@ -126,7 +126,7 @@ def test_formats_whose_unpacked_rows_are_alike_share_a_kernel():
     assert kernels["int8_token_head"] == kernels["e4m3_token_head"]
     assert kernels["int8_tensor"] == kernels["e4m3_tensor"] == kernels["e4m3_head"]
     assert kernels["int4_g1"] == kernels["int4_g8"]
-    assert len(set(kernels.values())) == 5, "and without any scale, and of 16 bits"
+    assert len(set(kernels.values())) == 6, "and with scales of channels, without any scale, and of 16 bits"
 
 
 @pytest.mark.parametrize(

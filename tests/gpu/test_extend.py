@@ -91,6 +91,16 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tree, new tokens": ("int4_g4", {"tree": True, "new": True, "sinks": True}),
     "tree, head_dim 256": ("bf16", {"tree": True, "head_dim": 256, "group": 1}),
     "a pair": (("int8_token_head", "int4_g4"), {}),
+    "channels, all features": (
+        "int8_channel",
+        {"window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True, "num_splits": 3},
+    ),
+    "channels, fp16 queries": ("int8_channel", {"q_dtype": "fp16", "group": 7}),
+    "channels, head_dim 80": ("int8_channel", {"head_dim": 80, "num_splits": 2}),
+    "channels, head_dim 256": ("int8_channel", {"head_dim": 256, "page_size": None}),
+    "channels, new tokens": ("int8_channel", {"new": True, "cache_layout": "HND"}),
+    "K's channels": (("int8_channel", "int4_g4"), {"page_size": 16}),
+    "V's channels": (("e4m3_token_head", "int8_channel"), {}),
 }
 FP8: dict[str, dict[str, Any]] = {
     "pages of 64": {},
@@ -133,6 +143,7 @@ VARIANTS = {name: (form, {"unpack": False, **options}) for name, (form, options)
 FUSED = ("bf16", "int4_g4", "int8_token_head", "head_dim 80", "head_dim 256, int4", "contiguous", "new tokens, codes")
 FUSED += ("new tokens", "splits", "tree, int4, splits", "fp16 queries, bytes", "all features", "window, codes")
 FUSED += ("int4_g4, unpacked", "bf16, unpacked", "new tokens, all features, unpacked", "pages of 64, FP8 products")
+FUSED += ("int8_channel", "channels, new tokens")
 VARIANTS |= {f"{name}, FP8 products": ("e4m3_tensor", {"fp8_products": True, **given}) for name, given in FP8.items()}
 VARIANTS |= {f"{name}, unpacked": (form, {"unpack": True, **given}) for name, (form, given) in UNPACKED.items()}
 
