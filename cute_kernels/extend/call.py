@@ -182,8 +182,8 @@ def make_call(
             raise ValueError(
                 f"kv_format: got {form.name} for {name}, want one of those that extend attention reads: {known}"
             )
-    if forms[0].is_coded != forms[1].is_coded:
-        raise ValueError(f"kv_format: got {kv_format!r}, want K and V both of 16 bits or both of codes")
+    if unpack is True and forms[0].is_coded != forms[1].is_coded:
+        raise ValueError(f"unpack: got True for {kv_format!r}, want None or False where K or V is of 16 bits alone")
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
     checks.check_place("cu_seqlens_q", cu_seqlens_q, q.device)
     check_query(q)

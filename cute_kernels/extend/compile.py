@@ -145,12 +145,12 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
     dtype = _element_type(config.q_dtype)
     total_q, q_heads, *blocks = (cute.sym_int() for _ in range(5))
 
-    def cache(form):
-        if config.cache_type is None:
+    def cache(form, cache_type):
+        if cache_type is None:
             return _fake_cache(blocks, cutlass.Uint8, form.row_elements(config.head_dim), 4)
-        return _fake_cache(blocks, _element_type(config.cache_type), config.head_dim, 16)
+        return _fake_cache(blocks, _element_type(cache_type), config.head_dim, 16)
 
-    k_cache, v_cache = map(cache, config.formats)
+    k_cache, v_cache = map(cache, config.formats, config.cache_types)
     tensors = {
         "q": (_fake_rows if config.strided_q else _fake_dense)(dtype, (total_q, q_heads, config.head_dim)),
         "k_cache": k_cache,

@@ -57,12 +57,12 @@ class ExtendConfig:
     """One compiled variant.
 
     A CTA has two consumer warpgroups, which multiply 64 rows of queries each, and producer warps that fill tiles of
-    keys and values: one or two of them by tensor maps where keys come in 16 bits, all of them by decoding rows where
-    they are codes.
+    keys and values: one or two of them by tensor maps where these come in 16 bits, all of them by decoding rows where
+    they are codes; half of them the one and the other half the other where K and V differ in that.
 
     Attributes:
-        k_format, v_format: names of the cache formats, see :mod:`cute_kernels.kv_formats`; both 16 bits, or both codes.
-            Of unpacked keys: what they were.
+        k_format, v_format: names of the cache formats, see :mod:`cute_kernels.kv_formats`. Of unpacked keys: what they
+            were.
         q_dtype: "bf16" or "fp16", of q and out; that of a 16-bit cache.
         head_dim: of q, K, V and out.
         pipeline: tiles, stages, warps.
@@ -162,13 +162,24 @@ class ExtendConfig:
 
     @property
     def coded(self) -> bool:
-        """Whether the cache holds codes."""
-        return self.formats[0].is_coded
+        """Whether the cache holds codes, of K or of V."""
+        return any(form.is_coded for form in self.formats)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether K or V is of 16 bits, and the other one of codes."""
+        return self.coded and not all(form.is_coded for form in self.formats)
 
     @property
     def decodes(self) -> bool:
-        """Whether producers decode rows; else K and V come in 16 bits."""
+        """Whether producers decode rows, of K or of V; else both come in 16 bits."""
         return self.coded and not self.unpacked
+
+    @property
+    def decoded(self) -> tuple[bool, bool]:
+        """Whether K's rows are decoded, and V's."""
+        k, v = (form.is_coded and not self.unpacked for form in self.formats)
+        return k, v
 
     @property
     def tile_warps(self) -> int:
@@ -193,16 +204,19 @@ class ExtendConfig:
         return 0 if self.unpacks is None else self.producer_warps - self.filling_warps
 
     @property
-    def cache_type(self) -> str | None:
+    def cache_types(self) -> tuple[str | None, str | None]:
         """ "bf16", "fp16" or "e4m3", of K and V as the kernel is given them; None for rows with their codes."""
-        return None if self.decodes else self.operand_type
+        k, v = (None if own else kind for own, kind in zip(self.decoded, self.operand_types, strict=True))
+        return k, v
 
     @property
-    def operand_type(self) -> str:
-        """ "bf16", "fp16" or "e4m3": of all operands. Codes, as the numbers that they stand for, are exact in fp16."""
+    def operand_types(self) -> tuple[str, str]:
+        """ "bf16", "fp16" or "e4m3": of K's and V's operands, and so of queries and of probabilities. Codes, as the
+        numbers that they stand for, are exact in fp16."""
         if self.fp8 is not None:
-            return "e4m3"
-        return "fp16" if self.coded else self.q_dtype
+            return "e4m3", "e4m3"
+        k, v = ("fp16" if form.is_coded else self.q_dtype for form in self.formats)
+        return k, v
 
     @property
     def operand_bytes(self) -> int:
@@ -215,14 +229,22 @@ class ExtendConfig:
         return ROW_BYTES // self.operand_bytes
 
     @property
-    def cache_bytes(self) -> int:
-        """Of an element of K and V as the kernel is given them."""
-        return 1 if self.decodes else self.operand_bytes
+    def cache_bytes(self) -> tuple[int, int]:
+        """Of an element of K and of V as the kernel is given them."""
+        k, v = (1 if own else self.operand_bytes for own in self.decoded)
+        return k, v
+
+    @property
+    def tile_fillers(self) -> tuple[int, int]:
+        """Warps that say of a tile of K, and of V, that it is there. K's say with it what V's tile is to be multiplied
+        with."""
+        k, v = (self.tile_warps if own else 1 for own in self.decoded)
+        return (self.tile_warps if self.mixed and self.tile_scales[1] else k), v
 
     @property
     def converts_queries(self) -> bool:
         """Whether queries are brought into fp16 or E4M3, each row with a power of 2 of its own."""
-        return self.coded and (self.q_dtype == "bf16" or self.fp8 is not None or self.channel_scales[0])
+        return self.formats[0].is_coded and (self.q_dtype == "bf16" or self.fp8 is not None or self.channel_scales[0])
 
     @property
     def channel_scales(self) -> tuple[bool, bool]:
@@ -352,8 +374,8 @@ class ExtendConfig:
                 return f"q_dtype {self.q_dtype!r} is not that of a {name} cache"
             if form.has_header and self.head_dim // form.num_groups % GROUP_UNIT:
                 return f"groups of {self.head_dim // form.num_groups} columns are no multiple of {GROUP_UNIT}"
-        if self.formats[0].is_coded != self.formats[1].is_coded:
-            return f"K in {self.k_format} and V in {self.v_format}: one of 16 bits, the other of codes"
+        if self.mixed and self.unpacked:
+            return f"K in {self.k_format} and V in {self.v_format}: where one is of 16 bits, they are read as they lie"
         if self.producer_warps not in (4, 8):
             return f"producer_warps {self.producer_warps} is not 4 or 8"
         if self.producer_warps == 8 and self.columns > 128:

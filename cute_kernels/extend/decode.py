@@ -302,7 +302,7 @@ class RowProducer:
 
     def __init__(self, config: ExtendConfig):
         self.config, self.runs = config, RowRuns(config)
-        self.writers = TileWriter(config, KEYS), TileWriter(config, VALUES)
+        self.writers = {operand: TileWriter(config, operand) for operand in (KEYS, VALUES) if config.decoded[operand]}
 
     def make_maps(self, k_cache, v_cache):
         """No tensor maps."""

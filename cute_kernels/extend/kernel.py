@@ -27,6 +27,7 @@ from cute_kernels.extend.key_rows.copies import RawRowProducer
 from cute_kernels.extend.key_rows.memory import KeyRowsMemory
 from cute_kernels.extend.key_rows.multiply import KeyRowsConsumer
 from cute_kernels.extend.memory import ExtendMemory, Pages, Rows, Source
+from cute_kernels.extend.mixed_tiles import MixedProducer
 from cute_kernels.extend.multiply import Consumer, Features, Operands
 from cute_kernels.extend.policies import MMA_WARPS, WARPGROUP_WARPS, WORK_SLOTS
 from cute_kernels.extend.tma_tiles import TmaTileProducer
@@ -62,9 +63,8 @@ class ExtendKernel:
             num_tiles=num_slots * kv_heads * given.num_splits,
             window=given.window,
         )
-        keys, values = (
-            Rows.of(tensor, config.cache_bytes, config.features.head_major) for tensor in (given.k_cache, given.v_cache)
-        )
+        caches = zip((given.k_cache, given.v_cache), config.cache_bytes, strict=True)
+        keys, values = (Rows.of(tensor, size, config.features.head_major) for tensor, size in caches)
         pages = Pages(given.block_table, given.max_pages, cache[0], Divisor.of(tokens))
         maps = self.producer.make_maps(given.k_cache, given.v_cache)
         source = Source(keys, values, pages, maps, given.tile_scales)
@@ -169,5 +169,7 @@ def _parts(config: ExtendConfig) -> tuple[Any, Any, Any]:
     """Shared memory, what fills it and what multiplies."""
     if config.key_rows is not None:
         return KeyRowsMemory, RawRowProducer(config), KeyRowsConsumer(config)
-    producer = RowProducer if config.decodes else TmaTileProducer if config.unpacks is None else ProducerBeside
+    producer: Any = RowProducer if config.decodes else TmaTileProducer if config.unpacks is None else ProducerBeside
+    if config.mixed:
+        producer = MixedProducer
     return ExtendMemory, producer(config), Consumer(config)

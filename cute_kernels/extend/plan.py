@@ -134,8 +134,8 @@ def make_plan(call: ExtendCall, config: ExtendConfig | None = None) -> ExtendPla
     return ExtendPlan(
         ways=_ways_of(call, chosen, WAYS if config is None else WAYS_OF_A_CONFIG),
         device_index=device.index,
-        k_view=byte_view(base.k.cache) if chosen.decodes else None,
-        v_view=byte_view(base.v.cache) if chosen.decodes else None,
+        k_view=byte_view(base.k.cache) if chosen.decoded[0] else None,
+        v_view=byte_view(base.v.cache) if chosen.decoded[1] else None,
         copies_table=base.block_table is not None and not base.block_table.is_contiguous(),
         has_cache=base.k.cache.numel() > 0 and base.max_seq_len > 0,
         newer=_launch_of(call, others[0]) if others else None,
@@ -390,15 +390,16 @@ def problem_of(call: ExtendCall) -> ExtendProblem:
 
 def check_alignment(call: ExtendCall) -> None:
     """Raises ValueError for a tensor that the kernels cannot address."""
-    coded = call.base.k.form.row_elements(0) or call.base.k.cache.element_size() == 1
-    wanted = 4 if coded else ALIGNMENT
-    tensors = {"q": (call.q, ALIGNMENT), "k_cache": (call.base.k.cache, wanted), "v_cache": (call.base.v.cache, wanted)}
+    operands = {"k": call.base.k, "v": call.base.v}
+    wanted = {name: 4 if operand.form.is_coded else ALIGNMENT for name, operand in operands.items()}
+    tensors = {"q": (call.q, ALIGNMENT)}
+    tensors |= {f"{name}_cache": (operand.cache, wanted[name]) for name, operand in operands.items()}
     if call.out is not None:
         tensors["out"] = call.out, ALIGNMENT
     if call.new is not None:
         tensors |= {"new_k": (call.new[0], ALIGNMENT), "new_v": (call.new[1], ALIGNMENT)}
-    for name, operand in (("k", call.base.k), ("v", call.base.v)):
-        _check_strides(f"{name}_cache", operand, wanted)
+    for name, operand in operands.items():
+        _check_strides(f"{name}_cache", operand, wanted[name])
         _check_channels(f"{name}_scale", operand.scale)
     for name, (tensor, alignment) in tensors.items():
         if tensor.data_ptr() % alignment:

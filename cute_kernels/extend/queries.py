@@ -73,7 +73,7 @@ class QueryLoader:
         self.row_bytes = config.head_dim * ELEMENT_BYTES
         self.row_pieces = config.columns * ELEMENT_BYTES // wgmma_tiles.PIECE_BYTES
         self.real_pieces = self.row_bytes // wgmma_tiles.PIECE_BYTES  # others are zeros
-        self.top_exponent = TOP_EXPONENTS.get(config.operand_type, 0)
+        self.top_exponent = TOP_EXPONENTS.get(config.operand_types[0], 0)
         self.halves = of_name(config.q_dtype).halves
         self.step_rows = WARP_THREADS // self.row_pieces
         self.num_steps = WARP_ROWS // self.step_rows

@@ -76,12 +76,13 @@ class ExtendProblem:
 
 def choose(problem: ExtendProblem) -> ExtendConfig:
     """The configuration that serves a problem."""
+    formats = problem.k_format, problem.v_format
     return ExtendConfig(
         k_format=kernel_format(problem.k_format),
         v_format=kernel_format(problem.v_format),
         q_dtype=problem.q_dtype,
         head_dim=problem.head_dim,
-        pipeline=_pipeline(problem.head_dim, format_of(problem.k_format).is_coded),
+        pipeline=_pipeline(problem.head_dim, any(format_of(name).is_coded for name in formats)),
         keys=CachedKeys(problem.page_tokens),
         features=problem.features,
         tree=problem.tree,
@@ -166,7 +167,7 @@ def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
     unpack = UnpackConfig(
         k_format=config.k_format,
         v_format=config.v_format,
-        dtype=config.operand_type,
+        dtype=config.operand_types[0],
         head_dim=config.head_dim,
         page_tokens=config.page_tokens,
         head_major=config.features.head_major,
@@ -221,12 +222,13 @@ def _unpacked_as(form: KvFormat) -> str:
 def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
     """How many queries a launch of ``batch`` requests must have for unpacking to pay; None if it never does.
 
-    group: query heads of a KV head. window: keys that a query sees. A token of a KV head costs the bytes of its rows;
+    group: query heads of a KV head. window: keys that a query sees. Where K or V is of 16 bits and the other one of
+    codes, nothing unpacks them. A token of a KV head costs the bytes of its rows;
     each query that sees it saves what reading it again costs.
     """
     kinds: list[str | int] = [reader.scales for form in config.formats if (reader := reader_of(form)) is not None]
     rates = [READING_RATES[kind] for kind in kinds or [config.page_tokens] if kind in READING_RATES]
-    if not rates:
+    if not rates or config.mixed:
         return None
     saved = 4 * config.head_dim * group / PRODUCTS_PER_US * (1 / min(rates) - 1)
     moved = sum(form.row_bytes(config.head_dim) + ELEMENT_BYTES * config.head_dim for form in config.formats)

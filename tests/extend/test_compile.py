@@ -48,6 +48,8 @@ CONFIGS = {
 CONFIGS["tree"] = choose(ExtendProblem(128, "bf16", "bf16", "bf16", 64, Features(paged=True), tree=True))
 CONFIGS["head_dim 80"] = choose(ExtendProblem(80, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES))
 CONFIGS["queries apart"] = choose(ExtendProblem(128, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES, strided_q=True))
+CONFIGS["K of 16 bits"] = choose(ExtendProblem(128, "bf16", "int8_token_head", "bf16", 64, CAUSAL_PAGES))
+CONFIGS["V of 16 bits"] = choose(ExtendProblem(128, "int8_channel", "bf16", "bf16", 64, CAUSAL_PAGES))
 CONFIGS["new tokens"] = choose_newer(CONFIGS["bf16"])
 CONFIGS["unpacked, a scale a tile"] = choose_unpacked(CONFIGS["int8"])[1]
 CONFIGS["unpacked"] = choose_unpacked(CONFIGS["int4"])[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,7 +92,10 @@ def test_what_cannot_be_is_said(monkeypatch):
     assert good.can_implement() is None
     for wrong, reason in (
         (ExtendConfig("bf16", "bf16", "fp16", 128), "q_dtype"),
-        (ExtendConfig("bf16", "int8_token_head", "bf16", 128), "one of 16 bits"),
+        (
+            replace(choose(ExtendProblem(128, "bf16", "int4_g4", "bf16")), keys=UnpackedKeys()),
+            "one is of 16 bits",
+        ),
         (ExtendConfig("int8_g2", "int8_g2", "bf16", 128), "does not read int8_g2"),
         (ExtendConfig("e4m3_head", "e4m3_head", "bf16", 128), "e4m3_tensor"),
         (ExtendConfig("bf16", "bf16", "bf16", 72), "head_dim 72 is not one of 64, 80, 96, 128, 192, 256"),
@@ -112,7 +116,7 @@ def test_every_format_can_be_unpacked(kv_format, head_dim):
     unpack, attention = choose_unpacked(config)
     assert (unpack.can_implement() is None) == (config.can_implement() is None), "narrow groups are not read at all"
     assert attention.can_implement() is None
-    assert attention.units == config.units and attention.operand_type == unpack.dtype
+    assert attention.units == config.units and attention.operand_types == (unpack.dtype, unpack.dtype)
     assert not attention.decodes and attention.tile_scales == unpack.tile_scales
 
 

@@ -35,6 +35,9 @@ CUDA = "cuda"
 # Work tiles of 128 rows, blocks of 128 keys: ends of all kinds, requests without queries, keys, or either.
 Q_LENS, LENGTHS = [130, 0, 1, 64, 257, 3, 0], [700, 5, 129, 64, 300, 0, 0]
 
+FEATURES = {"window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True}
+MIXED = [("bf16", "int4_g4"), ("bf16", "int8_token_head"), ("bf16", "int8_channel"), ("fp16", "e4m3_tensor")]
+MIXED += [("int8_token_head", "bf16"), ("int4_g4", "bf16"), ("e4m3_head", "fp16"), ("int8_channel", "bf16")]
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     **{f"{name}": (name, {}) for name in FORMATS},
     "pages of 16": ("bf16", {"page_size": 16}),
@@ -91,9 +94,18 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tree, new tokens": ("int4_g4", {"tree": True, "new": True, "sinks": True}),
     "tree, head_dim 256": ("bf16", {"tree": True, "head_dim": 256, "group": 1}),
     "a pair": (("int8_token_head", "int4_g4"), {}),
+    **{f"{k}, {v}": ((k, v), {}) for k, v in MIXED},
+    "K of 16 bits, pages of 16": (("bf16", "int8_token_head"), {"page_size": 16, "num_splits": 3}),
+    "V of 16 bits, contiguous": (("e4m3_token_head", "bf16"), {"page_size": None, "group": 7}),
+    "K of 16 bits, all features": (("bf16", "e4m3_token_head"), {"cache_layout": "HND", **FEATURES}),
+    "V of 16 bits, new tokens": (("int4_g4", "bf16"), {"new": True, **FEATURES}),
+    "V of 16 bits, tree": (("int8_token_head", "bf16"), {"tree": True}),
+    "K of 16 bits, head_dim 80": (("bf16", "int4_g1"), {"head_dim": 80}),
+    "K of 16 bits, head_dim 256": (("bf16", "int8_token_head"), {"head_dim": 256}),
+    "V of 16 bits, head_dim 256": (("int8_token_head", "bf16"), {"head_dim": 256, "window_size": 100}),
     "channels, all features": (
         "int8_channel",
-        {"window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True, "num_splits": 3},
+        {**FEATURES, "num_splits": 3},
     ),
     "channels, fp16 queries": ("int8_channel", {"q_dtype": "fp16", "group": 7}),
     "channels, head_dim 80": ("int8_channel", {"head_dim": 80, "num_splits": 2}),
@@ -116,7 +128,6 @@ FP8: dict[str, dict[str, Any]] = {
     "new tokens": {"new": True},
     "all features": {"window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True},
 }
-FEATURES = {"window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True}
 UNPACKED: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (name, {}) for name in FORMATS},
     "pages of 16": ("bf16", {"page_size": 16}),
@@ -143,7 +154,7 @@ VARIANTS = {name: (form, {"unpack": False, **options}) for name, (form, options)
 FUSED = ("bf16", "int4_g4", "int8_token_head", "head_dim 80", "head_dim 256, int4", "contiguous", "new tokens, codes")
 FUSED += ("new tokens", "splits", "tree, int4, splits", "fp16 queries, bytes", "all features", "window, codes")
 FUSED += ("int4_g4, unpacked", "bf16, unpacked", "new tokens, all features, unpacked", "pages of 64, FP8 products")
-FUSED += ("int8_channel", "channels, new tokens")
+FUSED += ("int8_channel", "channels, new tokens", "bf16, int8_token_head", "int4_g4, bf16")
 VARIANTS |= {f"{name}, FP8 products": ("e4m3_tensor", {"fp8_products": True, **given}) for name, given in FP8.items()}
 VARIANTS |= {f"{name}, unpacked": (form, {"unpack": True, **given}) for name, (form, given) in UNPACKED.items()}
 
@@ -234,6 +245,7 @@ def test_it_is_attention_where_its_own_warps_unpack(name):
     "name",
     [
         *("bf16", "int8_token_head", "int4_g4", "window, codes", "new tokens, codes", "splits", "tree, int4, splits"),
+        *("bf16, int8_token_head", "int8_token_head, bf16", "int8_channel"),
         *("int8_token_head, unpacked", "window, unpacked", "new tokens, unpacked", "pages of 16, unpacked"),
     ],
 )
@@ -260,6 +272,14 @@ def test_zero_scores_show_the_mask(kv_format, unpack, causal, window):
     call = make_call(
         kv_format, [130, 5, 300], [400, 5, 290], causal=causal, window_size=window, unpack=unpack, device=CUDA
     )
+    call.q.zero_()
+    check(call)
+
+
+@pytest.mark.parametrize("causal, window", [(True, None), (True, 77)])
+@pytest.mark.parametrize("kv_format", [*MIXED, "int8_channel"], ids=str)
+def test_zero_scores_show_the_mask_of_mixed_pairs(kv_format, causal, window):
+    call = make_call(kv_format, [130, 5, 300], [400, 5, 290], causal=causal, window_size=window, device=CUDA)
     call.q.zero_()
     check(call)
 
