@@ -146,7 +146,7 @@ def extend_attention(
             may have none. It is read on the device, as seq_lens is: one captured CUDA graph serves changing lengths.
             Queries from cu_seqlens_q[batch] on belong to no request: their rows of out and lse are not written.
         kv_format: name of a format (:mod:`cute_kernels.kv_formats`) or a pair, K's and V's. A "bf16" or "fp16"
-            cache wants q in its dtype. INT8 with several groups a row and "int4_channel32" are not read.
+            cache wants q in its dtype. "int4_channel32" is not read.
         block_table: int32 [batch, max_pages], columns side by side: token t of request b is row t % page_size of page
             block_table[b, t // page_size]. Entries of pages without a token that some query sees may hold anything.
         cache_layout: "NHD" as above, or "HND": [batch, num_kv_heads, max_seq_len, row], [num_pages, num_kv_heads,
@@ -179,7 +179,8 @@ def extend_attention(
         unpack: whether the cache is made into rows of 16 bits first, once for all queries, in memory that the call
             takes for itself: 4 bytes times batch, tokens a request may have, num_kv_heads and head_dim. Default: where
             there are queries enough for it to pay, and up to 512 MiB; with ``num_splits``, not for formats with a scale
-            per row, whose results differ by its rounding. True: in any case, but not where K or V is of 16 bits alone.
+            per row, whose results differ by its rounding. True: in any case. Refused for INT8 with several groups a
+            row, and where K or V is of 16 bits alone.
         max_seq_len: none of seq_lens is greater, as the caller knows. It bounds that memory where the cache has room
             for more. Results of longer requests are undefined.
         fp8_products: whether q and the probabilities are rounded to E4M3, 4 significant bits, and multiplied with the

@@ -14,7 +14,7 @@ from cute_kernels.attention.call import AttentionCall, Bias, CacheOperand
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.score_options import tensors_of
 from cute_kernels.extend.config import MAX_SPLITS
-from cute_kernels.extend.policies import HEAD_DIMS, cannot_multiply_fp8, cannot_read
+from cute_kernels.extend.policies import HEAD_DIMS, cannot_multiply_fp8, cannot_read, cannot_unpack
 from cute_kernels.kv_formats import KvFormat, format_of
 from cute_kernels.kv_formats import names as format_names
 from cute_kernels.names import CacheLayout
@@ -182,8 +182,8 @@ def make_call(
             raise ValueError(
                 f"kv_format: got {form.name} for {name}, want one of those that extend attention reads: {known}"
             )
-    if unpack is True and forms[0].is_coded != forms[1].is_coded:
-        raise ValueError(f"unpack: got True for {kv_format!r}, want None or False where K or V is of 16 bits alone")
+    if unpack is True:
+        _check_unpack(forms)
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
     checks.check_place("cu_seqlens_q", cu_seqlens_q, q.device)
     check_query(q)
@@ -244,6 +244,15 @@ def make_call(
         max_seq_len=max_seq_len,
         fp8_products=fp8_products,
     )
+
+
+def _check_unpack(forms: tuple[KvFormat, KvFormat]) -> None:
+    """Raises ValueError where a cache is to be unpacked and cannot be."""
+    reason = cannot_unpack(forms[0]) or cannot_unpack(forms[1])
+    if forms[0].is_coded != forms[1].is_coded:
+        reason = f"K in {forms[0].name} and V in {forms[1].name}, of which one is of 16 bits"
+    if reason is not None:
+        raise ValueError(f"unpack: got True, want None or False: {reason}")
 
 
 def _check_fp8(asked_for: object, forms: tuple[KvFormat, KvFormat], head_dim: int, unpack: bool | None) -> None:

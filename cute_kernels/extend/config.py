@@ -44,6 +44,7 @@ from cute_kernels.extend.policies import (
     UnpackedKeys,
     cannot_multiply_fp8,
     cannot_read,
+    cannot_unpack,
     columns_of,
     has_channel_scales,
     has_token_scale,
@@ -235,6 +236,22 @@ class ExtendConfig:
         return k, v
 
     @property
+    def why_as_it_lies(self) -> str | None:
+        """Why nothing unpacks the cache, or None."""
+        if self.mixed:
+            return f"K in {self.k_format} and V in {self.v_format}, one of 16 bits and the other of codes"
+        return cannot_unpack(self.formats[0]) or cannot_unpack(self.formats[1])
+
+    @property
+    def scale_words(self) -> tuple[int, int]:
+        """Registers of a lane with scales of a producer warp's rows of K, and of V; 0 where they have none."""
+        k, v = (
+            max(form.num_groups * self.warp_rows // WARP_THREADS, 1) if has_token_scale(form) else 0
+            for form in self.formats
+        )
+        return k, v
+
+    @property
     def tile_fillers(self) -> tuple[int, int]:
         """Warps that say of a tile of K, and of V, that it is there. K's say with it what V's tile is to be multiplied
         with."""
@@ -374,8 +391,8 @@ class ExtendConfig:
                 return f"q_dtype {self.q_dtype!r} is not that of a {name} cache"
             if form.has_header and self.head_dim // form.num_groups % GROUP_UNIT:
                 return f"groups of {self.head_dim // form.num_groups} columns are no multiple of {GROUP_UNIT}"
-        if self.mixed and self.unpacked:
-            return f"K in {self.k_format} and V in {self.v_format}: where one is of 16 bits, they are read as they lie"
+        if self.unpacked and (reason := self.why_as_it_lies) is not None:
+            return f"unpacked keys: {reason}"
         if self.producer_warps not in (4, 8):
             return f"producer_warps {self.producer_warps} is not 4 or 8"
         if self.producer_warps == 8 and self.columns > 128:

@@ -85,12 +85,12 @@ class MixedProducer:
         """With K's tile, once it is free, what the rows of V that are the warp's are to be multiplied with. The first
         warp says with the copy that it has."""
         writer = self.decoder.writers[VALUES]
-        places, scales = self.runs.make(), cute.make_rmem_tensor(1, Uint32)
+        places, scales = self.runs.make(), cute.make_rmem_tensor(self.config.scale_words[VALUES], Uint32)
         self.runs.ask(places, source, work, block, warp)
         writer.rows.load_scales(scales, places, source, work, first_valid, block, warp, lane)
         number = memory.barrier(KEYS, stage)
         cute.arch.mbarrier_wait(memory.empty + number, phase)
-        exponent = writer.exponent_of(scales, True)
+        exponent = writer.exponent_of(scales, self.config.scale_words[VALUES])
         writer.tell(word_of(Int32(0), exponent), memory.scales_of(KEYS, stage) + warp * 4, lane)
         cute.arch.sync_warp()
         if (lane == 0) & (warp > 0):

@@ -222,13 +222,12 @@ def _unpacked_as(form: KvFormat) -> str:
 def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
     """How many queries a launch of ``batch`` requests must have for unpacking to pay; None if it never does.
 
-    group: query heads of a KV head. window: keys that a query sees. Where K or V is of 16 bits and the other one of
-    codes, nothing unpacks them. A token of a KV head costs the bytes of its rows;
+    group: query heads of a KV head. window: keys that a query sees. A token of a KV head costs the bytes of its rows;
     each query that sees it saves what reading it again costs.
     """
     kinds: list[str | int] = [reader.scales for form in config.formats if (reader := reader_of(form)) is not None]
     rates = [READING_RATES[kind] for kind in kinds or [config.page_tokens] if kind in READING_RATES]
-    if not rates or config.mixed:
+    if not rates or config.why_as_it_lies is not None:
         return None
     saved = 4 * config.head_dim * group / PRODUCTS_PER_US * (1 / min(rates) - 1)
     moved = sum(form.row_bytes(config.head_dim) + ELEMENT_BYTES * config.head_dim for form in config.formats)

@@ -84,11 +84,20 @@ WRONG = {
     ),
     "a window": ({"window_size": 0}, ValueError, "window_size: got 0, want None or an int"),
     "a cap": ({"softcap": -1.0}, ValueError, "softcap: got -1.0, want None or a positive"),
-    "a format": ({"kv_format": "int8_g2"}, ValueError, "kv_format: got int8_g2 for k_cache, want one of"),
+    "a format": (
+        {"kv_format": ("int4_channel32", "bf16")},
+        ValueError,
+        "kv_format: got int4_channel32 for k_cache, want one of",
+    ),
     "a mixed pair unpacked": (
         {"kv_format": ("bf16", "int4_g1"), "v_cache": torch.zeros(5, 16, 2, 36, dtype=torch.uint8), "unpack": True},
         ValueError,
-        "unpack: got True for .* want None or False",
+        "unpack: got True, want None or False: K in bf16 and V in int4_g1",
+    ),
+    "rows of groups unpacked": (
+        {"kv_format": ("bf16", "int8_g2"), "v_cache": torch.zeros(5, 16, 2, 72, dtype=torch.uint8), "unpack": True},
+        ValueError,
+        "unpack: got True, want None or False: ",
     ),
     "a mixed pair's V": ({"kv_format": ("bf16", "int4_g1")}, (TypeError, ValueError), "v_cache: got"),
     "an out": ({"out": torch.empty(5, 8, 32, dtype=torch.bfloat16)}, ValueError, r"out: got shape \[5, 8, 32\]"),

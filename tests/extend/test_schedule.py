@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from cute_kernels.extend.schedule import (
     queries_to_unpack_for,
     serves_key_rows,
 )
-from tests.extend.cases import FORMATS
+from tests.extend.cases import FORMATS, UNPACKED
 
 
 def slots_of(q_lens: list[int], group: int) -> list[tuple[int, int]]:
@@ -92,11 +91,9 @@ def test_what_cannot_be_is_said(monkeypatch):
     assert good.can_implement() is None
     for wrong, reason in (
         (ExtendConfig("bf16", "bf16", "fp16", 128), "q_dtype"),
-        (
-            replace(choose(ExtendProblem(128, "bf16", "int4_g4", "bf16")), keys=UnpackedKeys()),
-            "one is of 16 bits",
-        ),
-        (ExtendConfig("int8_g2", "int8_g2", "bf16", 128), "does not read int8_g2"),
+        (choose_unpacked(choose(ExtendProblem(128, "bf16", "int4_g4", "bf16")))[1], "one of 16 bits"),
+        (choose_unpacked(choose(ExtendProblem(128, "int8_g2", "int8_g2", "bf16")))[0], "2 scales a row"),
+        (ExtendConfig("int4_channel32", "int4_g4", "bf16", 128), "does not read int4_channel32"),
         (ExtendConfig("e4m3_head", "e4m3_head", "bf16", 128), "e4m3_tensor"),
         (ExtendConfig("bf16", "bf16", "bf16", 72), "head_dim 72 is not one of 64, 80, 96, 128, 192, 256"),
         (ExtendConfig("bf16", "bf16", "bf16", 256), "shared memory"),
@@ -109,7 +106,7 @@ def test_what_cannot_be_is_said(monkeypatch):
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
-@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("kv_format", UNPACKED)
 def test_every_format_can_be_unpacked(kv_format, head_dim):
     q_dtype = "fp16" if kv_format == "fp16" else "bf16"
     config = choose(ExtendProblem(head_dim, kv_format, kv_format, q_dtype, 16, Features(causal=True, paged=True)))
@@ -124,7 +121,7 @@ def test_formats_whose_unpacked_rows_are_alike_share_a_kernel():
     causal = Features(causal=True, paged=True)
     kernels = {
         name: choose_unpacked(choose(ExtendProblem(128, name, name, "bf16", 64, causal)))[1]
-        for name in FORMATS
+        for name in UNPACKED
         if name != "fp16"
     }
     assert kernels["int8_token_head"] == kernels["e4m3_token_head"]

@@ -26,6 +26,7 @@ from cute_kernels.extend.schedule import choose, choose_beside, choose_fp8, choo
 from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.spec import KernelSpec
 from tests.attention.cases import make_call as make_decode_call
+from tests.extend import cases
 from tests.extend.cases import FORMATS, Call, assert_close, fused, make_call, unpacking_beside
 from tests.gpu.extend_graphs import assert_a_graph_serves
 
@@ -103,6 +104,13 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "K of 16 bits, head_dim 80": (("bf16", "int4_g1"), {"head_dim": 80}),
     "K of 16 bits, head_dim 256": (("bf16", "int8_token_head"), {"head_dim": 256}),
     "V of 16 bits, head_dim 256": (("int8_token_head", "bf16"), {"head_dim": 256, "window_size": 100}),
+    "2 groups, all features": ("int8_g2", {"num_splits": 3, **FEATURES}),
+    "4 groups, head_dim 256": ("int8_g4", {"head_dim": 256}),
+    "8 groups, head_dim 64, HND": ("int8_g8", {"head_dim": 64, "cache_layout": "HND", "page_size": 48}),
+    "4 groups, head_dim 96, new tokens": ("int8_g4", {"head_dim": 96, "new": True}),
+    "8 groups, pages of 16": ("int8_g8", {"page_size": 16, "q_dtype": "fp16"}),
+    "K in groups": (("int8_g4", "int4_g4"), {"page_size": None}),
+    "V in groups, K of 16 bits": (("bf16", "int8_g2"), {}),
     "channels, all features": (
         "int8_channel",
         {**FEATURES, "num_splits": 3},
@@ -129,7 +137,7 @@ FP8: dict[str, dict[str, Any]] = {
     "all features": {"window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True},
 }
 UNPACKED: dict[str, tuple[Any, dict[str, Any]]] = {
-    **{name: (name, {}) for name in FORMATS},
+    **{name: (name, {}) for name in cases.UNPACKED},
     "pages of 16": ("bf16", {"page_size": 16}),
     "pages of 256, HND, codes": ("int4_g4", {"page_size": 256, "cache_layout": "HND"}),
     "contiguous, codes": ("int8_token_head", {"page_size": None}),
@@ -245,7 +253,7 @@ def test_it_is_attention_where_its_own_warps_unpack(name):
     "name",
     [
         *("bf16", "int8_token_head", "int4_g4", "window, codes", "new tokens, codes", "splits", "tree, int4, splits"),
-        *("bf16, int8_token_head", "int8_token_head, bf16", "int8_channel"),
+        *("bf16, int8_token_head", "int8_token_head, bf16", "int8_channel", "int8_g4"),
         *("int8_token_head, unpacked", "window, unpacked", "new tokens, unpacked", "pages of 16, unpacked"),
     ],
 )
@@ -416,13 +424,16 @@ def test_fewer_sms_give_the_same():
     assert torch.equal(call.run(num_splits=1), call.run(num_splits=1, sm_margin=130))
 
 
-@pytest.mark.parametrize("unpack", [False, True])
-def test_scales_far_from_one(unpack):
+SCALED = [("int8_token_head", False), ("int8_token_head", True), ("int8_g4", None)]
+
+
+@pytest.mark.parametrize("kv_format, unpack", SCALED)
+def test_scales_far_from_one(kv_format, unpack):
     """Rows' scales are fp32: neither tile nor probability may overflow or vanish in fp16."""
     for factor in (1e-6, 1e5):
-        call = make_call("int8_token_head", [70, 3], [300, 40], unpack=unpack, device=CUDA)
+        call = make_call(kv_format, [70, 3], [300, 40], unpack=unpack, device=CUDA)
         for cache in (call.k_cache, call.v_cache):
-            cache[..., :4].view(torch.float32).mul_(factor)
+            cache[..., : format_of(kv_format).header_bytes].view(torch.float32).mul_(factor)
         call.q.div_(factor)
         if factor > 1:
             call.q.mul_(0.5)
