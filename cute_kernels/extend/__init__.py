@@ -15,6 +15,7 @@ import torch
 from cute_kernels.attention.call import keys_seen
 from cute_kernels.attention.score_options import check_mapping
 from cute_kernels.extend import ops
+from cute_kernels.extend.appended import append_and_extend
 from cute_kernels.extend.mixed import mixed_attention
 from cute_kernels.extend.transformed import inputs_of, results_of
 from cute_kernels.extend.tree import pack_tree_mask
@@ -25,7 +26,7 @@ from cute_kernels.names import CacheLayout, KvFormats, WindowSize
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["extend_attention", "mixed_attention", "pack_tree_mask"]
+__all__ = ["append_and_extend", "extend_attention", "mixed_attention", "pack_tree_mask"]
 
 
 class ExtendOptions(TypedDict, total=False):

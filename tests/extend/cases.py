@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.extend import extend_attention, ops, pack_tree_mask, plan
+from cute_kernels.extend import append_and_extend, extend_attention, ops, pack_tree_mask, plan
 from cute_kernels.extend.policies import has_channel_scales, has_token_scale
 from cute_kernels.extend.reference import extend_attention_reference
 from cute_kernels.kv_formats import KvFormat, format_of
@@ -153,6 +153,28 @@ def fused(call: Call, pad: int = 0) -> Call:
         views[-1].copy_(part)
         first += count * dim
     return replace(call, q=views[0], options=call.options | dict(zip(names, views[1:], strict=True)))
+
+
+def writable(call: Call) -> Call:
+    """The same call, pages for its new tokens, too."""
+    table = call.options.get("block_table")
+    if table is None:
+        return call
+    pages = torch.arange(table.numel(), dtype=torch.int32, device=table.device).view_as(table)
+    k, v = (cache.new_zeros(table.numel(), *cache.shape[1:]) for cache in (call.k_cache, call.v_cache))
+    for mine, cache in ((k, call.k_cache), (v, call.v_cache)):
+        known = (table >= 0) & (table < len(cache))
+        mine[pages[known].long()] = cache[table[known].long()]
+    return replace(call, k_cache=k, v_cache=v, options=call.options | {"block_table": pages})
+
+
+def appended(call: Call, **more: Any) -> Any:
+    """`append_and_extend` of a call with new tokens."""
+    options = dict(call.options)
+    new = options.pop("new_k"), options.pop("new_v")
+    return append_and_extend(
+        call.q, *new, *call.tensors[1:], cu_seqlens_q=call.cu_seqlens_q, kv_format=call.kv_format, **(options | more)
+    )
 
 
 @contextmanager

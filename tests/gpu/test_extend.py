@@ -27,7 +27,7 @@ from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.spec import KernelSpec
 from tests.attention.cases import make_call as make_decode_call
 from tests.extend import cases
-from tests.extend.cases import FORMATS, Call, assert_close, fused, make_call, unpacking_beside
+from tests.extend.cases import FORMATS, Call, appended, assert_close, fused, make_call, unpacking_beside, writable
 from tests.gpu.extend_graphs import assert_a_graph_serves
 
 pytestmark = [pytest.mark.gpu]
@@ -162,7 +162,7 @@ VARIANTS = {name: (form, {"unpack": False, **options}) for name, (form, options)
 FUSED = ("bf16", "int4_g4", "int8_token_head", "head_dim 80", "head_dim 256, int4", "contiguous", "new tokens, codes")
 FUSED += ("new tokens", "splits", "tree, int4, splits", "fp16 queries, bytes", "all features", "window, codes")
 FUSED += ("int4_g4, unpacked", "bf16, unpacked", "new tokens, all features, unpacked", "pages of 64, FP8 products")
-FUSED += ("int8_channel", "channels, new tokens", "bf16, int8_token_head", "int4_g4, bf16")
+FUSED += ("V of 16 bits, new tokens", "int8_channel", "channels, new tokens", "bf16, int8_token_head", "int4_g4, bf16")
 VARIANTS |= {f"{name}, FP8 products": ("e4m3_tensor", {"fp8_products": True, **given}) for name, given in FP8.items()}
 VARIANTS |= {f"{name}, unpacked": (form, {"unpack": True, **given}) for name, (form, given) in UNPACKED.items()}
 
@@ -388,6 +388,39 @@ def test_new_tokens_may_be_appended_meanwhile(name):
         found = call.run()
         torch.cuda.current_stream().wait_stream(side)
         assert torch.equal(found, want)
+
+
+APPENDED = ("new tokens, codes", "new tokens", "V of 16 bits, new tokens", "channels, new tokens")
+
+
+@pytest.mark.parametrize("name", APPENDED)
+def test_new_tokens_are_appended_by_the_same_call(name):
+    """Also in a graph."""
+    call = fused(writable(variant(name)))
+    options, caches = call.options, (call.k_cache, call.v_cache)
+    want, blank = call.run(), [cache.clone() for cache in caches]
+    of_append = {each: options[each] for each in ("cache_layout", "k_scale", "v_scale") if each in options}
+    append_kv(
+        options["new_k"], options["new_v"], *caches, kv_format=call.kv_format, seq_lens=call.seq_lens,
+        cu_seqlens=call.cu_seqlens_q, block_table=options["block_table"], **of_append,
+    )  # fmt: skip
+    written, out = [cache.clone() for cache in caches], torch.full_like(want, torch.nan)
+
+    def check_one(run: Any) -> None:
+        for cache, rows in zip(caches, blank, strict=True):
+            cache.copy_(rows)
+        out.fill_(torch.nan)
+        run()
+        assert torch.equal(out, want)
+        for mine, rows in zip(caches, written, strict=True):
+            assert torch.equal(mine.view(torch.uint8), rows.view(torch.uint8)), "poison, too"
+
+    for _ in range(5):
+        check_one(lambda: appended(call, out=out))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        appended(call, out=out)
+    check_one(graph.replay)
 
 
 def test_a_full_mask_is_full():
