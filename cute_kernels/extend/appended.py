@@ -6,7 +6,7 @@ launch that quantises them has the whole launch of attention to run beside.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -14,11 +14,6 @@ from cute_kernels.arguments import check_tensors, shape_of, strides_of
 from cute_kernels.extend.mixed import side_by_side
 from cute_kernels.kv_cache import append_kv
 from cute_kernels.names import KvFormats
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from cute_kernels.extend import ExtendOptions
 
 OF_APPEND = ("block_table", "cache_layout", "k_scale", "v_scale", "transform")
 
@@ -35,7 +30,7 @@ def append_and_extend(
     cu_seqlens_q: torch.Tensor,
     kv_format: KvFormats,
     return_lse: Literal[False] = ...,
-    **options: Unpack[ExtendOptions],
+    **options: Any,
 ) -> torch.Tensor: ...
 
 
@@ -51,7 +46,7 @@ def append_and_extend(
     cu_seqlens_q: torch.Tensor,
     kv_format: KvFormats,
     return_lse: bool,
-    **options: Unpack[ExtendOptions],
+    **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 

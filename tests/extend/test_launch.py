@@ -421,25 +421,30 @@ def test_a_configuration_that_is_given_serves_all_calls(launches):
     assert columns_of(launches) == "causal"
 
 
+def extend(call: dict[str, Any]) -> torch.Tensor:
+    return extend_attention(**call)
+
+
 def test_queries_that_lie_apart_have_kernels_of_their_own(launches):
     """And plans by how far apart, whatever their number."""
     rows = torch.zeros(40, 4 + 2 * 2, 64).bfloat16()
     for count in (6, 40, 1):
         q = rows[:count, :4]
-        out = extend_attention(**given(6) | {"q": q, "cu_seqlens_q": torch.tensor([0, 0, count], dtype=torch.int32)})
+        call = given(6) | {"q": q, "cu_seqlens_q": torch.tensor([0, 0, count], dtype=torch.int32)}
+        out = extend(call)
         assert out.is_contiguous() and launches[-1].symbol.endswith("_strided_q")
         assert launches[-1].arguments[0].data_ptr() == rows.data_ptr(), "no copy"
     assert len(launches) == 3 and len(ops.launch.plans) == 1
     extend_attention(**given(6))
     assert not launches[-1].symbol.endswith("_strided_q") and len(ops.launch.plans) == 2
     with pytest.raises(ValueError, match="q: got strides"):
-        extend_attention(**given(6) | {"q": torch.zeros(6, 260).bfloat16()[:, :256].unflatten(1, (4, 64))})
+        extend(given(6) | {"q": torch.zeros(6, 260).bfloat16()[:, :256].unflatten(1, (4, 64))})
 
 
 def test_new_tokens_may_lie_apart(launches):
     rows = torch.zeros(6, 4 + 2 * 2, 64).bfloat16()
     q, k, v = rows.split((4, 2, 2), dim=1)
-    extend_attention(**given(6, new_k=k, new_v=v) | {"q": q})
+    extend(given(6, new_k=k, new_v=v) | {"q": q})
     older, newer = launches
     assert older.symbol.endswith("_strided_q") and newer.symbol.endswith("_ragged_merges_strided_q")
     assert [x.data_ptr() for x in newer.arguments[:3]] == [x.data_ptr() for x in (q, k, v)], "no copies"
@@ -451,7 +456,7 @@ def test_new_tokens_may_lie_apart(launches):
 
 @pytest.mark.parametrize("k_format, v_format", [("bf16", "int8_token_head"), ("int8_token_head", "bf16")])
 def test_where_k_or_v_is_of_16_bits_alone_both_are_read_as_they_lie(launches, k_format, v_format):
-    call = coded(4000) | {"kv_format": (k_format, v_format)}
+    call: dict[str, Any] = coded(4000) | {"kv_format": (k_format, v_format)}
     dense, codes = torch.zeros(2, 256, 2, 64).bfloat16(), call["k_cache"]
     call |= {"k_cache": dense, "v_cache": codes} if k_format == "bf16" else {"k_cache": codes, "v_cache": dense}
     extend_attention(**call)
@@ -463,13 +468,18 @@ def test_where_k_or_v_is_of_16_bits_alone_both_are_read_as_they_lie(launches, k_
         extend_attention(**call, unpack=True)
 
 
-FILLERS = {("bf16", "bf16"): (1, 1), ("int4_g4", "int4_g4"): (4, 4), ("int8_tensor", "bf16"): (4, 1)}
+FILLERS: dict[tuple[str, str], tuple[int, int]] = {
+    ("bf16", "bf16"): (1, 1),
+    ("int4_g4", "int4_g4"): (4, 4),
+    ("int8_tensor", "bf16"): (4, 1),
+}
 
 
 @pytest.mark.parametrize("formats", FILLERS)
 def test_who_says_that_a_tile_is_there(formats):
     """Also K's warps of V's powers of 2, which come with K's tile."""
-    config = choose(ExtendProblem(128, *formats, "bf16", 64))
+    keys, values = formats
+    config = choose(ExtendProblem(128, keys, values, "bf16", 64))
     assert config.tile_fillers == FILLERS[formats] and config.can_implement() is None
     scaled = choose(ExtendProblem(128, "bf16", "int8_token_head", "bf16", 64))
     assert scaled.tile_fillers == (4, 4) and scaled.scale_runs == 4 and scaled.operand_types == ("bf16", "fp16")
