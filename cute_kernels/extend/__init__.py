@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["append_and_extend", "extend_attention", "mixed_attention", "pack_tree_mask"]
 
 
-class ExtendOptions(TypedDict, total=False):
-    """What a plain call leaves alone; :func:`extend_attention` says what each means."""
+class AppendedOptions(TypedDict, total=False):
+    """Options of extend attention but for new tokens."""
 
     block_table: torch.Tensor | None
     cache_layout: CacheLayout
@@ -43,8 +43,6 @@ class ExtendOptions(TypedDict, total=False):
     transform: CacheTransform | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
-    new_k: torch.Tensor | None
-    new_v: torch.Tensor | None
     tree_mask: torch.Tensor | None
     num_splits: int | None
     sm_margin: int
@@ -53,6 +51,13 @@ class ExtendOptions(TypedDict, total=False):
     max_seq_len: int | None
     score_options: Mapping[str, torch.Tensor] | None
     out: torch.Tensor | None
+
+
+class ExtendOptions(AppendedOptions, total=False):
+    """What a plain call leaves alone; :func:`extend_attention` says what each means."""
+
+    new_k: torch.Tensor | None
+    new_v: torch.Tensor | None
 
 
 @overload

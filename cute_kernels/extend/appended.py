@@ -6,7 +6,7 @@ launch that quantises them has the whole launch of attention to run beside.
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -14,6 +14,11 @@ from cute_kernels.arguments import check_tensors, shape_of, strides_of
 from cute_kernels.extend.mixed import side_by_side
 from cute_kernels.kv_cache import append_kv
 from cute_kernels.names import KvFormats
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cute_kernels.extend import AppendedOptions
 
 OF_APPEND = ("block_table", "cache_layout", "k_scale", "v_scale", "transform")
 
@@ -30,7 +35,7 @@ def append_and_extend(
     cu_seqlens_q: torch.Tensor,
     kv_format: KvFormats,
     return_lse: Literal[False] = ...,
-    **options: Any,
+    **options: Unpack[AppendedOptions],
 ) -> torch.Tensor: ...
 
 
@@ -46,7 +51,7 @@ def append_and_extend(
     cu_seqlens_q: torch.Tensor,
     kv_format: KvFormats,
     return_lse: bool,
-    **options: Any,
+    **options: Unpack[AppendedOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -61,7 +66,7 @@ def append_and_extend(
     cu_seqlens_q: torch.Tensor,
     kv_format: KvFormats,
     return_lse: bool = False,
-    **options: Any,
+    **options: Unpack[AppendedOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`extend_attention` with new tokens beside the cache, and :func:`append_kv` of the same, side by side.
 
@@ -84,7 +89,7 @@ def append_and_extend(
     check_tensors(q=q, new_k=new_k, new_v=new_v, k_cache=k_cache, v_cache=v_cache)
     for name, rows in (("new_k", new_k), ("new_v", new_v)):
         _check_heads(name, rows)
-    of_append: dict[str, Any] = {name: options[name] for name in OF_APPEND if name in options}
+    of_append: dict[str, Any] = {name: value for name, value in options.items() if name in OF_APPEND}
 
     def extend() -> Any:
         return extend_attention(

@@ -152,7 +152,7 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
 
     k_cache, v_cache = map(cache, config.formats, config.cache_types)
     tensors = {
-        "q": (_fake_rows if config.strided_q else _fake_dense)(dtype, (total_q, q_heads, config.head_dim)),
+        "q": _fake_dense(dtype, (total_q, q_heads, config.head_dim), apart=config.strided_q),
         "k_cache": k_cache,
         "v_cache": v_cache,
         "cu_seqlens": _fake_dense(cutlass.Int32, (cute.sym_int(),)),
@@ -175,22 +175,17 @@ def _element_type(name: str) -> Any:
     return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "e4m3": cutlass.Uint8}[name]
 
 
-def _fake_dense(dtype: Any, shape: tuple[Any, ...]) -> Any:
-    """Without gaps; rows of 16 bits aligned to 16 bytes, integers to theirs."""
-    from cutlass.cute.runtime import make_fake_compact_tensor
-
-    order = tuple(reversed(range(len(shape))))
-    align = 4 if dtype.width == 32 else 16
-    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
-
-
-def _fake_rows(dtype: Any, shape: tuple[Any, Any, int]) -> Any:
-    """Rows of 16 bits of heads that lie together, each row aligned to 16 bytes, wherever that is."""
+def _fake_dense(dtype: Any, shape: tuple[Any, ...], *, apart: bool = False) -> Any:
+    """Without gaps; rows of 16 bits aligned to 16 bytes, integers to theirs. apart: but for the first dimension."""
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
-    stride = cute.sym_int64(divisibility=8)
-    return make_fake_tensor(dtype, shape, stride=(stride, shape[2], 1), assumed_align=16)
+    align = 4 if dtype.width == 32 else 16
+    if apart:
+        strides = (cute.sym_int64(divisibility=align * 8 // dtype.width), shape[2], 1)
+        return make_fake_tensor(dtype, shape, stride=strides, assumed_align=align)
+    order = tuple(reversed(range(len(shape))))
+    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
 
 
 def _fake_cache(shape: Iterable[Any], dtype: Any, row: int, align: int) -> Any:

@@ -169,7 +169,13 @@ def _parts(config: ExtendConfig) -> tuple[Any, Any, Any]:
     """Shared memory, what fills it and what multiplies."""
     if config.key_rows is not None:
         return KeyRowsMemory, RawRowProducer(config), KeyRowsConsumer(config)
-    producer: Any = RowProducer if config.decodes else TmaTileProducer if config.unpacks is None else ProducerBeside
+    return ExtendMemory, _producer(config), Consumer(config)
+
+
+def _producer(config: ExtendConfig) -> RowProducer | TmaTileProducer | MixedProducer:
+    """What fills tiles of queries' keys and values."""
     if config.mixed:
-        producer = MixedProducer
-    return ExtendMemory, producer(config), Consumer(config)
+        return MixedProducer(config)
+    if config.decodes:
+        return RowProducer(config)
+    return TmaTileProducer(config) if config.unpacks is None else ProducerBeside(config)

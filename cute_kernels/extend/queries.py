@@ -9,7 +9,7 @@ times a power of 2 that brings its greatest number below 2**8: numbers down to 2
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import cutlass
 import cutlass.cute as cute
@@ -46,8 +46,8 @@ class StridedQueries:
     @classmethod
     def of(cls, q: cute.Tensor) -> StridedQueries:
         """On the host."""
-        strides: Any = q.stride
-        return cls(ptx.address(q), Int64(strides[0]) * ELEMENT_BYTES)
+        first, *_ = cast("tuple[int, ...]", q.stride)
+        return cls(ptx.address(q), Int64(first) * ELEMENT_BYTES)
 
 
 class QueryRows:

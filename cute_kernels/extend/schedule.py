@@ -16,6 +16,7 @@ from cute_kernels.extend.policies import (
     CachedKeys,
     Fp8Products,
     ProducerPipeline,
+    Queries,
     RaggedKeys,
     UnpackConfig,
     UnpackedKeys,
@@ -86,7 +87,7 @@ def choose(problem: ExtendProblem) -> ExtendConfig:
         keys=CachedKeys(problem.page_tokens),
         features=problem.features,
         tree=problem.tree,
-        strided_q=problem.strided_q,
+        queries=Queries(problem.strided_q),
     )
 
 
@@ -102,7 +103,7 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
         features=replace(config.features, paged=False, head_major=False),
         merges=True,
         tree=config.tree,
-        strided_q=config.strided_q,
+        queries=config.queries,
     )
 
 
