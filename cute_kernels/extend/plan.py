@@ -16,7 +16,7 @@ from cute_kernels.extend.arguments import COMBINE, UNPACK, attention_arguments
 from cute_kernels.extend.call import ExtendCall, row_stride
 from cute_kernels.extend.compile import CombineSpec, ExtendSpec, UnpackSpec
 from cute_kernels.extend.config import CombineConfig, ExtendConfig
-from cute_kernels.extend.policies import UNPACK_CTAS_PER_SM
+from cute_kernels.extend.policies import UNPACK_CTAS_PER_SM, has_channel_scales
 from cute_kernels.extend.schedule import (
     MAX_UNPACKED_BYTES,
     ExtendProblem,
@@ -400,7 +400,8 @@ def check_alignment(call: ExtendCall) -> None:
         tensors |= {"new_k": (call.new[0], ALIGNMENT), "new_v": (call.new[1], ALIGNMENT)}
     for name, operand in operands.items():
         _check_strides(f"{name}_cache", operand, wanted[name])
-        _check_channels(f"{name}_scale", operand.scale)
+        if operand.scale is not None and has_channel_scales(operand.form):
+            _check_channels(f"{name}_scale", operand.scale)
     for name, (tensor, alignment) in tensors.items():
         if tensor.data_ptr() % alignment:
             raise ValueError(
@@ -409,10 +410,8 @@ def check_alignment(call: ExtendCall) -> None:
             )
 
 
-def _check_channels(name: str, scale: GivenScale | None) -> None:
+def _check_channels(name: str, scale: GivenScale) -> None:
     """Raises ValueError unless the scales of a head's columns lie side by side, from a multiple of 16 bytes on."""
-    if scale is None or not scale.channel_stride:
-        return
     heads = scale.head_stride * scale.tensor.element_size() if scale.tensor.shape[0] > 1 else 0
     past = scale.tensor.data_ptr() % ALIGNMENT
     if scale.channel_stride != 1 or heads % ALIGNMENT or past:

@@ -124,6 +124,9 @@ def test_scales_that_kernels_cannot_load_are_named():
     scale = call.options["k_scale"]
     apart = scale.t().contiguous().t()
     odd = torch.zeros(2, 129)[:, 1:].copy_(scale)
+    alike = scale.mean(1, keepdim=True).expand(-1, 128)
+    with pytest.raises(ValueError, match="k_scale: got strides"):
+        check_alignment(check_call(*call.tensors, **scales_of(call, alike).keywords))
     for given in (apart, odd, torch.zeros(2, 130)[:, :128].copy_(scale)):
         other = scales_of(call, given)
         checked = check_call(*other.tensors, **other.keywords)
