@@ -8,7 +8,8 @@ times a power of 2 that brings its greatest number below 2**8: numbers down to 2
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import cutlass
 import cutlass.cute as cute
@@ -16,7 +17,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.lanes import in_pairs
+from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.elements import of_name
 from cute_kernels.extend.fp8 import pack_e4m3x4
@@ -27,6 +28,7 @@ WARP_ROWS = 16
 NO_SIGNS = 0x7FFF7FFF  # of a pair; as bf16 none is a number
 LEAST_EXPONENT, GREAT_EXPONENT = 27, 155  # of bf16, biased: what a power of 2 in bf16 brings to that of fp16
 DOWN, ONES, DOWN_EXPONENT = 0x0D800D80, 0x3F803F80, 100  # pairs of 2**-100 and 1 in bf16
+PIECE_COLUMNS = wgmma_tiles.PIECE_BYTES // ELEMENT_BYTES
 SLAB_BYTES = WARPGROUP_ROWS * SLAB_COLUMNS * ELEMENT_BYTES
 
 
@@ -37,11 +39,40 @@ def query_row(shape, work, row):
     return (work.q_start + place) * shape.num_q_heads + head, place, head
 
 
+@dataclass(frozen=True)
+class StridedQueries:
+    """Queries that lie apart, each one's heads together; run-time values. token_bytes: from a query to the next one."""
+
+    base: Int64
+    token_bytes: Int64
+
+    @classmethod
+    def of(cls, q: cute.Tensor) -> StridedQueries:
+        """On the host."""
+        first, *_ = cast("tuple[int, ...]", q.stride)
+        return cls(ptx.address(q), Int64(first) * ELEMENT_BYTES)
+
+
+class QueryRows:
+    """Where rows of queries lie: ``queries`` is an address, or `StridedQueries` where they lie apart."""
+
+    def __init__(self, config: ExtendConfig):
+        self.strided, self.row_bytes = config.strided_q, config.head_dim * ELEMENT_BYTES
+
+    def address(self, shape, work, queries, row):
+        """Of a packed row that the request has."""
+        number, place, head = query_row(shape, work, row)
+        if not self.strided:
+            return queries + Int64(number) * self.row_bytes
+        own = queries.base + Int64(work.q_start + place) * queries.token_bytes
+        return own + Int64(head) * self.row_bytes
+
+
 class QueryLoader:
     """How queries come."""
 
     def __init__(self, config: ExtendConfig):
-        self.config = config
+        self.config, self.rows = config, QueryRows(config)
         self.row_bytes = config.head_dim * ELEMENT_BYTES
         self.row_pieces = config.columns * ELEMENT_BYTES // wgmma_tiles.PIECE_BYTES
         self.real_pieces = self.row_bytes // wgmma_tiles.PIECE_BYTES  # others are zeros
@@ -56,14 +87,14 @@ class QueryLoader:
         return tile + piece // 8 * SLAB_BYTES + wgmma_tiles.piece_offset(row, piece % 8)
 
     @cute.jit
-    def ask(self, shape, work, queries: Int64, tile: Int32, first_row: Int32, warp: Int32, lane: Int32):
+    def ask(self, shape, work, queries, tile: Int32, first_row: Int32, warp: Int32, lane: Int32):
         """Asks for a warp's 16 rows of a warpgroup's, which begin with ``first_row``; those that the request does not
         have become zeros. tile: shared address of the warpgroup's queries."""
         for step in cutlass.range_constexpr(self.num_steps):
             row = first_row + (warp * WARP_ROWS + step * self.step_rows) + lane // self.row_pieces
             exists = row < work.num_rows
-            number, _, _ = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
-            address = queries + Int64(number) * self.row_bytes + Int64(lane % self.row_pieces * wgmma_tiles.PIECE_BYTES)
+            address = self.rows.address(shape, work, queries, cutlass.select_(exists, row, work.first_row))
+            address = address + Int64(lane % self.row_pieces * wgmma_tiles.PIECE_BYTES)
             if const_expr(self.real_pieces < self.row_pieces):
                 exists = exists & (lane % self.row_pieces < self.real_pieces)
             size = cutlass.select_(exists, Int32(wgmma_tiles.PIECE_BYTES), Int32(0))
@@ -71,7 +102,7 @@ class QueryLoader:
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def finish(self, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
+    def finish(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
         """Waits for what this thread has asked for; its warpgroup has to meet before products read it.
 
         codes: shared address of the warpgroup's queries in E4M3. scales: that of what the warpgroup's rows are to be
@@ -79,7 +110,10 @@ class QueryLoader:
         """
         cute.arch.cp_async_wait_group(0)
         if const_expr(self.config.converts_queries):
-            self.convert(tile, codes, scales, warp, lane)
+            if const_expr(self.config.channel_scales[0]):
+                self.convert_scaled(operands, work, tile, scales, warp, lane)
+            else:
+                self.convert(tile, codes, scales, warp, lane)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
@@ -149,13 +183,45 @@ class QueryLoader:
             words[i] = (moved & Uint32(NO_SIGNS)) * Uint32(7) + moved
         return numbers.from_bits(Uint32(exponent - TOP_EXPONENTS["fp16"]) << Uint32(23))
 
+    @cute.jit
+    def convert_scaled(self, operands, work, tile: Int32, scales: Int32, warp: Int32, lane: Int32):
+        """A warp's rows, times scales of their columns, become fp16, piece by piece."""
+        channels = self.channel_scales(operands, work, lane)
+        for step in cutlass.range_constexpr(self.num_steps):
+            place = self.place(tile, warp, lane, step)
+            words, from_operand = self.convert_piece(ptx.load_shared_vector(place, 0, 4), channels)
+            ptx.store_shared(place, 0, words)
+            if lane % self.row_pieces == 0:
+                row = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces
+                ptx.store_shared(scales + row * 4, 0, [from_operand])
+
+    def convert_piece(self, words, channels: list[Float32]) -> tuple[list[Uint32], Float32]:
+        """(a lane's piece times scales of its columns as fp16, what it is to be multiplied with: a power of 2)."""
+        values = [half(word) for word in words for half in self.halves]
+        values = [value * scale for value, scale in zip(values, channels, strict=True)]
+        top = in_pairs(ptx.fmax, [ptx.absolute(value) for value in values])
+        to_operand, from_operand = self.powers_of(lane_max(top, neighbours(self.row_pieces)), TOP_EXPONENTS["fp16"])
+        scaled = [value * to_operand for value in values]
+        return [ptx.pack_f16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)], from_operand
+
+    def channel_scales(self, operands, work, lane) -> list[Float32]:
+        """Of the columns of a lane's pieces."""
+        piece = cutlass.min(lane % self.row_pieces, self.real_pieces - 1)  # what follows is zeros
+        first = Int64(work.head) * operands.k_scale_stride + Int64(piece * PIECE_COLUMNS)
+        words = [ptx.load_global_words(operands.k_scale + first * 4, offset, 4) for offset in (0, 16)]
+        return [word.bitcast(Float32) for half in words for word in half]
+
+    def powers_of(self, top: Float32, wanted: int) -> tuple[Float32, Float32]:
+        """(the power of 2 that brings a row whose greatest number is ``top`` to an exponent, its reciprocal)."""
+        exponent = (numbers.bits(top) >> 23).to(Int32) - 127
+        exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))
+        to_operand = numbers.from_bits(Uint32((127 + wanted - exponent) << 23))
+        return to_operand, numbers.from_bits(Uint32((127 - wanted + exponent) << 23))
+
     def power(self, top: Uint32) -> tuple[Float32, Float32]:
         """(the power of 2 that makes E4M3 of a row, its reciprocal); top: the row's greatest numbers."""
         greatest = ptx.fmax(*(ptx.absolute(half(top)) for half in self.halves))
-        exponent = (numbers.bits(greatest) >> 23).to(Int32) - 127
-        exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))
-        to_operand = numbers.from_bits(Uint32((127 + TOP_EXPONENTS["e4m3"] - exponent) << 23))
-        from_operand = numbers.from_bits(Uint32((127 - TOP_EXPONENTS["e4m3"] + exponent) << 23))
+        to_operand, from_operand = self.powers_of(greatest, TOP_EXPONENTS["e4m3"])
         # Codes have no infinity: a row with one is NaN, as in 16 bits, not what 448 in its place makes of it.
         return to_operand + (greatest - greatest), from_operand
 
