@@ -256,7 +256,8 @@ def _as_it_lies(call: ExtendCall, config: ExtendConfig) -> list[Way]:
     if config.mapped and not lies_in_maps(call):
         raise ValueError(
             f"k_cache, v_cache: got rows that tensor maps cannot bring: config {config.name} wants caches, blocks and "
-            f"tokens that begin at multiples of {ALIGNMENT} bytes, and so rows, or a token's heads one behind the other"
+            f"tokens that begin at multiples of {ALIGNMENT} bytes, and so rows, or a token's heads, of which there is an "
+            "even number, one behind the other"
         )
     return [Way(_launch_of(call, config))]
 
@@ -275,17 +276,17 @@ def lies_in_pieces(call: ExtendCall) -> bool:
 
 def lies_in_maps(call: ExtendCall) -> bool:
     """Whether tensor maps can bring a call's rows with what is in front of them."""
-    return all(_lies_in_maps(operand) for operand in (call.base.k, call.base.v))
+    return all(_lies_in_maps(operand, call.base.num_kv_heads) for operand in (call.base.k, call.base.v))
 
 
-def _lies_in_maps(operand: CacheOperand) -> bool:
+def _lies_in_maps(operand: CacheOperand, num_kv_heads: int) -> bool:
     """Of K's or V's: rows of a multiple of 16 bytes each by itself, others as those of a token, one head's behind the
-    other's."""
+    other's, two heads at a time."""
     row_bytes = operand.form.row_bytes(operand.head_dim)
     places = operand.cache.data_ptr() | operand.block_stride | operand.token_stride
     if row_bytes % ALIGNMENT == 0:
         places |= operand.head_stride
-    elif operand.head_stride != row_bytes:
+    elif operand.head_stride != row_bytes or num_kv_heads % 2:
         return False
     return places % ALIGNMENT == 0
 

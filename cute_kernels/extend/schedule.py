@@ -105,6 +105,8 @@ def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: boo
     wide = replace(config, tile_rows=tile_rows, pipeline=least)
     if mapped and any(form.header_bytes for form in wide.formats):
         by_maps = replace(wide, keys=CachedKeys(wide.page_tokens, mapped=True))
+        tokens = wide.tile_tokens // by_maps.tile_heads
+        by_maps = replace(by_maps, pipeline=replace(by_maps.pipeline, tile_tokens=tokens))
         wide = by_maps if by_maps.can_implement() is None else wide
     if wide.can_implement() is not None:
         return None
@@ -258,9 +260,12 @@ def room_of(max_seq_len: int, head_dim: int) -> int:
     return -(-max_seq_len // tokens) * tokens
 
 
-def count_tiles(total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, tile_rows: int = TILE_ROWS) -> int:
-    """Numbers of work tiles that a launch has, some of them of none: a request has at most one of these a KV head."""
-    return (total_q * (num_q_heads // num_kv_heads) // tile_rows + batch) * num_kv_heads
+def count_tiles(
+    total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, tile_rows: int = TILE_ROWS, tile_heads: int = 1
+) -> int:
+    """Numbers of work tiles that a launch has, some of them of none: a request has at most one of these a KV head, or
+    for each ``tile_heads`` of them."""
+    return (total_q * (num_q_heads // num_kv_heads) // tile_rows + batch) * (num_kv_heads // tile_heads)
 
 
 def choose_splits(
@@ -271,6 +276,7 @@ def choose_splits(
     max_seq_len: int,
     num_sms: int,
     tile_rows: int = TILE_ROWS,
+    tile_heads: int = 1,
 ) -> int:
     """How many parts each work tile's keys are cut into: as many as give the busiest CTA least.
 
@@ -280,8 +286,8 @@ def choose_splits(
     if not (total_q and batch):
         return 1
     rows = -(-total_q // batch) * (num_q_heads // num_kv_heads)
-    tiles = min(batch, total_q) * -(-rows // tile_rows) * num_kv_heads
-    blocks = -(-max_seq_len // BLOCK_TOKENS)
+    tiles = min(batch, total_q) * -(-rows // tile_rows) * num_kv_heads // tile_heads
+    blocks = -(-max_seq_len * tile_heads // BLOCK_TOKENS)
 
     def time(splits: int) -> float:
         """Of the busiest CTA, in blocks of keys."""

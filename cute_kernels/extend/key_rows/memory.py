@@ -32,7 +32,7 @@ class KeyRowsMemory:
     Attributes:
         tile_pointer, tiles: raw codes of K's stages, then V's.
         headers: [stage][header words of K, then those of V][token], a word each.
-        queries: B operand [tile_rows, head_dim], by slabs of 64 columns.
+        queries: of each head a B operand [tile_rows, head_dim], by slabs of 64 columns.
         probabilities: of each warpgroup two B operands [tile_rows, 64 tokens].
         told: [warpgroup][warp][tile_rows] fp32, then [warpgroup][tile_rows]: what warps tell each other.
         tops: fp32 [8], of each warp's queries.
@@ -62,7 +62,7 @@ class KeyRowsMemory:
             smem.allocate(size, byte_alignment=alignment)
             for size, alignment in (
                 (config.num_stages * sum(shape.tile_bytes), 1024),
-                (shape.query_bytes, 1024),
+                (shape.heads * shape.query_bytes, 1024),
                 (2 * MMA_WARPGROUPS * shape.probability_bytes, 1024),
                 (max(config.num_stages * sum(shape.header_bytes), 16), 16),
                 (shape.told_bytes, 16),

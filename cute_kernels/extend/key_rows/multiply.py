@@ -108,7 +108,8 @@ class KeyRowsConsumer:
         self.config = config
         self.blocks = config.tile_rows // 8
         self.columns = 2 * self.blocks  # of a thread
-        self.keys, self.values = map(rows_of, config.formats)
+        self.heads = config.tile_heads
+        self.keys, self.values = (rows_of(form, self.heads) for form in config.formats)
         self.key_scale, self.value_scale = config.tile_scales
         self.queries, self.results = QueryWriter(config), KeyRowsResults(config)
         self.worker = Worker(config, ScoreTerms(config.features, self.columns, 2))
@@ -127,6 +128,7 @@ class KeyRowsConsumer:
         work = self.receive(memory, slot, slot_phase, lane)
         while work.request != END:
             slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
+            work = work.of_head(self.heads, group)
             place = self.shifted(start, source, work)
             stage, phase = self.attend(shape, operands, features, work, memory, place, stage, phase)
             work = self.receive(memory, slot, slot_phase, lane)
@@ -140,8 +142,8 @@ class KeyRowsConsumer:
             group,
             warp,
             lane,
-            self.keys.key_place(warp, lane) + group * (GROUP_TOKENS * self.keys.row_bytes),
-            self.values.value_place(warp, lane) + group * (GROUP_TOKENS * self.values.row_bytes),
+            self.keys.key_place(warp, lane) + self.keys.group_place(group),
+            self.values.value_place(warp, lane) + self.values.group_place(group),
             last + matrix // 2 * (8 * wgmma.ROW_BYTES),
             last,
             (0, 0),
@@ -167,13 +169,11 @@ class KeyRowsConsumer:
     def attend(self, shape, operands, features, work, memory, place, stage: Int32, phase: Int32):
         """One work tile; the ring's next stage and phase."""
         span = self.worker.span(shape, work)
-        from_fp16 = self.queries.write(
-            shape, operands, work, memory, place.group * WARPGROUP_WARPS + place.warp, place.lane
-        )
+        from_fp16 = self.queries.write(shape, operands, work, memory, place.group, place.warp, place.lane)
         scale = self.score_scale(operands, work, from_fp16)
         sums, codes = self.make_sums(), cute.make_rmem_tensor(self.key_words, Uint32)
         self.clear_probabilities(memory, sums, place)
-        queries = wgmma.descriptor(cute.arch.make_warp_uniform(memory.queries))
+        queries = wgmma.descriptor(cute.arch.make_warp_uniform(self.queries.tile(memory, place.group)))
         before = stage  # where the last values lie; none yet: some, times probabilities of zero
         if span.begin < span.end:
             cute.arch.mbarrier_wait(memory.full + stage, phase)
@@ -346,7 +346,7 @@ class KeyRowsConsumer:
     ):
         """Probabilities of a block, where all warps see them. When it returns no products are running: values of the
         block before have been behind the softmax. Codes of the keys that follow are loaded."""
-        row = place.group * GROUP_TOKENS + place.warp * WARP_TOKENS + place.lane // 4
+        row = place.warp * WARP_TOKENS + place.lane // 4
         lines = self.load_scales(memory, place, KEYS, stage, row)
         value_scales = self.load_scales(memory, place, VALUES, stage, row)
         found = wgmma.wait_for(dots, VALUE_GROUPS)
@@ -358,7 +358,10 @@ class KeyRowsConsumer:
             # The last query is the first to lose sight of a key.
             masked = masked | (block * self.config.tile_tokens <= span.last_position - features.window)
         if masked:
-            self.mask(shape, features, work, s, place, block * self.config.tile_tokens + row)
+            first = block * self.config.tile_tokens
+            if const_expr(self.heads == 1):
+                first = first + place.group * GROUP_TOKENS
+            self.mask(shape, features, work, s, place, first + row)
         if const_expr(self.key_scale):
             lines = [ptx.fmax(line * scale, Float32(MIN_SCORE_SCALE)) for line in lines]
         else:
@@ -366,12 +369,13 @@ class KeyRowsConsumer:
         self.share(memory, sums, place, s, lines, value_scales, ahead)
 
     def load_scales(self, memory, place, operand: int, stage, row) -> list[Any]:
-        """Those of the lane's two tokens; none where rows have none. They come while products run."""
+        """Those of the lane's two tokens, the first its warpgroup's ``row``; none where rows have none. They come while
+        products run."""
         if not (self.key_scale, self.value_scale)[operand]:
             return []
         rows = (self.keys, self.values)[operand]
         assert isinstance(rows, ScaledByteRows)
-        address = memory.tile(operand, stage) + rows.scale_place(row) + place.scales[operand]
+        address = memory.tile(operand, stage) + rows.scale_place(place.group, row) + place.scales[operand]
         return [ptx.load_shared(address, 8 * i * rows.row_bytes).bitcast(Float32) for i in range(2)]
 
     @cute.jit
