@@ -256,8 +256,8 @@ def _as_it_lies(call: ExtendCall, config: ExtendConfig) -> list[Way]:
     if config.mapped and not lies_in_maps(call):
         raise ValueError(
             f"k_cache, v_cache: got rows that tensor maps cannot bring: config {config.name} wants caches, blocks and "
-            f"tokens that begin at multiples of {ALIGNMENT} bytes, and so rows, or a token's heads, of which there is an "
-            "even number, one behind the other"
+            f"tokens that begin at multiples of {ALIGNMENT} bytes, and so rows, or an even number of a token's heads, "
+            "one behind the other"
         )
     return [Way(_launch_of(call, config))]
 
