@@ -364,6 +364,16 @@ def test_heads_that_lie_apart_are_not_one_row_of_a_token(launches):
         make_plan(checked, config)
 
 
+@pytest.mark.parametrize("kv_heads", [2, 3, 5, 6])
+def test_maps_bring_two_heads_at_a_time(kv_heads, launches):
+    """Some heads of a wider cache, whose tokens begin at multiples of 16 bytes: an odd one would be left over."""
+    call = narrow(6, "int8_token_head")
+    some = torch.zeros(BATCH, 256, 8, 132, dtype=torch.uint8)[:, :, :kv_heads]
+    call |= {"q": torch.zeros(BATCH * 6, 2 * kv_heads, 128).bfloat16(), "k_cache": some, "v_cache": some}
+    extend_attention(**call)
+    assert ("_mapped" in launches[0].symbol) == (kv_heads % 2 == 0)
+
+
 @pytest.mark.parametrize("kv_format", ["e4m3_tensor", "int8_token_head"])
 def test_a_given_configuration_refuses_caches_that_it_cannot_bring(kv_format, launches):
     call = narrow(6, kv_format)
