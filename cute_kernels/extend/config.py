@@ -91,21 +91,26 @@ class ExtendConfig:
         if self.tile_rows == TILE_ROWS:
             return None
         rows, headers = zip(*map(self._key_rows_of, self.formats), strict=True)
-        tokens = self.tile_tokens
+        tokens = self.tile_tokens * (1 if self.paired else self.tile_heads)
         tiles, apart = (tokens * rows[0], tokens * rows[1]), (tokens * headers[0], tokens * headers[1])
         return KeyRows(self.tile_rows, tiles, apart, self.tile_heads)
 
     @property
     def tile_heads(self) -> int:
-        """KV heads of a work tile. Two, a warpgroup's each, where maps bring bytes behind scales: a row of them touches
-        two lines of the L2 cache, those of two heads three."""
-        paired = self.mapped and all(form.code_bits == 8 and form.header_bytes for form in self.formats)
-        return 2 if paired else 1
+        """KV heads of a work tile: two of key rows, a warpgroup's each, whose tiles have half as many tokens."""
+        return 1 if self.tile_rows == TILE_ROWS else MMA_WARPGROUPS * GROUP_TOKENS // self.tile_tokens
+
+    @property
+    def paired(self) -> bool:
+        """Whether rows of a work tile's two heads come, and lie, together: where maps bring bytes behind scales. A row
+        of them touches two lines of the L2 cache, those of two heads three."""
+        behind = all(form.code_bits == 8 and form.header_bytes for form in self.formats)
+        return self.tile_heads == 2 and self.mapped and behind
 
     def _key_rows_of(self, form: KvFormat) -> tuple[int, int]:
         """Bytes in shared memory of a row's codes, and of what lies in front of them if that lies elsewhere."""
         if form.code_bits == 8 and form.header_bytes:
-            return (SCALED_ROW_BYTES if self.tile_heads == 1 else PAIRED_ROW_BYTES), 0
+            return (PAIRED_ROW_BYTES if self.paired else SCALED_ROW_BYTES), 0
         codes = self.head_dim * form.code_bits // 8
         if codes + form.header_bytes == HEADED_ROW_BYTES:
             return HEADED_ROW_BYTES, 0
@@ -399,8 +404,8 @@ class ExtendConfig:
             return f"{self.tile_rows} tile_rows of anything but a cache of codes"
         if self.head_dim != KEY_ROWS_HEAD_DIM or self.producer_warps != 4:
             return f"{self.tile_rows} tile_rows of head_dim {self.head_dim}, not {KEY_ROWS_HEAD_DIM}"
-        if self.tile_heads * self.tile_tokens != MMA_WARPGROUPS * GROUP_TOKENS:
-            return f"{self.tile_rows} tile_rows of {self.tile_heads} heads and {self.tile_tokens} tile_tokens"
+        if self.tile_tokens not in (GROUP_TOKENS, MMA_WARPGROUPS * GROUP_TOKENS):
+            return f"{self.tile_rows} tile_rows and {self.tile_tokens} tile_tokens"
         for form in self.formats:
             words = "" if form.extend is None else form.extend.words.rpartition(":")[2]
             groups = KEY_ROWS_GROUPS if words == "Int4Words" else (1,)

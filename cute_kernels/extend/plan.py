@@ -26,6 +26,7 @@ from cute_kernels.extend.schedule import (
     choose_key_rows,
     choose_newer,
     choose_unpacked,
+    heads_of_tile,
     queries_to_unpack_beside,
     queries_to_unpack_for,
     serves_key_rows,
@@ -243,7 +244,12 @@ def _key_rows(call: ExtendCall, config: ExtendConfig) -> list[Way]:
         shape = call.q.shape[1], call.base.num_kv_heads, _num_sms(call)
         return Way(_launch_of(call, few), lambda queries, _: serves_key_rows(few, queries, call.batch, *shape))
 
-    return [way(few) for few in choose_key_rows(config, lies_in_maps(call))]
+    return [way(few) for few in key_rows_for(call, config)]
+
+
+def key_rows_for(call: ExtendCall, config: ExtendConfig) -> list[ExtendConfig]:
+    """What may serve a call of few queries a request that ``config`` serves, for the fewest first."""
+    return choose_key_rows(config, lies_in_maps(call), heads_of_tile(call.base.num_kv_heads))
 
 
 def _as_it_lies(call: ExtendCall, config: ExtendConfig) -> list[Way]:
@@ -253,11 +259,15 @@ def _as_it_lies(call: ExtendCall, config: ExtendConfig) -> list[Way]:
             f"k_cache, v_cache: got rows that key rows cannot bring: config {config.name} wants caches, and blocks of "
             f"them, that begin at multiples of {ALIGNMENT} bytes"
         )
+    if call.base.num_kv_heads % config.tile_heads:
+        raise ValueError(
+            f"k_cache, v_cache: got {call.base.num_kv_heads} KV heads: config {config.name} wants a multiple of "
+            f"{config.tile_heads}"
+        )
     if config.mapped and not lies_in_maps(call):
         raise ValueError(
             f"k_cache, v_cache: got rows that tensor maps cannot bring: config {config.name} wants caches, blocks and "
-            f"tokens that begin at multiples of {ALIGNMENT} bytes, and so rows, or an even number of a token's heads, "
-            "one behind the other"
+            f"tokens that begin at multiples of {ALIGNMENT} bytes, and so rows, or a token's heads one behind the other"
         )
     return [Way(_launch_of(call, config))]
 
@@ -276,17 +286,17 @@ def lies_in_pieces(call: ExtendCall) -> bool:
 
 def lies_in_maps(call: ExtendCall) -> bool:
     """Whether tensor maps can bring a call's rows with what is in front of them."""
-    return all(_lies_in_maps(operand, call.base.num_kv_heads) for operand in (call.base.k, call.base.v))
+    return all(_lies_in_maps(operand) for operand in (call.base.k, call.base.v))
 
 
-def _lies_in_maps(operand: CacheOperand, num_kv_heads: int) -> bool:
+def _lies_in_maps(operand: CacheOperand) -> bool:
     """Of K's or V's: rows of a multiple of 16 bytes each by itself, others as those of a token, one head's behind the
-    other's, two heads at a time."""
+    other's."""
     row_bytes = operand.form.row_bytes(operand.head_dim)
     places = operand.cache.data_ptr() | operand.block_stride | operand.token_stride
     if row_bytes % ALIGNMENT == 0:
         places |= operand.head_stride
-    elif operand.head_stride != row_bytes or num_kv_heads % 2:
+    elif operand.head_stride != row_bytes:
         return False
     return places % ALIGNMENT == 0
 
@@ -358,7 +368,8 @@ def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
     splits: whether keys may be cut.
     """
     specs: list[KernelSpec] = [ExtendSpec(config), *([combine_spec(config)] if splits else [])]
-    specs += [ExtendSpec(few) for mapped in (True, False) for few in choose_key_rows(config, mapped)]
+    few = [few for mapped in (True, False) for heads in (2, 1) for few in choose_key_rows(config, mapped, heads)]
+    specs += [ExtendSpec(own) for own in dict.fromkeys(few)]
     least, beside = queries_to_unpack_for(config, 1, 1, None), choose_beside(config)
     if least is not None and beside is not None:
         specs.append(ExtendSpec(beside))

@@ -40,6 +40,7 @@ KEY_ROWS_HEAD_DIM = 128  # where keys are rows of products and queries their col
 SCALED_ROW_BYTES = 144  # of a row of bytes behind its scale, in shared memory there: pieces of 16 that it may touch
 PAIRED_ROW_BYTES = 272  # of the rows of two neighbouring heads of a token, bytes behind scales, there
 HEADED_ROW_BYTES = 80  # of a row of nibbles of four groups, headers and codes
+FLAG_BYTES = 16  # of a word for each warpgroup, there
 GROUP_TOKENS = 64  # of a tile, that one of two warpgroups takes there
 KEY_ROWS_WORDS = ("Int8Words", "E4m3Words", "E5m2Words", "Int4Words")  # of `extend.decode`, that it knows
 MOST_COLUMNS = 72  # whose scores and sums a thread has registers for
@@ -261,7 +262,7 @@ class KeyRows:
     def fixed_bytes(self) -> int:
         """Beside tiles."""
         places = 2 * MMA_WARPGROUPS * self.probability_bytes
-        return self.heads * self.query_bytes + places + self.told_bytes + 4 * MMA_WARPS
+        return self.heads * self.query_bytes + places + self.told_bytes + 4 * MMA_WARPS + FLAG_BYTES
 
     @property
     def stage_bytes(self) -> int:

@@ -10,6 +10,7 @@ from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.extend.config import MAX_SPLITS, ExtendConfig
 from cute_kernels.extend.policies import (
     ELEMENT_BYTES,
+    KEY_ROWS_HEAD_DIM,
     MOST_COLUMNS,
     TILE_ROWS,
     TILE_TOKENS,
@@ -98,15 +99,22 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
     )
 
 
-def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: bool = False) -> ExtendConfig | None:
+def heads_of_tile(num_kv_heads: int) -> int:
+    """KV heads of a work tile of key rows: two, where there are any two."""
+    return 2 - num_kv_heads % 2
+
+
+def key_rows_of(
+    config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: bool = False, tile_heads: int = 1
+) -> ExtendConfig | None:
     """What serves launches that ``config`` serves with keys as rows of products and so many queries as columns; None
-    where nothing does. mapped: whether tensor maps can bring rows with what is in front of them, as they lie."""
-    least = ProducerPipeline(num_stages=2, producer_warps=KEY_ROWS_WARPS)
+    where nothing does. mapped: whether tensor maps can bring rows with what is in front of them, as they lie.
+    tile_heads: of `heads_of_tile`."""
+    tokens = TILE_TOKENS[KEY_ROWS_HEAD_DIM] // tile_heads
+    least = ProducerPipeline(tokens, num_stages=2, producer_warps=KEY_ROWS_WARPS)
     wide = replace(config, tile_rows=tile_rows, pipeline=least)
     if mapped and any(form.header_bytes for form in wide.formats):
         by_maps = replace(wide, keys=CachedKeys(wide.page_tokens, mapped=True))
-        tokens = wide.tile_tokens // by_maps.tile_heads
-        by_maps = replace(by_maps, pipeline=replace(by_maps.pipeline, tile_tokens=tokens))
         wide = by_maps if by_maps.can_implement() is None else wide
     if wide.can_implement() is not None:
         return None
@@ -116,10 +124,10 @@ def key_rows_of(config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: boo
     return replace(wide, pipeline=replace(wide.pipeline, num_stages=stages))
 
 
-def choose_key_rows(config: ExtendConfig, mapped: bool = False) -> list[ExtendConfig]:
-    """What may serve launches of few queries a request that ``config`` serves, for the fewest first. mapped: as
-    :func:`key_rows_of`."""
-    configs = [key_rows_of(config, rows, mapped) for rows in KEY_ROWS]
+def choose_key_rows(config: ExtendConfig, mapped: bool = False, tile_heads: int = 1) -> list[ExtendConfig]:
+    """What may serve launches of few queries a request that ``config`` serves, for the fewest first. mapped,
+    tile_heads: as :func:`key_rows_of`."""
+    configs = [key_rows_of(config, rows, mapped, tile_heads) for rows in KEY_ROWS]
     return [few for few in configs if few is not None]
 
 

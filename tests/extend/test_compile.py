@@ -61,7 +61,11 @@ for name, features in {"FP8 products": CAUSAL_PAGES, "FP8 products, features": F
 KEY_ROWS = {
     name: found
     for name in ("int8_token_head", "e4m3_tensor", "int4_g4")
-    if (found := key_rows_of(choose(ExtendProblem(128, name, name, "bf16", 64, CAUSAL_PAGES)), mapped=True))
+    if (
+        found := key_rows_of(
+            choose(ExtendProblem(128, name, name, "bf16", 64, CAUSAL_PAGES)), mapped=True, tile_heads=2
+        )
+    )
 }
 COMPILED = golden.worth_compiling(CONFIGS, lambda name: ExtendSpec(CONFIGS[name]), __file__)
 UNPACKED = golden.worth_compiling(UNPACKING, lambda name: UnpackSpec(UNPACKING[name]), __file__)

@@ -59,15 +59,15 @@ class CopyingMachine(Machine):
 class Block:
     """The block of a call's K and V from token 128 on in shared memory, and the parts of a consumer that read it.
 
-    mapped: as rows lie that tensor maps bring, those of two heads together.
+    mapped: as rows lie that tensor maps bring. heads: of a work tile.
     """
 
-    def __init__(self, call: Call, mapped: bool = False):
+    def __init__(self, call: Call, mapped: bool = False, heads: int = 1):
         keys, values = format_pair(call.kv_format)
         table, page_tokens = call.options.get("block_table"), call.caches[0].shape[1]
         features = Features(paged=table is not None, causal=True)
         touching = 0 if table is None else page_tokens & -page_tokens
-        config = key_rows_of(choose(ExtendProblem(128, keys, values, "bf16", touching, features)), mapped=mapped)
+        config = key_rows_of(choose(ExtendProblem(128, keys, values, "bf16", touching, features)), 72, mapped, heads)
         assert config is not None and config.can_implement() is None and config.key_rows is not None
         self.config, self.shape, self.heads = config, config.key_rows, config.tile_heads
         block = Int32(BLOCK * self.heads)
@@ -104,7 +104,7 @@ class Block:
             producer = RawRowProducer(config)
             for warp in range(config.producer_warps):
                 places = producer.runs.make()
-                producer.runs.ask(places, source, work, block, Int32(warp))
+                producer.runs.ask(places, source, work, block, Int32(warp % producer.of_head))
                 for tile in producer.tiles:
                     tile.by_tma = False  # tensor maps bring the same bytes: tests/gpu/test_key_rows.py
                     tile.copy(
@@ -179,11 +179,18 @@ def test_rows_behind_a_scale_begin_anywhere(kv_format, num_kv_heads):
 @pytest.mark.parametrize("kv_format", ["int8_token_head", ("e4m3_token_head", "int8_token_head")], ids=str)
 def test_rows_of_two_heads_lie_one_behind_the_other(kv_format, num_kv_heads, page_size):
     """Each is a warpgroup's."""
-    check_operands(make_call(kv_format, [4], [300], page_size=page_size, num_kv_heads=num_kv_heads), mapped=True)
+    call = make_call(kv_format, [4], [300], page_size=page_size, num_kv_heads=num_kv_heads)
+    check_operands(call, mapped=True, heads=2)
 
 
-def check_operands(call: Call, mapped: bool = False) -> None:
-    block = Block(call, mapped)
+@pytest.mark.parametrize("page_size", [16, 64, None])
+@pytest.mark.parametrize("kv_format", FORMATS, ids=str)
+def test_each_warpgroup_has_a_head(kv_format, page_size):
+    check_operands(make_call(kv_format, [4], [300], page_size=page_size, num_kv_heads=6), heads=2)
+
+
+def check_operands(call: Call, mapped: bool = False, heads: int = 1) -> None:
+    block = Block(call, mapped, heads)
     q = torch.randn(block.config.tile_rows, 128, generator=torch.Generator().manual_seed(3)).half()
     with running(block.machine):
         writer = QueryWriter(block.config)
@@ -207,7 +214,7 @@ def check_warpgroup(call: Call, block: Block, group: int, q: torch.Tensor, queri
     first = 128 if block.heads > 1 else 128 + GROUP_TOKENS * group
     work = block.work_of(group)
     seen = slice(max(FIRST - first, 0), min(STOP - first, GROUP_TOKENS))
-    keys, values = (rows_of(form, block.heads) for form in block.config.formats)
+    keys, values = (rows_of(form, block.config.paired) for form in block.config.formats)
     wanted_k, wanted_v = (
         wanted(call, operand, 0, first + GROUP_TOKENS)[block.head(group), first:] for operand in (KEYS, VALUES)
     )

@@ -402,9 +402,9 @@ class HeadedNibbleRows(NibbleRows):
 BYTE_CODES = {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}
 
 
-def rows_of(form: KvFormat, heads: int = 1) -> ByteRows | NibbleRows:
-    """How rows of a format, of so many KV heads a work tile, become operands."""
+def rows_of(form: KvFormat, paired: bool = False) -> ByteRows | NibbleRows:
+    """How rows of a format become operands. paired: whether those of two heads lie together."""
     if form.codes not in BYTE_CODES:
         return HeadedNibbleRows(4) if form.header_bytes == CHUNK_BYTES else NibbleRows(form.num_groups)
-    kind = ByteRows if not form.header_bytes else ScaledByteRows if heads == 1 else PairedByteRows
+    kind = ByteRows if not form.header_bytes else PairedByteRows if paired else ScaledByteRows
     return kind(BYTE_CODES[form.codes]())

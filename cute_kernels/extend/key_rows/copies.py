@@ -25,12 +25,13 @@ from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.decode import Places, RowRuns
 from cute_kernels.extend.key_rows.codes import CHUNK_BYTES, ByteRows, rows_of
 from cute_kernels.extend.memory import KEYS, VALUES
+from cute_kernels.extend.policies import GROUP_TOKENS, MMA_WARPGROUPS
 from cute_kernels.kv_formats import KvFormat
 
 
 @dataclass(frozen=True)
 class WarpRows:
-    """Which rows of a tile a producer warp brings, of K and of V; those of all ``heads`` of a work tile are one."""
+    """Which rows of a tile a producer warp brings, of K and of V; paired: those of two heads are one."""
 
     formats: tuple[KvFormat, KvFormat]
     head_dim: int
@@ -40,6 +41,12 @@ class WarpRows:
     page_tokens: int
     mapped: bool
     heads: int
+    paired: bool
+
+    @property
+    def of_head(self) -> int:
+        """Producer warps that bring a head's rows."""
+        return self.tile_tokens // self.warp_rows
 
     @property
     def by_tma(self) -> bool:
@@ -58,8 +65,9 @@ class TileRows:
     def __init__(self, shape: WarpRows, operand: int):
         form = shape.formats[operand]
         self.operand, self.tokens, self.warp_rows = operand, shape.tile_tokens, shape.warp_rows
-        self.heads = shape.heads
-        self.rows = rows_of(form, shape.heads)
+        self.heads = shape.heads if shape.paired else 1  # of a row
+        self.of_head, self.tuples = shape.of_head, shape.heads
+        self.rows = rows_of(form, shape.paired)
         self.header_bytes, self.header_words = form.header_bytes, form.header_bytes // 4
         self.cache_bytes = form.row_bytes(shape.head_dim)
         self.of_tokens = self.cache_bytes % CHUNK_BYTES > 0  # a map is over all bytes of a token, not over rows
@@ -103,14 +111,15 @@ class TileRows:
     def copy(self, source, work, memory, first_valid, places: Places, block: Int32, stage: Int32, warp: Int32, lane):
         """Asks for a warp's rows of a block."""
         rows = source.rows(self.operand)
-        bases = self.runs.bases(source, rows, places, work.head * self.heads)
-        first = block * self.tokens + warp * self.warp_rows
+        head = work.head * self.tuples + warp // self.of_head
+        bases = self.runs.bases(source, rows, places, head)
+        first = block * self.tokens + warp % self.of_head * self.warp_rows
         low, high = first_valid - first, work.kv_stop - first
         tile = memory.tile(self.operand, stage) + warp * (self.warp_rows * self.rows.row_bytes)
         headers = memory.header(self.operand, stage) + 4 * (warp * self.warp_rows)
         if const_expr(self.by_tma):
             if (low <= 0) & (high >= self.warp_rows):
-                self.copy_tma_tiles(source, work, memory, places, stage, warp)
+                self.copy_tma_tiles(source, head, memory, places, stage, warp)
             elif const_expr(self.rows.headed):
                 self.copy_headed_rows(bases, rows.token_bytes, tile, low, high, lane)
             else:
@@ -158,14 +167,14 @@ class TileRows:
         view = cute.make_tensor(pointer, layout)
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, self.place_of(rows), (rows, length))
 
-    def copy_tma_tiles(self, source, work, memory, places: Places, stage, warp) -> None:
+    def copy_tma_tiles(self, source, head, memory, places: Places, stage, warp) -> None:
         """A warp's whole rows, a run of them a TMA tile."""
         atom, view = source.maps[self.operand]
-        shape, heads = (self.runs.rows, self.rows.row_bytes), [work.head]
+        shape, heads = (self.runs.rows, self.rows.row_bytes), [head]
         run_bytes = shape[0] * shape[1]
         if self.of_tokens:
             shape = (self.runs.rows, self.rows.row_bytes // 4)
-            first_word = (work.head * (self.heads * self.cache_bytes) & ~(CHUNK_BYTES - 1)) >> 2
+            first_word = (head * self.cache_bytes & ~(CHUNK_BYTES - 1)) >> 2
             view, heads = cute.domain_offset((0, cute.assume(first_word, divby=CHUNK_BYTES // 4), 0), view), []
         tma_tiles = cute.local_tile(view, shape, (None,) * (3 + len(heads)))
         barrier = memory.full + stage
@@ -205,7 +214,7 @@ class TileRows:
             base = base + Int64(lane % self.runs.rows) * Int64(token_bytes)
             exists = None if low is None else (lane >= low) & (lane < high)
             for word in range(self.header_words):
-                target = headers + 4 * lane + 4 * self.tokens * word
+                target = headers + 4 * lane + 4 * (MMA_WARPGROUPS * GROUP_TOKENS) * word
                 self.copy_piece(target, base + 4 * word, exists, 4, bases[0])
 
     def copy_piece(self, target, address, exists, size: int, somewhere) -> None:
@@ -227,7 +236,7 @@ class RawRowProducer:
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        warp_rows = config.tile_tokens // config.producer_warps
+        warp_rows = config.tile_tokens * (1 if config.paired else config.tile_heads) // config.producer_warps
         shape = WarpRows(
             config.formats,
             config.head_dim,
@@ -237,8 +246,10 @@ class RawRowProducer:
             config.page_tokens,
             config.mapped,
             config.tile_heads,
+            config.paired,
         )
-        assert warp_rows == WARP_THREADS or config.tile_heads > 1
+        assert warp_rows == WARP_THREADS or config.paired
+        self.of_head = shape.of_head
         self.runs, self.tiles = RowRuns(shape), (TileRows(shape, KEYS), TileRows(shape, VALUES))
 
     def make_maps(self, k_cache, v_cache):
@@ -259,10 +270,10 @@ class RawRowProducer:
     def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
         """Fills the tiles of a work tile, the last block first; the ring's next stage and phase."""
         places, following = self.runs.make(), self.runs.make()
-        self.runs.ask(places, source, work, cutlass.max(span.end - 1, 0), warp)
+        self.runs.ask(places, source, work, cutlass.max(span.end - 1, 0), warp % self.of_head)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
-            self.runs.ask(following, source, work, cutlass.max(block - 1, span.begin), warp)
+            self.runs.ask(following, source, work, cutlass.max(block - 1, span.begin), warp % self.of_head)
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
             for operand in cutlass.range_constexpr(2):
                 self.tiles[operand].copy(source, work, memory, first_valid, places, block, stage, warp, lane)
