@@ -45,6 +45,14 @@ def test_an_option_has_its_own_bytes(options):
     assert options["groups of 32"].own_bytes == 2 * n * k * 3 // 128
 
 
+def test_no_two_options_share_a_weight(options):
+    """One that many calls share is met warmer than others."""
+    codes = [
+        argument.codes for option in options.values() for argument in option.call.args if hasattr(argument, "codes")
+    ]
+    assert len(codes) == len(options) == len({one.data_ptr() for one in codes})
+
+
 def test_rows_that_are_too_wide_to_be_normed_give_no_norm():
     wide = LinearOptions(replace(LAYER, n=MAX_COLUMNS + 64), Format(), "cpu").all()
     assert "norm given" not in wide and "norm taken" in wide
