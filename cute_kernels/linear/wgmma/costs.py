@@ -17,6 +17,7 @@ from cute_kernels.linear.wgmma.long_config import LongWgmma
 from cute_kernels.linear.wgmma.mainloops import TMA_TILE_K, Limbs, Mainloop, MmaSync, RegisterWgmma, ResidentLimbs
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.results import WGMMA_N_STEP, WholeK
+from cute_kernels.linear.wgmma.shares_config import SharesWgmma
 
 if TYPE_CHECKING:
     from cute_kernels.linear.wgmma.schedule import TileSchedule
@@ -159,6 +160,17 @@ class DecodedCost:
         return products + results + (self.combine + self.combine_part * config.thread_acc * others if others else 0)
 
 
+class SharesCost(DecodedCost):
+    """Of tiles whose parts of K are added up in shares: `SharesWgmma`."""
+
+    share = 3300  # until a CTA's own is there
+
+    def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
+        if schedule.splits == 1:
+            return super().part_clocks(problem, schedule, k_block)
+        return schedule.split_k_blocks * k_block + self.work_tile_clocks(schedule.config) / schedule.splits + self.share
+
+
 class LimbCost:
     """Of x in limbs of a launch before: `Limbs`.
 
@@ -231,8 +243,8 @@ class ResidentCost:
 
 
 COSTS: dict[type[Mainloop], MainloopCost] = {
-    RegisterWgmma: DecodedCost(), LongWgmma: DecodedCost(), MmaSync: DecodedCost(), Limbs: LimbCost(),
-    ResidentLimbs: ResidentCost(),
+    RegisterWgmma: DecodedCost(), LongWgmma: DecodedCost(), SharesWgmma: SharesCost(), MmaSync: DecodedCost(),
+    Limbs: LimbCost(), ResidentLimbs: ResidentCost(),
 }  # fmt: skip
 
 

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import os
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
 from cute_kernels.device.exchange import EMPTY_WORD
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.epilogue import Store, TileEpilogue
-from cute_kernels.linear.wgmma.kernel import WgmmaKernel, launch_options
+from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 from cute_kernels.linear.wgmma.places import Corner, DensePlaces, Places, corner_of
 from cute_kernels.linear.wgmma.reduction import VECTOR_STRIDE
 from cute_kernels.linear.wgmma.results import WorkspaceSplitK
 from cute_kernels.linear.wgmma.shares_config import SharedSplitK
-from cute_kernels.linear.wgmma.tiles import TileSizes, dense_grid, dense_sizes
-from cute_kernels.linear.work import operands_of
-
-PDL, COOPERATIVE = (bool(int(one)) for one in os.environ.get("CK_SHARES", "01"))
 
 
 class ShareReduction:
@@ -35,6 +29,7 @@ class ShareReduction:
         self.parts = config.reduction.parts
         self.own_m = config.tile_m // self.parts
         self.own_vectors = config.thread_vectors // self.parts
+        self.partial_bytes = 4 * config.block_rows * config.tile_m
         self.of_share = TileEpilogue(replace(config, tile_m=self.own_m, reduction=WorkspaceSplitK()))
 
     def begin(self) -> None:
@@ -69,26 +64,31 @@ class ShareReduction:
 
     @cute.jit
     def exchange(self, operands, store: Store, work_tile, acc):
-        """Makes accumulators[: own rows / 2] those of all of K.
-
-        Every thread stores the others' shares and finds the same thread's, in the order of the registers. For each
-        share there is a place for every part but its own.
-        """
-        config, rank = self.config, work_tile.split
-        partial_bytes = 4 * config.block_rows * config.tile_m
-        place = operands.workspace + Int64(work_tile.number * (self.parts - 1)) * partial_bytes
-        place = place + (store.warpgroup * (partial_bytes // config.warpgroups) + store.tid * 16)
+        """Makes accumulators[: own rows / 2] those of all of K: what others want is stored before anybody waits."""
+        place, rank = self.place(operands, store, work_tile.number), work_tile.split
         for share in cutlass.range_constexpr(self.parts):
             if rank != share:
-                target = place + Int64(rank - cutlass.select_(rank > share, Int32(1), Int32(0))) * partial_bytes
-                for i in cutlass.range_constexpr(self.own_vectors):
-                    vector = share * self.own_vectors + i
-                    values = [acc[4 * vector + j] for j in range(4)]
-                    ptx.store_global(target, values, offset=vector * VECTOR_STRIDE)
+                self.publish_share(place, acc, share, rank)
         self.keep_share(acc, rank)
-        self.add_others(place + rank * (self.own_vectors * VECTOR_STRIDE), partial_bytes, acc)
+        self.add_others(place + rank * (self.own_vectors * VECTOR_STRIDE), acc)
 
-    def keep_share(self, acc, rank):
+    def place(self, operands, store: Store, number):
+        """Where a thread's first accumulators of the first part of a tile are, in the order of the registers.
+
+        Each share has a place for every part but its own.
+        """
+        size = self.partial_bytes
+        start = Int64(number * (self.parts - 1)) * size
+        return operands.workspace + start + (store.warpgroup * (size // self.config.warpgroups) + store.tid * 16)
+
+    def publish_share(self, place, acc, share: int, rank) -> None:
+        """Stores the accumulators of another's share where the same thread of that CTA looks for them."""
+        other = rank - cutlass.select_(rank > share, Int32(1), Int32(0))
+        target = place + Int64(other) * self.partial_bytes
+        for i in range(share * self.own_vectors, (share + 1) * self.own_vectors):
+            ptx.store_global(target, [acc[4 * i + j] for j in range(4)], offset=i * VECTOR_STRIDE)
+
+    def keep_share(self, acc, rank) -> None:
         """Moves the CTA's own share to the front."""
         own = self.own_m // 2
         for share in range(1, self.parts):
@@ -96,40 +96,33 @@ class ShareReduction:
                 acc[i] = cutlass.select_(rank == share, acc[share * own + i], acc[i])
 
     @cute.jit
-    def add_others(self, place, partial_bytes: int, acc):
-        """Adds the other parts' in their order, once all have come, and puts EMPTY back."""
-        others, count = self.parts - 1, self.own_vectors
-        words = cute.make_rmem_tensor(4 * others * count, Uint32)
+    def add_others(self, place, acc):
+        """Adds the other parts in their order, once all have come, and puts EMPTY back."""
+        places = [(other, i) for other in range(self.parts - 1) for i in range(self.own_vectors)]
+        words = cute.make_rmem_tensor(4 * len(places), Uint32)
         missing = Int32(1)
         while missing != 0:
             missing = Int32(0)
-            for other in cutlass.range_constexpr(others):
-                for i in cutlass.range_constexpr(count):
-                    loaded = ptx.load_relaxed(place, 4, offset=other * partial_bytes + i * VECTOR_STRIDE)
-                    for j in cutlass.range_constexpr(4):
-                        words[4 * (other * count + i) + j] = loaded[j]
-            for i in cutlass.range_constexpr(4 * others * count):
-                missing = cutlass.select_(words[i] == Uint32(EMPTY_WORD), Int32(1), missing)
-        for other in cutlass.range_constexpr(others):
-            for i in cutlass.range_constexpr(count):
+            for vector in cutlass.range_constexpr(len(places)):
+                loaded = ptx.load_relaxed(place, 4, offset=self.offset(*places[vector]))
                 for j in cutlass.range_constexpr(4):
-                    at = 4 * i + j
-                    acc[at] = acc[at] + words[4 * (other * count + i) + j].bitcast(Float32)
-                ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4, offset=other * partial_bytes + i * VECTOR_STRIDE)
+                    words[4 * vector + j] = loaded[j]
+            for i in cutlass.range_constexpr(4 * len(places)):
+                missing = cutlass.select_(words[i] == Uint32(EMPTY_WORD), Int32(1), missing)
+        for vector in cutlass.range_constexpr(len(places)):
+            first = 4 * places[vector][1]
+            for j in cutlass.range_constexpr(4):
+                acc[first + j] = acc[first + j] + words[4 * vector + j].bitcast(Float32)
+            ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4, offset=self.offset(*places[vector]))
+
+    def offset(self, other: int, vector: int) -> int:
+        """Of a vector of a share of the ``other``-th of the other parts."""
+        return other * self.partial_bytes + vector * VECTOR_STRIDE
 
 
 class SharesKernel(WgmmaKernel):
-    """One compiled variant of a dense product whose CTAs all run at once."""
+    """One compiled variant of a dense product whose CTAs have shares."""
 
     def __init__(self, config: WgmmaConfig):
         super().__init__(config)
         self.consumers.reduction = ShareReduction(config, self.epilogue, DensePlaces(config))
-
-    def launch(self, given, stream):
-        """As `WgmmaKernel.launch`, cooperative."""
-        config = self.config
-        copy_x, x_view = self.activations.tma(given.x)
-        shape = TileSizes(*dense_sizes(config, given), grid=dense_grid(config, given))
-        operands = operands_of(self.operands, given, x=Int64(0))
-        options = launch_options(config, given.num_ctas, stream, use_pdl=PDL) | {"cooperative": COOPERATIVE}
-        self.kernel(operands, shape, copy_x, x_view).launch(**options)

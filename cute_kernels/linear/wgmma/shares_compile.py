@@ -16,7 +16,7 @@ MODULES = ("shares", "shares_compile", "shares_config")
 
 @dataclass(frozen=True, eq=False)
 class SharesSpec(WgmmaSpec):
-    """One weight-only GEMM kernel of CTAs that all run at once: takes what `WgmmaSpec`'s take."""
+    """One weight-only GEMM kernel whose CTAs have shares: takes what `WgmmaSpec`'s take."""
 
     config: WgmmaConfig[SharesWgmma]
 

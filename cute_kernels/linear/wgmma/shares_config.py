@@ -1,10 +1,10 @@
 """Tiles whose parts of K are added up by all CTAs that have one, each a share of the rows. No GPU types here.
 
-Where the CTA of the last part adds up all others', `.results.WorkspaceSplitK`, it reads as many tiles as there are other
-parts, a batch after the other: with four parts of 128 rows by 128 features some 7 us at the end of a launch of 50. Here
-each reads as much as one tile has, all of it at once, and stores its share of the results.
+Where the CTA of the last part adds up all others', `.results.WorkspaceSplitK`, it reads as many tiles as there are
+other parts, a batch after the other: with four parts of 128 rows by 128 features some 7 us at the end of a launch of
+50. Here each reads as much as one tile has, all of it at once, and stores its share of the results.
 
-CTAs then wait for one another, so all of them have to run at once: the launch is cooperative.
+The CTAs of a tile wait for one another: neighbours, no more than `PARTS` has (docs/design/forward_progress.md).
 """
 
 from __future__ import annotations
