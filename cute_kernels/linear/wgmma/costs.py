@@ -26,7 +26,7 @@ CLOCKS_PER_US = 1650.0
 MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
 SM_BYTES_PER_CLOCK = 26  # that an SM takes in at most
 START_CLOCKS = 7300  # of the launch, and until the first MMAs
-SHORT_ROWS = 256  # of products that end before the GPU lowers its clock
+SHORT_ROWS = range(65, 257)  # of products that end before the GPU lowers its clock; fewer are often in one tile
 K_BLOCK_CLOCKS = 90  # of each k block that is decoded
 # What tiles that are all cut, and whose parts meet in memory, take besides: nothing as a launch, 2.6 us as a graph of
 # one. So they are left where others are expected to take this much longer.
@@ -104,12 +104,12 @@ class DecodedCost:
 
     # By the bits of a code.
     rates: ClassVar[dict[int, TileRates]] = {4: TileRates(29.5, 0.1, 14), 8: TileRates(32, 0.1, 14)}
-    # Where codes are scaled as they are decoded; of 4 bits and short products, where no parts meet by DSMEM and no bits
-    # are to be kept, whatever the number of rows (tests/facts/tiles.json).
+    # Where codes are scaled as they are decoded; of 4 bits without zero points and short products, where no parts meet
+    # by DSMEM and bits may depend on the number of rows (tests/facts/linear_tiles.json).
     scaled: ClassVar[TileRates] = TileRates(20, 0.25, 10, in_flight_gain=0.05)
     scaled_tiles: ClassVar[TileRates] = TileRates(
-        decode=23.3, row=0.195, mma=6.6, mma_row=-0.059, k_block=35, work_tile=3640, work_tile_acc=15.3,
-        combine=1760, combine_part=33.5, join=3330, join_acc=78, all_cut=1650,
+        decode=23, row=0.194, mma=5.7, mma_row=-0.056, k_block=31.5, work_tile=3940, work_tile_acc=13.5,
+        combine=1270, combine_part=42.4, join=2950, join_acc=80, all_cut=1700,
     )  # fmt: skip
     # Where not, of 4 bits and warpgroups that interleave k blocks; what a scale of a whole row saves these.
     interleaved, row_scale = TileRates(30.5, 0.2, 14), -5
@@ -122,7 +122,7 @@ class DecodedCost:
     alone = 1.1
     # For each row of a TMA tile of activations that x does not have, which TMA fills in; the same of the small TMA
     # tiles of a DSMEM reduction, and of those of clusters of four.
-    fill, dsmem_fill, wide_fill = 11, 8.5, 6.5
+    fill, dsmem_fill, wide_fill = 11, 8.5, 6
     # What a work tile's results take less where TMA stores, whose start takes more.
     tma_work_tile, tma_start = -900, 1100
     # Of DSMEM, and each row of a part beyond that of a second CTA.
@@ -130,7 +130,8 @@ class DecodedCost:
 
     def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
         if config.scales_codes:
-            is_short = problem.m <= SHORT_ROWS and config.format.bits == 4 and not problem.batch_invariant
+            plain = config.format.bits == 4 and not config.format.has_zeros
+            is_short = plain and problem.m in SHORT_ROWS and not problem.batch_invariant
             return self.scaled_tiles if is_short and not config.dsmem_reduction else self.scaled
         if config.k_warpgroups > 1 and config.format.bits == 4:
             return self.interleaved
@@ -216,7 +217,7 @@ class SharesCost(DecodedCost):
     """Of tiles whose parts of K are added up in shares: `SharesWgmma`."""
 
     # Until others' parts are there; of each accumulator of those, of a CTA's share, that a thread is sent.
-    share, share_acc = 720, 151
+    share, share_acc = 510, 156
 
     def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
         config, splits = schedule.config, schedule.splits
@@ -240,7 +241,7 @@ class LimbCost:
     before_us = 0.2  # of parts that meet in memory, where tiles are all cut: others are taken at equal times
     row_share = 0.1  # of a row's bytes that take as long as the memory's
     # Of the launch that makes limbs, and of the way out of the last work tile, by the rows of a tile.
-    start: ClassVar[dict[int, float]] = {8: 4200, 16: 4200, 32: 5200}
+    start: ClassVar[dict[int, float]] = {8: 4500, 16: 5200, 32: 5200}
     combine, combine_part = 1300, 55  # as of `DecodedCost`
 
     def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:

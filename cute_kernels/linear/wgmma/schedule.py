@@ -445,7 +445,7 @@ def is_plain(problem: LinearProblem) -> bool:
 
 def is_short(problem: LinearProblem) -> bool:
     """The same of `ROUND_SHAPES` and `SHARE_SHAPES`."""
-    return is_plain(problem) and problem.m <= SHORT_ROWS and not problem.batch_invariant
+    return is_plain(problem) and problem.m in SHORT_ROWS and not problem.batch_invariant
 
 
 def lone_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
