@@ -1,5 +1,5 @@
-"""Short products: parts of K that all CTAs of a tile add up, a share of the rows each, and tiles of 64 and 192 features:
-against fp64, with every epilogue."""
+"""Short products, with every epilogue: parts of K of which each CTA adds up a share of the rows, tiles of 64 and 192
+features."""
 
 from __future__ import annotations
 
