@@ -156,7 +156,6 @@ WIDE_SHAPES = ((128, 1, 2, 128, WIDE_CLUSTER), (64, 1, 2, 128, WIDE_CLUSTER))  #
 CROWDED_SHAPES, CROWDED_ROWS, CROWDED_SHARE = ((96, 1, 2, 128, WIDE_CLUSTER),), range(225, 289), 0.91
 # Of 64 or 192 features, so that some tile's number is just that of the SMs, or of whole rounds of them.
 ROUND_SHAPES = (
-    (128, 1, 3, 128, 1),
     (112, 1, 3, 128, 1),
     (96, 1, 3, 128, 1),
     (80, 1, 3, 128, 1),
