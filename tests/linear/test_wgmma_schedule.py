@@ -280,10 +280,10 @@ def test_short_products_are_served_by_about_the_fastest(n, k, m):
 
 
 def test_short_products_are_seldom_slower_than_cublas():
-    """By 15 % at most, by more than 3 % in one of eight; half a percent slower than the fastest tile on average."""
+    """By 12 % at most, by more than 3 % in one of seven; half a percent slower than the fastest tile on average."""
     taken = {key: short_us(*key) for key in TILES}
     ratios = [us / TILES[key][0] for key, us in taken.items()]
-    assert max(ratios) <= 1.15 and sum(ratio > 1.03 for ratio in ratios) <= len(ratios) / 8
+    assert max(ratios) <= 1.12 and sum(ratio > 1.03 for ratio in ratios) <= len(ratios) / 7
     assert geometric_mean(ratios) <= 0.89
     assert mean(us / min(TILES[key][1].values()) for key, us in taken.items()) <= 1.006
 
