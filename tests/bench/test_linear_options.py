@@ -19,17 +19,12 @@ LAYER = Layer(128, 256, 3)
 
 
 @pytest.fixture(scope="module")
-def of_layer():
-    return LinearOptions(LAYER, Format(), "cpu")
+def options():
+    return LinearOptions(LAYER, Format(), "cpu").all()
 
 
-@pytest.fixture(scope="module")
-def options(of_layer):
-    return of_layer.all()
-
-
-def test_every_option_is_right_and_changes_the_result(of_layer, options):
-    of_layer.check(options)
+def test_every_option_is_right_and_changes_the_result(options):
+    linear_options.check(options)
     plain = options["plain"].call()
     for name, option in options.items():
         result = option.call()
@@ -50,6 +45,14 @@ def test_an_option_has_its_own_bytes(options):
     assert options["groups of 32"].own_bytes == 2 * n * k * 3 // 128
 
 
+def test_no_two_options_share_a_weight(options):
+    """One that many calls share is met warmer than others."""
+    codes = [
+        argument.codes for option in options.values() for argument in option.call.args if hasattr(argument, "codes")
+    ]
+    assert len(codes) == len(options) == len({one.data_ptr() for one in codes})
+
+
 def test_rows_that_are_too_wide_to_be_normed_give_no_norm():
     wide = LinearOptions(replace(LAYER, n=MAX_COLUMNS + 64), Format(), "cpu").all()
     assert "norm given" not in wide and "norm taken" in wide
@@ -61,7 +64,7 @@ def test_what_each_may_take(options):
     assert options["batch invariant"].bar == INVARIANT and options["bias and residual"].bar == RESIDUAL
 
 
-def test_a_wrong_result_is_not_timed(of_layer, options):
+def test_a_wrong_result_is_not_timed(options):
     call = options["bias"].call
 
     def twice(x, weight, bias):
@@ -69,7 +72,7 @@ def test_a_wrong_result_is_not_timed(of_layer, options):
 
     wrong = replace(options["bias"], call=partial(twice, *call.args, **call.keywords))
     with pytest.raises(WrongOutput, match="bias: relative error"):
-        of_layer.check({"bias": wrong})
+        linear_options.check({"bias": wrong})
 
 
 def test_kernels_that_are_timed_are_known_beforehand():

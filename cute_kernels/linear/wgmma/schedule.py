@@ -120,7 +120,7 @@ class DsmemShape(NamedTuple):
 DSMEM_SHAPES = {
     4: (
         DsmemShape(64, 4, 1, 2, 2, 2),
-        DsmemShape(32, 1, 1, 2, 2, 3),
+        DsmemShape(32, 1, 1, 2, 3, 3),
         DsmemShape(32, 1, 2, 3, 3, 2),
         DsmemShape(32, 4, 2, 2, 3, 2),
         DsmemShape(16, 1, 1, 3, 3, 3),
